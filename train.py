@@ -61,7 +61,7 @@ def train(
     """Train to the end; after a rollback, make another attempt. data: None to prepare it meanwhile."""
     # Plan and errors answer at once: the imports below take seconds.
     prepare_imports()  # no garbage collection, no messages that help nobody
-    from pretraining.checkpoints.upload import live_files
+    from pretraining.checkpoints.live_files import live_files
     from pretraining.extend import load_extensions
     from pretraining.reporting.live import live_report
     from pretraining.runtime.durable_files import one_line_disk_errors

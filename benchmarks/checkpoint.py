@@ -24,6 +24,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -217,7 +218,7 @@ def run_resume(options: argparse.Namespace, folder: Path) -> dict:
                 )
             )
         rounds.append(times)
-        shutil.rmtree(folder / f"{number}")
+        shutil.rmtree(folder / f"{number}", ignore_errors=True)  # a process of the run may still write
     reading, beside, alone = (statistics.median(each) for each in zip(*rounds[1:], strict=True))
     added = [empty - here for _, here, empty in rounds[1:]]
     return {
@@ -256,7 +257,7 @@ def seconds_until(reached: Callable[[], bool], output: Path, data_dir: Path, *wo
     command += ["--output_dir", str(output), "--data_dir", str(data_dir), "--force"]
     began = time.perf_counter()
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=log)
+        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=log, start_new_session=True)
         try:
             while not reached():
                 if process.poll() is not None:
@@ -265,7 +266,8 @@ def seconds_until(reached: Callable[[], bool], output: Path, data_dir: Path, *wo
                 time.sleep(0.02)
             return time.perf_counter() - began
         finally:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # also the processes that it started
             process.wait()
 
 

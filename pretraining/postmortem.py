@@ -1,7 +1,8 @@
 """Look back at a run: what failed first and where, since when a rank was slow, what it cost, and what to do.
 
 It reads the run folder alone: the events, each rank's failure and log, the heartbeats of the last start, and what the
-kernels of the ranks' machines had logged. On a machine of the run, it reads that machine's kernel log too.
+kernels of the ranks' machines had logged. On a machine of the run, it reads that machine's kernel log too. If nodes
+have folders of their own, the run's address in its store holds the records of all.
 """
 
 import argparse
@@ -9,12 +10,17 @@ import itertools
 import json
 import re
 import sys
+import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from pretraining.errors import one_line_errors
+from pretraining.addresses import is_remote
+from pretraining.checkpoints.live_files import NODES, fetch_records, store_of_parts
+from pretraining.errors import UserError, one_line_errors
 from pretraining.planning.quantities import dollars, duration, facts, several
 from pretraining.reporting.analysis import timed_rows
 from pretraining.reporting.run_record import RunRecord
@@ -30,8 +36,10 @@ from pretraining.schema import display_path
 EXAMPLES = """examples:
   python -m pretraining.postmortem runs/tiny
   python -m pretraining.postmortem runs/30b --json
+  python -m pretraining.postmortem s3://bucket/runs/30b
 
-It needs nothing but the run folder, also while the run goes on. On a node of the run it reads the kernel's log too."""
+It needs nothing but the run folder, or its address in the store of its checkpoints, also while the run goes on. On a
+node of the run it reads the kernel's log too."""
 
 FAILED = ("crash", "hang", "gave up")
 """Ends of an attempt that somebody has to look at."""
@@ -98,8 +106,31 @@ class Postmortem:
 def main(arguments: list[str] | None = None) -> None:
     """Print what is known about the end of a run."""
     options = _parse(arguments)
-    found = look_back(options.run)
-    print(json.dumps(asdict(found), indent=2) if options.json else as_text(found))
+    with records_of(options.run) as (folder, shown):
+        found = look_back(folder)
+        text = json.dumps(asdict(found), indent=2) if options.json else as_text(found)
+    print(text.replace(str(folder), shown))
+
+
+@contextmanager
+def records_of(run: str) -> Iterator[tuple[Path, str]]:
+    """Yield a folder with the records of all ranks, and its name: that of the run, or its address in a store.
+
+    run: a run folder, or an address. If it is the folder of one node among several, the store has the others' records.
+    """
+    address = run if is_remote(run) or (Path(run) / NODES).is_dir() else store_of_parts(Path(run))
+    if address is None:
+        yield Path(run), run
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            found, shown = fetch_records(address, Path(folder)).path, address
+        except UserError as error:
+            if address == run:
+                raise
+            print(f"{error}: what follows is from this node alone", file=sys.stderr)
+            found, shown = Path(run), run
+        yield found, shown
 
 
 def look_back(folder: Path) -> Postmortem:
@@ -420,7 +451,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder, such as runs/tiny")
+    what = "a run folder, such as runs/tiny, or its address in the store of its checkpoints"
+    parser.add_argument("run", metavar="RUN", help=what)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse_args(sys.argv[1:] if arguments is None else arguments)
 

@@ -37,7 +37,7 @@ DRIVERS = {
     "doctor": {"model", "training"},
     "api": set(),
     "sweep": {"api", "reporting"},
-    "postmortem": {"reporting"},
+    "postmortem": {"checkpoints", "reporting"},
     "pipeline": {"checkpoints", "doctor", "reporting"},
     "rehearsal": {"model", "training", "checkpoints"},
 }

@@ -1,6 +1,8 @@
 """Promise: nothing committed is lost. Nodes that share nothing but a store keep, upload and read their own shards."""
 
 import json
+import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import pytest
 
 from pretraining.checkpoints.fetch import newest_committed
 from pretraining.checkpoints.remote import RemoteRun
+from pretraining.runtime.durable_files import read_rows
 from tests.nodes import Nodes, two_nodes, wait_until
 from tests.object_store import Proxy, connect_to, s3_server, use_here
 from tests.runs import Workshop, execute
@@ -105,55 +108,101 @@ def one_in_ten(number: int, path: str) -> str | None:
     return ("error", "drop", "cut")[number // 10 % 3] if number % 10 == 9 else None
 
 
-class Gate:
-    """Before a store that fails one request in ten: one checkpoint cannot pass, so that the run cannot end yet."""
+SLOW = """
+import os
+import time
 
-    closed_for: str | None = None
+from transformers import TrainerCallback
+
+from pretraining import extend
+
+
+@extend.callback
+class IsSlow(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        time.sleep(float(os.environ.get("SECONDS_A_STEP", "0")))
+"""
+
+
+class Gate:
+    """Before a store that fails one request in ten: of new checkpoints one passes, so that the run cannot end yet."""
+
+    def __init__(self) -> None:
+        self.passed: set[str] | None = None
+        """Names of checkpoints that may be written; None: all."""
+        self.room = 0
+
+    def close_behind(self, known: list[str]) -> None:
+        self.passed, self.room = set(known), 1
 
     def __call__(self, number: int, path: str) -> str | None:
-        return "drop" if self.closed_for and f"{self.closed_for}/" in path else one_in_ten(number, path)
+        found = re.search(r"(checkpoint-\d+)/", path)
+        if self.passed is None or found is None or found[1] in self.passed:
+            return one_in_ten(number, path)
+        if not self.room:
+            return "drop"
+        self.room -= 1
+        self.passed.add(found[1])
+        return None
 
 
 def test_each_node_is_lost_once_and_the_end_is_the_undisturbed_one(nodes, tmp_path, monkeypatch):
     """ZeRO-2, a real S3 server that fails one request in ten: beta is replaced by an empty node, then alpha."""
-    reference, settings = (
-        nodes.workshop.run("zero2"),
-        ("checkpoints.upload=s3://bucket/runs", "training.save_steps=2"),
-    )
+    (tmp_path / "slow.py").write_text(SLOW)
+    reference = nodes.workshop.run("zero2")
+    settings = ("training.save_steps=2", f'extensions=["{tmp_path / "slow.py"}"]')
+    to_store = (*settings, "checkpoints.upload=s3://bucket/runs")
     gate = Gate()
     with s3_server(tmp_path / "log") as address, Proxy(address, gate, nodes.hosts.outside) as proxy:
         variables = connect_to(proxy.address)
         use_here(monkeypatch, address)
         remote, newest = RemoteRun("s3://bucket/runs", "run"), []
-        refused = nodes.run(settings=settings[1:])
+        refused = nodes.run(settings=settings)
         for name, each in refused.items():
             assert each.code == 2, each.output
             assert ("set checkpoints.upload" in each.stderr) == (name == "alpha"), "one rank says it"
             assert not list(nodes.disk(name).folder.iterdir())
         for lost in ("beta", "alpha"):
             last = int(newest[-1].partition("-")[2]) if newest else 0
-            gate.closed_for = f"checkpoint-{last + 4}"
-            started = nodes.start(settings=settings, **variables)
+            gate.close_behind(newest)
+            started = nodes.start(settings=to_store, SECONDS_A_STEP="0.2", **variables)
             wait_until(started, lambda last=last: newest_committed(remote, last) is not None)
             started[lost].kill()  # with all its processes, as a machine that fails
             nodes.replace(lost)
             for each in started.values():
                 assert each.finish().code != 0
             newest.append(newest_committed(remote, -1))
-        gate.closed_for = None
-        started = nodes.start(settings=settings, **variables)
-        wait_until(started, lambda: nodes.disk("beta").dir.node_events.exists())
+        gate.passed = None
+        before = len(read_rows(nodes.disk("beta").dir.node_events))
+        # stop files are looked for once a second
+        started = nodes.start(settings=to_store, SECONDS_A_STEP="1.5", **variables)
+        wait_until(started, lambda: len(read_rows(nodes.disk("beta").dir.node_events)) > before)
         nodes.disk("beta").dir.stop_file.touch()
         assert [each.finish().code for each in started.values()] == [75, 75]
-        finished = nodes.run(settings=settings, **variables)
+        finished = nodes.run(settings=to_store, **variables)
+        look_back = [sys.executable, "-m", "pretraining.postmortem", "--json"]
+        from_store = execute([*look_back, "s3://bucket/runs/run"], **connect_to(address))
+        from_node = execute([*look_back, nodes.disk("beta").folder], **connect_to(address))
+        exported = RemoteRun("s3://bucket/runs", "run").read("export/model.safetensors")
+        records = remote.sizes("nodes")
     for each in finished.values():
         assert each.code == 0, each.output
     run = nodes.disk("alpha")
     assert run.losses == reference.losses and run.samples == reference.samples
-    exported = [each.dir.export / "model.safetensors" for each in (run, reference)]
-    assert exported[0].read_bytes() == exported[1].read_bytes()
+    models = [each.dir.export / "model.safetensors" for each in (run, reference)]
+    assert models[0].read_bytes() == models[1].read_bytes()
     resumes = [event for event in run.events if event["event"] == "resume"]
     assert [event["checkpoint"] for event in resumes][:2] == newest
     fetches = [event["nodes"] for event in run.events if event["event"] == "fetch"]
     empty = [[node["host"] for node in fetched if node["files"]] for fetched in fetches]
     assert empty[0] == ["beta"] and "alpha" in empty[1]
+    # what any node has written is in the store, and an empty disk has replaced nothing of what was there before
+    assert exported == (run.dir.export / "model.safetensors").read_bytes()
+    hosts = [name.rpartition("-")[0] for name in records]
+    assert hosts.count("alpha") == 2 and "beta" in hosts
+    assert from_store.code == 0 and from_node.code == 0, from_store.output + from_node.output
+    found = json.loads(from_store.stdout)
+    assert [attempt["end"] for attempt in found["attempts"]] == ["crash", "crash", "stopped", "finished"]
+    # alpha was pulled last: its rank has no error of its own, and beta's has one
+    assert found["first"]["rank"] == 0 and "ended without an error" in found["first"]["what"]
+    assert json.loads(from_node.stdout) == found

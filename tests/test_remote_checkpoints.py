@@ -1,7 +1,10 @@
 """Committed checkpoints go to a real S3 server behind training, and come from there onto an empty machine."""
 
+import errno
+import io
 import json
 import os
+import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +13,7 @@ import pytest
 import torch
 
 from pretraining.addresses import masked, refuse_credentials
+from pretraining.checkpoints import remote
 from pretraining.checkpoints.fetch import fetch_newest, newest_committed, refuse_newer
 from pretraining.checkpoints.format import (
     MARKER,
@@ -22,6 +26,7 @@ from pretraining.checkpoints.format import (
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.shard_files import rank_file, write_rank_file
 from pretraining.checkpoints.upload import Uploader
+from pretraining.data.streaming.store import Patience
 from pretraining.errors import UserError
 from pretraining.runtime.durable_files import read_rows, write_json
 from pretraining.runtime.journal import Journal, Rollback
@@ -299,6 +304,31 @@ def test_the_newer_one_wins_and_what_is_here_is_not_fetched(tmp_path, connected,
     with pytest.raises(UserError, match="checkpoint-8 is newer"):
         refuse_newer(RemoteRun(upload, NAME), 4, "never")
     refuse_newer(RemoteRun(upload, NAME), 8, "runs/tiny/checkpoint-8")
+
+
+def test_a_mounted_folder_that_loses_a_handle_is_read_on(tmp_path, monkeypatch):
+    content = random.Random(1).randbytes(600_001)  # three pieces
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "file").write_bytes(content)
+    opened = []
+
+    class StaleOnce(io.FileIO):
+        def readinto(self, buffer) -> int:
+            if len(opened) == 1 and self.tell():
+                raise OSError(errno.ESTALE, "Stale file handle")
+            return super().readinto(buffer[: len(buffer) // 2 + 1])  # may read less than it is asked for
+
+        def __init__(self, path):
+            super().__init__(path)
+            opened.append(path)
+
+    monkeypatch.setattr(remote.io, "FileIO", StaleOnce)
+    pieces = RemoteRun(str(tmp_path), "run").pieces("file", len(content))
+    assert b"".join(map(bytes, pieces)) == content
+    assert len(opened) == 2
+    cut = RemoteRun(str(tmp_path), "run", Patience(0.0))
+    with pytest.raises(UserError, match="ends after 600,001"):
+        list(cut.pieces("file", len(content) + 1))
 
 
 def test_a_store_that_cannot_be_reached(tmp_path, monkeypatch):

@@ -32,6 +32,8 @@ from pretraining.runtime.restarts import resume_after_restart
 from pretraining.runtime.run_folder import RunFolder
 
 _RANGE_BYTES = 16 << 20  # with all threads, 128 MiB of host memory a rank
+_FLUSHED_BYTES = 16 << 20
+"""How much of a file is written between two flushes."""
 _THREADS = 8
 _FILES = 4
 """Files fetched at once: while one is written to the disk, the store sends others."""
@@ -264,8 +266,11 @@ class Ranges:
     def __exit__(self, *_: object) -> None:
         self._threads.shutdown()
 
-    def in_order(self, where: str, size: int) -> Iterator[bytes]:
-        """Yield the content of a file from its beginning."""
+    def in_order(self, where: str, size: int) -> Iterator[bytes | memoryview]:
+        """Yield the content of a file from its beginning; what is yielded is valid until the next."""
+        if self.remote.folder is not None:  # its kernel reads ahead, without a copy for each range
+            yield from self.remote.pieces(where, size)
+            return
         waiting: deque[Future[bytes]] = deque()
         starts = iter(range(0, size, _RANGE_BYTES))
         try:
@@ -298,7 +303,7 @@ def _fetch_file(
         progress(entry["bytes"])
         return None
     for _ in range(_ATTEMPTS):
-        digest, flushed = xxhash.xxh128(), None
+        digest, flushed, unflushed = xxhash.xxh128(), None, 0
         with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as disk:
             for content in ranges.in_order(where, entry["bytes"]):
                 digest.update(content)  # now, which spares another reading of the file
@@ -307,8 +312,10 @@ def _fetch_file(
                     written += file.write(memoryview(content)[written:])
                 work_done(len(content))
                 progress(len(content))
-                if flushed is None or flushed.done():  # the disk writes while the store sends
-                    flushed = disk.submit(os.fdatasync, file.fileno())
+                unflushed += len(content)
+                # The disk writes while the store sends.
+                if unflushed >= _FLUSHED_BYTES and (flushed is None or flushed.done()):
+                    flushed, unflushed = disk.submit(os.fdatasync, file.fileno()), 0
             if flushed is not None:
                 flushed.result()
             os.fsync(file.fileno())

@@ -17,6 +17,7 @@ from pretraining.checkpoints.export import averaged_weights, demote_checkpoint
 from pretraining.checkpoints.fetch import fetch_absent
 from pretraining.checkpoints.format import commit_checkpoint
 from pretraining.checkpoints.identity import Identity, Start, metrics_at
+from pretraining.checkpoints.live_files import send_export
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.retention import Retention
 from pretraining.checkpoints.shard_files import fetch_nothing
@@ -25,7 +26,8 @@ from pretraining.checkpoints.upload import Uploader
 from pretraining.data.prepared import PreparedData
 from pretraining.planning.run_plan import RunPlan
 from pretraining.recipe import Recipe
-from pretraining.runtime.process_group import device_name
+from pretraining.runtime.heartbeat import long_work
+from pretraining.runtime.process_group import device_name, from_rank_0
 from pretraining.runtime.run_folder import RunFolder, describe_environment
 
 
@@ -92,9 +94,12 @@ class CheckpointManager(TrainerCallback):
         return averaged_weights(trainer)
 
     def wait_for_upload(self) -> None:
-        """Wait until the last checkpoint is uploaded, or its upload has failed; every rank calls this at the end."""
-        if self.uploader is not None:
-            self.uploader.wait()
+        """Wait until the last checkpoint and the export are uploaded, or failed; every rank calls this at the end."""
+        if self.uploader is None:
+            return
+        self.uploader.wait()
+        with long_work():
+            from_rank_0(lambda: send_export(self.run, self.uploader.remote))
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -1,13 +1,16 @@
 """Read and write one run's checkpoints at an fsspec address (`s3://bucket/runs/<name>`, `hf://...`, a folder)."""
 
 import contextlib
+import io
+import os
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pretraining.checkpoints.format import MARKER
-from pretraining.data.streaming.store import Patience, Store, reason_of
+from pretraining.data.streaming.store import Patience, ShortAnswer, Store, reason_of
 from pretraining.errors import UserError
 from pretraining.runtime.durable_files import replacing
 from pretraining.runtime.heartbeat import work_done
@@ -17,6 +20,8 @@ FIRST_CONTACT_SECONDS = 60.0
 
 _BLOCK_BYTES = 32 << 20
 """How much of a file a rank holds in memory during its upload."""
+_PIECE_BYTES = 256 << 10
+_AHEAD_BYTES = 16 << 20
 _MOST_BLOCKS = 9_000  # S3 takes 10,000 parts a file
 
 
@@ -49,6 +54,49 @@ class RemoteRun(Store):
             return None
 
         return self.patience.ask(read, self.where(path))
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder that the address means, such as a mounted disk; None for a store of another kind."""
+        from fsspec.core import split_protocol
+
+        protocol, path = split_protocol(self.address)
+        return Path(path).expanduser().absolute() if protocol in (None, "file", "local") else None
+
+    def pieces(self, path: str, size: int) -> Iterator[memoryview]:
+        """Read a file of `folder` from its beginning; a piece is valid until the next."""
+        folder = self.folder
+        assert folder is not None
+        # One small buffer again and again: it stays in the processor's cache, and new memory costs more than reading.
+        buffer = memoryview(bytearray(_PIECE_BYTES))
+        opened: list[io.FileIO] = []
+
+        def read(start: int, stop: int) -> memoryview:
+            try:
+                if not opened:
+                    opened.append(io.FileIO(folder / path))
+                if start % _AHEAD_BYTES == 0 and hasattr(os, "posix_fadvise"):
+                    # The kernel reads on while these are checked and written.
+                    os.posix_fadvise(opened[0].fileno(), start, 2 * _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+                opened[0].seek(start)
+                if count := opened[0].readinto(buffer[: stop - start]):
+                    return buffer[:count]
+                raise ShortAnswer(f"the file ends after {start:,} of {size:,} bytes")
+            except OSError:
+                while opened:  # a mounted disk that has failed needs a new handle
+                    opened.pop().close()
+                raise
+
+        try:
+            start = 0
+            while start < size:
+                stop = min(start + _PIECE_BYTES, size)
+                piece = self.patience.ask(partial(read, start, stop), self.where(path))
+                start += len(piece)
+                yield piece
+        finally:
+            for file in opened:
+                file.close()
 
     def write(self, path: str, open_chunks: Callable[[], Iterable[bytes]], num_bytes: int) -> None:
         """Write a file from its chunks, whole or not at all."""
@@ -116,12 +164,10 @@ class RemoteRun(Store):
         self.remove(".writable")
 
     def _send(self, path: str, chunks: Iterable[bytes], num_bytes: int) -> None:
-        system = self._filesystem()
-        if "file" in _protocols(system):
-            from fsspec.core import strip_protocol
-
+        if self.folder is not None:
             # fsspec writes local files in place, so that a reader could see half of a file.
-            return _send_to_folder(Path(strip_protocol(self.where(path))), chunks)
+            return _send_to_folder(self.folder / path, chunks)
+        system = self._filesystem()
         # Each block is a part of the upload: a large file needs larger ones.
         block = max(_BLOCK_BYTES, num_bytes // _MOST_BLOCKS)
         file = system.open(self.where(path), "wb", block_size=block)
@@ -134,13 +180,10 @@ class RemoteRun(Store):
             raise
 
     def _create(self, path: str, content: bytes) -> None:
-        system = self._filesystem()
-        if "file" not in _protocols(system):
-            system.pipe_file(self.where(path), content, mode="create")
+        if self.folder is None:
+            self._filesystem().pipe_file(self.where(path), content, mode="create")
             return
-        from fsspec.core import strip_protocol
-
-        place = Path(strip_protocol(self.where(path)))
+        place = self.folder / path
         whole = place.with_name(f"{place.name}.{uuid.uuid4().hex}")
         _send_to_folder(whole, [content])
         try:
@@ -162,10 +205,6 @@ def _discard(file: Any) -> None:
         file.discard()
     with contextlib.suppress(AttributeError):
         file.closed = True
-
-
-def _protocols(system: Any) -> tuple[str, ...]:
-    return (system.protocol,) if isinstance(system.protocol, str) else tuple(system.protocol)
 
 
 def _refusal(error: Exception, what: str) -> UserError | None:

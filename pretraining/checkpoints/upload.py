@@ -3,20 +3,17 @@
 Each rank's thread sends the files that the rank wrote. Rank 0 adds the marker once every rank has reported that its
 files are in the store. If the store fails, that is an event and never stops the run. Only one checkpoint is uploaded at
 a time. Of those that are committed in the meantime, only the newest is uploaded, next or at the end.
-
-What shows how the run goes (metrics, events, report, samples) is sent every minute, by a thread of rank 0.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -26,24 +23,16 @@ from pretraining.addresses import masked
 from pretraining.checkpoints.format import MARKER, is_receipt, receipt_name
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.errors import UserError
-from pretraining.runtime.durable_files import file_state
 from pretraining.runtime.heartbeat import long_work, work_done
 from pretraining.runtime.process_group import Messages, gather_from_ranks, host_group, rank_and_world_size
 from pretraining.runtime.run_folder import RunFolder
 
 _PAUSE_SECONDS = 0.05  # between two exchanges of the ranks
-_CHUNK_BYTES = 8 << 20
-_LIVE_SECONDS = 60.0
-_LAST_SECONDS = 60.0
-"""How long the end of a run waits for a store that does not take its last files."""
+_CHUNK_BYTES = 256 << 10  # it stays in the processor's cache between hashing and sending
 
 RUN_FILES = ("recipe.json", "changes.json", "journal.jsonl", "flagged_blocks.jsonl", "metrics.jsonl")
 RUN_FILES += ("samples.jsonl", "events.jsonl", "wandb_id")
 """Files of the run folder that a start on an empty machine needs besides the checkpoint."""
-LIVE_FILES = (*RUN_FILES, "plan.json", "environment.json", "mixture.json", "console.log", "report.html")
-"""Files that are sent while the run lives."""
-
-
 _SEND, _SENT = b"send", b"sent"
 """Messages: what rank 0 finds is to be done with a checkpoint, and that a rank has done it."""
 
@@ -212,62 +201,6 @@ class Uploader:
         while self._removed_here:
             self.remote.remove_checkpoint(self._removed_here[0])
             self._removed_here.pop(0)
-
-
-@contextmanager
-def live_files(run: RunFolder, upload: str | None) -> Iterator[None]:
-    """Send what shows how a run goes to its store, on rank 0: every minute while the block runs, and after it.
-
-    A block that adds no event, such as a refused run, sends nothing.
-    """
-    if upload is None or os.environ.get("RANK", "0") != "0":
-        yield
-        return
-    files = LiveFiles(run, RemoteRun(upload, run.path.name).at_first_contact())
-    try:
-        yield
-    finally:
-        files.close()
-
-
-class LiveFiles:
-    """A thread that sends the files which have changed; a store that fails is asked again with the next minute."""
-
-    def __init__(self, run: RunFolder, remote: RemoteRun):
-        self.run, self.remote = run, remote
-        self._before = file_state(run.events)
-        self._sent: dict[str, tuple] = {}
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._send_again_and_again, name="live files", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Send the files once more, and end the thread."""
-        self._closed.set()
-        self._thread.join(_LAST_SECONDS)
-
-    def _send_again_and_again(self) -> None:
-        pause = _LIVE_SECONDS
-        while not self._closed.wait(pause):
-            began = time.monotonic()
-            self._send()
-            # Long files take their time: at most a tenth of it.
-            pause = max(_LIVE_SECONDS, 9 * (time.monotonic() - began))
-        self._send()
-
-    def _send(self) -> None:
-        if file_state(self.run.events) in (None, self._before):
-            return
-        for name in LIVE_FILES:
-            path = self.run.path / name
-            state = file_state(path)
-            if state is None or state == self._sent.get(name):
-                continue
-            try:
-                self.remote.write_bytes(name, path.read_bytes())
-            except (UserError, OSError):  # an upload that fails is an event; the copy of a log is none
-                return
-            self._sent[name] = state
 
 
 class Parcel:

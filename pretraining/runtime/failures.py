@@ -78,6 +78,7 @@ def kept_failure(run: RunFolder) -> Iterator[None]:
             # a full disk, or a folder that is gone, must not hide the error itself
             with contextlib.suppress(OSError):
                 append_row(run.failures(_rank()), asdict(_failure_of(error, began)))
+                run.fail()
         raise
 
 
@@ -89,6 +90,7 @@ def keep_end_by_launcher(run: RunFolder) -> None:
         )
         with contextlib.suppress(OSError):
             append_row(run.failures(_rank()), asdict(failure))
+            run.fail()
 
 
 def read_failures(run: RunFolder) -> list[Failure]:

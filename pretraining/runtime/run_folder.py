@@ -53,6 +53,7 @@ class RunFolder:
         self.wandb_id = self.path / "wandb_id"
         self.tensorboard = self.path / "tensorboard"
         self.node_events = self.path / "node_events.jsonl"
+        self.node = self.path / "node.json"
         self.disks = ONE_DISK
         """Which ranks see this folder; known once the run is locked."""
         self.listeners: list[Callable[[dict], None]] = []
@@ -61,6 +62,8 @@ class RunFolder:
         """Whether the run of this process has begun to write here."""
         self.at_beginning: list[Callable[[], None]] = []
         """Called when it begins."""
+        self.at_failure: list[Callable[[], None]] = []
+        """Called once it is written how this rank failed."""
 
     def checkpoint(self, step: int) -> Path:
         """Return the folder of the resumable checkpoint after optimizer step `step`."""
@@ -82,6 +85,11 @@ class RunFolder:
         """Say that the run of this process writes here from now on. Every rank calls it; again after a rollback."""
         self.has_begun = True
         for call in self.at_beginning:
+            call()
+
+    def fail(self) -> None:
+        """Say that how this rank fails is written here."""
+        for call in self.at_failure:
             call()
 
     def is_finished(self, recipe: dict) -> bool:

@@ -172,6 +172,7 @@ class Watch:
             seen = self._beats_seen.items()
             self._report(places, {rank for rank, (_, since) in seen if number - since >= SILENT_LOOKS})
         tell_exit_code(HANG)
+        self.run.fail()
         time.sleep(
             2 * self.look_seconds
         )  # others still write stacks: the launcher ends all ranks after the first exit

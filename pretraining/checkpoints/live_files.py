@@ -1,0 +1,230 @@
+"""Send what shows how a run goes to its store while it lives, and bring all of it back into one folder.
+
+Rank 0 sends metrics, events, report and the like. One rank of each disk sends the records of its node (`NODE_FOLDERS`),
+to a folder of the store that no other node has. Both once a minute. A rank that fails sends its own log and failure
+before it ends. `fetch_records` makes one run folder of what all nodes have sent.
+"""
+
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+from pretraining.checkpoints.fetch import newest_committed
+from pretraining.checkpoints.format import MARKER
+from pretraining.checkpoints.remote import RemoteRun
+from pretraining.checkpoints.upload import RUN_FILES
+from pretraining.data.streaming.store import Patience
+from pretraining.errors import UserError
+from pretraining.runtime.durable_files import file_state, write_json
+from pretraining.runtime.heartbeat import work_done
+from pretraining.runtime.run_folder import RunFolder, utc_now
+
+_LIVE_SECONDS = 60.0
+_LAST_SECONDS = 60.0
+"""How long the end of a run waits for a store that does not take its last files."""
+_FAILING_SECONDS = 10.0
+"""How long a rank that fails waits for the store: its launcher may kill it soon."""
+_CHUNK_BYTES = 8 << 20
+
+LIVE_FILES = (*RUN_FILES, "plan.json", "environment.json", "mixture.json", "console.log", "report.html")
+"""Files of rank 0's disk, which are sent while the run lives."""
+NODES = "nodes"
+"""Folder of the store with a folder of each node."""
+NODE_FOLDERS = ("failures", "logs", "heartbeats", "stacks")
+"""Folders of a run folder that have a file of each rank of the node."""
+
+
+@contextmanager
+def live_files(run: RunFolder, upload: str | None) -> Iterator[None]:
+    """Send these files to the run's store: every minute while the block runs, after it, and if this rank fails.
+
+    A block that does not begin the run, such as a refused start, sends nothing. Every rank calls this.
+    """
+    if upload is None:
+        yield
+        return
+    rank, remote = int(os.environ.get("RANK", "0")), RemoteRun(upload, run.path.name)
+    if run.disks.is_first:
+        run.at_beginning.append(lambda: _name_node(run, remote))
+    of_others = run.disks.is_first or rank == 0
+    files = LiveFiles(run, remote, partial(_files_to_send, run, rank, of_others))
+    # It is called after the block too, once the failure is written.
+    run.at_failure.append(lambda: files.send_within(_FAILING_SECONDS))
+    if not of_others:
+        yield
+        return
+    thread = threading.Thread(target=files.send_again_and_again, name="live files", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        files.closed.set()
+        thread.join(_LAST_SECONDS)
+
+
+def _name_node(run: RunFolder, remote: RemoteRun) -> None:
+    """Name this disk once: an empty disk in its place gets another name, so that nothing in the store is replaced."""
+    host, known = socket.gethostname(), _node(run)
+    name = known["name"] if known.get("host") == host else f"{host}-{uuid.uuid4().hex[:8]}"
+    write_json(run.node, {"name": name, "host": host, "began": utc_now(), "store": remote.address})
+
+
+def _node(run: RunFolder) -> dict:
+    try:
+        return json.loads(run.node.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _files_to_send(run: RunFolder, rank: int, of_others: bool) -> dict[str, Path]:
+    """Return {name in the store: file}. of_others: also what the other ranks of this disk write."""
+    found = {name: run.path / name for name in LIVE_FILES} if rank == 0 else {}
+    if (node := _node(run).get("name")) is None:
+        return found
+    folders = [run.path / name for name in NODE_FOLDERS] if of_others else []
+    paths = [path for folder in folders if folder.is_dir() for path in sorted(folder.iterdir())]
+    own = [run.node, run.node_events, *paths, run.failures(rank), run.rank_log(rank)]
+    return found | {
+        f"{NODES}/{node}/{path.relative_to(run.path).as_posix()}": path for path in own if path.is_file()
+    }
+
+
+class LiveFiles:
+    """Sends the files that have changed since they were sent; what a store does not take is sent the next time."""
+
+    def __init__(self, run: RunFolder, remote: RemoteRun, files_to_send: Callable[[], dict[str, Path]]):
+        self.run, self.remote, self.files_to_send = run, remote.at_first_contact(), files_to_send
+        self.closed = threading.Event()
+        self._sent: dict[str, tuple] = {}
+        self._lock = threading.Lock()
+
+    def send_again_and_again(self) -> None:
+        """Send them until `closed` is set, and then once more."""
+        pause = _LIVE_SECONDS
+        while not self.closed.wait(pause):
+            began = time.monotonic()
+            self.send()
+            # Long files take their time: at most a tenth of it.
+            pause = max(_LIVE_SECONDS, 9 * (time.monotonic() - began))
+        self.send()
+
+    def send_within(self, seconds: float) -> None:
+        """Send them, but wait no longer than this."""
+        thread = threading.Thread(target=self.send, name="last files", daemon=True)
+        thread.start()
+        thread.join(seconds)
+
+    def send(self) -> None:
+        """Send what has changed."""
+        with self._lock:
+            if not self.run.has_begun:
+                return
+            for name, path in self.files_to_send().items():
+                state = _state(path)
+                if state is None or state == self._sent.get(name):
+                    continue
+                try:
+                    self.remote.write_bytes(name, path.read_bytes())
+                except (UserError, OSError):  # an upload that fails is an event; the copy of a log is none
+                    return
+                self._sent[name] = state
+
+
+def _state(path: Path) -> tuple | None:
+    """Tell one state of a file from another; a heartbeat keeps its size."""
+    state = file_state(path)
+    return state and (*state, path.stat().st_mtime_ns)
+
+
+def send_export(run: RunFolder, remote: RemoteRun) -> None:
+    """Send the export to the run's store, and compare the sizes there. A store that fails is an event."""
+    began = time.perf_counter()
+    sizes = {path.name: path.stat().st_size for path in sorted(run.export.iterdir()) if path.is_file()}
+    try:
+        for name, size in sizes.items():
+            remote.write(f"{run.export.name}/{name}", partial(_chunks, run.export / name), size)
+        arrived = remote.sizes(run.export.name)
+        if arrived is not None and {name: arrived.get(name) for name in sizes} != sizes:
+            raise UserError(f"{remote.where(run.export.name)}: not what was sent; copy {run.export} there")
+    except (UserError, OSError) as error:
+        return run.add_event("export_upload_failed", reason=str(error))
+    seconds = round(time.perf_counter() - began, 3)
+    to = remote.where(run.export.name)
+    run.add_event("export_upload", to=to, bytes=sum(sizes.values()), seconds=seconds)
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            yield chunk
+            work_done(len(chunk))
+
+
+def fetch_records(address: str, folder: Path) -> RunFolder:
+    """Bring what all nodes of a run have sent into a new folder, as if they had shared a disk.
+
+    Of the checkpoints comes the marker of the newest alone. Raises `UserError` if there is no run at the address, or
+    the store cannot be used.
+    """
+    above, _, name = address.rstrip("/").rpartition("/")
+    remote, run = RemoteRun(above, name, Patience(_LAST_SECONDS)), RunFolder(folder / name)
+    run.path.mkdir(parents=True)
+    for file in LIVE_FILES:
+        if (content := remote.read_if_there(file)) is not None:
+            (run.path / file).write_bytes(content)
+    nodes = [_Node.read(remote, node) for node in remote.sizes(NODES) or {}]
+    _bring_together(sorted(nodes, key=lambda node: node.began), run)
+    if (newest := newest_committed(remote, -1)) is not None:
+        (run.path / newest).mkdir()
+        (run.path / newest / MARKER).write_bytes(remote.read(f"{newest}/{MARKER}"))
+    return run
+
+
+def store_of_parts(folder: Path) -> str | None:
+    """Return the address of a run's store if this folder of it is that of one node among several, else None."""
+    run = RunFolder(folder)
+    return _node(run).get("store") if run.holds_parts() else None
+
+
+class _Node:
+    """The records of one node."""
+
+    def __init__(self, files: dict[str, bytes]):
+        """files: {path in the run folder: content}."""
+        self.files = files
+        self.began = ""
+        """When the newest start of the run began there."""
+        with suppress(KeyError, ValueError):
+            self.began = str(json.loads(files.pop("node.json"))["began"])
+
+    @classmethod
+    def read(cls, remote: RemoteRun, node: str) -> "_Node":
+        folder = f"{NODES}/{node}"
+        names = list(remote.sizes(folder) or {})
+        names = [name for name in names if name not in NODE_FOLDERS] + [
+            f"{each}/{name}" for each in NODE_FOLDERS for name in remote.sizes(f"{folder}/{each}") or {}
+        ]
+        found = {name: remote.read_if_there(f"{folder}/{name}") for name in names}
+        return cls({name: content for name, content in found.items() if content is not None})
+
+
+def _bring_together(nodes: list[_Node], run: RunFolder) -> None:
+    """Write the records of the nodes, given in the order of their starts, into one run folder."""
+    parts: dict[str, list[bytes]] = {}
+    for node in nodes:
+        for name, content in node.files.items():
+            # A rank that has moved to another node has lines on both; its newest heartbeat counts.
+            before = [] if name.startswith("heartbeats/") else parts.get(name, [])
+            parts[name] = [*before, content]
+    for name, contents in parts.items():
+        path = run.path / name
+        path.parent.mkdir(exist_ok=True)
+        # A log and the rows of failures begin with their time.
+        path.write_bytes(b"".join(sorted(contents)))
