@@ -117,3 +117,17 @@ def test_a_restart_continues_what_its_launch_began(tmp_path, monkeypatch):
         leave_again_if_stopped(run)  # torchrun restarts what was asked to stop
     monkeypatch.setenv("PRETRAINING_RESTART", "0")
     leave_again_if_stopped(run)
+
+
+def test_a_torchrun_that_takes_another_node_in_goes_on(tmp_path, monkeypatch):
+    """It ends the ranks by SIGTERM and starts them again; after a stop file they leave again."""
+    from pretraining.runtime.restarts import launch_details, leave_again_if_stopped
+    from pretraining.runtime.run_folder import RunFolder
+
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    run = RunFolder(tmp_path)
+    run.add_event("stopped", reason="SIGTERM", **launch_details())
+    leave_again_if_stopped(run)
+    run.add_event("stopped", reason="a stop file", **launch_details())
+    with pytest.raises(SystemExit, match=str(STOPPED)):
+        leave_again_if_stopped(run)
