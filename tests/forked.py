@@ -57,8 +57,8 @@ class Server:
 
     def __init__(self, folder: Path):
         folder.mkdir(exist_ok=True)
-        self.pid_file, pipe = folder / "pid", folder / "requests"
-        self.pipe = pipe
+        self.pid_file = folder / "pid"
+        self.pipe = pipe = folder / "requests"
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not pipe.exists():
@@ -217,7 +217,8 @@ def _take_streams(process: int) -> None:
         os.dup2(descriptor, number)
         os.close(descriptor)
     # those of the server belong to files that can be searched; these may be pipes
-    sys.stdin, sys.stdout, sys.stderr = (open(n, "rww"[n], closefd=False, buffering=1) for n in range(3))
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
 
 
 def _end_with(process: int) -> None:

@@ -14,7 +14,10 @@ def test_a_lost_node_leaves_a_run_that_goes_on_with_one_rank(workshop: Workshop,
     """`torchrun --nnodes=1:2`: one node is killed; the other resumes on its own, and the curve stays the same."""
     output, reference = tmp_path / "run", workshop.run("zero2")
     port = free_port()
-    here = {"GLOO_SOCKET_IFNAME": "lo", **forked_programs()}  # both nodes are this machine, whatever its name leads to
+    here = {
+        "GLOO_SOCKET_IFNAME": "lo",
+        **forked_programs(),
+    }  # both nodes are this machine, whatever its name leads to
     commands = [node_command(workshop, output, port, is_host) for is_host in (True, False)]
     survivor, lost = (Started(command, **here) for command in commands)
     run = Run(output)

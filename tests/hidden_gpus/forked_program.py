@@ -24,18 +24,17 @@ def words_of_program() -> list[str] | None:
     words = sys.orig_argv[1:]
     while words[:1] == ["-u"]:
         words = words[1:]
-    name = "".join(words[1:2] if words[:1] == ["-m"] else words[:1])
-    name = os.path.basename(name)
-    return words if name in PROGRAMS else None
+    program = "".join(words[1:2] if words[:1] == ["-m"] else words[:1])
+    return words if Path(program).name in PROGRAMS else None
 
 
 def run(pipe: str, words: list[str]) -> None:
     """Ask the server for the process, wait for its end and end with its code."""
     logs = Path(tempfile.mkdtemp(prefix="forked-program-"))
-    request = {"words": words, "ranks": 0, "port": 0, "folder": os.getcwd(), "logs": str(logs)}
+    request = {"words": words, "ranks": 0, "port": 0, "folder": str(Path.cwd()), "logs": str(logs)}
     request |= {"variables": dict(os.environ), "asked_by": os.getpid()}
     (logs / "request").write_text(json.dumps(request))
-    with open(pipe, "w") as server:
+    with Path(pipe).open("w") as server:
         server.write(f"{logs}\n")
     while not (logs / "ranks").exists():
         time.sleep(0.005)
@@ -46,7 +45,8 @@ def run(pipe: str, words: list[str]) -> None:
         _wait_for(int((logs / "pid").read_text()))
     code = int((logs / "code").read_text())
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
 
