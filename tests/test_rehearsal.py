@@ -17,7 +17,7 @@ from pretraining.refusals import load_recipe_and_ds_config
 from pretraining.rehearsal import rehearsal
 from pretraining.rehearsal.rank import Place
 from pretraining.rehearsal.rehearsal import Rehearsal, rehearse
-from tests.runs import MODELS, Workshop, execute
+from tests.runs import MODELS, Workshop, execute, forked_programs
 
 RANKS = 60
 MANY = ("--world_size", RANKS, "--nodes", 7)
@@ -63,7 +63,7 @@ def test_a_sound_run_passes_on_uneven_nodes(workshop, tmp_path):
     )
     for setting in ONE_EACH:
         words += ["--set", setting]
-    finished = execute([sys.executable, "train.py", *words])
+    finished = execute([sys.executable, "train.py", *words], **forked_programs())
     assert finished.code == 0, finished.output
     answer = json.loads(finished.stdout)
     assert not answer["faults"] and not (tmp_path / "run").exists()
