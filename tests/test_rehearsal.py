@@ -98,7 +98,8 @@ def test_split_experts_are_rehearsed_with_routers_that_choose_all_alike(
     )
     (rank,) = json.loads(capsys.readouterr().out)["ranks"]
     for start in rank["starts"]:
-        assert start["sent"]["all_to_all"][0] >= 4 * 3  # counts, rows and results of each layer, and back
+        # counts, rows and results of each layer, and the gradients of rows and results
+        assert start["sent"]["all_to_all"][0] % 5 == 0, start["sent"]
 
 
 def test_a_rank_that_fails_is_named(workshop, tmp_path, monkeypatch):
