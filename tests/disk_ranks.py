@@ -116,6 +116,15 @@ def scenes(rank: Rank) -> dict:
     found["an empty node"] = rank.found()
     rank.on_disk(1, lambda path: shutil.rmtree(path))
     found["another layout"] = rank.found({"world_size": RANKS, "zero_stage": 3})
+    for number in range(RANKS):
+        rank.on_disk(number, lambda path: shutil.rmtree(path))
+    shard = Path(rank.store, "run", "checkpoint-8", "rank-00001-of-00002.safetensors")
+    rank.on_disk(0, lambda path: shard.unlink())
+    found["a shard is gone from the store"] = rank.found()
+    reasons = [
+        row["reason"] for row in read_rows(rank.run.events) if row["event"] == "remote_checkpoint_passed_over"
+    ]
+    found["why it is passed over"] = reasons[-1:]
     found["history"] = _histories(rank)
     found["refused"] = _refusals(rank)
     found["heartbeats"] = _heartbeats(rank)

@@ -10,11 +10,13 @@ import fcntl
 import json
 import os
 import runpy
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from functools import cache, cached_property
 from pathlib import Path
@@ -55,7 +57,8 @@ class Server:
 
     def __init__(self, folder: Path):
         folder.mkdir(exist_ok=True)
-        self.pid_file, pipe = folder / "pid", folder / "requests"
+        self.pid_file = folder / "pid"
+        self.pipe = pipe = folder / "requests"
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not pipe.exists():
@@ -171,10 +174,17 @@ def serve(pipe: Path) -> None:
 
 def _wait_for_ranks(request: dict) -> None:
     """As a launcher does: the first rank that fails ends the others; its code is the code of all."""
-    logs = Path(request["logs"])
-    _redirect(logs)
+    logs, asked_by = Path(request["logs"]), request.get("asked_by")
+    if asked_by:
+        _take_streams(asked_by)
+    else:
+        _redirect(logs)
     ranks = [_fork_rank(request, rank) for rank in range(max(1, request["ranks"]))]
-    (logs / "ranks").write_text("\n".join(map(str, ranks)))
+    if asked_by:
+        threading.Thread(target=_end_with, args=[asked_by], daemon=True).start()
+        _write_at_once(logs / "ranks", ranks[0])
+    else:
+        (logs / "ranks").write_text("\n".join(map(str, ranks)))
     code, waiting = 0, set(ranks)
     while waiting:
         process, status = os.wait()
@@ -198,6 +208,28 @@ def _redirect(logs: Path) -> None:
         descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, number)
         os.close(descriptor)
+
+
+def _take_streams(process: int) -> None:
+    """Read and write what this process does: a launcher has opened its streams (tests/hidden_gpus)."""
+    for number, way in ((0, os.O_RDONLY), (1, os.O_WRONLY | os.O_APPEND), (2, os.O_WRONLY | os.O_APPEND)):
+        descriptor = os.open(f"/proc/{process}/fd/{number}", way)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    # those of the server belong to files that can be searched; these may be pipes
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+
+
+def _end_with(process: int) -> None:
+    """Kill this session once the process is gone: who kills what a launcher has started means its program."""
+    try:
+        waiting = select.poll()
+        waiting.register(os.pidfd_open(process), select.POLLIN)
+        waiting.poll()
+    except ProcessLookupError:
+        pass
+    os.killpg(0, signal.SIGKILL)
 
 
 def _fork_rank(request: dict, rank: int) -> int:

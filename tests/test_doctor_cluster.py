@@ -20,7 +20,7 @@ from pretraining.recipe import load_recipe, recipe_names
 from pretraining.training import profile
 from tests.doctor_ranks import NAMES
 from tests.hosts import hosts
-from tests.runs import answer_of, execute, launcher, on_own_port
+from tests.runs import answer_of, execute, forked_programs, launcher, on_own_port
 
 DOCTOR = ["-m", "pretraining.doctor"]
 TEST_SECONDS = 300
@@ -251,7 +251,8 @@ def test_the_curve_of_every_stage_is_stage_0s(workshop):
 def test_torchrun_starts_it_too(tmp_path):
     """Without a recipe: the ranks and the machine alone, as a table."""
     command = [*on_own_port(launcher("torchrun", 2)), *DOCTOR, "--output_dir", str(tmp_path / "run")]
-    finished = execute(command, timeout=TEST_SECONDS, PRETRAINING_DOCTOR_FOLDER=str(tmp_path / "kept"))
+    forks = {"PRETRAINING_DOCTOR_FOLDER": str(tmp_path / "kept"), **forked_programs()}
+    finished = execute(command, timeout=TEST_SECONDS, **forks)
     assert finished.code == 0 and "pairs of ranks" in finished.stdout, finished.output
     assert "nothing will break" in finished.stdout and "layers" not in finished.stdout
 

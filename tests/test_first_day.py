@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import REPOSITORY, execute, launcher
+from tests.runs import REPOSITORY, execute, forked_programs, launcher
 from tests.scored_tasks import write_items, write_tasks
 from tests.test_readme import commands_of
 
@@ -37,11 +37,11 @@ class Day:
     def run(self, line: str) -> str:
         """Run a command to its end; returns what it printed."""
         if line.startswith(("mkdir", "for ", "cp ")):
-            finished = execute(["bash", "-c", self.moved(line)])
+            finished = execute(["bash", "-c", self.moved(line)], **forked_programs())
         elif line.startswith("lm_eval"):
             finished = execute(["forked", "0", "-m", *self.scored(line)])
         else:
-            finished = execute(self.words(line))
+            finished = execute(self.words(line), **forked_programs())
         assert finished.code == 0, f"{line}\n{finished.output}"
         return finished.output
 

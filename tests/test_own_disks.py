@@ -78,6 +78,14 @@ def test_another_layout_brings_all_files_to_every_node(found):
     assert found["another layout"]["disks"] == [everything, everything]
 
 
+def test_a_shard_that_is_gone_from_the_store_makes_the_checkpoint_before_count(found):
+    """On empty disks: the marker names it, the store lacks it."""
+    gone = found["a shard is gone from the store"]
+    assert (gone["checkpoint"], gone["from_store"]) == ("checkpoint-4", True)
+    (why,) = found["why it is passed over"]
+    assert "checkpoint-8/rank-00001-of-00002.safetensors" in why and "\n" not in why
+
+
 def test_the_newest_history_is_continued(found):
     """The node that rank 0 was on may be gone: the journal, metrics and events of the last start count."""
     assert found["history"] == [2, 3, 4, 4]

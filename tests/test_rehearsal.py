@@ -17,7 +17,7 @@ from pretraining.refusals import load_recipe_and_ds_config
 from pretraining.rehearsal import rehearsal
 from pretraining.rehearsal.rank import Place
 from pretraining.rehearsal.rehearsal import Rehearsal, rehearse
-from tests.runs import Workshop, execute
+from tests.runs import MODELS, Workshop, execute, forked_programs
 
 RANKS = 60
 MANY = ("--world_size", RANKS, "--nodes", 7)
@@ -63,7 +63,7 @@ def test_a_sound_run_passes_on_uneven_nodes(workshop, tmp_path):
     )
     for setting in ONE_EACH:
         words += ["--set", setting]
-    finished = execute([sys.executable, "train.py", *words])
+    finished = execute([sys.executable, "train.py", *words], **forked_programs())
     assert finished.code == 0, finished.output
     answer = json.loads(finished.stdout)
     assert not answer["faults"] and not (tmp_path / "run").exists()
@@ -80,6 +80,26 @@ def test_a_sound_run_passes_on_uneven_nodes(workshop, tmp_path):
         assert f"checkpoint-1/rank-{each['rank']:05d}-of-00060.safetensors" in each["writes"]
         assert first["shards"] and first["sent"]["all_gather"][0] > 0
     assert len({each["starts"][0]["checkpoint_bytes"] for each in answer["ranks"]}) <= 3
+
+
+def test_split_experts_are_rehearsed_with_routers_that_choose_all_alike(
+    workshop, tmp_path, monkeypatch, capsys
+):
+    """Rank 0 of 60, ZeRO-2, four ranks a group: its share of the experts, and the exchange of rows."""
+    monkeypatch.setattr(rehearsal, "rehearsed_ranks", lambda world_size: [0])
+    model = f"model={json.dumps(MODELS['qwen3_moe'])}"
+    rehearsed(
+        workshop,
+        tmp_path,
+        "--deepspeed",
+        "zero2:expert=2",
+        "--json",
+        settings=[model, "training.bf16=true", "monitors.noise_scale_steps=null"],
+    )
+    (rank,) = json.loads(capsys.readouterr().out)["ranks"]
+    for start in rank["starts"]:
+        # counts, rows and results of each layer, and the gradients of rows and results
+        assert start["sent"]["all_to_all"][0] % 5 == 0, start["sent"]
 
 
 def test_a_rank_that_fails_is_named(workshop, tmp_path, monkeypatch):

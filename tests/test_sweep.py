@@ -13,7 +13,7 @@ import pytest
 from pretraining.api import Prepared, RunResult, prepare, run, settings_of, words_of
 from pretraining.errors import UserError
 from pretraining.sweep import _folder_name, _parsed, _short_keys, as_text
-from tests.runs import REPOSITORY, Workshop, answer_of, execute
+from tests.runs import REPOSITORY, Workshop, answer_of, execute, forked_programs
 
 SHORT = ("budget.tokens=1024", "training.logging_steps=5", "evaluation.sample_tokens=0")
 SWEEP = ["python", "-m", "pretraining.sweep", "--deepspeed", "null"]
@@ -39,11 +39,11 @@ def test_a_sweep_skips_what_is_finished_stops_goes_on_and_names_the_best(worksho
     second.mkdir()
     (second / "STOP").touch()
     command = [*SWEEP, *workshop.options("--output_dir", tmp_path, *sets(SHORT), *OVER)]
-    stopped = execute(command)
+    stopped = execute(command, **forked_programs())
     assert stopped.code == 75, stopped.output
     assert "learning_rate=0.01: finished before" in stopped.stdout
     assert re.search(r"^ +1e-3 +stopped +1 ", stopped.stdout, re.M), stopped.stdout
-    ended = execute([*command, "--json"])
+    ended = execute([*command, "--json"], **forked_programs())
     assert ended.code == 0, ended.output
     answer = answer_of(ended.stdout)
     states = [(point["settings"]["training.learning_rate"], point["state"]) for point in answer["points"]]

@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 import pretraining.checkpoints.resume as resume
 import pretraining.checkpoints.trainer_state as trainer_state
@@ -26,6 +27,7 @@ from pretraining.checkpoints.manager import CheckpointManager
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.prepared import PreparedData
 from pretraining.errors import UserError
+from pretraining.model.expert_parallel import ExpertDispatch
 from pretraining.planning.run_plan import RunPlan
 from pretraining.recipe import Recipe
 from pretraining.rehearsal.stand_in_checkpoint import changed_small_files, write_stand_in
@@ -176,6 +178,21 @@ def _stand_ins(done: Done, place: Place) -> Iterator[Any]:
     yield mock.patch.object(PackedDataset, "__getitems__", read_and_noted)
     yield mock.patch.object(CheckpointManager, "save", saved)
     yield mock.patch.object(CheckpointManager, "load_state", loaded)
+    yield mock.patch.object(ExpertDispatch, "_agree", _agree_evenly)
+
+
+def _agree_evenly(
+    dispatch: ExpertDispatch, numbers: torch.Tensor
+) -> tuple[torch.Tensor, list[int], list[int]]:
+    """Do what `ExpertDispatch._agree` does, for routers that choose every expert equally often."""
+    each, more = divmod(len(numbers), dispatch.experts)
+    counts = [each + (expert < more) for expert in range(dispatch.experts)]
+    going = torch.tensor(counts, device=numbers.device)
+    dist.all_to_all_single(torch.empty_like(going), going, group=dispatch.group)
+    of_ranks = [counts[first : first + dispatch.local] for first in range(0, len(counts), dispatch.local)]
+    own = of_ranks[dist.get_rank(dispatch.group)]
+    coming = torch.tensor([own] * dispatch.ranks, device=numbers.device)
+    return coming, list(map(sum, of_ranks)), [sum(own)] * dispatch.ranks
 
 
 def _note(done: Done, dataset: PackedDataset, indices: list[int]) -> None:

@@ -137,11 +137,7 @@ class Rehearsal:
         prepare_imports()
         with self._part("environment") as part:
             part.found = self._environment(part)
-        if degrees_of(self.ds_config).expert > 1:
-            self._print(
-                "           not rehearsed: the ranks; split experts exchange as many rows as a router counts"
-            )
-        elif data is not None and self.plan is not None:
+        if data is not None and self.plan is not None:
             with self._part("ranks") as part:
                 part.found = self._ranks(data, attempt)
         elif data is None:

@@ -1,6 +1,7 @@
 """Handle a run that its launcher starts again: the command is the same, but the run must not begin anew."""
 
 import os
+import signal
 import socket
 
 from pretraining.runtime.durable_files import read_rows
@@ -42,7 +43,9 @@ def leave_again_if_stopped(run: RunFolder) -> None:
     if not _restarts():
         return
     rows = [*read_rows(run.events), *read_rows(run.node_events)]
-    stopped = [row.get("launch") for row in rows if row.get("event") == "stopped"]
+    stops = [row for row in rows if row.get("event") == "stopped"]
+    # a torchrun that gets SIGTERM ends with its ranks; if it starts them again, it sent SIGTERM because a node came
+    stopped = [row.get("launch") for row in stops if row.get("reason") != signal.SIGTERM.name]
     if launch_details()["launch"] in stopped:
         tell_exit_code(STOPPED)
         raise SystemExit(STOPPED)

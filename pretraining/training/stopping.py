@@ -57,11 +57,11 @@ class StopRequests:
             return
         # if the launcher is gone, nobody asked: a supervisor starts the run again
         asked = self._agreed != LAUNCHER_GONE
-        # torchrun starts the ranks again with other nodes: its next attempt must not find that it was to stop
+        # torchrun starts the ranks again with other nodes: a supervisor must not take that for the end
         final = asked and not (self._agreed > A_SIGNAL and starts_again_after_a_signal())
         if self.run.disks.is_first:
             self.run.stop_file.unlink(missing_ok=True)
-            details = {"asked": False} if not asked else launch_details() if final else {}
+            details = launch_details() if asked else {"asked": False}
             self.run.add_event("stopped", step=step, reason=self.reason, **details)
         if os.environ.get("RANK", "0") == "0":
             why = self.reason

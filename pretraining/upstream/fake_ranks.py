@@ -306,7 +306,11 @@ def _reduced_at_once(
 @contextmanager
 def _kept(module: ModuleType) -> Iterator[None]:
     """Put the variables of the module back after the block."""
-    before = dict(vars(module))
+    # DeepSpeed keeps the groups of experts in dictionaries, which it fills
+    before = {
+        name: dict(value) if type(value) is dict and not name.startswith("__") else value
+        for name, value in vars(module).items()
+    }
     try:
         yield
     finally:

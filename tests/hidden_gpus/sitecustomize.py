@@ -6,3 +6,9 @@ The `deepspeed` launcher sets the variable anew for the ranks it starts (deepspe
 import os
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+if _pipe := os.environ.get("PRETRAINING_TEST_FORKS"):
+    import forked_program
+
+    if _words := forked_program.words_of_program():
+        forked_program.run(_pipe, _words)
