@@ -20,7 +20,7 @@ from pretraining.runtime.run_folder import STARTS
 from tests.hosts import hosts
 from tests.nodes import HERE, SLOW, Nodes
 from tests.object_store import Proxy, connect_to, s3_server, use_here
-from tests.runs import Finished, Started, Workshop, answer_of, choices, execute, free_port
+from tests.runs import Finished, Started, Workshop, answer_of, choices, execute, forked_programs, free_port
 
 QUICK = "last_call_timeout=6,keep_alive_interval=1,keep_alive_max_attempt=5"
 """torchrun's own patience with nodes that come late, or are silent: seconds, for nodes that are this machine."""
@@ -57,7 +57,9 @@ class TorchrunNodes(Nodes):
         options = self.workshop.options("--output_dir", self.output, *choices("zero2", settings))
         words = [*self.hosts.words(name, {self.output: self.disk(name).folder})]
         words += [sys.executable, "-m", "pretraining.supervise", "--", *torchrun, "train.py", *options]
-        return Started(words, SECONDS_A_STEP=self.seconds_a_step, **HERE, **connect_to(self.store))
+        return Started(
+            words, SECONDS_A_STEP=self.seconds_a_step, **HERE, **forked_programs(), **connect_to(self.store)
+        )
 
     def lose(self, name: str) -> None:
         """Pull its plug."""
