@@ -25,7 +25,7 @@ from pretraining.command_line import not_negative_integer, positive_integer, pos
 from pretraining.errors import UserError, one_line_errors
 from pretraining.host_agent import end_what_is_left, kill_all, told_code
 from pretraining.hostfile import HostfileCommand, Hosts
-from pretraining.runtime.exit_codes import FINISHED, NOT_RESTARTED, STOPPED, SUPERVISOR
+from pretraining.runtime.exit_codes import FINISHED, HANG, NOT_RESTARTED, STOPPED, SUPERVISOR
 from pretraining.runtime.restarts import RESTART, STARTED
 
 EXAMPLES = """examples:
@@ -41,6 +41,9 @@ anything else is a crash. A crash and 76 are started again. Several machines: on
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 5.0, 300.0
 REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 CRASH = 1
+MEET_ANEW = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""Variable of torchrun, without which nodes that stay look for the ranks' store on a first node that may be gone
+(upstream/torchrun.py)."""
 SAME_REQUEST_SECONDS = 2.0
 """A second signal within this time is the same request, which arrived by another way."""
 
@@ -144,7 +147,7 @@ class Supervisor:
             # a session of its own: Ctrl-C reaches the supervisor alone, which asks the ranks
             launcher = subprocess.Popen(
                 command,
-                env={**os.environ, **variables, **self._variables},
+                env={MEET_ANEW: "1", **os.environ, **variables, **self._variables},
                 start_new_session=True,
                 **({} if self._read is None else READ),
             )
@@ -158,6 +161,9 @@ class Supervisor:
             watch.join()
         outlived = end_what_is_left(self.folder)
         told = told_code(self.folder)
+        # torchrun has started the ranks again by itself after a hang, and they have finished
+        if told == HANG and code == FINISHED and not outlived:
+            return FINISHED
         # a launcher returns a code of its own, often 1, whatever its ranks returned
         if told is not None:
             return told

@@ -22,6 +22,7 @@ from functools import cache, cached_property
 from pathlib import Path
 
 from pretraining.runtime.heartbeat import process_fields
+from tests.hosts import enter_space
 
 IMPORTS = """
 import gc
@@ -177,6 +178,7 @@ def _wait_for_ranks(request: dict) -> None:
     logs, asked_by = Path(request["logs"]), request.get("asked_by")
     if asked_by:
         _take_streams(asked_by)
+        _follow(asked_by)
     else:
         _redirect(logs)
     ranks = [_fork_rank(request, rank) for rank in range(max(1, request["ranks"]))]
@@ -219,6 +221,14 @@ def _take_streams(process: int) -> None:
     # those of the server belong to files that can be searched; these may be pipes
     sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+
+
+def _follow(process: int) -> None:
+    """Move to the network, host name and mounts of this process, if they are others (tests/hosts.py)."""
+    for kind in ("net", "uts", "mnt"):
+        there = Path(f"/proc/{process}/ns/{kind}")
+        if there.readlink() != Path(f"/proc/self/ns/{kind}").readlink():
+            enter_space(there)
 
 
 def _end_with(process: int) -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 
-NEW_MOUNTS, NEW_NAMES, NEW_NETWORK = 0x00020000, 0x04000000, 0x40000000
+NEW_MOUNTS, NEW_NAMES = 0x00020000, 0x04000000
 BIND, PRIVATE = 0x1000, 0x4000 | 0x40000
 """Flags of clone(2) and mount(2)."""
 
@@ -37,8 +37,7 @@ class Hosts:
 
     def enter(self, name: str, mounts: dict[Path, Path]) -> None:
         """Move this process there; `mounts` are {folder: what lies there instead}. It must have one thread."""
-        with Path("/run/netns", self.space(name)).open() as network:
-            _system("setns", network.fileno(), NEW_NETWORK)
+        enter_space(Path("/run/netns", self.space(name)))
         _system("unshare", NEW_NAMES | NEW_MOUNTS)
         socket.sethostname(name)
         _system("mount", b"none", b"/", None, PRIVATE, None)
@@ -110,6 +109,12 @@ def hosts(folder: Path, *names: str) -> Iterator[Hosts | None]:
         yield made if able else None
     finally:
         made.remove()
+
+
+def enter_space(namespace: Path) -> None:
+    """Move this process, which must have one thread, to a namespace."""
+    with namespace.open() as opened:
+        _system("setns", opened.fileno(), 0)
 
 
 def _system(call: str, *arguments) -> None:

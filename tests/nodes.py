@@ -1,4 +1,4 @@
-"""Two nodes on this machine with nothing shared but a store: start a run on both, lose one, look at their disks."""
+"""Nodes on this machine with nothing shared but a store: start a run on them, lose one, look at their disks."""
 
 import shutil
 import time
@@ -11,6 +11,21 @@ from tests.node import NAMES, disk_of
 from tests.runs import Finished, Run, Started, Workshop, choices, free_port
 
 HERE = {"GLOO_SOCKET_IFNAME": "eth0"}
+SLOW = """
+import os
+import time
+
+from transformers import TrainerCallback
+
+from pretraining import extend
+
+
+@extend.callback
+class IsSlow(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        time.sleep(float(os.environ.get("SECONDS_A_STEP", "0")))
+"""
+"""An extension: so many seconds more for each step, in which something may happen to the run."""
 
 
 class Nodes:
@@ -20,7 +35,7 @@ class Nodes:
         self.workshop, self.folder, self.hosts = workshop, folder, made
         self.output = folder / name
         self.output.mkdir()
-        for each in NAMES:
+        for each in made.names:
             self.disk(each).folder.mkdir()
 
     def disk(self, name: str) -> Run:

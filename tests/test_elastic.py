@@ -11,9 +11,9 @@ from pretraining.checkpoints.fetch import newest_committed
 from pretraining.checkpoints.remote import RemoteRun
 from tests.hosts import Hosts, hosts
 from tests.node import disk_of
+from tests.nodes import SLOW
 from tests.object_store import Proxy, connect_to, s3_server, use_here
 from tests.runs import Run, Started, Workshop, free_port
-from tests.test_own_disks import SLOW
 
 QUICK = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=5"
 """torchrun's own patience with nodes that come late, or are silent: seconds, for two that are this machine."""

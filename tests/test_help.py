@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 import data_prep
-from pretraining import postmortem, supervise
+from pretraining import meeting_point, postmortem, supervise
 from pretraining.checkpoints import __main__ as checkpoints
 from pretraining.command_line import parse_train_arguments
 from pretraining.data import __main__ as data
@@ -28,6 +28,7 @@ COMMANDS = {
     "checkpoints": (checkpoints.main, checkpoints.VERBS),
     "reporting": (reporting.main, ("analyze",)),
     "supervise": (supervise.main, ()),
+    "meeting_point": (meeting_point.main, ()),
     "postmortem": (postmortem.main, ()),
     "pipeline": (pipeline.main, ()),
 }

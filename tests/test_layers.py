@@ -36,6 +36,7 @@ WORK = {"model", "training", "checkpoints", "evaluation", "reporting"}
 DRIVERS = {
     "doctor": {"model", "training"},
     "api": set(),
+    "meeting_point": set(),
     "sweep": {"api", "reporting"},
     "postmortem": {"checkpoints", "reporting"},
     "pipeline": {"checkpoints", "doctor", "reporting"},

@@ -11,7 +11,7 @@ import pytest
 from pretraining.checkpoints.fetch import newest_committed
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.runtime.durable_files import read_rows
-from tests.nodes import Nodes, two_nodes, wait_until
+from tests.nodes import SLOW, Nodes, two_nodes, wait_until
 from tests.object_store import Proxy, connect_to, s3_server, use_here
 from tests.runs import Workshop, execute
 
@@ -114,22 +114,6 @@ def nodes(workshop: Workshop, tmp_path: Path) -> Iterator[Nodes]:
 
 def one_in_ten(number: int, path: str) -> str | None:
     return ("error", "drop", "cut")[number // 10 % 3] if number % 10 == 9 else None
-
-
-SLOW = """
-import os
-import time
-
-from transformers import TrainerCallback
-
-from pretraining import extend
-
-
-@extend.callback
-class IsSlow(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        time.sleep(float(os.environ.get("SECONDS_A_STEP", "0")))
-"""
 
 
 class Gate:

@@ -1,5 +1,6 @@
 """A run gets to its end by itself: started again after a crash or a hang, never after what must not be repeated."""
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pretraining import host_agent, supervise
-from pretraining.runtime.exit_codes import FINISHED, GAVE_UP, HANG, STOPPED, USER_ERROR
+from pretraining.runtime.exit_codes import FINISHED, GAVE_UP, HANG, STOPPED, USER_ERROR, tell_exit_code
 from tests.runs import Started, execute
 
 
@@ -49,6 +50,7 @@ def scripted(folder: Path, *codes: str) -> list[str]:
         (("2",), USER_ERROR),
         (("told 2 1",), USER_ERROR),  # torchrun's 1 hides it, the rank has told it
         (("told 76 1", "told 75 1"), STOPPED),
+        (("told 76 0",), FINISHED),  # torchrun has started the ranks again by itself
         (("1", "1", "76"), HANG),  # two restarts are allowed here
     ],
 )
@@ -94,6 +96,33 @@ def test_an_unknown_command_is_one_line(tmp_path):
     finished = execute([sys.executable, "-m", "pretraining.supervise", "--", "deepsped", "train.py"])
     assert finished.code == USER_ERROR
     assert finished.stderr == "error: deepsped: cannot be started: No such file or directory\n"
+
+
+def test_the_code_of_an_attempt_that_the_launcher_repeats_does_not_count(tmp_path, monkeypatch):
+    """torchrun starts its ranks again after a hang: what these tell later is how the run ended."""
+    monkeypatch.setenv("PRETRAINING_SUPERVISOR", str(tmp_path))
+    told = tmp_path / "exit_code"
+    tell_exit_code(HANG)
+    tell_exit_code(STOPPED)
+    assert told.read_text() == str(HANG)  # the first of an attempt
+    os.utime(told, (0, 0))
+    tell_exit_code(STOPPED)
+    assert told.read_text() == str(STOPPED)
+
+
+def test_a_signal_of_torchrun_is_no_request_to_stop_for_good(tmp_path, monkeypatch):
+    """It ends the ranks by a signal when a node has come, and starts them again."""
+    from pretraining.runtime.restarts import starts_again_after_a_signal
+
+    for name in ("TORCHELASTIC_RESTART_COUNT", "PRETRAINING_SUPERVISOR"):
+        monkeypatch.delenv(name, raising=False)
+    assert not starts_again_after_a_signal()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert starts_again_after_a_signal()
+    monkeypatch.setenv("PRETRAINING_SUPERVISOR", str(tmp_path))
+    assert starts_again_after_a_signal()
+    (tmp_path / "STOP").touch()  # the supervisor has been asked
+    assert not starts_again_after_a_signal()
 
 
 def test_a_restart_continues_what_its_launch_began(tmp_path, monkeypatch):

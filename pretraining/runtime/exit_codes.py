@@ -4,7 +4,9 @@
 was killed. `pretraining.supervise` therefore names a folder in the environment, and a rank writes the code there.
 """
 
+import contextlib
 import os
+import time
 from pathlib import Path
 
 FINISHED = 0
@@ -25,6 +27,9 @@ SUPERVISOR = "PRETRAINING_SUPERVISOR"
 """Variable: names a folder of this machine that a supervisor shares with the ranks it started."""
 
 
+_BEGAN = time.time()
+
+
 def supervisor_file(name: str) -> Path | None:
     """Return the path of `name` in the supervisor's folder; None if there is no supervisor."""
     folder = os.environ.get(SUPERVISOR)
@@ -32,9 +37,13 @@ def supervisor_file(name: str) -> Path | None:
 
 
 def tell_exit_code(code: int) -> None:
-    """Write the code for the supervisor of this machine, if there is one. The first code counts."""
+    """Write the code for the supervisor of this machine, if there is one. The first code of an attempt counts."""
     path = supervisor_file("exit_code")
     if path is not None:
+        with contextlib.suppress(OSError):
+            # of an attempt which the launcher itself has repeated
+            if path.stat().st_mtime < _BEGAN:
+                path.unlink()
         try:
             # "x" fails if the file exists: the codes of later ranks follow from the first one
             with path.open("x") as file:

@@ -5,7 +5,7 @@ import signal
 import socket
 
 from pretraining.runtime.durable_files import read_rows
-from pretraining.runtime.exit_codes import STOPPED, SUPERVISOR, tell_exit_code
+from pretraining.runtime.exit_codes import STOPPED, SUPERVISOR, supervisor_file, tell_exit_code
 from pretraining.runtime.run_folder import STARTS, RunFolder
 
 RESTART = "PRETRAINING_RESTART"
@@ -49,6 +49,12 @@ def leave_again_if_stopped(run: RunFolder) -> None:
     if launch_details()["launch"] in stopped:
         tell_exit_code(STOPPED)
         raise SystemExit(STOPPED)
+
+
+def starts_again_after_a_signal() -> bool:
+    """Say if a signal may come from a torchrun that starts the ranks again, because a node has come or gone."""
+    stop = supervisor_file("STOP")
+    return _TORCHRUN_RESTART in os.environ and not (stop and stop.exists())
 
 
 def _restarts() -> int:

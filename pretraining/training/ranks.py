@@ -162,6 +162,8 @@ def _meeting(patience: timedelta) -> Iterator[None]:
         remedy = (
             "see in the logs of the others what ended them or holds them up, then type the same command again"
         )
+        if shared_with_the_launcher() and not no_rank_0:
+            remedy += "; if a node has come or gone, start torchrun under pretraining.supervise"
         # If rank 0 is there, it alone reports this.
         raise RanksMissing(f"{what} within {minutes:g} minutes; {remedy}", not no_rank_0) from error
 

@@ -18,7 +18,7 @@ from pretraining.recipe.sections import Evaluation
 from pretraining.runtime.exit_codes import STOPPED, supervisor_file, tell_exit_code
 from pretraining.runtime.failures import keep_end_by_launcher
 from pretraining.runtime.process_group import Agreement
-from pretraining.runtime.restarts import STARTED, launch_details
+from pretraining.runtime.restarts import STARTED, launch_details, starts_again_after_a_signal
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.runtime.signals import SignalListener
 from pretraining.training.ranks import launcher_is_gone, sibling_is_gone, started_by_deepspeed
@@ -57,6 +57,8 @@ class StopRequests:
             return
         # if the launcher is gone, nobody asked: a supervisor starts the run again
         asked = self._agreed != LAUNCHER_GONE
+        # torchrun starts the ranks again with other nodes: a supervisor must not take that for the end
+        final = asked and not (self._agreed > A_SIGNAL and starts_again_after_a_signal())
         if self.run.disks.is_first:
             self.run.stop_file.unlink(missing_ok=True)
             details = launch_details() if asked else {"asked": False}
@@ -67,7 +69,7 @@ class StopRequests:
                 why += " (deepspeed sends it for Ctrl-C too)"
             line = f"stopped at step {step}: {why}; the same command continues"
             print(line, file=sys.stderr, flush=True)
-        if asked:
+        if final:
             tell_exit_code(STOPPED)
         raise SystemExit(STOPPED)
 

@@ -461,6 +461,15 @@ _PURPOSES = (
         ),
     ),
     _Purpose(
+        "torchrun",
+        why="a rendezvous that is over turns away everyone who comes again",
+        test="test_meeting_point.py",
+        until="a closed rendezvous can be opened again",
+        names=(
+            "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend.C10dRendezvousBackend._NULL_SENTINEL",
+        ),
+    ),
+    _Purpose(
         "lm_eval",
         why="each rank shows a bar while it builds requests",
         test="test_upstream.py",

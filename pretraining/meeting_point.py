@@ -1,0 +1,83 @@
+"""Keep the place where the torchruns of several nodes meet, on a machine that may not be lost with one of them.
+
+    python -m pretraining.meeting_point --port 29500
+
+With `--rdzv_endpoint` on a training node, all nodes wait as long as that one is away. It trains nothing and needs no
+GPU. Runs with different `--rdzv_id` may share it.
+"""
+
+import argparse
+import contextlib
+import socket
+import time
+
+from pretraining.command_line import positive_integer
+from pretraining.errors import UserError, one_line_errors
+
+EXAMPLES = """examples:
+  python -m pretraining.meeting_point
+  python -m pretraining.meeting_point --port 29500"""
+
+PORT = 29500
+FORGET_SECONDS = 20.0
+"""A rendezvous that is over is forgotten if nobody has changed it for so long: each node that takes part changes it
+every five seconds."""
+_LOOK_SECONDS = 1.0
+
+
+class MeetingPoint:
+    """The store in which nodes meet. A command that comes again meets anew, whatever became of the one before."""
+
+    def __init__(self, port: int, forget_seconds: float = FORGET_SECONDS) -> None:
+        """Raises `UserError` if the port is taken."""
+        # only here: `--help` answers at once
+        from torch.distributed import DistNetworkError, TCPStore
+
+        try:
+            self.store = TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
+        except DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            raise UserError(f"port {port} is taken on this machine; choose another by --port") from error
+        self.forget_seconds = forget_seconds
+        self._seen: dict[str, tuple[bytes, float]] = {}
+
+    def look(self) -> list[str]:
+        """Forget each rendezvous that is over and has not changed for long; return their names."""
+        from pretraining.upstream.torchrun import closed_meetings, forget_meeting
+
+        now, forgotten, closed = time.monotonic(), [], closed_meetings(self.store)
+        self._seen = {key: seen for key, seen in self._seen.items() if key in closed}
+        for key, state in closed.items():
+            known, since = self._seen.setdefault(key, (state, now))
+            if known != state:
+                self._seen[key] = (state, now)
+            elif now - since >= self.forget_seconds:
+                forget_meeting(self.store, key, state)
+                forgotten.append(key)
+        return forgotten
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = _parse(arguments)
+    point = MeetingPoint(options.port)
+    print(f"on every node: torchrun --rdzv_endpoint={socket.gethostname()}:{options.port} ...", flush=True)
+    while True:
+        time.sleep(_LOOK_SECONDS)
+        point.look()
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m pretraining.meeting_point",
+        description="Keep the place where the torchruns of several nodes meet (docs/fleet.md). Ctrl-C ends it.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--port", type=positive_integer, default=PORT, help=f"(default: {PORT})")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    with one_line_errors(), contextlib.suppress(KeyboardInterrupt):
+        main()

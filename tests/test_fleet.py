@@ -1,0 +1,188 @@
+"""The promise of docs/fleet.md: a node's plug is pulled at night, and in the morning the run is finished.
+
+Nodes under torchrun share nothing but a store. A report there says what the loss has cost.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from pretraining.checkpoints.fetch import newest_committed, step_in
+from pretraining.checkpoints.remote import RemoteRun
+from pretraining.runtime.durable_files import read_rows
+from pretraining.runtime.run_folder import STARTS
+from tests.hosts import hosts
+from tests.nodes import HERE, SLOW, Nodes
+from tests.object_store import Proxy, connect_to, s3_server, use_here
+from tests.runs import Finished, Started, Workshop, answer_of, choices, execute, forked_programs, free_port
+
+QUICK = "last_call_timeout=6,keep_alive_interval=1,keep_alive_max_attempt=5"
+"""torchrun's own patience with nodes that come late, or are silent: seconds, for nodes that are this machine."""
+DOLLARS = 36.0
+SETTINGS = (
+    "training.save_steps=2",
+    "monitors.hang_minutes=0.25",
+    "checkpoints.upload=s3://bucket/runs",
+    f"report.dollars_per_gpu_hour={DOLLARS}",
+    "report.every_seconds=600",
+)
+
+
+class TorchrunNodes(Nodes):
+    """Nodes with a supervised torchrun each; they meet on a machine that is none of them."""
+
+    seconds_a_step = "1"
+
+    def begin(self, store: str, settings: tuple[str, ...] = ()) -> None:
+        """Start all, with this address of their store, and what they meet at."""
+        self.port, self.store, self.settings = free_port(), store, (*SETTINGS, *settings)
+        (self.folder / "slow.py").write_text(SLOW)
+        words = [sys.executable, "-m", "pretraining.meeting_point", "--port", self.port]
+        self.point = Started(words)
+        self.started = {name: self.start_on(name) for name in self.hosts.names}
+
+    def start_on(self, name: str) -> Started:
+        """The command that is typed once on each node."""
+        most = len(self.hosts.names)
+        torchrun = ["torchrun", f"--nnodes={most - 1}:{most}", "--nproc_per_node=1", "--max-restarts=9"]
+        torchrun += ["--rdzv_backend=c10d", f"--rdzv_endpoint={self.hosts.outside}:{self.port}"]
+        torchrun += ["--rdzv_id=run", f"--rdzv_conf={QUICK}"]
+        settings = (*self.settings, f'extensions=["{self.folder / "slow.py"}"]')
+        options = self.workshop.options("--output_dir", self.output, *choices("zero2", settings))
+        words = [*self.hosts.words(name, {self.output: self.disk(name).folder})]
+        words += [sys.executable, "-m", "pretraining.supervise", "--", *torchrun, "train.py", *options]
+        return Started(
+            words, SECONDS_A_STEP=self.seconds_a_step, **HERE, **forked_programs(), **connect_to(self.store)
+        )
+
+    def lose(self, name: str) -> None:
+        """Pull its plug."""
+        self.hosts.pull_plug(name)
+        self.started.pop(name).kill()
+
+    def come_back(self, name: str) -> None:
+        """Plug it in, and type the same command there."""
+        self.hosts.plug_in(name)
+        self.started[name] = self.start_on(name)
+
+    def wait_until(self, reached: Callable[[], bool]) -> None:
+        """Look again and again; an error where a node ends first."""
+        while not reached():
+            for each in self.started.values():
+                assert each.process.poll() is None, each.finish().output
+            time.sleep(0.02)
+
+    def finish(self) -> dict[str, Finished]:
+        """Wait for the end on every node that is there."""
+        finished = {name: each.finish() for name, each in self.started.items()}
+        for each in finished.values():
+            assert each.code == 0, each.output
+        return finished
+
+    def starts(self, name: str) -> list[tuple[int, int]]:
+        """(Step, ranks) of each start in the history on a node's disk."""
+        events = [event for event in self.disk(name).events if event["event"] in STARTS]
+        return [(event["step"], event["world_size"]) for event in events]
+
+    def trains_since(self, name: str, number: int, ranks: int) -> bool:
+        """Whether the start of this number has so many ranks, and has trained a step."""
+        starts = self.starts(name)
+        if len(starts) != number or starts[-1][1] != ranks:
+            return False
+        return any(row["step"] > starts[-1][0] for row in self.disk(name).training_rows)
+
+    def end(self) -> None:
+        """Leave no process behind."""
+        for each in [*self.started.values(), self.point]:
+            each.kill()
+
+
+@contextmanager
+def torchrun_nodes(
+    workshop: Workshop,
+    folder: Path,
+    monkeypatch,
+    names: tuple[str, ...],
+    settings: tuple[str, ...] = (),
+    seconds_a_step="1",
+) -> Iterator[tuple[TorchrunNodes, RemoteRun]]:
+    """The nodes, running, and what the store holds of their run."""
+    with hosts(folder, *names) as made:
+        if made is None:
+            pytest.skip("may not make networks here")
+        nodes = TorchrunNodes(workshop, folder, made)
+        nodes.seconds_a_step = seconds_a_step
+        with (
+            s3_server(folder / "log") as address,
+            Proxy(address, lambda number, path: None, made.outside) as proxy,
+        ):
+            use_here(monkeypatch, address)
+            nodes.begin(proxy.address, settings)
+            try:
+                yield nodes, RemoteRun("s3://bucket/runs", "run")
+            finally:
+                nodes.end()
+
+
+def look_back(store: str = "s3://bucket/runs/run") -> dict:
+    """What the store of a run says about its end."""
+    found = execute([sys.executable, "-m", "pretraining.postmortem", "--json", store], **os.environ)
+    assert found.code == 0, found.output
+    return answer_of(found.stdout)
+
+
+def largest_difference(run, reference) -> float:
+    return max(abs(a - b) for a, b in zip(run.losses, reference.losses, strict=True))
+
+
+def test_a_node_without_power_leaves_a_run_that_finishes_and_a_report_of_what_it_cost(
+    workshop: Workshop, tmp_path, monkeypatch
+):
+    """Two nodes and a bucket. The plug of rank 0's node is pulled; its disk, with all metrics, is gone too."""
+    reference = workshop.run("zero2")
+    with torchrun_nodes(workshop, tmp_path, monkeypatch, ("alpha", "beta")) as (nodes, remote):
+        nodes.wait_until(lambda: newest_committed(remote, 1) is not None)
+        nodes.lose("alpha")
+        committed = step_in(newest_committed(remote, -1))
+        nodes.finish()
+        assert newest_committed(remote, -1) == "checkpoint-10"
+        report, found = remote.read("report.html").decode(), look_back()
+    run = nodes.disk("beta")
+    assert nodes.starts("beta") == [(0, 2), (committed, 1)]
+    assert largest_difference(run, reference) <= 1e-4
+    (hang,) = [event for event in read_rows(run.dir.node_events) if event["event"] == "hang"]
+    assert hang["ranks"] == [0]
+    assert "restarts after a crash" in report and "It has cost $" in report
+    assert [attempt["ranks"] for attempt in found["attempts"]] == [2, 1]
+    assert found["dollars"] > found["dollars_lost"] > 0
+    assert (run.dir.export / "config.json").exists()
+
+
+@pytest.mark.skipif(
+    not os.environ.get("TORCHRUN_TESTS"), reason="three minutes; TORCHRUN_TESTS=1 runs it as root"
+)
+def test_nodes_that_come_back_take_part_again(workshop: Workshop, tmp_path, monkeypatch):
+    """Three nodes, two at least. Rank 0's is lost and comes back with an empty disk; then another, with its disk."""
+    steps = ("budget.tokens_per_step=768", "budget.tokens=7680")
+    reference = workshop.run("zero2", settings=steps)
+    names = ("alpha", "beta", "gamma")
+    with torchrun_nodes(workshop, tmp_path, monkeypatch, names, steps, seconds_a_step="4") as (nodes, remote):
+        nodes.wait_until(lambda: newest_committed(remote, 1) is not None)
+        for lost, first, number in (("alpha", "beta", 2), ("beta", "alpha", 4)):
+            nodes.lose(lost)
+            nodes.wait_until(partial(nodes.trains_since, first, number, 2))
+            if lost == "alpha":
+                nodes.replace(lost)
+            nodes.come_back(lost)
+            nodes.wait_until(partial(nodes.trains_since, "alpha", number + 1, 3))
+        nodes.finish()
+        found = look_back()
+    assert largest_difference(nodes.disk("alpha"), reference) <= 1e-4
+    assert [attempt["ranks"] for attempt in found["attempts"]] == [3, 2, 3, 2, 3]
+    assert found["attempts"][-1]["end"] == "finished" and found["dollars_lost"] > 0
