@@ -339,6 +339,7 @@ def test_every_link_leads_somewhere(page):
         "-m pretraining.data",
         "-m pretraining.planning",
         "-m pretraining.supervise",
+        "-m pretraining.meeting_point",
         "-m pretraining.postmortem",
         "-m pretraining.sweep",
         "-m pretraining.checkpoints",

@@ -110,6 +110,27 @@ def test_the_code_of_an_attempt_that_the_launcher_repeats_does_not_count(tmp_pat
     assert told.read_text() == str(STOPPED)
 
 
+@pytest.mark.parametrize("name", ["torchrun", "shell"])
+def test_a_stopped_run_ends_its_torchrun(tmp_path, name):
+    """`--max-restarts=100` would else start the ranks of a stopped run a hundred times. No other parent is ended."""
+    program = (
+        "import os, subprocess, sys, time; from pathlib import Path\n"
+        "from pretraining.runtime.restarts import launch_details, leave_again_if_stopped\n"
+        "from pretraining.runtime.run_folder import RunFolder\n"
+        "run = RunFolder(Path(sys.argv[1]))\n"
+        "run.add_event('stopped', reason='a stop file', **launch_details())\n"
+        "leave_again_if_stopped(run)\n"
+    )
+    launcher = tmp_path / name
+    launcher.write_text(
+        "import subprocess, sys, time\n"
+        f"code = subprocess.call([sys.executable, '-c', {program!r}, {str(tmp_path / 'run')!r}])\n"
+        "sys.exit(code)\n"
+    )
+    finished = execute([sys.executable, launcher], TORCHELASTIC_RESTART_COUNT="1")
+    assert finished.code == (-signal.SIGTERM if name == "torchrun" else STOPPED), finished.output
+
+
 def test_a_signal_of_torchrun_is_no_request_to_stop_for_good(tmp_path, monkeypatch):
     """It ends the ranks by a signal when a node has come, and starts them again."""
     from pretraining.runtime.restarts import starts_again_after_a_signal

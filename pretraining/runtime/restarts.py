@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+from pathlib import Path
 
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.exit_codes import STOPPED, SUPERVISOR, supervisor_file, tell_exit_code
@@ -13,6 +14,7 @@ RESTART = "PRETRAINING_RESTART"
 STARTED = "PRETRAINING_STARTED"
 """Variable: Unix seconds at which the supervisor began. The run's time limit counts from then."""
 _TORCHRUN_RESTART = "TORCHELASTIC_RESTART_COUNT"
+_TORCHRUNS = ("torchrun", "torch.distributed.run", "accelerate")
 
 
 def launch_details() -> dict:
@@ -48,7 +50,21 @@ def leave_again_if_stopped(run: RunFolder) -> None:
     stopped = [row.get("launch") for row in stops if row.get("reason") != signal.SIGTERM.name]
     if launch_details()["launch"] in stopped:
         tell_exit_code(STOPPED)
+        _end_torchrun()
         raise SystemExit(STOPPED)
+
+
+def _end_torchrun() -> None:
+    """Ask the torchrun that has started this rank to end; else it starts it as often as `--max-restarts` allows."""
+    if _TORCHRUN_RESTART not in os.environ:
+        return
+    launcher = os.getppid()
+    try:
+        words = Path(f"/proc/{launcher}/cmdline").read_text().split("\0")
+    except OSError:  # another system, or it has ended
+        return
+    if any(Path(word).name in _TORCHRUNS for word in words):
+        os.kill(launcher, signal.SIGTERM)
 
 
 def starts_again_after_a_signal() -> bool:
