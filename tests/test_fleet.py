@@ -43,9 +43,12 @@ class TorchrunNodes(Nodes):
         """Start all, with this address of their store, and what they meet at."""
         self.port, self.store, self.settings = free_port(), store, (*SETTINGS, *settings)
         (self.folder / "slow.py").write_text(SLOW)
-        words = [sys.executable, "-m", "pretraining.meeting_point", "--port", self.port]
-        self.point = Started(words)
+        self.point = self.meet()
         self.started = {name: self.start_on(name) for name in self.hosts.names}
+
+    def meet(self) -> Started:
+        """Start what they meet at."""
+        return Started([sys.executable, "-m", "pretraining.meeting_point", "--port", self.port])
 
     def start_on(self, name: str) -> Started:
         """The command that is typed once on each node."""
@@ -90,10 +93,10 @@ class TorchrunNodes(Nodes):
         events = [event for event in self.disk(name).events if event["event"] in STARTS]
         return [(event["step"], event["world_size"]) for event in events]
 
-    def trains_since(self, name: str, number: int, ranks: int) -> bool:
-        """Whether the start of this number has so many ranks, and has trained a step."""
+    def trains_with(self, ranks: int, name: str) -> bool:
+        """Whether the newest start in the history on a node's disk has so many ranks, and has trained a step."""
         starts = self.starts(name)
-        if len(starts) != number or starts[-1][1] != ranks:
+        if not starts or starts[-1][1] != ranks:
             return False
         return any(row["step"] > starts[-1][0] for row in self.disk(name).training_rows)
 
@@ -147,6 +150,7 @@ def test_a_node_without_power_leaves_a_run_that_finishes_and_a_report_of_what_it
     """Two nodes and a bucket. The plug of rank 0's node is pulled; its disk, with all metrics, is gone too."""
     reference = workshop.run("zero2")
     with torchrun_nodes(workshop, tmp_path, monkeypatch, ("alpha", "beta")) as (nodes, remote):
+        nodes.wait_until(partial(nodes.trains_with, len(nodes.started), "alpha"))
         nodes.wait_until(lambda: newest_committed(remote, 1) is not None)
         nodes.lose("alpha")
         committed = step_in(newest_committed(remote, -1))
@@ -154,35 +158,56 @@ def test_a_node_without_power_leaves_a_run_that_finishes_and_a_report_of_what_it
         assert newest_committed(remote, -1) == "checkpoint-10"
         report, found = remote.read("report.html").decode(), look_back()
     run = nodes.disk("beta")
-    assert nodes.starts("beta") == [(0, 2), (committed, 1)]
+    assert nodes.starts("beta")[-2][1] == 2 and nodes.starts("beta")[-1] == (committed, 1)
     assert largest_difference(run, reference) <= 1e-4
     (hang,) = [event for event in read_rows(run.dir.node_events) if event["event"] == "hang"]
     assert hang["ranks"] == [0]
     assert "restarts after a crash" in report and "It has cost $" in report
-    assert [attempt["ranks"] for attempt in found["attempts"]] == [2, 1]
+    assert [attempt["ranks"] for attempt in found["attempts"]][-2:] == [
+        2,
+        1,
+    ]  # the first may have begun with the quicker of them
     assert found["dollars"] > found["dollars_lost"] > 0
     assert (run.dir.export / "config.json").exists()
 
 
-@pytest.mark.skipif(
-    not os.environ.get("TORCHRUN_TESTS"), reason="three minutes; TORCHRUN_TESTS=1 runs it as root"
+ASKED = pytest.mark.skipif(
+    not os.environ.get("TORCHRUN_TESTS"), reason="minutes; TORCHRUN_TESTS=1 runs it as root"
 )
+
+
+@ASKED
+def test_a_lost_meeting_point_ends_the_run_until_it_is_back(workshop: Workshop, tmp_path, monkeypatch):
+    """Its process is killed; the supervisors start again, and the run goes on from its newest checkpoint."""
+    reference = workshop.run("zero2")
+    with torchrun_nodes(workshop, tmp_path, monkeypatch, ("alpha", "beta")) as (nodes, remote):
+        nodes.wait_until(partial(nodes.trains_with, len(nodes.started), "alpha"))
+        nodes.wait_until(lambda: newest_committed(remote, 1) is not None)
+        nodes.point.kill()
+        nodes.point = nodes.meet()
+        nodes.finish()
+    assert len(nodes.starts("alpha")) > 1
+    assert largest_difference(nodes.disk("alpha"), reference) <= 1e-4
+
+
+@ASKED
 def test_nodes_that_come_back_take_part_again(workshop: Workshop, tmp_path, monkeypatch):
     """Three nodes, two at least. Rank 0's is lost and comes back with an empty disk; then another, with its disk."""
     steps = ("budget.tokens_per_step=768", "budget.tokens=7680")
     reference = workshop.run("zero2", settings=steps)
     names = ("alpha", "beta", "gamma")
     with torchrun_nodes(workshop, tmp_path, monkeypatch, names, steps, seconds_a_step="4") as (nodes, remote):
+        nodes.wait_until(partial(nodes.trains_with, len(nodes.started), "alpha"))
         nodes.wait_until(lambda: newest_committed(remote, 1) is not None)
-        for lost, first, number in (("alpha", "beta", 2), ("beta", "alpha", 4)):
+        for lost, first in (("alpha", "beta"), ("beta", "alpha")):
             nodes.lose(lost)
-            nodes.wait_until(partial(nodes.trains_since, first, number, 2))
+            nodes.wait_until(partial(nodes.trains_with, 2, first))
             if lost == "alpha":
                 nodes.replace(lost)
             nodes.come_back(lost)
-            nodes.wait_until(partial(nodes.trains_since, "alpha", number + 1, 3))
+            nodes.wait_until(partial(nodes.trains_with, 3, "alpha"))
         nodes.finish()
         found = look_back()
     assert largest_difference(nodes.disk("alpha"), reference) <= 1e-4
-    assert [attempt["ranks"] for attempt in found["attempts"]] == [3, 2, 3, 2, 3]
+    assert [attempt["ranks"] for attempt in found["attempts"]][-5:] == [3, 2, 3, 2, 3]
     assert found["attempts"][-1]["end"] == "finished" and found["dollars_lost"] > 0
