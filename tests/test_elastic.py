@@ -15,7 +15,7 @@ from tests.nodes import SLOW
 from tests.object_store import Proxy, connect_to, s3_server, use_here
 from tests.runs import Run, Started, Workshop, free_port
 
-QUICK = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=5"
+QUICK = "last_call_timeout=10,keep_alive_interval=2,keep_alive_max_attempt=10"
 """torchrun's own patience with nodes that come late, or are silent: seconds, for two that are this machine."""
 HERE = {"GLOO_SOCKET_IFNAME": "eth0", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Without the second, a torchrun 2.13 that has stayed says nothing of its address to one that comes back."""

@@ -22,7 +22,7 @@ from tests.nodes import HERE, SLOW, Nodes
 from tests.object_store import Proxy, connect_to, s3_server, use_here
 from tests.runs import Finished, Started, Workshop, answer_of, choices, execute, forked_programs, free_port
 
-QUICK = "last_call_timeout=6,keep_alive_interval=1,keep_alive_max_attempt=5"
+QUICK = "last_call_timeout=10,keep_alive_interval=2,keep_alive_max_attempt=10"
 """torchrun's own patience with nodes that come late, or are silent: seconds, for nodes that are this machine."""
 DOLLARS = 36.0
 SETTINGS = (
@@ -47,8 +47,10 @@ class TorchrunNodes(Nodes):
         self.started = {name: self.start_on(name) for name in self.hosts.names}
 
     def meet(self) -> Started:
-        """Start what they meet at."""
-        return Started([sys.executable, "-m", "pretraining.meeting_point", "--port", self.port])
+        """Start what they meet at, and wait until it takes them."""
+        point = Started([sys.executable, "-m", "pretraining.meeting_point", "--port", self.port])
+        assert "--rdzv_endpoint" in point.process.stdout.readline()
+        return point
 
     def start_on(self, name: str) -> Started:
         """The command that is typed once on each node."""
@@ -180,14 +182,19 @@ ASKED = pytest.mark.skipif(
 def test_a_lost_meeting_point_ends_the_run_until_it_is_back(workshop: Workshop, tmp_path, monkeypatch):
     """Its process is killed; the supervisors start again, and the run goes on from its newest checkpoint."""
     reference = workshop.run("zero2")
-    with torchrun_nodes(workshop, tmp_path, monkeypatch, ("alpha", "beta")) as (nodes, remote):
+    with torchrun_nodes(workshop, tmp_path, monkeypatch, ("alpha", "beta"), seconds_a_step="3") as (
+        nodes,
+        remote,
+    ):
         nodes.wait_until(partial(nodes.trains_with, len(nodes.started), "alpha"))
         nodes.wait_until(lambda: newest_committed(remote, 1) is not None)
         nodes.point.kill()
         nodes.point = nodes.meet()
         nodes.finish()
-    assert len(nodes.starts("alpha")) > 1
-    assert largest_difference(nodes.disk("alpha"), reference) <= 1e-4
+    # the quicker one may have gone on alone
+    longest = max(nodes.hosts.names, key=lambda name: len(nodes.starts(name)))
+    assert len(nodes.starts(longest)) > 1
+    assert largest_difference(nodes.disk(longest), reference) <= 1e-4
 
 
 @ASKED
