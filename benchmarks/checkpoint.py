@@ -75,10 +75,17 @@ def main() -> None:
 
 def start(output: Path, data_dir: Path, *more: str) -> subprocess.CompletedProcess:
     """One start of the small run."""
-    settings = [word for key, value in SMALL.items() for word in ("--set", f"{key}={json.dumps(value)}")]
-    command = [sys.executable, "train.py", "--recipe", "tiny", "--deepspeed", "null", *settings]
-    command += ["--output_dir", str(output), "--data_dir", str(data_dir), *more]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    return subprocess.run(command(output, data_dir, *more), cwd=REPOSITORY, capture_output=True, text=True)
+
+
+def command(output: Path, data_dir: Path, *more: str) -> list[str]:
+    """The command of the small run; what comes later counts."""
+    words = [sys.executable, "train.py", "--recipe", "tiny", "--deepspeed", "null", *choices(SMALL)]
+    return [*words, "--output_dir", str(output), "--data_dir", str(data_dir), *more]
+
+
+def choices(settings: dict) -> list[str]:
+    return [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
 
 
 def finished(output: Path, data_dir: Path, *more: str) -> None:
@@ -247,17 +254,15 @@ def resumed_words(gigabytes: float, store: Path) -> list[str]:
         "training.save_steps": 1,
         "checkpoints.upload": str(store),
     }
-    return [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+    return choices(settings)
 
 
 def seconds_until(reached: Callable[[], bool], output: Path, data_dir: Path, *words: str) -> float:
     """Seconds from the command until something is reached; then the run is killed."""
-    settings = [word for key, value in SMALL.items() for word in ("--set", f"{key}={json.dumps(value)}")]
-    command = [sys.executable, "train.py", "--recipe", "tiny", "--deepspeed", "null", *settings, *words]
-    command += ["--output_dir", str(output), "--data_dir", str(data_dir), "--force"]
+    typed = command(output, data_dir, *words, "--force")
     began = time.perf_counter()
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(typed, cwd=REPOSITORY, stdout=log, stderr=log, start_new_session=True)
         try:
             while not reached():
                 if process.poll() is not None:

@@ -1,7 +1,5 @@
 """Promise: nothing committed is lost. A run that loses a machine goes on without it, and takes it back later."""
 
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -9,16 +7,16 @@ import pytest
 
 from pretraining.checkpoints.fetch import newest_committed
 from pretraining.checkpoints.remote import RemoteRun
+from pretraining.runtime.run_folder import STARTS
+from pretraining.supervise import MEET_ANEW
 from tests.hosts import Hosts, hosts
 from tests.node import disk_of
-from tests.nodes import SLOW
+from tests.nodes import HERE, SLOW, wait_until
 from tests.object_store import Proxy, connect_to, s3_server, use_here
 from tests.runs import Run, Started, Workshop, free_port
 
 QUICK = "last_call_timeout=10,keep_alive_interval=2,keep_alive_max_attempt=10"
 """torchrun's own patience with nodes that come late, or are silent: seconds, for two that are this machine."""
-HERE = {"GLOO_SOCKET_IFNAME": "eth0", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Without the second, a torchrun 2.13 that has stayed says nothing of its address to one that comes back."""
 
 
 def test_a_lost_node_is_done_without_and_taken_back(workshop: Workshop, tmp_path, monkeypatch):
@@ -47,15 +45,17 @@ def test_a_lost_node_is_done_without_and_taken_back(workshop: Workshop, tmp_path
         def start(name: str) -> Started:
             disk_of(output, name).mkdir()
             command = node_command(workshop, made, name, port, output, settings)
-            return Started(command, SECONDS_A_STEP="1", **HERE, **connect_to(proxy.address))
+            return Started(
+                command, SECONDS_A_STEP="1", **{MEET_ANEW: "1"}, **HERE, **connect_to(proxy.address)
+            )
 
         output.mkdir()
         alpha, beta = (start(name) for name in ("alpha", "beta"))
         run = Run(disk_of(output, "alpha"))
-        wait_until(alpha, lambda: newest_committed(remote, 3) is not None)
+        wait_until({"alpha": alpha}, lambda: newest_committed(remote, 3) is not None)
         made.pull_plug("beta")
         beta.finish()
-        wait_until(alpha, lambda: len(starts_of(run)) == 2)
+        wait_until({"alpha": alpha}, lambda: len(starts_of(run)) == 2)
         made.plug_in("beta")
         disk_of(output, "beta").rename(tmp_path / "lost")
         beta = start("beta")
@@ -72,11 +72,7 @@ def test_a_lost_node_is_done_without_and_taken_back(workshop: Workshop, tmp_path
 
 
 def starts_of(run: Run) -> list[dict]:
-    return (
-        [event for event in run.events if event["event"] in ("start", "resume")]
-        if run.dir.events.exists()
-        else []
-    )
+    return [event for event in run.events if event["event"] in STARTS]
 
 
 def node_command(
@@ -92,10 +88,3 @@ def node_command(
     command = workshop.typed(words, choices, output)
     command.remove("--standalone")
     return [*made.words(name, {output: disk_of(output, name)}), *command]
-
-
-def wait_until(started: Started, reached: Callable[[], bool]) -> None:
-    """Look again and again; an error where the run ends first."""
-    while not reached():
-        assert started.process.poll() is None, started.finish().output
-        time.sleep(0.002)

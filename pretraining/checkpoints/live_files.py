@@ -23,7 +23,6 @@ from pretraining.checkpoints.upload import RUN_FILES
 from pretraining.data.streaming.store import Patience
 from pretraining.errors import UserError
 from pretraining.runtime.durable_files import file_state, write_json
-from pretraining.runtime.heartbeat import work_done
 from pretraining.runtime.run_folder import RunFolder, utc_now
 
 _LIVE_SECONDS = 60.0
@@ -31,7 +30,6 @@ _LAST_SECONDS = 60.0
 """How long the end of a run waits for a store that does not take its last files."""
 _FAILING_SECONDS = 10.0
 """How long a rank that fails waits for the store: its launcher may kill it soon."""
-_CHUNK_BYTES = 8 << 20
 
 LIVE_FILES = (*RUN_FILES, "plan.json", "environment.json", "mixture.json", "console.log", "report.html")
 """Files of rank 0's disk, which are sent while the run lives."""
@@ -148,8 +146,8 @@ def send_export(run: RunFolder, remote: RemoteRun) -> None:
     began = time.perf_counter()
     sizes = {path.name: path.stat().st_size for path in sorted(run.export.iterdir()) if path.is_file()}
     try:
-        for name, size in sizes.items():
-            remote.write(f"{run.export.name}/{name}", partial(_chunks, run.export / name), size)
+        for name in sizes:
+            remote.write_file(f"{run.export.name}/{name}", run.export / name)
         arrived = remote.sizes(run.export.name)
         if arrived is not None and {name: arrived.get(name) for name in sizes} != sizes:
             raise UserError(f"{remote.where(run.export.name)}: not what was sent; copy {run.export} there")
@@ -158,13 +156,6 @@ def send_export(run: RunFolder, remote: RemoteRun) -> None:
     seconds = round(time.perf_counter() - began, 3)
     to = remote.where(run.export.name)
     run.add_event("export_upload", to=to, bytes=sum(sizes.values()), seconds=seconds)
-
-
-def _chunks(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            yield chunk
-            work_done(len(chunk))
 
 
 def fetch_records(address: str, folder: Path) -> RunFolder:

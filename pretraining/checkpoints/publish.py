@@ -2,8 +2,6 @@
 
 import argparse
 import json
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 from pretraining.addresses import is_remote, refuse_credentials
@@ -17,7 +15,6 @@ from pretraining.runtime.run_folder import RunFolder
 
 LIST = "published.json"
 """File that names all others with their sizes and checksums. It comes last: if it is there, they are complete."""
-_CHUNK_BYTES = 8 << 20
 
 
 class Push:
@@ -95,14 +92,8 @@ def to_store(files: dict[str, Path], address: str) -> dict:
         # the list must not vouch for files that are about to change
         store.remove(LIST)
         for each in changed:
-            store.write(each, partial(_chunks, files[each]), entries[each]["bytes"])
+            store.write_file(each, files[each])
         for each in known.keys() - entries.keys():
             store.remove(each)
         store.write_bytes(LIST, json.dumps(entries, indent=2).encode())
     return {"sent": changed, "url": place}
-
-
-def _chunks(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            yield chunk

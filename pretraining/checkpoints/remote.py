@@ -22,6 +22,7 @@ _BLOCK_BYTES = 32 << 20
 """How much of a file a rank holds in memory during its upload."""
 _PIECE_BYTES = 256 << 10
 _AHEAD_BYTES = 16 << 20
+_CHUNK_BYTES = 8 << 20
 _MOST_BLOCKS = 9_000  # S3 takes 10,000 parts a file
 
 
@@ -103,6 +104,10 @@ class RemoteRun(Store):
         # Each attempt opens the chunks again: an iterator that an attempt has used up cannot be read twice.
         self.patience.ask(lambda: self._send(path, open_chunks(), num_bytes), self.where(path))
         work_done()
+
+    def write_file(self, path: str, source: Path) -> None:
+        """Write a file of this machine, whole or not at all."""
+        self.write(path, partial(_chunks_of, source), source.stat().st_size)
 
     def write_bytes(self, path: str, content: bytes) -> None:
         """Write a small file."""
@@ -190,6 +195,13 @@ class RemoteRun(Store):
             place.hardlink_to(whole)  # unlike a rename it fails if the name is taken
         finally:
             whole.unlink()
+
+
+def _chunks_of(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            yield chunk
+            work_done(len(chunk))
 
 
 def _send_to_folder(path: Path, chunks: Iterable[bytes]) -> None:
