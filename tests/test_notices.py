@@ -12,6 +12,7 @@ from pretraining.recipe import load_recipe
 from pretraining.recipe.sections import Notify
 from pretraining.runtime import notices as module
 from pretraining.runtime.durable_files import read_rows
+from pretraining.runtime.exit_codes import OF_RANKS
 from pretraining.runtime.notices import notices
 from pretraining.runtime.run_folder import RunFolder
 from tests.runs import execute
@@ -72,6 +73,17 @@ def test_a_webhook_gets_what_the_recipe_asks_for(tmp_path, server):
         {"event": "notified", "of": "stopped", "by": "webhook", "attempts": 1},
     ]
     assert "sesame" not in run.events.read_text() and not run.listeners
+
+
+def test_a_command_is_no_rank(tmp_path, monkeypatch):
+    """The exit code that a supervisor reads is the run's: a command of ours in a notice must not write its own."""
+    for name in OF_RANKS:
+        monkeypatch.setenv(name, "0")
+    run = RunFolder(tmp_path / "run")
+    with notices(run, "small", Notify(on=["finished"], command='env > "$PRETRAINING_FOLDER/variables"')):
+        run.add_event("end", eval_loss=3.0)
+    names = {line.partition("=")[0] for line in (run.path / "variables").read_text().splitlines()}
+    assert "PRETRAINING_RUN" in names and not names & set(OF_RANKS)
 
 
 def test_a_command_gets_the_notice(tmp_path):

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -22,10 +23,11 @@ from pretraining.reporting.live import LAST, hurry, live_report
 from pretraining.reporting.page import names_of, page_payload, page_text, run_payload
 from pretraining.reporting.run_record import RunRecord
 from pretraining.reporting.words import report_end, sentences
-from pretraining.runtime.durable_files import append_row, write_json
+from pretraining.runtime.durable_files import append_row, read_rows, write_json
 from pretraining.runtime.heartbeat import Heartbeat, is_gone, killed_ranks, read_place
 from pretraining.runtime.run_folder import RunFolder, unix_seconds, utc_now
-from tests.runs import REPOSITORY, execute
+from tests.nodes import wait_until
+from tests.runs import REPOSITORY, Started, choices, execute
 
 SCRIPT = "<script>alert(1)</script></script><!-- \u2028 &amp; \"'"
 
@@ -470,15 +472,24 @@ def test_forecasts_are_judged_by_the_finished_runs_beside_them(tmp_path, capsys)
 
 
 def test_the_report_is_written_while_training_and_once_more_at_its_end(workshop, tmp_path):
-    """By a process of its own that ends with the run: nothing is left behind, and the page says finished."""
+    """By a process of its own that ends with the run: nothing is left behind, and the page says finished.
+
+    Its end is not the run's: a supervisor starts a run that was killed again, also if the report's process ends well.
+    """
     output = tmp_path / "run"
-    settings = ("report.every_seconds=0.2", "training.eval_strategy=no")
-    finished = execute(workshop.command(output, "null", 1, "plain", settings))
+    settings = ("report.every_seconds=0.2", "training.eval_strategy=no", "training.logging_steps=1")
+    command = workshop.typed([sys.executable], choices("null", settings), output)
+    started = Started([sys.executable, "-m", "pretraining.supervise", "--restarts", "1", "--", *command])
+    run = RunFolder(output)
+    wait_until({"run": started}, lambda: run.report.exists() and read_place(run.heartbeats, 0) is not None)
+    os.kill(read_place(run.heartbeats, 0).process, signal.SIGKILL)
+    finished = started.finish()
     assert finished.code == 0 and not finished.strays, finished.output
-    data = embedded((output / "report.html").read_text(encoding="utf-8"))
+    data = embedded(run.report.read_text(encoding="utf-8"))
     (shown,) = data["runs"]
     assert (shown["state"], shown["num_rows"], data["every_seconds"]) == ("finished", 11, None)
     assert not list(output.glob("*.partial"))
+    assert [event["event"] for event in read_rows(run.events)].count("start") == 2
 
 
 def test_the_writer_ends_with_a_run_that_is_killed(tmp_path):

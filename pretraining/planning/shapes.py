@@ -22,6 +22,7 @@ from pretraining.errors import UserError
 from pretraining.extend import model_extension
 from pretraining.recipe import model_with_defaults
 from pretraining.recipe.model import is_exact, value_of
+from pretraining.runtime.exit_codes import variables_of_a_helper
 from pretraining.schema import REPOSITORY, display_path
 
 MODULE = "pretraining.model.counting"
@@ -229,11 +230,8 @@ def _counted(section: str) -> CountedModel:
 
 
 def _built(section: str) -> dict:
-    # a launcher's variables would make the process one of its ranks
-    environment = {
-        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    }
     # the meta device needs no GPU; one thread each, as ranks may count at the same time
+    environment = variables_of_a_helper()
     environment |= {"CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = str(REPOSITORY)
     # -P: no module of the working directory may take the place of a library

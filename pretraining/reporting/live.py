@@ -16,6 +16,7 @@ from pretraining.reporting.analysis import track_record_of
 from pretraining.reporting.page import page_payload, page_text, run_payload, write_page
 from pretraining.reporting.run_record import RunRecord
 from pretraining.runtime.durable_files import file_state
+from pretraining.runtime.exit_codes import variables_of_a_helper
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import REPOSITORY
 
@@ -64,8 +65,7 @@ def _environment() -> dict[str, str]:
     """Give the writer one thread, and no variable that makes a process a rank."""
     # PYTHONPATH: train.py may have been started from any folder.
     ours = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    dropped = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    return {**{key: value for key, value in os.environ.items() if key not in dropped}, **ours}
+    return {**variables_of_a_helper(), **ours}
 
 
 def _stop(writer: subprocess.Popen, has_news: bool) -> None:

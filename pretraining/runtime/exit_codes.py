@@ -25,9 +25,16 @@ NOT_RESTARTED = (FINISHED, USER_ERROR, STOPPED, GAVE_UP)
 
 SUPERVISOR = "PRETRAINING_SUPERVISOR"
 """Variable: names a folder of this machine that a supervisor shares with the ranks it started."""
+OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", SUPERVISOR)
+"""Variables that make a process a rank, or have it report its exit code as one."""
 
 
 _BEGAN = time.time()
+
+
+def variables_of_a_helper() -> dict[str, str]:
+    """Return the variables of a process that a rank starts beside itself: it is no rank, its end is not the run's."""
+    return {key: value for key, value in os.environ.items() if key not in OF_RANKS}
 
 
 def supervisor_file(name: str) -> Path | None:

@@ -22,6 +22,7 @@ from pretraining.addresses import masked
 from pretraining.errors import GaveUp, UserError
 from pretraining.recipe.sections import Notify
 from pretraining.runtime.durable_files import read_rows
+from pretraining.runtime.exit_codes import variables_of_a_helper
 from pretraining.runtime.process_group import from_rank_0
 from pretraining.runtime.run_folder import STARTS, RunFolder, unix_seconds
 
@@ -216,7 +217,7 @@ def run_command(command: str, notice: dict) -> None:
     process = subprocess.Popen(
         command,
         shell=True,
-        env={**os.environ, **variables},
+        env={**variables_of_a_helper(), **variables},
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

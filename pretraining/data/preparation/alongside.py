@@ -9,12 +9,10 @@ from pathlib import Path
 
 from pretraining.data.prepared import preparing_command
 from pretraining.recipe.recipe import Recipe
-from pretraining.runtime.exit_codes import SUPERVISOR
+from pretraining.runtime.exit_codes import variables_of_a_helper
 from pretraining.runtime.heartbeat import process_fields
 from pretraining.schema import REPOSITORY
 
-OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", SUPERVISOR)
-"""Variables that make a process a rank, or have it report its exit code as one."""
 ENDING_SECONDS = 15.0
 
 
@@ -34,7 +32,7 @@ class Alongside:
             stdin=subprocess.PIPE,
             stdout=self._output,
             stderr=self._output,
-            env={key: value for key, value in os.environ.items() if key not in OF_RANKS},
+            env=variables_of_a_helper(),
             start_new_session=True,  # Ctrl-C is for the run
         )
 
