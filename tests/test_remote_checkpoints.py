@@ -24,6 +24,7 @@ from pretraining.checkpoints.format import (
     write_receipt,
 )
 from pretraining.checkpoints.remote import RemoteRun
+from pretraining.checkpoints.resume import choose_checkpoint
 from pretraining.checkpoints.shard_files import rank_file, write_rank_file
 from pretraining.checkpoints.upload import Uploader
 from pretraining.data.streaming.store import Patience
@@ -304,6 +305,33 @@ def test_the_newer_one_wins_and_what_is_here_is_not_fetched(tmp_path, connected,
     with pytest.raises(UserError, match="checkpoint-8 is newer"):
         refuse_newer(RemoteRun(upload, NAME), 4, "never")
     refuse_newer(RemoteRun(upload, NAME), 8, "runs/tiny/checkpoint-8")
+
+
+def test_damaged_files_of_a_checkpoint_here_come_from_the_store(tmp_path, store, capsys):
+    """A bad disk, or a power cut after a fetch: the newest checkpoint is mended, and no older one takes its place."""
+    run = run_in(tmp_path)
+    uploader = Uploader(run, RemoteRun(store, NAME))
+    for step in (4, 8):
+        uploader.offer(commit(run, step))
+        assert uploader.wait()
+    before = bytes_of(run.checkpoint(8))
+    newest, whole = run.checkpoint(8), run.checkpoint(8) / rank_file(1, 2)
+    written = whole.stat().st_mtime_ns
+    (newest / rank_file(0, 2)).write_bytes(b"")
+    (newest / "state.json").unlink()
+    assert choose_checkpoint(run, "auto", upload=store) == newest
+    assert bytes_of(newest) == before and whole.stat().st_mtime_ns == written
+    assert read_rows(run.events)[-1]["damaged_here"] and "mended with the files of" in capsys.readouterr().out
+    # the store's checkpoint of that name is another one, is damaged too, or cannot be reached
+    (newest / rank_file(0, 2)).write_bytes(b"")
+    there = RemoteRun(store, NAME)
+    marker = there.read_if_there(f"checkpoint-8/{MARKER}")
+    there.write_bytes(f"checkpoint-8/{rank_file(0, 2)}", bytes(len(before[rank_file(0, 2)])))
+    assert choose_checkpoint(run, "auto", upload=store) == run.checkpoint(4)
+    there.write_bytes(f"checkpoint-8/{MARKER}", marker.replace(b'"step": 8', b'"step":  8'))
+    assert choose_checkpoint(run, "auto", upload=store) == run.checkpoint(4)
+    assert choose_checkpoint(run, "auto", upload=str(tmp_path / "gone")) == run.checkpoint(4)
+    assert events(run)[-3:] == ["checkpoint_passed_over"] * 3
 
 
 def test_a_mounted_folder_that_loses_a_handle_is_read_on(tmp_path, monkeypatch):

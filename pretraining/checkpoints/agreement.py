@@ -285,7 +285,7 @@ def bring_checkpoint(
         wrong = _exchange(run, folder, files, good, missing)
     if wrong is not None:
         return wrong
-    together(lambda: _finish(folder, candidate.marker) if disks.is_first else None)
+    together(lambda: _finish(folder, candidate) if disks.is_first else None)
     return None
 
 
@@ -404,8 +404,9 @@ def _add(path: Path, start: int, piece: bytes) -> None:
     work_done(len(piece))
 
 
-def _finish(folder: Path, marker: bytes) -> None:
-    for path in folder.iterdir():
+def _finish(folder: Path, candidate: Candidate) -> None:
+    # what a power cut spoils, a store that holds it gives again
+    for path in () if candidate.in_store else folder.iterdir():
         sync_to_disk(path)
     if not (folder / MARKER).exists():
-        place_marker(folder, marker)
+        place_marker(folder, candidate.marker)

@@ -1,11 +1,12 @@
 """Fetch a committed checkpoint from `checkpoints.upload` or from any address, verify it, and write its marker last.
 
 Every rank fetches a share of the files, in ranges, several at once. Files of an interrupted fetch are verified and
-kept. Until the marker is written, the folder does not count as a checkpoint.
+kept. Until the marker is written, the folder does not count as a checkpoint. No start waits until a copy is on the
+disk: the store has what it holds. A power cut may spoil a copy that has a marker, as an old disk may any checkpoint;
+the next start finds out by the checksums, and fetches the damaged files again.
 """
 
 import fcntl
-import os
 import re
 import sys
 import threading
@@ -32,8 +33,6 @@ from pretraining.runtime.restarts import resume_after_restart
 from pretraining.runtime.run_folder import RunFolder
 
 _RANGE_BYTES = 16 << 20  # with all threads, 128 MiB of host memory a rank
-_FLUSHED_BYTES = 16 << 20
-"""How much of a file is written between two flushes."""
 _THREADS = 8
 _FILES = 4
 """Files fetched at once: while one is written to the disk, the store sends others."""
@@ -122,15 +121,53 @@ def fetch_checkpoint(run: RunFolder, remote: RemoteRun, name: str) -> str | None
     content, files, wrong = from_rank_0(lambda: read_remote_marker(remote, name))
     if wrong is not None or from_rank_0(lambda: _is_here(run.path / name, content)):
         return wrong
+    wrong = _fetch_files(run, remote, name, files)
+    if wrong is None:
+        from_rank_0(lambda: _finish(run, remote, name, content))
+    return wrong
+
+
+def fetch_again(run: RunFolder, upload: str | None, folder: Path, reason: str) -> bool:
+    """Replace the damaged files of a checkpoint by those of the store, all ranks together; say if it is whole now.
+
+    It is not if the store lacks the checkpoint, holds another of that name or a damaged one, or does not answer.
+    reason: what is damaged, for the event.
+    """
+    if upload is None or folder.parent != run.path:
+        return False
+    # no long patience: there may be an older checkpoint to go on from
+    remote = RemoteRun(upload, run.path.name).at_first_contact()
+    try:
+        files = from_rank_0(lambda: _files_of_the_same(remote, folder))
+        if not files or _fetch_files(run, remote, folder.name, files) is not None:
+            return False
+    except UserError:
+        return False
+    from_rank_0(lambda: _tell_fetched_again(run, remote.where(folder.name), folder, reason))
+    return True
+
+
+def _tell_fetched_again(run: RunFolder, where: str, folder: Path, reason: str) -> None:
+    run.add_event("fetch", checkpoint=folder.name, source=where, damaged_here=reason)
+    print(f"{folder} was damaged ({reason}): mended with the files of {where}", flush=True)
+
+
+def _files_of_the_same(remote: RemoteRun, folder: Path) -> dict:
+    """Return the files of the store's checkpoint of that name; none if its marker is another than the folder's."""
+    content, files, wrong = read_remote_marker(remote, folder.name)
+    return files if wrong is None and content == (folder / MARKER).read_bytes() else {}
+
+
+def _fetch_files(run: RunFolder, remote: RemoteRun, name: str, files: dict) -> str | None:
+    """Fetch what is not here whole, all ranks together; returns what is wrong in the store, or None."""
     rank, ranks = rank_and_world_size()
     share = dict(sorted(files.items())[rank::ranks])
+    wrong = None
     # An error of one rank is raised on all: if one rank left alone, the others would wait for it.
     for damage, failure in gather_from_ranks(fetch_share(remote, name, run.path / name, share)):
         if failure:
             raise UserError(failure)
         wrong = wrong or damage
-    if wrong is None:
-        from_rank_0(lambda: _finish(run, remote, name, content))
     return wrong
 
 
@@ -303,8 +340,8 @@ def _fetch_file(
         progress(entry["bytes"])
         return None
     for _ in range(_ATTEMPTS):
-        digest, flushed, unflushed = xxhash.xxh128(), None, 0
-        with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as disk:
+        digest = xxhash.xxh128()
+        with path.open("wb", buffering=0) as file:
             for content in ranges.in_order(where, entry["bytes"]):
                 digest.update(content)  # now, which spares another reading of the file
                 written = 0  # an unbuffered write may take less than it is given
@@ -312,13 +349,6 @@ def _fetch_file(
                     written += file.write(memoryview(content)[written:])
                 work_done(len(content))
                 progress(len(content))
-                unflushed += len(content)
-                # The disk writes while the store sends.
-                if unflushed >= _FLUSHED_BYTES and (flushed is None or flushed.done()):
-                    flushed, unflushed = disk.submit(os.fdatasync, file.fileno()), 0
-            if flushed is not None:
-                flushed.result()
-            os.fsync(file.fileno())
         if f"xxh128:{digest.hexdigest()}" == entry["checksum"]:
             return None
     return f"{path.name} is not what was committed (fetched {_ATTEMPTS} times)"
@@ -356,7 +386,6 @@ def _finish(run: RunFolder, remote: RemoteRun, name: str, marker: bytes) -> None
 
 
 def _write(path: Path, content: bytes) -> None:
-    sync_to_disk(path.parent)  # the names of the files that the marker lists, before the marker
     with replacing(path, "wb") as file:
         file.write(content)
     sync_to_disk(path.parent)

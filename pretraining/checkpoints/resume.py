@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from pretraining.checkpoints.agreement import bring_history, choose_on_disks, refuse_lone_disks
 from pretraining.checkpoints.export import describe_model
-from pretraining.checkpoints.fetch import resolve_resume
+from pretraining.checkpoints.fetch import fetch_again, resolve_resume
 from pretraining.checkpoints.folders import (
     changed_files,
     committed_checkpoints,
@@ -89,7 +89,7 @@ def find_start(
     if in_parts:
         checkpoint, source = choose_on_disks(run, upload, resume, journal, layout)
     else:
-        checkpoint = choose_checkpoint(run, resume, journal, fetched)
+        checkpoint = choose_checkpoint(run, resume, journal, fetched, upload)
     start = from_rank_0(lambda: _start_at(checkpoint, run, recipe, data.manifest, allowed))
     from_rank_0(lambda: _refuse_lost_rollbacks(checkpoint, run, journal))
     return replace(start, journal=journal, source=source)
@@ -127,13 +127,17 @@ def _refuse_lost_rollbacks(checkpoint: Path | None, run: RunFolder, journal: Jou
 
 
 def choose_checkpoint(
-    run: RunFolder, resume: str, journal: Journal = NOTHING_HEALED, fetched: Path | None = None
+    run: RunFolder,
+    resume: str,
+    journal: Journal = NOTHING_HEALED,
+    fetched: Path | None = None,
+    upload: str | None = None,
 ) -> Path | None:
     """Return the checkpoint that `--resume auto|never|PATH` means, on every rank; None begins the run.
 
-    auto: the newest committed checkpoint that is whole and that no rollback of `journal` has left behind. A damaged
-    one is passed over with an event and a line. fetched: the folder of one whose bytes were verified as they arrived,
-    which are not read again.
+    auto: the newest committed checkpoint that is whole and that no rollback of `journal` has left behind. Damaged files
+    are fetched again from `upload`, the recipe's store, if it holds that checkpoint; else it is passed over with an
+    event and a line. fetched: the folder of one whose bytes were verified as they arrived, which are not read again.
     Raises `UserError` for a PATH that is not a committed, whole checkpoint, and for another version's.
     """
     if resume == "never":
@@ -142,7 +146,7 @@ def choose_checkpoint(
         return _whole(Path(resume), fetched)
     for folder in from_rank_0(lambda: _candidates(run, journal)):
         reason = _damage_found_together(folder, fetched, of_run=True)
-        if reason is None:
+        if reason is None or fetch_again(run, upload, folder, reason):
             return folder
         from_rank_0(lambda folder=folder, reason=reason: _pass_over(run, folder, reason))
     return None
