@@ -13,6 +13,8 @@ _SIGNED = re.compile(
 )
 # parts of names such as AWS_SECRET_ACCESS_KEY and HF_TOKEN
 _SECRET_VARIABLE = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|CONNECTION_STRING|SAS")
+_SLIPPED = re.compile(r"(s3|gs|gcs|hf|az|abfss?|https?)(?::/?|/)/?(?=[^/])", re.IGNORECASE)
+"""The beginning of an address with a slip: s3:/bucket, s3//bucket, gs:bucket. A folder may be called s3/bucket."""
 _SHORTEST_SECRET = 8
 """Characters. A shorter value may be an everyday word."""
 
@@ -32,6 +34,17 @@ def refuse_credentials(address: str, key: str) -> None:
             f"{key}: {masked(address)} holds a credential, which would reach files and logs; leave it out and set "
             "the store's own variables (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, HF_TOKEN, ...)"
         )
+
+
+def refuse_slips(address: str, key: str) -> None:
+    """Raise `UserError` for an address with a slip, such as `s3//bucket`, which would be a folder of this machine.
+
+    key: what holds the address, for the message.
+    """
+    slip = _SLIPPED.match(address)
+    if slip and not is_remote(address) and slip[0] != f"{slip[1]}/":
+        meant = f"{slip[1]}://{address[slip.end() :]}"
+        raise UserError(f"{key}: {address} is no address; write {meant}, or ./{address} for a folder here")
 
 
 def masked(text: str, variables: Collection[str] = ()) -> str:

@@ -22,6 +22,7 @@ from textwrap import wrap
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
+from pretraining.addresses import refuse_slips
 from pretraining.errors import UserError
 from pretraining.recipe.curve import check_allowed
 from pretraining.recipe.recipe import SECTIONS
@@ -131,7 +132,7 @@ def named_path(text: str) -> Path:
 
 def _folder_or_address(text: str) -> Path | str:
     """Return a Path for a local folder (file:// too), a str for any other address."""
-    _not_empty(text)
+    refuse_slips(_not_empty(text), "--data_dir")
     if text.startswith("file://"):
         # an address writes a space as %20, a path does not
         return Path(unquote(text.removeprefix("file://")))

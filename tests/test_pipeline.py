@@ -16,6 +16,7 @@ from pretraining.pipeline import steps
 from pretraining.pipeline.__main__ import main
 from pretraining.pipeline.command import StepEnded, call
 from pretraining.pipeline.steps import NAMES, ranks_of
+from pretraining.runtime.lock import lock_idle_run
 from tests.local_hub import REPOSITORY_ID, local_hub
 from tests.object_store import BUCKET, s3_server, use_here
 from tests.runs import REPOSITORY, Workshop, execute
@@ -157,6 +158,21 @@ def test_a_refused_plan_is_one_line_and_nothing_is_written(tmp_path):
     assert finished.code == 2 and finished.stderr.count("\n") == 1, finished.output
     assert finished.stderr.startswith("error: plan refused: 65b needs ") and "--deepspeed" in finished.stderr
     assert "prepare" not in finished.stdout and not list(tmp_path.iterdir())
+
+
+def test_nothing_is_planned_beside_a_living_run(place):
+    """Typed again while it trains, also to look only: who trains it, and how to stop it; nothing is written."""
+    place.run.mkdir()
+    (place.run / "metrics.jsonl").write_text("")
+    with lock_idle_run(place.run):
+        before = place.files()
+        for more in ([], ["--show"]):
+            with pytest.raises(
+                UserError, match=rf"is being trained \(process {os.getpid()} on .*/STOP and type"
+            ):
+                main(place.words(*more))
+        assert place.files() == before
+    assert main(place.words("--show")) == 0
 
 
 @pytest.mark.parametrize(

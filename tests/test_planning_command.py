@@ -89,8 +89,13 @@ def test_all_verbs_say_the_same(words, capsys):
 
     options = parse_train_arguments(["--recipe", *words.split(), "--plan"])
     recipe = load_recipe(options.recipe, options.set, options.deepspeed)
-    print_plan(recipe, load_ds_config(recipe.deepspeed), options.world_size, options.gpu, True)
+    refused = None
+    try:
+        print_plan(recipe, load_ds_config(recipe.deepspeed), options.world_size, options.gpu, True)
+    except SystemExit as left:  # a script sees by the exit code that train.py would refuse it
+        refused = left.code
     plan = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert refused == (2 if plan["refusals"] else None)
     cost, memory = said("cost"), said("memory")
     assert cost["seconds"] == plan["forecast"]["seconds"] and cost["tokens"] == plan["tokens"]
     settings = [word for setting in options.set for word in ("--set", setting)]

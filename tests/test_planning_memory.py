@@ -371,6 +371,10 @@ def test_no_shipped_recipe_makes_a_mistake_of_ours(name):
 
 WARNED = {
     "fp16": (["training.bf16=false", "training.fp16=true"], None, {"has_bf16": True}, "training.bf16=true"),
+    "fp32": (["training.bf16=false"], None, {"has_bf16": True}, "training.bf16=true"),
+    "rate": (["training.learning_rate=3e4"], None, {}, "1e-5 to 1e-2"),
+    "no checkpoint": (["training.save_steps=1000000"], None, {}, "training.save_steps=2510"),
+    "long warm-up": (["training.warmup_steps=1000000"], None, {}, "training.warmup_steps=2510"),
     "warm-up": (["training.warmup_steps=10"], None, {}, "training.warmup_steps=357"),
     "a warm-up that is not there": (
         ["training.lr_scheduler_type=constant", "training.lr_scheduler_kwargs={}"],
@@ -404,7 +408,7 @@ def test_common_mistakes_are_warned_of_with_a_remedy(name):
 def test_a_run_that_continues_is_given_no_remedy_that_its_curve_refuses(name):
     """What would change the curve is said at the first start; what remains to be done is said at every start."""
     settings, deepspeed, found, remedy = WARNED[name]
-    keeps_the_curve = name in ("stage", "offload", "tight", "needless")
+    keeps_the_curve = name in ("no checkpoint", "stage", "offload", "tight", "needless")
     verdict = judge("1.5b", 8, *settings, deepspeed=deepspeed, **found, continues=True)
     assert bool([each for each in verdict.warnings if remedy in each.remedy]) == keeps_the_curve, verdict
     began_with = load_recipe("1.5b", settings).to_dict()

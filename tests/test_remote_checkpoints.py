@@ -29,6 +29,7 @@ from pretraining.checkpoints.shard_files import rank_file, write_rank_file
 from pretraining.checkpoints.upload import Uploader
 from pretraining.data.streaming.store import Patience
 from pretraining.errors import UserError
+from pretraining.recipe import load_recipe
 from pretraining.runtime.durable_files import read_rows, write_json
 from pretraining.runtime.journal import Journal, Rollback
 from pretraining.runtime.run_folder import RunFolder
@@ -411,3 +412,20 @@ def test_credentials_reach_no_file_no_event_no_message(tmp_path, connected, monk
     refuse_credentials("hf://datasets/me/runs@main", "checkpoints.upload")
     refuse_credentials("abfs://container@account.dfs.core.windows.net/runs", "checkpoints.upload")
     assert os.environ["AWS_SECRET_ACCESS_KEY"] not in masked(f"denied for {secret}")
+
+
+@pytest.mark.parametrize(
+    "slip, meant",
+    {
+        "s3//bucket/runs": "s3://bucket/runs",
+        "s3:/bucket": "s3://bucket",
+        "gcs:bucket/x": "gcs://bucket/x",
+        "HTTPS//store/x": "HTTPS://store/x",
+    }.items(),
+)
+def test_an_address_with_a_slip_is_no_folder(slip, meant):
+    """Three days of checkpoints in a folder of the node that is lost would be none."""
+    with pytest.raises(UserError, match=f"write {meant}, or ./{slip} for a folder"):
+        load_recipe("tiny", [f"checkpoints.upload={slip}"])
+    for folder in ("s3/bucket", "runs", "/mnt/s3:/runs", f"./{slip}", "gs-backup", meant):
+        load_recipe("tiny", [f"checkpoints.upload={folder}"])

@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from pretraining.addresses import is_remote, refuse_credentials
+from pretraining.addresses import is_remote, refuse_credentials, refuse_slips
 from pretraining.checkpoints.folders import files_in
 from pretraining.checkpoints.format import file_entry
 from pretraining.checkpoints.remote import RemoteRun
@@ -41,6 +41,7 @@ class Push:
         files, to = published_files(RunFolder(options.run)), options.to
         size = sum(path.stat().st_size for path in files.values())
         found = {"to": to, "files": len(files), "bytes": size, "names": sorted(files)}
+        refuse_slips(to, "push")
         at_hub = not (is_remote(to) or to.startswith(("/", ".", "~")))
         if at_hub:
             check_repo_id(to)

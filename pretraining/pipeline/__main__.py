@@ -23,8 +23,9 @@ from pretraining.pipeline.steps import NAMES, Pipeline, ranks_of
 from pretraining.planning.quantities import duration
 from pretraining.refusals import load_recipe_and_ds_config
 from pretraining.runtime.exit_codes import FINISHED, INTERRUPTED, STOPPED, USER_ERROR
+from pretraining.runtime.lock import holder_of
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.schema import REPOSITORY
+from pretraining.schema import REPOSITORY, display_path
 
 EXAMPLES = """examples:
   python -m pretraining.pipeline --recipe tiny
@@ -52,6 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     output = sys.stderr if options.json else None
     pipeline = pipeline_of(options, output)
+    _refuse_living_run(pipeline.run)
     names = NAMES[: NAMES.index(options.until) + 1] if options.until else NAMES
     names = tuple(name for name in names if name not in options.skip)
     rows: list[dict] = []
@@ -106,6 +108,17 @@ def pipeline_of(options: argparse.Namespace, output: IO[str] | None) -> Pipeline
         forced=frozenset(NAMES[first:]),
         output=output,
     )
+
+
+def _refuse_living_run(run: RunFolder) -> None:
+    """Raise `UserError` while the run is trained: what its steps depend on changes until its end."""
+    holder = holder_of(run.path)
+    if holder is not None:
+        place = display_path(run.path)
+        raise UserError(
+            f"{place} is being trained ({holder}): wait for its end, or stop it with touch {place}/STOP and type this "
+            "command again"
+        )
 
 
 def run_steps(pipeline: Pipeline, names: tuple[str, ...], rows: list[dict], output: IO[str] | None) -> int:

@@ -33,6 +33,7 @@ from pretraining.planning.throughput import precision_of_products, step_time
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.recipe.model import value_of
 from pretraining.recipe.schedule import WITHOUT_WARMUP
+from pretraining.recipe.training import ADAMW
 from pretraining.runtime.run_folder import RunFolder
 
 # up to four epochs are nearly as good as new text (Muennighoff et al. 2023, section 5)
@@ -41,6 +42,8 @@ HIDDEN = 0.5
 """Share of the products' time up to which messages at the links' peak are hidden behind them."""
 SMALL_BUCKET = 5_000_000
 """Elements below which messages are bound by latency (DeepSpeed's own default is 500 million)."""
+HIGHEST_RATE = 0.1
+"""Of Adam. Weights are drawn with a standard deviation of about 0.02; the largest rates of papers are near 0.01."""
 WARM_UP_TOKENS = 375_000_000
 """GPT-3 warms up over 375 million tokens at every size (Brown et al. 2020, appendix B)."""
 
@@ -250,8 +253,9 @@ def _fewer_checkpoints(case: _Case, kept: int, room: float) -> int | None:
 def _mistakes(case: _Case) -> list[Objection]:
     """Return every mistake whose remedy can still be applied."""
     # a checkpoint holds what these remedies change, and a run that continues with other values is refused
-    of_the_curve = (_fp16, _warm_up, _clipping, _repeats)
+    of_the_curve = (_fp16, _no_bf16, _rate, _warm_up, _clipping, _repeats)
     rules = (
+        _no_checkpoint,
         _placement,
         _experts,
         _tiny_batch,
@@ -306,6 +310,32 @@ def _fp16(case: _Case) -> Objection | None:
     return Objection(what, "--set training.fp16=false --set training.bf16=true")
 
 
+def _no_bf16(case: _Case) -> Objection | None:
+    training = case.recipe.training
+    if training.bf16 or training.fp16 or not case.machine.has_bf16:
+        return None
+    what = "products in fp32 (TF32 at best) take several times as long as in bf16, which this GPU has"
+    return Objection(what, "--set training.bf16=true")
+
+
+def _rate(case: _Case) -> Objection | None:
+    """Warn about a learning rate that is probably a slip, such as 3e4."""
+    training = case.recipe.training
+    if training.optim not in ADAMW or training.learning_rate < HIGHEST_RATE:
+        return None
+    what = f"Adam moves a weight by up to the learning rate in a step, and {training.learning_rate:g} is more than "
+    return Objection(f"{what}weights are large at the start", "rates of 1e-5 to 1e-2 are usual")
+
+
+def _no_checkpoint(case: _Case) -> Objection | None:
+    """Warn about a run whose first checkpoint is its last step's."""
+    training, steps = case.recipe.training, case.recipe.num_steps
+    if training.save_strategy != "steps" or training.save_steps <= steps:
+        return None
+    what = f"the first checkpoint is that of the end: training.save_steps is {training.save_steps:,.0f}, the run has "
+    return Objection(f"{what}{several(steps, 'step')}", f"--set training.save_steps={max(1, steps // 10)}")
+
+
 def _warm_up(case: _Case) -> Objection | None:
     """Warn about a warm-up that is too short, or that the scheduler does not have."""
     steps = case.recipe.num_steps
@@ -316,6 +346,9 @@ def _warm_up(case: _Case) -> Objection | None:
             f"{what}, whatever training.warmup_steps says", "write constant_with_warmup, or 0 steps"
         )
     # Ma and Yarats 2021, section 5: 2 / (1 - beta2) steps; `max` avoids a division by zero
+    if given >= steps:
+        what = f"the warm-up takes {given:,} of {steps:,} steps: the rate rises until the end"
+        return Objection(what, _warm_up_of(max(1, steps // 10), case.recipe))
     needed = round(2 / max(1 - case.recipe.training.adam_beta2, 1e-9))
     # from a billion parameters on, at least the tokens of GPT-3's warm-up
     if model_size(case.recipe.model).total >= 1e9:
@@ -325,10 +358,14 @@ def _warm_up(case: _Case) -> Objection | None:
     if given >= needed:
         return None
     what = f"warm-up of {given} steps is short for this size: the optimizer's running means are not settled"
-    # name the key that the recipe uses
-    if case.recipe.budget.warmup_tokens is not None:
-        return Objection(what, f"--set budget.warmup_tokens={needed * case.recipe.tokens_per_step}")
-    return Objection(what, f"--set training.warmup_steps={needed}")
+    return Objection(what, _warm_up_of(needed, case.recipe))
+
+
+def _warm_up_of(steps: int, recipe: Recipe) -> str:
+    """Write how to set the warm-up, by the key that the recipe uses."""
+    if recipe.budget.warmup_tokens is not None:
+        return f"--set budget.warmup_tokens={steps * recipe.tokens_per_step}"
+    return f"--set training.warmup_steps={steps}"
 
 
 def _clipping(case: _Case) -> Objection | None:

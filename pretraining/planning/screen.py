@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from dataclasses import asdict
 
 from pretraining.ds_config import degrees_of, hpz_ranks
@@ -46,6 +47,7 @@ from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import Recipe
 from pretraining.recipe.model import value_of
 from pretraining.refusals import compiled_part
+from pretraining.runtime.exit_codes import USER_ERROR
 
 WORLD_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 MOST_PRICES = 3
@@ -63,14 +65,16 @@ def print_plan(
 
     Raises:
         UserError: an unknown GPU, one without the recipe's precision, or ranks that do not divide the step.
+        SystemExit: with USER_ERROR, after the plan is printed, if `train.py` would refuse this run on such GPUs.
     """
     gpu = None if gpu_name is None else find_gpu(gpu_name)
     answer = full_plan(recipe, ds_config, world_size or fewest_ranks(ds_config), gpu)
-    if as_json:
-        return print(json.dumps(answer, indent=2))
-    print(as_text(answer))
-    if world_size is None:
+    print(json.dumps(answer, indent=2) if as_json else as_text(answer))
+    if world_size is None and not as_json:
         print(f"\n{world_sizes(recipe, ds_config, gpu)}")
+    # without a number of ranks it lists which fit
+    if answer["refusals"] and world_size is not None:
+        sys.exit(USER_ERROR)
 
 
 def full_plan(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu | None) -> dict:

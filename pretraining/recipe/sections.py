@@ -8,14 +8,15 @@ from dataclasses import fields
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from pretraining.addresses import masked, refuse_credentials
+from pretraining.addresses import masked, refuse_credentials, refuse_slips
 from pretraining.recipe.section import Section, key
 from pretraining.schema import problem
 
 
 def _check_address(address: str, key: str, where: str) -> None:
-    """No credentials."""
+    """No credentials, and no slip that makes a folder of it."""
     refuse_credentials(address, f"{where}: {key}")
+    refuse_slips(address, f"{where}: {key}")
 
 
 def _check_profiled_steps(steps: int | list[int], key: str, where: str) -> None:

@@ -47,6 +47,17 @@ def lock_idle_run(folder: Path) -> Iterator[None]:
         _release(lock, folder)
 
 
+def holder_of(folder: Path) -> str | None:
+    """Return who holds the lock of a run folder, as `process 12 on node0`; None if nobody does."""
+    if not (folder / LOCK).is_file():
+        return None
+    lock = _try_lock(folder / LOCK)
+    if lock is None:
+        return _holder(folder / LOCK)
+    lock.close()
+    return None
+
+
 def lock_folder(folder: Path, patience_seconds: float = PATIENCE_SECONDS) -> TextIO:
     """Make the folder and lock it until the returned file is closed; `UserError` names the process that holds it."""
     folder.mkdir(parents=True, exist_ok=True)
