@@ -43,8 +43,15 @@ node of the run it reads the kernel's log too."""
 
 FAILED = ("crash", "hang", "gave up")
 """Ends of an attempt that somebody has to look at."""
+NOT_FINITE = ("stability/non_finite_steps", "stability/refused_steps")
+"""Metrics: steps that were not finite, and steps that were not applied."""
+MANY_NOT_FINITE = 0.01
+"""Share of the steps."""
 _FATAL = re.compile(r"Fatal Python error: (.+)")
-_OUT_OF_MEMORY = re.compile(r"CUDA out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED")
+_OUT_OF_MEMORY = re.compile(r"(CUDA|HIP) out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED")
+_OUT_OF_HOST_MEMORY = re.compile(
+    r"DefaultCPUAllocator|not enough memory|[Cc]an(no|')t allocate memory|bad_alloc|MemoryError"
+)
 _KERNEL_FAULT = re.compile(r"illegal memory access|device-side assert|unspecified launch failure|misaligned")
 _MESSAGES = re.compile(r"NCCL|ncclUnhandled|ibv_|DistBackendError")
 
@@ -56,6 +63,7 @@ class Attempt:
     began: float
     """UNIX seconds, as below."""
     ended: float
+    """Its end, or its last sign of life, if it was not given the time to say more."""
     ranks: int
     from_step: int
     to_step: int
@@ -97,6 +105,8 @@ class Postmortem:
     lost_steps: int | None = None
     """Steps since the checkpoint that have to be done again."""
     time_lost: str = ""
+    not_finite: str = ""
+    """How many steps had a loss or gradients that are not finite, and since when."""
     dollars: float | None = None
     dollars_lost: float | None = None
     """Of all that was lost so far to failures."""
@@ -150,7 +160,9 @@ def look_back(folder: Path) -> Postmortem:
     failed = [attempt for attempt in attempts if attempt.end in FAILED]
     if failed:
         found.failed = failed[-1]
-        _Evidence(record, found.failed, is_last=found.failed is attempts[-1]).judge(found)
+        later = [each.began for each in attempts if each.began > found.failed.began]
+        _Evidence(record, found.failed, min(later, default=float("inf"))).judge(found)
+    _count_steps_not_finite(found, record)
     _advise_to_continue(found)
     return found
 
@@ -171,8 +183,18 @@ def attempts_of(record: RunRecord, state: str) -> list[Attempt]:
         from_step, reached = int(record.event_steps[first]), max(record.event_steps[first:after])
         if is_last and len(record.steps):
             reached = max(reached, float(record.steps[-1]))
-        found.append(Attempt(timed.began, timed.ended, timed.ranks, from_step, int(reached), end, why))
+        next_start = float("inf") if is_last else timed.ended
+        ended = timed.ended if end in ("finished", "stopped") else _last_sign(record, timed.began, next_start)
+        found.append(Attempt(timed.began, ended, timed.ranks, from_step, int(reached), end, why))
     return found
+
+
+def _last_sign(record: RunRecord, began: float, next_start: float) -> float:
+    """Return the time of the last row, event or failure between two starts; all are UNIX seconds."""
+    failures = [each.time for each in read_failures(record.run)]
+    times = [*record.metrics.times, *map(record.event_time, record.events), *failures]
+    # the next start is an event too; one without a time has infinity
+    return max((each for each in times if began <= each < next_start), default=began)
 
 
 def _end_of(rows: list[dict], is_last: bool, state: str) -> tuple[str, str]:
@@ -197,10 +219,11 @@ def _end_of(rows: list[dict], is_last: bool, state: str) -> tuple[str, str]:
 class _Evidence:
     """What the files say about one attempt that failed."""
 
-    def __init__(self, record: RunRecord, attempt: Attempt, is_last: bool) -> None:
+    def __init__(self, record: RunRecord, attempt: Attempt, next_start: float) -> None:
+        """next_start: UNIX seconds; infinity for the last attempt."""
         self.record, self.run, self.attempt = record, record.run, attempt
         # a start of the next attempt may be logged in the second of this one's end
-        self.until = float("inf") if is_last else attempt.ended + 1
+        self.until, is_last = next_start + 1, next_start == float("inf")
         failures = read_failures(self.run)
         self.failures = [each for each in failures if attempt.began <= each.time <= self.until]
         # each start clears the heartbeats of the one before
@@ -324,6 +347,8 @@ class _Evidence:
                 "take a smaller micro-batch, --set training.activation_checkpointing=true or a higher ZeRO stage; "
                 "train.py --plan says what fits"
             )
+        elif _OUT_OF_HOST_MEMORY.search(text):
+            found.append(f"the machine had no memory left: {NO_MEMORY[1]}")
         elif _KERNEL_FAULT.search(text):
             found.append(
                 "CUDA_LAUNCH_BLOCKING=1 names the kernel; without it the traceback's line is a later one"
@@ -378,8 +403,24 @@ def _count_costs(found: Postmortem, record: RunRecord) -> None:
     found.dollars = record.metrics.last("cost/dollars")
     if gpu_hours and found.dollars is not None and spent.seconds:
         # GPUs are paid for while a run starts again
-        by_failures = (spent.lost["restart"] + spent.lost["rollback"]) / spent.seconds
+        by_failures = sum(spent.lost[cause] for cause in ("restart", "hang", "rollback")) / spent.seconds
         found.dollars_lost = found.dollars / gpu_hours * spent.rank_seconds / 3600 * by_failures
+
+
+def _count_steps_not_finite(found: Postmortem, record: RunRecord) -> None:
+    """Say how many steps had a loss or gradients that are not finite: a run may go on to its end and learn nothing."""
+    number, refused = (int(record.metrics.last(name) or 0) for name in NOT_FINITE)
+    if not number:
+        return
+    first = next((event for event in record.events if event.get("event") == "non_finite"), {})
+    since = f", the first at step {first['step']:,}" if "step" in first else ""
+    found.not_finite = (
+        f"{several(number, 'step')} of {found.step:,}{since}; {refused:,} steps were not applied"
+    )
+    if number > MANY_NOT_FINITE * found.step:
+        found.advice.append(
+            "most likely training.learning_rate is too high; look at the first of these steps"
+        )
 
 
 def _advise_to_continue(found: Postmortem) -> None:
@@ -399,19 +440,20 @@ def as_text(found: Postmortem) -> str:
     if found.failed is None or first is None:
         rows.append(("failures", "none" if found.attempts else "no start is on record"))
     else:
-        ended = found.failed.ended if first.time is None else first.time
+        when = f"after {_clock(found.failed.ended)}" if first.time is None else _clock(first.time)
         where = [
             f"rank {first.rank}" if first.rank is not None else "",
             f"on {first.host}" if first.host else "",
         ]
         who = " ".join(filter(None, where))
-        rows.append(("failed first", f"{f'{who}, ' if who else ''}{_clock(ended)}: {_short(first.what)}"))
+        rows.append(("failed first", f"{f'{who}, ' if who else ''}{when}: {_short(first.what)}"))
         rows += [("where", first.where)] if first.where else []
         rows += (
             _labelled("then", found.then) + _labelled("kernel", found.faults) + _labelled("slow", found.slow)
         )
         rows += _more_files(run)
     rows += _labelled("starts", [_attempt_text(each) for each in found.attempts[-8:]])
+    rows += [("not finite", found.not_finite)] if found.not_finite else []
     if found.lost_steps:
         rows.append(("to do again", f"{several(found.lost_steps, 'step')} since {found.checkpoint}"))
     rows += [("time lost", found.time_lost)] if found.time_lost else []

@@ -1,7 +1,10 @@
 """A run that failed is looked back at: what failed first, where, what it cost, and what to do; on real ranks."""
 
+import itertools
 import json
+import math
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -12,8 +15,9 @@ from pretraining.postmortem import as_text, look_back
 from pretraining.runtime.durable_files import append_row
 from pretraining.runtime.failures import Failure, read_failures
 from pretraining.runtime.kernel_log import LOG, kernel_faults
+from pretraining.runtime.lock import LOCK
 from pretraining.runtime.run_folder import RunFolder
-from tests.runs import execute
+from tests.runs import execute, start_and_kill
 
 FAILING = """
 import os
@@ -88,6 +92,9 @@ def test_a_finished_run_still_knows_what_failed_and_what_that_cost(failed):
     assert "on fire" in found.first.what and not [line for line in found.advice if "continues" in line]
     assert "restarts after a crash" in found.time_lost
     assert 0 < found.dollars_lost < found.dollars
+    # none of them ends when the next one begins
+    for before, after in itertools.pairwise(found.attempts):
+        assert before.began < before.ended < after.began
     command = [sys.executable, "-m", "pretraining.postmortem", str(failed["folder"]), "--json"]
     answer = json.loads(execute(command).stdout)
     assert answer["first"]["what"] == found.first.what and answer["dollars"] == found.dollars
@@ -117,12 +124,46 @@ def test_a_kernel_log_that_cannot_be_read_is_no_error(tmp_path):
     [
         ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "smaller micro-batch"),
         ("RuntimeError: CUDA error: an illegal memory access was encountered", "CUDA_LAUNCH_BLOCKING"),
+        (
+            "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory",
+            "less of it in host memory",
+        ),
         ("RuntimeError: NCCL Error 2: unhandled system error", "doctor"),
     ],
 )
 def test_what_to_do_follows_from_the_error(tmp_path, error, advice):
     found = look_back(_folder_with_failure(tmp_path, error))
     assert found.first.what == error and advice in found.advice[0]
+
+
+def test_a_run_that_was_killed_before_its_first_heartbeat_does_not_run(workshop, tmp_path):
+    """Its lock says so at once, on its machine; a lock that another machine left says nothing."""
+    run = RunFolder(tmp_path / "run")
+    start_and_kill(workshop.command(run.path, "null", 1, "plain"), run.events.exists)
+    shutil.rmtree(run.heartbeats, ignore_errors=True)
+    # a process that is killed may take a moment to let go of its files
+    until = time.monotonic() + 60
+    while look_back(run.path).state == "running" and time.monotonic() < until:
+        time.sleep(0.05)
+    found = look_back(run.path)
+    assert (found.state, found.attempts[-1].end) == ("killed", "crash")
+    assert "killed, or their machine is gone" in found.first.what
+    assert " after 20" in as_text(found), "no later start is taken for its end"
+    (run.path / LOCK).write_text("process 7 on another-machine")
+    assert look_back(run.path).state == "running"
+
+
+def test_steps_that_change_nothing_are_no_good_end(tmp_path):
+    """A rate of 30,000: the run ends by itself, and has learnt nothing."""
+    run = RunFolder(tmp_path / "run")
+    run.add_event("start", step=0, world_size=1)
+    run.add_event("non_finite", step=3, loss=math.nan)
+    counts = {"stability/non_finite_steps": 38, "stability/refused_steps": 37}
+    append_row(run.metrics, {"step": 40, "time": time.time(), "throughput/step_seconds": 0.1, **counts})
+    run.add_event("end", eval_loss=10.0)
+    found = look_back(run.path)
+    assert found.not_finite == "38 steps of 40, the first at step 3; 37 steps were not applied"
+    assert "training.learning_rate" in found.advice[0] and found.not_finite in as_text(found)
 
 
 def test_a_lost_connection_comes_last_whatever_the_clocks_say(tmp_path):

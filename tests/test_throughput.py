@@ -187,12 +187,17 @@ def test_every_second_of_a_run_is_a_step_or_lost_to_one_cause():
         # until the first step, after the last, and around the stop
         "start": (400 - 320) + (300 - 250) + (330 - 300) + (600 - 330),
         "restart": 600 - 400,
+        "hang": 0.0,
         "rollback": 300 + (250 - 200),
     }
     # waits are parts of the steps
     in_steps = 100 * (3.0 + 2.0 + 2.5) - spent.lost["data"] - spent.lost["slow_rank"]
     assert sum(spent.lost.values()) + in_steps == spent.seconds
     assert stopped_seconds(events) == 280 * 60
+    # the same time, if it was a hang that ended the first attempt
+    events.insert(1, {"time": "2026-01-01T00:09:00Z", "event": "hang"})
+    again = WallTime.of(events, rows, until=began + 10**6).lost
+    assert again == spent.lost | {"restart": 0.0, "hang": 600 - 400}
 
 
 def test_the_cost_so_far_counts_every_rank_of_every_attempt(tmp_path):

@@ -16,6 +16,7 @@ from pretraining.metric_names import PLACE, grouped
 from pretraining.recipe.budget import Ramp, StepSizes
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.heartbeat import killed_ranks
+from pretraining.runtime.lock import was_killed
 from pretraining.runtime.run_folder import STARTS, RunFolder, StepTotals, first_step, unix_seconds
 
 ENDINGS = {"end": "finished", "stopped": "stopped", "hang": "hang", "gave_up": "gave up"}
@@ -191,6 +192,9 @@ class RunRecord:
         # certain, and so before the clock, which can only suspect it
         if killed := killed_ranks(self.run.heartbeats, self.event_time(last) if last else 0.0):
             step = max(step, *(place.step for place in killed))
+            return Standing("killed", self.last_written, step, checkpoint=checkpoint)
+        # before its ranks had heartbeats
+        if was_killed(self.run.path):
             return Standing("killed", self.last_written, step, checkpoint=checkpoint)
         silent = (time.time() if now is None else now) - self.last_written > self.silent_after
         return Standing("silent" if silent else "running", self.last_written, step, checkpoint=checkpoint)

@@ -58,6 +58,15 @@ def holder_of(folder: Path) -> str | None:
     return None
 
 
+def was_killed(folder: Path) -> bool:
+    """Say if the run of a folder was ended by force: its lock lies there, was one of this host, and nobody holds it.
+
+    A run that ends by itself removes it. False too if another host's run left it, or a copy of the folder has it.
+    """
+    words = (_holder(folder / LOCK) or "").split()
+    return words[-1:] == [socket.gethostname()] and holder_of(folder) is None and (folder / LOCK).is_file()
+
+
 def lock_folder(folder: Path, patience_seconds: float = PATIENCE_SECONDS) -> TextIO:
     """Make the folder and lock it until the returned file is closed; `UserError` names the process that holds it."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,7 @@ SECONDS = "throughput/step_seconds"
 CAUSES = {
     "start": "starting and ending",
     "restart": "restarts after a crash, with the steps done again",
+    "hang": "hangs, until the next start, with the steps done again",
     "rollback": "rollbacks, with the steps done again",
     "validation": "validations",
     "saving": "waiting for saves",
@@ -85,6 +86,8 @@ def attempts(events: list[dict], until: float) -> list[Attempt]:
             kind = event.get("event")
             if kind == "rollback" and not is_last:
                 lost_as = "rollback"
+            elif kind == "hang":
+                lost_as = "hang"
             # "asked" is only written if nobody asked, as when the launcher was gone
             elif kind == "end" or (kind == "stopped" and event.get("asked", True)):
                 ended, lost_as = unix_seconds(event["time"]), "start"
