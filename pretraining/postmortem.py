@@ -69,7 +69,7 @@ class Attempt:
     to_step: int
     """The newest that it is known to have reached."""
     end: str
-    """finished, stopped, rollback, running, or one of FAILED."""
+    """finished, stopped, rollback, running, met anew (as if torchrun takes in a node), or one of FAILED."""
     why: str = ""
 
 
@@ -128,7 +128,10 @@ def records_of(run: str) -> Iterator[tuple[Path, str]]:
 
     run: a run folder, or an address. If it is the folder of one node among several, the store has the others' records.
     """
-    address = run if is_remote(run) or (Path(run) / NODES).is_dir() else store_of_parts(Path(run))
+    if not is_remote(run) and (Path(run) / NODES).is_dir():
+        run = address = str(Path(run).absolute())  # the run's place in a store that is mounted here
+    else:
+        address = run if is_remote(run) else store_of_parts(Path(run))
     if address is None:
         yield Path(run), run
         return
@@ -180,6 +183,8 @@ def attempts_of(record: RunRecord, state: str) -> list[Attempt]:
     for timed, (first, after) in zip(times, spans, strict=True):
         is_last = after == len(record.events)
         end, why = _end_of(record.events[first:after], is_last, state)
+        if end == "stopped" and not is_last and wall_time.goes_on_by_itself(record.events[after]):
+            end = "met anew"
         from_step, reached = int(record.event_steps[first]), max(record.event_steps[first:after])
         if is_last and len(record.steps):
             reached = max(reached, float(record.steps[-1]))

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from pretraining.postmortem import as_text, look_back
+from pretraining.checkpoints.live_files import NODES
+from pretraining.errors import UserError
+from pretraining.postmortem import as_text, look_back, records_of
 from pretraining.runtime.durable_files import append_row
 from pretraining.runtime.failures import Failure, read_failures
 from pretraining.runtime.kernel_log import LOG, kernel_faults
@@ -151,6 +153,22 @@ def test_a_run_that_was_killed_before_its_first_heartbeat_does_not_run(workshop,
     assert " after 20" in as_text(found), "no later start is taken for its end"
     (run.path / LOCK).write_text("process 7 on another-machine")
     assert look_back(run.path).state == "running"
+
+
+def test_an_address_without_a_run_is_one_line_that_names_it(tmp_path, monkeypatch):
+    """Nothing of a temporary folder, and no credential. A run's place in a mounted store may be given by its name."""
+    for address, said in {
+        f"file://{tmp_path}/none": f"file://{tmp_path}/none: no run there",
+        "s3://me:sesame@bucket/runs/x": r"RUN: s3://\*\*\*@bucket/runs/x holds a credential",
+    }.items():
+        with pytest.raises(UserError, match=said), records_of(address):
+            pass
+    run = RunFolder(tmp_path / "run")
+    run.add_event("start", step=0, world_size=1)
+    (run.path / NODES).mkdir()
+    monkeypatch.chdir(tmp_path)
+    with records_of("run") as (folder, shown):
+        assert look_back(folder).state == "running" and shown == str(run.path)
 
 
 def test_steps_that_change_nothing_are_no_good_end(tmp_path):

@@ -198,6 +198,12 @@ def test_every_second_of_a_run_is_a_step_or_lost_to_one_cause():
     events.insert(1, {"time": "2026-01-01T00:09:00Z", "event": "hang"})
     again = WallTime.of(events, rows, until=began + 10**6).lost
     assert again == spent.lost | {"restart": 0.0, "hang": 600 - 400}
+    # torchrun ends the ranks by a signal to take in a node: the pause is the run's, and no request's
+    events[-2]["restart"] = 1
+    assert stopped_seconds(events) == 0
+    after_a_node = WallTime.of(events, rows, until=began + 10**6)
+    assert after_a_node.seconds == spent.seconds + 280 * 60
+    assert after_a_node.lost["restart"] == 280 * 60 + (300 - 250) + (330 - 300)
 
 
 def test_the_cost_so_far_counts_every_rank_of_every_attempt(tmp_path):

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+from pretraining.addresses import refuse_credentials
 from pretraining.checkpoints.fetch import newest_committed
 from pretraining.checkpoints.format import MARKER
 from pretraining.checkpoints.remote import RemoteRun
@@ -164,12 +165,17 @@ def fetch_records(address: str, folder: Path) -> RunFolder:
     Of the checkpoints comes the marker of the newest alone. Raises `UserError` if there is no run at the address, or
     the store cannot be used.
     """
+    refuse_credentials(address, "RUN")
     above, _, name = address.rstrip("/").rpartition("/")
     remote, run = RemoteRun(above, name, Patience(_LAST_SECONDS)), RunFolder(folder / name)
     run.path.mkdir(parents=True)
     for file in LIVE_FILES:
         if (content := remote.read_if_there(file)) is not None:
             (run.path / file).write_bytes(content)
+    if not run.events.exists():
+        raise UserError(
+            f"{address}: no run there ({run.events.name} is missing); s3://bucket/runs/30b is one's address"
+        )
     nodes = [_Node.read(remote, node) for node in remote.sizes(NODES) or {}]
     _bring_together(sorted(nodes, key=lambda node: node.began), run)
     if (newest := newest_committed(remote, -1)) is not None:

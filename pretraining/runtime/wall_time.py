@@ -71,6 +71,11 @@ def start_rows(events: list[dict]) -> list[int]:
     return [number for number, row in enumerate(events) if row.get("event") in STARTS and "time" in row]
 
 
+def goes_on_by_itself(start: dict) -> bool:
+    """Say if a start was made by the launcher, or the supervisor, of the one before, as if torchrun takes in a node."""
+    return bool(start.get("restart"))
+
+
 def attempts(events: list[dict], until: float) -> list[Attempt]:
     """List the attempts of a run.
 
@@ -82,6 +87,7 @@ def attempts(events: list[dict], until: float) -> list[Attempt]:
     for first, after in itertools.pairwise([*starts, len(events)]):
         began, is_last = unix_seconds(events[first]["time"]), after == len(events)
         ended, lost_as = (until, "start") if is_last else (unix_seconds(events[after]["time"]), "restart")
+        goes_on = not is_last and goes_on_by_itself(events[after])
         for event in events[first:after]:
             kind = event.get("event")
             if kind == "rollback" and not is_last:
@@ -89,7 +95,7 @@ def attempts(events: list[dict], until: float) -> list[Attempt]:
             elif kind == "hang":
                 lost_as = "hang"
             # "asked" is only written if nobody asked, as when the launcher was gone
-            elif kind == "end" or (kind == "stopped" and event.get("asked", True)):
+            elif kind == "end" or (kind == "stopped" and event.get("asked", True) and not goes_on):
                 ended, lost_as = unix_seconds(event["time"]), "start"
         # a clock that is set back must not make time negative
         found.append(Attempt(began, max(began, ended), int(events[first].get("world_size") or 1), lost_as))
