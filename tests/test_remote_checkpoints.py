@@ -15,6 +15,7 @@ import torch
 from pretraining.addresses import masked, refuse_credentials
 from pretraining.checkpoints import remote
 from pretraining.checkpoints.fetch import fetch_newest, newest_committed, refuse_newer
+from pretraining.checkpoints.folders import step_in
 from pretraining.checkpoints.format import (
     MARKER,
     _sealed,
@@ -25,6 +26,7 @@ from pretraining.checkpoints.format import (
 )
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.resume import choose_checkpoint
+from pretraining.checkpoints.retention import Retention
 from pretraining.checkpoints.shard_files import rank_file, write_rank_file
 from pretraining.checkpoints.upload import Uploader
 from pretraining.data.streaming.store import Patience
@@ -66,7 +68,7 @@ def run_in(folder: Path) -> RunFolder:
     return run
 
 
-def commit(run: RunFolder, step: int, ranks: int = 2, rollbacks: int = 0) -> Path:
+def commit(run: RunFolder, step: int, ranks: int = 2, rollbacks: int = 0, **marker) -> Path:
     """A committed checkpoint of `ranks` ranks, its numbers those of its step."""
     folder = run.checkpoint(step)
     folder.mkdir()
@@ -76,7 +78,7 @@ def commit(run: RunFolder, step: int, ranks: int = 2, rollbacks: int = 0) -> Pat
         if rank == 0:
             own["state.json"] = write_bytes(folder / "state.json", b'{"format": 1}')
         write_receipt(folder, rank, ranks, own)
-    commit_checkpoint(folder, {"step": step, "ranks": ranks, "rollbacks": rollbacks})
+    commit_checkpoint(folder, {"step": step, "ranks": ranks, "rollbacks": rollbacks, **marker})
     return folder
 
 
@@ -243,6 +245,32 @@ def test_files_removed_here_still_go_up_and_removals_follow(tmp_path, connected,
     assert sorted(there) == ["checkpoint-2", "checkpoint-3"]
     same = commit(run_in(tmp_path / "same"), 3)
     assert bytes_of(fetched(tmp_path, upload).checkpoint(3)) == bytes_of(same)
+
+
+def test_the_store_keeps_what_the_rule_keeps_after_a_lost_disk(tmp_path, store):
+    """The new disk has only the newest checkpoint; those that the lost one would have removed go too, the best stays.
+
+    Of a step that is saved again with other files, the old files go.
+    """
+    lost, rule = run_in(tmp_path / "lost"), Retention(keep_last=2, keep_best=1)
+    for step, loss in {1: 3.0, 2: 2.0, 3: 4.0, 4: 5.0, 5: 6.0}.items():
+        send(lost, store, commit(lost, step, ranks=3, metrics={"eval_loss": loss}))
+    run = fetched(tmp_path, store)
+    shutil.rmtree(run.checkpoint(5))
+    commit(run, 5, ranks=2, metrics={"eval_loss": 6.0})
+    uploader = Uploader(run, RemoteRun(store, NAME), rule=rule)
+    for folder in (run.checkpoint(5), commit(run, 6)):
+        uploader.offer(folder)
+        assert uploader.wait()
+    assert "upload_failed" not in events(run)
+    there = RemoteRun(store, NAME)
+    assert sorted(filter(lambda name: step_in(name) >= 0, there.folders())) == [
+        "checkpoint-2",  # the best
+        "checkpoint-4",  # the rule was applied when 5 was the newest
+        "checkpoint-5",
+        "checkpoint-6",
+    ]
+    assert set(there.sizes("checkpoint-5")) == {path.name for path in run.checkpoint(5).iterdir()}
 
 
 def test_one_damaged_on_disk_is_not_sent_as_whole(tmp_path, connected, upload):

@@ -26,7 +26,6 @@ from pretraining.checkpoints.fetch import (
     newest_unless_unreachable,
     pass_over_remote,
     read_remote_marker,
-    step_in,
 )
 from pretraining.checkpoints.folders import (
     changed_files,
@@ -35,6 +34,7 @@ from pretraining.checkpoints.folders import (
     has_size,
     move_aside,
     share_of,
+    step_in,
     step_in_name,
 )
 from pretraining.checkpoints.format import (

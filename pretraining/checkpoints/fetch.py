@@ -7,7 +7,6 @@ the next start finds out by the checksums, and fetches the damaged files again.
 """
 
 import fcntl
-import re
 import sys
 import threading
 from collections import deque
@@ -20,7 +19,7 @@ import xxhash
 from tqdm import tqdm
 
 from pretraining.addresses import is_remote, refuse_credentials
-from pretraining.checkpoints.folders import committed_checkpoints, step_in_name, step_of
+from pretraining.checkpoints.folders import committed_checkpoints, step_in, step_in_name, step_of
 from pretraining.checkpoints.format import MARKER, file_entry, parse_marker, read_marker
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.upload import RUN_FILES
@@ -38,7 +37,6 @@ _FILES = 4
 """Files fetched at once: while one is written to the disk, the store sends others."""
 _ATTEMPTS = 3
 """If a file arrives damaged in each of them, it is damaged in the store."""
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
 def resolve_resume(
@@ -178,12 +176,6 @@ def refuse_newer(remote: RemoteRun, step: int, resume: str) -> None:
             f"--resume {resume}: {remote.where(name)} is newer, and a later start would go on from there; give this "
             "run its own --output_dir or another checkpoints.upload, or remove what lies there"
         )
-
-
-def step_in(name: str) -> int:
-    """Return the optimizer step in a folder's name; -1 if it is no checkpoint's name."""
-    found = _CHECKPOINT.fullmatch(name)
-    return int(found[1]) if found else -1
 
 
 def newest_committed(

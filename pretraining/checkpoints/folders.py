@@ -21,6 +21,9 @@ from pretraining.checkpoints.format import (
 from pretraining.errors import UserError
 from pretraining.runtime.run_folder import RunFolder, unix_seconds
 
+
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
 Progress = Callable[[int], None]
 """Called with the number of bytes of each read."""
 _FROM_MARKER = ("saved", "ranks", "zero_stage", "tokens")
@@ -50,6 +53,12 @@ def _by_step(folder: Path, kind: str) -> list[Path]:
 def step_in_name(folder: Path) -> int:
     """Return the step in the name of a run's folder."""
     return int(folder.name.rpartition("-")[2])
+
+
+def step_in(name: str) -> int:
+    """Return the optimizer step in a folder's name; -1 if it is no checkpoint's name."""
+    found = _CHECKPOINT.fullmatch(name)
+    return int(found[1]) if found else -1
 
 
 def step_of(checkpoint: Path | None) -> int:

@@ -54,7 +54,7 @@ class CheckpointManager(TrainerCallback):
         self.retention = Retention.of(section, demote_checkpoint, recipe.evaluation.metric)
         address = section.upload
         remote = address and RemoteRun(address, run.path.name)
-        self.uploader = Uploader(run, remote, section.upload_mirror) if remote else None
+        self.uploader = Uploader(run, remote, section.upload_mirror, self.retention) if remote else None
         self.writer = CheckpointWriter(
             run,
             commit_checkpoint,

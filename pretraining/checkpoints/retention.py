@@ -85,4 +85,9 @@ class Retention:
 
 def measured_at(folder: Path, metric: str) -> float | None:
     """Return a metric of the validation after a checkpoint's step; None if it was not measured."""
-    return marker_or_nothing(folder).get("metrics", {}).get(f"eval_{metric}")
+    return metric_of(marker_or_nothing(folder), metric)
+
+
+def metric_of(marker: dict, metric: str) -> float | None:
+    """Return a metric of the validation after the step of a marker; None if it was not measured."""
+    return marker.get("metrics", {}).get(f"eval_{metric}")

@@ -20,8 +20,10 @@ from pathlib import Path
 import xxhash
 
 from pretraining.addresses import masked
-from pretraining.checkpoints.format import MARKER, is_receipt, receipt_name
+from pretraining.checkpoints.folders import committed_checkpoints, step_in, step_in_name
+from pretraining.checkpoints.format import MARKER, is_receipt, parse_marker, receipt_name
 from pretraining.checkpoints.remote import RemoteRun
+from pretraining.checkpoints.retention import Committed, Retention, metric_of
 from pretraining.errors import UserError
 from pretraining.runtime.heartbeat import long_work, work_done
 from pretraining.runtime.process_group import Messages, gather_from_ranks, host_group, rank_and_world_size
@@ -45,10 +47,11 @@ class Uploader:
     """Sends a run's committed checkpoints; every rank makes one, and calls the same methods at the same steps.
 
     mirror: checkpoints that retention removes here (`remove`) are also removed from the store, after the next upload.
+    rule: with `mirror`, applied once to those in the store that this folder never had, as after the loss of a disk.
     """
 
-    def __init__(self, run: RunFolder, remote: RemoteRun, mirror: bool = True):
-        self.run, self.remote, self.mirror = run, remote, mirror
+    def __init__(self, run: RunFolder, remote: RemoteRun, mirror: bool = True, rule: Retention | None = None):
+        self.run, self.remote, self.mirror, self.rule = run, remote, mirror, rule
         self.rank, self.ranks = rank_and_world_size()
         self._group = host_group()
         self._waiting: Parcel | None = None
@@ -156,10 +159,11 @@ class Uploader:
         self._send_run_files(parcel)
         if not self.remote.create(f"{parcel.name}/{MARKER}", parcel.marker):
             raise UserError("another run has committed it there meanwhile")
+        self._remove_foreign(parcel)
         seconds = round(time.perf_counter() - began, 3)
         to = self.remote.where(parcel.name)
         self._sent = {"checkpoint": parcel.name, "to": to, "bytes": parcel.num_bytes, "seconds": seconds}
-        self._mirror_removals()
+        self._mirror_removals(step_in(parcel.name))
 
     def _make_way(self, parcel: Parcel) -> bool:
         """Say if the store holds this checkpoint already; the marker of another one of its step is removed."""
@@ -196,7 +200,30 @@ class Uploader:
             self.remote.write(f"{parcel.name}/{name}", partial(parcel.chunks, name, entry), entry["bytes"])
         self.remote.write_bytes(where, content)
 
-    def _mirror_removals(self) -> None:
+    def _remove_foreign(self, parcel: Parcel) -> None:
+        """Remove what an interrupted upload, or a damaged checkpoint of the same step, has left in the folder."""
+        for name in set(self.remote.sizes(parcel.name) or ()) - {*parcel.files, MARKER}:
+            self.remote.remove(f"{parcel.name}/{name}")
+
+    def _lost_here(self, rule: Retention, newest: int) -> list[str]:
+        """List the committed checkpoints up to a step that the store alone holds and the rule does not keep."""
+        names = {step_in(name): name for name in self.remote.folders() if 0 <= step_in(name) <= newest}
+        found = [self._committed(step, name, rule.metric) for step, name in names.items()]
+        committed = [each for each in found if each is not None]
+        kept = rule.kept_steps(committed) | set(map(step_in_name, committed_checkpoints(self.run)))
+        return [names[each.step] for each in committed if each.step not in kept]
+
+    def _committed(self, step: int, name: str, metric: str) -> Committed | None:
+        content = self.remote.read_if_there(f"{name}/{MARKER}")
+        try:
+            return Committed(step, metric_of(parse_marker(content or b"", self.remote.where(name)), metric))
+        except (UserError, ValueError):  # none, a damaged one, or a newer version's: not ours to judge
+            return None
+
+    def _mirror_removals(self, newest: int) -> None:
+        if self.mirror and self.rule is not None:
+            self._removed_here += self._lost_here(self.rule, newest)
+            self.rule = None
         # A name leaves the list only after its removal: if the store fails, the next upload tries again.
         while self._removed_here:
             self.remote.remove_checkpoint(self._removed_here[0])
@@ -214,6 +241,7 @@ class Parcel:
         self.name = folder.name
         self.marker = (folder / MARKER).read_bytes()
         content = json.loads(self.marker)
+        self.files = content["files"]
         self.num_bytes = sum(
             entry["bytes"] for name, entry in content["files"].items() if not is_receipt(name)
         )

@@ -135,8 +135,10 @@ class Store:
         """Return {name: bytes} of the files directly below `path`; None if this kind of store lists nothing."""
 
         def listed() -> dict[str, int] | None:
+            system = self._filesystem()
+            system.invalidate_cache()  # fsspec keeps listings for ever
             try:
-                found = self._filesystem().ls(self.where(path), detail=True)
+                found = system.ls(self.where(path), detail=True)
             except NotImplementedError:
                 return None
             except FileNotFoundError:
