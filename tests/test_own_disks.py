@@ -138,6 +138,22 @@ class Gate:
         return None
 
 
+def test_an_offloaded_optimizer_reaches_an_empty_node(nodes, tmp_path):
+    """Its states are on the node's processor when they are saved, and come from a mounted store when it is replaced."""
+    stage = "zero3_offload"
+    reference = nodes.workshop.run(stage)
+    settings = ("training.save_steps=2", f"checkpoints.upload={tmp_path / 'store'}")
+    remote = RemoteRun(str(tmp_path / "store"), "run")
+    started = nodes.start(stage=stage, settings=settings)
+    wait_until(started, lambda: newest_committed(remote, 3) is not None)
+    started["beta"].kill()
+    nodes.replace("beta")
+    assert started["alpha"].finish().code != 0
+    for each in nodes.run(stage=stage, settings=settings).values():
+        assert each.code == 0, each.output
+    assert nodes.disk("alpha").losses == reference.losses
+
+
 def test_each_node_is_lost_once_and_the_end_is_the_undisturbed_one(nodes, tmp_path, monkeypatch):
     """ZeRO-2, a real S3 server that fails one request in ten: beta is replaced by an empty node, then alpha."""
     (tmp_path / "slow.py").write_text(SLOW)
