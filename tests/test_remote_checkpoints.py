@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pretraining.addresses import masked, refuse_credentials
+from pretraining.addresses import is_remote, masked, refuse_credentials
 from pretraining.checkpoints import remote
+from pretraining.checkpoints.__main__ import main
 from pretraining.checkpoints.fetch import fetch_newest, newest_committed, refuse_newer
 from pretraining.checkpoints.folders import step_in
 from pretraining.checkpoints.format import (
@@ -271,6 +272,41 @@ def test_the_store_keeps_what_the_rule_keeps_after_a_lost_disk(tmp_path, store):
         "checkpoint-6",
     ]
     assert set(there.sizes("checkpoint-5")) == {path.name for path in run.checkpoint(5).iterdir()}
+
+
+def test_a_store_is_listed_and_verified_as_a_disk_is(tmp_path, store, capsys):
+    """By the same verbs with the address in place of the folder; a byte that has changed there is found."""
+    if not is_remote(store):
+        store = f"file://{store}"
+    store, run = f"{store}/listed", run_in(tmp_path)
+    for step in (4, 8):
+        send(run, store, commit(run, step, metrics={"loss": 3.0, "eval_loss": 2.0}))
+
+    def said(*words: str) -> dict:
+        main([*words, "--json"])
+        return json.loads(capsys.readouterr().out)
+
+    here, there = (said("list", str(place))["checkpoints"] for place in (run.path, f"{store}/{NAME}"))
+    assert [each | {"age_seconds": 0} for each in there] == [each | {"age_seconds": 0} for each in here]
+    one = said("verify", f"{store}/{NAME}/checkpoint-4")["checkpoints"]
+    assert [(each["checkpoint"], each["whole"]) for each in one] == [(f"{store}/{NAME}/checkpoint-4", True)]
+    assert set(one[0]["files"]) == {path.name for path in run.checkpoint(4).iterdir()} - {MARKER}
+    remote, bad = RemoteRun(store, NAME), f"checkpoint-8/{rank_file(1, 2)}"
+    remote.write_bytes(bad, remote.read(bad)[:-1] + b"?")
+    with pytest.raises(UserError, match=f"1 of 2 checkpoints damaged: .*{rank_file(1, 2)} has changed"):
+        said("verify", f"{store}/{NAME}")
+    capsys.readouterr()
+    remote.remove(f"checkpoint-8/{MARKER}")
+    assert [each["state"] for each in said("list", f"{store}/{NAME}")["checkpoints"]] == [
+        "uncommitted",
+        "committed",
+    ]
+    for words, complaint in {
+        ("verify", f"{store}/{NAME}", "--step", "8"): "no committed checkpoint of step 8",
+        ("list", f"{store}/none"): "no checkpoint-\\* there",
+    }.items():
+        with pytest.raises(UserError, match=complaint):
+            main([*words])
 
 
 def test_one_damaged_on_disk_is_not_sent_as_whole(tmp_path, connected, upload):

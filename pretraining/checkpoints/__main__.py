@@ -6,10 +6,13 @@ import shlex
 import shutil
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
 
+from pretraining.addresses import is_remote
 from pretraining.checkpoints.folders import (
     catalogue,
     committed_checkpoints,
@@ -23,6 +26,13 @@ from pretraining.checkpoints.folders import (
 from pretraining.checkpoints.format import MARKER
 from pretraining.checkpoints.publish import Push
 from pretraining.checkpoints.retention import Committed, Retention, measured_at
+from pretraining.checkpoints.stored import (
+    chosen_in_store,
+    stored_catalogue,
+    stored_files,
+    stored_run,
+    stored_verdicts,
+)
 from pretraining.command_line import answer_one, not_negative_integer, not_negative_number, positive_integer
 from pretraining.errors import UserError, one_line_errors
 from pretraining.planning.quantities import columns, duration, num_bytes
@@ -55,16 +65,18 @@ class List:
     """
 
     EXAMPLES = """  python -m pretraining.checkpoints list runs/tiny
-  python -m pretraining.checkpoints list runs/tiny --json"""
+  python -m pretraining.checkpoints list s3://bucket/runs/30b --json"""
     HEADER = ("step", "state", "age", "size", "ranks", "stage", "loss", "validation")
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add the run."""
-        _add_run(parser)
+        _add_run(parser, or_address=True)
 
     def answer(self, options: argparse.Namespace) -> dict:
         """Return {"run", "checkpoints": entries of the catalogue}."""
-        return {"run": str(options.run), "checkpoints": catalogue(_run_of(options.run))}
+        at_store = is_remote(options.run)
+        found = stored_catalogue(stored_run(options.run)) if at_store else catalogue(_run_of(options.run))
+        return {"run": str(options.run), "checkpoints": found}
 
     def as_text(self, answer: dict) -> str:
         """Return a table, and below it what is wrong with the damaged ones."""
@@ -83,7 +95,7 @@ class List:
         return [
             str(entry["step"]),
             entry["state"],
-            duration(max(1, entry["age_seconds"])),
+            "-" if entry["age_seconds"] is None else duration(max(1, entry["age_seconds"])),
             num_bytes(entry["bytes"]),
             str(entry["ranks"] or "-"),
             str(stage),
@@ -94,16 +106,17 @@ class List:
 class Verify:
     """Compare every byte of committed checkpoints with their markers; exit code 2 where one is damaged.
 
-    Reads several files at once; nothing is loaded.
+    Reads several files at once; nothing is loaded, and nothing kept of what a store sends.
     """
 
     EXAMPLES = """  python -m pretraining.checkpoints verify runs/tiny
   python -m pretraining.checkpoints verify runs/tiny --step 750
+  python -m pretraining.checkpoints verify s3://bucket/runs/30b --step 1000
   python -m pretraining.checkpoints verify /mnt/copies/checkpoint-750 --json"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add the run or checkpoint, and the step."""
-        _add_run(parser, or_checkpoint=True)
+        _add_run(parser, or_checkpoint=True, or_address=True)
         _add_step(parser, "default: every committed one")
 
     def answer(self, options: argparse.Namespace) -> dict:
@@ -111,6 +124,8 @@ class Verify:
 
         files: {name: what is wrong, or None}.
         """
+        if is_remote(options.run):
+            return {"checkpoints": self._verified_in_store(options.run, options.step)}
         chosen = _chosen_checkpoints(options.run, options.step)
         return {"checkpoints": [self._verified(folder, of_run=folder != options.run) for folder in chosen]}
 
@@ -118,16 +133,29 @@ class Verify:
         # A node without a shared disk holds the files of its own ranks.
         is_part = of_run and RunFolder(folder.parent).holds_parts()
         reason, files = quick_damage(folder, of_run, is_part)
+        return self._compared(str(folder), reason, files, partial(file_verdicts, folder, files))
+
+    def _verified_in_store(self, address: str, step: int | None) -> list[dict]:
+        remote, names = chosen_in_store(address, step)
+        found = []
+        for name in names:
+            reason, files = stored_files(remote, name)
+            compare = partial(stored_verdicts, remote, name, files)
+            found.append(self._compared(remote.where(name), reason, files, compare))
+        return found
+
+    def _compared(self, checkpoint: str, reason: str | None, files: dict, compare: Callable) -> dict:
+        """Compare the bytes of the files that a marker names. reason: what marker and sizes show to be wrong."""
         began = time.perf_counter()
         total = sum(entry["bytes"] for entry in files.values())
-        with self._bar(folder.name, total) as bar:
+        with self._bar(checkpoint.rpartition("/")[2], total) as bar:
             # Without a readable marker there are no checksums to compare with.
-            verdicts = {} if reason and not files else file_verdicts(folder, files, bar.update)
+            verdicts = {} if reason and not files else compare(bar.update)
         # The files are whole and the marker is wrong: a renamed folder, for example.
         if reason and not any(verdicts.values()):
             verdicts[MARKER] = reason
         return {
-            "checkpoint": str(folder),
+            "checkpoint": checkpoint,
             "whole": not any(verdicts.values()),
             "bytes": total,
             "seconds": round(time.perf_counter() - began, 3),
@@ -440,9 +468,11 @@ VERBS = {
 }
 
 
-def _add_run(parser: argparse.ArgumentParser, or_checkpoint: bool = False) -> None:
+def _add_run(parser: argparse.ArgumentParser, or_checkpoint: bool = False, or_address: bool = False) -> None:
     what = "a run folder, or one checkpoint in it" if or_checkpoint else "a run folder"
-    parser.add_argument("run", type=Path, metavar="RUN", help=what)
+    what += "; also its address in a store" if or_address else ""
+    kind = (lambda text: text if is_remote(text) else Path(text)) if or_address else Path
+    parser.add_argument("run", type=kind, metavar="RUN", help=what)
 
 
 def _add_step(parser: argparse.ArgumentParser, which: str) -> None:

@@ -21,7 +21,6 @@ from pretraining.checkpoints.format import (
 from pretraining.errors import UserError
 from pretraining.runtime.run_folder import RunFolder, unix_seconds
 
-
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 Progress = Callable[[int], None]
@@ -237,18 +236,33 @@ def _set_aside(folder: Path, run: RunFolder) -> dict:
 
 
 def _entry(folder: Path, step: int, state: str, reason: str | None = None) -> dict:
-    marker = marker_or_nothing(folder)
-    metrics = marker.get("metrics", {})
-    saved = marker.get("saved")
-    # A folder without a readable marker has only the time of its last change.
-    when = unix_seconds(saved) if saved else folder.stat().st_mtime
+    num_bytes = sum(path.stat().st_size for path in files_in(folder))
+    marker, changed = marker_or_nothing(folder), folder.stat().st_mtime
+    return entry_of(folder.name, step, state, reason, marker, num_bytes, changed)
+
+
+def entry_of(
+    name: str,
+    step: int,
+    state: str,
+    reason: str | None,
+    marker: dict,
+    num_bytes: int,
+    changed: float | None = None,
+) -> dict:
+    """Describe a checkpoint of a catalogue.
+
+    marker: {} if there is none that can be read; then its time is that of its last change, in UNIX seconds.
+    """
+    metrics, saved = marker.get("metrics", {}), marker.get("saved")
+    when = unix_seconds(saved) if saved else changed
     return {
-        "folder": folder.name,
+        "folder": name,
         "step": step,
         "state": state,
         "reason": reason,
-        "bytes": sum(path.stat().st_size for path in files_in(folder)),
-        "age_seconds": max(0, int(time.time() - when)),
+        "bytes": num_bytes,
+        "age_seconds": None if when is None else max(0, int(time.time() - when)),
         **{key: marker.get(key) for key in _FROM_MARKER},
         "loss": metrics.get("loss"),
         "eval_loss": metrics.get("eval_loss"),
