@@ -26,6 +26,7 @@ from tests.hosts import enter_space
 
 IMPORTS = """
 import gc
+import wandb.sdk.launch  # a tracked run would import it: six seconds after all the others, half a second before them
 import cpuinfo
 import deepspeed.module_inject.auto_ep_layer
 import deepspeed.ops.op_builder.all_ops

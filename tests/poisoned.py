@@ -10,6 +10,8 @@ from tests.runs import SMALL_RECIPE, Run, Workshop, execute
 STEPS, FIRST_NOISY, CLEAN_AGAIN = 60, 53, 55
 """Steps of the run, and the first one whose samples are noise and the first that is clean again."""
 TOKENS_PER_STEP, SAMPLES_PER_STEP = 512, 8
+EVERY = {"eval_steps": STEPS, "save_steps": 20, "per_device_train_batch_size": 4}
+"""Large micro-batches: sixty steps are many at stage 3, where every layer waits for the other rank."""
 
 
 class PoisonedWorkshop(Workshop):
@@ -29,7 +31,7 @@ class PoisonedWorkshop(Workshop):
             **SMALL_RECIPE,
             "data": {**SMALL_RECIPE["data"], "sources": sources, "mixture": {"stages": stages}},
             "budget": {"tokens": STEPS * TOKENS_PER_STEP, "tokens_per_step": TOKENS_PER_STEP},
-            "training": {**SMALL_RECIPE["training"], "eval_steps": STEPS, "save_steps": 20},
+            "training": {**SMALL_RECIPE["training"], **EVERY},
             "monitors": {"spikes": {"policy": "rollback", "skip_steps": 3}},
         }
         self.recipe.write_text(json.dumps(values))

@@ -43,7 +43,7 @@ def train(workshop, output):
     """`train(options, **environment)`: run train.py on the small recipe, expecting nothing to be written."""
 
     def run(*options, **environment) -> Finished:
-        command = [sys.executable, "train.py", *workshop.options("--output_dir", output, *options)]
+        command = ["forked", "0", "train.py", *workshop.options("--output_dir", output, *options)]
         finished = execute(command, **environment)
         assert not output.exists()
         return finished

@@ -81,11 +81,10 @@ def test_one_graph_and_no_second_compilation(name, arguments, compile, checkpoin
     assert not counters["graph_break"] and not counters["recompiles"]
 
 
-@pytest.mark.parametrize("name, backend", [("gpt2", "inductor"), ("qwen3_moe", "eager")])
-def test_compiled_losses_are_eager_ones(name, backend, arguments):
-    """Through inductor's generated code, forward and backward; and blocks with experts, in which graphs may break."""
-    eager = losses(name, arguments)
-    compiled = losses(name, arguments, compile="blocks", compile_backend=backend)
+def test_compiled_losses_are_eager_ones(arguments):
+    """Of blocks with experts, in which graphs may break. Inductor's code is run by `on_two_ranks`."""
+    eager = losses("qwen3_moe", arguments)
+    compiled = losses("qwen3_moe", arguments, compile="blocks", compile_backend="eager")
     assert counters["stats"]["unique_graphs"] >= 1
     assert compiled == pytest.approx(eager, abs=1e-4)
 

@@ -13,7 +13,7 @@ from tests.hosts import Hosts, hosts
 from tests.node import disk_of
 from tests.nodes import HERE, SLOW, wait_until
 from tests.object_store import Proxy, connect_to, s3_server, use_here
-from tests.runs import Run, Started, Workshop, free_port
+from tests.runs import Run, Started, Workshop, forked_programs, free_port
 
 QUICK = "last_call_timeout=10,keep_alive_interval=2,keep_alive_max_attempt=10"
 """torchrun's own patience with nodes that come late, or are silent: seconds, for two that are this machine."""
@@ -45,9 +45,8 @@ def test_a_lost_node_is_done_without_and_taken_back(workshop: Workshop, tmp_path
         def start(name: str) -> Started:
             disk_of(output, name).mkdir()
             command = node_command(workshop, made, name, port, output, settings)
-            return Started(
-                command, SECONDS_A_STEP="1", **{MEET_ANEW: "1"}, **HERE, **connect_to(proxy.address)
-            )
+            variables = {MEET_ANEW: "1", **HERE, **forked_programs(), **connect_to(proxy.address)}
+            return Started(command, SECONDS_A_STEP="1", **variables)
 
         output.mkdir()
         alpha, beta = (start(name) for name in ("alpha", "beta"))

@@ -1,9 +1,6 @@
 """DeepSpeed's operators are compiled once for all runs of an environment, and a killed compile stops none of them."""
 
-import os
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,7 +13,8 @@ from pretraining.recipe import load_recipe
 from pretraining.training import operators
 from pretraining.training.arguments import build_arguments
 from pretraining.upstream import toolchain
-from tests.runs import REPOSITORY
+from tests.chaos import ranks_of
+from tests.runs import Started, send_kill
 
 SOURCE = """
 #include <Python.h>
@@ -29,10 +27,9 @@ PyMODINIT_FUNC PyInit_small() {
 """
 LOAD = """
 import sys
-sys.path.append("pretraining/training")  # without the room's seconds of imports
-import operators
 import torch.utils.cpp_extension as cpp_extension
-operators.keep_compiled_operators()
+from pretraining.training.operators import keep_compiled_operators
+keep_compiled_operators()
 print("answer", cpp_extension.load("small", [sys.argv[1]], extra_cflags=[f"-DANSWER={sys.argv[2]}"]).answer)
 """
 
@@ -42,8 +39,9 @@ class Machine:
 
     def __init__(self, folder: Path):
         self.calls, self.sleeping = folder / "calls", folder / "sleeping"
-        self.cache, self.source = folder / "cache", folder / "small.cpp"
+        self.cache, self.source, self.program = folder / "cache", folder / "small.cpp", folder / "load.py"
         self.source.write_text(SOURCE)
+        self.program.write_text(LOAD)
         self.calls.touch()
         self.compiler = folder / "c++"
         self.compiler.write_text(
@@ -53,23 +51,21 @@ class Machine:
         )
         self.compiler.chmod(0o755)
 
-    def start(self, answer: int = 42) -> subprocess.Popen:
+    def start(self, answer: int = 42) -> Started:
         """A process that loads the operator, as a run does."""
-        variables = {**os.environ, "CXX": str(self.compiler), "TORCH_EXTENSIONS_DIR": str(self.cache)}
-        words = [sys.executable, "-c", LOAD, str(self.source), str(answer)]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen(words, cwd=REPOSITORY, env=variables, start_new_session=True, **pipes)
+        variables = {"CXX": str(self.compiler), "TORCH_EXTENSIONS_DIR": str(self.cache)}
+        return Started(["forked", "0", self.program, self.source, answer], **variables)
 
-    def said(self, process: subprocess.Popen, answer: int = 42) -> str:
+    def said(self, started: Started, answer: int = 42) -> str:
         """What a process said that has loaded the operator."""
-        said, errors = process.communicate(timeout=300)
-        assert process.returncode == 0 and f"answer {answer}\n" in said, errors
-        return said
+        finished = started.finish(300)
+        assert finished.code == 0 and f"answer {answer}\n" in finished.stdout, finished.output
+        return finished.stdout
 
-    def wait_for_compile(self, number: int, process: subprocess.Popen) -> None:
+    def wait_for_compile(self, number: int, started: Started) -> None:
         """Return once the compiler was started for the so many-th time."""
         while self.num_compiles < number:
-            assert process.poll() is None, process.communicate()
+            assert started.process.poll() is None, started.finish().output
             time.sleep(0.01)
 
     @property
@@ -108,12 +104,12 @@ def test_a_killed_compile_stops_no_later_run(machine):
     machine.sleeping.touch()
     killed = machine.start()
     machine.wait_for_compile(1, killed)
-    killed.kill()
+    send_kill(ranks_of(killed))
     later = machine.start()
     machine.wait_for_compile(2, later)
     machine.sleeping.unlink()
     machine.said(later)
-    killed.communicate()
+    killed.finish()
     (kept,) = machine.cache.iterdir()
     assert sorted(path.name for path in kept.iterdir()) == ["compiling", "small.so"]
 

@@ -1,12 +1,15 @@
 """Model types that no formula describes: counted by building, planned and trained as others are, or refused by name."""
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
+from pretraining.model.counting import describe
 from pretraining.planning import shapes
 from pretraining.planning.memory.tensors import parameter_tensors
 from pretraining.planning.screen import as_text, full_plan
@@ -22,8 +25,6 @@ QWEN2 = {**LLAMA, "model_type": "qwen2", "use_cache": False}
 @pytest.fixture(autouse=True)
 def counts_here(monkeypatch):
     """Counts in this process, which has torch: the program's own function, without the seconds of its imports."""
-    from pretraining.model.counting import describe
-
     monkeypatch.setattr(shapes, "_built", lambda section: describe(json.loads(section)))
     monkeypatch.setattr(shapes, "_read_counted", lambda path: None)
     monkeypatch.setattr(shapes, "_keep", lambda path, found: None)
@@ -125,6 +126,23 @@ def test_the_real_command_counts_once_and_remembers(tmp_path):
     (kept,) = cache.glob("*.json")
     kept.write_text(json.dumps({**json.loads(kept.read_text()), "layers": 3}))
     assert "qwen2, 3 layers" in execute(command, PRETRAINING_MODEL_CACHE=str(cache)).stdout
+
+
+def test_ranks_that_start_together_count_once(monkeypatch, tmp_path):
+    """Each would take seconds of a core; the others wait for the first and read what it has kept."""
+    monkeypatch.undo()
+    monkeypatch.setenv("PRETRAINING_MODEL_CACHE", str(tmp_path))
+    counted = []
+
+    def built(section: str) -> dict:
+        counted.append(section)
+        time.sleep(0.2)  # in which the others arrive
+        return describe(json.loads(section))
+
+    monkeypatch.setattr(shapes, "_built", built)
+    with ThreadPoolExecutor(3) as ranks:
+        sizes = list(ranks.map(lambda _: shapes.count_model(QWEN2), range(3)))
+    assert len(counted) == 1 and sizes[0] == sizes[1] == sizes[2]
 
 
 REFUSED = {

@@ -20,22 +20,24 @@ from tests.test_reshard import unfinished
 MASKED = ("data.document_masking=true", "data.packing=best_fit")
 LONG = {
     **LLAMA,
-    "max_position_embeddings": 4096,
+    "max_position_embeddings": 2048,
     "rope_parameters": {
         "rope_type": "yarn",
         "rope_theta": 10000.0,
         "factor": 4.0,
-        "original_max_position_embeddings": 1024,
+        "original_max_position_embeddings": 512,
     },
 }
 NO_NOISE_SCALE = "monitors.noise_scale_steps=null"
 """It is refused: no rank has the gradient of whole sequences."""
+SHORT = ("budget.tokens=2560", "training.per_device_train_batch_size=4")
+"""Five steps of two micro-batches: four ranks at stage 3 on two cores wait for each other at every layer."""
 ASKED = {
     "gpt2": ("zero2:sequence=2", 2, ()),
     "llama, fewer key-value heads than ranks, documents apart": (
         "zero3:sequence=4",
         4,
-        (f"model={json.dumps({**LLAMA, 'num_attention_heads': 8})}", *MASKED),
+        (f"model={json.dumps({**LLAMA, 'num_attention_heads': 8})}", *SHORT, *MASKED),
     ),
     "experts, balanced over whole sequences": (
         "zero1:sequence=2",
@@ -46,13 +48,13 @@ ASKED = {
             MASKED[0],
         ),
     ),
-    "4,096 tokens, stretched positions, layers computed again": (
+    "2,048 tokens, stretched positions, layers computed again": (
         "zero3:sequence=4",
         4,
         (
             f"model={json.dumps(LONG)}",
-            "budget.tokens=16384",
-            "budget.tokens_per_step=8192",
+            "budget.tokens=8192",
+            "budget.tokens_per_step=4096",
             "training.per_device_train_batch_size=1",
             "training.activation_checkpointing=true",
             *MASKED,

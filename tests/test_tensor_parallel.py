@@ -15,10 +15,10 @@ from tests.runs import EXPERTS, LLAMA, Run, execute
 from tests.test_curve import FP32, column, largest_difference
 from tests.test_reshard import unfinished
 
-# 515 tokens of a vocabulary: no degree divides them
-QWEN3 = (f"model={json.dumps({**LLAMA, 'model_type': 'qwen3', 'head_dim': 16, 'vocab_size': 515})}",)
+# two micro-batches a step, where no samples are split; 515 tokens of a vocabulary: no degree divides them
+TWO = "training.per_device_train_batch_size=4"
+QWEN3 = (f"model={json.dumps({**LLAMA, 'model_type': 'qwen3', 'head_dim': 16, 'vocab_size': 515})}", TWO)
 TIED = {**LLAMA, "tie_word_embeddings": True, "vocab_size": 513}
-QWEN3 = (f"model={json.dumps({**LLAMA, 'model_type': 'qwen3', 'head_dim': 16})}",)
 BLOCKS = ("speed.compile=blocks", "speed.compile_backend=aot_eager")
 MASKED = ("data.document_masking=true", "loss.z_loss=0.001")
 NO_NOISE_SCALE = "monitors.noise_scale_steps=null"
@@ -34,7 +34,7 @@ ASKED = {
     "sequences split too": (
         "zero2:tensor=2,sequence=2",
         4,
-        (f"model={json.dumps(TIED)}", NO_NOISE_SCALE, MASKED[0]),
+        (f"model={json.dumps(TIED)}", TWO, NO_NOISE_SCALE, MASKED[0]),
     ),
     "one weight for embedding and head, chunked loss": (
         "zero3:tensor=2",

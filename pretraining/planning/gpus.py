@@ -201,8 +201,17 @@ def _machine(gpu: str | None, num_gpus: int) -> str:
 def _read_rates(path: Path) -> dict:
     """Return the content of the file; empty if it is missing or damaged."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        state = path.stat()
     # no error: measuring again takes a second
+    except OSError:
+        return {}
+    return _rates_in(path, state.st_ino, state.st_mtime_ns, state.st_size)
+
+
+@cache  # of one state of the file, which a search asks for thousands of times
+def _rates_in(path: Path, inode: int, changed_ns: int, size: int) -> dict:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -141,7 +141,7 @@ def _of_zero(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu) 
         volume = communication(
             family.numel, stage, family.ranks, accumulation, width, min(hpz_ranks(ds_config), family.ranks)
         )
-        trained = sum(tensor.numel for tensor in family.trained) / family.numel
+        trained = family.trained_numel / family.numel
         for name, size, ranks in (
             (GRADIENTS, trained * volume.gradients, family.ranks),
             (WEIGHTS, volume.parameters, family.ranks),

@@ -119,11 +119,10 @@ def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, p
     products_again = 0 if recipe.speed.recompute == "operators" else again
     engine = table("kernels")["engines"][str(zero_stage(ds_config))]
     of_rank = families(recipe, ds_config, world_size)
-    trained = [sum(tensor.numel for tensor in family.trained) for family in of_rank]
     # the part of the step that ranks share shrinks with their number
     in_step = sum(
-        numel * (engine["step"] + engine["step of its share"] / family.ranks)
-        for numel, family in zip(trained, of_rank, strict=True)
+        family.trained_numel * (engine["step"] + engine["step of its share"] / family.ranks)
+        for family in of_rank
     )
     accumulation = accumulation_steps(recipe, world_size, ds_config)
     seconds = {
@@ -141,7 +140,7 @@ def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, p
         / rates.bytes,
         "recomputation": products_again * (recomputed / rates.product_flops + scores / rates.attention_flops)
         + again * forward / rates.bytes,
-        "gradients": engine["micro-batch"] * sum(trained) / rates.bytes,
+        "gradients": engine["micro-batch"] * sum(family.trained_numel for family in of_rank) / rates.bytes,
         # one step for all micro-batches of it
         "optimizer": in_step / rates.bytes / accumulation,
     }

@@ -16,8 +16,10 @@ from pretraining.planning.memory.buffers import unprotected_gradient
 from pretraining.planning.memory.need import (
     ROOMY,
     TIGHT,
+    HeldByRank,
     MemoryNeed,
     checkpointing_of,
+    held_by_rank,
     memory_need,
     recomputed_one_in,
     recomputed_share,
@@ -212,9 +214,12 @@ def candidates(
             # every step of a batch-size ramp must divide, not only the full one
             if any(size % at_once for size in recipe.step_sizes.all):
                 continue
+            held = None
             for every_n_layers in recomputed:
                 variant = _variant(recipe, way, micro_batch, every_n_layers)
-                yield _candidate(variant, recipe, world_size, gpu, mfu, gpu_memory)
+                # the same for all of them
+                held = held or held_by_rank(variant, _config(way), world_size)
+                yield _candidate(variant, recipe, world_size, gpu, mfu, gpu_memory, held)
 
 
 # a search asks for the same few files again for every candidate
@@ -283,9 +288,10 @@ def _candidate(
     gpu: Gpu | None,
     mfu: float | None,
     gpu_memory: float | None,
+    held: HeldByRank,
 ) -> Candidate:
     config = _config(variant.deepspeed)
-    need = memory_need(variant, config, world_size, gpu_memory)
+    need = memory_need(variant, config, world_size, gpu_memory, held)
     step = step_time(variant, config, world_size, gpu, mfu) if gpu else None
     return Candidate(
         deepspeed=variant.deepspeed,

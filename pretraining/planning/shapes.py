@@ -6,12 +6,14 @@ $PRETRAINING_MODEL_CACHE). Its key is the model section, the source files that c
 """
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -212,14 +214,19 @@ def count_model(model: dict) -> CountedModel:
 @cache
 def _counted(section: str) -> CountedModel:
     kept = _cache_file(section)
-    found = _read_counted(kept) or _built(section)
+    found = _read_counted(kept)
+    if found is None:
+        with _one_at_a_time(kept):
+            # another rank of this machine may have counted meanwhile
+            found = _read_counted(kept) or _built(section)
+            if "error" not in found:
+                _keep(kept, found)
     model_type = json.loads(section)["model_type"]
     if "error" in found:
         if extension := model_extension(model_type):
             raise UserError(f"model: {display_path(extension.path)}: {found['error']}")
         raise UserError(f"model: transformers cannot build this {model_type}: {found['error']}")
-    _keep(kept, found)
-    # kept as well, so that the next start refuses at once
+    # kept too, so that the next start refuses at once
     if found["faults"]:
         what = "weights would not be the same at every ZeRO stage"
         raise UserError(
@@ -230,7 +237,7 @@ def _counted(section: str) -> CountedModel:
 
 
 def _built(section: str) -> dict:
-    # the meta device needs no GPU; one thread each, as ranks may count at the same time
+    # the meta device needs no GPU, and a small model no threads
     environment = variables_of_a_helper()
     environment |= {"CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = str(REPOSITORY)
@@ -271,6 +278,22 @@ def _cache_folder() -> Path:
     return Path(os.environ.get("PRETRAINING_MODEL_CACHE") or own / "pretraining" / "models")
 
 
+@contextlib.contextmanager
+def _one_at_a_time(path: Path) -> Iterator[None]:
+    """Hold the lock of a cache file: ranks start together, and one counts for all of a machine."""
+    lock = None
+    # without a folder, or on a disk without locks, each counts for itself
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.with_suffix(".lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.close()
+
+
 def _read_counted(path: Path) -> dict | None:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -283,7 +306,7 @@ def _keep(path: Path, found: dict) -> None:
     """Keep the count for the next start; if it cannot be written, the next start counts again."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # renamed when complete, so that ranks that count at the same time never read half a file
+        # renamed when complete, so that no rank reads half a file
         aside = path.with_suffix(f".{os.getpid()}")
         aside.write_text(json.dumps(found), encoding="utf-8")
         aside.replace(path)

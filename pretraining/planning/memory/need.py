@@ -15,7 +15,6 @@ from pretraining.planning.memory.split import Family, families, held_tensors
 from pretraining.planning.memory.states import (
     ADAM,
     ModelState,
-    OptimizerStates,
     checkpoint_bytes,
     model_state,
     optimizer_states,
@@ -162,24 +161,50 @@ class MemoryNeed:
         return {**{name: getattr(self, name) for name in derived}, "phases": self.phases}
 
 
+@dataclass(frozen=True)
+class HeldByRank:
+    """What the fullest rank holds of a model between the passes of a step, whatever passes through it.
+
+    Neither the micro-batch nor recomputation changes it, as long as a step has as many micro-batches.
+    """
+
+    families: list[Family]
+    state: ModelState
+    host: dict[str, float]
+    """Host memory, by use."""
+
+
+def held_by_rank(recipe: Recipe, ds_config: dict | None, world_size: int) -> HeldByRank:
+    """Return what the fullest of `world_size` ranks holds."""
+    of_rank = families(recipe, ds_config, world_size)
+    state = state_of_recipe(recipe, ds_config, world_size)
+    return HeldByRank(of_rank, state, _host_memory(recipe, ds_config, world_size, state, of_rank))
+
+
 def memory_need(
-    recipe: Recipe, ds_config: dict | None, world_size: int, gpu_memory: float | None = None
+    recipe: Recipe,
+    ds_config: dict | None,
+    world_size: int,
+    gpu_memory: float | None = None,
+    held: HeldByRank | None = None,
 ) -> MemoryNeed:
     """Return the memory that a recipe needs under a ds_config on `world_size` GPUs.
 
     Args:
         gpu_memory: bytes of one GPU; the loss takes more on a larger one. None: a processor trains, or it is not known.
+        held: `held_by_rank` of the same, if it is known.
 
     Raises:
         UserError: ranks x micro-batch x length does not divide the tokens per step.
     """
-    precision, of_rank = precision_of(recipe, ds_config), families(recipe, ds_config, world_size)
+    held = held or held_by_rank(recipe, ds_config, world_size)
+    precision, of_rank, state = precision_of(recipe, ds_config), held.families, held.state
     degrees, tensors = degrees_of(ds_config), held_tensors(of_rank)
     frozen = [tensor for family in of_rank for tensor in family.frozen]
     wide = [tensor for family in of_rank for tensor in _wide_of(family, recipe, ds_config)]
     accumulation = accumulation_steps(recipe, world_size, ds_config)
-    optimizer, state = optimizer_states(recipe), state_of_recipe(recipe, ds_config, world_size)
-    held = activations(
+    optimizer = optimizer_states(recipe)
+    passing = activations(
         recipe.model,
         recipe.micro_batch,
         recipe.sequence_length,
@@ -193,7 +218,7 @@ def memory_need(
     )
     width = value_of(recipe.model, "hidden_size")
     as_one = gathers_blocks(recipe, ds_config)
-    share = sum(tensor.numel / family.ranks for family in of_rank for tensor in family.trained)
+    share = sum(family.trained_numel / family.ranks for family in of_rank)
     extra = buffers(
         ds_config, tensors, width, world_size, precision, accumulation, as_one, frozen, share, wide
     )
@@ -202,14 +227,14 @@ def memory_need(
     )
     # the optimizer's own copies exist at the same moment as ZeRO's
     extra = replace(extra, step=extra.step + copies)
-    phases = _phases(state, held, extra, zero_stage(ds_config), accumulation, optimizer.name)
+    phases = _phases(state, passing, extra, zero_stage(ds_config), accumulation, optimizer.name)
     # with whole sequences, and logits, which training may never have
     if degrees.ranks_per_sample > 1 and recipe.training.eval_strategy != "no":
         phases["validation"] = _validation(recipe, phases["loss"], precision, degrees)
     return MemoryNeed(
         phases=phases,
         num_gpus=world_size,
-        host=_host_memory(recipe, ds_config, world_size, state, precision, of_rank, optimizer),
+        host=held.host,
         nvme=state.nvme,
         state=state,
         optimizer_states=optimizer.name,
@@ -222,7 +247,7 @@ def state_of_recipe(recipe: Recipe, ds_config: dict | None, world_size: int) -> 
     sixteen_bit = precision_of(recipe, ds_config).weights == SIXTEEN_BIT
     states = [
         model_state(
-            sum(tensor.numel for tensor in family.trained),
+            family.trained_numel,
             ds_config,
             family.ranks,
             sixteen_bit,
@@ -341,11 +366,10 @@ def _host_memory(
     config: dict | None,
     world_size: int,
     state: ModelState,
-    precision: Precision,
     of_rank: Sequence[Family],
-    optimizer: OptimizerStates,
 ) -> dict[str, float]:
     """Return the host memory of one rank in bytes, by use."""
+    precision, optimizer = precision_of(recipe, config), optimizer_states(recipe)
     trained, frozen = trained_tensors(recipe), frozen_tensors(recipe)
     host = {PROCESS: table("memory")["host_process_bytes"]["value"]}
     if state.host:

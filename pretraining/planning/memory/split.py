@@ -33,6 +33,10 @@ class Family(NamedTuple):
 
     trained: tuple[Tensor, ...]
     frozen: tuple[Tensor, ...]
+    trained_numel: int
+    """Elements of those that are trained."""
+    numel: int
+    """Elements of all of them."""
     ranks: int
     """Ranks that hold the same part of them."""
 
@@ -40,11 +44,6 @@ class Family(NamedTuple):
     def tensors(self) -> tuple[Tensor, ...]:
         """All of them."""
         return (*self.trained, *self.frozen)
-
-    @property
-    def numel(self) -> int:
-        """Elements of all of them."""
-        return sum(tensor.numel for tensor in self.tensors)
 
 
 def families(recipe: Recipe, ds_config: dict | None, world_size: int) -> list[Family]:
@@ -54,7 +53,7 @@ def families(recipe: Recipe, ds_config: dict | None, world_size: int) -> list[Fa
     ranks = (world_size // (1 if apart else degrees.tensor), world_size // degrees.tensor)
     ranks = (*ranks, world_size // (degrees.tensor * degrees.expert))
     parts = zip(_of_rank(recipe, degrees, apart), ranks, strict=True)
-    held = [Family(trained, kept, max(1, number)) for (trained, kept), number in parts]
+    held = [Family(*part, ranks=max(1, number)) for part, number in parts]
     return [family for family in held if family.tensors]
 
 
@@ -64,7 +63,7 @@ def held_tensors(of_rank: Sequence[Family]) -> tuple[Tensor, ...]:
 
 
 def _of_rank(recipe: Recipe, degrees: Degrees, apart: bool) -> tuple:
-    """Return (trained, frozen) of each part of `_cut`."""
+    """Return the fields of a `Family`, without its ranks, for each part of `_cut`."""
     frozen = frozenset(tensor.name for tensor in frozen_tensors(recipe))
     return _parts_of(json.dumps(recipe.model, sort_keys=True), frozen, degrees._replace(sequence=1), apart)
 
@@ -73,13 +72,13 @@ def _of_rank(recipe: Recipe, degrees: Degrees, apart: bool) -> tuple:
 @cache
 def _parts_of(section: str, frozen: frozenset[str], degrees: Degrees, apart: bool) -> tuple:
     """section: the recipe's model section, written as JSON."""
-    return tuple(
-        (
-            tuple(tensor for tensor in tensors if tensor.name not in frozen),
-            tuple(tensor for tensor in tensors if tensor.name in frozen),
-        )
-        for tensors in _cut(json.loads(section), degrees, apart)
-    )
+    parts = []
+    for tensors in _cut(json.loads(section), degrees, apart):
+        trained = tuple(tensor for tensor in tensors if tensor.name not in frozen)
+        kept = tuple(tensor for tensor in tensors if tensor.name in frozen)
+        numel = [sum(tensor.numel for tensor in each) for each in (trained, kept)]
+        parts.append((trained, kept, numel[0], sum(numel)))
+    return tuple(parts)
 
 
 def _cut(model: dict, degrees: Degrees, apart: bool) -> tuple[list[Tensor], ...]:
