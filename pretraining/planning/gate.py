@@ -345,10 +345,10 @@ def _warm_up(case: _Case) -> Objection | None:
         return Objection(
             f"{what}, whatever training.warmup_steps says", "write constant_with_warmup, or 0 steps"
         )
-    # Ma and Yarats 2021, section 5: 2 / (1 - beta2) steps; `max` avoids a division by zero
     if given >= steps:
         what = f"the warm-up takes {given:,} of {steps:,} steps: the rate rises until the end"
         return Objection(what, _warm_up_of(max(1, steps // 10), case.recipe))
+    # Ma and Yarats 2021, section 5: 2 / (1 - beta2) steps; `max` avoids a division by zero
     needed = round(2 / max(1 - case.recipe.training.adam_beta2, 1e-9))
     # from a billion parameters on, at least the tokens of GPT-3's warm-up
     if model_size(case.recipe.model).total >= 1e9:
