@@ -32,7 +32,7 @@ from pretraining.recipe import load_recipe
 from pretraining.refusals import load_recipe_and_ds_config
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.arguments import build_arguments
-from pretraining.training.monitors import Monitors
+from pretraining.training.monitors import Monitors, SettledCollector
 from pretraining.training.trainer import PretrainingTrainer
 from pretraining.upstream.fake_gpu import FakeStream, fake_gpu
 from tests.runs import EXPERTS, LLAMA
@@ -186,6 +186,7 @@ def last_step(
             machine.object_of = of_rank
         waits = LastStep(machine)
         trainer = make_trainer(machine, path, split, ds_config, waits)
+        trainer.remove_callback(SettledCollector)  # after it, a release looks at all that is imported here
         trainer.train()
         trainer.release()
     return waits

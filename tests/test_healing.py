@@ -1,9 +1,11 @@
 """Healing: a spike is judged alike on all ranks and at all stages, and what was done about it is repeated exactly."""
 
+import gc
 import json
 import math
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +13,8 @@ from pretraining.checkpoints.resume import _refuse_lost_rollbacks
 from pretraining.errors import UserError
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.journal import Journal
+from pretraining.training.monitors import SettledCollector
+from pretraining.training.trainer import PretrainingTrainer
 from tests.poisoned import (
     CLEAN_AGAIN,
     FIRST_NOISY,
@@ -80,6 +84,21 @@ def test_a_spike_is_skipped_alike_without_deepspeed_and_at_stage_3(poisoned):
         assert f"train/{other}_loss" not in row
     rates = [[row["train/learning_rate"] for row in r.training_rows] for r in (run, plain)]
     assert rates[0] == rates[1] and len(set(rates[0][10:])) == STEPS - 10  # each step has its own rate
+
+
+def test_a_rollback_frees_what_training_froze_and_looks_at_nothing_else(monkeypatch):
+    """Memory is needed again; to look at all that is imported takes a second, at every stage of the doctor."""
+    done = []
+    for name in ("collect", "freeze", "unfreeze"):
+        monkeypatch.setattr(gc, name, lambda name=name: done.append(name))
+    collector = SettledCollector()
+    accelerator, handler = SimpleNamespace(free_memory=list), SimpleNamespace(callbacks=[collector])
+    trainer = SimpleNamespace(is_deepspeed_enabled=False, accelerator=accelerator, callback_handler=handler)
+    PretrainingTrainer.release(trainer)
+    assert done == ["collect"]
+    collector.on_train_begin(None, None, None)
+    PretrainingTrainer.release(trainer)
+    assert done == ["collect", "collect", "freeze", "unfreeze", "collect"]
 
 
 def test_a_checkpoint_whose_rollbacks_are_not_known_is_refused(poisoned, tmp_path):

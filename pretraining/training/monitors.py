@@ -106,10 +106,14 @@ def notify(callbacks: Iterable[TrainerCallback], method: str, value: Any) -> Non
 class SettledCollector(TrainerCallback):
     """Switch the garbage collector on when training begins. `train.py` imports the libraries with it off."""
 
+    has_frozen = False
+    """Whether what existed when training began is left out of collections."""
+
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         gc.collect()
         # what exists now lives as long as the run: later collections need not look at it
         gc.freeze()
+        self.has_frozen = True
         gc.enable()

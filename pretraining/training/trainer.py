@@ -35,7 +35,7 @@ from pretraining.runtime.rank_groups import ALONE, RankGroups
 from pretraining.runtime.signals import ignore_in_worker
 from pretraining.training.arguments import collate_blocks, training_refusals
 from pretraining.training.clipping import choose_clipping
-from pretraining.training.monitors import Monitors, notify
+from pretraining.training.monitors import Monitors, SettledCollector, notify
 from pretraining.training.muon import BindPartitions, Muon
 from pretraining.training.optimizers import (
     choose_optimizer,
@@ -189,7 +189,10 @@ class PretrainingTrainer(TimedTrainer):
         self.model = self.model_wrapped = self.optimizer = self.lr_scheduler = None
         # it too refers to the engine's parts, and would keep their memory
         self.callback_handler.model = self.callback_handler.optimizer = None
-        gc.unfreeze()  # SettledCollector froze them: they would not be collected
+        # what SettledCollector froze would not be collected; without it, what others froze need not be looked at
+        callbacks = self.callback_handler.callbacks
+        if any(isinstance(each, SettledCollector) and each.has_frozen for each in callbacks):
+            gc.unfreeze()
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
