@@ -27,7 +27,7 @@ from pretraining.reporting.run_record import RunRecord
 from pretraining.reporting.words import lost_words
 from pretraining.runtime import wall_time
 from pretraining.runtime.failures import Failure, read_failures
-from pretraining.runtime.heartbeat import Place, is_gone, read_place
+from pretraining.runtime.heartbeat import Place, gone_ranks, is_gone, read_place
 from pretraining.runtime.kernel_log import NO_MEMORY, Fault, kernel_faults
 from pretraining.runtime.run_folder import RunFolder, unix_seconds
 from pretraining.runtime.wall_time import WallTime, start_rows
@@ -41,8 +41,8 @@ EXAMPLES = """examples:
 It needs nothing but the run folder, or its address in the store of its checkpoints, also while the run goes on. On a
 node of the run it reads the kernel's log too."""
 
-FAILED = ("crash", "hang", "gave up")
-"""Ends of an attempt that somebody has to look at."""
+FAILED = ("crash", "hang", "gave up", "silent")
+"""Ends of an attempt that somebody has to look at. Silent: whether it has ended cannot be known from here."""
 NOT_FINITE = ("stability/non_finite_steps", "stability/refused_steps")
 """Metrics: steps that were not finite, and steps that were not applied."""
 MANY_NOT_FINITE = 0.01
@@ -157,8 +157,8 @@ def look_back(folder: Path) -> Postmortem:
     attempts = attempts_of(record, standing.state)
     found = Postmortem(str(folder), standing.state, standing.step, attempts, checkpoint=standing.checkpoint)
     _count_costs(found, record)
-    if attempts and attempts[-1].end == "running" and _has_failed(record.run, since=attempts[-1].began):
-        # by the clock alone it may be running
+    if attempts and _has_ended(record.run, attempts[-1]):
+        # by the clock alone it may be running, or silent
         attempts[-1].end = found.state = "crash"
     failed = [attempt for attempt in attempts if attempt.end in FAILED]
     if failed:
@@ -170,8 +170,13 @@ def look_back(folder: Path) -> Postmortem:
     return found
 
 
-def _has_failed(run: RunFolder, since: float) -> bool:
-    return any(failure.time >= since for failure in read_failures(run))
+def _has_ended(run: RunFolder, last: Attempt) -> bool:
+    """Say if an attempt without an end is over: a rank has failed, or is gone while nothing is written any more."""
+    if last.end not in ("running", "silent"):
+        return False
+    # one that is gone while the others still write is not yet the end
+    is_over = last.end == "silent" and bool(gone_ranks(run.heartbeats, last.began))
+    return is_over or any(failure.time >= last.began for failure in read_failures(run))
 
 
 def attempts_of(record: RunRecord, state: str) -> list[Attempt]:
@@ -218,7 +223,7 @@ def _end_of(rows: list[dict], is_last: bool, state: str) -> tuple[str, str]:
                 return "rollback", str(event.get("why", ""))
             case "failed":
                 return "crash", str(event.get("reason", ""))
-    return ("running", "") if is_last and state == "running" else ("crash", "")
+    return (state, "") if is_last and state in ("running", "silent") else ("crash", "")
 
 
 class _Evidence:
@@ -264,6 +269,12 @@ class _Evidence:
             return First(f"a hang: {self.attempt.why or 'no rank moved'}", display_path(self.run.stacks))
         if self.attempt.end == "gave up":
             return First(f"training gave up: {self.attempt.why}", display_path(self.run.events))
+        if self.attempt.end == "silent":
+            hosts = ", ".join(sorted({place.host for place in self.places})[:4])
+            return First(
+                f"silent since {_clock(self.attempt.ended)}: killed, or still at work; only "
+                f"{hosts or 'the machine of its ranks'} can tell"
+            )
         own = [each for each in self.failures if not each.is_consequence]
         candidates = [_first_of(each) for each in own] + self._fatal_errors() + self._killed_for_memory()
         if candidates:
@@ -366,6 +377,8 @@ class _Evidence:
             found.append(
                 "the stacks say where each rank waited; the rank that did not arrive is the one to look at"
             )
+        elif self.attempt.end == "silent":
+            found.append("look whether its processes live; if none does, it was killed")
         elif first.rank is not None and "killed from outside" in text:
             found.append(
                 f"look at {first.host or 'its host'}: kernel log (memory), the scheduler, power; this command says "

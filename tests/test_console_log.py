@@ -7,7 +7,10 @@ import sys
 
 import pytest
 
+from pretraining.checkpoints.live_files import LIVE_LOG_BYTES, NODES, LiveFiles, fetch_records
+from pretraining.checkpoints.remote import RemoteRun
 from pretraining.errors import UserError
+from pretraining.postmortem import look_back
 from pretraining.runtime import console_log
 from pretraining.runtime.console_log import console_tail, kept_console
 from pretraining.runtime.run_folder import RunFolder
@@ -133,3 +136,31 @@ def test_a_rank_that_dies_in_c_code_leaves_its_stacks_in_its_log(run):
     assert os.WTERMSIG(status) == signal.SIGSEGV
     kept = run.rank_log(3).read_text(encoding="utf-8")
     assert "Fatal Python error: Segmentation fault" in kept and "test_console_log.py" in kept
+
+
+def test_a_log_that_grows_does_not_reach_the_store_whole_each_minute(tmp_path, run):
+    """Its end does, which still says in which start a rank died, and how; all of it follows once the run ends."""
+    run.begin()
+    run.add_event("start", step=0, world_size=2)
+    run.add_event("failed", reason="a rank was gone")
+    log = run.rank_log(1)
+    log.parent.mkdir()
+    began = run.last_event("start")["time"]
+    lines = "".join(f"line {number} of a rank that says much\n" for number in range(20_000))
+    log.write_text(f"--- {began} train.py --recipe tiny\n{lines}Fatal Python error: Segmentation fault\n")
+    sent = {"events.jsonl": run.events, f"{NODES}/node0-1/logs/{log.name}": log}
+    store = tmp_path / "store"
+    in_store = store / "run" / NODES / "node0-1" / "logs" / log.name
+    files = LiveFiles(run, RemoteRun(str(store), "run"), lambda: sent)
+    files.send(LIVE_LOG_BYTES)
+    first, *rest = in_store.read_text().splitlines()
+    assert in_store.stat().st_size < LIVE_LOG_BYTES + 1000 < log.stat().st_size
+    assert first.startswith(f"--- {began} train.py --recipe tiny [cut: ")
+    assert rest == log.read_text().splitlines()[-len(rest) :], "whole lines"
+    found = look_back(fetch_records(f"{store}/run", tmp_path / "fetched").path)
+    assert (found.first.rank, found.first.what) == (1, "Segmentation fault")
+    before = in_store.stat()
+    files.send(LIVE_LOG_BYTES)
+    assert in_store.stat().st_mtime_ns == before.st_mtime_ns, "nothing is new"
+    files.send()
+    assert in_store.read_bytes() == log.read_bytes()

@@ -14,8 +14,9 @@ import pytest
 from pretraining.checkpoints.live_files import NODES
 from pretraining.errors import UserError
 from pretraining.postmortem import as_text, look_back, records_of
-from pretraining.runtime.durable_files import append_row
+from pretraining.runtime.durable_files import append_row, write_json
 from pretraining.runtime.failures import Failure, read_failures
+from pretraining.runtime.heartbeat import Heartbeat, heartbeat_path
 from pretraining.runtime.kernel_log import LOG, kernel_faults
 from pretraining.runtime.lock import LOCK
 from pretraining.runtime.run_folder import RunFolder
@@ -190,6 +191,28 @@ def test_a_lost_connection_comes_last_whatever_the_clocks_say(tmp_path):
     _add_failure(run, 2, "ValueError: bad sample", after_seconds=1.0)
     found = look_back(run)
     assert (found.first.rank, found.first.what) == (2, "ValueError: bad sample")
+
+
+def test_a_silent_run_is_called_ended_only_where_its_processes_can_be_looked_for(tmp_path):
+    """Of another machine, as in records of a store, the clock alone speaks; here a rank that is gone ends the doubt."""
+    run = RunFolder(tmp_path / "run")
+    began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - 3600))
+    append_row(run.events, {"time": began, "event": "start", "step": 0, "world_size": 2})
+    Heartbeat(run.heartbeats, 0).beat(1)
+    found = look_back(run.path)
+    assert (found.state, found.attempts[-1].end) == ("silent", "silent"), (
+        "its one process lives, and is quiet"
+    )
+    assert found.first.what.startswith(f"silent since {began[:10]} {began[11:19]} UTC")
+    code = "import sys; from pathlib import Path; from pretraining.runtime.heartbeat import Heartbeat; "
+    code += "Heartbeat(Path(sys.argv[1]), 1).beat(1)"
+    assert execute([sys.executable, "-c", code, str(run.heartbeats)]).code == 0
+    assert look_back(run.path).attempts[-1].end == "crash", "rank 1 is gone"
+    path = heartbeat_path(run.heartbeats, 1)
+    write_json(path, {**json.loads(path.read_text()), "machine": "another", "host": "node-7"})
+    found = look_back(run.path)
+    assert found.attempts[-1].end == "silent" and "node-7" in found.first.what
+    assert "look whether its processes live" in as_text(found)
 
 
 def _folder_with_failure(folder: Path, error: str, faults: list[dict] | None = None) -> Path:

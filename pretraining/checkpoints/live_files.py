@@ -1,8 +1,8 @@
 """Send what shows how a run goes to its store while it lives, and bring all of it back into one folder.
 
 Rank 0 sends metrics, events, report and the like. One rank of each disk sends the records of its node (`NODE_FOLDERS`),
-to a folder of the store that no other node has. Both once a minute. A rank that fails sends its own log and failure
-before it ends. `fetch_records` makes one run folder of what all nodes have sent.
+to a folder of the store that no other node has. Both once a minute; of a log only the end, until the run ends. A rank
+that fails sends its own log and failure before it ends. `fetch_records` makes one run folder of what all nodes sent.
 """
 
 import json
@@ -23,10 +23,13 @@ from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.upload import RUN_FILES
 from pretraining.data.streaming.store import Patience
 from pretraining.errors import UserError
+from pretraining.runtime.console_log import MOST_BYTES, cut_log
 from pretraining.runtime.durable_files import file_state, write_json
 from pretraining.runtime.run_folder import RunFolder, utc_now
 
 _LIVE_SECONDS = 60.0
+LIVE_LOG_BYTES = 64 << 10
+"""How much of the end of a log is sent while the run lives: a log that grows is sent anew, as stores cannot append."""
 _LAST_SECONDS = 60.0
 """How long the end of a run waits for a store that does not take its last files."""
 _FAILING_SECONDS = 10.0
@@ -109,7 +112,7 @@ class LiveFiles:
         pause = _LIVE_SECONDS
         while not self.closed.wait(pause):
             began = time.monotonic()
-            self.send()
+            self.send(LIVE_LOG_BYTES)
             # Long files take their time: at most a tenth of it.
             pause = max(_LIVE_SECONDS, 9 * (time.monotonic() - began))
         self.send()
@@ -120,26 +123,31 @@ class LiveFiles:
         thread.start()
         thread.join(seconds)
 
-    def send(self) -> None:
-        """Send what has changed."""
+    def send(self, log_bytes: int = MOST_BYTES) -> None:
+        """Send what has changed. log_bytes: how much of the end of a log."""
         with self._lock:
             if not self.run.has_begun:
                 return
             for name, path in self.files_to_send().items():
-                state = _state(path)
+                most_bytes = log_bytes if path.suffix == ".log" else None
+                state = _state(path, most_bytes)
                 if state is None or state == self._sent.get(name):
                     continue
                 try:
-                    self.remote.write_bytes(name, path.read_bytes())
+                    content = path.read_bytes() if most_bytes is None else cut_log(path, most_bytes)
+                    self.remote.write_bytes(name, content)
                 except (UserError, OSError):  # an upload that fails is an event; the copy of a log is none
                     return
                 self._sent[name] = state
 
 
-def _state(path: Path) -> tuple | None:
-    """Tell one state of a file from another; a heartbeat keeps its size."""
+def _state(path: Path, most_bytes: int | None) -> tuple | None:
+    """Tell one state of a file, of which `most_bytes` are sent, from another; a heartbeat keeps its size."""
     state = file_state(path)
-    return state and (*state, path.stat().st_mtime_ns)
+    if state is None:
+        return None
+    size = state[1]
+    return (*state, path.stat().st_mtime_ns, size if most_bytes is None else min(size, most_bytes))
 
 
 def send_export(run: RunFolder, remote: RemoteRun) -> None:

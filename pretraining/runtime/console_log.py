@@ -8,6 +8,7 @@ most. If a process dies in C code (SIGSEGV, SIGBUS, SIGABRT), Python's fault han
 import contextlib
 import faulthandler
 import os
+import re
 import sys
 import threading
 import traceback
@@ -27,6 +28,8 @@ LONGEST_LINE = 2000
 """Characters of a line."""
 MOST_WAITING = 1000
 """Lines that wait in memory for the run folder; the newest are kept."""
+_START = re.compile(rb"^--- \S+Z .*$", re.MULTILINE)
+"""The first line of each start in a log."""
 
 
 @contextmanager
@@ -152,6 +155,20 @@ def console_tail(path: Path, most_bytes: int) -> str:
                 # not the rest of a line
                 found = (part if file.tell() <= missing else part.partition(b"\n")[2]) + found
     return found.decode("utf-8", errors="replace")
+
+
+def cut_log(path: Path, most_bytes: int) -> bytes:
+    """Read a log, or its last `most_bytes` below one line that says when that start began and how much is missing."""
+    content = path.read_bytes()
+    if len(content) <= most_bytes:
+        return content
+    tail = content[-most_bytes:]
+    tail = tail.partition(b"\n")[2] or tail  # not the rest of a line
+    missing = len(content) - len(tail)
+    # in front, as in a whole log: its readers find starts, and order the logs of several nodes, by this line
+    starts = _START.findall(content, 0, missing)
+    note = f"[cut: {missing:,} bytes before this are not here]".encode()
+    return b" ".join([*starts[-1:], note]) + b"\n" + tail
 
 
 def _older(path: Path) -> Path:

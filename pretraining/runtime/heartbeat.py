@@ -140,8 +140,17 @@ def killed_ranks(folder: Path, since: float) -> list[Place]:
 
     since: UNIX seconds. A heartbeat written before that belongs to an earlier start.
     """
-    places = [_place_in(path) for path in sorted(folder.glob("rank-*.json")) if _written(path) >= since]
+    places = _places_since(folder, since)
     return places if all(place is not None and is_gone(place) for place in places) else []
+
+
+def gone_ranks(folder: Path, since: float) -> list[Place]:
+    """Return the places of the ranks whose processes are certainly gone. since: as for `killed_ranks`."""
+    return [place for place in _places_since(folder, since) if place is not None and is_gone(place)]
+
+
+def _places_since(folder: Path, since: float) -> list[Place | None]:
+    return [_place_in(path) for path in sorted(folder.glob("rank-*.json")) if _written(path) >= since]
 
 
 def is_gone(place: Place) -> bool:
