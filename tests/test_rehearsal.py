@@ -210,7 +210,19 @@ def test_an_unreachable_store_and_a_taken_port_are_both_named(
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
         with pytest.raises(UserError, match=r"^store: s3://bucket.* \(and 1 fault more, above\)"):
             rehearsed(workshop, tmp_path, settings=["checkpoints.upload=s3://bucket/runs"])
-    assert "FAULT: MASTER_PORT=" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert (
+        "FAULT: MASTER_PORT=" in said and "not rehearsed: the ranks; mend" in said and "left out" not in said
+    )
+
+
+@pytest.mark.parametrize(
+    "settings, warned", [([], True), (["checkpoints.upload={folder}"], False)], ids=["none", "store"]
+)
+def test_nodes_without_a_store_are_warned_of(workshop, tmp_path, without_ranks, capsys, settings, warned):
+    """Nothing committed is lost, which one node's disk alone cannot promise."""
+    rehearsed(workshop, tmp_path, settings=[each.format(folder=tmp_path / "store") for each in settings])
+    assert ("note: unless all nodes share the disk of" in capsys.readouterr().out) == warned
 
 
 def test_data_and_disk_of_another_machine_may_be_missing(workshop, tmp_path, without_ranks, capsys):

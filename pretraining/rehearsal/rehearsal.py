@@ -1,7 +1,7 @@
 """Rehearse a run on many nodes: what would fail in its first minutes fails here, in one line.
 
-Parts that do not depend on each other are all done, so that one rehearsal finds every fault. The first, a middle and
-the last rank are processes of their own (rank.py), two at a time.
+Parts that do not depend on each other are all done, so that one rehearsal finds every fault. If there is none, the first, a
+middle and the last rank follow, which take longest: processes of their own (rank.py), two at a time.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from pretraining.command_line import started_by_launcher
 from pretraining.data.packed_dataset import build_training_dataset
 from pretraining.data.prepared import PreparedData
 from pretraining.data.streaming.remote_data import StreamedSplit
+from pretraining.data.tokenizer import refuse_missing_folder
 from pretraining.ds_config import degrees_of
 from pretraining.errors import UserError, fault_in_user_code, file_error
 from pretraining.planning.gate import Machine, check_plan
@@ -128,7 +129,7 @@ class Rehearsal:
         with self._part("run folder") as part:
             part.found = self._run_folder()
         with self._part("store") as part:
-            part.found = self._store()
+            part.found = self._store(part)
         with self._part("data") as part:
             data, part.found = self._data(open_data, part)
         if data is not None:
@@ -137,11 +138,12 @@ class Rehearsal:
         prepare_imports()
         with self._part("environment") as part:
             part.found = self._environment(part)
-        if data is not None and self.plan is not None:
-            with self._part("ranks") as part:
-                part.found = self._ranks(data, attempt)
-        elif data is None:
-            self._print("           not rehearsed: the ranks, which need the data")
+        if self.faults or data is None:
+            # they take minutes, and what is wrong already has to be mended first
+            self._print("           not rehearsed: the ranks; mend what is above, then rehearse again")
+            return
+        with self._part("ranks") as part:
+            part.found = self._ranks(data, attempt)
 
     @contextmanager
     def _part(self, name: str) -> Iterator[Part]:
@@ -215,9 +217,14 @@ class Rehearsal:
         free = num_bytes(disk_room_bytes(self.run.path, state == "goes on"))
         return f"{self.run.path}: {state}; room for {free}; 1 MB written in {1000 * seconds:.0f} ms"
 
-    def _store(self) -> str:
+    def _store(self, part: Part) -> str:
         address = self.recipe.checkpoints.upload
         if not address:
+            if self.nodes > 1:
+                part.notes.append(
+                    f"unless all nodes share the disk of {self.run.path}, a lost node takes its part of every "
+                    "checkpoint along: --set checkpoints.upload=s3://bucket/runs"
+                )
             return "none (checkpoints.upload)"
         # beside the run's own files, so that nothing of it is touched
         store, began = (
@@ -245,6 +252,8 @@ class Rehearsal:
             if not self.is_elsewhere:
                 raise
             part.notes.append(f"stand-in data, as {error}")
+            if isinstance(name := self.recipe.data.tokenizer, str):
+                refuse_missing_folder(name)
             data = stand_in_data(self.recipe, Path(f"stand-in-{self.recipe.data.name}")).for_run(self.recipe)
         shards = [shard for split in data.manifest["splits"].values() for shard in split["shards"]]
         tokens = data.train.num_tokens
