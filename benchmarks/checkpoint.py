@@ -61,7 +61,9 @@ STEP_TOKENS = 128
 
 def main() -> None:
     options = parse_arguments()
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+    signal.signal(signal.SIGTERM, end)
+    # a process of a run that was killed may still write
+    with tempfile.TemporaryDirectory(dir=options.folder, ignore_cleanup_errors=True) as folder:
         work = {
             "damage": run_damage,
             "verify": run_verify,
@@ -71,6 +73,12 @@ def main() -> None:
         }
         values = work[options.what](options, Path(folder))
     record(f"checkpoint_{options.what}", values, options.keep)
+
+
+def end(number: int, _: object) -> None:
+    """End as `timeout` asks, but without the run that was started and the gigabytes that were written."""
+    signal.signal(number, signal.SIG_IGN)  # a second one would cut the removal short
+    raise SystemExit(128 + number)
 
 
 def start(output: Path, data_dir: Path, *more: str) -> subprocess.CompletedProcess:

@@ -2,7 +2,9 @@
 
 import json
 import shutil
+import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from pretraining.checkpoints.__main__ import main
 from pretraining.checkpoints.format import MARKER
 from pretraining.errors import UserError
 from pretraining.runtime.run_folder import RunFolder
-from tests.runs import committed, contents, execute
+from tests.runs import Started, committed, contents, execute
 from tests.small_checkpoints import identity_of, save
 
 
@@ -130,6 +132,27 @@ def test_each_mistake_is_one_line(run, tmp_path, words, message):
     with pytest.raises(UserError) as error:
         main([word.format(run=run.path, empty=tmp_path / "empty") for word in words])
     assert message in str(error.value)
+
+
+def test_a_benchmark_that_is_ended_leaves_no_files(tmp_path):
+    """As `timeout` ends it: what it has written of a checkpoint may be gigabytes."""
+    words = [
+        "benchmarks/checkpoint.py",
+        "verify",
+        "--gigabytes",
+        "0.07",
+        "--pairs",
+        "100000",
+        "--folder",
+        tmp_path,
+    ]
+    started = Started([sys.executable, *words])
+    while not list(tmp_path.glob("*/checkpoint-1/*")):
+        assert started.process.poll() is None, started.finish().output
+        time.sleep(0.01)
+    started.process.terminate()
+    assert started.finish().code == 128 + signal.SIGTERM
+    assert not list(tmp_path.iterdir())
 
 
 def test_looking_needs_no_torch(run):
