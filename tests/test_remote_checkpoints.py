@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,12 +16,13 @@ import torch
 from pretraining.addresses import is_remote, masked, refuse_credentials
 from pretraining.checkpoints import remote
 from pretraining.checkpoints.__main__ import main
-from pretraining.checkpoints.fetch import fetch_newest, newest_committed, refuse_newer
+from pretraining.checkpoints.fetch import fetch_newest, fetching_bar, newest_committed, refuse_newer
 from pretraining.checkpoints.folders import step_in
 from pretraining.checkpoints.format import (
     MARKER,
     _sealed,
     commit_checkpoint,
+    read_marker,
     receipt_name,
     write_bytes,
     write_receipt,
@@ -37,7 +39,7 @@ from pretraining.runtime.durable_files import read_rows, write_json
 from pretraining.runtime.journal import Journal, Rollback
 from pretraining.runtime.run_folder import RunFolder
 from tests.object_store import OTHER_CREDENTIALS, OtherServer, Proxy, s3_server, use_here
-from tests.runs import contents
+from tests.runs import contents, execute
 
 NAME = "tiny"
 UPLOAD = "s3://bucket/runs"
@@ -307,6 +309,60 @@ def test_a_store_is_listed_and_verified_as_a_disk_is(tmp_path, store, capsys):
     }.items():
         with pytest.raises(UserError, match=complaint):
             main([*words])
+
+
+def test_the_bar_of_a_fetch_shows_the_whole_checkpoint_and_no_byte_twice(
+    tmp_path, connected, upload, monkeypatch, capsys
+):
+    """One file arrives damaged at first and comes again; another rank brings some files, on the same disk."""
+    run = run_in(tmp_path)
+    folder, spoiled = commit(run, 4), []
+    send(run, upload, folder)
+
+    def once(number: int, path: str) -> str | None:
+        if rank_file(0, 2) not in path or spoiled:
+            return None
+        spoiled.append(path)
+        return "spoil"
+
+    with Proxy(connected, once) as proxy:
+        use_here(monkeypatch, proxy.address)
+        got = fetched(tmp_path, upload)
+    use_here(monkeypatch, connected)
+    assert spoiled and bytes_of(got.checkpoint(4)) == bytes_of(folder)
+    assert shown_last(capsys) == "100%"
+    files, other = read_marker(folder)["files"], tmp_path / "other"
+    other.mkdir()
+    for name in (rank_file(0, 2), rank_file(1, 2)):
+        with fetching_bar("what two ranks bring", other, files):
+            shutil.copy(folder / name, other)
+        share = sum(files[each.name]["bytes"] for each in other.iterdir()) / sum(
+            entry["bytes"] for entry in files.values()
+        )
+        assert shown_last(capsys) == f"{100 * share:.0f}%"
+
+
+def shown_last(capsys) -> str:
+    """The last percentage that a progress bar has shown; over 100 it shows none."""
+    return capsys.readouterr().err.strip().rpartition("\r")[2].partition("|")[0].rpartition(" ")[2]
+
+
+def test_no_listing_from_before_decides(tmp_path, connected, upload):
+    """Two clients, as two machines: what the other one has written, and removed, since the last look."""
+    here = RemoteRun(upload, NAME)
+    here.write_bytes("folder/first", b"1")
+    assert here.sizes("folder") == {"first": 1} and here.folders() == ["folder"]
+    other = (
+        "import sys; from pretraining.checkpoints.remote import RemoteRun; there = RemoteRun(*sys.argv[1:])\n"
+    )
+    other += "there.write_bytes('folder/second', b'22'); there.write_bytes('new/file', b'')\n"
+    other += "there.remove('folder/first')"
+    finished = execute([sys.executable, "-c", other, upload, NAME])
+    assert finished.code == 0, finished.output
+    assert here.sizes("folder") == {"second": 2} and here.folders() == ["folder", "new"]
+    assert here.read("folder/second") == b"22" and here.read_if_there("folder/first") is None
+    here.remove_checkpoint("folder")
+    assert here.folders() == ["new"]
 
 
 def test_one_damaged_on_disk_is_not_sent_as_whole(tmp_path, connected, upload):

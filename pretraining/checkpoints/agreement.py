@@ -23,6 +23,7 @@ from pretraining.addresses import is_remote
 from pretraining.checkpoints.fetch import (
     at_address,
     fetch_share,
+    fetching_bar,
     newest_unless_unreachable,
     pass_over_remote,
     read_remote_marker,
@@ -344,7 +345,8 @@ def _fetch(
     ranks = run.disks.ranks_of(run.disks.first_rank)
     own = sorted(missing[run.disks.first_rank])
     share = own[ranks.index(rank_and_world_size()[0]) :: len(ranks)]
-    with long_work():
+    of_disk = {each: files[each] for each in own}
+    with long_work(), fetching_bar(remote.where(name), run.path / name, of_disk):
         results = gather_from_ranks(
             fetch_share(remote, name, run.path / name, {each: files[each] for each in share})
         )

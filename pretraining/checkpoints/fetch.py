@@ -9,9 +9,11 @@ the next start finds out by the checksums, and fetches the damaged files again.
 import fcntl
 import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -35,6 +37,8 @@ _RANGE_BYTES = 16 << 20  # with all threads, 128 MiB of host memory a rank
 _THREADS = 8
 _FILES = 4
 """Files fetched at once: while one is written to the disk, the store sends others."""
+_LOOK_SECONDS = 1.0
+"""How often the progress bar looks at the files."""
 _ATTEMPTS = 3
 """If a file arrives damaged in each of them, it is damaged in the store."""
 
@@ -162,7 +166,9 @@ def _fetch_files(run: RunFolder, remote: RemoteRun, name: str, files: dict) -> s
     share = dict(sorted(files.items())[rank::ranks])
     wrong = None
     # An error of one rank is raised on all: if one rank left alone, the others would wait for it.
-    for damage, failure in gather_from_ranks(fetch_share(remote, name, run.path / name, share)):
+    with fetching_bar(remote.where(name), run.path / name, files):
+        results = gather_from_ranks(fetch_share(remote, name, run.path / name, share))
+    for damage, failure in results:
         if failure:
             raise UserError(failure)
         wrong = wrong or damage
@@ -266,10 +272,10 @@ def fetch_share(remote: RemoteRun, name: str, folder: Path, files: dict) -> tupl
     """Fetch the `files` of this rank's share; returns (what is damaged in the store, what failed)."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with Ranges(remote) as ranges, _bar(remote.where(name), files) as bar:
+        with Ranges(remote) as ranges:
 
             def fetch(file: str) -> str | None:
-                return _fetch_file(ranges, f"{name}/{file}", folder / file, files[file], bar.update)
+                return _fetch_file(ranges, f"{name}/{file}", folder / file, files[file])
 
             with ThreadPoolExecutor(_FILES) as threads:
                 return next(filter(None, list(threads.map(fetch, files))), None), None
@@ -321,15 +327,12 @@ class Ranges:
                 self._room.release()
 
 
-def _fetch_file(
-    ranges: Ranges, where: str, path: Path, entry: dict, progress: Callable[[int], None]
-) -> str | None:
+def _fetch_file(ranges: Ranges, where: str, path: Path, entry: dict) -> str | None:
     """Fetch and verify one file, and fetch it again if it arrived damaged.
 
     Returns what is wrong in the store, or None.
     """
     if _is_whole(path, entry):
-        progress(entry["bytes"])
         return None
     for _ in range(_ATTEMPTS):
         digest = xxhash.xxh128()
@@ -340,7 +343,6 @@ def _fetch_file(
                 while written < len(content):
                     written += file.write(memoryview(content)[written:])
                 work_done(len(content))
-                progress(len(content))
         if f"xxh128:{digest.hexdigest()}" == entry["checksum"]:
             return None
     return f"{path.name} is not what was committed (fetched {_ATTEMPTS} times)"
@@ -354,7 +356,8 @@ def fetch_absent(remote: RemoteRun, folder: Path, file: str) -> bool:
     entry = read_marker(folder)["files"][file]
     with long_work(), (folder / f".{file}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        damage, failure = fetch_share(remote, folder.name, folder, {file: entry})
+        with fetching_bar(f"{remote.where(folder.name)}/{file}", folder, {file: entry}):
+            damage, failure = fetch_share(remote, folder.name, folder, {file: entry})
         Path(lock.name).unlink(missing_ok=True)  # whoever waits for it finds the file whole
     if reason := failure or damage:
         raise UserError(f"{remote.where(folder.name)}: {reason}", on_every_rank=False)
@@ -383,14 +386,38 @@ def _write(path: Path, content: bytes) -> None:
     sync_to_disk(path.parent)
 
 
-def _bar(where: str, files: dict) -> tqdm:
-    """Return a progress bar of rank 0's share on stderr; on the other ranks it shows nothing."""
-    total = sum(entry["bytes"] for entry in files.values())
-    return tqdm(
-        desc=f"fetching {where}",
-        total=total,
-        unit="B",
-        unit_scale=True,
-        disable=rank_and_world_size()[0] != 0,
-        mininterval=1.0,
-    )
+@contextmanager
+def fetching_bar(where: str, folder: Path, files: dict[str, dict]) -> Iterator[None]:
+    """Show on rank 0's stderr, while the block runs, how much of these files the folder holds, by all ranks."""
+    if rank_and_world_size()[0] != 0:
+        yield
+        return
+
+    def arrived() -> int:
+        # The sizes on the disk: a file that is fetched again counts once.
+        return sum(min(_size(folder / name), entry["bytes"]) for name, entry in files.items())
+
+    def look_again_and_again(pause: float = _LOOK_SECONDS) -> None:
+        while not over.wait(pause):
+            began = time.monotonic()
+            bar.update(max(0, arrived() - bar.n))
+            # Thousands of files on a slow disk: at most a tenth of the time.
+            pause = max(_LOOK_SECONDS, 9 * (time.monotonic() - began))
+
+    over, total = threading.Event(), sum(entry["bytes"] for entry in files.values())
+    with tqdm(desc=f"fetching {where}", total=total, unit="B", unit_scale=True) as bar:
+        thread = threading.Thread(target=look_again_and_again, name="progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+            bar.update(max(0, arrived() - bar.n))
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

@@ -24,7 +24,8 @@ class Doctor(Step):
     def look(self) -> Look:
         """Examine the machine if it is to train."""
         if "--limit_tokens" in self.pipeline.recipe_words:
-            return Look(False, "--limit_tokens is a trial, cheap enough to fail; python -m pretraining.doctor examines the machine", NOT_NEEDED)
+            why = "--limit_tokens is a trial, cheap enough to fail; python -m pretraining.doctor examines the machine"
+            return Look(False, why, NOT_NEEDED)
         if self.pipeline.look("train").runs:
             return Look(True, "training is about to start here")
         return Look(False, "training is done", NOT_NEEDED)

@@ -1,7 +1,7 @@
 """Rehearse a run on many nodes: what would fail in its first minutes fails here, in one line.
 
-Parts that do not depend on each other are all done, so that one rehearsal finds every fault. If there is none, the first, a
-middle and the last rank follow, which take longest: processes of their own (rank.py), two at a time.
+Parts that do not depend on each other are all done, so that one rehearsal finds every fault. If there is none, the
+first, a middle and the last rank follow, which take longest: processes of their own (rank.py), two at a time.
 """
 
 import argparse
