@@ -42,6 +42,8 @@ HIDDEN = 0.5
 """Share of the products' time up to which messages at the links' peak are hidden behind them."""
 SMALL_BUCKET = 5_000_000
 """Elements below which messages are bound by latency (DeepSpeed's own default is 500 million)."""
+BF16_FROM = 10_000_000
+"""Parameters. A smaller model waits for launches of kernels, in any precision."""
 HIGHEST_RATE = 0.1
 """Of Adam. Weights are drawn with a standard deviation of about 0.02; the largest rates of papers are near 0.01."""
 WARM_UP_TOKENS = 375_000_000
@@ -311,8 +313,8 @@ def _fp16(case: _Case) -> Objection | None:
 
 
 def _no_bf16(case: _Case) -> Objection | None:
-    training = case.recipe.training
-    if training.bf16 or training.fp16 or not case.machine.has_bf16:
+    training, size = case.recipe.training, model_size(case.recipe.model).total
+    if training.bf16 or training.fp16 or not case.machine.has_bf16 or size < BF16_FROM:
         return None
     what = "products in fp32 (TF32 at best) take several times as long as in bf16, which this GPU has"
     return Objection(what, "--set training.bf16=true")

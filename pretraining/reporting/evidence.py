@@ -1,0 +1,290 @@
+"""How the attempts of a run ended, and what its files say about one that failed: what was first, and what to do."""
+
+import itertools
+import re
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from pretraining.planning.quantities import several
+from pretraining.reporting.run_record import RunRecord
+from pretraining.runtime import wall_time
+from pretraining.runtime.failures import Failure, read_failures
+from pretraining.runtime.heartbeat import Place, is_gone, read_place
+from pretraining.runtime.kernel_log import NO_MEMORY, Fault, kernel_faults
+from pretraining.runtime.run_folder import unix_seconds
+from pretraining.runtime.wall_time import start_rows
+from pretraining.schema import display_path
+
+FAILED = ("crash", "hang", "gave up", "silent")
+"""Ends of an attempt that somebody has to look at. Silent: whether it has ended cannot be known from here."""
+_FATAL = re.compile(r"Fatal Python error: (.+)")
+_OUT_OF_MEMORY = re.compile(r"(CUDA|HIP) out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED")
+_OUT_OF_HOST_MEMORY = re.compile(
+    r"DefaultCPUAllocator|not enough memory|[Cc]an(no|')t allocate memory|bad_alloc|MemoryError"
+)
+_KERNEL_FAULT = re.compile(r"illegal memory access|device-side assert|unspecified launch failure|misaligned")
+_MESSAGES = re.compile(r"NCCL|ncclUnhandled|ibv_|DistBackendError")
+
+
+@dataclass
+class Attempt:
+    """A run between one start and the next."""
+
+    began: float
+    """UNIX seconds, as below."""
+    ended: float
+    """Its end, or its last sign of life, if it was not given the time to say more."""
+    ranks: int
+    from_step: int
+    to_step: int
+    """The newest that it is known to have reached."""
+    end: str
+    """finished, stopped, rollback, running, met anew (as if torchrun takes in a node), or one of FAILED."""
+    why: str = ""
+
+
+@dataclass
+class First:
+    """What failed first."""
+
+    what: str
+    where: str = ""
+    """The place in the code, or the file that says more."""
+    rank: int | None = None
+    host: str | None = None
+    time: float | None = None
+
+
+def attempts_of(record: RunRecord, state: str) -> list[Attempt]:
+    """List the attempts of a run, oldest first. state: that of the run (`Standing.state`), for the last attempt."""
+    starts = start_rows(record.events)
+    times = wall_time.attempts(record.events, record.last_written)
+    found = []
+    spans = itertools.pairwise([*starts, len(record.events)])
+    for timed, (first, after) in zip(times, spans, strict=True):
+        is_last = after == len(record.events)
+        end, why = _end_of(record.events[first:after], is_last, state)
+        if end == "stopped" and not is_last and wall_time.goes_on_by_itself(record.events[after]):
+            end = "met anew"
+        from_step, reached = int(record.event_steps[first]), max(record.event_steps[first:after])
+        if is_last and len(record.steps):
+            reached = max(reached, float(record.steps[-1]))
+        next_start = float("inf") if is_last else timed.ended
+        ended = timed.ended if end in ("finished", "stopped") else _last_sign(record, timed.began, next_start)
+        found.append(Attempt(timed.began, ended, timed.ranks, from_step, int(reached), end, why))
+    return found
+
+
+def _last_sign(record: RunRecord, began: float, next_start: float) -> float:
+    """Return the time of the last row, event or failure between two starts; all are UNIX seconds."""
+    failures = [each.time for each in read_failures(record.run)]
+    times = [*record.metrics.times, *map(record.event_time, record.events), *failures]
+    # the next start is an event too; one without a time has infinity
+    return max((each for each in times if began <= each < next_start), default=began)
+
+
+def _end_of(rows: list[dict], is_last: bool, state: str) -> tuple[str, str]:
+    """Say how an attempt ended, and why, from its events."""
+    for event in reversed(rows):
+        match event.get("event"):
+            case "end":
+                return "finished", ""
+            case "stopped" if event.get("asked", True):
+                return "stopped", str(event.get("reason", ""))
+            case "hang":
+                return "hang", str(event.get("who", ""))
+            case "gave_up":
+                return "gave up", str(event.get("why", ""))
+            case "rollback" if not is_last:
+                return "rollback", str(event.get("why", ""))
+            case "failed":
+                return "crash", str(event.get("reason", ""))
+    return (state, "") if is_last and state in ("running", "silent") else ("crash", "")
+
+
+class Evidence:
+    """What the files say about one attempt that failed."""
+
+    def __init__(self, record: RunRecord, attempt: Attempt, next_start: float) -> None:
+        """next_start: UNIX seconds; infinity for the last attempt."""
+        self.record, self.run, self.attempt = record, record.run, attempt
+        # a start of the next attempt may be logged in the second of this one's end
+        self.until, is_last = next_start + 1, next_start == float("inf")
+        failures = read_failures(self.run)
+        self.failures = [each for each in failures if attempt.began <= each.time <= self.until]
+        # each start clears the heartbeats of the one before
+        self.places = list(filter(None, self._heartbeats())) if is_last else []
+        self.faults = self._kernel_faults()
+
+    def _heartbeats(self) -> list[Place | None]:
+        return [read_place(self.run.heartbeats, rank) for rank in range(self.attempt.ranks)]
+
+    def _kernel_faults(self) -> list[tuple[str, Fault]]:
+        """List (host, fault): what the ranks kept when they failed, then this machine's log, if ranks ran here."""
+        kept = {(each.host, fault.text): fault for each in self.failures for fault in each.kernel}
+        here = [place for place in self.places if is_gone(place)]
+        if here:
+            now = kernel_faults(self.attempt.began)
+            # only those that the kernel killed for memory, of all processes of this machine
+            ours = {place.process for place in here} | {each.process for each in self.failures}
+            known = [fault for fault in now if fault.process is None or fault.process in ours]
+            kept |= {(here[0].host, fault.text): fault for fault in known}
+        found = [(host, fault) for (host, _), fault in kept.items() if fault.time <= self.until]
+        return sorted(found, key=lambda each: each[1].time)
+
+    def fault_lines(self) -> list[str]:
+        """Return what the kernels logged, with its meaning."""
+        return [_fault_text(host, fault) for host, fault in self.faults]
+
+    def first(self) -> First:
+        """Find what failed first. An error that only reports that another rank is gone comes last."""
+        if self.attempt.end == "hang":
+            return First(f"a hang: {self.attempt.why or 'no rank moved'}", display_path(self.run.stacks))
+        if self.attempt.end == "gave up":
+            return First(f"training gave up: {self.attempt.why}", display_path(self.run.events))
+        if self.attempt.end == "silent":
+            hosts = ", ".join(sorted({place.host for place in self.places})[:4])
+            return First(
+                f"silent since {clock(self.attempt.ended)}: killed, or still at work; only "
+                f"{hosts or 'the machine of its ranks'} can tell"
+            )
+        own = [each for each in self.failures if not each.is_consequence]
+        candidates = [_first_of(each) for each in own] + self._fatal_errors() + self._killed_for_memory()
+        if candidates:
+            return min(candidates, key=lambda first: first.time or 0.0)
+        if self._silent_ranks:
+            return self._killed_from_outside()
+        if self.failures:
+            return _first_of(self.failures[0])
+        return First(self.attempt.why or "all ranks ended without a word: killed, or their machine is gone")
+
+    def _fatal_errors(self) -> list[First]:
+        """Find ranks that died in C code: Python's fault handler wrote their stacks into their logs."""
+        found = []
+        for rank in range(self.attempt.ranks):
+            path = self.run.rank_log(rank)
+            # a process begins its section before it opens the run
+            texts = [text for began, text in _sections(path) if began <= self.attempt.began + 1]
+            if texts and (fatal := _FATAL.search(texts[-1])):
+                found.append(First(fatal[1], display_path(path), rank, self._host(rank), self.attempt.ended))
+        return found
+
+    def _killed_for_memory(self) -> list[First]:
+        """Find ranks that the kernel killed because memory was short."""
+        ranks = {place.process: place for place in self.places}
+        return [
+            First(f"killed by the kernel: {fault.meaning[0]}", "", place.rank, host, fault.time)
+            for host, fault in self.faults
+            if fault.process is not None and fault.meaning and (place := ranks.get(fault.process))
+        ]
+
+    @property
+    def _silent_ranks(self) -> list[int]:
+        """Ranks that wrote no error, if others did."""
+        return (
+            sorted(set(range(self.attempt.ranks)) - {each.rank for each in self.failures})
+            if self.failures
+            else []
+        )
+
+    def _killed_from_outside(self) -> First:
+        silent = self._silent_ranks
+        first = silent[0]
+        place = next((place for place in self.places if place.rank == first), None)
+        doing = f", {place.phase} at step {place.step}" if place else ""
+        who = f"rank {first}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent[:8]))}"
+        what = f"{who} ended without an error of its own{doing}: killed from outside, or its machine is gone"
+        return First(what, "", first, self._host(first))
+
+    def _host(self, rank: int) -> str | None:
+        places = [place.host for place in self.places if place.rank == rank]
+        return next(iter([*places, *(each.host for each in self.failures if each.rank == rank)]), None)
+
+    def others(self) -> list[str]:
+        """Say in few lines what the other ranks met."""
+        counted = Counter(short(each.error) for each in self.failures)
+        lines = [f"{several(number, 'rank')}: {error}" for error, number in counted.most_common(4)]
+        return lines if len(self.failures) > 1 else []
+
+    def slow(self) -> list[str]:
+        """Say since when ranks were slow, from the attempt's `straggler` events."""
+        found = []
+        for event in self.record.events:
+            if event.get("event") != "straggler" or not self._is_of_attempt(event):
+                continue
+            times = event["own_seconds"] / max(event["median_seconds"], 1e-9)
+            since = max(1, int(event.get("step", 0)) - int(event["steps"]) + 1)
+            found.append(
+                f"rank {event['rank']} on {event['host']} since step {since:,}: {times:.1f} x the median rank"
+            )
+        return found
+
+    def _is_of_attempt(self, event: dict) -> bool:
+        return self.attempt.began <= self.record.event_time(event) <= self.until
+
+    def advice(self, first: First) -> list[str]:
+        """Say what to do about it, most important first."""
+        found = []
+        for host, fault in self.faults:
+            if fault.meaning and fault.process is None:
+                found.append(f"{host}: {fault.meaning[1]}")
+        text = first.what
+        if first.what.startswith("killed by the kernel"):
+            found.append(NO_MEMORY[1])
+        elif _OUT_OF_MEMORY.search(text):
+            found.append(
+                "take a smaller micro-batch, --set training.activation_checkpointing=true or a higher ZeRO stage; "
+                "train.py --plan says what fits"
+            )
+        elif _OUT_OF_HOST_MEMORY.search(text):
+            found.append(f"the machine had no memory left: {NO_MEMORY[1]}")
+        elif _KERNEL_FAULT.search(text):
+            found.append(
+                "CUDA_LAUNCH_BLOCKING=1 names the kernel; without it the traceback's line is a later one"
+            )
+        elif _MESSAGES.search(text):
+            found.append(
+                "run the doctor on these nodes (deepspeed --module pretraining.doctor); NCCL_DEBUG=WARN says more"
+            )
+        elif self.attempt.end == "hang":
+            found.append(
+                "the stacks say where each rank waited; the rank that did not arrive is the one to look at"
+            )
+        elif self.attempt.end == "silent":
+            found.append("look whether its processes live; if none does, it was killed")
+        elif first.rank is not None and "killed from outside" in text:
+            found.append(
+                f"look at {first.host or 'its host'}: kernel log (memory), the scheduler, power; this command says "
+                "more if it runs there"
+            )
+        return list(dict.fromkeys(found))
+
+
+def _first_of(failure: Failure) -> First:
+    return First(failure.error, failure.where, failure.rank, failure.host, failure.time)
+
+
+def _fault_text(host: str, fault: Fault) -> str:
+    meaning = f": {fault.meaning[0]}" if fault.meaning else ""
+    return f"{host}, {clock(fault.time)}: {fault.text}{meaning}"
+
+
+def short(error: str) -> str:
+    """Return the first line of an error, at most 160 characters of it."""
+    line = error.partition("\n")[0]
+    return line if len(line) <= 160 else f"{line[:159]}…"
+
+
+def _sections(path: Path) -> list[tuple[float, str]]:
+    """Cut a rank's log at its starts: (UNIX seconds, text)."""
+    if not path.is_file():
+        return []
+    parts = re.split(r"^--- (\S+Z) .*$", path.read_text(encoding="utf-8", errors="replace"), flags=re.M)
+    return [(unix_seconds(when), text) for when, text in zip(parts[1::2], parts[2::2], strict=True)]
+
+
+def clock(when: float) -> str:
+    """Write UNIX seconds as a date and a time."""
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(when))} UTC"
