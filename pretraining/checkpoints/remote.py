@@ -79,6 +79,8 @@ class RemoteRun(Store):
                 if start % _AHEAD_BYTES == 0 and hasattr(os, "posix_fadvise"):
                     # The kernel reads on while these are checked and written.
                     os.posix_fadvise(opened[0].fileno(), start, 2 * _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+                    # Read once: the memory is for what is written from it.
+                    os.posix_fadvise(opened[0].fileno(), 0, start, os.POSIX_FADV_DONTNEED)
                 opened[0].seek(start)
                 if count := opened[0].readinto(buffer[: stop - start]):
                     return buffer[:count]
