@@ -41,6 +41,8 @@ def refuse_slips(address: str, key: str) -> None:
 
     key: what holds the address, for the message.
     """
+    if address.rstrip("/").endswith(":"):
+        raise UserError(f"{key}: {address} names no place; write s3://bucket/folder, or the path of a folder")
     slip = _SLIPPED.match(address)
     if slip and not is_remote(address) and slip[0] != f"{slip[1]}/":
         meant = f"{slip[1]}://{address[slip.end() :]}"

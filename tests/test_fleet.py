@@ -38,13 +38,15 @@ class TorchrunNodes(Nodes):
     """Nodes with a supervised torchrun each; they meet on a machine that is none of them."""
 
     seconds_a_step = "1"
+    spare: str | None = None
+    """A node that is one too many, and waits for another's loss; without one, one node less is enough too."""
 
     def begin(self, store: str, settings: tuple[str, ...] = ()) -> None:
         """Start all, with this address of their store, and what they meet at."""
         self.port, self.store, self.settings = free_port(), store, (*SETTINGS, *settings)
         (self.folder / "slow.py").write_text(SLOW)
         self.point = self.meet()
-        self.started = {name: self.start_on(name) for name in self.hosts.names}
+        self.started = {name: self.start_on(name) for name in self.hosts.names if name != self.spare}
 
     def meet(self) -> Started:
         """Start what they meet at, and wait until it takes them."""
@@ -55,7 +57,8 @@ class TorchrunNodes(Nodes):
     def start_on(self, name: str) -> Started:
         """The command that is typed once on each node."""
         most = len(self.hosts.names)
-        torchrun = ["torchrun", f"--nnodes={most - 1}:{most}", "--nproc_per_node=1", "--max-restarts=9"]
+        number = most - 1 if self.spare else f"{most - 1}:{most}"
+        torchrun = ["torchrun", f"--nnodes={number}", "--nproc_per_node=1", "--max-restarts=9"]
         torchrun += ["--rdzv_backend=c10d", f"--rdzv_endpoint={self.hosts.outside}:{self.port}"]
         torchrun += ["--rdzv_id=run", f"--rdzv_conf={QUICK}"]
         settings = (*self.settings, f'extensions=["{self.folder / "slow.py"}"]')
@@ -116,13 +119,14 @@ def torchrun_nodes(
     names: tuple[str, ...],
     settings: tuple[str, ...] = (),
     seconds_a_step="1",
+    spare: str | None = None,
 ) -> Iterator[tuple[TorchrunNodes, RemoteRun]]:
     """The nodes, running, and what the store holds of their run."""
     with hosts(folder, *names) as made:
         if made is None:
             pytest.skip("may not make networks here")
         nodes = TorchrunNodes(workshop, folder, made)
-        nodes.seconds_a_step = seconds_a_step
+        nodes.seconds_a_step, nodes.spare = seconds_a_step, spare
         with (
             s3_server(folder / "log") as address,
             Proxy(address, lambda number, path: None, made.outside) as proxy,
@@ -195,6 +199,20 @@ def test_a_lost_meeting_point_ends_the_run_until_it_is_back(workshop: Workshop, 
     longest = max(nodes.hosts.names, key=lambda name: len(nodes.starts(name)))
     assert len(nodes.starts(longest)) > 1
     assert largest_difference(nodes.disk(longest), reference) <= 1e-4
+
+
+@ASKED
+def test_a_spare_node_takes_the_place_of_a_lost_one(workshop: Workshop, tmp_path, monkeypatch):
+    """Two train, for one would not divide the step of a real recipe; a third waits, with an empty disk."""
+    reference, names = workshop.run("zero2"), ("alpha", "beta", "gamma")
+    with torchrun_nodes(workshop, tmp_path, monkeypatch, names, (), "3", spare="gamma") as (nodes, remote):
+        nodes.wait_until(partial(nodes.trains_with, 2, "alpha"))
+        nodes.started["gamma"] = nodes.start_on("gamma")
+        nodes.wait_until(lambda: newest_committed(remote, 1) is not None)
+        nodes.lose("beta")
+        nodes.finish()
+    assert largest_difference(nodes.disk("alpha"), reference) <= 1e-4
+    assert [ranks for _, ranks in nodes.starts("alpha")] == [2, 2]
 
 
 @ASKED

@@ -233,7 +233,7 @@ def test_an_old_checkpoint_goes_only_after_a_new_one_is_committed(saved, monkeyp
 
 
 def test_rows_of_repeated_steps_are_dropped(tmp_path):
-    """A line that a dying run left half-written ends what is kept; later steps are written again."""
+    """A line that a dying run left half-written is no row; later steps are written again."""
     from pretraining.runtime.durable_files import append_row, keep_rows, read_rows
 
     path = tmp_path / "metrics.jsonl"
@@ -245,3 +245,8 @@ def test_rows_of_repeated_steps_are_dropped(tmp_path):
     append_row(path, {"step": 5, "loss": 0.5})
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4, 5]
     assert read_rows(path)[-1] == {"step": 5, "loss": 0.5}
+    # and of a file that nobody rewrites, as events.jsonl: what comes later is read
+    with path.open("a") as file:
+        file.write('[1]\n{"step": 6, "lo')
+    append_row(path, {"step": 7, "loss": 0.7})
+    assert [row["step"] for row in read_rows(path)] == [1, 2, 3, 4, 5, 7]

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,13 @@ import torch
 from pretraining.addresses import is_remote, masked, refuse_credentials
 from pretraining.checkpoints import remote
 from pretraining.checkpoints.__main__ import main
-from pretraining.checkpoints.fetch import fetch_newest, fetching_bar, newest_committed, refuse_newer
+from pretraining.checkpoints.fetch import (
+    fetch_newest,
+    fetching_bar,
+    newest_committed,
+    refuse_newer,
+    resolve_resume,
+)
 from pretraining.checkpoints.folders import step_in
 from pretraining.checkpoints.format import (
     MARKER,
@@ -37,7 +44,7 @@ from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
 from pretraining.runtime.durable_files import read_rows, write_json
 from pretraining.runtime.journal import Journal, Rollback
-from pretraining.runtime.run_folder import RunFolder
+from pretraining.runtime.run_folder import RunFolder, utc_now
 from tests.object_store import OTHER_CREDENTIALS, OtherServer, Proxy, s3_server, use_here
 from tests.runs import contents, execute
 
@@ -430,11 +437,9 @@ def test_the_newer_one_wins_and_what_is_here_is_not_fetched(tmp_path, connected,
 
 def test_damaged_files_of_a_checkpoint_here_come_from_the_store(tmp_path, store, capsys):
     """A bad disk, or a power cut after a fetch: the newest checkpoint is mended, and no older one takes its place."""
-    run = run_in(tmp_path)
-    uploader = Uploader(run, RemoteRun(store, NAME))
+    run, store = run_in(tmp_path), f"{store}/mended"
     for step in (4, 8):
-        uploader.offer(commit(run, step))
-        assert uploader.wait()
+        send(run, store, commit(run, step))
     before = bytes_of(run.checkpoint(8))
     newest, whole = run.checkpoint(8), run.checkpoint(8) / rank_file(1, 2)
     written = whole.stat().st_mtime_ns
@@ -452,7 +457,62 @@ def test_damaged_files_of_a_checkpoint_here_come_from_the_store(tmp_path, store,
     there.write_bytes(f"checkpoint-8/{MARKER}", marker.replace(b'"step": 8', b'"step":  8'))
     assert choose_checkpoint(run, "auto", upload=store) == run.checkpoint(4)
     assert choose_checkpoint(run, "auto", upload=str(tmp_path / "gone")) == run.checkpoint(4)
-    assert events(run)[-3:] == ["checkpoint_passed_over"] * 3
+    # what is in the store is no better: here it stays, for whoever looks at it
+    assert newest.is_dir() and events(run).count("checkpoint_passed_over") == 3
+
+
+@pytest.mark.parametrize("harm", ["marker", "not yet sent", "both"])
+def test_what_cannot_be_mended_here_gives_way_to_the_newest_whole_one_of_the_store(
+    tmp_path, connected, upload, harm
+):
+    """A damaged marker, or a damaged file that the store lacks or has damaged too: no step is trained again for it."""
+    run, there = run_in(tmp_path), RemoteRun(upload, NAME)
+    for step in (4, 8):
+        send(run, upload, commit(run, step))
+    shutil.rmtree(run.checkpoint(4))
+    damaged, of_rank_0 = run.checkpoint(8), rank_file(0, 2)
+    if harm == "marker":
+        (damaged / MARKER).write_bytes((damaged / MARKER).read_bytes().replace(b'"step": 8', b'"step": 9'))
+    else:
+        (damaged / of_rank_0).write_bytes(b"x" * (damaged / of_rank_0).stat().st_size)
+    if harm == "both":
+        there.write_bytes(f"checkpoint-8/{of_rank_0}", (damaged / of_rank_0).read_bytes())
+    if harm == "not yet sent":
+        there.remove_checkpoint("checkpoint-8")
+    kept = bytes_of(damaged)
+    chosen = choose_checkpoint(run, "auto", upload=upload)
+    assert chosen == run.checkpoint(8 if harm == "marker" else 4)
+    assert bytes_of(chosen) == bytes_of(fetched(tmp_path, upload).path / chosen.name)
+    if harm != "both":  # what is here is not replaced by what is no better
+        set_aside = next(run.aside.glob("checkpoint-8.*"), damaged)
+        assert bytes_of(set_aside) == kept
+
+
+def test_two_runs_of_one_name_do_not_overwrite_each_other(tmp_path, connected, upload):
+    """The second to commit a step is told; what the first has committed stays whole."""
+    one, two = run_in(tmp_path / "one"), run_in(tmp_path / "two")
+    uploaders = [Uploader(run, RemoteRun(upload, NAME)) for run in (one, two)]
+    time.sleep(1.1)  # a marker says when it was saved to the second
+    folders = [commit(one, 4, saved=utc_now()), commit(two, 4, ranks=3, saved=utc_now())]
+    for uploader, folder in zip(uploaders, folders, strict=True):
+        uploader.offer(folder)
+        uploader.wait()
+    assert events(one) == ["upload"] and "another run commits" in read_rows(two.events)[0]["reason"]
+    assert bytes_of(fetched(tmp_path, upload).checkpoint(4)) == bytes_of(folders[0])
+    # a later start of the run may save a step again
+    send(two, upload, folders[1])
+    assert bytes_of(fetched(tmp_path / "again", upload).checkpoint(4)) == bytes_of(folders[1])
+
+
+def test_a_checkpoint_by_its_address_does_not_mix_with_newer_ones(tmp_path, connected, upload):
+    """As one by its path: a later start would go on from the store's newest, of another course."""
+    run = run_in(tmp_path)
+    for step in (4, 8):
+        send(run, upload, commit(run, step))
+    with pytest.raises(UserError, match="checkpoint-8 is newer"):
+        resolve_resume(run, upload, f"{upload}/{NAME}/checkpoint-4")
+    again = RunFolder(tmp_path / "again" / NAME)
+    assert resolve_resume(again, None, f"{upload}/{NAME}/checkpoint-4")[1] == again.checkpoint(4)
 
 
 def test_a_mounted_folder_that_loses_a_handle_is_read_on(tmp_path, monkeypatch):
@@ -547,5 +607,7 @@ def test_an_address_with_a_slip_is_no_folder(slip, meant):
     """Three days of checkpoints in a folder of the node that is lost would be none."""
     with pytest.raises(UserError, match=f"write {meant}, or ./{slip} for a folder"):
         load_recipe("tiny", [f"checkpoints.upload={slip}"])
+    with pytest.raises(UserError, match="names no place"):
+        load_recipe("tiny", ["checkpoints.upload=s3://"])
     for folder in ("s3/bucket", "runs", "/mnt/s3:/runs", f"./{slip}", "gs-backup", meant):
         load_recipe("tiny", [f"checkpoints.upload={folder}"])

@@ -21,7 +21,7 @@ import xxhash
 from tqdm import tqdm
 
 from pretraining.addresses import is_remote, refuse_credentials
-from pretraining.checkpoints.folders import committed_checkpoints, step_in, step_in_name, step_of
+from pretraining.checkpoints.folders import committed_checkpoints, move_aside, step_in, step_in_name, step_of
 from pretraining.checkpoints.format import MARKER, file_entry, parse_marker, read_marker
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.upload import RUN_FILES
@@ -59,6 +59,8 @@ def resolve_resume(
     # A launcher that restarts the run repeats the command line: a typed `never` must not begin the run anew each time.
     resume = from_rank_0(lambda: resume_after_restart(run, resume))
     if is_remote(resume):
+        if upload is not None:
+            refuse_newer(RemoteRun(upload, run.path.name), step_in(at_address(resume)[1]), resume)
         return (resume, None) if in_parts else _fetch_address(run, resume)
     if upload is None or (resume == "auto" and in_parts):
         return resume, None
@@ -98,21 +100,37 @@ def _step_at(folder: Path) -> int:
         return 0
 
 
-def fetch_newest(run: RunFolder, remote: RemoteRun, newest_here: int | None) -> Path | None:
+def fetch_newest(
+    run: RunFolder, remote: RemoteRun, newest_here: int | None, damaged_here: Path | None = None
+) -> Path | None:
     """Fetch the newest committed checkpoint of the store that is whole, if it is newer than the newest here.
 
     Returns its folder; None if none was fetched. Every rank calls this. A damaged one is passed over with an event.
     newest_here: a step, or None. If the store cannot be reached, that is an event if there is a checkpoint here, and a
     `UserError` if there is none. A checkpoint of a newer version is a `UserError` too.
+    damaged_here: one to replace, which `fetch_again` could not mend: the newest up to its step is fetched.
     """
     above = -1 if newest_here is None else newest_here
-    below = sys.maxsize
+    below = sys.maxsize if damaged_here is None else step_in(damaged_here.name) + 1
     while name := from_rank_0(partial(newest_unless_unreachable, run, remote, above, below, newest_here)):
+        is_same = damaged_here is not None and name == damaged_here.name
+        if is_same and not from_rank_0(partial(_gives_way, run, remote, damaged_here)):
+            below = step_in(name)
+            continue
         if (reason := fetch_checkpoint(run, remote, name)) is None:
             return run.path / name
         from_rank_0(lambda: pass_over_remote(run, remote.where(name), reason))
         below = step_in(name)  # it is damaged: the one before may be whole
     return None
+
+
+def _gives_way(run: RunFolder, remote: RemoteRun, damaged: Path) -> bool:
+    """Set a damaged checkpoint aside for another one of its step; False if the store's is the same, or damaged too."""
+    content, _, wrong = read_remote_marker(remote, damaged.name)
+    if wrong is not None or content == (damaged / MARKER).read_bytes():
+        return False
+    move_aside(run, damaged)
+    return True
 
 
 def fetch_checkpoint(run: RunFolder, remote: RemoteRun, name: str) -> str | None:
@@ -157,7 +175,11 @@ def _tell_fetched_again(run: RunFolder, where: str, folder: Path, reason: str) -
 def _files_of_the_same(remote: RemoteRun, folder: Path) -> dict:
     """Return the files of the store's checkpoint of that name; none if its marker is another than the folder's."""
     content, files, wrong = read_remote_marker(remote, folder.name)
-    return files if wrong is None and content == (folder / MARKER).read_bytes() else {}
+    if wrong is not None or content != (folder / MARKER).read_bytes():
+        return {}
+    # nothing here is replaced by what is not whole there either
+    sizes = remote.sizes(folder.name) or {}
+    return files if all(sizes.get(name) == entry["bytes"] for name, entry in files.items()) else {}
 
 
 def _fetch_files(run: RunFolder, remote: RemoteRun, name: str, files: dict) -> str | None:

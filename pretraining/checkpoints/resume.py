@@ -5,6 +5,7 @@ anything is loaded. `begin_run` writes. Between the two calls the caller builds 
 refuses the start, nothing has been written yet. `roll_back` leaves out the samples that spoilt a run.
 """
 
+import itertools
 import json
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 
 from pretraining.checkpoints.agreement import bring_history, choose_on_disks, refuse_lone_disks
 from pretraining.checkpoints.export import describe_model
-from pretraining.checkpoints.fetch import fetch_again, resolve_resume
+from pretraining.checkpoints.fetch import fetch_again, fetch_newest, resolve_resume
 from pretraining.checkpoints.folders import (
     changed_files,
     committed_checkpoints,
@@ -28,6 +29,7 @@ from pretraining.checkpoints.folders import (
 )
 from pretraining.checkpoints.format import MARKER, marker_or_nothing, read_marker
 from pretraining.checkpoints.identity import GIVEN, Identity, Start, described_data
+from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.shard_files import read_state
 from pretraining.data.arriving import is_from_origin
 from pretraining.data.mixture import format_table
@@ -144,11 +146,17 @@ def choose_checkpoint(
         return None
     if resume != "auto":
         return _whole(Path(resume), fetched)
-    for folder in from_rank_0(lambda: _candidates(run, journal)):
+    candidates = from_rank_0(lambda: _candidates(run, journal))
+    for folder, before in itertools.zip_longest(candidates, candidates[1:]):
         reason = _damage_found_together(folder, fetched, of_run=True)
         if reason is None or fetch_again(run, upload, folder, reason):
             return folder
         from_rank_0(lambda folder=folder, reason=reason: _pass_over(run, folder, reason))
+        # the store may hold a newer one than the next one here
+        if upload is not None:
+            remote, step = RemoteRun(upload, run.path.name), step_in_name(before) if before else None
+            if (found := fetch_newest(run, remote, step, damaged_here=folder)) is not None:
+                return found
     return None
 
 

@@ -27,7 +27,7 @@ from pretraining.checkpoints.retention import Committed, Retention, metric_of
 from pretraining.errors import UserError
 from pretraining.runtime.heartbeat import long_work, work_done
 from pretraining.runtime.process_group import Messages, gather_from_ranks, host_group, rank_and_world_size
-from pretraining.runtime.run_folder import RunFolder
+from pretraining.runtime.run_folder import RunFolder, unix_seconds
 
 _PAUSE_SECONDS = 0.05  # between two exchanges of the ranks
 _CHUNK_BYTES = 256 << 10  # it stays in the processor's cache between hashing and sending
@@ -53,6 +53,7 @@ class Uploader:
     def __init__(self, run: RunFolder, remote: RemoteRun, mirror: bool = True, rule: Retention | None = None):
         self.run, self.remote, self.mirror, self.rule = run, remote, mirror, rule
         self.rank, self.ranks = rank_and_world_size()
+        self._began = time.time()
         self._group = host_group()
         self._waiting: Parcel | None = None
         self._thread: threading.Thread | None = None
@@ -169,10 +170,23 @@ class Uploader:
         """Say if the store holds this checkpoint already; the marker of another one of its step is removed."""
         marker = f"{parcel.name}/{MARKER}"
         found = self.remote.read_if_there(marker)
+        if found not in (None, parcel.marker) and self._saved_since(found):
+            raise UserError(
+                "another run commits to the same place; give one of them another name, --output_dir or "
+                "checkpoints.upload"
+            )
         # It must go before any rank changes a file.
         if found not in (None, parcel.marker):
             self.remote.remove(marker)
         return found == parcel.marker
+
+    def _saved_since(self, marker: bytes) -> bool:
+        """Say if a checkpoint that is not ours was saved after this start."""
+        try:
+            saved = parse_marker(marker, self.remote.address).get("saved")
+        except (UserError, ValueError):
+            return False
+        return saved is not None and unix_seconds(saved) > self._began
 
     def _send_own(self, parcel: Parcel) -> None:
         for receipt in parcel.own_receipts:

@@ -64,13 +64,17 @@ def write_json(path: Path, value: object) -> None:
 def append_row(path: Path, row: dict) -> None:
     """Append one JSON line in a single write."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
+    with path.open("ab+") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        # a line that a kill or a power cut has torn must not take this one with it
+        torn = size > 0 and file.read(1) != b"\n"
         # one write, so that a kill can leave at most the last line half-written
-        file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        file.write(("\n" * torn + json.dumps(row, ensure_ascii=False) + "\n").encode())
 
 
 def read_rows(path: Path) -> list[dict]:
-    """Read the rows of a JSON-lines file up to the first line that is no row. No file: no rows."""
+    """Read the rows of a JSON-lines file, without lines that are none. No file: no rows."""
     # "replace": a line that was cut inside a character must not raise
     return rows_of(path.read_text(encoding="utf-8", errors="replace")) if path.exists() else []
 
@@ -84,10 +88,9 @@ def rows_of(text: str) -> list[dict]:
             row = json.loads(line)
         # the end of the file, or a line that a dying run left half-written
         except json.JSONDecodeError:
-            break
-        if not isinstance(row, dict):
-            break
-        rows.append(row)
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
     return rows
 
 
