@@ -287,6 +287,8 @@ class Typed:
         self.made.start(host)
 
 
+ROUNDING = 1e-5
+"""Of losses near 5 in fp32, after up to 120 steps on another number of ranks."""
 LONG = (
     "monitors.hang_minutes=0.25",
     "budget.tokens=61440",
@@ -337,7 +339,7 @@ def test_the_launcher_comes_back_and_the_run_goes_on_without_the_lost_host(works
     assert finished.code == 0, finished.output
     typed.bring_back("beta")
     worlds = [event["world_size"] for event in run.events if event["event"] in ("start", "resume")]
-    assert worlds == [2, 2, 1] and losses_of(run) == pytest.approx(losses_of(reference), abs=1e-6)
+    assert worlds == [2, 2, 1] and losses_of(run) == pytest.approx(losses_of(reference), abs=ROUNDING)
 
 
 @expensive
@@ -361,7 +363,7 @@ def test_the_supervisor_goes_on_with_what_the_bucket_holds(workshop, two_hosts, 
     typed.bring_back("beta")
     assert finished.code == 0 and "supervise: beta lost" in finished.stderr, finished.output
     worlds = [event["world_size"] for event in run.events if event["event"] in ("start", "resume")]
-    assert worlds == [2, 1] and losses_of(run) == pytest.approx(losses_of(reference), abs=1e-6)
+    assert worlds == [2, 1] and losses_of(run) == pytest.approx(losses_of(reference), abs=ROUNDING)
 
 
 ACCELERATE = ["accelerate", "launch", "--config_file", "accelerate_configs/zero2.yaml"]
@@ -391,7 +393,7 @@ def test_accelerate_on_two_machines_loses_one(workshop, two_hosts):
     assert finished.code == 0, finished.output
     typed.bring_back("beta")
     worlds = [event["world_size"] for event in run.events if event["event"] in ("start", "resume")]
-    assert worlds == [2, 1] and losses_of(run) == pytest.approx(losses_of(reference), abs=1e-6)
+    assert worlds == [2, 1] and losses_of(run) == pytest.approx(losses_of(reference), abs=ROUNDING)
 
 
 @expensive
@@ -408,7 +410,7 @@ def test_accelerate_under_a_supervisor_waits_for_the_machine_that_is_back(worksh
     assert finished.code == 0, finished.output
     assert beta.finish().code == 0
     worlds = [event["world_size"] for event in run.events if event["event"] in ("start", "resume")]
-    assert worlds == [2, 2] and losses_of(run) == pytest.approx(losses_of(reference), abs=1e-6)
+    assert worlds == [2, 2] and losses_of(run) == pytest.approx(losses_of(reference), abs=ROUNDING)
 
 
 @pytest.mark.parametrize(
