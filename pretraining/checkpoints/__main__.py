@@ -26,13 +26,7 @@ from pretraining.checkpoints.folders import (
 from pretraining.checkpoints.format import MARKER
 from pretraining.checkpoints.publish import Push
 from pretraining.checkpoints.retention import Committed, Retention, measured_at
-from pretraining.checkpoints.stored import (
-    chosen_in_store,
-    stored_catalogue,
-    stored_files,
-    stored_run,
-    stored_verdicts,
-)
+from pretraining.checkpoints.stored import StoredCheckpoint, chosen_in_store, stored_checkpoints
 from pretraining.command_line import answer_one, not_negative_integer, not_negative_number, positive_integer
 from pretraining.errors import UserError, one_line_errors
 from pretraining.planning.quantities import columns, duration, num_bytes
@@ -74,8 +68,10 @@ class List:
 
     def answer(self, options: argparse.Namespace) -> dict:
         """Return {"run", "checkpoints": entries of the catalogue}."""
-        at_store = is_remote(options.run)
-        found = stored_catalogue(stored_run(options.run)) if at_store else catalogue(_run_of(options.run))
+        if is_remote(options.run):
+            found = [each.entry() for each in stored_checkpoints(options.run)]
+        else:
+            found = catalogue(_run_of(options.run))
         return {"run": str(options.run), "checkpoints": found}
 
     def as_text(self, answer: dict) -> str:
@@ -125,7 +121,8 @@ class Verify:
         files: {name: what is wrong, or None}.
         """
         if is_remote(options.run):
-            return {"checkpoints": self._verified_in_store(options.run, options.step)}
+            stored = chosen_in_store(options.run, options.step)
+            return {"checkpoints": [self._verified_in_store(each) for each in stored]}
         chosen = _chosen_checkpoints(options.run, options.step)
         return {"checkpoints": [self._verified(folder, of_run=folder != options.run) for folder in chosen]}
 
@@ -135,14 +132,10 @@ class Verify:
         reason, files = quick_damage(folder, of_run, is_part)
         return self._compared(str(folder), reason, files, partial(file_verdicts, folder, files))
 
-    def _verified_in_store(self, address: str, step: int | None) -> list[dict]:
-        remote, names = chosen_in_store(address, step)
-        found = []
-        for name in names:
-            reason, files = stored_files(remote, name)
-            compare = partial(stored_verdicts, remote, name, files)
-            found.append(self._compared(remote.where(name), reason, files, compare))
-        return found
+    def _verified_in_store(self, stored: StoredCheckpoint) -> dict:
+        reason, marker = stored.quick_damage()
+        files = marker.get("files", {})
+        return self._compared(stored.address, reason, files, partial(stored.verdicts, files))
 
     def _compared(self, checkpoint: str, reason: str | None, files: dict, compare: Callable) -> dict:
         """Compare the bytes of the files that a marker names. reason: what marker and sizes show to be wrong."""

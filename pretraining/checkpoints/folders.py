@@ -202,11 +202,14 @@ def has_size(folder: Path, name: str, entry: dict) -> bool:
 
 def _wrong_size(folder: Path, name: str, entry: dict) -> str | None:
     path = folder / name
-    if not path.is_file():
+    return size_fault(name, path.stat().st_size if path.is_file() else None, entry)
+
+
+def size_fault(name: str, size: int | None, entry: dict) -> str | None:
+    """Return what is wrong with the size of a file, or None. size: in bytes; None if it is not there."""
+    if size is None:
         return f"{name} is missing"
-    if (size := path.stat().st_size) != entry["bytes"]:
-        return f"{name} holds {size} bytes, {entry['bytes']} were committed"
-    return None
+    return None if size == entry["bytes"] else f"{name} holds {size} bytes, {entry['bytes']} were committed"
 
 
 def catalogue(run: RunFolder) -> list[dict]:

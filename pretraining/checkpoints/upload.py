@@ -170,13 +170,13 @@ class Uploader:
         """Say if the store holds this checkpoint already; the marker of another one of its step is removed."""
         marker = f"{parcel.name}/{MARKER}"
         found = self.remote.read_if_there(marker)
-        if found not in (None, parcel.marker) and self._saved_since(found):
-            raise UserError(
-                "another run commits to the same place; give one of them another name, --output_dir or "
-                "checkpoints.upload"
-            )
-        # It must go before any rank changes a file.
         if found not in (None, parcel.marker):
+            if self._saved_since(found):
+                raise UserError(
+                    "another run commits to the same place; give one of them another name, --output_dir or "
+                    "checkpoints.upload"
+                )
+            # It must go before any rank changes a file.
             self.remote.remove(marker)
         return found == parcel.marker
 

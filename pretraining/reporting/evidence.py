@@ -61,7 +61,7 @@ def attempts_of(record: RunRecord, state: str) -> list[Attempt]:
     """List the attempts of a run, oldest first. state: that of the run (`Standing.state`), for the last attempt."""
     starts = start_rows(record.events)
     times = wall_time.attempts(record.events, record.last_written)
-    found = []
+    found, signs = [], _signs_of_life(record)
     spans = itertools.pairwise([*starts, len(record.events)])
     for timed, (first, after) in zip(times, spans, strict=True):
         is_last = after == len(record.events)
@@ -72,17 +72,20 @@ def attempts_of(record: RunRecord, state: str) -> list[Attempt]:
         if is_last and len(record.steps):
             reached = max(reached, float(record.steps[-1]))
         next_start = float("inf") if is_last else timed.ended
-        ended = timed.ended if end in ("finished", "stopped") else _last_sign(record, timed.began, next_start)
+        ended = timed.ended if end in ("finished", "stopped") else _last_of(signs, timed.began, next_start)
         found.append(Attempt(timed.began, ended, timed.ranks, from_step, int(reached), end, why))
     return found
 
 
-def _last_sign(record: RunRecord, began: float, next_start: float) -> float:
-    """Return the time of the last row, event or failure between two starts; all are UNIX seconds."""
+def _signs_of_life(record: RunRecord) -> list[float]:
+    """List the times of all rows, events and failures, in UNIX seconds; infinity for one without a time."""
     failures = [each.time for each in read_failures(record.run)]
-    times = [*record.metrics.times, *map(record.event_time, record.events), *failures]
-    # the next start is an event too; one without a time has infinity
-    return max((each for each in times if began <= each < next_start), default=began)
+    return [*record.metrics.times, *map(record.event_time, record.events), *failures]
+
+
+def _last_of(signs: list[float], began: float, next_start: float) -> float:
+    """Return the last sign of life between two starts; the next start is an event too."""
+    return max((each for each in signs if began <= each < next_start), default=began)
 
 
 def _end_of(rows: list[dict], is_last: bool, state: str) -> tuple[str, str]:
