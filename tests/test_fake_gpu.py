@@ -30,11 +30,12 @@ from pretraining.model.build import build_from_recipe
 from pretraining.planning.run_plan import build_run_plan
 from pretraining.recipe import load_recipe
 from pretraining.refusals import load_recipe_and_ds_config
+from pretraining.runtime.rank_groups import rank_groups
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.arguments import build_arguments
 from pretraining.training.monitors import Monitors, SettledCollector
 from pretraining.training.trainer import PretrainingTrainer
-from pretraining.upstream.fake_gpu import FakeStream, fake_gpu
+from pretraining.upstream.fake_gpu import Watch, fake_gpu
 from tests.runs import EXPERTS, LLAMA
 
 LENGTH, STEPS, ACCUMULATION = 64, 2, 2
@@ -145,7 +146,8 @@ def make_trainer(machine, recipe_path: Path, split: TokenSplit, ds_config: str, 
     run, start = RunFolder(recipe_path.parent / "run"), Start()
     plan = build_run_plan(recipe, config, machine.world_size)
     arguments = build_arguments(recipe, config, run.path, plan.accumulation_steps, STEPS)
-    language_model = build_from_recipe(recipe, TOKENIZER, arguments, False)
+    groups = rank_groups(plan.degrees)
+    language_model = build_from_recipe(recipe, TOKENIZER, arguments, False, groups=groups)
     order = GlobalOrder(2 * split.num_blocks(LENGTH), 0, "faked")
     masks = recipe.data.document_masking
     dataset = PackedDataset((split, split), LENGTH, order, 0, recipe.num_samples, masks_documents=masks)
@@ -161,11 +163,12 @@ def make_trainer(machine, recipe_path: Path, split: TokenSplit, ds_config: str, 
         recipe,
         language_model,
         arguments,
-        loss=losses.build_loss(language_model, recipe.loss),
+        loss=losses.build_loss(language_model, recipe.loss, groups),
         train_dataset=dataset,
         evaluator=evaluator,
         checkpoints=NoCheckpoints(),
         monitors=monitors,
+        groups=groups,
         callbacks=callbacks,
     )
 
@@ -177,12 +180,19 @@ class NoCheckpoints(TrainerCallback):
 
 
 def last_step(
-    folder: Path, split, ds_config: str, world_size: int, model_section: dict, **sections
+    folder: Path,
+    split,
+    ds_config: str,
+    world_size: int,
+    model_section: dict,
+    busy: bool = False,
+    watch: Watch | None = None,
+    **sections,
 ) -> LastStep:
-    """Train a recipe for two steps."""
+    """Train a recipe for a few steps."""
     path = written_recipe(folder, model_section, **sections)
-    with fake_gpu(world_size) as machine:
-        if ds_config == "zero3":
+    with fake_gpu(world_size, busy=busy, watch=watch) as machine:
+        if "zero3" in ds_config:
             machine.object_of = of_rank
         waits = LastStep(machine)
         trainer = make_trainer(machine, path, split, ds_config, waits)
@@ -249,23 +259,6 @@ def test_a_step_waits_only_where_it_is_written(tmp_path, split, ds_config, world
     assert waits.step - Counter({where: waits.step[where] for where in measured}) == every_step
     assert set(waits.logged) <= LOGGED
     assert every_step.total() <= MOST_A_STEP
-
-
-def test_a_pass_comes_after_the_reductions_of_the_one_before(tmp_path, split, monkeypatch):
-    """Promise: the curve. Stage 3 reduces on its own stream; the device keeps the order, the host does not wait."""
-    ordered, found = [], []
-    monkeypatch.setattr(FakeStream, "wait_stream", lambda later, earlier: ordered.append((later, earlier)))
-    end_pass = DeepSpeedZeroOptimizer_Stage3.independent_gradient_partition_epilogue
-
-    def end_watched(optimizer):
-        ordered.clear()
-        end_pass(optimizer)
-        found.append((torch.cuda.current_stream(), optimizer.reduce_and_partition_stream) in ordered)
-
-    name = "independent_gradient_partition_epilogue"
-    monkeypatch.setattr(DeepSpeedZeroOptimizer_Stage3, name, end_watched)
-    last_step(tmp_path, split, "zero3", 8, LLAMA)
-    assert found == [True] * STEPS * ACCUMULATION
 
 
 def test_a_wait_that_is_not_written_is_found(tmp_path, split, monkeypatch):

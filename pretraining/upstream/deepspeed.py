@@ -6,7 +6,8 @@ Mended (each may go once its test passes without it):
   the norm is finite, how much to clip by, and how long it is; and numbers are copied to the device in between. The norm
   alone answers all of it. Held by tests/test_fake_gpu.py and tests/norms_read_once.py.
 - Stage 3 (`order_on_the_device`): the host waits for the reductions of every micro-batch, and after every step for the
-  gather of the parameters that stay whole. Streams can wait for each other. Held by tests/test_fake_gpu.py.
+  gather of the parameters that stay whole; without such parameters nothing orders a step before the next gather. Streams
+  can wait for each other. Held by tests/test_stream_order.py.
 - Stage 0 (`keep_norm_at_stage_0`): the norm is computed for clipping and dropped (deepspeedai/DeepSpeed#7255).
 - `round_robin_gradients` (`link_slices`): the map from parameters to slices is wrong. Held by the checkpoint tests.
 - Offload at stages 1 and 2 (`drop_refused_sums`): the sums of a refused step stay. Held by tests/test_stability.py.
@@ -132,8 +133,14 @@ _clip = on_the_host(clip_grad_norm_)
 def order_on_the_device(optimizer: Any) -> None:
     """Let streams wait for each other instead of the host, at stage 3; any other optimizer is left as it is.
 
-    The waits of the host protect no memory: buffers that two streams use are recorded on both, because reductions run
-    beside the backward pass anyway.
+    Each wait of the host that is taken out gave an order, which a wait of a stream gives now:
+
+    - at the end of a backward pass: the reductions, before what comes next (another pass, or the step);
+    - after a step: the optimizer's writes to the shares of weights, before the gathering stream reads them in the next
+      pass. DeepSpeed waits there only if some parameter stays whole on every rank; without one it has no order at all.
+
+    tests/test_stream_order.py holds both, for every layout: nothing is read before it is written, and no memory is given
+    away before its last use.
     """
     # With offload the processor itself reads the gradients, so the host has to wait.
     if not isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) or optimizer.offload_optimizer:
@@ -145,21 +152,26 @@ def order_on_the_device(optimizer: Any) -> None:
     # Called at the end of a backward pass (`independent_gradient_partition_epilogue`): what the current stream does
     # next, another pass or the step, comes after the reductions.
     reductions.synchronize = lambda: accelerator.current_stream().wait_stream(reductions)
-    optimizer._post_step = _without_waiting(optimizer._post_step, accelerator)
+    end_step = optimizer._post_step
 
-
-def _without_waiting(gather: Callable, accelerator) -> Callable:
-    """Wrap `gather` so that it does not call `accelerator.synchronize`."""
-    # The current stream waits for the collective already.
-
-    def gather_in_order(*args, **kwargs):
+    def end_step_in_order(*args, **kwargs) -> None:
+        # What it gathers comes on the current stream, which waits for that collective already.
         accelerator.synchronize = lambda *_: None  # on the instance, over the method of its class
         try:
-            return gather(*args, **kwargs)
+            end_step(*args, **kwargs)
         finally:
             del accelerator.synchronize
+        gather_after_writes(optimizer)
 
-    return gather_in_order
+    optimizer._post_step = end_step_in_order
+
+
+def gather_after_writes(optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
+    """Let the next pass gather weights only after what the current stream has written to this rank's shares."""
+    accelerator = get_accelerator()
+    if not accelerator.resolves_data_dependency():
+        gathering = optimizer.parameter_offload._DeepSpeedZeRoOffload__allgather_stream
+        gathering.wait_stream(accelerator.current_stream())
 
 
 def keep_norm_at_stage_0(engine: DeepSpeedEngine, report: Callable[[float], None]) -> None:
@@ -398,6 +410,7 @@ def weights_set_anew(zero: Any) -> Iterator[None]:
     zero.checkpoint_event_prologue()
     yield
     zero.checkpoint_event_epilogue()
+    gather_after_writes(zero)
 
 
 def set_weights_of(zero: Any, index: int) -> None:

@@ -18,13 +18,16 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import FrameType, SimpleNamespace
+from typing import Any, Protocol
 from unittest import mock
 
 import accelerate.state
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.accelerator import real_accelerator
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -62,17 +65,22 @@ _ZERO += ("memory_reserved", "max_memory_reserved")
 _NOTHING = ("_lazy_init", "set_device", "empty_cache", "ipc_collect", "manual_seed", "manual_seed_all")
 _NOTHING += ("set_rng_state", "reset_peak_memory_stats", "reset_max_memory_allocated")
 
-Waits = Callable[[str], None]
-"""Called with what the host waits for: device, stream or event."""
+Clock = dict["FakeStream", int]
+"""{stream: how many of its operations are over} at a point of a stream or of the host's program (a vector clock)."""
+
+
+def join(clock: Clock, other: Clock) -> None:
+    """Let all that is over in `other` be over in `clock` too."""
+    for stream, number in other.items():
+        if number > clock.get(stream, 0):
+            clock[stream] = number
 
 
 class FakeCuda:
-    """The functions of `torch.cuda` that training calls, and the stream that is current."""
+    """The functions of `torch.cuda` that training calls."""
 
-    def __init__(self, num_gpus: int, waits: Waits, name: str = NAME, total_bytes: int = TOTAL_BYTES):
-        self.num_gpus, self.waits, self.name, self.total_bytes = num_gpus, waits, name, total_bytes
-        # The first is the default stream, the last the current one.
-        self.streams = [FakeStream(waits)]
+    def __init__(self, machine: "FakeGpu", num_gpus: int, name: str = NAME, total_bytes: int = TOTAL_BYTES):
+        self.machine, self.num_gpus, self.name, self.total_bytes = machine, num_gpus, name, total_bytes
 
     def attributes(self) -> dict[str, object]:
         """Return {name in `torch.cuda`: its stand-in}."""
@@ -99,41 +107,34 @@ class FakeCuda:
                 set_rng_state=lambda *_: None,
                 fork_rng=torch.random.fork_rng,
             ),
-            "synchronize": lambda *_: self.waits("device"),
-            "Stream": lambda *_, **__: FakeStream(self.waits),
-            "Event": lambda *_, **__: FakeEvent(self.waits),
-            "current_stream": lambda *_: self.streams[-1],
-            "default_stream": lambda *_: self.streams[0],
-            "stream": self._on_stream,
-            "set_stream": self.streams.append,
+            "synchronize": lambda *_: self.machine.waits("device"),
+            "Stream": lambda *_, **__: FakeStream(self.machine),
+            "Event": lambda *_, **__: FakeEvent(self.machine),
+            "current_stream": lambda *_: self.machine.current_stream,
+            "default_stream": lambda *_: self.machine.streams[0],
+            "stream": self.machine.on_stream,
+            "set_stream": self.machine.streams.append,
         }
-
-    @contextlib.contextmanager
-    def _on_stream(self, stream: "FakeStream | None") -> Iterator[None]:
-        self.streams.append(stream or self.streams[-1])
-        try:
-            yield
-        finally:
-            self.streams.pop()
 
 
 @dataclass(eq=False)
 class FakeEvent:
-    """An event that has passed as soon as it is recorded."""
+    """An event: it has passed as soon as it is recorded, or, on a busy GPU, once the host has waited for it."""
 
-    waits: Waits
+    machine: "FakeGpu"
+    clock: Clock = field(default_factory=dict)
 
     def record(self, stream: "FakeStream | None" = None) -> None:
-        pass
+        self.clock = dict((stream or self.machine.current_stream).clock)
 
     def wait(self, stream: "FakeStream | None" = None) -> None:
-        pass
+        (stream or self.machine.current_stream).wait_event(self)
 
     def query(self) -> bool:
-        return True
+        return self.machine.is_over(self.clock)
 
     def synchronize(self) -> None:
-        self.waits("event")
+        self.machine.waits("event", self.clock)
 
     def elapsed_time(self, end: "FakeEvent") -> float:
         """Return milliseconds, made up because nothing runs."""
@@ -142,28 +143,34 @@ class FakeEvent:
 
 @dataclass(eq=False)
 class FakeStream:
-    """An idle stream; only the waits of the host for it are recorded."""
+    """A stream, which computes nothing: it knows what comes before its next operation."""
 
-    waits: Waits
+    machine: "FakeGpu"
     device: torch.device = GPU
+    clock: Clock = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.machine.made.append(self)
 
     def wait_stream(self, stream: "FakeStream") -> None:
-        pass
+        join(self.clock, stream.clock)
 
     def wait_event(self, event: FakeEvent) -> None:
-        pass
+        join(self.clock, event.clock)
 
     def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
-        return event or FakeEvent(self.waits)
+        event = event or FakeEvent(self.machine)
+        event.record(self)
+        return event
 
     def query(self) -> bool:
-        return True
+        return self.machine.is_over(self.clock)
 
     def is_capturing(self) -> bool:
         return False
 
     def synchronize(self) -> None:
-        self.waits("stream")
+        self.machine.waits("stream", self.clock)
 
 
 @dataclass(frozen=True)
@@ -194,17 +201,98 @@ class FakeGpu:
     collectives: list[Collective] = field(default_factory=list)
     object_of: Callable[[object, int], object] = lambda sent, rank: sent
     """Takes the object that this rank sends and another rank; returns what that rank sends."""
+    busy: bool = False
+    """The device is as far behind the host as it may be: an event has passed only once the host has waited for it."""
+    watch: "Watch | None" = None
+    """Sees every operation of the device."""
+    made: list[FakeStream] = field(default_factory=list)
+    """Every stream; the first is the default stream."""
+    streams: list[FakeStream] = field(default_factory=list)
+    """The streams whose blocks have not ended: the last is the current one."""
+    host: Clock = field(default_factory=dict)
+    """What the host has waited for."""
+    communicators: dict[dist.ProcessGroup, FakeStream] = field(default_factory=dict)
+    """NCCL has a stream of its own for each group."""
 
-    def waits(self, kind: str) -> None:
-        """Record that the host waits for the device here."""
+    def __post_init__(self) -> None:
+        self.streams.append(FakeStream(self))
+        if self.watch is not None:
+            self.watch.machine = self
+
+    @property
+    def current_stream(self) -> FakeStream:
+        return self.streams[-1]
+
+    @contextlib.contextmanager
+    def on_stream(self, stream: FakeStream | None) -> Iterator[None]:
+        """Make a stream the current one for the block."""
+        self.streams.append(stream or self.current_stream)
+        try:
+            yield
+        finally:
+            self.streams.pop()
+
+    def is_over(self, clock: Clock) -> bool:
+        """Return whether all of `clock` is over for somebody who asks without waiting."""
+        return not self.busy or all(self.host.get(stream, 0) >= number for stream, number in clock.items())
+
+    def launch(self) -> None:
+        """Begin an operation on the current stream: what the host has waited for is over before it begins."""
+        clock, stream = self.current_stream.clock, self.current_stream
+        join(clock, self.host)
+        clock[stream] = clock.get(stream, 0) + 1
+
+    def waits(self, kind: str, clock: Clock | None = None) -> None:
+        """Record that the host waits here: for all of `clock`, or for the current stream, or for the device."""
         self.synchronisations.append(Synchronisation(kind, *_cause(sys._getframe(1))))
+        for stream in self.made if kind == "device" else ():
+            join(self.host, stream.clock)
+        join(self.host, self.current_stream.clock if clock is None else clock)
 
-    def hears(self, collective: Collective) -> None:
-        """Record a collective, and the wait of the host if there is one."""
+    def hears(self, collective: Collective, group: dist.ProcessGroup, sides: list[list[torch.Tensor]]) -> FakeWork:
+        """Record a collective, and the wait of the host if there is one; return what waits for its end."""
         self.collectives.append(collective)
+        if collective.backend != "nccl":
+            return FakeWork()
         # NCCL sends objects as tensors of the device: the host waits for them, as for a barrier.
-        if collective.backend == "nccl" and collective.dtype is None:
+        if collective.dtype is None:
             self.waits("barrier")
+        stream = self.communicators.setdefault(group, FakeStream(self))
+        stream.wait_stream(self.current_stream)
+        with self.on_stream(stream):
+            self.launch()
+            if self.watch is not None:
+                self.watch.collective(collective.name, sides)
+        return _Work(self, dict(stream.clock))
+
+
+class Watch(Protocol):
+    """Sees what the device does."""
+
+    machine: "FakeGpu"
+    """Set by it."""
+
+    def operator(self, function: Any, args: tuple, kwargs: dict, result: Any) -> None:
+        """See an operator of torch, on the current stream."""
+
+    def collective(self, name: str, sides: list[list[torch.Tensor]]) -> None:
+        """See a collective, on the stream of its group; sides: outputs, then inputs."""
+
+    def used_on(self, tensor: torch.Tensor, stream: FakeStream) -> None:
+        """See that the allocator is told of a stream that uses a tensor (`record_stream`)."""
+
+
+class _Work(FakeWork):
+    """The end of a collective of NCCL."""
+
+    def __init__(self, machine: FakeGpu, clock: Clock):
+        super().__init__()
+        self.machine, self.clock = machine, clock
+
+    def wait(self, *_: object) -> bool:
+        """Let the current stream wait for it, not the host."""
+        join(self.machine.current_stream.clock, self.clock)
+        return True
 
 
 def _cause(frame: FrameType) -> tuple[str, str, int]:
@@ -296,7 +384,11 @@ class _Device(TorchDispatchMode):
             return INNER
         self.depth += 1
         try:
-            return self._dispatch(func, args, kwargs or {})
+            self.machine.launch()
+            result = self._dispatch(func, args, kwargs := kwargs or {})
+            if self.machine.watch is not None:
+                self.machine.watch.operator(func, args, kwargs, result)
+            return result
         finally:
             self.depth -= 1
 
@@ -437,18 +529,20 @@ def fake_gpu(
     place: tuple[int, int] | None = None,
     name: str = NAME,
     total_bytes: int = TOTAL_BYTES,
+    busy: bool = False,
+    watch: Watch | None = None,
 ) -> Iterator[FakeGpu]:
     """Give this process a GPU as rank `rank` of `world_size`, until the end of the block.
 
     place: (number of the rank in its node, ranks of the node); None puts all ranks into one node. name, total_bytes: of
-    the GPU; it computes as an H100 does.
+    the GPU; it computes as an H100 does. busy, watch: see `FakeGpu`.
 
     Raises:
         RuntimeError: this process is in a process group already.
     """
-    machine = FakeGpu(world_size, rank)
+    machine = FakeGpu(world_size, rank, busy=busy, watch=watch)
     device = _Device(machine)
-    cuda = FakeCuda(place[1] if place else world_size, machine.waits, name, total_bytes)
+    cuda = FakeCuda(machine, place[1] if place else world_size, name, total_bytes)
     with contextlib.ExitStack() as undone:
         enter = undone.enter_context
         for owner, stand_ins in _stand_ins(machine, device, cuda).items():
@@ -488,17 +582,18 @@ def _inside(calls: _Calls) -> Callable:
 
 def _stand_ins(machine: FakeGpu, device: _Device, cuda: FakeCuda) -> dict[object, dict[str, object]]:
     """Return {owner: its attributes inside the block}."""
+    watch = machine.watch
     return {
         torch.cuda: cuda.attributes(),
         torch._C: dict.fromkeys(("_get_accelerator", "_accelerator_getAccelerator"), lambda *_, **__: CUDA),
-        torch.accelerator: {"current_stream": lambda *_: FakeStream(machine.waits)},
+        torch.accelerator: {"current_stream": lambda *_: machine.current_stream},
         torch.cuda.nvtx: dict.fromkeys(("range_push", "range_pop"), lambda *_: 0),
         torch.cuda.nccl: {"version": lambda: (2, 29, 7)},
         real_accelerator: {"ds_accelerator": CUDA_Accelerator()},
         FakeTensor: {
             "device": property(device.device_of),
             "is_cuda": property(lambda tensor: True),
-            "record_stream": lambda tensor, stream: None,
+            "record_stream": lambda tensor, stream: watch and watch.used_on(tensor, stream),
             "type": _type_of,
             "tolist": lambda tensor: tensor.cpu().tolist(),
         },

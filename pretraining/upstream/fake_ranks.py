@@ -18,6 +18,8 @@ import deepspeed.comm.comm
 import deepspeed.utils.groups
 import torch
 import torch.distributed as dist
+from deepspeed.module_inject import layers
+from deepspeed.runtime.tensor_parallel import init_utils
 from deepspeed.runtime.zero import stage3, utils
 from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, ZeroParamStatus
 from torch._C._distributed_c10d import FakeWork
@@ -59,12 +61,18 @@ class Collective:
     """None if no tensors are moved."""
 
 
+Record = Callable[[Collective, dist.ProcessGroup, list[list[torch.Tensor]]], FakeWork]
+"""Takes a collective, its group, and its tensors (outputs, then inputs); returns what waits for its end."""
+
+
 class FakeRanks(dist.ProcessGroup):
     """A process group of a backend that moves only the tensors that the real one can."""
 
     Options = SimpleNamespace
     backend: str
-    record: Callable[[Collective], None]
+    record: Record
+    work: FakeWork
+    """Of the last collective."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, *_: object, **__: object):
         super().__init__(rank, size)
@@ -106,14 +114,13 @@ class FakeRanks(dist.ProcessGroup):
         pass
 
     def _end_coalescing(self, device: torch.device) -> FakeWork:
-        return FakeWork()
+        return self.work
 
     def shutdown(self) -> None:
         pass
 
     def barrier(self, *_: object, **__: object) -> FakeWork:
-        self.record(Collective("barrier", self.backend, self._size, 0, None))
-        return FakeWork()
+        return self.record(Collective("barrier", self.backend, self._size, 0, None), self, [])
 
     def moves(self, name: str, *args: Any) -> FakeWork:
         """Record one collective.
@@ -136,8 +143,8 @@ class FakeRanks(dist.ProcessGroup):
             forget_values(tensors)
         most = max((sum(tensor.nbytes for tensor in side) for side in sides), default=0)
         dtype = tensors[0].dtype if tensors else None
-        self.record(Collective(name, self.backend, self._size, most, dtype))
-        return FakeWork()
+        self.work = self.record(Collective(name, self.backend, self._size, most, dtype), self, sides)
+        return self.work
 
 
 def forget_values(tensors: list[torch.Tensor]) -> None:
@@ -174,7 +181,7 @@ for _name, _methods in COLLECTIVES.items():
 def fake_ranks(
     rank: int,
     size: int,
-    record: Callable[[Collective], None],
+    record: Record,
     object_of: Callable[[object, int], object],
     place: tuple[int, int] | None = None,
 ) -> Iterator[None]:
@@ -205,8 +212,8 @@ def fake_ranks(
         undone.enter_context(mock.patch.multiple(distributed_c10d, create=True, **stand_ins, **objects))
         # torch.distributed holds these names a second time.
         undone.enter_context(mock.patch.multiple(dist, **objects))
-        # DeepSpeed keeps its groups in variables of these modules.
-        for module in (deepspeed.comm.comm, deepspeed.utils.groups):
+        # DeepSpeed keeps its groups in variables of these modules, and whether layers are split.
+        for module in (deepspeed.comm.comm, deepspeed.utils.groups, layers, init_utils):
             undone.enter_context(_kept(module))
         # A store in memory: no other process will join.
         dist.init_process_group(
@@ -218,13 +225,13 @@ def fake_ranks(
 
 
 def _object_collectives(
-    record: Callable[[Collective], None], object_of: Callable[[object, int], object]
+    record: Record, object_of: Callable[[object, int], object]
 ) -> dict[str, Callable]:
     """Return stand-ins for the collectives of torch that pickle what they send."""
 
     def gathered(name: str, obj, group: dist.ProcessGroup | None) -> list:
         group = group or distributed_c10d._get_default_group()
-        record(Collective(name, group.name(), group.size(), 0, None))
+        record(Collective(name, group.name(), group.size(), 0, None), group, [])
         return [obj if rank == group.rank() else object_of(obj, rank) for rank in range(group.size())]
 
     def all_gather_object(object_list, obj, group=None):

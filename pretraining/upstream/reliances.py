@@ -293,11 +293,13 @@ _PURPOSES = (
     ),
     _Purpose(
         "deepspeed",
-        why="at stage 3 the host waits for the reductions of every micro-batch",
-        test="test_fake_gpu.py",
-        until="its test passes without it",
+        why="at stage 3 the host waits for the reductions of every micro-batch, and nothing else orders a step's writes "
+        "before the next gather",
+        test="test_stream_order.py",
+        until="DeepSpeed's streams wait for each other",
         names=(
             f"{_STAGE_3}.reduce_and_partition_stream",
+            "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload._DeepSpeedZeRoOffload__allgather_stream",
             f"{_STAGE_3}._post_step(args, kwargs)",
         ),
     ),
