@@ -18,12 +18,16 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from pretraining.upstream.fake_gpu import FakeGpu, FakeStream, _file_of
+from pretraining.upstream.fake_gpu import FakeStream, Watch, _file_of
 
 OWN_FILES = ("tests/stream_order.py", "pretraining/upstream/fake_")
 FRAMES = 3
 """Of a place, those that are named."""
-NO_ACCESS = {torch.ops.aten.set_, torch.ops.aten._has_compatible_shallow_copy_type, torch.ops.aten.is_same_size}
+NO_ACCESS = {
+    torch.ops.aten.set_,
+    torch.ops.aten._has_compatible_shallow_copy_type,
+    torch.ops.aten.is_same_size,
+}
 """They read no numbers."""
 
 
@@ -53,11 +57,8 @@ class Storage:
         """The allocator knows of these."""
 
 
-class StreamOrder:
+class StreamOrder(Watch):
     """Give it to `fake_gpu(watch=...)`; `unordered` then says which accesses have no order, and how often."""
-
-    machine: FakeGpu
-    """Set by it."""
 
     def __init__(self) -> None:
         self.storages: dict[int, Storage] = {}
@@ -125,7 +126,10 @@ class StreamOrder:
 
     def _is_before(self, access: Access, stream: FakeStream | None) -> bool:
         """Return whether an access is over when the next operation of a stream, or of the host, begins."""
-        if access.stream in (stream, None):  # what the host has done is over before anything that it launches then
+        if access.stream in (
+            stream,
+            None,
+        ):  # what the host has done is over before anything that it launches then
             return True
         clock = self.machine.host if stream is None else stream.clock
         return clock.get(access.stream, 0) >= access.number

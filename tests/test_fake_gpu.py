@@ -5,6 +5,7 @@ waits for the device, how often, and why.
 """
 
 import json
+import traceback
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from transformers import TrainerCallback
 
 from pretraining.checkpoints.export import averaged_weights
@@ -259,6 +259,28 @@ def test_a_step_waits_only_where_it_is_written(tmp_path, split, ds_config, world
     assert waits.step - Counter({where: waits.step[where] for where in measured}) == every_step
     assert set(waits.logged) <= LOGGED
     assert every_step.total() <= MOST_A_STEP
+
+
+class Operators(Watch):
+    """Notes what the device does while gradients are summed up."""
+
+    def __init__(self):
+        self.seen = Counter()
+
+    def operator(self, function, args, kwargs, result):
+        names = {frame.name for frame in traceback.extract_stack(limit=12)}
+        if names & {"_update_hp_grad", "partition_grads"} and not function.is_view:
+            self.seen[function.overloadpacket.__name__] += 1
+
+
+@pytest.mark.parametrize("ds_config", ["zero1", "zero3"])
+def test_gradients_are_summed_up_by_one_kernel(tmp_path, split, ds_config):
+    """No copy in fp32 first; the bits are the same, because a 16-bit value is exact in fp32."""
+    watch = Operators()
+    last_step(tmp_path, split, ds_config, 8, LLAMA, watch=watch)
+    assert watch.seen["add_"] and set(watch.seen) <= {"add_", "copy_", "zero_"}
+    sums, gradients = torch.randn(10_000), torch.randn(10_000).mul(1e-3).bfloat16()
+    assert torch.equal(sums + gradients, sums + gradients.float())
 
 
 def test_a_wait_that_is_not_written_is_found(tmp_path, split, monkeypatch):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import FrameType, SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 from unittest import mock
 
 import accelerate.state
@@ -203,7 +203,7 @@ class FakeGpu:
     """Takes the object that this rank sends and another rank; returns what that rank sends."""
     busy: bool = False
     """The device is as far behind the host as it may be: an event has passed only once the host has waited for it."""
-    watch: "Watch | None" = None
+    watch: "Watch" = field(default_factory=lambda: Watch())
     """Sees every operation of the device."""
     made: list[FakeStream] = field(default_factory=list)
     """Every stream; the first is the default stream."""
@@ -216,8 +216,7 @@ class FakeGpu:
 
     def __post_init__(self) -> None:
         self.streams.append(FakeStream(self))
-        if self.watch is not None:
-            self.watch.machine = self
+        self.watch.machine = self
 
     @property
     def current_stream(self) -> FakeStream:
@@ -249,7 +248,9 @@ class FakeGpu:
             join(self.host, stream.clock)
         join(self.host, self.current_stream.clock if clock is None else clock)
 
-    def hears(self, collective: Collective, group: dist.ProcessGroup, sides: list[list[torch.Tensor]]) -> FakeWork:
+    def hears(
+        self, collective: Collective, group: dist.ProcessGroup, sides: list[list[torch.Tensor]]
+    ) -> FakeWork:
         """Record a collective, and the wait of the host if there is one; return what waits for its end."""
         self.collectives.append(collective)
         if collective.backend != "nccl":
@@ -261,13 +262,12 @@ class FakeGpu:
         stream.wait_stream(self.current_stream)
         with self.on_stream(stream):
             self.launch()
-            if self.watch is not None:
-                self.watch.collective(collective.name, sides)
+            self.watch.collective(collective.name, sides)
         return _Work(self, dict(stream.clock))
 
 
-class Watch(Protocol):
-    """Sees what the device does."""
+class Watch:
+    """Sees what the device does; here, does nothing about it."""
 
     machine: "FakeGpu"
     """Set by it."""
@@ -386,8 +386,7 @@ class _Device(TorchDispatchMode):
         try:
             self.machine.launch()
             result = self._dispatch(func, args, kwargs := kwargs or {})
-            if self.machine.watch is not None:
-                self.machine.watch.operator(func, args, kwargs, result)
+            self.machine.watch.operator(func, args, kwargs, result)
             return result
         finally:
             self.depth -= 1
@@ -540,7 +539,7 @@ def fake_gpu(
     Raises:
         RuntimeError: this process is in a process group already.
     """
-    machine = FakeGpu(world_size, rank, busy=busy, watch=watch)
+    machine = FakeGpu(world_size, rank, busy=busy, watch=watch or Watch())
     device = _Device(machine)
     cuda = FakeCuda(machine, place[1] if place else world_size, name, total_bytes)
     with contextlib.ExitStack() as undone:
@@ -582,7 +581,6 @@ def _inside(calls: _Calls) -> Callable:
 
 def _stand_ins(machine: FakeGpu, device: _Device, cuda: FakeCuda) -> dict[object, dict[str, object]]:
     """Return {owner: its attributes inside the block}."""
-    watch = machine.watch
     return {
         torch.cuda: cuda.attributes(),
         torch._C: dict.fromkeys(("_get_accelerator", "_accelerator_getAccelerator"), lambda *_, **__: CUDA),
@@ -593,7 +591,7 @@ def _stand_ins(machine: FakeGpu, device: _Device, cuda: FakeCuda) -> dict[object
         FakeTensor: {
             "device": property(device.device_of),
             "is_cuda": property(lambda tensor: True),
-            "record_stream": lambda tensor, stream: watch and watch.used_on(tensor, stream),
+            "record_stream": lambda tensor, stream: machine.watch.used_on(tensor, stream),
             "type": _type_of,
             "tolist": lambda tensor: tensor.cpu().tolist(),
         },

@@ -224,9 +224,7 @@ def fake_ranks(
         yield
 
 
-def _object_collectives(
-    record: Record, object_of: Callable[[object, int], object]
-) -> dict[str, Callable]:
+def _object_collectives(record: Record, object_of: Callable[[object, int], object]) -> dict[str, Callable]:
     """Return stand-ins for the collectives of torch that pickle what they send."""
 
     def gathered(name: str, obj, group: dist.ProcessGroup | None) -> list:

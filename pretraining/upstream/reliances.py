@@ -293,8 +293,18 @@ _PURPOSES = (
     ),
     _Purpose(
         "deepspeed",
-        why="at stage 3 the host waits for the reductions of every micro-batch, and nothing else orders a step's writes "
-        "before the next gather",
+        why="each gradient is copied in fp32 before it is added to its sum",
+        test="test_fake_gpu.py",
+        until="its test passes without it",
+        names=(
+            f"{_BF16}._update_hp_grad(self, lp, group_idx, param_idx, clear_lp_grads)",
+            f"{_STAGE_3}.partition_grads(self, params_to_release, grad_partitions)",
+        ),
+    ),
+    _Purpose(
+        "deepspeed",
+        why="at stage 3 the host waits for the reductions of every micro-batch, and nothing else orders "
+        "a step's writes before the next gather",
         test="test_stream_order.py",
         until="DeepSpeed's streams wait for each other",
         names=(
