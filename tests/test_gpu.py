@@ -3,6 +3,8 @@
 PRETRAINING_GPU_TESTS_ON=cpu runs the same on the processor, but what needs CUDA's own kernels.
 """
 
+import hashlib
+import json
 import os
 import shutil
 import sys
@@ -13,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import TrainingArguments
 
 from pretraining.checkpoints.background import HostSnapshot
+from pretraining.ds_config import DS_CONFIGS
 from pretraining.model import attention
 from pretraining.model.attention import TORCH_VARLEN
 from pretraining.model.build import build_model
@@ -28,6 +31,7 @@ BF16 = ("training.bf16=true",)
 EXACT = (*BF16, "training.full_determinism=true")
 STAGES = ("zero0", "zero1", "zero2", "zero3")
 needs_cuda = pytest.mark.skipif(DEVICE != "cuda", reason="CUDA's own kernels")
+needs_two = pytest.mark.skipif(DEVICE != "cuda" or torch.cuda.device_count() < 2, reason="needs two GPUs")
 needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="no compiler here")
 
 
@@ -107,13 +111,42 @@ def test_an_offloaded_optimizer_trains(workshop, stage):
     assert trained(workshop, stage).losses == pytest.approx(trained(workshop, "zero2").losses, abs=0.02)
 
 
-@needs_cuda
-@pytest.mark.skipif(DEVICE == "cuda" and torch.cuda.device_count() < 2, reason="needs two GPUs")
+@needs_two
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
 def test_two_gpus_give_the_curve_of_one(workshop, stage):
     """NCCL, streams and all."""
     run = workshop.run(stage, 2, "torchrun", BF16)
     assert run.losses == pytest.approx(trained(workshop, stage).losses, abs=0.02)
+
+
+WIDE = {"n_embd": 4096, "n_layer": 4}
+"""So many weights that the optimizer's kernels take longer than the host needs to begin the next pass."""
+
+
+@needs_two
+@pytest.mark.parametrize("threshold", [None, 0])
+def test_steps_that_are_not_logged_compute_with_the_weights_of_their_step(workshop, tmp_path, threshold):
+    """Promise: the curve. A GPU that may run behind the host, against one that the host waits for at each kernel."""
+    config = json.loads((DS_CONFIGS / "zero3.json").read_text())
+    if threshold is not None:
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = threshold
+    (stage := tmp_path / "zero3.json").write_text(json.dumps(config))
+    shape = (f"model.{key}={value}" for key, value in WIDE.items())
+    settings = (*EXACT, *shape, "training.logging_steps=1000", "training.learning_rate=0.001")
+    ended = []
+    for folder, variables in (("behind", {}), ("waiting", {"CUDA_LAUNCH_BLOCKING": "1"})):
+        run = Run(tmp_path / folder)
+        command = workshop.command(tmp_path / folder, str(stage), 2, "torchrun", settings)
+        finished = execute(command, **variables)
+        assert finished.code == 0, finished.output
+        ended.append((run.validation_rows[-1]["eval/loss"], weights_of(run)))
+    assert ended[0] == ended[1]
+
+
+def weights_of(run: Run) -> dict[str, str]:
+    """The digest of each exported file of weights."""
+    files = run.dir.export.glob("*.safetensors")
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -134,7 +167,7 @@ KERNELS = [attention.SDPA_CAUSAL, "sdpa", pytest.param(TORCH_VARLEN, marks=needs
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["gpt2", "llama"])  # a router may choose another expert for rounding alone
 def test_every_attention_kernel_computes_attention(tmp_path, name, kernel):
     """bf16 logits and gradients of the first weight within its rounding of the plain formula in fp32."""
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=DEVICE == "cpu", seed=7)

@@ -117,11 +117,17 @@ BUSY["hpZ"] = BUSY["zero3"] | {"deepspeed/runtime/zero/partition_parameters.py:_
 hpZ cuts every gathered parameter for its own node."""
 
 
+COUNTED = {"zero3": 17, "hpZ": 17 + 16}
+"""As docs/measured.md says."""
+
+
 @pytest.mark.parametrize("case", BUSY)
 def test_a_busy_gpu_is_waited_for_only_where_it_is_written(tmp_path, split, case):  # noqa: F811
     """Promise: honest numbers. README's waits of a step are those of stages 0 to 2."""
     _, waits = ordered_steps(tmp_path, split, *CASES[case], busy=True)
     assert set(waits.micro_batches) == BUSY[case]
+    if case in COUNTED:
+        assert waits.micro_batches.total() == COUNTED[case]
     assert set(waits.step) == {NORM, *LOSS} | {each for each in waits.step if each in BUSY[case]}
 
 

@@ -105,7 +105,8 @@ def _assigned(owner: object) -> set[str]:
     names = set()
     for node in ast.walk(ast.parse(inspect.cleandoc("\n" + inspect.getsource(owner)))):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            names.add(node.attr)
+            hidden = node.attr.startswith("__") and inspect.isclass(owner)  # as Python names it
+            names.add(f"_{owner.__name__}{node.attr}" if hidden else node.attr)
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             names.add(node.target.id)  # a field of a dataclass
         elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):

@@ -298,7 +298,7 @@ _PURPOSES = (
         until="its test passes without it",
         names=(
             f"{_BF16}._update_hp_grad(self, lp, group_idx, param_idx, clear_lp_grads)",
-            f"{_STAGE_3}.partition_grads(self, params_to_release, grad_partitions)",
+            f"{_STAGE_3}.partition_grads(args, kwargs)",
         ),
     ),
     _Purpose(
