@@ -27,7 +27,13 @@ from pretraining.checkpoints.format import MARKER
 from pretraining.checkpoints.publish import Push
 from pretraining.checkpoints.retention import Committed, Retention, measured_at
 from pretraining.checkpoints.stored import StoredCheckpoint, chosen_in_store, stored_checkpoints
-from pretraining.command_line import answer_one, not_negative_integer, not_negative_number, positive_integer
+from pretraining.command_line import (
+    add_trust,
+    answer_one,
+    not_negative_integer,
+    not_negative_number,
+    positive_integer,
+)
 from pretraining.errors import UserError, one_line_errors
 from pretraining.planning.quantities import columns, duration, num_bytes
 from pretraining.recipe.sections import Checkpoints
@@ -209,6 +215,7 @@ class Export:
         )
         what = "config and tokenizer (default: RUN/model, written by train.py)"
         parser.add_argument("--model", type=Path, metavar="DIR", help=what)
+        add_trust(parser)
 
     def answer(self, options: argparse.Namespace) -> dict:
         """Return {"checkpoint", "step", "export", "bytes"}."""
@@ -223,7 +230,7 @@ class Export:
         from pretraining.checkpoints.export import export_checkpoint
 
         logging.disable_progress_bar()
-        export_checkpoint(checkpoint, options.model or run.model, folder)
+        export_checkpoint(checkpoint, options.model or run.model, folder, options.trust_extensions)
         return {
             "checkpoint": str(checkpoint),
             "step": step,

@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from pretraining.addresses import is_remote, refuse_credentials, refuse_slips
+from pretraining.addresses import is_remote, refuse_slips
 from pretraining.checkpoints.folders import files_in
 from pretraining.checkpoints.format import file_entry
 from pretraining.checkpoints.remote import RemoteRun
@@ -45,8 +45,6 @@ class Push:
         at_hub = not (is_remote(to) or to.startswith(("/", ".", "~")))
         if at_hub:
             check_repo_id(to)
-        elif is_remote(to):
-            refuse_credentials(to, "push")
         if options.dry_run:
             return {**found, "sent": [], "url": None}
         return found | (to_hub(files, to, options.private) if at_hub else to_store(files, to))
