@@ -21,7 +21,7 @@ _KNOWN_SHAPES = re.compile(
 )
 # training.hub_token=..., "hub_token": "...", --hub_token ...
 _ASSIGNED = re.compile(
-    r"""((?:token|secret|passw(?:or)?d|credentials?|[._-]key)(?:=|["']\s*[:=]\s*["'])"""
+    r"""((?:token|secret|passw(?:or)?d|credentials?|[_-]key)(?:=|["']\s*[:=]\s*["'])"""
     r"""|--[\w-]{0,64}(?:token|secret|passw(?:or)?d|key)\s)(?!\$|\*\*\*)[^\s"'&]*[^\s"'&:;,)\]}]""",
     re.IGNORECASE,
 )

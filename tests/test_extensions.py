@@ -88,6 +88,9 @@ def test_the_run_folder_repeats_the_run_and_the_export_holds_the_model(runs, tmp
     assert not changed_parts(recipe.to_dict(), json.loads((folder / "recipe.json").read_text()))
     assert (folder / "export" / MODEL.name).read_bytes() == MODEL.read_bytes()
     command = ["forked", "0", "-m", "pretraining.evaluation", str(folder), "--json", "--no-sample"]
+    refused = execute(command)
+    assert refused.code == 2 and "own_parts.py: is Python code of the run" in refused.stderr
+    command.append("--trust_extensions")
     finished = execute([*command, "--data_dir", str(workshop.data)])
     assert finished.code == 0, finished.output
     measured = json.loads(finished.stdout.splitlines()[-1])

@@ -19,6 +19,7 @@ from pretraining.data.prepared import PreparedData, open_prepared
 from pretraining.data.streaming.cache import CacheSettings
 from pretraining.errors import UserError, one_line_errors
 from pretraining.extend import MODEL, load_code_of_run, load_pretrained
+from pretraining.masking import escaped
 from pretraining.planning.quantities import share
 from pretraining.recipe import Recipe, load_recipe
 from pretraining.recipe.sections import Sampling
@@ -190,7 +191,7 @@ def _readable(results: dict) -> str:
     for name in sets:
         loss, bits = results[f"{name}_loss"], results[f"{name}_bits_per_byte"]
         lines.append(f"{name:{width}}  {loss:.4f} nats per token, {bits:.4f} bits per byte")
-    return "\n".join([*lines, "", results["sample"]] if "sample" in results else lines)
+    return "\n".join([*lines, "", escaped(results["sample"])] if "sample" in results else lines)
 
 
 def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
