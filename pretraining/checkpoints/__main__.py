@@ -35,6 +35,7 @@ from pretraining.command_line import (
     positive_integer,
 )
 from pretraining.errors import UserError, one_line_errors
+from pretraining.extend import MODEL, extensions_of_run, load_code_of_run
 from pretraining.planning.quantities import columns, duration, num_bytes
 from pretraining.recipe.sections import Checkpoints
 from pretraining.runtime.imports import prepare_imports
@@ -339,6 +340,7 @@ class Prune:
         )
         what = "keep the weights of what goes, as weights-<step>/"
         parser.add_argument("--demote_to_weights", action="store_true", help=what)
+        add_trust(parser)
         choice = parser.add_mutually_exclusive_group()
         choice.add_argument("--yes", action="store_true", help="remove it")
         choice.add_argument("--dry_run", action="store_true", help="show what would go (the default)")
@@ -350,6 +352,8 @@ class Prune:
             return self._plan(run, options)
         with lock_idle_run(run.path):  # before the plan: a run that began now would save meanwhile
             plan = self._plan(run, options)
+            if plan["demote_to_weights"]:
+                load_code_of_run(extensions_of_run(run.path), [MODEL], options.trust_extensions)
             for entry in plan["checkpoints"]:
                 self._remove(run, entry, demote=plan["demote_to_weights"])
         return {**plan, "removed": True}
