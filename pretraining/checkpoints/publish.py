@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from pretraining.addresses import is_remote, refuse_slips
+from pretraining.addresses import is_remote, refuse_credentials, refuse_slips
 from pretraining.checkpoints.folders import files_in
 from pretraining.checkpoints.format import file_entry
 from pretraining.checkpoints.remote import RemoteRun
@@ -12,6 +12,7 @@ from pretraining.data.tools.push import check_repo_id, hub_refusal
 from pretraining.errors import UserError, require
 from pretraining.planning.quantities import num_bytes
 from pretraining.runtime.run_folder import RunFolder
+from pretraining.schema import read_json
 
 LIST = "published.json"
 """File that names all others with their sizes and checksums. It comes last: if it is there, they are complete."""
@@ -61,6 +62,9 @@ def published_files(run: RunFolder) -> dict[str, Path]:
     """Return {name: path} of the files of the export, and of the report if there is one."""
     if not (run.export / "config.json").is_file():
         raise UserError(f"{run.export}: no exported model there; it is written at the end of train.py")
+    # the card and the report repeat the recipe, which may be older than its own refusal
+    if run.recipe.exists():
+        refuse_credentials(read_json(run.recipe), str(run.recipe))
     files = {str(path.relative_to(run.export)): path for path in files_in(run.export)}
     return files | ({run.report.name: run.report} if run.report.is_file() else {})
 
