@@ -124,6 +124,7 @@ def test_a_traceback_of_a_command_holds_no_secret(monkeypatch, capsys):
         "org/model@0123456789abcdef0123456789abcdef01234567",
         "curl -H 'Authorization: Bearer $TOKEN' https://host/hook?token=$TOKEN",
         "budget.tokens=5e9",
+        "text/sk-SK-wikipedia-of-2026-05/*.txt",
         "data.tokenizer=gpt2",
         "training.hub_token_id=3",
     ],
@@ -143,6 +144,7 @@ def test_addresses_without_a_secret_are_taken_and_shown_whole(address):
         "hf_" + "a1B2c3D4" * 4,
         "ghp_" + "a1B2c3D4" * 4,
         "AKIA" + "ABCD1234" * 2,
+        "sk-proj-" + "a1B2c3D4" * 4,
     ],
 )
 def test_a_secret_of_a_known_shape_is_refused_at_any_depth(text):
