@@ -17,7 +17,7 @@ _PARAMETER = re.compile(r"([?&;#]([\w.%-]{1,64})=)(?!\$|\*\*\*)[^&;#\s'\")]+")
 _SECRET_PARAMETER = re.compile(r"sig|token|key|secret|passw|credential|^s[te]$", re.IGNORECASE)
 _KNOWN_SHAPES = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|A[KS]IA[A-Z0-9]{16}|gh[oprsu]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}"
-    r"|sk-(?:[a-z]{2,8}\d*-)*[A-Za-z0-9_]{20,}|xox[abprs]-[\w-]{10,})\b"
+    r"|sk-(?:[a-z]{2,8}\d{0,2}-){0,2}[A-Za-z0-9_]{20,}|xox[abprs]-[\w-]{10,})\b"
 )
 # training.hub_token=..., "hub_token": "...", --hub_token ...
 _ASSIGNED = re.compile(
