@@ -16,13 +16,14 @@ import inspect
 import json
 import math
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from textwrap import wrap
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
-from pretraining.addresses import refuse_slips
+from pretraining.addresses import refuse_credentials, refuse_slips
 from pretraining.errors import UserError
 from pretraining.recipe.curve import check_allowed
 from pretraining.recipe.recipe import SECTIONS
@@ -44,7 +45,14 @@ The same command continues a run that was stopped or killed; --resume never star
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Report errors in one line, as every other error of the repository."""
+    """Report errors in one line, as every other error of the repository, and take no credentials."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse, once no word holds a credential: words reach logs, recipes and manifests."""
+        words = sys.argv[1:] if args is None else list(args)
+        for before, word in zip([self.prog, *words], words, strict=False):
+            refuse_credentials(word, before if before.startswith("-") else self.prog)
+        return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Raise `UserError` with the message and the command that shows the help."""
@@ -91,6 +99,12 @@ def add_recipe_arguments(parser: argparse.ArgumentParser, remote_data: bool = Fa
             metavar="DIR",
             help="prepared data (default: data/)",
         )
+
+
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    """Add `--trust_extensions` of a command that may run the code in a run folder."""
+    what = "run the Python code in the run's folder (its model, its metrics), which it asks for"
+    parser.add_argument("--trust_extensions", action="store_true", help=what)
 
 
 def add_data_source(parser: argparse.ArgumentParser) -> None:

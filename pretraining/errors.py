@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+from pretraining.masking import escaped, masked
 from pretraining.runtime.exit_codes import FINISHED, GAVE_UP, INTERRUPTED, USER_ERROR, tell_exit_code
 from pretraining.runtime.imports import silence_libraries
 
@@ -60,6 +62,10 @@ class UserError(Exception):
         super().__init__(" ".join(message.split()))
         self.on_every_rank = on_every_rank
 
+    def __str__(self) -> str:
+        """Return the line as it may be shown anywhere, whatever it repeats of a file or of a command."""
+        return escaped(masked(super().__str__()))
+
 
 class Interrupted(UserError):
     """The user pressed Ctrl-C."""
@@ -106,10 +112,15 @@ def one_line_errors(after_interrupt: str = "") -> Iterator[None]:
         if told is None and isinstance(error, OSError):
             told = file_error(error)
         if told is None:
+            sys.excepthook = _masked_traceback
             raise
         if os.environ.get("RANK", "0") != "0":
             time.sleep(SILENT_SECONDS)  # if rank 0 meets the same error, its line is the only one
         _leave(told)
+
+
+def _masked_traceback(*error: Any) -> None:
+    sys.stderr.write(masked("".join(traceback.format_exception(*error))))
 
 
 def fault_in_user_code(error: BaseException) -> UserError | None:

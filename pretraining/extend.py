@@ -19,13 +19,13 @@ import importlib.util
 import inspect
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from pretraining.errors import USER_CODE, UserError, fault_in_user_code, nearest
+from pretraining.errors import USER_CODE, UserError, fault_in_user_code, nearest, require
 from pretraining.schema import display_path, problem, read_json
 
 Thing = TypeVar("Thing", bound=Callable)
@@ -283,6 +283,36 @@ def load_extensions(extensions: Iterable[Extension]) -> None:
     """
     for extension in extensions:
         _load(extension)
+
+
+def load_code_of_run(extensions: Iterable[Extension], kinds: Collection[str], trusted: bool) -> None:
+    """Run those modules of a run that define one of these kinds, if that is wanted: the run may be a stranger's.
+
+    Raises:
+        UserError: there is such a file, it has not run in this process, and it is not trusted.
+    """
+    needed = [extension for extension in extensions if extension.defines.keys() & set(kinds)]
+    for extension in needed:
+        if extension.is_file and not trusted and _run.get(extension.import_name) != extension.digest:
+            what = "is Python code of the run, which this would run; if you trust it, add --trust_extensions"
+            raise UserError(f"{display_path(extension.path)}: {what}")
+    load_extensions(needed)
+
+
+def load_pretrained(kind: str, place: str | Path, **settings: Any) -> Any:
+    """Load with the class of transformers that is called `kind`, and never run Python code that is at the place.
+
+    Raises:
+        UserError: it can be loaded by such code alone.
+    """
+    transformers = require("transformers", f"reading {place}")
+    try:
+        return getattr(transformers, kind).from_pretrained(place, trust_remote_code=False, **settings)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        what = "needs Python code of its own (auto_map), which is not run; name one of a type that transformers has"
+        raise UserError(f"{place}: {what}, or make an extension of the code (docs/extending.md)") from None
 
 
 def all_of(extensions: Iterable[Extension], kind: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import contextlib
 import socket
 import time
 
-from pretraining.command_line import positive_integer
+from pretraining.command_line import OneLineParser, positive_integer
 from pretraining.errors import UserError, one_line_errors
 
 EXAMPLES = """examples:
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="python -m pretraining.meeting_point",
         description="Keep the place where the torchruns of several nodes meet (docs/fleet.md). Ctrl-C ends it.",
         epilog=EXAMPLES,

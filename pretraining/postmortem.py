@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pretraining.addresses import is_remote
 from pretraining.checkpoints.live_files import NODES, fetch_records, store_of_parts
+from pretraining.command_line import OneLineParser
 from pretraining.errors import UserError, one_line_errors
 from pretraining.planning.quantities import dollars, duration, facts, several
 from pretraining.reporting.analysis import timed_rows
@@ -231,7 +232,7 @@ def _attempt_text(attempt: Attempt) -> str:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="python -m pretraining.postmortem",
         description=(__doc__ or "").partition("\n")[0],
         epilog=EXAMPLES,

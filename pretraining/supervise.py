@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
-from pretraining.command_line import not_negative_integer, positive_integer, positive_number
+from pretraining.command_line import OneLineParser, not_negative_integer, positive_integer, positive_number
 from pretraining.errors import UserError, one_line_errors
 from pretraining.host_agent import end_what_is_left, kill_all, told_code
 from pretraining.hostfile import HostfileCommand, Hosts
@@ -205,7 +205,7 @@ def _say(line: str) -> None:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="python -m pretraining.supervise",
         description="Start a run again when it crashes or hangs.",
         epilog=EXAMPLES,

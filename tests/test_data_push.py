@@ -1,6 +1,7 @@
 """`python -m pretraining.data push`: what arrives at the hub is the data set, and loads as one."""
 
 import json
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -56,6 +57,17 @@ def test_push_sends_everything_and_the_manifest_last(made, tmp_path):
         hub.refuse_with = 403
         finished = execute(words, **hub.environment)
     assert finished.code == 2 and "HF_TOKEN" in finished.stderr and finished.stderr.count("\n") == 1
+
+
+def test_an_older_manifest_with_a_credential_is_not_published(made, tmp_path):
+    """Data that was prepared before recipes with credentials were refused."""
+    folder = tmp_path / "old"
+    shutil.copytree(made.folder, folder)
+    manifest = read_manifest(folder)
+    manifest["sources"][0]["path"] = "s3://AKIDEXAMPLE:sesame@bucket/text"
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    said = refusal(plan_push, folder, REPOSITORY_ID)
+    assert "manifest.json: sources.0.path: s3://***@bucket/text holds a credential" in said
 
 
 def test_push_without_a_hub_or_a_name_is_one_line(made, tmp_path, capsys):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from pretraining.checkpoints.__main__ import main as checkpoints_command
 from pretraining.errors import UserError, fault_in_user_code
 from pretraining.extend import (
     all_of,
@@ -20,6 +21,7 @@ from pretraining.extend import (
 )
 from pretraining.recipe import RECIPES, load_recipe
 from pretraining.recipe.curve import changed_parts
+from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.metrics import logged_number
 from tests.runs import REPOSITORY, Run, Workshop, execute
 from tests.test_layers import HEAVY, modules_after
@@ -88,6 +90,9 @@ def test_the_run_folder_repeats_the_run_and_the_export_holds_the_model(runs, tmp
     assert not changed_parts(recipe.to_dict(), json.loads((folder / "recipe.json").read_text()))
     assert (folder / "export" / MODEL.name).read_bytes() == MODEL.read_bytes()
     command = ["forked", "0", "-m", "pretraining.evaluation", str(folder), "--json", "--no-sample"]
+    refused = execute(command)
+    assert refused.code == 2 and "own_parts.py: is Python code of the run" in refused.stderr
+    command.append("--trust_extensions")
     finished = execute([*command, "--data_dir", str(workshop.data)])
     assert finished.code == 0, finished.output
     measured = json.loads(finished.stdout.splitlines()[-1])
@@ -262,3 +267,29 @@ def test_a_callback_may_log_tensors_and_numbers_of_numpy():
     for value in (torch.ones(2), object()):
         with pytest.raises(UserError, match="'train/own' is no number"):
             logged_number("train/own", value)
+
+
+def test_an_export_of_a_strangers_run_runs_its_model_alone_and_only_if_it_is_trusted(
+    runs, tmp_path, monkeypatch
+):
+    """A digest in the same folder is no proof of who wrote the file; a metric is no part of an export."""
+    run = RunFolder(shutil.copytree(runs[0].folder, tmp_path / "run"))
+    for name in ("own_parts", "own_model"):
+        path = run.path / "extensions" / f"{name}.py"
+        path.write_text(f"{path.read_text()}\nopen({str(tmp_path / name)!r}, 'w')\n")
+    recipe = json.loads(run.recipe.read_text())
+    entries = [entry["module"] for entry in recipe["extensions"]]
+    run.recipe.write_text(json.dumps({**recipe, "extensions": entries}))
+    for verb in ("export", "prune"):
+        words = [verb, str(run.path), *(["--to", str(tmp_path / "export")] if verb == "export" else [])]
+        words += ["--keep_last", "1", "--demote_to_weights", "--yes"] if verb == "prune" else []
+        with pytest.raises(
+            UserError, match=r"own_model.py: is Python code of the run.* add --trust_extensions"
+        ):
+            checkpoints_command(words)
+        assert not (tmp_path / "own_model").exists() and (verb == "prune") == (tmp_path / "export").exists()
+        checkpoints_command([*words, "--trust_extensions"])
+        assert (tmp_path / "own_model").exists() and not (tmp_path / "own_parts").exists()
+        (tmp_path / "own_model").unlink()
+        monkeypatch.setattr("pretraining.extend._run", {})
+    assert (tmp_path / "export" / "model.safetensors").is_file() and list(run.path.glob("weights-*"))

@@ -22,6 +22,7 @@ FOUNDATION = {
     "extend",
     "host_agent",
     "hostfile",
+    "masking",
     "metric_names",
     "recipe",
     "refusals",

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pretraining.addresses import is_remote, masked, refuse_credentials
+from pretraining.addresses import is_remote, refuse_credentials
 from pretraining.checkpoints import remote
 from pretraining.checkpoints.__main__ import main
 from pretraining.checkpoints.fetch import (
@@ -41,6 +41,7 @@ from pretraining.checkpoints.shard_files import rank_file, write_rank_file
 from pretraining.checkpoints.upload import Uploader
 from pretraining.data.streaming.store import Patience
 from pretraining.errors import UserError
+from pretraining.masking import masked
 from pretraining.recipe import load_recipe
 from pretraining.runtime.durable_files import read_rows, write_json
 from pretraining.runtime.journal import Journal, Rollback

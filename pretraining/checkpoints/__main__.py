@@ -27,8 +27,15 @@ from pretraining.checkpoints.format import MARKER
 from pretraining.checkpoints.publish import Push
 from pretraining.checkpoints.retention import Committed, Retention, measured_at
 from pretraining.checkpoints.stored import StoredCheckpoint, chosen_in_store, stored_checkpoints
-from pretraining.command_line import answer_one, not_negative_integer, not_negative_number, positive_integer
+from pretraining.command_line import (
+    add_trust,
+    answer_one,
+    not_negative_integer,
+    not_negative_number,
+    positive_integer,
+)
 from pretraining.errors import UserError, one_line_errors
+from pretraining.extend import MODEL, extensions_of_run, load_code_of_run
 from pretraining.planning.quantities import columns, duration, num_bytes
 from pretraining.recipe.sections import Checkpoints
 from pretraining.runtime.imports import prepare_imports
@@ -209,6 +216,7 @@ class Export:
         )
         what = "config and tokenizer (default: RUN/model, written by train.py)"
         parser.add_argument("--model", type=Path, metavar="DIR", help=what)
+        add_trust(parser)
 
     def answer(self, options: argparse.Namespace) -> dict:
         """Return {"checkpoint", "step", "export", "bytes"}."""
@@ -223,7 +231,7 @@ class Export:
         from pretraining.checkpoints.export import export_checkpoint
 
         logging.disable_progress_bar()
-        export_checkpoint(checkpoint, options.model or run.model, folder)
+        export_checkpoint(checkpoint, options.model or run.model, folder, options.trust_extensions)
         return {
             "checkpoint": str(checkpoint),
             "step": step,
@@ -332,6 +340,7 @@ class Prune:
         )
         what = "keep the weights of what goes, as weights-<step>/"
         parser.add_argument("--demote_to_weights", action="store_true", help=what)
+        add_trust(parser)
         choice = parser.add_mutually_exclusive_group()
         choice.add_argument("--yes", action="store_true", help="remove it")
         choice.add_argument("--dry_run", action="store_true", help="show what would go (the default)")
@@ -343,6 +352,8 @@ class Prune:
             return self._plan(run, options)
         with lock_idle_run(run.path):  # before the plan: a run that began now would save meanwhile
             plan = self._plan(run, options)
+            if plan["demote_to_weights"]:
+                load_code_of_run(extensions_of_run(run.path), [MODEL], options.trust_extensions)
             for entry in plan["checkpoints"]:
                 self._remove(run, entry, demote=plan["demote_to_weights"])
         return {**plan, "removed": True}

@@ -14,9 +14,7 @@ from pathlib import Path
 
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
@@ -28,7 +26,7 @@ from pretraining.checkpoints.format import flush_folder, read_marker
 from pretraining.checkpoints.live_state import live_state
 from pretraining.checkpoints.shard_files import BUFFER, CheckpointReader, assemble, read_state
 from pretraining.errors import UserError
-from pretraining.extend import extensions_of_run, load_extensions
+from pretraining.extend import MODEL, extensions_of_run, load_code_of_run, load_pretrained
 from pretraining.recipe.schedule import AVERAGING, Z
 from pretraining.runtime.durable_files import one_line_disk_errors, sync_to_disk
 from pretraining.runtime.heartbeat import long_work, work_done
@@ -53,16 +51,21 @@ def export_model(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: P
     write_model_folder(trainer.model, state_dict, tokenizer, folder, model_card)
 
 
-def export_checkpoint(checkpoint: Path, description: Path, folder: Path) -> None:
+def export_checkpoint(
+    checkpoint: Path, description: Path, folder: Path, trust_extensions: bool = False
+) -> None:
     """Write the weights of a committed checkpoint as `folder`, whole or not at all; the caller has verified it.
 
     Needs none of the ranks that saved it. Takes host memory for the weights in their own precision, and for one
     parameter in fp32. description: the folder that `describe_model` wrote.
+    trust_extensions: whether the code of a model of one's own may run; it may where it has run already.
     """
     marker = read_marker(checkpoint)
     if not (description / "config.json").exists():
         raise UserError(f"{description}: no config and tokenizer of the run there; an export needs them")
-    model, tokenizer = _empty_model(checkpoint, description), AutoTokenizer.from_pretrained(description)
+    own = extensions_of_run(description.parent) or extensions_of_run(checkpoint.parent)
+    load_code_of_run(own, [MODEL], trust_extensions)
+    model, tokenizer = _empty_model(checkpoint, description), load_pretrained("AutoTokenizer", description)
     results = {"step": marker["step"], "tokens": marker["tokens"], **marker["metrics"]}
     card = write_model_card(marker["recipe"], marker["data"], results, marker["environment"])
     write_model_folder(model, read_weights(checkpoint), tokenizer, folder, card)
@@ -168,10 +171,10 @@ def read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def _empty_model(checkpoint: Path, description: Path) -> PreTrainedModel:
     """Build the model's class with its config, without memory for weights."""
-    load_extensions(extensions_of_run(description.parent) or extensions_of_run(checkpoint.parent))
     dtype = _narrowest(getattr(torch, e["dtype"]) for e in read_state(checkpoint)["parameters"].values())
     with torch.device("meta"), no_init_weights():
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(description), dtype=dtype)
+        config = load_pretrained("AutoConfig", description)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
 
 
 def _narrowest(dtypes: Iterable[torch.dtype]) -> torch.dtype:

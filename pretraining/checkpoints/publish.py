@@ -12,6 +12,7 @@ from pretraining.data.tools.push import check_repo_id, hub_refusal
 from pretraining.errors import UserError, require
 from pretraining.planning.quantities import num_bytes
 from pretraining.runtime.run_folder import RunFolder
+from pretraining.schema import read_json
 
 LIST = "published.json"
 """File that names all others with their sizes and checksums. It comes last: if it is there, they are complete."""
@@ -45,8 +46,6 @@ class Push:
         at_hub = not (is_remote(to) or to.startswith(("/", ".", "~")))
         if at_hub:
             check_repo_id(to)
-        elif is_remote(to):
-            refuse_credentials(to, "push")
         if options.dry_run:
             return {**found, "sent": [], "url": None}
         return found | (to_hub(files, to, options.private) if at_hub else to_store(files, to))
@@ -63,6 +62,9 @@ def published_files(run: RunFolder) -> dict[str, Path]:
     """Return {name: path} of the files of the export, and of the report if there is one."""
     if not (run.export / "config.json").is_file():
         raise UserError(f"{run.export}: no exported model there; it is written at the end of train.py")
+    # the card and the report repeat the recipe, which may be older than its own refusal
+    if run.recipe.exists():
+        refuse_credentials(read_json(run.recipe), str(run.recipe))
     files = {str(path.relative_to(run.export)): path for path in files_in(run.export)}
     return files | ({run.report.name: run.report} if run.report.is_file() else {})
 

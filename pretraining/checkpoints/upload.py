@@ -19,12 +19,12 @@ from pathlib import Path
 
 import xxhash
 
-from pretraining.addresses import masked
 from pretraining.checkpoints.folders import committed_checkpoints, step_in, step_in_name
 from pretraining.checkpoints.format import MARKER, is_receipt, parse_marker, receipt_name
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.retention import Committed, Retention, metric_of
 from pretraining.errors import UserError
+from pretraining.masking import masked
 from pretraining.runtime.heartbeat import long_work, work_done
 from pretraining.runtime.process_group import Messages, gather_from_ranks, host_group, rank_and_world_size
 from pretraining.runtime.run_folder import RunFolder, unix_seconds
@@ -135,7 +135,7 @@ class Uploader:
         except _GivenUp:
             pass  # the other rank reports why
         except Exception as error:  # any error: training goes on, and the run reports it
-            # An address in the message may hold credentials.
+            # It is printed too. An address in it may hold credentials.
             self._failure = masked(f"{parcel.name}: {str(error) or type(error).__name__}")
         finally:
             parcel.close()

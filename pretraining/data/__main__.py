@@ -7,7 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
-from pretraining.command_line import not_negative_integer, positive_integer
+from pretraining.command_line import OneLineParser, not_negative_integer, positive_integer
 from pretraining.errors import Interrupted, UserError, nearest, one_line_errors
 
 EXAMPLES = """examples:
@@ -178,7 +178,7 @@ RUNS = {
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """`verb`, `folder`, `json`, `after_interrupt` (what an interrupt leaves) and the verb's own options."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="python -m pretraining.data",
         description="Verify, measure, read, convert and publish prepared data.",
         epilog=EXAMPLES,

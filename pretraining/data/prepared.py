@@ -30,6 +30,7 @@ from pretraining.data.shards import TokenSplit
 from pretraining.data.streaming.cache import CacheSettings
 from pretraining.data.tokenizer import check_vocabulary, fingerprint_of
 from pretraining.errors import UserError
+from pretraining.extend import load_pretrained
 from pretraining.recipe.recipe import Recipe
 from pretraining.schema import REPOSITORY, listed
 
@@ -74,9 +75,7 @@ class PreparedData:
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         """Load the tokenizer that the data was prepared with."""
-        from transformers import AutoTokenizer
-
-        return self.read_tokenizer(AutoTokenizer.from_pretrained)
+        return self.read_tokenizer(lambda folder: load_pretrained("AutoTokenizer", folder))
 
     def read_tokenizer(self, read: Callable[[Path], Any]) -> Any:
         """Return what `read` makes of the tokenizer's folder."""

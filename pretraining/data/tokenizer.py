@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pretraining.errors import UserError, require
+from pretraining.errors import UserError
+from pretraining.extend import load_pretrained
 from pretraining.recipe.data import END_OF_TEXT
 
 if TYPE_CHECKING:
@@ -66,9 +67,8 @@ def refuse_missing_folder(name: str) -> None:
 
 
 def _save_through_transformers(name: str, folder: Path) -> None:
-    transformers = require("transformers", f"the tokenizer {name!r}")
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, use_fast=True)
+        tokenizer = load_pretrained("AutoTokenizer", name, use_fast=True)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise UserError(
             f"data.tokenizer: {name!r} cannot be loaded ({str(error).strip().partition(chr(10))[0]}); give a "

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from pretraining.command_line import (
+    OneLineParser,
     add_data_source,
+    add_trust,
     not_negative_integer,
     not_negative_number,
     positive_integer,
@@ -16,7 +18,8 @@ from pretraining.data.mixture import validation_sets
 from pretraining.data.prepared import PreparedData, open_prepared
 from pretraining.data.streaming.cache import CacheSettings
 from pretraining.errors import UserError, one_line_errors
-from pretraining.extend import load_extensions
+from pretraining.extend import MODEL, load_code_of_run, load_pretrained
+from pretraining.masking import escaped
 from pretraining.planning.quantities import share
 from pretraining.recipe import Recipe, load_recipe
 from pretraining.recipe.sections import Sampling
@@ -35,7 +38,8 @@ def main(arguments: list[str] | None = None) -> None:
     export = find_export(options.run)
     recipe = find_recipe(options.run, export)
     if recipe is not None:
-        load_extensions(recipe.extensions)
+        kinds = [MODEL] if options.tasks or options.hellaswag else [MODEL, "metric"]
+        load_code_of_run(recipe.extensions, kinds, options.trust_extensions)
     if options.tasks or options.hellaswag:
         scores = score_export(export, recipe, options)
         return print(json.dumps(scores) if options.json else _table(scores))
@@ -160,11 +164,10 @@ def _multiply_as_in_the_run(model: Any, training: dict) -> None:
 
 def _load(export: Path, kind: str, **settings: Any) -> Any:
     """Load an export with the class of transformers that is called `kind`."""
-    import transformers
     from safetensors import SafetensorError
 
     try:
-        return getattr(transformers, kind).from_pretrained(export, **settings)
+        return load_pretrained(kind, export, **settings)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(
             f"{export}: the export cannot be loaded: {error}; the run's own command exports it again"
@@ -188,11 +191,11 @@ def _readable(results: dict) -> str:
     for name in sets:
         loss, bits = results[f"{name}_loss"], results[f"{name}_bits_per_byte"]
         lines.append(f"{name:{width}}  {loss:.4f} nats per token, {bits:.4f} bits per byte")
-    return "\n".join([*lines, "", results["sample"]] if "sample" in results else lines)
+    return "\n".join([*lines, "", escaped(results["sample"])] if "sample" in results else lines)
 
 
 def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="python -m pretraining.evaluation",
         description="Measure an exported model on its run's validation set and print a sample, or score it.",
         epilog=EXAMPLES,
@@ -225,6 +228,7 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--top-p", type=share, help="draw among the likeliest with this probability together")
     parser.add_argument("--seed", type=not_negative_integer, help="of the draws")
     parser.add_argument("--no-sample", dest="sample", action="store_false", help="measure only")
+    add_trust(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse_args(arguments)
 

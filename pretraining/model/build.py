@@ -121,7 +121,9 @@ def build_model(
     config = build_config({**model, "attn_implementation": attention}, tokenizer)
     try:
         with no_init_weights(), no_zero3_draw():  # drawn below, the same at every stage
-            built = AutoModelForCausalLM.from_config(config, dtype=_parameter_dtype(arguments))
+            built = AutoModelForCausalLM.from_config(
+                config, dtype=_parameter_dtype(arguments), trust_remote_code=False
+            )
     except KeyError as error:  # how transformers reports an unknown rope_type
         raise UserError(f"model.rope_parameters: transformers has no rope_type {error}") from error
     except (ImportError, ValueError) as error:

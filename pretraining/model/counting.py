@@ -65,7 +65,7 @@ def build_on_meta(model: dict) -> tuple[PreTrainedModel, PreTrainedConfig]:
     if model_extension(model["model_type"]):
         check_model_keys(model, type(config))
     with torch.device("meta"), no_init_weights():
-        built = AutoModelForCausalLM.from_config(config)
+        built = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     # So that tied weights count once.
     built.tie_weights()
     return built, built.config.get_text_config()

@@ -20,13 +20,13 @@ import torch
 import xxhash
 from transformers import (
     AutoConfig,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from pretraining.errors import UserError, nearest
+from pretraining.extend import load_pretrained
 from pretraining.model.counting import build_on_meta
 from pretraining.model.initial_weights import whole
 from pretraining.model.native_weights import KEY, translated
@@ -285,7 +285,7 @@ def _config_of(folder: Path, name: str, where: str) -> PreTrainedConfig | None:
     if not (folder / "config.json").is_file():
         return None
     try:
-        return AutoConfig.from_pretrained(folder)
+        return load_pretrained("AutoConfig", folder)
     except Exception as error:  # whatever transformers stumbles over in a file of somebody else
         reason = " ".join(str(error).split())[:200]
         raise problem(where, KEY, f"{name}: transformers cannot read its config.json ({reason})") from error
@@ -414,7 +414,7 @@ def check_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase, name: str,
     if not _has_tokenizer(folder):
         return
     try:
-        other = AutoTokenizer.from_pretrained(folder)
+        other = load_pretrained("AutoTokenizer", folder)
     except Exception as error:  # whatever transformers stumbles over in a file of somebody else
         reason = str(error).strip().partition("\n")[0][:200]
         raise problem(where, KEY, f"the tokenizer of {name} cannot be loaded ({reason})") from error

@@ -270,7 +270,7 @@ class Evaluate(Step):
         """Run `python -m pretraining.evaluation`."""
         run, data = str(self.pipeline.run.path), str(self.pipeline.data_root)
         words = [sys.executable, "-m", "pretraining.evaluation", run, "--data_dir", data, "--json"]
-        answer = self.pipeline.call(*words, captured=True)
+        answer = self.pipeline.call(*words, "--trust_extensions", captured=True)
         return json.loads(answer.strip().splitlines()[-1])
 
     def words(self, facts: dict) -> str:

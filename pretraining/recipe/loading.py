@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pretraining.addresses import masked
+from pretraining.addresses import refuse_credentials
 from pretraining.ds_config import short_name
 from pretraining.errors import UserError, nearest
 from pretraining.extend import MODEL, Extension, is_path, read_extensions
@@ -94,8 +94,7 @@ def load_recipe(
     values = _apply_overrides(check(values, recipe_schema(), where), overrides)
     if deepspeed is not None:
         values["deepspeed"] = None if deepspeed in NO_DEEPSPEED else deepspeed
-    # An address among the overrides may hold a credential.
-    where += masked(f" with --set {' '.join(overrides)}") if overrides else ""
+    where += f" with --set {' '.join(overrides)}" if overrides else ""
     recipe = _built(values, path, where, tuple(overrides))
     if limit_tokens is not None:
         written = {override.partition("=")[0] for override in overrides}
@@ -103,6 +102,7 @@ def load_recipe(
         where += f" with --limit_tokens {limit_tokens}"
         recipe = replace(_built(values, path, where, tuple(overrides)), limit_tokens=limit_tokens)
     recipe.check(where)
+    refuse_credentials(values, where)
     return recipe
 
 

@@ -8,14 +8,14 @@ from dataclasses import fields
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from pretraining.addresses import masked, refuse_credentials, refuse_slips
+from pretraining.addresses import refuse_slips
+from pretraining.masking import masked
 from pretraining.recipe.section import Section, key
 from pretraining.schema import problem
 
 
 def _check_address(address: str, key: str, where: str) -> None:
-    """No credentials, and no slip that makes a folder of it."""
-    refuse_credentials(address, f"{where}: {key}")
+    """No slip that makes a folder of it."""
     refuse_slips(address, f"{where}: {key}")
 
 

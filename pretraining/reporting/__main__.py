@@ -14,7 +14,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from pretraining.command_line import positive_number
+from pretraining.command_line import OneLineParser, positive_number
 from pretraining.errors import UserError, one_line_errors
 from pretraining.reporting.analysis import analyze, track_record_of
 from pretraining.reporting.curves import write_csv
@@ -108,7 +108,7 @@ def parse_analyze_arguments(arguments: list[str]) -> argparse.Namespace:
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
+    return OneLineParser(
         prog=program, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 

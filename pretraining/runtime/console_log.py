@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from pretraining.addresses import masked
 from pretraining.errors import UserError
+from pretraining.masking import masked
 from pretraining.runtime.run_folder import RunFolder, utc_now
 
 MOST_BYTES = 1_000_000
@@ -63,7 +63,8 @@ class ConsoleLog:
 
     def __init__(self, run: RunFolder, rank: int) -> None:
         self.path, self.process, self.lock = run.rank_log(rank), os.getpid(), threading.RLock()
-        self.waiting: deque[str] | None = deque([f"--- {utc_now()} {' '.join(sys.argv)}"], MOST_WAITING)
+        self.waiting: deque[str] | None = deque(maxlen=MOST_WAITING)
+        self.add(f"--- {utc_now()} {' '.join(sys.argv)}")
         self.descriptor: int | None = None
         self.catches_faults = False
 
@@ -123,8 +124,8 @@ class Copied:
         self.stream, self.log, self.begun = stream, log, ""
 
     def write(self, text: str) -> int:
-        """Write to the stream, and every line that is now complete to the log."""
-        written = self.stream.write(text)
+        """Write to the stream, without secrets, and every line that is now complete to the log."""
+        written = self.stream.write(masked(text))
         *lines, self.begun = (self.begun + text).split("\n")
         # a progress bar draws itself again and again: what is left of it at last is the line
         self.begun = self.begun.rpartition("\r")[2][-LONGEST_LINE:]

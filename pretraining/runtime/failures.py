@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from pretraining.addresses import masked
 from pretraining.errors import UserError
+from pretraining.masking import masked
 from pretraining.runtime.durable_files import append_row, read_rows
 from pretraining.runtime.kernel_log import Fault, kernel_faults
 from pretraining.runtime.run_folder import RunFolder

@@ -18,8 +18,8 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from pretraining.addresses import masked
 from pretraining.errors import GaveUp, UserError
+from pretraining.masking import masked
 from pretraining.recipe.sections import Notify
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.exit_codes import variables_of_a_helper
@@ -163,7 +163,7 @@ def notices(run: RunFolder, name: str, settings: Notify | None) -> Iterator[None
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             reason = str(error) if isinstance(error, UserError) else reason
             with suppress(OSError):
-                run.add_event("failed", reason=masked(reason)[:300])
+                run.add_event("failed", reason=reason[:300])
         raise
     finally:
         sender.wait(LONGEST_END_SECONDS)

@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pretraining.masking import masked_in
 from pretraining.recipe.curve import curve_parts
 from pretraining.recipe.sections import Evaluation
 from pretraining.runtime.disks import ONE_DISK
@@ -138,7 +139,7 @@ class RunFolder:
 
         On a disk that rank 0 does not see, to node_events.jsonl: what happened on this node.
         """
-        row = {"time": utc_now(), "event": kind, **details}
+        row = {"time": utc_now(), "event": kind, **masked_in(details)}
         append_row(self.events if self.disks.has_rank_0 else self.node_events, row)
         # what happens to the run is reported by the disk of rank 0
         for listener in self.listeners if self.disks.has_rank_0 else ():

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from pretraining.addresses import masked
 from pretraining.errors import UserError, require
+from pretraining.masking import masked
 
 PATIENCE_VARIABLE = "PRETRAINING_DATA_PATIENCE_SECONDS"
 PATIENCE_SECONDS = 600.0

@@ -7,6 +7,7 @@ from pretraining.data.manifest import data_differences
 from pretraining.data.packing import Stretch
 from pretraining.data.tools.finished import FinishedData, SplitDocuments, StoredDocument, open_finished
 from pretraining.errors import UserError
+from pretraining.masking import escaped
 from pretraining.recipe.recipe import Recipe
 from pretraining.schema import listed
 
@@ -167,8 +168,8 @@ def _head(document: dict) -> str:
 
 def _cut(text: str, max_chars: int) -> str:
     if max_chars and len(text) > max_chars:
-        return f"{text[:max_chars]} [{len(text) - max_chars:,} more characters]"
-    return text
+        return f"{escaped(text[:max_chars])} [{len(text) - max_chars:,} more characters]"
+    return escaped(text)
 
 
 def _listed(stretches: list[list[int]]) -> str:

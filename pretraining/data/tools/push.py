@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from pretraining.addresses import refuse_credentials
 from pretraining.data.manifest import MANIFEST_NAME, source_entries
 from pretraining.data.tools.finished import FinishedData, open_finished, source_names
 from pretraining.data.tools.verify import damaged, verify_data
@@ -17,6 +18,8 @@ def plan_push(folder: Path, repo_id: str) -> dict:
     # Without the network: a wrong name is reported before the shards are listed.
     check_repo_id(repo_id)
     data = open_finished(folder)
+    # it may be older than the refusal in recipes
+    refuse_credentials(data.manifest, str(folder / MANIFEST_NAME))
     card = _data_card(data.manifest, repo_id)
     files = {path: _size_of(folder / path, folder) for path in _shard_files(data)}
     files[CARD_NAME] = len(card.encode())
