@@ -174,6 +174,56 @@ REFUSED = {
         "evaluation.hellaswag: is empty; write a name, or leave it out",
     ),
     "an empty task": (['evaluation.tasks=["arc_easy", ""]'], "zero2", "evaluation.tasks.1: is empty"),
+    "a filter without a limit": (
+        ['data.filters=[{"rule": "length"}]'],
+        "zero2",
+        "data.filters.0: needs at least one of min_words, max_words, min_characters, max_characters",
+    ),
+    "limits that leave no text": (
+        ['data.filters=[{"rule": "length", "min_words": 9, "max_words": 3}]'],
+        "zero2",
+        "data.filters.0.min_words: min_words is 9, more than max_words 3",
+    ),
+    "a list without words": (
+        ['data.filters=[{"rule": "blocklist"}]'],
+        "zero2",
+        "data.filters.0: needs at least one of words, path, languages",
+    ),
+    "no such language": (
+        ['data.filters=[{"rule": "language", "languages": ["eng"]}]'],
+        "zero2",
+        'data.filters.0.languages.0: is the string "eng", not one of',
+    ),
+    "a filter that nothing defines": (
+        ['data.filters=[{"rule": "callable", "import": "keep"}]'],
+        "zero2",
+        "data.filters.0.import: is 'keep', which no extension defines with @extend.filter",
+    ),
+    "bands without rows": (
+        ['data.dedup={"minhash": {"bands": 4}}'],
+        "zero2",
+        "data.dedup.minhash.rows: is missing, and goes with bands",
+    ),
+    "evaluation sets that are none": (
+        ["data.decontaminate={}"],
+        "zero2",
+        "data.decontaminate: names no evaluation sets",
+    ),
+    "texts longer than an n-gram": (
+        ['data.decontaminate={"tasks": ["arc_easy"], "shortest": 20}'],
+        "zero2",
+        "data.decontaminate.shortest: is 20, more than data.decontaminate.ngram 13",
+    ),
+    "a name too long for a folder": ([f"data.name={'x' * 201}"], "zero2", "data.name: has 201 bytes"),
+    "router logits that nothing weighs": (
+        [
+            f"model={json.dumps({**LLAMA, 'model_type': 'deepseek_v3', 'output_router_logits': True})}",
+            "loss.router_z_loss=0.1",
+            "data.sequence_length=64",
+        ],
+        "zero2",
+        "model.router_aux_loss_coef, which deepseek_v3 does not have; leave router_z_loss out",
+    ),
     "Muon offloaded": (["optimizer.name=muon"], "zero3_offload", "muon runs where its weights are"),
 }
 LAYER_TYPES = {
@@ -190,6 +240,8 @@ THROUGH_COMMANDS = (
     "no such attention",
     "keyword of another schedule",
     "no inner width",
+    "limits that leave no text",
+    "router logits that nothing weighs",
 )
 """What is also tried with the real commands, each of which reads its recipe by the same function."""
 
