@@ -4,17 +4,19 @@ import json
 import math
 import operator
 import re
+from collections import Counter
 from collections.abc import Iterator
 from difflib import get_close_matches
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pretraining.errors import UserError, abbreviated, did_you_mean, nearest
+from pretraining.errors import UserError, abbreviated, cut, did_you_mean, nearest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MOST_CHOICES = 30
 """That a message lists."""
+MOST_UNKNOWN = 10
 TYPE_NAMES = {
     "integer": "an integer",
     "number": "a number",
@@ -56,9 +58,8 @@ def read_json(path: Path) -> dict:
 def _parse(text: str, where: str) -> Any:
     def unique(pairs: list) -> dict:
         # json.loads would keep the last of two and say nothing
-        keys = [key for key, _ in pairs]
-        for key in keys:
-            if keys.count(key) > 1:
+        for key, times in Counter(key for key, _ in pairs).items():
+            if times > 1:
                 raise UserError(f"{where}: {_lines_of(text, key)}: key {key!r} is written twice")
         return dict(pairs)
 
@@ -229,12 +230,12 @@ def _check_object(value: dict, schema: dict, where: str, key: str, root: dict) -
         schema.get(each, {}) for each in ("properties", "additionalProperties", "propertyNames")
     )
     checked = {}
+    if unknown := [name for name in value if name not in properties and others is False]:
+        raise _unknown_keys(unknown, properties, where, key, root)
     for name, item in value.items():
         dotted = f"{key}.{name}" if key else name
         if names and not re.fullmatch(names["pattern"], name):
             raise problem(where, dotted, f"unknown key; {names['description']}")
-        if name not in properties and others is False:
-            raise problem(where, dotted, f"unknown key{_valid_keys(name, properties, key, root)}")
         inner = properties.get(name, others)
         checked[name] = check(item, inner, where, dotted, root) if isinstance(inner, dict) else item
     for name in schema.get("required", []):
@@ -243,6 +244,18 @@ def _check_object(value: dict, schema: dict, where: str, key: str, root: dict) -
     _check_one_of(value, schema, where, key)
     _check_together(checked, schema, where, key)
     return _check_conditions(checked, schema, where, key, root)
+
+
+def _unknown_keys(unknown: list[str], properties: dict, where: str, key: str, root: dict) -> UserError:
+    """Make the error that names all of them, with what each was meant to be."""
+    hints = {name: _valid_keys(name, properties, key, root) for name in unknown[:MOST_UNKNOWN]}
+    if len(unknown) == 1:
+        ((name, hint),) = hints.items()
+        return problem(where, f"{key}.{name}" if key else name, f"unknown key{hint}")
+    # all valid keys at every one of them would be too much
+    found = [f"{name!r} ({hint[2:]})" if "did you" in hint else repr(name) for name, hint in hints.items()]
+    more = f", and {len(unknown) - MOST_UNKNOWN} more" if len(unknown) > MOST_UNKNOWN else ""
+    return problem(where, key, f"{len(unknown)} unknown keys: {', '.join(found)}{more}")
 
 
 def _check_one_of(value: dict, schema: dict, where: str, key: str) -> None:
@@ -379,7 +392,7 @@ def _all_keys(schema: dict, root: dict, key: str = "") -> Iterator[str]:
 
 def problem(where: str, key: str, what: str) -> UserError:
     """Make the one-line error: file, dotted key, what is wrong."""
-    return UserError(f"{where}: {key}: {what}" if key else f"{where}: {what}")
+    return UserError(": ".join(filter(None, (cut(where, 1000), key, what))))
 
 
 class Difference(NamedTuple):

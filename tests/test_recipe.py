@@ -214,6 +214,22 @@ def test_a_mistake_in_the_file_names_file_and_key(edited):
     assert failing(path).startswith(f"{path}: model.n_emb: unknown key; did you mean 'model.n_embd'?")
 
 
+def test_all_unknown_keys_are_named_at_once(edited):
+    """Who pastes a section mends it once; of thousands the first few are named."""
+    text = failing(edited("model", n_emb=5, is_llama_config=True))
+    assert "model: 2 unknown keys: 'n_emb' (did you mean 'model.n_embd'?), 'is_llama_config'" in text
+    text = failing(edited("data", **{f"k{number}": 1 for number in range(20_000)}))
+    assert "data: 20000 unknown keys: 'k0', " in text and text.endswith("'k9', and 19990 more")
+
+
+@pytest.mark.parametrize("value", ["x" * 100_000, "x " * 50_000])
+def test_a_long_value_is_not_repeated_whole(value):
+    """One line is read, the file and the key in it too."""
+    text = failing(overrides=[f"evaluation.metric={value}"])
+    assert len(text) < 4000 and text.startswith("recipes/tiny.json with --set evaluation.metric=x")
+    assert ": evaluation.metric: is 'x" in text and "there are loss, perplexity" in text
+
+
 OTHER_NAMES = {
     ("7b", "n_layer"): "num_hidden_layers",
     ("7b", "n_positions"): "max_position_embeddings",

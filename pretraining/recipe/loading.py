@@ -9,11 +9,11 @@ from typing import Any
 
 from pretraining.addresses import masked
 from pretraining.ds_config import short_name
-from pretraining.errors import UserError, nearest
+from pretraining.errors import UserError, nearest, place_keys
 from pretraining.extend import MODEL, Extension, is_path, read_extensions
 from pretraining.recipe.limit import limited
 from pretraining.recipe.model import EXACT, checked_model, other_model_types, refuse_names_of_others
-from pretraining.recipe.recipe import RECIPES, SECTIONS, Recipe
+from pretraining.recipe.recipe import KEYWORDS, RECIPES, SECTIONS, Recipe
 from pretraining.recipe.section import schema_file
 from pretraining.recipe.sections import Weights
 from pretraining.recipe.training import TRAINING_KEYS
@@ -103,6 +103,7 @@ def load_recipe(
         where += f" with --limit_tokens {limit_tokens}"
         recipe = replace(_built(values, path, where, tuple(overrides)), limit_tokens=limit_tokens)
     recipe.check(where)
+    place_keys((*SECTIONS, *KEYWORDS), where)
     return recipe
 
 
