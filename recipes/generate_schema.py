@@ -22,7 +22,7 @@ from schema_generator.from_types import described, first_sentence, type_schema  
 from schema_generator.keys_page import keys_page  # noqa: E402
 from schema_generator.layout_plans import with_plans  # noqa: E402
 from schema_generator.layout_table import with_table  # noqa: E402
-from schema_generator.model_types import bounded, largest, other_model_types  # noqa: E402
+from schema_generator.model_types import UNUSED, bounded, largest, other_model_types  # noqa: E402
 
 from pretraining.data.quality.chain import filters_schema  # noqa: E402
 from pretraining.recipe.loading import sections_schema  # noqa: E402
@@ -78,9 +78,6 @@ REFUSED_CHOICES = {"save_strategy": "best"}
 
 # One project for all trackers: `pretraining.training.trackers` gives it to those that do not read this key.
 PROJECT = {"description": "The project of every tracker of `report_to`.", "default": "pretraining"}
-
-# Sequence heads and cross attention: parts that a causal language model does not have.
-UNUSED_MODEL_KEYS = re.compile(r"summary_.*|add_cross_attention|pretraining_tp")
 
 
 def training_schema() -> dict:
@@ -144,7 +141,7 @@ def model_schema(model_type: str) -> dict:
     documented = argument_descriptions(config_class.__doc__ or "")
     properties = {"model_type": {"const": model_type}}
     for field in dataclasses.fields(config_class):
-        if field.name not in inherited and not UNUSED_MODEL_KEYS.fullmatch(field.name):
+        if field.name not in inherited and not UNUSED.fullmatch(field.name):
             schema = type_schema(field.type)
             if field.type is float:
                 schema["format"] = "float"  # @strict config classes refuse an int there

@@ -12,7 +12,7 @@ from pretraining.ds_config import short_name
 from pretraining.errors import UserError, nearest, place_keys
 from pretraining.extend import MODEL, Extension, is_path, read_extensions
 from pretraining.recipe.limit import limited
-from pretraining.recipe.model import EXACT, checked_model, other_model_types, refuse_names_of_others
+from pretraining.recipe.model import EXACT, checked_model, other_model_types, read_config, refuse_names_of_others
 from pretraining.recipe.recipe import KEYWORDS, RECIPES, SECTIONS, Recipe
 from pretraining.recipe.section import schema_file
 from pretraining.recipe.sections import Weights
@@ -86,12 +86,14 @@ def load_recipe(
     path = _find(str(name_or_path))
     where = display_path(path)
     values = _read(path)
+    notes: list[str] = []
+    _read_model(values, notes)
     refuse_names_of_others(values.get("model"), where)
     overrides = list(overrides)
     for override in overrides:
         _check_override(override)
     # the file first: its errors must not name an override
-    values = _apply_overrides(check(values, recipe_schema(), where), overrides)
+    values = _apply_overrides(check(values, recipe_schema(), where), overrides, notes)
     if deepspeed is not None:
         values["deepspeed"] = None if deepspeed in NO_DEEPSPEED else deepspeed
     # An address among the overrides may hold a credential.
@@ -104,7 +106,14 @@ def load_recipe(
         recipe = replace(_built(values, path, where, tuple(overrides)), limit_tokens=limit_tokens)
     recipe.check(where)
     place_keys((*SECTIONS, *KEYWORDS), where)
-    return recipe
+    return replace(recipe, notes=tuple(f"{where}: {note}" for note in notes))
+
+
+def _read_model(values: dict, notes: list[str]) -> None:
+    """Take a published config.json as model section; what that changes is added to `notes`."""
+    if "model" in values:
+        values["model"], changes = read_config(values["model"])
+        notes += [f"model: {changes}"] if changes else []
 
 
 def _built(values: dict, path: Path, where: str, overrides: tuple[str, ...]) -> Recipe:
@@ -246,7 +255,7 @@ def _as_nested(override: str) -> dict:
     return {section: {rest.partition(".")[0]: None}}
 
 
-def _apply_overrides(recipe: dict, overrides: Iterable[str]) -> dict:
+def _apply_overrides(recipe: dict, overrides: Iterable[str], notes: list[str]) -> dict:
     """A copy of `recipe` with each `section.key=value` set, checked against the schema after each.
 
     A value is JSON where it parses, else a string; a number in the key indexes a list, and the list's length
@@ -268,6 +277,8 @@ def _apply_overrides(recipe: dict, overrides: Iterable[str]) -> dict:
             kind = {"model_type": changed["model"]["model_type"]}
             refuse_names_of_others({**_as_nested(override)["model"], **kind}, where)
         _set(changed, key.split("."), _parse(text, where), where)
+        if key == "model":
+            _read_model(changed, notes)
         # after each, so that the error names the text that is wrong
         changed = check(changed, recipe_schema(), where)
     return changed

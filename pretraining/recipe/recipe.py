@@ -129,6 +129,8 @@ class Recipe:
     """The `--set` texts it was read with."""
     limit_tokens: int | None = field(default=None, compare=False)
     """The `--limit_tokens` it was read with."""
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    """What was read otherwise than it is written."""
 
     def __post_init__(self) -> None:
         """Sections are built from the JSON objects of a file, or of `dataclasses.replace`."""
