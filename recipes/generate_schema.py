@@ -85,7 +85,7 @@ def training_schema() -> dict:
     from transformers import TrainingArguments
 
     fields = {field.name: field for field in dataclasses.fields(TrainingArguments)}
-    gone = set(TRAINING_KEYS) - set(fields)
+    gone = set(TRAINING_KEYS) - set(fields) - {"warmup_ratio"}  # which every older script has
     if gone:
         raise SystemExit(f"TRAINING_KEYS names fields that TrainingArguments lacks: {sorted(gone)}")
     properties = {}

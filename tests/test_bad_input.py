@@ -91,7 +91,6 @@ MISTAKES = {
         "data.sequence_length: is 128, but the model has 64 positions",
     ),
     "tokens per step and length": (("budget", "tokens_per_step", 500), "the nearest are 448 and 512"),
-    "tokens and tokens per step": (("budget", "tokens", 5000), "the nearest are 4608 and 5120"),
 }
 
 

@@ -12,7 +12,13 @@ from pretraining.ds_config import short_name
 from pretraining.errors import UserError, nearest, place_keys
 from pretraining.extend import MODEL, Extension, is_path, read_extensions
 from pretraining.recipe.limit import limited
-from pretraining.recipe.model import EXACT, checked_model, other_model_types, read_config, refuse_names_of_others
+from pretraining.recipe.model import (
+    EXACT,
+    checked_model,
+    other_model_types,
+    read_config,
+    refuse_names_of_others,
+)
 from pretraining.recipe.recipe import KEYWORDS, RECIPES, SECTIONS, Recipe
 from pretraining.recipe.section import schema_file
 from pretraining.recipe.sections import Weights
@@ -45,7 +51,7 @@ OTHER_NAMES = {
     "training.learning_rate": "base_lr lr max_lr peak_lr",
     "training.lr_scheduler_type": "learning_rate_schedule lr_decay_style lr_schedule lr_scheduler schedule scheduler",
     "training.lr_scheduler_kwargs": "lr_min min_lr min_lr_ratio",
-    "training.warmup_steps": "lr_warmup_iters num_warmup_steps warmup warmup_iters warmup_ratio",
+    "training.warmup_steps": "lr_warmup_iters num_warmup_steps warmup warmup_iters",
     "training.weight_decay": "wd",
     "training.max_grad_norm": "clip_grad clip_grad_norm grad_clip gradient_clip_val gradient_clipping max_norm",
     "training.adam_beta1": "beta1 betas",
@@ -106,7 +112,8 @@ def load_recipe(
         recipe = replace(_built(values, path, where, tuple(overrides)), limit_tokens=limit_tokens)
     recipe.check(where)
     place_keys((*SECTIONS, *KEYWORDS), where)
-    return replace(recipe, notes=tuple(f"{where}: {note}" for note in notes))
+    notes += recipe.budget.rounded(values["budget"])
+    return replace(recipe, notes=tuple(f"{display_path(path)}: {note}" for note in notes))
 
 
 def _read_model(values: dict, notes: list[str]) -> None:

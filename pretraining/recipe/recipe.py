@@ -264,7 +264,9 @@ class Recipe:
         for name in SECTIONS:
             getattr(self, name).check(where, name)
         own = defined(self.extensions, "schedule")
-        check_schedule(self.budget, self.training, self.monitors, self.num_steps, where, own)
+        check_schedule(
+            self.budget, self.training, self.training_keywords, self.monitors, self.num_steps, where, own
+        )
         check_mixture(self.data, self.num_samples, length, where)
         check_mup(self.mup, model, where)
         check_vocabulary(self.data, model, where)

@@ -92,7 +92,9 @@ def _takes_old_rope(model_type: str) -> bool:
     for old in ({"rope_theta": 5e5}, {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}):
         try:
             theirs = AutoConfig.for_model(model_type, **deepcopy(old)).rope_parameters
-            ours = AutoConfig.for_model(model_type, **with_rope_parameters(deepcopy(old), OLD_ROPE)).rope_parameters
+            ours = AutoConfig.for_model(
+                model_type, **with_rope_parameters(deepcopy(old), OLD_ROPE)
+            ).rope_parameters
         except Exception:  # each class has its own for what it cannot take
             return False
         if not theirs or {key: theirs[key] for key in theirs if key != "type"} != ours:
@@ -101,7 +103,7 @@ def _takes_old_rope(model_type: str) -> bool:
 
 
 def left_out(model_types: list[str]) -> dict:
-    """Keys of a published config.json that a recipe does without -> the value that says nothing; null: any says nothing.
+    """Keys of a published config.json that a recipe does without -> the value that says nothing; null: any does.
 
     What every configuration has, what it takes for text generation alone, and what `UNUSED` names.
     """
@@ -112,9 +114,18 @@ def left_out(model_types: list[str]) -> dict:
     classes = [PreTrainedConfig, *(CONFIG_MAPPING[name] for name in model_types)]
     fields = [field for each in classes for field in dataclasses.fields(each)]
     inherited = {field.name for field in dataclasses.fields(PreTrainedConfig)}
-    unused = {field.name: field.default for field in fields if field.name in inherited or UNUSED.fullmatch(field.name)}
+    unused = {
+        field.name: field.default
+        for field in fields
+        if field.name in inherited or UNUSED.fullmatch(field.name)
+    }
     # `PreTrainedConfig.__post_init__` takes these out of what it is given
-    dropped = ["torch_dtype", "name_or_path", "num_labels", *GenerationConfig._get_default_generation_params()]
+    dropped = [
+        "torch_dtype",
+        "name_or_path",
+        "num_labels",
+        *GenerationConfig._get_default_generation_params(),
+    ]
     return dict(sorted({**dict.fromkeys(dropped), **unused}.items()))
 
 
