@@ -63,8 +63,9 @@ TRAINING_BOUNDS = {
     "weight_decay": NOT_NEGATIVE,
     "max_grad_norm": NOT_NEGATIVE,
     "dataloader_num_workers": {"minimum": 0, "maximum": 1024},
-    "adam_beta1": {"minimum": 0, "exclusiveMaximum": 1},
-    "adam_beta2": {"minimum": 0, "exclusiveMaximum": 1},
+    # torch takes no int beside a float
+    "adam_beta1": {"format": "float", "minimum": 0, "exclusiveMaximum": 1},
+    "adam_beta2": {"format": "float", "minimum": 0, "exclusiveMaximum": 1},
     "adam_epsilon": POSITIVE,
     "eval_delay": NOT_NEGATIVE,
     "torch_empty_cache_steps": {"minimum": 1},
@@ -165,11 +166,9 @@ def implementation_keys(properties: dict) -> dict:
             "default": None,
             "description": "How experts are computed; null: grouped_mm.",
         }
-        head = {"type": ["integer", "null"], "default": None}
-        keys["head_dim"] = {
-            **head,
-            "description": "Size of one head; null: an equal share.",
-        }
+        # qwen3_moe's class reads it without declaring it, and takes no null
+        head = properties.get("head_dim", {"type": "integer", "minimum": 1, "default": None})
+        keys["head_dim"] = {**head, "description": "Size of one head; left out: an equal share."}
     return keys
 
 

@@ -4,6 +4,7 @@ import inspect
 import json
 import os
 import sys
+from collections import Counter
 
 import pytest
 
@@ -11,7 +12,7 @@ from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
 from pretraining.recipe.schedule import KEYWORDS
 from pretraining.refusals import load_recipe_and_ds_config
-from tests.recipe_fuzz import RecipeFuzz, is_looser, plan_outcome, training_outcome
+from tests.recipe_fuzz import RecipeFuzz, checked_recipes, is_looser, plan_outcome, training_outcome
 from tests.runs import EXPERTS, LLAMA, execute
 
 WSD = ("training.lr_scheduler_type=warmup_stable_decay",)
@@ -405,6 +406,18 @@ def test_random_recipes_get_a_plan_or_one_line(workshop):
         settings, stage = fuzz.draw(), fuzz.draw_stage()
         outcome = plan_outcome(workshop, settings, stage, fuzz.random.choice((1, 2)))
         assert outcome.kind != "defect", (settings, stage, outcome.said)
+
+
+def test_plan_preparation_and_start_agree_on_random_recipes(workshop):
+    """What data_prep.py or train.py refuses before text is read or a step made, the plan refuses with the same line.
+
+    Fifteen types of models, all filters. The short version of benchmarks/recipe_fuzz.py.
+    """
+    kinds = Counter()
+    for settings, stage, planned, wrong in checked_recipes(workshop, 150, _seed()):
+        assert not wrong, (settings, stage, wrong)
+        kinds[planned.kind] += 1
+    assert min(kinds["ran"], kinds["refused"]) > 20
 
 
 def test_random_recipes_train_or_are_refused_by_the_plan_too(workshop, tmp_path):

@@ -34,7 +34,7 @@ def build_loss(model: PreTrainedModel, settings: Loss = PLAIN, groups: RankGroup
     A fused loss changes the model's head (`LossHead`). groups: which ranks have parts of the same sequences.
 
     Raises:
-        UserError: the model has no head that can be fused, or no router.
+        UserError: the model has no router.
     """
     balanced = balance_of(model, groups)
     if settings.router_z_loss and balanced is None:
@@ -60,11 +60,6 @@ def _nats_of(model: PreTrainedModel, settings: Loss) -> Callable:
         own = partial(named("loss", settings.function), **settings.arguments)
         return partial(own_loss, function=own, name=settings.function)
     way = {"z_loss": z_loss, "chunk_tokens": settings.chunk_tokens, "compile": settings.compile}
-    if kind == "fused" and not can_fuse(model):
-        raise UserError(
-            f"loss.kind: fused needs an output projection without bias that nothing scales, which "
-            f"{type(model).__name__} is not known to have; use chunked"
-        )
     if kind == "auto":
         kind = "fused" if can_fuse(model) else "chunked"
     if kind == "plain":

@@ -271,6 +271,8 @@ def _check_experts(model: dict, where: str) -> None:
         raise problem(where, "model.num_experts_per_tok", f"is {chosen}, more than model.{key} {experts}")
     if experts % groups:
         raise problem(where, "model.n_group", f"is {groups}, which does not divide model.{key} {experts}")
+    if (chosen := model.get("topk_group") or 1) > groups:
+        raise problem(where, "model.topk_group", f"is {chosen}, more than model.n_group {groups}")
     if model["model_type"] == "qwen3_moe":
         _check_sparse_layers(model, where)
 

@@ -244,7 +244,7 @@ class Recipe:
         self.data.check(where, "data")
         self.model.check(where)
         check_documents(self.data, model, where)
-        check_router_loss(self.loss, model, where)
+        check_loss(self.loss, model, where)
         for number, rule in enumerate(self.data.filters):
             if rule["rule"] == "callable" and ":" not in rule["import"]:
                 at = f"data.filters.{number}.import"
@@ -339,8 +339,11 @@ def check_vocabulary(data: Data, model: Model, where: str) -> None:
         raise problem(where, "data.tokenizer.train_vocab_size", what)
 
 
-def check_router_loss(loss: Loss, model: Model, where: str) -> None:
-    """The routers' logits are there if their loss is wanted."""
+def check_loss(loss: Loss, model: Model, where: str) -> None:
+    """The logits are a product that can be fused with their loss, and the routers' are there, if that is wanted."""
+    if loss.kind == "fused" and not model.is_exact:
+        what = f"is fused, which is for {', '.join(EXACT)}: others may scale or cap their logits; use chunked"
+        raise problem(where, "loss.kind", what)
     if not loss.router_z_loss:
         return
     what, key = "needs a mixture of experts with model.output_router_logits true", "loss.router_z_loss"

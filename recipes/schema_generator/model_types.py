@@ -28,7 +28,7 @@ POSITIVE_COUNT = {"minimum": 1, "maximum": MOST_OTHERS}
 BOUNDS = {
     r".*(dropout|pdrop|layerdrop|dropout_prob|_drop)$": {"minimum": 0, "exclusiveMaximum": 1},
     r".*(eps|epsilon)$": {"exclusiveMinimum": 0},
-    r".*(initializer_range|init_std)$": {"exclusiveMinimum": 0},
+    r".*(initializer_range|init_std)$": {"exclusiveMinimum": 0, "maximum": 1},
     r".*_token_id$": {"minimum": 0, "maximum": MOST_OTHERS},
     r"(rope_theta|logits_scaling)$": {"exclusiveMinimum": 0},
     r".*(aux_loss_coef|jitter_noise|z_loss_coefficient)$": {"minimum": 0},

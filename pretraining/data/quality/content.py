@@ -393,7 +393,8 @@ class Custom(Rule):
 
     def identity(self) -> dict:
         """Return the parameters, with the checksum of the file that defines the function."""
-        module = sys.modules[self._function.__module__] if hasattr(self._function, "__module__") else None
+        # a method of a builtin type, as keyword.iskeyword is, has no module
+        module = sys.modules.get(getattr(self._function, "__module__", None) or "")
         file = getattr(module, "__file__", None)
         digest = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
         return {**super().identity(), "source": digest}
