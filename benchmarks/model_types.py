@@ -16,36 +16,6 @@ from record import REPOSITORY, parser_of, record
 
 sys.path.insert(0, str(REPOSITORY / "recipes"))
 
-SMALL = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 32,
-    "intermediate_size": 48,
-    "num_key_value_heads": 2,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-}
-OTHERS = {"head_dim": 8, "rotary_dim": 8, "pad_token_id": 0}
-LATENT = {
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-}
-LATENT |= {"num_key_value_heads": 4, "pad_token_id": 0, "n_group": 1, "topk_group": 1}
-OWN = {
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "zaya": {"num_experts_per_tok": 1},
-    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8},
-    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8},
-    "dots3_note_text": {"num_key_value_heads": 4},
-}
-"""Keys that must fit the shape and have no common name."""
-
 
 def main() -> None:
     parser = parser_of(__doc__)
@@ -70,17 +40,10 @@ def types(chosen: list[str] | None) -> dict:
     return {name: entry for name, entry in found.items() if not chosen or name in chosen}
 
 
-def small(name: str, entry: dict) -> dict:
-    """A model section of this type, two layers of width 32."""
-    keys = {key: entry["names"].get(key, key) for key in SMALL}
-    shape = {keys[key]: value for key, value in SMALL.items() if keys[key] in entry["properties"]}
-    fitting = LATENT if "qk_rope_head_dim" in entry["properties"] else OTHERS
-    shape |= {key: value for key, value in fitting.items() if key in entry["properties"]}
-    return {"model_type": name, **shape, **OWN.get(name, {})}
-
-
 def verdict(name: str, entry: dict) -> str:
     """`trains`, or what failed."""
+    from tests.small_models import small
+
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         try:
             return trial(small(name, entry))

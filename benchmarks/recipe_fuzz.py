@@ -1,12 +1,13 @@
 """Random recipes of legal-looking values: each must get a plan or one line, and train or be refused as the plan says.
 
-    python benchmarks/recipe_fuzz.py --plans 2000 --runs 500 --seed 1 --keep
+    python benchmarks/recipe_fuzz.py --plans 2000 --checks 1000 --runs 500 --seed 1 --keep
 
 Keys and values are drawn from recipes/schema.json over a small recipe of four families, any ds_config, on one and two
 ranks (tests/recipe_fuzz.py). A run is three real steps of `train.py`; a recipe that the plan refuses is not started,
 and another is drawn in its place. A traceback, a hang, a second line, or a recipe that the plan accepts and
 `train.py` refuses though this machine is not the reason, is a defect: it is shown on stderr as soon as it is found, and
-the exit code is 1. Prints one JSON line of what came of them.
+the exit code is 1. Checks, over fifteen types of models and all filters, compare what the plan, a preparation
+before it reads a text, and a start before its first step refuse. Prints one JSON line of what came of them.
 """
 
 import shutil
@@ -21,6 +22,7 @@ from record import parser_of, record
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--plans", type=int, default=2000)
+    parser.add_argument("--checks", type=int, default=1000)
     parser.add_argument("--runs", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
@@ -29,8 +31,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="fuzz_") as folder:
         workshop = Workshop(Path(folder))
         plans = fuzz_plans(workshop, options.plans, options.seed)
+        checks = fuzz_checks(workshop, options.checks, options.seed)
         runs = fuzz_runs(workshop, options.runs, options.seed, Path(folder))
-    counts = {"plans": dict(plans), "runs": dict(runs), "defects": plans["defect"] + runs["defect"]}
+    counts = {name: dict(each) for name, each in {"plans": plans, "checks": checks, "runs": runs}.items()}
+    counts["defects"] = sum(each["defect"] for each in (plans, checks, runs))
     record("recipe_fuzz", {"seed": options.seed, **counts}, options.keep)
     sys.exit(int(counts["defects"] > 0))
 
@@ -46,6 +50,18 @@ def fuzz_plans(workshop, number: int, seed: int) -> Counter:
         counts[outcome.kind] += 1
         if outcome.kind == "defect":
             show(f"plan: {settings} --deepspeed {stage}\n{outcome.said}")
+    return counts
+
+
+def fuzz_checks(workshop, number: int, seed: int) -> Counter:
+    """How many of `number` recipes came to what in the plan; a defect where preparation or start do not agree."""
+    from tests.recipe_fuzz import checked_recipes
+
+    counts = Counter()
+    for settings, stage, planned, wrong in checked_recipes(workshop, number, seed):
+        counts["defect" if wrong else planned.kind] += 1
+        if wrong:
+            show(f"check: {settings} --deepspeed {stage}\n{wrong}")
     return counts
 
 

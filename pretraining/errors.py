@@ -48,6 +48,14 @@ prints must be the first."""
 USER_CODE: set[str] = set()
 """Files and folders of extensions (`pretraining/extend.py`): what fails in them is the user's to mend."""
 
+_KEYS: dict[str, str] = {}
+"""{section: the recipe that was read last}, for messages of what knows the key alone."""
+
+
+def place_keys(sections: Iterable[str], where: str) -> None:
+    """Have lines of errors that begin with a key of these sections begin with the file `where`."""
+    _KEYS.update(dict.fromkeys(sections, where))
+
 
 class UserError(Exception):
     """Something that the user can mend: the message says what is wrong, where, and what to do, on one line.
@@ -58,8 +66,9 @@ class UserError(Exception):
     exit_code = USER_ERROR
 
     def __init__(self, message: str, on_every_rank: bool = True):
-        # texts of other libraries may hold line breaks
-        super().__init__(" ".join(message.split()))
+        # texts of other libraries may hold line breaks, and a value in a recipe may be a book
+        words = (cut(word, 500) for word in message.split())
+        super().__init__(cut(" ".join(words), 3000))
         self.on_every_rank = on_every_rank
 
     def __str__(self) -> str:
@@ -165,13 +174,26 @@ def file_error(error: OSError, folder: Path | None = None) -> UserError | None:
 def _leave(error: UserError) -> None:
     """Report the error, on rank 0 only if all ranks meet it, and end the process with its exit code."""
     if os.environ.get("RANK", "0") == "0" or not error.on_every_rank:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {_placed(str(error))}", file=sys.stderr, flush=True)
     else:
         time.sleep(SILENT_SECONDS)
     sys.stdout.flush()
     tell_exit_code(error.exit_code)
     # The other ranks may wait in a collective that will never complete: do not join them at exit.
     os._exit(error.exit_code) if "WORLD_SIZE" in os.environ else sys.exit(error.exit_code)
+
+
+def cut(text: str, most: int) -> str:
+    """Leave the middle of a longer text out."""
+    return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 2 :]}"
+
+
+def _placed(line: str) -> str:
+    """Put the recipe's file before a line that begins with a dotted key."""
+    key, colon, _ = line.partition(": ")
+    where = _KEYS.get(key.partition(".")[0])
+    # a file may be called data.json
+    return f"{where}: {line}" if colon and where and not Path(key).exists() else line
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str:

@@ -6,6 +6,7 @@ accepts a recipe that training would refuse. What a recipe shows by itself is ch
 """
 
 import os
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -79,6 +80,8 @@ def load_recipe_and_ds_config(
         UserError: one line that names the file, the dotted key, what is wrong, and what to do.
     """
     recipe = load_recipe(name_or_path, overrides, deepspeed, limit_tokens, world_size)
+    if os.environ.get("RANK", "0") == "0":
+        print(*(f"note: {note}\n" for note in recipe.notes), sep="", end="", file=sys.stderr, flush=True)
     ds_config = load_ds_config(recipe.deepspeed) if recipe.deepspeed else None
     check_run(recipe, ds_config, world_size)
     return recipe, ds_config

@@ -4,15 +4,19 @@ import json
 import math
 import operator
 import re
+from collections import Counter
 from collections.abc import Iterator
 from difflib import get_close_matches
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pretraining.errors import UserError, abbreviated, did_you_mean, nearest
+from pretraining.errors import UserError, abbreviated, cut, did_you_mean, nearest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+MOST_CHOICES = 30
+"""That a message lists."""
+MOST_UNKNOWN = 10
 TYPE_NAMES = {
     "integer": "an integer",
     "number": "a number",
@@ -54,9 +58,8 @@ def read_json(path: Path) -> dict:
 def _parse(text: str, where: str) -> Any:
     def unique(pairs: list) -> dict:
         # json.loads would keep the last of two and say nothing
-        keys = [key for key, _ in pairs]
-        for key in keys:
-            if keys.count(key) > 1:
+        for key, times in Counter(key for key, _ in pairs).items():
+            if times > 1:
                 raise UserError(f"{where}: {_lines_of(text, key)}: key {key!r} is written twice")
         return dict(pairs)
 
@@ -99,10 +102,11 @@ def check(value: Any, schema: dict, where: str, key: str = "", root: dict | None
     """Return `value` as `schema` reads it, or raise one line that names the file, the dotted key and what is wrong.
 
     These keywords are known: type, const, enum, properties / required / additionalProperties, items, minItems,
-    minLength, minimum, exclusiveMinimum, maximum, exclusiveMaximum, anyOf, oneOf (of required lists),
-    allOf with if / then, and $ref into $defs. As in JSON Schema, 1e9 is an integer, and is returned as one; a bool is
-    never a number.
-    `"format": "float"` marks numbers that the library behind the key takes as floats only.
+    minLength, minimum, exclusiveMinimum, maximum, exclusiveMaximum, anyOf, oneOf (of required lists), propertyNames
+    (a pattern), allOf with if / then, and $ref into $defs. As in JSON Schema, 1e9 is an integer, and is returned as
+    one; a bool is never a number.
+    `"format": "float"` marks numbers that the library behind the key takes as floats only, and `"some_of"` lists keys
+    of which one at least must hold something. No `min_x` may be greater than its `max_x`.
 
     Args:
         where: the file (or option) that messages name.
@@ -198,8 +202,9 @@ def _check_value(value: Any, schema: dict, where: str, key: str) -> None:
     if choices is not None and not any(value == choice and type(value) is type(choice) for choice in choices):
         texts = [choice for choice in choices if isinstance(choice, str)]
         near = nearest(value, texts) if isinstance(value, str) else ""
-        shown = ", ".join(json.dumps(choice) for choice in choices)
-        raise problem(where, key, f"is {_shown(value)}, not one of {shown}{near}")
+        shown = ", ".join(json.dumps(choice) for choice in choices[:MOST_CHOICES])
+        more = ", ..." * (len(choices) > MOST_CHOICES)
+        raise problem(where, key, f"is {_shown(value)}, not one of {shown}{more}{near}")
     if isinstance(value, str) and len(value.strip()) < schema.get("minLength", 0):
         raise problem(where, key, "is empty; write a name, or leave it out")
     if isinstance(value, list) and len(value) < schema.get("minItems", 0):
@@ -221,21 +226,36 @@ def _check_bounds(value: float, schema: dict, where: str, key: str) -> None:
 
 
 def _check_object(value: dict, schema: dict, where: str, key: str, root: dict) -> dict:
-    properties = schema.get("properties", {})
+    properties, others, names = (
+        schema.get(each, {}) for each in ("properties", "additionalProperties", "propertyNames")
+    )
     checked = {}
+    if unknown := [name for name in value if name not in properties and others is False]:
+        raise _unknown_keys(unknown, properties, where, key, root)
     for name, item in value.items():
         dotted = f"{key}.{name}" if key else name
-        if name in properties:
-            checked[name] = check(item, properties[name], where, dotted, root)
-        elif schema.get("additionalProperties") is False:
-            raise problem(where, dotted, f"unknown key{_valid_keys(name, properties, key, root)}")
-        else:
-            checked[name] = item
+        if names and not re.fullmatch(names["pattern"], name):
+            raise problem(where, dotted, f"unknown key; {names['description']}")
+        inner = properties.get(name, others)
+        checked[name] = check(item, inner, where, dotted, root) if isinstance(inner, dict) else item
     for name in schema.get("required", []):
         if name not in value:
             raise problem(where, f"{key}.{name}" if key else name, "is missing")
     _check_one_of(value, schema, where, key)
+    _check_together(checked, schema, where, key)
     return _check_conditions(checked, schema, where, key, root)
+
+
+def _unknown_keys(unknown: list[str], properties: dict, where: str, key: str, root: dict) -> UserError:
+    """Make the error that names all of them, with what each was meant to be."""
+    hints = {name: _valid_keys(name, properties, key, root) for name in unknown[:MOST_UNKNOWN]}
+    if len(unknown) == 1:
+        ((name, hint),) = hints.items()
+        return problem(where, f"{key}.{name}" if key else name, f"unknown key{hint}")
+    # all valid keys at every one of them would be too much
+    found = [f"{name!r} ({hint[2:]})" if "did you" in hint else repr(name) for name, hint in hints.items()]
+    more = f", and {len(unknown) - MOST_UNKNOWN} more" if len(unknown) > MOST_UNKNOWN else ""
+    return problem(where, key, f"{len(unknown)} unknown keys: {', '.join(found)}{more}")
 
 
 def _check_one_of(value: dict, schema: dict, where: str, key: str) -> None:
@@ -244,6 +264,21 @@ def _check_one_of(value: dict, schema: dict, where: str, key: str) -> None:
     if names and len(given) != 1:
         found = f"has {' and '.join(given)}" if given else "has none of them"
         raise problem(where, key, f"needs exactly one of {', '.join(names)}; it {found}")
+
+
+def _check_together(value: dict, schema: dict, where: str, key: str) -> None:
+    """Raise `UserError` if none of the keys `some_of` holds anything, or a least value is above its greatest."""
+    properties, above = schema.get("properties", {}), f"{key}." if key else ""
+    full = {name: each["default"] for name, each in properties.items() if "default" in each} | value
+    some = schema.get("some_of", [])
+    if some and all(full.get(name) in (None, [], "") for name in some):
+        raise problem(where, key, f"needs at least one of {', '.join(some)}")
+    for name, least in full.items():
+        other = f"max_{name.removeprefix('min_')}"
+        most = full.get(other) if name.startswith("min_") else None
+        if _is_type(least, "number") and _is_type(most, "number") and least > most:
+            what = f"{name} is {least}, more than {other} {most}: nothing is left between them"
+            raise problem(where, above + (name if name in value else other), what)
 
 
 def _check_conditions(value: dict, schema: dict, where: str, key: str, root: dict) -> dict:
@@ -357,7 +392,7 @@ def _all_keys(schema: dict, root: dict, key: str = "") -> Iterator[str]:
 
 def problem(where: str, key: str, what: str) -> UserError:
     """Make the one-line error: file, dotted key, what is wrong."""
-    return UserError(f"{where}: {key}: {what}" if key else f"{where}: {what}")
+    return UserError(": ".join(filter(None, (cut(where, 1000), key, what))))
 
 
 class Difference(NamedTuple):

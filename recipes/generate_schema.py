@@ -22,7 +22,7 @@ from schema_generator.from_types import described, first_sentence, type_schema  
 from schema_generator.keys_page import keys_page  # noqa: E402
 from schema_generator.layout_plans import with_plans  # noqa: E402
 from schema_generator.layout_table import with_table  # noqa: E402
-from schema_generator.model_types import bounded, largest, other_model_types  # noqa: E402
+from schema_generator.model_types import UNUSED, bounded, largest, other_model_types  # noqa: E402
 
 from pretraining.data.quality.chain import filters_schema  # noqa: E402
 from pretraining.recipe.loading import sections_schema  # noqa: E402
@@ -63,8 +63,9 @@ TRAINING_BOUNDS = {
     "weight_decay": NOT_NEGATIVE,
     "max_grad_norm": NOT_NEGATIVE,
     "dataloader_num_workers": {"minimum": 0, "maximum": 1024},
-    "adam_beta1": {"minimum": 0, "exclusiveMaximum": 1},
-    "adam_beta2": {"minimum": 0, "exclusiveMaximum": 1},
+    # torch takes no int beside a float
+    "adam_beta1": {"format": "float", "minimum": 0, "exclusiveMaximum": 1},
+    "adam_beta2": {"format": "float", "minimum": 0, "exclusiveMaximum": 1},
     "adam_epsilon": POSITIVE,
     "eval_delay": NOT_NEGATIVE,
     "torch_empty_cache_steps": {"minimum": 1},
@@ -79,16 +80,13 @@ REFUSED_CHOICES = {"save_strategy": "best"}
 # One project for all trackers: `pretraining.training.trackers` gives it to those that do not read this key.
 PROJECT = {"description": "The project of every tracker of `report_to`.", "default": "pretraining"}
 
-# Sequence heads and cross attention: parts that a causal language model does not have.
-UNUSED_MODEL_KEYS = re.compile(r"summary_.*|add_cross_attention|pretraining_tp")
-
 
 def training_schema() -> dict:
     """Every TrainingArguments field but those that TRAINING_KEYS gives to another owner."""
     from transformers import TrainingArguments
 
     fields = {field.name: field for field in dataclasses.fields(TrainingArguments)}
-    gone = set(TRAINING_KEYS) - set(fields)
+    gone = set(TRAINING_KEYS) - set(fields) - {"warmup_ratio"}  # which every older script has
     if gone:
         raise SystemExit(f"TRAINING_KEYS names fields that TrainingArguments lacks: {sorted(gone)}")
     properties = {}
@@ -144,7 +142,7 @@ def model_schema(model_type: str) -> dict:
     documented = argument_descriptions(config_class.__doc__ or "")
     properties = {"model_type": {"const": model_type}}
     for field in dataclasses.fields(config_class):
-        if field.name not in inherited and not UNUSED_MODEL_KEYS.fullmatch(field.name):
+        if field.name not in inherited and not UNUSED.fullmatch(field.name):
             schema = type_schema(field.type)
             if field.type is float:
                 schema["format"] = "float"  # @strict config classes refuse an int there
@@ -168,11 +166,9 @@ def implementation_keys(properties: dict) -> dict:
             "default": None,
             "description": "How experts are computed; null: grouped_mm.",
         }
-        head = {"type": ["integer", "null"], "default": None}
-        keys["head_dim"] = {
-            **head,
-            "description": "Size of one head; null: an equal share.",
-        }
+        # qwen3_moe's class reads it without declaring it, and takes no null
+        head = properties.get("head_dim", {"type": "integer", "minimum": 1, "default": None})
+        keys["head_dim"] = {**head, "description": "Size of one head; left out: an equal share."}
     return keys
 
 

@@ -1,5 +1,6 @@
 """Deduplication: what is found is right, whatever the number of workers, and nothing is dropped for less."""
 
+import json
 import random
 from functools import cache
 
@@ -33,6 +34,7 @@ from pretraining.data.dedup.pairs import (
     write_signatures,
 )
 from pretraining.errors import UserError
+from pretraining.recipe import load_recipe
 
 VOCABULARY = [f"w{number}x" for number in range(3000)]
 NO_CLUSTERS = Clusters(np.zeros(0, np.int64), np.zeros(0, np.int64))
@@ -238,5 +240,5 @@ def test_bands_and_rows_follow_from_the_threshold():
 )
 def test_settings_that_do_not_fit_are_refused_in_one_line(section, named):
     """The message names the key."""
-    with pytest.raises(UserError, match=named):
-        MinHashSpec.from_recipe(section)
+    with pytest.raises(UserError, match=f"data.dedup.minhash.*{named}"):
+        load_recipe("tiny", [f"data.dedup={json.dumps({'minhash': section})}"])

@@ -12,8 +12,9 @@ from pretraining.recipe.loading import OTHER_NAMES as NAMES_ELSEWHERE
 from pretraining.recipe.loading import sections_schema
 from pretraining.recipe.section import schema_file
 from pretraining.recipe.training import TRAINING_KEYS, Keyword, Training
+from pretraining.refusals import load_recipe_and_ds_config
 from pretraining.schema import REPOSITORY, suggestion
-from tests.runs import LLAMA
+from tests.runs import LLAMA, SMALL_RECIPE
 
 RECIPES = recipe_names()
 
@@ -151,7 +152,10 @@ WRONG_VALUES = {
         "max_steps: does not belong here: derived from budget.tokens",
     ),
     "unknown section": ("buget.tokens=5", "buget: unknown key; did you mean 'budget'?"),
-    "removed training key": ("training.warmup_ratio=0.1", "training.warmup_ratio: unknown key"),
+    "removed training key": (
+        "training.warmup_ratio=0.1",
+        "training.warmup_ratio: does not belong here: its name is warmup_steps now, and below 1 it is a share",
+    ),
     "another model's key": ("model.hidden_act=silu", "model.hidden_act: unknown key"),
     "unknown model type": ("model.model_type=gpt3", "did you mean 'gptj', 'gpt2' or 'gpt-sw3'?"),
     "number as string": ('model.n_embd="512"', 'model.n_embd: is the string "512" where an integer'),
@@ -178,7 +182,6 @@ WRONG_VALUES = {
     "healing that explodes": ("monitors.spikes.lr_factor=1e3", "it must be at most 1"),
     "head count": ("model.n_head=5", "model.n_head: is 5, which does not divide model.n_embd 128"),
     "context too long": ("data.sequence_length=512", "is 512, but the model has 128 positions"),
-    "tokens": ("budget.tokens=10000", "the nearest are 8192 and 10240"),
     "tokens per step": ("budget.tokens_per_step=1000", "the nearest are 896 and 1024"),
     "a special token twice": (
         'data.tokenizer={"train_vocab_size": 300, "special_tokens": ["<a>", "<a>"]}',
@@ -212,6 +215,76 @@ def test_names_of_other_frameworks_lead_to_our_keys():
 def test_a_mistake_in_the_file_names_file_and_key(edited):
     path = edited("model", n_emb=5)
     assert failing(path).startswith(f"{path}: model.n_emb: unknown key; did you mean 'model.n_embd'?")
+
+
+def test_all_unknown_keys_are_named_at_once(edited):
+    """Who pastes a section mends it once; of thousands the first few are named."""
+    text = failing(edited("model", n_emb=5, is_llama_config=True))
+    assert "model: 2 unknown keys: 'n_emb' (did you mean 'model.n_embd'?), 'is_llama_config'" in text
+    text = failing(edited("data", **{f"k{number}": 1 for number in range(20_000)}))
+    assert "data: 20000 unknown keys: 'k0', " in text and text.endswith("'k9', and 19990 more")
+
+
+SAVED = {
+    "_name_or_path": "x",
+    "architectures": ["X"],
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.1",
+}
+PUBLISHED = {
+    "smollm2": {**LLAMA, "pretraining_tp": 1, "rope_scaling": None, "rope_theta": 100000},
+    "llama3.2": {
+        **LLAMA,
+        "rope_theta": 5e5,
+        "rope_scaling": {
+            "factor": 32.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 32,
+            "rope_type": "llama3",
+        },
+    },
+    "older than rope_type": {**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    "olmo2": {**LLAMA, "model_type": "olmo2", "rope_theta": 5e5},
+    "gpt2": {**SMALL_RECIPE["model"], "summary_use_proj": True, "num_labels": 2, "do_sample": True},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_is_read_as_transformers_reads_it(name, tmp_path, capsys):
+    """Pasted into `model`: keys of today, the same configuration, and a note of what was left out or renamed."""
+    from transformers import AutoConfig
+
+    published, path = {**PUBLISHED[name], **SAVED}, tmp_path / "r.json"
+    values = load_recipe("tiny", ["data.sequence_length=64", "data.tokenizer.train_vocab_size=512"]).to_dict()
+    path.write_text(json.dumps({**values, "model": published}))
+    recipe, _ = load_recipe_and_ds_config(str(path))
+    assert "note: " in capsys.readouterr().err
+    known = [
+        AutoConfig.for_model(**json.loads(json.dumps(each))).to_dict() for each in (published, recipe.model)
+    ]
+    for config in known:
+        for key in (*SAVED, "dtype"):
+            config.pop(key, None)
+        (config.get("rope_parameters") or {}).pop("type", None)
+    assert known[0] == known[1]
+    # written and read again, nothing is left to say
+    path.write_text(json.dumps(recipe.to_dict()))
+    assert not load_recipe(str(path)).notes
+
+
+def test_a_key_of_a_published_config_that_means_something_is_not_left_out(edited):
+    """Only what shapes no model goes without an answer."""
+    assert "model.pretraining_tp: unknown key" in failing(edited("model", pretraining_tp=2))
+    assert "model.rope_theta: unknown key" in failing("7b", ["model.rope_theta=5e5"])
+
+
+@pytest.mark.parametrize("value", ["x" * 100_000, "x " * 50_000])
+def test_a_long_value_is_not_repeated_whole(value):
+    """One line is read, the file and the key in it too."""
+    text = failing(overrides=[f"evaluation.metric={value}"])
+    assert len(text) < 4000 and text.startswith("recipes/tiny.json with --set evaluation.metric=x")
+    assert ": evaluation.metric: is 'x" in text and "there are loss, perplexity" in text
 
 
 OTHER_NAMES = {

@@ -9,6 +9,7 @@ from transformers import TrainingArguments, get_scheduler
 
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
+from pretraining.recipe.budget import Budget
 from pretraining.recipe.progress import Progress
 from pretraining.training.arguments import build_arguments
 from pretraining.training.schedule import follow_run
@@ -159,7 +160,6 @@ REFUSED = {
         ["budget.warmup_tokens=2048", "training.warmup_steps=0", "training.lr_scheduler_type=constant"],
         "write constant_with_warmup",
     ),
-    "not whole steps": (["budget.warmup_tokens=3000"], "the nearest are 2048 and 4096"),
     "another schedule": (
         ["budget.decay_tokens=2048"],
         "is for training.lr_scheduler_type warmup_stable_decay",
@@ -167,6 +167,15 @@ REFUSED = {
     "too long": (
         ["budget.warmup_tokens=2048000", "budget.decay_tokens=2048", "training.warmup_steps=0"],
         "warm-up and decay together take 2050048, more than budget.tokens 2048000",
+    ),
+    "warm-up in steps and decay in tokens": (
+        [
+            "budget.decay_tokens=0.2",
+            "training.warmup_steps=900",
+            "training.lr_scheduler_type=warmup_stable_decay",
+            "training.lr_scheduler_kwargs={}",
+        ],
+        "is 200 steps; with 900 steps of warm-up that is more than the run's 1000 steps",
     ),
     "decay twice": (
         [
@@ -184,3 +193,40 @@ def test_what_does_not_fit_is_refused_in_one_line(settings, words):
     with pytest.raises(UserError, match=r"tiny\.json.*budget\.(warmup|decay)_tokens") as error:
         load_recipe("tiny", settings)
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+ROUNDED = {
+    "a round budget": (
+        ["budget.tokens=2e6"],
+        (2_000_896, None, None),
+        "budget.tokens: 2,000,000 is read as 2,000,896, 977 steps",
+    ),
+    "less than a step": (["budget.tokens=100"], (2048, None, None), "is read as 2,048, 1 steps"),
+    "the last fifth": (
+        ["budget.decay_tokens=0.2"],
+        (2_048_000, None, 409_600),
+        "0.2 is read as 409,600, 200 steps",
+    ),
+    "shares of a round budget": (
+        [
+            "budget.tokens=2e6",
+            "budget.decay_tokens=0.2",
+            "budget.warmup_tokens=0.01",
+            "training.warmup_steps=0",
+        ],
+        (2_000_896, 20_480, 399_360),
+        "budget.warmup_tokens: 0.01 is read as 20,480, 10 steps",
+    ),
+}
+
+
+@pytest.mark.parametrize("settings, expected, said", ROUNDED.values(), ids=ROUNDED)
+def test_budgets_are_written_as_people_say_them(settings, expected, said):
+    """Tokens and shares are rounded to whole steps, and a note says to how many; a resolved recipe has none to say."""
+    wsd = ["training.lr_scheduler_type=warmup_stable_decay", "training.lr_scheduler_kwargs={}"]
+    recipe = load_recipe("tiny", [*settings, *(wsd if "decay" in str(settings) else [])])
+    budget = recipe.budget
+    assert (budget.tokens, budget.warmup_tokens, budget.decay_tokens) == expected
+    assert any(said in note for note in recipe.notes)
+    again = Budget.of(budget.to_dict())
+    assert again == budget and not again.rounded(budget.to_dict())

@@ -8,7 +8,7 @@ neither DeepSpeed nor the Trainer, so that it answers sooner.
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -26,17 +26,20 @@ CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 
 def main() -> None:
     """Read a `model` section on stdin and print what was counted."""
-    model = json.load(sys.stdin)
+    print(json.dumps(counted(json.load(sys.stdin), sys.argv[1:])))
+
+
+def counted(model: dict, extensions: Sequence[str] = ()) -> dict:
+    """Return the facts of `describe`, or {"error": one line}. extensions: modules of the user's own."""
     try:
-        load_extensions(read_extensions(sys.argv[1:], Path(), "extensions"))
-        found = describe(model)
+        load_extensions(read_extensions(extensions, Path(), "extensions"))
+        return describe(model)
     except UserError as error:
-        found = {"error": str(error)}
+        return {"error": str(error)}
     except Exception as error:  # each class of transformers raises its own for a shape it cannot take
         while error.__cause__ is not None:  # strict configurations wrap what their own checks raise
             error = error.__cause__
-        found = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
-    print(json.dumps(found))
+        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
 
 
 def describe(model: dict) -> dict:

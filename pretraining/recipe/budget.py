@@ -2,6 +2,7 @@
 
 import math
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -17,6 +18,10 @@ MOST_STAIRS = 10_000
 """Of a ramp: more of them are a slip of the keyboard, and would take long to lay out."""
 MOST_UNITS = 1_000_000
 """Sequences up to which a dividing increment is looked for."""
+
+IN_STEPS = ("tokens", "warmup_tokens", "decay_tokens")
+"""Keys of the budget that are rounded to whole steps."""
+TOKENS_OR_SHARE = {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1000000000000000000}
 
 
 class Ramp(Section):
@@ -42,7 +47,9 @@ class Budget(Section):
     """How long to train; steps and gradient accumulation follow from it."""
 
     tokens: int = key(
-        "Tokens to train on: a multiple of tokens_per_step.", minimum=1, maximum=1000000000000000000
+        "Tokens to train on, in whole steps: the nearest multiple of tokens_per_step is taken.",
+        minimum=1,
+        maximum=1000000000000000000,
     )
     tokens_per_step: int = key(
         "Tokens per optimizer step, at any number of GPUs: a multiple of the sequence length.",
@@ -50,16 +57,16 @@ class Budget(Section):
         maximum=1000000000000000000,
     )
     warmup_tokens: int | None = key(
-        "Tokens over which the learning rate rises, in place of training.warmup_steps; the "
-        "schedule then counts tokens. A multiple of tokens_per_step.",
+        "Tokens over which the learning rate rises, or below 1 their share of tokens, in place of "
+        "training.warmup_steps; the schedule then counts tokens. Rounded to whole steps.",
         default=None,
-        minimum=1,
+        schema=TOKENS_OR_SHARE,
     )
     decay_tokens: int | None = key(
-        "Last tokens, over which warmup_stable_decay falls, in place of num_decay_steps; the "
-        "schedule then counts tokens. A multiple of tokens_per_step.",
+        "Last tokens, over which warmup_stable_decay falls, or below 1 their share of tokens (0.2: the last fifth), in "
+        "place of num_decay_steps; the schedule then counts tokens. Rounded to whole steps.",
         default=None,
-        minimum=1,
+        schema=TOKENS_OR_SHARE,
     )
     ramp: Ramp | None = key(default=None)
 
@@ -68,14 +75,26 @@ class Budget(Section):
         """Tokens of each optimizer step."""
         return StepSizes.of(self.tokens_per_step, self.ramp)
 
+    @classmethod
+    def of(cls, values: Mapping) -> "Budget":
+        """The section, with what counts tokens in whole steps, one at least; a share below 1 is one of the tokens."""
+        unit = values["tokens_per_step"]
+        given = {name: values[name] for name in IN_STEPS if values.get(name) is not None}
+        tokens = {name: each * given["tokens"] if each < 1 else each for name, each in given.items()}
+        # by integers: a budget is too large for a float
+        steps = {name: max(1, (2 * int(each) + unit) // (2 * unit)) for name, each in tokens.items()}
+        return super().of({**values, **{name: unit * count for name, count in steps.items()}})
+
+    def rounded(self, values: Mapping) -> list[str]:
+        """Say of each of `values`, from which the section is built, what it was rounded to."""
+        return [
+            f"budget.{name}: {values[name]:,} is read as {tokens:,}, {tokens // self.tokens_per_step:,} steps"
+            for name in IN_STEPS
+            if (tokens := getattr(self, name)) not in (None, values.get(name))
+        ]
+
     def check_together(self, where: str, at: str) -> None:
-        """Steps are whole; so are warm-up and decay, and they fit into the run."""
-        unit = self.tokens_per_step
-        unit_words = f"{at}.tokens_per_step {unit}"
-        check_multiple(self.tokens, f"{at}.tokens", unit, unit_words, where)
-        for name in ("warmup_tokens", "decay_tokens"):
-            if (tokens := getattr(self, name)) is not None:
-                check_multiple(tokens, f"{at}.{name}", unit, unit_words, where)
+        """Warm-up and decay fit into the run."""
         spent = (self.warmup_tokens or 0) + (self.decay_tokens or 0)
         if spent > self.tokens:
             name = "decay_tokens" if self.decay_tokens else "warmup_tokens"

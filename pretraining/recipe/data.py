@@ -13,6 +13,9 @@ from pretraining.schema import problem
 END_OF_TEXT = "<|endoftext|>"
 """What closes a document, in a tokenizer that is trained here."""
 
+MOST_HASHES = 4096
+"""Of a document's MinHash signature."""
+
 # a context of our own: the default one could be changed by any library
 _DECIMALS = Context(prec=50)
 
@@ -124,6 +127,18 @@ class MinHash(Section):
     rows: int | None = key("Hashes in a band; goes with bands.", default=None, minimum=1)
     seed: int = key("Picks the hash functions.", default=0, minimum=0)
 
+    def check_together(self, where: str, at: str) -> None:
+        """Bands have rows, and not too many of them."""
+        if (self.bands is None) != (self.rows is None):
+            there, missing = ("bands", "rows") if self.rows is None else ("rows", "bands")
+            what = (
+                f"is missing, and goes with {there}; give both, or neither to have them follow from threshold"
+            )
+            raise problem(where, f"{at}.{missing}", what)
+        if (hashes := (self.bands or 0) * (self.rows or 0)) > MOST_HASHES:
+            what = f"is {self.bands}; with rows {self.rows} that is {hashes} hashes a document; at most {MOST_HASHES}"
+            raise problem(where, f"{at}.bands", what)
+
 
 class Dedup(Section):
     """Leave out repeated documents, across all sources; the first in source order is kept."""
@@ -148,6 +163,15 @@ class Decontaminate(Section):
         "Share of a document's n-grams that must be found; 0: any one.", default=0, minimum=0, maximum=1
     )
     validation: bool = key("The texts of data.validation are evaluation sets too.", default=False)
+
+    def check_together(self, where: str, at: str) -> None:
+        """There are evaluation sets, and none is looked for by more words than an n-gram has."""
+        if self.shortest > self.ngram:
+            raise problem(where, f"{at}.shortest", f"is {self.shortest}, more than {at}.ngram {self.ngram}")
+        if self.folder is None and not self.tasks and not self.validation:
+            raise problem(
+                where, at, "names no evaluation sets; give folder or tasks, or set validation to true"
+            )
 
 
 class MixtureStage(Section):

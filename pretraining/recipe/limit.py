@@ -77,8 +77,8 @@ def _limit_budget(budget: dict, recipe: "Recipe", steps: int, step: int) -> None
     # There is no room for it: all steps are as small as its first ones.
     budget.pop("ramp", None)
     for key in ("warmup_tokens", "decay_tokens"):
-        if budget.get(key) is not None:
-            budget[key] = max(1, int(budget[key] * share) // step) * step
+        if (tokens := getattr(recipe.budget, key)) is not None:
+            budget[key] = max(1, int(tokens * share) // step) * step
 
 
 def _limit_data(data: dict, recipe: "Recipe", tokens: int, written: set[str]) -> None:

@@ -9,11 +9,17 @@ from typing import Any
 
 from pretraining.addresses import refuse_credentials
 from pretraining.ds_config import short_name
-from pretraining.errors import UserError, nearest
+from pretraining.errors import UserError, nearest, place_keys
 from pretraining.extend import MODEL, Extension, is_path, read_extensions
 from pretraining.recipe.limit import limited
-from pretraining.recipe.model import EXACT, checked_model, other_model_types, refuse_names_of_others
-from pretraining.recipe.recipe import RECIPES, SECTIONS, Recipe
+from pretraining.recipe.model import (
+    EXACT,
+    checked_model,
+    other_model_types,
+    read_config,
+    refuse_names_of_others,
+)
+from pretraining.recipe.recipe import KEYWORDS, RECIPES, SECTIONS, Recipe
 from pretraining.recipe.section import schema_file
 from pretraining.recipe.sections import Weights
 from pretraining.recipe.training import TRAINING_KEYS
@@ -45,7 +51,7 @@ OTHER_NAMES = {
     "training.learning_rate": "base_lr lr max_lr peak_lr",
     "training.lr_scheduler_type": "learning_rate_schedule lr_decay_style lr_schedule lr_scheduler schedule scheduler",
     "training.lr_scheduler_kwargs": "lr_min min_lr min_lr_ratio",
-    "training.warmup_steps": "lr_warmup_iters num_warmup_steps warmup warmup_iters warmup_ratio",
+    "training.warmup_steps": "lr_warmup_iters num_warmup_steps warmup warmup_iters",
     "training.weight_decay": "wd",
     "training.max_grad_norm": "clip_grad clip_grad_norm grad_clip gradient_clip_val gradient_clipping max_norm",
     "training.adam_beta1": "beta1 betas",
@@ -86,12 +92,14 @@ def load_recipe(
     path = _find(str(name_or_path))
     where = display_path(path)
     values = _read(path)
+    notes: list[str] = []
+    _read_model(values, notes)
     refuse_names_of_others(values.get("model"), where)
     overrides = list(overrides)
     for override in overrides:
         _check_override(override)
     # the file first: its errors must not name an override
-    values = _apply_overrides(check(values, recipe_schema(), where), overrides)
+    values = _apply_overrides(check(values, recipe_schema(), where), overrides, notes)
     if deepspeed is not None:
         values["deepspeed"] = None if deepspeed in NO_DEEPSPEED else deepspeed
     where += f" with --set {' '.join(overrides)}" if overrides else ""
@@ -103,7 +111,16 @@ def load_recipe(
         recipe = replace(_built(values, path, where, tuple(overrides)), limit_tokens=limit_tokens)
     recipe.check(where)
     refuse_credentials(values, where)
-    return recipe
+    place_keys((*SECTIONS, *KEYWORDS), where)
+    notes += recipe.budget.rounded(values["budget"])
+    return replace(recipe, notes=tuple(f"{display_path(path)}: {note}" for note in notes))
+
+
+def _read_model(values: dict, notes: list[str]) -> None:
+    """Take a published config.json as model section; what that changes is added to `notes`."""
+    if "model" in values:
+        values["model"], changes = read_config(values["model"])
+        notes += [f"model: {changes}"] if changes else []
 
 
 def _built(values: dict, path: Path, where: str, overrides: tuple[str, ...]) -> Recipe:
@@ -245,7 +262,7 @@ def _as_nested(override: str) -> dict:
     return {section: {rest.partition(".")[0]: None}}
 
 
-def _apply_overrides(recipe: dict, overrides: Iterable[str]) -> dict:
+def _apply_overrides(recipe: dict, overrides: Iterable[str], notes: list[str]) -> dict:
     """A copy of `recipe` with each `section.key=value` set, checked against the schema after each.
 
     A value is JSON where it parses, else a string; a number in the key indexes a list, and the list's length
@@ -267,6 +284,8 @@ def _apply_overrides(recipe: dict, overrides: Iterable[str]) -> dict:
             kind = {"model_type": changed["model"]["model_type"]}
             refuse_names_of_others({**_as_nested(override)["model"], **kind}, where)
         _set(changed, key.split("."), _parse(text, where), where)
+        if key == "model":
+            _read_model(changed, notes)
         # after each, so that the error names the text that is wrong
         changed = check(changed, recipe_schema(), where)
     return changed

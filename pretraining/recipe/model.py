@@ -1,6 +1,7 @@
 """The `model` section: which types a recipe may name, what their keys are called, and what fits together."""
 
 import json
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -49,11 +50,16 @@ ROPE = {
     "proportional": (("rope_theta",), ()),
 }
 """{model.rope_parameters.rope_type: (keys it needs, keys it may have beside them)}, as transformers checks them."""
+OLD_ROPE = ("rope_scaling", "rope_theta", "partial_rotary_factor")
+"""What config.json had in place of `rope_parameters` before transformers 5."""
 ROPE_ALWAYS = ("rope_type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 ROTARY = ("llama", "mixtral", "qwen3", "qwen3_moe")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """What configuration classes call a layer's number of experts."""
+
+ROUTER_COEFFICIENT = "router_aux_loss_coef"
+"""What configuration classes call the weight of the loss that balances experts."""
 
 
 def is_exact(model: dict) -> bool:
@@ -104,6 +110,38 @@ def refuse_names_of_others(model: object, where: str) -> None:
     for key in model if is_exact(model) else model.keys() - other_properties(model).keys():
         if (own := own_key(model, common.get(key, key))) != key:
             raise problem(where, f"model.{key}", f"unknown key{did_you_mean([f'model.{own}'])}")
+
+
+def read_config(model: Any) -> tuple[Any, str]:
+    """Read a published config.json in the place of a model section: as it is today, and a sentence about the changes.
+
+    What shapes no model is left out, and rotary positions get the names of today.
+    """
+    types, known = {**schema_file()["$defs"], **other_model_types()["types"]}, other_model_types()
+    if not isinstance(model, dict) or model.get("model_type") not in list(types):
+        return model, ""
+    own, nothing = types[model["model_type"]]["properties"], known["left_out"]
+    others = {key: value for key, value in model.items() if key not in own}
+    gone = [key for key, value in others.items() if key[:1] == "_" or nothing.get(key, ...) in (None, value)]
+    section, said = {key: value for key, value in model.items() if key not in gone}, []
+    if gone:
+        said.append(f"{', '.join(gone)} left out, which shape no model")
+    if (old := [key for key in OLD_ROPE if key in others]) and model["model_type"] in known["old_rope"]:
+        section = with_rope_parameters(section, old)
+        said.append(f"{', '.join(old)} read as rope_parameters {json.dumps(section['rope_parameters'])}")
+    return section, "; ".join(said)
+
+
+def with_rope_parameters(section: dict, old: Sequence[str]) -> dict:
+    """Put the keys `old` of rotary positions into `rope_parameters`.
+
+    As `PreTrainedConfig.convert_rope_params_to_dict` of transformers 5.23 does, for the types that leave it to that.
+    """
+    beside = {key: section[key] for key in old if key != "rope_scaling" and section.get(key) is not None}
+    inside = dict(section.get("rope_scaling") or section.get("rope_parameters") or {})
+    kind = inside.pop("type", "default")
+    rest = {key: value for key, value in section.items() if key not in old}
+    return {**rest, "rope_parameters": {"rope_type": kind, **beside, **inside}}
 
 
 def other_properties(model: dict) -> dict:
@@ -233,6 +271,8 @@ def _check_experts(model: dict, where: str) -> None:
         raise problem(where, "model.num_experts_per_tok", f"is {chosen}, more than model.{key} {experts}")
     if experts % groups:
         raise problem(where, "model.n_group", f"is {groups}, which does not divide model.{key} {experts}")
+    if (chosen := model.get("topk_group") or 1) > groups:
+        raise problem(where, "model.topk_group", f"is {chosen}, more than model.n_group {groups}")
     if model["model_type"] == "qwen3_moe":
         _check_sparse_layers(model, where)
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from pretraining.ds_config import degrees_of
 from pretraining.errors import nearest
-from pretraining.extend import Extension, check_defined, defined
+from pretraining.extend import Extension, check_defined, defined, model_extension
 from pretraining.metric_names import GROUPS, LOWER_IS_BETTER
 from pretraining.recipe.budget import Budget, StepSizes, check_division, nearest_multiples
 from pretraining.recipe.data import Data, check_mixture
-from pretraining.recipe.model import CROSSES_DOCUMENTS, EXACT, Model, own_key
+from pretraining.recipe.model import CROSSES_DOCUMENTS, EXACT, ROUTER_COEFFICIENT, Model, own_key
 from pretraining.recipe.mup import Mup, check_mup
 from pretraining.recipe.schedule import check_schedule
 from pretraining.recipe.section import Section, check_folder_name
@@ -129,6 +129,8 @@ class Recipe:
     """The `--set` texts it was read with."""
     limit_tokens: int | None = field(default=None, compare=False)
     """The `--limit_tokens` it was read with."""
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    """What was read otherwise than it is written."""
 
     def __post_init__(self) -> None:
         """Sections are built from the JSON objects of a file, or of `dataclasses.replace`."""
@@ -242,7 +244,11 @@ class Recipe:
         self.data.check(where, "data")
         self.model.check(where)
         check_documents(self.data, model, where)
-        check_router_loss(self.loss, model, where)
+        check_loss(self.loss, model, where)
+        for number, rule in enumerate(self.data.filters):
+            if rule["rule"] == "callable" and ":" not in rule["import"]:
+                at = f"data.filters.{number}.import"
+                check_defined(self.extensions, "filter", rule["import"], where, at)
         if self.loss.function is not None:
             check_defined(self.extensions, "loss", self.loss.function, where, "loss.function")
         self.training.check(where)
@@ -258,7 +264,9 @@ class Recipe:
         for name in SECTIONS:
             getattr(self, name).check(where, name)
         own = defined(self.extensions, "schedule")
-        check_schedule(self.budget, self.training, self.monitors, self.num_steps, where, own)
+        check_schedule(
+            self.budget, self.training, self.training_keywords, self.monitors, self.num_steps, where, own
+        )
         check_mixture(self.data, self.num_samples, length, where)
         check_mup(self.mup, model, where)
         check_vocabulary(self.data, model, where)
@@ -331,11 +339,20 @@ def check_vocabulary(data: Data, model: Model, where: str) -> None:
         raise problem(where, "data.tokenizer.train_vocab_size", what)
 
 
-def check_router_loss(loss: Loss, model: Model, where: str) -> None:
-    """The routers' logits are there if their loss is wanted."""
-    if loss.router_z_loss and not model.get("output_router_logits"):
-        what = "needs a mixture of experts with model.output_router_logits true; set it, or leave router_z_loss out"
-        raise problem(where, "loss.router_z_loss", what)
+def check_loss(loss: Loss, model: Model, where: str) -> None:
+    """The logits are a product that can be fused with their loss, and the routers' are there, if that is wanted."""
+    if loss.kind == "fused" and not model.is_exact:
+        what = f"is fused, which is for {', '.join(EXACT)}: others may scale or cap their logits; use chunked"
+        raise problem(where, "loss.kind", what)
+    if not loss.router_z_loss:
+        return
+    what, key = "needs a mixture of experts with model.output_router_logits true", "loss.router_z_loss"
+    # the classes of transformers with the one return the other; one of the user's own is asked once it is built
+    if ROUTER_COEFFICIENT not in model and model_extension(model.model_type) is None:
+        what += f" and model.{ROUTER_COEFFICIENT}, which {model.model_type} does not have; leave router_z_loss out"
+        raise problem(where, key, what)
+    if not model.get("output_router_logits"):
+        raise problem(where, key, f"{what}; set it, or leave router_z_loss out")
 
 
 def check_kernels(training: Training, model: Model, where: str) -> None:

@@ -87,6 +87,7 @@ ONE_OF = {
 def check_schedule(
     budget: Budget,
     training: Training,
+    in_steps: Training,
     monitors: Monitors,
     num_steps: int,
     where: str,
@@ -94,7 +95,8 @@ def check_schedule(
 ) -> None:
     """Raise `UserError` for a schedule that transformers would refuse, or follow otherwise than it reads.
 
-    num_steps: of the whole run. own: names of schedules of extensions.
+    in_steps: `training`, with what the budget says of the schedule in tokens, in full steps. num_steps: of the whole
+    run. own: names of schedules of extensions.
     """
     kind, keywords = training.lr_scheduler_type, training.lr_scheduler_kwargs or {}
     if kind not in (*KEYWORDS, *own):
@@ -110,8 +112,9 @@ def check_schedule(
     if kind not in own:
         _check_keywords(kind, keywords, where)
     _check_end(training, keywords, where)
-    if kind == DECAYING and budget.decay_tokens is None:
-        _check_decay(training, keywords, num_steps, where)
+    if kind == DECAYING:
+        full_steps = num_steps if training == in_steps else budget.tokens // budget.tokens_per_step
+        _check_decay(in_steps, full_steps, where, budget.decay_tokens)
     if kind in BY_METRIC:
         _check_judged(budget, training, monitors.spikes, where)
 
@@ -195,9 +198,9 @@ def _check_end(training: Training, keywords: dict, where: str) -> None:
         raise problem(where, "training.lr_scheduler_kwargs.lr_end", what)
 
 
-def _check_decay(training: Training, keywords: dict, num_steps: int, where: str) -> None:
+def _check_decay(training: Training, num_steps: int, where: str, decay_tokens: int | None) -> None:
     """The parts of a schedule in three parts fit into the run: it would begin in the middle of its decay."""
-    key = "training.lr_scheduler_kwargs.num_decay_steps"
+    key, keywords = "training.lr_scheduler_kwargs.num_decay_steps", training.lr_scheduler_kwargs or {}
     if "num_decay_steps" not in keywords:
         what = f"is missing: {DECAYING} needs the number of its last steps, or budget.decay_tokens"
         raise problem(where, key, what)
@@ -206,5 +209,5 @@ def _check_decay(training: Training, keywords: dict, num_steps: int, where: str)
     warmup = int(given) if given >= 1 else round(given * num_steps)
     if warmup + stable + decay > num_steps:
         parts = f"{warmup} steps of warm-up" + f", {stable} stable" * bool(stable)
-        what = f"is {decay}; with {parts} that is more than the run's {num_steps} steps: shorten them"
-        raise problem(where, key, what)
+        what = f"is {decay} steps; with {parts} that is more than the run's {num_steps} steps: shorten them"
+        raise problem(where, "budget.decay_tokens" if decay_tokens else key, what)

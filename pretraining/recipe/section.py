@@ -28,6 +28,8 @@ JSON_TYPES = {
     dict: "object",
 }
 
+LONGEST_NAME = 200
+"""Bytes of a folder's name: file systems take 255, and the names beside it (`.replaced-N`, `.building`) are longer."""
 Check = Callable[[Any, str, str], None]
 
 
@@ -207,6 +209,9 @@ def check_folder_name(name: str, key: str, where: str) -> None:
     """Raise `UserError` for a name that leads out of runs/ or data/: it would take over another folder."""
     if not re.fullmatch(r"[^./\\\x00-\x1f\x7f][^/\\\x00-\x1f\x7f]*", name) or name != name.strip():
         what = f"is {json.dumps(name, ensure_ascii=False)}; it must be the name of one folder: no slash, no dot first"
+        raise problem(where, key, what)
+    if (length := len(name.encode(errors="replace"))) > LONGEST_NAME:
+        what = f"has {length} bytes; it must have at most {LONGEST_NAME}: it names a folder"
         raise problem(where, key, what)
 
 

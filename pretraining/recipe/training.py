@@ -65,6 +65,7 @@ TRAINING_KEYS = {
     "logging_nan_inf_filter": "always off: a NaN is shown as a NaN",
     "gradient_checkpointing": "its name is activation_checkpointing now",
     "gradient_checkpointing_kwargs": "its name is activation_checkpointing_kwargs now",
+    "warmup_ratio": "its name is warmup_steps now, and below 1 it is a share of the run, as 0.03",
     "use_cache": "set by model.use_cache",
     "torch_compile": _COMPILE,
     "torch_compile_backend": _COMPILE,

@@ -6,9 +6,12 @@ for which property of the shape. benchmarks/model_types.py tries each of them; w
 
 import dataclasses
 import re
+from copy import deepcopy
 from functools import cache
 
 from schema_generator.from_types import described, type_schema
+
+from pretraining.recipe.model import OLD_ROPE, with_rope_parameters
 
 SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 """What a recipe has to state, under these names or those that the class's `attribute_map` gives them."""
@@ -25,7 +28,7 @@ POSITIVE_COUNT = {"minimum": 1, "maximum": MOST_OTHERS}
 BOUNDS = {
     r".*(dropout|pdrop|layerdrop|dropout_prob|_drop)$": {"minimum": 0, "exclusiveMaximum": 1},
     r".*(eps|epsilon)$": {"exclusiveMinimum": 0},
-    r".*(initializer_range|init_std)$": {"exclusiveMinimum": 0},
+    r".*(initializer_range|init_std)$": {"exclusiveMinimum": 0, "maximum": 1},
     r".*_token_id$": {"minimum": 0, "maximum": MOST_OTHERS},
     r"(rope_theta|logits_scaling)$": {"exclusiveMinimum": 0},
     r".*(aux_loss_coef|jitter_noise|z_loss_coefficient)$": {"minimum": 0},
@@ -45,7 +48,8 @@ ROPE_BOUNDS = {
     "low_freq_factor": {"exclusiveMinimum": 0},
     "high_freq_factor": {"exclusiveMinimum": 0},
 }
-IGNORED = ("add_cross_attention", "pretraining_tp", "is_encoder_decoder", "transformers_version")
+# Parts that a causal language model does not have, and what was for other programs.
+UNUSED = re.compile(r"summary_.*|add_cross_attention|pretraining_tp|is_encoder_decoder|transformers_version")
 FOUND = {
     "its logits depend on later tokens": (
         "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta "
@@ -65,7 +69,7 @@ REFUSED = {model_type: reason for reason, names in FOUND.items() for model_type 
 
 
 def other_model_types(exact: list[str]) -> dict:
-    """{"types": {model type: {"names", "required", "properties"}}, "refused": {model type: reason}}."""
+    """{"types": {model type: {"names", "required", "properties"}}, "refused": {model type: reason}, ...}."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     types, refused = {}, {}
@@ -76,7 +80,53 @@ def other_model_types(exact: list[str]) -> dict:
             refused[model_type] = reason
         else:
             types[model_type] = entry
-    return {"types": types, "refused": refused}
+    known = [*exact, *types]
+    old = {name: True for name in known if _takes_old_rope(name)}
+    return {"types": types, "refused": refused, "left_out": left_out(known), "old_rope": old}
+
+
+def _takes_old_rope(model_type: str) -> bool:
+    """Whether the type reads older keys of rotary positions as `with_rope_parameters` does."""
+    from transformers import AutoConfig
+
+    for old in ({"rope_theta": 5e5}, {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}):
+        try:
+            theirs = AutoConfig.for_model(model_type, **deepcopy(old)).rope_parameters
+            ours = AutoConfig.for_model(
+                model_type, **with_rope_parameters(deepcopy(old), OLD_ROPE)
+            ).rope_parameters
+        except Exception:  # each class has its own for what it cannot take
+            return False
+        if not theirs or {key: theirs[key] for key in theirs if key != "type"} != ours:
+            return False
+    return True
+
+
+def left_out(model_types: list[str]) -> dict:
+    """Keys of a published config.json that a recipe does without -> the value that says nothing; null: any does.
+
+    What every configuration has, what it takes for text generation alone, and what `UNUSED` names.
+    """
+    from transformers import GenerationConfig
+    from transformers.configuration_utils import PreTrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    classes = [PreTrainedConfig, *(CONFIG_MAPPING[name] for name in model_types)]
+    fields = [field for each in classes for field in dataclasses.fields(each)]
+    inherited = {field.name for field in dataclasses.fields(PreTrainedConfig)}
+    unused = {
+        field.name: field.default
+        for field in fields
+        if field.name in inherited or UNUSED.fullmatch(field.name)
+    }
+    # `PreTrainedConfig.__post_init__` takes these out of what it is given
+    dropped = [
+        "torch_dtype",
+        "name_or_path",
+        "num_labels",
+        *GenerationConfig._get_default_generation_params(),
+    ]
+    return dict(sorted({**dict.fromkeys(dropped), **unused}.items()))
 
 
 def largest(key: str) -> int:
@@ -119,7 +169,7 @@ def _entry(model_type: str) -> dict | str:
     fields = {
         field.name: field
         for field in dataclasses.fields(config_class)
-        if field.name not in inherited and field.name not in IGNORED
+        if field.name not in inherited and not UNUSED.fullmatch(field.name)
     }
     names = _names(fields, config_class.attribute_map)
     missing = [name for name in SHAPE if name not in names]

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 
 from pretraining.data.dedup.ngrams import (
-    MAX_NGRAM,
     Ngrams,
     batches_of,
     mix,
@@ -21,15 +20,12 @@ from pretraining.data.dedup.ngrams import (
     random_words,
     units_of,
 )
-from pretraining.errors import UserError
 
 _NUM_HASHES = 256
 """Hashes of a signature if the recipe does not give bands and rows."""
 
 _RECALL_AT_THRESHOLD = 0.99
 """Bands and rows are derived from the threshold so that at least this share of the pairs on it is found."""
-
-_MAX_HASHES = 4096
 
 # In standard deviations of the estimate, below the threshold. 2.4 keeps 99 % of the pairs on it (one-sided normal).
 _ACCEPT_DEVIATIONS = 2.4
@@ -57,32 +53,11 @@ class MinHashSpec:
 
     @classmethod
     def from_recipe(cls, section: dict) -> "MinHashSpec":
-        """Read data.dedup.minhash, already checked against the schema; UserError for what does not fit."""
+        """Read data.dedup.minhash, which the recipe has checked."""
         given = {key: value for key, value in section.items() if value is not None}
-        threshold = given.get("threshold", cls.threshold)
-        if ("bands" in given) != ("rows" in given):
-            raise UserError(
-                "data.dedup.minhash: bands and rows belong together; give both, or neither to have them "
-                "derived from the threshold"
-            )
         if "bands" not in given:
-            given["bands"], given["rows"] = bands_and_rows(threshold)
-        spec = cls(**given)
-        spec._check()
-        return spec
-
-    def _check(self) -> None:
-        if not 1 <= self.ngram <= MAX_NGRAM:
-            raise UserError(f"data.dedup.minhash.ngram is {self.ngram}; it must lie in 1 .. {MAX_NGRAM}")
-        if self.unit not in ("words", "characters"):
-            raise UserError(f'data.dedup.minhash.unit is {self.unit!r}; it must be "words" or "characters"')
-        if not 0 < self.threshold <= 1:
-            raise UserError(f"data.dedup.minhash.threshold is {self.threshold}; it must lie in (0, 1]")
-        if min(self.bands, self.rows) < 1 or self.num_hashes > _MAX_HASHES:
-            raise UserError(
-                f"data.dedup.minhash: {self.bands} bands of {self.rows} rows are {self.num_hashes} hashes a "
-                f"document; bands x rows must lie in 1 .. {_MAX_HASHES}"
-            )
+            given["bands"], given["rows"] = bands_and_rows(given.get("threshold", cls.threshold))
+        return cls(**given)
 
     @property
     def num_hashes(self) -> int:

@@ -37,9 +37,6 @@ DISK_FAULTS = {
     errno.EROFS: "the file system is read-only",
 }
 
-LONGEST_NAME = 200
-"""Bytes of a folder's name: file systems take 255, and the names beside it (`.replaced-N`, `.building`) are longer."""
-
 
 HUB_PAGES = {"dataset": "https://huggingface.co/datasets/", "model": "https://huggingface.co/"}
 
@@ -210,10 +207,6 @@ def _place(folder: Path) -> Path:
 
 def _refuse_no_place(folder: Path) -> None:
     """Raise UserError if nothing can be renamed into the place of `folder`."""
-    if (length := len(os.fsencode(folder.name))) > LONGEST_NAME:
-        raise UserError(
-            f"data.name: has {length} bytes; it must have at most {LONGEST_NAME}: it names a folder"
-        )
     if folder.is_mount():
         raise UserError(
             f"{folder}: a disk is mounted there, and a data set is renamed into its place; give a folder of that disk "

@@ -45,7 +45,7 @@ class FilterChain:
         self.report = FilterReport.for_rules([rule.name for rule in self.rules])
 
     @classmethod
-    def of(cls, specs: list[dict], where: str = "recipe", key: str = "data.filters") -> "FilterChain":
+    def of(cls, specs: list[dict], where: str = "", key: str = "data.filters") -> "FilterChain":
         """Build the chain of a recipe's `data.filters`.
 
         Raises:

@@ -30,7 +30,7 @@ _CODES = (
     "th tk tl tr tt tyv ug uk ur uz vec vep vi vls vo wa war wuu xal xmf yi yo yue zh"
 )
 
-LANGUAGES = frozenset(_CODES.split())
+LANGUAGES = _CODES.split()
 """Codes of the languages that lid.176 knows (ISO 639, and some of Wikipedia's own)."""
 
 _LABEL_PREFIX = "__label__"
@@ -45,6 +45,15 @@ class Language(Rule):
     """
 
     name: ClassVar[str] = "language"
+    # another model has languages of its own
+    together: ClassVar[dict] = {
+        "allOf": [
+            {
+                "if": {"properties": {"model": {"type": "null"}}},
+                "then": {"properties": {"languages": {"items": {"enum": LANGUAGES}}}},
+            }
+        ]
+    }
     languages: list[str] = parameter(..., "Codes of the languages to keep, such as en.", minItems=1)
     min_score: float = parameter(0.65, "Least probability of one of them.", minimum=0, maximum=1)
     max_characters: int | None = parameter(
@@ -53,9 +62,6 @@ class Language(Rule):
     model: str | None = parameter(None, "Path of another fastText model; null: the one installed.")
 
     def __post_init__(self):
-        for code in self.languages if self.model is None else ():
-            if code not in LANGUAGES:
-                raise UserError(f"languages: lid.176 knows no language {code!r}{nearest(code, LANGUAGES)}")
         if not self._path.is_file():
             raise UserError(f"model: {self.model}: no such file")
         # Looked for and not imported: a check of a recipe does not need the module itself.
@@ -146,22 +152,20 @@ class Blocklist(Rule):
     """Words and phrases that a text must not hold, whatever their case (C4 applied such a list)."""
 
     name: ClassVar[str] = "blocklist"
-    words: list[str] = parameter([], "Words or phrases.")
+    together: ClassVar[dict] = {"some_of": ["words", "path", "languages"]}
+    words: list[str] = parameter([], "Words or phrases.", items={"type": "string", "minLength": 1})
     path: str | None = parameter(None, "Text file with one word or phrase a line; empty lines do not count.")
     languages: list[str] = parameter(
         [],
         "Codes of languages (en, de, ...) whose lists of bad words apply; needs the package glin-profanity.",
+        items={"enum": list(_LISTED)},
     )
     whole_words: bool = parameter(True, "false: also inside of words, for scripts without spaces.")
     max_occurrences: int = parameter(0, "Texts with more occurrences than this are rejected.", minimum=0)
 
     def __post_init__(self):
-        for code in self.languages:
-            if code not in _LISTED:
-                known = nearest(code, _LISTED) or f"; there are: {', '.join(_LISTED)}"
-                raise UserError(f"languages: there is no list of bad words for {code!r}{known}")
         if not self._entries:
-            raise UserError("has no word; give words, path of a file with one a line, or languages")
+            raise UserError(f"path: {self.path}: has no word; write one a line")
 
     @cached_property
     def _entries(self) -> frozenset[str]:
@@ -389,7 +393,8 @@ class Custom(Rule):
 
     def identity(self) -> dict:
         """Return the parameters, with the checksum of the file that defines the function."""
-        module = sys.modules[self._function.__module__] if hasattr(self._function, "__module__") else None
+        # a method of a builtin type, as keyword.iskeyword is, has no module
+        module = sys.modules.get(getattr(self._function, "__module__", None) or "")
         file = getattr(module, "__file__", None)
         digest = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
         return {**super().identity(), "source": digest}

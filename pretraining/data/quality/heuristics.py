@@ -10,9 +10,6 @@ from typing import ClassVar
 
 from pretraining.data.quality.rule import Changed, Rejection, Rule, above, below, from_one_to, parameter
 from pretraining.data.quality.text import TERMINAL, TextView, count_sentences, repeated
-from pretraining.errors import UserError
-
-_LENGTH_LIMITS = ("min_words", "max_words", "min_characters", "max_characters")
 
 
 @dataclass(frozen=True)
@@ -20,19 +17,11 @@ class Length(Rule):
     """Number of words (symbols alone are none) and of characters. At least one limit must be given."""
 
     name: ClassVar[str] = "length"
+    together: ClassVar[dict] = {"some_of": ["min_words", "max_words", "min_characters", "max_characters"]}
     min_words: int | None = parameter(None, "Fewest words; null: no limit.", minimum=1)
     max_words: int | None = parameter(None, "Most words; null: no limit.", minimum=1)
     min_characters: int | None = parameter(None, "Fewest characters; null: no limit.", minimum=1)
     max_characters: int | None = parameter(None, "Most characters; null: no limit.", minimum=1)
-
-    def __post_init__(self):
-        if all(getattr(self, limit) is None for limit in _LENGTH_LIMITS):
-            raise UserError(f"has no limit; give at least one of {', '.join(_LENGTH_LIMITS)}")
-        for unit in ("words", "characters"):
-            least, most = getattr(self, f"min_{unit}"), getattr(self, f"max_{unit}")
-            # A pair of limits that no text meets would reject the whole corpus.
-            if least and most and least > most:
-                raise UserError(f"min_{unit} is {least}, more than max_{unit} {most}: no text could stay")
 
     def judge(self, view: TextView) -> Rejection | None:
         """Reject by the first limit that the text breaks."""
@@ -56,16 +45,9 @@ class Alphabetic(Rule):
     """
 
     name: ClassVar[str] = "alphabetic"
+    together: ClassVar[dict] = {"some_of": ["min_share", "max_share"]}
     min_share: float | None = from_one_to(0.25, "Least share of the characters")
     max_share: float | None = from_one_to(None, "Greatest share of the characters")
-
-    def __post_init__(self):
-        if self.min_share is None and self.max_share is None:
-            raise UserError("has no limit; give at least one of min_share, max_share")
-        if self.min_share and self.max_share is not None and self.min_share > self.max_share:
-            raise UserError(
-                f"min_share is {self.min_share}, more than max_share {self.max_share}: no text could stay"
-            )
 
     def judge(self, view: TextView) -> Rejection | None:
         """Reject by the limit that the text breaks."""
@@ -144,9 +126,8 @@ class GopherQuality(Rule):
         return below("stop_words", view.words.count_distinct(tuple(self.stop_words)), self.min_stop_words)
 
 
-_NGRAM_SIZE = "^([2-9]|[1-9][0-9])$"
 _NGRAM_SHARES = {
-    "propertyNames": {"pattern": _NGRAM_SIZE},
+    "propertyNames": {"pattern": "^([2-9]|[1-9][0-9])$", "description": "write a size of n-grams, 2 to 99"},
     "additionalProperties": {"type": "number", "minimum": 0, "maximum": 1},
 }
 
@@ -173,16 +154,6 @@ class GopherRepetition(Rule):
         "n -> share of characters in n-grams that stood before.",
         **_NGRAM_SHARES,
     )
-
-    def __post_init__(self):
-        for key in ("max_top_ngrams", "max_duplicate_ngrams"):
-            for n, share in getattr(self, key).items():
-                # Checked here, because pretraining.schema does not read propertyNames.
-                if not re.fullmatch(_NGRAM_SIZE, str(n)):
-                    raise UserError(f"{key}: {n!r} is no size of n-grams; write 2 to 99, in quotes")
-                # To Python a bool is an int.
-                if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
-                    raise UserError(f"{key}.{n}: is {share!r}; write a share between 0 and 1")
 
     def judge(self, view: TextView) -> Rejection | None:
         """Reject by the first row of the table that the text breaks."""

@@ -81,6 +81,8 @@ class Rule:
     """One entry of `data.filters`. Its fields are the entry's keys, its docstring's first line describes it."""
 
     name: ClassVar[str]
+    together: ClassVar[dict] = {}
+    """What its keys ask of each other, in the words of `pretraining.schema`."""
 
     def judge(self, view: TextView) -> Rejection | Changed | None:
         """Reject the text, change it, or return None to keep it as it is. A function of the text alone."""
@@ -110,7 +112,7 @@ class Rule:
             }
         required = [name for name, value in properties.items() if name != "rule" and "default" not in value]
         # Without further keys, so that a misspelt parameter is an error.
-        schema = {"properties": properties, "additionalProperties": False}
+        schema = {"properties": properties, **cls.together, "additionalProperties": False}
         return {**schema, "required": required} if required else schema
 
 

@@ -1,0 +1,41 @@
+"""A small model section of any type of transformers: two layers of width 32."""
+
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "intermediate_size": 48,
+    "num_key_value_heads": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+OTHERS = {"head_dim": 8, "rotary_dim": 8, "pad_token_id": 0}
+LATENT = {
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+}
+LATENT |= {"num_key_value_heads": 4, "pad_token_id": 0, "n_group": 1, "topk_group": 1}
+OWN = {
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "zaya": {"num_experts_per_tok": 1},
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8},
+    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8},
+    "dots3_note_text": {"num_key_value_heads": 4},
+}
+"""Keys that must fit the shape and have no common name."""
+
+
+def small(name: str, entry: dict, **sizes: int) -> dict:
+    """A model section of this type. entry: its "names" and "properties" (recipe/model_types.json)."""
+    wanted = {**SMALL, **sizes}
+    keys = {key: entry["names"].get(key, key) for key in wanted}
+    shape = {keys[key]: value for key, value in wanted.items() if keys[key] in entry["properties"]}
+    fitting = LATENT if "qk_rope_head_dim" in entry["properties"] else OTHERS
+    shape |= {key: value for key, value in fitting.items() if key in entry["properties"]}
+    return {"model_type": name, **shape, **OWN.get(name, {})}
