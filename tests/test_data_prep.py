@@ -418,6 +418,17 @@ def test_corpus_without_enough_merges_says_how_many(root, tmp_path):
     assert "the corpus gives" in refusal(root, recipe_for(source, tokenizer={"train_vocab_size": 500}))
 
 
+def test_a_tokenizer_without_a_config_still_names_its_end_of_text(root, corpus, tmp_path):
+    """An export's config takes the id from the tokenizer: null, if tokenizer.json alone were asked."""
+    there = prepare(tmp_path / "t", recipe_for(corpus)) / "tokenizer" / "tokenizer.json"
+    (tmp_path / "alone").mkdir()
+    shutil.copy(there, tmp_path / "alone")
+    recipe = recipe_for(corpus, tokenizer=str(tmp_path / "alone"))
+    prepare(root, recipe)
+    data = open_prepared(recipe, root)
+    assert data.tokenizer.eos_token_id == data.manifest["tokenizer"]["eos_token_id"] == 0
+
+
 def test_tokenizer_without_eos_and_missing_tokenizer_are_refused(root, corpus, tmp_path):
     """A tokenizer must close documents; a path must exist."""
     folder = prepare(tmp_path / "t", recipe_for(corpus)) / "tokenizer"

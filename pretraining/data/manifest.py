@@ -54,7 +54,11 @@ SHAPE = {
     "required": ["name", "fingerprint", "data", "tokenizer", "splits"],
     "properties": {
         "data": {"type": "object", "required": ["sources", "tokenizer"]},
-        "tokenizer": {"type": "object", "required": ["vocab_size", "fingerprint"]},
+        "tokenizer": {
+            "type": "object",
+            "required": ["vocab_size", "fingerprint"],
+            "properties": {"files": {"type": "object"}},
+        },
         "splits": {
             "type": "object",
             "required": ["train", "validation"],

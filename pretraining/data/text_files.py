@@ -460,7 +460,7 @@ def _read_warc(file: InputFile) -> Iterator[Document]:
 
 def _next_record(archive: BinaryIO, place: str) -> "ArcWarcRecord | None":
     """Read the head of the next record; None at the end of the file."""
-    # Not warcio's iterator over a file: it takes a file that is cut for one that ends, and goes on after a wrong length.
+    # Not warcio's ArchiveIterator: to it a file that is cut ends there, and after a wrong length it goes on.
     from warcio.recordloader import ArcWarcRecordLoader
 
     loader = ArcWarcRecordLoader(verify_http=False)
