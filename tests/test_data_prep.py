@@ -1,10 +1,12 @@
 """data_prep.py and the preparation behind it: what comes in, what comes out, and what is refused."""
 
+import errno
 import gzip
 import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -455,6 +457,38 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, root):
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "fault, remedy",
+    [
+        (MemoryError("Unable to allocate 122. MiB"), "Cannot allocate memory; take fewer processes"),
+        (OSError(errno.ENOMEM, "no memory"), "Cannot allocate memory; take fewer processes"),
+        (
+            OSError(errno.EMFILE, "files", "/a/file"),
+            "/a/file: Too many open files; allow more open files (ulimit -n)",
+        ),
+        (OSError(errno.ENFILE, "files"), "Too many open files in system; end programs"),
+    ],
+)
+def test_what_a_machine_refuses_is_one_line(root, corpus, monkeypatch, fault, remedy):
+    def refuse(writer):
+        raise fault
+
+    monkeypatch.setattr("pretraining.data.shard_writer.SplitWriter._write_shard", refuse)
+    with pytest.raises(UserError, match=re.escape(remedy)):  # finished work is kept
+        prepare(root, recipe_for(corpus))
+
+
+def test_a_limit_on_the_size_of_files_is_one_line(tmp_path, root):
+    """Through the real command, under a real limit (8 KiB)."""
+    source = write_jsonl(tmp_path / "a.jsonl", make_texts(200))
+    command = ["bash", "-c", 'ulimit -f 8; exec "$@"', "-", *data_prep(recipe_file(tmp_path, source), root)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 2 and result.stderr.splitlines()[-1].startswith("error: "), result.stderr
+    assert (
+        "File too large; allow larger files (ulimit -f)" in result.stderr and "Traceback" not in result.stderr
+    )
+
+
 def test_a_full_disk_keeps_the_finished_work(tmp_path, disk_of):
     """One line; with more room only what was not finished is made, with the bytes of an undisturbed preparation."""
     source = write_jsonl(tmp_path / "large.jsonl", make_texts(8000))
@@ -462,7 +496,9 @@ def test_a_full_disk_keeps_the_finished_work(tmp_path, disk_of):
     command = data_prep(recipe_file(tmp_path, source), disk / "data")
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 2
-    assert result.stderr.splitlines()[-1] == f"error: {disk / 'data' / 'corpus'}: no space left on the disk"
+    assert result.stderr.splitlines()[-1].startswith(
+        f"error: {disk / 'data' / 'corpus'}: No space left on device; free"
+    )
     (tokenizer,) = (disk / "data").glob(".corpus.work/tokenizer/*/tokenizer.json")
     made = tokenizer.stat().st_mtime_ns
     subprocess.run(["mount", "-o", "remount,size=64m", disk], check=True)
