@@ -18,8 +18,10 @@ from types import SimpleNamespace
 import pytest
 
 from pretraining.data.corpus import prefetch
+from pretraining.data.manifest import report_text
 from pretraining.data.preparation.prepare import prepare_data
 from pretraining.data.prepared import open_prepared
+from pretraining.data.progress import Progress
 from pretraining.errors import UserError
 from pretraining.recipe.data import Data, Source
 from pretraining.recipe.model import Model
@@ -455,6 +457,25 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, root):
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 2 and not root.exists()
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+
+
+def test_a_log_file_gets_lines_and_no_bar(capsys, monkeypatch):
+    """Where stderr is no terminal: now and then a whole line, none for what is over at once."""
+    with Progress("counting", True, 2_000_000) as progress:
+        progress.add(3, 1_000_000)
+        assert capsys.readouterr().err == ""
+        monkeypatch.setattr("pretraining.data.progress.LOG_SECONDS", 0.0)
+        progress.add(2, 500_000)
+        progress.label("matching")
+    assert capsys.readouterr().err == "counting: 1.5 of 2.0 MB, 5 documents\nmatching: begins\n"
+
+
+def test_copies_that_are_kept_are_counted_too():
+    """None removed is not none found."""
+    fates = {"train": 230, "validation": 30, "duplicate": 0, "validation_twin": 8}
+    found = {"documents": 268, "clusters": 12, "largest_cluster": 11, "dropped": 40, "fates": fates}
+    said = "40 of 268 documents repeat another, in 12 clusters (the largest has 11); 0 of them removed, and 8 more"
+    assert said in report_text({"duplicates": found})
 
 
 @pytest.mark.parametrize(
