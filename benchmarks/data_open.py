@@ -65,7 +65,7 @@ def build_sparse_data(folder: Path, num_tokens: int) -> int:
     """A data set of `num_tokens` zeros that passes every check of an open; its number of train shards."""
     from pretraining.data.manifest import FORMAT, content_fingerprint, deciding_section
     from pretraining.data.shard_writer import SHARD_TOKENS
-    from pretraining.data.tokenizer import fingerprint_of
+    from pretraining.data.tokenizer import checksums_of
 
     (folder / "tokenizer").mkdir(parents=True)
     (folder / "tokenizer" / "tokenizer.json").write_text("{}")
@@ -82,7 +82,10 @@ def build_sparse_data(folder: Path, num_tokens: int) -> int:
         "name": "sparse",
         "fingerprint": content_fingerprint(splits),
         "data": deciding_section(section),
-        "tokenizer": {"vocab_size": 50257, "fingerprint": fingerprint_of(folder / "tokenizer")},
+        "tokenizer": {
+            "vocab_size": 50257,
+            "fingerprint": checksums_of(folder / "tokenizer")["tokenizer.json"],
+        },
         "splits": splits,
     }
     (folder / "manifest.json").write_text(json.dumps(manifest))

@@ -18,7 +18,7 @@ from pretraining.masking import escaped, masked
 from pretraining.runtime.exit_codes import FINISHED, GAVE_UP, INTERRUPTED, USER_ERROR, tell_exit_code
 from pretraining.runtime.imports import silence_libraries
 
-# Errors of files that a user can cause and mend; any other is a bug of ours.
+# Errors of files and memory that a user can cause and mend; any other is a bug of ours.
 _WRITABLE = "choose a folder that can be written (--output_dir, --data_dir)"
 _ALLOWED = "have it allowed to you, or choose another folder (--output_dir, --data_dir)"
 _ROOM = "free some space, then type the same command again: what is complete is kept"
@@ -37,6 +37,10 @@ FILE_ERRORS = {
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.EIO: _DISK,
     errno.ESTALE: _DISK,
+    errno.EFBIG: "allow larger files (ulimit -f), or choose a disk that takes them",
+    errno.EMFILE: "allow more open files (ulimit -n)",
+    errno.ENFILE: "end programs of this machine that hold many files open",
+    errno.ENOMEM: "take fewer processes at once, allow more memory (ulimit -v), or use a machine that has more",
 }
 
 
@@ -117,9 +121,7 @@ def one_line_errors(after_interrupt: str = "") -> Iterator[None]:
         sys.exit(141)
     except Exception as error:
         # after BrokenPipeError, which is an OSError too
-        told = fault_in_user_code(error)
-        if told is None and isinstance(error, OSError):
-            told = file_error(error)
+        told = fault_in_user_code(error) or file_error(error)
         if told is None:
             sys.excepthook = _masked_traceback
             raise
@@ -157,18 +159,18 @@ def _refuse_unspeakable_paths() -> None:
             ) from None
 
 
-def file_error(error: OSError, folder: Path | None = None) -> UserError | None:
-    """Return the `UserError` of a file or disk that cannot be used; None for any other `OSError`, a bug of ours.
+def file_error(error: BaseException, folder: Path | None = None) -> UserError | None:
+    """Return the `UserError` of a file, disk or memory that cannot be used; None for any other error, a bug of ours.
 
     folder: the place to name if the error itself names no file.
     """
-    remedy = FILE_ERRORS.get(error.errno)
-    if remedy is None:
+    number = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None)
+    if not isinstance(error, OSError | MemoryError) or number not in FILE_ERRORS:
         return None
-    where = error.filename or folder
+    where = getattr(error, "filename", None) or folder
     place = f"{os.fspath(where)}: " if isinstance(where, str | os.PathLike) else ""
     # a disk may fail on one node alone: each rank reports its own
-    return UserError(f"{place}{os.strerror(error.errno)}; {remedy}", on_every_rank=False)
+    return UserError(f"{place}{os.strerror(number)}; {FILE_ERRORS[number]}", on_every_rank=False)
 
 
 def _leave(error: UserError) -> None:

@@ -8,10 +8,14 @@ import shutil
 import sys
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from pretraining.command_line import started_by_launcher
+from pretraining.data.prepared import open_prepared
+from pretraining.data.streaming.cache import CacheSettings
 from pretraining.errors import UserError
+from pretraining.recipe import load_recipe
 from tests.runs import REPOSITORY, Finished, Started, Workshop, contents, execute
 
 LAUNCHED = {
@@ -221,10 +225,32 @@ def test_a_damaged_shard(train, copied_data):
     refused(train("--data_dir", copied_data), shard.name)
 
 
-def test_a_damaged_tokenizer(train, copied_data):
-    tokenizer = copied_data / "corpus" / "tokenizer" / "tokenizer.json"
-    tokenizer.write_text(tokenizer.read_text() + " ")
-    refused(train("--data_dir", copied_data), "tokenizer/tokenizer.json")
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("damage", ["changed", "empty", "missing"])
+def test_a_damaged_tokenizer(workshop, copied_data, tmp_path, name, damage):
+    """A file that names another end of text would give exports whose config names the wrong id; at an address too."""
+    path = copied_data / "corpus" / "tokenizer" / name
+    path.write_text(path.read_text().replace("<|endoftext|>", "a") if damage == "changed" else "")
+    if damage == "missing":
+        path.unlink()
+    store, recipe = fsspec.filesystem("memory"), load_recipe(str(workshop.recipe))
+    store.put(str(copied_data), "/damaged", recursive=True)
+    for place in (copied_data, "memory://damaged"):
+        with pytest.raises(UserError, match=rf"corpus/tokenizer/{name}") as caught:
+            open_prepared(recipe, place, CacheSettings(tmp_path / "cache", 10**9))
+    store.rm("/damaged", recursive=True)
+    if damage != "missing" or name != "tokenizer.json":  # without that file the store says what is not there
+        assert ("missing" if damage == "missing" else "not the one the data was made with") in str(
+            caught.value
+        )
+
+
+def test_a_damaged_tokenizer_is_one_line(train, copied_data):
+    (copied_data / "corpus" / "tokenizer" / "tokenizer_config.json").write_text("")
+    refused(
+        train("--data_dir", copied_data),
+        "tokenizer/tokenizer_config.json: not the one the data was made with",
+    )
 
 
 DS_MISTAKES = {

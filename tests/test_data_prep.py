@@ -1,10 +1,12 @@
 """data_prep.py and the preparation behind it: what comes in, what comes out, and what is refused."""
 
+import errno
 import gzip
 import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -16,8 +18,10 @@ from types import SimpleNamespace
 import pytest
 
 from pretraining.data.corpus import prefetch
+from pretraining.data.manifest import report_text
 from pretraining.data.preparation.prepare import prepare_data
 from pretraining.data.prepared import open_prepared
+from pretraining.data.progress import Progress
 from pretraining.errors import UserError
 from pretraining.recipe.data import Data, Source
 from pretraining.recipe.model import Model
@@ -418,6 +422,17 @@ def test_corpus_without_enough_merges_says_how_many(root, tmp_path):
     assert "the corpus gives" in refusal(root, recipe_for(source, tokenizer={"train_vocab_size": 500}))
 
 
+def test_a_tokenizer_without_a_config_still_names_its_end_of_text(root, corpus, tmp_path):
+    """An export's config takes the id from the tokenizer: null, if tokenizer.json alone were asked."""
+    there = prepare(tmp_path / "t", recipe_for(corpus)) / "tokenizer" / "tokenizer.json"
+    (tmp_path / "alone").mkdir()
+    shutil.copy(there, tmp_path / "alone")
+    recipe = recipe_for(corpus, tokenizer=str(tmp_path / "alone"))
+    prepare(root, recipe)
+    data = open_prepared(recipe, root)
+    assert data.tokenizer.eos_token_id == data.manifest["tokenizer"]["eos_token_id"] == 0
+
+
 def test_tokenizer_without_eos_and_missing_tokenizer_are_refused(root, corpus, tmp_path):
     """A tokenizer must close documents; a path must exist."""
     folder = prepare(tmp_path / "t", recipe_for(corpus)) / "tokenizer"
@@ -444,6 +459,57 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, root):
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
 
 
+def test_a_log_file_gets_lines_and_no_bar(capsys, monkeypatch):
+    """Where stderr is no terminal: now and then a whole line, none for what is over at once."""
+    with Progress("counting", True, 2_000_000) as progress:
+        progress.add(3, 1_000_000)
+        assert capsys.readouterr().err == ""
+        monkeypatch.setattr("pretraining.data.progress.LOG_SECONDS", 0.0)
+        progress.add(2, 500_000)
+        progress.label("matching")
+    assert capsys.readouterr().err == "counting: 1.5 of 2.0 MB, 5 documents\nmatching: begins\n"
+
+
+def test_copies_that_are_kept_are_counted_too():
+    """None removed is not none found."""
+    fates = {"train": 230, "validation": 30, "duplicate": 0, "validation_twin": 8}
+    found = {"documents": 268, "clusters": 12, "largest_cluster": 11, "dropped": 40, "fates": fates}
+    said = "40 of 268 documents repeat another, in 12 clusters (the largest has 11); 0 of them removed, and 8 more"
+    assert said in report_text({"duplicates": found})
+
+
+@pytest.mark.parametrize(
+    "fault, remedy",
+    [
+        (MemoryError("Unable to allocate 122. MiB"), "Cannot allocate memory; take fewer processes"),
+        (OSError(errno.ENOMEM, "no memory"), "Cannot allocate memory; take fewer processes"),
+        (
+            OSError(errno.EMFILE, "files", "/a/file"),
+            "/a/file: Too many open files; allow more open files (ulimit -n)",
+        ),
+        (OSError(errno.ENFILE, "files"), "Too many open files in system; end programs"),
+    ],
+)
+def test_what_a_machine_refuses_is_one_line(root, corpus, monkeypatch, fault, remedy):
+    def refuse(writer):
+        raise fault
+
+    monkeypatch.setattr("pretraining.data.shard_writer.SplitWriter._write_shard", refuse)
+    with pytest.raises(UserError, match=re.escape(remedy)):  # finished work is kept
+        prepare(root, recipe_for(corpus))
+
+
+def test_a_limit_on_the_size_of_files_is_one_line(tmp_path, root):
+    """Through the real command, under a real limit (8 KiB)."""
+    source = write_jsonl(tmp_path / "a.jsonl", make_texts(200))
+    command = ["bash", "-c", 'ulimit -f 8; exec "$@"', "-", *data_prep(recipe_file(tmp_path, source), root)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 2 and result.stderr.splitlines()[-1].startswith("error: "), result.stderr
+    assert (
+        "File too large; allow larger files (ulimit -f)" in result.stderr and "Traceback" not in result.stderr
+    )
+
+
 def test_a_full_disk_keeps_the_finished_work(tmp_path, disk_of):
     """One line; with more room only what was not finished is made, with the bytes of an undisturbed preparation."""
     source = write_jsonl(tmp_path / "large.jsonl", make_texts(8000))
@@ -451,7 +517,9 @@ def test_a_full_disk_keeps_the_finished_work(tmp_path, disk_of):
     command = data_prep(recipe_file(tmp_path, source), disk / "data")
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 2
-    assert result.stderr.splitlines()[-1] == f"error: {disk / 'data' / 'corpus'}: no space left on the disk"
+    assert result.stderr.splitlines()[-1].startswith(
+        f"error: {disk / 'data' / 'corpus'}: No space left on device; free"
+    )
     (tokenizer,) = (disk / "data").glob(".corpus.work/tokenizer/*/tokenizer.json")
     made = tokenizer.stat().st_mtime_ns
     subprocess.run(["mount", "-o", "remount,size=64m", disk], check=True)

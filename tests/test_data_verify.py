@@ -34,11 +34,17 @@ def test_verify_reads_everything(made, capsys):
     assert (found["documents"], found["size"]) == (120, sum(s["size"] for e in splits for s in e["shards"]))
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "missing", "tokenizer", "state", "swap"])
+@pytest.mark.parametrize(
+    "damage", ["flip", "cut", "missing", "tokenizer", "tokenizer_config", "state", "swap"]
+)
 def test_verify_names_the_damaged_file(copy, damage):
     """Any damaged file is named in one line that says what to do."""
     shards = sorted((copy / "train").glob("*.arrow"))
-    broken = {"tokenizer": copy / "tokenizer" / "tokenizer.json", "state": copy / "train" / "state.json"}
+    broken = {
+        "tokenizer": copy / "tokenizer" / "tokenizer.json",
+        "tokenizer_config": copy / "tokenizer" / "tokenizer_config.json",
+        "state": copy / "train" / "state.json",
+    }
     path = broken.get(damage, shards[2])
     content = bytearray(path.read_bytes())
     if damage == "missing":
@@ -52,7 +58,7 @@ def test_verify_names_the_damaged_file(copy, damage):
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
     else:
-        path.write_text(path.read_text().replace("1", "2", 1))
+        path.write_text(path.read_text().replace("o", "0", 1))
     message = refusal(verify_data, copy)
     assert str(path) in message and "copy it again" in message
 

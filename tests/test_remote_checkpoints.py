@@ -514,6 +514,31 @@ def test_a_checkpoint_by_its_address_does_not_mix_with_newer_ones(tmp_path, conn
         resolve_resume(run, upload, f"{upload}/{NAME}/checkpoint-4")
     again = RunFolder(tmp_path / "again" / NAME)
     assert resolve_resume(again, None, f"{upload}/{NAME}/checkpoint-4")[1] == again.checkpoint(4)
+    # a copy here that a bad disk has damaged is mended
+    (again.checkpoint(4) / rank_file(0, 2)).write_bytes(b"bad")
+    resolve_resume(again, None, f"{upload}/{NAME}/checkpoint-4")
+    assert bytes_of(again.checkpoint(4)) == bytes_of(run.checkpoint(4))
+
+
+def test_what_waiting_cannot_mend_is_answered_at_once(tmp_path):
+    """A file in the place of a folder, and a file that a stored checkpoint lacks: no advice to wait for the store."""
+    run = run_in(tmp_path)
+    send(run, str(tmp_path / "there"), commit(run, 4))
+    (tmp_path / "there" / NAME / "checkpoint-4" / "state.json").unlink()
+    with pytest.raises(
+        UserError, match=f"a file that its {MARKER} names is not there .*state.json"
+    ) as refused:
+        resolve_resume(
+            RunFolder(tmp_path / "x" / NAME),
+            None,
+            f"{tmp_path}/there/{NAME}/checkpoint-4".replace("/", "file:///", 1),
+        )
+    assert "upload" not in str(refused.value)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="no such bucket or folder"):
+        RemoteRun(f"{tmp_path}/file/runs", NAME).check_writable()
+    with pytest.raises(UserError, match="memory://runs is lost when its process ends"):
+        load_recipe("tiny", ["checkpoints.upload=memory://runs"])
 
 
 def test_a_mounted_folder_that_loses_a_handle_is_read_on(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import pickle
 import resource
 import subprocess
 import sys
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,6 +101,20 @@ def test_a_document_longer_than_a_shard_stays_whole(tmp_path):
     documents = [np.full(size, size, np.uint16) for size in (5, 500, 7)]
     split = write_split(tmp_path / "s", documents, 100)
     assert (split.read(0, 512) == np.concatenate(documents)).all()
+
+
+def test_a_small_corpus_takes_little_memory(tmp_path):
+    """The writer's buffer grows with what is written: a whole shard's would be 128 MB."""
+    write_split(tmp_path / "first", random_documents(1), 1000)  # what is imported is not counted
+    tracemalloc.start()
+    documents = random_documents(2000)
+    writer = SplitWriter(tmp_path / "train", np.dtype(np.uint16))
+    for document in documents:
+        writer.append(document, 1)
+    split = TokenSplit(tmp_path / "train", writer.finish())
+    assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    tracemalloc.stop()
+    assert np.array_equal(split.read(0, split.num_tokens), np.concatenate(documents))
 
 
 def test_bytes_before_counts_whole_documents_exactly(tmp_path):
@@ -213,7 +228,7 @@ def test_an_exchanged_tokenizer_file_is_found(prepared):
     """The shards are worthless with another vocabulary: the tokenizer's fingerprint is checked."""
     path = prepared.folder / "tokenizer" / "tokenizer.json"
     path.write_text(path.read_text() + "\n")
-    assert "tokenizer.json is not the one" in opening_error(prepared)
+    assert "tokenizer.json: not the one" in opening_error(prepared)
 
 
 def test_a_hundred_billion_tokens_open_at_once():

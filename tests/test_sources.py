@@ -105,21 +105,25 @@ def test_a_store_s_single_file(store):
 
 
 def test_a_web_server_is_read_like_a_disk(tmp_path):
-    """A real HTTP server on this machine: plain and compressed files, and one that is not there."""
+    """A real HTTP server on this machine: plain and compressed files, one that is not there, one too large for it."""
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "one"}\n{"text": "two"}\n'))
     (tmp_path / "b.txt").write_text("three")
+    (tmp_path / "d.jsonl").write_text('{"text": "four"}\n{"text": "five"}\n')
     handler = partial(SimpleHTTPRequestHandler, directory=tmp_path)
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
         texts = [
             [document.text for document in open_source(Source(path=f"{address}/{name}")).documents()]
-            for name in ("a.jsonl.gz", "b.txt")
+            for name in ("a.jsonl.gz", "b.txt", "d.jsonl")
         ]
+        source = open_source(Source(path=f"{address}/d.jsonl"))
+        with pytest.raises(UserError, match=f"{address}/d.jsonl: cannot be read .*range requests"):
+            list(source.documents([Extent(0, 17, 34)]))
         with pytest.raises(UserError, match=f"{address}/c.txt"):
             open_source(Source(path=f"{address}/c.txt"))
         server.shutdown()
-    assert texts == [["one", "two"], ["three"]]
+    assert texts == [["one", "two"], ["three"], ["four", "five"]]
 
 
 @pytest.mark.parametrize(
@@ -151,6 +155,47 @@ def test_web_archives(tmp_path):
     documents = list(open_source(Source(path=str(path))).documents())
     assert [document.text for document in documents] == [f"page {number} is in Zürich" for number in range(3)]
     assert documents[2].where == f"{path}:http://a/2"
+
+
+WEB_RECORD = "WARC/1.0\r\nWARC-Type: conversion\r\nWARC-Target-URI: http://a/{}\r\nContent-Length: {}\r\n\r\n{}\r\n\r\n"
+
+
+def web_archive(length_of_second=None) -> list[bytes]:
+    """Twelve records of plain text; the second may state another length than it has."""
+    texts = [f"page {number} " + "word " * number for number in range(12)]
+    lengths = [len(text) for text in texts]
+    lengths[1] = length_of_second or lengths[1]
+    return [WEB_RECORD.format(n, lengths[n], text).encode() for n, text in enumerate(texts)]
+
+
+@pytest.mark.parametrize("suffix, pack", [(".warc", bytes), (".wet", bytes), (".warc.gz", gzip.compress)])
+def test_a_web_archive_that_ends_early_is_refused(tmp_path, suffix, pack):
+    """Nothing is lost without a word: cut at any byte, what is read is whole records up to the end, or an error."""
+    path, packed = tmp_path / f"crawl{suffix}", [pack(record) for record in web_archive()[:3]]
+    whole, refused = b"".join(packed), 0
+    ends = [sum(map(len, packed[:count])) for count in range(4)]
+    for size in range(1, len(whole) + 1):
+        path.write_bytes(whole[:size])
+        try:
+            found = len(list(open_source(Source(path=str(path))).documents()))
+        except UserError as error:
+            refused += 1
+            assert f"{path}:record " in str(error) and "truncated or damaged" in str(error)
+        else:  # without the blank lines that end it a record is still whole
+            assert min(abs(size - end) for end in ends) <= 4 and found == sum(
+                end <= size + 4 for end in ends[1:]
+            )
+    assert refused > len(whole) - 20
+
+
+@pytest.mark.parametrize("length", [3, 20, 700, 10**6, 10**15, -5, "many"])
+@pytest.mark.parametrize("suffix, pack", [(".warc", bytes), (".warc.gz", gzip.compress)])
+def test_a_web_archive_with_a_wrong_length_is_refused(tmp_path, suffix, pack, length):
+    """A Content-Length that is too large would swallow the records after it, one too small would cut its own."""
+    path = tmp_path / f"crawl{suffix}"
+    path.write_bytes(b"".join(map(pack, web_archive(length))))
+    with pytest.raises(UserError, match=rf"{path}:record 2: .*Content-Length"):
+        list(open_source(Source(path=str(path))).documents())
 
 
 def test_a_line_longer_than_memory_should_hold_is_refused(tmp_path, monkeypatch):

@@ -429,7 +429,7 @@ def test_a_cache_that_cannot_hold_the_run_is_refused(prepared, connected, cache,
         data.prefetched(PackedDataset(data.train, LENGTH, order))
     full = OSError(28, "No space left on device")
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(full))
-    with pytest.raises(UserError, match="no space left on the disk"):
+    with pytest.raises(UserError, match="No space left on device"):
         data.train.read(0, 5)
     cache.with_name("file").write_text("")
-    assert "it is not a folder" in refused("s3://bucket/data", cache.with_name("file"), prepared.recipe)
+    assert "Not a directory" in refused("s3://bucket/data", cache.with_name("file"), prepared.recipe)

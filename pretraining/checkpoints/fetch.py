@@ -25,6 +25,7 @@ from pretraining.checkpoints.folders import committed_checkpoints, move_aside, s
 from pretraining.checkpoints.format import MARKER, file_entry, parse_marker, read_marker
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.upload import RUN_FILES
+from pretraining.data.streaming.store import reason_of
 from pretraining.errors import UserError
 from pretraining.runtime.durable_files import replacing, rows_of, sync_to_disk
 from pretraining.runtime.heartbeat import long_work, work_done
@@ -83,11 +84,10 @@ def at_address(address: str) -> tuple[RemoteRun, str]:
 
 def _fetch_address(run: RunFolder, address: str) -> tuple[str, Path | None]:
     remote, name = at_address(address)
-    was_here = from_rank_0(lambda: (run.path / name / MARKER).exists())
     wrong = fetch_checkpoint(run, remote, name)
     if wrong is not None:
         raise UserError(f"--resume {address}: {wrong}")
-    return str(run.path / name), None if was_here else run.path / name
+    return str(run.path / name), run.path / name
 
 
 def _step_at(folder: Path) -> int:
@@ -135,13 +135,15 @@ def _gives_way(run: RunFolder, remote: RemoteRun, damaged: Path) -> bool:
 def fetch_checkpoint(run: RunFolder, remote: RemoteRun, name: str) -> str | None:
     """Fetch one checkpoint into the run folder, all ranks together; returns what is wrong with it there, or None.
 
-    Raises `UserError` on every rank if the store fails, or if another checkpoint of that name is here.
+    Of one that is here, only the files that are damaged. Raises `UserError` on every rank if the store fails, or if
+    another checkpoint of that name is here.
     """
     content, files, wrong = from_rank_0(lambda: read_remote_marker(remote, name))
-    if wrong is not None or from_rank_0(lambda: _is_here(run.path / name, content)):
+    if wrong is not None:
         return wrong
+    is_here = from_rank_0(lambda: _is_here(run.path / name, content))
     wrong = _fetch_files(run, remote, name, files)
-    if wrong is None:
+    if wrong is None and not is_here:
         from_rank_0(lambda: _finish(run, remote, name, content))
     return wrong
 
@@ -302,8 +304,9 @@ def fetch_share(remote: RemoteRun, name: str, folder: Path, files: dict) -> tupl
                 return next(filter(None, list(threads.map(fetch, files))), None), None
     except UserError as error:
         # A file which the marker names and the store lacks is damage, no failure: the checkpoint before may be whole.
-        missing = isinstance(error.__cause__, FileNotFoundError)
-        return (str(error), None) if missing else (None, str(error))
+        if isinstance(error.__cause__, FileNotFoundError):
+            return f"a file that its {MARKER} names is not there ({reason_of(error.__cause__)})", None
+        return None, str(error)
     except OSError as error:
         return None, f"{folder}: {error.strerror}"
 

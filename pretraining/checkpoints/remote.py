@@ -224,7 +224,7 @@ def _discard(file: Any) -> None:
 def _refusal(error: Exception, what: str) -> UserError | None:
     """Return the `UserError` for an answer that asking again will not change; None for any other."""
     reason = reason_of(error)
-    if isinstance(error, FileNotFoundError):
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
         return UserError(f"{what}: no such bucket or folder ({reason}); make it, or check checkpoints.upload")
     if isinstance(error, PermissionError) or "Credential" in type(error).__name__:
         return UserError(

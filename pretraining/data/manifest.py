@@ -54,7 +54,11 @@ SHAPE = {
     "required": ["name", "fingerprint", "data", "tokenizer", "splits"],
     "properties": {
         "data": {"type": "object", "required": ["sources", "tokenizer"]},
-        "tokenizer": {"type": "object", "required": ["vocab_size", "fingerprint"]},
+        "tokenizer": {
+            "type": "object",
+            "required": ["vocab_size", "fingerprint"],
+            "properties": {"files": {"type": "object"}},
+        },
         "splits": {
             "type": "object",
             "required": ["train", "validation"],
@@ -277,8 +281,9 @@ def report_text(manifest: dict) -> str:
         found = manifest["duplicates"]
         fates = found["fates"]
         parts.append(
-            f"duplicates: {fates['duplicate']:,} of {found['documents']:,} documents in {found['clusters']:,} "
-            f"clusters (the largest has {found['largest_cluster']:,}); {fates['validation_twin']:,} more too close to "
+            f"duplicates: {found['dropped']:,} of {found['documents']:,} documents repeat another, in "
+            f"{found['clusters']:,} clusters (the largest has {found['largest_cluster']:,}); "
+            f"{fates['duplicate']:,} of them removed, and {fates['validation_twin']:,} more that are too close to "
             "validation"
         )
     return "\n".join(parts)

@@ -28,7 +28,7 @@ from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.portions import check_enough, lacking, portions_of
 from pretraining.data.shards import TokenSplit
 from pretraining.data.streaming.cache import CacheSettings
-from pretraining.data.tokenizer import check_vocabulary, fingerprint_of
+from pretraining.data.tokenizer import check_vocabulary, tokenizer_fault
 from pretraining.errors import UserError
 from pretraining.extend import load_pretrained
 from pretraining.recipe.recipe import Recipe
@@ -75,7 +75,11 @@ class PreparedData:
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         """Load the tokenizer that the data was prepared with."""
-        return self.read_tokenizer(lambda folder: load_pretrained("AutoTokenizer", folder))
+        tokenizer = self.read_tokenizer(lambda folder: load_pretrained("AutoTokenizer", folder))
+        made_with = self.manifest["tokenizer"]
+        if tokenizer.eos_token_id != made_with["eos_token_id"]:  # a folder may hold tokenizer.json alone
+            tokenizer.eos_token = made_with["eos_token"]
+        return tokenizer
 
     def read_tokenizer(self, read: Callable[[Path], Any]) -> Any:
         """Return what `read` makes of the tokenizer's folder."""
@@ -170,7 +174,10 @@ def open_prepared(recipe: Recipe, data_root: Path | str, cache: CacheSettings | 
     if manifest is None:
         raise UserError(f"{folder}: the data is not prepared; run: {command}")
     _check_manifest(recipe, manifest, folder, f"{command} --replace")
-    _check_tokenizer(manifest, folder, command)
+    if fault := tokenizer_fault(folder / "tokenizer", manifest["tokenizer"]):
+        raise UserError(
+            f"{folder}/tokenizer/{': '.join(fault)}; put it back, or delete {folder} and run: {command}"
+        )
     check_enough(manifest, portions_of(recipe), folder, command)
     splits = {name: TokenSplit(folder / name, entry) for name, entry in manifest["splits"].items()}
     # Last, because it reads every shard.
@@ -192,7 +199,6 @@ def _open_remote(recipe: Recipe, data_root: str, cache: CacheSettings) -> Prepar
     _check_manifest(recipe, manifest, remote.address, f"{command} --replace{copying}")
     # transformers opens a local folder only, so the tokenizer is fetched at once.
     folder = remote.local_folder(manifest)
-    _check_tokenizer(manifest, folder, command + copying)
     check_enough(manifest, portions_of(recipe), remote.address, command + copying)
     splits = {name: StreamedSplit(remote, name, entry) for name, entry in manifest["splits"].items()}
     manifest = excerpt_of(manifest, splits, portions_of(recipe), remote.read_positions)
@@ -234,14 +240,3 @@ def _check_origin(data: dict, manifest: dict, folder: Path | str) -> None:
         )
     if differing := tokenizer_difference(manifest, data):
         raise UserError(f"{folder}: {differing}; name that one, or convert the data again")
-
-
-def _check_tokenizer(manifest: dict, folder: Path, command: str) -> None:
-    expected = manifest["tokenizer"]["fingerprint"]
-    if not (folder / "tokenizer" / "tokenizer.json").is_file():
-        raise UserError(f"{folder}: tokenizer/tokenizer.json is missing; delete {folder} and run: {command}")
-    if fingerprint_of(folder / "tokenizer") != expected:
-        raise UserError(
-            f"{folder}: tokenizer/tokenizer.json is not the one the shards were made with; delete {folder} "
-            f"and run: {command}"
-        )

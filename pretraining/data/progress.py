@@ -17,30 +17,36 @@ class Silence:
         """Show nothing."""
 
 
+LOG_SECONDS = 10.0
+"""Between two lines in a log file, which needs none of a preparation that is over before."""
+
+
 class Progress:
-    """A tqdm bar over bytes that also counts documents and tokens; silent unless `shown`."""
+    """A tqdm bar over bytes that also counts documents and tokens; lines if stderr is a file; silent unless `shown`."""
 
     def __init__(self, description: str, shown: bool, total_bytes: int | None = None):
         from tqdm import tqdm
 
         self.shown = shown
-        to_terminal = sys.stderr.isatty()  # else a log file
+        self._logs = shown and not sys.stderr.isatty()
         self._bar = tqdm(
             desc=description,
             total=total_bytes,
             unit="B",
             unit_scale=True,
             file=sys.stderr,
-            disable=not shown,
-            mininterval=0.2 if to_terminal else 10.0,  # seconds; a log file needs no line five times a second
+            disable=not shown or self._logs,
+            mininterval=0.2,  # seconds
         )
-        self._documents = self._tokens = 0
-        self._start = time.perf_counter()
+        self._description, self._total_bytes = description, total_bytes
+        self._documents = self._tokens = self._bytes = 0
+        self._start = self._last_line = time.perf_counter()
 
     def add(self, num_documents: int, num_bytes: int, num_tokens: int = 0) -> None:
         """Count a batch."""
         self._documents += num_documents
         self._tokens += num_tokens
+        self._bytes += num_bytes
         counts = f"{self._documents:,} documents"
         if self._tokens:
             seconds = time.perf_counter() - self._start
@@ -48,11 +54,19 @@ class Progress:
         # `update` refreshes the bar, at most once in `mininterval`.
         self._bar.set_postfix_str(counts, refresh=False)
         self._bar.update(num_bytes)
+        total = f" of {self._total_bytes / 1e6:,.1f}" if self._total_bytes else ""
+        self._log(f"{self._bytes / 1e6:,.1f}{total} MB, {counts}")
+
+    def _log(self, text: str) -> None:
+        if self._logs and time.perf_counter() - self._last_line >= LOG_SECONDS:
+            self._last_line = time.perf_counter()
+            print(f"{self._description}: {text}", file=sys.stderr, flush=True)
 
     def label(self, description: str) -> None:
         """Start to count again, under another name."""
-        self._documents = self._tokens = 0
-        self._start = time.perf_counter()
+        self._documents = self._tokens = self._bytes = 0
+        self._description, self._start = description, time.perf_counter()
+        self._log("begins")
         self._bar.reset()
         self._bar.set_description_str(description, refresh=False)
 

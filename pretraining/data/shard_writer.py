@@ -34,7 +34,7 @@ _MODULUS = 1 << 64
 
 
 class SplitWriter:
-    """Append documents to one split through a single buffer of a shard's size, allocated once.
+    """Append documents to one split through a single buffer, which grows to a shard's size with what is written.
 
     `finish()` returns the split's entry of the manifest: counts, checksum of the tokens, and its shards.
     """
@@ -42,7 +42,7 @@ class SplitWriter:
     def __init__(self, folder: Path, dtype: np.dtype, shard_tokens: int | None = None):
         folder.mkdir(parents=True)
         self.folder, self.dtype = folder, dtype
-        self._tokens = np.empty(shard_tokens or SHARD_TOKENS, dtype)
+        self._tokens, self._shard_tokens = np.empty(0, dtype), shard_tokens or SHARD_TOKENS
         self._ends = array("q", [0])
         self._num_bytes = array("Q")
         self._shards: list[dict] = []
@@ -81,15 +81,18 @@ class SplitWriter:
             elif self._num_bytes:
                 self._write_shard()
             else:  # one document larger than a shard gets a shard of its own
-                self._tokens = np.empty(int(ends[first]) - start, self.dtype)
+                self._shard_tokens = int(ends[first]) - start
 
     def _num_fitting(self, ends: np.ndarray) -> int:
         """Count the documents, of those that end at `ends`, that the open shard still takes."""
-        fitting = int(np.searchsorted(ends, len(self._tokens) - self._ends[-1], side="right"))
+        fitting = int(np.searchsorted(ends, self._shard_tokens - self._ends[-1], side="right"))
         return min(fitting, SHARD_DOCUMENTS - len(self._num_bytes))
 
     def _append_run(self, tokens: np.ndarray, ends: np.ndarray, num_bytes: np.ndarray) -> None:
         start = self._ends[-1]
+        if (needed := start + len(tokens)) > len(self._tokens):
+            # In place; no view of the buffer outlives `_write_shard`.
+            self._tokens.resize(min(self._shard_tokens, max(needed, 2 * len(self._tokens))), refcheck=False)
         self._tokens[start : start + len(tokens)] = tokens
         # Through bytes: `extend` would make a Python integer of each end.
         self._ends.frombytes((ends + start).astype(np.int64).tobytes())

@@ -6,18 +6,22 @@ The suffix decides how a file is read: .txt, .jsonl (.gz, .zst), .parquet, .warc
 import glob
 import gzip
 import io
+import itertools
 import json
 import zlib
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import orjson
 
 from pretraining.addresses import is_remote
 from pretraining.errors import UserError, nearest, require
+
+if TYPE_CHECKING:
+    from warcio.recordloader import ArcWarcRecord
 
 WHOLE_FILE_SUFFIXES = (".txt", ".py", ".rst", ".md", ".html")
 """Each file is one document. In a user's folder only .txt of these is searched for, in the standard library all."""
@@ -57,7 +61,9 @@ class InputFile:
         """Open the file for reading bytes; a remote one is fetched as it is read."""
         if not is_remote(self.address):
             return Path(self.address).open("rb", buffering=BUFFER_BYTES)
-        return require("fsspec", f"reading {self.address}").open(self.address, "rb").open()
+        fsspec = require("fsspec", f"reading {self.address}")
+        # Buffered: the files of fsspec read no line of limited length.
+        return io.BufferedReader(fsspec.open(self.address, "rb").open(), BUFFER_BYTES)
 
     def check_unchanged(self) -> None:
         """Raise UserError if a file of this machine has changed since the files were listed."""
@@ -271,6 +277,10 @@ def read_documents(
         ) from error
     except FileNotFoundError as error:
         raise UserError(f"{file.address}: it was there when the preparation began and is gone now") from error
+    except ValueError as error:  # of fsspec: a web server that only sends whole files
+        if not is_remote(file.address):
+            raise
+        raise UserError(f"{file.address}: cannot be read ({error}); copy the file to this machine") from error
 
 
 def _decode(raw: bytes, where: str) -> Document:
@@ -282,7 +292,7 @@ def _decode(raw: bytes, where: str) -> Document:
         return Document(None, f"{where}:line {line}")
 
 
-def _damaged(address: str, error: Exception) -> UserError:
+def _damaged(address: str, error: Exception | str) -> UserError:
     """Make the error of a file that ends too early or cannot be parsed."""
     reason = str(error).partition("\n")[0].rstrip(".")
     return UserError(f"{address}: the file is truncated or damaged ({reason}); fetch it again")
@@ -428,19 +438,61 @@ def _open_parquet(file: InputFile):
 def _read_warc(file: InputFile) -> Iterator[Document]:
     """Read plain-text records (WET) as they are, and from web pages (WARC) the main text that trafilatura finds."""
     require("warcio", f"reading {file.address}")
-    from warcio.archiveiterator import ArchiveIterator
-    from warcio.exceptions import ArchiveLoadFailed
+    with closing(_open_lines(file)) as archive:
+        for number in itertools.count(1):
+            place = f"{file.address}:record {number}"
+            try:
+                record = _next_record(archive, place)
+                if record is None:
+                    return
+                kind, where = record.rec_type, f"{file.address}:{record.rec_headers['WARC-Target-URI']}"
+                document = None
+                if kind == "conversion":
+                    document = _decode(record.content_stream().read(), where)
+                elif kind == "response" and _is_page(record):
+                    document = Document(_main_text(record.content_stream().read(), file), where)
+                _finish_record(archive, record, place)
+            except (EOFError, OSError, zlib.error) as error:
+                raise _damaged(place, error) from error
+            if document is not None:
+                yield document
 
-    with closing(file.open()) as opened:
-        try:
-            for record in ArchiveIterator(opened):
-                where = f"{file.address}:{record.rec_headers.get_header('WARC-Target-URI')}"
-                if record.rec_type == "conversion":
-                    yield _decode(record.content_stream().read(), where)
-                elif record.rec_type == "response" and _is_page(record):
-                    yield Document(_main_text(record.content_stream().read(), file), where)
-        except ArchiveLoadFailed as error:
-            raise _damaged(file.address, error) from error
+
+def _next_record(archive: BinaryIO, place: str) -> "ArcWarcRecord | None":
+    """Read the head of the next record; None at the end of the file."""
+    # Not warcio's ArchiveIterator: to it a file that is cut ends there, and after a wrong length it goes on.
+    from warcio.recordloader import ArcWarcRecordLoader
+
+    loader = ArcWarcRecordLoader(verify_http=False)
+    first = b"\r\n"
+    while first and not first.strip():  # blank lines are between records
+        first = archive.readline(MAX_LINE_BYTES)
+    if not first:
+        return None
+    if not first.decode("latin-1").upper().startswith(tuple(loader.WARC_TYPES)):
+        raise _damaged(place, "no WARC record begins there, or the Content-Length of the one before is wrong")
+    record = loader.parse_record_stream(archive, first, "warc", no_record_parse=True)
+    length = record.rec_headers["Content-Length"] or ""
+    if not length.isdecimal():
+        raise _damaged(place, "its head has no Content-Length, or ends early")
+    if int(length) >= MAX_LINE_BYTES and record.rec_type in ("conversion", "response"):
+        raise UserError(
+            f"{place}: longer than {MAX_LINE_BYTES:,} bytes, if its Content-Length is right; leave it out"
+        )
+    if record.rec_type == "response":
+        address = record.rec_headers["WARC-Target-URI"] or ""
+        record.http_headers = loader.load_http_headers("response", address, record.raw_stream, record.length)
+    return record
+
+
+def _finish_record(archive: BinaryIO, record: "ArcWarcRecord", place: str) -> None:
+    """Read what is left of the record, which must end where its Content-Length says."""
+    while record.raw_stream.read(BUFFER_BYTES):
+        pass
+    if record.raw_stream.limit:
+        raise _damaged(place, f"it ends {record.raw_stream.limit:,} bytes before its Content-Length says")
+    if archive.readline(BUFFER_BYTES).strip():
+        raise _damaged(place, "text follows its last byte: its Content-Length is wrong")
 
 
 def _is_page(record) -> bool:

@@ -31,18 +31,32 @@ class TokenizerInfo:
     eos_token_id: int
     fingerprint: str
     """blake2b of tokenizer.json"""
+    files: dict[str, str]
+    """blake2b of each file of the folder that says what a token is"""
 
 
 def local_fingerprint(spec: str | dict) -> str | None:
     """Compute the fingerprint of the tokenizer.json in a local folder; None for a hub name or a trained tokenizer."""
     if isinstance(spec, str) and (Path(spec).expanduser() / "tokenizer.json").is_file():
-        return fingerprint_of(Path(spec).expanduser())
+        return checksums_of(Path(spec).expanduser())["tokenizer.json"]
     return None
 
 
-def fingerprint_of(folder: Path) -> str:
-    """Compute blake2b of the folder's tokenizer.json."""
-    return hashlib.blake2b((folder / "tokenizer.json").read_bytes(), digest_size=16).hexdigest()
+def checksums_of(folder: Path) -> dict[str, str]:
+    """Compute blake2b of each file of a tokenizer folder that is there."""
+    there = [name for name in ("tokenizer.json", *COMPANION_FILES) if (folder / name).is_file()]
+    return {name: hashlib.blake2b((folder / name).read_bytes(), digest_size=16).hexdigest() for name in there}
+
+
+def tokenizer_fault(folder: Path, entry: dict) -> tuple[str, str] | None:
+    """Find a file of the folder that is not as a manifest's `entry` says: its name and what is wrong; else None."""
+    found = checksums_of(folder)
+    # A manifest of an older version knows tokenizer.json alone.
+    made = entry.get("files") or {**found, "tokenizer.json": entry["fingerprint"]}
+    for name in sorted(made.keys() | found.keys(), reverse=True):
+        if made.get(name) != found.get(name):
+            return name, "missing" if name not in found else "not the one the data was made with"
+    return None
 
 
 def save_tokenizer(name: str, folder: Path) -> None:
@@ -148,25 +162,26 @@ def check_vocabulary(found: int, vocab_size: int | None) -> None:
 def describe_tokenizer(folder: Path, name: str) -> TokenizerInfo:
     """Return size, EOS and fingerprint of a tokenizer folder; UserError (about `name`) if it has no EOS token."""
     # By content, not by folder: the same tokenizer is loaded once in a process, whatever folders hold it.
-    key = fingerprint_of(folder), _configured_eos(folder)
+    files = checksums_of(folder)
+    key = tuple(files.items())
     if key not in _DESCRIBED:
-        _DESCRIBED[key] = _describe(folder, name, *key)
+        _DESCRIBED[key] = _describe(folder, name, files)
     return _DESCRIBED[key]
 
 
-_DESCRIBED: dict[tuple[str, str | None], TokenizerInfo] = {}
+_DESCRIBED: dict[tuple[tuple[str, str], ...], TokenizerInfo] = {}
 
 
-def _describe(folder: Path, name: str, fingerprint: str, eos_token: str | None) -> TokenizerInfo:
+def _describe(folder: Path, name: str, files: dict[str, str]) -> TokenizerInfo:
     vocab = _load(folder, name).get_vocab(with_added_tokens=True)
-    eos_token = eos_token or next((token for token in KNOWN_EOS if token in vocab), None)
+    eos_token = _configured_eos(folder) or next((token for token in KNOWN_EOS if token in vocab), None)
     if eos_token not in vocab:
         raise UserError(
             f"data.tokenizer: {name} has no end-of-text token; name one as eos_token in its "
             "tokenizer_config.json"
         )
     # Not the number of tokens: ids may have gaps, and an embedding needs a row for the highest.
-    return TokenizerInfo(max(vocab.values()) + 1, eos_token, vocab[eos_token], fingerprint)
+    return TokenizerInfo(max(vocab.values()) + 1, eos_token, vocab[eos_token], files["tokenizer.json"], files)
 
 
 def _configured_eos(folder: Path) -> str | None:

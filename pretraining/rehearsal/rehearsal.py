@@ -399,7 +399,7 @@ def _be(
         answer["fault"] = f"rank {place.rank}: {error}"
     except BaseException as error:
         traceback.print_exc()
-        known = fault_in_user_code(error) or (file_error(error) if isinstance(error, OSError) else None)
+        known = fault_in_user_code(error) or file_error(error)
         first_line = (str(error).splitlines() or [""])[0]
         answer["fault"] = (
             f"rank {place.rank}: {known or f'{type(error).__name__}: {first_line}; its output is {log}'}"

@@ -1,6 +1,5 @@
 """Prepare the data section of a recipe as data/<name>/: return at once if it is there, else build and publish it."""
 
-import errno
 import os
 import shutil
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from pretraining.data.preparation.split_sizes import check_blocks
 from pretraining.data.publishing import is_half_published, preparation_lock
 from pretraining.data.sources import TextSource, open_sources
 from pretraining.data.tokenizer import check_vocabulary, refuse_missing_folder
-from pretraining.errors import UserError, require
+from pretraining.errors import UserError, file_error, require
 from pretraining.recipe.data import Source
 from pretraining.recipe.recipe import Recipe
 from pretraining.schema import listed
@@ -30,12 +29,8 @@ from pretraining.schema import listed
 if TYPE_CHECKING:
     from pretraining.data.preparation.stages import Preparation
 
-DISK_FAULTS = {
-    errno.ENOSPC: "no space left on the disk",
-    errno.EDQUOT: "disk quota exceeded",
-    errno.EACCES: "no permission to write there",
-    errno.EROFS: "the file system is read-only",
-}
+LONGEST_NAME = 200
+"""Bytes of a folder's name: file systems take 255, and the names beside it (`.replaced-N`, `.building`) are longer."""
 
 
 HUB_PAGES = {"dataset": "https://huggingface.co/datasets/", "model": "https://huggingface.co/"}
@@ -181,11 +176,9 @@ def prepare_data(
                     # A killed `publish` may have kept one before.
                     kept = replaced or kept
                     manifest = None if jobs else read_manifest(folder)
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         # Any other fault is a bug, and keeps its traceback.
-        if error.errno in DISK_FAULTS:
-            raise UserError(f"{error.filename or folder}: {DISK_FAULTS[error.errno]}") from error
-        raise
+        raise file_error(error, folder) or error from error
     if manifest is not None:
         check_vocabulary(manifest["tokenizer"]["vocab_size"], recipe.model.vocab_size)
         # Also for data of an earlier run, as sequence length and model may be others now.

@@ -22,7 +22,7 @@ from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
-from pretraining.errors import UserError
+from pretraining.errors import FILE_ERRORS, UserError
 
 FOLDER_VARIABLE = "PRETRAINING_DATA_CACHE"
 GIGABYTES_VARIABLE = "PRETRAINING_DATA_CACHE_GB"
@@ -215,16 +215,12 @@ class ShardCache:
     @contextlib.contextmanager
     def disk_faults(self) -> Iterator[None]:
         """Turn the faults of the disk into a UserError of one line."""
-        from pretraining.data.preparation.prepare import DISK_FAULTS
-
         try:
             yield
         except OSError as error:
-            fault = DISK_FAULTS.get(error.errno)
-            if isinstance(error, NotADirectoryError | FileExistsError):
-                fault = "it is not a folder"
-            if fault is None:
+            if error.errno not in FILE_ERRORS:
                 raise
+            fault = os.strerror(error.errno)
             raise UserError(
                 f"{self.root}: the cache of data shards cannot be written: {fault}; free some room, lower "
                 "--data_cache_gb, or name another folder with --data_cache",

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
-from pretraining.data.manifest import MANIFEST_NAME, POSITIONS_FILE, parse_manifest
+from pretraining.data.manifest import MANIFEST_NAME, POSITIONS_FILE, digest_of, parse_manifest
 from pretraining.data.shards import Shard, TokenSplit, between, map_shard
 from pretraining.data.streaming.cache import CachedShard, CacheFull, DamagedDownload, ShardBusy, ShardCache
 from pretraining.data.streaming.store import Patience, Store, log_line
-from pretraining.data.tokenizer import COMPANION_FILES, fingerprint_of
+from pretraining.data.tokenizer import COMPANION_FILES, tokenizer_fault
 from pretraining.errors import UserError
 
 FIRST_CONTACT_SECONDS = 60.0
@@ -72,17 +72,14 @@ class RemoteData:
 
     def local_folder(self, manifest: dict) -> Path:
         """Find the folder of this machine with the data set's `tokenizer/`; fetch it unless it is there."""
-        expected = manifest["tokenizer"]["fingerprint"]
-        folder = self.cache.root / self.fingerprint / f"tokenizer-{expected}"
+        entry = manifest["tokenizer"]
+        folder = self.cache.root / self.fingerprint / f"tokenizer-{digest_of(entry)}"
         if not (folder / "tokenizer" / "tokenizer.json").is_file():
             with self.cache.disk_faults():
                 self._fetch_tokenizer(folder)
-        if fingerprint_of(folder / "tokenizer") != expected:
+        if fault := tokenizer_fault(folder / "tokenizer", entry):
             shutil.rmtree(folder)
-            raise UserError(
-                f"{self.store.where('tokenizer/tokenizer.json')}: not the one the shards were made with; copy the "
-                "data there again"
-            )
+            raise UserError(f"{self.address}/tokenizer/{': '.join(fault)}; copy the data there again")
         return folder
 
     def read_positions(self) -> np.ndarray:

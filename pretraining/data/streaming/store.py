@@ -76,7 +76,7 @@ class Patience:
 
 def refusal(error: Exception, what: str) -> UserError | None:
     """Make the UserError for an answer that asking again will not change; None for any other."""
-    if isinstance(error, FileNotFoundError):
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
         return UserError(f"{what}: not there; check --data_dir, or copy the data there again")
     # By name: botocore, which raises it, may not be installed.
     if isinstance(error, PermissionError) or "Credential" in type(error).__name__:

@@ -1,6 +1,5 @@
 """`convert`: read and write the token files of Megatron-LM and datatrove, and read raw .bin and MDS."""
 
-import errno
 import json
 import shutil
 from collections.abc import Iterable, Iterator
@@ -19,7 +18,6 @@ from pretraining.data.manifest import (
     entropy_bits,
     num_shard_bytes,
 )
-from pretraining.data.preparation.prepare import DISK_FAULTS
 from pretraining.data.progress import Progress
 from pretraining.data.publishing import discard, preparation_lock, publish, start_building
 from pretraining.data.shard_writer import SplitWriter
@@ -36,7 +34,7 @@ from pretraining.data.tools.formats import (
     write_megatron,
 )
 from pretraining.data.tools.streams import BinFile, MdsFolder, bin_files, mds_indexes, named_splits
-from pretraining.errors import UserError
+from pretraining.errors import UserError, file_error
 from pretraining.runtime.durable_files import replacing
 
 if TYPE_CHECKING:
@@ -416,12 +414,8 @@ def _new_folder(folder: Path) -> Iterator[Path]:
                 discard(folder)
                 raise
             publish(folder)
-    except OSError as error:
-        if error.errno in DISK_FAULTS:
-            raise UserError(f"{error.filename or folder}: {DISK_FAULTS[error.errno]}") from error
-        if error.errno == errno.ENOTDIR:
-            raise UserError(f"{folder}: its parent is a file; choose another folder") from error
-        raise
+    except (OSError, MemoryError) as error:
+        raise file_error(error, folder) or error from error
 
 
 def _refuse_existing(folder: Path) -> None:

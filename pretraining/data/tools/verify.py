@@ -10,7 +10,7 @@ from pretraining.data.manifest import MANIFEST_NAME, content_fingerprint, num_sh
 from pretraining.data.progress import Progress
 from pretraining.data.shard_writer import buffer_positions
 from pretraining.data.shards import Shard, checksum_of_file
-from pretraining.data.tokenizer import describe_tokenizer
+from pretraining.data.tokenizer import describe_tokenizer, tokenizer_fault
 from pretraining.data.tools.finished import CHUNK_TOKENS, FinishedData, SplitDocuments, open_finished
 from pretraining.errors import UserError
 
@@ -61,9 +61,9 @@ def _check_manifest(data: FinishedData) -> None:
 
 
 def _check_tokenizer(data: FinishedData) -> None:
+    if fault := tokenizer_fault(data.tokenizer_folder, data.manifest["tokenizer"]):
+        raise damaged(data.tokenizer_folder / fault[0], fault[1], data.folder)
     path = data.tokenizer_folder / "tokenizer.json"
-    if not path.is_file():
-        raise damaged(path, "missing", data.folder)
     try:
         found = vars(describe_tokenizer(data.tokenizer_folder, str(path)))
     except Exception as error:  # tokenizers raises bare Exceptions for what it cannot parse
