@@ -32,6 +32,7 @@ FILE_ERRORS = {
     errno.EISDIR: _FOLDER,
     errno.EEXIST: _FOLDER,
     errno.ELOOP: _FOLDER,
+    errno.ENXIO: _FOLDER,
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.EIO: _DISK,
     errno.ESTALE: _DISK,
@@ -148,7 +149,7 @@ def file_error(error: OSError, folder: Path | None = None) -> UserError | None:
     where = error.filename or folder
     place = f"{os.fspath(where)}: " if isinstance(where, str | os.PathLike) else ""
     # a disk may fail on one node alone: each rank reports its own
-    return UserError(f"{place}{os.strerror(error.errno)}; {remedy}", on_every_rank=False)
+    return UserError(f"{place}{error.strerror or os.strerror(error.errno)}; {remedy}", on_every_rank=False)
 
 
 def _leave(error: UserError) -> None:

@@ -23,6 +23,7 @@ FOUNDATION = {
     "host_agent",
     "hostfile",
     "metric_names",
+    "outside",
     "recipe",
     "refusals",
     "refused_layouts",

@@ -5,7 +5,6 @@
 - torch.distributed.checkpoint (`.metadata` and `*.distcp`): what torchtitan and others write; one tensor at a time.
 """
 
-import json
 import pickle
 import warnings
 import zipfile
@@ -18,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from pretraining.errors import UserError
+from pretraining.outside import read_json_value
 from pretraining.runtime.heartbeat import work_done
 
 CHUNK = 1 << 20
@@ -207,7 +207,7 @@ def open_weights(folder: Path) -> WeightFiles:
     for index in _INDEXES:
         if (folder / index).is_file():
             try:
-                content = json.loads((folder / index).read_text(encoding="utf-8"))
+                content = read_json_value(folder / index)
                 paths = sorted({folder / name for name in content["weight_map"].values()})
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UserError(f"{folder / index}: is no index of weights; fetch it again") from error
