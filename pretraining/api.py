@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from pretraining.command_line import number_of_tokens, parse_train_arguments
 from pretraining.errors import UserError
+from pretraining.outside import read_json_value
 from pretraining.recipe import Recipe
 from pretraining.refusals import load_recipe_and_ds_config
 from pretraining.runtime.durable_files import read_rows
@@ -70,7 +71,7 @@ class RunResult:
         run, metrics = RunFolder(folder), {}
         for row in read_rows(run.metrics):
             metrics |= row
-        recipe = json.loads(run.recipe.read_text(encoding="utf-8")) if run.recipe.exists() else {}
+        recipe = read_json_value(run.recipe) if run.recipe.exists() else {}
         step = metrics.pop("step", 0)
         metrics.pop("time", None)
         exported = exit_reason == REASONS[FINISHED] and run.export.is_dir()

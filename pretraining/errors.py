@@ -34,6 +34,7 @@ FILE_ERRORS = {
     errno.EISDIR: _FOLDER,
     errno.EEXIST: _FOLDER,
     errno.ELOOP: _FOLDER,
+    errno.ENXIO: _FOLDER,
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.EIO: _DISK,
     errno.ESTALE: _DISK,
@@ -170,7 +171,10 @@ def file_error(error: BaseException, folder: Path | None = None) -> UserError | 
     where = getattr(error, "filename", None) or folder
     place = f"{os.fspath(where)}: " if isinstance(where, str | os.PathLike) else ""
     # a disk may fail on one node alone: each rank reports its own
-    return UserError(f"{place}{os.strerror(number)}; {FILE_ERRORS[number]}", on_every_rank=False)
+    return UserError(
+        f"{place}{getattr(error, 'strerror', None) or os.strerror(number)}; {FILE_ERRORS[number]}",
+        on_every_rank=False,
+    )
 
 
 def _leave(error: UserError) -> None:

@@ -20,6 +20,7 @@ from typing import NoReturn
 
 from pretraining.errors import UserError
 from pretraining.host_agent import NO_CODE, READY, SECONDS_TO_LEAVE
+from pretraining.outside import read_bytes
 from pretraining.runtime.exit_codes import GAVE_UP, HANG, STOPPED, USER_ERROR
 
 SSH_OPTIONS = "-o ServerAliveInterval=15 -o ServerAliveCountMax=4 -o ConnectTimeout=10"
@@ -69,7 +70,7 @@ class HostfileCommand:
         """Return {host: the numbers of its GPUs} of the file as it is now, as DeepSpeed chooses them."""
         options, chosen = self.options, {}
         slots = {host: list(range(number)) for host, number in _hosts_in(Path(options.hostfile)).items()}
-        for host, numbers in _named(options.include or options.exclude).items():
+        for host, numbers in _named(options.include or options.exclude, options.hostfile).items():
             if host not in slots:
                 raise UserError(f"{options.hostfile}: it has no host {host}, which the command names")
             if options.include:
@@ -81,7 +82,11 @@ class HostfileCommand:
             slots = dict(list(slots.items())[: options.num_nodes])
         if options.num_gpus > 0:
             slots = {host: list(range(options.num_gpus)) for host in slots}
-        return {host: numbers for host, numbers in slots.items() if numbers}
+        if not (left := {host: numbers for host, numbers in slots.items() if numbers}):
+            raise UserError(
+                f"{options.hostfile}: no host with a GPU is left to start on; add `NAME slots=NUMBER`"
+            )
+        return left
 
     def on(self, slots: dict[str, list[int]]) -> list[str]:
         """Return the command for these hosts alone."""
@@ -98,7 +103,7 @@ class HostfileCommand:
         port = [] if self.options.ssh_port is None else ["-p", str(self.options.ssh_port)]
         # ssh takes the first of two values: what the user wrote for pdsh counts
         typed = shlex.split(os.environ.get(SSH_VARIABLE, ""))
-        return ["ssh", "-o", "BatchMode=yes", *typed, *SSH_OPTIONS.split(), *port, host]
+        return ["ssh", "-o", "BatchMode=yes", *typed, *SSH_OPTIONS.split(), *port, "--", host]
 
 
 @dataclass
@@ -211,22 +216,34 @@ class Hosts:
 def _hosts_in(path: Path) -> dict[str, int]:
     """Read {host: number of GPUs}."""
     found: dict[str, int] = {}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    try:
+        lines = read_bytes(path).decode().splitlines()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: is not UTF-8 text (byte {error.start})") from None
+    for number, line in enumerate(lines, 1):
         line = line.strip()
         if not line or line.startswith("#"):
             continue
         match = re.match(r"(\S+)\s+slots=(\d+)", line)
-        if match is None or match[1] in found:
-            what = "names this host twice" if match else "is not `NAME slots=NUMBER`"
-            raise UserError(f"{path}: line {number} {what}: {line}")
+        # ssh and pdsh would take other names for options, patterns or files
+        if match is None or not re.fullmatch(r"(?:\w[\w.-]*@)?\w[\w.:-]*", match[1], re.ASCII):
+            raise UserError(f"{path}: line {number} is not `NAME slots=NUMBER`: {line[:80]!r}")
+        if match[1] in found:
+            raise UserError(f"{path}: line {number} names this host twice: {line[:80]}")
+        if len(match[2]) > 4:
+            raise UserError(f"{path}: line {number}: no host has so many GPUs: {line[:80]}")
         found[match[1]] = int(match[2])
     return found
 
 
-def _named(text: str) -> dict[str, list[int]]:
+def _named(text: str, hostfile: str) -> dict[str, list[int]]:
     """Read `beta@gamma:0,2` as {host: numbers}; no numbers: all."""
     parts = [part.partition(":") for part in text.split("@") if part]
-    return {host: [int(each) for each in numbers.split(",") if each] for host, _, numbers in parts}
+    try:
+        return {host: [int(each) for each in numbers.split(",") if each] for host, _, numbers in parts}
+    except ValueError:
+        what = f"{text!r}, which the command names, is not HOST:NUMBER,NUMBER@HOST"
+        raise UserError(f"{hostfile}: {what}") from None
 
 
 class _Parser(argparse.ArgumentParser):

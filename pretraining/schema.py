@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pretraining.errors import UserError, abbreviated, cut, did_you_mean, nearest
+from pretraining.outside import parse_json, read_bytes
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MOST_CHOICES = 30
@@ -44,7 +45,7 @@ def read_json(path: Path) -> dict:
     where = display_path(path)
     try:
         # -sig: editors on Windows may write a byte order mark first
-        text = Path(path).read_text(encoding="utf-8-sig")
+        text = read_bytes(path).decode("utf-8-sig")
     except OSError as error:
         raise UserError(f"{where}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -70,7 +71,7 @@ def _parse(text: str, where: str) -> Any:
 
 
 def load_json(text: str, where: str, **options: Any) -> Any:
-    """Call `json.loads`, but raise `UserError` for a number that no recipe can hold: NaN, Infinity, 1e400."""
+    """Call `parse_json`, but raise `UserError` for what is no error of syntax, and for NaN, Infinity and 1e400."""
 
     def refuse(constant: str) -> None:
         raise UserError(f"{where}: {constant} is not JSON; write a number or null")
@@ -87,9 +88,11 @@ def load_json(text: str, where: str, **options: Any) -> Any:
 
     hooks = {"parse_constant": refuse, "parse_float": finite, "parse_int": integer}
     try:
-        return json.loads(text, **hooks, **options)
-    except RecursionError:
-        raise UserError(f"{where}: is nested too deeply to be one of ours") from None
+        return parse_json(text, **hooks, **options)
+    except json.JSONDecodeError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from None
 
 
 def _lines_of(text: str, key: str) -> str:
@@ -101,10 +104,10 @@ def _lines_of(text: str, key: str) -> str:
 def check(value: Any, schema: dict, where: str, key: str = "", root: dict | None = None) -> Any:
     """Return `value` as `schema` reads it, or raise one line that names the file, the dotted key and what is wrong.
 
-    These keywords are known: type, const, enum, properties / required / additionalProperties, items, minItems,
-    minLength, minimum, exclusiveMinimum, maximum, exclusiveMaximum, anyOf, oneOf (of required lists), propertyNames
-    (a pattern), allOf with if / then, and $ref into $defs. As in JSON Schema, 1e9 is an integer, and is returned as
-    one; a bool is never a number.
+    These keywords are known: type, const, enum, properties / required / patternProperties / additionalProperties,
+    items, minItems, minLength, pattern (of the whole string), minimum, exclusiveMinimum, maximum, exclusiveMaximum,
+    anyOf, oneOf (of required lists), propertyNames (a pattern), allOf with if / then, and $ref into $defs. As in JSON
+    Schema, 1e9 is an integer, and is returned as one; a bool is never a number.
     `"format": "float"` marks numbers that the library behind the key takes as floats only, and `"some_of"` lists keys
     of which one at least must hold something. No `min_x` may be greater than its `max_x`.
 
@@ -207,6 +210,8 @@ def _check_value(value: Any, schema: dict, where: str, key: str) -> None:
         raise problem(where, key, f"is {_shown(value)}, not one of {shown}{more}{near}")
     if isinstance(value, str) and len(value.strip()) < schema.get("minLength", 0):
         raise problem(where, key, "is empty; write a name, or leave it out")
+    if isinstance(value, str) and "pattern" in schema and not re.fullmatch(schema["pattern"], value):
+        raise problem(where, key, f"is {_in_brief(value)}, which does not fit {schema['pattern']}")
     if isinstance(value, list) and len(value) < schema.get("minItems", 0):
         raise problem(where, key, f"must have at least {schema['minItems']} entry")
     if _is_type(value, "number"):
@@ -226,17 +231,23 @@ def _check_bounds(value: float, schema: dict, where: str, key: str) -> None:
 
 
 def _check_object(value: dict, schema: dict, where: str, key: str, root: dict) -> dict:
-    properties, others, names = (
-        schema.get(each, {}) for each in ("properties", "additionalProperties", "propertyNames")
+    properties, patterns, names, others = (
+        schema.get(each, {})
+        for each in ("properties", "patternProperties", "propertyNames", "additionalProperties")
     )
+
+    def schema_of(name: str) -> Any:
+        by_pattern = (inner for pattern, inner in patterns.items() if re.fullmatch(pattern, name))
+        return properties[name] if name in properties else next(by_pattern, others)
+
     checked = {}
-    if unknown := [name for name in value if name not in properties and others is False]:
+    if unknown := [name for name in value if schema_of(name) is False]:
         raise _unknown_keys(unknown, properties, where, key, root)
     for name, item in value.items():
         dotted = f"{key}.{name}" if key else name
         if names and not re.fullmatch(names["pattern"], name):
             raise problem(where, dotted, f"unknown key; {names['description']}")
-        inner = properties.get(name, others)
+        inner = schema_of(name)
         checked[name] = check(item, inner, where, dotted, root) if isinstance(inner, dict) else item
     for name in schema.get("required", []):
         if name not in value:

@@ -22,6 +22,7 @@ from pretraining.api import REASONS, CommandFailed, run_folder_of, train, train_
 from pretraining.command_line import OneLineParser, add_recipe_arguments, named_path
 from pretraining.errors import UserError, one_line_errors
 from pretraining.metric_names import grouped, is_better
+from pretraining.outside import read_json_value
 from pretraining.planning.quantities import columns
 from pretraining.recipe import Recipe
 from pretraining.refusals import load_recipe_and_ds_config
@@ -233,7 +234,7 @@ def _is_queued(job: str | None) -> bool:
 def _known_jobs(folder: Path) -> dict[str, str]:
     """Read the ids of jobs that were submitted before."""
     try:
-        points = json.loads((folder / JOBS).read_text(encoding="utf-8"))["points"]
+        points = read_json_value(folder / JOBS)["points"]
         return {Path(point["folder"]).name: point["job"] for point in points if point["job"]}
     # another file of that name, or half a one
     except (OSError, ValueError, KeyError, TypeError):

@@ -28,8 +28,8 @@ def save(
 ) -> Path:
     """What a rank, the marker's writer and retention do at a save, with small files; the checkpoint's folder."""
     folder = run.checkpoint(step)
-    (folder / "state").mkdir(parents=True)
-    names = ["trainer_state.json", "state/rank_0.bin", "state/rank_1.bin"]
+    folder.mkdir(parents=True)
+    names = ["trainer_state.json", "state_0.bin", "state_1.bin"]
     for name in names:
         (folder / name).write_text(f"{name} after {step} steps")
     write_receipt(folder, 0, 1, file_entries(folder, names))

@@ -46,7 +46,7 @@ def test_the_marker_says_what_the_checkpoint_is(run):
     assert (marker["ranks"], marker["zero_stage"]) == (1, None)
     assert marker["recipe"]["name"] == "tiny" and marker["data"]["fingerprint"] == MANIFEST["fingerprint"]
     assert marker["metrics"] == {"loss": 1.0, "eval_loss": 1.0}
-    names = {"trainer_state.json", "state/rank_0.bin", "state/rank_1.bin", receipt_name(0, 1)}
+    names = {"trainer_state.json", "state_0.bin", "state_1.bin", receipt_name(0, 1)}
     assert set(marker["files"]) == names
     assert all(entry["checksum"].startswith("xxh128:") for entry in marker["files"].values())
 

@@ -23,7 +23,7 @@ def run(tmp_path) -> RunFolder:
     run = RunFolder(tmp_path / "run")
     for step in (2, 4, 6, 8):
         save(run, step, loss=9.0 - step, eval_loss=1.0 + step)
-    changed = run.checkpoint(4) / "state" / "rank_1.bin"
+    changed = run.checkpoint(4) / "state_1.bin"
     changed.write_text(changed.read_text().upper())
     (run.checkpoint(8) / MARKER).unlink()
     shutil.copytree(run.checkpoint(2), run.aside / "checkpoint-2.20260101T000000Z")
@@ -65,7 +65,7 @@ def test_list_tells_the_state_of_each(run, capsys):
 
 def test_verify_reads_every_byte(run, capsys):
     """Each file's verdict, then one line and exit code 2; a whole one alone is fine."""
-    with pytest.raises(UserError, match=r"1 of 3 checkpoints damaged: .*checkpoint-4: state/rank_1\.bin has"):
+    with pytest.raises(UserError, match=r"1 of 3 checkpoints damaged: .*checkpoint-4: state_1\.bin has"):
         main(["verify", str(run.path), "--json"])
     found = {
         Path(each["checkpoint"]).name: each for each in json.loads(capsys.readouterr().out)["checkpoints"]
@@ -76,7 +76,7 @@ def test_verify_reads_every_byte(run, capsys):
         "checkpoint-2": True,
     }
     bad = {name: reason for name, reason in found["checkpoint-4"]["files"].items() if reason}
-    assert list(bad) == ["state/rank_1.bin"]
+    assert list(bad) == ["state_1.bin"]
     main(["verify", str(run.path), "--step", "6"])
     assert "checkpoint-6: whole" in capsys.readouterr().out
     main(["verify", str(run.checkpoint(2))])
@@ -121,7 +121,7 @@ MISTAKES = {
         "no committed checkpoint of step 5; there are those of 2, 4",
     ),
     "unknown verb": (["check", "{run}"], "invalid choice: 'check'"),
-    "damaged": (["export", "{run}", "--step", "4"], "damaged: state/rank_1.bin has changed"),
+    "damaged": (["export", "{run}", "--step", "4"], "damaged: state_1.bin has changed"),
     "there already": (["export", "{run}", "--step", "6", "--to", "{empty}"], "is there already"),
 }
 

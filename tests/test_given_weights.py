@@ -1,6 +1,8 @@
 """Weights that exist (model.initial_weights) and frozen ones: every kind of folder, every check, and a run of them."""
 
 import json
+import os
+import pickle
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -356,6 +358,60 @@ def test_damaged_weights_are_one_line(tmp_path, damage, message):
     damage(tmp_path / "damaged")
     with pytest.raises(UserError, match=message):
         opened(tmp_path / "damaged", UNTIED).digest()
+
+
+class Command:
+    """What runs a command of the shell when it is unpickled."""
+
+    def __init__(self, victim: Path):
+        self.victim = victim
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.victim}",)
+
+
+@pytest.mark.parametrize("place", ["the whole", "a value", "the data"])
+def test_weights_run_no_code(tmp_path, place):
+    """A pickle names only classes that weights need, in `.metadata` of torch.distributed.checkpoint and in its data."""
+    folder, victim = tmp_path / "weights", tmp_path / "was-run"
+    write("dcp", drawn(UNTIED), folder)
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    if place == "the data":
+        for file in folder.glob("*.distcp"):
+            torch.save({"x": Command(victim)}, file)
+        for info in metadata.storage_data.values():
+            info.offset, info.length = 0, file.stat().st_size
+    else:
+        metadata.planner_data = Command(victim)
+    path.write_bytes(pickle.dumps(Command(victim) if place == "the whole" else metadata))
+    with pytest.raises(UserError, match=r"weights: cannot be read as weights \(.+\); fetch it again"):
+        opened(folder, UNTIED).digest()
+    assert not victim.exists()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\x80\x04N.", pickle.dumps({"a": 1}), pickle.dumps(torch.float32), b"[" * 100_000]
+)
+def test_another_kind_of_metadata_is_one_line(tmp_path, content):
+    (tmp_path / ".metadata").write_bytes(content)
+    assert "cannot be read as weights" in refusal(open_weights, tmp_path)
+
+
+def test_weights_are_read_from_their_own_folder_alone(tmp_path):
+    """Neither an index nor the metadata of torch.distributed.checkpoint may name a file elsewhere."""
+    (tmp_path / "index").mkdir()
+    index = {"weight_map": {"a": "../elsewhere/model.safetensors"}}
+    (tmp_path / "index" / "model.safetensors.index.json").write_text(json.dumps(index))
+    write("safetensors", drawn(UNTIED), tmp_path / "elsewhere")
+    assert "is no index of weights" in refusal(open_weights, tmp_path / "index")
+    write("dcp", drawn(UNTIED), tmp_path / "dcp")
+    path = tmp_path / "dcp" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = f"../dcp/{info.relative_path}"
+    path.write_bytes(pickle.dumps(metadata))
+    assert "is no name of a file below" in refusal(open_weights, tmp_path / "dcp")
 
 
 def test_a_folder_without_weights_is_named_for_what_it_is(tmp_path, workshop):

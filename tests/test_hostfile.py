@@ -104,15 +104,24 @@ def test_every_option_of_the_launcher_is_known():
 @pytest.mark.parametrize(
     "text, words, complaint",
     [
-        ("alpha slots=1\nbeta\n", [], "line 2 is not `NAME slots=NUMBER`: beta"),
+        ("alpha slots=1\nbeta\n", [], "line 2 is not `NAME slots=NUMBER`: 'beta'"),
+        ("alpha slots=1\n-oProxyCommand=x slots=1\n", [], "line 2 is not `NAME slots=NUMBER`: '-oProxy"),
+        ("alpha slots=1\na[1-9999] slots=1\n", [], "line 2 is not `NAME slots=NUMBER`"),
+        ("alpha slots=1\nbeta slots=99999999\n", [], "line 2: no host has so many GPUs"),
+        ("alpha slots=1\n", ["--include=alpha:x"], "'alpha:x', which the command names, is not HOST:NUMBER"),
+        ("", ["--force_multi"], "no host with a GPU is left"),
+        ("alpha slots=0\nbeta slots=0\n", ["--force_multi"], "no host with a GPU is left"),
+        (b"alpha slots=1\n\xff slots=1\n", [], r"is not UTF-8 text \(byte 14\)"),
         ("alpha slots=1\nalpha slots=1\n", [], "line 2 names this host twice"),
         ("alpha slots=1\n", ["--include=beta"], "it has no host beta"),
     ],
 )
 def test_a_hostfile_that_is_wrong_is_one_line(hostfile, text, words, complaint):
-    hostfile.write_text(text)
+    """Nothing of it reaches ssh as an option."""
+    hostfile.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(UserError, match=complaint) as caught:
-        HostfileCommand.of(["deepspeed", f"--hostfile={hostfile}", *words, "train.py"])
+        made = HostfileCommand.of(["deepspeed", f"--hostfile={hostfile}", *words, "train.py"])
+        Hosts(made, hostfile.parent)
     assert str(hostfile) in str(caught.value)
 
 

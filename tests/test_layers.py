@@ -24,6 +24,7 @@ FOUNDATION = {
     "hostfile",
     "masking",
     "metric_names",
+    "outside",
     "recipe",
     "refusals",
     "refused_layouts",

@@ -1,7 +1,6 @@
 """What one does with the checkpoints of a run: look, verify, branch a decay off, reshard, export, push, make room."""
 
 import argparse
-import json
 import shlex
 import shutil
 import sys
@@ -36,6 +35,7 @@ from pretraining.command_line import (
 )
 from pretraining.errors import UserError, one_line_errors
 from pretraining.extend import MODEL, extensions_of_run, load_code_of_run
+from pretraining.outside import read_json_value
 from pretraining.planning.quantities import columns, duration, num_bytes
 from pretraining.recipe.sections import Checkpoints
 from pretraining.runtime.imports import prepare_imports
@@ -386,7 +386,7 @@ class Prune:
         keys = ("keep_last", "keep_best", "keep_every", "demote_to_weights")
         rule, metric = {"keep_last": None}, "loss"
         if run.recipe.exists():
-            recipe = json.loads(run.recipe.read_text(encoding="utf-8"))
+            recipe = read_json_value(run.recipe)
             rule |= {key: recipe["checkpoints"][key] for key in keys if key in recipe["checkpoints"]}
             metric = recipe.get("evaluation", {}).get("metric", metric)
         # An option that was not typed is None, or False for a flag: the recipe's value then counts.

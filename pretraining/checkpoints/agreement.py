@@ -8,7 +8,6 @@ that of the save, else all of them. Every function here is called by every rank.
 
 from __future__ import annotations
 
-import json
 import socket
 import sys
 import uuid
@@ -52,6 +51,7 @@ from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.shard_files import STATE_FILE, rank_file
 from pretraining.checkpoints.upload import RUN_FILES
 from pretraining.errors import UserError
+from pretraining.outside import read_json_value
 from pretraining.planning.quantities import several
 from pretraining.recipe import Recipe
 from pretraining.runtime.durable_files import replacing, rows_of, sync_to_disk
@@ -334,7 +334,7 @@ def _not_partitioned(folder: Path, marker: dict, good: dict[int, set[str]]) -> s
         return set(marker["files"])
     owner = min((first for first, names in good.items() if STATE_FILE in names), default=0)
     mine = rank_and_world_size()[0] == owner and STATE_FILE in good[owner]
-    state = from_rank(owner, json.loads((folder / STATE_FILE).read_text()) if mine else {})
+    state = from_rank(owner, read_json_value(folder / STATE_FILE) if mine else {})
     return {rank_file(0, marker["ranks"])} if state.get("buffers") else set()
 
 

@@ -23,8 +23,11 @@ from typing import Any
 import xxhash
 
 from pretraining.errors import UserError
+from pretraining.outside import CHECKSUM, COUNT, NAME, parse_json, read_bytes, regular
 from pretraining.runtime.durable_files import replacing, sync_to_disk, write_json
 from pretraining.runtime.heartbeat import work_done
+from pretraining.runtime.run_folder import unix_seconds
+from pretraining.schema import check
 
 MARKER = "committed.json"
 FORMAT = 1
@@ -32,6 +35,39 @@ THREADS = 8  # files read at once: the checksum releases the interpreter's lock 
 # With the comma and the indent that json.dumps(indent=2) writes: the sealed marker is still JSON.
 _SEAL = b',\n  "checksum": '
 _CHUNK_BYTES = 4 << 20
+
+
+_ENTRY = {
+    "type": "object",
+    "required": ["bytes", "checksum"],
+    "properties": {"bytes": COUNT, "checksum": CHECKSUM},
+}
+RECEIPT = {
+    "type": "object",
+    "required": ["files"],
+    "properties": {
+        "files": {
+            "type": "object",
+            "patternProperties": {NAME["pattern"]: _ENTRY},
+            "additionalProperties": False,
+        }
+    },
+}
+"""What every reader of a receipt relies on. Names of files become paths below the checkpoint."""
+_FORMAT = {"type": "object", "required": ["format"], "properties": {"format": COUNT}}
+SHAPE = {
+    **RECEIPT,
+    "properties": {
+        **RECEIPT["properties"],
+        **dict.fromkeys(("step", "tokens", "samples", "rollbacks"), COUNT),
+        "ranks": {"type": "integer", "minimum": 1, "maximum": 1 << 20},
+        "zero_stage": {"type": ["integer", "null"]},
+        "saved": {"type": "string"},
+        "changes": {"type": "array", "items": {"type": "object"}},
+        **{key: {"type": "object"} for key in ("metrics", "data", "environment", "recipe")},
+    },
+}
+"""The same of a marker."""
 
 
 class MarkerDamage(ValueError):
@@ -49,7 +85,9 @@ def file_entry(path: Path, progress: Callable[[int], None] = no_progress) -> dic
     """
     digest, num_bytes = xxhash.xxh128(), 0
     buffer = memoryview(bytearray(_CHUNK_BYTES))
-    with path.open("rb", buffering=0) as file:  # unbuffered: Python would copy each byte once more
+    with open(
+        path, "rb", buffering=0, opener=regular
+    ) as file:  # unbuffered: Python would copy each byte once more
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
             num_bytes += count
@@ -70,7 +108,7 @@ def file_entries(
 
 def write_bytes(path: Path, content: bytes) -> dict:
     """Write a small file; returns its `file_entry` once the disk holds it (fsync)."""
-    with path.open("wb") as file:
+    with open(path, "wb", opener=regular) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -116,7 +154,18 @@ def write_receipt(folder: Path, rank: int, ranks: int, files: dict[str, dict], *
 
 def read_receipt(folder: Path, rank: int, ranks: int) -> dict:
     """Read what a rank wrote with `write_receipt`."""
-    return json.loads((folder / receipt_name(rank, ranks)).read_text(encoding="utf-8"))
+    name = receipt_name(rank, ranks)
+    return parse_receipt(read_bytes(folder / name), folder / name)
+
+
+def parse_receipt(raw: bytes, where: Path | str) -> dict:
+    """Parse the bytes of a receipt; `UserError` if it is none, or names files outside the checkpoint."""
+    try:
+        return check(parse_json(raw), RECEIPT, str(where))
+    except ValueError as error:
+        raise UserError(
+            f"{where}: damaged receipt ({error}); remove this checkpoint, and go on from another"
+        ) from None
 
 
 def commit_checkpoint(folder: Path, content: dict) -> None:
@@ -131,11 +180,11 @@ def commit_checkpoint(folder: Path, content: dict) -> None:
     for rank in range(ranks):
         name = receipt_name(rank, ranks)
         try:
-            raw = (folder / name).read_bytes()
+            raw = read_bytes(folder / name)
         except FileNotFoundError:
             raise FileNotFoundError(f"{folder}: no receipt of rank {rank} of {ranks}") from None
         # The files are not read again: each rank computed the checksums of its own while it wrote them.
-        files |= json.loads(raw)["files"]
+        files |= parse_receipt(raw, folder / name)["files"]
         receipts[name] = _entry(len(raw), xxhash.xxh128(raw))
     write_marker(folder, {**content, "files": {**files, **receipts}})
 
@@ -166,7 +215,7 @@ def read_marker(folder: Path) -> dict:
         MarkerDamage: it was edited or damaged.
         UserError: a newer version wrote it, or one from before this format.
     """
-    return parse_marker((folder / MARKER).read_bytes(), folder)
+    return parse_marker(read_bytes(folder / MARKER), folder)
 
 
 def marker_or_nothing(folder: Path) -> dict:
@@ -184,12 +233,21 @@ def parse_marker(raw: bytes, folder: Path | str) -> dict:
     if not found or raw != _with_checksum(body):
         _refuse_earlier(raw, folder)
         raise MarkerDamage(f"{MARKER} was edited or damaged: its own checksum does not hold")
-    content = json.loads(raw)
+    # Anybody can compute that checksum: what the marker says is checked too.
+    try:
+        content = check(parse_json(raw), _FORMAT, MARKER)
+    except (ValueError, UserError) as error:
+        raise MarkerDamage(str(error)) from None
     if content["format"] > FORMAT:
         raise UserError(
             f"{folder}: written by a newer version (format {content['format']}; this one reads up to {FORMAT}): "
             "update this repository"
         )
+    try:
+        if "saved" in check(content, SHAPE, MARKER):
+            unix_seconds(content["saved"])
+    except (ValueError, UserError) as error:
+        raise MarkerDamage(str(error)) from None
     return content
 
 
@@ -204,7 +262,7 @@ def _with_checksum(body: bytes) -> bytes:
 def _refuse_earlier(raw: bytes, folder: Path | str) -> None:
     """Raise `UserError` for a marker from before `format`, which holds sizes in `files` and checksums beside it."""
     try:
-        content = json.loads(raw)
+        content = parse_json(raw)
     except ValueError:
         return
     if isinstance(content, dict) and "checksums" in content and "format" not in content:

@@ -22,6 +22,7 @@ from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.upload import RUN_FILES
 from pretraining.data.streaming.store import Patience
 from pretraining.errors import UserError
+from pretraining.outside import read_json_value
 from pretraining.runtime.console_log import MOST_BYTES, cut_log
 from pretraining.runtime.durable_files import file_state, write_json
 from pretraining.runtime.run_folder import RunFolder, utc_now
@@ -79,7 +80,7 @@ def _name_node(run: RunFolder, remote: RemoteRun) -> None:
 
 def _node(run: RunFolder) -> dict:
     try:
-        return json.loads(run.node.read_text(encoding="utf-8"))
+        return read_json_value(run.node)
     except (OSError, ValueError):
         return {}
 

@@ -10,9 +10,10 @@ from pretraining.checkpoints.format import file_entry
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.data.tools.push import check_repo_id, hub_refusal
 from pretraining.errors import UserError, require
+from pretraining.outside import inside, parse_json
 from pretraining.planning.quantities import num_bytes
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.schema import read_json
+from pretraining.schema import check, read_json
 
 LIST = "published.json"
 """File that names all others with their sizes and checksums. It comes last: if it is there, they are complete."""
@@ -89,7 +90,12 @@ def to_store(files: dict[str, Path], address: str) -> dict:
     parent, _, name = place.rstrip("/").rpartition("/")
     store = RemoteRun(parent or "/", name)
     entries = {name: file_entry(path) for name, path in files.items()}
-    known = json.loads(store.read_if_there(LIST) or "{}")
+    try:
+        known = check(parse_json(store.read_if_there(LIST) or "{}"), {"type": "object"}, LIST)
+        for each in known:
+            inside(Path(), each)  # what it names and we do not have is removed
+    except (ValueError, UserError) as error:
+        raise UserError(f"{store.where(LIST)}: no list of what was published ({error}); remove it") from None
     changed = [name for name in files if known.get(name) != entries[name]]
     if changed or known.keys() != entries.keys():
         # the list must not vouch for files that are about to change

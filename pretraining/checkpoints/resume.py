@@ -6,7 +6,6 @@ refuses the start, nothing has been written yet. `roll_back` leaves out the samp
 """
 
 import itertools
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -38,6 +37,7 @@ from pretraining.data.packing import cuts_text
 from pretraining.data.prepared import PreparedData
 from pretraining.errors import GaveUp, UserError
 from pretraining.extend import copy_extensions
+from pretraining.outside import read_json_value
 from pretraining.planning.quantities import several
 from pretraining.planning.run_plan import RunPlan
 from pretraining.planning.screen import plan_line, run_line
@@ -253,7 +253,7 @@ def _refuse_other_shape(checkpoint: Path, earlier: dict, now: dict) -> None:
 
 def _read_json(path: Path) -> dict | list:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json_value(path)
     except (OSError, ValueError) as error:
         raise UserError(
             f"{path}: cannot be read ({error}); remove it or choose another --output_dir"

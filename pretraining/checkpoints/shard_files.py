@@ -31,6 +31,7 @@ from pretraining.checkpoints.format import (
     write_receipt,
 )
 from pretraining.errors import UserError
+from pretraining.outside import read_json_value
 from pretraining.runtime.heartbeat import work_done
 
 FORMAT = 1
@@ -362,7 +363,7 @@ def assemble(reader: CheckpointReader, parameter: str, state: str = MASTER) -> t
 def read_state(folder: Path) -> dict:
     """Read what is the same on every rank; `UserError` if the folder has another or a newer format."""
     try:
-        state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        state = read_json_value(folder / STATE_FILE)
     except FileNotFoundError:
         raise UserError(
             f"{folder} is no checkpoint of this version's format ({STATE_FILE} is missing): start over with "

@@ -7,7 +7,6 @@ a time. Of those that are committed in the meantime, only the newest is uploaded
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 import time
@@ -20,11 +19,12 @@ from pathlib import Path
 import xxhash
 
 from pretraining.checkpoints.folders import committed_checkpoints, step_in, step_in_name
-from pretraining.checkpoints.format import MARKER, is_receipt, parse_marker, receipt_name
+from pretraining.checkpoints.format import MARKER, is_receipt, parse_marker, parse_receipt, receipt_name
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.retention import Committed, Retention, metric_of
 from pretraining.errors import UserError
 from pretraining.masking import masked
+from pretraining.outside import read_bytes
 from pretraining.runtime.heartbeat import long_work, work_done
 from pretraining.runtime.process_group import Messages, gather_from_ranks, host_group, rank_and_world_size
 from pretraining.runtime.run_folder import RunFolder, unix_seconds
@@ -253,8 +253,8 @@ class Parcel:
 
     def __init__(self, folder: Path, rank: int, ranks: int):
         self.name = folder.name
-        self.marker = (folder / MARKER).read_bytes()
-        content = json.loads(self.marker)
+        self.marker = read_bytes(folder / MARKER)
+        content = parse_marker(self.marker, folder)
         self.files = content["files"]
         self.num_bytes = sum(
             entry["bytes"] for name, entry in content["files"].items() if not is_receipt(name)
@@ -276,7 +276,7 @@ class Parcel:
 
     def files_of(self, receipt: str) -> dict[str, dict]:
         """Return {file: {"bytes", "checksum"}} of one rank that saved."""
-        return json.loads(self.receipts[receipt])["files"]
+        return parse_receipt(self.receipts[receipt], f"{self.name}/{receipt}")["files"]
 
     def chunks(self, name: str, entry: dict) -> Iterator[bytes]:
         """Yield a file's bytes in order; `UserError` if they are not the committed ones."""

@@ -4,7 +4,6 @@ A preparation whose recipe has `data.shuffle_blocks` keeps `arrived.json` in its
 read so far. The shards stay where the tasks wrote them until the data set is published, and are then found there.
 """
 
-import json
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,6 +20,7 @@ from pretraining.data.portions import Portion, lacking
 from pretraining.data.publishing import work_folder
 from pretraining.data.shards import Shard, TokenSplit, map_shard
 from pretraining.errors import UserError
+from pretraining.outside import read_json_value
 
 ARRIVED_NAME = "arrived.json"
 """In the work folder of a preparation."""
@@ -108,7 +108,7 @@ def arrived_path(folder: Path) -> Path:
 def read_arrived(folder: Path) -> dict | None:
     """Read the manifest of what the preparation of `folder` has finished; None if there is none."""
     try:
-        return json.loads(arrived_path(folder).read_text(encoding="utf-8"))
+        return read_json_value(arrived_path(folder))
     except (FileNotFoundError, NotADirectoryError):
         return None
 

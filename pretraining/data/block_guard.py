@@ -11,7 +11,6 @@ At these thresholds real English and code (among them Python's library and its d
 for text that also looks degenerate to a person: dumps of numbers, tables of one value, drawn lines.
 """
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from pretraining.data.shards import TokenSplit
+from pretraining.outside import read_json_value
 from pretraining.recipe.data import source_names
 from pretraining.runtime.durable_files import append_row
 from pretraining.schema import display_path
@@ -182,7 +182,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 def tokens_of_file(path: Path) -> list[bytes]:
     """Read the bytes of each token id from a tokenizer.json: byte-level BPE, or SentencePiece with byte fallback."""
-    content = json.loads(Path(path).read_text(encoding="utf-8"))
+    content = read_json_value(Path(path))
     added = {token["content"]: token["id"] for token in content.get("added_tokens", [])}
     vocabulary = _vocabulary(content["model"])
     spell = _byte_level if _is_byte_level(content) else _sentence_piece

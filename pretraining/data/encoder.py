@@ -13,6 +13,7 @@ import numpy as np
 from pretraining.data.encoder_backends import BACKENDS, Backend, Fastokens, Reference, adversarial_texts
 from pretraining.data.tokenizer import TokenizerInfo
 from pretraining.errors import UserError, nearest
+from pretraining.outside import read_json_value
 
 CHECKED_ONE_IN = 500
 """One of this many documents is also encoded by the reference."""
@@ -158,7 +159,7 @@ def _ordinary_content(folder: Path) -> tuple[str, dict[str, int]]:
 
     Also returns the special tokens: {content: id}.
     """
-    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    content = read_json_value(folder / "tokenizer.json")
     special = {token["content"]: token["id"] for token in content["added_tokens"] if token["special"]}
     # Text that spells a special token must stay text.
     content["added_tokens"] = [token for token in content["added_tokens"] if not token["special"]]

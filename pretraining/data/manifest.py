@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pretraining.data.publishing import kept_beside
 from pretraining.data.tokenizer import local_fingerprint
 from pretraining.errors import UserError
+from pretraining.outside import CHECKSUM, COUNT, DIGEST, NAME, parse_json, read_bytes
 from pretraining.recipe import recipe_schema
 from pretraining.schema import Difference, check, differences, filled
 
@@ -48,26 +49,61 @@ DECIDING_CAPS = ("max_tokens", "max_documents")
 """The same for each entry in `validation.sources`: every run measures all that was prepared of it."""
 
 
-_SPLIT = {"type": "object", "required": ["documents", "tokens", "bytes", "dtype", "checksum", "shards"]}
+_COUNTS = dict.fromkeys(("documents", "tokens", "bytes"), COUNT)
+_PLACES = dict.fromkeys(("input_ids", "offsets", "num_bytes"), COUNT)
+_SHARD = {
+    "type": "object",
+    "required": [*_COUNTS, "file", "size", "checksum", "buffers"],
+    "properties": {
+        **_COUNTS,
+        "file": NAME,
+        "size": COUNT,
+        "source": COUNT,
+        "checksum": CHECKSUM,
+        "buffers": {"type": "object", "required": [*_PLACES], "properties": _PLACES},
+    },
+}
+_SPLIT = {
+    "type": "object",
+    "required": [*_COUNTS, "dtype", "checksum", "shards"],
+    "properties": {
+        **_COUNTS,
+        "dtype": {"type": "string", "enum": ["uint16", "uint32"]},
+        "checksum": DIGEST,
+        "shards": {"type": "array", "items": _SHARD},
+    },
+}
 SHAPE = {
     "type": "object",
     "required": ["name", "fingerprint", "data", "tokenizer", "splits"],
     "properties": {
-        "data": {"type": "object", "required": ["sources", "tokenizer"]},
+        "name": {"type": "string"},
+        "fingerprint": DIGEST,
+        "data": {
+            "type": "object",
+            "required": ["sources", "tokenizer"],
+            "properties": {"sources": {"type": "array", "items": {"type": "object"}}},
+        },
         "tokenizer": {
             "type": "object",
             "required": ["vocab_size", "fingerprint"],
-            "properties": {"files": {"type": "object"}},
+            "properties": {
+                "vocab_size": COUNT,
+                "eos_token_id": COUNT,
+                "fingerprint": DIGEST,
+                "files": {"type": "object"},
+            },
         },
         "splits": {
             "type": "object",
             "required": ["train", "validation"],
-            "properties": {"train": _SPLIT, "validation": _SPLIT},
+            "patternProperties": {NAME["pattern"]: _SPLIT},
+            "additionalProperties": False,
         },
-        "sources": {"type": "array"},
+        "sources": {"type": "array", "items": {"type": "object"}},
     },
 }
-"""What every reader of a manifest relies on."""
+"""What every reader of a manifest relies on. Digests and names become paths."""
 
 
 def deciding_section(data: dict) -> dict:
@@ -213,18 +249,16 @@ def read_manifest(folder: Path) -> dict | None:
     """Read the manifest of a finished data set, None if there is none; UserError if it cannot be read."""
     path, remedy = folder / MANIFEST_NAME, f"delete {folder} and prepare the data again"
     try:
-        content = path.read_text(encoding="utf-8")
+        content = read_bytes(path)
     except FileNotFoundError:
         return None
-    except ValueError as error:  # not UTF-8
-        raise UserError(f"{path}: damaged manifest; {remedy}") from error
     return parse_manifest(content, str(path), remedy, remedy)
 
 
 def parse_manifest(content: str | bytes, where: str, if_damaged: str, if_other_format: str) -> dict:
     """Parse the manifest in `content`; a UserError names the place `where` and the remedy that fits."""
     try:
-        manifest = json.loads(content)
+        manifest = parse_json(content)
     except ValueError as error:
         raise UserError(f"{where}: damaged manifest; {if_damaged}") from error
     # Before the shape: a manifest of another format is not damaged, and needs another remedy.
@@ -232,10 +266,9 @@ def parse_manifest(content: str | bytes, where: str, if_damaged: str, if_other_f
         found = manifest.get("format")
         raise UserError(f"{where}: format {found}, this code reads {FORMAT}; {if_other_format}")
     try:
-        check(manifest, SHAPE, "damaged manifest")
+        return check(manifest, SHAPE, "damaged manifest")
     except UserError as error:
         raise UserError(f"{where}: {error}; {if_damaged}") from None
-    return manifest
 
 
 def verify(folder: Path) -> int:

@@ -14,6 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import TextIO
 
+from pretraining.outside import regular
 from pretraining.runtime.durable_files import sync_to_disk
 
 
@@ -43,7 +44,7 @@ def _lock(path: Path, folder: Path) -> TextIO:
     """Open and lock the file at `path`; open it again if its last holder has removed it meanwhile."""
     waiting = False
     while True:
-        file = path.open("w")
+        file = open(path, "w", opener=regular)  # noqa: SIM115 (returned)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

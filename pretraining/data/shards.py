@@ -17,6 +17,7 @@ from typing import BinaryIO, Self
 import numpy as np
 
 from pretraining.errors import UserError
+from pretraining.outside import regular
 
 PROBE_INTERVAL = 64
 """One of this many reads is timed, to learn if the shard's pages are in memory."""
@@ -36,7 +37,7 @@ def checksum_of_file(path: Path) -> str:
 
     # Several GB/s: it protects against damage, not against forgery.
     digest = xxhash.xxh128()
-    with path.open("rb") as file:
+    with open(path, "rb", opener=regular) as file:
         while chunk := file.read(1 << 22):
             digest.update(chunk)
     return f"xxh128:{digest.hexdigest()}"
@@ -91,9 +92,12 @@ def map_shard(file: BinaryIO, where: str, entry: dict, dtype: np.dtype) -> Shard
     """
     # Not pyarrow's map, which has the kernel read the whole file ahead (`MemoryMappedFile::ReadAt`). Blocks are read in
     # random order, so only the pages that are asked for are worth reading.
-    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    mapped.madvise(mmap.MADV_RANDOM)
-    shard = Shard(mapped, entry, dtype)
+    try:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        mapped.madvise(mmap.MADV_RANDOM)
+        shard = Shard(mapped, entry, dtype)
+    except ValueError as error:  # positions behind its end
+        raise UserError(f"{where}: damaged shard: {error}; prepare it again") from None
     if entry["documents"] and shard.ends[-1] != entry["tokens"]:
         raise UserError(f"{where}: damaged shard: its documents do not end with its tokens; prepare it again")
     return shard
@@ -101,7 +105,7 @@ def map_shard(file: BinaryIO, where: str, entry: dict, dtype: np.dtype) -> Shard
 
 def open_shard(path: Path, entry: dict, dtype: np.dtype) -> Shard:
     """Map the shard at `path`; UserError if it is not the one of its manifest entry."""
-    with path.open("rb") as file:
+    with open(path, "rb", opener=regular) as file:
         return map_shard(file, str(path), entry, dtype)
 
 
@@ -194,7 +198,7 @@ class TokenSplit:
         """Map the shard; UserError if its file belongs to another data set than when this one was opened."""
         entry = self._entry["shards"][number]
         path = self.folder / entry["file"]
-        with suppress(FileNotFoundError), path.open("rb") as file:
+        with suppress(FileNotFoundError), open(path, "rb", opener=regular) as file:
             written = os.fstat(file.fileno()).st_mtime_ns
             # The checksum only if the time differs: a copy or a restored backup may hold the same bytes.
             if written == self._written[entry["file"]] or checksum_of_file(path) == entry["checksum"]:

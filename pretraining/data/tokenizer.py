@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from pretraining.errors import UserError
 from pretraining.extend import load_pretrained
+from pretraining.outside import read_json_value
 from pretraining.recipe.data import END_OF_TEXT
 
 if TYPE_CHECKING:
@@ -188,7 +189,7 @@ def _configured_eos(folder: Path) -> str | None:
     """Read the eos_token of tokenizer_config.json, which is a string or an added-token object."""
     path = folder / "tokenizer_config.json"
     try:
-        eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token") if path.is_file() else None
+        eos = read_json_value(path).get("eos_token") if path.is_file() else None
     except (ValueError, AttributeError) as error:
         raise UserError(
             f"data.tokenizer: tokenizer_config.json is no JSON object ({error}); mend it"

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig
 
 from pretraining.model.weight_files import Entry, WeightFiles
+from pretraining.outside import read_json_value
 from pretraining.recipe.model import Model
 from pretraining.schema import problem
 
@@ -139,7 +140,7 @@ def check_params(folder: Path, model: Model, name: str, where: str) -> None:
     if not path.is_file():
         return
     try:
-        params = json.loads(path.read_text(encoding="utf-8"))
+        params = read_json_value(path)
         heads = params["n_heads"]
     except (ValueError, KeyError, TypeError) as error:
         raise problem(where, KEY, f"{path}: cannot be read ({type(error).__name__}: {error})") from error

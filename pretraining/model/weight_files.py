@@ -5,19 +5,20 @@
 - torch.distributed.checkpoint (`.metadata` and `*.distcp`): what torchtitan and others write; one tensor at a time.
 """
 
-import json
+import io
 import pickle
 import warnings
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from pretraining.errors import UserError
+from pretraining.outside import inside, read_bytes, read_json_value
 from pretraining.runtime.heartbeat import work_done
 
 CHUNK = 1 << 20
@@ -162,19 +163,66 @@ def _only_tensors(content: Any) -> dict[str, torch.Tensor]:
     return {name: value for name, value in content.items() if torch.is_tensor(value)}
 
 
+class _Metadata(pickle.Unpickler):
+    """Unpickles `.metadata` of torch.distributed.checkpoint: its own classes, types of tensors, and plain values."""
+
+    _CLASSES: ClassVar[dict[str, str]] = {
+        "torch.distributed.checkpoint.metadata": """Metadata MetadataIndex StorageMeta TensorStorageMetadata
+            TensorProperties ChunkStorageMetadata BytesStorageMetadata _MEM_FORMAT_ENCODING""",
+        "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+        "torch.serialization": "_get_layout",  # a look-up by name
+        "torch": "Size",
+        "collections": "OrderedDict",
+        "pathlib": "PosixPath",  # the place of the checkpoint, which nobody reads
+        "pathlib._local": "PosixPath",  # the same of Python 3.13
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_type = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
+        if not is_type and name not in self._CLASSES.get(module, "").split():
+            raise pickle.UnpicklingError(f"it names {module}.{name}, and no such file needs that")
+        return super().find_class(module.removesuffix("._local"), name)
+
+
+def _read_metadata(folder: Path) -> Any:
+    """Read what a torch.distributed.checkpoint holds; `ValueError` if it is none, or names files outside the folder."""
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    content = read_bytes(folder / ".metadata")
+    try:
+        found = _Metadata(io.BytesIO(content)).load()
+        if not isinstance(found, Metadata):
+            raise ValueError("its .metadata is that of something else")
+        for stored in found.storage_data.values():
+            inside(folder, stored.relative_path)
+    except Exception as error:  # whatever damaged bytes lead an unpickler to
+        raise ValueError(f"{type(error).__name__} in its .metadata: {error}") from error
+    return found
+
+
 class DistributedFiles(WeightFiles):
     """A folder of torch.distributed.checkpoint, whichever number of ranks wrote it."""
 
     is_mapped = False
 
     def _list(self, path: Path) -> Iterator[tuple[str, Entry]]:
-        from torch.distributed.checkpoint import FileSystemReader
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
         self._kept: tuple[str, torch.Tensor | None] = ("", None)
-        for name, stored in FileSystemReader(path).read_metadata().state_dict_metadata.items():
+        self._metadata = _read_metadata(path)
+        for name, stored in self._metadata.state_dict_metadata.items():
             if isinstance(stored, TensorStorageMetadata):
-                yield name, Entry(tuple(stored.size), stored.properties.dtype)
+                if not isinstance(dtype := stored.properties.dtype, torch.dtype):
+                    raise ValueError(f"{name} has no type of a tensor")
+                yield name, Entry(tuple(torch.Size(stored.size)), dtype)
+
+    def _reader(self) -> Any:
+        """Return torch's reader, which would unpickle any class, for what `_read_metadata` has read."""
+        from torch.distributed.checkpoint import FileSystemReader
+
+        reader = FileSystemReader(self.folder)
+        reader.read_metadata = lambda *_, **__: self._metadata  # type: ignore[method-assign]
+        return reader
 
     def tensor(self, name: str) -> torch.Tensor:
         import torch.distributed.checkpoint as dcp
@@ -186,7 +234,7 @@ class DistributedFiles(WeightFiles):
             whole = torch.empty(self.entries[name].shape, dtype=self.entries[name].dtype)
             with warnings.catch_warnings(action="ignore"):  # that no group is asked, as is meant
                 try:
-                    dcp.load({name: whole}, storage_reader=dcp.FileSystemReader(self.folder), no_dist=True)
+                    dcp.load({name: whole}, storage_reader=self._reader(), no_dist=True)
                 except CheckpointException as error:  # no Exception, as torch has it
                     cause = next((each for each, _ in error.failures.values()), error)
                     raise _unreadable(self.folder, cause) from None
@@ -207,8 +255,8 @@ def open_weights(folder: Path) -> WeightFiles:
     for index in _INDEXES:
         if (folder / index).is_file():
             try:
-                content = json.loads((folder / index).read_text(encoding="utf-8"))
-                paths = sorted({folder / name for name in content["weight_map"].values()})
+                content = read_json_value(folder / index)
+                paths = sorted({inside(folder, name) for name in content["weight_map"].values()})
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UserError(f"{folder / index}: is no index of weights; fetch it again") from error
             return (WeightFiles if "safetensors" in index else TorchFiles)(folder, paths)

@@ -1,12 +1,12 @@
 """Keep what a pipeline has done, in `pipeline.json` of the run folder, and name files by their content."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pretraining.checkpoints.format import file_entry
 from pretraining.data.manifest import digest_of
+from pretraining.outside import read_json_value
 from pretraining.runtime.durable_files import write_json
 from pretraining.runtime.run_folder import RunFolder, utc_now
 
@@ -20,7 +20,7 @@ class Record:
 
     def _read(self) -> tuple[dict[str, dict], dict[str, dict]]:
         try:
-            kept = json.loads(self.path.read_text(encoding="utf-8"))
+            kept = read_json_value(self.path)
             return dict(kept["steps"]), dict(kept["files"])
         # none yet, or another file of that name: then every step looks at what is there
         except (OSError, ValueError, KeyError, TypeError):

@@ -1,6 +1,5 @@
 """The steps that train: the examination of the machine, and the run."""
 
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ from pretraining.checkpoints.folders import committed_checkpoints
 from pretraining.checkpoints.format import read_marker
 from pretraining.data.manifest import read_manifest
 from pretraining.errors import UserError
+from pretraining.outside import read_json_value
 from pretraining.pipeline.command import StepEnded
 from pretraining.pipeline.step import NOT_NEEDED, Look, Step
 from pretraining.recipe.curve import changed_parts
@@ -80,7 +80,7 @@ class Train(Step):
 
     def _earlier(self) -> dict:
         try:
-            return json.loads(self.pipeline.run.recipe.read_text(encoding="utf-8"))
+            return read_json_value(self.pipeline.run.recipe)
         except (OSError, ValueError) as error:
             raise UserError(f"{self.pipeline.run.recipe}: cannot be read; move the folder away") from error
 

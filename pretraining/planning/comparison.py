@@ -1,7 +1,6 @@
 """Compare what a run was predicted to need with what it measured."""
 
 import argparse
-import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 from pretraining.errors import UserError
 from pretraining.metric_names import grouped_names
+from pretraining.outside import read_json_value
 from pretraining.planning.constants import table
 from pretraining.planning.costs import forecast
 from pretraining.planning.gpus import Gpu
@@ -160,7 +160,7 @@ def measured_beside_planned(folder: Path) -> str:
 
 def _read_object(path: Path) -> dict:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json_value(path)
     except ValueError as error:
         raise UserError(f"{path.parent}: {path.name} is not JSON: {error}") from None
     if not isinstance(found, dict):
@@ -203,7 +203,7 @@ def _bytes_of(marker: Path) -> int:
     """Return the size of a whole checkpoint; a node without a shared disk may hold a part of its files."""
     own = {path.name: path.stat().st_size for path in marker.parent.rglob("*") if path.is_file()}
     try:
-        files = json.loads(marker.read_bytes()).get("files", {})
+        files = read_json_value(marker).get("files", {})
     except ValueError:  # damaged, which the next start reports
         files = {}
     return sum({**{name: entry["bytes"] for name, entry in files.items()}, **own}.values())

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pretraining.errors import UserError
+from pretraining.outside import read_json_value
 from pretraining.recipe import recipe_schema
 from pretraining.recipe.model import other_model_types
 from pretraining.schema import differences, suggestion
@@ -128,7 +128,7 @@ def changes_of_run(run: RunFolder, recipe: dict, allowed: Iterable[str] = ()) ->
     if not run.recipe.exists():
         return []
     try:
-        changes = changed_parts(recipe, json.loads(run.recipe.read_text(encoding="utf-8")))
+        changes = changed_parts(recipe, read_json_value(run.recipe))
     # the file may be damaged, or another JSON file of that name
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         reason = error if isinstance(error, OSError | ValueError) else "it is no recipe of a run"

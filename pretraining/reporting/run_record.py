@@ -1,6 +1,5 @@
 """A run folder as the report reads it: every file is optional but the metrics, and none is trusted to be whole."""
 
-import json
 import math
 import time
 from array import array
@@ -13,6 +12,7 @@ import orjson
 
 from pretraining.errors import UserError
 from pretraining.metric_names import PLACE, grouped
+from pretraining.outside import parse_json, read_json_value, regular
 from pretraining.recipe.budget import Ramp, StepSizes
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.heartbeat import killed_ranks
@@ -248,7 +248,7 @@ def _own_step(event: dict) -> float | None:
 def _object(path: Path) -> dict:
     """Read the object in a JSON file; empty if there is none or it cannot be read."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = read_json_value(path)
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
@@ -282,7 +282,7 @@ class MetricsFile:
             self._forget()
             self.inode = status.st_ino
         before = len(self.steps)
-        with self.path.open("rb") as file:
+        with open(self.path, "rb", opener=regular) as file:
             file.seek(self.offset)
             for line in file:
                 if not line.endswith(b"\n"):
@@ -336,7 +336,7 @@ def _parsed(line: bytes) -> dict | None:
         row = orjson.loads(line)
     except ValueError:
         try:
-            row = json.loads(line)  # Python writes NaN, which is no JSON: orjson refuses it
+            row = parse_json(line)  # Python writes NaN, which is no JSON: orjson refuses it
         except ValueError:
             return None
     return row if isinstance(row, dict) else None

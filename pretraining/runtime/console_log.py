@@ -20,6 +20,7 @@ from typing import Any, TextIO
 
 from pretraining.errors import UserError
 from pretraining.masking import masked
+from pretraining.outside import regular
 from pretraining.runtime.run_folder import RunFolder, utc_now
 
 MOST_BYTES = 1_000_000
@@ -101,7 +102,7 @@ class ConsoleLog:
 
     def _open(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self.descriptor = regular(str(self.path), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         # somebody else's handler, such as that of PYTHONFAULTHANDLER, stays
         if not faulthandler.is_enabled():
             faulthandler.enable(self.descriptor)
@@ -150,7 +151,7 @@ def console_tail(path: Path, most_bytes: int) -> str:
     for each in (path, _older(path)):
         missing = most_bytes - len(found)
         if missing > 0 and each.is_file():
-            with each.open("rb") as file:
+            with open(each, "rb", opener=regular) as file:
                 file.seek(max(0, each.stat().st_size - missing))
                 part = file.read(missing)
                 # not the rest of a line

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from pretraining.errors import UserError, file_error
+from pretraining.outside import parse_json, read_bytes, regular
 
 
 @contextmanager
@@ -27,7 +28,7 @@ def replacing(path: Path, mode: str = "w") -> Iterator[IO]:
     path.parent.mkdir(parents=True, exist_ok=True)
     # in the same folder: a rename is atomic only within one filesystem
     partial = path.with_name(path.name + ".partial")
-    with partial.open(mode, encoding=None if "b" in mode else "utf-8") as file:
+    with open(partial, mode, encoding=None if "b" in mode else "utf-8", opener=regular) as file:
         yield file
         # before the rename: else a power cut could leave the new name with no content
         file.flush()
@@ -64,7 +65,7 @@ def write_json(path: Path, value: object) -> None:
 def append_row(path: Path, row: dict) -> None:
     """Append one JSON line in a single write."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab+") as file:
+    with open(path, "ab+", opener=regular) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 1))
         # a line that a kill or a power cut has torn must not take this one with it
@@ -76,7 +77,7 @@ def append_row(path: Path, row: dict) -> None:
 def read_rows(path: Path) -> list[dict]:
     """Read the rows of a JSON-lines file, without lines that are none. No file: no rows."""
     # "replace": a line that was cut inside a character must not raise
-    return rows_of(path.read_text(encoding="utf-8", errors="replace")) if path.exists() else []
+    return rows_of(read_bytes(path).decode("utf-8", errors="replace")) if path.exists() else []
 
 
 def rows_of(text: str) -> list[dict]:
@@ -85,9 +86,9 @@ def rows_of(text: str) -> list[dict]:
     # not splitlines(): it also splits at characters that JSON leaves as they are within a string
     for line in text.split("\n"):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         # the end of the file, or a line that a dying run left half-written
-        except json.JSONDecodeError:
+        except ValueError:
             continue
         if isinstance(row, dict):
             rows.append(row)

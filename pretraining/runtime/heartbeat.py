@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from pretraining.outside import read_json_value, regular
+
 _FILE_BYTES = 512
 """Every write has this length, so that it covers the whole write before it."""
 ENDED_STATES = "ZX"
@@ -52,7 +54,7 @@ class Heartbeat:
         self._moves, self._work_seen = 0, 0
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # kept open and never truncated: a reader finds the old or the new text, not an empty file
-        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o666)
+        self._file = regular(str(self.path), os.O_WRONLY | os.O_CREAT)
         self.beat(0)  # now, so that a rank which hangs from here on can be named
 
     def arrive(self, phase: str, step: int) -> None:
@@ -199,7 +201,7 @@ def _began(process: int) -> int:
 
 def _place_in(path: Path) -> Place | None:
     try:
-        return Place(**json.loads(path.read_text()))
+        return Place(**read_json_value(path))
     except (OSError, ValueError, TypeError):
         return None
 

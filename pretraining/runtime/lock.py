@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from pretraining.errors import UserError
+from pretraining.outside import read_bytes, regular
 from pretraining.runtime.disks import find_disks
 from pretraining.runtime.process_group import together
 from pretraining.runtime.run_folder import RunFolder
@@ -96,7 +97,7 @@ def move_lock(folder: Path, new_folder: Path) -> None:
 
 def _try_lock(path: Path) -> TextIO | None:
     """Return the locked file, or None if another process holds it, or has just removed it."""
-    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+", encoding="utf-8")
+    file = os.fdopen(regular(str(path), os.O_RDWR | os.O_CREAT), "r+", encoding="utf-8")
     try:
         # the system releases it when the process ends, however it ends
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -112,7 +113,7 @@ def _try_lock(path: Path) -> TextIO | None:
 def _holder(path: Path) -> str | None:
     """Return what the process that holds the lock wrote about itself; None if it has left meanwhile."""
     try:
-        return path.read_text(encoding="utf-8")
+        return read_bytes(path).decode("utf-8", "backslashreplace")[:200]
     except FileNotFoundError:
         return None
 

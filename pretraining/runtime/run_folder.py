@@ -1,7 +1,6 @@
 """Name every path of a run folder in one place, and offer the only ways to write there."""
 
 import calendar
-import json
 import platform
 import subprocess
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pretraining.masking import masked_in
+from pretraining.outside import read_json_value
 from pretraining.recipe.curve import curve_parts
 from pretraining.recipe.sections import Evaluation
 from pretraining.runtime.disks import ONE_DISK
@@ -99,7 +99,7 @@ class RunFolder:
         Settings that change neither the curve nor the measurements may differ.
         """
         try:
-            written = json.loads(self.recipe.read_text(encoding="utf-8"))
+            written = read_json_value(self.recipe)
             # an older version's file may lack keys or have another shape: then it is not the same recipe
             same = results_of(written) == results_of(recipe)
         except (OSError, ValueError, TypeError, KeyError, AttributeError):

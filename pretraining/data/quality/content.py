@@ -3,7 +3,6 @@
 import hashlib
 import importlib
 import importlib.util
-import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from pretraining.data.quality.rule import Changed, Rejection, Rule, parameter
 from pretraining.data.quality.text import TextView
 from pretraining.errors import UserError, fault_in_user_code, nearest, require
 from pretraining.extend import named
+from pretraining.outside import read_json_value
 
 _CODES = (
     "af als am an ar arz as ast av az azb ba bar bcl be bg bh bn bo bpy br bs bxr ca cbk ce ceb ckb co cs "
@@ -239,7 +239,7 @@ def _bad_words(code: str) -> list[str]:
         raise UserError("languages: need the package glin-profanity: pip install -r requirements-data.txt")
     path = Path(package.submodule_search_locations[0]) / "data" / "dictionaries" / f"{_LISTED[code]}.json"
     try:
-        return json.loads(path.read_text(encoding="utf-8"))["words"]
+        return read_json_value(path)["words"]
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
             f"languages: {path}: cannot be read ({error}); install glin-profanity again"

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from pretraining.errors import UserError, require
 from pretraining.masking import masked
+from pretraining.outside import is_name
 
 PATIENCE_VARIABLE = "PRETRAINING_DATA_PATIENCE_SECONDS"
 PATIENCE_SECONDS = 600.0
@@ -143,7 +144,8 @@ class Store:
                 return None
             except FileNotFoundError:
                 return {}
-            return {each["name"].rpartition("/")[2]: each["size"] for each in found}
+            sizes = {each["name"].rpartition("/")[2]: each["size"] for each in found}
+            return {name: size for name, size in sizes.items() if is_name(name)}
 
         return self.patience.ask(listed, self.where(path))
 

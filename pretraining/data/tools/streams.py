@@ -10,7 +10,6 @@ then the columns' bytes.
 
 import bz2
 import gzip
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 
 from pretraining.data.tools.formats import mapped
 from pretraining.errors import UserError, nearest
+from pretraining.outside import read_json_value
 
 HEADER_BYTES = 1024
 HEADER_TYPES = {20240520: "<u2", 20240801: "<u4"}
@@ -140,7 +140,7 @@ class MdsFolder:
         """column: None for `tokens` or `input_ids`. dtype: of a column of plain bytes."""
         self.index, self.folder, self.eos = index, index.parent, eos
         try:
-            values = json.loads(index.read_text(encoding="utf-8"))
+            values = read_json_value(index)
             self.shards = list(values["shards"])
             odd = {shard["format"] for shard in self.shards} - {"mds"} or values["version"] != 2
         except (OSError, ValueError, KeyError, TypeError) as error:

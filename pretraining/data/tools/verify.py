@@ -1,6 +1,5 @@
 """`verify`: check that every byte of a data set is as it was written, and that a model can read every token."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from pretraining.data.shards import Shard, checksum_of_file
 from pretraining.data.tokenizer import describe_tokenizer, tokenizer_fault
 from pretraining.data.tools.finished import CHUNK_TOKENS, FinishedData, SplitDocuments, open_finished
 from pretraining.errors import UserError
+from pretraining.outside import read_json_value
 
 
 def verify_data(folder: Path, show_progress: bool = False) -> dict:
@@ -79,7 +79,7 @@ def _check_listing(split: SplitDocuments) -> None:
     """Check that state.json, from which `load_from_disk` takes the shards, names those of the manifest."""
     path, expected = split.folder / "state.json", [entry["file"] for entry in split.entries]
     try:
-        listed = [file["filename"] for file in json.loads(path.read_text(encoding="utf-8"))["_data_files"]]
+        listed = [file["filename"] for file in read_json_value(path)["_data_files"]]
     except (OSError, ValueError, KeyError) as error:
         raise damaged(path, f"missing or damaged ({error})", split.folder.parent) from error
     if listed != expected:
