@@ -18,6 +18,7 @@ from pretraining.errors import UserError, require
 from pretraining.extend import defined
 from pretraining.planning.memory.buffers import block_gathering
 from pretraining.planning.memory.tensors import layer_numel, parameter_tensors
+from pretraining.planning.shapes import shape_of, widths_of
 from pretraining.recipe import Recipe
 from pretraining.refusals import gathers_blocks, why_not_compiled
 from pretraining.schema import display_path, problem
@@ -96,11 +97,13 @@ def build_arguments(
         require("liger_kernel", "training.use_liger_kernel")
         # Use Liger's norms, rotary embeddings and gated layers only. The recipe has its own loss and forward pass.
         given = keywords.get("liger_kernel_config") or {}
-        # Liger's experts would take the place of split ones, which know their exchange.
-        split = {"swiglu": False} if degrees_of(ds_config).expert > 1 else {}
+        # Liger's experts read from the GPU how many tokens each gets: the host waits in every layer (liger-kernel 0.8.5,
+        # ops/fused_moe.py). They would also take the place of split experts, which know their exchange.
+        plain = {"swiglu": False}
         keywords["liger_kernel_config"] = {
+            **(plain if widths_of(shape_of(recipe.model)).experts else {}),
             **given,
-            **split,
+            **(plain if degrees_of(ds_config).expert > 1 else {}),
             "cross_entropy": False,
             "fused_linear_cross_entropy": False,
         }
