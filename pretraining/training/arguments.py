@@ -21,6 +21,7 @@ from pretraining.planning.memory.tensors import layer_numel, parameter_tensors
 from pretraining.planning.shapes import shape_of, widths_of
 from pretraining.recipe import Recipe
 from pretraining.refusals import gathers_blocks, why_not_compiled
+from pretraining.runtime.process_group import gather_from_ranks
 from pretraining.schema import display_path, problem
 from pretraining.training.operators import check_operators
 
@@ -78,7 +79,10 @@ def build_arguments(
     if not keywords.get("dataloader_num_workers"):  # torch refuses settings of workers if there are none
         keywords = {k: v for k, v in keywords.items() if k not in WORKER_KEYS}
     elif keywords.get("dataloader_prefetch_factor") is None:
-        keywords["dataloader_prefetch_factor"] = prefetch_factor(recipe, accumulation_steps)
+        # The least of all ranks: those that wait for data together must read equally far ahead.
+        keywords["dataloader_prefetch_factor"] = min(
+            gather_from_ranks(prefetch_factor(recipe, accumulation_steps))
+        )
     if keywords.get("bf16") and ds_config and zero_stage(ds_config) == 0:
         keywords["bf16"] = False  # autocast, see engine_config
     if keywords.get("tf32") and not is_torch_tf32_available():
