@@ -27,7 +27,7 @@ from pretraining.training.arguments import build_arguments, engine_config
 from pretraining.training.trainer import PretrainingTrainer
 from pretraining.upstream.torch import missing_compiler
 from tests.compiled_ranks import CASES
-from tests.runs import MODELS, Run, execute, launcher
+from tests.runs import MODELS, OTHER_MODELS, Run, execute, launcher
 from tests.test_attention import TOKENIZER
 from tests.test_reshard import unfinished
 
@@ -317,6 +317,18 @@ def test_liger_is_one_line_if_missing_and_leaves_the_loss_alone(monkeypatch, tmp
     monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace())
     config = build_arguments(recipe, None, tmp_path, 1).liger_kernel_config
     assert config == {"cross_entropy": False, "fused_linear_cross_entropy": False}
+
+
+@pytest.mark.parametrize("name", ["moe-1.5b", "moe-30b-a3b", "qwen2_moe"])
+def test_a_mixture_keeps_its_own_experts_beside_liger(name, monkeypatch, tmp_path):
+    """Promise: no micro-batch waits. Liger's experts stop the host in every layer; a recipe may still ask for them."""
+    monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace())
+    other = OTHER_MODELS.get(name)
+    for asked, expected in (([], False), (["training.liger_kernel_config.swiglu=true"], True)):
+        changes = ["training.use_liger_kernel=true", "training.bf16=false", *asked]
+        recipe = load_recipe("7b" if other else name, changes)
+        recipe = replace(recipe, model=other) if other else recipe
+        assert build_arguments(recipe, None, tmp_path, 1).liger_kernel_config["swiglu"] is expected
 
 
 def test_the_log_says_what_is_compiled(arguments, capsys):

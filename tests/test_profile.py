@@ -13,6 +13,7 @@ from pretraining.recipe.sections import Profile
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.profile import Operation, ProfileCallback, cost_table, kind_of, operations_of
+from pretraining.upstream.torch import start_memory_history
 
 
 def profiled(tmp_path, steps, last_step: int, rank: int = 0, **settings) -> RunFolder:
@@ -56,6 +57,14 @@ def test_rank_0_alone_unless_every_rank_is_asked_for(tmp_path):
     assert not profiled(tmp_path, 2, 3, rank=1).profile.exists()
     run = profiled(tmp_path, 2, 3, rank=1, every_rank=True)
     assert (run.profile / "step-2-rank-00001.json.gz").exists() and not read_rows(run.events)
+
+
+def test_the_history_of_memory_leaves_the_frames_of_c_out(monkeypatch):
+    """They would be walked through at every allocation, so that the traced steps would not be like the others."""
+    asked = {}
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **keywords: asked.update(keywords))
+    start_memory_history(5)
+    assert asked == {"max_entries": 5, "stacks": "python"}
 
 
 def test_the_table_adds_up_by_kind():

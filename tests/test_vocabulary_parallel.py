@@ -9,7 +9,10 @@ RANKS = 3
 
 
 def test_split_rows_have_the_loss_and_gradients_of_the_whole(tmp_path):
-    """In float64, with a z-loss and ignored labels, tied and not, each way to compute the loss; uneven parts."""
+    """In float64, with a z-loss and ignored labels, tied and not, each way to compute the loss; uneven parts.
+
+    Also if one rank lacks a compiler or memory that the others have: all exchange the numbers of as many chunks.
+    """
     finished = execute(["forked", str(RANKS), "-m", "tests.split_vocabulary", tmp_path / "found"])
     assert finished.code == 0, finished.output
     for rank in range(RANKS):

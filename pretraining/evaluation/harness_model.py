@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pretraining.ds_config import NOT_SPLIT, Degrees
 from pretraining.evaluation.likelihood import Interrupted, Pair, Score, score
-from pretraining.evaluation.sampling import TokensCounted, encode, evaluation_mode
+from pretraining.evaluation.sampling import TokensCounted, encode, evaluation_mode, passes_together
 from pretraining.runtime.heartbeat import long_work
 from pretraining.runtime.rank_groups import rank_groups
 
@@ -84,12 +84,12 @@ class HarnessModel(TemplateLM):
         groups = rank_groups(self.degrees)
         rank, ranks = groups.evaluating
         texts: list[str | None] = [None] * len(requests)
-        # One limit for all requests, because under ZeRO-3 a rank that is done goes on with the longest of a round.
+        # One limit for all requests, because a rank that is done goes on with the longest of a round.
         most_tokens = max(self._new_tokens(request) for request in requests)
         for round_start in range(0, len(requests), ranks):
             if self.interrupted():
                 raise Interrupted
-            # Under ZeRO-3 a forward pass is a collective: a rank that runs out repeats the last request without effect.
+            # A forward pass may be a collective: a rank that runs out repeats the last request without effect.
             number = min(round_start + rank, len(requests) - 1)
             texts[number] = self._continued(*requests[number].args, most_tokens)
         if groups.world_size == 1:
@@ -129,6 +129,7 @@ class HarnessModel(TemplateLM):
                 pad_token_id=self.eot_token_id,
                 use_cache=True,
                 streamer=TokensCounted(),
+                synced_gpus=passes_together(),
                 **({"stop_strings": stops, "tokenizer": self.tokenizer} if stops else {}),
                 **sampling,
             )

@@ -18,6 +18,7 @@ from pretraining.recipe import Recipe
 from pretraining.recipe.sections import Sampling
 from pretraining.runtime.durable_files import append_row
 from pretraining.runtime.heartbeat import long_work, work_done
+from pretraining.runtime.process_group import rank_and_world_size
 from pretraining.runtime.run_folder import RunFolder, keep_past_rows
 
 DEFAULT = Sampling()
@@ -27,7 +28,7 @@ class SamplingCallback(TrainerCallback):
     """Continue the recipe's prompts after every validation, as `evaluation.sampling` says.
 
     Writes rows of samples.jsonl: {"step", "prompt", "text"}, the text with its prompt. Every rank draws all samples,
-    the same tokens, because under ZeRO-3 a forward pass is a collective. The curve is not affected: random generators
+    the same tokens, because a forward pass may be a collective. The curve is not affected: random generators
     and training mode are as before.
     """
 
@@ -97,6 +98,7 @@ def sample_text(
             pad_token_id=tokenizer.eos_token_id,  # else transformers warns at each sample
             use_cache=True,  # the config says False, which is right for training
             streamer=TokensCounted(),
+            synced_gpus=passes_together(),
             **settings,
         )
     return tokenizer.decode(output[0], skip_special_tokens=True)
@@ -105,6 +107,14 @@ def sample_text(
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Encode a text without special tokens, as documents are encoded for training."""
     return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def passes_together() -> bool:
+    """Say if `generate` goes on until no rank needs another token: ranks may exchange in every forward pass.
+
+    transformers asks for it under ZeRO-3 alone. Split experts exchange at every stage.
+    """
+    return rank_and_world_size()[1] > 1
 
 
 class TokensCounted:

@@ -22,6 +22,7 @@ import os
 import sys
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -263,15 +264,32 @@ def _chunk(
     The compiled functions need no space: it is None then.
     """
     device, dtype = like.device, like.dtype
-    on_gpu = device.type == "cuda"
-    compiled = compiles_loss(compile, on_gpu) and _can_compile(device, dtype, vocab_size)
-    memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else None
-    # equal on all ranks of a split head, which exchange numbers of each chunk
+    means = (device, dtype, vocab_size, compile)
+    # Ranks of a split head exchange numbers of each chunk: what a length depends on is equal on all of them.
+    compiled, memory = _means(*means) if split is None else _means_of_all(split.group, *means)
     most = vocab_size if split is None else split.most
-    chunk = chunk_length(tokens, most, logit_bytes(dtype.itemsize, compiled), memory, chunk_tokens)
+    chunk = chunk_length(tokens, most, logit_bytes(dtype.itemsize, compiled), memory or None, chunk_tokens)
     if compiled:
         return chunk, None
     return chunk, torch.empty(chunk, vocab_size, dtype=_precision(dtype), device=device)
+
+
+def _means(
+    device: torch.device, dtype: torch.dtype, vocab_size: int, compile: bool | None
+) -> tuple[bool, int]:
+    """Return whether the loss is compiled on this rank, and the bytes of its GPU; 0 if a processor trains."""
+    on_gpu = device.type == "cuda"
+    compiled = compiles_loss(compile, on_gpu) and _can_compile(device, dtype, vocab_size)
+    return compiled, torch.cuda.get_device_properties(device).total_memory if on_gpu else 0
+
+
+@cache
+def _means_of_all(group: dist.ProcessGroup, device: torch.device, *means: Any) -> tuple[bool, int]:
+    """Return the least that any rank of the group has; all of them ask once, before their first chunk."""
+    least = torch.tensor(_means(device, *means), device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+    compiled, memory = least.tolist()
+    return bool(compiled), memory
 
 
 def _precision(dtype: torch.dtype) -> torch.dtype:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import platform
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
-from pretraining.errors import UserError, file_error
+from pretraining.errors import SILENT_SECONDS, UserError, file_error
 
 # At run time each function imports torch itself: a look at a run folder asks for the rank too, and must not wait.
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ _decides_alone = False
 
 
 _store: list[dist.Store] = []
+_PAUSE_SECONDS = 0.05
 
 
 def keep_store(store: dist.Store) -> None:
@@ -116,6 +118,21 @@ def together(act: Callable[[], Answer]) -> Answer:
         if message is not None:
             raise UserError(message)
     return value
+
+
+def is_first_to_report() -> bool:
+    """Say if this rank reports the error that ends it: rank 0 if it fails too, else the first of those that do.
+
+    Not a collective: what a node lacks, a package or a compiler, ends its own ranks alone.
+    """
+    rank, key, until = rank_and_world_size()[0], "pretraining/reported", time.monotonic() + SILENT_SECONDS
+    try:
+        store = _store[0].clone()
+        while rank and not store.check([key]) and time.monotonic() < until:
+            time.sleep(_PAUSE_SECONDS)
+        return store.add(key, 1) == 1
+    except (IndexError, RuntimeError):  # a single rank has no store, and rank 0 has taken it along
+        return rank == 0
 
 
 def host_group() -> dist.ProcessGroup | None:

@@ -18,8 +18,10 @@ from pretraining.errors import UserError, require
 from pretraining.extend import defined
 from pretraining.planning.memory.buffers import block_gathering
 from pretraining.planning.memory.tensors import layer_numel, parameter_tensors
+from pretraining.planning.shapes import shape_of, widths_of
 from pretraining.recipe import Recipe
 from pretraining.refusals import gathers_blocks, why_not_compiled
+from pretraining.runtime.process_group import gather_from_ranks
 from pretraining.schema import display_path, problem
 from pretraining.training.operators import check_operators
 
@@ -77,7 +79,10 @@ def build_arguments(
     if not keywords.get("dataloader_num_workers"):  # torch refuses settings of workers if there are none
         keywords = {k: v for k, v in keywords.items() if k not in WORKER_KEYS}
     elif keywords.get("dataloader_prefetch_factor") is None:
-        keywords["dataloader_prefetch_factor"] = prefetch_factor(recipe, accumulation_steps)
+        # The least of all ranks: those that wait for data together must read equally far ahead.
+        keywords["dataloader_prefetch_factor"] = min(
+            gather_from_ranks(prefetch_factor(recipe, accumulation_steps))
+        )
     if keywords.get("bf16") and ds_config and zero_stage(ds_config) == 0:
         keywords["bf16"] = False  # autocast, see engine_config
     if keywords.get("tf32") and not is_torch_tf32_available():
@@ -96,11 +101,13 @@ def build_arguments(
         require("liger_kernel", "training.use_liger_kernel")
         # Use Liger's norms, rotary embeddings and gated layers only. The recipe has its own loss and forward pass.
         given = keywords.get("liger_kernel_config") or {}
-        # Liger's experts would take the place of split ones, which know their exchange.
-        split = {"swiglu": False} if degrees_of(ds_config).expert > 1 else {}
+        # Liger's experts read from the GPU how many tokens each gets: the host waits in every layer (liger-kernel 0.8.5,
+        # ops/fused_moe.py). They would also take the place of split experts, which know their exchange.
+        plain = {"swiglu": False}
         keywords["liger_kernel_config"] = {
+            **(plain if widths_of(shape_of(recipe.model)).experts else {}),
             **given,
-            **split,
+            **(plain if degrees_of(ds_config).expert > 1 else {}),
             "cross_entropy": False,
             "fused_linear_cross_entropy": False,
         }

@@ -27,7 +27,7 @@ from pretraining.planning.gpus import cuda_needs, known_gpu
 from pretraining.runtime.exit_codes import HANG
 from pretraining.runtime.heartbeat import process_fields
 from pretraining.runtime.host import GLOO_INTERFACE, disk_room_bytes, host_memory_bytes, loopback_name
-from pretraining.runtime.process_group import device_name, from_rank_0, keep_store
+from pretraining.runtime.process_group import device_name, from_rank_0, is_first_to_report, keep_store
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.operators import keep_compiled_operators
 from pretraining.upstream.deepspeed import leave_out_shared_memory, wait_in_every_group
@@ -74,6 +74,9 @@ def joined_ranks(hang_minutes: float | None) -> Iterator[None]:
     # a stop that all ranks agreed on; after any other error the ranks could not meet in `leave_ranks`
     except SystemExit:
         leave_ranks()
+        raise
+    except UserError as error:
+        error.on_every_rank = error.on_every_rank and not is_first_to_report()
         raise
     leave_ranks()
 

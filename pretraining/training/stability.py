@@ -16,6 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 from pretraining.recipe.sections import Monitors
+from pretraining.runtime.process_group import sum_over_ranks
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.gradients import loss_scale
 from pretraining.training.schedule import apply_schedule_now, step_schedule
@@ -39,7 +40,7 @@ class Finding:
 class StabilityMonitor(TrainerCallback, ExportableState):
     """Report loss spikes, steps that are not finite, exploding gradients and plateaus in events.jsonl, once each.
 
-    Decisions depend only on mean losses of all ranks and on a state that checkpoints keep. So every rank decides the
+    Decisions depend only on mean losses of all ranks, rank 0's norm and a state that checkpoints keep. So every rank decides the
     same, and a resumed run decides as an uninterrupted one. A policy that ends training (rollback, stop) sets
     `finding`. The caller acts on it after `train` has returned.
     """
@@ -160,7 +161,11 @@ class StabilityMonitor(TrainerCallback, ExportableState):
             )
 
     def _judge_norm(self, norm: float | None, state) -> None:
-        if norm is None or not math.isfinite(norm):
+        if norm is None:
+            return
+        # Rank 0's: unlike GPUs compute other last digits of it, and the layer norms that follow are a collective.
+        [norm] = sum_over_ranks([norm if state.is_world_process_zero else 0.0])
+        if not math.isfinite(norm):
             return  # reported as non-finite already
         score = self.norm_course.score(norm)
         exploded, expected = score > self.settings.score, self.norm_course.expected
