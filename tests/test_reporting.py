@@ -408,6 +408,21 @@ def test_the_end_of_a_run_says_what_it_took(tmp_path, monkeypatch, capsys):
     assert not capsys.readouterr().out
 
 
+@pytest.mark.parametrize("began", ["branch", "resume"])
+def test_a_run_that_began_from_anothers_checkpoint_took_its_own_steps(tmp_path, capsys, began):
+    """A branch, or `--resume` into a new folder: rows 21 to 30 of 1,000 tokens each are ten steps."""
+    run = made_run(tmp_path / "run", [3.0] * 30)
+    own = read_rows(run.metrics)[20:]
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in own))
+    run.events.write_text("")
+    if began == "branch":
+        run.add_event("branch", step=20)
+    run.add_event("resume", checkpoint="checkpoint-20")
+    run.add_event("end", eval_loss=3.5, eval_bits_per_byte=2.0, unigram_bits_per_byte=4.0)
+    report_end(run)
+    assert "took      10 steps, 10,000 tokens in" in capsys.readouterr().out
+
+
 def test_a_run_continued_at_its_end_has_taken_no_steps(tmp_path, capsys):
     """From a checkpoint of the last step: it validates, exports, and has no rows."""
     run = made_run(tmp_path / "run", [3.0])

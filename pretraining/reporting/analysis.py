@@ -1,7 +1,7 @@
 """What a run's curve shows, as numbers: phase, rate, spikes, and where it leads; `words` makes sentences of it."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from pretraining.errors import UserError
 from pretraining.reporting.run_record import RunRecord, Standing
-from pretraining.runtime.wall_time import METRICS, SECONDS, Row, WallTime, stopped_seconds
+from pretraining.runtime.wall_time import WallTime
 
 FEWEST_ROWS = 8
 """Rows with a loss below which a curve has no rate and no phase."""
@@ -83,9 +83,6 @@ class Analysis:
     heading: Forecast | None = None
     heading_tokens: float = 0.0
     budget_share: float | None = None
-    goodput: float | None = None
-    stopped_seconds: float = 0.0
-    """Time between a stop on request and the next start, which the goodput's wall time leaves out."""
     wall_time: WallTime | None = None
     """Where the time went; None if no row has a time."""
     dollars: float | None = None
@@ -105,9 +102,7 @@ def analyze(record: RunRecord, track_record: Sequence[float] = ()) -> Analysis:
     tokens = record.tokens[rows] if len(rows) else np.array([])
     found = Analysis(record.standing(), "not begun", track_record=list(track_record))
     found.mixture_note = record.mixture.get("validation_note")
-    found.stopped_seconds = stopped_seconds(record.events)
-    if record.has_times:
-        found.wall_time = WallTime.of(record.events, timed_rows(record), record.last_written)
+    found.wall_time = record.wall_time()
     found.dollars, found.dollars_at_end = map(record.metrics.last, ("cost/dollars", "cost/dollars_at_end"))
     _, validation = record.metrics.column("eval/loss")
     finite = validation[np.isfinite(validation)]
@@ -121,25 +116,12 @@ def analyze(record: RunRecord, track_record: Sequence[float] = ()) -> Analysis:
     found.loss = _median(losses[-found.loss_rows :])
     found.last_loss, found.last_step = float(losses[-1]), int(record.steps[rows[-1]])
     found.spikes = [int(record.steps[rows[row]]) for row in spike_rows(losses)]
-    found.budget_share, found.goodput = record.budget_share, record.metrics.last("throughput/goodput")
+    found.budget_share = record.budget_share
     _rate(found, tokens, losses)
     found.phase = _phase(record, found, losses)
     _target(found, record)
     _head(found, record, tokens, losses)
     return found
-
-
-def timed_rows(record: RunRecord) -> Iterator[Row]:
-    """Yield what the rows that time a step say about time."""
-    columns = {}
-    for field_name, metric in METRICS.items():
-        rows, values = record.metrics.column(metric)
-        columns[field_name] = np.zeros(len(record.steps))
-        columns[field_name][rows] = values
-    timed, _ = record.metrics.column(SECONDS)
-    places = np.stack([record.steps, np.array(record.metrics.times), *columns.values()])
-    for row in places[:, timed].T.tolist():
-        yield Row(*row)
 
 
 def _median(values: np.ndarray) -> float | None:

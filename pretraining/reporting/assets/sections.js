@@ -106,7 +106,7 @@ const spent = (run) => {
   if (!run.spent) return null;
   const { seconds, ranks, counted, lost } = run.spent, share = (part) => percent(part / seconds);
   return el("section", { class: "card", id: "spent" }, el("h2", {}, "Where the time went"),
-    table(["", "time", "share"], [["steps that count", duration(Math.max(0, counted)), share(counted)], ...lost.map(([name, lasted]) => [name, duration(lasted), share(lasted)])], [1, 2]),
+    table(["", "time", "share"], [["steps that count", duration(counted), share(counted)], ...lost.map(([name, lasted]) => [name, duration(lasted), share(lasted)])], [1, 2]),
     el("p", { class: "soft small", style: { marginTop: "10px" } }, `${duration(seconds)} of wall time, ${duration(ranks)} of all ranks together; without the time between a stop on request and the next start.`));
 };
 
