@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -238,6 +239,28 @@ def test_the_phase_is_said_in_words(tmp_path, phase):
     losses, told = CURVES[phase]
     found = analyze(RunRecord(made_run(tmp_path / "run", losses, budget=10_000_000).path))
     assert told in sentences(found)[0], sentences(found)
+
+
+FLAT = np.concatenate([noisy_law(300), np.linspace(6.0, 4.5, 300), np.linspace(4.5, 4.6, 200)])
+
+
+def test_no_sentence_takes_back_another(tmp_path):
+    """A quarter that rose and a half that fell are told of their times; what cannot be done is not advised."""
+    running, finished = (
+        sentences(analyze(RunRecord(made_run(tmp_path / name, FLAT, finished=name == "over").path)))
+        for name in ("now", "over")
+    )
+    (rate,), (last,) = ([each for each in said if "quarter" in each] for said in (running, finished))
+    assert re.search(
+        r"the loss rose by 1\.\d%; over the last half, which is one doubling, its trend fell by 0\.\d+ nats",
+        rate,
+    )
+    assert "lowers" not in rate and "--allow_change training.learning_rate" in rate
+    assert "that is stagnation" in last and "stop" not in last and "--allow_change" not in last
+    for phase in ("diverging", "broken"):
+        found = analyze(RunRecord(made_run(tmp_path / phase, CURVES[phase][0], budget=10_000_000).path))
+        text = " ".join(sentences(found))
+        assert found.phase == phase and "power law" not in text and "stagnation" not in text, text
 
 
 def test_a_short_run_is_not_said_to_have_just_begun(tmp_path):

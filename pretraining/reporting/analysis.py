@@ -14,7 +14,9 @@ from pretraining.runtime.wall_time import WallTime
 FEWEST_ROWS = 8
 """Rows with a loss below which a curve has no rate and no phase."""
 STAGNANT = 0.002
-"""A curve that gained less than this share of its loss over the last quarter of the tokens stagnates."""
+"""A curve that gained less than this share of its loss over the last quarter of the tokens stagnates ..."""
+DIVERGING = -0.05
+"""... and one that gained less than this diverges."""
 
 # Spikes, found after the fact. The monitor that judges steps as they happen is another (training/).
 BLOCK = 32
@@ -143,8 +145,10 @@ def _rate(found: Analysis, tokens: np.ndarray, losses: np.ndarray) -> None:
     quarter = losses[tokens >= 0.75 * tokens[-1]]
     third = max(1, len(quarter) // 3)
     begin, end = np.median(quarter[:third]), np.median(quarter[-third:])
-    found.recent_gain = float((begin - end) / abs(begin)) if begin else None
-    found.stagnant = len(losses) >= 4 * FEWEST_ROWS and found.recent_gain < STAGNANT
+    if not begin:
+        return
+    found.recent_gain = float((begin - end) / abs(begin))
+    found.stagnant = len(losses) >= 4 * FEWEST_ROWS and DIVERGING <= found.recent_gain < STAGNANT
 
 
 def _phase(record: RunRecord, found: Analysis, losses: np.ndarray) -> str:
@@ -154,7 +158,7 @@ def _phase(record: RunRecord, found: Analysis, losses: np.ndarray) -> str:
         return "broken"
     if len(losses) < FEWEST_ROWS:
         return "finished with few rows" if found.standing.state == "finished" else "too few rows"
-    if found.recent_gain is not None and found.recent_gain < -0.05:
+    if found.recent_gain is not None and found.recent_gain < DIVERGING:
         return "diverging"
     if found.standing.state == "finished":
         return "finished"
@@ -178,6 +182,9 @@ def _target(found: Analysis, record: RunRecord) -> None:
 def _head(found: Analysis, record: RunRecord, tokens: np.ndarray, losses: np.ndarray) -> None:
     budget = record.recipe.get("budget", {}).get("tokens")
     found.heading_tokens = float(budget or tokens[-1])
+    # a power law can only fall: it says nothing of a curve that rises
+    if found.phase in ("broken", "diverging"):
+        return
     after = after_warm_up(record)
     found.heading = forecast(tokens[after:], losses[after:], found.heading_tokens)
 

@@ -80,16 +80,21 @@ def _loss(found: Analysis) -> str:
 def _rate(found: Analysis) -> str:
     if found.recent_gain is None:
         return ""
-    text = f"Over the last quarter of its tokens the loss {_moved(found.recent_gain)}"
-    if found.gain_per_doubling is not None:
-        text += f"; each doubling of the tokens lowers it by {found.gain_per_doubling:.3f} at this point"
+    text = f"Over the last quarter of its tokens the loss {_moved(found.recent_gain, '.1%')}"
+    if (gain := found.gain_per_doubling) is not None:
+        # what was, and no promise: the quarter is a part of this half
+        text += f"; over the last half, which is one doubling, its trend {_moved(gain, '.3f')} nats"
     if found.stagnant:
-        text += "; that is stagnation: try a lower learning rate, or stop here"
+        text += "; that is stagnation: " + (
+            "more tokens at this rate would bring little"
+            if found.standing.state == "finished"
+            else "stop it, or continue with --allow_change training.learning_rate and a lower rate"
+        )
     return f"{text}."
 
 
-def _moved(gain: float) -> str:
-    return f"fell by {gain:.1%}" if gain >= 0 else f"rose by {-gain:.1%}"
+def _moved(gain: float, form: str) -> str:
+    return f"{'fell' if gain >= 0 else 'rose'} by {abs(gain):{form}}"
 
 
 def _spikes(found: Analysis) -> str:
