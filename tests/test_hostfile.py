@@ -21,6 +21,8 @@ from tests.object_store import Proxy, connect_to, s3_server, use_here
 from tests.runs import REPOSITORY, Run, Started, Workshop, choices, committed, environment, free_port
 from tests.ssh_hosts import SshHosts, installed, ssh_hosts
 
+pytestmark = pytest.mark.timeout(7200)
+"""Some take minutes on a lonely machine."""
 needs_ssh = pytest.mark.skipif(
     not installed(), reason="needs root, and: apt-get install openssh-server openssh-client pdsh"
 )
