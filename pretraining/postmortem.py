@@ -19,14 +19,13 @@ from pretraining.checkpoints.live_files import NODES, fetch_records, store_of_pa
 from pretraining.command_line import OneLineParser
 from pretraining.errors import UserError, one_line_errors
 from pretraining.planning.quantities import dollars, duration, facts, several
-from pretraining.reporting.analysis import timed_rows
-from pretraining.reporting.evidence import FAILED, Attempt, Evidence, First, attempts_of, clock, short
+from pretraining.reporting.evidence import FAILED, Evidence, First, attempts_of, clock, short
 from pretraining.reporting.run_record import RunRecord
 from pretraining.reporting.words import lost_words
 from pretraining.runtime.failures import read_failures
 from pretraining.runtime.heartbeat import gone_ranks
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.runtime.wall_time import WallTime
+from pretraining.runtime.wall_time import Attempt
 from pretraining.schema import display_path
 
 EXAMPLES = """examples:
@@ -144,9 +143,8 @@ def _count_costs(found: Postmortem, record: RunRecord) -> None:
     """Set what the run has lost and cost so far."""
     if found.checkpoint and found.state not in ("finished", "running"):
         found.lost_steps = max(0, found.step - int(found.checkpoint.rpartition("-")[2]))
-    if not record.has_times:
+    if (spent := record.wall_time()) is None:
         return
-    spent = WallTime.of(record.events, timed_rows(record), record.last_written)
     found.time_lost = lost_words(spent)
     gpu_hours = record.metrics.last("cost/gpu_hours")
     found.dollars = record.metrics.last("cost/dollars")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.runs import REPOSITORY, execute
+from tests.runs import REPOSITORY, TIMEOUT_SECONDS, execute
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = ("data", "dev", "eval", "flows", "gpu", "ray", "remote", "trackers")
@@ -33,6 +33,12 @@ def _normal(requirement: str) -> str:
     """`moto[server]==5.2.5` -> moto==5.2.5: how pip compares names."""
     name, _, version = requirement.partition("==")
     return f"{re.sub(r'[-_.]+', '-', name.partition('[')[0]).lower()}=={version}"
+
+
+def test_a_command_that_hangs_is_ended_before_its_test(pytestconfig):
+    """Each test has a limit, and shows at it what a command had printed; nothing hangs for longer than the last one."""
+    limits = [float(pytestconfig.getini(name)) for name in ("timeout", "faulthandler_timeout")]
+    assert TIMEOUT_SECONDS < limits[0] < limits[1]
 
 
 def test_pyproject_has_the_pins_of_the_requirements_files():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pretraining import supervise
 from pretraining.checkpoints.fetch import newest_committed
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.errors import UserError
@@ -20,6 +21,8 @@ from tests.object_store import Proxy, connect_to, s3_server, use_here
 from tests.runs import REPOSITORY, Run, Started, Workshop, choices, committed, environment, free_port
 from tests.ssh_hosts import SshHosts, installed, ssh_hosts
 
+pytestmark = pytest.mark.timeout(7200)
+"""Some take minutes on a lonely machine."""
 needs_ssh = pytest.mark.skipif(
     not installed(), reason="needs root, and: apt-get install openssh-server openssh-client pdsh"
 )
@@ -170,6 +173,14 @@ def test_hosts_that_do_not_answer(hostfile, programs, tmp_path, capfd, least, en
     said = capfd.readouterr().err
     assert "supervise: no answer through ssh from gamma; " in said
     assert ("starting on alpha, beta" in said) == enough == (f"edit {hostfile}" not in said)
+
+
+def test_the_doctor_of_hosts_that_do_not_answer_is_one_line(hostfile, programs, tmp_path, capfd):
+    """The documented command: DeepSpeed's launcher alone would end in a traceback before the doctor begins."""
+    words = ["deepspeed", "--hostfile", str(hostfile), "--module", "pretraining.doctor", "--recipe", "30b"]
+    assert supervise.main(["--restarts", "0", "--", *words]) == CRASH
+    said = capfd.readouterr().err
+    assert "supervise: no answer through ssh from gamma; mend this" in said and "Traceback" not in said
 
 
 def test_without_pdsh_it_is_one_line(hostfile, programs, tmp_path):

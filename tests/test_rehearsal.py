@@ -5,6 +5,9 @@ import os
 import shutil
 import socket
 import sys
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import fsspec
@@ -87,6 +90,7 @@ def test_split_experts_are_rehearsed_with_routers_that_choose_all_alike(
 ):
     """Rank 0 of 60, ZeRO-2, four ranks a group: its share of the experts, and the exchange of rows."""
     monkeypatch.setattr(rehearsal, "rehearsed_ranks", lambda world_size: [0])
+    monkeypatch.setattr(rehearsal, "SAYS_EVERY_SECONDS", 0.5)
     model = f"model={json.dumps(MODELS['qwen3_moe'])}"
     rehearsed(
         workshop,
@@ -96,7 +100,9 @@ def test_split_experts_are_rehearsed_with_routers_that_choose_all_alike(
         "--json",
         settings=[model, "training.bf16=true", "monitors.noise_scale_steps=null"],
     )
-    (rank,) = json.loads(capsys.readouterr().out)["ranks"]
+    printed = capsys.readouterr()
+    assert "ranks        0, " in printed.err and "still at work: 0; " in printed.err, "minutes, never silent"
+    (rank,) = json.loads(printed.out)["ranks"]
     for start in rank["starts"]:
         # counts, rows and results of each layer, and the gradients of rows and results
         assert start["sent"]["all_to_all"][0] % 5 == 0, start["sent"]
@@ -138,6 +144,38 @@ def test_damaged_data_is_named(workshop, tmp_path, own_data, without_ranks, dama
     damage(own_data)
     with pytest.raises(UserError, match=named):
         rehearsed(workshop, tmp_path, data=own_data)
+
+
+class Unlisted(SimpleHTTPRequestHandler):
+    """A web server that gives files, and no list of a folder."""
+
+    def list_directory(self, path):
+        self.send_error(404)
+
+
+@pytest.mark.parametrize("handler", [SimpleHTTPRequestHandler, Unlisted])
+def test_data_of_a_web_server_is_looked_at(workshop, tmp_path, own_data, without_ranks, capsys, handler):
+    """It lists no sizes: each shard is asked for. One that is cut, and one that is not there, are named."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=own_data)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        words = ("--data_dir", f"http://127.0.0.1:{server.server_port}")
+        rehearsed(workshop, tmp_path, *words)
+        assert "all there" in capsys.readouterr().out
+        shard = next((own_data / "corpus" / "train").glob("*.arrow"))
+        os.truncate(shard, 1000)
+        with pytest.raises(UserError, match=r"^data: .*\.arrow: shard is 1,000 bytes, expected"):
+            rehearsed(workshop, tmp_path, *words)
+        shard.unlink()
+        with pytest.raises(UserError, match=r"^data: http.*\.arrow: not there"):
+            rehearsed(workshop, tmp_path, *words)
+        server.shutdown()
+
+
+def test_a_finished_run_of_this_machine_is_no_fault_of_another(workshop, tmp_path, without_ranks, capsys):
+    """`elsewhere` says that it does not look at disks here, and does not."""
+    shutil.copytree(workshop.run("zero2").dir.path, tmp_path / "run")
+    rehearsed(workshop, tmp_path, "--rehearse", "elsewhere")
+    assert "run: not looked at" in capsys.readouterr().out
 
 
 GIANT = ("model.n_embd=65536", "model.n_layer=32")

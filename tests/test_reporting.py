@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -240,6 +241,28 @@ def test_the_phase_is_said_in_words(tmp_path, phase):
     assert told in sentences(found)[0], sentences(found)
 
 
+FLAT = np.concatenate([noisy_law(300), np.linspace(6.0, 4.5, 300), np.linspace(4.5, 4.6, 200)])
+
+
+def test_no_sentence_takes_back_another(tmp_path):
+    """A quarter that rose and a half that fell are told of their times; what cannot be done is not advised."""
+    running, finished = (
+        sentences(analyze(RunRecord(made_run(tmp_path / name, FLAT, finished=name == "over").path)))
+        for name in ("now", "over")
+    )
+    (rate,), (last,) = ([each for each in said if "quarter" in each] for said in (running, finished))
+    assert re.search(
+        r"the loss rose by 1\.\d%; over the last half, which is one doubling, its trend fell by 0\.\d+ nats",
+        rate,
+    )
+    assert "lowers" not in rate and "--allow_change training.learning_rate" in rate
+    assert "that is stagnation" in last and "stop" not in last and "--allow_change" not in last
+    for phase in ("diverging", "broken"):
+        found = analyze(RunRecord(made_run(tmp_path / phase, CURVES[phase][0], budget=10_000_000).path))
+        text = " ".join(sentences(found))
+        assert found.phase == phase and "power law" not in text and "stagnation" not in text, text
+
+
 def test_a_short_run_is_not_said_to_have_just_begun(tmp_path):
     """Few rows are no sign of a beginning: a finished run is finished, another has spent what it has spent."""
     over = [{"time": "2001-01-01T00:00:00Z", "event": "end", "eval_loss": 3.0}]
@@ -406,6 +429,21 @@ def test_the_end_of_a_run_says_what_it_took(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     report_end(run)
     assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("began", ["branch", "resume"])
+def test_a_run_that_began_from_anothers_checkpoint_took_its_own_steps(tmp_path, capsys, began):
+    """A branch, or `--resume` into a new folder: rows 21 to 30 of 1,000 tokens each are ten steps."""
+    run = made_run(tmp_path / "run", [3.0] * 30)
+    own = read_rows(run.metrics)[20:]
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in own))
+    run.events.write_text("")
+    if began == "branch":
+        run.add_event("branch", step=20)
+    run.add_event("resume", checkpoint="checkpoint-20")
+    run.add_event("end", eval_loss=3.5, eval_bits_per_byte=2.0, unigram_bits_per_byte=4.0)
+    report_end(run)
+    assert "took      10 steps, 10,000 tokens in" in capsys.readouterr().out
 
 
 def test_a_run_continued_at_its_end_has_taken_no_steps(tmp_path, capsys):

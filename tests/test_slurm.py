@@ -15,6 +15,7 @@ SEED = SMALL_RECIPE["training"]["seed"]
     not (installed() and os.environ.get("SLURM_TESTS")),
     reason="three minutes; SLURM_TESTS=1 runs it as root, after: apt-get install slurmctld slurmd slurm-client",
 )
+@pytest.mark.timeout(7200)
 def test_a_lost_node_costs_the_job_no_step(workshop: Workshop, tmp_path):
     """`sbatch launch/slurm.sh`, an array of one seed: a node's plug is pulled, the job is queued again and finishes.
 

@@ -1,7 +1,10 @@
 """Honest numbers: where a step's time goes, what counts as good, which rank is slow, on runs and on known inputs."""
 
+import json
 import math
 import os
+import random
+import re
 import time
 from types import SimpleNamespace
 
@@ -14,9 +17,13 @@ from pretraining.metric_names import GROUPS, PLACE, grouped
 from pretraining.planning.sizes import flops_per_token, model_size
 from pretraining.recipe import accumulation_steps, load_recipe
 from pretraining.recipe.progress import Progress
+from pretraining.reporting.analysis import analyze
+from pretraining.reporting.evidence import attempts_of
+from pretraining.reporting.run_record import RunRecord
+from pretraining.reporting.words import sentences
 from pretraining.runtime.durable_files import append_row
 from pretraining.runtime.run_folder import RunFolder, unix_seconds
-from pretraining.runtime.wall_time import Goodput, Price, Row, WallTime, stopped_seconds
+from pretraining.runtime.wall_time import CAUSES, Goodput, Price, Row, WallTime
 from pretraining.training import arguments
 from pretraining.training.arguments import engine_config
 from pretraining.training.throughput import (
@@ -191,19 +198,105 @@ def test_every_second_of_a_run_is_a_step_or_lost_to_one_cause():
         "rollback": 300 + (250 - 200),
     }
     # waits are parts of the steps
-    in_steps = 100 * (3.0 + 2.0 + 2.5) - spent.lost["data"] - spent.lost["slow_rank"]
-    assert sum(spent.lost.values()) + in_steps == spent.seconds
-    assert stopped_seconds(events) == 280 * 60
+    assert spent.counted == 100 * (3.0 + 2.0 + 2.5) - spent.lost["data"] - spent.lost["slow_rank"]
+    assert sum(spent.lost.values()) + spent.counted == spent.seconds
+    assert spent.stopped == 280 * 60
+    closed = WallTime.of(events, rows, until=began + 10**6, validated=rows[-1].time + 12)
+    changed = {"validation": 50.0 + 12, "start": spent.lost["start"] - 12}
+    assert closed.lost == spent.lost | changed, "the validation after the last row is one"
     # the same time, if it was a hang that ended the first attempt
     events.insert(1, {"time": "2026-01-01T00:09:00Z", "event": "hang"})
     again = WallTime.of(events, rows, until=began + 10**6).lost
     assert again == spent.lost | {"restart": 0.0, "hang": 600 - 400}
     # torchrun ends the ranks by a signal to take in a node: the pause is the run's, and no request's
     events[-2]["restart"] = 1
-    assert stopped_seconds(events) == 0
     after_a_node = WallTime.of(events, rows, until=began + 10**6)
+    assert after_a_node.stopped == 0
     assert after_a_node.seconds == spent.seconds + 280 * 60
     assert after_a_node.lost["restart"] == 280 * 60 + (300 - 250) + (330 - 300)
+
+
+def test_an_attempt_counts_no_step_that_the_one_before_has_done():
+    """Killed between two rows: the first row after it holds means of twenty steps, of which the last ten are new."""
+    events = [
+        {"time": "2026-01-01T00:00:00Z", "event": "start", "step": 0},
+        {"time": "2026-01-01T00:10:00Z", "event": "resume", "checkpoint": "checkpoint-30"},
+        {"time": "2026-01-01T00:20:00Z", "event": "end"},
+    ]
+    began = unix_seconds(events[0]["time"])
+    rows = [Row(20, began + 500, step_seconds=10.0), Row(40, began + 1000, step_seconds=10.0)]
+    spent = WallTime.of(events, rows, until=0.0)
+    assert spent.counted == 20 * 10.0 + 10 * 10.0
+    assert spent.lost["restart"] == (600 - 500) + (400 - 100)
+
+
+def random_record(draw: random.Random) -> tuple[list[dict], list[dict]]:
+    """Events and rows of a run that is started, killed, stopped, rolled back, by clocks that jump, with gaps."""
+    now, step, events, rows = 1.8e9, 0, [], []
+    kinds = [
+        "start",
+        "resume",
+        "stopped",
+        "hang",
+        "rollback",
+        "failed",
+        "gave_up",
+        "end",
+        "save",
+        "resume",
+        "resume",
+    ]
+    if draw.random() < 0.8:
+        events.append(
+            {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now)), "event": "start", "step": 0}
+        )
+    for _ in range(draw.randrange(1, 60)):
+        now += draw.choice([draw.random(), draw.random() * 100, draw.random() * 5000, -draw.random() * 3000])
+        if draw.random() < 0.35:
+            when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now))
+            event = {"time": when, "event": draw.choice(kinds), "world_size": draw.randrange(1, 5)}
+            if draw.random() < 0.7:
+                event["step"] = step = draw.randrange(max(0, step - 30), step + 5)
+            if draw.random() < 0.05:
+                event["time"] = draw.choice(["", None, "yesterday"])
+            events.append(event | {"restart": draw.randrange(2)} | {"asked": draw.random() < 0.7})
+        else:
+            step += draw.randrange(1, 20)
+            row = {"step": step, "time": now}
+            if draw.random() < 0.8:
+                names = ("step", "data_wait", "slow_rank", "evaluation", "saving")
+                row |= {
+                    f"throughput/{name}_seconds": draw.random() * draw.choice([0.01, 1, 300])
+                    for name in names
+                }
+            else:
+                row["eval/loss"] = 3.0
+            rows.append(row)
+    return events, draw.sample(rows, len(rows)) if draw.random() < 0.1 else rows
+
+
+def test_no_second_of_any_run_is_counted_twice_or_lost(tmp_path):
+    """Whatever happened, in any order: shares are none below 0, add up to the wall time, and to 100 % in words."""
+    run, num_said = RunFolder(tmp_path), 0
+    for seed in range(300):
+        events, rows = random_record(random.Random(seed))
+        for path, lines in ((run.events, events), (run.metrics, rows)):
+            path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        record = RunRecord(run.path)
+        spent = record.wall_time()
+        if spent is None:
+            assert not rows
+            continue
+        parts = [spent.counted, *spent.lost.values()]
+        assert min(parts) >= 0 and sum(parts) == pytest.approx(spent.seconds, rel=1e-9, abs=1e-6), seed
+        assert spent.stopped >= 0 and spent.rank_seconds >= spent.seconds, seed
+        reported = sum(each.seconds for each in attempts_of(record, record.state))
+        assert reported == pytest.approx(spent.seconds), seed
+        for said in [line for line in sentences(analyze(record)) if "of the wall time" in line]:
+            shares = [float(share) for share in re.findall(r"([0-9.]+)% ", said)]
+            assert sum(shares) == pytest.approx(100, abs=0.05 * (len(CAUSES) + 1)), (seed, said)
+            num_said += 1
+    assert num_said > 50
 
 
 def test_the_cost_so_far_counts_every_rank_of_every_attempt(tmp_path):

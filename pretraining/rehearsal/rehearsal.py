@@ -49,6 +49,8 @@ from pretraining.schema import REPOSITORY
 ELSEWHERE = "elsewhere"
 AT_ONCE = 2
 """Ranks that are rehearsed at the same time, if there are as many cores."""
+SAYS_EVERY_SECONDS = 30.0
+"""A rehearsal says at least so often that its ranks are at work."""
 STEPS_COMPARED = 2
 PROBE_BYTES = 1 << 20
 MOST_HOST_BYTES = 4 << 30
@@ -171,7 +173,7 @@ class Rehearsal:
 
     def _plan(self, part: Part) -> str:
         plan, gpu = build_run_plan(self.recipe, self.ds_config, self.world_size), self.gpu
-        continues = self.run.recipe.exists()
+        continues = not self.is_elsewhere and self.run.recipe.exists()
         machine = Machine(
             gpu_memory_bytes=gpu.memory_bytes if gpu else None,
             gpu=gpu,
@@ -196,14 +198,14 @@ class Rehearsal:
         )
 
     def _run_folder(self) -> str:
+        if self.is_elsewhere:
+            return f"{self.run.path}: not looked at (the disk of the nodes is another)"
         changes_of_run(self.run, self.recipe.to_dict(), self.options.allow_change)
         if self.options.resume == "auto" and self.run.is_finished(self.recipe.to_dict()):
             raise UserError(
                 f"{self.run.path}: this run is finished: nothing would start; choose another --output_dir"
             )
         state = "goes on" if self.run.recipe.exists() else "new"
-        if self.is_elsewhere:
-            return f"{self.run.path}: {state} (the disk of the nodes is another)"
         began, folder = time.perf_counter(), existing_folder(self.run.path)
         try:
             with tempfile.TemporaryFile(dir=folder) as file:
@@ -307,22 +309,28 @@ class Rehearsal:
             raise UserError(
                 f"{what}, and so would a rehearsal; rehearse the same recipe without offload, or on more ranks"
             )
+        ranks = rehearsed_ranks(self.world_size)
+        # forked: a rank begins with what this process has imported
+        context, at_once = multiprocessing.get_context("fork"), max(1, min(AT_ONCE, int(cores())))
+        shown = ", ".join(f"{each:,}" for each in ranks)
+        self._print(
+            f"{self._now()} {'ranks':<12} {shown}, {at_once} at a time: two starts each, which take minutes"
+        )
         from pretraining.rehearsal import rank as rehearsed  # the libraries, once for all ranks
 
         folder = Path(tempfile.mkdtemp(prefix="rehearsal-"))
-        places = [
-            rehearsed.Place.of(each, self.world_size, self.nodes) for each in rehearsed_ranks(self.world_size)
-        ]
+        places = [rehearsed.Place.of(each, self.world_size, self.nodes) for each in ranks]
         waiting, running = list(places), {}
-        # forked: a rank begins with what this process has imported
-        context, at_once = multiprocessing.get_context("fork"), max(1, min(AT_ONCE, int(cores())))
         while waiting or running:
             while waiting and len(running) < at_once:
                 place = waiting.pop(0)
                 work = (self, folder, place, attempt, data)
                 running[place] = context.Process(target=_be, args=work)
                 running[place].start()
-            multiprocessing.connection.wait([process.sentinel for process in running.values()])
+            ended = [process.sentinel for process in running.values()]
+            if not multiprocessing.connection.wait(ended, SAYS_EVERY_SECONDS):
+                names = ", ".join(f"{place.rank:,}" for place in running)
+                self._print(f"{self._now()} still at work: {names}; what they print is in {folder}")
             for place in [place for place, process in running.items() if not process.is_alive()]:
                 running.pop(place).join()
                 self._take(folder, place)
@@ -418,11 +426,15 @@ def _written(folder: Path, rank: int) -> list[str]:
 
 def _check_store(split: StreamedSplit) -> None:
     """Raise `UserError` for the first shard that the store lacks, or has in another size."""
-    sizes = split.remote.store.sizes(split.name)
-    for shard in split.shard_entries if sizes is not None else ():
-        if sizes.get(shard["file"]) != shard["size"]:
-            has = f"{sizes[shard['file']]:,} bytes" if shard["file"] in sizes else "missing"
-            what = f"{split.folder}/{shard['file']}: shard is {has}, expected {shard['size']:,} bytes"
+    store = split.remote.store
+    sizes = store.sizes(split.name) or {}
+    for shard in split.shard_entries:
+        # a web server lists no sizes, and often nothing: asked for each file
+        size = sizes.get(shard["file"]) or store.size(f"{split.name}/{shard['file']}")
+        if size not in (None, shard["size"]):
+            what = (
+                f"{split.folder}/{shard['file']}: shard is {size:,} bytes, expected {shard['size']:,} bytes"
+            )
             raise UserError(f"{what}; copy the data there again")
 
 

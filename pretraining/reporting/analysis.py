@@ -1,7 +1,7 @@
 """What a run's curve shows, as numbers: phase, rate, spikes, and where it leads; `words` makes sentences of it."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,12 +9,14 @@ import numpy as np
 
 from pretraining.errors import UserError
 from pretraining.reporting.run_record import RunRecord, Standing
-from pretraining.runtime.wall_time import METRICS, SECONDS, Row, WallTime, stopped_seconds
+from pretraining.runtime.wall_time import WallTime
 
 FEWEST_ROWS = 8
 """Rows with a loss below which a curve has no rate and no phase."""
 STAGNANT = 0.002
-"""A curve that gained less than this share of its loss over the last quarter of the tokens stagnates."""
+"""A curve that gained less than this share of its loss over the last quarter of the tokens stagnates ..."""
+DIVERGING = -0.05
+"""... and one that gained less than this diverges."""
 
 # Spikes, found after the fact. The monitor that judges steps as they happen is another (training/).
 BLOCK = 32
@@ -83,9 +85,6 @@ class Analysis:
     heading: Forecast | None = None
     heading_tokens: float = 0.0
     budget_share: float | None = None
-    goodput: float | None = None
-    stopped_seconds: float = 0.0
-    """Time between a stop on request and the next start, which the goodput's wall time leaves out."""
     wall_time: WallTime | None = None
     """Where the time went; None if no row has a time."""
     dollars: float | None = None
@@ -105,9 +104,7 @@ def analyze(record: RunRecord, track_record: Sequence[float] = ()) -> Analysis:
     tokens = record.tokens[rows] if len(rows) else np.array([])
     found = Analysis(record.standing(), "not begun", track_record=list(track_record))
     found.mixture_note = record.mixture.get("validation_note")
-    found.stopped_seconds = stopped_seconds(record.events)
-    if record.has_times:
-        found.wall_time = WallTime.of(record.events, timed_rows(record), record.last_written)
+    found.wall_time = record.wall_time()
     found.dollars, found.dollars_at_end = map(record.metrics.last, ("cost/dollars", "cost/dollars_at_end"))
     _, validation = record.metrics.column("eval/loss")
     finite = validation[np.isfinite(validation)]
@@ -121,25 +118,12 @@ def analyze(record: RunRecord, track_record: Sequence[float] = ()) -> Analysis:
     found.loss = _median(losses[-found.loss_rows :])
     found.last_loss, found.last_step = float(losses[-1]), int(record.steps[rows[-1]])
     found.spikes = [int(record.steps[rows[row]]) for row in spike_rows(losses)]
-    found.budget_share, found.goodput = record.budget_share, record.metrics.last("throughput/goodput")
+    found.budget_share = record.budget_share
     _rate(found, tokens, losses)
     found.phase = _phase(record, found, losses)
     _target(found, record)
     _head(found, record, tokens, losses)
     return found
-
-
-def timed_rows(record: RunRecord) -> Iterator[Row]:
-    """Yield what the rows that time a step say about time."""
-    columns = {}
-    for field_name, metric in METRICS.items():
-        rows, values = record.metrics.column(metric)
-        columns[field_name] = np.zeros(len(record.steps))
-        columns[field_name][rows] = values
-    timed, _ = record.metrics.column(SECONDS)
-    places = np.stack([record.steps, np.array(record.metrics.times), *columns.values()])
-    for row in places[:, timed].T.tolist():
-        yield Row(*row)
 
 
 def _median(values: np.ndarray) -> float | None:
@@ -161,8 +145,10 @@ def _rate(found: Analysis, tokens: np.ndarray, losses: np.ndarray) -> None:
     quarter = losses[tokens >= 0.75 * tokens[-1]]
     third = max(1, len(quarter) // 3)
     begin, end = np.median(quarter[:third]), np.median(quarter[-third:])
-    found.recent_gain = float((begin - end) / abs(begin)) if begin else None
-    found.stagnant = len(losses) >= 4 * FEWEST_ROWS and found.recent_gain < STAGNANT
+    if not begin:
+        return
+    found.recent_gain = float((begin - end) / abs(begin))
+    found.stagnant = len(losses) >= 4 * FEWEST_ROWS and DIVERGING <= found.recent_gain < STAGNANT
 
 
 def _phase(record: RunRecord, found: Analysis, losses: np.ndarray) -> str:
@@ -172,7 +158,7 @@ def _phase(record: RunRecord, found: Analysis, losses: np.ndarray) -> str:
         return "broken"
     if len(losses) < FEWEST_ROWS:
         return "finished with few rows" if found.standing.state == "finished" else "too few rows"
-    if found.recent_gain is not None and found.recent_gain < -0.05:
+    if found.recent_gain is not None and found.recent_gain < DIVERGING:
         return "diverging"
     if found.standing.state == "finished":
         return "finished"
@@ -196,6 +182,9 @@ def _target(found: Analysis, record: RunRecord) -> None:
 def _head(found: Analysis, record: RunRecord, tokens: np.ndarray, losses: np.ndarray) -> None:
     budget = record.recipe.get("budget", {}).get("tokens")
     found.heading_tokens = float(budget or tokens[-1])
+    # a power law can only fall: it says nothing of a curve that rises
+    if found.phase in ("broken", "diverging"):
+        return
     after = after_warm_up(record)
     found.heading = forecast(tokens[after:], losses[after:], found.heading_tokens)
 

@@ -9,12 +9,11 @@ from pathlib import Path
 
 from pretraining.planning.quantities import several
 from pretraining.reporting.run_record import RunRecord
-from pretraining.runtime import wall_time
 from pretraining.runtime.failures import Failure, read_failures
 from pretraining.runtime.heartbeat import Place, is_gone, read_place
 from pretraining.runtime.kernel_log import NO_MEMORY, Fault, kernel_faults
-from pretraining.runtime.run_folder import unix_seconds
-from pretraining.runtime.wall_time import start_rows
+from pretraining.runtime.run_folder import event_seconds, unix_seconds
+from pretraining.runtime.wall_time import Attempt, attempts, start_rows
 from pretraining.schema import display_path
 
 FAILED = ("crash", "hang", "gave up", "silent")
@@ -26,23 +25,6 @@ _OUT_OF_HOST_MEMORY = re.compile(
 )
 _KERNEL_FAULT = re.compile(r"illegal memory access|device-side assert|unspecified launch failure|misaligned")
 _MESSAGES = re.compile(r"NCCL|ncclUnhandled|ibv_|DistBackendError")
-
-
-@dataclass
-class Attempt:
-    """A run between one start and the next."""
-
-    began: float
-    """UNIX seconds, as below."""
-    ended: float
-    """Its end, or its last sign of life, if it was not given the time to say more."""
-    ranks: int
-    from_step: int
-    to_step: int
-    """The newest that it is known to have reached."""
-    end: str
-    """finished, stopped, rollback, running, met anew (as if torchrun takes in a node), or one of FAILED."""
-    why: str = ""
 
 
 @dataclass
@@ -59,52 +41,30 @@ class First:
 
 def attempts_of(record: RunRecord, state: str) -> list[Attempt]:
     """List the attempts of a run, oldest first. state: that of the run (`Standing.state`), for the last attempt."""
-    starts = start_rows(record.events)
-    times = wall_time.attempts(record.events, record.last_written)
-    found, signs = [], _signs_of_life(record)
-    spans = itertools.pairwise([*starts, len(record.events)])
-    for timed, (first, after) in zip(times, spans, strict=True):
+    found, signs = attempts(record.events, record.last_written), _signs_of_life(record)
+    spans = itertools.pairwise([*start_rows(record.events), len(record.events)])
+    for attempt, (first, after) in zip(found, spans, strict=True):
         is_last = after == len(record.events)
-        end, why = _end_of(record.events[first:after], is_last, state)
-        if end == "stopped" and not is_last and wall_time.goes_on_by_itself(record.events[after]):
-            end = "met anew"
-        from_step, reached = int(record.event_steps[first]), max(record.event_steps[first:after])
+        if attempt.end == "running" and state != "running":
+            attempt.end = "silent" if state == "silent" else "crash"
+        reached = max(record.event_steps[first:after])
         if is_last and len(record.steps):
             reached = max(reached, float(record.steps[-1]))
-        next_start = float("inf") if is_last else timed.ended
-        ended = timed.ended if end in ("finished", "stopped") else _last_of(signs, timed.began, next_start)
-        found.append(Attempt(timed.began, ended, timed.ranks, from_step, int(reached), end, why))
+        attempt.from_step, attempt.to_step = int(record.event_steps[first]), int(reached)
+        if attempt.end not in ("finished", "stopped"):
+            attempt.ended = _last_of(signs, attempt.began, float("inf") if is_last else attempt.held_until)
     return found
 
 
 def _signs_of_life(record: RunRecord) -> list[float]:
     """List the times of all rows, events and failures, in UNIX seconds; infinity for one without a time."""
     failures = [each.time for each in read_failures(record.run)]
-    return [*record.metrics.times, *map(record.event_time, record.events), *failures]
+    return [*record.metrics.times, *map(event_seconds, record.events), *failures]
 
 
 def _last_of(signs: list[float], began: float, next_start: float) -> float:
     """Return the last sign of life between two starts; the next start is an event too."""
     return max((each for each in signs if began <= each < next_start), default=began)
-
-
-def _end_of(rows: list[dict], is_last: bool, state: str) -> tuple[str, str]:
-    """Say how an attempt ended, and why, from its events."""
-    for event in reversed(rows):
-        match event.get("event"):
-            case "end":
-                return "finished", ""
-            case "stopped" if event.get("asked", True):
-                return "stopped", str(event.get("reason", ""))
-            case "hang":
-                return "hang", str(event.get("who", ""))
-            case "gave_up":
-                return "gave up", str(event.get("why", ""))
-            case "rollback" if not is_last:
-                return "rollback", str(event.get("why", ""))
-            case "failed":
-                return "crash", str(event.get("reason", ""))
-    return (state, "") if is_last and state in ("running", "silent") else ("crash", "")
 
 
 class Evidence:
@@ -225,7 +185,7 @@ class Evidence:
         return found
 
     def _is_of_attempt(self, event: dict) -> bool:
-        return self.attempt.began <= self.record.event_time(event) <= self.until
+        return self.attempt.began <= event_seconds(event) <= self.until
 
     def advice(self, first: First) -> list[str]:
         """Say what to do about it, most important first."""

@@ -20,7 +20,7 @@ from pretraining.reporting.run_record import RunRecord
 from pretraining.reporting.words import sentences
 from pretraining.runtime.console_log import console_tail
 from pretraining.runtime.durable_files import replacing
-from pretraining.runtime.run_folder import trained_on_processor
+from pretraining.runtime.run_folder import event_seconds, trained_on_processor
 from pretraining.runtime.wall_time import CAUSES
 from pretraining.schema import filled
 
@@ -242,7 +242,7 @@ def _standing(record: RunRecord, found: Analysis, live: bool | None) -> dict:
 
 def _began(record: RunRecord) -> float | None:
     """Find the UNIX seconds of the first event or row."""
-    times = [record.event_time(event) for event in record.events[:1]] + list(record.metrics.times[:1])
+    times = [event_seconds(event) for event in record.events[:1]] + list(record.metrics.times[:1])
     times = [moment for moment in times if math.isfinite(moment)]
     return min(times) if times else None
 
@@ -253,8 +253,7 @@ def _spent(found: Analysis) -> dict | None:
     if spent is None or not spent.seconds:
         return None
     lost = [[CAUSES[cause], spent.lost[cause], share] for cause, share in spent.shares.items()]
-    counted = spent.seconds - sum(spent.lost.values())
-    return {"seconds": spent.seconds, "ranks": spent.rank_seconds, "counted": counted, "lost": lost}
+    return {"seconds": spent.seconds, "ranks": spent.rank_seconds, "counted": spent.counted, "lost": lost}
 
 
 def _heading(found: Analysis) -> dict | None:

@@ -3,6 +3,7 @@
 import math
 import time
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from pretraining.recipe.budget import Ramp, StepSizes
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.heartbeat import killed_ranks
 from pretraining.runtime.lock import was_killed
-from pretraining.runtime.run_folder import STARTS, RunFolder, StepTotals, first_step, unix_seconds
+from pretraining.runtime.run_folder import STARTS, RunFolder, StepTotals, event_seconds, first_step, step_of
+from pretraining.runtime.wall_time import METRICS, SECONDS, Row, WallTime
 
 ENDINGS = {"end": "finished", "stopped": "stopped", "hang": "hang", "gave_up": "gave up"}
 """{event after which no process of the run is left, until a start or a resume: the state that it means}"""
@@ -85,7 +87,7 @@ class RunRecord:
         self.has_times = bool(len(times)) and not np.isnan(times).any()
         if self.has_times:
             # the start event is earlier than the first row, by the steps before it
-            began = min([times[0], *(self.event_time(event) for event in self.events[:1])])
+            began = min([times[0], *(event_seconds(event) for event in self.events[:1])])
             self.hours = np.maximum(0.0, times - began) / 3600
         else:
             self.hours = self._training_hours()
@@ -102,13 +104,8 @@ class RunRecord:
         if len(self.steps) and self.newest_step <= self.steps[-1]:
             return
         tokens, hours = (float(known[-1]) if len(known) else 0.0 for known in (self.tokens, self.hours))
-        if (budget := self.recipe.get("budget") or {}).get("tokens_per_step"):
-            ramp = Ramp.of(budget["ramp"]) if budget.get("ramp") else None
-            sizes, last = (
-                StepSizes.of(budget["tokens_per_step"], ramp),
-                int(self.steps[-1]) if len(self.steps) else 0,
-            )
-            tokens += sizes.tokens_at(int(self.newest_step)) - sizes.tokens_at(last)
+        last = int(self.steps[-1]) if len(self.steps) else 0
+        tokens += self.tokens_at(int(self.newest_step)) - self.tokens_at(last)
         if self.has_times:
             hours += max(0.0, self.last_written - self.metrics.times[-1]) / 3600
         newest = {"step": self.newest_step, "tokens": tokens, "hours": hours}
@@ -119,8 +116,43 @@ class RunRecord:
         if not len(rows):
             return np.zeros(len(self.steps))
         # A row has the seconds of one step, averaged since the row before.
-        done = np.cumsum(np.diff(self.steps[rows], prepend=0) * seconds)
+        done = np.cumsum(np.diff(self.steps[rows], prepend=first_step(self.events)) * seconds)
         return np.interp(self.steps, self.steps[rows], done) / 3600
+
+    def tokens_at(self, step: int) -> int:
+        """Return the tokens of so many steps by the recipe's step sizes; 0 if it has none."""
+        budget = self.recipe.get("budget") or {}
+        if not budget.get("tokens_per_step"):
+            return 0
+        ramp = Ramp.of(budget["ramp"]) if budget.get("ramp") else None
+        return StepSizes.of(budget["tokens_per_step"], ramp).tokens_at(step)
+
+    def taken(self) -> tuple[float, float]:
+        """Return the steps and tokens of this folder: without those before the checkpoint with which it began."""
+        if not len(self.steps):
+            return 0.0, 0.0
+        first, last = first_step(self.events), float(self.steps[-1])
+        return last - first, float(self.tokens[-1]) - self.tokens_at(first)
+
+    def wall_time(self) -> WallTime | None:
+        """Account for its time; None if a row has no time."""
+        if not self.has_times:
+            return None
+        validations, _ = self.metrics.column("eval/loss")
+        validated = self.metrics.times[validations[-1]] if len(validations) else 0.0
+        return WallTime.of(self.events, self._timed_rows(), self.last_written, validated)
+
+    def _timed_rows(self) -> Iterator[Row]:
+        """Yield what the rows that time a step say about time."""
+        columns = {}
+        for field_name, metric in METRICS.items():
+            rows, values = self.metrics.column(metric)
+            columns[field_name] = np.zeros(len(self.steps))
+            columns[field_name][rows] = values
+        timed, _ = self.metrics.column(SECONDS)
+        places = np.stack([self.steps, np.array(self.metrics.times), *columns.values()])
+        for row in places[:, timed].T.tolist():
+            yield Row(*row)
 
     def speed(self) -> dict[str, float]:
         """Average over all kept steps: {"tokens_per_second", "step_seconds", "training_seconds", "mfu"}, if known."""
@@ -158,24 +190,16 @@ class RunRecord:
         """Find the step of every event: its own or its checkpoint's, else the newest step that was known then."""
         steps, newest, times = [], 0.0, np.array(self.metrics.times)
         for event in self.events:
-            step = _own_step(event)
+            step = step_of(event)
             if step is None:
                 # an end follows every row, whatever the clocks say
                 at_end = event.get("event") == "end" or not self.has_times
-                before = np.searchsorted(times, np.inf if at_end else self.event_time(event), side="right")
+                before = np.searchsorted(times, np.inf if at_end else event_seconds(event), side="right")
                 step = max([newest, *self.steps[:before][-1:]])
             # a start may go back to an earlier step, nothing else does
             newest = step if event.get("event") in STARTS else max(newest, step)
             steps.append(float(step))
         return steps
-
-    @staticmethod
-    def event_time(event: dict) -> float:
-        """Read the UNIX seconds of an event; infinity if it has no time."""
-        try:
-            return float(unix_seconds(event["time"]))
-        except (KeyError, TypeError, ValueError):
-            return float("inf")
 
     def standing(self, now: float | None = None) -> Standing:
         """Judge the run's state at `now`, in UNIX seconds (default: the time of the call)."""
@@ -186,11 +210,11 @@ class RunRecord:
         checkpoint = next((f"checkpoint-{step}" for step in reversed(self.checkpoint_steps())), None)
         if last.get("event") in ENDINGS:
             reason = str(last.get("reason") or last.get("why") or "")
-            since = min(self.event_time(last), time.time())  # infinity if the event has no time
+            since = min(event_seconds(last), time.time())  # infinity if the event has no time
             return Standing(ENDINGS[last["event"]], since, int(step), reason, checkpoint)
         step = int(self.newest_step)
         # certain, and so before the clock, which can only suspect it
-        if killed := killed_ranks(self.run.heartbeats, self.event_time(last) if last else 0.0):
+        if killed := killed_ranks(self.run.heartbeats, event_seconds(last) if last else 0.0):
             step = max(step, *(place.step for place in killed))
             return Standing("killed", self.last_written, step, checkpoint=checkpoint)
         # before its ranks had heartbeats
@@ -212,7 +236,7 @@ class RunRecord:
     @property
     def last_written(self) -> float:
         """UNIX seconds of the last row or event, by its own time, which a copy of the folder keeps."""
-        times = [*self.metrics.times[-1:], *(self.event_time(event) for event in self.events[-1:])]
+        times = [*self.metrics.times[-1:], *(event_seconds(event) for event in self.events[-1:])]
         return max((moment for moment in times if np.isfinite(moment)), default=self.newest_seconds)
 
     @property
@@ -222,7 +246,7 @@ class RunRecord:
         Three times its longest pause since its last start; validations and saves are such pauses.
         """
         starts = [event for event in self.events if event.get("event") in STARTS]
-        opened = self.event_time(starts[-1]) if starts else 0.0
+        opened = event_seconds(starts[-1]) if starts else 0.0
         times = np.array(self.metrics.times)
         # not across a restart: that pause says nothing about this one
         pauses = np.diff(times[times >= opened])
@@ -233,16 +257,6 @@ class RunRecord:
         """UNIX seconds of the last change to the files of rows and events."""
         files = [path for path in (self.run.metrics, self.run.events) if path.exists()]
         return max((path.stat().st_mtime for path in files), default=0.0)
-
-
-def _own_step(event: dict) -> float | None:
-    """Read the step that an event names, or its checkpoint's; None if it names neither."""
-    if isinstance(event.get("step"), int | float):
-        return float(event["step"])
-    number = str(event.get("checkpoint") or "").rpartition("-")[2]
-    if number.isdigit():
-        return float(number)
-    return 0.0 if event.get("event") == "start" else None
 
 
 def _object(path: Path) -> dict:

@@ -9,7 +9,7 @@ from pretraining.planning.quantities import dollars, duration
 from pretraining.reporting.analysis import Analysis
 from pretraining.reporting.run_record import RunRecord, Standing
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.runtime.wall_time import CAUSES, WallTime, stopped_seconds
+from pretraining.runtime.wall_time import CAUSES, WallTime
 from pretraining.schema import display_path
 
 PHASES = {
@@ -80,16 +80,21 @@ def _loss(found: Analysis) -> str:
 def _rate(found: Analysis) -> str:
     if found.recent_gain is None:
         return ""
-    text = f"Over the last quarter of its tokens the loss {_moved(found.recent_gain)}"
-    if found.gain_per_doubling is not None:
-        text += f"; each doubling of the tokens lowers it by {found.gain_per_doubling:.3f} at this point"
+    text = f"Over the last quarter of its tokens the loss {_moved(found.recent_gain, '.1%')}"
+    if (gain := found.gain_per_doubling) is not None:
+        # what was, and no promise: the quarter is a part of this half
+        text += f"; over the last half, which is one doubling, its trend {_moved(gain, '.3f')} nats"
     if found.stagnant:
-        text += "; that is stagnation: try a lower learning rate, or stop here"
+        text += "; that is stagnation: " + (
+            "more tokens at this rate would bring little"
+            if found.standing.state == "finished"
+            else "stop it, or continue with --allow_change training.learning_rate and a lower rate"
+        )
     return f"{text}."
 
 
-def _moved(gain: float) -> str:
-    return f"fell by {gain:.1%}" if gain >= 0 else f"rose by {-gain:.1%}"
+def _moved(gain: float, form: str) -> str:
+    return f"{'fell' if gain >= 0 else 'rose'} by {abs(gain):{form}}"
 
 
 def _spikes(found: Analysis) -> str:
@@ -141,17 +146,18 @@ def _track_record(found: Analysis) -> str:
 
 
 def _goodput(found: Analysis) -> str:
-    if found.goodput is None:
+    spent = found.wall_time
+    if spent is None or not spent.counted:
         return ""
-    text = f"{found.goodput:.0%} of the wall time went into steps that counted"
-    if found.wall_time is not None and (lost := lost_words(found.wall_time)):
+    text = f"{spent.counted / spent.seconds:.1%} of the wall time went into steps that counted"
+    if lost := lost_words(spent):
         text += f"; lost were {lost}"
-    if found.stopped_seconds:
-        text += f"; the {duration(found.stopped_seconds)} during which it was stopped are not in it"
+    if spent.stopped:
+        text += f"; the {duration(spent.stopped)} during which it was stopped are not in it"
     return f"{text}."
 
 
-def lost_words(spent: WallTime, least: float = 0.005) -> str:
+def lost_words(spent: WallTime, least: float = 0.0005) -> str:
     """Say which shares of the wall time went to which cause, largest first, without those below `least`."""
     return ", ".join(
         f"{share:.1%} to {CAUSES[cause]}" for cause, share in spent.shares.items() if share >= least
@@ -198,12 +204,10 @@ def end_text(record: RunRecord) -> str:
 
 def _taken(record: RunRecord) -> str:
     """Say what a run took: steps, tokens, and time since the first start without stops on request."""
-    times = [record.event_time(event) for event in record.events]
     # a stop on request may last for days
-    seconds = times[-1] - times[0] - stopped_seconds(record.events)
-    # continued from a checkpoint of the last step, a run has no rows
-    step, tokens = (record.steps[-1], record.tokens[-1]) if len(record.steps) else (0, 0)
-    text = f"{step:,.0f} steps, {tokens:,.0f} tokens in {duration(max(1.0, seconds))}"
+    seconds = WallTime.of(record.events, (), record.last_written).seconds
+    steps, tokens = record.taken()
+    text = f"{steps:,.0f} steps, {tokens:,.0f} tokens in {duration(max(1.0, seconds))}"
     if speed := record.speed():
         rate = f"{speed['tokens_per_second']:,.0f} tokens/s"
         text += f", {duration(speed['training_seconds'])} of them in its steps: {rate}"

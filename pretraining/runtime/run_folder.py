@@ -168,6 +168,24 @@ def unix_seconds(when: str) -> int:
     return calendar.timegm(time.strptime(when, _TIME_FORMAT))
 
 
+def event_seconds(event: dict) -> float:
+    """Read the UNIX seconds of an event; infinity if it has no time."""
+    try:
+        return float(unix_seconds(event["time"]))
+    except (KeyError, TypeError, ValueError):
+        return float("inf")
+
+
+def step_of(event: dict) -> float | None:
+    """Read the step that an event names, or its checkpoint's; None if it names neither."""
+    if isinstance(event.get("step"), int | float):
+        return float(event["step"])
+    number = str(event.get("checkpoint") or "").rpartition("-")[2]
+    if number.isdigit():
+        return float(number)
+    return 0.0 if event.get("event") == "start" else None
+
+
 class StepTotals(NamedTuple):
     """Time and tokens of all steps of a run. Every report of speed comes from here, so that the numbers agree."""
 
@@ -202,7 +220,7 @@ class StepTotals(NamedTuple):
 def first_step(events: list[dict]) -> int:
     """Return the step after which a run began: 0, or its checkpoint's step if it began as a branch of another run."""
     began = next((event for event in events if event.get("event") in STARTS), {})
-    return began["step"] if isinstance(began.get("step"), int) else 0
+    return int(step_of(began) or 0)
 
 
 def keep_past_rows(

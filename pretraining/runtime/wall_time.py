@@ -8,10 +8,18 @@ import itertools
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import isfinite
 from typing import NamedTuple
 
 from pretraining.runtime.durable_files import read_rows
-from pretraining.runtime.run_folder import STARTS, RunFolder, StepTotals, first_step, unix_seconds
+from pretraining.runtime.run_folder import (
+    STARTS,
+    RunFolder,
+    StepTotals,
+    event_seconds,
+    first_step,
+    step_of,
+)
 
 SECONDS = "throughput/step_seconds"
 CAUSES = {
@@ -26,6 +34,9 @@ CAUSES = {
 }
 """{cause of lost time: how it is called}"""
 
+
+CLAIMED = ("saving", "validation", "data", "slow_rank", "counted")
+"""What rows say about their time, those first whose length is known best."""
 
 METRICS = {
     "step_seconds": SECONDS,
@@ -49,31 +60,38 @@ class Row(NamedTuple):
     saving: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Attempt:
     """A run between one start and the next, in UNIX seconds."""
 
     began: float
     ended: float
-    """When its GPUs were free: at its end or a stop on request; else when the next attempt began."""
+    """Its end, or its last sign of life, if it was not given the time to say more."""
     ranks: int
-    lost_as: str
-    """The cause to which the time after its last row that counts is lost."""
+    from_step: int
+    to_step: int
+    """The newest that it is known to have reached."""
+    end: str
+    """finished, stopped, rollback, hang, "gave up", crash, running, silent, or met anew (torchrun takes in a node)."""
+    why: str = ""
+    held_until: float = 0.0
+    """When its GPUs were free: at its end or a stop on request; else when the next attempt began."""
 
     @property
     def seconds(self) -> float:
         """Its wall time; if it crashed, with the time until the next start."""
-        return self.ended - self.began
+        return self.held_until - self.began
+
+    @property
+    def lost_as(self) -> str:
+        """The cause to which the time after its last row that counts is lost."""
+        known = dict.fromkeys(("finished", "stopped", "running", "silent"), "start")
+        return known.get(self.end, self.end if self.end in CAUSES else "restart")
 
 
 def start_rows(events: list[dict]) -> list[int]:
     """List the numbers of the rows with which an attempt begins."""
-    return [number for number, row in enumerate(events) if row.get("event") in STARTS and "time" in row]
-
-
-def goes_on_by_itself(start: dict) -> bool:
-    """Say if a start was made by the launcher, or the supervisor, of the one before, as if torchrun takes in a node."""
-    return bool(start.get("restart"))
+    return [n for n, row in enumerate(events) if row.get("event") in STARTS and isfinite(event_seconds(row))]
 
 
 def attempts(events: list[dict], until: float) -> list[Attempt]:
@@ -82,74 +100,106 @@ def attempts(events: list[dict], until: float) -> list[Attempt]:
     events: rows of events.jsonl. until: UNIX seconds at which the last attempt ends if it has no end.
     """
     found: list[Attempt] = []
-    events = [row for row in events if "time" in row]
-    starts = start_rows(events)
-    for first, after in itertools.pairwise([*starts, len(events)]):
-        began, is_last = unix_seconds(events[first]["time"]), after == len(events)
-        ended, lost_as = (until, "start") if is_last else (unix_seconds(events[after]["time"]), "restart")
-        goes_on = not is_last and goes_on_by_itself(events[after])
-        for event in events[first:after]:
-            kind = event.get("event")
-            if kind == "rollback" and not is_last:
-                lost_as = "rollback"
-            elif kind == "hang":
-                lost_as = "hang"
-            # "asked" is only written if nobody asked, as when the launcher was gone
-            elif kind == "end" or (kind == "stopped" and event.get("asked", True) and not goes_on):
-                ended, lost_as = unix_seconds(event["time"]), "start"
+    for first, after in itertools.pairwise([*start_rows(events), len(events)]):
+        rows, following = events[first:after], events[after] if after < len(events) else None
+        began = event_seconds(rows[0])
+        end, last = _end_of(rows, following)
+        next_start = until if following is None else event_seconds(following)
+        at = event_seconds(last) if end in ("finished", "stopped") else next_start
         # a clock that is set back must not make time negative
-        found.append(Attempt(began, max(began, ended), int(events[first].get("world_size") or 1), lost_as))
+        held_until = max(began, at if isfinite(at) else next_start)
+        why = next((str(last[key]) for key in ("reason", "who", "why") if last.get(key)), "")
+        ranks, step = int(rows[0].get("world_size") or 1), int(step_of(rows[0]) or 0)
+        found.append(Attempt(began, held_until, ranks, step, step, end, why, held_until))
     return found
 
 
-def stopped_seconds(events: list[dict]) -> float:
-    """Add up the seconds between every end or stop on request and the next start, from the rows of events.jsonl."""
-    found = attempts(events, 0.0)
-    return sum(max(0.0, after.began - before.ended) for before, after in itertools.pairwise(found))
+def _end_of(rows: list[dict], following: dict | None) -> tuple[str, dict]:
+    """Say how an attempt ended, and by which event; without one, it runs if no start follows."""
+    # started again by its launcher, or by the supervisor
+    goes_on = bool(following and following.get("restart"))
+    for event in reversed(rows):
+        match event.get("event"):
+            case "end":
+                return "finished", event
+            # "asked" is only written if nobody asked, as when the launcher was gone
+            case "stopped" if event.get("asked", True):
+                return "met anew" if goes_on else "stopped", event
+            case "hang":
+                return "hang", event
+            case "gave_up":
+                return "gave up", event
+            case "rollback" if following:
+                return "rollback", event
+            case "failed":
+                return "crash", event
+    return "crash" if following else "running", {}
 
 
 @dataclass(frozen=True)
 class WallTime:
-    """How the wall time of a run was spent. The time between a stop on request and the next start is nobody's."""
+    """How the wall time of a run was spent: each second in a step that counts, or lost to one cause."""
 
     seconds: float
     rank_seconds: float
     """The same, times the ranks: a GPU is paid for while its run starts again too."""
+    counted: float
+    """Seconds of the steps that count, without those in which they waited."""
     lost: dict[str, float]
-    """{cause: seconds}, of CAUSES. What is left of `seconds` are the steps that count."""
+    """{cause: seconds}, of CAUSES."""
+    stopped: float
+    """Seconds between an end or a stop on request and the next start: they are nobody's, and in no other field."""
 
     @classmethod
-    def of(cls, events: list[dict], rows: Iterable[Row], until: float) -> "WallTime":
-        """Account for a run. rows: those kept, in their order. until: UNIX seconds, if the run has not ended."""
-        lost = dict.fromkeys(CAUSES, 0.0)
+    def of(cls, events: list[dict], rows: Iterable[Row], until: float, validated: float = 0.0) -> "WallTime":
+        """Account for a run.
+
+        rows: those kept, in their order. until: UNIX seconds, if the run has not ended. validated: UNIX seconds at
+        which the validation after the last row had been made.
+        """
+        spent = dict.fromkeys(("counted", *CAUSES), 0.0)
         all_attempts, rows = attempts(events, until), list(rows)
         before, position, begun_after = float(first_step(events)), 0, "start"
         for attempt, after in itertools.zip_longest(all_attempts, all_attempts[1:]):
-            next_start = after.began if after else float("inf")
-            accounted, reached = 0.0, attempt.began
-            while position < len(rows) and rows[position].time < next_start:
+            reached, claims = attempt.began, dict.fromkeys(CLAIMED, 0.0)
+            # of the steps of a row, those up to this attempt's checkpoint were done in the one before
+            before = max(before, attempt.from_step)
+            while position < len(rows) and (after is None or rows[position].time < after.began):
                 row = rows[position]
                 steps = max(0.0, row.step - before)
-                lost["data"] += steps * row.data
-                lost["slow_rank"] += steps * row.slow_rank
-                lost["validation"] += row.validation
-                lost["saving"] += row.saving
-                accounted += steps * row.step_seconds + row.validation + row.saving
-                before, reached, position = row.step, row.time, position + 1
+                each = (row.saving, row.validation, steps * row.data, steps * row.slow_rank)
+                claims["counted"] += max(0.0, steps * row.step_seconds - each[2] - each[3])
+                for cause, claim in zip(CLAIMED, each, strict=False):
+                    claims[cause] += max(0.0, claim)
+                reached = min(max(reached, row.time), attempt.held_until)
+                before, position = row.step, position + 1
             # between the start and the last row that counts, what its rows do not account for
-            lost[begun_after] += max(0.0, reached - attempt.began - accounted)
-            # after that row: steps that are done again, the time until the next start, the closing validation
-            lost[attempt.lost_as] += max(0.0, attempt.ended - reached)
+            _divide(spent, reached - attempt.began, claims, begun_after)
+            # after that row: the closing validation, steps that are done again, the time until the next start
+            is_closed = after is None and reached > attempt.began
+            closing = min(validated, attempt.held_until) - reached if is_closed else 0.0
+            _divide(spent, attempt.held_until - reached, {"validation": closing}, attempt.lost_as)
             begun_after = attempt.lost_as
         total = sum(attempt.seconds for attempt in all_attempts)
         rank_seconds = sum(attempt.seconds * attempt.ranks for attempt in all_attempts)
-        return cls(total, rank_seconds, lost)
+        pairs = itertools.pairwise(all_attempts)
+        stopped = sum(max(0.0, after.began - before.held_until) for before, after in pairs)
+        return cls(total, rank_seconds, spent.pop("counted"), spent, stopped)
 
     @property
     def shares(self) -> dict[str, float]:
         """{cause: share of the wall time}, largest first, without causes that took nothing."""
         rising = sorted(self.lost.items(), key=lambda item: -item[1])
         return {cause: lost / self.seconds for cause, lost in rising if lost > 0 and self.seconds > 0}
+
+
+def _divide(spent: dict[str, float], seconds: float, claims: dict[str, float], rest: str) -> None:
+    """Add seconds to the causes that claim them, none twice, and what nobody claims to `rest`."""
+    for cause, claim in claims.items():
+        taken = min(seconds, max(0.0, claim))
+        spent[cause] += taken
+        seconds -= taken
+    spent[rest] += seconds
 
 
 @dataclass(frozen=True)

@@ -149,6 +149,10 @@ class Store:
 
         return self.patience.ask(listed, self.where(path))
 
+    def size(self, path: str) -> int | None:
+        """Return the bytes of a file; None if the store does not say. UserError if it is not there."""
+        return self.patience.ask(lambda: self._filesystem().size(self.where(path)), self.where(path))
+
     def _range(self, path: str, start: int, stop: int) -> bytes:
         content = self._filesystem().cat_file(self.where(path), start=start, end=stop)
         # Some stores end an answer early without an error.

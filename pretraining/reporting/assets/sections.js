@@ -53,11 +53,14 @@ const tiles = (run) => {
     tile("tokens/s", compact(speed.tokens_per_second), devices > 1 && speed.tokens_per_second ? `all steps, ${compact(speed.tokens_per_second / devices)} each of ${devices}` : "all steps"),
     "mfu" in speed ? tile("of the dense peak (MFU)", percent(speed.mfu), "all steps") : null,
     "step_seconds" in speed ? tile("a step", duration(speed.step_seconds), "mean of all") : null,
-    has("throughput/goodput") ? tile("goodput", percent(last["throughput/goodput"]), "until the last row") : null,
+    run.spent ? tile("goodput", goodput(run), "of the wall time") : null,
     has(memoryName) ? memoryName === "memory/peak_bytes" ? tile("peak GPU memory", bytes(last[memoryName])) : tile("peak host memory", bytes(last[memoryName]), "whole process") : null,
     has("cost/dollars") ? tile("cost so far", money(last["cost/dollars"]), `${money(last["cost/dollars_at_end"])} at the end`) : null,
     tile(troubles === 1 ? "alarm" : "alarms", whole(troubles)));
 };
+
+// As "Where the time went" has it.
+const goodput = (run) => run.spent ? percent(run.spent.counted / run.spent.seconds) : "–";
 
 const words = (run) => el("section", { class: "card" }, el("h2", {}, "What the curve says"),
   el("ul", { class: "words" }, run.sentences.map((sentence) => el("li", {}, sentence))));
@@ -71,7 +74,7 @@ const comparison = (data) => {
   const best = Math.min(...data.runs.map((run) => run.best_validation).filter((loss) => typeof loss === "number"));
   const bestOf = (run) => run.best_validation === best ? el("b", {}, fixed(4)(best)) : fixed(4)(run.best_validation);
   const columns = [["training loss, last row", last("train/loss")], ["validation loss, last", last("eval/loss")], ["validation loss, best", bestOf], ["bits per byte, last", last("eval/bits_per_byte")],
-    ["tokens/s, all steps", overall("tokens_per_second")], ["MFU, all steps", overall("mfu")], ["goodput", last("throughput/goodput")]];
+    ["tokens/s, all steps", overall("tokens_per_second")], ["MFU, all steps", overall("mfu")], ["goodput", goodput]];
   const shown = columns.filter(([, value]) => data.runs.some((run) => value(run) !== "–"));
   const rows = data.runs.map((run, i) => [
     el("span", { class: "kind" }, el("span", { class: "swatch dot", style: { background: colorOfRun(i), marginRight: "8px" } }), run.name),
@@ -106,7 +109,7 @@ const spent = (run) => {
   if (!run.spent) return null;
   const { seconds, ranks, counted, lost } = run.spent, share = (part) => percent(part / seconds);
   return el("section", { class: "card", id: "spent" }, el("h2", {}, "Where the time went"),
-    table(["", "time", "share"], [["steps that count", duration(Math.max(0, counted)), share(counted)], ...lost.map(([name, lasted]) => [name, duration(lasted), share(lasted)])], [1, 2]),
+    table(["", "time", "share"], [["steps that count", duration(counted), share(counted)], ...lost.map(([name, lasted]) => [name, duration(lasted), share(lasted)])], [1, 2]),
     el("p", { class: "soft small", style: { marginTop: "10px" } }, `${duration(seconds)} of wall time, ${duration(ranks)} of all ranks together; without the time between a stop on request and the next start.`));
 };
 
