@@ -27,7 +27,7 @@ from pretraining.upstream.deepspeed import (
     whole_numel,
     whole_shape,
 )
-from pretraining.upstream.transformers import RuleTrace, draw_module, forget_drawn, is_partitioned
+from pretraining.upstream.transformers import RuleTrace, StandIn, draw_module, forget_drawn, is_partitioned
 
 NO_FACTORS: Mapping[str, float] = {}
 MANY = 1_000_000_000
@@ -99,15 +99,9 @@ def initialise_weights(model: PreTrainedModel, seed: int, factors: Mapping[str, 
 
 def list_draws(model: PreTrainedModel) -> list[Draw]:
     """List in order what the rules of a model's modules draw, without those of which nothing is kept."""
-    traced: list[tuple[str, nn.Module, PreTrainedModel, RuleTrace]] = []
-    with torch.random.fork_rng(devices=[]):  # a rule may draw into tensors of its own
-        for name, module, owner in children_first(model):
-            with _standing_in(module, _on_meta) as stand_ins, RuleTrace(stand_ins) as trace:
-                draw_module(owner, module)
-            traced.append((name, module, owner, trace))
     draws: list[Draw] = []
     drawn_again: set[nn.Parameter] = set()
-    for name, module, owner, trace in reversed(traced):
+    for name, module, owner, trace in reversed(list(_traced(model))):
         near = parameters_near(module)
         kept = [each for each in near if each in trace.written - drawn_again]
         if not kept:
@@ -121,6 +115,16 @@ def list_draws(model: PreTrainedModel) -> list[Draw]:
         draws.append(Draw(name, module, owner, kept, lent, bool(continued)))
         drawn_again = (drawn_again | trace.filled) - continued
     return draws[::-1]
+
+
+def _traced(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, PreTrainedModel, RuleTrace]]:
+    """Yield (name, module, the model whose rule it is, what the rule does to the parameters), every child first."""
+    with torch.random.fork_rng(devices=[]):  # a rule may draw into tensors of its own
+        for name, module, owner in children_first(model):
+            everything = {parameter: parameter for parameter in module.parameters()}
+            with _standing_in(module, _on_meta) as stand_ins, RuleTrace({**everything, **stand_ins}) as trace:
+                draw_module(owner, module)
+            yield name, module, owner, trace
 
 
 def turns(draws: list[Draw], ranks: int) -> Iterator[list[Draw]]:
@@ -167,10 +171,10 @@ def _places_near(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]
 @contextmanager
 def _standing_in(
     module: nn.Module, tensor_for: Callable[[nn.Parameter], torch.Tensor]
-) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
+) -> Iterator[dict[nn.Parameter, StandIn]]:
     """Put {parameter: another one, of the tensor given} in the place of all that the module's rule may draw."""
     places = _places_near(module)
-    stand_ins = {parameter: nn.Parameter(tensor_for(parameter)) for _, _, parameter in places}
+    stand_ins = {parameter: StandIn(tensor_for(parameter)) for _, _, parameter in places}
     for place, name, parameter in places:
         setattr(place, name, stand_ins[parameter])
     try:
@@ -262,21 +266,17 @@ def drawing_faults(built: PreTrainedModel) -> list[str]:
     Args:
         built: on the meta device.
     """
-    faults, drawn = [], set()
+    faults, drawn, names = [], set(), {each: name for name, each in built.named_parameters()}
     for parameter in built.parameters():
         forget_drawn(parameter)
-    for name, module, owner in children_first(built):
-        inside = dict(module.named_parameters(prefix=name))
-        with RuleTrace(inside) as trace:
-            draw_module(owner, module)
-        written = [key for key in inside if key in trace.written]
-        drawn |= {id(inside[key]) for key in written}
+    for _, module, _, trace in _traced(built):
+        drawn |= trace.written
         # No other parameters have memory while the rule of a module runs.
-        near = {id(parameter) for parameter in parameters_near(module)}
-        far = [key for key in written if id(inside[key]) not in near]
-        faults += [f"{key} is drawn from two levels above it, by {type(module).__name__}" for key in far]
+        far = trace.written.difference(parameters_near(module))
+        by = type(module).__name__
+        faults += [
+            f"{names[each]} is drawn from two levels above it, by {by}" for each in names if each in far
+        ]
     # Biases and norms may be left to their constructors, which fill them with zeros and ones.
     matrices = ((key, parameter) for key, parameter in built.named_parameters() if parameter.ndim >= 2)
-    return faults + [
-        f"{key} is drawn by no module" for key, parameter in matrices if id(parameter) not in drawn
-    ]
+    return faults + [f"{key} is drawn by no module" for key, parameter in matrices if parameter not in drawn]

@@ -155,6 +155,12 @@ def forget_drawn(parameter: nn.Parameter) -> None:
     parameter._is_hf_initialized = False
 
 
+class StandIn(nn.Parameter):
+    """A parameter that does not say if it is on the meta device: there, some of torch's rules would do nothing."""
+
+    is_meta = False
+
+
 class RuleTrace(TorchDispatchMode):
     """Note what a rule of drawing does to tensors of the meta device while the block lasts.
 
@@ -188,7 +194,7 @@ class RuleTrace(TorchDispatchMode):
             self._note_write(func, self._key_of(tensor), tensor.numel())
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.random |= {self._key_of(tensor) for tensor in written} or {None}
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
             return 0  # there are no numbers; torch's `trunc_normal_` asks if it has to draw some again
         return func(*args, **kwargs)
 
