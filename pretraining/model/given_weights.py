@@ -28,7 +28,7 @@ from transformers import (
 from pretraining.errors import UserError, nearest
 from pretraining.extend import load_pretrained
 from pretraining.model.counting import build_on_meta
-from pretraining.model.initial_weights import whole
+from pretraining.model.initial_weights import fill
 from pretraining.model.native_weights import KEY, translated
 from pretraining.model.weight_files import CHUNK, WeightFiles, open_weights
 from pretraining.recipe import Recipe
@@ -36,7 +36,7 @@ from pretraining.recipe.model import Model
 from pretraining.runtime.heartbeat import long_work
 from pretraining.runtime.process_group import gather_from_ranks, rank_and_world_size, together
 from pretraining.schema import display_path, listed, problem
-from pretraining.upstream.deepspeed import copy_chunks, fill_partition, first_element, own_rows
+from pretraining.upstream.deepspeed import copy_chunks, first_element, own_rows
 from pretraining.upstream.transformers import Conversion, is_not_loaded, is_partitioned
 
 _WRAPPERS = ("", "model.", "module.", "state_dict.", "model_state_dict.", "_orig_mod.", "module._orig_mod.")
@@ -103,14 +103,10 @@ class GivenWeights:
         """
         with long_work():
             for name, parameter in model.named_parameters():
-                start = first_element(parameter)
                 if not is_partitioned(parameter):
                     parameter.data = self._tensor(name, parameter, device)
-                elif not fill_partition(parameter, partial(self._chunks, name)):
-                    with whole([parameter]) as is_to_write:
-                        if is_to_write:
-                            end = start + parameter.numel()
-                            copy_chunks(self._chunks(name, start, end), parameter.view(-1), start)
+                else:
+                    fill(parameter, partial(self._chunks, name))
         self._made, self._means = ("", None), {}
         self.files.release()
 

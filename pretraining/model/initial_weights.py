@@ -1,43 +1,147 @@
-"""Initial weights that depend only on the seed and the parameter's name: the same at every ZeRO stage."""
+"""Initial weights that depend only on the seed and the parameter's name: the same at every ZeRO stage.
+
+Each module has a random generator of its own, so it does not matter which rank draws it: the ranks draw at the same
+time, each another module, and send the results to all. Nothing is gathered that is overwritten anyway.
+"""
 
 import hashlib
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from pretraining.upstream.deepspeed import own_rows, share_of, whole_shape
-from pretraining.upstream.transformers import draw_module, forget_drawn, is_partitioned, times_written
+from pretraining.runtime.heartbeat import long_work, work_done
+from pretraining.runtime.process_group import rank_and_world_size
+from pretraining.upstream.deepspeed import (
+    Chunks,
+    copy_chunks,
+    fill_partition,
+    first_element,
+    own_rows,
+    share_of,
+    whole_numel,
+    whole_shape,
+)
+from pretraining.upstream.transformers import RuleTrace, StandIn, draw_module, forget_drawn, is_partitioned
 
 NO_FACTORS: Mapping[str, float] = {}
+MANY = 1_000_000_000
+"""So many weights take minutes, or seconds on many ranks: then it is printed that they are drawn."""
+NEWS_SECONDS = 30.0
+
+
+class Draw(NamedTuple):
+    """What the rule of one module draws."""
+
+    name: str
+    module: nn.Module
+    owner: PreTrainedModel
+    """The model whose rule it is."""
+    kept: list[nn.Parameter]
+    """What it draws, without what a later rule draws again."""
+    lent: list[nn.Parameter]
+    """What needs memory for it."""
+    continues: bool
+    """Whether the rule uses values that it has not drawn itself."""
+
+    @property
+    def num_kept(self) -> int:
+        """Number of weights that it draws and that are kept."""
+        return sum(map(whole_numel, self.kept))
 
 
 @torch.no_grad()
 def initialise_weights(model: PreTrainedModel, seed: int, factors: Mapping[str, float] = NO_FACTORS) -> None:
     """Draw every weight from the architecture's own distribution, in fp32 on the CPU, seeded by module name.
 
-    The class's rule for each module runs on full fp32 tensors, with a generator for each module, children first. The
-    result is rounded to the parameter's dtype. Under ZeRO-3 one module is gathered at a time and rank 0 draws.
+    The class's rule for each module runs on full fp32 tensors, with a generator for each module. If several rules draw
+    one weight, the last one counts, children first. The result is rounded to the parameter's dtype.
+
+    All ranks call this together. Each has one drawn module at a time in host memory.
 
     Args:
         factors: {parameter name: factor of the drawn values}.
     """
-    # GPT-2's attention and MLP draw their children's output projections again, scaled by 1/sqrt(2 n_layer).
-    for name, module, owner in children_first(model):
-        parameters = parameters_near(module)
-        with whole(parameters) as is_to_write:
-            if is_to_write:
-                # The same random numbers at every stage: a GPU, or 16 bits, would draw others.
-                with _generator_of(seed, name), _as_fp32_on_cpu(parameters):
-                    draw_module(owner, module)
-    for name, parameter in model.named_parameters():
-        if factors.get(name, 1.0) != 1.0:  # most have none, and need no gathering
-            with whole([parameter]) as is_to_write:
-                if is_to_write:
-                    parameter.mul_(factors[name])
+    rank, ranks = rank_and_world_size()
+    draws = list_draws(model)
+    scales = {parameter: factors.get(name, 1.0) for name, parameter in model.named_parameters()}
+    # The same for every draw, since fresh pages cost time; none of it is taken before it is written to. Not pinned: a
+    # rank's part goes over the bus once, and to pin memory for it takes about as long.
+    memory = torch.empty(max((sum(map(whole_numel, draw.lent)) for draw in draws), default=0))
+    num_weights, num_drawn, began = sum(draw.num_kept for draw in draws), 0, time.monotonic()
+    said_at, says = began, rank == 0 and num_weights >= MANY
+    if says:
+        print(f"drawing {num_weights / 1e9:.1f} B weights, on {ranks} ranks at the same time", flush=True)
+    with long_work():
+        for turn in turns(draws, ranks):
+            # what continues from values that all ranks have, all draw
+            mine = turn[0] if turn[0].continues else turn[rank] if rank < len(turn) else None
+            drawn = _draw(mine, seed, memory, scales) if mine is not None else {}
+            for source, draw in enumerate(turn):
+                for parameter in draw.kept:
+                    value = drawn.get(parameter)
+                    if ranks > 1 and not draw.continues:
+                        value = _sent(parameter, value, source)
+                    fill(parameter, lambda start, stop, value=value: [(start, value[start:stop])])
+                num_drawn += draw.num_kept
+                work_done(draw.num_kept)
+            if says and time.monotonic() - said_at > NEWS_SECONDS:
+                said_at = time.monotonic()
+                minutes = (said_at - began) * (num_weights - num_drawn) / num_drawn / 60
+                what = f"{num_drawn / 1e9:.1f} of {num_weights / 1e9:.1f} B weights"
+                print(f"drew {what}, about {minutes:.1f} minutes left", flush=True)
+
+
+def list_draws(model: PreTrainedModel) -> list[Draw]:
+    """List in order what the rules of a model's modules draw, without those of which nothing is kept."""
+    draws: list[Draw] = []
+    drawn_again: set[nn.Parameter] = set()
+    for name, module, owner, trace in reversed(list(_traced(model))):
+        near = parameters_near(module)
+        kept = [each for each in near if each in trace.written - drawn_again]
+        if not kept:
+            continue
+        # GPT-2's attention and MLP draw their children's output projections again, scaled by 1/sqrt(2 n_layer).
+        lost = (trace.written & drawn_again) - trace.read
+        if not trace.random <= lost:
+            lost = set()  # they are drawn all the same, for the numbers that come after them
+        lent = [each for each in near if each in trace.written - lost]
+        continued = (trace.written | trace.read) - trace.filled
+        draws.append(Draw(name, module, owner, kept, lent, bool(continued)))
+        drawn_again = (drawn_again | trace.filled) - continued
+    return draws[::-1]
+
+
+def _traced(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, PreTrainedModel, RuleTrace]]:
+    """Yield (name, module, the model whose rule it is, what the rule does to the parameters), every child first."""
+    with torch.random.fork_rng(devices=[]):  # a rule may draw into tensors of its own
+        for name, module, owner in children_first(model):
+            everything = {parameter: parameter for parameter in module.parameters()}
+            with _standing_in(module, _on_meta) as stand_ins, RuleTrace({**everything, **stand_ins}) as trace:
+                draw_module(owner, module)
+            yield name, module, owner, trace
+
+
+def turns(draws: list[Draw], ranks: int) -> Iterator[list[Draw]]:
+    """Yield the draws that are made at the same time, one on each rank, large ones with large ones.
+
+    A draw that continues from drawn values is alone, after all that come before it.
+    """
+    waiting: list[Draw] = []
+    for draw in [*draws, None]:
+        if draw is None or draw.continues:
+            waiting.sort(key=lambda each: each.num_kept, reverse=True)
+            yield from (waiting[first : first + ranks] for first in range(0, len(waiting), ranks))
+            waiting = []
+            if draw is not None:
+                yield [draw]
+        else:
+            waiting.append(draw)
 
 
 def children_first(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
@@ -55,28 +159,92 @@ def children_first(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, Pre
 
 
 def parameters_near(module: nn.Module) -> list[nn.Parameter]:
-    """List what a module's rule may draw: its own parameters and its children's. Only these are gathered then."""
-    return [p for each in (module, *module.children()) for p in each.parameters(recurse=False)]
+    """List what a module's rule may draw: its own parameters and its children's."""
+    return list(dict.fromkeys(parameter for _, _, parameter in _places_near(module)))
+
+
+def _places_near(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    modules = (module, *module.children())
+    return [(each, *named) for each in modules for named in each.named_parameters(recurse=False)]
 
 
 @contextmanager
-def whole(parameters: list[nn.Parameter]) -> Iterator[bool]:
-    """Gather the parameters if ZeRO-3 has them in shards; yield whether this rank is one that writes them.
+def _standing_in(
+    module: nn.Module, tensor_for: Callable[[nn.Parameter], torch.Tensor]
+) -> Iterator[dict[nn.Parameter, StandIn]]:
+    """Put {parameter: another one, of the tensor given} in the place of all that the module's rule may draw."""
+    places = _places_near(module)
+    stand_ins = {parameter: StandIn(tensor_for(parameter)) for _, _, parameter in places}
+    for place, name, parameter in places:
+        setattr(place, name, stand_ins[parameter])
+    try:
+        yield stand_ins
+    finally:
+        for place, name, parameter in places:
+            setattr(place, name, parameter)
 
-    Of split experts it gathers this rank's.
+
+def _on_meta(parameter: nn.Parameter) -> torch.Tensor:
+    return torch.empty(whole_shape(parameter), dtype=torch.float32, device="meta")
+
+
+def _draw(
+    draw: Draw, seed: int, memory: torch.Tensor, scales: Mapping[nn.Parameter, float]
+) -> dict[nn.Parameter, torch.Tensor]:
+    """Return {parameter: flat tensor, in its type} of what a draw keeps; valid until the memory is used again."""
+    if draw.continues:
+        lent = {parameter: _held(parameter) for parameter in parameters_near(draw.module)}
+    else:
+        sizes = list(map(whole_numel, draw.lent))
+        views = memory[: sum(sizes)].split(sizes)
+        lent = {p: view.view(whole_shape(p)) for p, view in zip(draw.lent, views, strict=True)}
+    # On the meta device nothing is drawn. On the CPU and in fp32, as a GPU, or 16 bits, would draw other numbers.
+    own = _standing_in(draw.module, lambda parameter: lent.get(parameter, _on_meta(parameter)))
+    with own, _generator_of(seed, draw.name):
+        draw_module(draw.owner, draw.module)
+    values = {p: lent[p].view(-1).to(_sending_device(), p.dtype) for p in draw.kept}
+    return {p: value if scales[p] == 1.0 else value.mul_(scales[p]) for p, value in values.items()}
+
+
+def _sending_device() -> str:
+    """Name the device whose tensors the ranks can send."""
+    return "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
+
+
+def _sent(parameter: nn.Parameter, value: torch.Tensor | None, source: int) -> torch.Tensor:
+    """Return on every rank the whole parameter's `value` that the rank `source` has. A collective."""
+    if value is None:
+        value = torch.empty(whole_numel(parameter), dtype=parameter.dtype, device=_sending_device())
+    dist.broadcast(value, source)
+    return value
+
+
+def _held(parameter: nn.Parameter) -> torch.Tensor:
+    """Copy what the ranks hold of a parameter, in fp32; of split experts it has only this rank's."""
+    import deepspeed
+
+    copied = torch.empty(whole_shape(parameter), dtype=torch.float32)
+    with deepspeed.zero.GatheredParameters([parameter]):  # without ZeRO-3 this does nothing
+        own_rows(parameter, copied).copy_(parameter)
+    return copied
+
+
+def fill(parameter: nn.Parameter, read: Callable[[int, int], Chunks]) -> None:
+    """Set what this rank has of a parameter. All ranks call this together.
+
+    read: returns the elements [start, stop) of the whole flattened parameter.
     """
-    if not any(map(is_partitioned, parameters)):
-        yield True
-        return
-    import deepspeed  # here and not above: counting a model does not wait for its import
+    start = first_element(parameter)
+    if not is_partitioned(parameter):
+        copy_chunks(read(start, start + parameter.numel()), parameter.view(-1), start)
+    elif not fill_partition(parameter, read):
+        import deepspeed  # here and not above: counting a model does not wait for its import
 
-    split = [each for each in parameters if share_of(each) is not None]
-    others = [each for each in parameters if share_of(each) is None]
-    copies = share_of(split[0]).copies if split else None
-    # the values of the first rank, or of the first that has the same experts, go to the others when the block ends
-    gathered = partial(deepspeed.zero.GatheredParameters, modifier_rank=0)
-    with gathered(others), gathered(split):
-        yield torch.distributed.get_rank(copies) == 0
+        share = share_of(parameter)
+        # the values of the first rank, or of the first that has the same experts, go to the others when the block ends
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            if dist.get_rank(share.copies if share else None) == 0:
+                copy_chunks(read(start, start + parameter.numel()), parameter.view(-1), start)
 
 
 @contextmanager
@@ -89,23 +257,6 @@ def _generator_of(seed: int, module_name: str) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _as_fp32_on_cpu(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Lend the parameters fp32 CPU storage, then write what was drawn there back into their own.
-
-    Split experts get storage for all of them, so that each is drawn as if none were split.
-    """
-    own_storage = [p.data for p in parameters]
-    for parameter in parameters:
-        lent = torch.empty(whole_shape(parameter), dtype=torch.float32)
-        own_rows(parameter, lent).copy_(parameter.data)
-        parameter.data = lent
-    yield
-    for parameter, storage in zip(parameters, own_storage, strict=True):
-        storage.copy_(own_rows(parameter, parameter.data))
-        parameter.data = storage
-
-
 @torch.no_grad()
 def drawing_faults(built: PreTrainedModel) -> list[str]:
     """Find parameters that `initialise_weights` would not draw, or would draw from too far; one sentence each.
@@ -115,21 +266,17 @@ def drawing_faults(built: PreTrainedModel) -> list[str]:
     Args:
         built: on the meta device.
     """
-    faults, drawn = [], set()
+    faults, drawn, names = [], set(), {each: name for name, each in built.named_parameters()}
     for parameter in built.parameters():
         forget_drawn(parameter)
-    for name, module, owner in children_first(built):
-        inside = dict(module.named_parameters(prefix=name))
-        before = {key: times_written(parameter) for key, parameter in inside.items()}
-        draw_module(owner, module)
-        written = {key for key, parameter in inside.items() if times_written(parameter) != before[key]}
-        drawn |= {id(inside[key]) for key in written}
-        # Under ZeRO-3 no other parameters are gathered while the rule of a module runs.
-        near = {id(parameter) for parameter in parameters_near(module)}
-        far = [key for key in written if id(inside[key]) not in near]
-        faults += [f"{key} is drawn from two levels above it, by {type(module).__name__}" for key in far]
+    for _, module, _, trace in _traced(built):
+        drawn |= trace.written
+        # No other parameters have memory while the rule of a module runs.
+        far = trace.written.difference(parameters_near(module))
+        by = type(module).__name__
+        faults += [
+            f"{names[each]} is drawn from two levels above it, by {by}" for each in names if each in far
+        ]
     # Biases and norms may be left to their constructors, which fill them with zeros and ones.
     matrices = ((key, parameter) for key, parameter in built.named_parameters() if parameter.ndim >= 2)
-    return faults + [
-        f"{key} is drawn by no module" for key, parameter in matrices if id(parameter) not in drawn
-    ]
+    return faults + [f"{key} is drawn by no module" for key, parameter in matrices if parameter not in drawn]

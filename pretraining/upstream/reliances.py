@@ -141,10 +141,15 @@ _PURPOSES = (
     ),
     _Purpose(
         "transformers",
-        why="shows which parameters a rule of drawing reaches",
+        why="shows what a rule of drawing does to parameters",
         test="test_other_models.py",
         until="the rule goes",
-        names=("torch.Tensor._version",),
+        names=(
+            "torch.utils._python_dispatch.TorchDispatchMode",
+            "torch.utils._pytree.tree_leaves(tree, is_leaf)",
+            "torch.UntypedStorage._cdata",
+            "torch._ops.OpOverload._schema",
+        ),
     ),
     _Purpose(
         "transformers",

@@ -27,8 +27,8 @@ A model's classes (transformers 5.23.0, torch 2.13.0, deepspeed 0.19.8):
   would depend on the stage. Held by tests/test_model.py. May go once transformers draws alike at every stage.
 - Its mark on a parameter (`forget_drawn`): `_is_hf_initialized`. The rule skips what is marked, and under ZeRO-3
   everything is marked before we draw. Held by tests/test_model.py. Goes with the rule.
-- How often a parameter was written to (`times_written`): torch's `Tensor._version`, which autograd counts, also on the
-  meta device. It shows which parameters a rule reaches. Held by tests/test_other_models.py. Goes with the rule.
+- What the rule does to parameters (`RuleTrace`): torch's `TorchDispatchMode` sees each operator, and the operator's
+  schema says what it writes. Held by tests/test_other_models.py and tests/test_model.py. Goes with the rule.
 - Which buffers are not saved (`is_persistent`): torch's `Module._non_persistent_buffers_set`; `state_dict` would gather
   parameters too. Held by tests/test_upstream.py.
 - Whether ZeRO-3 has a parameter in shards (`is_partitioned`): DeepSpeed sets `ds_id`, and has no function that says it.
@@ -44,12 +44,14 @@ A model's classes (transformers 5.23.0, torch 2.13.0, deepspeed 0.19.8):
 
 import copy
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel, Trainer
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -153,9 +155,64 @@ def forget_drawn(parameter: nn.Parameter) -> None:
     parameter._is_hf_initialized = False
 
 
-def times_written(parameter: torch.Tensor) -> int:
-    """Count the writes to a parameter so far; only differences have a meaning."""
-    return parameter._version
+class StandIn(nn.Parameter):
+    """A parameter that does not say if it is on the meta device: there, some of torch's rules would do nothing."""
+
+    is_meta = False
+
+
+class RuleTrace(TorchDispatchMode):
+    """Note what a rule of drawing does to tensors of the meta device while the block lasts.
+
+    tensors: each under a key, by which the trace names it.
+    """
+
+    def __init__(self, tensors: Mapping[Any, torch.Tensor]) -> None:
+        super().__init__()
+        # a view, and what `data` returns, have the storage of their tensor
+        self._keys = {tensor.untyped_storage()._cdata: key for key, tensor in tensors.items()}
+        self._numel = {key: tensor.numel() for key, tensor in tensors.items()}
+        self.written: set = set()
+        self.filled: set = set()
+        """Those whose values from before the rule have no effect: it has replaced all of them first."""
+        self.read: set = set()
+        """Those with any other use, if only of a part."""
+        self.random: set = set()
+        """Those filled with random numbers; None among them: some random numbers went elsewhere."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs, written = kwargs or {}, []
+        arguments = {argument.name: argument for argument in func._schema.arguments}
+        for name, value in [*zip(arguments, args, strict=False), *kwargs.items()]:
+            alias = arguments[name].alias_info
+            tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+            if alias is not None and alias.is_write:
+                written += tensors
+            elif not func.is_view:
+                self.read |= {self._key_of(tensor) for tensor in tensors} - {None}
+        for tensor in written:
+            self._note_write(func, self._key_of(tensor), tensor.numel())
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.random |= {self._key_of(tensor) for tensor in written} or {None}
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
+            return 0  # there are no numbers; torch's `trunc_normal_` asks if it has to draw some again
+        return func(*args, **kwargs)
+
+    def _key_of(self, tensor: torch.Tensor) -> Any:
+        return self._keys.get(tensor.untyped_storage()._cdata)
+
+    def _note_write(self, func: Any, key: Any, numel: int) -> None:
+        if key is None:
+            return
+        self.written.add(key)
+        if func._schema.name not in _FILLING or numel != self._numel[key]:
+            self.read.add(key)
+        elif key not in self.read:
+            self.filled.add(key)
+
+
+_FILLING = {f"aten::{name}_" for name in ("normal", "uniform", "fill", "zero", "copy")}
+"""Operators after which nothing of their tensor's values is left. For others weights are gathered, which is slower."""
 
 
 def is_persistent(module: nn.Module, buffer: str) -> bool:
