@@ -13,6 +13,8 @@ from pretraining.planning.costs import (
     NOT_COUNTED,
     Forecast,
     disk_words,
+    energy_words,
+    estimated,
     forecast,
     mfu_words,
     scaling_rows,
@@ -32,7 +34,6 @@ from pretraining.planning.quantities import (
     columns,
     dollars,
     duration,
-    energy,
     facts,
     hours,
     num_bytes,
@@ -177,14 +178,8 @@ def in_short(answer: dict) -> str:
         return f"{memory}; {disk}; time and cost depend on --gpu NAME"
     fits = "fits" if need <= answer["gpu_memory_bytes"] else "does not fit"
     prices = [price["dollars"] for price in speed["cost"]["prices"]]
-    costs = f"{dollars(min(prices))} or more" if prices else "no price known"
-    return f"{fits}; {_at_least(speed)}{duration(speed['seconds'])}; {costs}; {disk}"
-
-
-def _at_least(speed: dict) -> str:
-    """Return the words that mark a lower bound."""
-    # an assumed utilization is a ceiling, which makes the time a lower bound; a measured one is not
-    return "at least " if speed["utilization"]["assumed"] else ""
+    costs = dollars(min(prices)) if prices else "no price known"
+    return f"{fits}; {duration(speed['seconds'])}, {costs}{estimated(speed, ' ({})')}; {disk}"
 
 
 def run_line(recipe: Recipe, plan: RunPlan, folder: str, device: str) -> str:
@@ -221,9 +216,10 @@ def plan_line(recipe: Recipe, plan: RunPlan, left: float = 1.0) -> str:
         speed = forecast(workload_of_recipe(recipe, plan.ds_config), machine.gpu, plan.world_size)
         rest = "" if left == 1 else " for what is left"
         rate = f"{foreseen['tokens_per_second']:,.0f} tokens/s, MFU {foreseen['mfu']:.0%}"
-        words = f"{_at_least(speed.to_dict())}{duration(left * foreseen['training_seconds'])}{rest} at {rate}"
         prices = [price.dollars for price in speed.cost.prices]
-        parts += [words, *([f"{dollars(left * min(prices))} or more"] if prices else [])]
+        parts += [f"{duration(left * foreseen['training_seconds'])}{rest} at {rate}"]
+        parts += [dollars(left * min(prices))] if prices else []
+        parts[-1] += estimated(speed.to_dict(), " ({})")
     return ", ".join([*parts, f"{num_bytes(plan.disk_bytes)} of disk"])
 
 
@@ -334,7 +330,7 @@ def _time_and_money(answer: dict) -> list[tuple[str, str]]:
     saved = step["checkpoints"]
     cadence = f"; a checkpoint every {duration(saved['every_seconds'])}{write_words(saved)}" if saved else ""
     return [
-        ("time", f"{_at_least(speed)}{duration(speed['seconds'])} at {rate}, {NOT_COUNTED}"),
+        ("time", f"{duration(speed['seconds'])} at {rate}, {estimated(speed, '{}, ')}{NOT_COUNTED}"),
         *scaling_rows(speed["scaling"]),
         ("MFU", mfu_words(speed)),
         ("kernels", _kernel_words(step["kernel_seconds"])),
@@ -342,7 +338,7 @@ def _time_and_money(answer: dict) -> list[tuple[str, str]]:
         ("step", f"{duration(step['seconds'])}, bound by {step['time']['bound_by']}; {links}"),
         *([("messages", _message_words(step["messages"]))] if answer["layout"] else []),
         ("money", _money_words(cost)),
-        ("energy", f"{energy(cost['energy_kwh'])} at the GPUs' rated power"),
+        ("energy", energy_words(cost)),
         ("disk", f"{disk}{cadence}"),
         *([("failures", failure_words(saved))] if _is_notable(saved, answer) else []),
         ("data", f"{read}; loaders read {num_bytes(step['loader_bytes_per_second'])}/s"),
@@ -361,7 +357,7 @@ def _message_words(messages: list[dict]) -> str:
 
 
 def _kernel_words(seconds: dict[str, float]) -> str:
-    """Write where the time of a micro-batch goes at the ceiling, the largest part first."""
+    """Write where the time of a micro-batch goes, the largest part first."""
     total = sum(seconds.values())
     parts = sorted(seconds.items(), key=lambda part: -part[1])
     # a part below half a percent would be written as 0 %

@@ -97,7 +97,7 @@ def step_time(
         width=precision_of(recipe, ds_config).weights,
     )
     if used and used.assumed:
-        # the ceiling counted the seconds of every kernel: no need to derive them from FLOPs and an MFU
+        # the seconds of every kernel are counted: no need to derive them from FLOPs and an MFU
         waiting = sum(seconds for name, seconds in at_best.seconds.items() if name in LAYER_MESSAGES)
         time = replace(
             time,
