@@ -96,6 +96,13 @@ def communication(
     return Communication(gathers, gathers, accumulation * parameters * width * (hpz - 1) / hpz)
 
 
+def stops_for_gradients(ds_config: dict | None) -> bool:
+    """Return whether every pass waits for its gradients to be reduced, so that nothing hides these messages."""
+    # deepspeed 0.19.8, stage_1_and_2.py `average_tensor`: on the stream of the pass itself, unless `overlap_comm`
+    zero = (ds_config or {}).get("zero_optimization") or {}
+    return zero_stage(ds_config) == 2 and not zero.get("overlap_comm")
+
+
 def communication_seconds(volume: Communication, gpu: Gpu, num_ranks: int) -> float:
     """Return seconds at the rate that the doctor measured on this machine, else at the peak of the links.
 
