@@ -218,7 +218,7 @@ def _is_like(row: dict, gpu: Gpu, parameters: int) -> bool:
     # a device that the table does not know, or a line without one, is like no GPU
     except (UserError, KeyError):
         return False
-    return device == gpu and 1 / SAME_SIZE <= row["parameters"] / parameters <= SAME_SIZE
+    return device.name == gpu.name and 1 / SAME_SIZE <= row["parameters"] / parameters <= SAME_SIZE
 
 
 def tokens_per_second(flops: float, num_gpus: int, peak_flops: float, mfu: float) -> float:

@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from pretraining.ds_config import degrees_of, hpz_ranks
 from pretraining.planning.cadence import failure_words, write_words
@@ -40,6 +40,7 @@ from pretraining.planning.quantities import (
     recomputation_text,
     several,
     short,
+    three_digits,
 )
 from pretraining.planning.run_plan import RunPlan, build_run_plan
 from pretraining.planning.shapes import family_of
@@ -60,7 +61,12 @@ GPUS_OF_A_NODE = 8
 
 
 def print_plan(
-    recipe: Recipe, ds_config: dict | None, world_size: int | None, gpu_name: str | None, as_json: bool
+    recipe: Recipe,
+    ds_config: dict | None,
+    world_size: int | None,
+    gpu_name: str | None,
+    as_json: bool,
+    nodes: int | None = None,
 ) -> None:
     """Print the plan of a recipe. Without `world_size`, plan for the fewest ranks, and list those that divide the step.
 
@@ -69,7 +75,7 @@ def print_plan(
         SystemExit: with USER_ERROR, after the plan is printed, if `train.py` would refuse this run on such GPUs.
     """
     gpu = None if gpu_name is None else find_gpu(gpu_name)
-    answer = full_plan(recipe, ds_config, world_size or fewest_ranks(ds_config), gpu)
+    answer = full_plan(recipe, ds_config, world_size or fewest_ranks(ds_config), gpu, nodes)
     print(json.dumps(answer, indent=2) if as_json else as_text(answer))
     if world_size is None and not as_json:
         print(f"\n{world_sizes(recipe, ds_config, gpu)}")
@@ -78,17 +84,27 @@ def print_plan(
         sys.exit(USER_ERROR)
 
 
-def full_plan(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu | None) -> dict:
-    """Collect all values that `--plan` prints, as plain JSON values."""
+def full_plan(
+    recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu | None, nodes: int | None = None
+) -> dict:
+    """Collect all values that `--plan` prints, as plain JSON values.
+
+    nodes: None if they are full ones, as sold with this GPU.
+    """
+    # host memory and disks belong to a node
+    at_node = min(world_size, gpu.gpus_per_node if gpu else GPUS_OF_A_NODE)
+    if nodes:
+        at_node = -(-world_size // nodes)
+        gpu = gpu and replace(gpu, gpus_per_node=at_node)
     plan, there = build_run_plan(recipe, ds_config, world_size), gpu.memory_bytes if gpu else None
     need = memory_need(recipe, ds_config, world_size, there)
     workload = workload_of_recipe(recipe, ds_config)
     # time and cost need the rates of a known GPU
     speed = forecast(workload, gpu, world_size) if gpu else None
-    # host memory belongs to a node, so it is also given for all GPUs of one
-    at_node = min(world_size, gpu.gpus_per_node if gpu else GPUS_OF_A_NODE)
     return {
         **plan.to_dict(),
+        "budget_tokens": recipe.budget.tokens,
+        "disk_bytes_of_node": plan.disk_bytes_of_node(at_node),
         # the same values as in plan.json, so that a run can be compared with this plan
         "predicted": predicted(recipe, ds_config, world_size, gpu, gpu_memory=there),
         "model": _model_words(recipe, plan),
@@ -104,6 +120,8 @@ def full_plan(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu 
             **need.to_dict(),
             "gpus_of_node": at_node,
             "host_node_bytes": at_node * need.host_bytes,
+            "pinned_bytes": need.pinned,
+            "snapshot_bytes": need.snapshot,
             "shrink": shrink(need, recipe, ds_config),
         },
         "forecast": speed.to_dict() if speed else None,
@@ -243,7 +261,10 @@ def _what(answer: dict) -> list[tuple[str, str]]:
     )
     if answer["ramp_steps"]:
         step += f"; the first {answer['ramp_steps']:,} are smaller"
-    tokens = f"{answer['tokens']:,}, {answer['tokens_per_parameter']:.1f} per parameter"
+    # steps are whole, and those of a ramp have several sizes
+    left = answer["budget_tokens"] - answer["tokens"]
+    tokens = f"{answer['tokens']:,}{f' ({left:,} less than the budget: the ramp leaves them over)' if left else ''}"
+    tokens += f", {three_digits(answer['tokens_per_parameter'])} per parameter"
     return [
         ("model", answer["model"]),
         ("tokens", f"{tokens} (about 20 are compute-optimal); {answer['training_flops']:.3g} FLOPs"),
@@ -289,7 +310,23 @@ def _memory(answer: dict) -> list[tuple[str, str]]:
     node = node if need["gpus_of_node"] > 1 else ""
     host = f"{num_bytes(need['host_bytes'])} for each GPU ({host_words(need['host'])}){node}"
     rows.append(("host memory", host))
+    rows += _pinned(answer) if answer["gpu"] else []
     return rows + ([("NVMe", f"{num_bytes(need['nvme'])} for each GPU")] if need["nvme"] else [])
+
+
+def _pinned(answer: dict) -> list[tuple[str, str]]:
+    """Write what is pinned, when, and how a checkpoint is written where host memory has room for a copy or not."""
+    need, node = answer["memory"], answer["memory"]["gpus_of_node"]
+    parts = [f"{num_bytes(need['pinned_bytes'])} a GPU before the first step"] if need["pinned_bytes"] else []
+    if copy := need["snapshot_bytes"]:
+        saved = answer["forecast"]["step"]["checkpoints"]
+        rate = f"{num_bytes(saved['bytes'] / saved['write_seconds'])}/s"
+        parts.append(
+            f"{num_bytes(copy)} a GPU ({num_bytes(node * copy)} a node) at the first save, which waits for it once. With "
+            f"{num_bytes(need['host_node_bytes'])} of host memory a node saves run behind training, with less training "
+            f"waits for each ({duration(saved['write_seconds'])} at {rate})"
+        )
+    return [("pinned", "; ".join(parts))] if parts else []
 
 
 def _fits_words(answer: dict) -> str:
@@ -319,6 +356,8 @@ def _time_and_money(answer: dict) -> list[tuple[str, str]]:
     if epochs > 1.001:
         read = f"{unique:,} tokens, read {epochs:.3g} times, are {shards}"
     disk = disk_words(answer["disk"], answer["checkpoints_kept"])
+    if answer["world_size"] > answer["memory"]["gpus_of_node"]:
+        disk += f" (of all nodes; on disks of their own at most {num_bytes(answer['disk_bytes_of_node'])} each)"
     speed = answer["forecast"]
     if speed is None:
         ask = "give --gpu NAME; `python -m pretraining.planning gpus` lists those known"
