@@ -28,7 +28,7 @@ from pretraining.planning.memory.tensors import ROUTER, parameter_tensors, preci
 from pretraining.planning.messages import TENSOR, layer_messages, misplaced
 from pretraining.planning.quantities import duration, num_bytes, several
 from pretraining.planning.run_plan import RunPlan, build_run_plan
-from pretraining.planning.search import nearest_fit
+from pretraining.planning.search import fitting, nearest_fit
 from pretraining.planning.sizes import model_size
 from pretraining.planning.throughput import precision_of_products, step_time
 from pretraining.recipe import Recipe, accumulation_steps
@@ -41,7 +41,8 @@ from pretraining.runtime.run_folder import RunFolder
 MANY_EPOCHS = 4
 HIDDEN = 0.5
 """Share of the products' time up to which messages at the links' peak are hidden behind them."""
-NOTABLY_LONGER = 1.01
+NOTABLY_LONGER, NOTABLY_SLOWER = 1.01, 1.2
+"""Steps, with recomputation and with other micro-batches, over those without."""
 MANY_CHECKPOINTS = 100
 CLOSE_CHECKPOINTS = 0.1
 """Share of the interval that loses least. Disk or store are busy for nothing with so many checkpoints closer than that."""
@@ -265,6 +266,7 @@ def _mistakes(case: _Case) -> list[Objection]:
         _no_checkpoint,
         _close_checkpoints,
         _placement,
+        _links,
         _experts,
         _tiny_batch,
         _needless_zero_3,
@@ -301,6 +303,21 @@ def _placement(case: _Case) -> Objection | None:
         f"{duration(seconds)} of a step, and {duration(inside)} inside a node"
     )
     return Objection(what, f"degrees whose product divides {node}: tensor first, then sequence, data outside")
+
+
+def _links(case: _Case) -> Objection | None:
+    """Warn about messages that take longer than the products, if other micro-batches or recomputation are faster."""
+    gpu = case.machine.gpu
+    if gpu is None or case.limit is None:
+        return None
+    time = step_time(case.recipe, case.ds_config, case.world_size, gpu)
+    if time.communication_seconds <= time.compute_seconds or case.need.total > case.limit:
+        return None
+    best = fitting(case.recipe, case.world_size, gpu, case.limit, own_ds_config=True)[0]
+    if NOTABLY_SLOWER * best.step_seconds > time.seconds:
+        return None
+    what = f"messages take {duration(time.communication_seconds)} of a step, products {duration(time.compute_seconds)}"
+    return Objection(f"{what}; a step of {duration(best.step_seconds)} fits", best.arguments)
 
 
 def _without_kernels(gpu: Gpu | None) -> list[Objection]:

@@ -310,7 +310,7 @@ def _memory(answer: dict) -> list[tuple[str, str]]:
     node = node if need["gpus_of_node"] > 1 else ""
     host = f"{num_bytes(need['host_bytes'])} for each GPU ({host_words(need['host'])}){node}"
     rows.append(("host memory", host))
-    rows += _pinned(answer) if answer["gpu"] else []
+    rows += _pinned(answer) if need["total"] <= (answer["gpu_memory_bytes"] or 0) else []
     return rows + ([("NVMe", f"{num_bytes(need['nvme'])} for each GPU")] if need["nvme"] else [])
 
 
@@ -319,12 +319,11 @@ def _pinned(answer: dict) -> list[tuple[str, str]]:
     need, node = answer["memory"], answer["memory"]["gpus_of_node"]
     parts = [f"{num_bytes(need['pinned_bytes'])} a GPU before the first step"] if need["pinned_bytes"] else []
     if copy := need["snapshot_bytes"]:
-        saved = answer["forecast"]["step"]["checkpoints"]
-        rate = f"{num_bytes(saved['bytes'] / saved['write_seconds'])}/s"
+        waits = duration(answer["forecast"]["step"]["checkpoints"]["write_seconds"])
+        of_node = f", {num_bytes(node * copy)} a node" if node > 1 else ""
         parts.append(
-            f"{num_bytes(copy)} a GPU ({num_bytes(node * copy)} a node) at the first save, which waits for it once. With "
-            f"{num_bytes(need['host_node_bytes'])} of host memory a node saves run behind training, with less training "
-            f"waits for each ({duration(saved['write_seconds'])} at {rate})"
+            f"{num_bytes(copy)} a GPU{of_node}, in the first save, which takes longer; with less than "
+            f"{num_bytes(need['host_node_bytes'])} of host memory every save stops training for {waits} instead"
         )
     return [("pinned", "; ".join(parts))] if parts else []
 
@@ -369,7 +368,7 @@ def _time_and_money(answer: dict) -> list[tuple[str, str]]:
     saved = step["checkpoints"]
     cadence = f"; a checkpoint every {duration(saved['every_seconds'])}{write_words(saved)}" if saved else ""
     return [
-        ("time", f"{duration(speed['seconds'])} at {rate}, {estimated(speed, '{}, ')}{NOT_COUNTED}"),
+        ("time", f"{duration(speed['seconds'])} at {rate}, {estimated(speed, 'estimated, ')}{NOT_COUNTED}"),
         *scaling_rows(speed["scaling"]),
         ("MFU", mfu_words(speed)),
         ("kernels", _kernel_words(step["kernel_seconds"])),
