@@ -241,10 +241,10 @@ def _check_modes(options: argparse.Namespace) -> None:
     for name in ("json", "world_size", "gpu", "nodes"):
         if getattr(options, name) not in (None, False) and not (options.rehearse or options.plan):
             raise UserError(f"--{name} goes with --plan: add that, or leave --{name} out")
-    if options.nodes is not None and options.nodes > (ranks := options.world_size or 1):
-        raise UserError(f"--nodes {options.nodes}: --world_size is {ranks}; give at most as many nodes")
     if options.rehearse and options.world_size is None:
         raise UserError("--rehearse needs --world_size N, the number of processes of the run")
+    if options.nodes is not None and options.nodes > (options.world_size or 1):
+        raise UserError(f"--nodes {options.nodes}: give --world_size N with it, and at most N nodes")
     if options.rehearse and options.while_preparing:
         raise UserError("--rehearse looks at finished data: leave --while_preparing out, or prepare first")
 

@@ -356,7 +356,9 @@ def estimated(speed: dict, form: str) -> str:
 def energy_words(cost: dict) -> str:
     """Write the energy of a run, and the overhead that is in it."""
     overhead = table("rates")["power_usage_effectiveness"]["value"]
-    return f"{energy(cost['energy_kwh'])}: {overhead:g} x the GPUs' rated power, for cooling and the rest (PUE)"
+    return (
+        f"{energy(cost['energy_kwh'])}: {overhead:g} x the GPUs' rated power, for cooling and the rest (PUE)"
+    )
 
 
 def mfu_words(answer: dict) -> str:

@@ -45,7 +45,7 @@ NOTABLY_LONGER, NOTABLY_SLOWER = 1.01, 1.2
 """Steps, with recomputation and with other micro-batches, over those without."""
 MANY_CHECKPOINTS = 100
 CLOSE_CHECKPOINTS = 0.1
-"""Share of the interval that loses least. Disk or store are busy for nothing with so many checkpoints closer than that."""
+"""Share of the interval that loses least: closer checkpoints, and so many, keep the disk busy for nothing."""
 SMALL_BUCKET = 5_000_000
 """Elements below which messages are bound by latency (DeepSpeed's own default is 500 million)."""
 BF16_FROM = 10_000_000
@@ -311,12 +311,14 @@ def _links(case: _Case) -> Objection | None:
     if gpu is None or case.limit is None:
         return None
     time = step_time(case.recipe, case.ds_config, case.world_size, gpu)
-    if time.communication_seconds <= time.compute_seconds or case.need.total > case.limit:
+    if time.bound_by != "links" or case.need.total > case.limit:
         return None
     best = fitting(case.recipe, case.world_size, gpu, case.limit, own_ds_config=True)[0]
     if NOTABLY_SLOWER * best.step_seconds > time.seconds:
         return None
-    what = f"messages take {duration(time.communication_seconds)} of a step, products {duration(time.compute_seconds)}"
+    messages = max(time.communication_seconds, time.waiting_seconds)
+    kernels = time.compute_seconds - time.waiting_seconds
+    what = f"messages take {duration(messages)} of a step, kernels {duration(kernels)}"
     return Objection(f"{what}; a step of {duration(best.step_seconds)} fits", best.arguments)
 
 

@@ -1,7 +1,8 @@
 """The messages of a step: what each rank sends, to ranks of its node and to other nodes, and how long that takes.
 
-ZeRO's messages may be hidden behind the products (`hides_messages`). A layer that is split over ranks waits for its own:
-those of tensor parallelism (all-reduces), sequence parallelism and expert parallelism (all-to-alls) are never hidden.
+ZeRO's messages may be hidden behind the products, unless a pass stops for them (`stops_for_gradients`). A layer that
+is split over ranks waits for its own: those of tensor parallelism (all-reduces), sequence parallelism and expert
+parallelism (all-to-alls) are never hidden.
 
 Ranks are numbered with tensor parallelism innermost, then sequence parallelism, then data. So the ranks of a tensor
 group are neighbours, and those of a sequence group are as many ranks apart as a tensor group has.

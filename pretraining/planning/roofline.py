@@ -1,11 +1,11 @@
 """The share of a GPU's peak that a recipe reaches: measured here, or estimated from assumed rates of its kernels.
 
-A training pass consists of products and attention, which are bound by FLOPs, and of all other kernels, which are bound
-by the bytes they read and write. How many bytes a layer's kernels move for a token is linear in its widths.
-tables/kernels.json holds the factors, which benchmarks/kernel_factors.py counted on the real model, eager and compiled.
-Gaps between kernels, messages of ZeRO and waits are not counted. The bytes and FLOPs are exact, their rates are not: they
-are one assumption for all shapes (tables/rates.json), which wide products exceed and narrow ones miss. So the result is
-an estimate and no limit.
+A training pass consists of products and attention, which are bound by FLOPs, and of all other kernels, which are
+bound by the bytes they read and write. How many bytes a layer's kernels move for a token is linear in its widths.
+tables/kernels.json holds the factors, which benchmarks/kernel_factors.py counted on the real model, eager and
+compiled. Gaps between kernels, messages of ZeRO and waits are not counted. Bytes and FLOPs are exact, their rates are
+not: they are one assumption for all shapes (tables/rates.json), which wide products may exceed and narrow ones miss.
+So the result is an estimate, not a limit.
 """
 
 import json
@@ -87,8 +87,7 @@ def recipe_utilization(recipe: Recipe, gpu: Gpu, at_best: Ceiling) -> Utilizatio
         return measured
     day = at_best.products_measured_on
     how = f", products as measured here on {day}" if day else ""
-    source = f"{ESTIMATED} of kernels{how}, no gaps between them"
-    return Utilization(at_best.mfu_without_recomputation, source, assumed=True)
+    return Utilization(at_best.mfu_without_recomputation, f"{ESTIMATED}{how}", assumed=True)
 
 
 def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, precision: str) -> Ceiling:

@@ -356,7 +356,9 @@ def _time_and_money(answer: dict) -> list[tuple[str, str]]:
         read = f"{unique:,} tokens, read {epochs:.3g} times, are {shards}"
     disk = disk_words(answer["disk"], answer["checkpoints_kept"])
     if answer["world_size"] > answer["memory"]["gpus_of_node"]:
-        disk += f" (of all nodes; on disks of their own at most {num_bytes(answer['disk_bytes_of_node'])} each)"
+        disk += (
+            f" (of all nodes; on disks of their own at most {num_bytes(answer['disk_bytes_of_node'])} each)"
+        )
     speed = answer["forecast"]
     if speed is None:
         ask = "give --gpu NAME; `python -m pretraining.planning gpus` lists those known"

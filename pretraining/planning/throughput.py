@@ -105,9 +105,7 @@ def step_time(
         # the seconds of every kernel are counted: no need to derive them from FLOPs and an MFU
         kernels = sum(seconds for name, seconds in at_best.seconds.items() if name not in LAYER_MESSAGES)
         waiting = sum(message.seconds for message in sent if message.name in alone)
-        time = replace(
-            time, compute_seconds=accumulation * kernels + waiting, waiting_seconds=waiting
-        )
+        time = replace(time, compute_seconds=accumulation * kernels + waiting, waiting_seconds=waiting)
     return replace(
         time,
         communication_seconds=sum(message.seconds for message in sent if message.name not in LAYER_MESSAGES),
