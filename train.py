@@ -34,7 +34,7 @@ def main() -> None:
     if options.while_preparing:
         check_while_preparing(recipe, options.data_dir)
     if options.plan:
-        return print_plan(recipe, ds_config, options.world_size, options.gpu, options.json)
+        return print_plan(recipe, ds_config, options.world_size, options.gpu, options.json, options.nodes)
     if options.rehearse:
         from pretraining.rehearsal.rehearsal import rehearse
 

@@ -6,10 +6,10 @@
 
 The recipe's own model, loss and blocks run forward and backward at full size on tensors without storage, eager or as
 inductor would fuse them; the DeepSpeed engine runs on a small stack of layers, as one rank of --world_size, and its
-bytes are taken for each parameter. Products and attention take their FLOPs' time, all others their bytes' time, at the
-shares of the GPU's peaks that pretraining/planning/tables/rates.json assumes. There is no gap between two kernels and
-no wait in it: a run stays below this ceiling. `planned_mfu_ceiling` is the plan's, which runs nothing;
-`waits_of_engine` how often DeepSpeed's engine lets the host wait for the device.
+bytes are taken for each parameter. Products and attention take their FLOPs' time, all others their bytes' time, at
+the shares of the GPU's peaks that pretraining/planning/tables/rates.json assumes. There is no gap between two kernels
+and no wait in it, which a run has; and some shapes reach more than these shares. `planned_mfu_ceiling` is the plan's,
+which runs nothing; `waits_of_engine` how often DeepSpeed's engine lets the host wait for the device.
 """
 
 import argparse

@@ -230,7 +230,7 @@ def parse_train_arguments(arguments: list[str] | None = None) -> argparse.Namesp
         "--nodes",
         type=positive_integer,
         metavar="N",
-        help="with --rehearse: nodes (default: of 8 processes each)",
+        help="with --plan or --rehearse: nodes (default: as many GPUs each as the GPU's table says, or 8 processes)",
     )
     parser.add_argument(
         "--gpu", metavar="NAME", help="with --plan or --rehearse: the kind of GPU, as H100 or A100-40GB"
@@ -253,12 +253,12 @@ def _check_modes(options: argparse.Namespace) -> None:
     if options.plan and options.rehearse:
         raise UserError("--plan and --rehearse are two questions: ask one, then the other")
     for name in ("json", "world_size", "gpu", "nodes"):
-        modes = "--rehearse" if name == "nodes" else "--plan"
-        asked = options.rehearse or (options.plan and name != "nodes")
-        if getattr(options, name) not in (None, False) and not asked:
-            raise UserError(f"--{name} goes with {modes}: add that, or leave --{name} out")
+        if getattr(options, name) not in (None, False) and not (options.rehearse or options.plan):
+            raise UserError(f"--{name} goes with --plan: add that, or leave --{name} out")
     if options.rehearse and options.world_size is None:
         raise UserError("--rehearse needs --world_size N, the number of processes of the run")
+    if options.nodes is not None and options.nodes > (options.world_size or 1):
+        raise UserError(f"--nodes {options.nodes}: give --world_size N with it, and at most N nodes")
     if options.rehearse and options.while_preparing:
         raise UserError("--rehearse looks at finished data: leave --while_preparing out, or prepare first")
 

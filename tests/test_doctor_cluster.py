@@ -6,9 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretraining.doctor import layers, messages, shared
-from pretraining.doctor.devices import Products, _products, slow_ranks, state_in_words
+from pretraining.doctor.devices import (
+    LOADED_SECONDS,
+    Devices,
+    Products,
+    _products,
+    slow_ranks,
+    state_in_words,
+)
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding, of_all_nodes
 from pretraining.doctor.layers import Trained, _curve, reduced_recipe
 from pretraining.doctor.messages import _pair_remedy, bus_bandwidth, link_peak, rounds_of, tournament
@@ -106,6 +114,39 @@ def test_a_slow_rank_is_named_with_the_state_of_its_gpu():
     assert slow.verdict == COSTS and slow.where == "rank 1 on node0"
     assert "29% below the median (1,200 MHz, 91 C, 350 W, held back by heat (driver))" in slow.message
     assert state_in_words({}) == ""
+
+
+def test_the_rate_of_products_is_that_of_a_gpu_under_load(monkeypatch):
+    """Plans use it for weeks: neither a clock that is still high nor the shape that suits a library best may decide."""
+    rates = iter([9.0, 5.0, 4.0, 3.0, 4.0, 8.0])
+    asked = []
+
+    def rounds(self, multiply, seconds):
+        asked.append(seconds)
+        return next(rates), 1.0
+
+    work = Devices(Products(64, 32, 128, "fp32"), on_gpu=True)
+    monkeypatch.setattr(Devices, "_rounds", rounds)
+    monkeypatch.setattr("pretraining.doctor.devices.gpu_state", dict)
+    assert work._rate(10.0, lambda: None) == (40.0, {})  # the median; the load before it does not count
+    assert asked[0] == LOADED_SECONDS >= 20
+
+
+def test_the_measured_products_are_those_of_a_training_pass():
+    """A third of them is the gradient of a weight: summed over the tokens, into a small output."""
+    flops, multiply = Devices(Products(64, 32, 128, "fp32"), on_gpu=False)._products()
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten.mm.default:
+                seen.append((*args[0].shape, args[1].shape[1]))
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        multiply()
+    assert seen == [(64, 32, 128), (64, 128, 32), (32, 64, 128)]
+    assert flops == sum(2 * rows * inner * columns for rows, inner, columns in seen)
 
 
 def test_what_differs_between_ranks_is_named_once_with_its_ranks():

@@ -20,6 +20,7 @@ from pretraining.planning.sizes import flops_per_token, model_size
 from pretraining.recipe import load_recipe, model_with_defaults, recipe_names
 from pretraining.recipe.model import value_of
 from pretraining.schema import REPOSITORY
+from tests.runs import answer_of, execute
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 640, "n_positions": 64, "n_embd": 48, "n_layer": 2, "n_head": 4}
 GROUPED = {
@@ -279,12 +280,50 @@ def test_the_screen_says_what_it_takes_and_what_is_tight():
     assert "give --gpu NAME" in bare and "H200" in bare and "A100-40GB" not in bare
 
 
+def test_a_plan_says_that_it_is_estimated():
+    """Honest numbers: rates of kernels are assumed, some GPUs and shapes exceed them, so that nothing is a bound."""
+    recipe, config, gpu = load_recipe("30b"), load_ds_config("zero3"), find_gpu("H200")
+    text = " ".join(as_text(full_plan(recipe, config, 8, gpu)).split())
+    assert "(estimated from assumed rates); " in text and "a GPU), estimated, without validation" in text
+    assert text.count("(estimated from assumed rates)") == 2
+    assert not re.search(r"at least \d|or more|ceiling|stays below", text)
+    assert "estimated from assumed rates" in (REPOSITORY / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_plan_says_what_a_ramp_leaves_over_and_how_few_tokens_a_parameter_gets():
+    recipe = load_recipe(str(REPOSITORY / "recipes" / "features" / "batch-ramp.json"))
+    left = recipe.budget.tokens - recipe.num_tokens
+    text = " ".join(as_text(full_plan(recipe, None, 1, None)).split())
+    assert (
+        left > 0
+        and f"{recipe.num_tokens:,} ({left:,} less than the budget: the ramp leaves them over)" in text
+    )
+    few = load_recipe("124m", ["budget.tokens=6291456", "training.warmup_steps=1"])
+    assert "0.0505 per parameter" in as_text(full_plan(few, None, 1, None))
+
+
+def test_a_plan_of_several_nodes_has_the_disk_and_the_links_of_one():
+    """--nodes: their GPUs are fewer than sold with this kind, so that more messages leave them."""
+    words = ["train.py", "--recipe", "30b", "--plan", "--world_size", "16", "--gpu", "H200"]
+    full, half = (
+        answer_of(execute(["python", *words, *more, "--json"]).stdout) for more in ([], ["--nodes", "4"])
+    )
+    plan = build_run_plan(load_recipe("30b"), load_ds_config("zero3"), 16)
+    for answer, nodes in ((full, 2), (half, 4)):
+        shared = plan.data_bytes + plan.export_bytes
+        assert answer["disk_bytes_of_node"] == shared + plan.checkpoint_disk_bytes / nodes
+        assert answer["memory"]["gpus_of_node"] == 16 / nodes
+        assert answer["forecast"]["scaling"]["nodes"] == nodes
+    words = f"on disks of their own at most {num_bytes(half['disk_bytes_of_node'])} each"
+    assert words in " ".join(as_text(half).split())
+
+
 def test_the_screen_offers_what_fits():
     """A plan that does not fit is an answer, not an error: it says what would."""
     recipe = load_recipe("30b", ["training.per_device_train_batch_size=64"])
     answer = full_plan(recipe, load_ds_config("zero3"), 8, find_gpu("H200"))
     (refusal,) = answer["refusals"]
-    assert refusal["remedy"].endswith("--set training.per_device_train_batch_size=32")
+    assert refusal["remedy"].endswith("--set training.per_device_train_batch_size=2")
     text = as_text(answer)
     assert "does not fit" in text and refusal["remedy"] in " ".join(text.split())
 

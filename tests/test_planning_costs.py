@@ -10,7 +10,7 @@ from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
 from pretraining.planning import scaling_laws as laws
 from pretraining.planning.constants import table
-from pretraining.planning.costs import forecast
+from pretraining.planning.costs import energy_words, forecast
 from pretraining.planning.gpus import all_gpus, find_gpu, prices_of
 from pretraining.planning.messages import communication, communication_seconds
 from pretraining.planning.parallelism import (
@@ -24,7 +24,7 @@ from pretraining.planning.parallelism import (
 from pretraining.planning.roofline import expected_utilization
 from pretraining.planning.scaling_laws import extra_steps, extra_tokens, step_law
 from pretraining.planning.sizes import flops_per_token, model_size
-from pretraining.planning.throughput import predicted_step_seconds
+from pretraining.planning.throughput import predicted_step_seconds, step_time
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import load_recipe
 from tests.runs import execute
@@ -152,6 +152,25 @@ def test_a_step_takes_the_longer_of_products_and_messages():
     assert 1.25 < recomputed.compute_seconds / plain.compute_seconds < 4 / 3
 
 
+@pytest.mark.parametrize(("name", "ranks"), [("124m", 8), ("qk-norm", 64), ("7b", 64)])
+def test_zero_1_is_planned_no_slower_than_zero_2(name, ranks):
+    """README: zero1 if everything fits. Stage 2 stops every pass until its gradients are reduced, unless overlapped."""
+    recipe = load_recipe(name, ["training.per_device_train_batch_size=1"])
+    once, often = (step_time(recipe, load_ds_config(f"zero{stage}"), ranks, H100) for stage in (1, 2))
+    assert once.seconds <= often.seconds and once.waiting_seconds == 0 < often.waiting_seconds
+    overlapped = load_ds_config("zero2")
+    overlapped["zero_optimization"]["overlap_comm"] = True
+    assert step_time(recipe, overlapped, ranks, H100).waiting_seconds == 0
+
+
+def test_energy_names_its_overhead():
+    """Rated power times hours is not what a plan gives: the data centre's overhead is in it, and said."""
+    found = forecast(workload_of_recipe(load_recipe("124m"), load_ds_config("zero1")), H100, 1)
+    overhead = table("rates")["power_usage_effectiveness"]["value"]
+    assert found.cost.energy_kwh == pytest.approx(overhead * H100.watts * found.cost.gpu_hours / 1000)
+    assert f"{overhead:g} x the GPUs' rated power" in energy_words(found.to_dict()["cost"])
+
+
 def test_a_measured_utilization_takes_precedence(tmp_path):
     """Results of the same device and size feed later plans; another size or device does not."""
     row = {"benchmark": "throughput", "mfu": 0.31, "parameters": 7e9, "when": "2026-01-01"}
@@ -224,6 +243,16 @@ def test_plan_and_search_name_the_best_cadence():
     assert "of the time lost" in better and "training.save_steps" not in better
     fit = execute([sys.executable, "-m", "pretraining.planning", "fit", *words, *often, "--json"])
     assert json.loads(fit.stdout)["checkpoints"]["is_worth_changing"]
+
+
+@pytest.mark.parametrize("save_steps", [100, 50_000])
+def test_no_cadence_beyond_the_end_of_a_run_is_proposed(save_steps):
+    """A run of 100 steps that saves at its end can save no less often: there is nothing to change."""
+    settings = ["budget.tokens=52428800", "training.warmup_steps=10", f"training.save_steps={save_steps}"]
+    recipe = load_recipe("124m", [*settings, "checkpoints.hours_between_failures=1000"])
+    saved = forecast(workload_of_recipe(recipe, load_ds_config("zero1")), H100, 1).step.checkpoints
+    assert saved.best_every_steps == saved.steps == 100 and not saved.is_worth_changing
+    assert saved.every_seconds == pytest.approx(100 * saved.step_seconds)
 
 
 @pytest.mark.parametrize("approach", laws.approaches())

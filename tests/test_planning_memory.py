@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from dataclasses import replace
 from itertools import pairwise
@@ -18,9 +19,11 @@ from pretraining.planning.gpus import find_gpu
 from pretraining.planning.memory.need import memory_need, pinned_bytes, shrink
 from pretraining.planning.memory.states import optimizer_states
 from pretraining.planning.memory.tensors import parameter_tensors
+from pretraining.planning.quantities import num_bytes
 from pretraining.planning.run_plan import build_run_plan
 from pretraining.planning.screen import as_text, full_plan
 from pretraining.planning.search import candidates, fitting, nearest_fit, worth_choosing
+from pretraining.planning.throughput import step_time
 from pretraining.recipe import load_recipe, recipe_names
 from pretraining.recipe.curve import changed_parts
 from pretraining.refusals import load_recipe_and_ds_config
@@ -284,6 +287,26 @@ def test_the_plan_counts_the_copy_for_a_save_and_pinned_buffers():
     assert "for a node of 8 GPUs" in " ".join(as_text(answer).split())
 
 
+def test_a_plan_says_what_is_pinned_when_and_what_happens_without_room():
+    """The first save waits for pages that are pinned; offloading pins before that. All of it belongs to a node."""
+    state = need_of("65b", 8)
+    recipe, config = load_recipe("65b"), load_ds_config("zero3_offload")
+    text = " ".join(as_text(full_plan(recipe, config, 8, find_gpu("H200"))).split())
+    # sums of gradients and their copies for the step (deepspeed 0.19.8, stage3.py), in fp32
+    assert state.pinned == pytest.approx(8 * build_run_plan(recipe, config, 8).parameters / 8, rel=0.01)
+    assert f"pinned {num_bytes(state.pinned)} a GPU before the first step; " in text
+    assert (
+        f"{num_bytes(state.snapshot)} a GPU, {num_bytes(8 * state.snapshot)} a node, in the first save"
+        in text
+    )
+    assert (
+        f"with less than {num_bytes(8 * state.host_bytes)} of host memory every save stops training for"
+        in text
+    )
+    foreground = load_recipe("30b", ["checkpoints.background=false"])
+    assert "pinned" not in as_text(full_plan(foreground, load_ds_config("zero3"), 8, find_gpu("H200")))
+
+
 def test_no_room_for_the_copy_is_warned_of_and_not_refused():
     """The run goes on without it, slower; what is offloaded to the host it cannot do without."""
     memory = {"gpu_memory_bytes": 141e9, "ranks_per_host": 8}
@@ -417,6 +440,54 @@ def test_a_run_that_continues_is_given_no_remedy_that_its_curve_refuses(name):
         assert not changed_parts(load_recipe("1.5b", [*settings, *asked]).to_dict(), began_with)
 
 
+@pytest.mark.parametrize(
+    "how", ["speed.recompute=operators", "training.activation_checkpointing_kwargs.every_n_layers=2", "seed"]
+)
+def test_the_cost_of_recomputation_is_counted(how):
+    """Every second layer, or all but products and attention, cost a part of a third more FLOPs."""
+    settings = [*(() if how == "seed" else (how,)), "training.activation_checkpointing=true"]
+    found = {"gpu": find_gpu("H200"), "gpu_memory_bytes": 141e9}
+    [warning] = [
+        each for each in judge("1.5b", 8, *settings, **found).warnings if "checkpointing" in each.what
+    ]
+    config = load_ds_config("zero1")
+    again, once = (
+        step_time(load_recipe("1.5b", each), config, 8, found["gpu"]).seconds for each in (settings, [])
+    )
+    percent = round(100 * (again / once - 1))
+    assert f"makes a step {percent}% longer" in warning.what
+    assert {"speed.recompute=operators": 0 < percent < 8, "seed": 15 < percent < 34}.get(
+        how, 5 < percent < 15
+    )
+
+
+def test_checkpoints_that_are_close_and_many_are_warned_of():
+    """954 of them, 45 s apart, are no plan with nothing tight. The remedy is the end of it, short runs have few."""
+    gpu = find_gpu("A100")
+
+    def close(*settings: str) -> list[str]:
+        warnings = judge("124m", 1, *settings, gpu=gpu, gpu_memory_bytes=80e9).warnings
+        return [each.remedy for each in warnings if "where failures ask for" in each.what]
+
+    [remedy] = close("training.save_steps=20")
+    assert re.fullmatch(r"--set training.save_steps=\d+", remedy)
+    assert not close(remedy.removeprefix("--set "))
+    assert not close("training.save_steps=20", "budget.tokens=524288000")
+
+
+def test_links_that_decide_are_warned_of_with_larger_micro_batches():
+    """30b is for one node: over two, gathers for two sequences take longer than the products. The remedy ends it."""
+    gpu = find_gpu("H200")
+
+    def remedies(ranks: int, *settings: str) -> list[str]:
+        warnings = judge("30b", ranks, *settings, gpu=gpu, gpu_memory_bytes=gpu.memory_bytes).warnings
+        return [each.remedy for each in warnings if each.what.startswith("messages take")]
+
+    [remedy] = remedies(16)
+    assert not remedies(8)
+    assert not remedies(16, *[word for word in remedy.split() if word != "--set"])
+
+
 def test_small_buckets_and_single_sequences_are_warned_of():
     on_gpus = judge("124m", 8, deepspeed="zero3", gpu_memory_bytes=80e9)
     assert [w for w in on_gpus.warnings if "reduce_bucket_size" in w.remedy]
@@ -445,6 +516,21 @@ def test_a_gpu_without_kernels_is_warned_of():
     verdict = judge("124m", 8, gpu=find_gpu("V100"), gpu_memory_bytes=32e9)
     assert [w for w in verdict.warnings if "CUDA 13" in w.what and "CUDA 12" in w.remedy]
     assert not [w for w in judge("124m", 8, gpu=find_gpu("T4")).warnings if "CUDA" in w.what]
+
+
+NAMED = {"7b": (8, "H100"), "30b": (8, "H200"), "65b": (8, "H200"), "moe-30b-a3b": (8, "H200")}
+"""GPUs that a recipe says it is sized for."""
+
+
+@pytest.mark.parametrize("name", [*NAMED, "llama-70b"])
+def test_a_recipe_takes_the_fastest_layout_on_the_gpus_that_it_names(name):
+    """Or its description says what is faster, by how much, and why it is not taken."""
+    ranks, gpu = NAMED.get(name, (1024, "H100"))
+    recipe, gpu = load_recipe(name), find_gpu(gpu)
+    own = step_time(recipe, load_ds_config(recipe.deepspeed), ranks, gpu).seconds
+    saved = 1 - fitting(recipe, ranks, gpu)[0].step_seconds / own
+    said = re.search(r"which leaves room for .* is planned (\d+) % faster", recipe.description)
+    assert saved < 0.05 or round(100 * saved) == int(said[1])
 
 
 @pytest.mark.parametrize("name", [name for name in recipe_names() if name != "tiny"])

@@ -284,7 +284,9 @@ def test_each_rank_has_a_place_of_its_own(world_size, nodes):
     ("words", "named"),
     [
         (["--rehearse"], "needs --world_size"),
-        (["--nodes", "2"], "--nodes goes with --rehearse"),
+        (["--nodes", "2"], "--nodes goes with --plan"),
+        (["--plan", "--nodes", "2"], "at most N nodes"),
+        (["--rehearse", "--world_size", "2", "--nodes", "3"], "at most N nodes"),
         (["--rehearse", "--plan", "--world_size", "2"], "two questions"),
     ],
 )

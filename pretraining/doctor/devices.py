@@ -27,14 +27,16 @@ WIDE = 2048
 """Least width of a model whose products are compared with the peak: narrower ones do not fill a GPU."""
 HALF_OF_THE_BUS = 0.5
 """Share of the bus. Pinned copies reach 0.8 of PCIe; half means fewer lanes or an older generation."""
-WARM_SECONDS, SAMPLE_SECONDS = 2.0, 0.3
-"""Warm-up and each sample. Within a second or two clocks fall to what power and cooling allow."""
+LOADED_SECONDS, SAMPLE_SECONDS = 20.0, 0.3
+"""Load before the samples, and each sample. Clocks fall for some tens of seconds, to what power and cooling allow."""
 SAMPLES = 5
 FEWEST_TOKENS = 16
+ROUND_FLOPS = 6
+"""Of a round, for every token, input and output: three products, each of 2 FLOPs (multiply and add)."""
 PROCESSOR_FLOPS = 2e8
 """FLOPs of one round on a processor, which takes some milliseconds."""
 COPY_BYTES, COPY_BYTES_ELSEWHERE = 256 << 20, 32 << 20
-DEVICE_SECONDS = 30.0
+DEVICE_SECONDS = 45.0
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32, "fp32": torch.float32}
 
 
@@ -61,10 +63,9 @@ def products_of(recipe: Recipe | None, on_gpu: bool) -> Products:
     if on_gpu:
         return products
     width, inner = products.width, products.inner
-    # 4: two products, each of 2 FLOPs (multiply and add) for every token, input and output
-    while 4 * FEWEST_TOKENS * width * inner > PROCESSOR_FLOPS:
+    while ROUND_FLOPS * FEWEST_TOKENS * width * inner > PROCESSOR_FLOPS:
         width, inner = width // 2, inner // 2
-    tokens = min(products.tokens, int(PROCESSOR_FLOPS / (4 * width * inner)))
+    tokens = min(products.tokens, int(PROCESSOR_FLOPS / (ROUND_FLOPS * width * inner)))
     return Products(tokens, width, inner, "fp32")
 
 
@@ -107,7 +108,11 @@ class Devices:
         }
 
     def _products(self) -> tuple[float, Callable[[], None]]:
-        """Return the FLOPs of one round, and the round itself: into the feed-forward part of a layer and back."""
+        """Return the FLOPs of one round, and the round itself.
+
+        It goes into the feed-forward part of a layer and back, and computes the gradient of one of its weights, which
+        is a slower shape. In a training pass a third of the products are such gradients too.
+        """
         tokens, width, inner = self.products.tokens, self.products.width, self.products.inner
         make = {"dtype": DTYPES[self.products.precision], "device": self.device}
         hidden, up, down = (
@@ -115,21 +120,23 @@ class Devices:
         )
 
         def multiply() -> None:
-            (hidden @ up) @ down
+            inside = hidden @ up
+            _ = inside @ down
+            # summed over all tokens into a small output
+            _ = hidden.T @ inside
 
-        return 4.0 * tokens * width * inner, multiply
+        return float(ROUND_FLOPS * tokens * width * inner), multiply
 
     def _rate(self, flops: float, multiply: Callable[[], None]) -> tuple[float, dict]:
-        """Return the best rate of some samples, and the GPU's state under this load."""
-        # The best: a process that ran beside it for a moment must not count.
-        warm, sample = (WARM_SECONDS, SAMPLE_SECONDS) if self.on_gpu else (0.1, 0.05)
-        self._rounds(multiply, warm)
-        done, seconds = max(
-            (self._rounds(multiply, sample) for _ in range(SAMPLES)), key=lambda each: each[0] / each[1]
-        )
+        """Return the median rate of some samples after a long load, and the GPU's state under this load."""
+        load, sample = (LOADED_SECONDS, SAMPLE_SECONDS) if self.on_gpu else (0.1, 0.05)
+        self._rounds(multiply, load)
+        # the median: neither a process that ran beside it for a moment counts, nor a clock that was raised for one
+        found = [self._rounds(multiply, sample) for _ in range(SAMPLES)]
+        rate = statistics.median(done / seconds for done, seconds in found)
         multiply()  # so that the GPU is at work when it is asked
         state = gpu_state() if self.on_gpu else {}
-        return flops * done / seconds, state
+        return flops * rate, state
 
     def _rounds(self, multiply: Callable[[], None], seconds: float) -> tuple[int, float]:
         """Run as many rounds as fit into `seconds`; return (rounds, seconds that they took)."""
@@ -253,7 +260,8 @@ def _products(
     kept = "product_flops" if on_gpu and precision in ("bf16", "fp16") else f"{precision}_product_flops"
     values = {kept: median, f"slowest_{kept}": slowest}
     shape = f"{products.tokens:,} tokens from {products.width:,} to {products.inner:,} and back"
-    message = f"{precision} products, {shape}: {three_digits(median / 1e12)} TFLOP/s a rank (median)"
+    rate = f"{three_digits(median / 1e12)} TFLOP/s a rank (median)"
+    message = f"{precision} products, {shape}, and the gradient of a weight: {rate}"
     verdict, remedy = FINE, ""
     if gpu is not None and precision in gpu.dense_peak_flops:
         share = median / gpu.peak_flops(precision)

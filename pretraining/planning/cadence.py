@@ -21,6 +21,8 @@ class CheckpointCost:
     bytes: float
     every_seconds: float
     step_seconds: float
+    steps: int
+    """Optimizer steps of the whole run."""
     written: int
     """Checkpoints over the whole run."""
     kept: int
@@ -54,10 +56,10 @@ class CheckpointCost:
 
     @property
     def best_every_steps(self) -> int:
-        """The same in optimizer steps, in two digits: the prediction is not finer."""
+        """The same in optimizer steps, in two digits: the prediction is not finer. At most those of the run."""
         steps = max(1.0, self.best_every_seconds / self.step_seconds)
         digits = 10 ** max(0, math.floor(math.log10(steps)) - 1)
-        return round(steps / digits) * digits
+        return min(self.steps, round(steps / digits) * digits)
 
     @property
     def is_worth_changing(self) -> bool:
@@ -87,6 +89,8 @@ def cost_of_checkpoints(
     every = save_every(recipe)
     if every is None:
         return None
+    # a longer interval than the run is the run: it saves after its last step
+    every = min(every, recipe.num_steps)
     # kept for this kind and number of GPUs: a plan of another cluster must not use this machine's disk
     disk = kept_rates(gpu.name, num_gpus).get("disk_bytes_per_second")
     rates = table("rates")
@@ -100,6 +104,7 @@ def cost_of_checkpoints(
         bytes=plan.checkpoint_bytes,
         every_seconds=every * step_seconds,
         step_seconds=step_seconds,
+        steps=recipe.num_steps,
         written=checkpoints_written(recipe),
         kept=plan.checkpoints_kept,
         write_seconds=write_seconds,

@@ -29,6 +29,7 @@ from pretraining.planning.quantities import (
     short,
 )
 from pretraining.planning.roofline import (
+    ESTIMATED,
     Ceiling,
     Utilization,
     ceiling,
@@ -91,7 +92,7 @@ class StepForecast:
     time: StepTime
     """Time that the products and the messages need on their own."""
     kernel_seconds: dict[str, float]
-    """Seconds of one micro-batch at the ceiling, by what they are spent on (`roofline.Ceiling`)."""
+    """Seconds of one micro-batch, by what they are spent on (`roofline.Ceiling`)."""
     sent_bytes_per_gpu: float
     messages: tuple[Message, ...]
     """What these bytes are for."""
@@ -335,16 +336,29 @@ class CostVerb:
             ("GPUs", f"{answer['num_gpus']:,} x {answer['gpu']}, {answer['precision']}"),
             ("MFU", mfu_words(answer)),
             ("throughput", f"{rate:,.0f} tokens/s, {each:,.0f} a GPU"),
-            ("time", f"{duration(answer['seconds'])}, {NOT_COUNTED}"),
+            ("time", f"{duration(answer['seconds'])}, {estimated(answer, '{}, ')}{NOT_COUNTED}"),
             *scaling_rows(answer["scaling"]),
             ("GPU-hours", hours(cost["gpu_hours"])),
-            ("energy", f"{energy(cost['energy_kwh'])} at rated power"),
+            ("energy", energy_words(cost)),
         ]
         # a row for every known price, the cheapest first
         rows += [(f"at {price['provider']}", _price_words(price)) for price in cost["prices"]]
         if not cost["prices"]:
             rows.append(("dollars", "no price known: give --price, or add one to tables/prices.json"))
         return facts(rows + (_step_rows(answer["step"]) if answer["step"] else []))
+
+
+def estimated(speed: dict, form: str) -> str:
+    """Write into a form that a forecast is estimated; nothing if its utilization was measured or given."""
+    return form.format(ESTIMATED) if speed["utilization"]["assumed"] else ""
+
+
+def energy_words(cost: dict) -> str:
+    """Write the energy of a run, and the overhead that is in it."""
+    overhead = table("rates")["power_usage_effectiveness"]["value"]
+    return (
+        f"{energy(cost['energy_kwh'])}: {overhead:g} x the GPUs' rated power, for cooling and the rest (PUE)"
+    )
 
 
 def mfu_words(answer: dict) -> str:

@@ -18,6 +18,7 @@ from pretraining.ds_config import (
     zero_stage,
 )
 from pretraining.errors import UserError
+from pretraining.planning.cadence import cost_of_checkpoints
 from pretraining.planning.comparison import predicted
 from pretraining.planning.gpus import Gpu
 from pretraining.planning.memory.buffers import reduce_bucket, unprotected_gradient
@@ -27,7 +28,7 @@ from pretraining.planning.memory.tensors import ROUTER, parameter_tensors, preci
 from pretraining.planning.messages import TENSOR, layer_messages, misplaced
 from pretraining.planning.quantities import duration, num_bytes, several
 from pretraining.planning.run_plan import RunPlan, build_run_plan
-from pretraining.planning.search import nearest_fit
+from pretraining.planning.search import fitting, nearest_fit
 from pretraining.planning.sizes import model_size
 from pretraining.planning.throughput import precision_of_products, step_time
 from pretraining.recipe import Recipe, accumulation_steps
@@ -40,6 +41,11 @@ from pretraining.runtime.run_folder import RunFolder
 MANY_EPOCHS = 4
 HIDDEN = 0.5
 """Share of the products' time up to which messages at the links' peak are hidden behind them."""
+NOTABLY_LONGER, NOTABLY_SLOWER = 1.01, 1.2
+"""Steps, with recomputation and with other micro-batches, over those without."""
+MANY_CHECKPOINTS = 100
+CLOSE_CHECKPOINTS = 0.1
+"""Share of the interval that loses least: closer checkpoints, and so many, keep the disk busy for nothing."""
 SMALL_BUCKET = 5_000_000
 """Elements below which messages are bound by latency (DeepSpeed's own default is 500 million)."""
 BF16_FROM = 10_000_000
@@ -258,7 +264,9 @@ def _mistakes(case: _Case) -> list[Objection]:
     of_the_curve = (_fp16, _no_bf16, _rate, _warm_up, _clipping, _repeats)
     rules = (
         _no_checkpoint,
+        _close_checkpoints,
         _placement,
+        _links,
         _experts,
         _tiny_batch,
         _needless_zero_3,
@@ -295,6 +303,23 @@ def _placement(case: _Case) -> Objection | None:
         f"{duration(seconds)} of a step, and {duration(inside)} inside a node"
     )
     return Objection(what, f"degrees whose product divides {node}: tensor first, then sequence, data outside")
+
+
+def _links(case: _Case) -> Objection | None:
+    """Warn about messages that take longer than the products, if other micro-batches or recomputation are faster."""
+    gpu = case.machine.gpu
+    if gpu is None or case.limit is None:
+        return None
+    time = step_time(case.recipe, case.ds_config, case.world_size, gpu)
+    if time.bound_by != "links" or case.need.total > case.limit:
+        return None
+    best = fitting(case.recipe, case.world_size, gpu, case.limit, own_ds_config=True)[0]
+    if NOTABLY_SLOWER * best.step_seconds > time.seconds:
+        return None
+    messages = max(time.communication_seconds, time.waiting_seconds)
+    kernels = time.compute_seconds - time.waiting_seconds
+    what = f"messages take {duration(messages)} of a step, kernels {duration(kernels)}"
+    return Objection(f"{what}; a step of {duration(best.step_seconds)} fits", best.arguments)
 
 
 def _without_kernels(gpu: Gpu | None) -> list[Objection]:
@@ -336,6 +361,26 @@ def _no_checkpoint(case: _Case) -> Objection | None:
         return None
     what = f"the first checkpoint is that of the end: training.save_steps is {training.save_steps:,.0f}, the run has "
     return Objection(f"{what}{several(steps, 'step')}", f"--set training.save_steps={max(1, steps // 10)}")
+
+
+def _close_checkpoints(case: _Case) -> Objection | None:
+    """Warn about many checkpoints which come far more often than failures ask for."""
+    if case.machine.gpu is None:
+        return None
+    seconds = step_time(case.recipe, case.ds_config, case.world_size, case.machine.gpu).seconds
+    plan = build_run_plan(case.recipe, case.ds_config, case.world_size)
+    saved = cost_of_checkpoints(plan, case.recipe, seconds, case.machine.gpu, case.world_size)
+    if (
+        saved is None
+        or saved.written < MANY_CHECKPOINTS
+        or saved.every_seconds > CLOSE_CHECKPOINTS * saved.best_every_seconds
+    ):
+        return None
+    what = f"{saved.written:,} checkpoints of {num_bytes(saved.bytes)}, one every {duration(saved.every_seconds)}"
+    return Objection(
+        f"{what}, where failures ask for one every {duration(saved.best_every_seconds)}",
+        f"--set training.save_steps={saved.best_every_steps}",
+    )
 
 
 def _warm_up(case: _Case) -> Objection | None:
@@ -471,7 +516,18 @@ def _checkpointing(case: _Case) -> Objection | None:
     without = case.total_with(case.ds_config, activation_checkpointing=False)
     if without > ROOMY * case.limit:
         return None
-    what = f"activation checkpointing costs a third more FLOPs, and it fits without ({num_bytes(without)})"
+    longer = "longer"
+    if case.machine.gpu:
+        training = {**case.recipe.training, "activation_checkpointing": False}
+        once, again = (
+            step_time(recipe, case.ds_config, case.world_size, case.machine.gpu).seconds
+            for recipe in (replace(case.recipe, training=training), case.recipe)
+        )
+        # nothing is gained where messages, not products, take the time
+        if again < NOTABLY_LONGER * once:
+            return None
+        longer = f"{again / once - 1:.0%} longer"
+    what = f"activation checkpointing makes a step {longer}, and it fits without ({num_bytes(without)})"
     return Objection(what, "--set training.activation_checkpointing=false")
 
 

@@ -1,7 +1,8 @@
 """The messages of a step: what each rank sends, to ranks of its node and to other nodes, and how long that takes.
 
-ZeRO's messages may be hidden behind the products. A layer that is split over ranks waits for its own: those of tensor
-parallelism (all-reduces), sequence parallelism and expert parallelism (all-to-alls) are part of the ceiling.
+ZeRO's messages may be hidden behind the products, unless a pass stops for them (`stops_for_gradients`). A layer that
+is split over ranks waits for its own: those of tensor parallelism (all-reduces), sequence parallelism and expert
+parallelism (all-to-alls) are never hidden.
 
 Ranks are numbered with tensor parallelism innermost, then sequence parallelism, then data. So the ranks of a tensor
 group are neighbours, and those of a sequence group are as many ranks apart as a tensor group has.
@@ -94,6 +95,13 @@ def communication(
         return Communication(gathers, 2 * gathers, 0.0)
     # hpZ gathers for the backward pass inside the node (ZeRO++, Wang et al. 2023)
     return Communication(gathers, gathers, accumulation * parameters * width * (hpz - 1) / hpz)
+
+
+def stops_for_gradients(ds_config: dict | None) -> bool:
+    """Return whether every pass waits for its gradients to be reduced, so that nothing hides these messages."""
+    # deepspeed 0.19.8, stage_1_and_2.py `average_tensor`: on the stream of the pass itself, unless `overlap_comm`
+    zero = (ds_config or {}).get("zero_optimization") or {}
+    return zero_stage(ds_config) == 2 and not zero.get("overlap_comm")
 
 
 def communication_seconds(volume: Communication, gpu: Gpu, num_ranks: int) -> float:

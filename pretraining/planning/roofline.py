@@ -1,9 +1,11 @@
-"""The share of a GPU's peak that a recipe reaches: measured here, or the most that its kernels allow.
+"""The share of a GPU's peak that a recipe reaches: measured here, or estimated from assumed rates of its kernels.
 
-A training pass consists of products and attention, which are bound by FLOPs, and of all other kernels, which are bound
-by the bytes they read and write. How many bytes a layer's kernels move for a token is linear in its widths.
-tables/kernels.json holds the factors, which benchmarks/kernel_factors.py counted on the real model, eager and compiled.
-Gaps between kernels, messages and waits are not counted. So the result is a ceiling, and a run stays below it.
+A training pass consists of products and attention, which are bound by FLOPs, and of all other kernels, which are
+bound by the bytes they read and write. How many bytes a layer's kernels move for a token is linear in its widths.
+tables/kernels.json holds the factors, which benchmarks/kernel_factors.py counted on the real model, eager and
+compiled. Gaps between kernels, messages of ZeRO and waits are not counted. Bytes and FLOPs are exact, their rates are
+not: they are one assumption for all shapes (tables/rates.json), which wide products may exceed and narrow ones miss.
+So the result is an estimate, not a limit.
 """
 
 import json
@@ -29,6 +31,7 @@ from pretraining.schema import REPOSITORY, display_path
 RESULTS = REPOSITORY / "benchmarks" / "results"
 SAME_SIZE = 1.25
 """Models whose parameters differ by no more than this factor count as the same size."""
+ESTIMATED = "estimated from assumed rates"
 ATTENTION_BACKWARD = 2.5
 """FLOPs of attention's backward pass over its forward pass: five products to two, as the scores are computed again."""
 SIXTEEN_BIT_NAMES = ("bf16", "fp16")
@@ -75,7 +78,7 @@ class Rates:
 
 
 def recipe_utilization(recipe: Recipe, gpu: Gpu, at_best: Ceiling) -> Utilization:
-    """Return what was measured here on this GPU at this size, else the ceiling of the recipe's own kernels."""
+    """Return what was measured here on this GPU at this size, else the estimate for the recipe's own kernels."""
     size = size_of_recipe(recipe)
     flops = flops_per_token(size, recipe.sequence_length)
     measured = expected_utilization(gpu, size.total, recomputation=flops.hardware / flops.training)
@@ -84,12 +87,11 @@ def recipe_utilization(recipe: Recipe, gpu: Gpu, at_best: Ceiling) -> Utilizatio
         return measured
     day = at_best.products_measured_on
     how = f", products as measured here on {day}" if day else ""
-    source = f"the ceiling of its kernels, counted{how}; a run stays below it"
-    return Utilization(at_best.mfu_without_recomputation, source, assumed=True)
+    return Utilization(at_best.mfu_without_recomputation, f"{ESTIMATED}{how}", assumed=True)
 
 
 def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, precision: str) -> Ceiling:
-    """Return the most that a recipe's kernels reach on this GPU.
+    """Return what a recipe's kernels take on this GPU at the rates of `sustained_rates`.
 
     Args:
         precision: that of the products: bf16, fp16, tf32 or fp32.
@@ -215,7 +217,7 @@ def _is_like(row: dict, gpu: Gpu, parameters: int) -> bool:
     # a device that the table does not know, or a line without one, is like no GPU
     except (UserError, KeyError):
         return False
-    return device == gpu and 1 / SAME_SIZE <= row["parameters"] / parameters <= SAME_SIZE
+    return device.name == gpu.name and 1 / SAME_SIZE <= row["parameters"] / parameters <= SAME_SIZE
 
 
 def tokens_per_second(flops: float, num_gpus: int, peak_flops: float, mfu: float) -> float:

@@ -111,6 +111,11 @@ class RunPlan:
         """Bytes of all parts of `disk`."""
         return sum(self.disk.values())
 
+    def disk_bytes_of_node(self, ranks: int) -> int:
+        """Bytes on a node's own disk, if no disk is shared: its ranks' files, all token shards, rank 0's export."""
+        of_ranks = -(-self.checkpoint_disk_bytes * min(ranks, self.world_size) // self.world_size)
+        return of_ranks + self.data_bytes + self.export_bytes
+
     def to_dict(self) -> dict:
         """Return the plan as plain JSON values, derived ones included."""
         # asdict copies everything: what is removed below is emptied before

@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from pretraining.ds_config import degrees_of, hpz_ranks
 from pretraining.planning.cadence import failure_words, write_words
@@ -13,6 +13,8 @@ from pretraining.planning.costs import (
     NOT_COUNTED,
     Forecast,
     disk_words,
+    energy_words,
+    estimated,
     forecast,
     mfu_words,
     scaling_rows,
@@ -32,13 +34,13 @@ from pretraining.planning.quantities import (
     columns,
     dollars,
     duration,
-    energy,
     facts,
     hours,
     num_bytes,
     recomputation_text,
     several,
     short,
+    three_digits,
 )
 from pretraining.planning.run_plan import RunPlan, build_run_plan
 from pretraining.planning.shapes import family_of
@@ -59,7 +61,12 @@ GPUS_OF_A_NODE = 8
 
 
 def print_plan(
-    recipe: Recipe, ds_config: dict | None, world_size: int | None, gpu_name: str | None, as_json: bool
+    recipe: Recipe,
+    ds_config: dict | None,
+    world_size: int | None,
+    gpu_name: str | None,
+    as_json: bool,
+    nodes: int | None = None,
 ) -> None:
     """Print the plan of a recipe. Without `world_size`, plan for the fewest ranks, and list those that divide the step.
 
@@ -68,7 +75,7 @@ def print_plan(
         SystemExit: with USER_ERROR, after the plan is printed, if `train.py` would refuse this run on such GPUs.
     """
     gpu = None if gpu_name is None else find_gpu(gpu_name)
-    answer = full_plan(recipe, ds_config, world_size or fewest_ranks(ds_config), gpu)
+    answer = full_plan(recipe, ds_config, world_size or fewest_ranks(ds_config), gpu, nodes)
     print(json.dumps(answer, indent=2) if as_json else as_text(answer))
     if world_size is None and not as_json:
         print(f"\n{world_sizes(recipe, ds_config, gpu)}")
@@ -77,17 +84,27 @@ def print_plan(
         sys.exit(USER_ERROR)
 
 
-def full_plan(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu | None) -> dict:
-    """Collect all values that `--plan` prints, as plain JSON values."""
+def full_plan(
+    recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu | None, nodes: int | None = None
+) -> dict:
+    """Collect all values that `--plan` prints, as plain JSON values.
+
+    nodes: None if they are full ones, as sold with this GPU.
+    """
+    # host memory and disks belong to a node
+    at_node = min(world_size, gpu.gpus_per_node if gpu else GPUS_OF_A_NODE)
+    if nodes:
+        at_node = -(-world_size // nodes)
+        gpu = gpu and replace(gpu, gpus_per_node=at_node)
     plan, there = build_run_plan(recipe, ds_config, world_size), gpu.memory_bytes if gpu else None
     need = memory_need(recipe, ds_config, world_size, there)
     workload = workload_of_recipe(recipe, ds_config)
     # time and cost need the rates of a known GPU
     speed = forecast(workload, gpu, world_size) if gpu else None
-    # host memory belongs to a node, so it is also given for all GPUs of one
-    at_node = min(world_size, gpu.gpus_per_node if gpu else GPUS_OF_A_NODE)
     return {
         **plan.to_dict(),
+        "budget_tokens": recipe.budget.tokens,
+        "disk_bytes_of_node": plan.disk_bytes_of_node(at_node),
         # the same values as in plan.json, so that a run can be compared with this plan
         "predicted": predicted(recipe, ds_config, world_size, gpu, gpu_memory=there),
         "model": _model_words(recipe, plan),
@@ -103,6 +120,8 @@ def full_plan(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu 
             **need.to_dict(),
             "gpus_of_node": at_node,
             "host_node_bytes": at_node * need.host_bytes,
+            "pinned_bytes": need.pinned,
+            "snapshot_bytes": need.snapshot,
             "shrink": shrink(need, recipe, ds_config),
         },
         "forecast": speed.to_dict() if speed else None,
@@ -177,14 +196,8 @@ def in_short(answer: dict) -> str:
         return f"{memory}; {disk}; time and cost depend on --gpu NAME"
     fits = "fits" if need <= answer["gpu_memory_bytes"] else "does not fit"
     prices = [price["dollars"] for price in speed["cost"]["prices"]]
-    costs = f"{dollars(min(prices))} or more" if prices else "no price known"
-    return f"{fits}; {_at_least(speed)}{duration(speed['seconds'])}; {costs}; {disk}"
-
-
-def _at_least(speed: dict) -> str:
-    """Return the words that mark a lower bound."""
-    # an assumed utilization is a ceiling, which makes the time a lower bound; a measured one is not
-    return "at least " if speed["utilization"]["assumed"] else ""
+    costs = dollars(min(prices)) if prices else "no price known"
+    return f"{fits}; {duration(speed['seconds'])}, {costs}{estimated(speed, ' ({})')}; {disk}"
 
 
 def run_line(recipe: Recipe, plan: RunPlan, folder: str, device: str) -> str:
@@ -221,9 +234,10 @@ def plan_line(recipe: Recipe, plan: RunPlan, left: float = 1.0) -> str:
         speed = forecast(workload_of_recipe(recipe, plan.ds_config), machine.gpu, plan.world_size)
         rest = "" if left == 1 else " for what is left"
         rate = f"{foreseen['tokens_per_second']:,.0f} tokens/s, MFU {foreseen['mfu']:.0%}"
-        words = f"{_at_least(speed.to_dict())}{duration(left * foreseen['training_seconds'])}{rest} at {rate}"
         prices = [price.dollars for price in speed.cost.prices]
-        parts += [words, *([f"{dollars(left * min(prices))} or more"] if prices else [])]
+        parts += [f"{duration(left * foreseen['training_seconds'])}{rest} at {rate}"]
+        parts += [dollars(left * min(prices))] if prices else []
+        parts[-1] += estimated(speed.to_dict(), " ({})")
     return ", ".join([*parts, f"{num_bytes(plan.disk_bytes)} of disk"])
 
 
@@ -247,7 +261,10 @@ def _what(answer: dict) -> list[tuple[str, str]]:
     )
     if answer["ramp_steps"]:
         step += f"; the first {answer['ramp_steps']:,} are smaller"
-    tokens = f"{answer['tokens']:,}, {answer['tokens_per_parameter']:.1f} per parameter"
+    # steps are whole, and those of a ramp have several sizes
+    left = answer["budget_tokens"] - answer["tokens"]
+    tokens = f"{answer['tokens']:,}{f' ({left:,} less than the budget: the ramp leaves them over)' if left else ''}"
+    tokens += f", {three_digits(answer['tokens_per_parameter'])} per parameter"
     return [
         ("model", answer["model"]),
         ("tokens", f"{tokens} (about 20 are compute-optimal); {answer['training_flops']:.3g} FLOPs"),
@@ -293,7 +310,22 @@ def _memory(answer: dict) -> list[tuple[str, str]]:
     node = node if need["gpus_of_node"] > 1 else ""
     host = f"{num_bytes(need['host_bytes'])} for each GPU ({host_words(need['host'])}){node}"
     rows.append(("host memory", host))
+    rows += _pinned(answer) if need["total"] <= (answer["gpu_memory_bytes"] or 0) else []
     return rows + ([("NVMe", f"{num_bytes(need['nvme'])} for each GPU")] if need["nvme"] else [])
+
+
+def _pinned(answer: dict) -> list[tuple[str, str]]:
+    """Write what is pinned, when, and how a checkpoint is written where host memory has room for a copy or not."""
+    need, node = answer["memory"], answer["memory"]["gpus_of_node"]
+    parts = [f"{num_bytes(need['pinned_bytes'])} a GPU before the first step"] if need["pinned_bytes"] else []
+    if copy := need["snapshot_bytes"]:
+        waits = duration(answer["forecast"]["step"]["checkpoints"]["write_seconds"])
+        of_node = f", {num_bytes(node * copy)} a node" if node > 1 else ""
+        parts.append(
+            f"{num_bytes(copy)} a GPU{of_node}, in the first save, which takes longer; with less than "
+            f"{num_bytes(need['host_node_bytes'])} of host memory every save stops training for {waits} instead"
+        )
+    return [("pinned", "; ".join(parts))] if parts else []
 
 
 def _fits_words(answer: dict) -> str:
@@ -323,6 +355,10 @@ def _time_and_money(answer: dict) -> list[tuple[str, str]]:
     if epochs > 1.001:
         read = f"{unique:,} tokens, read {epochs:.3g} times, are {shards}"
     disk = disk_words(answer["disk"], answer["checkpoints_kept"])
+    if answer["world_size"] > answer["memory"]["gpus_of_node"]:
+        disk += (
+            f" (of all nodes; on disks of their own at most {num_bytes(answer['disk_bytes_of_node'])} each)"
+        )
     speed = answer["forecast"]
     if speed is None:
         ask = "give --gpu NAME; `python -m pretraining.planning gpus` lists those known"
@@ -334,7 +370,7 @@ def _time_and_money(answer: dict) -> list[tuple[str, str]]:
     saved = step["checkpoints"]
     cadence = f"; a checkpoint every {duration(saved['every_seconds'])}{write_words(saved)}" if saved else ""
     return [
-        ("time", f"{_at_least(speed)}{duration(speed['seconds'])} at {rate}, {NOT_COUNTED}"),
+        ("time", f"{duration(speed['seconds'])} at {rate}, {estimated(speed, 'estimated, ')}{NOT_COUNTED}"),
         *scaling_rows(speed["scaling"]),
         ("MFU", mfu_words(speed)),
         ("kernels", _kernel_words(step["kernel_seconds"])),
@@ -342,7 +378,7 @@ def _time_and_money(answer: dict) -> list[tuple[str, str]]:
         ("step", f"{duration(step['seconds'])}, bound by {step['time']['bound_by']}; {links}"),
         *([("messages", _message_words(step["messages"]))] if answer["layout"] else []),
         ("money", _money_words(cost)),
-        ("energy", f"{energy(cost['energy_kwh'])} at the GPUs' rated power"),
+        ("energy", energy_words(cost)),
         ("disk", f"{disk}{cadence}"),
         *([("failures", failure_words(saved))] if _is_notable(saved, answer) else []),
         ("data", f"{read}; loaders read {num_bytes(step['loader_bytes_per_second'])}/s"),
@@ -361,7 +397,7 @@ def _message_words(messages: list[dict]) -> str:
 
 
 def _kernel_words(seconds: dict[str, float]) -> str:
-    """Write where the time of a micro-batch goes at the ceiling, the largest part first."""
+    """Write where the time of a micro-batch goes, the largest part first."""
     total = sum(seconds.values())
     parts = sorted(seconds.items(), key=lambda part: -part[1])
     # a part below half a percent would be written as 0 %

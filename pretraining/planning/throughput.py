@@ -8,10 +8,12 @@ from pretraining.planning.gpus import Gpu
 from pretraining.planning.memory.need import recomputed_one_in, recomputed_share
 from pretraining.planning.memory.tensors import precision_of, size_of_recipe
 from pretraining.planning.messages import (
+    GRADIENTS,
     LAYER_MESSAGES,
     communication,
     communication_seconds,
     step_messages,
+    stops_for_gradients,
 )
 from pretraining.planning.roofline import ceiling, expected_utilization, recipe_utilization, tokens_per_second
 from pretraining.planning.sizes import ModelSize, flops_per_token, model_size
@@ -34,7 +36,8 @@ class StepTime:
     offload_seconds: float = 0.0
     """Seconds of transfers to the host and NVMe, and of the host's optimizer; they come after the products."""
     waiting_seconds: float = 0.0
-    """Part of `compute_seconds` in which layers wait for messages of tensor, sequence or expert parallelism."""
+    """Part of `compute_seconds` in which passes wait for messages: of split layers, sequences and experts, and the
+    gradients of ZeRO-2."""
     launch_seconds: float = 0.0
     """Seconds that Python needs to launch the step's kernels; the GPU waits for it if the model is small."""
 
@@ -96,15 +99,13 @@ def step_time(
         else recomputed_share(recomputed_one_in(recipe)),
         width=precision_of(recipe, ds_config).weights,
     )
-    if used and used.assumed:
-        # the ceiling counted the seconds of every kernel: no need to derive them from FLOPs and an MFU
-        waiting = sum(seconds for name, seconds in at_best.seconds.items() if name in LAYER_MESSAGES)
-        time = replace(
-            time,
-            compute_seconds=accumulation * sum(at_best.seconds.values()),
-            waiting_seconds=accumulation * waiting,
-        )
     sent = step_messages(recipe, ds_config, world_size, gpu)
+    alone = {*LAYER_MESSAGES, *([GRADIENTS] if stops_for_gradients(ds_config) else [])}
+    if used and used.assumed:
+        # the seconds of every kernel are counted: no need to derive them from FLOPs and an MFU
+        kernels = sum(seconds for name, seconds in at_best.seconds.items() if name not in LAYER_MESSAGES)
+        waiting = sum(message.seconds for message in sent if message.name in alone)
+        time = replace(time, compute_seconds=accumulation * kernels + waiting, waiting_seconds=waiting)
     return replace(
         time,
         communication_seconds=sum(message.seconds for message in sent if message.name not in LAYER_MESSAGES),

@@ -110,10 +110,6 @@ class Rehearsal:
         self.ranks: list[dict] = []
         self.plan: RunPlan | None = None
         self._began = time.perf_counter()
-        if self.nodes > self.world_size:
-            raise UserError(
-                f"--nodes {self.nodes}: there are {self.world_size} ranks; give at most as many nodes"
-            )
 
     @property
     def faults(self) -> list[str]:

@@ -38,7 +38,7 @@ CASES = (
         64,
         {
             "zero1": "it fits: the fewest bytes between nodes",
-            "zero2": "whole sums of gradients do not fit, or links between nodes are fast: each micro-batch is reduced",
+            "zero2": "whole sums of gradients do not fit: each micro-batch waits until it is reduced",
             "zero3_hpz": "whole weights do not fit, and the ranks are on several nodes",
             "zero3": "whole weights do not fit on one node",
             "zero1_tp2": "a step has fewer sequences than GPUs",
@@ -81,7 +81,7 @@ CASES = (
 
 
 def plan_table() -> str:
-    """Return the table: for each layout memory, bytes sent, time and ceiling of a step, and when to take it."""
+    """Return the table: for each layout memory, bytes sent, time and MFU of a step, and when to take it."""
     columns = "memory of each", "sent inside a node", "between nodes", "step", "MFU", "when"
     rows = [f"| model and GPUs | layout | {' | '.join(columns)} |", f"|---|---|{'---|' * len(columns)}"]
     for case in CASES:

@@ -74,6 +74,8 @@ class MemoryNeed:
     """Host memory of one rank, by use."""
     nvme: float = 0.0
     """NVMe of one rank."""
+    pinned: float = 0.0
+    """Part of one rank's host memory that offloading pins before the first step."""
     state: ModelState | None = None
     optimizer_states: str = ADAM.name
     """Name of the part that holds the optimizer's states."""
@@ -172,13 +174,26 @@ class HeldByRank:
     state: ModelState
     host: dict[str, float]
     """Host memory, by use."""
+    pinned: float
+    """Part of it that offloading pins."""
 
 
 def held_by_rank(recipe: Recipe, ds_config: dict | None, world_size: int) -> HeldByRank:
     """Return what the fullest of `world_size` ranks holds."""
     of_rank = families(recipe, ds_config, world_size)
     state = state_of_recipe(recipe, ds_config, world_size)
-    return HeldByRank(of_rank, state, _host_memory(recipe, ds_config, world_size, state, of_rank))
+    precision, optimizer = precision_of(recipe, ds_config), optimizer_states(recipe)
+    pinned = [
+        size
+        for family in of_rank
+        for size in pinned_by_offload(
+            ds_config, family.ranks, precision.weights, optimizer.in_groups(family.trained)
+        )
+    ]
+    host = _host_memory(recipe, ds_config, world_size, state, of_rank)
+    if rounding := sum(pinned_bytes(size) - size for size in pinned):
+        host["rounding of pinned buffers"] = rounding
+    return HeldByRank(of_rank, state, host, sum(map(pinned_bytes, pinned)))
 
 
 def memory_need(
@@ -236,6 +251,7 @@ def memory_need(
         num_gpus=world_size,
         host=held.host,
         nvme=state.nvme,
+        pinned=held.pinned,
         state=state,
         optimizer_states=optimizer.name,
     )
@@ -376,15 +392,6 @@ def _host_memory(
         host["offloaded states"] = state.host
     if staging := _staging(config, [tensor for family in of_rank for tensor in family.trained]):
         host["staging buffers"] = staging
-    pinned = [
-        size
-        for family in of_rank
-        for size in pinned_by_offload(
-            config, family.ranks, precision.weights, optimizer.in_groups(family.trained)
-        )
-    ]
-    if rounding := sum(pinned_bytes(size) - size for size in pinned):
-        host["rounding of pinned buffers"] = rounding
     # stage 3 builds its weights sharded; the others build them whole on every rank and move them to the GPU
     # (model/build.py)
     if zero_stage(config) != 3:
