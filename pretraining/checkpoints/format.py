@@ -42,7 +42,7 @@ _ENTRY = {
     "required": ["bytes", "checksum"],
     "properties": {"bytes": COUNT, "checksum": CHECKSUM},
 }
-RECEIPT = {
+RECEIPT: dict[str, Any] = {
     "type": "object",
     "required": ["files"],
     "properties": {
