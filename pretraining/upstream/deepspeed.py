@@ -82,6 +82,9 @@ def read_norm_once(optimizer: Any) -> None:
 
     optimizer: the engine's. Stages 2 and 3, and stage 1 in bf16; any other is left as it is. A step with gradients that
     are not finite is refused as before: their norm is not finite either.
+
+    The waits that go gave the order of one that stays, in the same place: for the stream on which the norm is computed.
+    Numbers that were copied from the host are filled on the stream that reads them. Held by tests/test_stream_order.py.
     """
     bf16_optimizer.get_global_norm_of_tensors = _norm_of_tensors
     stage3.combine_grad_norm_groups = _norm_of_groups
