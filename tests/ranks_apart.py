@@ -24,7 +24,7 @@ from pretraining.training.stability import StabilityMonitor
 from pretraining.training.stopping import TIME_LIMIT, StopRequests
 from tests.runs import EXPERTS
 
-STEPS = 40
+STEPS = 50
 
 
 def prefetched(folder: Path) -> int:
@@ -51,7 +51,9 @@ def alerted(folder: Path) -> int | None:
 def saved(folder: Path) -> list[str]:
     """How a checkpoint was written; rank 1 has no memory for a copy."""
     run, free = RunFolder(folder), 10**12 if dist.get_rank() == 0 else 10
-    writer = background.CheckpointWriter(run, lambda folder, marker: (folder / "committed.json").write_text("{}"))
+    writer = background.CheckpointWriter(
+        run, lambda folder, marker: (folder / "committed.json").write_text("{}")
+    )
     with mock.patch.object(background, "free_memory_bytes", lambda: free):
         writer.save(1, {f"master/weight@{dist.get_rank() * 4}": torch.ones(4)})
         was_in_flight = writer.in_flight
@@ -84,7 +86,9 @@ def continued(folder: Path) -> list[str]:
     torch.manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    tokenizer = mock.Mock(eos_token_id=0, side_effect=lambda text, **_: {"input_ids": [ord(each) for each in text]})
+    tokenizer = mock.Mock(
+        eos_token_id=0, side_effect=lambda text, **_: {"input_ids": [ord(each) for each in text]}
+    )
     tokenizer.decode = lambda ids, **_: f"{len(ids)} tokens"
     ways = ({"until": [], "max_gen_toks": number, "ignore_eos": True} for number in (1, 9))
     asked = [Instance("generate_until", {}, ("def", way), number) for number, way in enumerate(ways)]

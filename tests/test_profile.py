@@ -62,7 +62,9 @@ def test_rank_0_alone_unless_every_rank_is_asked_for(tmp_path):
 def test_the_history_of_memory_leaves_the_frames_of_c_out(monkeypatch):
     """They would be walked through at every allocation, so that the traced steps would not be like the others."""
     asked = {}
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **keywords: asked.update(keywords))
+    monkeypatch.setattr(
+        torch.cuda.memory, "_record_memory_history", lambda **keywords: asked.update(keywords)
+    )
     start_memory_history(5)
     assert asked == {"max_entries": 5, "stacks": "python"}
 

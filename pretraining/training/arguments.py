@@ -101,8 +101,8 @@ def build_arguments(
         require("liger_kernel", "training.use_liger_kernel")
         # Use Liger's norms, rotary embeddings and gated layers only. The recipe has its own loss and forward pass.
         given = keywords.get("liger_kernel_config") or {}
-        # Liger's experts read from the GPU how many tokens each gets: the host waits in every layer (liger-kernel 0.8.5,
-        # ops/fused_moe.py). They would also take the place of split experts, which know their exchange.
+        # Liger's experts read from the GPU how many tokens each gets: the host waits in every layer (liger-kernel
+        # 0.8.5, ops/fused_moe.py). They would also take the place of split experts, which know their exchange.
         plain = {"swiglu": False}
         keywords["liger_kernel_config"] = {
             **(plain if widths_of(shape_of(recipe.model)).experts else {}),

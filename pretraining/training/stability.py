@@ -40,9 +40,9 @@ class Finding:
 class StabilityMonitor(TrainerCallback, ExportableState):
     """Report loss spikes, steps that are not finite, exploding gradients and plateaus in events.jsonl, once each.
 
-    Decisions depend only on mean losses of all ranks, rank 0's norm and a state that checkpoints keep. So every rank decides the
-    same, and a resumed run decides as an uninterrupted one. A policy that ends training (rollback, stop) sets
-    `finding`. The caller acts on it after `train` has returned.
+    Decisions depend only on mean losses of all ranks, rank 0's gradient norms and a state that checkpoints keep. So
+    every rank decides the same, and a resumed run decides as an uninterrupted one. A policy that ends training
+    (rollback, stop) sets `finding`. The caller acts on it after `train` has returned.
     """
 
     def __init__(self, run: RunFolder, monitors: Monitors, origins: Callable[[int], dict]) -> None:
