@@ -1,18 +1,23 @@
 """The model: initial weights that are the same at every stage, decay on matrices alone, and the loss."""
 
+import hashlib
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
 
 from pretraining.data.document_masking import IGNORED
-from pretraining.model.build import build_model
+from pretraining.model.build import build_config, build_model
 from pretraining.model.cross_entropy import token_nats
+from pretraining.model.initial_weights import children_first, initialise_weights, list_draws, turns
 from pretraining.model.loss import build_loss, next_token_loss
-from pretraining.recipe import load_recipe, recipe_names
-from tests.initial_weights import SPLIT
+from pretraining.recipe import load_recipe, model_with_defaults, recipe_names
+from pretraining.recipe.mup import scales_by_name
+from tests.initial_weights import CONTINUED, MUP, SPLIT
 from tests.runs import MODELS, OTHER_MODELS, SMALL_RECIPE, execute, launcher
 
 
@@ -21,7 +26,7 @@ def weights(tmp_path_factory) -> dict[int, dict]:
     """{ranks: {(model, stage, bf16): {name: tensor}}}, each built in a process group of its own."""
     folder = tmp_path_factory.mktemp("weights")
     found = {}
-    for ranks, words in ((1, launcher("plain", 1)), (2, launcher("forked", 2))):
+    for ranks, words in ((1, launcher("plain", 1)), (2, launcher("forked", 2)), (3, launcher("forked", 3))):
         path = folder / f"{ranks}.pt"
         finished = execute([*words, "-m", "tests.initial_weights", path])
         assert finished.code == 0, finished.output
@@ -35,12 +40,97 @@ def differing(ours: dict, theirs: dict) -> list[str]:
     return [name for name in ours if not torch.equal(ours[name], theirs[name])]
 
 
-@pytest.mark.parametrize("name", [*MODELS, *OTHER_MODELS])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", [*MODELS, *OTHER_MODELS, "mup", CONTINUED])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
 def test_initial_weights_are_the_same_at_every_stage_and_world_size(weights, name, ranks, stage):
     """Promise: the curve belongs to the recipe. Bit for bit in fp32, against a plain process."""
     assert not differing(weights[ranks][name, stage, False], weights[1][name, "null", False])
+
+
+def not_drawn(config):
+    """A model whose weights transformers has not drawn."""
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    return model
+
+
+@pytest.mark.parametrize("name", [*MODELS, *OTHER_MODELS])
+def test_initial_weights_are_those_of_each_rule_alone(weights, name):
+    """No bit depends on which rank draws, or on what is left out because a later rule draws it again.
+
+    Here every rule is called for its module, children first, with a generator of the module's own.
+    """
+    model, seed = (
+        not_drawn(AutoConfig.for_model(**(MODELS | OTHER_MODELS)[name])),
+        SMALL_RECIPE["training"]["seed"],
+    )
+    for path, module, owner in children_first(model):
+        digest = hashlib.blake2b(f"{seed}/{path}".encode(), digest_size=8).digest()
+        torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+        with torch.no_grad():
+            owner._init_weights(module)
+    assert not differing(weights[3][name, "zero3", False], dict(model.named_parameters()))
+
+
+def test_weights_with_a_copy_on_each_node_are_the_same(weights):
+    """hpZ: a rank's part cannot be set alone there."""
+    assert not differing(weights[2]["gpt2", "hpz", False], weights[1]["gpt2", "null", False])
+
+
+@pytest.mark.parametrize("name", ["mup", CONTINUED])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_is_multiplied_in_bf16_is_the_same_at_every_stage(weights, name, ranks):
+    """The order of rounding and multiplying is that of one process."""
+    for stage in ("zero2", "zero3"):
+        assert not differing(weights[ranks][name, stage, True], weights[1][name, "zero2", True])
+
+
+def test_multiplied_weights_are_the_drawn_ones_times_a_factor(weights):
+    """muP's factors, and a rule that continues from what its child's rule has drawn."""
+    plain = weights[1]["llama", "null", False]
+    for key, halved in weights[3][CONTINUED, "zero3", False].items():
+        assert torch.equal(halved, plain[key] * (0.5 if "down_proj" in key else 1.0)), key
+    factors = scales_by_name(plain, model_with_defaults(MODELS["llama"]), MUP)
+    assert {1.0} < {each.initial for each in factors.values()}
+    for key, scaled in weights[3]["mup", "zero3", False].items():
+        assert torch.equal(scaled, plain[key] * factors[key].initial), key
+
+
+@pytest.mark.parametrize("name", ["30b", "65b", "7b", "llama-70b", "moe-30b-a3b"])
+def test_every_weight_of_a_large_recipe_is_drawn_once_and_by_all_ranks(name):
+    """Hour 0 of a large run: at most 1.1 times the parameters, and eight ranks at least six times as fast as one.
+
+    The ranks draw a turn at the same time, so that it takes as long as its largest draw.
+    """
+    recipe, tokens = load_recipe(name), SimpleNamespace(bos_token_id=0, eos_token_id=0)
+    with torch.device("meta"), torch.no_grad():
+        model = not_drawn(build_config(dict(recipe.model), tokens))
+        draws = list_draws(model)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    lent = sum(parameter.numel() for draw in draws for parameter in draw.lent)
+    assert sum(draw.num_kept for draw in draws) == num_parameters <= lent <= 1.1 * num_parameters
+    assert sorted(map(id, model.parameters())) == sorted(id(each) for draw in draws for each in draw.kept)
+    assert num_parameters / sum(max(draw.num_kept for draw in turn) for turn in turns(draws, 8)) >= 6
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_number_is_drawn_that_is_not_kept(name):
+    """GPT-2's rules draw output projections and the tied head twice: only the second time counts."""
+
+    class Counted(TorchDispatchMode):
+        drawn = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.normal_.default and args[0].device.type == "cpu":
+                self.drawn += args[0].numel()
+            return func(*args, **(kwargs or {}))
+
+    model = not_drawn(AutoConfig.for_model(**MODELS[name]))
+    with Counted() as counted:
+        initialise_weights(model, 42)
+    assert counted.drawn == sum(each.numel() for each in model.parameters() if each.ndim > 1)
 
 
 @pytest.mark.parametrize("name", [*MODELS, *OTHER_MODELS])
