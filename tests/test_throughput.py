@@ -349,8 +349,8 @@ GB = 1_000_000_000
     "name, ranks, settings, free, wanted",
     [
         ("124m", 1, (), 16 * GB, 16),  # 32 micro-batches by two workers
-        ("30b", 8, (), 16 * GB, 16),
-        ("30b", 64, (), 16 * GB, 2),  # torch's own, which holds the step
+        ("30b", 8, (), 16 * GB, 64),
+        ("30b", 256, (), 16 * GB, 2),  # torch's own, which holds the step
         ("30b", 8, (), 64_000_000, 3),  # a container's shared memory, eight ranks: 2 MB each
         (
             "124m",
