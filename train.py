@@ -4,7 +4,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from pretraining.command_line import on_one_node, parse_train_arguments
-from pretraining.data.prepared import PreparedData, open_prepared
+from pretraining.data.prepared import PreparedData, note_repeats, open_prepared
 from pretraining.data.streaming.cache import CacheSettings
 from pretraining.errors import one_line_errors
 from pretraining.planning.run_plan import RunPlan, build_run_plan
@@ -34,6 +34,7 @@ def main() -> None:
     if options.while_preparing:
         check_while_preparing(recipe, options.data_dir)
     if options.plan:
+        note_repeats(recipe, options.data_dir)
         return print_plan(recipe, ds_config, options.world_size, options.gpu, options.json, options.nodes)
     if options.rehearse:
         from pretraining.rehearsal.rehearsal import rehearse

@@ -24,6 +24,8 @@ class LocalHub(ThreadingHTTPServer):
         self.refuse_with: int | None = None
         self.gated: set[str] = set()
         """Repositories that nobody may read before its terms are accepted."""
+        self.missing: set[str] = set()
+        """Names that no repository has."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -108,6 +110,8 @@ class _Handler(BaseHTTPRequestHandler):
         return f"http://127.0.0.1:{self.server.server_port}{path}"
 
     def _answer_access(self, name: str) -> None:
+        if name in self.server.missing:
+            return self._answer({"error": "refused"}, 404, **{"X-Error-Code": "RepoNotFound"})
         if self.server.refuse_with or name in self.server.gated:
             code = {"X-Error-Code": "GatedRepo"} if name in self.server.gated else {}
             return self._answer({"error": "refused"}, self.server.refuse_with or 401, **code)

@@ -52,6 +52,19 @@ def test_terms_that_nobody_accepted_are_named_before_text_is_read(tmp_path, corp
     assert not (tmp_path / "data").exists()
 
 
+def test_a_tokenizer_that_the_hub_does_not_have_is_named_before_text_is_read(tmp_path, corpus):
+    """Cleaning comes before the tokenizer is needed, and may take hours."""
+    sources = json.dumps([{"path": str(corpus)}])
+    command = [sys.executable, "data_prep.py", "--recipe", "tiny", "--data_dir", tmp_path / "data"]
+    command += ["--set", "data.tokenizer=gpt3", "--set", f"data.sources={sources}"]
+    with local_hub() as hub:
+        hub.missing.add("gpt3")
+        refused = execute(command, **{**hub.environment, "HF_HOME": tmp_path / "hub"})
+    assert refused.code == 2 and refused.stderr.count("\n") == 1
+    assert "data.tokenizer: the hub has no model gpt3 that this account may see" in refused.stderr
+    assert not (tmp_path / "data").exists()
+
+
 def test_a_link_is_followed_to_another_disk(root, corpus, tmp_path):
     """The data lies where the link leads, and the link stays."""
     root.mkdir()

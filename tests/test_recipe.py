@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from pretraining.data.prepared import note_repeats
 from pretraining.ds_config import DS_CONFIGS
 from pretraining.errors import UserError
 from pretraining.recipe import accumulation_steps, load_recipe, recipe_names, recipe_schema
@@ -271,6 +272,16 @@ def test_a_published_config_is_read_as_transformers_reads_it(name, tmp_path, cap
     # written and read again, nothing is left to say
     path.write_text(json.dumps(recipe.to_dict()))
     assert not load_recipe(str(path)).notes
+
+
+def test_the_plan_says_how_often_prepared_data_is_read(workshop, capsys):
+    """A budget of more tokens than there are is no surprise after weeks."""
+    for tokens, said in ((5120, False), (512 * 10**6, True)):
+        recipe = load_recipe(str(workshop.recipe), [f"budget.tokens={tokens}"])
+        note_repeats(recipe, workshop.data)
+        there = workshop.summary["train"]["tokens"]
+        note = f"has {there:,} training tokens, which the budget of 512,000,000 reads"
+        assert (note in capsys.readouterr().err) == said
 
 
 def test_a_key_of_a_published_config_that_means_something_is_not_left_out(edited):

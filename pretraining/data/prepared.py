@@ -1,6 +1,7 @@
 """Open a prepared data set: check that it is the recipe's, that it is whole, and that it fits the model."""
 
 import shlex
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -209,6 +210,17 @@ def _open_remote(recipe: Recipe, data_root: str, cache: CacheSettings) -> Prepar
 def _check_manifest(recipe: Recipe, manifest: dict, place: Path | str, command: str) -> None:
     _check_section(recipe.data.to_dict(), manifest, place, command)
     check_vocabulary(manifest["tokenizer"]["vocab_size"], recipe.model.vocab_size)
+
+
+def note_repeats(recipe: Recipe, data_root: Path | str) -> None:
+    """Print how often the budget reads the data, if it is prepared already and is read more than once."""
+    manifest = None if is_remote(data_root) else read_manifest(Path(data_root) / recipe.data.name)
+    if manifest is None or data_differences(manifest, recipe.data.to_dict()):
+        return
+    tokens = manifest["splits"]["train"]["tokens"]
+    if not lacking(manifest, portions_of(recipe)) and (epochs := recipe.num_tokens / max(1, tokens)) > 1:
+        what = f"has {tokens:,} training tokens, which the budget of {recipe.num_tokens:,} reads {epochs:.3g} times"
+        print(f"note: {data_root}/{recipe.data.name}: {what}", file=sys.stderr, flush=True)
 
 
 def preparing_command(recipe: Recipe, data_root: Path) -> str:

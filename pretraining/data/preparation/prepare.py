@@ -166,7 +166,7 @@ def prepare_data(
         if manifest is None or lacking(manifest, portions) or is_half_published(folder):
             # Now, not after hours of work.
             _refuse_no_place(folder)
-            _refuse_unaccepted_terms(recipe)
+            _refuse_unreadable(recipe)
             with preparation_lock(folder) as kept:
                 manifest = _finished(named, data, fingerprints, replace)  # another process may have made it
                 if manifest is None or lacking(manifest, portions):
@@ -207,8 +207,8 @@ def _refuse_no_place(folder: Path) -> None:
         )
 
 
-def _refuse_unaccepted_terms(recipe: Recipe) -> None:
-    """Raise UserError for a source or tokenizer of the hub whose terms this account has not accepted.
+def _refuse_unreadable(recipe: Recipe) -> None:
+    """Raise UserError for a source or tokenizer that the hub lacks, or whose terms this account has not accepted.
 
     A hub that does not answer is passed over, since a copy may be here: reading reports a real fault.
     """
@@ -235,6 +235,9 @@ def _refuse_unaccepted_terms(recipe: Recipe) -> None:
                 f"{key}: {name} is gated, and its terms are not accepted: accept them at {HUB_PAGES[kind]}{name}"
                 f"{token}, or name another that is open; nothing was read"
             ) from error
+        except hub.errors.RepositoryNotFoundError as error:
+            what = f"the hub has no {kind} {name} that this account may see; name one that is there"
+            raise UserError(f"{key}: {what}, or a folder; nothing was read") from error
         except Exception:  # every way of being offline has a class of its own, and a path is no name
             continue
 
