@@ -36,7 +36,9 @@ def main() -> None:
             if outcome.kind in DEFECTS:
                 print(f"\n{outcome.kind}: {outcome.reader}: {outcome.said}", file=sys.stderr, flush=True)
     defects = sum(counts[kind] for kind in DEFECTS)
-    record("outside_fuzz", {"seed": options.seed, **counts, "defects": defects, "readers": readers}, options.keep)
+    record(
+        "outside_fuzz", {"seed": options.seed, **counts, "defects": defects, "readers": readers}, options.keep
+    )
     sys.exit(int(defects > 0))
 
 

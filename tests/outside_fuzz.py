@@ -14,6 +14,7 @@ import io
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import traceback
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pyarrow
 import torch
@@ -28,12 +30,13 @@ import torch.distributed.checkpoint as dcp
 
 from pretraining.checkpoints import __main__ as checkpoints
 from pretraining.checkpoints.fetch import fetch_share, newest_committed, read_remote_marker
-from pretraining.checkpoints.format import _SEAL, _with_checksum, read_receipt
+from pretraining.checkpoints.format import _with_checksum, read_receipt
 from pretraining.checkpoints.publish import LIST, to_store
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.shard_files import CheckpointReader, mean_running_loss
 from pretraining.data.prepared import open_prepared
 from pretraining.data.streaming.cache import CacheSettings
+from pretraining.data.streaming.store import PATIENCE_VARIABLE
 from pretraining.data.text_files import local_file, read_documents
 from pretraining.data.tokenizer import describe_tokenizer
 from pretraining.data.tools.finished import open_finished
@@ -53,6 +56,8 @@ from tests.runs import Workshop
 
 SECONDS = 20
 """After which a reader, which takes milliseconds, hangs."""
+MOST_MORE_BYTES = 3 << 30
+"""Memory that a reader may take: a device without end must not take the machine's."""
 DEPTH = 100_000
 VALUES: tuple[Any, ...] = (
     None, True, -1, 0, 1, 2**31, 2**63, 2**64, 10**400, -0.5, 1e308, float("nan"), float("inf"), "", "x", "\x00", "\ud800",
@@ -109,12 +114,17 @@ class OutsideFuzz:
         self.readers = self._readers()
         self.good = {name: each.path.read_bytes() for name, each in self.readers.items()}
         self.before = self._outside()
+        for each in self.readers.values():  # none is refused before it is mutated
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                each.read()
 
     def _readers(self) -> dict[str, Reader]:
         """Every kind of file that may come from a stranger."""
         run, box = self.run, self.box
         checkpoint = max(run.path.glob("checkpoint-*"), key=lambda path: int(path.name[11:]))
-        run.journal.write_text('{"step": 5, "to_step": 4, "samples": [8, 16], "lr_factor": 0.5, "lr_steps": 2}\n')
+        run.journal.write_text(
+            '{"step": 5, "to_step": 4, "samples": [8, 16], "lr_factor": 0.5, "lr_steps": 2}\n'
+        )
         self._write_weights(box / "weights")
         texts = self._write_texts(box / "texts")
         hosts, published = box / "hosts.txt", box / "published" / LIST
@@ -158,7 +168,11 @@ class OutsideFuzz:
         return path
 
     def _write_weights(self, folder: Path) -> None:
-        dcp.save({"model": {"a": torch.ones(3, 4), "b": torch.ones(5)}, "step": 1}, checkpoint_id=folder, no_dist=True)
+        dcp.save(
+            {"model": {"a": torch.ones(3, 4), "b": torch.ones(5)}, "step": 1},
+            checkpoint_id=folder,
+            no_dist=True,
+        )
         (folder / "index").mkdir()
         shutil.copyfile(self.run.export / "model.safetensors", folder / "index" / "model.safetensors")
         index = {"metadata": {}, "weight_map": {"transformer.wte.weight": "model.safetensors"}}
@@ -169,7 +183,11 @@ class OutsideFuzz:
         page = b"<html><body><p>A page of some words, long enough to be one.</p></body></html>"
         http = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n" + page
         head = "WARC/1.0\r\nWARC-Type: {}\r\nWARC-Record-ID: <urn:uuid:1>\r\nWARC-Date: 2026-01-01T00:00:00Z\r\nWARC-Target-URI: http://a/\r\nContent-Type: {}\r\nContent-Length: {}\r\n\r\n"
-        warc = head.format("response", "application/http; msgtype=response", len(http)).encode() + http + b"\r\n\r\n"
+        warc = (
+            head.format("response", "application/http; msgtype=response", len(http)).encode()
+            + http
+            + b"\r\n\r\n"
+        )
         wet = head.format("conversion", "text/plain", 11).encode() + b"Some words." + b"\r\n\r\n"
         rows = b'{"text": "one"}\n{"text": "two"}\n'
         packed = pyarrow.BufferOutputStream()
@@ -193,7 +211,13 @@ class OutsideFuzz:
         reporting.main(["analyze", str(folder)])
 
     def _use_journal(self, journal: Journal) -> object:
-        return journal.left_out, journal.lr_factor(5), journal.overtakes(5, 0), journal.position(9), journal.lowers_rates
+        return (
+            journal.left_out,
+            journal.lr_factor(5),
+            journal.overtakes(5, 0),
+            journal.position(9),
+            journal.lowers_rates,
+        )
 
     def _list(self) -> None:
         checkpoints.main(["list", str(self.run.path)])
@@ -209,7 +233,9 @@ class OutsideFuzz:
                 raise UserError(reason)
 
     def _open_data(self, root: str | None = None) -> None:
-        data = open_prepared(self.recipe, root or self.data.parent, CacheSettings(self.box / "cache", 1 << 30))
+        data = open_prepared(
+            self.recipe, root or self.data.parent, CacheSettings(self.box / "cache", 1 << 30)
+        )
         data.train.read(0, 8), data.validation.document_ends(0, 8)
         if root is None:
             open_finished(self.data).split("validation").read(0)
@@ -252,19 +278,28 @@ class OutsideFuzz:
     def _outcome(self, name: str, reader: Reader, mutation: str) -> Outcome:
         signal.signal(signal.SIGALRM, _too_late)
         signal.alarm(SECONDS)
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (in_use + MOST_MORE_BYTES, before[1]))
         try:
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            quiet = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
+            with quiet[0], quiet[1], mock.patch.dict(os.environ, {PATIENCE_VARIABLE: "1"}):
                 reader.read()
         except UserError as error:
             return Outcome("refused", name, str(error))
         except Hang:
             return Outcome("hang", name, f"{mutation}\n{traceback.format_exc()}")
         except Exception as error:
-            if isinstance(error, OSError) and file_error(error) is not None:  # `one_line_errors` makes a line of it
-                return Outcome("refused", name, str(file_error(error)))
+            gone = mutation == "nothing" and isinstance(
+                error, FileNotFoundError
+            )  # commands look before they read
+            # `one_line_errors` makes a line of it
+            if isinstance(error, OSError) and (gone or file_error(error) is not None):
+                return Outcome("refused", name, str(error))
             return Outcome("traceback", name, f"{mutation}\n{traceback.format_exc()}")
         finally:
             signal.alarm(0)
+            resource.setrlimit(resource.RLIMIT_AS, before)
         return Outcome("read", name)
 
     def _mutate(self, reader: Reader, good: bytes) -> str:

@@ -18,6 +18,7 @@ import orjson
 
 from pretraining.addresses import is_remote
 from pretraining.errors import UserError, nearest, require
+from pretraining.outside import regular
 
 WHOLE_FILE_SUFFIXES = (".txt", ".py", ".rst", ".md", ".html")
 """Each file is one document. In a user's folder only .txt of these is searched for, in the standard library all."""
@@ -56,7 +57,7 @@ class InputFile:
     def open(self) -> BinaryIO:
         """Open the file for reading bytes; a remote one is fetched as it is read."""
         if not is_remote(self.address):
-            return Path(self.address).open("rb", buffering=BUFFER_BYTES)
+            return open(self.address, "rb", buffering=BUFFER_BYTES, opener=regular)
         return require("fsspec", f"reading {self.address}").open(self.address, "rb").open()
 
     def check_unchanged(self) -> None:

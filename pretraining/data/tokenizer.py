@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pretraining.errors import UserError, require
-from pretraining.outside import read_json_value
+from pretraining.outside import read_bytes, read_json_value
 from pretraining.recipe.data import END_OF_TEXT
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def local_fingerprint(spec: str | dict) -> str | None:
 
 def fingerprint_of(folder: Path) -> str:
     """Compute blake2b of the folder's tokenizer.json."""
-    return hashlib.blake2b((folder / "tokenizer.json").read_bytes(), digest_size=16).hexdigest()
+    return hashlib.blake2b(read_bytes(folder / "tokenizer.json"), digest_size=16).hexdigest()
 
 
 def save_tokenizer(name: str, folder: Path) -> None:
