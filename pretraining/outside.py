@@ -55,12 +55,18 @@ def parse_json(content: str | bytes, **options: Any) -> Any:
     """
     text = content if isinstance(content, str) else content.decode("utf-8")
     try:
-        value = json.loads(text, **options)
+        value = json.loads(text, **{"parse_int": _integer, **options})
     except RecursionError:
         raise ValueError("is nested too deeply") from None
     if "\\u" in text:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     return value
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > 300:
+        raise ValueError(f"{digits[:20]}... is too large for a number")  # also for a float
+    return int(digits)
 
 
 def read_json_value(path: Path) -> Any:

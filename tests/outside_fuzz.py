@@ -14,6 +14,7 @@ import io
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import traceback
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pyarrow
 import torch
@@ -34,6 +36,7 @@ from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.shard_files import CheckpointReader, mean_running_loss
 from pretraining.data.prepared import open_prepared
 from pretraining.data.streaming.cache import CacheSettings
+from pretraining.data.streaming.store import PATIENCE_VARIABLE
 from pretraining.data.text_files import local_file, read_documents
 from pretraining.data.tokenizer import describe_tokenizer
 from pretraining.data.tools.finished import open_finished
@@ -53,6 +56,8 @@ from tests.runs import Workshop
 
 SECONDS = 20
 """After which a reader, which takes milliseconds, hangs."""
+MOST_MORE_BYTES = 3 << 30
+"""Memory that a reader may take: a device without end must not take the machine's."""
 DEPTH = 100_000
 VALUES: tuple[Any, ...] = (
     None, True, -1, 0, 1, 2**31, 2**63, 2**64, 10**400, -0.5, 1e308, float("nan"), float("inf"), "", "x", "\x00", "\ud800",
@@ -109,6 +114,9 @@ class OutsideFuzz:
         self.readers = self._readers()
         self.good = {name: each.path.read_bytes() for name, each in self.readers.items()}
         self.before = self._outside()
+        for each in self.readers.values():  # none is refused before it is mutated
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                each.read()
 
     def _readers(self) -> dict[str, Reader]:
         """Every kind of file that may come from a stranger."""
@@ -270,21 +278,28 @@ class OutsideFuzz:
     def _outcome(self, name: str, reader: Reader, mutation: str) -> Outcome:
         signal.signal(signal.SIGALRM, _too_late)
         signal.alarm(SECONDS)
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (in_use + MOST_MORE_BYTES, before[1]))
         try:
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            quiet = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
+            with quiet[0], quiet[1], mock.patch.dict(os.environ, {PATIENCE_VARIABLE: "1"}):
                 reader.read()
         except UserError as error:
             return Outcome("refused", name, str(error))
         except Hang:
             return Outcome("hang", name, f"{mutation}\n{traceback.format_exc()}")
         except Exception as error:
-            if (
-                isinstance(error, OSError) and file_error(error) is not None
-            ):  # `one_line_errors` makes a line of it
-                return Outcome("refused", name, str(file_error(error)))
+            gone = mutation == "nothing" and isinstance(
+                error, FileNotFoundError
+            )  # commands look before they read
+            # `one_line_errors` makes a line of it
+            if isinstance(error, OSError) and (gone or file_error(error) is not None):
+                return Outcome("refused", name, str(error))
             return Outcome("traceback", name, f"{mutation}\n{traceback.format_exc()}")
         finally:
             signal.alarm(0)
+            resource.setrlimit(resource.RLIMIT_AS, before)
         return Outcome("read", name)
 
     def _mutate(self, reader: Reader, good: bytes) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from pretraining.checkpoints.format import MARKER
 from pretraining.data.streaming.store import Patience, ShortAnswer, Store, reason_of
 from pretraining.errors import UserError
+from pretraining.outside import regular
 from pretraining.runtime.durable_files import replacing
 from pretraining.runtime.heartbeat import work_done
 
@@ -51,18 +52,10 @@ class RemoteRun(Store):
         def read() -> bytes | None:
             # Caught here: `ask` would report a missing file as a wrong address.
             with contextlib.suppress(FileNotFoundError):
-                return self._filesystem().cat_file(self.where(path))
+                return self._whole(path)
             return None
 
         return self.patience.ask(read, self.where(path))
-
-    @property
-    def folder(self) -> Path | None:
-        """The folder that the address means, such as a mounted disk; None for a store of another kind."""
-        from fsspec.core import split_protocol
-
-        protocol, path = split_protocol(self.address)
-        return Path(path).expanduser().absolute() if protocol in (None, "file", "local") else None
 
     def pieces(self, path: str, size: int) -> Iterator[memoryview]:
         """Read a file of `folder` from its beginning; a piece is valid until the next."""
@@ -75,7 +68,7 @@ class RemoteRun(Store):
         def read(start: int, stop: int) -> memoryview:
             try:
                 if not opened:
-                    opened.append(io.FileIO(folder / path))
+                    opened.append(io.FileIO(folder / path, opener=regular))
                 if start % _AHEAD_BYTES == 0 and hasattr(os, "posix_fadvise"):
                     # The kernel reads on while these are checked and written.
                     os.posix_fadvise(opened[0].fileno(), start, 2 * _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)

@@ -31,8 +31,9 @@ from pretraining.checkpoints.format import (
     write_receipt,
 )
 from pretraining.errors import UserError
-from pretraining.outside import read_json_value
+from pretraining.outside import COUNT, read_json_value
 from pretraining.runtime.heartbeat import work_done
+from pretraining.schema import check
 
 FORMAT = 1
 STATE_FILE = "state.json"
@@ -360,6 +361,20 @@ def assemble(reader: CheckpointReader, parameter: str, state: str = MASTER) -> t
     return reader.read(state, parameter).view(reader.parameters[parameter])
 
 
+_TENSOR = {
+    "type": "object",
+    "required": ["shape"],
+    "properties": {"shape": {"type": "array", "items": COUNT}},
+}
+_TENSORS = {"type": "object", "patternProperties": {"(?s:.*)": _TENSOR}}
+_STATE = {
+    "type": "object",
+    "required": ["parameters"],
+    "properties": {"parameters": _TENSORS, "buffers": _TENSORS},
+}
+"""What every reader of state.json relies on."""
+
+
 def read_state(folder: Path) -> dict:
     """Read what is the same on every rank; `UserError` if the folder has another or a newer format."""
     try:
@@ -371,11 +386,12 @@ def read_state(folder: Path) -> dict:
         ) from None
     except (OSError, ValueError) as error:
         raise UserError(f"{folder / STATE_FILE}: cannot be read ({error})") from error
+    state = check(state, {"type": "object"}, str(folder / STATE_FILE))
     if state.get("format") != FORMAT:
         raise UserError(
             f"{folder} has format {state.get('format')} and this version reads {FORMAT}: update the repository"
         )
-    return state
+    return check(state, _STATE, str(folder / STATE_FILE))
 
 
 def _rank_files(folder: Path, incomplete: bool = False) -> list[str]:

@@ -19,6 +19,7 @@ import orjson
 
 from pretraining.addresses import is_remote
 from pretraining.errors import UserError, nearest, require
+from pretraining.outside import regular
 
 if TYPE_CHECKING:
     from warcio.recordloader import ArcWarcRecord
@@ -60,7 +61,7 @@ class InputFile:
     def open(self) -> BinaryIO:
         """Open the file for reading bytes; a remote one is fetched as it is read."""
         if not is_remote(self.address):
-            return Path(self.address).open("rb", buffering=BUFFER_BYTES)
+            return open(self.address, "rb", buffering=BUFFER_BYTES, opener=regular)
         fsspec = require("fsspec", f"reading {self.address}")
         # Buffered: the files of fsspec read no line of limited length.
         return io.BufferedReader(fsspec.open(self.address, "rb").open(), BUFFER_BYTES)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pretraining.errors import UserError
 from pretraining.extend import load_pretrained
-from pretraining.outside import read_json_value
+from pretraining.outside import read_bytes, read_json_value
 from pretraining.recipe.data import END_OF_TEXT
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def local_fingerprint(spec: str | dict) -> str | None:
 def checksums_of(folder: Path) -> dict[str, str]:
     """Compute blake2b of each file of a tokenizer folder that is there."""
     there = [name for name in ("tokenizer.json", *COMPANION_FILES) if (folder / name).is_file()]
-    return {name: hashlib.blake2b((folder / name).read_bytes(), digest_size=16).hexdigest() for name in there}
+    return {name: hashlib.blake2b(read_bytes(folder / name), digest_size=16).hexdigest() for name in there}
 
 
 def tokenizer_fault(folder: Path, entry: dict) -> tuple[str, str] | None:

@@ -22,7 +22,13 @@ from pretraining.planning.throughput import precision_of_products
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import Recipe
 from pretraining.runtime.durable_files import read_rows
-from pretraining.runtime.run_folder import RunFolder, StepTotals, first_step, trained_on_processor
+from pretraining.runtime.run_folder import (
+    RunFolder,
+    StepTotals,
+    first_step,
+    read_events,
+    trained_on_processor,
+)
 
 QUANTITIES = (
     "peak_memory_bytes",
@@ -190,7 +196,7 @@ def _observed(run: RunFolder) -> dict[str, float]:
     rows = [[row.get(name) for name in names] for row in map(grouped_names, read_rows(run.metrics))]
     # rows without a speed are no steps, such as those of a validation
     timed = [row for row in rows if all(map(_is_number, row))]
-    observed = StepTotals.of(timed, first_step(read_rows(run.events))).speed()
+    observed = StepTotals.of(timed, first_step(read_events(run.events))).speed()
     # only the newest counts: older ones may come from another optimizer or precision
     # a checkpoint that is not committed is not whole
     checkpoints = sorted(run.path.glob("checkpoint-*/committed.json"), key=lambda path: path.stat().st_mtime)

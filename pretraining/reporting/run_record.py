@@ -14,12 +14,22 @@ import orjson
 from pretraining.errors import UserError
 from pretraining.metric_names import PLACE, grouped
 from pretraining.outside import parse_json, read_json_value, regular
+from pretraining.recipe import recipe_schema
 from pretraining.recipe.budget import Ramp, StepSizes
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.heartbeat import killed_ranks
 from pretraining.runtime.lock import was_killed
-from pretraining.runtime.run_folder import STARTS, RunFolder, StepTotals, event_seconds, first_step, step_of
+from pretraining.runtime.run_folder import (
+    STARTS,
+    RunFolder,
+    StepTotals,
+    event_seconds,
+    first_step,
+    read_events,
+    step_of,
+)
 from pretraining.runtime.wall_time import METRICS, SECONDS, Row, WallTime
+from pretraining.schema import fits
 
 ENDINGS = {"end": "finished", "stopped": "stopped", "hang": "hang", "gave_up": "gave up"}
 """{event after which no process of the run is left, until a start or a resume: the state that it means}"""
@@ -65,7 +75,7 @@ class RunRecord:
     def refresh(self) -> "RunRecord":
         """Read what is new."""
         self.metrics.read()
-        self.events = read_rows(self.run.events)
+        self.events = read_events(self.run.events)
         self.samples = [row for row in read_rows(self.run.samples) if isinstance(row.get("step"), int)]
         self.recipe, self.plan = _object(self.run.recipe), _object(self.run.plan)
         self.environment, self.mixture = _object(self.run.environment), _object(self.run.mixture)
@@ -259,13 +269,32 @@ class RunRecord:
         return max((path.stat().st_mtime for path in files), default=0.0)
 
 
+_NUMBER = {"type": ["number", "null"]}
+_SHAPES: dict[str, dict] = {
+    "budget": {
+        "type": "object",
+        "properties": {
+            "tokens": _NUMBER,
+            "tokens_per_step": _NUMBER,
+            "ramp": recipe_schema()["properties"]["budget"]["properties"]["ramp"],
+        },
+    },
+    "report": {"type": "object", "properties": {"target_loss": _NUMBER, "every_seconds": _NUMBER}},
+    "run": {"type": "object", "properties": {"sources": {"type": "array", "items": {"type": "object"}}}},
+    "predicted": {"type": ["object", "null"]},
+    "checkpoint_bytes": _NUMBER,
+}
+"""What the report relies on in recipe, plan and mixture."""
+
+
 def _object(path: Path) -> dict:
-    """Read the object in a JSON file; empty if there is none or it cannot be read."""
+    """Read the object in a JSON file, without keys that have another shape; empty if it cannot be read."""
     try:
         value = read_json_value(path)
     except (OSError, ValueError):
         return {}
-    return value if isinstance(value, dict) else {}
+    items = value.items() if isinstance(value, dict) else ()
+    return {key: item for key, item in items if fits(item, _SHAPES.get(key, {}))}
 
 
 class MetricsFile:

@@ -9,7 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pretraining.errors import UserError
+from pretraining.outside import COUNT
 from pretraining.runtime.durable_files import read_rows, replacing
+from pretraining.schema import check
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,18 @@ class Rollback:
     lr_steps: int = 0
 
 
+_ROW = {
+    "type": "object",
+    "required": ["step", "to_step", "samples"],
+    "additionalProperties": False,
+    "properties": {
+        **dict.fromkeys(("step", "to_step", "lr_steps"), COUNT),
+        "samples": {"type": "array", "items": COUNT},
+        "lr_factor": {"type": "number", "minimum": 0},
+    },
+}
+
+
 @dataclass(frozen=True)
 class Journal:
     """The rollbacks of a run, oldest first."""
@@ -41,8 +56,18 @@ class Journal:
     @classmethod
     def of(cls, rows: Sequence[dict]) -> "Journal":
         """Build the journal from rows as `write` makes them."""
-        # JSON has no tuples: without this, a row read back would not equal the one written
-        return cls(tuple(Rollback(**{**row, "samples": tuple(row["samples"])}) for row in rows))
+        try:
+            checked = [check(row, _ROW, "journal.jsonl") for row in rows]
+            # JSON has no tuples: without this, a row read back would not equal the one written
+            samples = [(first, last) for first, last in (row["samples"] for row in checked)]
+        except (UserError, ValueError) as error:
+            # left out in silence, it would change the samples of the steps behind it
+            raise UserError(
+                f"the run's journal is damaged ({error}); bring back the file that the run wrote"
+            ) from None
+        return cls(
+            tuple(Rollback(**{**row, "samples": pair}) for row, pair in zip(checked, samples, strict=True))
+        )
 
     def with_rollback(self, rollback: Rollback) -> "Journal":
         """Return this journal with one more row."""

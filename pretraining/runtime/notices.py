@@ -21,10 +21,9 @@ from contextlib import contextmanager, suppress
 from pretraining.errors import GaveUp, UserError
 from pretraining.masking import masked
 from pretraining.recipe.sections import Notify
-from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.exit_codes import variables_of_a_helper
 from pretraining.runtime.process_group import from_rank_0
-from pretraining.runtime.run_folder import STARTS, RunFolder, unix_seconds
+from pretraining.runtime.run_folder import STARTS, RunFolder, read_events, unix_seconds
 
 EVENTS = {
     "started": ("start",),
@@ -175,7 +174,7 @@ def _is_first_to_fail(run: RunFolder, began: float) -> bool:
     if os.environ.get("RANK", "0") != "0":
         time.sleep(STARTED_TOGETHER_SECONDS)
     # times of events are whole seconds
-    own = [row for row in read_rows(run.events) if unix_seconds(row["time"]) >= int(began)]
+    own = [row for row in read_events(run.events) if unix_seconds(row["time"]) >= int(began)]
     kinds = {row["event"] for row in own}
     return bool(kinds & {*STARTS}) and "failed" not in kinds
 

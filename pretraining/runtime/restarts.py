@@ -5,9 +5,8 @@ import signal
 import socket
 from pathlib import Path
 
-from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.exit_codes import STOPPED, SUPERVISOR, supervisor_file, tell_exit_code
-from pretraining.runtime.run_folder import STARTS, RunFolder
+from pretraining.runtime.run_folder import STARTS, RunFolder, read_events
 
 RESTART = "PRETRAINING_RESTART"
 """Variable: how many times a supervisor has started this run again."""
@@ -44,7 +43,7 @@ def leave_again_if_stopped(run: RunFolder) -> None:
     # `torchrun --max-restarts` takes exit code 75 for a crash, and starts the run again
     if not _restarts():
         return
-    rows = [*read_rows(run.events), *read_rows(run.node_events)]
+    rows = [*read_events(run.events), *read_events(run.node_events)]
     stops = [row for row in rows if row.get("event") == "stopped"]
     # a torchrun that gets SIGTERM ends with its ranks; if it starts them again, it sent SIGTERM because a node came
     stopped = [row.get("launch") for row in stops if row.get("reason") != signal.SIGTERM.name]

@@ -5,6 +5,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from pretraining.recipe.curve import curve_parts
 from pretraining.recipe.sections import Evaluation
 from pretraining.runtime.disks import ONE_DISK
 from pretraining.runtime.durable_files import append_row, keep_rows, read_rows
-from pretraining.schema import REPOSITORY
+from pretraining.schema import REPOSITORY, fits
 
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 
@@ -110,7 +111,7 @@ class RunFolder:
 
     def last_event(self, *kinds: str) -> dict | None:
         """Return the newest row of these kinds in events.jsonl."""
-        return next((row for row in reversed(read_rows(self.events)) if row.get("event") in kinds), None)
+        return next((row for row in reversed(read_events(self.events)) if row.get("event") in kinds), None)
 
     def holds_parts(self) -> bool:
         """Say if checkpoints here may be the part of one node: the last start found several run folders."""
@@ -144,6 +145,29 @@ class RunFolder:
         # what happens to the run is reported by the disk of rank 0
         for listener in self.listeners if self.disks.has_rank_0 else ():
             listener(row)
+
+
+_STEP = {"type": ["number", "null"], "minimum": 0, "maximum": 1 << 53}
+_EVENT = {
+    "type": "object",
+    "properties": {
+        "time": {"type": "string"},
+        "event": {"type": "string"},
+        **dict.fromkeys(("step", "steps", "own_seconds", "median_seconds"), _STEP),
+    },
+}
+
+
+def read_events(path: Path) -> list[dict]:
+    """Read the rows of an events.jsonl; one with a time that is none, or a value of another type, is left out."""
+    return [row for row in read_rows(path) if _is_event(row)]
+
+
+def _is_event(row: dict) -> bool:
+    with suppress(ValueError):
+        unix_seconds(row.get("time", "2026-01-01T00:00:00Z") if fits(row, _EVENT) else "")
+        return True
+    return False
 
 
 def results_of(recipe: dict) -> dict:

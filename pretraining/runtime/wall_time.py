@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import NamedTuple
 
-from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.run_folder import (
     STARTS,
     RunFolder,
     StepTotals,
     event_seconds,
     first_step,
+    read_events,
     step_of,
 )
 
@@ -226,7 +226,7 @@ class Goodput:
         self, run: RunFolder, kept_rows: list[dict], ranks: int = 1, price: Price | None = None
     ) -> None:
         """kept_rows: of metrics.jsonl, up to the step that training continues from."""
-        events, now = read_rows(run.events), time.time()
+        events, now = read_events(run.events), time.time()
         past = WallTime.of(events, (), now)
         # what came before this moment, and what the clock adds from here on
         self.seconds_before, self.rank_seconds_before, self.since = past.seconds, past.rank_seconds, now

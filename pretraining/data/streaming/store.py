@@ -1,16 +1,19 @@
 """Read the files of one data set at an fsspec address, whole or by range; ask again if the store fails."""
 
+import errno
 import os
 import random
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
-from pretraining.errors import UserError, require
+from pretraining.addresses import masked
+from pretraining.errors import UserError, file_error, require
 from pretraining.masking import masked
-from pretraining.outside import is_name
+from pretraining.outside import is_name, read_bytes, regular
 
 PATIENCE_VARIABLE = "PRETRAINING_DATA_PATIENCE_SECONDS"
 PATIENCE_SECONDS = 600.0
@@ -53,7 +56,7 @@ class Patience:
             except (
                 Exception
             ) as error:  # stores raise errors of many families; `refusal` knows the hopeless ones
-                if refused := (self.refused or refusal)(error, what):
+                if refused := (self.refused or refusal)(error, what) or _no_file(error):
                     raise refused from error
                 waited = time.monotonic() - start
                 # No last sleep that would end after the limit.
@@ -87,6 +90,12 @@ def refusal(error: Exception, what: str) -> UserError | None:
     return None
 
 
+def _no_file(error: Exception) -> UserError | None:
+    """Make the same for something else than a file in a folder that serves as a store."""
+    kinds = (errno.ENXIO, errno.ELOOP, errno.EISDIR, errno.ENOTDIR)
+    return file_error(error) if isinstance(error, OSError) and error.errno in kinds else None
+
+
 def reason_of(error: BaseException) -> str:
     """Take the first line of an error's message, or its name if it has none, without any secret."""
     return masked(str(error).strip().partition("\n")[0])[:200] or type(error).__name__
@@ -115,13 +124,26 @@ class Store:
     def __getstate__(self) -> dict:
         return {**self.__dict__, "_connection": None, "_connected_by": None}
 
+    @property
+    def folder(self) -> Path | None:
+        """The folder that the address means, such as a mounted disk; None for a store of another kind."""
+        from fsspec.core import split_protocol
+
+        protocol, path = split_protocol(self.address)
+        return Path(path).expanduser().absolute() if protocol in (None, "file", "local") else None
+
+    def _whole(self, path: str) -> bytes:
+        if self.folder is not None:
+            return read_bytes(self.folder / path)
+        return self._filesystem().cat_file(self.where(path))
+
     def where(self, path: str) -> str:
         """Name one file by its address, for messages."""
         return f"{self.address}/{path}"
 
     def read(self, path: str) -> bytes:
         """Read a small file whole. UserError if it is not there or may not be read."""
-        return self.patience.ask(lambda: self._filesystem().cat_file(self.where(path)), self.where(path))
+        return self.patience.ask(lambda: self._whole(path), self.where(path))
 
     def read_range(self, path: str, start: int, stop: int) -> bytes:
         """Read the bytes [start, stop) of a file."""
@@ -154,7 +176,11 @@ class Store:
         return self.patience.ask(lambda: self._filesystem().size(self.where(path)), self.where(path))
 
     def _range(self, path: str, start: int, stop: int) -> bytes:
-        content = self._filesystem().cat_file(self.where(path), start=start, end=stop)
+        if self.folder is not None:
+            with open(self.folder / path, "rb", opener=regular) as file:
+                content = os.pread(file.fileno(), stop - start, start)
+        else:
+            content = self._filesystem().cat_file(self.where(path), start=start, end=stop)
         # Some stores end an answer early without an error.
         if len(content) != stop - start:
             raise ShortAnswer(f"{len(content):,} of {stop - start:,} bytes came")
