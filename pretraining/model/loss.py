@@ -18,13 +18,12 @@ from pretraining.errors import UserError
 from pretraining.extend import named
 from pretraining.model.cross_entropy import can_fuse, chunked_nats, install_loss_head, token_nats
 from pretraining.model.vocabulary_parallel import SplitHead
-from pretraining.recipe.model import EXACT
+from pretraining.recipe.model import EXACT, ROUTER_COEFFICIENT
 from pretraining.recipe.sections import Loss
 from pretraining.runtime.rank_groups import ALONE, RankGroups
 
 PLAIN = Loss(kind="plain")
 """A `loss` section that asks for nothing."""
-COEFFICIENT = "router_aux_loss_coef"
 Routers = tuple[torch.Tensor, ...]
 """Logits [tokens, experts] of every mixture layer."""
 
@@ -119,12 +118,12 @@ def _chunked(logits: torch.Tensor, labels: torch.Tensor, **way: Any) -> torch.Te
 def balance_of(model: PreTrainedModel, groups: RankGroups = ALONE) -> tuple[float, Callable] | None:
     """Find the config's coefficient, and the balancing loss that it multiplies; None if nothing is balanced."""
     config = model.config
-    if not (getattr(config, "output_router_logits", False) and hasattr(config, COEFFICIENT)):
+    if not (getattr(config, "output_router_logits", False) and hasattr(config, ROUTER_COEFFICIENT)):
         return None
     of = transformers_balance
     if config.model_type in EXACT:
         of = partial(layers_balance, chosen=config.num_experts_per_tok, sequence_group=groups.sequence_group)
-    return getattr(config, COEFFICIENT), of
+    return getattr(config, ROUTER_COEFFICIENT), of
 
 
 def transformers_balance(outputs: Any) -> torch.Tensor:

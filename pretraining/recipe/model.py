@@ -55,6 +55,9 @@ ROTARY = ("llama", "mixtral", "qwen3", "qwen3_moe")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """What configuration classes call a layer's number of experts."""
 
+ROUTER_COEFFICIENT = "router_aux_loss_coef"
+"""What configuration classes call the weight of the loss that balances experts."""
+
 
 def is_exact(model: dict) -> bool:
     """Whether the model section is of a type that planning counts by formula."""
