@@ -31,12 +31,15 @@ if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
 fi
 FIRST_NODE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 LOGS=$RUN/logs/job-$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
-export RUN FIRST_NODE LOGS
+# other jobs and programs on this node have other ports, and the meeting of the job's last start stays closed
+PORT=${PORT:-$((20000 + SLURM_JOB_ID % 9000))}
+MEETING=$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
+export RUN FIRST_NODE LOGS PORT MEETING
 
 start_node() { # on each node
   mkdir -p "$LOGS/$SLURMD_NODENAME"
   exec python -m pretraining.supervise -- torchrun --nproc_per_node="${SLURM_GPUS_ON_NODE:-1}" --nnodes="$SLURM_NNODES" \
-    --rdzv_backend=c10d --rdzv_id="$SLURM_JOB_ID" --rdzv_endpoint="$FIRST_NODE:${PORT:-29500}" \
+    --rdzv_backend=c10d --rdzv_id="$MEETING" --rdzv_endpoint="$FIRST_NODE:$PORT" \
     --log_dir="$LOGS/$SLURMD_NODENAME" --tee=3 train.py "$@" --output_dir "$RUN"
 }
 export -f start_node

@@ -8,6 +8,7 @@ GPU. Runs with different `--rdzv_id` may share it.
 
 import argparse
 import contextlib
+import json
 import socket
 import time
 
@@ -58,8 +59,36 @@ class MeetingPoint:
         return forgotten
 
 
+def open_command(words: list[str], patience: float = 2 * FORGET_SECONDS) -> list[str]:
+    """Return a torchrun command as it is, or with an id that all nodes find alike if its rendezvous stays over.
+
+    A store of the run itself ends with its torchruns, and a meeting point forgets what is over. That of another
+    program at this place does not, and turns the id away as long as it lives.
+
+    patience: seconds without a change after which what is over stays over; a meeting point takes half as long.
+    """
+    from pretraining.upstream.torchrun import Meeting
+
+    meeting, before, since = Meeting(words), {}, time.monotonic()
+    while meeting.is_in_a_store:
+        try:
+            over = meeting.over()
+        except RuntimeError:  # no store: the torchrun that comes first makes one
+            return words
+        if not over:
+            return words
+        if over != before:
+            before, since = over, time.monotonic()
+        if time.monotonic() - since >= patience:
+            return meeting.with_open_id(len(over))
+        time.sleep(_LOOK_SECONDS)
+    return words
+
+
 def main(arguments: list[str] | None = None) -> None:
     options = _parse(arguments)
+    if options.open:
+        return print(json.dumps(open_command(options.open)))
     point = MeetingPoint(options.port)
     print(f"on every node: torchrun --rdzv_endpoint={socket.gethostname()}:{options.port} ...", flush=True)
     while True:
@@ -75,6 +104,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--port", type=positive_integer, default=PORT, help=f"(default: {PORT})")
+    # asked by a supervisor before it starts a torchrun again
+    parser.add_argument("--open", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 

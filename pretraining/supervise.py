@@ -8,6 +8,7 @@ The hosts of DeepSpeed's hostfile are looked after too (`hostfile.py`).
 """
 
 import argparse
+import json
 import os
 import shutil
 import signal
@@ -44,6 +45,8 @@ CRASH = 1
 MEET_ANEW = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """Variable of torchrun, without which nodes that stay look for the ranks' store on a first node that may be gone
 (upstream/torchrun.py)."""
+OPEN_COMMAND = (sys.executable, "-m", "pretraining.meeting_point", "--open")
+"""Finds a meeting that is not over, in a process of its own: it imports torch."""
 SAME_REQUEST_SECONDS = 2.0
 """A second signal within this time is the same request, which arrived by another way."""
 
@@ -115,7 +118,8 @@ class Supervisor:
         if hosted is None:
             if self.min_hosts is not None:
                 raise UserError("--min_hosts is for `deepspeed --hostfile FILE` through pdsh; leave it away")
-            return self._run_launcher(self.command, names)
+            command = self._command_that_meets() if restarts else self.command
+            return STOPPED if self.asked else self._run_launcher(command, names)
         self._hosts = hosts = Hosts(hosted, self.folder)
         try:
             hosts.reach()
@@ -128,6 +132,24 @@ class Supervisor:
         finally:
             hosts.end()
         return hosts.code(code)
+
+    def _command_that_meets(self) -> list[str]:
+        """Return the command; that of a torchrun whose meeting stays over with the next `--rdzv_id`."""
+        if Path(self.command[0]).name != "torchrun" or not any("rdzv" in word for word in self.command):
+            return self.command
+        asking = subprocess.Popen(
+            [*OPEN_COMMAND, *self.command], stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        while asking.poll() is None and not self.asked:
+            time.sleep(0.1)
+        asking.kill()
+        answer = asking.communicate()[0].splitlines()
+        if asking.returncode or not answer:
+            return self.command
+        command = json.loads(answer[-1])
+        if command != self.command:
+            _say("the meeting of the last start stays over; meeting by the next --rdzv_id")
+        return command
 
     def _enough(self, hosts: Hosts) -> bool:
         """Say whether enough hosts answer for a start, and what is missing."""

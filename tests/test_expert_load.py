@@ -63,8 +63,8 @@ def logged_windows(load: ExpertLoad, tokens_of_expert_1: list[int]) -> None:
         load.on_log(None, LOGGED, None, logs={"loss": 0.0})
 
 
-def test_a_starving_expert_is_told_of_once_until_it_recovers(tmp_path):
-    """After some windows in a row, over a restart too."""
+def test_a_starving_expert_is_told_of_once_until_it_recovers(tmp_path, capsys):
+    """After some windows in a row, over a restart too; the terminal has a line with what to try."""
     run, state = RunFolder(tmp_path), SimpleNamespace(stateful_callbacks={})
     load, resumed = ExpertLoad(run, 1), ExpertLoad(run, 1)
     logged_windows(load, [3 * FEWEST, 2, 3 * FEWEST] + [2] * (WINDOWS - 1))
@@ -74,6 +74,8 @@ def test_a_starving_expert_is_told_of_once_until_it_recovers(tmp_path):
     logged_windows(resumed, [2, 2])
     (event,) = read_rows(run.events)
     assert event["event"] == "starved_experts" and event["try"]
+    told = "step 10: 1 expert starved, the first: expert 1 of layer 0, 0.3% of its choices; try a higher model.router"
+    assert capsys.readouterr().err.count(told) == 1
     assert [(found["layer"], found["expert"]) for found in event["experts"]] == [(0, 1)]
     logged_windows(resumed, [3 * FEWEST] + [2] * WINDOWS)
     assert len(read_rows(run.events)) == 2

@@ -1,5 +1,6 @@
 """Nodes that come again meet again: a rendezvous which is over is forgotten, one that lives is left alone."""
 
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -12,7 +13,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from pretraining.errors import UserError
-from pretraining.meeting_point import MeetingPoint
+from pretraining.meeting_point import MeetingPoint, open_command
+from pretraining.upstream.torchrun import Meeting
 from tests.runs import free_port
 
 
@@ -48,6 +50,43 @@ def test_a_run_that_is_over_does_not_turn_away_the_next(point):
     assert not other.is_closed()
     for each in (second, other):
         each.shutdown()
+
+
+def test_a_meeting_that_stays_over_gets_the_same_new_id_on_all_nodes(point):
+    """In a store of another program, which forgets nothing: RUN, RUN-1, RUN-2. A store that is gone needs none."""
+    place = f"--rdzv_endpoint=127.0.0.1:{point.store.port}"
+    words = [
+        "torchrun",
+        "--rdzv_backend=c10d",
+        place,
+        "--rdzv-id",
+        "run",
+        "train.py",
+        "--rdzv_id",
+        "of-train.py",
+    ]
+    assert open_command(words, 0.0) == words, "nobody has met yet"
+    for chosen in ("run", "run-1"):
+        first = node(point, chosen)
+        first.next_rendezvous()
+        first.shutdown()
+    opened = [*words[:5], "--rdzv_id=run-2", *words[5:]]
+    assert open_command(words, 0.0) == opened
+    node(point, Meeting(opened).options.rdzv_id).next_rendezvous()
+    assert open_command(words, 0.0) == opened, "a node that comes later"
+    point.look()
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(open_command, words, 30.0)
+        while point.look():
+            pass
+        assert waiting.result() == words, "a meeting point forgets, and all nodes keep the id"
+    assert open_command(["torchrun", "--nproc_per_node=2", "train.py"]) == [
+        "torchrun",
+        "--nproc_per_node=2",
+        "train.py",
+    ]
+    gone = [word.replace(str(point.store.port), str(free_port())) for word in words]
+    assert open_command(gone) == gone
 
 
 def test_a_port_that_is_taken_is_one_line(point):

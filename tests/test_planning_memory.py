@@ -31,7 +31,7 @@ from pretraining.runtime.durable_files import write_json
 from pretraining.runtime.imports import MOST_ROUNDED_MIB, _pin_what_is_asked_for
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import REPOSITORY
-from tests.runs import execute
+from tests.runs import LLAMA, execute
 from tests.test_planning import MODELS, SHIPPED, build
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
@@ -509,6 +509,34 @@ def test_experts_that_are_not_bf16_are_warned_of(deepspeed):
         for w in judge("124m", 8, deepspeed=deepspeed, gpu_memory_bytes=141e9).warnings
         if "expert" in w.what
     ]
+
+
+WITHOUT_LOSS = {
+    **LLAMA,
+    "model_type": "deepseek_v3",
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "first_k_dense_replace": 1,
+}
+
+
+@pytest.mark.parametrize(
+    "settings, remedy",
+    [
+        (
+            ["model.output_router_logits=false", "loss.router_z_loss=0"],
+            "--set model.output_router_logits=true",
+        ),
+        (["model.router_aux_loss_coef=0"], "model.router_aux_loss_coef=0.01"),
+        ([f"model={json.dumps(WITHOUT_LOSS)}", "loss.router_z_loss=0"], "take a model_type with"),
+    ],
+)
+def test_a_mixture_that_nothing_balances_is_warned_of_at_its_first_start(settings, remedy):
+    """Its routers may come to send all tokens to a few experts, and nothing else would say why."""
+    for continues in (False, True):
+        verdict = judge("moe-1.5b", 8, *settings, continues=continues)
+        warned = [each for each in verdict.warnings if "nothing balances the experts" in each.what]
+        assert [remedy in each.remedy for each in warned] == ([] if continues else [True])
 
 
 def test_a_gpu_without_kernels_is_warned_of():

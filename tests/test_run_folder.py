@@ -61,6 +61,15 @@ def test_a_start_says_in_three_lines_what_it_is_where_it_begins_and_what_is_plan
     assert re.search(
         r" MB of 80.0 GB .* at least .* for what is left at [\d,]+ tokens/s, MFU \d+%, \$", planned
     )
+    for settings, balance in (
+        ((), "a balancing loss, router_aux_loss_coef 0.01"),
+        (("false",), "not balanced"),
+    ):
+        words = [f"model.output_router_logits={each}" for each in settings] + ["loss.router_z_loss=0"]
+        mixture = replace(first, recipe=load_recipe("moe-1.5b", words))
+        plan_of_it = judge_plan(build_run_plan(mixture.recipe, None, 8), mixture.recipe, h100, force=True)
+        said = start_text(run, mixture, plan_of_it).splitlines()
+        assert said[2] == f"router {balance}", said
     elsewhere = start_text(RunFolder(tmp_path / "other"), again, plan)
     assert f"start  continued from {checkpoint} (saved " in elsewhere
 

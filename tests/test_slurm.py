@@ -1,6 +1,7 @@
 """A job on a real SLURM of two nodes, each with its name, address and network: a node is lost, the job is not."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,39 @@ from tests.runs import SMALL_RECIPE, Run, Workshop, committed, execute
 from tests.slurm_cluster import cluster, installed
 
 SEED = SMALL_RECIPE["training"]["seed"]
+
+
+def words_of_a_node(folder: Path, job: int, **variables: str) -> list[str]:
+    """What `torchrun` is given on a node, by the script itself; SLURM's programs and Python are left out."""
+    for name, text in {
+        "scontrol": "echo node1",
+        "srun": 'shift 2; exec "$@"',
+        "python": 'printf "%s\\n" "$@"',
+    }.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    own = {"SLURM_JOB_ID": str(job), "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2"}
+    own |= {"SLURM_CPUS_ON_NODE": "8", "SLURMD_NODENAME": "node1", "RUN": str(folder / "run"), **variables}
+    command = ["bash", "-c", f"PATH={folder}:$PATH exec bash launch/slurm.sh --recipe tiny"]
+    finished = execute(command, **own)
+    assert finished.code == 0, finished.output
+    return finished.stdout.splitlines()
+
+
+def test_a_job_that_is_queued_again_meets_anew(tmp_path):
+    """Each start of a job has an id of its own, and each job a port, which is not DeepSpeed's or torch's default."""
+
+    def met(job: int, **variables: str) -> tuple[str, str]:
+        words = words_of_a_node(tmp_path, job, **variables)
+        return tuple(
+            next(word for word in words if word.startswith(f"--rdzv_{name}=")) for name in ("id", "endpoint")
+        )
+
+    (first, place), (again, same) = met(4711), met(4711, SLURM_RESTART_COUNT="2")
+    assert (first, again) == ("--rdzv_id=4711-0", "--rdzv_id=4711-2") and place == same
+    ports = {int(met(job)[1].rpartition(":")[2]) for job in (9499, 9500, 18_499, 4711)}
+    assert len(ports) == 3 and all(20_000 <= port < 29_000 for port in ports)
+    assert met(4711, PORT="3000")[1] == "--rdzv_endpoint=node1:3000"
 
 
 @pytest.mark.skipif(

@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from pretraining import host_agent, supervise
 from pretraining.runtime.exit_codes import FINISHED, GAVE_UP, HANG, STOPPED, USER_ERROR, tell_exit_code
@@ -90,6 +93,26 @@ def test_a_request_goes_past_the_launcher(tmp_path):
     assert started.process.stdout.readline() == "up\n"
     started.process.send_signal(signal.SIGTERM)
     assert started.finish().code == STOPPED
+
+
+def test_a_meeting_that_is_over_is_not_waited_for_in_vain(tmp_path, monkeypatch, capfd):
+    """A store of another program at the place where torchrun meets: closed there, the run goes on by the next id."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    last = DynamicRendezvousHandler.from_backend("7-0", store, C10dRendezvousBackend(store, "7-0"), 1, 1)
+    last.next_rendezvous()
+    last.shutdown()
+    # the real one waits for longer than a meeting point takes to forget
+    patient = "import json, sys; from pretraining.meeting_point import open_command; "
+    patient += "print(json.dumps(open_command(sys.argv[1:], 0.0)))"
+    monkeypatch.setattr(supervise, "OPEN_COMMAND", (sys.executable, "-c", patient))
+    script = tmp_path / "rank.py"
+    script.write_text("import os, sys; open(sys.argv[1], 'w').write(os.environ['TORCHELASTIC_RUN_ID'])")
+    place = ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{store.port}", "--rdzv_id=7-0"]
+    words = ["torchrun", "--nnodes=1", *place, str(script), str(tmp_path / "met")]
+    assert supervise.main(["--restarts", "1", "--", *words]) == FINISHED
+    assert (tmp_path / "met").read_text() == "7-0-1"
+    said = capfd.readouterr().err
+    assert "RendezvousClosedError" in said and "meeting by the next --rdzv_id" in said
 
 
 def test_an_unknown_command_is_one_line(tmp_path):

@@ -41,7 +41,7 @@ from pretraining.outside import read_json_value
 from pretraining.planning.quantities import several
 from pretraining.planning.run_plan import RunPlan
 from pretraining.planning.screen import plan_line, run_line
-from pretraining.planning.sizes import model_size
+from pretraining.planning.sizes import balance_of_experts, model_size
 from pretraining.recipe import Recipe
 from pretraining.recipe.curve import DATA_FINGERPRINT, Change, changed_parts, changes_of_run, refuse_changes
 from pretraining.recipe.progress import RAMP, STEP_SIZE
@@ -330,6 +330,11 @@ def start_text(run: RunFolder, identity: Identity, plan: RunPlan) -> str:
         ("run", run_line(recipe, plan, display_path(run.path), identity.environment["device"])),
         *([] if run.disks.shared else [("disks", _disks_line(run, recipe))]),
         ("start", _start_line(run, start, progress.last_step)),
+        *(
+            []
+            if (balance := balance_of_experts(recipe.model)) is None
+            else [("router", balance or "not balanced")]
+        ),
         ("plan", plan_line(recipe, plan, left)),
     ]
     return "\n".join(f"{label:<7}{line}" for label, line in rows)

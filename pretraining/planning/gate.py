@@ -29,10 +29,10 @@ from pretraining.planning.messages import TENSOR, layer_messages, misplaced
 from pretraining.planning.quantities import duration, num_bytes, several
 from pretraining.planning.run_plan import RunPlan, build_run_plan
 from pretraining.planning.search import fitting, nearest_fit
-from pretraining.planning.sizes import model_size
+from pretraining.planning.sizes import balance_of_experts, model_size
 from pretraining.planning.throughput import precision_of_products, step_time
 from pretraining.recipe import Recipe, accumulation_steps
-from pretraining.recipe.model import value_of
+from pretraining.recipe.model import ROUTER_COEFFICIENT, model_with_defaults, value_of
 from pretraining.recipe.schedule import WITHOUT_WARMUP
 from pretraining.recipe.training import ADAMW
 from pretraining.runtime.run_folder import RunFolder
@@ -261,7 +261,7 @@ def _fewer_checkpoints(case: _Case, kept: int, room: float) -> int | None:
 def _mistakes(case: _Case) -> list[Objection]:
     """Return every mistake whose remedy can still be applied."""
     # a checkpoint holds what these remedies change, and a run that continues with other values is refused
-    of_the_curve = (_fp16, _no_bf16, _rate, _warm_up, _clipping, _repeats)
+    of_the_curve = (_fp16, _no_bf16, _rate, _warm_up, _clipping, _repeats, _unbalanced)
     rules = (
         _no_checkpoint,
         _close_checkpoints,
@@ -436,6 +436,20 @@ def _experts(case: _Case) -> Objection | None:
         return Objection(what, "--deepspeed zero1, which keeps them in bf16")
     # this remedy changes the precision, and with it the curve
     return None if case.machine.continues else Objection(what, "--set training.bf16=true --deepspeed zero1")
+
+
+def _unbalanced(case: _Case) -> Objection | None:
+    """Warn about a mixture whose routers may come to send all tokens to a few experts."""
+    if balance_of_experts(case.recipe.model) != "":
+        return None
+    keys = model_with_defaults(case.recipe.model)
+    has_loss = ROUTER_COEFFICIENT in keys and "output_router_logits" in keys
+    remedy = (
+        f"--set model.output_router_logits=true --set model.{ROUTER_COEFFICIENT}=0.01"
+        if has_loss
+        else f"take a model_type with model.{ROUTER_COEFFICIENT}, as qwen3_moe"
+    )
+    return Objection("nothing balances the experts of this mixture: a few of them may get all tokens", remedy)
 
 
 def _tiny_batch(case: _Case) -> Objection | None:

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, fields
 
 from pretraining.planning.shapes import HOW, CountedModel, Widths, count_model, is_mixture, widths_of
 from pretraining.recipe import model_with_defaults
-from pretraining.recipe.model import is_exact
+from pretraining.recipe.model import ROUTER_COEFFICIENT, is_exact
 
 BACKWARD = 2
 """The backward pass costs twice the forward pass: one product for the inputs' gradients, one for the weights'."""
@@ -118,6 +118,18 @@ def model_size(model: dict) -> ModelSize:
         tied=bool(shape["tie_word_embeddings"]),
         parts=parts,
     )
+
+
+def balance_of_experts(model: dict) -> str | None:
+    """Say what evens out the use of a mixture's experts; empty if nothing does, None for a model without experts.
+
+    A bias of the routers, as DeepSeek-V3 has it, is updated by nobody here.
+    """
+    if not model_size(model).parts.experts:
+        return None
+    values = model_with_defaults(model)
+    weight = values.get(ROUTER_COEFFICIENT) if values.get("output_router_logits") else None
+    return f"a balancing loss, {ROUTER_COEFFICIENT} {weight:g}" if weight else ""
 
 
 def _of_counted(facts: CountedModel) -> ModelSize:

@@ -20,6 +20,7 @@ from transformers.trainer_callback import ExportableState
 from pretraining.data.document_masking import IGNORED
 from pretraining.errors import UserError
 from pretraining.metric_names import grouped_names, perplexity
+from pretraining.planning.quantities import several
 from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.data import is_mixed, source_names
 from pretraining.recipe.model import is_exact
@@ -352,6 +353,9 @@ class ExpertLoad(TrainerCallback, ExportableState):
         if found and state.is_world_process_zero:
             kind = "starved_experts"
             self.run.add_event(kind, step=state.global_step, experts=found, **advice(kind))
+            first = f"expert {found[0]['expert']} of layer {found[0]['layer']}, {found[0]['share']:.1%} of its choices"
+            line = f"step {state.global_step}: {several(len(found), 'expert')} starved, the first: {first}"
+            print(f"{line}; try {advice(kind)['try'][0]}", file=sys.stderr, flush=True)
 
     def _take_counts(self) -> list[list[float]]:
         """Return the counts of all ranks since the last call, [layers, experts]."""

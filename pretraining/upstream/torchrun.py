@@ -4,18 +4,56 @@
   `torch.rendezvous.ID` of the store, and the values of its rounds are at `torch.rendezvous.ID.ROUND/...`. A store that
   outlives the nodes would turn away everyone who comes again with that id. Held by tests/test_meeting_point.py; may go
   once a closed rendezvous can be opened again.
+  A command may take another id instead (`Meeting`), which all nodes find alike: the first that is not over.
 - The address of the ranks' store is kept over rounds by every node that is not the first: after the loss or the return
   of the first node the others would look for the old one. A public variable (`MEET_ANEW` of supervise.py) has it agreed
   on anew. Held by tests/test_elastic.py; may go once torchrun does so in each round.
 """
 
+import itertools
 import pickletools
 from base64 import b64decode
+from datetime import timedelta
 
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from torch.distributed.run import get_args_parser
 
 _PREFIX = "torch.rendezvous."
+_PORT = 29400
+"""Of `--rdzv_backend=c10d`, if none is given."""
+_PATIENCE = timedelta(seconds=10)
+
+
+class Meeting:
+    """Where and by which id a torchrun command meets, in a store that a program keeps at that place."""
+
+    def __init__(self, words: list[str]) -> None:
+        """words: of the command, as typed."""
+        self.words, self.options = words, get_args_parser().parse_args(words[1:])
+        self.is_in_a_store = self.options.rdzv_backend == "c10d" and bool(self.options.rdzv_endpoint)
+
+    def over(self) -> dict[str, bytes]:
+        """Return {id: state} of those that are over: the command's own, and those that took its place.
+
+        Raises:
+            RuntimeError: no store answers there.
+        """
+        place = parse_rendezvous_endpoint(self.options.rdzv_endpoint, _PORT)
+        store = TCPStore(*place, is_master=False, wait_for_workers=False, timeout=_PATIENCE)
+        closed, name = closed_meetings(store), self.options.rdzv_id
+        # not ".": the values of rounds are at ID.ROUND
+        names = (f"{name}-{number}" if number else name for number in itertools.count())
+        found = itertools.takewhile(lambda each: f"{_PREFIX}{each}" in closed, names)
+        return {each: closed[f"{_PREFIX}{each}"] for each in found}
+
+    def with_open_id(self, over: int) -> list[str]:
+        """Return the command with the id that comes after so many which are over."""
+        # the last of two equal options counts; the words after the script are not the launcher's
+        script = len(self.words) - len(self.options.training_script_args) - 1
+        chosen = f"--rdzv_id={self.options.rdzv_id}-{over}"
+        return [*self.words[:script], chosen, *self.words[script:]]
 
 
 def closed_meetings(store: TCPStore) -> dict[str, bytes]:
