@@ -10,6 +10,7 @@ import pytest
 from pretraining.data.__main__ import main
 from pretraining.data.manifest import read_manifest
 from pretraining.data.packed_dataset import PackedDataset
+from pretraining.data.tools.convert import FORMATS, READ_ONLY
 from pretraining.data.tools.finished import open_finished
 from pretraining.data.tools.inspect import Inspection
 from pretraining.data.tools.stats import measure_data
@@ -203,6 +204,8 @@ def test_the_command_line_is_cheap_and_honest(made):
     for verb in ([], ["verify"], ["stats"], ["inspect"], ["convert"], ["push"]):
         finished = execute([*tool, *verb, "--help"])
         assert finished.code == 0 and "examples:" in finished.stdout
+        summary = finished.stdout.partition("positional arguments")[0]
+        assert verb != ["convert"] or all(form in summary for form in (*FORMATS, *READ_ONLY))
     finished = execute([*tool, "stats", made.folder, "--no-tokens"])
     assert finished.code == 0 and "tokens per document" in finished.stdout
     finished = execute([*tool, "verify", made.folder / "nowhere"])

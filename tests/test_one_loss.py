@@ -124,6 +124,26 @@ class SmallRun:
         return {**losses, "loss": sum(nats for nats, _ in counted) / sum(tokens for _, tokens in counted)}
 
 
+def test_a_block_has_as_many_targets_as_inputs_and_validation_blocks_do_not_cross_sources(root):
+    """The numbers of docs/data.md: N + 1 tokens a block, (T - 1) // N blocks, each source's validation by itself."""
+    recipe = load_recipe(str(root / "two.json"), ["evaluation.max_validation_tokens=null"])
+    data, length = open_prepared(recipe, root / "data"), recipe.sequence_length
+    shards = data.validation.shard_entries
+    stream = data.validation.read(0, data.validation.num_tokens)
+    parts = Evaluator(recipe, data, data.tokenizer, 10).validation.parts
+    assert [part.name for part in parts] == ["web", "code"]
+    start = 0
+    for source, part in enumerate(parts):
+        tokens = sum(shard["tokens"] for shard in shards if shard["source"] == source)
+        own, start = stream[start : start + tokens], start + tokens
+        assert len(part.dataset) == (tokens - 1) // length > 1
+        for number, block in enumerate(part.dataset.__getitems__(list(range(len(part.dataset))))):
+            read = own[number * length : number * length + length + 1]
+            assert len(read) == length + 1
+            assert (block["input_ids"] == read[:-1]).all() and (block["labels"] == read[1:]).all()
+    assert start == len(stream)
+
+
 def texts_of(block: dict) -> list[tuple[list[int], list[int]]]:
     """The texts of a block, (first token, all others), as a reader who knows nothing of blocks gets them.
 

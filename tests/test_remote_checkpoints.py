@@ -520,6 +520,24 @@ def test_a_checkpoint_by_its_address_does_not_mix_with_newer_ones(tmp_path, conn
     assert bytes_of(again.checkpoint(4)) == bytes_of(run.checkpoint(4))
 
 
+def test_a_checkpoint_of_another_recipe_is_refused_before_it_is_fetched(tmp_path):
+    """What the run in the store had accepted is known to the check, as it would be after the fetch."""
+    run, seen = run_in(tmp_path), []
+    write_json(run.changes, [{"key": "training.seed", "to": 8}])
+    send(run, str(tmp_path / "there"), commit(run, 4, recipe={"name": NAME}))
+    again = RunFolder(tmp_path / "again" / NAME)
+
+    def check(place: str, marker: dict, accepted: list) -> None:
+        seen.extend([place, marker["recipe"], accepted])
+        raise UserError("another recipe")
+
+    with pytest.raises(UserError, match="another recipe"):
+        resolve_resume(again, str(tmp_path / "there"), "auto", check=check)
+    address = f"{tmp_path}/there/{NAME}/checkpoint-4"
+    assert seen == [address, {"name": NAME}, [{"key": "training.seed", "to": 8}]]
+    assert not again.checkpoint(4).exists()
+
+
 def test_what_waiting_cannot_mend_is_answered_at_once(tmp_path):
     """A file in the place of a folder, and a file that a stored checkpoint lacks: no advice to wait for the store."""
     run = run_in(tmp_path)

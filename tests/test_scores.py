@@ -13,7 +13,7 @@ from pretraining.evaluation.evaluator import Evaluator
 from pretraining.evaluation.harness import Harness, load_tasks, scores_of
 from pretraining.evaluation.likelihood import HellaSwag, Pair, read_items, score
 from pretraining.recipe import load_recipe
-from tests.runs import SMALL_RECIPE
+from tests.runs import REPOSITORY, SMALL_RECIPE
 from tests.scored_tasks import hellaswag_items, write_hellaswag_task, write_items, write_tasks
 
 SHAPE = {"max_length": SMALL_RECIPE["model"]["n_positions"], "batch_size": 3}
@@ -173,6 +173,15 @@ def test_items_that_cannot_be_scored_are_told(tmp_path, text, said):
         read_items(str(path))
     with pytest.raises(UserError, match="cannot be read"):
         read_items(str(tmp_path / "nowhere.jsonl"))
+
+
+def test_the_page_shows_the_form_of_a_file_of_one_s_own(tmp_path):
+    """The line of docs/commands.md is a question as it is, and gives the prompt that the page says."""
+    page = (REPOSITORY / "docs" / "commands.md").read_text(encoding="utf-8")
+    (tmp_path / "own.jsonl").write_text(next(line for line in page.splitlines() if "activity_label" in line))
+    (item,) = read_items(str(tmp_path / "own.jsonl"))
+    assert item.context == "Baking: She puts the cake into the oven. Then she"
+    assert len(item.endings) == 4 and item.endings[item.right] == "waits for an hour."
 
 
 def test_items_of_a_data_set_are_those_of_the_file(tmp_path, items, monkeypatch):

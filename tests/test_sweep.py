@@ -145,6 +145,22 @@ def test_what_is_wrong_is_raised_with_the_line_of_the_command(workshop, tmp_path
         prepare(workshop.recipe, set={"data.nme": "x"}, data_dir=tmp_path, show=False)
 
 
+def test_the_page_on_python_draws_the_losses(workshop, tmp_path, monkeypatch):
+    """docs/python.md's last block as it is, on a run of the small recipe: a picture with two lines a run."""
+    pytest.importorskip("matplotlib").use("agg")
+    block = re.findall(
+        r"^```python\n(.*?)^```", (REPOSITORY / "docs" / "python.md").read_text(), re.M | re.S
+    )[-1]
+    monkeypatch.chdir(tmp_path)
+    Path("runs").mkdir()
+    for name in ("tiny", "slower"):
+        Path("runs", name).symlink_to(workshop.plain().folder)
+    Path("cell.py").write_text(block)
+    names = runpy.run_path("cell.py")
+    assert Path("losses.png").read_bytes().startswith(b"\x89PNG")
+    assert len(names["plt"].gca().get_legend_handles_labels()[1]) == 4
+
+
 def test_the_notebook_runs(workshop, tmp_path, capsys, monkeypatch):
     """docs/notebook.py as it is, on the small recipe; its runs are there already."""
     source = (REPOSITORY / "docs" / "notebook.py").read_text()

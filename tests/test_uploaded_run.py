@@ -39,12 +39,20 @@ def test_a_run_goes_on_from_the_store_on_an_empty_machine(workshop, tmp_path, mo
         second = execute(workshop.command(output, settings=UPLOAD), **variables)
         assert second.code == 0, second.output
         refused = execute([*command, "--resume", "never"], **variables)
+        another = workshop.command(tmp_path / "another" / "run", settings=(*UPLOAD, "training.seed=8"))
+        stranger = execute(another, **variables)
     run = Run(output)
     assert run.losses == reference.losses
     (fetch,) = (event for event in run.events if event["event"] == "fetch")
     assert fetch["checkpoint"] == "checkpoint-8"
     assert (refused.code, refused.stderr.count("\n")) == (2, 1), refused.output
     assert "checkpoint-10 is newer" in refused.stderr
+    # a run of another recipe under the same name is refused before anything is fetched
+    assert (
+        stranger.code == 2
+        and "s3://bucket/runs/run/checkpoint-10 holds a checkpoint of another recipe" in stranger.stderr
+    )
+    assert not list(tmp_path.glob("another/run/checkpoint-*"))
     written = [path for path in output.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
     assert not written and SECRET not in first.output + second.output
 

@@ -7,11 +7,12 @@ the next start finds out by the checksums, and fetches the damaged files again.
 """
 
 import fcntl
+import json
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -45,8 +46,12 @@ _ATTEMPTS = 3
 """If a file arrives damaged in each of them, it is damaged in the store."""
 
 
+Check = Callable[[str, dict, list[dict]], object]
+"""Raises `UserError` for a checkpoint that this start cannot go on from: its address, marker, and accepted changes."""
+
+
 def resolve_resume(
-    run: RunFolder, upload: str | None, resume: str, in_parts: bool = False
+    run: RunFolder, upload: str | None, resume: str, in_parts: bool = False, check: Check | None = None
 ) -> tuple[str, Path | None]:
     """Return `--resume auto|never|PATH|ADDRESS` as auto, never or a PATH on this machine; every rank calls this.
 
@@ -54,7 +59,7 @@ def resolve_resume(
     second value is the folder of the checkpoint that was fetched just now, every byte of it verified; None without one.
 
     upload: the recipe's `checkpoints.upload`. in_parts: the disk holds parts of checkpoints; agreement.py then brings
-    what is missing, and auto and an ADDRESS stay as they are.
+    what is missing, and auto and an ADDRESS stay as they are. check: asked before anything of a checkpoint is fetched.
 
     Raises `UserError` if the store cannot be used, or holds later checkpoints with which those of this start would mix.
     """
@@ -63,13 +68,13 @@ def resolve_resume(
     if is_remote(resume):
         if upload is not None:
             refuse_newer(RemoteRun(upload, run.path.name), step_in(at_address(resume)[1]), resume)
-        return (resume, None) if in_parts else _fetch_address(run, resume)
+        return (resume, None) if in_parts else _fetch_address(run, resume, check)
     if upload is None or (resume == "auto" and in_parts):
         return resume, None
     remote = RemoteRun(upload, run.path.name)
     if resume == "auto":
         here = from_rank_0(lambda: [step_in_name(folder) for folder in committed_checkpoints(run)])
-        return resume, fetch_newest(run, remote, max(here, default=None))
+        return resume, fetch_newest(run, remote, max(here, default=None), check=check)
     step = 0 if resume == "never" else from_rank_0(lambda: _step_at(Path(resume)))
     # The run will save steps which the store may already hold from another course of the run.
     refuse_newer(remote, step, resume)
@@ -83,9 +88,9 @@ def at_address(address: str) -> tuple[RemoteRun, str]:
     return RemoteRun(place, run_name), name
 
 
-def _fetch_address(run: RunFolder, address: str) -> tuple[str, Path | None]:
+def _fetch_address(run: RunFolder, address: str, check: Check | None) -> tuple[str, Path | None]:
     remote, name = at_address(address)
-    wrong = fetch_checkpoint(run, remote, name)
+    wrong = fetch_checkpoint(run, remote, name, check)
     if wrong is not None:
         raise UserError(f"--resume {address}: {wrong}")
     return str(run.path / name), run.path / name
@@ -101,7 +106,11 @@ def _step_at(folder: Path) -> int:
 
 
 def fetch_newest(
-    run: RunFolder, remote: RemoteRun, newest_here: int | None, damaged_here: Path | None = None
+    run: RunFolder,
+    remote: RemoteRun,
+    newest_here: int | None,
+    damaged_here: Path | None = None,
+    check: Check | None = None,
 ) -> Path | None:
     """Fetch the newest committed checkpoint of the store that is whole, if it is newer than the newest here.
 
@@ -117,7 +126,7 @@ def fetch_newest(
         if is_same and not from_rank_0(partial(_gives_way, run, remote, damaged_here)):
             below = step_in(name)
             continue
-        if (reason := fetch_checkpoint(run, remote, name)) is None:
+        if (reason := fetch_checkpoint(run, remote, name, check)) is None:
             return run.path / name
         from_rank_0(lambda: pass_over_remote(run, remote.where(name), reason))
         below = step_in(name)  # it is damaged: the one before may be whole
@@ -133,7 +142,7 @@ def _gives_way(run: RunFolder, remote: RemoteRun, damaged: Path) -> bool:
     return True
 
 
-def fetch_checkpoint(run: RunFolder, remote: RemoteRun, name: str) -> str | None:
+def fetch_checkpoint(run: RunFolder, remote: RemoteRun, name: str, check: Check | None = None) -> str | None:
     """Fetch one checkpoint into the run folder, all ranks together; returns what is wrong with it there, or None.
 
     Of one that is here, only the files that are damaged. Raises `UserError` on every rank if the store fails, or if
@@ -143,6 +152,13 @@ def fetch_checkpoint(run: RunFolder, remote: RemoteRun, name: str) -> str | None
     if wrong is not None:
         return wrong
     is_here = from_rank_0(lambda: _is_here(run.path / name, content))
+    if check is not None:
+        where, listed = remote.where(name), run.changes.name
+        from_rank_0(
+            lambda: check(
+                where, parse_marker(content, where), json.loads(remote.read_if_there(listed) or b"[]")
+            )
+        )
     wrong = _fetch_files(run, remote, name, files)
     if wrong is None and not is_here:
         from_rank_0(lambda: _finish(run, remote, name, content))

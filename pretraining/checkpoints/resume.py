@@ -82,7 +82,11 @@ def find_start(
     in_parts = not run.disks.shared or from_rank_0(run.holds_parts)
     if in_parts and resume != "never":
         bring_history(run, upload)
-    resume, fetched = resolve_resume(run, upload, resume, in_parts)
+
+    def check(place: str, marker: dict, accepted: list[dict]) -> None:
+        changes_since(place, marker, recipe, data.manifest, run, allowed, accepted)
+
+    resume, fetched = resolve_resume(run, upload, resume, in_parts, check)
     if resume == "never":
         return Start(starts_over=True)
     # The cheap check first: verifying a checkpoint reads all its bytes.
@@ -206,12 +210,18 @@ def _refuse_uncommitted(folder: Path) -> None:
 
 
 def changes_since(
-    checkpoint: Path, marker: dict, recipe: Recipe, manifest: dict, run: RunFolder, allowed: Sequence[str]
+    checkpoint: Path | str,
+    marker: dict,
+    recipe: Recipe,
+    manifest: dict,
+    run: RunFolder,
+    allowed: Sequence[str],
+    accepted: Sequence[dict] = (),
 ) -> list[Change]:
     """Return how recipe and data differ from the checkpoint's.
 
-    What an earlier start in this folder accepted stays accepted. Raises `UserError` for a change that is not
-    allowed, and for one that no checkpoint can follow: other shapes of the weights.
+    What an earlier start in this folder accepted stays accepted, and what `accepted` lists. Raises `UserError` for a
+    change that is not allowed, and for one that no checkpoint can follow: other shapes of the weights.
     """
     changes = changed_parts(recipe.to_dict(), marker["recipe"])
     if any(
@@ -220,7 +230,7 @@ def changes_since(
         _refuse_other_shape(checkpoint, marker["recipe"]["model"], recipe.model)
     changes += _data_change(marker["data"], described_data(recipe, manifest), changes)
     # A start may have been killed before it saved, so that the checkpoint does not know what it had accepted.
-    recorded = [(each["key"], each["to"]) for each in _recorded_changes(run)]
+    recorded = [(each["key"], each["to"]) for each in (*_recorded_changes(run), *accepted)]
     new = [change for change in changes if (change.key, change.now) not in recorded]
     refuse_changes(new, allowed, checkpoint, "checkpoint")
     return changes
@@ -242,7 +252,7 @@ def _data_change(earlier: dict, now: dict, changes: list[Change]) -> list[Change
     return [Change(DATA_FINGERPRINT, earlier["fingerprint"], now["fingerprint"])]
 
 
-def _refuse_other_shape(checkpoint: Path, earlier: dict, now: dict) -> None:
+def _refuse_other_shape(checkpoint: Path | str, earlier: dict, now: dict) -> None:
     earlier, _ = Weights.split(earlier)
     if earlier["model_type"] != now["model_type"] or model_size(earlier).parts != model_size(now).parts:
         raise UserError(

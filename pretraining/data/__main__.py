@@ -188,7 +188,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     _verb(verbs, "verify", "compare every file of a data set with its manifest")
     _add_stats(_verb(verbs, "stats", "counts, document lengths, token frequencies"))
     _add_inspect(_verb(verbs, "inspect", "documents as text; what a block is made of"))
-    _add_convert(_verb(verbs, "convert", "to and from Megatron .bin/.idx and datatrove .ds"))
+    _add_convert(
+        _verb(
+            verbs,
+            "convert",
+            "to and from megatron and datatrove, and from bin (nanoGPT, llm.c) and mds",
+        )
+    )
     _add_push(_verb(verbs, "push", "upload a data set to the Hugging Face hub"))
     return parser.parse_args(arguments)
 

@@ -139,7 +139,7 @@ def changes_of_run(run: RunFolder, recipe: dict, allowed: Iterable[str] = ()) ->
     return changes
 
 
-def refuse_changes(changes: list[Change], allowed: Iterable[str], place: Path, what: str) -> None:
+def refuse_changes(changes: list[Change], allowed: Iterable[str], place: Path | str, what: str) -> None:
     """Raise `UserError` for the first change that is not `allowed`; `place` holds a `what` of another recipe."""
     refused = [change for change in changes if not change.is_allowed(allowed)]
     if refused:
