@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from pretraining.addresses import masked
 from pretraining.errors import UserError, file_error, require
 from pretraining.masking import masked
 from pretraining.outside import is_name, read_bytes, regular
