@@ -482,12 +482,12 @@ def test_copies_that_are_kept_are_counted_too():
     "fault, remedy",
     [
         (MemoryError("Unable to allocate 122. MiB"), "Cannot allocate memory; take fewer processes"),
-        (OSError(errno.ENOMEM, "no memory"), "Cannot allocate memory; take fewer processes"),
+        (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "Cannot allocate memory; take fewer processes"),
         (
-            OSError(errno.EMFILE, "files", "/a/file"),
+            OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/a/file"),
             "/a/file: Too many open files; allow more open files (ulimit -n)",
         ),
-        (OSError(errno.ENFILE, "files"), "Too many open files in system; end programs"),
+        (OSError(errno.ENFILE, os.strerror(errno.ENFILE)), "Too many open files in system; end programs"),
     ],
 )
 def test_what_a_machine_refuses_is_one_line(root, corpus, monkeypatch, fault, remedy):

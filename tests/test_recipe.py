@@ -163,6 +163,7 @@ WRONG_VALUES = {
     "float as string": ('training.learning_rate="6e-4"', "write 6e-4 without quotes"),
     "wrong type": ("training.bf16=1", "training.bf16: is 1 where true or false is wanted"),
     "wrong choice": ("training.lr_scheduler_type=cosin", "did you mean 'cosine'?"),
+    "a name no folder can have": (f"data.name={'n' * 240}", "has 240 bytes; it must have at most 200"),
     "beyond any model": ("model.n_layer=1000000000", "model.n_layer: is 1000000000; it must be at most 2000"),
     "beyond any budget": ("budget.tokens=1e200", "it must be at most 1000000000000000000"),
     "negative": ("budget.tokens=-8192", "it must be at least 1"),

@@ -29,10 +29,6 @@ from pretraining.schema import listed
 if TYPE_CHECKING:
     from pretraining.data.preparation.stages import Preparation
 
-LONGEST_NAME = 200
-"""Bytes of a folder's name: file systems take 255, and the names beside it (`.replaced-N`, `.building`) are longer."""
-
-
 HUB_PAGES = {"dataset": "https://huggingface.co/datasets/", "model": "https://huggingface.co/"}
 
 
