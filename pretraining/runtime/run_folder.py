@@ -152,6 +152,7 @@ _EVENT = {
     "properties": {
         "time": {"type": "string"},
         "event": {"type": "string"},
+        "measured": {"type": ["object", "null"]},
         **dict.fromkeys(("step", "steps", "own_seconds", "median_seconds"), _STEP),
     },
 }
