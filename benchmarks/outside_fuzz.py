@@ -15,15 +15,13 @@ from pathlib import Path
 
 from record import parser_of, record
 
-DEFECTS = ("traceback", "hang", "outside")
-
 
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--mutations", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    from tests.outside_fuzz import OutsideFuzz
+    from tests.outside_fuzz import DEFECTS, OutsideFuzz
     from tests.runs import Workshop
 
     counts, readers = Counter(), defaultdict(Counter)

@@ -30,7 +30,7 @@ import torch.distributed.checkpoint as dcp
 
 from pretraining.checkpoints import __main__ as checkpoints
 from pretraining.checkpoints.fetch import fetch_share, newest_committed, read_remote_marker
-from pretraining.checkpoints.format import _with_checksum, read_receipt
+from pretraining.checkpoints.format import MARKER, _with_checksum, read_receipt, receipt_name
 from pretraining.checkpoints.publish import LIST, to_store
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.shard_files import CheckpointReader, mean_running_loss
@@ -46,24 +46,25 @@ from pretraining.model.given_weights import _config_of
 from pretraining.model.weight_files import open_weights
 from pretraining.postmortem import as_text, look_back
 from pretraining.recipe import load_recipe
-from pretraining.recipe.curve import curve_parts
+from pretraining.recipe.curve import changes_of_run
 from pretraining.reporting import __main__ as reporting
 from pretraining.runtime.journal import Journal
 from pretraining.runtime.lock import holder_of, lock_folder
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.schema import read_json
 from tests.runs import Workshop
 
+DEFECTS = ("traceback", "hang", "outside")
 SECONDS = 20
 """After which a reader, which takes milliseconds, hangs."""
 MOST_MORE_BYTES = 3 << 30
 """Memory that a reader may take: a device without end must not take the machine's."""
 DEPTH = 100_000
 VALUES: tuple[Any, ...] = (
-    None, True, -1, 0, 1, 2**31, 2**63, 2**64, 10**400, -0.5, 1e308, float("nan"), float("inf"), "", "x", "\x00", "\ud800",
-    "../../../sentinel", "x/../../../sentinel", "/sentinel", ".", "..", "a/b", "x\\y", "\x1b[31m\n", "9" * 5000, "x" * 100_000,
-    "2026-99-99T99:99:99Z", "xxh128:../../sentinel", [], {}, [[]], {"": None}, [None], {"step": "x"},
-)  # fmt: skip
+    *(None, True, -1, 0, 1, 2**31, 2**63, 2**64, 10**400, -0.5, 1e308, float("nan"), float("inf")),
+    *("", "x", "\x00", "\ud800", "x\\y", "\x1b[31m\n", "9" * 5000, "x" * 100_000, "2026-99-99T99:99:99Z"),
+    *("../../../sentinel", "x/../../../sentinel", "/sentinel", "xxh128:../../sentinel", ".", "..", "a/b"),
+    *([], {}, [[]], {"": None}, [None], {"step": "x"}),
+)
 """What a stranger may write in the place of another value."""
 
 
@@ -73,7 +74,7 @@ class Hang(BaseException):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one file: "read", "refused" with its line, or "traceback", "hang" or "outside" with what was seen."""
+    """What became of one file: "read", "refused" with its line; or "traceback", "hang" or "outside", and how."""
 
     kind: str
     reader: str
@@ -121,6 +122,7 @@ class OutsideFuzz:
     def _readers(self) -> dict[str, Reader]:
         """Every kind of file that may come from a stranger."""
         run, box = self.run, self.box
+        resolved = json.loads(run.recipe.read_text())
         checkpoint = max(run.path.glob("checkpoint-*"), key=lambda path: int(path.name[11:]))
         run.journal.write_text(
             '{"step": 5, "to_step": 4, "samples": [8, 16], "lr_factor": 0.5, "lr_steps": 2}\n'
@@ -137,30 +139,34 @@ class OutsideFuzz:
             path.stem: Reader(path, self._look_back)
             for path in (run.events, run.metrics, run.samples, run.plan, run.environment, *heartbeat)
         }
+        tokenizer, weights = self.data / "tokenizer", box / "weights"
+        index, marker = weights / "index" / "model.safetensors.index.json", checkpoint / MARKER
+        store, manifest = self.box.as_uri() + "/data", self.data / "manifest.json"
+        config = {"config.json": run.export / "config.json"}
+        receipt = checkpoint / receipt_name(0, 1)
         return {
             **records,
-            "run's recipe": Reader(run.recipe, lambda: (self._look_back(), curve_parts(read_json(run.recipe)))),
+            "run's recipe": Reader(run.recipe, lambda: (self._look_back(), changes_of_run(run, resolved))),
             "lock": Reader(self._lock(), lambda: (holder_of(run.path), lock_folder(run.path, 0).close())),
             "journal": Reader(run.journal, lambda: self._use_journal(Journal.read(run.journal))),
-            "marker": Reader(checkpoint / "committed.json", self._list, sealed),
-            "marker in a store": Reader(checkpoint / "committed.json", lambda: self._fetch(remote, checkpoint.name), sealed),
+            "marker": Reader(marker, self._list, sealed),
+            "marker in a store": Reader(marker, lambda: self._fetch(remote, checkpoint.name), sealed),
             "receipt": Reader(
-                checkpoint / "rank-00000-of-00001.json",
-                lambda: (read_receipt(checkpoint, 0, 1), mean_running_loss(checkpoint, [0], 1)),
+                receipt, lambda: (read_receipt(checkpoint, 0, 1), mean_running_loss(checkpoint, [0], 1))
             ),
             "state": Reader(checkpoint / "state.json", lambda: CheckpointReader(checkpoint)),
-            "manifest": Reader(self.data / "manifest.json", self._open_data),
-            "manifest at an address": Reader(self.data / "manifest.json", lambda: self._open_data(self.box.as_uri() + "/data")),
-            "tokenizer": Reader(self.data / "tokenizer" / "tokenizer.json", self._describe),
-            "tokenizer_config": Reader(self.data / "tokenizer" / "tokenizer_config.json", self._describe),
+            "manifest": Reader(manifest, self._open_data),
+            "manifest at an address": Reader(manifest, lambda: self._open_data(store)),
+            "tokenizer": Reader(tokenizer / "tokenizer.json", self._describe),
+            "tokenizer_config": Reader(tokenizer / "tokenizer_config.json", self._describe),
             "config": Reader(run.export / "config.json", lambda: _config_of(run.export, "it", "r.json")),
-            "metadata": Reader(box / "weights" / ".metadata", lambda: self._weights(box / "weights")),
-            "index": Reader(box / "weights" / "index" / "model.safetensors.index.json", lambda: self._weights(box / "weights" / "index")),
-            "published": Reader(published, lambda: to_store({"config.json": run.export / "config.json"}, str(published.parent))),
+            "metadata": Reader(weights / ".metadata", lambda: self._weights(weights)),
+            "index": Reader(index, lambda: self._weights(index.parent)),
+            "published": Reader(published, lambda: to_store(config, str(published.parent))),
             "hostfile": Reader(hosts, lambda: self._hosts(hosts)),
             "recipe": Reader(box / "recipe.json", lambda: load_recipe(str(box / "recipe.json"))),
             **{path.name: Reader(path, functools.partial(self._documents, path)) for path in texts},
-        }  # fmt: skip
+        }
 
     def _lock(self) -> Path:
         path = self.run.path / ".lock"
@@ -180,23 +186,29 @@ class OutsideFuzz:
 
     def _write_texts(self, folder: Path) -> list[Path]:
         folder.mkdir()
-        page = b"<html><body><p>A page of some words, long enough to be one.</p></body></html>"
-        http = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n" + page
-        head = "WARC/1.0\r\nWARC-Type: {}\r\nWARC-Record-ID: <urn:uuid:1>\r\nWARC-Date: 2026-01-01T00:00:00Z\r\nWARC-Target-URI: http://a/\r\nContent-Type: {}\r\nContent-Length: {}\r\n\r\n"
-        warc = (
-            head.format("response", "application/http; msgtype=response", len(http)).encode()
-            + http
-            + b"\r\n\r\n"
-        )
-        wet = head.format("conversion", "text/plain", 11).encode() + b"Some words." + b"\r\n\r\n"
+        # pages of text: those of HTML need a package of the data extra
+        fields = [
+            "WARC/1.0",
+            "WARC-Type: conversion",
+            "WARC-Record-ID: <urn:uuid:1>",
+            "WARC-Target-URI: http://a/",
+        ]
+        fields += ["WARC-Date: 2026-01-01T00:00:00Z", "Content-Type: text/plain", "Content-Length: 11", ""]
+        fields += ["Some words.", "", ""]
+        warc = "\r\n".join(fields).encode()
         rows = b'{"text": "one"}\n{"text": "two"}\n'
         packed = pyarrow.BufferOutputStream()
         with pyarrow.CompressedOutputStream(packed, "zstd") as stream:
             stream.write(rows)
         contents = {
-            "a.warc": warc * 2, "a.warc.gz": gzip.compress(warc) * 2, "a.warc.wet.gz": gzip.compress(wet) * 2,
-            "a.jsonl": rows, "a.jsonl.gz": gzip.compress(rows), "a.jsonl.zst": packed.getvalue().to_pybytes(), "a.txt": b"words",
-        }  # fmt: skip
+            "a.warc": warc * 2,
+            "a.warc.gz": gzip.compress(warc) * 2,
+            "a.wet": warc,
+            "a.txt": b"words",
+            "a.jsonl": rows,
+            "a.jsonl.gz": gzip.compress(rows),
+            "a.jsonl.zst": packed.getvalue().to_pybytes(),
+        }
         for name, content in contents.items():
             (folder / name).write_bytes(content)
         return [folder / name for name in contents]

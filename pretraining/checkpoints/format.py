@@ -50,7 +50,12 @@ RECEIPT: dict[str, Any] = {
             "type": "object",
             "patternProperties": {NAME["pattern"]: _ENTRY},
             "additionalProperties": False,
-        }
+        },
+        "running_loss": {
+            "type": "object",
+            "required": ["sum", "steps"],
+            "properties": {"sum": {"type": "number"}, "steps": COUNT},
+        },
     },
 }
 """What every reader of a receipt relies on. Names of files become paths below the checkpoint."""
@@ -64,7 +69,8 @@ SHAPE = {
         "zero_stage": {"type": ["integer", "null"]},
         "saved": {"type": "string"},
         "changes": {"type": "array", "items": {"type": "object"}},
-        **{key: {"type": "object"} for key in ("metrics", "data", "environment", "recipe")},
+        "metrics": {"type": "object", "patternProperties": {"(?s:.*)": {"type": ["number", "null"]}}},
+        **{key: {"type": "object"} for key in ("data", "environment", "recipe")},
     },
 }
 """The same of a marker."""

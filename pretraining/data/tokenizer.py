@@ -194,7 +194,10 @@ def _configured_eos(folder: Path) -> str | None:
         raise UserError(
             f"data.tokenizer: tokenizer_config.json is no JSON object ({error}); mend it"
         ) from error
-    return eos.get("content") if isinstance(eos, dict) else eos
+    eos = eos.get("content") if isinstance(eos, dict) else eos
+    if not isinstance(eos, str | None):
+        raise UserError("data.tokenizer: eos_token in tokenizer_config.json is no text; mend it")
+    return eos
 
 
 def _load(folder: Path, name: str) -> "tokenizers.Tokenizer":

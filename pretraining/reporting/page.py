@@ -77,7 +77,7 @@ def page_text(payload: dict, title: str) -> str:
     Every text of a run is data: the scripts show it as text, never as markup.
     """
     # Inside a script element only `<` could end it.
-    data = json.dumps(payload, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    data = json.dumps(_finite(payload), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     parts = {**_fixed_parts(), "title": html.escape(title), "data": data.replace("<", "\\u003c")}
     # Cut at the placeholders and not replaced one by one: a run's text may hold "{{data}}" itself.
     pieces = (PAGE / "index.html").read_text(encoding="utf-8").split("{{")
@@ -87,6 +87,15 @@ def page_text(payload: dict, title: str) -> str:
         name, _, rest = piece.partition("}}")
         filled += [parts[name], rest]
     return "".join(filled)
+
+
+def _finite(value: Any) -> Any:
+    """Write null for what JSON cannot hold: a sum of numbers that somebody's file made too large."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @cache

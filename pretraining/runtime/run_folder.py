@@ -153,6 +153,7 @@ _EVENT = {
     "properties": {
         "time": {"type": "string"},
         "event": {"type": "string"},
+        "measured": {"type": ["object", "null"]},
         **dict.fromkeys(("step", "steps", "own_seconds", "median_seconds"), _STEP),
     },
 }
