@@ -8,14 +8,11 @@ have folders of their own, the run's address in its store holds the records of a
 import argparse
 import json
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from pretraining.addresses import is_remote
-from pretraining.checkpoints.live_files import NODES, fetch_records, store_of_parts
+from pretraining.checkpoints.live_files import NODES, fetch_records, records_of, store_of_parts
 from pretraining.command_line import OneLineParser
 from pretraining.errors import UserError, one_line_errors
 from pretraining.planning.quantities import dollars, duration, facts, several
@@ -79,30 +76,6 @@ def main(arguments: list[str] | None = None) -> None:
     print(text.replace(str(folder), shown))
 
 
-@contextmanager
-def records_of(run: str) -> Iterator[tuple[Path, str]]:
-    """Yield a folder with the records of all ranks, and its name: that of the run, or its address in a store.
-
-    run: a run folder, or an address. If it is the folder of one node among several, the store has the others' records.
-    """
-    if not is_remote(run) and (Path(run) / NODES).is_dir():
-        run = address = str(Path(run).absolute())  # the run's place in a store that is mounted here
-    else:
-        address = run if is_remote(run) else store_of_parts(Path(run))
-    if address is None:
-        yield Path(run), run
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            found, shown = fetch_records(address, Path(folder)).path, address
-        except UserError as error:
-            if address == run:
-                raise
-            print(f"{error}: what follows is from this node alone", file=sys.stderr)
-            found, shown = Path(run), run
-        yield found, shown
-
-
 def look_back(folder: Path) -> Postmortem:
     """Read a run folder.
 
@@ -114,6 +87,11 @@ def look_back(folder: Path) -> Postmortem:
     attempts = attempts_of(record, standing.state)
     found = Postmortem(str(folder), standing.state, standing.step, attempts, checkpoint=standing.checkpoint)
     _count_costs(found, record)
+    if found.state in ("running", "silent") and not record.run.events.exists():
+        found.state = "unknown"
+        found.advice.append(
+            f"{record.run.events} is missing, which says how it ended: look in the run's store"
+        )
     if attempts and _has_ended(record.run, attempts[-1]):
         # by the clock alone it may be running, or silent
         attempts[-1].end = found.state = "crash"
@@ -141,7 +119,7 @@ def _has_ended(run: RunFolder, last: Attempt) -> bool:
 
 def _count_costs(found: Postmortem, record: RunRecord) -> None:
     """Set what the run has lost and cost so far."""
-    if found.checkpoint and found.state not in ("finished", "running"):
+    if found.checkpoint and found.state not in ("finished", "running", "unknown"):
         found.lost_steps = max(0, found.step - int(found.checkpoint.rpartition("-")[2]))
     if (spent := record.wall_time()) is None:
         return
@@ -171,7 +149,7 @@ def _count_steps_not_finite(found: Postmortem, record: RunRecord) -> None:
 
 
 def _advise_to_continue(found: Postmortem) -> None:
-    if found.state in ("finished", "running"):
+    if found.state in ("finished", "running", "unknown"):
         return
     where = (
         f"from {found.checkpoint}" if found.checkpoint else "from the beginning: no checkpoint is committed"

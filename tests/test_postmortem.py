@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pretraining.checkpoints.live_files import NODES
+from pretraining.checkpoints.live_files import NODES, records_of
 from pretraining.errors import UserError
 from pretraining.postmortem import as_text, look_back, main, records_of
 from pretraining.runtime.durable_files import append_row, write_json
@@ -178,6 +178,17 @@ def test_an_address_without_a_run_is_one_line_that_names_it(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     with records_of("run") as (folder, shown):
         assert look_back(folder).state == "running" and shown == str(run.path)
+
+
+def test_a_run_without_its_events_is_not_said_to_run(tmp_path):
+    """They alone say how it ended: no state is made up for it."""
+    run = RunFolder(tmp_path / "run")
+    append_row(run.metrics, {"step": 40, "time": time.time(), "throughput/step_seconds": 0.1})
+    found = look_back(run.path)
+    assert (
+        found.state == "unknown" and "events.jsonl is missing" in found.advice[0] and len(found.advice) == 1
+    )
+    assert "unknown at step 40, 0 starts" in as_text(found)
 
 
 def test_steps_that_change_nothing_are_no_good_end(tmp_path):

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pretraining.errors import UserError
 from pretraining.planning.comparison import compare_run
 from pretraining.reporting import live
 from pretraining.reporting.__main__ import main
@@ -261,6 +262,18 @@ def test_no_sentence_takes_back_another(tmp_path):
         found = analyze(RunRecord(made_run(tmp_path / phase, CURVES[phase][0], budget=10_000_000).path))
         text = " ".join(sentences(found))
         assert found.phase == phase and "power law" not in text and "stagnation" not in text, text
+
+
+def test_a_run_is_analyzed_from_its_store_too(tmp_path, capsys):
+    """By its address, as `postmortem` takes it: the same sentences, without the runs beside it, which are not there."""
+    made_run(tmp_path / "kept", noisy_law(400), finished=True)
+    run = made_run(tmp_path / "run", noisy_law(200), finished=True)
+    main(["analyze", str(run.path)])
+    here = capsys.readouterr().out
+    main(["analyze", f"file://{run.path}"])
+    assert capsys.readouterr().out == here
+    with pytest.raises(UserError, match=f"^file://{tmp_path}/none: no run there"):
+        main(["analyze", f"file://{tmp_path}/none"])
 
 
 def test_a_short_run_is_not_said_to_have_just_begun(tmp_path):

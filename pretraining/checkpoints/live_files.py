@@ -8,6 +8,8 @@ that fails sends its own log and failure before it ends. `fetch_records` makes o
 import json
 import os
 import socket
+import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -16,6 +18,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+from pretraining.addresses import is_remote, refuse_credentials
 from pretraining.checkpoints.fetch import newest_committed
 from pretraining.checkpoints.format import MARKER
 from pretraining.checkpoints.remote import RemoteRun
@@ -189,6 +192,30 @@ def fetch_records(address: str, folder: Path) -> RunFolder:
         (run.path / newest).mkdir()
         (run.path / newest / MARKER).write_bytes(remote.read(f"{newest}/{MARKER}"))
     return run
+
+
+@contextmanager
+def records_of(run: str) -> Iterator[tuple[Path, str]]:
+    """Yield a folder with the records of all ranks, and its name: that of the run, or its address in a store.
+
+    run: a run folder, or an address. If it is the folder of one node among several, the store has the others' records.
+    """
+    if not is_remote(run) and (Path(run) / NODES).is_dir():
+        run = address = str(Path(run).absolute())  # the run's place in a store that is mounted here
+    else:
+        address = run if is_remote(run) else store_of_parts(Path(run))
+    if address is None:
+        yield Path(run), run
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            found, shown = fetch_records(address, Path(folder)).path, address
+        except UserError as error:
+            if address == run:
+                raise
+            print(f"{error}: what follows is from this node alone", file=sys.stderr)
+            found, shown = Path(run), run
+        yield found, shown
 
 
 def store_of_parts(folder: Path) -> str | None:

@@ -4,6 +4,7 @@ examples:
   python -m pretraining.reporting runs/tiny                                     writes runs/tiny/report.html
   python -m pretraining.reporting runs/tiny runs/tiny-zero3 --output both.html  overlays them in one page
   python -m pretraining.reporting analyze runs/tiny                             says in words what the curve shows
+  python -m pretraining.reporting analyze s3://bucket/runs/30b                  the same, from its store
   python -m pretraining.reporting csv runs/tiny                                 writes every row, to metrics.csv there
 """
 
@@ -14,6 +15,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from pretraining.checkpoints.live_files import records_of
 from pretraining.command_line import OneLineParser, positive_number
 from pretraining.errors import UserError, one_line_errors
 from pretraining.reporting.analysis import analyze, track_record_of
@@ -66,10 +68,14 @@ def write_rows(arguments: list[str]) -> None:
 def print_analysis(arguments: list[str]) -> None:
     """Print one sentence a line, or JSON."""
     options = parse_analyze_arguments(arguments)
-    record = RunRecord(options.run)
-    if not len(record.metrics):
-        raise UserError(f"{record.run.metrics}: no logged step yet; there is nothing to analyze")
-    found = analyze(record, track_record_of(options.run.resolve().parent, but=options.run))
+    with records_of(options.run) as (folder, shown):
+        record = RunRecord(folder)
+        if not len(record.metrics):
+            raise UserError(
+                f"{shown}/{record.run.metrics.name}: no logged step yet; there is nothing to analyze"
+            )
+        beside = track_record_of(folder.resolve().parent, but=folder) if Path(shown) == folder else []
+        found = analyze(record, beside)
     text = [standing_text(found.standing, time.time()), *sentences(found)]
     print(json.dumps(asdict(found), indent=2) if options.json else "\n".join(filter(None, text)))
 
@@ -102,7 +108,9 @@ def parse_csv_arguments(arguments: list[str]) -> argparse.Namespace:
 def parse_analyze_arguments(arguments: list[str]) -> argparse.Namespace:
     """Parse the words after `analyze`."""
     parser = _parser("python -m pretraining.reporting analyze")
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
+    parser.add_argument(
+        "run", metavar="RUN", help="a run folder, or its address in the store of its checkpoints"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse_args(arguments)
 
