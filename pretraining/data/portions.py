@@ -30,7 +30,7 @@ class Portion(NamedTuple):
         )
 
     def less(self, documents: int, tokens: int) -> "Portion":
-        """Return what is left behind so many documents and tokens that did not reach it."""
+        """Return what is still to read after so many documents and tokens, which were not enough."""
         return Portion(
             None if self.tokens is None else self.tokens - tokens,
             None if self.documents is None else self.documents - documents,

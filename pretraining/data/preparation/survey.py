@@ -20,7 +20,7 @@ SURE_SHARE = 0.9
 
 @dataclass(frozen=True)
 class Begun:
-    """What a data set holds of a source's first tasks, as far as it has them whole."""
+    """The first tasks of a source that a data set holds whole, and what they gave."""
 
     tasks: int
     keys: str
