@@ -11,10 +11,9 @@ import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from pretraining.addresses import is_remote
-from pretraining.checkpoints.live_files import NODES, fetch_records, records_of, store_of_parts
+from pretraining.checkpoints.live_files import records_of
 from pretraining.command_line import OneLineParser
-from pretraining.errors import UserError, one_line_errors
+from pretraining.errors import one_line_errors
 from pretraining.planning.quantities import dollars, duration, facts, several
 from pretraining.reporting.evidence import FAILED, Evidence, First, attempts_of, clock, short
 from pretraining.reporting.run_record import RunRecord

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from pretraining.addresses import is_remote, refuse_credentials
+from pretraining.addresses import is_remote
 from pretraining.checkpoints.fetch import newest_committed
 from pretraining.checkpoints.format import MARKER
 from pretraining.checkpoints.remote import RemoteRun
