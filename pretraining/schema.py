@@ -4,7 +4,7 @@ import json
 import math
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from itertools import zip_longest
 from pathlib import Path
@@ -125,8 +125,35 @@ def check(value: Any, schema: dict, where: str, key: str = "", root: dict | None
     if isinstance(value, dict):
         value = _check_object(value, schema, where, key, root)
     if isinstance(value, list) and "items" in schema:
-        value = [check(item, schema["items"], where, f"{key}.{i}", root) for i, item in enumerate(value)]
+        right = _is_right(schema["items"])
+        value = [
+            item if right(item) else check(item, schema["items"], where, f"{key}.{i}", root)
+            for i, item in enumerate(value)
+        ]
     return value
+
+
+def _is_right(schema: dict) -> Callable[[Any], bool]:
+    """Make a quick test whose yes means that `check` would return a value as it is; a no means nothing.
+
+    A manifest may list 100,000 shards, and a marker a million files.
+    """
+    kind, keywords = schema.get("type"), schema.keys() - {"type"}
+    if kind == "integer" and keywords <= {"minimum", "maximum"}:
+        low, high = schema.get("minimum", -math.inf), schema.get("maximum", math.inf)
+        return lambda value: type(value) is int and low <= value <= high
+    if kind == "string" and keywords == {"pattern"}:
+        matches = re.compile(schema["pattern"]).fullmatch
+        return lambda value: type(value) is str and matches(value) is not None
+    if kind == "object" and keywords == {"required", "properties"}:
+        required = set(schema["required"])
+        tests = [(key, _is_right(inner)) for key, inner in schema["properties"].items()]
+        return lambda value: (
+            type(value) is dict
+            and required <= value.keys()
+            and all(test(value[key]) for key, test in tests if key in value)
+        )
+    return lambda value: False
 
 
 def _check_any(value: Any, branches: list[dict], where: str, key: str, root: dict) -> Any:
@@ -226,14 +253,19 @@ def _check_bounds(value: float, schema: dict, where: str, key: str) -> None:
 
 
 def _check_object(value: dict, schema: dict, where: str, key: str, root: dict) -> dict:
-    properties, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+    properties = schema.get("properties", {})
+    patterns = [
+        (re.compile(pattern).fullmatch, _is_right(inner), inner)
+        for pattern, inner in schema.get("patternProperties", {}).items()
+    ]
     checked = {}
     for name, item in value.items():
         dotted = f"{key}.{name}" if key else name
         if name in properties:
             checked[name] = check(item, properties[name], where, dotted, root)
-        elif by_name := [inner for pattern, inner in patterns.items() if re.fullmatch(pattern, name)]:
-            checked[name] = check(item, by_name[0], where, dotted, root)
+        elif fitting := next((each for each in patterns if each[0](name)), None):
+            _, right, inner = fitting
+            checked[name] = item if right(item) else check(item, inner, where, dotted, root)
         elif schema.get("additionalProperties") is False:
             raise problem(where, dotted, f"unknown key{_valid_keys(name, properties, key, root)}")
         else:
