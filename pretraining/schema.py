@@ -5,7 +5,7 @@ import math
 import operator
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from itertools import zip_longest
 from pathlib import Path
@@ -129,8 +129,35 @@ def check(value: Any, schema: dict, where: str, key: str = "", root: dict | None
     if isinstance(value, dict):
         value = _check_object(value, schema, where, key, root)
     if isinstance(value, list) and "items" in schema:
-        value = [check(item, schema["items"], where, f"{key}.{i}", root) for i, item in enumerate(value)]
+        right = _is_right(schema["items"])
+        value = [
+            item if right(item) else check(item, schema["items"], where, f"{key}.{i}", root)
+            for i, item in enumerate(value)
+        ]
     return value
+
+
+def _is_right(schema: dict) -> Callable[[Any], bool]:
+    """Make a quick test whose yes means that `check` would return a value as it is; a no means nothing.
+
+    A manifest may list 100,000 shards, and a marker a million files.
+    """
+    kind, keywords = schema.get("type"), schema.keys() - {"type"}
+    if kind == "integer" and keywords <= {"minimum", "maximum"}:
+        low, high = schema.get("minimum", -math.inf), schema.get("maximum", math.inf)
+        return lambda value: type(value) is int and low <= value <= high
+    if kind == "string" and keywords == {"pattern"}:
+        matches = re.compile(schema["pattern"]).fullmatch
+        return lambda value: type(value) is str and matches(value) is not None
+    if kind == "object" and keywords == {"required", "properties"}:
+        required = set(schema["required"])
+        tests = [(key, _is_right(inner)) for key, inner in schema["properties"].items()]
+        return lambda value: (
+            type(value) is dict
+            and required <= value.keys()
+            and all(test(value[key]) for key, test in tests if key in value)
+        )
+    return lambda value: False
 
 
 def _check_any(value: Any, branches: list[dict], where: str, key: str, root: dict) -> Any:
@@ -231,24 +258,32 @@ def _check_bounds(value: float, schema: dict, where: str, key: str) -> None:
 
 
 def _check_object(value: dict, schema: dict, where: str, key: str, root: dict) -> dict:
-    properties, patterns, names, others = (
-        schema.get(each, {})
-        for each in ("properties", "patternProperties", "propertyNames", "additionalProperties")
+    properties, names, others = (
+        schema.get(each, {}) for each in ("properties", "propertyNames", "additionalProperties")
     )
+    patterns = [
+        (re.compile(pattern).fullmatch, _is_right(inner), inner)
+        for pattern, inner in schema.get("patternProperties", {}).items()
+    ]
 
-    def schema_of(name: str) -> Any:
-        by_pattern = (inner for pattern, inner in patterns.items() if re.fullmatch(pattern, name))
-        return properties[name] if name in properties else next(by_pattern, others)
+    def fitting(name: str) -> tuple | None:
+        return next((each for each in patterns if each[0](name)), None)
 
     checked = {}
-    if unknown := [name for name in value if schema_of(name) is False]:
+    others_allowed = others is not False
+    if unknown := [each for each in value if not (others_allowed or each in properties or fitting(each))]:
         raise _unknown_keys(unknown, properties, where, key, root)
     for name, item in value.items():
         dotted = f"{key}.{name}" if key else name
         if names and not re.fullmatch(names["pattern"], name):
             raise problem(where, dotted, f"unknown key; {names['description']}")
-        inner = schema_of(name)
-        checked[name] = check(item, inner, where, dotted, root) if isinstance(inner, dict) else item
+        if name in properties:
+            checked[name] = check(item, properties[name], where, dotted, root)
+        elif fits := fitting(name):
+            _, right, inner = fits
+            checked[name] = item if right(item) else check(item, inner, where, dotted, root)
+        else:
+            checked[name] = check(item, others, where, dotted, root) if isinstance(others, dict) else item
     for name in schema.get("required", []):
         if name not in value:
             raise problem(where, f"{key}.{name}" if key else name, "is missing")

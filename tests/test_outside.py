@@ -63,7 +63,7 @@ def run(tmp_path, workshop) -> RunFolder:
 
 
 def test_mutated_files_are_read_or_refused_with_one_line(workshop, tmp_path):
-    """Promise: a traceback means a bug of ours. Every reader of outside files: no traceback, no hang, no write elsewhere.
+    """Promise: a traceback means a bug of ours. No reader of outside files fails, hangs, or writes elsewhere.
 
     `benchmarks/outside_fuzz.py` draws more of them.
     """

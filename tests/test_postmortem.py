@@ -12,7 +12,7 @@ import pytest
 
 from pretraining.checkpoints.live_files import NODES, records_of
 from pretraining.errors import UserError
-from pretraining.postmortem import as_text, look_back, main, records_of
+from pretraining.postmortem import as_text, look_back, main
 from pretraining.runtime.durable_files import append_row, write_json
 from pretraining.runtime.failures import Failure, read_failures
 from pretraining.runtime.heartbeat import Heartbeat, heartbeat_path
