@@ -663,6 +663,14 @@ def test_infiniband_needs_memory_that_may_be_locked(monkeypatch, tmp_path):
         assert machine._infiniband().verdict == verdict
 
 
+def test_ranks_may_open_files_up_to_the_hard_limit(monkeypatch):
+    """They raise their own limit, so that of the shell does not matter."""
+    limits = {(256, 65536): FINE, (256, 1024): BREAKS}
+    for limit, verdict in limits.items():
+        monkeypatch.setattr(machine.resource, "getrlimit", lambda _, limit=limit: limit)
+        assert machine._open_files(on_gpus(8, 1024)).verdict == verdict
+
+
 def test_errors_that_the_driver_logged_are_named_by_device():
     """A program's own mistakes (Xid 31) are none of the machine's."""
     log = "6,1,2,-;NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus.\n"

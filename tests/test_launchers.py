@@ -3,6 +3,7 @@
 import os
 import re
 import socket
+import sys
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -133,6 +134,20 @@ def test_every_group_waits_longer_than_the_watch_over_hangs(monkeypatch):
     wait_in_every_group(timedelta(minutes=50))
     for backend in ("nccl", "gloo"):
         assert distributed_c10d._get_default_timeout(backend) == timedelta(minutes=50)
+
+
+def test_a_rank_may_open_as_many_files_as_the_system_allows():
+    """Most shells allow 1,024, and a rank has a connection to every other one."""
+    program = (
+        "from resource import RLIMIT_NOFILE, getrlimit, setrlimit\n"
+        "from pretraining.training.ranks import prepare_rank\n"
+        "_, hard = getrlimit(RLIMIT_NOFILE)\n"
+        "setrlimit(RLIMIT_NOFILE, (64, hard))\n"
+        "prepare_rank()\n"
+        "print(getrlimit(RLIMIT_NOFILE) == (hard, hard))"
+    )
+    finished = execute([sys.executable, "-c", program])
+    assert finished.stdout.endswith("True\n"), finished.output
 
 
 def test_vector_kernels_are_chosen_in_one_thread_before_ranks_meet(monkeypatch):

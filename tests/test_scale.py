@@ -5,12 +5,18 @@ import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from pretraining.checkpoints import background, folders
 from pretraining.checkpoints.background import CheckpointWriter
+from pretraining.checkpoints.remote import RemoteRun
+from pretraining.checkpoints.upload import Uploader
+from pretraining.runtime.process_group import Agreement, host_group
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.runtime.wall_time import attempts
 from pretraining.schema import REPOSITORY
+from pretraining.training import stopping
+from pretraining.upstream.fake_gpu import fake_gpu
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 
@@ -62,3 +68,37 @@ def test_ranks_exchange_one_number_at_a_step_while_a_save_is_in_flight(tmp_path,
 
 def test_a_run_without_events_has_no_attempts():
     assert attempts([], 0.0) == []
+
+
+@pytest.fixture
+def groups_made(monkeypatch) -> list[str]:
+    """The calls of torch's `new_group` and `split_group`, by name; on NCCL all ranks of the run take part in each."""
+    made: list[str] = []
+    for name in ("new_group", "split_group"):
+        call = getattr(dist, name)
+        monkeypatch.setattr(
+            dist, name, lambda *a, name=name, call=call, **k: made.append(name) or call(*a, **k)
+        )
+    return made
+
+
+def test_all_that_the_main_threads_agree_on_goes_through_one_group(tmp_path, monkeypatch, groups_made):
+    """In each every rank has a connection to every other one, and a rollback would add to them."""
+    monkeypatch.setattr(stopping, "SignalListener", lambda in_vain: None)
+    run, remote = RunFolder(tmp_path), RemoteRun(str(tmp_path / "store"), "run")
+
+    def attempt() -> None:
+        Agreement().largest(0)
+        CheckpointWriter(run, lambda folder, marker: None)
+        Uploader(run, remote)
+
+    with fake_gpu(1024):
+        groups_made.clear()
+        stopping.StopRequests(run, None)
+        attempt()
+        assert groups_made == ["new_group"]
+        attempt()
+        assert groups_made == ["new_group"]
+    with fake_gpu(8):  # the ranks of another run have never met those
+        groups_made.clear()
+        assert dist.get_world_size(host_group()) == 8 and groups_made == ["new_group"]

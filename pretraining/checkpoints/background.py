@@ -79,7 +79,8 @@ class CheckpointWriter:
         self.snapshot = HostSnapshot()
         self.last: dict | None = None
         """The newest finished save, with the values of its event."""
-        # The group of training may be busy on the GPU, so the reports of saves use the network of the hosts.
+        # The group of training may be busy on the GPU, so the reports of saves use the network of the hosts. The main
+        # thread alone exchanges them, in `save`, `poll` and `wait`; the thread of a save sends messages.
         self._group, self._agreement = host_group(), Agreement()
         # Names the saves of this process in their receipts: see `wait_for_receipts`.
         self._attempt = gather_from_ranks(uuid.uuid4().hex, self._group)[0]

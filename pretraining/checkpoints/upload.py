@@ -54,6 +54,7 @@ class Uploader:
         self.run, self.remote, self.mirror, self.rule = run, remote, mirror, rule
         self.rank, self.ranks = rank_and_world_size()
         self._began = time.time()
+        # of the main thread alone, in `offer` and `wait`; the thread of an upload sends messages
         self._group = host_group()
         self._waiting: Parcel | None = None
         self._thread: threading.Thread | None = None

@@ -24,6 +24,8 @@ PROBE_INTERVAL = 64
 
 SLOW_TOUCH_NS = 20_000
 """Nanoseconds. A page in memory is touched in less than 5,000, a page on a disk in more than 50,000."""
+MOST_MAPPED = 4096
+"""Shards that are mapped at once: Linux allows a process 65,530 mappings (vm.max_map_count)."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -117,7 +119,7 @@ def between(ends: np.ndarray, low: int, high: int) -> np.ndarray:
 def _most_open_shards() -> int:
     """Return how many shards may be mapped at once."""
     # Each mapped shard needs a file descriptor: leave half of them to the rest of the process.
-    return max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+    return max(1, min(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, MOST_MAPPED))
 
 
 class TokenSplit:

@@ -47,7 +47,7 @@ PREFETCHED = 2
 FILES_OF_A_RANK = 256
 """Open at once, without connections: libraries, token shards, logs, data workers."""
 FILES_FOR_A_RANK_ELSEWHERE = 4
-"""Connections that gloo's groups and the store of the ranks open to each other rank."""
+"""Connections that gloo, NCCL and the store of the ranks open to each other rank."""
 THREADS_OF_A_RANK = 128
 """Threads of Python's libraries, NCCL and torch's pools, without data workers."""
 SWAPPED_BYTES = 1_000_000_000
@@ -136,13 +136,12 @@ def _batches_ahead(launch: Launch) -> int:
 
 
 def _open_files(launch: Launch) -> Finding:
-    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # the hard limit, up to which each rank raises its own (`prepare_rank`)
+    _, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = FILES_OF_A_RANK + FILES_FOR_A_RANK_ELSEWHERE * launch.world_size
     what = f"a process may open {allowed:,}"
     if allowed != resource.RLIM_INFINITY and allowed < needed:
-        raised = f"ulimit -n {max(needed, 65536)}"
-        # Up to the hard limit a user may raise it.
-        remedy = raised if most == resource.RLIM_INFINITY or most >= needed else f"{raised} (as root)"
+        remedy = f"ulimit -n {max(needed, 65536)} (as root)"
         return Finding("open files", BREAKS, f"{what}, a rank needs about {needed:,}", remedy)
     return Finding("open files", FINE, what if allowed != resource.RLIM_INFINITY else "no limit")
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
+from weakref import WeakKeyDictionary
 
 from pretraining.errors import SILENT_SECONDS, UserError, file_error
 
@@ -22,6 +23,8 @@ _decides_alone = False
 
 _store: list[dist.Store] = []
 _PAUSE_SECONDS = 0.05
+_beside: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+"""Group of all ranks -> the one of `host_group` beside it."""
 
 
 def keep_store(store: dist.Store) -> None:
@@ -136,7 +139,11 @@ def is_first_to_report() -> bool:
 
 
 def host_group() -> dist.ProcessGroup | None:
-    """Make a group that uses the hosts' network and never waits for a GPU. Every rank must call this.
+    """Return the group that uses the hosts' network and never waits for a GPU. Every rank must call this.
+
+    There is one, because in each every rank has an open connection to every other one. Only main threads may use it:
+    they come to the same places in the same order, but what two threads of a rank send would mix. Threads send
+    `Messages`.
 
     Returns None if the default group is such a group, or if there is no default group.
     """
@@ -144,22 +151,24 @@ def host_group() -> dist.ProcessGroup | None:
 
     if not dist.is_initialized() or dist.get_backend() == "gloo":
         return None
-    return dist.new_group(backend="gloo")
+    if dist.group.WORLD not in _beside:
+        _beside[dist.group.WORLD] = dist.new_group(backend="gloo")
+    return _beside[dist.group.WORLD]
 
 
 class Agreement:
-    """Find the largest of the ranks' numbers. Every rank must make and call it at the same place."""
+    """Find the largest of the ranks' numbers. Every main thread must make and call it at the same place."""
 
     def __init__(self) -> None:
         import torch.distributed as dist
 
-        # gloo also beside NCCL: it launches no kernel and waits for no stream
-        several = dist.is_initialized() and dist.get_world_size() > 1
-        self._group = dist.new_group(backend="gloo") if several else None
+        self._several = dist.is_initialized() and dist.get_world_size() > 1
+        # beside NCCL: gloo launches no kernel and waits for no stream
+        self._group = host_group() if self._several else None
 
     def largest(self, value: int) -> int:
         """Return the largest `value` of all ranks. A collective: it costs the latency of the slowest link."""
-        if self._group is None:
+        if not self._several:
             return value
         import torch
         import torch.distributed as dist

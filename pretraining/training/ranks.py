@@ -6,11 +6,12 @@ launcher, so that no rank outlives it unnoticed. Last this machine, by which the
 
 import os
 import re
+import resource
 import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -117,6 +118,7 @@ def prepare_rank() -> str:
     # If these two are set, accelerate configures DeepSpeed from its own file, too late for zero.Init.
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
     os.environ.pop("ACCELERATE_DEEPSPEED_CONFIG_FILE", None)
+    _raise_open_files()
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     _share_cores(ranks_here())  # beside GPUs too: an offloaded Adam steps on them
     choose_vector_kernels()
@@ -230,6 +232,16 @@ def leave_ranks() -> None:
         # the last registered first, and while the group still exists
         _at_leaving.pop()()
     torch.distributed.destroy_process_group()
+
+
+def _raise_open_files() -> None:
+    """Let this rank open as many files as it may: its connections to hundreds of others count.
+
+    Most shells allow 1,024 until a program asks for more.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError):  # macOS says that there is no limit, and refuses that value
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _claim_gpu(local_rank: int) -> None:
