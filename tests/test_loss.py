@@ -350,14 +350,12 @@ def test_a_router_z_loss_without_a_router_is_refused():
 
 
 def test_auto_fuses_what_can_be_fused():
-    """A head with a bias keeps its logits; asked to fuse it, we say what to write instead."""
+    """A head with a bias keeps its logits."""
     model = built(MODELS["llama"], False)
     biased = copy.deepcopy(model)
     biased.lm_head = nn.Linear(64, 512, bias=True, dtype=torch.float64)
     build_loss(biased, settings("auto"))
     assert type(biased.lm_head) is nn.Linear
-    with pytest.raises(UserError, match="use chunked"):
-        build_loss(biased, settings("fused"))
     build_loss(model, settings("auto"))
     assert type(model.lm_head) is LossHead
 

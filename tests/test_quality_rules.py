@@ -114,6 +114,12 @@ def test_a_function_of_ones_own(own_rule):
     ]
 
 
+def test_a_function_of_a_builtin_type_has_an_identity():
+    """It has no module, and is part of what a preparation depends on all the same."""
+    (identity,) = chain_of({"rule": "callable", "import": "keyword:iskeyword"}).identity
+    assert identity["import"] == "keyword:iskeyword" and identity["source"] is None
+
+
 @pytest.mark.parametrize("name, said", [("broken", "ZeroDivisionError"), ("number", "returned int")])
 def test_a_failing_function_names_itself_and_the_document(own_rule, name, said):
     """An exception in the user's function is one line with function and document, not a traceback."""

@@ -184,6 +184,10 @@ WRONG_VALUES = {
     "healing that explodes": ("monitors.spikes.lr_factor=1e3", "it must be at most 1"),
     "head count": ("model.n_head=5", "model.n_head: is 5, which does not divide model.n_embd 128"),
     "context too long": ("data.sequence_length=512", "is 512, but the model has 128 positions"),
+    "less than a step": (
+        "budget.tokens=1000",
+        "1000 is not a multiple of budget.tokens_per_step 2048; the nearest is",
+    ),
     "tokens per step": ("budget.tokens_per_step=1000", "the nearest are 896 and 1024"),
     "a special token twice": (
         'data.tokenizer={"train_vocab_size": 300, "special_tokens": ["<a>", "<a>"]}',

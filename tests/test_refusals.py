@@ -225,6 +225,28 @@ REFUSED = {
         "zero2",
         "model.router_aux_loss_coef, which deepseek_v3 does not have; leave router_z_loss out",
     ),
+    "a fused loss of logits that may be scaled": (
+        [
+            f"model={json.dumps({**LLAMA, 'model_type': 'granite'})}",
+            "loss.kind=fused",
+            "data.sequence_length=64",
+        ],
+        "zero2",
+        "loss.kind: is fused, which is for gpt2, llama, mixtral, qwen3, qwen3_moe: others may scale",
+    ),
+    "more groups of experts than there are": (
+        [
+            f"model={json.dumps({**LLAMA, 'model_type': 'deepseek_v3', 'n_group': 2, 'topk_group': 4})}",
+            "data.sequence_length=64",
+        ],
+        "zero2",
+        "model.topk_group: is 4, more than model.n_group 2",
+    ),
+    "weights that spread beyond what a class takes": (
+        [f"model={json.dumps(LLAMA)}", "model.initializer_range=3", "data.sequence_length=64"],
+        "zero2",
+        "model.initializer_range: is 3.0; it must be at most 1",
+    ),
     "Muon offloaded": (["optimizer.name=muon"], "zero3_offload", "muon runs where its weights are"),
 }
 LAYER_TYPES = {

@@ -201,7 +201,6 @@ ROUNDED = {
         (2_000_896, None, None),
         "budget.tokens: 2,000,000 is read as 2,000,896, 977 steps",
     ),
-    "less than a step": (["budget.tokens=100"], (2048, None, None), "is read as 2,048, 1 steps"),
     "the last fifth": (
         ["budget.decay_tokens=0.2"],
         (2_048_000, None, 409_600),

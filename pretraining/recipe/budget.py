@@ -83,6 +83,8 @@ class Budget(Section):
         tokens = {name: each * given["tokens"] if each < 1 else each for name, each in given.items()}
         # by integers: a budget is too large for a float
         steps = {name: max(1, (2 * int(each) + unit) // (2 * unit)) for name, each in tokens.items()}
+        if given["tokens"] < unit:  # a slip in either: `check_together` says so
+            del steps["tokens"]
         return super().of({**values, **{name: unit * count for name, count in steps.items()}})
 
     def rounded(self, values: Mapping) -> list[str]:
@@ -94,7 +96,9 @@ class Budget(Section):
         ]
 
     def check_together(self, where: str, at: str) -> None:
-        """Warm-up and decay fit into the run."""
+        """The run has a step, and warm-up and decay fit into it."""
+        unit = self.tokens_per_step
+        check_multiple(self.tokens, f"{at}.tokens", unit, f"{at}.tokens_per_step {unit}", where)
         spent = (self.warmup_tokens or 0) + (self.decay_tokens or 0)
         if spent > self.tokens:
             name = "decay_tokens" if self.decay_tokens else "warmup_tokens"
