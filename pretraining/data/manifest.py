@@ -73,6 +73,7 @@ _SPLIT = {
         "shards": {"type": "array", "items": _SHARD},
     },
 }
+_SOURCES = {"type": "array", "items": {"type": "object"}}
 SHAPE = {
     "type": "object",
     "required": ["name", "fingerprint", "data", "tokenizer", "splits"],
@@ -82,7 +83,14 @@ SHAPE = {
         "data": {
             "type": "object",
             "required": ["sources", "tokenizer"],
-            "properties": {"sources": {"type": "array", "items": {"type": "object"}}},
+            "properties": {
+                "sources": _SOURCES,
+                "validation": {
+                    "type": ["object", "null"],
+                    "required": ["sources"],
+                    "properties": {"sources": _SOURCES},
+                },
+            },
         },
         "tokenizer": {
             "type": "object",
@@ -100,7 +108,7 @@ SHAPE = {
             "patternProperties": {NAME["pattern"]: _SPLIT},
             "additionalProperties": False,
         },
-        "sources": {"type": "array", "items": {"type": "object"}},
+        "sources": _SOURCES,
     },
 }
 """What every reader of a manifest relies on. Digests and names become paths."""
@@ -266,7 +274,13 @@ def parse_manifest(content: str | bytes, where: str, if_damaged: str, if_other_f
         found = manifest.get("format")
         raise UserError(f"{where}: format {found}, this code reads {FORMAT}; {if_other_format}")
     try:
-        return check(manifest, SHAPE, "damaged manifest")
+        manifest = check(manifest, SHAPE, "damaged manifest")
+        for name, split in manifest["splits"].items():
+            for key in _COUNTS:
+                if split[key] != sum(shard[key] for shard in split["shards"]):
+                    what = f"splits.{name}.{key} is not what its shards have together"
+                    raise UserError(f"damaged manifest: {what}")
+        return manifest
     except UserError as error:
         raise UserError(f"{where}: {error}; {if_damaged}") from None
 

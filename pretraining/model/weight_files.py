@@ -184,9 +184,13 @@ class _Metadata(pickle.Unpickler):
         return super().find_class(module.removesuffix("._local"), name)
 
 
-def _read_metadata(folder: Path) -> Any:
-    """Read what a torch.distributed.checkpoint holds; `ValueError` if it is none, or names files outside the folder."""
-    from torch.distributed.checkpoint.metadata import Metadata
+def _read_metadata(folder: Path) -> tuple[Any, dict[str, Entry]]:
+    """Read what a torch.distributed.checkpoint holds, and its tensors.
+
+    Raises:
+        ValueError: it is none, or names files outside the folder.
+    """
+    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
     content = read_bytes(folder / ".metadata")
     try:
@@ -195,9 +199,16 @@ def _read_metadata(folder: Path) -> Any:
             raise ValueError("its .metadata is that of something else")
         for stored in found.storage_data.values():
             inside(folder, stored.relative_path)
+        tensors = {
+            name: Entry(tuple(torch.Size(stored.size)), stored.properties.dtype)
+            for name, stored in found.state_dict_metadata.items()
+            if isinstance(stored, TensorStorageMetadata)
+        }
+        if not all(isinstance(entry.dtype, torch.dtype) for entry in tensors.values()):
+            raise ValueError("a tensor has no type")
     except Exception as error:  # whatever damaged bytes lead an unpickler to
         raise ValueError(f"{type(error).__name__} in its .metadata: {error}") from error
-    return found
+    return found, tensors
 
 
 class DistributedFiles(WeightFiles):
@@ -206,15 +217,9 @@ class DistributedFiles(WeightFiles):
     is_mapped = False
 
     def _list(self, path: Path) -> Iterator[tuple[str, Entry]]:
-        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
         self._kept: tuple[str, torch.Tensor | None] = ("", None)
-        self._metadata = _read_metadata(path)
-        for name, stored in self._metadata.state_dict_metadata.items():
-            if isinstance(stored, TensorStorageMetadata):
-                if not isinstance(dtype := stored.properties.dtype, torch.dtype):
-                    raise ValueError(f"{name} has no type of a tensor")
-                yield name, Entry(tuple(torch.Size(stored.size)), dtype)
+        self._metadata, tensors = _read_metadata(path)
+        yield from tensors.items()
 
     def _reader(self) -> Any:
         """Return torch's reader, which would unpickle any class, for what `_read_metadata` has read."""

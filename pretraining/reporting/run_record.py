@@ -358,7 +358,7 @@ class MetricsFile:
         number = len(self.steps)
         self.steps.append(row["step"])
         # NaN keeps the column as long as the steps
-        self.times.append(row.get("time") or math.nan)
+        self.times.append(row["time"] if isinstance(row.get("time"), int | float) else math.nan)
         for name, value in row.items():
             if name not in PLACE and isinstance(value, int | float):
                 rows, values = self._column(name)
