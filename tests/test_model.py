@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from pretraining.data.document_masking import IGNORED
+from pretraining.model import initial_weights
 from pretraining.model.build import build_config, build_model
 from pretraining.model.cross_entropy import token_nats
 from pretraining.model.initial_weights import children_first, initialise_weights, list_draws, turns
@@ -131,6 +132,20 @@ def test_no_number_is_drawn_that_is_not_kept(name):
     with Counted() as counted:
         initialise_weights(model, 42)
     assert counted.drawn == sum(each.numel() for each in model.parameters() if each.ndim > 1)
+
+
+def test_a_long_draw_gives_signs_of_life(monkeypatch, capsys):
+    """A line at its beginning, lines with what is left, and work that counts for the watch over hangs."""
+    monkeypatch.setattr(initial_weights, "MANY", 1)
+    monkeypatch.setattr(initial_weights, "NEWS_SECONDS", 0.0)
+    done = []
+    monkeypatch.setattr(initial_weights, "work_done", done.append)
+    model = not_drawn(AutoConfig.for_model(**MODELS["llama"]))
+    initialise_weights(model, 42)
+    began, *news = capsys.readouterr().out.splitlines()
+    assert began == "drawing 0.0 B weights, on 1 rank"
+    assert news[-1] == "drew 0.0 of 0.0 B weights, about 0.0 minutes left"
+    assert sum(done) == sum(each.numel() for each in model.parameters())
 
 
 @pytest.mark.parametrize("name", [*MODELS, *OTHER_MODELS])

@@ -6,16 +6,21 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.utils import groups as deepspeed_groups
 
 from pretraining.checkpoints import background, folders
 from pretraining.checkpoints.background import CheckpointWriter
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.upload import Uploader
-from pretraining.runtime.process_group import Agreement, host_group
+from pretraining.ds_config import Degrees
+from pretraining.runtime.process_group import Agreement, host_group, own_group
+from pretraining.runtime.rank_groups import rank_groups
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.runtime.wall_time import attempts
 from pretraining.schema import REPOSITORY
 from pretraining.training import stopping
+from pretraining.upstream.deepspeed import groups_at_once
+from pretraining.upstream.experts import make_expert_groups
 from pretraining.upstream.fake_gpu import fake_gpu
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
@@ -102,3 +107,28 @@ def test_all_that_the_main_threads_agree_on_goes_through_one_group(tmp_path, mon
     with fake_gpu(8):  # the ranks of another run have never met those
         groups_made.clear()
         assert dist.get_world_size(host_group()) == 8 and groups_made == ["new_group"]
+
+
+@pytest.mark.parametrize("world_size", [16, 1024])
+def test_groups_of_all_ranks_are_made_by_one_split(groups_made, world_size):
+    """Sequences, experts and the copies of nodes: on NCCL all ranks take part in making each group."""
+    first = world_size // 2 + 3
+    with fake_gpu(world_size, first):
+        groups_made.clear()
+        split = rank_groups(Degrees(sequence=4, tensor=2))
+        with groups_at_once(own_group):
+            experts = make_expert_groups(8)
+            deepspeed_groups._create_zero_param_parallel_group(8)
+        assert groups_made == ["split_group"] * 4
+        node = list(range(first - first % 8, first - first % 8 + 8))
+        found = (
+            split.sequence_group,
+            experts,
+            deepspeed_groups._get_expert_data_parallel_group("ep_size_8"),
+            deepspeed_groups._get_zero_param_intra_parallel_group(),
+        )
+        expected = node[first % 2 :: 2], node, list(range(first % 8, world_size, 8)), node
+        for group, ranks in zip(found, expected, strict=True):
+            # in this order, which is that of the parts and of the experts
+            assert dist.get_process_group_ranks(group) == ranks
+            assert dist.get_rank(group) == ranks.index(first)

@@ -32,8 +32,9 @@ from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.mup import Mup, scales_by_name
 from pretraining.recipe.sections import Speed, Weights
 from pretraining.refusals import why_not_compiled
+from pretraining.runtime.process_group import own_group
 from pretraining.runtime.rank_groups import ALONE, RankGroups
-from pretraining.upstream.deepspeed import no_zero3_draw
+from pretraining.upstream.deepspeed import groups_at_once, no_zero3_draw
 from pretraining.upstream.transformers import attention_of
 from pretraining.upstream.wide_weights import keep_in_fp32
 
@@ -120,7 +121,8 @@ def build_model(
         attention = split_attention(attention, groups)
     config = build_config({**model, "attn_implementation": attention}, tokenizer)
     try:
-        with no_init_weights(), no_zero3_draw():  # drawn below, the same at every stage
+        # drawn below, the same at every stage; ZeRO-3 makes the groups of nodes here (hpZ)
+        with no_init_weights(), no_zero3_draw(), groups_at_once(own_group):
             built = AutoModelForCausalLM.from_config(
                 config, dtype=_parameter_dtype(arguments), trust_remote_code=False
             )
@@ -139,7 +141,8 @@ def build_model(
     if weights.keep_in_fp32:
         keep_in_fp32(built, weights.keep_in_fp32, _parameter_dtype(arguments))
     if groups.degrees.expert > 1:
-        split_experts(built, groups.degrees.expert)
+        with groups_at_once(own_group):
+            split_experts(built, groups.degrees.expert)
     if given is not None:
         given.fill(built, arguments.device)
     elif draw_weights:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
+from pretraining.planning.quantities import several
 from pretraining.runtime.heartbeat import long_work, work_done
 from pretraining.runtime.process_group import rank_and_world_size
 from pretraining.upstream.deepspeed import (
@@ -76,7 +77,7 @@ def initialise_weights(model: PreTrainedModel, seed: int, factors: Mapping[str, 
     num_weights, num_drawn, began = sum(draw.num_kept for draw in draws), 0, time.monotonic()
     said_at, says = began, rank == 0 and num_weights >= MANY
     if says:
-        print(f"drawing {num_weights / 1e9:.1f} B weights, on {ranks} ranks at the same time", flush=True)
+        print(f"drawing {num_weights / 1e9:.1f} B weights, on {several(ranks, 'rank')}", flush=True)
     with long_work():
         for turn in turns(draws, ranks):
             # what continues from values that all ranks have, all draw
@@ -207,8 +208,8 @@ def _draw(
 
 
 def _sending_device() -> str:
-    """Name the device whose tensors the ranks can send."""
-    return "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
+    """Name the device whose tensors the ranks can send; a rank alone sends nothing."""
+    return "cuda" if rank_and_world_size()[1] > 1 and dist.get_backend() == "nccl" else "cpu"
 
 
 def _sent(parameter: nn.Parameter, value: torch.Tensor | None, source: int) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakKeyDictionary
@@ -154,6 +154,24 @@ def host_group() -> dist.ProcessGroup | None:
     if dist.group.WORLD not in _beside:
         _beside[dist.group.WORLD] = dist.new_group(backend="gloo")
     return _beside[dist.group.WORLD]
+
+
+def own_group(ranks: Iterable[int]) -> dist.ProcessGroup | None:
+    """Make one of several groups that share no rank and together have all; None if this rank is not in it.
+
+    Every rank calls this for each of the groups, in the same order. On NCCL all of them are then made by one split of
+    the default group, as in a `DeviceMesh`, which would make groups of every other dimension too. `new_group` would
+    split it once for each, with all ranks.
+    """
+    import torch.distributed as dist
+
+    members, rank = sorted(ranks), dist.get_rank()
+    # what torch asks of a group that is to be split; in DETAIL it wraps groups, and those cannot be
+    if dist.group.WORLD.bound_device_id is not None and dist.get_debug_level() != dist.DebugLevel.DETAIL:
+        # of the groups that `split_group` is given, it looks at this rank's alone
+        return dist.split_group(split_ranks=[members]) if rank in members else None
+    group = dist.new_group(members)  # every rank takes part in making every group
+    return group if rank in members else None
 
 
 class Agreement:

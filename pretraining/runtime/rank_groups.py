@@ -7,7 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from pretraining.ds_config import NOT_SPLIT, Degrees
-from pretraining.runtime.process_group import rank_and_world_size
+from pretraining.runtime.process_group import own_group, rank_and_world_size
 
 # imported at run time by the function that needs it: torch takes seconds
 if TYPE_CHECKING:
@@ -76,16 +76,12 @@ def rank_groups(degrees: Degrees) -> RankGroups:
 @cache
 def _rank_groups(degrees: Degrees, world: int) -> RankGroups:
     # `world` tells process groups apart that follow each other in one process
-    import torch.distributed as dist
-
     rank, world_size = rank_and_world_size()
     sequence_group = None
     if degrees.sequence > 1:
         at_once = degrees.ranks_per_sample
         for start in range(0, world_size, at_once):
             for tensor_part in range(degrees.tensor):
-                members = list(range(start + tensor_part, start + at_once, degrees.tensor))
-                # every rank takes part in making every group
-                group = dist.new_group(members)
-                sequence_group = group if rank in members else sequence_group
+                group = own_group(range(start + tensor_part, start + at_once, degrees.tensor))
+                sequence_group = group or sequence_group
     return RankGroups(degrees, rank, world_size, sequence_group)

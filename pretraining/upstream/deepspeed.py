@@ -35,6 +35,9 @@ Changed:
   it may go once `no_init_weights` counts there too.
 - Weights that exist, under ZeRO-3 (`fill_partition`): a parameter's own part (`ds_tensor`) is set where it is; to
   gather every parameter for that would take memory for the largest on every rank. Held by tests/test_given_weights.py.
+- Groups of experts and of nodes (`groups_at_once`): DeepSpeed makes one after another, and looks
+  `deepspeed.comm.new_group` up at each call. Held by tests/test_scale.py; may go once it takes a mesh for them, as for
+  tensor parallelism.
 - Leaves of ZeRO-3 (`gather_as_one`): public, but explained nowhere. Held by tests/test_compiling.py.
 - The limit of a group that is made without one (`wait_in_every_group`; torch 2.13): DeepSpeed reduces in a group of its
   own making. torch's `default_pg_timeout` and `default_pg_nccl_timeout` are read when a group is made. Held by
@@ -548,6 +551,17 @@ def fill_partition(parameter: torch.Tensor, read: Callable[[int, int], Chunks]) 
     if own.numel():
         copy_chunks(read(start, start + own.numel()), own, start)
     return True
+
+
+@contextmanager
+def groups_at_once(own_group: Callable[[Iterable[int]], dist.ProcessGroup | None]) -> Iterator[None]:
+    """Let DeepSpeed make groups by `own_group`: in the block it makes only some that together have all ranks."""
+    new_group = deepspeed.comm.new_group
+    deepspeed.comm.new_group = own_group
+    try:
+        yield
+    finally:
+        deepspeed.comm.new_group = new_group
 
 
 def gather_as_one(modules: Iterable[nn.Module]) -> None:

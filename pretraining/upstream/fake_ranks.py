@@ -74,7 +74,7 @@ class FakeRanks(dist.ProcessGroup):
     work: FakeWork
     """Of the last collective."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, *_: object, **__: object):
+    def __init__(self, store: dist.Store | None, rank: int, size: int, *_: object, **__: object):
         super().__init__(rank, size)
         # torch 2.13 sets attributes of it when it has made a group (distributed_c10d.py).
         self.options = SimpleNamespace()
@@ -101,7 +101,22 @@ class FakeRanks(dist.ProcessGroup):
     def _set_group_name(self, name: str) -> None:
         self.group_name = name
 
-    supports_splitting = supports_coalescing = False
+    supports_splitting, supports_coalescing = True, False
+
+    def split_group(self, ranks: list[int], *, group_name: str, **_: object) -> "FakeRanks | None":
+        if self._rank not in ranks:
+            return None
+        split = type(self)(None, ranks.index(self._rank), len(ranks))
+        split._set_group_name(group_name)
+        return split
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        pass
+
+    perform_nocolor_split = eager_connect_single_device
+
+    def get_group_store(self) -> None:
+        pass
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -219,6 +234,8 @@ def fake_ranks(
         dist.init_process_group(
             "nccl", store=dist.HashStore(), rank=rank, world_size=size, device_id=torch.device("cuda", 0)
         )
+        # torch notes the device at a group of its own class
+        dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
         undone.callback(dist.destroy_process_group)
         deepspeed.init_distributed(dist_backend="nccl", auto_mpi_discovery=False, verbose=False)
         yield
