@@ -157,17 +157,19 @@ def manifest(folder: Path, shards: int) -> dict:
         "bytes": 4 * 10**8,
         "size": 2 * 10**8,
         "checksum": ENTRY["checksum"],
+        "buffers": {"input_ids": 0, "offsets": 0, "num_bytes": 0},
     }
     entries = [{"file": f"data-{n:06d}.arrow", "source": 8 * n // shards, **entry} for n in range(shards)]
     totals = {key: shards * entry[key] for key in ("tokens", "documents", "bytes")}
-    split = {**totals, "dtype": "uint16", "checksum": "", "shards": entries}
+    split = {**totals, "dtype": "uint16", "checksum": "0" * 32, "shards": entries}
     values = {
         "format": FORMAT,
         "name": "d",
-        "fingerprint": "f",
+        "fingerprint": "0" * 32,
         "splits": {"train": split, "validation": split},
     }
-    values |= {"data": {"sources": [], "tokenizer": "t"}, "tokenizer": {"vocab_size": 1, "fingerprint": "f"}}
+    values |= {"data": {"sources": [], "tokenizer": "t"}}
+    values |= {"tokenizer": {"vocab_size": 1, "fingerprint": "0" * 32}}
     text, found = json.dumps(values), {"bytes": 0}
     found["bytes"] = len(text)
     with timed(found):

@@ -571,8 +571,8 @@ def test_a_mounted_folder_that_loses_a_handle_is_read_on(tmp_path, monkeypatch):
                 raise OSError(errno.ESTALE, "Stale file handle")
             return super().readinto(buffer[: len(buffer) // 2 + 1])  # may read less than it is asked for
 
-        def __init__(self, path):
-            super().__init__(path)
+        def __init__(self, path, opener):
+            super().__init__(path, opener=opener)
             opened.append(path)
 
     monkeypatch.setattr(remote.io, "FileIO", StaleOnce)

@@ -42,28 +42,24 @@ _ENTRY = {
     "required": ["bytes", "checksum"],
     "properties": {"bytes": COUNT, "checksum": CHECKSUM},
 }
-RECEIPT: dict[str, Any] = {
+_FILES = {
     "type": "object",
-    "required": ["files"],
-    "properties": {
-        "files": {
-            "type": "object",
-            "patternProperties": {NAME["pattern"]: _ENTRY},
-            "additionalProperties": False,
-        },
-        "running_loss": {
-            "type": "object",
-            "required": ["sum", "steps"],
-            "properties": {"sum": {"type": "number"}, "steps": COUNT},
-        },
-    },
+    "patternProperties": {NAME["pattern"]: _ENTRY},
+    "additionalProperties": False,
 }
+_LOSS = {
+    "type": "object",
+    "required": ["sum", "steps"],
+    "properties": {"sum": {"type": "number"}, "steps": COUNT},
+}
+RECEIPT = {"type": "object", "required": ["files"], "properties": {"files": _FILES, "running_loss": _LOSS}}
 """What every reader of a receipt relies on. Names of files become paths below the checkpoint."""
 _FORMAT = {"type": "object", "required": ["format"], "properties": {"format": COUNT}}
 SHAPE = {
-    **RECEIPT,
+    "type": "object",
+    "required": ["files"],
     "properties": {
-        **RECEIPT["properties"],
+        "files": _FILES,
         **dict.fromkeys(("step", "tokens", "samples", "rollbacks"), COUNT),
         "ranks": {"type": "integer", "minimum": 1, "maximum": 1 << 20},
         "zero_stage": {"type": ["integer", "null"]},

@@ -277,8 +277,8 @@ def parse_manifest(content: str | bytes, where: str, if_damaged: str, if_other_f
         manifest = check(manifest, SHAPE, "damaged manifest")
         for name, split in manifest["splits"].items():
             for key in _COUNTS:
-                if split[key] != sum(shard[key] for shard in split["shards"]):
-                    what = f"splits.{name}.{key} is not what its shards have together"
+                if (total := sum(shard[key] for shard in split["shards"])) != split[key]:
+                    what = f"the shards of {name} hold {total:,} {key}, not {split[key]:,}"
                     raise UserError(f"damaged manifest: {what}")
         return manifest
     except UserError as error:
