@@ -204,6 +204,10 @@ def test_every_second_of_a_run_is_a_step_or_lost_to_one_cause():
     closed = WallTime.of(events, rows, until=began + 10**6, validated=rows[-1].time + 12)
     changed = {"validation": 50.0 + 12, "start": spent.lost["start"] - 12}
     assert closed.lost == spent.lost | changed, "the validation after the last row is one"
+    saves = [{"event": "save", "checkpoint": f"checkpoint-{k}", "blocked_seconds": 5.0} for k in (200, 300)]
+    closed = WallTime.of([*events, *saves], rows, until=began + 10**6, validated=rows[-1].time + 12)
+    changed |= {"validation": 50.0 + 7, "saving": 20.0 + 5}
+    assert closed.lost == spent.lost | changed, "and so is the last save, which no row tells of"
     # the same time, if it was a hang that ended the first attempt
     events.insert(1, {"time": "2026-01-01T00:09:00Z", "event": "hang"})
     again = WallTime.of(events, rows, until=began + 10**6).lost

@@ -175,10 +175,15 @@ class WallTime:
                 before, position = row.step, position + 1
             # between the start and the last row that counts, what its rows do not account for
             _divide(spent, reached - attempt.began, claims, begun_after)
-            # after that row: the closing validation, steps that are done again, the time until the next start
-            is_closed = after is None and reached > attempt.began
-            closing = min(validated, attempt.held_until) - reached if is_closed else 0.0
-            _divide(spent, attempt.held_until - reached, {"validation": closing}, attempt.lost_as)
+            # after that row: the last save and validation, steps that are done again, the time until the next start
+            claims = {}
+            if after is None and reached > attempt.began:
+                saves = [
+                    row for row in events if row.get("event") == "save" and (step_of(row) or 0) >= before
+                ]
+                claims["saving"] = sum(float(row.get("blocked_seconds") or 0.0) for row in saves)
+                claims["validation"] = min(validated, attempt.held_until) - reached - claims["saving"]
+            _divide(spent, attempt.held_until - reached, claims, attempt.lost_as)
             begun_after = attempt.lost_as
         total = sum(attempt.seconds for attempt in all_attempts)
         rank_seconds = sum(attempt.seconds * attempt.ranks for attempt in all_attempts)
