@@ -30,10 +30,14 @@ import torch.distributed.checkpoint as dcp
 
 from pretraining.checkpoints import __main__ as checkpoints
 from pretraining.checkpoints.fetch import fetch_share, newest_committed, read_remote_marker
-from pretraining.checkpoints.format import MARKER, _with_checksum, read_receipt, receipt_name
+from pretraining.checkpoints.folders import quick_damage
+from pretraining.checkpoints.format import MARKER, _with_checksum, read_marker, read_receipt, receipt_name
+from pretraining.checkpoints.identity import Start
 from pretraining.checkpoints.publish import LIST, to_store
 from pretraining.checkpoints.remote import RemoteRun
+from pretraining.checkpoints.resume import changes_since
 from pretraining.checkpoints.shard_files import CheckpointReader, mean_running_loss
+from pretraining.data.manifest import read_manifest
 from pretraining.data.prepared import open_prepared
 from pretraining.data.streaming.cache import CacheSettings
 from pretraining.data.streaming.store import PATIENCE_VARIABLE
@@ -111,7 +115,8 @@ class OutsideFuzz:
         self.run = RunFolder(shutil.copytree(run, self.box / "runs" / "run"))
         self.data = Path(shutil.copytree(data, self.box / "data" / data.name))
         self.recipe = load_recipe(str(workshop.recipe))
-        self.workshop = workshop
+        self.workshop, self.resolved = workshop, load_recipe(str(self.run.recipe))
+        self.run.changes.write_text('[{"step": 4, "key": "training.seed", "from": 1, "to": 2}]')
         self.readers = self._readers()
         self.good = {name: each.path.read_bytes() for name, each in self.readers.items()}
         self.before = self._outside()
@@ -150,6 +155,8 @@ class OutsideFuzz:
             "lock": Reader(self._lock(), lambda: (holder_of(run.path), lock_folder(run.path, 0).close())),
             "journal": Reader(run.journal, lambda: self._use_journal(Journal.read(run.journal))),
             "marker": Reader(marker, self._list, sealed),
+            "marker at a start": Reader(marker, lambda: self._start(checkpoint), sealed),
+            "changes": Reader(run.changes, lambda: self._start(checkpoint)),
             "marker in a store": Reader(marker, lambda: self._fetch(remote, checkpoint.name), sealed),
             "receipt": Reader(
                 receipt, lambda: (read_receipt(checkpoint, 0, 1), mean_running_loss(checkpoint, [0], 1))
@@ -235,6 +242,14 @@ class OutsideFuzz:
         checkpoints.main(["list", str(self.run.path)])
         checkpoints.main(["list", str(self.run.path), "--json"])
         checkpoints.main(["verify", str(self.run.path)])
+
+    def _start(self, checkpoint: Path) -> None:
+        reason, _ = quick_damage(checkpoint, of_run=True)
+        if reason is not None:
+            raise UserError(reason)
+        Start.at(checkpoint).progress(self.resolved)
+        marker, manifest = read_marker(checkpoint), read_manifest(self.data)
+        changes_since(checkpoint, marker, self.resolved, manifest, self.run, ["budget"])
 
     def _fetch(self, remote: RemoteRun, name: str) -> None:
         newest_committed(remote, -1)

@@ -168,7 +168,7 @@ def saved(tmp_path) -> RunFolder:
 
 
 def cut(folder: Path) -> None:
-    (folder / "state" / "rank_0.bin").write_text("cont")
+    (folder / "state_0.bin").write_text("cont")
 
 
 def lose(folder: Path) -> None:
@@ -176,7 +176,7 @@ def lose(folder: Path) -> None:
 
 
 def change(folder: Path) -> None:
-    path = folder / "state" / "rank_0.bin"
+    path = folder / "state_0.bin"
     path.write_text(path.read_text().upper())
 
 

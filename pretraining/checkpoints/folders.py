@@ -142,8 +142,8 @@ def quick_damage(
     except MarkerDamage as error:
         return str(error), {}
     # A run chooses by the names of its folders: it would take a renamed one for a step which that one does not hold.
-    if of_run and step_in_name(folder) != marker["step"]:
-        return f"{MARKER} is that of step {marker['step']}", {}
+    if of_run and step_in_name(folder) != marker.get("step"):
+        return f"{MARKER} is that of step {marker.get('step')}", {}
     files = marker["files"]
     if is_part:
         files = {name: entry for name, entry in files.items() if (folder / name).exists()}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import xxhash
 
-from pretraining.checkpoints.format import read_marker
+from pretraining.checkpoints.format import MARKER, read_marker
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.errors import UserError
 from pretraining.planning.run_plan import RunPlan
@@ -17,6 +17,7 @@ from pretraining.recipe.progress import Progress
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
 from pretraining.runtime.process_group import from_rank_0
 from pretraining.runtime.run_folder import RunFolder, utc_now
+from pretraining.schema import check
 
 GIVEN = "initial_weights"
 """The event of a run that begins from weights that exist."""
@@ -47,7 +48,8 @@ class Start:
         """Return the start from a checkpoint by its marker, whatever its folder is called; None begins the run."""
         if checkpoint is None:
             return cls()
-        marker = read_marker(checkpoint)
+        needed = {"type": "object", "required": ["step", "tokens", "changes"]}
+        marker = check(read_marker(checkpoint), needed, str(checkpoint / MARKER))
         changes = tuple(marker["changes"])
         given = marker.get("initial_weights")
         return cls(checkpoint, marker["step"], marker["tokens"], changes, initial_weights=given)

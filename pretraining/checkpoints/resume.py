@@ -54,7 +54,7 @@ from pretraining.runtime.lock import move_lock
 from pretraining.runtime.process_group import from_rank_0, gather_from_ranks, rank_and_world_size, together
 from pretraining.runtime.restarts import launch_details
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.schema import differences, display_path, listed
+from pretraining.schema import check, differences, display_path, listed
 
 STEP_SIZES = (STEP_SIZE, RAMP)
 """Keys that say how many tokens a step has."""
@@ -223,12 +223,16 @@ def changes_since(
     What an earlier start in this folder accepted stays accepted, and what `accepted` lists. Raises `UserError` for a
     change that is not allowed, and for one that no checkpoint can follow: other shapes of the weights.
     """
-    changes = changed_parts(recipe.to_dict(), marker["recipe"])
-    if any(
-        change.key.startswith("model.") for change in changes
-    ):  # no request can change the weights' shapes
-        _refuse_other_shape(checkpoint, marker["recipe"]["model"], recipe.model)
-    changes += _data_change(marker["data"], described_data(recipe, manifest), changes)
+    try:
+        changes = changed_parts(recipe.to_dict(), marker["recipe"])
+        # no request can change the weights' shapes
+        if any(change.key.startswith("model.") for change in changes):
+            _refuse_other_shape(checkpoint, marker["recipe"]["model"], recipe.model)
+        changes += _data_change(marker["data"], described_data(recipe, manifest), changes)
+    # a marker that somebody else has written
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        what = f"{MARKER} holds no recipe and data of a run ({type(error).__name__})"
+        raise UserError(f"{checkpoint}: {what}; choose another checkpoint") from error
     # A start may have been killed before it saved, so that the checkpoint does not know what it had accepted.
     recorded = [(each["key"], each["to"]) for each in (*_recorded_changes(run), *accepted)]
     new = [change for change in changes if (change.key, change.now) not in recorded]
@@ -236,9 +240,14 @@ def changes_since(
     return changes
 
 
+_CHANGE = {"type": "object", "required": ["key", "to"], "properties": {"key": {"type": "string"}}}
+_CHANGES = {"type": "array", "items": _CHANGE}
+
+
 def _recorded_changes(run: RunFolder) -> list[dict]:
     """Return what earlier starts in this folder accepted: {"step", "key", "from", "to"} each."""
-    return _read_json(run.changes) if run.changes.exists() else []
+    where = f"{run.changes} (remove it, or choose another --output_dir)"
+    return check(_read_json(run.changes), _CHANGES, where) if run.changes.exists() else []
 
 
 def _data_change(earlier: dict, now: dict, changes: list[Change]) -> list[Change]:
