@@ -14,7 +14,7 @@ from pretraining.data.counting import count_data
 from pretraining.data.preparation.execution import EXECUTORS, Execution, read_slurm_options
 from pretraining.data.preparation.prepare import prepare_data
 from pretraining.errors import one_line_errors
-from pretraining.refusals import load_recipe_and_ds_config
+from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.runtime.signals import end_with_standard_input
 
 LOW_PRIORITY = 10

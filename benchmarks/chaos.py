@@ -49,8 +49,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.nodes:
         return without_shared_disk(options)
-    from tests.chaos import Chaos
-    from tests.runs import Workshop
+    from tests.gear.chaos import Chaos
+    from tests.gear.runs import Workshop
 
     forked = max(1, options.real_every - 2)
     launchers = ("forked",) * forked + (("deepspeed", "torchrun") if options.real_every else ())
@@ -73,10 +73,10 @@ def main() -> None:
 
 
 def without_shared_disk(options: argparse.Namespace) -> None:
-    from tests.hosts import hosts
-    from tests.node import NAMES
-    from tests.node_chaos import node_chaos
-    from tests.runs import Workshop
+    from tests.gear.hosts import hosts
+    from tests.gear.node import NAMES
+    from tests.gear.node_chaos import node_chaos
+    from tests.gear.runs import Workshop
 
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="chaos_") as name, hosts(Path(name), *NAMES) as made:

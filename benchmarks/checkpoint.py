@@ -105,7 +105,7 @@ def finished(output: Path, data_dir: Path, *more: str) -> None:
 
 def run_damage(options: argparse.Namespace, folder: Path) -> dict:
     """Counts of the damages by kind, and of those judged wrongly."""
-    from tests.checkpoint_damage import damaged, judged_rightly
+    from tests.gear.checkpoint_damage import damaged, judged_rightly
 
     run, chance = RunFolder(folder / "run"), random.Random(options.seed)
     finished(run.path, options.data_dir)

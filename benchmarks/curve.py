@@ -31,7 +31,7 @@ def main() -> None:
         "--adam_epsilon", type=float, default=0.001, metavar="E", help="of these longer runs (default 0.001)"
     )
     options = parser.parse_args()
-    from tests.runs import Workshop
+    from tests.gear.runs import Workshop
 
     with tempfile.TemporaryDirectory(prefix="curve_") as folder:
         workshop = Workshop(Path(folder))
@@ -70,7 +70,7 @@ def by_layout(workshop) -> dict[str, float]:
 
 def over_steps(workshop, steps: int, adam_epsilon: float) -> dict[str, dict[str, float]]:
     """{run: {"first N": largest difference of the training loss, "validation": of the closing validation}}."""
-    from tests.runs import SMALL_RECIPE
+    from tests.gear.runs import SMALL_RECIPE
 
     tokens = steps * SMALL_RECIPE["budget"]["tokens_per_step"]
     settings = (f"budget.tokens={tokens}", f"training.eval_steps={steps}", f"training.save_steps={steps}")
@@ -95,7 +95,7 @@ def after_kill(workshop, stage: str) -> float:
     """A run killed by SIGKILL at a random step and started again by the same command; 0 means equal."""
     import random
 
-    from tests.runs import Run, execute, start_and_kill
+    from tests.gear.runs import Run, execute, start_and_kill
 
     step, output = random.randrange(2, 9), workshop.folder / f"killed-{stage}"
     command, run = workshop.command(output, stage), Run(output)

@@ -73,7 +73,7 @@ class Preparation:
 
     def start(self, executor: str):
         """The real command, begun."""
-        from tests.runs import Started
+        from tests.gear.runs import Started
 
         words = ["--recipe", str(self.recipe), "--data_dir", str(self.root), "--json"]
         return Started([sys.executable, "data_prep.py", *words, *EXECUTORS[executor]], **self.variables)

@@ -156,7 +156,7 @@ class GroupedPlaces:
 
 
 def measure_remote(folder: Path, options: argparse.Namespace):
-    from tests.object_store import Proxy, connect_to, put, s3_server
+    from tests.gear.object_store import Proxy, connect_to, put, s3_server
 
     split, entry = write_split(folder / "train", options)
     order = GroupedPlaces(split.num_blocks(LENGTH), max(1, options.shards // 2))

@@ -4,7 +4,7 @@
     python benchmarks/doctor.py --launched_recipe 7b --rounds 1
 
 One JSON line for each way. `findings` counts its verdicts; `faults` are what it says will break here. That planted
-faults are named is what tests/test_doctor.py and tests/test_doctor_cluster.py hold it to.
+faults are named is what test_doctor.py and test_doctor_cluster.py hold it to.
 """
 
 import json

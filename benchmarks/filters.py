@@ -84,7 +84,7 @@ def datatrove_sides(class_name: str) -> dict[str, Callable[[list[str]], list[boo
         return {}
     from datatrove.pipeline import filters
 
-    from tests.reference_splitter import ReferenceSplitter
+    from tests.gear.reference_splitter import ReferenceSplitter
 
     sides = {"datatrove": filtering_by(getattr(filters, class_name)(language=ReferenceSplitter()))}
     if find_spec("spacy") is not None:

@@ -178,7 +178,7 @@ def build_on_rank(folder: Path) -> None:
 
 def continued(folder: Path) -> dict[str, float]:
     """Ten steps from an export at every stage, against the plain loop."""
-    from tests.runs import Workshop
+    from tests.gear.runs import Workshop
 
     workshop = Workshop(folder)
     source = workshop.plain().folder / "export"

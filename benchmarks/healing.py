@@ -24,8 +24,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[7, 8, 9])
     parser.add_argument("--only", choices=("healing", "skipping"))
     options = parser.parse_args()
-    from tests.poisoned import PoisonedWorkshop
-    from tests.runs import Workshop
+    from tests.gear.poisoned import PoisonedWorkshop
+    from tests.gear.runs import Workshop
 
     with tempfile.TemporaryDirectory(prefix="healing_") as folder:
         plain = Workshop(Path(folder) / "plain")
@@ -40,7 +40,7 @@ def main() -> None:
 
 def healing(poisoned, seeds: list[int]) -> dict:
     """Validation loss after poisoned data over that after clean data, by policy."""
-    from tests.poisoned import FIRST_NOISY, events
+    from tests.gear.poisoned import FIRST_NOISY, events
 
     ratios: dict[str, list[float]] = {policy: [] for policy in POLICIES}
     seen = []
@@ -62,7 +62,7 @@ def healing(poisoned, seeds: list[int]) -> dict:
 
 def skipping(poisoned, precision: str) -> dict:
     """How far each stage's losses are from those of a plain process, and the steps that it refused."""
-    from tests.poisoned import losses
+    from tests.gear.poisoned import losses
 
     settings = ("monitors.spikes.policy=skip", f"training.bf16={json.dumps(precision == 'bf16')}")
     plain = losses(poisoned.run("null", 1, "plain", settings))

@@ -5,7 +5,7 @@
 
 Plans take these factors (pretraining/planning/roofline.py). Each is the solution of counts at several widths, and no
 table is written if bytes are not linear in them. To be run again after an update of torch, transformers or DeepSpeed;
-tests/test_roofline.py tells when.
+test_roofline.py tells when.
 """
 
 import json

@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", choices=list(SPLIT), default=list(SPLIT))
     parser.add_argument("--precisions", nargs="+", choices=list(PRECISIONS), default=list(PRECISIONS))
     options = parser.parse_args()
-    from tests.runs import Workshop
+    from tests.gear.runs import Workshop
 
     with tempfile.TemporaryDirectory(prefix="layouts_") as folder:
         workshop = Workshop(Path(folder))
@@ -53,7 +53,7 @@ def main() -> None:
 def trainable(recipe: Path, settings: tuple[str, ...], ranks: tuple[int, ...] = (1, 2, 4)) -> list[tuple]:
     """List the layouts (ds_config with degrees, number of ranks) that the checks of a run accept."""
     from pretraining.errors import UserError
-    from pretraining.refusals import load_recipe_and_ds_config
+    from pretraining.recipe.refusals import load_recipe_and_ds_config
 
     degrees = ["", *(f":{each}" for kind in SPLIT.values() for each in kind), ":expert=2,sequence=2"]
     found = []
@@ -69,7 +69,7 @@ def trainable(recipe: Path, settings: tuple[str, ...], ranks: tuple[int, ...] = 
 
 def models() -> dict[str, dict]:
     """Small shapes, with heads and experts that four ranks can split."""
-    from tests.runs import EXPERTS, LLAMA
+    from tests.gear.runs import EXPERTS, LLAMA
 
     llama = {**LLAMA, "num_key_value_heads": 4}
     qwen3_moe = {**EXPERTS, "num_key_value_heads": 4}
@@ -83,7 +83,7 @@ def models() -> dict[str, dict]:
 def by_layout(workshop, model: str, kinds: list[str], precision: str) -> dict[str, dict | str]:
     """Compare each layout that is not refused with one plain process: {layout: differences, or why it is refused}."""
     from pretraining.errors import UserError
-    from pretraining.refusals import load_recipe_and_ds_config
+    from pretraining.recipe.refusals import load_recipe_and_ds_config
 
     settings = (f"model={json.dumps(models()[model])}", *SETTINGS)
     settings += (f"training.bf16={json.dumps(precision == 'bf16')}",)

@@ -42,7 +42,7 @@ def types(chosen: list[str] | None) -> dict:
 
 def verdict(name: str, entry: dict) -> str:
     """`trains`, or what failed."""
-    from tests.small_models import small
+    from tests.gear.small_models import small
 
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         try:

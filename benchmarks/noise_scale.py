@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=30, help="that one logged value is the mean of")
     options = parser.parse_args()
-    from tests.test_gradient_monitors import WIDTH, measured_noise_scale
+    from tests.training.test_gradient_monitors import WIDTH, measured_noise_scale
 
     ratios = {}
     for samples in options.samples:

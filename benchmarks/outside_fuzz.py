@@ -3,9 +3,9 @@
     python benchmarks/outside_fuzz.py --mutations 2000 --seed 1 --keep
 
 One good file of each kind (manifest, marker, receipt, journal, events, metrics, hostfile, configs, tokenizers, weights,
-archives, recipe) comes from a small run; tests/outside_fuzz.py draws the mutations. A traceback, a hang, or a change
-outside of the folder is a defect: it is shown on stderr as soon as it is found, and the exit code is 1. Prints one JSON
-line of what came of them, in all and of each reader.
+archives, recipe) comes from a small run; tests/gear/outside_fuzz.py draws the mutations. A traceback, a hang, or a
+change outside of the folder is a defect: it is shown on stderr as soon as it is found, and the exit code is 1. Prints
+one JSON line of what came of them, in all and of each reader.
 """
 
 import sys
@@ -21,8 +21,8 @@ def main() -> None:
     parser.add_argument("--mutations", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    from tests.outside_fuzz import DEFECTS, OutsideFuzz
-    from tests.runs import Workshop
+    from tests.gear.outside_fuzz import DEFECTS, OutsideFuzz
+    from tests.gear.runs import Workshop
 
     counts, readers = Counter(), defaultdict(Counter)
     with tempfile.TemporaryDirectory(prefix="fuzz_") as folder:

@@ -3,8 +3,8 @@
     python benchmarks/recipe_fuzz.py --plans 2000 --checks 1000 --runs 500 --seed 1 --keep
 
 Keys and values are drawn from recipes/schema.json over a small recipe of four families, any ds_config, on one and two
-ranks (tests/recipe_fuzz.py). A run is three real steps of `train.py`; a recipe that the plan refuses is not started,
-and another is drawn in its place. A traceback, a hang, a second line, or a recipe that the plan accepts and
+ranks (tests/gear/recipe_fuzz.py). A run is three real steps of `train.py`; a recipe that the plan refuses is not
+started, and another is drawn in its place. A traceback, a hang, a second line, or a recipe that the plan accepts and
 `train.py` refuses though this machine is not the reason, is a defect: it is shown on stderr as soon as it is found, and
 the exit code is 1. Checks, over fifteen types of models and all filters, compare what the plan, a preparation
 before it reads a text, and a start before its first step refuse. Prints one JSON line of what came of them.
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    from tests.runs import Workshop
+    from tests.gear.runs import Workshop
 
     with tempfile.TemporaryDirectory(prefix="fuzz_") as folder:
         workshop = Workshop(Path(folder))
@@ -41,7 +41,7 @@ def main() -> None:
 
 def fuzz_plans(workshop, number: int, seed: int) -> Counter:
     """How many of `number` recipes came to what in the plan."""
-    from tests.recipe_fuzz import RecipeFuzz, plan_outcome
+    from tests.gear.recipe_fuzz import RecipeFuzz, plan_outcome
 
     fuzz, counts = RecipeFuzz(seed, trains=False), Counter()
     for _ in range(number):
@@ -55,7 +55,7 @@ def fuzz_plans(workshop, number: int, seed: int) -> Counter:
 
 def fuzz_checks(workshop, number: int, seed: int) -> Counter:
     """How many of `number` recipes came to what in the plan; a defect where preparation or start do not agree."""
-    from tests.recipe_fuzz import checked_recipes
+    from tests.gear.recipe_fuzz import checked_recipes
 
     counts = Counter()
     for settings, stage, planned, wrong in checked_recipes(workshop, number, seed):
@@ -67,7 +67,7 @@ def fuzz_checks(workshop, number: int, seed: int) -> Counter:
 
 def fuzz_runs(workshop, number: int, seed: int, folder: Path) -> Counter:
     """How many of `number` recipes, all of which the plan accepts, came to what in three steps."""
-    from tests.recipe_fuzz import RecipeFuzz, is_looser, plan_outcome, training_outcome
+    from tests.gear.recipe_fuzz import RecipeFuzz, is_looser, plan_outcome, training_outcome
 
     fuzz, counts, output = RecipeFuzz(seed, trains=True), Counter(), folder / "run"
     while counts.total() < number:

@@ -72,7 +72,7 @@ def compare(folder: Path, layout: tuple, whole: dict) -> list[dict]:
 
 def start_group(folder: Path, layout: tuple, starts: list) -> list[list[float]]:
     """Ranks of one layout that train once for each start, a saved layout or None; the losses of each."""
-    from tests.runs import execute, launcher
+    from tests.gear.runs import execute, launcher
 
     stage, ranks = layout
     task = folder / "task.json"
@@ -90,7 +90,7 @@ def name_of(layout) -> str:
 
 
 def write_recipe(folder: Path) -> None:
-    from tests.runs import SMALL_RECIPE
+    from tests.gear.runs import SMALL_RECIPE
 
     data = {**SMALL_RECIPE["data"], "sources": [{"path": str(folder)}]}
     budget = {"tokens": 512 * STEPS, "tokens_per_step": 512}

@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    from tests.runs import Workshop
+    from tests.gear.runs import Workshop
 
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="resumes_") as folder:
@@ -98,7 +98,7 @@ def run_of(workshop, model: str, layout: str, ranks: int):
 
 def go_on(workshop, model: str, layout: tuple, checkpoint: Path):
     """Continue a checkpoint in a folder of its own, to the end."""
-    from tests.runs import Run, execute
+    from tests.gear.runs import Run, execute
 
     folder = workshop.folder / "resumed"
     by = "plain" if layout == ("null", 1) else "forked"

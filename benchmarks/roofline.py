@@ -57,7 +57,7 @@ def ceiling_of(options: argparse.Namespace) -> dict:
     from pretraining.planning.sizes import flops_per_token, model_size
     from pretraining.planning.throughput import precision_of_products
     from pretraining.recipe import accumulation_steps
-    from pretraining.refusals import load_recipe_and_ds_config
+    from pretraining.recipe.refusals import load_recipe_and_ds_config
 
     changes = [*options.set, *([f"speed.compile={options.compile}"] if options.compile else [])]
     recipe, ds_config = load_recipe_and_ds_config(

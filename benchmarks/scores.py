@@ -42,7 +42,7 @@ def against_lm_eval(export: Path, num_items: int, rounds: int, folder: Path) -> 
 
     from pretraining.evaluation.harness import load_tasks
     from pretraining.evaluation.likelihood import HellaSwag, read_items, score
-    from tests.scored_tasks import write_hellaswag_task, write_items
+    from tests.gear.scored_tasks import write_hellaswag_task, write_items
 
     items = write_items(folder / "hellaswag_val.jsonl", num_items)
     model, tokenizer = (kind.from_pretrained(export) for kind in (AutoModelForCausalLM, AutoTokenizer))
@@ -80,8 +80,8 @@ def _seconds(work) -> float:
 
 def against_plain(folder: Path) -> dict[str, dict]:
     """{stage: {"max_difference", "samples_that_differ"}} of runs of ten steps, validated twice."""
-    from tests.runs import Workshop
-    from tests.scored_tasks import write_items, write_tasks
+    from tests.gear.runs import Workshop
+    from tests.gear.scored_tasks import write_items, write_tasks
 
     workshop = Workshop(folder / "workshop")
     items = write_items(folder / "items.jsonl", 20)

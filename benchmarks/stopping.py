@@ -48,7 +48,7 @@ def main() -> None:
 
 def agreement() -> dict:
     """Two processes of this file, as ranks; rank 0 answers."""
-    from tests.runs import environment, free_port
+    from tests.gear.runs import environment, free_port
 
     words = [sys.executable, __file__, "--as_rank"]
     shared = {**environment(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
@@ -80,8 +80,8 @@ def measure_agreement() -> None:
 
 def hang(folder: Path) -> dict:
     """Stop one rank of two, and leave everything else to the launcher."""
-    from tests.chaos import ranks_of
-    from tests.runs import Run, Started, Workshop
+    from tests.gear.chaos import ranks_of
+    from tests.gear.runs import Run, Started, Workshop
 
     workshop = Workshop(folder)
     reference = workshop.run("zero2")
@@ -111,7 +111,7 @@ def hang(folder: Path) -> dict:
 
 def requests(folder: Path) -> dict:
     """{launcher: {way of asking: what was left}}; `supervise` is around the deepspeed launcher."""
-    from tests.runs import Workshop
+    from tests.gear.runs import Workshop
 
     workshop, found = Workshop(folder / "requests"), {}
     supervise = ("python", "-m", "pretraining.supervise", "--")
@@ -128,7 +128,7 @@ def requests(folder: Path) -> dict:
 
 def asked(command: list, output: Path, way: str) -> dict:
     """Ask a run that trains to stop, and wait for the end of everything it started."""
-    from tests.runs import Run, Started, committed
+    from tests.gear.runs import Run, Started, committed
 
     started, run = Started(command), Run(output)
     while len(run.training_rows) < 3 and started.process.poll() is None:

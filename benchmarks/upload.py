@@ -48,7 +48,7 @@ def store(options: argparse.Namespace, folder: Path) -> Iterator[str]:
     if options.to == "folder":
         yield str(folder / "store")
         return
-    from tests.object_store import BUCKET, CREDENTIALS, s3_server
+    from tests.gear.object_store import BUCKET, CREDENTIALS, s3_server
 
     with s3_server(folder / "server.log") as address:
         os.environ |= {**CREDENTIALS, "AWS_ENDPOINT_URL": address}

@@ -26,7 +26,7 @@ from pretraining.pipeline.__main__ import run_steps
 from pretraining.pipeline.steps import Pipeline
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.run_plan import build_run_plan
-from pretraining.refusals import load_recipe_and_ds_config
+from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.runtime.exit_codes import GAVE_UP, USER_ERROR
 from pretraining.runtime.run_folder import RunFolder, results_of
 

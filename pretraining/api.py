@@ -27,14 +27,14 @@ from typing import TYPE_CHECKING, Any
 
 from pretraining.command_line import number_of_tokens, parse_train_arguments
 from pretraining.errors import UserError
-from pretraining.outside import read_json_value
+from pretraining.outside.files import read_json_value
 from pretraining.recipe import Recipe
-from pretraining.refusals import load_recipe_and_ds_config
+from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.exit_codes import FINISHED, GAVE_UP, HANG, STOPPED
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import REPOSITORY
-from pretraining.supervise import READ, REQUESTS, Supervisor
+from pretraining.supervise.supervisor import READ, REQUESTS, Supervisor
 
 if TYPE_CHECKING:
     import numpy as np

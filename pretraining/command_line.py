@@ -23,8 +23,8 @@ from textwrap import wrap
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
-from pretraining.addresses import refuse_credentials, refuse_slips
 from pretraining.errors import UserError
+from pretraining.outside.addresses import refuse_credentials, refuse_slips
 from pretraining.recipe.curve import check_allowed
 from pretraining.recipe.recipe import SECTIONS
 from pretraining.recipe.section import description_of

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pretraining.errors import UserError, abbreviated, cut, did_you_mean, nearest
-from pretraining.outside import parse_json, read_bytes
+from pretraining.outside.files import parse_json, read_bytes
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MOST_CHOICES = 30

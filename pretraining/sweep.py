@@ -21,15 +21,15 @@ from typing import Any
 from pretraining.api import REASONS, CommandFailed, run_folder_of, train, train_command, words_of
 from pretraining.command_line import OneLineParser, add_recipe_arguments, named_path
 from pretraining.errors import UserError, one_line_errors
-from pretraining.metric_names import grouped, is_better
-from pretraining.outside import read_json_value
+from pretraining.outside.files import read_json_value
 from pretraining.planning.quantities import columns
 from pretraining.recipe import Recipe
-from pretraining.refusals import load_recipe_and_ds_config
+from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.reporting.__main__ import write_report
 from pretraining.reporting.run_record import RunRecord
 from pretraining.runtime.durable_files import write_json
 from pretraining.runtime.exit_codes import FINISHED, STOPPED
+from pretraining.runtime.metric_names import grouped, is_better
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import REPOSITORY
 

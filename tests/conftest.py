@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import (
+from tests.gear.runs import (
     BIN,
     STEPS,
     Finished,
@@ -139,7 +139,7 @@ def operators(request) -> Iterator[Callable[[], Finished]]:
     if not any("workshop" in item.fixturenames for item in request.session.items):
         yield lambda: None
         return
-    compiling = Started(["forked", "0", "-m", "tests.compile_operators"])
+    compiling = Started(["forked", "0", "-m", "tests.gear.compile_operators"])
     yield cache(lambda: compiling.finish(COMPILE_SECONDS))
     compiling.kill()
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from pretraining.addresses import is_remote
 from pretraining.checkpoints.folders import (
     catalogue,
     committed_checkpoints,
@@ -35,7 +34,8 @@ from pretraining.command_line import (
 )
 from pretraining.errors import UserError, one_line_errors
 from pretraining.extend import MODEL, extensions_of_run, load_code_of_run
-from pretraining.outside import read_json_value
+from pretraining.outside.addresses import is_remote
+from pretraining.outside.files import read_json_value
 from pretraining.planning.quantities import columns, duration, num_bytes
 from pretraining.recipe.sections import Checkpoints
 from pretraining.runtime.imports import prepare_imports

@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import xxhash
 
-from pretraining.addresses import is_remote
 from pretraining.checkpoints.fetch import (
     at_address,
     fetch_share,
@@ -51,7 +50,8 @@ from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.shard_files import STATE_FILE, rank_file
 from pretraining.checkpoints.upload import RUN_FILES
 from pretraining.errors import UserError
-from pretraining.outside import read_json_value
+from pretraining.outside.addresses import is_remote
+from pretraining.outside.files import read_json_value
 from pretraining.planning.quantities import several
 from pretraining.recipe import Recipe
 from pretraining.runtime.durable_files import replacing, rows_of, sync_to_disk

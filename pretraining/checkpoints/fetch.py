@@ -21,14 +21,14 @@ from pathlib import Path
 import xxhash
 from tqdm import tqdm
 
-from pretraining.addresses import is_remote
 from pretraining.checkpoints.folders import committed_checkpoints, move_aside, step_in, step_in_name, step_of
 from pretraining.checkpoints.format import MARKER, file_entry, parse_marker, read_marker
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.upload import RUN_FILES
 from pretraining.data.streaming.store import reason_of
 from pretraining.errors import UserError
-from pretraining.outside import regular
+from pretraining.outside.addresses import is_remote
+from pretraining.outside.files import regular
 from pretraining.runtime.durable_files import replacing, rows_of, sync_to_disk
 from pretraining.runtime.heartbeat import long_work, work_done
 from pretraining.runtime.journal import NOTHING_HEALED, Journal

@@ -23,7 +23,7 @@ from typing import Any
 import xxhash
 
 from pretraining.errors import UserError
-from pretraining.outside import CHECKSUM, COUNT, NAME, parse_json, read_bytes, regular
+from pretraining.outside.files import CHECKSUM, COUNT, NAME, parse_json, read_bytes, regular
 from pretraining.runtime.durable_files import replacing, sync_to_disk, write_json
 from pretraining.runtime.heartbeat import work_done
 from pretraining.runtime.run_folder import unix_seconds

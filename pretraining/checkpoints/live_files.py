@@ -18,14 +18,14 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from pretraining.addresses import is_remote
 from pretraining.checkpoints.fetch import newest_committed
 from pretraining.checkpoints.format import MARKER
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.upload import RUN_FILES
 from pretraining.data.streaming.store import Patience
 from pretraining.errors import UserError
-from pretraining.outside import read_json_value
+from pretraining.outside.addresses import is_remote
+from pretraining.outside.files import read_json_value
 from pretraining.runtime.console_log import MOST_BYTES, cut_log
 from pretraining.runtime.durable_files import file_state, write_json
 from pretraining.runtime.run_folder import RunFolder, utc_now

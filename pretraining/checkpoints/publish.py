@@ -4,13 +4,13 @@ import argparse
 import json
 from pathlib import Path
 
-from pretraining.addresses import is_remote, refuse_credentials, refuse_slips
 from pretraining.checkpoints.folders import files_in
 from pretraining.checkpoints.format import file_entry
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.data.tools.push import check_repo_id, hub_refusal
 from pretraining.errors import UserError, require
-from pretraining.outside import inside, parse_json
+from pretraining.outside.addresses import is_remote, refuse_credentials, refuse_slips
+from pretraining.outside.files import inside, parse_json
 from pretraining.planning.quantities import num_bytes
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import check, read_json

@@ -12,7 +12,7 @@ from typing import Any
 from pretraining.checkpoints.format import MARKER
 from pretraining.data.streaming.store import Patience, ShortAnswer, Store, reason_of
 from pretraining.errors import UserError
-from pretraining.outside import regular
+from pretraining.outside.files import regular
 from pretraining.runtime.durable_files import replacing
 from pretraining.runtime.heartbeat import work_done
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from pretraining.checkpoints.folders import committed_checkpoints, remove_checkpoint, step_in_name
 from pretraining.checkpoints.format import marker_or_nothing
-from pretraining.metric_names import lower_is_better
 from pretraining.recipe.sections import Checkpoints
+from pretraining.runtime.metric_names import lower_is_better
 from pretraining.runtime.run_folder import RunFolder
 
 Demote = Callable[[RunFolder, Path, Path], bool]

@@ -31,7 +31,7 @@ from pretraining.checkpoints.format import (
     write_receipt,
 )
 from pretraining.errors import UserError
-from pretraining.outside import COUNT, read_json_value
+from pretraining.outside.files import COUNT, read_json_value
 from pretraining.runtime.heartbeat import work_done
 from pretraining.schema import check
 

@@ -23,8 +23,8 @@ from pretraining.checkpoints.format import MARKER, is_receipt, parse_marker, par
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.retention import Committed, Retention, metric_of
 from pretraining.errors import UserError
-from pretraining.masking import masked
-from pretraining.outside import read_bytes
+from pretraining.outside.files import read_bytes
+from pretraining.outside.masking import masked
 from pretraining.runtime.heartbeat import long_work, work_done
 from pretraining.runtime.process_group import Messages, gather_from_ranks, host_group, rank_and_world_size
 from pretraining.runtime.run_folder import RunFolder, unix_seconds

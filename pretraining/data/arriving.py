@@ -20,7 +20,7 @@ from pretraining.data.portions import Portion, lacking
 from pretraining.data.publishing import work_folder
 from pretraining.data.shards import Shard, TokenSplit, map_shard
 from pretraining.errors import UserError
-from pretraining.outside import read_json_value
+from pretraining.outside.files import read_json_value
 
 ARRIVED_NAME = "arrived.json"
 """In the work folder of a preparation."""

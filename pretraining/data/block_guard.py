@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from pretraining.data.shards import TokenSplit
-from pretraining.outside import read_json_value
+from pretraining.outside.files import read_json_value
 from pretraining.recipe.data import source_names
 from pretraining.runtime.durable_files import append_row
 from pretraining.schema import display_path

@@ -13,7 +13,7 @@ import numpy as np
 from pretraining.data.encoder_backends import BACKENDS, Backend, Fastokens, Reference, adversarial_texts
 from pretraining.data.tokenizer import TokenizerInfo
 from pretraining.errors import UserError, nearest
-from pretraining.outside import read_json_value
+from pretraining.outside.files import read_json_value
 
 CHECKED_ONE_IN = 500
 """One of this many documents is also encoded by the reference."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pretraining.data.publishing import kept_beside
 from pretraining.data.tokenizer import local_fingerprint
 from pretraining.errors import UserError
-from pretraining.outside import CHECKSUM, COUNT, DIGEST, NAME, parse_json, read_bytes
+from pretraining.outside.files import CHECKSUM, COUNT, DIGEST, NAME, parse_json, read_bytes
 from pretraining.recipe import recipe_schema
 from pretraining.schema import Difference, check, differences, filled
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pretraining.addresses import is_remote
 from pretraining.data.arriving import MOST_TRIES, PAUSE_SECONDS, Arrivals, ArrivingSplit
 from pretraining.data.excerpt import excerpt_of
 from pretraining.data.manifest import (
@@ -32,6 +31,7 @@ from pretraining.data.streaming.cache import CacheSettings
 from pretraining.data.tokenizer import check_vocabulary, tokenizer_fault
 from pretraining.errors import UserError
 from pretraining.extend import load_pretrained
+from pretraining.outside.addresses import is_remote
 from pretraining.recipe.recipe import Recipe
 from pretraining.schema import REPOSITORY, listed
 

@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import TextIO
 
-from pretraining.outside import regular
+from pretraining.outside.files import regular
 from pretraining.runtime.durable_files import sync_to_disk
 
 

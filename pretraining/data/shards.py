@@ -17,7 +17,7 @@ from typing import BinaryIO, Self
 import numpy as np
 
 from pretraining.errors import UserError
-from pretraining.outside import regular
+from pretraining.outside.files import regular
 
 PROBE_INTERVAL = 64
 """One of this many reads is timed, to learn if the shard's pages are in memory."""

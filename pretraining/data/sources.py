@@ -8,7 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
-from pretraining.addresses import is_remote
 from pretraining.data.manifest import digest_of
 from pretraining.data.text_files import (
     WHOLE_FILE_SUFFIXES,
@@ -22,6 +21,7 @@ from pretraining.data.text_files import (
     read_documents,
 )
 from pretraining.errors import UserError, nearest, require
+from pretraining.outside.addresses import is_remote
 from pretraining.recipe.data import Data, Source, TextOrigin
 
 # Folders of other packages, tests and bytecode: none is text of the library.

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import orjson
 
-from pretraining.addresses import is_remote
 from pretraining.errors import UserError, nearest, require
-from pretraining.outside import regular
+from pretraining.outside.addresses import is_remote
+from pretraining.outside.files import regular
 
 if TYPE_CHECKING:
     from warcio.recordloader import ArcWarcRecord

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pretraining.errors import UserError
 from pretraining.extend import load_pretrained
-from pretraining.outside import read_bytes, read_json_value
+from pretraining.outside.files import read_bytes, read_json_value
 from pretraining.recipe.data import END_OF_TEXT
 
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ from pretraining.planning.gpus import known_gpu
 from pretraining.planning.quantities import several
 from pretraining.planning.run_plan import build_run_plan
 from pretraining.recipe import Recipe
-from pretraining.refusals import load_recipe_and_ds_config
+from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.schema import REPOSITORY
 from pretraining.training.ranks import device_name, join_ranks, leave_ranks, prepare_rank
 

@@ -19,7 +19,7 @@ from pretraining.planning.throughput import precision_of_products
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import Recipe
 from pretraining.recipe.curve import changes_of_run
-from pretraining.refusals import compiled_part, load_recipe_and_ds_config
+from pretraining.recipe.refusals import compiled_part, load_recipe_and_ds_config
 from pretraining.runtime.host import host_memory_bytes, is_seen
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import REPOSITORY

@@ -36,7 +36,7 @@ from pretraining.planning.throughput import precision_of_products
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.recipe.budget import Budget
 from pretraining.recipe.model import is_exact, own_key, value_of
-from pretraining.refusals import check_run
+from pretraining.recipe.refusals import check_run
 from pretraining.training.arguments import build_arguments
 from pretraining.training.profile import PeakMemory
 from pretraining.training.ranks import device_name

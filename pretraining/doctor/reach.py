@@ -17,7 +17,6 @@ from urllib.error import HTTPError
 from urllib.parse import quote, urlsplit
 from urllib.request import Request, urlopen
 
-from pretraining.addresses import is_remote
 from pretraining.data.prepared import open_prepared
 from pretraining.data.streaming.store import PATIENCE_VARIABLE, reason_of
 from pretraining.data.text_files import READABLE_SUFFIXES, list_files
@@ -26,7 +25,8 @@ from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.doctor.launch import Launch
 from pretraining.doctor.machine import trackers_of
 from pretraining.errors import UserError, require
-from pretraining.masking import masked
+from pretraining.outside.addresses import is_remote
+from pretraining.outside.masking import masked
 from pretraining.planning.quantities import several
 from pretraining.recipe.data import TextOrigin
 from pretraining.runtime.host import (

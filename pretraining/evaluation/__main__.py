@@ -19,7 +19,7 @@ from pretraining.data.prepared import PreparedData, open_prepared
 from pretraining.data.streaming.cache import CacheSettings
 from pretraining.errors import UserError, one_line_errors
 from pretraining.extend import MODEL, load_code_of_run, load_pretrained
-from pretraining.masking import escaped
+from pretraining.outside.masking import escaped
 from pretraining.planning.quantities import share
 from pretraining.recipe import Recipe, load_recipe
 from pretraining.recipe.sections import Sampling

@@ -21,8 +21,8 @@ from pretraining.ds_config import NOT_SPLIT, Degrees
 from pretraining.errors import UserError
 from pretraining.evaluation.sampling import evaluation_mode
 from pretraining.extend import all_of
-from pretraining.metric_names import perplexity
 from pretraining.recipe import Recipe
+from pretraining.runtime.metric_names import perplexity
 from pretraining.runtime.rank_groups import RankGroups, rank_groups
 
 DEFAULT_BATCH_SIZE = 8  # of TrainingArguments

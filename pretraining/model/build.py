@@ -30,8 +30,8 @@ from pretraining.model.recomputation import keep_products
 from pretraining.model.vocabulary_parallel import split_vocabulary
 from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.mup import Mup, scales_by_name
+from pretraining.recipe.refusals import why_not_compiled
 from pretraining.recipe.sections import Speed, Weights
-from pretraining.refusals import why_not_compiled
 from pretraining.runtime.process_group import own_group
 from pretraining.runtime.rank_groups import ALONE, RankGroups
 from pretraining.upstream.deepspeed import groups_at_once, no_zero3_draw

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig
 
 from pretraining.model.weight_files import Entry, WeightFiles
-from pretraining.outside import read_json_value
+from pretraining.outside.files import read_json_value
 from pretraining.recipe.model import Model
 from pretraining.schema import problem
 

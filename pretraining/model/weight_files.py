@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from pretraining.errors import UserError
-from pretraining.outside import inside, read_bytes, read_json_value
+from pretraining.outside.files import inside, read_bytes, read_json_value
 from pretraining.runtime.heartbeat import work_done
 
 CHUNK = 1 << 20

@@ -21,7 +21,7 @@ from pretraining.pipeline.command import StepEnded
 from pretraining.pipeline.step import Look
 from pretraining.pipeline.steps import NAMES, Pipeline, ranks_of
 from pretraining.planning.quantities import duration
-from pretraining.refusals import load_recipe_and_ds_config
+from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.runtime.exit_codes import FINISHED, INTERRUPTED, STOPPED, USER_ERROR
 from pretraining.runtime.lock import holder_of
 from pretraining.runtime.run_folder import RunFolder

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO
 
-from pretraining.supervise import REQUESTS
+from pretraining.supervise.supervisor import REQUESTS
 
 LINES_KEPT = 20
 """Last lines of stderr, for the message about a command that failed."""

@@ -19,7 +19,6 @@ from pretraining.data.portions import lacking, portions_of
 from pretraining.data.preparation.prepare import prepared_differences
 from pretraining.data.sources import open_sources
 from pretraining.errors import UserError
-from pretraining.hostfile import HostfileCommand
 from pretraining.pipeline.command import StepEnded, call
 from pretraining.pipeline.record import Record
 from pretraining.pipeline.step import NOT_ASKED, UP_TO_DATE, Look, Step
@@ -31,6 +30,7 @@ from pretraining.recipe import Recipe
 from pretraining.runtime.exit_codes import STOPPED
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import REPOSITORY, display_path, listed
+from pretraining.supervise.hostfile import HostfileCommand
 
 REPORTED = ("recipe", "plan", "environment", "metrics", "events", "samples", "mixture")
 """Files of a run that its report shows, as `RunFolder` names them."""

@@ -8,7 +8,7 @@ from pretraining.checkpoints.folders import committed_checkpoints
 from pretraining.checkpoints.format import read_marker
 from pretraining.data.manifest import read_manifest
 from pretraining.errors import UserError
-from pretraining.outside import read_json_value
+from pretraining.outside.files import read_json_value
 from pretraining.pipeline.command import StepEnded
 from pretraining.pipeline.step import NOT_NEEDED, Look, Step
 from pretraining.recipe.curve import changed_parts

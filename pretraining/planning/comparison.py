@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pretraining.errors import UserError
-from pretraining.metric_names import grouped_names
-from pretraining.outside import read_json_value
+from pretraining.outside.files import read_json_value
 from pretraining.planning.constants import table
 from pretraining.planning.costs import forecast
 from pretraining.planning.gpus import Gpu
@@ -22,6 +21,7 @@ from pretraining.planning.throughput import precision_of_products
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import Recipe
 from pretraining.runtime.durable_files import read_rows
+from pretraining.runtime.metric_names import grouped_names
 from pretraining.runtime.run_folder import (
     RunFolder,
     StepTotals,

@@ -17,7 +17,7 @@ from pretraining.planning.shapes import shape_of, widths_of
 from pretraining.planning.sizes import ModelSize, flops_per_token, model_size
 from pretraining.planning.workload import Workload, add_workload_arguments, workload_of
 from pretraining.recipe import Recipe
-from pretraining.refusals import check_run
+from pretraining.recipe.refusals import check_run
 
 # bytes an element
 BF16, FP32 = 2, 4

@@ -25,7 +25,7 @@ from pretraining.planning.messages import layer_messages
 from pretraining.planning.shapes import shape_of, widths_of
 from pretraining.planning.sizes import BACKWARD, ModelSize, flops_per_token
 from pretraining.recipe import Recipe, accumulation_steps
-from pretraining.refusals import compiled_part
+from pretraining.recipe.refusals import compiled_part
 from pretraining.schema import REPOSITORY, display_path
 
 RESULTS = REPOSITORY / "benchmarks" / "results"

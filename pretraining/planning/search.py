@@ -41,7 +41,7 @@ from pretraining.planning.throughput import scaling_over_nodes, step_time
 from pretraining.planning.workload import add_workload_arguments, workload_of
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.recipe.model import value_of
-from pretraining.refusals import check_run
+from pretraining.recipe.refusals import check_run
 
 WAYS = ("zero0", "zero1", "zero2", "zero3", "zero3_hpz", "zero2_offload", "zero3_offload", "zero3_nvme")
 """Names in ds_configs/, from the fewest messages to the most."""

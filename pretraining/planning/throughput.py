@@ -18,7 +18,7 @@ from pretraining.planning.messages import (
 from pretraining.planning.roofline import ceiling, expected_utilization, recipe_utilization, tokens_per_second
 from pretraining.planning.sizes import ModelSize, flops_per_token, model_size
 from pretraining.recipe import Recipe, accumulation_steps
-from pretraining.refusals import compiled_part
+from pretraining.recipe.refusals import compiled_part
 
 # read: gradient, master and two moments; written: master and moments
 ADAM_BYTES = 28

@@ -8,7 +8,7 @@ from pretraining.planning.memory.tensors import size_of_recipe
 from pretraining.planning.quantities import columns, count, facts, short, three_digits
 from pretraining.planning.sizes import FlopsPerToken, ModelSize, flops_per_token
 from pretraining.recipe import Recipe, recipe_schema
-from pretraining.refusals import load_recipe_and_ds_config
+from pretraining.recipe.refusals import load_recipe_and_ds_config
 
 COUNTS = {
     "parameters": "6 N, matrices a token meets",

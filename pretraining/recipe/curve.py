@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pretraining.errors import UserError
-from pretraining.outside import read_json_value
+from pretraining.outside.files import read_json_value
 from pretraining.recipe import recipe_schema
 from pretraining.recipe.model import other_model_types
 from pretraining.schema import differences, suggestion

@@ -7,10 +7,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pretraining.addresses import refuse_credentials
 from pretraining.ds_config import short_name
 from pretraining.errors import UserError, nearest, place_keys
 from pretraining.extend import MODEL, Extension, is_path, read_extensions
+from pretraining.outside.addresses import refuse_credentials
 from pretraining.recipe.limit import limited
 from pretraining.recipe.model import (
     EXACT,

@@ -14,7 +14,6 @@ from pathlib import Path
 from pretraining.ds_config import degrees_of
 from pretraining.errors import nearest
 from pretraining.extend import Extension, check_defined, defined, model_extension
-from pretraining.metric_names import GROUPS, LOWER_IS_BETTER
 from pretraining.recipe.budget import Budget, StepSizes, check_division, nearest_multiples
 from pretraining.recipe.data import Data, check_mixture
 from pretraining.recipe.model import CROSSES_DOCUMENTS, EXACT, ROUTER_COEFFICIENT, Model, own_key
@@ -32,6 +31,7 @@ from pretraining.recipe.sections import (
     Weights,
 )
 from pretraining.recipe.training import Training
+from pretraining.runtime.metric_names import GROUPS, LOWER_IS_BETTER
 from pretraining.schema import REPOSITORY, display_path, problem
 
 RECIPES = REPOSITORY / "recipes"

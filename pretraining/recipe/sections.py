@@ -8,8 +8,8 @@ from dataclasses import fields
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from pretraining.addresses import refuse_slips
-from pretraining.masking import masked
+from pretraining.outside.addresses import refuse_slips
+from pretraining.outside.masking import masked
 from pretraining.recipe.section import Section, key
 from pretraining.schema import problem
 

@@ -12,13 +12,13 @@ import numpy as np
 import orjson
 
 from pretraining.errors import UserError
-from pretraining.metric_names import PLACE, grouped
-from pretraining.outside import parse_json, read_json_value, regular
+from pretraining.outside.files import parse_json, read_json_value, regular
 from pretraining.recipe import recipe_schema
 from pretraining.recipe.budget import Ramp, StepSizes
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.heartbeat import killed_ranks
 from pretraining.runtime.lock import was_killed
+from pretraining.runtime.metric_names import PLACE, grouped
 from pretraining.runtime.run_folder import (
     STARTS,
     RunFolder,

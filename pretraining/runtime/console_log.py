@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from pretraining.errors import UserError
-from pretraining.masking import masked
-from pretraining.outside import regular
+from pretraining.outside.files import regular
+from pretraining.outside.masking import masked
 from pretraining.runtime.run_folder import RunFolder, utc_now
 
 MOST_BYTES = 1_000_000

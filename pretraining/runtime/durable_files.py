@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from pretraining.errors import UserError, file_error
-from pretraining.outside import parse_json, read_bytes, regular
+from pretraining.outside.files import parse_json, read_bytes, regular
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from pretraining.errors import UserError
-from pretraining.masking import masked
+from pretraining.outside.masking import masked
 from pretraining.runtime.durable_files import append_row, read_rows
 from pretraining.runtime.kernel_log import Fault, kernel_faults
 from pretraining.runtime.run_folder import RunFolder

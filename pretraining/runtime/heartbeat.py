@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from pretraining.outside import read_json_value, regular
+from pretraining.outside.files import read_json_value, regular
 
 _FILE_BYTES = 512
 """Every write has this length, so that it covers the whole write before it."""

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pretraining.errors import UserError
-from pretraining.outside import COUNT
+from pretraining.outside.files import COUNT
 from pretraining.runtime.durable_files import read_rows, replacing
 from pretraining.schema import check
 

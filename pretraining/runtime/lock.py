@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from pretraining.errors import UserError
-from pretraining.outside import read_bytes, regular
+from pretraining.outside.files import read_bytes, regular
 from pretraining.runtime.disks import find_disks
 from pretraining.runtime.process_group import together
 from pretraining.runtime.run_folder import RunFolder

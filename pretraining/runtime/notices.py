@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from pretraining.errors import GaveUp, UserError
-from pretraining.masking import masked
+from pretraining.outside.masking import masked
 from pretraining.recipe.sections import Notify
 from pretraining.runtime.exit_codes import variables_of_a_helper
 from pretraining.runtime.process_group import from_rank_0

@@ -20,7 +20,7 @@ from pretraining.planning.memory.buffers import block_gathering
 from pretraining.planning.memory.tensors import layer_numel, parameter_tensors
 from pretraining.planning.shapes import shape_of, widths_of
 from pretraining.recipe import Recipe
-from pretraining.refusals import gathers_blocks, why_not_compiled
+from pretraining.recipe.refusals import gathers_blocks, why_not_compiled
 from pretraining.runtime.process_group import gather_from_ranks
 from pretraining.schema import display_path, problem
 from pretraining.training.operators import check_operators
@@ -163,7 +163,7 @@ def engine_config(recipe: Recipe, ds_config: dict | None) -> dict | None:
     if not ds_config:
         return None
     # DeepSpeed's throughput timer waits for the device in every micro-batch. The metrics have their own clock, and no
-    # order depends on that wait: tests/test_stream_order.py trains without it.
+    # order depends on that wait: test_stream_order.py trains without it.
     config = {**ds_config, "timers": {"throughput": {"enabled": False}}}
     # Sequences are split here. With its key, DeepSpeed 0.19.8 would count fewer ranks than it averages over.
     config.pop("sequence_parallel_size", None)

@@ -19,12 +19,12 @@ from transformers.trainer_callback import ExportableState
 
 from pretraining.data.document_masking import IGNORED
 from pretraining.errors import UserError
-from pretraining.metric_names import grouped_names, perplexity
 from pretraining.planning.quantities import several
 from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.data import is_mixed, source_names
 from pretraining.recipe.model import is_exact
 from pretraining.runtime.durable_files import append_row
+from pretraining.runtime.metric_names import grouped_names, perplexity
 from pretraining.runtime.process_group import sum_over_ranks
 from pretraining.runtime.run_folder import RunFolder, keep_past_rows
 from pretraining.runtime.wall_time import Goodput, Price

@@ -13,10 +13,10 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from pretraining.metric_names import is_better, worst_value
 from pretraining.recipe.sections import Evaluation
 from pretraining.runtime.exit_codes import STOPPED, supervisor_file, tell_exit_code
 from pretraining.runtime.failures import keep_end_by_launcher
+from pretraining.runtime.metric_names import is_better, worst_value
 from pretraining.runtime.process_group import Agreement
 from pretraining.runtime.restarts import STARTED, launch_details, starts_again_after_a_signal
 from pretraining.runtime.run_folder import RunFolder

@@ -11,8 +11,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.integrations import get_reporting_integration_callbacks
 
 from pretraining.errors import UserError
-from pretraining.metric_names import grouped_names
 from pretraining.runtime.durable_files import read_rows
+from pretraining.runtime.metric_names import grouped_names
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.upstream.transformers import name_logs_by
 

@@ -6,7 +6,7 @@ keep (`model/vocabulary_parallel.py`). All that reads them (`upstream/deepspeed.
 
 DeepSpeed has layers for it, `VocabParallelEmbedding` and `VocabParallelLinear`, which are not used. They take the place
 of the model's modules, install a loss of their own, without a z-loss and on all logits of a rank at once, and split the
-embedding only if it is also the head. Held by tests/test_vocabulary_parallel.py. May go once `vocab_parallel_lm_head`
+embedding only if it is also the head. Held by test_vocabulary_parallel.py. May go once `vocab_parallel_lm_head`
 leaves the loss to its user.
 """
 

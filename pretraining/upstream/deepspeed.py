@@ -4,17 +4,17 @@ Mended (each may go once its test passes without it):
 
 - The gradient norm (`read_norm_once`): the device is asked up to four times a step if a gradient overflows, if
   the norm is finite, how much to clip by, and how long it is; and numbers are copied to the device in between. The norm
-  alone answers all of it. Held by tests/test_fake_gpu.py and tests/norms_read_once.py.
+  alone answers all of it. Held by test_fake_gpu.py and tests/gear/norms_read_once.py.
 - Stage 3 (`order_on_the_device`): the host waits for the reductions of every micro-batch, and after every step for the
   gather of the parameters that stay whole; without such parameters nothing orders a step before the next gather.
-  Streams can wait for each other. Held by tests/test_stream_order.py.
+  Streams can wait for each other. Held by test_stream_order.py.
 - Sums of gradients (`add_in_one_kernel`): a cast and an addition where one kernel does both. Held by
-  tests/test_fake_gpu.py.
+  test_fake_gpu.py.
 - Stage 0 (`keep_norm_at_stage_0`): the norm is computed for clipping and dropped (deepspeedai/DeepSpeed#7255).
 - `round_robin_gradients` (`link_slices`): the map from parameters to slices is wrong. Held by the checkpoint tests.
-- Offload at stages 1 and 2 (`drop_refused_sums`): the sums of a refused step stay. Held by tests/test_stability.py.
+- Offload at stages 1 and 2 (`drop_refused_sums`): the sums of a refused step stay. Held by test_stability.py.
 
-Read (held by tests/test_optimizer_states.py, tests/test_muon.py, tests/test_nvme.py and tests/test_reshard.py): an
+Read (held by test_optimizer_states.py, test_muon.py, test_nvme.py and test_reshard.py): an
 optimizer steps flat fp32 tensors, this rank's partitions. Checkpoints, Muon and the norms of layers need to know which
 elements of which parameter are in them, and no function of DeepSpeed says so.
 
@@ -25,25 +25,25 @@ elements of which parameter are in them, and no function of DeepSpeed says so.
 - AutoTP (tensor parallelism) cuts a weight in place and leaves a note on it (`split_part`): the dimension, and how many
   of its elements each rank has. Stages 0, 1 and 2 then reduce over the data ranks alone. Under stage 3, `zero.Init` has
   partitioned every weight over all ranks; AutoTP gathers what it cuts, and only that is partitioned over the data ranks
-  (`holders`). Held by tests/test_tensor_parallel.py.
+  (`holders`). Held by test_tensor_parallel.py.
 
 Changed:
 
 - Drawing under ZeRO-3 (`no_zero3_draw`; transformers 5.23): inside `no_init_weights` no weight is drawn at the other
   stages, but under ZeRO-3 `PreTrainedModel._from_config` gathers every module once more and draws all the same. We draw
-  them ourselves, or load them: at 30b that pass is seconds of communication for nothing. Held by tests/test_model.py;
+  them ourselves, or load them: at 30b that pass is seconds of communication for nothing. Held by test_model.py;
   it may go once `no_init_weights` counts there too.
 - Weights that exist, under ZeRO-3 (`fill_partition`): a parameter's own part (`ds_tensor`) is set where it is; to
-  gather every parameter for that would take memory for the largest on every rank. Held by tests/test_given_weights.py.
+  gather every parameter for that would take memory for the largest on every rank. Held by test_given_weights.py.
 - Groups of experts and of nodes (`groups_at_once`): DeepSpeed makes one after another, and looks
-  `deepspeed.comm.new_group` up at each call. Held by tests/test_scale.py; may go once it takes a mesh for them, as for
+  `deepspeed.comm.new_group` up at each call. Held by test_scale.py; may go once it takes a mesh for them, as for
   tensor parallelism.
-- Leaves of ZeRO-3 (`gather_as_one`): public, but explained nowhere. Held by tests/test_compiling.py.
+- Leaves of ZeRO-3 (`gather_as_one`): public, but explained nowhere. Held by test_compiling.py.
 - The limit of a group that is made without one (`wait_in_every_group`; torch 2.13): DeepSpeed reduces in a group of its
   own making. torch's `default_pg_timeout` and `default_pg_nccl_timeout` are read when a group is made. Held by
-  tests/test_launchers.py; may go once DeepSpeed hands its own limit on to every group.
+  test_launchers.py; may go once DeepSpeed hands its own limit on to every group.
 - Reductions through shared memory (`leave_out_shared_memory`): DeepSpeed's table of operators that this machine can
-  build. Held by tests/test_shared_memory.py; may go once they are built at their first use.
+  build. Held by test_shared_memory.py; may go once they are built at their first use.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -87,7 +87,7 @@ def read_norm_once(optimizer: Any) -> None:
     are not finite is refused as before: their norm is not finite either.
 
     The waits that go gave the order of one that stays, in the same place: for the stream on which the norm is computed.
-    Numbers that were copied from the host are filled on the stream that reads them. Held by tests/test_stream_order.py.
+    Numbers that were copied from the host are filled on the stream that reads them. Held by test_stream_order.py.
     """
     bf16_optimizer.get_global_norm_of_tensors = _norm_of_tensors
     stage3.combine_grad_norm_groups = _norm_of_groups
@@ -167,7 +167,7 @@ def order_on_the_device(optimizer: Any) -> None:
     - after a step: the optimizer's writes to the shares of weights, before the gathering stream reads them in the next
       pass. DeepSpeed waits there only if some parameter stays whole on every rank; without one it has no order at all.
 
-    tests/test_stream_order.py holds both, for every layout: nothing is read before it is written, and no memory is
+    test_stream_order.py holds both, for every layout: nothing is read before it is written, and no memory is
     given away before its last use.
     """
     # With offload the processor itself reads the gradients, so the host has to wait.

@@ -10,7 +10,7 @@ same ones on a parameter of any module, which then keeps its name and its place.
   for marked parameters too. Stage 3 looks at the parameters alone (`ds_zero_placement_family`).
 - The gradient norm counts every expert once.
 
-Held by tests/test_expert_parallel.py. May go once DeepSpeed can be told in public which ranks have copies of a
+Held by test_expert_parallel.py. May go once DeepSpeed can be told in public which ranks have copies of a
 parameter.
 
 AutoEP itself (`expert_parallel`, module_inject/auto_ep.py) is not used. It replaces router and experts by modules of

@@ -3,25 +3,25 @@
 Schedulers and optimizers:
 
 - Rates (`set_rates`): no function sets the rates of a scheduler's current step. Only `step` writes `_last_lr` and the
-  groups' `lr`, and it goes on to the next step. Held by tests/test_stability.py and tests/test_optimizer_states.py;
+  groups' `lr`, and it goes on to the next step. Held by test_stability.py and test_optimizer_states.py;
   may go once a scheduler has a function for it.
 - Order of hooks (`hook_first`): `register_step_pre_hook` appends, and the norm of gradients must be measured before
-  another hook clips them. Held by tests/test_gradient_monitors.py; may go once it can put a hook first, as
+  another hook clips them. Held by test_gradient_monitors.py; may go once it can put a hook first, as
   `nn.Module.register_forward_pre_hook(prepend=True)` can.
 
 The compiler:
 
 - What inductor lacks (`missing_compiler`): `torch.utils._triton.has_triton` and `torch._inductor.config`, because torch
-  finds a missing compiler only in the first pass. Held by tests/test_compiling.py.
+  finds a missing compiler only in the first pass. Held by test_compiling.py.
 - Its processes (`compile_in_few_processes`): `torch._inductor.config.compile_threads`, up to 32 on every rank.
 - The backward pass (`compiled_both_ways`): `force_non_lazy_backward_lowering` of `torch._functorch.config`, so that it
-  fails in the first call, if it fails. Held by tests/test_compiling.py.
+  fails in the first call, if it fails. Held by test_compiling.py.
 - Lengths that vary (`let_length_vary`, `fix_no_length`): `torch._dynamo.maybe_mark_dynamic` and `mark_dynamic`, which
   torch documents in its private module alone. Otherwise each number of documents or tokens would be a graph. Held by
-  tests/test_compiling.py and tests/test_loss.py; may go once torch.compiler has them.
+  test_compiling.py and test_loss.py; may go once torch.compiler has them.
 
 Operators whose results a selectively recomputed layer keeps (`DEAR_OPERATORS`): torch selects them by the names of its
-own operators. Held by tests/test_planning_sizes.py; may go once torch has a policy for products and attention.
+own operators. Held by test_planning_sizes.py; may go once torch has a policy for products and attention.
 
 Operators that DeepSpeed compiles:
 
@@ -30,10 +30,10 @@ Operators that DeepSpeed compiles:
 - Loading what is compiled already (`import_library`) and the folder of all operators (`folder_of_operators`) have
   private functions.
 - `cpuinfo.get_cpu_info` (`ask_the_processor_once`), which DeepSpeed calls for every operator, takes a second each.
-  All of these are held by tests/test_operators.py. They may go once torch keeps builds of several environments apart.
+  All of these are held by test_operators.py. They may go once torch keeps builds of several environments apart.
 
 The history of a GPU's memory (`start_memory_history`, for https://pytorch.org/memory_viz): torch documents these
-functions under private names. Their names and parameters are held by tests/test_upstream.py; no test opens a snapshot.
+functions under private names. Their names and parameters are held by test_upstream.py; no test opens a snapshot.
 """
 
 import os

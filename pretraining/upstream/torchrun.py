@@ -2,12 +2,12 @@
 
 - A rendezvous that is over stays closed (`closed_meetings`, `forget_meeting`): its state is a pickled object at
   `torch.rendezvous.ID` of the store, and the values of its rounds are at `torch.rendezvous.ID.ROUND/...`. A store that
-  outlives the nodes would turn away everyone who comes again with that id. Held by tests/test_meeting_point.py; may go
+  outlives the nodes would turn away everyone who comes again with that id. Held by test_meeting_point.py; may go
   once a closed rendezvous can be opened again.
   A command may take another id instead (`Meeting`), which all nodes find alike: the first that is not over.
 - The address of the ranks' store is kept over rounds by every node that is not the first: after the loss or the return
   of the first node the others would look for the old one. A public variable (`MEET_ANEW` of supervise.py) has it agreed
-  on anew. Held by tests/test_elastic.py; may go once torchrun does so in each round.
+  on anew. Held by test_elastic.py; may go once torchrun does so in each round.
 """
 
 import itertools

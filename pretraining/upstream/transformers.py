@@ -17,29 +17,29 @@ run's own Trainer fills in:
 
 `name_logs_by` replaces `integration_utils.rewrite_logs`, which puts `train/` before every name that trackers get.
 
-Held by tests/test_upstream.py, which compares the signatures, and by every test that trains. A row may go once
+Held by test_upstream.py, which compares the signatures, and by every test that trains. A row may go once
 transformers calls something public there.
 
 A model's classes (transformers 5.23.0, torch 2.13.0, deepspeed 0.19.8):
 
 - A class's rule for drawing weights (`draw_module`): `PreTrainedModel._init_weights`, which every class overrides.
   transformers calls it once for a whole model, from one generator, and under ZeRO-3 in another order: initial weights
-  would depend on the stage. Held by tests/test_model.py. May go once transformers draws alike at every stage.
+  would depend on the stage. Held by test_model.py. May go once transformers draws alike at every stage.
 - Its mark on a parameter (`forget_drawn`): `_is_hf_initialized`. The rule skips what is marked, and under ZeRO-3
-  everything is marked before we draw. Held by tests/test_model.py. Goes with the rule.
+  everything is marked before we draw. Held by test_model.py. Goes with the rule.
 - What the rule does to parameters (`RuleTrace`): torch's `TorchDispatchMode` sees each operator, and the operator's
-  schema says what it writes. Held by tests/test_other_models.py and tests/test_model.py. Goes with the rule.
+  schema says what it writes. Held by test_other_models.py and test_model.py. Goes with the rule.
 - Which buffers are not saved (`is_persistent`): torch's `Module._non_persistent_buffers_set`; `state_dict` would gather
-  parameters too. Held by tests/test_upstream.py.
+  parameters too. Held by test_upstream.py.
 - Whether ZeRO-3 has a parameter in shards (`is_partitioned`): DeepSpeed sets `ds_id`, and has no function that says it.
-  Held by tests/test_model.py.
+  Held by test_model.py.
 - How saved names and layouts are translated when weights are loaded (`Conversion`): `core_model_loading` and
   `conversion_mapping`, which `from_pretrained` alone uses; it would read every file whole on every rank. Held by
-  tests/test_given_weights.py. May go once a model can be loaded slice by slice.
+  test_given_weights.py. May go once a model can be loaded slice by slice.
 - Which saved tensors a class does not load (`is_not_loaded`): `_keys_to_ignore_on_load_unexpected`. Held by
-  tests/test_upstream.py. Goes with the translation.
+  test_upstream.py. Goes with the translation.
 - Which attention a model has (`attention_of`): `config._attn_implementation`, which transformers fills in if the recipe
-  leaves the choice to it. Held by tests/test_attention.py. May go once the config says it in public.
+  leaves the choice to it. Held by test_attention.py. May go once the config says it in public.
 """
 
 import copy

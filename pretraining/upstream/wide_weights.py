@@ -7,7 +7,7 @@ group in the type of its first weight, and step and send it so. So weights of tw
 - the engine does not cast them (`_cast_all_but_wide`);
 - stage 3 does not lay them end to end in one tensor (`_defragment_by_type`, `_set_flat_groups`).
 
-Their gradients travel in 16 bits like all others, and are added up in fp32. Held by tests/test_wide_weights.py. It may
+Their gradients travel in 16 bits like all others, and are added up in fp32. Held by test_wide_weights.py. It may
 go once DeepSpeed's `data_types.keep_in_fp32_modules` counts for weights, and not for buffers alone.
 """
 

@@ -19,7 +19,7 @@ from pretraining.data.quality.rule import Changed, Rejection, Rule, parameter
 from pretraining.data.quality.text import TextView
 from pretraining.errors import UserError, fault_in_user_code, nearest, require
 from pretraining.extend import named
-from pretraining.outside import read_json_value
+from pretraining.outside.files import read_json_value
 
 _CODES = (
     "af als am an ar arz as ast av az azb ba bar bcl be bg bh bn bo bpy br bs bxr ca cbk ce ceb ckb co cs "

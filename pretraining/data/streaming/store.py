@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from pretraining.errors import UserError, file_error, require
-from pretraining.masking import masked
-from pretraining.outside import is_name, read_bytes, regular
+from pretraining.outside.files import is_name, read_bytes, regular
+from pretraining.outside.masking import masked
 
 PATIENCE_VARIABLE = "PRETRAINING_DATA_PATIENCE_SECONDS"
 PATIENCE_SECONDS = 600.0

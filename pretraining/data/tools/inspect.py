@@ -7,7 +7,7 @@ from pretraining.data.manifest import data_differences
 from pretraining.data.packing import Stretch
 from pretraining.data.tools.finished import FinishedData, SplitDocuments, StoredDocument, open_finished
 from pretraining.errors import UserError
-from pretraining.masking import escaped
+from pretraining.outside.masking import escaped
 from pretraining.recipe.recipe import Recipe
 from pretraining.schema import listed
 

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from pretraining.addresses import refuse_credentials
 from pretraining.data.manifest import MANIFEST_NAME, source_entries
 from pretraining.data.tools.finished import FinishedData, open_finished, source_names
 from pretraining.data.tools.verify import damaged, verify_data
 from pretraining.errors import UserError, require
+from pretraining.outside.addresses import refuse_credentials
 
 CARD_NAME = "README.md"
 LOGIN = "run `hf auth login` or set HF_TOKEN to a token that may write there"

@@ -18,7 +18,7 @@ import numpy as np
 
 from pretraining.data.tools.formats import mapped
 from pretraining.errors import UserError, nearest
-from pretraining.outside import read_json_value
+from pretraining.outside.files import read_json_value
 
 HEADER_BYTES = 1024
 HEADER_TYPES = {20240520: "<u2", 20240801: "<u4"}

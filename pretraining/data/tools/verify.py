@@ -12,7 +12,7 @@ from pretraining.data.shards import Shard, checksum_of_file
 from pretraining.data.tokenizer import describe_tokenizer, tokenizer_fault
 from pretraining.data.tools.finished import CHUNK_TOKENS, FinishedData, SplitDocuments, open_finished
 from pretraining.errors import UserError
-from pretraining.outside import read_json_value
+from pretraining.outside.files import read_json_value
 
 
 def verify_data(folder: Path, show_progress: bool = False) -> dict:

@@ -35,8 +35,8 @@ from pretraining.planning.quantities import columns, gpu_count, num_bytes, sever
 from pretraining.planning.workload import add_workload_arguments, workload_of
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.recipe.model import value_of
+from pretraining.recipe.refusals import gathers_blocks
 from pretraining.recipe.sections import Loss
-from pretraining.refusals import gathers_blocks
 from pretraining.runtime.imports import MOST_ROUNDED_MIB
 
 ROOMY = 0.85

@@ -9,7 +9,7 @@ from itertools import accumulate
 from pretraining.ds_config import hpz_ranks, offloaded_share, optimizer_device, parameter_device, zero_stage
 from pretraining.planning.memory.tensors import EMBEDDING, FP32, HIDDEN, Tensor
 from pretraining.recipe import Recipe
-from pretraining.refusals import own_groups
+from pretraining.recipe.refusals import own_groups
 
 ELEMENTS_A_SCALE, SMALLEST_IN_8_BIT = 256, 4096
 """Elements that share a scale, and the least elements of a tensor that is kept in 8 bit (bitsandbytes 0.50)."""

@@ -1,0 +1,1 @@
+"""What comes from others and what leaves: files, addresses and words are checked and masked here (SECURITY.md)."""

@@ -1,0 +1,268 @@
+"""A `deepspeed --hostfile` command: which hosts it will use, and the supervisor's hand on each of them.
+
+Nothing of the supervisor's environment reaches other hosts by itself, nor do signals and exit codes. So an agent
+(`host_agent.py`) runs there, at the other end of an ssh connection that notices within a minute that the host is gone.
+"""
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+from pretraining.errors import UserError
+from pretraining.outside.files import read_bytes
+from pretraining.runtime.exit_codes import GAVE_UP, HANG, STOPPED, USER_ERROR
+from pretraining.supervise.host_agent import NO_CODE, READY, SECONDS_TO_LEAVE
+
+SSH_OPTIONS = "-o ServerAliveInterval=15 -o ServerAliveCountMax=4 -o ConnectTimeout=10"
+"""A host that sends nothing for a minute is gone; ssh itself would wait for hours."""
+SECONDS_AFTER_A_LOSS = 10.0
+"""Ranks of the other hosts wait for the lost one in vain: there is nothing that they could save."""
+SSH_VARIABLE = "PDSH_SSH_ARGS_APPEND"
+VARIABLES_FILE = "DS_ENV_FILE"
+"""Variable: names the file of variables that DeepSpeed sets on each host; .deepspeed_env by default."""
+
+VALUES = """hostfile include exclude num_nodes num_gpus master_port master_addr node_rank launcher
+    launcher_args enable_each_rank_log autotuning bind_core_list ssh_port venv_script log_level"""
+SWITCHES = "module no_python no_local_rank no_ssh no_ssh_check force_multi save_pid bind_cores_to_rank quiet"
+"""Options of the `deepspeed` command, with and without a value (0.19.8)."""
+ORDER = (USER_ERROR, GAVE_UP, STOPPED, HANG)
+"""Codes other than that of a finished run, and which counts if hosts differ."""
+
+
+@dataclass
+class HostfileCommand:
+    """A command that DeepSpeed starts on the hosts of a file through pdsh.
+
+    words: as typed. options: those before the script. script: its place among the words.
+    """
+
+    words: list[str]
+    options: argparse.Namespace
+    script: int
+
+    @classmethod
+    def of(cls, words: list[str], also_one: bool = False) -> "HostfileCommand | None":
+        """Return None if this is no such command. A single host is one only if `also_one`."""
+        if Path(words[0]).name not in ("deepspeed", "ds"):
+            return None
+        try:
+            options = _parser().parse_args(words[1:])
+        except ValueError:
+            return None  # DeepSpeed itself says what is wrong
+        if options.no_ssh or options.launcher.lower() != "pdsh" or not Path(options.hostfile).is_file():
+            return None
+        # the words after the script are not the launcher's
+        made = cls(words, options, len(words) - len(options.rest) - 1)
+        # DeepSpeed starts a single host's ranks on this machine
+        return made if also_one or options.force_multi or len(made.slots()) > 1 else None
+
+    def slots(self) -> dict[str, list[int]]:
+        """Return {host: the numbers of its GPUs} of the file as it is now, as DeepSpeed chooses them."""
+        options, chosen = self.options, {}
+        slots = {host: list(range(number)) for host, number in _hosts_in(Path(options.hostfile)).items()}
+        for host, numbers in _named(options.include or options.exclude, options.hostfile).items():
+            if host not in slots:
+                raise UserError(f"{options.hostfile}: it has no host {host}, which the command names")
+            if options.include:
+                chosen[host] = numbers or slots[host]
+            else:
+                slots[host] = [each for each in slots[host] if numbers and each not in numbers]
+        slots = {host: chosen[host] for host in slots if host in chosen} if options.include else slots
+        if options.num_nodes > 0:
+            slots = dict(list(slots.items())[: options.num_nodes])
+        if options.num_gpus > 0:
+            slots = {host: list(range(options.num_gpus)) for host in slots}
+        if not (left := {host: numbers for host, numbers in slots.items() if numbers}):
+            raise UserError(
+                f"{options.hostfile}: no host with a GPU is left to start on; add `NAME slots=NUMBER`"
+            )
+        return left
+
+    def on(self, slots: dict[str, list[int]]) -> list[str]:
+        """Return the command for these hosts alone."""
+        include = "@".join(f"{host}:{','.join(map(str, numbers))}" for host, numbers in slots.items())
+        # the last of two equal options counts; a single host may be another one than this machine
+        chosen = [f"--include={include}", "--exclude=", "--num_nodes=-1", "--num_gpus=-1", "--force_multi"]
+        script, *rest = self.words[self.script :]
+        # a shell there reads the words again, and DeepSpeed quotes those with a space alone
+        rest = [word if " " in word else shlex.quote(word) for word in rest]
+        return [*self.words[: self.script], *chosen, script, *rest]
+
+    def ssh(self, host: str) -> list[str]:
+        """Return the words that start a command there."""
+        port = [] if self.options.ssh_port is None else ["-p", str(self.options.ssh_port)]
+        # ssh takes the first of two values: what the user wrote for pdsh counts
+        typed = shlex.split(os.environ.get(SSH_VARIABLE, ""))
+        return ["ssh", "-o", "BatchMode=yes", *typed, *SSH_OPTIONS.split(), *port, "--", host]
+
+
+@dataclass
+class Hosts:
+    """The hosts of one start, and the agent on each. folder: the supervisor's, of the same name on all of them."""
+
+    command: HostfileCommand
+    folder: Path
+    agents: dict[str, subprocess.Popen] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    """Hosts that do not answer."""
+    codes: dict[str, int] = field(default_factory=dict)
+    """{host: the exit code that one of its ranks told}, after `end`."""
+
+    def __post_init__(self) -> None:
+        # read once: the file may be edited while the run goes on
+        self._slots = self.command.slots()
+        self._first = next(iter(self._slots), None)
+
+    def reach(self) -> None:
+        """Start the agents, and find out who is missing."""
+        if shutil.which("pdsh") is None:
+            raise UserError(
+                "pdsh is not installed here, through which DeepSpeed starts its hosts; install it"
+            )
+        place = Path(__file__).resolve().parents[1]
+        words = [sys.executable, "-m", "pretraining.supervise.host_agent", str(self.folder)]
+        there = f"cd {shlex.quote(str(place))} && exec {shlex.join(words)}"
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        started = {
+            host: subprocess.Popen([*self.command.ssh(host), there], start_new_session=True, **pipes)
+            for host in self._slots
+        }
+        for host, agent in started.items():
+            # the shell there may print lines of its own before
+            if any(line.strip() == READY for line in agent.stdout):
+                self.agents[host] = agent
+            else:
+                agent.wait()
+                self.missing.append(host)
+
+    def words(self) -> list[str]:
+        """Return the command for the hosts that answer."""
+        slots = {host: numbers for host, numbers in self._slots.items() if host in self.agents}
+        self._first = next(iter(slots))
+        return self.command.on(slots)
+
+    def variables(self, ours: dict[str, str]) -> dict[str, str]:
+        """Write a file of variables for all hosts: the user's and ours. Return DeepSpeed's variables that name it."""
+        name = os.environ.get(VARIABLES_FILE, ".deepspeed_env")
+        files = dict.fromkeys([Path.home() / name, Path(name).absolute()])  # as DeepSpeed looks for them
+        lines = [line for file in files if file.is_file() for line in file.read_text().splitlines()]
+        lines += [f"{key}={value}" for key, value in ours.items()]
+        written = self.folder / "variables"
+        written.write_text("".join(f"{line}\n" for line in lines if line.strip()))
+        typed = os.environ.get(SSH_VARIABLE, "")
+        return {VARIABLES_FILE: str(written), SSH_VARIABLE: f"{typed} {SSH_OPTIONS}".strip()}
+
+    def send(self, word: str) -> None:
+        """Give every agent a word; one that is gone gets none."""
+        for agent in self.agents.values():
+            try:
+                agent.stdin.write(f"{word}\n")
+                agent.stdin.flush()
+            except OSError:
+                continue
+
+    def watch(self, launcher: subprocess.Popen, say: Callable[[str], None]) -> threading.Thread:
+        """Watch the hosts until the launcher's end, in a thread that is returned.
+
+        If one is lost, what runs on the others is ended: it would wait for the lost one.
+        """
+        thread = threading.Thread(target=self._watch, args=(launcher, say), name="hosts", daemon=True)
+        thread.start()
+        return thread
+
+    def _watch(self, launcher: subprocess.Popen, say: Callable[[str], None]) -> None:
+        while launcher.poll() is None:
+            lost = [host for host, agent in self.agents.items() if agent.poll() is not None]
+            if lost:
+                rest = ", ".join(host for host in self.agents if host not in lost) or "no other"
+                say(f"{', '.join(lost)} lost; the run is ended on {rest}")
+                self.end(SECONDS_AFTER_A_LOSS)
+                return
+            time.sleep(0.2)
+
+    def end(self, seconds: float = SECONDS_TO_LEAVE) -> None:
+        """Have every agent end what is left on its host, and collect the codes. A second call does nothing.
+
+        seconds: the time that ranks have to leave by themselves.
+        """
+        self.send(f"end {seconds:g}")
+        for host, agent in self.agents.items():
+            said = [line.strip() for line in agent.stdout]
+            agent.wait()
+            if said and said[-1] != NO_CODE:
+                self.codes[host] = int(said[-1])
+        self.agents = {}
+
+    def code(self, launchers: int) -> int:
+        """Return what the ranks told, after `end`; else the launcher's own code.
+
+        What a user has to change comes first: the ranks of other hosts fail because of it.
+        """
+        told = sorted(set(self.codes.values()) & set(ORDER), key=ORDER.index)
+        # the first host has rank 0, which ends last
+        return told[0] if told else self.codes.get(self._first, launchers)
+
+
+def _hosts_in(path: Path) -> dict[str, int]:
+    """Read {host: number of GPUs}."""
+    found: dict[str, int] = {}
+    try:
+        lines = read_bytes(path).decode().splitlines()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: is not UTF-8 text (byte {error.start})") from None
+    for number, line in enumerate(lines, 1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        match = re.match(r"(\S+)\s+slots=(\d+)", line)
+        # ssh and pdsh would take other names for options, patterns or files
+        if match is None or not re.fullmatch(r"(?:\w[\w.-]*@)?\w[\w.:-]*", match[1], re.ASCII):
+            raise UserError(f"{path}: line {number} is not `NAME slots=NUMBER`: {line[:80]!r}")
+        if match[1] in found:
+            raise UserError(f"{path}: line {number} names this host twice: {line[:80]}")
+        if len(match[2]) > 4:
+            raise UserError(f"{path}: line {number}: no host has so many GPUs: {line[:80]}")
+        found[match[1]] = int(match[2])
+    return found
+
+
+def _named(text: str, hostfile: str) -> dict[str, list[int]]:
+    """Read `beta@gamma:0,2` as {host: numbers}; no numbers: all."""
+    parts = [part.partition(":") for part in text.split("@") if part]
+    try:
+        return {host: [int(each) for each in numbers.split(",") if each] for host, _, numbers in parts}
+    except ValueError:
+        what = f"{text!r}, which the command names, is not HOST:NUMBER,NUMBER@HOST"
+        raise UserError(f"{hostfile}: {what}") from None
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Parse the options of the `deepspeed` command, to find the script and the hosts."""
+    parser = _Parser(add_help=False)
+    short = {"hostfile": ["-H"], "include": ["-i"], "exclude": ["-e"], "quiet": ["-q"]}
+    short["num_gpus"] = ["--num_accelerators"]
+    numbers = {"num_nodes", "num_gpus"}
+    for name in VALUES.split():
+        typed = {"type": int, "default": -1} if name in numbers else {}
+        parser.add_argument(f"--{name}", *short.get(name, []), **typed)
+    for name in SWITCHES.split():
+        parser.add_argument(f"--{name}", *short.get(name, []), action="store_true")
+    parser.set_defaults(hostfile="/job/hostfile", include="", exclude="", launcher="pdsh")
+    parser.add_argument("script")
+    parser.add_argument("rest", nargs=argparse.REMAINDER)
+    return parser

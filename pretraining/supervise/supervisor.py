@@ -1,0 +1,253 @@
+"""Start a run again when it crashes or hangs, under any launcher, and return the exit code of the run itself.
+
+    python -m pretraining.supervise -- deepspeed --num_gpus=8 train.py --recipe 30b
+    python -m pretraining.supervise --min_hosts 15 -- deepspeed --hostfile hosts.txt train.py --recipe 30b
+
+A request to stop (SIGTERM, SIGUSR1, SIGINT) goes to the ranks themselves, past the launcher and its 30 seconds.
+The hosts of DeepSpeed's hostfile are looked after too (`hostfile.py`).
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+
+from pretraining.command_line import OneLineParser, not_negative_integer, positive_integer, positive_number
+from pretraining.errors import UserError
+from pretraining.runtime.exit_codes import FINISHED, HANG, NOT_RESTARTED, STOPPED, SUPERVISOR
+from pretraining.runtime.restarts import RESTART, STARTED
+from pretraining.supervise.host_agent import end_what_is_left, kill_all, told_code
+from pretraining.supervise.hostfile import HostfileCommand, Hosts
+
+EXAMPLES = """examples:
+  python -m pretraining.supervise -- deepspeed --num_gpus=8 train.py --recipe 30b
+  python -m pretraining.supervise --restarts 3 --within_hours 1 -- python train.py --recipe tiny
+  python -m pretraining.supervise --restarts 0 -- torchrun --nproc_per_node=8 train.py --recipe 30b
+  python -m pretraining.supervise --min_hosts 15 -- deepspeed --hostfile hosts.txt train.py --recipe 30b
+
+exit codes: 0 finished, 2 user error, 75 stopped on request with a committed checkpoint, 76 hang, 77 healing gave up;
+anything else is a crash. A crash and 76 are started again. Several machines: one supervisor on each; for `deepspeed
+--hostfile`, one where the command is typed."""
+
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 5.0, 300.0
+REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+CRASH = 1
+MEET_ANEW = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""Variable of torchrun, without which nodes that stay look for the ranks' store on a first node that may be gone
+(upstream/torchrun.py)."""
+OPEN_COMMAND = (sys.executable, "-m", "pretraining.meeting_point", "--open")
+"""Finds a meeting that is not over, in a process of its own: it imports torch."""
+SAME_REQUEST_SECONDS = 2.0
+"""A second signal within this time is the same request, which arrived by another way."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parse(arguments)
+    with _folder() as folder:
+        supervisor = Supervisor(options.command, folder, min_hosts=options.min_hosts)
+        starts: list[float] = []
+        while True:
+            # not time.time(): a clock that is set back must not allow more starts
+            starts.append(time.monotonic())
+            code = supervisor.run(len(starts) - 1)
+            recent = [when for when in starts if when > time.monotonic() - options.within_hours * 3600]
+            # a run that was asked to stop may still crash on the way: it is not started again
+            if supervisor.asked or code in NOT_RESTARTED:
+                return code
+            if len(recent) > options.restarts:
+                _say(
+                    f"exit code {code}; started {len(recent)} times in {options.within_hours:g} hours: no more"
+                )
+                return code
+            # doubles with each start: 5, 10, 20 ... seconds
+            pause = min(FIRST_PAUSE_SECONDS * 2 ** (len(recent) - 1), LONGEST_PAUSE_SECONDS)
+            _say(f"exit code {code}; starting again in {pause:g} seconds")
+            supervisor.wait(pause)
+            # the request may have come during the pause
+            if supervisor.asked:
+                return code
+
+
+READ: dict = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+"""How a command is started whose lines are read."""
+
+
+class Supervisor:
+    """One run, which is started as often as needed.
+
+    folder: a folder of this machine. A rank writes its exit code there, and a file `STOP` asks the ranks to stop.
+    read: gets each line that the command prints, on stdout or stderr; without it both are the supervisor's own.
+    variables: of the environment, beside this process's.
+    min_hosts: start on the hosts of the hostfile that answer, if they are so many. None: on all.
+    """
+
+    def __init__(
+        self,
+        command: list[str],
+        folder: Path,
+        read: Callable[[str], None] | None = None,
+        variables: Mapping[str, str] = MappingProxyType({}),
+        min_hosts: int | None = None,
+    ):
+        self.command, self.folder, self.asked = command, folder, False
+        self.min_hosts = min_hosts
+        self._hosts: Hosts | None = None
+        self._read, self._variables = read, variables
+        self._asked_at, self._started = 0.0, time.time()
+        # only the main thread may set handlers: elsewhere, nobody can ask
+        if threading.current_thread() is threading.main_thread():
+            for number in REQUESTS:
+                signal.signal(number, self._ask)
+
+    def run(self, restarts: int) -> int:
+        """Start the command, wait until it and all it started have ended, and return the exit code."""
+        # the code of the start before must not count for this one
+        (self.folder / "exit_code").unlink(missing_ok=True)
+        names = {SUPERVISOR: str(self.folder), RESTART: str(restarts), STARTED: str(self._started)}
+        hosted = HostfileCommand.of(self.command, also_one=self.min_hosts is not None)
+        if hosted is None:
+            if self.min_hosts is not None:
+                raise UserError("--min_hosts is for `deepspeed --hostfile FILE` through pdsh; leave it away")
+            command = self._command_that_meets() if restarts else self.command
+            return STOPPED if self.asked else self._run_launcher(command, names)
+        self._hosts = hosts = Hosts(hosted, self.folder)
+        try:
+            hosts.reach()
+            if not self._enough(hosts):
+                return CRASH
+            if self.asked:  # while the hosts were reached
+                return STOPPED
+            variables = {**names, **hosts.variables({**names, **self._variables})}
+            code = self._run_launcher(hosts.words(), variables)
+        finally:
+            hosts.end()
+        return hosts.code(code)
+
+    def _command_that_meets(self) -> list[str]:
+        """Return the command; that of a torchrun whose meeting stays over with the next `--rdzv_id`."""
+        if Path(self.command[0]).name != "torchrun" or not any("rdzv" in word for word in self.command):
+            return self.command
+        asking = subprocess.Popen(
+            [*OPEN_COMMAND, *self.command], stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        while asking.poll() is None and not self.asked:
+            time.sleep(0.1)
+        asking.kill()
+        answer = asking.communicate()[0].splitlines()
+        if asking.returncode or not answer:
+            return self.command
+        command = json.loads(answer[-1])
+        if command != self.command:
+            _say("the meeting of the last start stays over; meeting by the next --rdzv_id")
+        return command
+
+    def _enough(self, hosts: Hosts) -> bool:
+        """Say whether enough hosts answer for a start, and what is missing."""
+        if not hosts.missing:
+            return True
+        found, file = len(hosts.agents), hosts.command.options.hostfile
+        least = found + len(hosts.missing) if self.min_hosts is None else self.min_hosts
+        gone = f"no answer through ssh from {', '.join(hosts.missing)}"
+        if found >= max(1, least):
+            _say(f"{gone}; starting on {', '.join(hosts.agents)}")
+            return True
+        _say(f"{gone}; mend this, edit {file} (each start reads it), or allow fewer by --min_hosts")
+        return False
+
+    def _run_launcher(self, command: list[str], variables: dict[str, str]) -> int:
+        try:
+            # a session of its own: Ctrl-C reaches the supervisor alone, which asks the ranks
+            launcher = subprocess.Popen(
+                command,
+                env={MEET_ANEW: "1", **os.environ, **variables, **self._variables},
+                start_new_session=True,
+                **({} if self._read is None else READ),
+            )
+        except OSError as error:
+            raise UserError(f"{command[0]}: cannot be started: {error.strerror}") from error
+        watch = None if self._hosts is None else self._hosts.watch(launcher, _say)
+        for line in launcher.stdout or ():
+            self._read(line)
+        code = launcher.wait()
+        if watch is not None:
+            watch.join()
+        outlived = end_what_is_left(self.folder)
+        told = told_code(self.folder)
+        # torchrun has started the ranks again by itself after a hang, and they have finished
+        if told == HANG and code == FINISHED and not outlived:
+            return FINISHED
+        # a launcher returns a code of its own, often 1, whatever its ranks returned
+        if told is not None:
+            return told
+        # a launcher that ended well before its ranks did not see how they ended
+        return CRASH if outlived and code == FINISHED else code
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the next start, or until a request to stop, after which there is none."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self.asked:
+            time.sleep(0.1)
+
+    def _ask(self, number: int, frame) -> None:
+        """Pass the first request on to the ranks by a file; on a second one, seconds later, kill them."""
+        if not self.asked:
+            self.asked, self._asked_at = True, time.monotonic()
+            (self.folder / "STOP").touch()
+            self._send("stop")
+        elif time.monotonic() - self._asked_at > SAME_REQUEST_SECONDS:
+            self._send("kill")
+            kill_all(self.folder)
+
+    def _send(self, word: str) -> None:
+        if self._hosts is not None:
+            self._hosts.send(word)
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="supervise_"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _say(line: str) -> None:
+    print(f"supervise: {line}", file=sys.stderr, flush=True)
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = OneLineParser(
+        prog="python -m pretraining.supervise",
+        description="Start a run again when it crashes or hangs.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--restarts",
+        type=not_negative_integer,
+        default=10,
+        metavar="N",
+        help="at most so many (default: 10) ...",
+    )
+    parser.add_argument(
+        "--within_hours", type=positive_number, default=24.0, metavar="HOURS", help="... in this time (24)"
+    )
+    parser.add_argument(
+        "--min_hosts",
+        type=positive_integer,
+        metavar="N",
+        help="with `deepspeed --hostfile`: start without hosts that do not answer, if N answer (default: all must)",
+    )
+    parser.add_argument("command", nargs="+", metavar="COMMAND", help="after --: a launcher and train.py")
+    return parser.parse_args(arguments)

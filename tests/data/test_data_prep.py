@@ -1,0 +1,557 @@
+"""data_prep.py and the preparation behind it: what comes in, what comes out, and what is refused."""
+
+import errno
+import gzip
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from pretraining.data.corpus import prefetch
+from pretraining.data.manifest import report_text
+from pretraining.data.preparation.prepare import prepare_data
+from pretraining.data.prepared import open_prepared
+from pretraining.data.progress import Progress
+from pretraining.errors import UserError
+from pretraining.recipe.data import Data, Source
+from pretraining.recipe.model import Model
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+WORDS = [
+    "def",
+    "return",
+    "tensor",
+    "shard",
+    "café",
+    "naïve",
+    "ранг",
+    "模型",
+    "🙂",
+    "import",
+    "x",
+    "==",
+    "loss",
+]
+
+
+def make_texts(count: int, seed: int = 0, num_words: int = 60) -> list[str]:
+    draw = random.Random(seed)
+    return [f"{number} " + " ".join(draw.choices(WORDS, k=num_words)) for number in range(count)]
+
+
+def write_jsonl(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text, "id": 1}) + "\n" for text in texts))
+    return path
+
+
+def recipe_for(*sources: Path | str | dict, **data) -> SimpleNamespace:
+    """A stand-in for a recipe: the attributes the data room reads."""
+    entries = [source if isinstance(source, dict) else {"path": str(source)} for source in sources]
+    section = {
+        "name": "corpus",
+        "sources": [{"text_column": "text", **entry} for entry in entries],
+        "tokenizer": {"train_vocab_size": 280},
+        "validation_share": 0.2,
+        "skip_undecodable": False,
+        **data,
+    }
+    return SimpleNamespace(
+        name="small",
+        words=["--recipe", "small"],
+        data=Data.of(section),
+        model=Model(vocab_size=512),
+        sequence_length=32,
+        extensions=(),
+    )
+
+
+def prepare(root: Path, recipe, replace: bool = False) -> Path:
+    return prepare_data(recipe, root, show_progress=False, replace=replace).folder
+
+
+def bytes_of(folder: Path) -> dict[str, str]:
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+
+
+def refusal(root: Path, recipe) -> str:
+    """The message of the refusal; nothing may be written."""
+    with pytest.raises(UserError) as caught:
+        prepare(root, recipe)
+    assert not root.exists()
+    return str(caught.value)
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def corpus(tmp_path) -> Path:
+    return write_jsonl(tmp_path / "corpus.jsonl", make_texts(80))
+
+
+def recipe_file(folder: Path, source: Path) -> Path:
+    """A real recipe: `tiny` with another data section."""
+    values = json.loads((REPOSITORY / "recipes" / "tiny.json").read_text())
+    values["data"] = {
+        "name": "corpus",
+        "sources": [{"path": str(source)}],
+        "tokenizer": {"train_vocab_size": 280},
+        "validation_share": 0.2,
+        "sequence_length": 32,
+    }
+    path = folder / "small.json"
+    path.write_text(json.dumps(values))
+    return path
+
+
+def data_prep(recipe: Path, root: Path, *more: str) -> list[str]:
+    script = str(REPOSITORY / "data_prep.py")
+    return [sys.executable, script, "--recipe", str(recipe), "--data_dir", str(root), *more]
+
+
+def test_rows_decode_back_to_the_texts_in_order(root, corpus):
+    """`load_from_disk` opens the result: one row a document, its text complete, EOS at its end."""
+    import datasets
+    from transformers import AutoTokenizer
+
+    folder = prepare(root, recipe_for(corpus))
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    texts = make_texts(80)
+    found = {}
+    for split, rows in datasets.load_from_disk(str(folder)).items():
+        found[split] = [tokenizer.decode(row["input_ids"][:-1]) for row in rows]
+        assert all(row["input_ids"][-1] == tokenizer.eos_token_id for row in rows)
+        assert [row["num_bytes"] for row in rows] == [len(text.encode()) for text in found[split]]
+        assert rows.features["input_ids"].feature.dtype == "uint16"
+    assert found["train"] == [text for text in texts if text not in found["validation"]]
+    assert found["validation"] == [text for text in texts if text not in found["train"]]
+    assert len(found["train"]) + len(found["validation"]) == len(texts)
+
+
+def test_no_text_sits_in_both_splits(root, tmp_path):
+    """Whole documents go to a split by the hash of their text: copies of a text stay together."""
+    texts = make_texts(60) * 3
+    random.Random(1).shuffle(texts)
+    folder = prepare(root, recipe_for(write_jsonl(tmp_path / "copies.jsonl", texts)))
+    import datasets
+
+    splits = datasets.load_from_disk(str(folder))
+    train, validation = ({tuple(ids) for ids in splits[name]["input_ids"]} for name in splits)
+    assert train and validation and not train & validation
+    assert len(splits["train"]) + len(splits["validation"]) == 180
+
+
+def test_text_that_spells_a_special_token_stays_text(root, tmp_path):
+    """The EOS id closes documents and appears nowhere else."""
+    texts = [f"{text} <|endoftext|> more" for text in make_texts(60)]
+    recipe = recipe_for(write_jsonl(tmp_path / "spelled.jsonl", texts))
+    prepare(root, recipe)
+    data = open_prepared(recipe, root)
+    eos = data.manifest["tokenizer"]["eos_token_id"]
+    for split in (data.train, data.validation):
+        tokens = split.read(0, split.num_tokens)
+        assert (tokens == eos).sum() == split.num_documents
+        assert (tokens[split.document_ends(0, split.num_tokens) - 1] == eos).all()
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "jsonl.gz", "jsonl.zst", "parquet", "glob", "dataset"])
+def test_every_kind_of_source_gives_the_same_tokens(root, tmp_path, kind):
+    """The tokens depend on the texts, not on the files that hold them."""
+    texts = make_texts(60)
+    reference = prepare(root, recipe_for(write_jsonl(tmp_path / "plain.jsonl", texts)))
+    source = _source_of(kind, tmp_path / "input", texts)
+    found = prepare(tmp_path / "other", recipe_for(source))
+    fingerprints = [json.loads((f / "manifest.json").read_text())["fingerprint"] for f in (reference, found)]
+    assert fingerprints[0] == fingerprints[1]
+
+
+def _source_of(kind: str, folder: Path, texts: list[str]) -> str | dict:
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    folder.mkdir()
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    if kind == "txt":
+        for number, text in enumerate(texts):
+            (folder / f"{number:03d}.txt").write_text(text)
+    elif kind in ("jsonl", "dataset"):
+        (folder / "a.jsonl").write_bytes(lines)
+    elif kind == "jsonl.gz":
+        (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines))
+    elif kind == "jsonl.zst":
+        with pa.CompressedOutputStream(str(folder / "a.jsonl.zst"), "zstd") as file:
+            file.write(lines)
+    else:
+        half = len(texts) // 2
+        for name, part in (("a", texts[:half]), ("b", texts[half:])):
+            parquet.write_table(pa.table({"text": part}), folder / f"{name}.parquet", row_group_size=7)
+    if kind == "dataset":
+        return {"dataset": str(folder), "split": "train"}
+    return str(folder / "*.parquet") if kind == "glob" else str(folder)
+
+
+def test_the_embedded_default_needs_nothing_but_python():
+    """builtin python_stdlib: megabytes of real text, without tests and installed packages."""
+    from pretraining.data.sources import open_source
+
+    source = open_source(Source(builtin="python_stdlib"))
+    assert source.fingerprint()["bytes"] > 5_000_000
+    assert not [f for f in source.files if {"site-packages", "test"} & set(f.name.split("/")[:-1])]
+    assert "json/decoder.py" in [file.name for file in source.files]
+
+
+def test_second_run_returns_at_once(root, corpus, tmp_path):
+    """Same inputs: nothing is rewritten, and nothing heavy is imported to find that out."""
+    recipe = recipe_file(tmp_path, corpus)
+    subprocess.run(data_prep(recipe, root), check=True, capture_output=True)
+    before = (root / "corpus" / "manifest.json").stat()
+    program = (
+        "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "print('\\n'.join(sys.modules))"
+    )
+    command = [sys.executable, "-c", program, *data_prep(recipe, root, "--json")[1:]]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY).stdout
+    summary, *imported = shown.splitlines()
+    assert json.loads(summary)["validation"]["documents"] > 0
+    after = (root / "corpus" / "manifest.json").stat()
+    assert (before.st_mtime_ns, before.st_ino) == (after.st_mtime_ns, after.st_ino)
+    assert "pretraining.data.preparation.prepare" in imported
+    heavy = {"numpy", "pyarrow", "tokenizers", "datasets", "torch", "transformers"}
+    assert not heavy & set(imported)
+
+
+def test_two_preparations_give_identical_bytes(tmp_path, corpus):
+    """Tokenizer, shards and manifest are a function of the input, whatever number of threads encodes."""
+    found = []
+    for threads in ("1", "4"):
+        command = data_prep(recipe_file(tmp_path, corpus), tmp_path / f"with-{threads}")
+        environment = {**os.environ, "RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads}
+        subprocess.run(command, check=True, capture_output=True, env=environment)
+        found.append(bytes_of(tmp_path / f"with-{threads}" / "corpus"))
+    assert found[0] == found[1] and len(found[0]) == 11
+
+
+MOMENTS = [
+    ".corpus.work/tokenizer/.*",
+    ".corpus.work/tokenizer/00000-*",
+    ".corpus.work/tokenize/.*/validation",
+]
+MOMENTS += [
+    ".corpus.work/tokenize/.*/train/data-00000.arrow",
+    ".corpus.work/tokenize/00000-*",
+    ".corpus.building",
+]
+
+
+def test_killed_at_any_moment_leaves_nothing_that_looks_finished(tmp_path, root):
+    """SIGKILL while reading, training, encoding, writing; the next run gives the undisturbed bytes."""
+    source = write_jsonl(tmp_path / "large.jsonl", make_texts(4000))
+    recipe = recipe_file(tmp_path, source)
+    subprocess.run(data_prep(recipe, tmp_path / "reference"), check=True, capture_output=True)
+    for moment in MOMENTS:
+        assert any(_kill_when(data_prep(recipe, root), root, moment) for _ in range(5)), moment
+    subprocess.run(data_prep(recipe, root), check=True, capture_output=True)
+    assert bytes_of(root / "corpus") == bytes_of(tmp_path / "reference" / "corpus")
+    assert sorted(path.name for path in root.iterdir()) == ["corpus"]
+
+
+def _kill_when(command: list[str], root: Path, moment: str) -> bool:
+    """Start the command from nothing, SIGKILL it once `moment` is there; whether that came before it was done."""
+    shutil.rmtree(root / "corpus", ignore_errors=True)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while process.poll() is None and not any(root.glob(moment)):
+        time.sleep(0.0005)
+    process.kill()
+    killed = process.wait() == -signal.SIGKILL
+    assert killed != (root / "corpus").exists()
+    return killed
+
+
+def test_preparations_of_the_same_data_wait_for_each_other(tmp_path, root, corpus):
+    """Two processes at once: one builds, both succeed, the result is whole."""
+    command = data_prep(recipe_file(tmp_path, corpus), root, "--json")
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) for _ in range(2)]
+    results = [process.communicate()[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0] and results[0] == results[1]
+
+
+def test_memory_does_not_grow_with_the_corpus(tmp_path):
+    """32 MB more text: the same peak but for the allocator's mood (buffers and shards are full in both)."""
+    peaks = [_peak_bytes(tmp_path, megabytes) for megabytes in (20, 52)]
+    assert peaks[1] - peaks[0] < 22 << 20, peaks
+
+
+def _peak_bytes(folder: Path, megabytes: int) -> int:
+    source = folder / f"{megabytes}.jsonl"
+    texts = make_texts(2000, num_words=80)
+    line_bytes = write_jsonl(source, texts).stat().st_size
+    with source.open("w") as file:
+        for repeat in range((megabytes << 20) // line_bytes):
+            file.writelines(json.dumps({"text": f"{repeat} {text}"}) + "\n" for text in texts)
+    program = (
+        "import sys; from pathlib import Path; from tests.data.test_data_prep import *\n"
+        "from pretraining.data import shard_writer; shard_writer.SHARD_TOKENS = 1 << 18\n"
+        f"prepare(Path({str(folder / 'data')!r}), recipe_for({str(source)!r}, name='m{megabytes}'))\n"
+        "print(next(l.split()[1] for l in open('/proc/self/status') if l.startswith('VmHWM')))"
+    )
+    command = [sys.executable, "-c", program]
+    return 1024 * int(subprocess.run(command, check=True, capture_output=True, cwd=REPOSITORY).stdout)
+
+
+def test_undecodable_text_names_file_and_line_or_is_counted(root, tmp_path):
+    """Not UTF-8: refused with file and line; left out and counted where the recipe asks for it."""
+    source = write_jsonl(tmp_path / "mixed.jsonl", make_texts(60))
+    source.write_bytes(source.read_bytes() + b'{"text": "caf\xe9"}\n{"text": "\\ud800 half a pair"}\n')
+    assert f"{source}:line 61: not UTF-8" in refusal(root, recipe_for(source))
+    recipe = recipe_for(source, skip_undecodable=True)
+    manifest = json.loads((prepare(root, recipe) / "manifest.json").read_text())
+    assert manifest["skipped"] == {"undecodable": 2, "empty": 0}
+    assert sum(split["documents"] for split in manifest["splits"].values()) == 60
+
+
+def test_undecodable_text_file_names_the_line_of_the_bad_byte(root, tmp_path):
+    """A whole-file document: the line is counted inside the file."""
+    (tmp_path / "latin.txt").write_bytes(b"first\nsecond\nna\xefve\n")
+    assert "latin.txt:line 3: not UTF-8" in refusal(root, recipe_for(tmp_path / "latin.txt"))
+
+
+BAD_LINES = {
+    '{"text": 1': "line 1: not valid JSON",
+    '{"txt": "a"}': "no column 'text'; did you mean 'txt'? (columns: txt)",
+    '{"text": null}': "line 1: 'text' is null",
+    '{"text": 3}': "line 1: 'text' is int",
+    '["text"]': "line 1: expected a JSON object",
+}
+
+
+@pytest.mark.parametrize("line", BAD_LINES)
+def test_bad_json_lines_say_which_line_and_what(root, tmp_path, line):
+    """Bad input is one line: the file, the line, what is wrong."""
+    (tmp_path / "bad.jsonl").write_text(line + "\n")
+    message = refusal(root, recipe_for(tmp_path / "bad.jsonl"))
+    assert "bad.jsonl:line 1" in message and BAD_LINES[line] in message
+
+
+@pytest.mark.parametrize("suffix", ["jsonl.gz", "jsonl.zst", "parquet"])
+def test_truncated_files_are_refused(root, tmp_path, suffix):
+    """Half a file is never taken for a short one."""
+    source = _source_of(suffix, tmp_path / "input", make_texts(3000))
+    path = next(Path(source).iterdir())
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    message = refusal(root, recipe_for(path))
+    assert path.name in message and "truncated or damaged" in message
+
+
+def test_parquet_without_the_column_lists_the_columns(root, tmp_path):
+    """Wrong text column: the columns there are."""
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    parquet.write_table(pa.table({"content": ["a"], "url": ["b"]}), tmp_path / "a.parquet")
+    assert "(columns: content, url)" in refusal(root, recipe_for(tmp_path / "a.parquet"))
+
+
+def test_paths_that_hold_nothing_readable_are_refused(root, tmp_path):
+    """Missing path, unknown suffix, folder without readable files, unknown builtin."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a.csv").write_text("x")
+    assert "no such file or folder" in refusal(root, recipe_for(tmp_path / "nowhere"))
+    assert "unknown suffix" in refusal(root, recipe_for(tmp_path / "a.csv"))
+    assert "no readable file" in refusal(root, recipe_for(tmp_path / "empty"))
+    assert "no readable file" in refusal(root, recipe_for(tmp_path / "empty" / "*.txt"))
+    assert "did you mean 'python_stdlib'" in refusal(root, recipe_for({"builtin": "python_stdlb"}))
+
+
+def test_empty_corpus_is_refused(root, tmp_path):
+    """Only empty documents: no data set, whatever the tokenizer."""
+    source = write_jsonl(tmp_path / "empty.jsonl", ["", ""])
+    local = (
+        prepare(tmp_path / "t", recipe_for(write_jsonl(tmp_path / "a.jsonl", make_texts(60)))) / "tokenizer"
+    )
+    assert "the corpus is empty" in refusal(root, recipe_for(source))
+    assert "the corpus is empty" in refusal(root, recipe_for(source, tokenizer=str(local)))
+
+
+def test_too_small_corpus_says_which_share_would_do(root, corpus):
+    """The share the message names works, with the same corpus."""
+    recipe = recipe_for(corpus, validation_share=1e-6)
+    message = refusal(root, recipe)
+    assert "validation has 0 of the corpus's" in message
+    share = float(message.partition("set data.validation_share to ")[2].split()[0])
+    prepare(root, recipe_for(corpus, validation_share=share))
+
+
+def test_corpus_without_two_blocks_says_how_many_tokens_it_needs(root, corpus):
+    """No share helps a corpus smaller than two blocks."""
+    recipe = recipe_for(corpus)
+    recipe.sequence_length = 100_000
+    assert "add text: two blocks need 200,002 tokens" in refusal(root, recipe)
+
+
+def test_prepared_data_is_measured_against_a_longer_sequence(root, corpus):
+    """A finished data set is still refused where the recipe now wants longer blocks."""
+    recipe = recipe_for(corpus)
+    prepare(root, recipe)
+    recipe.sequence_length = 100_000
+    with pytest.raises(UserError, match="too few for one block of 100,001"):
+        prepare(root, recipe)
+
+
+def test_tokenizer_larger_than_the_model_is_refused(root, corpus):
+    """More ids than embeddings: refused before anything is read."""
+    recipe = recipe_for(corpus, tokenizer={"train_vocab_size": 600})
+    assert "it has 600 ids, the model only 512" in refusal(root, recipe)
+
+
+def test_corpus_without_enough_merges_says_how_many(root, tmp_path):
+    """A trained vocabulary has exactly the size the recipe names, or the recipe is refused."""
+    source = write_jsonl(tmp_path / "tiny.jsonl", ["ab", "abc"] * 20)
+    assert "the corpus gives" in refusal(root, recipe_for(source, tokenizer={"train_vocab_size": 500}))
+
+
+def test_a_tokenizer_without_a_config_still_names_its_end_of_text(root, corpus, tmp_path):
+    """An export's config takes the id from the tokenizer: null, if tokenizer.json alone were asked."""
+    there = prepare(tmp_path / "t", recipe_for(corpus)) / "tokenizer" / "tokenizer.json"
+    (tmp_path / "alone").mkdir()
+    shutil.copy(there, tmp_path / "alone")
+    recipe = recipe_for(corpus, tokenizer=str(tmp_path / "alone"))
+    prepare(root, recipe)
+    data = open_prepared(recipe, root)
+    assert data.tokenizer.eos_token_id == data.manifest["tokenizer"]["eos_token_id"] == 0
+
+
+def test_tokenizer_without_eos_and_missing_tokenizer_are_refused(root, corpus, tmp_path):
+    """A tokenizer must close documents; a path must exist."""
+    folder = prepare(tmp_path / "t", recipe_for(corpus)) / "tokenizer"
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["added_tokens"] = []
+    content["model"]["vocab"]["<unused>"] = content["model"]["vocab"].pop("<|endoftext|>")
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    assert "no end-of-text token" in refusal(root, recipe_for(corpus, tokenizer=str(folder)))
+    assert "no such folder" in refusal(root, recipe_for(corpus, tokenizer="./nowhere"))
+
+
+def test_missing_package_is_one_sentence(root, corpus, monkeypatch):
+    """An optional package that is not installed costs a sentence that says how to install it."""
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    message = refusal(root, recipe_for({"dataset": str(corpus.parent), "split": "train"}))
+    assert "'datasets'" in message and "pip install datasets" in message
+
+
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path, root):
+    """Through the real command: exit 2, one line on stderr, nothing written."""
+    command = data_prep(recipe_file(tmp_path, tmp_path / "nowhere.txt"), root)
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 2 and not root.exists()
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+
+
+def test_a_log_file_gets_lines_and_no_bar(capsys, monkeypatch):
+    """Where stderr is no terminal: now and then a whole line, none for what is over at once."""
+    with Progress("counting", True, 2_000_000) as progress:
+        progress.add(3, 1_000_000)
+        assert capsys.readouterr().err == ""
+        monkeypatch.setattr("pretraining.data.progress.LOG_SECONDS", 0.0)
+        progress.add(2, 500_000)
+        progress.label("matching")
+    assert capsys.readouterr().err == "counting: 1.5 of 2.0 MB, 5 documents\nmatching: begins\n"
+
+
+def test_copies_that_are_kept_are_counted_too():
+    """None removed is not none found."""
+    fates = {"train": 230, "validation": 30, "duplicate": 0, "validation_twin": 8}
+    found = {"documents": 268, "clusters": 12, "largest_cluster": 11, "dropped": 40, "fates": fates}
+    said = "40 of 268 documents repeat another, in 12 clusters (the largest has 11); 0 of them removed, and 8 more"
+    assert said in report_text({"duplicates": found})
+
+
+@pytest.mark.parametrize(
+    "fault, remedy",
+    [
+        (MemoryError("Unable to allocate 122. MiB"), "Cannot allocate memory; take fewer processes"),
+        (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "Cannot allocate memory; take fewer processes"),
+        (
+            OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/a/file"),
+            "/a/file: Too many open files; allow more open files (ulimit -n)",
+        ),
+        (OSError(errno.ENFILE, os.strerror(errno.ENFILE)), "Too many open files in system; end programs"),
+    ],
+)
+def test_what_a_machine_refuses_is_one_line(root, corpus, monkeypatch, fault, remedy):
+    def refuse(writer):
+        raise fault
+
+    monkeypatch.setattr("pretraining.data.shard_writer.SplitWriter._write_shard", refuse)
+    with pytest.raises(UserError, match=re.escape(remedy)):  # finished work is kept
+        prepare(root, recipe_for(corpus))
+
+
+def test_a_limit_on_the_size_of_files_is_one_line(tmp_path, root):
+    """Through the real command, under a real limit (8 KiB)."""
+    source = write_jsonl(tmp_path / "a.jsonl", make_texts(200))
+    command = ["bash", "-c", 'ulimit -f 8; exec "$@"', "-", *data_prep(recipe_file(tmp_path, source), root)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 2 and result.stderr.splitlines()[-1].startswith("error: "), result.stderr
+    assert (
+        "File too large; allow larger files (ulimit -f)" in result.stderr and "Traceback" not in result.stderr
+    )
+
+
+def test_a_full_disk_keeps_the_finished_work(tmp_path, disk_of):
+    """One line; with more room only what was not finished is made, with the bytes of an undisturbed preparation."""
+    source = write_jsonl(tmp_path / "large.jsonl", make_texts(8000))
+    disk = disk_of("1500k")
+    command = data_prep(recipe_file(tmp_path, source), disk / "data")
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1].startswith(
+        f"error: {disk / 'data' / 'corpus'}: No space left on device; free"
+    )
+    (tokenizer,) = (disk / "data").glob(".corpus.work/tokenizer/*/tokenizer.json")
+    made = tokenizer.stat().st_mtime_ns
+    subprocess.run(["mount", "-o", "remount,size=64m", disk], check=True)
+    subprocess.run(command, check=True, capture_output=True)
+    kept = disk / "data" / "corpus" / "tokenizer" / "tokenizer.json"
+    assert kept.stat().st_mtime_ns == made
+    subprocess.run(data_prep(tmp_path / "small.json", tmp_path / "data"), check=True, capture_output=True)
+    assert bytes_of(disk / "data" / "corpus") == bytes_of(tmp_path / "data" / "corpus")
+
+
+@pytest.mark.parametrize("what", ["input", "output"])
+def test_no_permission_is_one_line(tmp_path, root, corpus, what):
+    """What may not be read or written is named; root is no exception here."""
+    root.mkdir()
+    (corpus if what == "input" else root).chmod(0o500 if what == "output" else 0)
+    like_anyone = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
+    command = [*like_anyone, *data_prep(recipe_file(tmp_path, corpus), root)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 2 and "permission" in result.stderr.splitlines()[-1].lower()
+    assert str(corpus if what == "input" else root) in result.stderr.splitlines()[-1]
+    assert not any(root.iterdir())
+
+
+def test_prefetch_keeps_order_and_raises_where_it_is_read():
+    """The pipeline's threads neither reorder documents nor swallow errors."""
+
+    def numbers():
+        yield from range(50)
+        raise UserError("the fifty-first")
+
+    found = []
+    with pytest.raises(UserError, match="fifty-first"):
+        for number in prefetch(numbers()):
+            found.append(number)
+    assert found == list(range(50))

@@ -1,0 +1,222 @@
+"""`python -m pretraining.data stats|inspect`: what they say of a data set is true."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from pretraining.data.__main__ import main
+from pretraining.data.manifest import read_manifest
+from pretraining.data.packed_dataset import PackedDataset
+from pretraining.data.tools.convert import FORMATS, READ_ONLY
+from pretraining.data.tools.finished import open_finished
+from pretraining.data.tools.inspect import Inspection
+from pretraining.data.tools.stats import measure_data
+from tests.data.test_data_prep import recipe_file
+from tests.gear.finished_data import answer, change_manifest, copy_of, documents_of, make_data, refusal
+from tests.gear.runs import execute
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> SimpleNamespace:
+    """One data set for all tests, which leave it as it is."""
+    return make_data(tmp_path_factory.mktemp("tools"))
+
+
+@pytest.fixture
+def copy(made, tmp_path) -> Path:
+    """A copy of the data set that a test may change."""
+    return copy_of(made.folder, tmp_path / "corpus")
+
+
+def test_stats_are_those_of_the_documents(made, capsys):
+    """Lengths, frequencies and entropy equal a plain count over all documents."""
+    measured = answer(capsys, "stats", made.folder, "--top", 3)["splits"]["train"]
+    documents = documents_of(made.folder)
+    lengths, stream = sorted(map(len, documents)), np.concatenate(documents)
+    for share in (0.1, 0.5, 0.99, 1.0):
+        nearest_rank = lengths[int(np.ceil(share * len(lengths))) - 1]
+        assert measured["document_tokens"][f"p{100 * share:g}"] == nearest_rank
+    assert measured["document_tokens"]["mean"] == pytest.approx(np.mean(lengths))
+    ids, counts = np.unique(stream, return_counts=True)
+    shares = counts / len(stream)
+    found = measured["token_frequencies"]
+    assert found["unigram_bits_per_token"] == pytest.approx(-(shares * np.log2(shares)).sum())
+    assert found["unused_ids"] == 280 - len(ids)
+    assert found["eos_share"] == pytest.approx(len(documents) / len(stream))
+    assert [token["count"] for token in found["most_frequent"]] == sorted(counts.tolist())[:-4:-1]
+    assert min(token["count"] for token in found["rarest"]) == counts.min()
+
+
+def test_stats_agree_with_the_manifest(made):
+    """The entropy of validation is the one that training compares with; sources add up."""
+    measured, manifest = measure_data(made.folder), read_manifest(made.folder)
+    recorded = manifest["splits"]["validation"]["unigram_bits_per_byte"]
+    frequencies = measured["splits"]["validation"]["token_frequencies"]
+    assert frequencies["unigram_bits_per_byte"] == pytest.approx(recorded, abs=1e-5)
+    by_source = measured["splits"]["train"]["by_source"]
+    assert by_source == {
+        "corpus.jsonl": {k: manifest["splits"]["train"][k] for k in ("documents", "tokens", "bytes")}
+    }
+    quick = measure_data(made.folder, with_tokens=False)["splits"]["train"]
+    assert quick == {k: v for k, v in measured["splits"]["train"].items() if k != "token_frequencies"}
+
+
+def test_shards_name_their_source(copy, capsys):
+    """Where shards say which source they came from, counts and documents say it too, under distinct names."""
+
+    def two_sources(manifest: dict) -> None:
+        manifest["sources"] *= 2
+        manifest["data"]["sources"] *= 2
+        for number, shard in enumerate(manifest["splits"]["train"]["shards"]):
+            shard["source"] = min(number, 1)
+
+    change_manifest(copy, two_sources)
+    by_source = measure_data(copy, with_tokens=False)["splits"]["train"]["by_source"]
+    assert set(by_source) == {"corpus.jsonl", "corpus.jsonl (1)"}
+    first = by_source["corpus.jsonl"]["documents"]
+    rows = answer(capsys, "inspect", copy, "--document", first - 1, "--count", 2)
+    assert [row["source"] for row in rows] == ["corpus.jsonl", "corpus.jsonl (1)"]
+
+
+def test_inspect_shows_the_texts(made, capsys):
+    """Every document of both splits reads as the text it was made of, whatever shard holds it."""
+    found = []
+    for split in ("train", "validation"):
+        rows = answer(capsys, "inspect", made.folder, "--split", split, "--document", 0, "--count", 1000)
+        assert [row["number"] for row in rows] == list(range(len(rows)))
+        assert all(len(row["text"].encode()) == row["num_bytes"] for row in rows)
+        found += [row["text"] for row in rows]
+    assert sorted(found) == sorted(made.texts)
+
+
+def test_inspect_draws_and_finds_documents(made, capsys):
+    """The same seed draws the same documents; a search finds a text by a part of it."""
+    draws = [answer(capsys, "inspect", made.folder, "--seed", seed) for seed in (1, 1, 2)]
+    assert draws[0] == draws[1] != draws[2] and len(draws[0]) == 3
+    wanted = Inspection(made.folder).document(40)
+    assert answer(capsys, "inspect", made.folder, "--search", wanted["text"][:30]) == [wanted]
+    assert "no document of train holds" in refusal(main, ["inspect", str(made.folder), "--search", "nowhere"])
+
+
+def test_a_block_is_taken_apart_into_its_documents(made):
+    """The parts of a block cover it without gaps, and their texts come from exactly those tokens."""
+    inspection, length = Inspection(made.folder), 500
+    stream = np.concatenate(documents_of(made.folder))
+    shards = set()
+    for number in range(0, (len(stream) - 1) // length, 3):
+        block, end = inspection.block(number, length), 0
+        for part in block["documents"]:
+            (first, last), (begin, stop) = part["document_tokens"], part["block_tokens"]
+            assert begin == end and last - first == stop - begin
+            tokens = stream[number * length + begin : number * length + stop]
+            assert (inspection.split.read(part["number"]).tokens[first:last] == tokens).all()
+            shards.add(part["shard"])
+            end = stop
+        assert end == length + 1
+    assert len(shards) > 3
+
+
+def test_a_sample_is_the_one_training_reads(made, tmp_path, capsys):
+    """Sample i of a recipe is the block that PackedDataset gives the Trainer at i, also in the next epoch."""
+    from pretraining.data.order import GlobalOrder
+    from pretraining.recipe import load_recipe
+
+    recipe = load_recipe(str(recipe_file(tmp_path, made.source)))
+    split = open_finished(made.folder).split("train").stream
+    fingerprint = read_manifest(made.folder)["fingerprint"]
+    order = GlobalOrder(split.num_blocks(32), recipe.data_seed, fingerprint)
+    dataset = PackedDataset(split, 32, order, num_samples=10_000)
+    for sample in (0, 7, order.num_blocks + 3):  # by whatever name the data is read
+        words = ("--sample", sample, "--recipe", tmp_path / "small.json", "--set", f"data.name=set-{sample}")
+        shown = answer(capsys, "inspect", made.folder, *words)
+        assert shown["split"] == "train"
+        [(start, stop)] = shown["stretches"]
+        tokens = split.read(start, stop + 1)
+        assert (dataset[sample]["input_ids"] == tokens[:-1]).all()
+        assert shown["epoch"] == sample // order.num_blocks
+        assert shown["step"] == sample // recipe.samples_per_step + 1
+        assert sum(last - first for first, last in (p["block_tokens"] for p in shown["documents"])) == 33
+
+
+def test_a_sample_of_a_mixture_is_shown_too(made, tmp_path, capsys):
+    """The README's command on a recipe with weights."""
+    words = ("--sample", 3, "--recipe", recipe_file(tmp_path, made.source))
+    settings = ("--set", "data.sources.0.weight=1", "--set", "data.sources.0.max_epochs=1e6")
+    shown = answer(capsys, "inspect", made.folder, *words, *settings)
+    assert shown["sample"] == 3 and sum(len(part["text"]) for part in shown["documents"])
+
+
+def test_a_packed_sample_shows_the_documents_it_is_made_of(made, tmp_path, capsys):
+    """With `data.packing` best_fit: the parts follow each other without gaps and are a packed block's tokens."""
+    file = recipe_file(tmp_path, made.source)
+    file.write_text(file.read_text().replace('"name": "corpus",', '"name": "corpus", "packing": "best_fit",'))
+    split = open_finished(made.folder).split("train")
+    dataset = PackedDataset(split.stream, 32, packing="best_fit")
+    samples = map(dataset.read_block, range(dataset.num_blocks))
+    blocks = [[*sample["input_ids"], sample["labels"][-1]] for sample in samples]
+    stretches = 0
+    for sample in range(6):
+        shown = answer(capsys, "inspect", made.folder, "--sample", sample, "--recipe", file)
+        tokens: list[int] = []
+        for part in shown["documents"]:
+            assert part["block_tokens"][0] == len(tokens)
+            tokens += split.read(part["number"]).tokens[slice(*part["document_tokens"])].tolist()
+        assert tokens in blocks
+        stretches += len(shown["stretches"])
+    assert stretches > 6
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--sample", "1", "--recipe", "tiny", "--sequence_length", "32"], "leave out --sequence_length"),
+        (["--document", "4000"], "counted from 0 to"),
+        (["--block", "4000", "--sequence_length", "32"], "--block 4000: train has"),
+        (["--block", "1"], "--block needs --sequence_length or --recipe"),
+        (["--sample", "1"], "--sample needs --recipe"),
+        (["--split", "trian"], "did you mean 'train'?"),
+        (["--sample", "1", "--recipe", "tiny"], "trains on"),
+    ],
+)
+def test_inspect_refuses_what_is_not_there(made, words, said):
+    """One line that says what there is."""
+    assert said in refusal(main, ["inspect", str(made.folder), *words])
+
+
+def test_folders_that_hold_no_finished_data_are_one_line(made, tmp_path):
+    """An unknown folder, one above the data, one whose preparation was interrupted: what, where, what to do."""
+    said = refusal(main, ["verify", str(tmp_path / "nowhere")])
+    assert "no such folder" in said and "python data_prep.py --recipe tiny" in said
+    assert "data sets inside it: corpus" in refusal(main, ["stats", str(made.folder.parent)])
+    (tmp_path / "half" / "train").mkdir(parents=True)
+    message = refusal(main, ["inspect", str(tmp_path / "half")])
+    assert "no manifest.json" in message and "run data_prep.py to its end" in message
+
+
+def test_the_command_line_is_cheap_and_honest(made):
+    """Help shows examples and loads nothing heavy; a damaged argument is exit code 2 without a traceback."""
+    program = "import sys, pretraining.data.__main__; sys.exit(bool({'numpy', 'pyarrow', 'torch'} & set(sys.modules)))"
+    assert execute([sys.executable, "-c", program]).code == 0
+    tool = [sys.executable, "-m", "pretraining.data"]
+    for verb in ([], ["verify"], ["stats"], ["inspect"], ["convert"], ["push"]):
+        finished = execute([*tool, *verb, "--help"])
+        assert finished.code == 0 and "examples:" in finished.stdout
+        summary = finished.stdout.partition("positional arguments")[0]
+        assert verb != ["convert"] or all(form in summary for form in (*FORMATS, *READ_ONLY))
+    finished = execute([*tool, "stats", made.folder, "--no-tokens"])
+    assert finished.code == 0 and "tokens per document" in finished.stdout
+    finished = execute([*tool, "verify", made.folder / "nowhere"])
+    assert finished.code == 2 and finished.stderr.startswith("error: ") and finished.stderr.count("\n") == 1
+
+
+def test_a_missing_tokenizer_is_one_line(copy):
+    """Without its tokenizer the data set cannot be read as text, and every verb says so by the file's name."""
+    path = copy / "tokenizer" / "tokenizer.json"
+    path.unlink()
+    for words in (["stats"], ["inspect"], ["verify"]):
+        assert f"{path}: missing" in refusal(main, [*words, str(copy)])
+    assert f"{path}: missing" in refusal(main, ["push", str(copy), "someone/corpus", "--dry_run"])
+    measure_data(copy, with_tokens=False)

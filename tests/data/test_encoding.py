@@ -1,0 +1,321 @@
+"""Encoding: fast backends give the reference's tokens, differences are caught, and flat writing changes no byte."""
+
+import builtins
+import json
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from pretraining.data.corpus import Batch, Corpus
+from pretraining.data.counting import count_data
+from pretraining.data.encoder import (
+    BACKENDS,
+    CHECKED_ONE_IN,
+    Encoder,
+    Fastokens,
+    adversarial_texts,
+    close_documents,
+    is_checked,
+)
+from pretraining.data.encoder_backends import uncovered_texts
+from pretraining.data.preparation.tokenizing import MakeTokenizer, runs_of
+from pretraining.data.shard_writer import SplitWriter
+from pretraining.data.sources import open_source
+from pretraining.data.tokenizer import END_OF_TEXT, describe_tokenizer, train_tokenizer
+from pretraining.errors import UserError
+from pretraining.recipe.data import Data, Source
+from pretraining.recipe.model import Model
+
+UINT16 = np.dtype(np.uint16)
+FAST = ("fastokens", "gigatoken")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A byte-level BPE of 2,000 ids, trained on this repository's sources and on what is adversarial.
+
+    It has merges across quotes and letters of Unicode 17, which libraries with older tables take for symbols.
+    """
+    sources = sorted(Path(__file__).resolve().parents[2].joinpath("pretraining").rglob("*.py"))
+    texts = [path.read_text(encoding="utf-8") for path in sources]
+    path = tmp_path_factory.mktemp("encoding") / "tokenizer"
+    new_letters = [f' "{chr(code)}"),' for code in range(0x16EA0, 0x16EB9)] * 40
+    train_tokenizer([*texts, *adversarial_texts((), seed=1) * 3, *new_letters], 2000, path)
+    return path
+
+
+def open_encoder(folder: Path, backend: str, **options) -> Encoder:
+    return Encoder.open(folder, describe_tokenizer(folder, "test"), UINT16, backend, **options)
+
+
+def random_texts(count: int, seed: int) -> list[str]:
+    """Strings of any code points, biased to ASCII, spaces and the planes in use."""
+    draw = random.Random(seed)
+    ranges = [(32, 127), (9, 14), (32, 33), (0x80, 0x2FF), (0x300, 0x36F), (0x400, 0x3100), (0x3100, 0xD800)]
+    ranges += [(0xE000, 0x10000), (0x10000, 0x20000), (0x20000, 0x110000)]
+    weights = [30, 6, 20, 8, 4, 8, 6, 3, 4, 2]
+    lengths = [draw.choice((1, 3, 20, 200)) for _ in range(count)]
+    return [
+        "".join(chr(draw.randrange(*chosen)) for chosen in draw.choices(ranges, weights, k=length))
+        for length in lengths
+    ]
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_fast_backend_gives_the_tokens_of_the_reference(folder: Path, name: str) -> None:
+    """Exactness: adversarial and random strings, unassigned and private-use code points included."""
+    pytest.importorskip(name)
+    texts = [*adversarial_texts((END_OF_TEXT,), seed=2, num_random=1500), *random_texts(3000, seed=3)]
+    texts += [f'("a", "{chr(code)}"),' for code in range(0x16EA0, 0x16EB9)]
+    fast, reference = open_encoder(folder, name), open_encoder(folder, "tokenizers")
+    assert fast.backend.name == name
+    for found, expected in zip(fast.encode(texts, texts), reference.encode(texts, texts), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("name", (*FAST, "tokenizers"))
+def test_text_that_spells_a_special_token_stays_text(folder: Path, name: str) -> None:
+    """No text can end a document: EOS comes from the encoder alone, once for each text, and decodes back."""
+    if name != "tokenizers":
+        pytest.importorskip(name)
+    encoder = open_encoder(folder, name)
+    texts = [END_OF_TEXT, f"a{END_OF_TEXT}b", f"{END_OF_TEXT}{END_OF_TEXT}", "", " plain"]
+    tokens, ends = encoder.encode(texts, texts)
+    assert tokens.dtype == UINT16 and ends.dtype == np.int64
+    np.testing.assert_array_equal(np.flatnonzero(tokens == encoder.eos_token_id), ends - 1)
+    decode = encoder.reference._tokenizer.decode
+    assert [decode(part[:-1].tolist()) for part in np.split(tokens, ends[:-1])] == texts
+
+
+def test_an_unknown_encoder_is_refused_with_the_nearest_name(folder: Path) -> None:
+    """A wrong `data.encoder` names the key and what there is."""
+    with pytest.raises(UserError, match=r"data\.encoder.*'fastoken'.*fastokens"):
+        open_encoder(folder, "fastoken")
+
+
+def lying(every: int):
+    """fastokens, but the first id of each `every`-th text is another one; short texts are left alone."""
+
+    class Lying(Fastokens):
+        def encode_flat(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+            ids, offsets = super().encode_flat(texts)
+            ids = ids.copy()
+            chosen = [n for n, text in enumerate(texts) if text.startswith("document") and n % every == 0]
+            ids[offsets[chosen]] += 1
+            return ids, offsets
+
+    return Lying
+
+
+def test_a_lie_during_encoding_stops_with_the_document_named(folder: Path, monkeypatch) -> None:
+    """One difference in the checked share raises UserError with the document's place and the way out."""
+    pytest.importorskip("fastokens")
+    texts = [f"document {number}" for number in range(3 * CHECKED_ONE_IN)]
+    checked = [number for number, text in enumerate(texts) if is_checked(text)]
+    monkeypatch.setitem(BACKENDS, "fastokens", lying(1))
+    encoder = open_encoder(folder, "auto")
+    assert checked and encoder.backend.name == "fastokens"
+    with pytest.raises(
+        UserError, match=rf'^corpus\.jsonl:line {checked[0]}: .*data\.encoder to "tokenizers"'
+    ):
+        encoder.encode(texts, [f"corpus.jsonl:line {number}" for number in range(len(texts))])
+
+
+def test_the_checked_share_depends_on_the_text_alone(folder: Path) -> None:
+    """About one document in 500 is checked, the same ones in whatever batches they come."""
+    pytest.importorskip("fastokens")
+    texts = [f"document {number}" for number in range(10_000)]
+    one, other = open_encoder(folder, "fastokens"), open_encoder(folder, "fastokens")
+    one.encode(texts, texts)
+    for start in range(0, len(texts), 300):
+        other.encode(texts[start : start + 300], texts[start : start + 300])
+    assert one.num_checked == other.num_checked == sum(map(is_checked, texts))
+    assert 5 <= one.num_checked <= 50
+
+
+def test_a_backend_that_fails_the_first_check_is_replaced_by_the_reference(folder: Path, monkeypatch) -> None:
+    """`auto` falls back with one sentence where the corpus shows a difference; a named backend is refused."""
+    pytest.importorskip("fastokens")
+    monkeypatch.setitem(BACKENDS, "fastokens", lying(1))
+    sample = ["document of the corpus"]
+    encoder = open_encoder(folder, "auto", sample=sample)
+    assert encoder.backend.name == "tokenizers"
+    assert (
+        "fastokens encodes 'document of the corpus' differently" in encoder.note and "\n" not in encoder.note
+    )
+    assert encoder.encode(sample, sample)[0][-1] == encoder.eos_token_id
+    with pytest.raises(UserError, match=r"data\.encoder: fastokens encodes .* differently"):
+        open_encoder(folder, "fastokens", sample=sample)
+
+
+def test_a_missing_backend_costs_a_sentence(folder: Path, monkeypatch) -> None:
+    """Without fastokens `auto` encodes by the reference and says how to be fast."""
+    real_import = builtins.__import__
+
+    def without_fastokens(name, *arguments, **options):
+        if name == "fastokens":
+            raise ModuleNotFoundError("No module named 'fastokens'", name="fastokens")
+        return real_import(name, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "__import__", without_fastokens)
+    encoder = open_encoder(folder, "auto")
+    assert encoder.backend.name == "tokenizers" and "pip install fastokens" in encoder.note
+
+
+def test_a_tokenizer_no_fast_backend_loads_falls_back(tmp_path: Path) -> None:
+    """What a fast backend cannot read (here a Unigram model) is encoded by the reference."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    pieces = [("<unk>", 0.0), ("<eos>", -9.0), ("\u2581a", -1.0), ("b", -2.0), ("\u2581", -3.0), ("a", -2.5)]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    encoder = open_encoder(tmp_path, "auto")
+    assert encoder.encode(["ab a"], ["here"])[0].tolist() == [2, 3, 2, encoder.eos_token_id]
+    assert encoder.backend.name == "tokenizers" and encoder.note.startswith("fastokens cannot use")
+
+
+def test_a_special_token_the_model_itself_produces_is_refused(tmp_path: Path) -> None:
+    """A tokenizer in which text can spell EOS whatever one does is not used silently."""
+    from tokenizers import Tokenizer, models
+
+    tokenizer = Tokenizer(models.Unigram([("<unk>", 0.0), ("</s>", -1.0), ("a", -2.0)], unk_id=0))
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match=r"data\.tokenizer: .*'</s>'"):
+        open_encoder(tmp_path, "auto")
+
+
+def test_texts_beyond_the_unicode_tables_are_found() -> None:
+    """Unassigned and private-use code points are left to the reference, ordinary text in any script is not."""
+    texts = ["plain", "caf\u00e9 \u4e2d\u6587 \U0001f642", "\u0378", "x\ue000", "\U0010fffd", "\u0301e"]
+    assert uncovered_texts(texts) == [2, 3, 4]
+
+
+def test_documents_are_closed_one_by_one() -> None:
+    """An EOS after each text, empty ones and an empty batch included, as appending one by one would put it."""
+    draw = np.random.default_rng(0)
+    for count in (0, 1, 50):
+        parts = [draw.integers(1, 9, draw.integers(0, 5)) for _ in range(count)]
+        offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int64)
+        ids = np.concatenate([*parts, []]).astype(np.uint32)
+        tokens, ends = close_documents(ids, offsets, 0, UINT16)
+        assert tokens.tolist() == [token for part in parts for token in [*part.tolist(), 0]]
+        assert ends.tolist() == np.cumsum([len(part) + 1 for part in parts]).tolist()
+
+
+@pytest.mark.parametrize("shard_documents", [4, 4_000_000])
+def test_flat_runs_write_the_shards_of_single_documents(
+    tmp_path: Path, monkeypatch, shard_documents: int
+) -> None:
+    """The shards' bytes depend on the documents, not on the runs they were appended in; long ones included."""
+    monkeypatch.setattr("pretraining.data.shard_writer.SHARD_DOCUMENTS", shard_documents)
+    draw = np.random.default_rng(4)
+    documents = [
+        draw.integers(0, 60_000, size).astype(UINT16) for size in draw.choice([1, 3, 9, 60, 130], 70)
+    ]
+    num_bytes = np.arange(len(documents))
+    entries = []
+    for name, run in (("one", 1), ("seven", 7), ("all", 70)):
+        writer = SplitWriter(tmp_path / name, UINT16, 100)
+        for first in range(0, len(documents), run):
+            batch = documents[first : first + run]
+            writer.extend(
+                np.concatenate(batch), np.cumsum(list(map(len, batch))), num_bytes[first : first + run]
+            )
+        entries.append(writer.finish())
+    single = SplitWriter(tmp_path / "append", UINT16, 100)
+    for tokens, size in zip(documents, num_bytes, strict=True):
+        single.append(tokens, size)
+    assert [single.finish()] * 3 == entries and len(entries[0]["shards"]) > 10
+
+
+def test_a_trained_tokenizer_has_special_tokens_and_a_least_frequency(tmp_path: Path) -> None:
+    """Ids in their order, known to transformers; text that spells one stays text; rare pairs are not merged."""
+    from transformers import AutoTokenizer
+
+    texts = ["the cat sat <|user|> on the mat"] * 5 + ["zyxwv zyxwv"] * 2
+    special = ["<|user|>", "<|assistant|>"]
+    train_tokenizer(texts, 270, tmp_path / "few", min_frequency=5, special_tokens=special)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "few")
+    assert tokenizer.convert_tokens_to_ids([END_OF_TEXT, *special]) == [0, 1, 2] and len(tokenizer) == 270
+    assert set(special) <= set(tokenizer.all_special_tokens)
+    assert tokenizer.decode(tokenizer("<|user|>cat").input_ids, skip_special_tokens=True) == "cat"
+    info = describe_tokenizer(tmp_path / "few", "few")
+    encoder = Encoder.open(tmp_path / "few", info, UINT16, "auto", sample=texts)
+    tokens, _ = encoder.encode(["<|user|> on"], ["here"])
+    assert not set(tokens[:-1].tolist()) & {0, 1, 2}
+    assert "zy" not in tokenizer.get_vocab() and "at" in tokenizer.get_vocab()
+    with pytest.raises(UserError, match="or lower min_frequency"):
+        train_tokenizer(texts, 400, tmp_path / "more", min_frequency=6)
+
+
+def test_runs_cover_the_batch() -> None:
+    """Neighbours of one split form a run; the runs join to the whole."""
+    values = np.array([False, False, True, False, True, True])
+    assert list(runs_of(values)) == [(0, 2), (2, 3), (3, 4), (4, 6)]
+    assert list(runs_of(np.array([True]))) == [(0, 1)]
+
+
+def test_the_training_sample_takes_as_much_of_each_source(tmp_path: Path, monkeypatch) -> None:
+    """A tokenizer sees all sources, whatever a run's weights, and never the validation documents."""
+    monkeypatch.setattr("pretraining.data.preparation.tokenizing.TRAINING_BYTES", 40_000)
+    monkeypatch.setattr("pretraining.data.corpus.BATCH_BYTES", 500)
+    specs = [
+        {"path": str(tmp_path / f"{name}.jsonl"), "weight": weight}
+        for name, weight in (("a", 1.0), ("b", 3.0))
+    ]
+    for spec in specs:
+        lines = (json.dumps({"text": f"{number} of {spec['path']}"}) for number in range(2_000))
+        Path(spec["path"]).write_text("\n".join(lines))
+    corpus = Corpus.of(
+        Data.of({"name": "c", "sources": specs, "tokenizer": "x"}),
+        [open_source(Source(**spec)) for spec in specs],
+    )
+    stage = MakeTokenizer(tmp_path, corpus, {"train_vocab_size": 300}, None, validation_share=0.3)
+    seen: list[Batch] = list(stage.training_batches({}))
+    sizes = [sum(sum(batch.num_bytes) for batch in seen if batch.source == source) for source in (0, 1)]
+    assert all(abs(size - 20_000) < 1000 for size in sizes)
+    assert min(draw for batch in seen for draw in batch.draws) >= 0.3
+
+
+ODD_LINES = [
+    '{"text": "a\\ud83d\\ude42\\u0000b", "x": NaN}',
+    '{"text": "half \\ud800"}',
+    ' {"text": "first", "text": "last"} ',
+    '{"n": 123456789012345678901234567890, "text": "caf\\u00e9 \u4e2d"}',
+    "  ",
+    '{"text": ""}',
+]
+
+
+def test_the_fast_json_reader_gives_what_json_gives(tmp_path: Path) -> None:
+    """Lines that orjson reads otherwise, or not at all, give the text of the standard library's parser."""
+    path = tmp_path / "odd.jsonl"
+    path.write_text("\n".join(ODD_LINES), encoding="utf-8")
+    expected = [json.loads(line)["text"] for line in ODD_LINES if line.strip()]
+    assert [text for text, _ in open_source(Source(path=str(path))).documents()] == expected
+
+
+def test_count_agrees_with_the_sources_and_writes_nothing(folder: Path, tmp_path: Path) -> None:
+    """`--count` gives documents, bytes and tokens by source, and of the first documents only where asked."""
+    texts = [[f"text {number} of {name}" for number in range(30)] for name in "ab"]
+    paths = [tmp_path / f"{name}.jsonl" for name in "ab"]
+    for path, lines in zip(paths, texts, strict=True):
+        path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    data = {"name": "c", "sources": [{"path": str(path)} for path in paths], "tokenizer": str(folder)}
+    recipe = SimpleNamespace(
+        data=Data.of({**data, "validation_share": 0.1}), model=Model(vocab_size=None), sequence_length=8
+    )
+    before = sorted(tmp_path.rglob("*"))
+    counts, first = (count_data(recipe, limit, False).to_dict() for limit in (None, 4))
+    reference = open_encoder(folder, "tokenizers")
+    for row, lines in zip(counts["sources"], texts, strict=True):
+        assert row["tokens"] == len(reference.encode(lines, lines)[0])
+        assert (row["documents"], row["text_bytes"]) == (30, len("".join(lines)))
+        assert row["compression"] == row["bytes_per_token"] / 2
+    assert counts["total"]["documents"] == 60 and first["total"]["documents"] == 8
+    assert sorted(tmp_path.rglob("*")) == before

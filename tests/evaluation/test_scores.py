@@ -1,0 +1,216 @@
+"""HellaSwag and the tasks of lm-eval: what lm-eval itself finds, item by item."""
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+
+from pretraining.data.prepared import open_prepared
+from pretraining.data.streaming.cache import CacheSettings
+from pretraining.errors import UserError
+from pretraining.evaluation.evaluator import Evaluator
+from pretraining.evaluation.harness import Harness, load_tasks, scores_of
+from pretraining.evaluation.likelihood import HellaSwag, Pair, read_items, score
+from pretraining.recipe import load_recipe
+from tests.gear.runs import REPOSITORY, SMALL_RECIPE
+from tests.gear.scored_tasks import hellaswag_items, write_hellaswag_task, write_items, write_tasks
+
+SHAPE = {"max_length": SMALL_RECIPE["model"]["n_positions"], "batch_size": 3}
+
+
+@pytest.fixture(scope="module")
+def model(workshop):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(workshop.plain().dir.export)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(workshop):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(workshop.data / "corpus/tokenizer")
+
+
+@pytest.fixture(scope="module")
+def items(tmp_path_factory):
+    return write_items(tmp_path_factory.mktemp("items") / "hellaswag_val.jsonl")
+
+
+def found_by_lm_eval(model, tokenizer, folder, samples=False) -> dict:
+    """What lm-eval's evaluator and its own model class say of the tasks in a folder."""
+    evaluator = pytest.importorskip(
+        "lm_eval.evaluator", reason="lm-eval is not installed (requirements-eval.txt)"
+    )
+    from lm_eval.models.huggingface import HFLM
+
+    asked = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=2, max_length=SHAPE["max_length"])
+    return evaluator.evaluate(asked, load_tasks([str(folder)]), bootstrap_iters=0, log_samples=samples)
+
+
+def test_hellaswag_is_scored_as_lm_eval_does_item_by_item(model, tokenizer, items, tmp_path):
+    """The same prompts cut to the same positions: every ending's log-probability, acc and acc_norm of every item."""
+    theirs = found_by_lm_eval(model, tokenizer, write_hellaswag_task(tmp_path, items), samples=True)
+    samples = sorted(theirs["samples"]["hellaswag"], key=lambda sample: sample["doc_id"])
+    ours = HellaSwag(read_items(str(items)), tokenizer, **SHAPE)
+    scores = iter(score(model, ours.pairs, **SHAPE))
+    for item, answer, sample in zip(ours.items, ours.answers(model), samples, strict=True):
+        assert (answer.plain == item.right, answer.normalised == item.right) == (
+            bool(sample["acc"]),
+            bool(sample["acc_norm"]),
+        )
+        for response in sample["filtered_resps"]:
+            assert next(scores).log_probability == pytest.approx(float(response[0]), abs=1e-4)
+    found = ours.measure(model)
+    assert found == {
+        f"hellaswag/{key}": theirs["results"]["hellaswag"][f"{key},none"] for key in ("acc", "acc_norm")
+    }
+    assert 0 < found["hellaswag/acc"] < 1 and any(
+        each.plain != each.normalised for each in ours.answers(model)
+    )
+
+
+def test_tasks_are_scored_as_lm_eval_does(model, tokenizer, items, tmp_path):
+    """Texts that are read in windows, and texts that are continued to a stop string."""
+    folder = write_tasks(tmp_path, items)
+    theirs = scores_of(found_by_lm_eval(model, tokenizer, folder)["results"])
+    state = model.config.to_dict()
+    ours = Harness([str(folder)], tokenizer, **SHAPE)
+    assert set(theirs) == {"read_line/bits_per_byte", "continue_line/exact_match"}
+    for _ in range(2):
+        assert ours.measure(model) == pytest.approx(theirs, abs=1e-6)
+    assert model.config.to_dict() == state
+
+
+def test_continuations_are_those_of_lm_eval(model, tokenizer, items, tmp_path):
+    """Text by text, cut at the stop string."""
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed (requirements-eval.txt)")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    from pretraining.evaluation.harness_model import HarnessModel
+
+    arguments = {"until": ["a", "\n"], "max_gen_toks": 12}
+    asked = [
+        Instance("generate_until", {}, (f"def {word}", arguments), number)
+        for number, word in enumerate(("run", "x", "f(self"))
+    ]
+    theirs = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, max_length=SHAPE["max_length"])
+    ours = HarnessModel(model, tokenizer, **SHAPE)
+    texts = ours.generate_until(asked)
+    assert texts == theirs.generate_until(asked, disable_tqdm=True) and any(texts)
+
+
+def test_a_score_does_not_depend_on_the_batch(model):
+    """Pairs of all lengths, one of them longer than the model reads, alone and together; nothing costs nothing."""
+    pairs = [Pair(list(range(1, n + 2)), list(range(5, 5 + n % 7))) for n in (3, 80, 11, 0, 7, 64)]
+    together = score(model, pairs, max_length=64, batch_size=4)
+    for pair, found in zip(pairs, together, strict=True):
+        alone = score(model, [pair], max_length=64, batch_size=1)[0]
+        assert found.log_probability == pytest.approx(alone.log_probability, abs=1e-4)
+    assert together[3] == (0.0, True) and model.training is False
+
+
+def evaluator(workshop, tokenizer, items, **section):
+    """Of the small recipe, four items of HellaSwag scored with it."""
+    recipe = load_recipe(str(workshop.recipe))
+    asked = {"hellaswag": str(items), "task_limit": 4, "max_validation_tokens": 128, **section}
+    recipe = replace(recipe, evaluation=replace(recipe.evaluation, **asked))
+    data = open_prepared(recipe, workshop.data, CacheSettings.of(None, None))
+    return Evaluator(recipe, data, tokenizer, last_step=10)
+
+
+def test_scores_come_with_the_validations_that_the_recipe_says(workshop, model, tokenizer, items):
+    """Every task_steps steps, and at the last; the loss at each."""
+    ours = evaluator(workshop, tokenizer, items, task_steps=4)
+    names = {step: set(ours.measure(model, step, lambda: False)) for step in (2, 4, 10)}
+    assert names[2] == {"loss", "perplexity", "bits_per_byte"}
+    assert names[4] == names[10] == names[2] | {"hellaswag/acc", "hellaswag/acc_norm"}
+
+
+def test_a_stop_ends_the_scoring_without_a_result(workshop, model, tokenizer, items):
+    """Asked for in any round: of the validation or of the scores."""
+    ours, asked = evaluator(workshop, tokenizer, items), []
+    assert ours.measure(model, 4, lambda: asked.append(1) or False) and len(asked) >= 2
+    for round_number in range(len(asked)):
+        answers = iter([*[False] * round_number, True])
+        assert ours.measure(model, 4, lambda answers=answers: next(answers)) is None
+
+
+def test_a_metric_that_no_validation_has_is_told(workshop, model, tokenizer, items):
+    with pytest.raises(UserError, match="has no 'code_loss'"):
+        evaluator(workshop, tokenizer, items, metric="code_loss")
+    with pytest.raises(UserError, match="did you mean 'hellaswag/acc_norm'"):
+        evaluator(workshop, tokenizer, items, metric="hellaswag/acc_nrm").measure(model, 4, lambda: False)
+
+
+def test_what_lm_eval_calls_its_scores():
+    """A filter of its own stays in the name; errors of estimates and names do not count as scores."""
+    results = {
+        "gsm8k": {"alias": "gsm8k", "exact_match,strict-match": 0.5, "exact_match_stderr,strict-match": "N/A"}
+    }
+    results["arc"] = {"acc,none": 1, "acc_stderr,none": 0.1, "sample_len": 3}
+    assert scores_of(results) == {"gsm8k/exact_match.strict-match": 0.5, "arc/acc": 1.0}
+
+
+BROKEN = {
+    "no JSON": ("{", "line 1|cannot be read"),
+    "a field missing": (json.dumps({**hellaswag_items(1)[0], "endings": []}), "line 1: has no endings"),
+    "a label that names no ending": (
+        json.dumps({**hellaswag_items(1)[0], "label": "4"}),
+        "has the label '4'",
+    ),
+    "nothing": ("", "holds no items"),
+}
+
+
+@pytest.mark.parametrize("text, said", BROKEN.values(), ids=BROKEN)
+def test_items_that_cannot_be_scored_are_told(tmp_path, text, said):
+    path = tmp_path / "items.jsonl"
+    path.write_text(text)
+    with pytest.raises(UserError, match=said):
+        read_items(str(path))
+    with pytest.raises(UserError, match="cannot be read"):
+        read_items(str(tmp_path / "nowhere.jsonl"))
+
+
+def test_the_page_shows_the_form_of_a_file_of_one_s_own(tmp_path):
+    """The line of docs/commands.md is a question as it is, and gives the prompt that the page says."""
+    page = (REPOSITORY / "docs" / "commands.md").read_text(encoding="utf-8")
+    (tmp_path / "own.jsonl").write_text(next(line for line in page.splitlines() if "activity_label" in line))
+    (item,) = read_items(str(tmp_path / "own.jsonl"))
+    assert item.context == "Baking: She puts the cake into the oven. Then she"
+    assert len(item.endings) == 4 and item.endings[item.right] == "waits for an hour."
+
+
+def test_items_of_a_data_set_are_those_of_the_file(tmp_path, items, monkeypatch):
+    """What the hub holds: a validation split with the same fields."""
+    config = pytest.importorskip("datasets").config
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(config, "HF_HUB_OFFLINE", True)
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "validation.jsonl").write_bytes(items.read_bytes())
+    assert read_items(str(tmp_path / "set"), 7) == read_items(str(items))[:7]
+    with pytest.raises(UserError, match="no such file, and no dataset"):
+        read_items(str(tmp_path / "nowhere"))
+
+
+def test_a_missing_lm_eval_costs_one_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "lm_eval.tasks", raising=False)
+    with pytest.raises(UserError, match=r"evaluation\.tasks .* pip install lm_eval"):
+        load_tasks(["arc_easy"])
+
+
+@pytest.mark.parametrize("text, said", [("task: [", "cannot be loaded"), (None, "knows no task")])
+def test_a_task_that_cannot_be_loaded_is_told(tmp_path, text, said):
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed (requirements-eval.txt)")
+    path = tmp_path / "task.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UserError, match=f"evaluation.tasks: .*{said}"):
+        load_tasks([str(path)])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="holds no task"):
+        load_tasks([str(tmp_path / "empty")])

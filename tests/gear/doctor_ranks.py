@@ -1,0 +1,119 @@
+"""What a rank of the doctor does: `python -m tests.gear.doctor_ranks FAULT OPTIONS`; rank 1 is the sick one."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+from pretraining.doctor import __main__ as doctor
+from pretraining.doctor import cluster, devices, shared
+from pretraining.doctor.findings import BREAKS, FINE, Finding
+from pretraining.errors import one_line_errors
+from tests.gear.hosts import Hosts
+
+NAMES = ["alpha", "beta", "gamma"]
+SLOW_SECONDS = 0.1
+"""Of a product that takes some milliseconds."""
+
+
+def main(fault: str, folder: str, options: list[str]) -> None:
+    rank = int(os.environ["RANK"])
+    # This machine by itself is tested elsewhere: here its lines are those of a node.
+    doctor.examine = lambda options: (lines_of_node(fault, rank), SimpleNamespace(several_machines=True))
+    doctor._keep = lambda findings, launch: None
+    doctor._answer = lambda findings, found, *_: {
+        "findings": [each.to_dict() for each in findings],
+        "summary": found,
+    }
+    shared.LOOK_SECONDS = 2.0  # no network folder is late here
+    FAULTS[fault](rank, Path(folder))
+    with one_line_errors():
+        doctor.main(["--output_dir", str(Path(folder, "run")), "--json", *options])
+
+
+def lines_of_node(fault: str, rank: int) -> list[Finding]:
+    """Two lines that are the same everywhere, but for a number, and one that a sick node has alone."""
+    alike = [Finding("NUMA", FINE, "one socket"), Finding("disk", FINE, f"{rank + 1}.50 GB free")]
+    return [
+        *alike,
+        *([Finding("open files", BREAKS, "256", "ulimit -n 65536")] if fault == "sick" and rank else []),
+    ]
+
+
+def healthy(rank: int, folder: Path) -> None:
+    pass
+
+
+def sick(rank: int, folder: Path) -> None:
+    """Rank 1 is a host of its own: slow, with another DeepSpeed, variable, clock and folder."""
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    if rank == 0:
+        return
+    other = folder / "other"
+    (other / "deepspeed-9.9.9.dist-info").mkdir(parents=True)
+    (other / "deepspeed-9.9.9.dist-info" / "METADATA").write_text("Name: deepspeed\nVersion: 9.9.9\n")
+    sys.path.insert(0, str(other))
+    os.environ["NCCL_ALGO"] = "Ring"
+    shared.time = SimpleNamespace(**{**vars(time), "time": lambda: time.time() + 90})
+    absolute = cluster.ProbedFolder
+    cluster.ProbedFolder = lambda run, *more: absolute(run / "elsewhere", *more)
+    products = devices.Devices._products
+
+    def slow_products(self) -> tuple[float, Callable[[], None]]:
+        flops, multiply = products(self)
+        return flops, lambda: (multiply(), time.sleep(SLOW_SECONDS))
+
+    devices.Devices._products = slow_products
+
+
+def apart(rank: int, folder: Path) -> None:
+    """Each rank is a host with its own network (`hosts.py`); gamma has another disk in place of the run's."""
+    made = Hosts(folder, NAMES)
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR=made.address(NAMES[0]))
+    made.enter(NAMES[rank], {folder / "run": folder / "own"} if NAMES[rank] == "gamma" else {})
+
+
+def absent(rank: int, folder: Path) -> None:
+    """The launcher was to start a third rank."""
+    os.environ["WORLD_SIZE"] = "3"
+    cluster.ARRIVAL_SECONDS = 3.0
+
+
+def stopped(rank: int, folder: Path) -> None:
+    """Rank 1's process stops in the middle of a collective's step, and is killed much later."""
+    devices.DEVICE_SECONDS = 1.0
+    if rank == 1:
+        devices.Devices.measure = lambda self: _stop()
+
+
+def _stop() -> None:
+    process = os.getpid()
+    if os.fork() == 0:
+        time.sleep(8)
+        os.kill(process, signal.SIGKILL)
+        os._exit(0)
+    os.kill(process, signal.SIGSTOP)
+
+
+def hanging(rank: int, folder: Path) -> None:
+    """Rank 1 does not come to the collective that rank 0 waits in."""
+    devices.DEVICE_SECONDS = 1.0
+    import torch.distributed as dist
+
+    devices.Devices.measure = lambda self: time.sleep(60) if rank else dist.barrier()
+
+
+def failing(rank: int, folder: Path) -> None:
+    """Rank 1 fails before the collective that rank 0 waits in."""
+    hanging(rank, folder)
+    if rank == 1:
+        devices.Devices.measure = lambda self: 1 / 0
+
+
+FAULTS = {each.__name__: each for each in (healthy, sick, apart, absent, stopped, hanging, failing)}
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])

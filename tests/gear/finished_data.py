@@ -1,0 +1,73 @@
+"""A small finished data set of several shards, and what tests of the data tools do with one."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from pretraining.data.__main__ import main
+from pretraining.data.manifest import content_fingerprint, read_manifest
+from pretraining.data.shard_writer import SplitWriter
+from pretraining.data.tools.finished import open_finished
+from pretraining.errors import UserError
+from tests.data.test_data_prep import make_texts, prepare, recipe_for, write_jsonl
+
+
+def make_data(root: Path) -> SimpleNamespace:
+    """A data set whose train split has several shards, with its texts and their file."""
+    texts = make_texts(120)
+    source = write_jsonl(root / "corpus.jsonl", texts)
+    folder = prepare(root / "data", recipe_for(source))
+    cut_into_shards(folder, 4_000)
+    return SimpleNamespace(root=root, folder=folder, texts=texts, source=source)
+
+
+def cut_into_shards(folder: Path, shard_tokens: int) -> None:
+    """Write the train split anew in small shards, as a large corpus has many."""
+    split = open_finished(folder).split("train")
+    documents = [split.read(number) for number in range(split.num_documents)]
+    writer = SplitWriter(folder / "small", split.dtype, shard_tokens)
+    for document in documents:
+        writer.append(document.tokens, document.num_bytes)
+    entry = writer.finish()
+    for path in (folder / "train").iterdir():
+        path.unlink()
+    for path in (folder / "small").iterdir():
+        path.rename(folder / "train" / path.name)
+    (folder / "small").rmdir()
+    change_manifest(folder, lambda manifest: manifest["splits"].update(train=entry))
+
+
+def change_manifest(folder: Path, change) -> None:
+    """Change a manifest, with the fingerprint that goes with its checksums."""
+    manifest = read_manifest(folder)
+    change(manifest)
+    manifest["fingerprint"] = content_fingerprint(manifest["splits"])
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def copy_of(folder: Path, target: Path) -> Path:
+    """A copy of a data set, at `target`."""
+    return Path(shutil.copytree(folder, target))
+
+
+def refusal(action, *arguments, **options) -> str:
+    """The message of the UserError that the action must raise."""
+    with pytest.raises(UserError) as caught:
+        action(*arguments, **options)
+    return str(caught.value)
+
+
+def documents_of(folder: Path, name: str = "train") -> list[np.ndarray]:
+    """[tokens] of every document of a split."""
+    split = open_finished(folder).split(name)
+    return [np.array(split.read(number).tokens) for number in range(split.num_documents)]
+
+
+def answer(capsys, *words) -> dict | list:
+    """What a verb prints with --json."""
+    main([*map(str, words), "--json"])
+    return json.loads(capsys.readouterr().out)

@@ -1,0 +1,201 @@
+"""Kill nodes, ranks, launchers and the store of runs without a shared disk, and see whether anything was lost.
+
+Two nodes (tests/gear/nodes.py) share only a store, which fails one request in ten.
+"""
+
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pretraining.checkpoints.fetch import newest_committed, step_in
+from pretraining.checkpoints.folders import damage
+from pretraining.checkpoints.remote import RemoteRun
+from pretraining.runtime.run_folder import unix_seconds
+from tests.gear.chaos import MOMENTS, PATIENCE_SECONDS, SETTINGS, Folder, ranks_of
+from tests.gear.hosts import Hosts
+from tests.gear.node import NAMES
+from tests.gear.nodes import Nodes
+from tests.gear.object_store import OTHER_CREDENTIALS, OtherServer, Proxy, connect_to
+from tests.gear.runs import Started, Workshop, send_kill
+
+TARGETS = ("node", "rank", "launcher", "store")
+UPLOAD = "s3://bucket/runs"
+LONGEST_OUTAGE_SECONDS = 3.0
+
+
+def one_in_ten(number: int, path: str) -> str | None:
+    """What becomes of a request: every tenth fails, by an answer, without one, or with half of one."""
+    return ("error", "drop", "cut")[number // 10 % 3] if number % 10 == 9 else None
+
+
+class NodeChaos:
+    """`endure` raises `AssertionError` if a run on two nodes lost anything."""
+
+    def __init__(
+        self, workshop: Workshop, folder: Path, made: Hosts, server: OtherServer, proxy: Proxy, seed: int
+    ):
+        self.workshop, self.folder, self.hosts, self.server = workshop, folder, made, server
+        self.variables = connect_to(proxy.address, **OTHER_CREDENTIALS)
+        self.chance, self.counts = random.Random(seed), Counter()
+        self.settings = (*SETTINGS, f"checkpoints.upload={UPLOAD}")
+        self.reference = workshop.run("zero2", 2, settings=SETTINGS)
+        self.lost_with_a_node: set[bytes] = set()
+        """Markers on disks of checkpoints of which a lost node took a part."""
+
+    def endure(self, kills: int) -> dict[str, int]:
+        """Kill so often, over as many runs as it takes, and leave each to finish. {what: how often}."""
+        while self.counts["kills"] < kills:
+            self.counts["runs"] += 1
+            name = f"run-{self.counts['runs']}"
+            self.nodes, self.remote = (
+                Nodes(self.workshop, self.folder, self.hosts, name),
+                RemoteRun(UPLOAD, name),
+            )
+            for _ in range(self.chance.randint(3, 8)):
+                if self.counts["kills"] == kills or not self._start_and_kill():
+                    break
+            self._finish()
+        return dict(self.counts)
+
+    def _start(self) -> dict[str, Started]:
+        return self.nodes.start(settings=self.settings, **self.variables)
+
+    def _start_and_kill(self) -> bool:
+        """Whether something could be killed before the run ended by itself."""
+        moment, target, victim = map(self.chance.choice, (list(MOMENTS), TARGETS, NAMES))
+        wait = self.chance.random() * MOMENTS[moment][1]
+        outage = self.chance.random() * LONGEST_OUTAGE_SECONDS
+        least, began = self._least(), time.time()
+        started, folder = self._start(), Folder(self.nodes.disk("alpha").folder)
+        try:
+            if not _came(started, folder, moment):
+                for each in started.values():
+                    finished = each.finish()
+                    assert finished.code == 0, finished.output
+                return False
+            time.sleep(wait)
+            self._strike(started, target, victim, outage)
+            in_store = self._newest_in_store()
+            if target == "store":
+                for each in started.values():  # training goes on without it
+                    finished = each.finish()
+                    assert finished.code == 0, finished.output
+            else:
+                self._let_them_fall(started)
+        finally:
+            for each in started.values():
+                each.kill()
+        self.counts.update(("kills", moment, target))
+        if target == "node":
+            self._replace(victim)
+        assert self._newest_in_store() >= in_store, "the store lost a committed step"
+        if (target, victim) != ("node", "alpha"):  # which has taken its events along
+            self._continued(least, began)
+        return target != "store"
+
+    def _strike(self, started: dict[str, Started], target: str, victim: str, outage: float) -> None:
+        if target == "node":
+            started[victim].kill()
+        elif target == "rank":
+            send_kill(ranks_of(started[victim])[:1])
+        elif target == "launcher":
+            os.kill(started[victim].process.pid, signal.SIGKILL)
+        else:
+            self.server.kill()
+            time.sleep(outage)
+            self.server.start()
+
+    def _let_them_fall(self, started: dict[str, Started]) -> None:
+        """Ranks that lose others end by themselves, as do launchers; else they are counted."""
+        until = time.monotonic() + PATIENCE_SECONDS
+        while any(each.processes() for each in started.values()) and time.monotonic() < until:
+            time.sleep(0.05)
+        self.counts["killed after patience"] += any(each.processes() for each in started.values())
+
+    def _replace(self, name: str) -> None:
+        """Put an empty node in place of the lost one; what it alone held of checkpoints is gone."""
+        self.nodes.replace(name)
+        in_store = self._newest_in_store()
+        self.lost_with_a_node |= {
+            path.read_bytes() for path in self._markers() if step_in(path.parent.name) > in_store
+        }
+
+    def _markers(self) -> list[Path]:
+        return [
+            path
+            for name in NAMES
+            for path in self.nodes.disk(name).folder.glob("checkpoint-*/committed.json")
+        ]
+
+    def _newest_in_store(self) -> int:
+        name = newest_committed(self.remote, -1)
+        return step_in(name) if name else 0
+
+    def _least(self) -> int:
+        """The step from which the next start must go on, or from a later one."""
+        whole = [
+            step_in(path.parent.name)
+            for path in self._markers()
+            if path.read_bytes() not in self.lost_with_a_node
+        ]
+        return max([self._newest_in_store(), *whole])
+
+    def _continued(self, least: int, began: float) -> None:
+        """The start since then, if it came so far, went on from the newest checkpoint there was."""
+        for event in self.nodes.disk("alpha").events:
+            if event["event"] in ("start", "resume") and unix_seconds(event["time"]) >= int(began):
+                assert event["step"] >= least, (event, least)
+
+    def _finish(self) -> None:
+        """The same command once more: weights, losses and validation are those of the undisturbed run."""
+        least, began = self._least(), time.time()
+        started = self._start()
+        for each in started.values():
+            finished = each.finish()
+            assert finished.code == 0, finished.output
+        run, name = self.nodes.disk("alpha"), "model.safetensors"
+        self._continued(least, began)
+        assert run.losses == self.reference.losses
+        measured = [
+            [(row["step"], row["eval/loss"]) for row in each.validation_rows]
+            for each in (run, self.reference)
+        ]
+        assert measured[0] == measured[1], measured
+        assert (run.dir.export / name).read_bytes() == (self.reference.dir.export / name).read_bytes()
+        self._store_is_whole()
+
+    def _store_is_whole(self) -> None:
+        """The last checkpoint in the store is that of the last step, every byte as committed."""
+        name = newest_committed(self.remote, -1)
+        assert name == "checkpoint-10", name
+        copy = self.folder / "copies" / self.nodes.output.name / name
+        copy.mkdir(parents=True)
+        system = self.remote._filesystem()
+        for path in system.ls(self.remote.where(name), detail=False):
+            (copy / path.rpartition("/")[2]).write_bytes(system.cat_file(path))
+        assert damage(copy) is None
+
+
+def _came(started: dict[str, Started], folder: Folder, moment: str) -> bool:
+    """Wait for the moment; False if a node ended first."""
+    while all(each.process.poll() is None for each in started.values()):
+        try:
+            if MOMENTS[moment][0](folder):
+                return True
+        except OSError:  # a file went while it was looked at
+            continue
+        time.sleep(0.002)
+    return False
+
+
+@contextmanager
+def node_chaos(workshop: Workshop, folder: Path, made: Hosts, seed: int) -> Iterator[NodeChaos]:
+    """The nodes with a store of their own, which this process reaches without the failures."""
+    with OtherServer(folder / "objects") as server, Proxy(server.address, one_in_ten, made.outside) as proxy:
+        os.environ |= connect_to(server.address, **OTHER_CREDENTIALS)
+        yield NodeChaos(workshop, folder, made, server, proxy, seed)

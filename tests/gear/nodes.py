@@ -1,0 +1,92 @@
+"""Nodes on this machine with nothing shared but a store: start a run on them, lose one, look at their disks."""
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.gear.hosts import Hosts, hosts
+from tests.gear.node import NAMES, disk_of
+from tests.gear.runs import Finished, Run, Started, Workshop, choices, free_port
+
+HERE = {"GLOO_SOCKET_IFNAME": "eth0"}
+SLOW = """
+import os
+import time
+
+from transformers import TrainerCallback
+
+from pretraining import extend
+
+
+@extend.callback
+class IsSlow(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        time.sleep(float(os.environ.get("SECONDS_A_STEP", "0")))
+"""
+"""An extension: so many seconds more for each step, in which something may happen to the run."""
+
+
+class Nodes:
+    """The nodes, each with an empty disk in place of the run folder `folder/NAME`."""
+
+    def __init__(self, workshop: Workshop, folder: Path, made: Hosts, name: str = "run"):
+        self.workshop, self.folder, self.hosts = workshop, folder, made
+        self.output = folder / name
+        self.output.mkdir()
+        for each in made.names:
+            self.disk(each).folder.mkdir()
+
+    def disk(self, name: str) -> Run:
+        """The run folder as this node sees it."""
+        return Run(disk_of(self.output, name))
+
+    def replace(self, name: str) -> None:
+        """Put an empty node in place of one."""
+        shutil.rmtree(self.disk(name).folder)
+        self.disk(name).folder.mkdir()
+
+    def start(self, stage="zero2", ranks=1, settings=(), more=(), **variables: str) -> dict[str, Started]:
+        """Start the run, `ranks` of them on each node."""
+        port = str(free_port())
+        options = self.workshop.options("--output_dir", self.output, *choices(stage, settings), *more)
+        return {
+            name: Started(
+                [
+                    "forked",
+                    ranks,
+                    "-m",
+                    "tests.gear.node",
+                    self.folder,
+                    name,
+                    port,
+                    self.output,
+                    "train.py",
+                    *options,
+                ],
+                **HERE,
+                **variables,
+            )
+            for name in NAMES
+        }
+
+    def run(self, **options) -> dict[str, Finished]:
+        """Start the run, and wait for its end on every node."""
+        started = self.start(**options)
+        return {name: each.finish() for name, each in started.items()}
+
+
+def wait_until(started: dict[str, Started], reached: Callable[[], bool]) -> None:
+    """Look again and again; an error where a node ends first."""
+    while not reached():
+        for each in started.values():
+            assert each.process.poll() is None, each.finish().output
+        time.sleep(0.002)
+
+
+@contextmanager
+def two_nodes(workshop: Workshop, folder: Path) -> Iterator[Nodes | None]:
+    """The nodes; None if this system does not let us make them."""
+    with hosts(folder, *NAMES) as made:
+        yield None if made is None else Nodes(workshop, folder, made)

@@ -1,0 +1,440 @@
+"""Files of strangers, mutated: every reader must answer or raise one line, in time, and write nowhere else.
+
+`OutsideFuzz` holds one good file of each kind in a folder `box`, and beside it a tree that nobody may touch. `try_one`
+draws a reader and a mutation from a seed, and says what came of it. A mutation is one of bytes (cut, flipped, doubled,
+brackets without end), of a JSON value (another type, a huge number, a path that leads elsewhere, a key that is gone),
+or another kind of file (a pipe, a folder, a link, a device).
+"""
+
+import contextlib
+import functools
+import gzip
+import hashlib
+import io
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pyarrow
+import torch
+import torch.distributed.checkpoint as dcp
+
+from pretraining.checkpoints import __main__ as checkpoints
+from pretraining.checkpoints.fetch import fetch_share, newest_committed, read_remote_marker
+from pretraining.checkpoints.folders import quick_damage
+from pretraining.checkpoints.format import MARKER, _with_checksum, read_marker, read_receipt, receipt_name
+from pretraining.checkpoints.identity import Start
+from pretraining.checkpoints.publish import LIST, to_store
+from pretraining.checkpoints.remote import RemoteRun
+from pretraining.checkpoints.resume import changes_since
+from pretraining.checkpoints.shard_files import CheckpointReader, mean_running_loss
+from pretraining.data.manifest import read_manifest
+from pretraining.data.prepared import open_prepared
+from pretraining.data.streaming.cache import CacheSettings
+from pretraining.data.streaming.store import PATIENCE_VARIABLE
+from pretraining.data.text_files import local_file, read_documents
+from pretraining.data.tokenizer import describe_tokenizer
+from pretraining.data.tools.finished import open_finished
+from pretraining.errors import UserError, file_error
+from pretraining.model.given_weights import _config_of
+from pretraining.model.weight_files import open_weights
+from pretraining.postmortem import as_text, look_back
+from pretraining.recipe import load_recipe
+from pretraining.recipe.curve import changes_of_run
+from pretraining.reporting import __main__ as reporting
+from pretraining.runtime.journal import Journal
+from pretraining.runtime.lock import holder_of, lock_folder
+from pretraining.runtime.run_folder import RunFolder
+from pretraining.supervise.hostfile import HostfileCommand, Hosts
+from tests.gear.runs import Workshop
+
+DEFECTS = ("traceback", "hang", "outside")
+SECONDS = 20
+"""After which a reader, which takes milliseconds, hangs."""
+MOST_MORE_BYTES = 3 << 30
+"""Memory that a reader may take: a device without end must not take the machine's."""
+DEPTH = 100_000
+VALUES: tuple[Any, ...] = (
+    *(None, True, -1, 0, 1, 2**31, 2**63, 2**64, 10**400, -0.5, 1e308, float("nan"), float("inf")),
+    *("", "x", "\x00", "\ud800", "x\\y", "\x1b[31m\n", "9" * 5000, "x" * 100_000, "2026-99-99T99:99:99Z"),
+    *("../../../sentinel", "x/../../../sentinel", "/sentinel", "xxh128:../../sentinel", ".", "..", "a/b"),
+    *([], {}, [[]], {"": None}, [None], {"step": "x"}),
+)
+"""What a stranger may write in the place of another value."""
+
+
+class Hang(BaseException):
+    """A reader did not come back; no `OSError`, as `TimeoutError` is one that commands turn into a line."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one file: "read", "refused" with its line; or "traceback", "hang" or "outside", and how."""
+
+    kind: str
+    reader: str
+    said: str = ""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A good file, and what reads it. seal: makes valid again what a mutation of its JSON has broken."""
+
+    path: Path
+    read: Callable[[], object]
+    seal: Callable[[bytes], bytes] = lambda content: content
+
+
+def sealed(content: bytes) -> bytes:
+    """A marker whose own checksum holds, as anybody can compute it."""
+    try:
+        text = json.dumps({k: v for k, v in json.loads(content).items() if k != "checksum"}, indent=2)
+    except (ValueError, AttributeError):
+        return content
+    return _with_checksum(text.removesuffix("\n}").encode())
+
+
+class OutsideFuzz:
+    """Readers of a workshop's files, drawn from a seed."""
+
+    def __init__(self, workshop: Workshop, root: Path, seed: int):
+        self.random, self.root, self.box = random.Random(seed), root, root / "a" / "b" / "box"
+        for name in ("sentinel", "a/sentinel", "a/b/sentinel"):
+            (root / name).mkdir(parents=True)
+            (root / name / "precious.txt").write_text(name)
+        run, data = workshop.plain().folder, next(workshop.data.glob("*/manifest.json")).parent
+        self.run = RunFolder(shutil.copytree(run, self.box / "runs" / "run"))
+        self.data = Path(shutil.copytree(data, self.box / "data" / data.name))
+        self.recipe = load_recipe(str(workshop.recipe))
+        self.workshop, self.resolved = workshop, load_recipe(str(self.run.recipe))
+        self.run.changes.write_text('[{"step": 4, "key": "training.seed", "from": 1, "to": 2}]')
+        self.readers = self._readers()
+        self.good = {name: each.path.read_bytes() for name, each in self.readers.items()}
+        self.before = self._outside()
+        for each in self.readers.values():  # none is refused before it is mutated
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                each.read()
+
+    def _readers(self) -> dict[str, Reader]:
+        """Every kind of file that may come from a stranger."""
+        run, box = self.run, self.box
+        resolved = json.loads(run.recipe.read_text())
+        checkpoint = max(run.path.glob("checkpoint-*"), key=lambda path: int(path.name[11:]))
+        run.journal.write_text(
+            '{"step": 5, "to_step": 4, "samples": [8, 16], "lr_factor": 0.5, "lr_steps": 2}\n'
+        )
+        self._write_weights(box / "weights")
+        texts = self._write_texts(box / "texts")
+        hosts, published = box / "hosts.txt", box / "published" / LIST
+        hosts.write_text("alpha slots=4\nbeta slots=2\n")
+        shutil.copyfile(self.workshop.recipe, box / "recipe.json")
+        to_store({"config.json": run.export / "config.json"}, str(published.parent))
+        remote = RemoteRun((box / "runs").as_uri(), run.path.name)
+        heartbeat = sorted(run.heartbeats.iterdir()) if run.heartbeats.is_dir() else []
+        records = {
+            path.stem: Reader(path, self._look_back)
+            for path in (run.events, run.metrics, run.samples, run.plan, run.environment, *heartbeat)
+        }
+        tokenizer, weights = self.data / "tokenizer", box / "weights"
+        index, marker = weights / "index" / "model.safetensors.index.json", checkpoint / MARKER
+        store, manifest = self.box.as_uri() + "/data", self.data / "manifest.json"
+        config = {"config.json": run.export / "config.json"}
+        receipt = checkpoint / receipt_name(0, 1)
+        return {
+            **records,
+            "run's recipe": Reader(run.recipe, lambda: (self._look_back(), changes_of_run(run, resolved))),
+            "lock": Reader(self._lock(), lambda: (holder_of(run.path), lock_folder(run.path, 0).close())),
+            "journal": Reader(run.journal, lambda: self._use_journal(Journal.read(run.journal))),
+            "marker": Reader(marker, self._list, sealed),
+            "marker at a start": Reader(marker, lambda: self._start(checkpoint), sealed),
+            "changes": Reader(run.changes, lambda: self._start(checkpoint)),
+            "marker in a store": Reader(marker, lambda: self._fetch(remote, checkpoint.name), sealed),
+            "receipt": Reader(
+                receipt, lambda: (read_receipt(checkpoint, 0, 1), mean_running_loss(checkpoint, [0], 1))
+            ),
+            "state": Reader(checkpoint / "state.json", lambda: CheckpointReader(checkpoint)),
+            "manifest": Reader(manifest, self._open_data),
+            "manifest at an address": Reader(manifest, lambda: self._open_data(store)),
+            "tokenizer": Reader(tokenizer / "tokenizer.json", self._describe),
+            "tokenizer_config": Reader(tokenizer / "tokenizer_config.json", self._describe),
+            "config": Reader(run.export / "config.json", lambda: _config_of(run.export, "it", "r.json")),
+            "metadata": Reader(weights / ".metadata", lambda: self._weights(weights)),
+            "index": Reader(index, lambda: self._weights(index.parent)),
+            "published": Reader(published, lambda: to_store(config, str(published.parent))),
+            "hostfile": Reader(hosts, lambda: self._hosts(hosts)),
+            "recipe": Reader(box / "recipe.json", lambda: load_recipe(str(box / "recipe.json"))),
+            **{path.name: Reader(path, functools.partial(self._documents, path)) for path in texts},
+        }
+
+    def _lock(self) -> Path:
+        path = self.run.path / ".lock"
+        path.write_text("process 1 on node0")
+        return path
+
+    def _write_weights(self, folder: Path) -> None:
+        dcp.save(
+            {"model": {"a": torch.ones(3, 4), "b": torch.ones(5)}, "step": 1},
+            checkpoint_id=folder,
+            no_dist=True,
+        )
+        (folder / "index").mkdir()
+        shutil.copyfile(self.run.export / "model.safetensors", folder / "index" / "model.safetensors")
+        index = {"metadata": {}, "weight_map": {"transformer.wte.weight": "model.safetensors"}}
+        (folder / "index" / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    def _write_texts(self, folder: Path) -> list[Path]:
+        folder.mkdir()
+        # pages of text: those of HTML need a package of the data extra
+        fields = [
+            "WARC/1.0",
+            "WARC-Type: conversion",
+            "WARC-Record-ID: <urn:uuid:1>",
+            "WARC-Target-URI: http://a/",
+        ]
+        fields += ["WARC-Date: 2026-01-01T00:00:00Z", "Content-Type: text/plain", "Content-Length: 11", ""]
+        fields += ["Some words.", "", ""]
+        warc = "\r\n".join(fields).encode()
+        rows = b'{"text": "one"}\n{"text": "two"}\n'
+        packed = pyarrow.BufferOutputStream()
+        with pyarrow.CompressedOutputStream(packed, "zstd") as stream:
+            stream.write(rows)
+        contents = {
+            "a.warc": warc * 2,
+            "a.warc.gz": gzip.compress(warc) * 2,
+            "a.wet": warc,
+            "a.txt": b"words",
+            "a.jsonl": rows,
+            "a.jsonl.gz": gzip.compress(rows),
+            "a.jsonl.zst": packed.getvalue().to_pybytes(),
+        }
+        for name, content in contents.items():
+            (folder / name).write_bytes(content)
+        return [folder / name for name in contents]
+
+    # what reads them
+
+    def _look_back(self) -> None:
+        folder, out = self.run.path, self.box / "out"
+        as_text(look_back(folder))
+        reporting.write_report([folder], out)
+        reporting.main(["csv", str(folder), "--output", str(out)])
+        reporting.main(["analyze", str(folder)])
+
+    def _use_journal(self, journal: Journal) -> object:
+        return (
+            journal.left_out,
+            journal.lr_factor(5),
+            journal.overtakes(5, 0),
+            journal.position(9),
+            journal.lowers_rates,
+        )
+
+    def _list(self) -> None:
+        checkpoints.main(["list", str(self.run.path)])
+        checkpoints.main(["list", str(self.run.path), "--json"])
+        checkpoints.main(["verify", str(self.run.path)])
+
+    def _start(self, checkpoint: Path) -> None:
+        reason, _ = quick_damage(checkpoint, of_run=True)
+        if reason is not None:
+            raise UserError(reason)
+        Start.at(checkpoint).progress(self.resolved)
+        marker, manifest = read_marker(checkpoint), read_manifest(self.data)
+        changes_since(checkpoint, marker, self.resolved, manifest, self.run, ["budget"])
+
+    def _fetch(self, remote: RemoteRun, name: str) -> None:
+        newest_committed(remote, -1)
+        _, files, wrong = read_remote_marker(remote, name)
+        if wrong is None:
+            damage, failure = fetch_share(remote, name, self.box / "fetched", files)
+            if reason := damage or failure:
+                raise UserError(reason)
+
+    def _open_data(self, root: str | None = None) -> None:
+        data = open_prepared(
+            self.recipe, root or self.data.parent, CacheSettings(self.box / "cache", 1 << 30)
+        )
+        data.train.read(0, 8), data.validation.document_ends(0, 8)
+        if root is None:
+            open_finished(self.data).split("validation").read(0)
+
+    def _describe(self) -> None:
+        describe_tokenizer(self.data / "tokenizer", "it")
+        self._open_data()
+
+    def _weights(self, folder: Path) -> None:
+        files = open_weights(folder)
+        for name, entry in files.entries.items():
+            if entry.dtype is not None and torch.Size(entry.shape).numel() < 1 << 20:
+                files.tensor(name)
+
+    def _hosts(self, path: Path) -> None:
+        made = HostfileCommand.of(["deepspeed", f"--hostfile={path}", "--force_multi", "train.py"])
+        if made is not None:
+            Hosts(made, self.box).words  # noqa: B018 (its first host)
+
+    def _documents(self, path: Path) -> None:
+        for _ in read_documents(local_file(path, path.parent)):
+            pass
+
+    # one try
+
+    def try_one(self) -> Outcome:
+        """Mutate one file, have it read, and put it back."""
+        name = self.random.choice(list(self.readers))
+        reader = self.readers[name]
+        mutation = self._mutate(reader, self.good[name])
+        outcome = self._outcome(name, reader, mutation)
+        _remove(reader.path)
+        reader.path.write_bytes(self.good[name])
+        for left in ("cache", "fetched", "out"):
+            _remove(self.box / left)
+        if self._outside() != self.before:
+            return Outcome("outside", name, f"{mutation}: wrote outside of its folder")
+        return outcome
+
+    def _outcome(self, name: str, reader: Reader, mutation: str) -> Outcome:
+        signal.signal(signal.SIGALRM, _too_late)
+        signal.alarm(SECONDS)
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (in_use + MOST_MORE_BYTES, before[1]))
+        try:
+            quiet = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
+            with quiet[0], quiet[1], mock.patch.dict(os.environ, {PATIENCE_VARIABLE: "1"}):
+                reader.read()
+        except UserError as error:
+            return Outcome("refused", name, str(error))
+        except Hang:
+            return Outcome("hang", name, f"{mutation}\n{traceback.format_exc()}")
+        except Exception as error:
+            gone = mutation == "nothing" and isinstance(
+                error, FileNotFoundError
+            )  # commands look before they read
+            # `one_line_errors` makes a line of it
+            if isinstance(error, OSError) and (gone or file_error(error) is not None):
+                return Outcome("refused", name, str(error))
+            return Outcome("traceback", name, f"{mutation}\n{traceback.format_exc()}")
+        finally:
+            signal.alarm(0)
+            resource.setrlimit(resource.RLIMIT_AS, before)
+        return Outcome("read", name)
+
+    def _mutate(self, reader: Reader, good: bytes) -> str:
+        """Put something else in the place of a good file, and say what."""
+        kind = self.random.choice(("bytes", "bytes", "json", "json", "json", "file"))
+        if kind == "file":
+            return self._other_file(reader.path)
+        content = self._other_bytes(good) if kind == "bytes" else self._other_json(reader, good)
+        reader.path.write_bytes(content)
+        return f"{kind}: {content[:2000]!r}"
+
+    def _other_file(self, path: Path) -> str:
+        kind = self.random.choice(("pipe", "folder", "link", "device", "nothing", "loop"))
+        path.unlink()
+        match kind:
+            case "pipe":
+                os.mkfifo(path)
+            case "folder":
+                path.mkdir()
+            case "link":
+                path.symlink_to(self.root / "sentinel" / "precious.txt")
+            case "loop":
+                path.symlink_to(path.name)
+            case "device":
+                path.symlink_to("/dev/zero")
+        return kind
+
+    def _other_bytes(self, good: bytes) -> bytes:
+        at, length = self.random.randrange(len(good) + 1), self.random.choice((1, 3, 8, 100))
+        random_bytes = self.random.randbytes(length)
+        return self.random.choice(
+            [
+                lambda: good[:at],
+                lambda: good[at:],
+                lambda: b"",
+                lambda: good[:at] + random_bytes + good[at + length :],
+                lambda: good[:at] + random_bytes + good[at:],
+                lambda: good[:at] + good[at + length :],
+                lambda: good[:at] + good[max(0, at - length) : at] * 50 + good[at:],
+                lambda: good[:at] + b"[" * DEPTH + b"\n" + good[at:],
+                lambda: b"[" * DEPTH,
+                lambda: b'{"a":' * DEPTH,
+                lambda: random_bytes,
+                lambda: good + b"\xff\xfe" + good,
+                lambda: b"\x00" * 1000 + good,
+            ]
+        )()
+
+    def _other_json(self, reader: Reader, good: bytes) -> bytes:
+        """The same JSON with one to three nodes changed: of a whole file, or of one of its lines."""
+        lines, number = good.splitlines(keepends=True), 0
+        try:
+            value, lines = json.loads(good), []
+        except ValueError:
+            number = self.random.randrange(max(1, len(lines)))
+            try:
+                value = json.loads(lines[number])
+            except (ValueError, IndexError):
+                return self._other_bytes(good)
+        for _ in range(self.random.choice((1, 1, 2, 3))):
+            value = self._changed(value)
+        content = json.dumps(value).encode()
+        if not lines:
+            return reader.seal(content)
+        return b"".join([*lines[:number], content + b"\n", *lines[number + 1 :]])
+
+    def _changed(self, value: Any) -> Any:
+        nodes = list(_nodes(value))
+        # the first levels are what readers rely on: a long list below must not take all the draws
+        nodes = [each for each in nodes if len(each[2]) <= self.random.choice((1, 2, 3, 9))] or nodes
+        if not nodes or self.random.random() < 0.02:
+            return self.random.choice(VALUES)
+        parent, key, _ = self.random.choice(nodes)
+        if self.random.random() < 0.15:
+            del parent[key]
+        elif isinstance(parent, dict) and self.random.random() < 0.15:
+            parent[str(self.random.choice(VALUES))[:300]] = parent.pop(key)
+        else:
+            parent[key] = json.loads(json.dumps(self.random.choice(VALUES)))
+        return value
+
+    def _outside(self) -> dict[str, str]:
+        """Everything below the root but what is in the box."""
+        found = {}
+        for folder, names, files in os.walk(self.root):
+            if Path(folder) == self.box.parent:
+                names.remove("box")
+            for name in files:
+                path = Path(folder, name)
+                found[str(path)] = hashlib.blake2b(path.read_bytes()).hexdigest()
+            found[folder] = " ".join(sorted(names))
+        return found
+
+
+def _nodes(value: Any, place: tuple = ()) -> Iterator[tuple[Any, Any, tuple]]:
+    """Yield (parent, key, place) of everything below a JSON value."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in list(pairs):
+        yield value, key, (*place, key)
+        yield from _nodes(inner, (*place, key))
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _too_late(*_) -> None:
+    raise Hang

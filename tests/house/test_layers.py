@@ -1,0 +1,155 @@
+"""The layer table: which room may import which, read from the imports themselves."""
+
+import ast
+import json
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from pretraining.ds_config import load_ds_config
+from pretraining.planning.screen import fewest_ranks
+from pretraining.recipe import load_recipe, recipe_names
+from tests.gear.runs import REPOSITORY, execute
+
+PACKAGE = REPOSITORY / "pretraining"
+FOUNDATION = {
+    "command_line",
+    "ds_config",
+    "errors",
+    "extend",
+    "outside",
+    "recipe",
+    "runtime",
+    "schema",
+    "supervise",
+}
+NUMBERS_AND_DATA = {"planning", "data"}
+UPSTREAM = {"upstream"}
+WORK = {"model", "training", "checkpoints", "evaluation", "reporting"}
+DRIVERS = {
+    "doctor": {"model", "training"},
+    "api": set(),
+    "meeting_point": set(),
+    "sweep": {"api", "reporting"},
+    "postmortem": {"checkpoints", "reporting"},
+    "reporting/__main__": {"checkpoints"},
+    "pipeline": {"checkpoints", "doctor", "reporting"},
+    "rehearsal": {"model", "training", "checkpoints"},
+}
+"""Rooms that drive what other rooms of their layer hold, as train.py does."""
+HEAVY = {"torch", "transformers", "deepspeed", "accelerate"}
+
+MODULES = sorted(path.relative_to(REPOSITORY) for path in PACKAGE.rglob("*.py"))
+
+
+def room_of(module: Path) -> str:
+    """`pretraining/data/order.py` -> data; `pretraining/errors.py` -> errors."""
+    return module.with_suffix("").parts[1]
+
+
+@cache
+def imports(module: Path, only_at_import_time: bool = False) -> frozenset[str]:
+    """Dotted names that a module imports: anywhere, or only where importing it runs them."""
+    tree = ast.parse((REPOSITORY / module).read_text(encoding="utf-8"))
+    nodes = _statements(tree) if only_at_import_time else ast.walk(tree)
+    names = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return frozenset(names)
+
+
+def _statements(node: ast.AST):
+    """Every node that runs on import: outside the bodies of functions, and of `if TYPE_CHECKING`."""
+    for child in ast.iter_child_nodes(node):
+        for_checkers = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+        if not for_checkers and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield child
+            yield from _statements(child)
+
+
+def rooms(names) -> set[str]:
+    return {name.split(".")[1] for name in names if name.split(".")[0] == "pretraining"}
+
+
+def outside(names) -> set[str]:
+    """Top-level packages that are neither ours nor Python's."""
+    return {name.split(".")[0] for name in names} - {"pretraining"} - sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_each_module_imports_only_what_its_layer_may(module):
+    """Layer 0: Python and itself. Layer 1: layer 0. Layer 2: layers 0 and 1, no other room of its own layer.
+    The door to the libraries (`upstream`) imports no room of ours.
+
+    In layer 0 the groups of ranks ask torch when they are called, and one function begins the libraries' imports.
+    """
+    room = room_of(module)
+    if room == "__init__":
+        assert not imports(module)
+    elif room in FOUNDATION:
+        assert rooms(imports(module)) <= FOUNDATION
+        assert not outside(imports(module, only_at_import_time=True))
+        libraries = {"process_group": {"torch"}, "rank_groups": {"torch"}, "imports": {"transformers"}}
+        assert outside(imports(module)) <= libraries.get(module.stem, set())
+    elif room in NUMBERS_AND_DATA:
+        assert rooms(imports(module)) <= FOUNDATION | {room}
+    elif room in UPSTREAM:
+        assert rooms(imports(module)) <= {"errors", room}
+    else:
+        assert room in WORK | set(DRIVERS), f"{room}: give the new room a place in the layer table"
+        below = FOUNDATION | NUMBERS_AND_DATA | UPSTREAM
+        drives = DRIVERS.get(room, set()) | DRIVERS.get("/".join(module.with_suffix("").parts[1:]), set())
+        assert rooms(imports(module)) <= below | {room} | drives
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if room_of(m) in NUMBERS_AND_DATA], ids=str)
+def test_planning_and_data_import_neither_torch_nor_transformers(module):
+    """Not when they are imported, and not inside a function: torch is the business of layer 2."""
+    assert not outside(imports(module, only_at_import_time=True)) & HEAVY
+    assert not outside(imports(module)) & (HEAVY - {"transformers"})
+
+
+def test_nothing_imports_the_commands():
+    """train.py and data_prep.py are where the rooms meet; nothing depends on them."""
+    for module in MODULES:
+        assert not {name.split(".")[0] for name in imports(module)} & {"train", "data_prep", "tests"}
+
+
+def test_commands_load_torch_only_once_everything_is_checked():
+    """train.py imports the rooms that need torch inside `train`, data_prep.py never does. Reporting needs none."""
+    at_once = rooms(imports(Path("train.py"), only_at_import_time=True))
+    assert at_once <= FOUNDATION | NUMBERS_AND_DATA | {"reporting"}
+    assert rooms(imports(Path("data_prep.py"))) <= FOUNDATION | {"data"}
+
+
+def modules_after(*command: str) -> tuple[int, set[str]]:
+    """Exit code and top-level modules that a command of the repository has imported when it ends."""
+    program = (
+        "import atexit, json, runpy, sys\n"
+        "atexit.register(lambda: print('\\n' + json.dumps([m for m in sys.modules if '.' not in m])))\n"
+        "del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    finished = execute([sys.executable, "-c", program, *command])
+    assert "Traceback" not in finished.stderr, finished.output
+    return finished.code, set(json.loads(finished.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_the_plan_of_every_recipe_needs_no_torch(name):
+    """Promise: you know before you pay, at once."""
+    ranks = max(2, fewest_ranks(load_ds_config(load_recipe(name).deepspeed)))
+    code, modules = modules_after("train.py", "--recipe", name, "--plan", "--world_size", str(ranks))
+    assert code == 0 and not modules & HEAVY
+
+
+@pytest.mark.parametrize("command", ["train.py", "data_prep.py"])
+def test_a_recipe_error_needs_no_torch(command):
+    """A mistake in a recipe is told at once."""
+    code, modules = modules_after(command, "--recipe", "tiny", "--set", "training.learnin_rate=1")
+    assert code == 2 and not modules & HEAVY

@@ -1,0 +1,282 @@
+"""Files of strangers (SECURITY.md): nothing of them runs code, leads out of its folder, or keeps a reader waiting."""
+
+import ast
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pretraining.checkpoints import __main__ as checkpoints
+from pretraining.checkpoints.fetch import read_remote_marker
+from pretraining.checkpoints.format import MARKER, read_receipt, write_json, write_marker
+from pretraining.checkpoints.publish import LIST, to_store
+from pretraining.checkpoints.remote import RemoteRun
+from pretraining.data.manifest import parse_manifest
+from pretraining.data.publishing import preparation_lock
+from pretraining.data.streaming.cache import ShardCache
+from pretraining.data.streaming.remote_data import RemoteData
+from pretraining.errors import UserError
+from pretraining.outside.files import inside, parse_json, read_bytes
+from pretraining.postmortem import main as postmortem
+from pretraining.recipe import load_recipe
+from pretraining.reporting.__main__ import main as reporting
+from pretraining.runtime.durable_files import append_row, read_rows
+from pretraining.runtime.durable_files import write_json as replace_json
+from pretraining.runtime.journal import Journal
+from pretraining.runtime.lock import holder_of, lock_folder
+from pretraining.runtime.run_folder import RunFolder
+from tests.gear.outside_fuzz import DEFECTS, OutsideFuzz
+from tests.gear.runs import REPOSITORY, execute
+
+MUTATIONS = 250
+ELSEWHERE = [
+    "../victim",
+    "x/../../victim",
+    "/tmp/victim",
+    "..",
+    ".",
+    "",
+    "a/b",
+    "a\\b",
+    "a\x00b",
+    "a\nb",
+    7,
+    None,
+]
+
+
+@pytest.fixture
+def precious(tmp_path) -> Path:
+    """A file, and a folder, that belong to somebody else."""
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "victim" / "precious.txt").write_text("precious")
+    return tmp_path / "victim" / "precious.txt"
+
+
+@pytest.fixture
+def run(tmp_path, workshop) -> RunFolder:
+    """A copy of a finished run."""
+    return RunFolder(shutil.copytree(workshop.plain().folder, tmp_path / "runs" / "run"))
+
+
+def test_mutated_files_are_read_or_refused_with_one_line(workshop, tmp_path):
+    """Promise: a traceback means a bug of ours. No reader of outside files fails, hangs, or writes elsewhere.
+
+    `benchmarks/outside_fuzz.py` draws more of them.
+    """
+    fuzz = OutsideFuzz(workshop, tmp_path, seed=20)
+    outcomes = [fuzz.try_one() for _ in range(MUTATIONS)]
+    assert not [outcome for outcome in outcomes if outcome.kind in DEFECTS]
+    assert {outcome.reader for outcome in outcomes} == set(fuzz.readers)
+    assert (
+        min(sum(outcome.kind == kind for outcome in outcomes) for kind in ("read", "refused")) > MUTATIONS / 5
+    )
+
+
+def test_the_fuzz_would_see_a_defect(workshop, tmp_path):
+    """A reader that trusts its file is caught: it fails, waits, or writes elsewhere."""
+    fuzz = OutsideFuzz(workshop, tmp_path, seed=1)
+    name, reader = "hostfile", fuzz.readers["hostfile"]
+    victim = tmp_path / "sentinel" / "new"
+    for trusting, kind in (
+        (lambda: int(reader.path.read_text().split("=")[1]), "traceback"),
+        (lambda: victim.write_text("x"), "outside"),
+    ):
+        fuzz.readers = {name: type(reader)(reader.path, trusting)}
+        assert kind in {fuzz.try_one().kind for _ in range(20)}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE, ids=repr)
+def test_a_name_stays_below_its_folder(tmp_path, name):
+    if name == "a/b":
+        assert inside(tmp_path, name) == tmp_path / "a" / "b"
+    else:
+        with pytest.raises(ValueError, match="is no name of a file below"):
+            inside(tmp_path, name)
+
+
+def prepared_folder(workshop, folder: Path) -> Path:
+    """A copy of the prepared data."""
+    return Path(shutil.copytree(next(workshop.data.glob("*/manifest.json")).parent, folder))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m, wrong: m["tokenizer"].update(fingerprint=wrong),
+        lambda m, wrong: m.update(fingerprint=wrong),
+        lambda m, wrong: m["splits"]["train"]["shards"][0].update(file=wrong),
+        lambda m, wrong: m["splits"]["train"]["shards"][0].update(checksum=f"xxh128:{wrong}"),
+        lambda m, wrong: m["splits"].update({wrong: m["splits"]["train"]}),
+    ],
+    ids=["tokenizer", "fingerprint", "file", "checksum", "split"],
+)
+@pytest.mark.parametrize("wrong", ["x/../../../victim", "{victim}"])
+def test_a_manifest_names_no_path_elsewhere(workshop, tmp_path, precious, change, wrong):
+    """Promise: nothing of the user's is lost. A stranger's manifest removed a folder outside of the cache."""
+    folder = prepared_folder(workshop, tmp_path / "data" / "corpus")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest, wrong.replace("{victim}", str(precious.parent)))
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    remote = RemoteData(folder.as_uri(), ShardCache(tmp_path / "cache", 1 << 30))
+    with pytest.raises(UserError, match=r"damaged manifest: .+; copy the data there again"):
+        remote.local_folder(remote.read_manifest())
+    assert [path.name for path in precious.parent.iterdir()] == ["precious.txt"]
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_marker_and_a_receipt_name_no_file_elsewhere(run, precious):
+    """Whoever makes a marker can make its checksum too."""
+    folder = max(run.path.glob("checkpoint-*"))
+    marker = json.loads((folder / MARKER).read_text())
+    entry = {"bytes": 8, "checksum": "xxh128:" + 32 * "0"}
+    for name in ("../../../victim/precious.txt", str(precious)):
+        kept = {key: value for key, value in marker.items() if key not in ("format", "checksum")}
+        write_marker(folder, {**kept, "files": {**marker["files"], name: entry}})
+        remote = RemoteRun(run.path.parent.as_uri(), run.path.name)
+        assert "unknown key" in str(read_remote_marker(remote, folder.name)[2])
+        write_json(folder / "rank-00000-of-00001.json", {"files": {name: entry}})
+        with pytest.raises(UserError, match="unknown key"):
+            read_receipt(folder, 0, 1)
+    assert precious.read_text() == "precious"
+
+
+def test_a_list_of_what_was_published_removes_nothing_elsewhere(tmp_path, precious):
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / LIST).write_text(json.dumps({"../victim/precious.txt": {}}))
+    with pytest.raises(UserError, match="no list of what was published"):
+        to_store({}, str(tmp_path / "store"))
+    assert precious.exists()
+
+
+@pytest.mark.parametrize("row", ["{}", '{"step": 1, "to_step": 0, "samples": [1]}', '{"step": "x"}'])
+def test_a_damaged_journal_is_one_line(tmp_path, row):
+    """It decides which samples a step has, so that nothing of it is left out in silence."""
+    (tmp_path / "journal.jsonl").write_text(row)
+    with pytest.raises(UserError, match="journal is damaged"):
+        Journal.read(tmp_path / "journal.jsonl")
+
+
+def test_nothing_is_written_through_a_link(tmp_path, precious):
+    """Promise: nothing of the user's is lost. `ln -s ../precious.txt runs/x/.lock` made every command empty it."""
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in (".lock", "events.jsonl", "recipe.json.partial"):
+        (run / name).symlink_to(precious)
+    (tmp_path / ".data.lock").symlink_to(precious)
+    for write in (
+        lambda: lock_folder(run),
+        lambda: holder_of(run),
+        lambda: append_row(run / "events.jsonl", {}),
+        lambda: replace_json(run / "recipe.json", {}),
+        lambda: preparation_lock(tmp_path / "data").__enter__(),
+    ):
+        with pytest.raises(OSError, match="symbolic links"):
+            write()
+    finished = execute(
+        ["python", "-m", "pretraining.checkpoints", "prune", str(run), "--keep_last", "1", "--force"]
+    )
+    assert finished.code == 2 and finished.stderr.count("\n") == 1, finished.output
+    assert precious.read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", ["committed.json", "events.jsonl", "metrics.jsonl", "recipe.json"])
+def test_a_pipe_keeps_nobody_waiting(run, name, capsys):
+    """Each command answers, or says one line."""
+    path = max(run.path.glob("checkpoint-*")) / name if name == MARKER else run.path / name
+    path.unlink()
+    os.mkfifo(path)
+    commands = [
+        lambda: reporting(["csv", str(run.path)]),
+        lambda: postmortem([str(run.path)]),
+        lambda: checkpoints.main(["list", str(run.path)]),
+        lambda: load_recipe(str(run.recipe)),
+    ]
+    for command in commands:
+        try:
+            command()
+        except (UserError, OSError) as error:
+            assert "is no regular file" in str(error)
+    with pytest.raises(OSError, match="is no regular file"):
+        read_bytes(path)
+
+
+def test_brackets_without_end_are_no_rows(run, capsys):
+    """In events.jsonl and metrics.jsonl: the other lines count."""
+    before = len(read_rows(run.events))
+    for path in (run.events, run.metrics):
+        with path.open("a") as file:
+            file.write("[" * 100_000 + "\n" + "9" * 5000 + "\n")
+    assert len(read_rows(run.events)) == before
+    for command in (["analyze"], ["csv"], []):
+        reporting([*command, str(run.path)])
+    postmortem([str(run.path)])
+    with pytest.raises(ValueError, match="nested too deeply"):
+        parse_json("[" * 100_000)
+
+
+def test_a_data_set_of_another_shape_is_one_line(workshop):
+    manifest = next(workshop.data.glob("*/manifest.json"))
+    whole = json.loads(manifest.read_text())
+    for change in ({"tokens": "x"}, {"buffers": {}}, {"size": -1}, {"documents": 1.5}):
+        entry = {**whole["splits"]["train"], "shards": [{**whole["splits"]["train"]["shards"][0], **change}]}
+        content = json.dumps({**whole, "splits": {**whole["splits"], "train": entry}})
+        with pytest.raises(UserError, match=rf"damaged manifest: splits.train.shards.0.{next(iter(change))}"):
+            parse_manifest(content, "it", "copy it", "make it")
+
+
+def test_no_pickle_is_read_without_a_list_of_classes():
+    """Promise: files of strangers run no code. A pickle runs whatever it names, unless its classes are listed.
+
+    `torch.load` has torch's list with weights_only=True, `np.load` reads none by default; any other way is an
+    `Unpickler` with a `find_class` of its own.
+    """
+    faults = []
+    for path in [
+        *(REPOSITORY / "pretraining").rglob("*.py"),
+        REPOSITORY / "train.py",
+        REPOSITORY / "data_prep.py",
+    ]:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        checked = [
+            base
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ClassDef)
+            and any(getattr(each, "name", "") == "find_class" for each in node.body)
+            for base in node.bases
+        ]
+        for node in ast.walk(tree):
+            place = f"{path.relative_to(REPOSITORY)}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                module = getattr(node, "module", None)
+                names = {alias.name for alias in node.names} | {module}
+                pickles = {"dill", "cloudpickle", "joblib", "shelve", "marshal", "_pickle"}
+                faults += [place] if names & pickles or module == "pickle" else []
+            elif isinstance(node, ast.Attribute) and node not in checked:
+                read = ast.unparse(node)
+                faults += [place] if read in ("pickle.load", "pickle.loads", "pickle.Unpickler") else []
+            elif isinstance(node, ast.Call):
+                options = {each.arg: ast.unparse(each.value) for each in node.keywords}
+                is_torch = ast.unparse(node.func) in ("torch.load", "torch.serialization.load")
+                unlisted = is_torch and options.get("weights_only") != "True"
+                unlisted |= options.get("weights_only") == "False" or "allow_pickle" in options
+                # torch's own readers of distributed checkpoints unpickle `.metadata`
+                unlisted |= (
+                    ast.unparse(node.func).endswith("FileSystemReader") and path.stem != "weight_files"
+                )
+                faults += [place] if unlisted else []
+    assert not faults
+    with pytest.raises(ValueError, match="allow_pickle"):
+        np.load(_saved_object())
+
+
+def _saved_object():
+    import io
+
+    file = io.BytesIO()
+    np.save(file, np.array([{}]), allow_pickle=True)
+    file.seek(0)
+    return file

@@ -1,0 +1,373 @@
+"""Every command of the README files is run; the heavy ones scaled down by the table below."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from pretraining.command_line import parse_train_arguments
+from pretraining.recipe.refusals import load_recipe_and_ds_config
+from pretraining.runtime.run_folder import RunFolder
+from tests.conftest import num_gpus
+from tests.gear.runs import BIN, REPOSITORY, Finished, Workshop, execute
+from tests.gear.scored_tasks import write_items, write_tasks
+from tests.training.test_batch_ramp import RAMPED
+
+NAMES = ("README.md", "recipes/README.md", "ds_configs/README.md", "CONTRIBUTING.md")
+PAGES = [*(REPOSITORY / name for name in NAMES), *sorted((REPOSITORY / "docs").glob("*.md"))]
+MAKE_SETUP = re.compile(r"-m pip install|-m venv|touch |^@|sys\.version_info|^\{|error: ")
+
+
+def commands_of(page: Path) -> list[str]:
+    """The commands in the ```bash blocks of a page, continuation lines joined."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+
+
+# Those of the first day use each other's results: test_first_day.py runs them in their order.
+COMMANDS = [(page, line) for page in PAGES for line in commands_of(page) if page.name != "first_day.md"]
+
+
+def words_of(line: str) -> list[str]:
+    return shlex.split(line, comments=True)
+
+
+def option(words: list[str], name: str) -> str | None:
+    """The value that follows an option."""
+    return words[words.index(name) + 1] if name in words else None
+
+
+def without(words: list[str], *names: str) -> list[str]:
+    """The words without these options and their values."""
+    kept, skip = [], False
+    for word in words:
+        if not skip and word not in names:
+            kept.append(word)
+        skip = word in names and not skip
+    return kept
+
+
+def succeeded(finished: Finished, said: str) -> None:
+    assert finished.code == 0, finished.output
+    assert said in finished.stdout
+
+
+def run_prepare(workshop: Workshop, words: list[str]) -> None:
+    """`data_prep.py`: the built-in text as it stands in a small shape; hub data without a network is one line."""
+    recipe = option(words, "--recipe")
+    if recipe == "tiny":
+        small = workshop.options(*without(words[2:], "--recipe"))
+        said = "bytes/token" if "--count" in words else "data corpus is ready in"
+        return succeeded(execute(["python", "data_prep.py", *small]), said)
+    finished = execute([*words, "--data_dir", workshop.folder / "hub"])
+    assert finished.code == 2 and finished.stderr.count("\n") == 1, finished.output
+    assert finished.stderr.startswith("error: ") and re.search(
+        "cannot be re|can be reached", finished.stderr
+    ), finished.output
+
+
+def run_data(workshop: Workshop, words: list[str]) -> None:
+    """`python -m pretraining.data VERB data/python-stdlib`: of the small data set; what is written goes elsewhere."""
+    places = {"data/python-stdlib": workshop.data / "corpus", "tiny": workshop.recipe}
+    places |= {"out/megatron": workshop.folder / "megatron", "1000": "10"}
+    finished = execute([places.get(word, word) for word in words])
+    assert finished.code == 0 and re.search("document|files", finished.stdout), finished.output
+
+
+def run_checkpoints(workshop: Workshop, words: list[str]) -> None:
+    """`python -m pretraining.checkpoints VERB runs/tiny`: of the small run, which it leaves as it is."""
+    if words[3] == "branch":
+        return run_branch(workshop, words)
+    run = workshop.run("zero2", by="deepspeed").folder
+    said = {"list": "committed", "verify": "whole", "prune": "would free"}[words[3]]
+    succeeded(execute([str(run) if word == "runs/tiny" else word for word in words]), said)
+
+
+def run_branch(workshop: Workshop, words: list[str]) -> None:
+    """`... branch runs/qk-norm`: of a small run with a stable rate, whose folder nothing is written to."""
+    places = {"runs/qk-norm": workshop.run("zero3", settings=RAMPED).folder, "8000": "8", "2000": "4"}
+    output = workshop.folder / "branch"
+    succeeded(execute([*(places.get(word, word) for word in words), "--output", output]), "train it")
+    assert (output / "checkpoint-8").is_dir()
+
+
+def run_verb(workshop: Workshop, words: list[str]) -> None:
+    """`python -m pretraining.planning VERB`: as it stands, of the small run where one is named."""
+    small = str(workshop.run("zero2", by="deepspeed").folder) if "runs/tiny" in words else ""
+    assert execute([word.replace("runs/tiny", small) for word in words]).code == 0
+
+
+def parse_rehearsal(workshop: Workshop, words: list[str]) -> None:
+    """`train.py --rehearse`: its options and its recipe; test_rehearsal.py runs it on a small one."""
+    options = parse_train_arguments(words[2:])
+    recipe, _ = load_recipe_and_ds_config(options.recipe, options.set, options.deepspeed, options.world_size)
+    assert options.rehearse and recipe.name == options.recipe
+
+
+def run_plan(workshop: Workshop, words: list[str]) -> None:
+    """`train.py --plan`: as it stands."""
+    succeeded(execute(words), f"plan of {Path(option(words, '--recipe')).stem}")
+
+
+def run_train(workshop: Workshop, words: list[str]) -> None:
+    """`<launcher> train.py` on `tiny`: the small recipe. On a larger one: its plan for as many ranks.
+
+    With a value changed, `--resume` or a bucket: the plan too; other files of tests run those for real.
+    """
+    place = words.index("train.py")
+    before, options = words[:place], words[place + 1 :]
+    planned = any(option(options, name) for name in ("--set", "--resume", "--data_cache_gb"))
+    if option(options, "--recipe") != "tiny" or planned:
+        found = re.search(r"--(?:num_gpus|nproc_per_node|num_processes)[= ](\d+)", " ".join(before))
+        return run_plan(workshop, ["python", *words[place:], "--plan", "--world_size", found[1]])
+    run = workshop.run_typed(before, without(options, "--recipe", "--output_dir"))
+    assert run.dir.export.exists() and run.events[-1]["event"] == "end"
+
+
+def run_evaluation(workshop: Workshop, words: list[str]) -> None:
+    """`python -m pretraining.evaluation runs/tiny`: of the small run; what is scored comes from files."""
+    items = write_items(workshop.folder / "items.jsonl")
+    places = {"runs/tiny": workshop.run("zero2", by="deepspeed").folder, "Rowan/hellaswag": items, "200": "2"}
+    places["arc_easy,piqa"] = write_tasks(workshop.folder / "tasks", items)
+    small = [str(places.get(word, word)) for word in words]
+    if "--tasks" in words:
+        pytest.importorskip("lm_eval", reason="lm-eval is not installed (requirements-eval.txt)")
+        finished = execute(["forked", "0", *small[1:]])
+        succeeded(finished, "hellaswag/acc_norm")
+        return succeeded(finished, "read_line/bits_per_byte")
+    warm = ["forked", "0", *small[1:], "--data_dir", str(workshop.data)]
+    succeeded(execute(warm), "bits_per_byte" if "--json" in words else "bits per byte")
+
+
+def run_doctor(workshop: Workshop, words: list[str]) -> None:
+    """`python -m pretraining.doctor`: of this machine, as it stands; the text of `tiny` may not be prepared here."""
+    finished = execute(words)
+    if finished.code == 0:
+        return succeeded(finished, "nothing will break")
+    assert "1 will break" in finished.stdout and "run: python data_prep.py" in finished.stdout, (
+        finished.output
+    )
+
+
+def run_doctor_together(workshop: Workshop, words: list[str]) -> None:
+    """`deepspeed --module pretraining.doctor`: of two ranks with the small recipe."""
+    assert (
+        words[2:4] == ["--module", "pretraining.doctor"] and workshop.examined()["summary"]["will_break"] == 0
+    )
+
+
+def run_reporting(workshop: Workshop, words: list[str]) -> None:
+    """`python -m pretraining.reporting`: of small runs, into the workshop."""
+    small = workshop.run("zero2", by="deepspeed").folder
+    places = {"runs/tiny": small, "runs/tiny-zero1": workshop.plain().folder}
+    places |= {name: workshop.folder / name for name in ("both.html", "both.csv")}
+    finished = execute([places.get(word, word) for word in words])
+    if "analyze" in words:
+        return succeeded(finished, "Training loss")
+    page = places[words[-1]] if "--output" in words else small / "report.html"
+    succeeded(finished, str(page))
+    assert page.exists()
+
+
+def run_postmortem(workshop: Workshop, words: list[str]) -> None:
+    """`python -m pretraining.postmortem`: of a small run that ended well."""
+    succeeded(execute([*words[:-1], workshop.plain().folder]), "finished at step")
+
+
+def run_make(workshop: Workshop, words: list[str]) -> None:
+    """`make TARGET`: what it would do after setting up is run (demo), or is what runs this (test)."""
+    shown = execute(["make", "--dry-run", *words[1:]])
+    assert shown.code == 0, shown.output
+    recipe = [line for line in shown.stdout.splitlines() if line and not MAKE_SETUP.search(line)]
+    if words[1] == "test":
+        lint, rest = (
+            ["ruff check .", "ruff format --check .", "mypy"],
+            "python -m pytest -n 3 --dist loadfile",
+        )
+        on_gpu = ["python -m pytest -m gpu"] if num_gpus() else []
+        assert recipe[-4 - len(on_gpu) :] == [*lint, *on_gpu, f"{rest} --no-loadscope-reorder"]
+        return
+    assert [line.split()[0] for line in recipe] == ["python", "deepspeed", "python"]
+    for line in recipe:
+        run_scaled(workshop, line)
+
+
+def run_supervised(workshop: Workshop, words: list[str]) -> None:
+    """`python -m pretraining.supervise -- COMMAND`: what it would start; test_supervise.py runs it for real."""
+    run_scaled(workshop, shlex.join(words[words.index("--") + 1 :]))
+
+
+def run_sweep(workshop: Workshop, words: list[str]) -> None:
+    """`python -m pretraining.sweep`: its points are checked, none is started; test_sweep.py trains some."""
+    finished = execute([*without(words, "--slurm", "--launcher"), "--show"])
+    assert finished.code == 0 and "state" in finished.stdout, finished.output
+
+
+def run_pipeline(workshop: Workshop, words: list[str]) -> None:
+    """`python -m pretraining.pipeline`: what it would run; test_pipeline.py runs it for real."""
+    folders = ["--output_dir", workshop.folder / "pipeline"]
+    finished = execute([*words, *folders, *([] if "--show" in words else ["--show"])])
+    assert finished.code == 0 and re.match("plan +would run: ", finished.stdout), finished.output
+
+
+def run_push(workshop: Workshop, words: list[str]) -> None:
+    """`python -m pretraining.checkpoints push`: of the small run, sending nothing."""
+    run = workshop.run("zero2", by="deepspeed").folder
+    assert "--dry_run" in words
+    succeeded(execute([str(run) if word == "runs/tiny" else word for word in words]), "would publish")
+
+
+def run_flow(workshop: Workshop, words: list[str]) -> None:
+    """`pyflyte run FILE WORKFLOW`: flytekit reads it and knows every option; test_flows.py runs it for real."""
+    pytest.importorskip("flytekit", reason="flytekit is not installed (requirements-flows.txt)")
+    place = words.index("flows/pretrain.py")
+    shown = execute(
+        ["python", "-m", "flytekit.clis.sdk_in_container.pyflyte", "run", *words[place : place + 2], "--help"]
+    )
+    options = {word for word in words[place + 2 :] if word.startswith("--")}
+    assert shown.code == 0 and all(option in shown.stdout for option in options), shown.output
+
+
+def run_ray(workshop: Workshop, words: list[str]) -> None:
+    """`data_prep.py --executor ray`: the option is there; test_ray.py prepares on a cluster."""
+    from data_prep import parse_arguments
+
+    assert parse_arguments(words[2:]).executor == "ray"
+
+
+def run_install(workshop: Workshop, words: list[str]) -> None:
+    """`pip install -r FILE`: the file is there."""
+    assert words[:3] == ["pip", "install", "-r"] and (REPOSITORY / words[3]).is_file()
+
+
+def run_stop_file(workshop: Workshop, words: list[str]) -> None:
+    """`touch runs/tiny/STOP`: the file that runs look for; test_stopping.py stops one by it."""
+    path = Path(words[1])
+    assert words[0] == "touch" and path == RunFolder(path.parent).stop_file
+
+
+def run_sbatch(workshop: Workshop, words: list[str]) -> None:
+    """`sbatch ... launch/SCRIPT`: a shell can read it."""
+    script = next(word for word in words if word.startswith("launch/"))
+    assert execute(["bash", "-n", script]).code == 0
+
+
+SCALED = {
+    r"make (demo|test)$": run_make,
+    r"python data_prep\.py .*--executor ray": run_ray,
+    r"python data_prep\.py ": run_prepare,
+    r"python -m pretraining\.pipeline ": run_pipeline,
+    r"python -m pretraining\.checkpoints push ": run_push,
+    r"pyflyte run ": run_flow,
+    r"pip install -r requirements-": run_install,
+    r"python train\.py .*--plan": run_plan,
+    r"python train\.py .*--rehearse": parse_rehearsal,
+    r"(deepspeed|torchrun|accelerate launch) .*train\.py ": run_train,
+    r"python train\.py ": run_train,
+    r"python -m pretraining\.evaluation runs/tiny": run_evaluation,
+    r"python -m pretraining\.data ": run_data,
+    r"python -m pretraining\.planning ": run_verb,
+    r"python -m pretraining\.supervise ": run_supervised,
+    r"python -m pretraining\.sweep ": run_sweep,
+    r"touch runs/": run_stop_file,
+    r"RUN=\S+ sbatch ": run_sbatch,
+    r"python -m pretraining\.checkpoints ": run_checkpoints,
+    r"python -m pretraining\.reporting ": run_reporting,
+    r"python -m pretraining\.postmortem ": run_postmortem,
+    r"python -m pretraining\.doctor ": run_doctor,
+    r"deepspeed .*--module pretraining\.doctor ": run_doctor_together,
+}
+
+
+def run_scaled(workshop: Workshop, line: str) -> None:
+    """Run a command by the first pattern of the table that it matches."""
+    run = next((run for pattern, run in SCALED.items() if re.match(pattern, line)), None)
+    assert run is not None, f"no way to test this command yet: {line}"
+    run(workshop, words_of(line))
+
+
+@pytest.mark.parametrize("page, line", COMMANDS, ids=[line for _, line in COMMANDS])
+def test_every_command_works(workshop, page, line):
+    """Nothing is shown to a reader that no test has run."""
+    run_scaled(workshop, line)
+
+
+def test_the_front_page_shows_the_commands_that_matter():
+    """Guards the parser: a page whose blocks it no longer finds would test nothing."""
+    shown = {line for page, line in COMMANDS if page == REPOSITORY / "README.md"}
+    assert {"make demo", "make test", "deepspeed --num_gpus=8 train.py --recipe 30b"} <= shown
+
+
+def test_the_front_page_is_short_and_names_every_stage():
+    """A stranger decides on one screen or two."""
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 160
+    stages = {path.stem for path in (REPOSITORY / "ds_configs").glob("*.json")} - {"schema"}
+    assert stages == set(re.findall(r"`(zero\w+)`", section_of(text, "Stages")))
+
+
+def section_of(text: str, title: str) -> str:
+    """A page's section, from its heading to the next."""
+    return text.partition(f"## {title}\n")[2].partition("\n## ")[0]
+
+
+def test_the_plan_is_shown_as_it_is_printed():
+    """The block below the command of `--plan` is what that command prints, to the last character."""
+    command = next(line for page, line in COMMANDS if page.parent == REPOSITORY and "--plan" in line)
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    shown = re.search(re.escape(f"{command}\n```\n\n```\n") + r"(.*?)^```", text, re.M | re.S)
+    assert shown and shown[1] == execute(words_of(command)).stdout
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_every_link_leads_somewhere(page):
+    """Relative links exist, and no placeholder is left."""
+    text = page.read_text(encoding="utf-8")
+    targets = [t for t in re.findall(r"\]\(([^)#]+)", text) if "://" not in t]
+    assert not [target for target in targets if not (page.parent / target).exists()]
+    assert not re.findall(r"@[A-Z]+@", text)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train.py",
+        "data_prep.py",
+        "-m pretraining.evaluation",
+        "-m pretraining.data",
+        "-m pretraining.planning",
+        "-m pretraining.supervise",
+        "-m pretraining.meeting_point",
+        "-m pretraining.postmortem",
+        "-m pretraining.sweep",
+        "-m pretraining.checkpoints",
+        "-m pretraining.reporting",
+        "-m pretraining.doctor",
+        "-m pretraining.pipeline",
+    ],
+)
+def test_every_command_has_help_with_an_example(command):
+    """--help answers without any of the heavy libraries being asked."""
+    finished = execute(["python", *command.split(), "--help"])
+    succeeded(finished, "examples:")
+    assert (BIN / "python").exists()
+
+
+def test_the_file_tree_is_that_of_the_repository():
+    """Every line of the tree names what exists, and every room and module of the package has a line."""
+    text = (REPOSITORY / "docs" / "how_it_works.md").read_text(encoding="utf-8")
+    tree = re.search(r"^```\n(train\.py .*?)^```", text, re.M | re.S)[1].splitlines()
+    paths, folder = [], ""
+    for line in tree:
+        name = line.split()[0]
+        folder = "" if not line.startswith(" ") else folder
+        paths.append(f"{folder}{name}")
+        folder = name if name == "pretraining/" else folder
+    assert not [path for path in paths if not (REPOSITORY / path).exists()]
+    package = REPOSITORY / "pretraining"
+    modules = {path.name for path in package.glob("*.py")} - {"__init__.py"}
+    rooms = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
+    missing = {f"pretraining/{name}" for name in modules | rooms} - set(paths)
+    assert not missing

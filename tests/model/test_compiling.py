@@ -1,0 +1,431 @@
+"""torch.compile by recipe: one graph for all blocks, compiled once; the same curve, and nothing of it in an export."""
+
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM, TrainingArguments
+
+from pretraining.ds_config import load_ds_config
+from pretraining.errors import UserError
+from pretraining.model.attention import TORCH_VARLEN, register_kernels
+from pretraining.model.build import build_config, build_from_recipe, build_model
+from pretraining.model.compiling import blocks_of, check_compiler, compile_model, describe_compilation
+from pretraining.model.loss import build_loss
+from pretraining.planning.memory.need import memory_need
+from pretraining.planning.memory.tensors import layer_numel, parameter_tensors
+from pretraining.recipe import load_recipe
+from pretraining.recipe.refusals import compiled_part, load_recipe_and_ds_config, why_not_compiled
+from pretraining.recipe.sections import Speed
+from pretraining.recipe.training import TRAINING_KEYS
+from pretraining.training import arguments as run_arguments
+from pretraining.training.arguments import build_arguments, engine_config
+from pretraining.training.trainer import PretrainingTrainer
+from pretraining.upstream.torch import missing_compiler
+from tests.checkpoints.test_reshard import unfinished
+from tests.gear.compiled_ranks import CASES
+from tests.gear.runs import MODELS, OTHER_MODELS, Run, execute, launcher
+from tests.model.test_attention import TOKENIZER
+
+IDS = torch.randint(512, (2, 64), generator=torch.Generator().manual_seed(0))
+NONE = Speed(compile="none")
+BLOCKS = ("speed.compile=blocks", "speed.compile_backend=aot_eager")
+
+
+@pytest.fixture
+def arguments(tmp_path):
+    return TrainingArguments(output_dir=str(tmp_path), use_cpu=True, seed=7)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def losses(name: str, arguments, checkpointing: bool = False, **speed) -> list[float]:
+    """Of two training steps of a model of three layers, each with a short validation after it."""
+    section = {**MODELS[name], "n_layer" if name == "gpt2" else "num_hidden_layers": 3}
+    model = build_model(section, TOKENIZER, arguments, speed=replace(NONE, **speed)).train()
+    if checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    loss, found = build_loss(model, load_recipe("tiny").loss), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        here = loss(model(input_ids=IDS), IDS.roll(-1, 1))
+        here.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(here.item())
+        with torch.no_grad():
+            model.eval()
+            model(input_ids=IDS[:1, :9])
+            model.train()
+    return found
+
+
+@pytest.mark.parametrize(
+    "name, compile, checkpointing",
+    [("gpt2", "blocks", True), ("llama", "blocks", False), ("gpt2", "whole", False)],
+)
+def test_one_graph_and_no_second_compilation(name, arguments, compile, checkpointing):
+    """Three layers, two steps, another shape validated between them: one graph without a break, compiled once."""
+    losses(name, arguments, compile=compile, compile_backend="eager", checkpointing=checkpointing)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"] and not counters["recompiles"]
+
+
+def test_compiled_losses_are_eager_ones(arguments):
+    """Of blocks with experts, in which graphs may break. Inductor's code is run by `on_two_ranks`."""
+    eager = losses("qwen3_moe", arguments)
+    compiled = losses("qwen3_moe", arguments, compile="blocks", compile_backend="eager")
+    assert counters["stats"]["unique_graphs"] >= 1
+    assert compiled == pytest.approx(eager, abs=1e-4)
+
+
+def test_batches_of_any_number_of_documents_share_a_graph(monkeypatch):
+    """Kept apart by torch's kernel for GPUs, which is traced on tensors without values."""
+    monkeypatch.setattr("torch.is_autocast_enabled", lambda device: False)
+    register_kernels()
+    config = build_config({**MODELS["llama"], "attn_implementation": TORCH_VARLEN}, TOKENIZER)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    compile_model(model, Speed(compile_backend="aot_eager"))
+    ids = torch.empty(2, 64, dtype=torch.int64, device="meta")
+    for num_documents in (3, 5, 2):
+        borders = torch.empty(num_documents + 1, dtype=torch.int32, device="meta")
+        lengths = {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": 64, "max_length_k": 64}
+        model(input_ids=ids, position_ids=ids, use_cache=False, **lengths).logits.float().sum().backward()
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"] and not counters["recompiles"]
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory) -> dict[str, dict]:
+    """What `tests.gear.compiled_ranks` found of each of its cases."""
+    path = tmp_path_factory.mktemp("compiled") / "found.pt"
+    finished = execute([*launcher("forked", 2), "-m", "tests.gear.compiled_ranks", path])
+    assert finished.code == 0, finished.output
+    assert finished.stderr.count("as rank 1 cannot compile them (BackendCompilerFailed") == 3, finished.output
+    return torch.load(path, weights_only=True)
+
+
+ALONE = ("gpt2", "llama", "qwen3_moe", "gpt2 zero2", "llama tensor", "qwen3_moe expert")
+SAME = {
+    case: max((name for name in ALONE if case.startswith(name)), key=len)
+    for case in CASES
+    if case not in ALONE
+}
+"""{case: the one whose numbers it must have}."""
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_compiled_blocks_are_the_eager_ones_under_zero(on_two_ranks, case):
+    """Losses of four steps with a validation in between, and the first gradients, of two ranks at stages 2 and 3."""
+    found, wanted = on_two_ranks[case], on_two_ranks[SAME[case]]
+    assert found["losses"] == pytest.approx(wanted["losses"], abs=1e-5)
+    for name, gradient in found.get("gradients", {}).items():
+        torch.testing.assert_close(gradient, wanted["gradients"][name], atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["gpt2 blocks", "gpt2 blocks recomputed", "llama blocks"])
+def test_zero_3_gathers_a_block_around_its_one_graph(on_two_ranks, case):
+    """No graph ends at a hook or is compiled again, though weights come and go; none is held when ZeRO lets it go."""
+    found = on_two_ranks[case]
+    assert (found["graphs"], found["graph_break"], found["recompiles"]) == (1, {}, {})
+    assert found["held_too_long"] == 0
+
+
+def test_split_layers_are_one_graph_with_their_sums(on_two_ranks):
+    found = on_two_ranks["llama tensor blocks"]
+    assert (found["graphs"], found["graph_break"], found["recompiles"]) == (1, {}, {})
+
+
+def test_split_experts_are_a_graph_between_their_exchanges(on_two_ranks):
+    """One for every number of tokens: nothing is compiled again. The others are whole experts', cut once more."""
+    found, whole = on_two_ranks["qwen3_moe expert blocks"], on_two_ranks["qwen3_moe blocks"]
+    assert not found["recompiles"] and found["graphs"] == whole["graphs"] + 1
+    assert sum(found["graph_break"].values()) == sum(whole["graph_break"].values()) + 1
+
+
+WHOLE = ("speed.compile=whole", *BLOCKS[1:])
+RUNS = dict.fromkeys(("zero0", "zero1", "zero2", "zero3", "zero3_offload"), BLOCKS) | {"null": WHOLE}
+
+
+@pytest.mark.parametrize("stage", RUNS)
+def test_a_compiled_run_has_the_plain_curve(workshop, stage):
+    """Promise: the curve belongs to the recipe, not to what is compiled, at any stage on two ranks."""
+    run = workshop.run(stage, settings=RUNS[stage])
+    assert run.losses == pytest.approx(workshop.plain().losses, abs=1e-4)
+
+
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_a_compiled_run_goes_on_without(workshop, tmp_path, stage):
+    """In a plain process, from the checkpoint of two ranks; an export has the usual names."""
+    whole = workshop.run(stage, settings=BLOCKS)
+    with safe_open(whole.dir.export / "model.safetensors", "pt") as file:
+        names = list(file.keys())
+    assert names and not any("_orig_mod" in name for name in names)
+    folder = unfinished(whole, tmp_path / "run")
+    finished = execute(workshop.command(folder, "null", 1, "plain"))
+    assert finished.code == 0, finished.output
+    assert Run(folder).losses == pytest.approx(whole.losses, abs=1e-5)
+
+
+REFUSED = {
+    "the whole model under ZeRO-3": (
+        "zero3",
+        {"compile": "whole"},
+        "speed.compile: is whole, and ZeRO-3 gathers",
+    ),
+    "blocks on a drive": (
+        "zero3_nvme",
+        {"compile": "blocks"},
+        "speed.compile: a compiled block needs all its weights",
+    ),
+    "CUDA graphs under ZeRO-3": (
+        "zero3",
+        {"compile_mode": "reduce-overhead"},
+        "speed.compile_mode: is reduce-overhead, which records CUDA graphs",
+    ),
+    "DeepCompile without ZeRO": (
+        "zero0",
+        {"compile": "deepcompile"},
+        "speed.compile: is deepcompile, which needs ZeRO",
+    ),
+    "DeepCompile with offload": (
+        "zero3_offload",
+        {"compile": "deepcompile"},
+        "speed.compile: is deepcompile, which is not tried with offload",
+    ),
+    "DeepCompile beside a loss that holds the head": (
+        "zero3",
+        {"compile": "deepcompile"},
+        "--set loss.kind=plain",
+    ),
+    "a mode of another backend": (
+        "zero2",
+        {"compile": "whole", "compile_backend": "aot_eager", "compile_mode": "max-autotune"},
+        "speed.compile_mode: is max-autotune, a mode of inductor",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_compiled_is_one_line(name):
+    """Bad input: what, and what to write."""
+    stage, speed, words = REFUSED[name]
+    with pytest.raises(UserError) as error:
+        load_recipe_and_ds_config("tiny", [f"speed.{key}={value}" for key, value in speed.items()], stage)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_deepcompile_is_started_by_its_switch(capsys):
+    """The engine compiles once it is mended; what the log says is honest about it. Nothing of it runs on a CPU."""
+    settings = ["speed.compile=deepcompile", "loss.kind=plain"]
+    recipe, ds_config = load_recipe_and_ds_config("tiny", settings, "zero3")
+    assert engine_config(recipe, ds_config)["compile"] == {"deepcompile": True}
+    assert "never tried" in describe_compilation(recipe.speed)
+    started = []
+    engine = SimpleNamespace(
+        optimizer=object(),
+        zero_optimization=lambda: True,
+        compile=lambda backend: started.append(backend),
+    )
+    trainer = SimpleNamespace(
+        recipe=recipe, model_wrapped=engine, is_deepspeed_enabled=True, gradient_norm_known=None
+    )
+    PretrainingTrainer.prepared(trainer)
+    assert started == ["inductor"]
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="needs a GPU"):
+            check_compiler(recipe.speed)
+
+
+AUTO = {
+    "at stage 1": ("124m", [], "zero1", None),
+    "at stage 3, recomputed": ("7b", [], "zero3", None),
+    "offloaded": ("65b", [], "zero3_offload", None),
+    "a mixture": ("moe-1.5b", [], "zero1", None),
+    "split experts": ("moe-1.5b", [], "zero1:expert=2", None),
+    "split layers": ("7b", [], "zero1_tp2", None),
+    "weights on a drive": ("30b", [], "zero3_nvme", "from NVMe"),
+    "dropout": ("124m", ["model.resid_pdrop=0.1"], "zero1", "dropout"),
+    "Liger's kernels": ("7b", ["training.use_liger_kernel=true"], "zero3", "Liger's kernels take its place"),
+    "a recomputed mixture": (
+        "moe-1.5b",
+        ["training.activation_checkpointing=true"],
+        "zero1",
+        "router logits",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AUTO)
+def test_auto_compiles_blocks_on_a_gpu_where_it_can(name):
+    """The plan knows it from recipe and ds_config; on a machine without a GPU nothing is compiled unless asked for."""
+    recipe_name, settings, stage, why = AUTO[name]
+    recipe, ds_config = load_recipe_and_ds_config(recipe_name, settings, stage)
+    assert recipe.speed.compile == "auto"
+    assert compiled_part(recipe, ds_config) == ("none" if why else "blocks")
+    assert (why or "None") in str(why_not_compiled(recipe, ds_config))
+    assert compiled_part(recipe, ds_config, on_gpu=False) == "none"
+    by_name = replace(recipe, speed=replace(recipe.speed, compile="blocks"))
+    assert compiled_part(by_name, ds_config, on_gpu=False) == "blocks"
+
+
+def test_the_next_block_is_gathered_while_one_computes():
+    """As transformers fills `"auto"`, most of it would be waited for; a number of the ds_config's own stays."""
+    recipe, ds_config = load_recipe_and_ds_config("30b", ["speed.compile=blocks"], "zero3")
+    block = layer_numel(parameter_tensors(recipe.model))
+    zero = engine_config(recipe, ds_config)["zero_optimization"]
+    assert zero["stage3_prefetch_bucket_size"] == block and zero["stage3_max_live_parameters"] >= 2 * block
+    given = {**ds_config, "zero_optimization": {**zero, "stage3_prefetch_bucket_size": 5}}
+    assert engine_config(recipe, given)["zero_optimization"]["stage3_prefetch_bucket_size"] == 5
+    plain = replace(recipe, speed=replace(recipe.speed, compile="none"))
+    assert engine_config(plain, ds_config)["zero_optimization"] == ds_config["zero_optimization"]
+    needs = [memory_need(each, ds_config, 8).parts["gathered weights"] for each in (recipe, plain)]
+    assert needs[0] - needs[1] == pytest.approx(2 * (block - 0.9 * 6656**2))
+
+
+def test_liger_fuses_what_no_compiler_does(monkeypatch):
+    """On a GPU, if it is installed and no block is compiled; a recipe that says so decides for itself."""
+    recomputed = ["training.activation_checkpointing=true"]
+    mixture, compiled = load_recipe("moe-1.5b", recomputed), load_recipe("7b")
+    monkeypatch.setattr(run_arguments, "is_liger_kernel_available", lambda: True)
+    assert run_arguments.fuses_with_liger(mixture, load_ds_config("zero1"), on_gpu=True)
+    assert not run_arguments.fuses_with_liger(mixture, load_ds_config("zero1"), on_gpu=False)
+    assert not run_arguments.fuses_with_liger(compiled, load_ds_config("zero3"), on_gpu=True)
+    uncompiled = load_recipe("7b", ["speed.compile=none"])
+    assert not run_arguments.fuses_with_liger(uncompiled, load_ds_config("zero3"), on_gpu=True)
+    monkeypatch.setattr(run_arguments, "is_liger_kernel_available", lambda: False)
+    assert not run_arguments.fuses_with_liger(mixture, load_ds_config("zero1"), on_gpu=True)
+
+
+def test_liger_is_one_line_if_missing_and_leaves_the_loss_alone(monkeypatch, tmp_path):
+    """It would replace the model's forward by one with its own loss."""
+    recipe = load_recipe("7b", ["training.use_liger_kernel=true", "training.bf16=false"])
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    with pytest.raises(UserError, match=r"training\.use_liger_kernel needs the package 'liger_kernel'"):
+        build_arguments(recipe, None, tmp_path, 1)
+    monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace())
+    config = build_arguments(recipe, None, tmp_path, 1).liger_kernel_config
+    assert config == {"cross_entropy": False, "fused_linear_cross_entropy": False}
+
+
+@pytest.mark.parametrize("name", ["moe-1.5b", "moe-30b-a3b", "qwen2_moe"])
+def test_a_mixture_keeps_its_own_experts_beside_liger(name, monkeypatch, tmp_path):
+    """Promise: no micro-batch waits. Liger's experts stop the host in every layer; a recipe may still ask for them."""
+    monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace())
+    other = OTHER_MODELS.get(name)
+    for asked, expected in (([], False), (["training.liger_kernel_config.swiglu=true"], True)):
+        changes = ["training.use_liger_kernel=true", "training.bf16=false", *asked]
+        recipe = load_recipe("7b" if other else name, changes)
+        recipe = replace(recipe, model=other) if other else recipe
+        assert build_arguments(recipe, None, tmp_path, 1).liger_kernel_config["swiglu"] is expected
+
+
+def test_the_log_says_what_is_compiled(arguments, capsys):
+    """At the start; on a processor nothing is said of what nobody asked for."""
+    build_from_recipe(load_recipe("tiny"), TOKENIZER, arguments, draw_weights=False)
+    assert capsys.readouterr().out == ""
+    build_from_recipe(load_recipe("tiny", BLOCKS), TOKENIZER, arguments, draw_weights=False)
+    assert "compiled: every block, by aot_eager" in capsys.readouterr().out
+    assert describe_compilation(NONE) == "compiled: nothing"
+    assert describe_compilation(NONE, "no GPU") == "compiled: nothing (no GPU)"
+
+
+def broken(graph, inputs):
+    """A backend that fails in the way of one that runs out of room."""
+    raise OSError("No space left on device")
+
+
+def breaks_backward(graph, inputs):
+    """A backend that cannot compile backward passes."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    return aot_autograd(fw_compiler=lambda graph, _: graph.forward, bw_compiler=broken)(graph, inputs)
+
+
+@pytest.mark.parametrize("backend", [broken, breaks_backward, "inductor"])
+def test_a_compiler_that_fails_is_one_line_and_the_run_goes_on(backend, arguments, monkeypatch, capsys):
+    """`auto`, a backend that raises forward or backward, or no C++ compiler: the losses of eager blocks."""
+    if backend == "inductor":
+        monkeypatch.setattr("pretraining.upstream.toolchain.shutil.which", lambda name: None)
+    eager = losses("gpt2", arguments)
+    capsys.readouterr()
+    assert losses("gpt2", arguments, compile="auto", compile_backend=backend) == eager
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: blocks")]
+    assert len(said) == 1 and "run uncompiled on all ranks, as rank 0 cannot compile them" in said[0]
+    assert ("C++ compiler" if backend == "inductor" else "No space left on device") in said[0]
+
+
+GPU_NEEDS = {"triton": "package triton", "gcc": "a C compiler", "headers": "Python.h"}
+
+
+@pytest.mark.parametrize("missing", GPU_NEEDS)
+def test_what_triton_needs_is_looked_for_before_the_run(missing, monkeypatch, tmp_path):
+    """It builds a C extension of Python at its first kernel; containers often lack gcc or the headers."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: missing != "triton")
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(
+        "pretraining.upstream.toolchain.shutil.which", lambda name: None if missing == "gcc" else name
+    )
+    (tmp_path / "Python.h").touch()
+    folder = tmp_path / "nowhere" if missing == "headers" else tmp_path
+    monkeypatch.setattr(
+        "pretraining.upstream.toolchain.sysconfig.get_paths", lambda: {"include": str(folder)}
+    )
+    assert GPU_NEEDS[missing] in missing_compiler()
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
+    monkeypatch.setattr("pretraining.upstream.toolchain.shutil.which", lambda name: name)
+    monkeypatch.setattr(
+        "pretraining.upstream.toolchain.sysconfig.get_paths", lambda: {"include": str(tmp_path)}
+    )
+    assert missing_compiler() is None
+
+
+def test_a_compiler_that_is_asked_for_by_name_must_be_there(monkeypatch):
+    monkeypatch.setattr("pretraining.upstream.toolchain.shutil.which", lambda name: None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(UserError, match=r"inductor needs a C\+\+ compiler"):
+        check_compiler(Speed(compile="blocks"))
+    check_compiler(Speed())
+
+
+def test_autotuning_finds_one_answer_about_tf32(monkeypatch, tmp_path):
+    """A recipe in bf16 switches TF32 on: inductor's max-autotune asks torch's older switch, which must agree.
+
+    On a machine without a GPU, told that there is one with TF32.
+    """
+    for module in ("pretraining.training.arguments", "transformers.training_args"):
+        monkeypatch.setattr(f"{module}.is_torch_tf32_available", lambda: True)
+    before = torch.get_float32_matmul_precision()
+    try:
+        recipe = load_recipe("tiny", ["training.bf16=true"])
+        build_arguments(recipe, None, tmp_path, 1)
+        assert torch.get_float32_matmul_precision() == "high" and torch.backends.fp32_precision == "tf32"
+    finally:
+        torch.backends.fp32_precision = "none"
+        torch.set_float32_matmul_precision(before)
+
+
+def test_the_trainer_s_own_switch_names_its_place():
+    """It would compile validation and samples too, and put `_orig_mod` into names."""
+    assert all("speed" in TRAINING_KEYS[f"torch_compile{rest}"] for rest in ("", "_backend", "_mode"))
+    with pytest.raises(
+        UserError, match=r"training\.torch_compile: does not belong here: the recipe's speed section"
+    ):
+        load_recipe("tiny", ["training.torch_compile=true"])
+
+
+def test_every_block_is_found(arguments):
+    for name, section in MODELS.items():
+        assert len(list(blocks_of(build_model(section, TOKENIZER, arguments)))) == 2, name

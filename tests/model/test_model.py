@@ -1,0 +1,402 @@
+"""The model: initial weights that are the same at every stage, decay on matrices alone, and the loss."""
+
+import hashlib
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+from pretraining.data.document_masking import IGNORED
+from pretraining.model import initial_weights
+from pretraining.model.build import build_config, build_model
+from pretraining.model.cross_entropy import token_nats
+from pretraining.model.initial_weights import children_first, initialise_weights, list_draws, turns
+from pretraining.model.loss import build_loss, next_token_loss
+from pretraining.recipe import load_recipe, model_with_defaults, recipe_names
+from pretraining.recipe.mup import scales_by_name
+from tests.gear.initial_weights import CONTINUED, MUP, SPLIT
+from tests.gear.runs import MODELS, OTHER_MODELS, SMALL_RECIPE, execute, launcher
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory) -> dict[int, dict]:
+    """{ranks: {(model, stage, bf16): {name: tensor}}}, each built in a process group of its own."""
+    folder = tmp_path_factory.mktemp("weights")
+    found = {}
+    for ranks, words in ((1, launcher("plain", 1)), (2, launcher("forked", 2)), (3, launcher("forked", 3))):
+        path = folder / f"{ranks}.pt"
+        finished = execute([*words, "-m", "tests.gear.initial_weights", path])
+        assert finished.code == 0, finished.output
+        found[ranks] = torch.load(path, weights_only=True)
+    return found
+
+
+def differing(ours: dict, theirs: dict) -> list[str]:
+    """Names of the tensors that are not equal bit for bit."""
+    assert ours.keys() == theirs.keys()
+    return [name for name in ours if not torch.equal(ours[name], theirs[name])]
+
+
+@pytest.mark.parametrize("name", [*MODELS, *OTHER_MODELS, "mup", CONTINUED])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_initial_weights_are_the_same_at_every_stage_and_world_size(weights, name, ranks, stage):
+    """Promise: the curve belongs to the recipe. Bit for bit in fp32, against a plain process."""
+    assert not differing(weights[ranks][name, stage, False], weights[1][name, "null", False])
+
+
+def not_drawn(config):
+    """A model whose weights transformers has not drawn."""
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    return model
+
+
+@pytest.mark.parametrize("name", [*MODELS, *OTHER_MODELS])
+def test_initial_weights_are_those_of_each_rule_alone(weights, name):
+    """No bit depends on which rank draws, or on what is left out because a later rule draws it again.
+
+    Here every rule is called for its module, children first, with a generator of the module's own.
+    """
+    model, seed = (
+        not_drawn(AutoConfig.for_model(**(MODELS | OTHER_MODELS)[name])),
+        SMALL_RECIPE["training"]["seed"],
+    )
+    for path, module, owner in children_first(model):
+        digest = hashlib.blake2b(f"{seed}/{path}".encode(), digest_size=8).digest()
+        torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+        with torch.no_grad():
+            owner._init_weights(module)
+    assert not differing(weights[3][name, "zero3", False], dict(model.named_parameters()))
+
+
+def test_weights_with_a_copy_on_each_node_are_the_same(weights):
+    """hpZ: a rank's part cannot be set alone there."""
+    assert not differing(weights[2]["gpt2", "hpz", False], weights[1]["gpt2", "null", False])
+
+
+@pytest.mark.parametrize("name", ["mup", CONTINUED])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_is_multiplied_in_bf16_is_the_same_at_every_stage(weights, name, ranks):
+    """The order of rounding and multiplying is that of one process."""
+    for stage in ("zero2", "zero3"):
+        assert not differing(weights[ranks][name, stage, True], weights[1][name, "zero2", True])
+
+
+def test_multiplied_weights_are_the_drawn_ones_times_a_factor(weights):
+    """muP's factors, and a rule that continues from what its child's rule has drawn."""
+    plain = weights[1]["llama", "null", False]
+    for key, halved in weights[3][CONTINUED, "zero3", False].items():
+        assert torch.equal(halved, plain[key] * (0.5 if "down_proj" in key else 1.0)), key
+    factors = scales_by_name(plain, model_with_defaults(MODELS["llama"]), MUP)
+    assert {1.0} < {each.initial for each in factors.values()}
+    for key, scaled in weights[3]["mup", "zero3", False].items():
+        assert torch.equal(scaled, plain[key] * factors[key].initial), key
+
+
+@pytest.mark.parametrize("name", ["30b", "65b", "7b", "llama-70b", "moe-30b-a3b"])
+def test_every_weight_of_a_large_recipe_is_drawn_once_and_by_all_ranks(name):
+    """Hour 0 of a large run: at most 1.1 times the parameters, and eight ranks at least six times as fast as one.
+
+    The ranks draw a turn at the same time, so that it takes as long as its largest draw.
+    """
+    recipe, tokens = load_recipe(name), SimpleNamespace(bos_token_id=0, eos_token_id=0)
+    with torch.device("meta"), torch.no_grad():
+        model = not_drawn(build_config(dict(recipe.model), tokens))
+        draws = list_draws(model)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    lent = sum(parameter.numel() for draw in draws for parameter in draw.lent)
+    assert sum(draw.num_kept for draw in draws) == num_parameters <= lent <= 1.1 * num_parameters
+    assert sorted(map(id, model.parameters())) == sorted(id(each) for draw in draws for each in draw.kept)
+    assert num_parameters / sum(max(draw.num_kept for draw in turn) for turn in turns(draws, 8)) >= 6
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_number_is_drawn_that_is_not_kept(name):
+    """GPT-2's rules draw output projections and the tied head twice: only the second time counts."""
+
+    class Counted(TorchDispatchMode):
+        drawn = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.normal_.default and args[0].device.type == "cpu":
+                self.drawn += args[0].numel()
+            return func(*args, **(kwargs or {}))
+
+    model = not_drawn(AutoConfig.for_model(**MODELS[name]))
+    with Counted() as counted:
+        initialise_weights(model, 42)
+    assert counted.drawn == sum(each.numel() for each in model.parameters() if each.ndim > 1)
+
+
+def test_a_long_draw_gives_signs_of_life(monkeypatch, capsys):
+    """A line at its beginning, lines with what is left, and work that counts for the watch over hangs."""
+    monkeypatch.setattr(initial_weights, "MANY", 1)
+    monkeypatch.setattr(initial_weights, "NEWS_SECONDS", 0.0)
+    done = []
+    monkeypatch.setattr(initial_weights, "work_done", done.append)
+    model = not_drawn(AutoConfig.for_model(**MODELS["llama"]))
+    initialise_weights(model, 42)
+    began, *news = capsys.readouterr().out.splitlines()
+    assert began == "drawing 0.0 B weights, on 1 rank"
+    assert news[-1] == "drew 0.0 of 0.0 B weights, about 0.0 minutes left"
+    assert sum(done) == sum(each.numel() for each in model.parameters())
+
+
+@pytest.mark.parametrize("name", [*MODELS, *OTHER_MODELS])
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_bf16_starts_from_the_fp32_weights_rounded(weights, name, stage):
+    """No other draw: what is rounded is the same fp32 numbers, on one rank and on two."""
+    rounded = {key: value.bfloat16() for key, value in weights[1][name, "null", False].items()}
+    for ranks in (1, 2):
+        assert not differing(weights[ranks][name, stage, True], rounded)
+
+
+@pytest.mark.parametrize("name", [*MODELS, *OTHER_MODELS])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_given_weights_are_the_same_at_every_stage_and_world_size(weights, name, ranks):
+    """Bit for bit what transformers saved, experts in its own layout included; in bf16 the same numbers rounded."""
+    torch.manual_seed(1)
+    model = {"use_cache": False, **(MODELS | OTHER_MODELS)[name]}
+    source = dict(AutoModelForCausalLM.from_config(AutoConfig.for_model(**model)).named_parameters())
+    for stage in ("null", "zero2", "zero3"):
+        assert not differing(weights[ranks]["given", name, stage, False], source)
+    rounded = {key: value.bfloat16() for key, value in source.items()}
+    for stage in ("zero2", "zero3"):
+        assert not differing(weights[ranks]["given", name, stage, True], rounded)
+    assert weights[ranks]["digests"] == weights[1]["digests"]
+
+
+@pytest.mark.parametrize("name, stage, bf16", SPLIT)
+def test_split_experts_begin_as_whole_ones(weights, name, stage, bf16):
+    """Drawn or given: each rank's experts together are those of a plain process, bit for bit."""
+    sharded = stage.partition(":")[0]
+    for key in ((name,), ("given", name)):
+        assert not differing(weights[2][*key, stage, bf16], weights[1][*key, sharded, bf16])
+
+
+def test_gpt2_keeps_its_own_distribution(weights):
+    """0.02, 0.02/sqrt(2 layers) for what is added to the residual stream, LayerNorm 1 and 0, biases 0."""
+    residual = 0.02 / math.sqrt(2 * SMALL_RECIPE["model"]["n_layer"])
+    for name, tensor in weights[2]["gpt2", "zero3", False].items():
+        if name.endswith("bias"):
+            assert (tensor == 0).all(), name
+        elif ".ln_" in name:
+            assert (tensor == 1).all(), name
+        else:
+            expected = residual if "c_proj" in name else 0.02
+            assert tensor.std().item() == pytest.approx(expected, rel=5 / math.sqrt(tensor.numel())), name
+            assert abs(tensor.mean().item()) < 5 * expected / math.sqrt(tensor.numel()), name
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_other_architectures_keep_theirs(weights, name):
+    """Norms at one, every matrix at std 0.02, no matrix left empty."""
+    for key, tensor in weights[2][name, "zero3", False].items():
+        if "norm" in key:
+            assert (tensor == 1).all(), key
+        else:
+            assert tensor.std().item() == pytest.approx(0.02, rel=6 / math.sqrt(tensor.numel())), key
+
+
+@pytest.mark.parametrize("name", [*MODELS, *OTHER_MODELS])
+def test_no_two_matrices_start_alike(weights, name):
+    """Each parameter draws from a stream of its own: layers do not repeat each other."""
+    flat = [t.flatten()[:64] for t in weights[2][name, "zero3", False].values() if t.ndim > 1]
+    assert len({tuple(row.tolist()) for row in flat}) == len(flat)
+
+
+def built(tmp_path, model: dict, seed: int = 7):
+    from transformers import TrainingArguments
+
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, seed=seed, weight_decay=0.1)
+    return build_model(model, SimpleNamespace(bos_token_id=0, eos_token_id=0), arguments), arguments
+
+
+def test_embeddings_are_tied_and_another_seed_is_another_start(tmp_path):
+    model, _ = built(tmp_path, SMALL_RECIPE["model"])
+    other, _ = built(tmp_path, SMALL_RECIPE["model"], seed=8)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert not torch.equal(model.transformer.wte.weight, other.transformer.wte.weight)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weight_decay_reaches_the_matrices_and_nothing_else(tmp_path, name):
+    """Norms and biases are not decayed; embeddings and every projection are."""
+    from pretraining.training.trainer import PretrainingTrainer
+
+    model, arguments = built(tmp_path, MODELS[name])
+    trainer = PretrainingTrainer(
+        load_recipe("tiny"), model, arguments, loss=build_loss(model), train_dataset=[]
+    )
+    optimizer = trainer.create_optimizer()
+    decayed = {id(p) for g in optimizer.param_groups if g["weight_decay"] == 0.1 for p in g["params"]}
+    spared = {id(p) for g in optimizer.param_groups if g["weight_decay"] == 0.0 for p in g["params"]}
+    assert decayed == {id(p) for p in model.parameters() if p.ndim >= 2}
+    assert spared == {id(p) for p in model.parameters() if p.ndim < 2}
+
+
+def test_the_recipes_activation_is_gpt2_s_own(tmp_path):
+    """The larger recipes of GPT-2's shape write its activation as one kernel: the same losses, and so in an export."""
+    shipped = {name: load_recipe(name).model for name in recipe_names()}
+    named = {
+        name: model.get("activation_function")
+        for name, model in shipped.items()
+        if model["model_type"] == "gpt2"
+    }
+    assert {name for name, activation in named.items() if activation != "gelu_pytorch_tanh"} == {"tiny"}
+    one_kernel = {**SMALL_RECIPE["model"], "activation_function": "gelu_pytorch_tanh"}
+    ids = torch.arange(64)[None]
+    logits = [
+        built(tmp_path, model)[0].eval()(input_ids=ids).logits
+        for model in (SMALL_RECIPE["model"], one_kernel)
+    ]
+    torch.testing.assert_close(*logits, atol=1e-6, rtol=1e-5)
+    built(tmp_path, one_kernel)[0].save_pretrained(tmp_path / "export")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()
+    assert exported.config.activation_function == "gelu_pytorch_tanh"
+    torch.testing.assert_close(exported(input_ids=ids).logits, logits[1], atol=1e-6, rtol=1e-5)
+
+
+@pytest.fixture
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [6, 8, 32] and labels [6, 8], a few of them ignored, unevenly over the rows."""
+    torch.manual_seed(0)
+    logits, labels = torch.randn(6, 8, 32), torch.randint(32, (6, 8))
+    labels[0, :5] = labels[4, 2:4] = IGNORED
+    return logits, labels
+
+
+def share(logits, labels, rows, num_items, **more):
+    outputs = SimpleNamespace(logits=logits[rows], aux_loss=torch.tensor(2.0))
+    return next_token_loss(outputs, labels[rows], num_items, **more)
+
+
+def test_the_loss_is_the_mean_over_the_targets(batch):
+    """Nats per token over what is not ignored, in fp32, labels already shifted."""
+    logits, labels = batch
+    logs = torch.log_softmax(logits.double(), -1)
+    nats = [-logs[i, j, labels[i, j]] for i in range(6) for j in range(8) if labels[i, j] != IGNORED]
+    assert len(nats) == 41
+    assert share(logits, labels, slice(None), None).item() == pytest.approx(sum(nats).item() / 41, rel=1e-6)
+    assert token_nats(logits.bfloat16(), labels).dtype == torch.float32
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 3])
+def test_micro_batches_add_up_to_the_mean(batch, micro_batch):
+    """Gradient accumulation: the sum over micro-batches is the mean over the step, ignored labels uneven."""
+    logits, labels = batch
+    whole = share(logits, labels, slice(None), None)
+    parts = [
+        share(logits, labels, slice(i, i + micro_batch), torch.tensor(41)) for i in range(0, 6, micro_batch)
+    ]
+    assert sum(parts).item() == pytest.approx(whole.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 3, 6])
+def test_the_balancing_loss_does_not_grow_with_accumulation(batch, micro_batch):
+    """Mixture of experts: the coefficient means the same, however the step is cut."""
+    logits, labels = batch
+    parts = [
+        share(logits, labels, slice(i, i + micro_batch), torch.tensor(41), router_coefficient=0.5)
+        for i in range(0, 6, micro_batch)
+    ]
+    without = share(logits, labels, slice(None), None)
+    assert sum(parts).item() == pytest.approx(without.item() + 0.5 * 2.0, rel=1e-6)
+
+
+def test_the_balancing_loss_is_asked_for_by_the_recipe():
+    """`output_router_logits` switches it on, with the config's own coefficient."""
+    known = {"model_type": "mixtral", "num_experts_per_tok": 2}
+    config = SimpleNamespace(output_router_logits=True, router_aux_loss_coef=0.25, **known)
+
+    def coefficient() -> float:
+        return build_loss(SimpleNamespace(config=config)).keywords["router_coefficient"]
+
+    assert coefficient() == 0.25
+    config.output_router_logits = False
+    assert coefficient() == 0.0
+    config = SimpleNamespace()
+    assert coefficient() == 0.0
+
+
+def recorded_rows(tmp_path, losses: list[float], logging_steps: int) -> list[dict]:
+    """metrics.jsonl of a Trainer whose loss at step k is made to read losses[k]; gradients stay finite."""
+    from pretraining.recipe.budget import StepSizes
+    from pretraining.recipe.progress import Progress
+    from pretraining.recipe.training import Training
+    from pretraining.runtime.durable_files import read_rows
+    from pretraining.runtime.run_folder import RunFolder
+    from pretraining.training.arguments import build_arguments
+    from pretraining.training.metrics import MetricsCallback
+    from pretraining.training.throughput import SpeedMeter
+    from pretraining.training.trainer import PretrainingTrainer
+
+    values = {"logging_steps": logging_steps, "per_device_train_batch_size": 1, "save_strategy": "no"}
+    training = Training(values)
+    recipe = SimpleNamespace(
+        training=training, training_keywords=training, num_steps=len(losses), path=tmp_path
+    )
+    recipe.extensions = []
+    arguments = build_arguments(recipe, None, tmp_path, 1)
+    model = build_model(SMALL_RECIPE["model"], SimpleNamespace(bos_token_id=0, eos_token_id=0), arguments)
+    blocks = [{"input_ids": torch.arange(8).numpy(), "labels": torch.arange(8).numpy()}] * len(losses)
+    remaining = iter(losses)
+
+    def loss(outputs, labels, num_items_in_batch=None):
+        real = next_token_loss(outputs, labels, num_items_in_batch)
+        return real - real.detach() + next(remaining)
+
+    run, speed = RunFolder(tmp_path / "run"), SpeedMeter(Progress(StepSizes.of(8), 8, 8 * len(losses)))
+    callbacks = [MetricsCallback(run, speed, lambda: 80)]
+    trainer = PretrainingTrainer(
+        load_recipe("tiny"), model, arguments, loss=loss, train_dataset=blocks, callbacks=callbacks
+    )
+    trainer.clock = speed.clock
+    trainer.train()
+    return [row for row in read_rows(run.metrics) if "train/loss" in row]
+
+
+def test_a_nan_is_shown_as_a_nan_and_only_where_it_was(tmp_path):
+    """Promise: honest numbers. The NaN stands in its row; the rows after it are numbers again."""
+    shown = [
+        row["train/loss"] for row in recorded_rows(tmp_path, [5.0, 4.0, math.nan, 3.0, math.inf, 2.0], 1)
+    ]
+    assert shown[:2] == [5.0, 4.0] and shown[3] == 3.0 and shown[5] == 2.0
+    assert math.isnan(shown[2]) and shown[4] == math.inf
+
+
+def test_a_row_of_several_steps_is_their_mean(tmp_path):
+    """`logging_steps` averages over its steps, and a NaN among them shows."""
+    rows = recorded_rows(tmp_path, [5.0, 4.0, 3.0, 2.0, math.nan, 1.0, 6.0, 8.0], 2)
+    assert [row["step"] for row in rows] == [2, 4, 6, 8]
+    assert [row["train/tokens"] for row in rows] == [16, 32, 48, 64]
+    shown = [row["train/loss"] for row in rows]
+    assert shown[:2] == [4.5, 2.5] and math.isnan(shown[2]) and shown[3] == 7.0
+
+
+@pytest.mark.parametrize(
+    "rope, message",
+    [
+        (
+            {"rope_type": "yarn_2", "factor": 2.0, "rope_theta": 1e4},
+            "model.rope_parameters: transformers has no rope_type",
+        ),
+        ({"rope_type": "linear", "rope_theta": 1e4}, "factor"),
+    ],
+)
+def test_a_scaling_of_positions_that_is_not_there_is_one_line(tmp_path, rope, message):
+    """Bad input: neither an unknown type nor a missing key is a traceback."""
+    from transformers import TrainingArguments
+
+    from pretraining.errors import UserError
+
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    tokenizer = SimpleNamespace(bos_token_id=0, eos_token_id=0)
+    with pytest.raises(UserError, match=message):
+        build_model({**MODELS["llama"], "rope_parameters": rope}, tokenizer, arguments)

@@ -1,0 +1,191 @@
+"""muP: the paper's model with its multipliers takes the same steps; what changes does not grow with the width."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pretraining.errors import UserError
+from pretraining.model.build import build_model
+from pretraining.recipe import load_recipe, model_with_defaults
+from pretraining.recipe.mup import Mup, Scales, scales_by_name
+from pretraining.recipe.refusals import load_recipe_and_ds_config
+from pretraining.recipe.sections import Optimizer
+from pretraining.training.optimizers import choose_optimizer, describe_groups
+from tests.checkpoints.test_reshard import stage_3_goes_on_in_one_process
+from tests.gear.runs import MODELS
+from tests.model.test_compiling import TOKENIZER, arguments  # noqa: F401
+
+MUP = ("mup.base_width=16", "mup.base_layers=1")
+BASE = Mup(base_width=16, base_layers=1)
+IDS = torch.randint(512, (2, 16), generator=torch.Generator().manual_seed(0))
+RATE, DECAY, EPSILON = 0.01, 0.1, 1e-3
+
+
+def our_optimizer(model, section: dict, mup: Mup, rate: float = RATE, **settings) -> torch.optim.Optimizer:
+    """As a recipe of this model and base has it."""
+    from pretraining.training.optimizers import build_optimizer
+
+    def scales_of(names, rule):
+        return scales_by_name(names, model_with_defaults(section), mup, rule)
+
+    return build_optimizer(model, Optimizer(**settings), rate, DECAY, (0.9, 0.95), EPSILON, scales_of)
+
+
+def train(model, optimizer, steps: int) -> list[torch.Tensor]:
+    """The logits before each step, and after the last."""
+    found = []
+    for _ in range(steps + 1):
+        logits = model(input_ids=IDS).logits
+        found.append(logits.detach())
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten()).backward()
+        optimizer.step()
+    return found
+
+
+def model_of_the_paper(section: dict, arguments, m_n: float, m_l: float, base_head: float | None):  # noqa: F811
+    """Dey et al. 2025, table 1, alpha 1: a standard model, its multipliers as hooks, initial values by the table."""
+    model = build_model(section, TOKENIZER, arguments).double()
+    is_gpt2 = section["model_type"] == "gpt2"
+    for name, module in model.named_modules():
+        if name.endswith((".c_proj", ".o_proj", ".down_proj")):  # X + m_L^-1 F(X)
+            module.register_forward_hook(lambda _, __, out: out / m_l)
+        if name == "lm_head":  # X W^T m_N^-1
+            module.register_forward_hook(lambda _, __, out: out / m_n)
+        if base_head and name.endswith("self_attn"):  # q k / d, equal to q k / sqrt(d) at the base
+            module.scaling = math.sqrt(base_head) / module.head_dim
+    with torch.no_grad():
+        for name, parameter in in_blocks(model):
+            if parameter.ndim == 2:
+                parameter.div_(math.sqrt(m_n))
+                if is_gpt2 and "c_proj" in name:  # a base of L / m_L layers draws with 1 / sqrt(2 L / m_L)
+                    parameter.mul_(math.sqrt(m_l))
+    return model
+
+
+def in_blocks(model) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(n, p) for n, p in model.named_parameters() if ".h." in n or ".layers." in n]
+
+
+def adamw_of_the_paper(model, m_n: float, m_l: float) -> torch.optim.AdamW:
+    """The table's rates, decays and epsilons; norms and biases are not decayed."""
+    hidden = [p for _, p in in_blocks(model) if p.ndim == 2]
+    vectors = [p for _, p in in_blocks(model) if p.ndim < 2]
+    known = {id(p) for p in hidden + vectors}
+    outside = [p for p in model.parameters() if id(p) not in known]
+    tables = [p for p in outside if p.ndim == 2]
+    norms = [p for p in outside if p.ndim < 2]
+    block = EPSILON / m_n / m_l
+    groups = [
+        {"params": hidden, "lr": RATE / m_n, "weight_decay": DECAY * m_n, "eps": block},
+        {"params": vectors, "lr": RATE, "weight_decay": 0.0, "eps": block},
+        {"params": tables, "lr": RATE, "weight_decay": DECAY, "eps": EPSILON / m_n},
+        {"params": norms, "lr": RATE, "weight_decay": 0.0, "eps": EPSILON / m_n},
+    ]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95))
+
+
+@pytest.mark.parametrize(
+    "name, base_head, tied",
+    [("gpt2", None, True), ("gpt2", None, False), ("llama", None, True), ("llama", 4, False)],
+)
+def test_every_step_is_the_paper_s(name, base_head, tied, arguments):  # noqa: F811
+    """fp64, four times as wide as the base and twice as deep: the paper's multipliers, folded into weights, rates,
+    decays and epsilons, give its logits at every step."""
+    section = {**MODELS[name], "tie_word_embeddings": tied}
+    base = replace(BASE, base_head_size=base_head)
+    ours = build_model(section, TOKENIZER, arguments, mup=base).double()  # drawn in fp32, as theirs
+    theirs = model_of_the_paper(section, arguments, 4.0, 2.0, base_head)
+    expected = train(theirs, adamw_of_the_paper(theirs, 4.0, 2.0), 3)
+    found = train(ours, our_optimizer(ours, section, base), 3)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert (expected[-1] - expected[0]).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_the_base_itself_is_trained_as_without(name):
+    """Every factor is 1 where the model is its own base."""
+    base = Mup(base_width=64, base_layers=2, base_head_size=16)
+    section = model_with_defaults(MODELS[name])
+    names = [
+        "model.embed_tokens.weight",
+        "transformer.h.0.mlp.c_proj.weight",
+        "model.layers.1.mlp.down_proj.weight",
+    ]
+    assert set(scales_by_name(names, section, base).values()) == {Scales()}
+
+
+def change_of_logits(arguments, width: int, base: Mup | None, **settings) -> float:  # noqa: F811
+    """Root mean square of what five steps at one rate change of the logits."""
+    torch.manual_seed(0)
+    section = {**MODELS["gpt2"], "n_embd": width, "n_head": width // 16}
+    mup = base or Mup()
+    model = build_model(section, TOKENIZER, arguments, mup=mup)
+    logits = train(model, our_optimizer(model, section, mup, rate=0.002, **settings), 5)
+    return (logits[-1] - logits[0]).square().mean().sqrt().item()
+
+
+RULES = {
+    "adamw": {},
+    "muon": {"name": "muon"},
+    "muon, spectral": {"name": "muon", "scale": "spectral"},
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_what_a_step_changes_does_not_grow_with_the_width(rule, arguments):  # noqa: F811
+    """The coordinate check: four times the width, the same rate. Without muP the change grows."""
+    base = Mup(base_width=32)
+    narrow = change_of_logits(arguments, 32, base, **RULES[rule])
+    wide = change_of_logits(arguments, 128, base, **RULES[rule])
+    standard = change_of_logits(arguments, 128, None, **RULES[rule])
+    assert 0.5 < wide / narrow < 1.5
+    assert standard / narrow > 1.7
+
+
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_the_stage_does_not_change_the_curve(workshop, stage):
+    """fp32, two ranks, eight groups of parameters: initial weights and every loss of a plain process."""
+    plain, ours = workshop.plain(MUP).losses, workshop.run(stage, settings=MUP).losses
+    assert max(abs(a - b) for a, b in zip(ours, plain, strict=True)) <= 1e-5
+    assert max(abs(a - b) for a, b in zip(plain, workshop.plain().losses, strict=True)) > 1e-2
+
+
+def test_a_checkpoint_goes_on_at_another_stage(workshop, tmp_path):
+    """Promise: nothing committed is lost. Saved at stage 3, resumed in one plain process."""
+    stage_3_goes_on_in_one_process(workshop, tmp_path / "run", MUP)
+
+
+def test_groups_are_told_with_their_rates(arguments):  # noqa: F811
+    """Every parameter is in one group, at the rate its place asks for."""
+    factory, keywords = choose_optimizer(load_recipe("tiny", ["mup.base_width=32"]))
+    model = build_model(load_recipe("tiny").model, TOKENIZER, arguments)
+    lines = describe_groups(factory()(model, **keywords))
+    assert lines[-1].startswith("hidden matrices: adamw, ") and "rate 0.00125, weight decay 0.4" in lines[-1]
+    assert any(line.startswith("norms and biases") and "rate 0.00125" in line for line in lines), "final norm"
+    total = sum(int(line.split("tensors, ")[1].split(" ")[0].replace(",", "")) for line in lines)
+    assert total == sum(p.numel() for p in model.parameters())
+
+
+REFUSED = {
+    "no width": (["mup.base_layers=2"], "mup.base_layers: is set without mup.base_width"),
+    "gpt2's heads": (["mup.base_width=64", "mup.base_head_size=8"], "grow by more heads of the same size"),
+    "offloaded": (["mup.base_width=64"], "muP runs where its weights are"),
+    "another optimizer": (["mup.base_width=64", "training.optim=sgd"], "exclude training.optim sgd"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_rule_is_refused_by_name(name):
+    settings, words = REFUSED[name]
+    with pytest.raises(UserError, match=r"recipes/tiny\.json") as error:
+        load_recipe_and_ds_config("tiny", settings, "zero2_offload" if name == "offloaded" else "zero2")
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_experts_have_no_rule():
+    with pytest.raises(UserError, match="no rule here for the routers and experts of mixtral"):
+        load_recipe("moe-1.5b", ["mup.base_width=256"])

@@ -1,0 +1,248 @@
+"""Model types that no formula describes: counted by building, planned and trained as others are, or refused by name."""
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from pretraining.ds_config import load_ds_config
+from pretraining.errors import UserError
+from pretraining.model.counting import describe
+from pretraining.planning import shapes
+from pretraining.planning.memory.tensors import parameter_tensors
+from pretraining.planning.screen import as_text, full_plan
+from pretraining.planning.sizes import model_size
+from pretraining.recipe import load_recipe
+from pretraining.recipe.model import EXACT, other_model_types, own_key
+from tests.gear.runs import LLAMA, OTHER_MODELS, execute
+from tests.planning.test_planning import MODELS
+
+QWEN2 = {**LLAMA, "model_type": "qwen2", "use_cache": False}
+
+
+@pytest.fixture(autouse=True)
+def counts_here(monkeypatch):
+    """Counts in this process, which has torch: the program's own function, without the seconds of its imports."""
+    monkeypatch.setattr(shapes, "_built", lambda section: describe(json.loads(section)))
+    monkeypatch.setattr(shapes, "_read_counted", lambda path: None)
+    monkeypatch.setattr(shapes, "_keep", lambda path, found: None)
+    shapes._counted.cache_clear()
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_counting_by_building_agrees_with_every_formula(model, monkeypatch):
+    """Parts, matrices, biases, idle experts, widths and tensors: two ways to the same numbers."""
+    formula, tensors = model_size(model), parameter_tensors(model)
+    monkeypatch.setattr("pretraining.planning.sizes.is_exact", lambda model: False)
+    monkeypatch.setattr("pretraining.planning.memory.tensors.is_exact", lambda model: False)
+    built = model_size(model)
+    assert replace(built, counted=None) == formula
+
+    def key(tensor):
+        return (tensor.numel, tensor.decays, -1 if tensor.layer is None else tensor.layer)
+
+    assert sorted(parameter_tensors(model), key=key) == sorted(tensors, key=key)
+
+
+@pytest.mark.parametrize("model", OTHER_MODELS.values(), ids=OTHER_MODELS)
+def test_the_count_is_the_built_models(model):
+    """To the last parameter; active and embedding ones too."""
+    from tests.planning.test_planning import build
+
+    size, network = model_size(model), build(model)
+    assert size.total == size.parts.total == sum(p.numel() for p in network.parameters())
+    assert size.counted and (size.active < size.total) == ("num_experts" in model)
+    assert size.embedding >= model["vocab_size"] * model[own_key(model, "hidden_size")]
+    assert size.parts.norms > 0 and size.parts.attention > 0
+
+
+@pytest.mark.parametrize("name, recomputes", [*((name, False) for name in OTHER_MODELS), ("gpt_neox", True)])
+def test_activations_of_a_stand_in_are_near_the_models_own(name, recomputes, monkeypatch):
+    """Against torch's memory tracker, a fifth at most: the plan says whose activations it reckons with."""
+    import sys
+
+    from pretraining.schema import REPOSITORY
+
+    monkeypatch.setattr(sys, "path", [str(REPOSITORY / "benchmarks"), *sys.path])
+    import memory
+
+    model = OTHER_MODELS[name]
+    large = {own_key(model, key): size for key, size in {"hidden_size": 128, "vocab_size": 2048}.items()}
+    case = ({**model, **large}, 2, 64, "bf16", recomputes)
+    assert memory.predict(*case)["kept"] == pytest.approx(memory.trace(*case)["kept"], rel=0.2)
+
+
+PUBLISHED = {  # Qwen2.5-1.5B (1.54B, 1.31B without the embedding) and Mistral-7B, by their published configurations
+    "qwen2": (1_543_714_304, 1_310_340_608, (151936, 1536, 8960, 28, 12, 2), True),
+    "mistral": (7_241_732_096, 7_110_660_096, (32000, 4096, 14336, 32, 32, 8), False),
+}
+SHAPE = (
+    *("vocab_size", "hidden_size", "intermediate_size"),
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_sizes(name):
+    total, non_embedding, values, tied = PUBLISHED[name]
+    model = {"model_type": name, **dict(zip(SHAPE, values, strict=True)), "tie_word_embeddings": tied}
+    size = model_size({**model, "max_position_embeddings": 1024})
+    assert (size.total, size.non_embedding, size.tied) == (total, non_embedding, tied)
+
+
+def recipe_of(tmp_path, model: dict, **data):
+    """recipes/tiny.json with another model, as a file."""
+    values = load_recipe("tiny").to_dict()
+    values |= {"model": {"vocab_size": 1024, **model, "max_position_embeddings": 128}, "name": "other"}
+    values["model"]["vocab_size"] = 1024
+    values["data"] |= data
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(values))
+    return path
+
+
+def test_the_plan_says_how_it_was_counted(tmp_path):
+    """Everything else on the screen is there as for a known type."""
+    recipe = load_recipe(str(recipe_of(tmp_path, QWEN2)))
+    text = " ".join(as_text(full_plan(recipe, load_ds_config("zero3"), 2, None)).split())
+    size = model_size(recipe.model)
+    assert (
+        f"{size.total:,} parameters: qwen2, 2 layers of width 64; counted by building on the meta device"
+        in text
+    )
+    assert "activations as those of a llama of these widths" in text and "activations " in text
+
+
+def test_the_real_command_counts_once_and_remembers(tmp_path):
+    """A process of its own builds the model; the next plan needs neither torch nor that process."""
+    path, cache = recipe_of(tmp_path, QWEN2), tmp_path / "cache"
+    command = ["python", "train.py", "--recipe", path, "--plan", "--world_size", "2"]
+    finished = execute(command, PRETRAINING_MODEL_CACHE=str(cache))
+    assert finished.code == 0 and "counted by building on the meta device" in " ".join(
+        finished.stdout.split()
+    )
+    (kept,) = cache.glob("*.json")
+    kept.write_text(json.dumps({**json.loads(kept.read_text()), "layers": 3}))
+    assert "qwen2, 3 layers" in execute(command, PRETRAINING_MODEL_CACHE=str(cache)).stdout
+
+
+def test_ranks_that_start_together_count_once(monkeypatch, tmp_path):
+    """Each would take seconds of a core; the others wait for the first and read what it has kept."""
+    monkeypatch.undo()
+    monkeypatch.setenv("PRETRAINING_MODEL_CACHE", str(tmp_path))
+    counted = []
+
+    def built(section: str) -> dict:
+        counted.append(section)
+        time.sleep(0.2)  # in which the others arrive
+        return describe(json.loads(section))
+
+    monkeypatch.setattr(shapes, "_built", built)
+    with ThreadPoolExecutor(3) as ranks:
+        sizes = list(ranks.map(lambda _: shapes.count_model(QWEN2), range(3)))
+    assert len(counted) == 1 and sizes[0] == sizes[1] == sizes[2]
+
+
+REFUSED = {
+    "misspelt": ({"model_type": "qwen22"}, "'qwen22', which is no model type; did you mean 'qwen2'"),
+    "far from any": ({"model_type": "zzzzzz"}, "known are gpt2, llama"),
+    "reads both ways": ({"model_type": "bert"}, "'bert', which does not train here: "),
+    "unknown key": (
+        {**QWEN2, "hiden_act": "silu"},
+        "model.hiden_act: unknown key; did you mean 'model.hidden_act'?",
+    ),
+    "wrong type": ({**QWEN2, "hidden_size": "64"}, "model.hidden_size: is the string"),
+    "heads": ({**QWEN2, "num_attention_heads": 5}, "model.num_attention_heads: is 5, which does not divide"),
+}
+
+
+@pytest.mark.parametrize("model, message", REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_trained_is_one_line(model, message, tmp_path):
+    """A configuration class of transformers would take any key without a word."""
+    with pytest.raises(UserError) as error:
+        load_recipe(str(recipe_of(tmp_path, model)))
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_shape_must_be_stated(tmp_path):
+    """No default of seven billion parameters slips in."""
+    model = {key: value for key, value in QWEN2.items() if key != "num_hidden_layers"}
+    with pytest.raises(UserError, match=r"model\.num_hidden_layers: is missing"):
+        load_recipe(str(recipe_of(tmp_path, model)))
+
+
+def test_documents_are_not_kept_apart_untested(tmp_path):
+    with pytest.raises(UserError, match=r"data\.document_masking: is tested for gpt2"):
+        load_recipe(str(recipe_of(tmp_path, QWEN2, document_masking=True)))
+
+
+def test_what_transformers_refuses_is_one_line():
+    """A shape that the class itself cannot build."""
+
+    def fails(section):
+        return {"error": "ValueError: heads"}
+
+    shapes._built = fails
+    with pytest.raises(UserError, match="model: transformers cannot build this qwen2: ValueError: heads"):
+        model_size(QWEN2)
+
+
+def test_weights_that_no_module_draws_are_found():
+    """They would be other numbers at every start, or at every stage: such a type is refused."""
+    import torch
+    from torch import nn
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from pretraining.model.initial_weights import drawing_faults
+
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.line = nn.Linear(4, 4)
+            self.lost = nn.Parameter(torch.empty(4, 4))
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Inner()
+
+    class Model(PreTrainedModel):
+        config_class = PretrainedConfig
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.outer = Outer()
+
+        def _init_weights(self, module):
+            super()._init_weights(module)
+            if isinstance(module, Outer):
+                nn.init.normal_(module.inner.line.weight)
+
+    with torch.device("meta"):
+        faults = drawing_faults(Model(PretrainedConfig()))
+    assert faults == [
+        "outer.inner.line.weight is drawn from two levels above it, by Outer",
+        "outer.inner.lost is drawn by no module",
+    ]
+
+
+def test_a_type_without_a_formula_trains(workshop):
+    """Two steps on two ranks under ZeRO-3 through the same train.py, with a plan.json and an export."""
+    settings = (f"model={json.dumps(QWEN2)}", "budget.tokens=1024", "training.warmup_steps=0")
+    run = workshop.run("zero3", settings=settings)
+    assert [row["step"] for row in run.training_rows] == [1, 2]
+    plan = json.loads(run.dir.plan.read_text())
+    assert plan["size"]["counted"] == shapes.HOW
+    assert plan["parameters"] == model_size({**QWEN2}).total
+    assert (run.dir.export / "config.json").exists() and run.events[-1]["event"] == "end"
+
+
+def test_every_known_type_states_its_shape():
+    """The generated list: the common names lead to keys that exist, and none of the exact types is in it twice."""
+    found = other_model_types()
+    assert {"qwen2", "olmo2", "gemma", "gpt_neo", "gpt_neox"} <= set(found["types"])
+    assert not set(EXACT) & (set(found["types"]) | set(found["refused"]))
+    for name, entry in found["types"].items():
+        assert set(entry["names"].values()) | set(entry["required"]) <= set(entry["properties"]), name

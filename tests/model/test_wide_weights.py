@@ -1,0 +1,162 @@
+"""Embeddings and head in fp32 beside layers in bf16 (model.keep_in_fp32), at every stage."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pretraining.ds_config import load_ds_config
+from pretraining.model.build import build_model
+from pretraining.model.loss import build_loss
+from pretraining.planning.gpus import find_gpu
+from pretraining.planning.memory.need import memory_need, state_of_recipe
+from pretraining.planning.memory.tensors import parameter_tensors
+from pretraining.planning.roofline import ceiling
+from pretraining.recipe import load_recipe
+from pretraining.recipe.refusals import load_recipe_and_ds_config
+from pretraining.recipe.sections import Weights
+from pretraining.reporting.run_record import read_rows
+from pretraining.upstream.wide_weights import is_wide
+from tests.checkpoints.test_export import evaluated
+from tests.gear.finished_data import refusal
+from tests.gear.runs import LLAMA, MODELS, OTHER_MODELS, STEPS, execute
+from tests.training.test_curve import BF16, IN_BF16
+
+UNTIED = {**LLAMA, "tie_word_embeddings": False}
+BOTH = ["embeddings", "head"]
+WIDE = (f"model={json.dumps({**UNTIED, 'keep_in_fp32': BOTH})}", *IN_BF16)
+TABLES = {"model.embed_tokens.weight", "lm_head.weight"}
+TOKENIZER = SimpleNamespace(bos_token_id=0, eos_token_id=0)
+OF_A_STAGE = {"bf16": True, "fp16": False, "deepspeed": {"zero_optimization": {"stage": 2}}, "device": "cpu"}
+
+
+def built(section: dict, parts: list[str]):
+    """A model in bf16, as ZeRO-1 and 2 get it."""
+    arguments = SimpleNamespace(**OF_A_STAGE, process_index=1, seed=7)
+    return build_model(section, TOKENIZER, arguments, weights=Weights(keep_in_fp32=parts))
+
+
+@pytest.mark.parametrize(
+    "section, parts, wide",
+    [
+        (MODELS["gpt2"], ["embeddings"], {"transformer.wte.weight", "transformer.wpe.weight"}),
+        (MODELS["gpt2"], ["head"], {"transformer.wte.weight"}),
+        (UNTIED, ["head"], {"lm_head.weight"}),
+        (UNTIED, ["embeddings"], {"model.embed_tokens.weight"}),
+    ],
+)
+def test_the_parts_are_fp32_and_the_layers_get_bf16(section, parts, wide):
+    """A tied weight is both parts; a head in fp32 gives the very logits of an fp32 product, to the fused loss too."""
+    model = built(section, parts)
+    found = {name for name, each in model.named_parameters() if is_wide(each)}
+    assert found == wide == {n for n, p in model.named_parameters() if p.dtype == torch.float32}
+    seen, head = {}, model.get_output_embeddings()
+    layer = model.base_model.h[0] if section["model_type"] == "gpt2" else model.base_model.layers[0]
+    layer.register_forward_pre_hook(lambda module, inputs: seen.update(layer=inputs[0].dtype))
+    head.register_forward_pre_hook(lambda module, inputs: seen.update(head=inputs[0]))
+    ids = torch.arange(128).view(2, 64) * 3 % 512
+    logits = model.eval()(input_ids=ids).logits
+    assert seen["layer"] == seen["head"].dtype == torch.bfloat16
+    if head.weight.dtype != torch.float32:
+        assert logits.dtype == torch.bfloat16
+        return
+    expected = torch.nn.functional.linear(seen["head"].float(), head.weight)
+    assert torch.equal(logits, expected)
+    labels = ids.roll(-1, 1)
+    plain = torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels.flatten())
+    fused = build_loss(model, load_recipe("tiny").loss)
+    loss = fused(model.train()(input_ids=ids), labels)
+    assert loss.item() == pytest.approx(plain.item(), abs=1e-6)
+    loss.backward()
+    assert head.weight.grad.dtype == torch.float32
+    # nothing was rounded to bf16 on the way
+    assert not torch.equal(head.weight.grad, head.weight.grad.bfloat16().float())
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
+def test_every_stage_has_them_and_one_curve(workshop, stage):
+    """Two ranks, within the rounding of bf16; the export holds both parts as they were trained, and is evaluated so."""
+    run, plain = workshop.run(stage, settings=WIDE), workshop.plain(WIDE)
+    assert max(abs(a - b) for a, b in zip(run.losses, plain.losses, strict=True)) <= BF16
+    weights = load_file(run.dir.export / "model.safetensors")
+    assert {name for name, each in weights.items() if each.dtype == torch.float32} == TABLES
+    assert json.loads((run.dir.export / "config.json").read_text())["dtype"] == "bfloat16"
+    for name in TABLES:
+        assert not torch.equal(weights[name], weights[name].bfloat16().float())
+    if stage == "zero3":
+        assert evaluated(workshop, run, "--no-sample")["loss"] == pytest.approx(
+            run.events[-1]["eval_loss"], abs=1e-5
+        )
+
+
+def test_a_checkpoint_goes_on_at_another_stage(workshop, tmp_path):
+    """Saved by two ranks under ZeRO-3, continued by one under ZeRO-1; its own export is that of the run."""
+    run, resumed = workshop.run("zero3", settings=WIDE), tmp_path / "resumed"
+    shutil.copytree(run.folder, resumed, ignore=shutil.ignore_patterns(f"checkpoint-{STEPS}", "export"))
+    finished = execute(workshop.command(resumed, "zero1", 1, settings=WIDE))
+    assert finished.code == 0 and "continued from checkpoint-8" in finished.stdout, finished.output
+    again = [row["train/loss"] for row in read_rows(resumed / "metrics.jsonl") if "train/loss" in row]
+    assert again[-2:] == pytest.approx(run.losses[-2:], abs=1e-3)
+    verb = ["forked", "0", "-m", "pretraining.checkpoints", "export"]
+    exported = execute([*verb, run.folder, "--to", tmp_path / "later"])
+    assert exported.code == 0, exported.output
+    at_the_end, later = (
+        load_file(each / "model.safetensors") for each in (run.dir.export, tmp_path / "later")
+    )
+    assert all(torch.equal(later[name], each) for name, each in at_the_end.items())
+    assert all(later[name].dtype == each.dtype for name, each in at_the_end.items())
+
+
+def test_the_plan_counts_them():
+    """Two more bytes a weight, shared from ZeRO-3 on; larger logits; a slower head. At stage 0 all weights are fp32."""
+    settings = ["training.bf16=true"]
+    wide = [*settings, f"model.keep_in_fp32={json.dumps(BOTH)}"]
+    recipes = [load_recipe("tiny", each) for each in (settings, wide)]
+    table = sum(tensor.numel for tensor in parameter_tensors(recipes[0].model) if tensor.kind == "embedding")
+    for stage, ranks in (("zero0", 1), ("zero1", 1), ("zero2", 1), ("zero3", 2)):
+        config = load_ds_config(stage)
+        before, after = (state_of_recipe(each, config, 2) for each in recipes)
+        more = 0 if stage == "zero0" else 2 * table / ranks
+        assert after.gpu - before.gpu == pytest.approx(more, rel=0.01)
+        before, after = (memory_need(each, config, 2, 80e9).phases["loss"] for each in recipes)
+        assert after["logits and loss"] > before["logits and loss"]
+    gpu = find_gpu("H100")
+    before, after = (ceiling(each, load_ds_config("zero1"), 1, gpu, "bf16") for each in recipes)
+    assert after.seconds["products"] > before.seconds["products"]
+
+
+@pytest.mark.parametrize(
+    "settings, stage, message",
+    [
+        (
+            ["training.bf16=false"],
+            "zero2",
+            "goes with training.bf16: all is in fp32; --set training.bf16=true",
+        ),
+        (
+            [],
+            "zero3_hpz",
+            "second copy of the weights in each node (hpZ), in one type; use --deepspeed zero3",
+        ),
+        ([], "zero3_nvme", "offloads the weights, in one type"),
+        (
+            ["speed.compile=deepcompile", "loss.kind=plain"],
+            "zero2",
+            "not tried with speed.compile deepcompile",
+        ),
+        (['model.keep_in_fp32=["mlp"]'], "zero2", "model.keep_in_fp32.0: is "),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(settings, stage, message):
+    always = ["training.bf16=true", 'model.keep_in_fp32=["head"]']
+    assert message in refusal(load_recipe_and_ds_config, "tiny", [*always, *settings], stage)
+
+
+def test_other_models_are_refused():
+    model = {**OTHER_MODELS["gpt_neox"], "vocab_size": 1024, "keep_in_fp32": ["head"]}
+    settings = [f"model={json.dumps(model)}", "training.bf16=true"]
+    found = refusal(load_recipe_and_ds_config, "tiny", settings, "zero2")
+    assert "is for gpt2, llama, " in found and "not gpt_neox" in found and "--deepspeed zero0" in found

@@ -1,0 +1,446 @@
+"""You know before you pay: the plan's numbers are those of the built model and of the recipe."""
+
+import json
+import re
+import subprocess
+import sys
+from fractions import Fraction
+
+import pytest
+
+from pretraining.ds_config import ds_config_names, load_ds_config
+from pretraining.errors import UserError
+from pretraining.planning.gpus import find_gpu
+from pretraining.planning.memory.need import state_of_recipe
+from pretraining.planning.memory.states import model_state
+from pretraining.planning.quantities import num_bytes
+from pretraining.planning.run_plan import build_run_plan, checkpoints_written
+from pretraining.planning.screen import as_text, full_plan, world_sizes
+from pretraining.planning.sizes import flops_per_token, model_size
+from pretraining.recipe import load_recipe, model_with_defaults, recipe_names
+from pretraining.recipe.model import value_of
+from pretraining.schema import REPOSITORY
+from tests.gear.runs import answer_of, execute
+
+GPT2 = {"model_type": "gpt2", "vocab_size": 640, "n_positions": 64, "n_embd": 48, "n_layer": 2, "n_head": 4}
+GROUPED = {
+    "vocab_size": 640,
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "max_position_embeddings": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+}
+MIXTRAL = {"model_type": "mixtral", **GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN3_MOE = {"model_type": "qwen3_moe", **GROUPED, "num_experts": 8, "num_experts_per_tok": 2}
+QWEN3_MOE["moe_intermediate_size"] = 24
+BIASES = {"attention_bias": True, "mlp_bias": True, "head_dim": 16}
+MIXED = {"mlp_only_layers": [1], "head_dim": 16, "attention_bias": True}
+DENSE_MODELS = {
+    "gpt2 n_inner": {**GPT2, "n_inner": 100},
+    "gpt2 untied": {**GPT2, "tie_word_embeddings": False},
+    "llama": {"model_type": "llama", **GROUPED},
+    "llama biases": {
+        "model_type": "llama",
+        **GROUPED,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "head_dim": 16,
+    },
+    "llama tied": {"model_type": "llama", **GROUPED, "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", **GROUPED},
+    "qwen3 biases": {"model_type": "qwen3", **GROUPED, "attention_bias": True, "head_dim": 8},
+}
+MOE_MODELS = {
+    "mixtral": MIXTRAL,
+    "mixtral head_dim": {**MIXTRAL, "head_dim": 32},
+    "qwen3_moe": QWEN3_MOE,
+    "qwen3_moe mixed": {**QWEN3_MOE, **MIXED},
+    "qwen3_moe sparse step": {**QWEN3_MOE, "decoder_sparse_step": 2},
+}
+MODELS = {**DENSE_MODELS, **MOE_MODELS}
+SHIPPED = {name: load_recipe(name).model for name in recipe_names()}
+
+
+def build(model, device="meta"):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**model))
+
+
+@pytest.mark.parametrize("model", [*MODELS.values(), *SHIPPED.values()], ids=[*MODELS, *SHIPPED])
+def test_parameter_counts_equal_the_built_models(model):
+    """The plan's count is exact: total and embedding of the model that transformers builds."""
+    built, size = build(model), model_size(model)
+    assert size.total == sum(parameter.numel() for parameter in built.parameters())
+    tables = [module.weight.numel() for module in built.modules() if type(module).__name__ == "Embedding"]
+    assert size.embedding == sum(tables)
+
+
+@pytest.mark.parametrize("model", MOE_MODELS.values(), ids=MOE_MODELS)
+def test_active_parameters_leave_out_the_experts_a_token_skips(model):
+    """MoE: total minus the share of every layer's experts that the router does not choose."""
+    size, idle = model_size(model), 0
+    for key, parameter in build(model).named_parameters():
+        if ".experts." in key:
+            experts = parameter.shape[0]
+            idle += parameter.numel() * (experts - model["num_experts_per_tok"]) // experts
+    assert idle > 0
+    assert size.active == size.total - idle
+
+
+@pytest.mark.parametrize("model", DENSE_MODELS.values(), ids=DENSE_MODELS)
+def test_flops_per_token_count_every_matrix_product(model):
+    """6 N + 12 L H Q T against torch's own count of a forward and backward pass."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    built = build({**model, "attn_implementation": "eager"}, "cpu")
+    tokens = torch.zeros((2, 64), dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        built(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    planned = flops_per_token(model_size(model), 64).training * tokens.numel()
+    assert planned == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_descriptions_state_the_true_parameter_count(name):
+    """Honest numbers: the count in the description is the model's."""
+    assert f"{model_size(load_recipe(name).model).total:,}" in load_recipe(name).description
+
+
+RECIPES_PAGE = (REPOSITORY / "recipes" / "README.md").read_text(encoding="utf-8")
+COSINE = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}
+SHARED = {"adam_beta1": 0.9, "adam_beta2": 0.95, "weight_decay": 0.1, "max_grad_norm": 1.0}
+
+
+def table_row(recipe) -> str:
+    """The recipe's row in the table of recipes/README.md, up to where its values are from."""
+    rates = [scientific(recipe.training.learning_rate)]
+    if recipe.optimizer.matrix_learning_rate:
+        rates.append(f"Muon {scientific(recipe.optimizer.matrix_learning_rate)}")
+    tokens = recipe.num_tokens
+    cells = [
+        f"`{recipe.name}`",
+        f"{model_size(recipe.model).total:,}",
+        shape_words(recipe.model),
+        f"{tokens / 1e9:,.1f} B" if tokens >= 1e9 else f"{tokens / 1e6:.3f} M",
+        f"{recipe.tokens_per_step:,}",
+        ", ".join(rates),
+        recipe.deepspeed,
+    ]
+    return f"| {' | '.join(cells)} | "
+
+
+def scientific(rate: float) -> str:
+    """0.00025 as 2.5e-4."""
+    digits, _, power = f"{rate:.1e}".partition("e")
+    return f"{digits.removesuffix('.0')}e{int(power)}"
+
+
+def shape_words(model: dict) -> str:
+    """What the table says of a model's shape."""
+    full = model_with_defaults(model)
+    words = [model["model_type"], f"{value_of(full, 'hidden_size'):,} wide"]
+    words += [
+        f"{value_of(full, 'num_hidden_layers')} layers",
+        f"{value_of(full, 'num_attention_heads')} heads",
+    ]
+    if full.get("num_key_value_heads", full.get("num_attention_heads")) != full.get("num_attention_heads"):
+        words.append(f"{full['num_key_value_heads']} of keys and values")
+    if experts := full.get("num_local_experts") or full.get("num_experts"):
+        words.append(f"{experts} experts of which {full['num_experts_per_tok']}")
+    return ", ".join([*words, f"{value_of(full, 'max_position_embeddings'):,} positions"])
+
+
+def test_the_table_of_recipes_is_what_their_files_say():
+    """Every recipe has one row, and each number of it follows from the recipe."""
+    rows = [line for line in RECIPES_PAGE.splitlines() if line.startswith("| `")]
+    for name in recipe_names():
+        (row,) = [line for line in rows if line.startswith(f"| `{name}` |")]
+        assert row.startswith(table_row(load_recipe(name)))
+    heads = [line.split("`")[1] for line in rows[: len(recipe_names())]]
+    assert sorted(heads) == recipe_names()
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_what_recipes_share_is_what_the_page_says(name):
+    """Betas, decay, clipping, schedule, dropout, vocabulary, and about 20 tokens a parameter, but for those named."""
+    recipe, full = load_recipe(name), model_with_defaults(load_recipe(name).model)
+    assert SHARED.items() <= recipe.training.items()
+    assert (COSINE.items() <= recipe.training.items()) == (name != "qk-norm")
+    assert recipe.warmup_steps(recipe.num_steps) > 0 and full["vocab_size"] % 128 == 0
+    assert not any(value for key, value in full.items() if key.endswith(("dropout", "pdrop")))
+    per_parameter = recipe.num_tokens / model_size(recipe.model).total
+    assert (19.5 < per_parameter < 20.5) == (name not in ("124m", "tiny"))
+
+
+def test_model_state_bytes_per_parameter():
+    """Weights 2, fp32 sums of gradients 4, master and moments 12 bytes under bf16, sharded by stage."""
+    per_parameter = {
+        name: model_state(8000, load_ds_config(name), 8, sixteen_bit=True).gpu / 8000
+        for name in ds_config_names()
+        if name != "zero1_tp2"  # some parameters are split, and others are whole
+    }
+    assert per_parameter == {
+        "zero0": 16,
+        "zero1": 2 + 4 + 12 / 8,
+        "zero2": 2 + 16 / 8,
+        "zero2_fp16": 2 + 16 / 8,
+        "zero3": 18 / 8,
+        "zero2_offload": 2,
+        "zero3_offload": 2 / 8,
+        "zero3_nvme": 0,
+        "zero3_hpz": 18 / 8 + 2 / 8,
+        "zero3_sp4": 18 / 8,
+        "zero2_ep2": 2 + 16 / 8,
+    }
+
+
+def test_model_state_in_fp32_and_without_deepspeed():
+    assert model_state(1000, None, 8, sixteen_bit=True).gpu == 16000
+    assert model_state(1000, load_ds_config("zero0"), 8, sixteen_bit=False).gpu == 16000
+    assert model_state(1000, load_ds_config("zero3"), 1, sixteen_bit=False).gpu == 20000
+
+
+@pytest.mark.parametrize("name", ["zero2_offload", "zero3_offload", "zero3_nvme"])
+def test_offloading_moves_state_and_loses_none(name):
+    """Off the GPU goes what the ds_config says; DeepSpeed keeps more on the host than it takes from the GPU."""
+    base = name.partition("_")[0]
+    here, there = (model_state(8000, load_ds_config(key), 8, sixteen_bit=True) for key in (base, name))
+    assert there.gpu + there.host + there.nvme > here.gpu
+    assert (there.host, there.nvme) == {
+        "zero2_offload": (12000 + 4000 + 2000, 0),  # optimizer, a gradient for each master, weights in 16 bit
+        "zero3_offload": (12000 + 4000 + 4000, 0),  # optimizer, sums, a gradient for each master
+        "zero3_nvme": (4000 + 4000, 12000 + 2000),
+    }[name]
+
+
+def test_partial_offload_splits_the_optimizer():
+    """Twin-Flow's ratio: that share of the optimizer states leaves the GPU."""
+    config = load_ds_config("zero3_offload")
+    config["zero_optimization"]["offload_optimizer"]["ratio"] = 0.25
+    state = model_state(1000, config, 1, sixteen_bit=True)
+    assert state.master_and_moments == 0.75 * 12 * 1000
+
+
+@pytest.mark.parametrize("name", ["30b", "65b"])
+def test_the_large_recipes_fit_eight_141_gb_gpus(name):
+    """Sized for eight 141 GB GPUs: the model state leaves half of each for activations and buffers."""
+    recipe = load_recipe(name)
+    plan = build_run_plan(recipe, load_ds_config(recipe.deepspeed), 8)
+    assert plan.deepspeed.startswith("zero3")
+    assert plan.model_state.gpu < 0.5 * 141e9
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_has_a_plan_on_one_screen(name):
+    """Promise: parameters, steps, memory, FLOPs and disk from the recipe alone."""
+    recipe = load_recipe(name)
+    config = load_ds_config(recipe.deepspeed)
+    plan = build_run_plan(recipe, config, 2)
+    assert plan.steps * plan.tokens_per_step == plan.tokens
+    batch = plan.world_size * plan.micro_batch * plan.sequence_length
+    assert plan.accumulation_steps * batch == plan.tokens_per_step
+    for gpu in (None, find_gpu("H200")):
+        answer = full_plan(recipe, config, 2, gpu)
+        text = as_text(answer)
+        assert f"{plan.parameters:,}" in text and f"{plan.steps:,}" in text
+        assert len(text.splitlines()) <= 40 and max(map(len, text.splitlines())) <= 120
+        assert json.loads(json.dumps(answer))["parameters"] == plan.parameters
+        assert len(world_sizes(recipe, config, gpu).splitlines()) > 2
+
+
+def test_the_screen_says_what_it_takes_and_what_is_tight():
+    """Memory by part and in all, time, money, disk, data; without a GPU's name, what needs one is asked for."""
+    recipe, config = load_recipe("30b"), load_ds_config("zero3")
+    answer = full_plan(recipe, config, 8, find_gpu("H200"))
+    text = as_text(answer)
+    assert sum(answer["memory"]["parts"].values()) + answer["memory"]["reserve"] == answer["memory"]["total"]
+    assert all(f"  {part} " in text for part in answer["memory"]["parts"])
+    for label in (
+        "largest",
+        "host memory",
+        "time",
+        "MFU",
+        "step",
+        "money",
+        "energy",
+        "disk",
+        "data",
+        "tight",
+    ):
+        assert any(line.startswith(f"{label} ") for line in text.splitlines()), label
+    hours = answer["forecast"]["cost"]["gpu_hours"]
+    assert hours == pytest.approx(8 * answer["tokens"] / answer["forecast"]["tokens_per_second"] / 3600)
+    bare = as_text(full_plan(recipe, config, 8, None))
+    assert "give --gpu NAME" in bare and "H200" in bare and "A100-40GB" not in bare
+
+
+def test_a_plan_says_that_it_is_estimated():
+    """Honest numbers: rates of kernels are assumed, some GPUs and shapes exceed them, so that nothing is a bound."""
+    recipe, config, gpu = load_recipe("30b"), load_ds_config("zero3"), find_gpu("H200")
+    text = " ".join(as_text(full_plan(recipe, config, 8, gpu)).split())
+    assert "(estimated from assumed rates); " in text and "a GPU), estimated, without validation" in text
+    assert text.count("(estimated from assumed rates)") == 2
+    assert not re.search(r"at least \d|or more|ceiling|stays below", text)
+    assert "estimated from assumed rates" in (REPOSITORY / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_plan_says_what_a_ramp_leaves_over_and_how_few_tokens_a_parameter_gets():
+    recipe = load_recipe(str(REPOSITORY / "recipes" / "features" / "batch-ramp.json"))
+    left = recipe.budget.tokens - recipe.num_tokens
+    text = " ".join(as_text(full_plan(recipe, None, 1, None)).split())
+    assert (
+        left > 0
+        and f"{recipe.num_tokens:,} ({left:,} less than the budget: the ramp leaves them over)" in text
+    )
+    few = load_recipe("124m", ["budget.tokens=6291456", "training.warmup_steps=1"])
+    assert "0.0505 per parameter" in as_text(full_plan(few, None, 1, None))
+
+
+def test_a_plan_of_several_nodes_has_the_disk_and_the_links_of_one():
+    """--nodes: their GPUs are fewer than sold with this kind, so that more messages leave them."""
+    words = ["train.py", "--recipe", "30b", "--plan", "--world_size", "16", "--gpu", "H200"]
+    full, half = (
+        answer_of(execute(["python", *words, *more, "--json"]).stdout) for more in ([], ["--nodes", "4"])
+    )
+    plan = build_run_plan(load_recipe("30b"), load_ds_config("zero3"), 16)
+    for answer, nodes in ((full, 2), (half, 4)):
+        shared = plan.data_bytes + plan.export_bytes
+        assert answer["disk_bytes_of_node"] == shared + plan.checkpoint_disk_bytes / nodes
+        assert answer["memory"]["gpus_of_node"] == 16 / nodes
+        assert answer["forecast"]["scaling"]["nodes"] == nodes
+    words = f"on disks of their own at most {num_bytes(half['disk_bytes_of_node'])} each"
+    assert words in " ".join(as_text(half).split())
+
+
+def test_the_screen_offers_what_fits():
+    """A plan that does not fit is an answer, not an error: it says what would."""
+    recipe = load_recipe("30b", ["training.per_device_train_batch_size=64"])
+    answer = full_plan(recipe, load_ds_config("zero3"), 8, find_gpu("H200"))
+    (refusal,) = answer["refusals"]
+    assert refusal["remedy"].endswith("--set training.per_device_train_batch_size=2")
+    text = as_text(answer)
+    assert "does not fit" in text and refusal["remedy"] in " ".join(text.split())
+
+
+def test_checkpoints_kept_and_their_disk():
+    plan = build_run_plan(load_recipe("tiny"), load_ds_config("zero2"), 2)
+    assert plan.checkpoints_kept == 2
+    assert plan.checkpoint_bytes == 12 * plan.parameters
+    assert plan.checkpoint_disk_bytes == 3 * plan.checkpoint_bytes
+    keep_all = ["checkpoints.keep_last=null", "training.save_steps=7", f"budget.tokens={2048 * 20}"]
+    assert build_run_plan(load_recipe("tiny", keep_all), None, 1).checkpoints_kept == 3
+    assert (
+        build_run_plan(load_recipe("tiny", ["training.save_strategy=no"]), None, 1).checkpoint_disk_bytes == 0
+    )
+
+
+def test_the_disk_of_a_plan_is_all_that_the_run_writes_and_reads():
+    """Checkpoints kept and one being written, weights of earlier ones, token shards, the export: their sum, once."""
+    plan = build_run_plan(load_recipe("tiny"), load_ds_config("zero2"), 2)
+    weights = 4 * plan.parameters
+    assert plan.disk == {
+        "checkpoints kept": 2 * plan.checkpoint_bytes,
+        "one being written": plan.checkpoint_bytes,
+        "token shards": 2 * plan.tokens,
+        "export": weights,
+    }
+    demoted = build_run_plan(load_recipe("tiny", ["checkpoints.demote_to_weights=true"]), None, 2)
+    assert demoted.disk["weights of earlier checkpoints"] == 2 * weights
+    none = build_run_plan(load_recipe("tiny", ["training.save_strategy=no"]), None, 2)
+    assert set(none.disk) == {"token shards", "export"}
+    large = build_run_plan(load_recipe("30b"), load_ds_config("zero3"), 8)
+    assert large.disk["export"] == 2 * large.parameters  # bf16
+    for settings in ([], ["training.save_strategy=no"]):
+        recipe = load_recipe("30b", settings)
+        answer = full_plan(recipe, load_ds_config("zero3"), 8, find_gpu("H200"))
+        short_words = as_text(answer).splitlines()[2]
+        assert short_words.endswith(f"{num_bytes(sum(answer['disk'].values()))} of disk")
+        assert (
+            answer["disk_bytes"] == answer["forecast"]["step"]["disk_bytes"] == sum(answer["disk"].values())
+        )
+
+
+def test_checkpoints_written_are_counted_as_the_trainer_saves_them():
+    """One every `save_steps`, and one after the last step."""
+    every = ["training.save_steps=300", f"budget.tokens={2048 * 1000}"]
+    assert checkpoints_written(load_recipe("tiny", every)) == 4
+    assert checkpoints_written(load_recipe("tiny", ["training.save_strategy=no"])) == 0
+    assert checkpoints_written(load_recipe("tiny", ["training.save_steps=0.25"])) == 4
+
+
+def test_a_plan_that_does_not_divide_is_refused():
+    with pytest.raises(UserError, match="the nearest is 3072"):
+        build_run_plan(load_recipe("tiny"), None, 3)
+
+
+def test_planning_imports_neither_torch_nor_transformers():
+    """A plan answers in under a second because it loads no heavy library."""
+    code = """
+import sys
+from pretraining.ds_config import load_ds_config
+from pretraining.planning.screen import print_plan
+from pretraining.recipe import load_recipe
+print_plan(load_recipe("30b"), load_ds_config("zero3"), None, "H200", False)
+sys.exit(" ".join({"torch", "transformers", "deepspeed", "numpy", "datasets"} & set(sys.modules)) or 0)
+"""
+    result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+PLANS = [
+    (path, block)
+    for path in (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md")))
+    for block in re.findall(r"```\n(plan of .*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
+]
+
+
+def test_the_plans_that_the_pages_show_are_those_that_are_printed():
+    assert PLANS
+    for path, block in PLANS:
+        recipe, world_size, gpu = re.match(r"plan of (\S+) on ([\d,]+) x (\S+)", block).groups()
+        name, ranks = load_recipe(recipe), int(world_size.replace(",", ""))
+        said = as_text(full_plan(name, load_ds_config(name.deepspeed), ranks, find_gpu(gpu)))
+        assert block.strip() == said.strip(), path.name
+
+
+def test_the_plan_explains_what_its_kernels_are():
+    """One line below the shares, of words that anybody knows."""
+    lines = as_text(full_plan(load_recipe("30b"), load_ds_config("zero3"), 8, find_gpu("H200"))).splitlines()
+    place = next(number for number, line in enumerate(lines) if line.startswith("kernels"))
+    assert "matrix products" in lines[place + 1] and lines[place + 2].startswith("step")
+
+
+SHARDED = (REPOSITORY / "ds_configs" / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "formula"), re.findall(r"^\| `(zero\w+)` \|.*\| ([^|]*\d[^|]*) \|$", SHARDED, re.MULTILINE)
+)
+def test_the_bytes_per_parameter_of_a_ds_config_are_the_plan_s(name, formula):
+    """The column of ds_configs/README.md against a plan's memory, but for the few weights that ZeRO-3 never shards."""
+    recipe = load_recipe("7b", [], name)
+    for ranks in (8, 64):
+        state = state_of_recipe(recipe, load_ds_config(name), ranks)
+        expected = sum(float(Fraction(term.strip().replace("N", str(ranks)))) for term in formula.split("+"))
+        assert state.gpu / model_size(recipe.model).total == pytest.approx(expected, rel=5e-3)
+
+
+def test_the_parts_of_those_bytes_are_the_plan_s():
+    """What the page says the 18 bytes and the 16 are made of."""
+    words = " ".join(SHARDED.split())
+    size = model_size(load_recipe("7b").model).total
+
+    def parts(name: str) -> list[float]:
+        state = state_of_recipe(load_recipe("7b", [], name), load_ds_config(name), 1)
+        held = (state.parameters, state.gradients + state.gradient_accumulation, state.masters, state.moments)
+        return [round(each / size, 2) for each in held]
+
+    assert parts("zero3") == [2, 4, 4, 8] and parts("zero0") == [4, 4, 0, 8]
+    assert "weights 2, fp32 gradient sums 4, fp32 masters 4, Adam's moments 8, together 18" in words
+    assert "fp32 weights 4, their gradients 4 and the moments 8, together 16" in words

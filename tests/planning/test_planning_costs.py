@@ -1,0 +1,355 @@
+"""Time, money and layouts: formulas against what they must add up to, tables against their own rules."""
+
+import json
+import re
+import sys
+
+import pytest
+
+from pretraining.ds_config import load_ds_config
+from pretraining.errors import UserError
+from pretraining.planning import scaling_laws as laws
+from pretraining.planning.constants import table
+from pretraining.planning.costs import energy_words, forecast
+from pretraining.planning.gpus import all_gpus, find_gpu, prices_of
+from pretraining.planning.messages import communication, communication_seconds
+from pretraining.planning.parallelism import (
+    activation_bytes_per_token,
+    gpu_parameters,
+    layer_shape,
+    layout_memory,
+    layouts,
+    pipeline_bubble,
+)
+from pretraining.planning.roofline import expected_utilization
+from pretraining.planning.scaling_laws import extra_steps, extra_tokens, step_law
+from pretraining.planning.sizes import flops_per_token, model_size
+from pretraining.planning.throughput import predicted_step_seconds, step_time
+from pretraining.planning.workload import workload_of_recipe
+from pretraining.recipe import load_recipe
+from tests.gear.runs import execute
+
+LLAMA = load_recipe("7b").model
+H100 = find_gpu("H100")
+
+
+@pytest.mark.parametrize("gpu", all_gpus().values(), ids=all_gpus())
+def test_peaks_are_dense(gpu):
+    """Honest numbers: vendors double their peaks for sparsity; dense ones keep the ratios of the hardware."""
+    peaks = gpu.dense_peak_flops
+    assert gpu.training_precision in peaks
+    if "fp8" in peaks:
+        assert peaks["fp8"] == pytest.approx(2 * peaks["bf16"], rel=0.02)
+    if "bf16" in peaks:
+        assert peaks["bf16"] == peaks["fp16"]
+        assert peaks.get("tf32", peaks["bf16"] / 2) == pytest.approx(peaks["bf16"] / 2, rel=0.03)
+    # FLOPs per byte of memory bandwidth: double counting would put a GPU beyond all others
+    assert 50e12 < peaks["fp16"] <= 2500e12
+    assert 70 < peaks["fp16"] / gpu.memory_bandwidth_bytes_per_second < 430
+
+
+def test_every_constant_has_a_source():
+    """A user can follow each number to a document, or sees that it is an assumption; with the day it is of."""
+    day = re.compile(r"20\d\d-\d\d-\d\d")
+    for name, gpu in all_gpus().items():
+        assert len(gpu.source) > 20 and day.fullmatch(table("gpus")["gpus"][name]["looked_up"])
+        assert set(gpu.assumed) <= {"network_bits_per_second", "pcie_bytes_per_second"}  # never the GPU's own
+    offers = [(entry["gpu"], entry["provider"]) for entry in table("prices")["prices"]]
+    # the newest alone: two prices of one provider would leave open which one holds
+    assert len(set(offers)) == len(offers)
+    assert {("H100-SXM", provider) for provider in ("AWS", "Azure", "GCP", "Lambda")} <= set(offers)
+    for entry in table("prices")["prices"]:
+        assert find_gpu(entry["gpu"]).name == entry["gpu"]
+        assert entry["dollars_per_gpu_hour"] > 0 and entry["source"] and entry["place"]
+        assert day.fullmatch(entry["date"])
+    rates = {**table("rates"), **table("memory")}
+    sustained = [entries for name, entries in rates["sustained"].items() if name != "about"]
+    assert all("*" in entries for entries in sustained)
+    tables = [*sustained, rates["mfu"]]
+    rates = [entry for name, entry in rates.items() if name not in ("about", "mfu", "sustained")]
+    for entry in [*rates, *(entry for entries in tables for entry in entries.values())]:
+        assert entry["value"] > 0 and day.fullmatch(entry["looked_up"])
+        assert re.search(r"assumption|measured|github|docs\.|20\d\d|H100", entry["source"]), entry
+    for name, law in table("scaling_laws").items():
+        laws = law.values() if name in ("parametric", "frontiers") else [law] if name != "about" else []
+        assert all(re.search(r"20\d\d", each["source"]) for each in laws)
+    assert set(table("rates")["mfu"]) - {"*"} <= set(all_gpus())
+
+
+@pytest.mark.parametrize(
+    ("reported", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100-SXM"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA H200", "H200"),
+        ("Tesla T4", "T4"),
+        ("Tesla V100-SXM2-32GB", "V100-SXM-32GB"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("h100", "H100-SXM"),
+        ("NVIDIA H100 NVL", "H100-NVL"),
+        ("NVIDIA H200 NVL", "H200-NVL"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA GB200", "GB200"),
+        ("NVIDIA B300 SXM6 AC", "B300"),
+        ("NVIDIA A100-PCIE-40GB", "A100-40GB-PCIe"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA A40", "A40"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX-6000-Ada"),
+        ("NVIDIA GeForce RTX 5090", "RTX-5090"),
+    ],
+)
+def test_gpus_are_found_by_the_names_devices_report(reported, name):
+    assert find_gpu(reported).name == name
+
+
+def test_an_unknown_gpu_names_the_nearest():
+    with pytest.raises(UserError, match="H200"):
+        find_gpu("H20")
+    with pytest.raises(UserError, match=r"has no bf16 peak .* it has fp32, fp16"):
+        find_gpu("T4").peak_flops("bf16")
+
+
+def test_prices_come_cheapest_first():
+    """A GPU without a dated price has none: the plan says so rather than inventing one."""
+    prices = [entry["dollars_per_gpu_hour"] for entry in prices_of(H100)]
+    assert len(prices) > 1 and prices == sorted(prices)
+    assert prices_of(find_gpu("V100")) == []
+
+
+def test_communication_volume_by_stage():
+    """ZeRO, section 7: 2 psi at stages 0 to 2, 3 psi at stage 3, here of 2 bytes on many ranks."""
+    many, psi = 10**9, 1000
+    volume = {stage: communication(psi, stage, many).total / 2 for stage in range(4)}
+    assert volume == pytest.approx({0: 2 * psi, 1: 2 * psi, 2: 2 * psi, 3: 3 * psi})
+    assert communication(psi, 3, 1).total == 0
+    accumulated = {stage: communication(psi, stage, many, accumulation=4).total / 2 for stage in range(4)}
+    assert accumulated == pytest.approx({0: 2 * psi, 1: 2 * psi, 2: 5 * psi, 3: 12 * psi})
+
+
+def test_hpz_keeps_a_gather_inside_the_node():
+    """ZeRO++: of stage 3's three messages, the backward gather no longer crosses the network."""
+    plain, hpz = (communication(1000, 3, 64, hpz=width) for width in (1, 8))
+    assert hpz.gradients + hpz.parameters == pytest.approx(2 / 3 * plain.total)
+    assert communication_seconds(hpz, H100, 64) < communication_seconds(plain, H100, 64)
+    assert communication_seconds(plain, H100, 64) == pytest.approx(plain.total / 50e9)
+    assert communication_seconds(plain, H100, 8) == pytest.approx(plain.total / 450e9)
+
+
+def test_a_step_takes_the_longer_of_products_and_messages():
+    size = model_size(LLAMA)
+    plain = predicted_step_seconds(size, 4096, 2**22, 64, H100, mfu=0.4)
+    flops = flops_per_token(size, 4096).training * 2**22
+    assert plain.compute_seconds == pytest.approx(flops / (64 * H100.peak_flops("bf16") * 0.4))
+    assert plain.seconds == plain.compute_seconds and plain.bound_by == "compute"
+    chopped = predicted_step_seconds(size, 4096, 2**22, 64, H100, mfu=0.4, stage=3, accumulation=16)
+    assert chopped.seconds == chopped.communication_seconds and chopped.bound_by == "links"
+    recomputed = predicted_step_seconds(size, 4096, 2**22, 64, H100, mfu=0.4, recomputed=1.0)
+    assert 1.25 < recomputed.compute_seconds / plain.compute_seconds < 4 / 3
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("124m", 8), ("qk-norm", 64), ("7b", 64)])
+def test_zero_1_is_planned_no_slower_than_zero_2(name, ranks):
+    """README: zero1 if everything fits. Stage 2 stops every pass until its gradients are reduced, unless overlapped."""
+    recipe = load_recipe(name, ["training.per_device_train_batch_size=1"])
+    once, often = (step_time(recipe, load_ds_config(f"zero{stage}"), ranks, H100) for stage in (1, 2))
+    assert once.seconds <= often.seconds and once.waiting_seconds == 0 < often.waiting_seconds
+    overlapped = load_ds_config("zero2")
+    overlapped["zero_optimization"]["overlap_comm"] = True
+    assert step_time(recipe, overlapped, ranks, H100).waiting_seconds == 0
+
+
+def test_energy_names_its_overhead():
+    """Rated power times hours is not what a plan gives: the data centre's overhead is in it, and said."""
+    found = forecast(workload_of_recipe(load_recipe("124m"), load_ds_config("zero1")), H100, 1)
+    overhead = table("rates")["power_usage_effectiveness"]["value"]
+    assert found.cost.energy_kwh == pytest.approx(overhead * H100.watts * found.cost.gpu_hours / 1000)
+    assert f"{overhead:g} x the GPUs' rated power" in energy_words(found.to_dict()["cost"])
+
+
+def test_a_measured_utilization_takes_precedence(tmp_path):
+    """Results of the same device and size feed later plans; another size or device does not."""
+    row = {"benchmark": "throughput", "mfu": 0.31, "parameters": 7e9, "when": "2026-01-01"}
+    rows = [
+        {**row, "environment": {"device": "NVIDIA H100 80GB HBM3"}},
+        {**row, "mfu": 0.33, "when": "2026-02-01", "environment": {"device": "NVIDIA H100 80GB HBM3"}},
+        {**row, "mfu": 0.99, "when": "2026-03-01", "environment": {"device": "CPU x86_64 2 cores"}},
+    ]
+    (tmp_path / "h100.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    found = expected_utilization(H100, 7_241_732_096, tmp_path)
+    assert (found.mfu, found.assumed) == (0.33, False) and "measured" in found.source
+    for gpu, parameters in ((H100, 1_300_000_000), (find_gpu("A100"), 7_241_732_096)):
+        assert expected_utilization(gpu, parameters, tmp_path).assumed
+
+
+def test_a_small_model_s_gpu_waits_for_its_kernels():
+    """Python launches them no faster on a faster GPU; a large model hides it, and a given utilization holds it."""
+    launch = table("rates")["launch_seconds_per_layer"]["value"]
+    recipe = load_recipe("tiny", ["speed.compile=none"])
+    tiny = forecast(workload_of_recipe(recipe, None), H100, 1)
+    assert tiny.step.time.bound_by == "kernel launches"
+    assert tiny.step.seconds == pytest.approx(2 * 4 * launch)
+    larger = load_recipe("tiny", ["speed.compile=none", "training.per_device_train_batch_size=16"])
+    assert forecast(workload_of_recipe(larger, None), H100, 1).step.seconds == pytest.approx(4 * launch)
+    compiled = load_recipe("tiny")  # auto: its blocks
+    assert forecast(workload_of_recipe(compiled, None), H100, 1).step.time.launch_seconds == 0
+    assert forecast(workload_of_recipe(recipe, None), H100, 1, mfu=0.4).mfu == pytest.approx(0.4)
+    large = forecast(workload_of_recipe(load_recipe("7b"), load_ds_config("zero3")), H100, 8)
+    assert large.step.time.bound_by == "compute"
+
+
+def test_pipeline_bubble():
+    """Narayanan et al. 2021, section 2.2.1 and 2.2.2: (p - 1) / m, and 1 / v of it when interleaved."""
+    assert pipeline_bubble(1, 8) == 0
+    assert pipeline_bubble(4, 8) == 3 / 8
+    assert pipeline_bubble(4, 8, chunks=2) == 3 / 16
+
+
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("hours", [1.0, 100.0])
+def test_the_best_checkpoint_interval_loses_least(background, hours):
+    """Daly 2006: no other interval loses less; it follows the failures that the recipe expects."""
+    settings = [
+        f"checkpoints.background={str(background).lower()}",
+        f"checkpoints.hours_between_failures={hours}",
+    ]
+    recipe = load_recipe("30b", settings)
+    saved = forecast(workload_of_recipe(recipe, load_ds_config("zero3")), H100, 256).step.checkpoints
+    best = saved.best_every_seconds
+    assert saved.failure_seconds == hours * 3600 and best >= saved.write_seconds
+    # a save behind training holds it up for a copy to the host alone, so that it may come more often
+    assert (saved.held_seconds < saved.write_seconds / 5) == background
+    tried = [saved.lost_share(factor * best) for factor in (0.5, 0.9, 1.1, 2.0)]
+    if best > 1.01 * saved.write_seconds:
+        assert min(tried) > 0.99 * saved.lost_share(best)
+    told = saved.to_dict()
+    assert told["best_every_steps"] == pytest.approx(best / saved.step_seconds, rel=0.06)
+    assert told["is_worth_changing"] == (told["lost_share"] - told["best_lost_share"] > 0.002)
+
+
+def test_plan_and_search_name_the_best_cadence():
+    """A cluster that fails every two hours: both name the same remedy, and taking it is the end of it."""
+    words = ["--recipe", "30b", "--world_size", "256", "--gpu", "H100"]
+    often = ["--set", "checkpoints.hours_between_failures=2"]
+    plan = [sys.executable, "train.py", "--plan", *words, *often]
+    text = execute(plan).stdout
+    named = re.search(r"training\.save_steps=(\d+)", " ".join(text.split()))
+    assert "one every 2.00 hours of all GPUs" in text and named
+    better = execute([*plan, "--set", f"training.save_steps={named[1]}"]).stdout
+    assert "of the time lost" in better and "training.save_steps" not in better
+    fit = execute([sys.executable, "-m", "pretraining.planning", "fit", *words, *often, "--json"])
+    assert json.loads(fit.stdout)["checkpoints"]["is_worth_changing"]
+
+
+@pytest.mark.parametrize("save_steps", [100, 50_000])
+def test_no_cadence_beyond_the_end_of_a_run_is_proposed(save_steps):
+    """A run of 100 steps that saves at its end can save no less often: there is nothing to change."""
+    settings = ["budget.tokens=52428800", "training.warmup_steps=10", f"training.save_steps={save_steps}"]
+    recipe = load_recipe("124m", [*settings, "checkpoints.hours_between_failures=1000"])
+    saved = forecast(workload_of_recipe(recipe, load_ds_config("zero1")), H100, 1).step.checkpoints
+    assert saved.best_every_steps == saved.steps == 100 and not saved.is_worth_changing
+    assert saved.every_seconds == pytest.approx(100 * saved.step_seconds)
+
+
+@pytest.mark.parametrize("approach", laws.approaches())
+def test_an_optimum_is_the_same_from_budget_size_and_tokens(approach):
+    frontier = laws.frontier(approach)
+    optimum = frontier.at_flops(1e23)
+    assert optimum.flops == pytest.approx(1e23)
+    for other in (frontier.at_parameters(optimum.parameters), frontier.at_tokens(optimum.tokens)):
+        assert (other.parameters, other.tokens) == pytest.approx((optimum.parameters, optimum.tokens))
+
+
+def test_the_frontier_is_the_minimum_of_the_loss():
+    """Hoffmann et al. 2022, equation 4: at equal FLOPs every other size does worse."""
+    law = laws.parametric_loss()
+    best = law.frontier().at_flops(1e22)
+    losses = [law.loss(best.parameters * k, best.tokens / k) for k in (0.5, 0.9, 1.0, 1.1, 2.0)]
+    assert min(losses) == losses[2]
+    assert laws.compute_overhead(law, best) == pytest.approx(1, rel=1e-6)
+    over_trained = laws.Allocation(best.parameters / 4, law.tokens_for(losses[2], best.parameters / 4))
+    assert laws.compute_overhead(law, over_trained) == pytest.approx(over_trained.flops / 1e22, rel=1e-6)
+    assert laws.with_inference(law, losses[2], 1e-3).parameters == pytest.approx(best.parameters, rel=1e-3)
+
+
+def test_batch_and_learning_rate_hints():
+    """Li et al. 2025 and McCandlish et al. 2018: at the critical batch twice the tokens, twice the steps."""
+    assert extra_tokens(1e6, 1e6) == extra_steps(1e6, 1e6) == 2
+    assert step_law(1e9, 100e9).learning_rate == pytest.approx(1.79 * 1e9**-0.713 * 1e11**0.307)
+    assert step_law(1e9, 1e11).learning_rate > step_law(8e9, 1e11).learning_rate
+
+
+def test_layouts_divide_everything_and_fit():
+    """Every layout multiplies out to the GPUs and the step, keeps tensor parallelism in a node, and fits."""
+    recipe, found = load_recipe("65b"), None
+    found = layouts(recipe.model, 2048, recipe.tokens_per_step, 512, H100, 0.6)
+    assert len(found) > 20
+    sequences = recipe.tokens_per_step // 2048
+    for layout in found:
+        assert layout.data * layout.tensor * layout.pipeline * layout.context == 512
+        assert layout.data * layout.micro_batch * layout.microbatches == sequences
+        assert layout.layers_per_stage * layout.pipeline == recipe.model["n_layer"]
+        assert layout.tensor <= H100.gpus_per_node
+        assert layout.memory.total <= H100.memory_bytes
+        assert layout.bubble == (layout.pipeline - 1) / layout.microbatches
+    assert [x.step_seconds for x in found] == sorted(x.step_seconds for x in found)
+
+
+def test_long_sequences_get_context_parallelism():
+    recipe = load_recipe("7b", ["model.max_position_embeddings=131072"])
+    found = layouts(recipe.model, 131072, 2**22, 64, H100, 0.6)
+    assert max(layout.context for layout in found) >= 8
+    assert {layout.context for layout in layouts(LLAMA, 4096, 2**22, 64, H100, 0.6)} == {1}
+
+
+def test_layouts_that_cannot_be_are_refused():
+    with pytest.raises(UserError, match="no layout divides 7 GPUs"):
+        layouts(LLAMA, 4096, 2**22, 7, H100, 0.6)
+    with pytest.raises(UserError, match=r"no layout fits: .* needs .* on each T4 of 16 GB"):
+        layouts(load_recipe("65b").model, 2048, 2**22, 8, find_gpu("T4"), 0.6)
+
+
+def test_activations_and_shards_of_a_layout():
+    """Korthikanti et al. 2022: 34 h bytes a token and layer for GPT, 32 h without the two dropout masks."""
+    shape = layer_shape(load_recipe("65b").model)
+    assert activation_bytes_per_token(shape) == 32 * shape.width
+    size = model_size(LLAMA)
+    assert gpu_parameters(size, 1, 1) == size.total
+    assert gpu_parameters(size, 8, 1) == size.total / 8
+    assert gpu_parameters(size, 1, 32) * 32 > size.total
+
+
+def test_memory_of_a_layout_by_component():
+    """6 + 12 / shards bytes a parameter (Megatron-LM's distributed optimizer); activations by passes in flight."""
+    size, shape, tokens = model_size(LLAMA), layer_shape(LLAMA), 4096
+    alone = layout_memory(size, shape, tokens, 1, 1, shards=1, in_flight=1, recompute=False)
+    assert alone.weights_and_gradients + alone.optimizer == 18 * size.total
+    shared = layout_memory(size, shape, tokens, 1, 1, shards=8, in_flight=1, recompute=False)
+    assert shared.optimizer == alone.optimizer / 8
+    assert shared.weights_and_gradients == alone.weights_and_gradients
+    assert alone.activations == 32 * tokens * activation_bytes_per_token(shape)
+    recomputed = layout_memory(size, shape, tokens, 1, 1, shards=1, in_flight=1, recompute=True)
+    inputs = 32 * tokens * 2 * shape.width
+    assert recomputed.activations == inputs + tokens * activation_bytes_per_token(shape)
+    staged = layout_memory(size, shape, tokens, 2, 4, shards=1, in_flight=4, recompute=False)
+    assert staged.activations == alone.activations / 2
+    assert alone.logits == 12 * tokens * 32000 and alone.total > 18 * size.total + alone.activations
+
+
+def test_messages_of_a_layout():
+    """Four all-reduces a layer, tensor ranks apart 2 (t - 1) / t; gradients and weights once a step."""
+    found = layouts(LLAMA, 4096, 2**22, 64, H100, 0.6)
+    by_size = {(x.tensor, x.pipeline, x.micro_batch, x.recompute): x for x in found}
+    plain, halves = by_size[1, 1, 1, False], by_size[2, 1, 1, False]
+    assert plain.tensor_seconds == plain.pipeline_seconds == plain.context_seconds == 0
+    message = 2 * 4096 * 4096
+    assert halves.tensor_seconds == pytest.approx(32 * 32 * 4 * message / 450e9)
+    assert plain.data_seconds == pytest.approx(6 * 7_241_732_096 * 63 / 64 / 50e9)
+    assert halves.data_seconds == pytest.approx(6 * 7_241_732_096 / 2 * 31 / 32 / 50e9)
+    flops = flops_per_token(model_size(LLAMA), 4096).training * 2**22
+    assert plain.compute_seconds == pytest.approx(flops / (64 * 0.6 * 989.5e12))
+    assert plain.step_seconds == pytest.approx(plain.compute_seconds + plain.data_seconds)

@@ -1,0 +1,803 @@
+"""You know before you pay: the memory a plan predicts is what DeepSpeed and torch really hold."""
+
+import json
+import os
+import re
+import sys
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from pretraining.ds_config import degrees_of, load_ds_config
+from pretraining.errors import UserError
+from pretraining.planning.__main__ import main
+from pretraining.planning.comparison import QUANTITIES, predicted
+from pretraining.planning.gate import Machine, check_plan
+from pretraining.planning.gpus import find_gpu
+from pretraining.planning.memory.need import memory_need, pinned_bytes, shrink
+from pretraining.planning.memory.states import optimizer_states
+from pretraining.planning.memory.tensors import parameter_tensors
+from pretraining.planning.quantities import num_bytes
+from pretraining.planning.run_plan import build_run_plan
+from pretraining.planning.screen import as_text, full_plan
+from pretraining.planning.search import candidates, fitting, nearest_fit, worth_choosing
+from pretraining.planning.throughput import step_time
+from pretraining.recipe import load_recipe, recipe_names
+from pretraining.recipe.curve import changed_parts
+from pretraining.recipe.refusals import load_recipe_and_ds_config
+from pretraining.runtime.durable_files import write_json
+from pretraining.runtime.imports import MOST_ROUNDED_MIB, _pin_what_is_asked_for
+from pretraining.runtime.run_folder import RunFolder
+from pretraining.schema import REPOSITORY
+from tests.gear.runs import LLAMA, execute
+from tests.planning.test_planning import MODELS, SHIPPED, build
+
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+
+SMALL = {"vocab_size": 3000, "n_positions": 192, "n_embd": 192, "n_layer": 4, "n_head": 4}
+SMALL = {"model_type": "gpt2", **SMALL, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+GROUPED = {"hidden_size": 192, "intermediate_size": 528, "num_attention_heads": 6, "num_key_value_heads": 2}
+GROUPED |= {"vocab_size": 3000, "max_position_embeddings": 192, "num_hidden_layers": 4}
+TRACED = {
+    "gpt2": SMALL,
+    "llama": {"model_type": "llama", **GROUPED},
+    "qwen3": {"model_type": "qwen3", **GROUPED, "head_dim": 48},
+}
+# (attention, precision, one layer in how many is recomputed): each value with each other value once at least;
+# benchmarks/memory.py takes all.
+WAYS = [
+    ("sdpa", "bf16", 0),
+    ("sdpa", "autocast", 1),
+    ("eager", "bf16", 2),
+    ("eager", "fp32", 0),
+]
+
+
+def need_of(name: str, world_size: int, deepspeed: str | None = None, *settings: str):
+    recipe = load_recipe(name, settings, deepspeed)
+    return memory_need(recipe, load_ds_config(recipe.deepspeed), world_size)
+
+
+def judge(name: str, world_size: int, *settings: str, deepspeed: str | None = None, **found):
+    recipe = load_recipe(name, settings, deepspeed)
+    config = load_ds_config(recipe.deepspeed) if recipe.deepspeed else None
+    return check_plan(recipe, config, world_size, Machine(**found))
+
+
+@pytest.mark.parametrize("model", [*MODELS.values(), *SHIPPED.values()], ids=[*MODELS, *SHIPPED])
+def test_tensors_are_the_built_models(model):
+    """Padding and what straddles two ranks depend on every single tensor."""
+    counted = sorted(tensor.numel for tensor in parameter_tensors(model))
+    assert counted == sorted(parameter.numel() for parameter in build(model).parameters())
+
+
+@pytest.mark.parametrize(
+    "attention, precision, every_n_layers", WAYS, ids=["-".join(map(str, way)) for way in WAYS]
+)
+@pytest.mark.parametrize("name", TRACED)
+def test_activations_are_those_of_torchs_tracker(name, attention, precision, every_n_layers):
+    """Against MemTracker on fake tensors: what is kept within 2 %, the peak within 5 %.
+
+    These four narrow layers peak inside a layer's backward pass; in fp32 that is known to a tenth only.
+    """
+    import memory
+
+    case = ({**TRACED[name], "attn_implementation": attention}, 2, 192, precision, every_n_layers)
+    traced, foreseen = memory.trace(*case), memory.predict(*case)
+    assert foreseen["kept"] == pytest.approx(traced["kept"], rel=0.02)
+    assert foreseen["peak"] == pytest.approx(traced["peak"], rel=0.05 if precision == "bf16" else 0.1)
+
+
+@pytest.mark.parametrize("attention, precision", [("sdpa", "bf16"), ("eager", "fp32"), ("sdpa", "autocast")])
+@pytest.mark.parametrize("name", TRACED)
+def test_activations_of_layers_that_keep_their_products(name, attention, precision):
+    """`speed.recompute` operators, against the same tracker: more than the layers' inputs, and less than all."""
+    import memory
+
+    model = {**TRACED[name], "attn_implementation": attention}
+    traced, foreseen = (
+        each(model, 2, 192, precision, 1, keeps_products=True) for each in (memory.trace, memory.predict)
+    )
+    assert foreseen["kept"] == pytest.approx(traced["kept"], rel=0.02)
+    inputs, everything = (memory.predict(model, 2, 192, precision, n)["kept"] for n in (1, 0))
+    assert inputs < foreseen["kept"] < everything
+
+
+@pytest.mark.parametrize("every_n_layers", [0, 1], ids=["kept", "recomputed"])
+def test_the_peak_at_the_end_of_the_backward_pass(every_n_layers):
+    """A large model on few tokens peaks there: all gradients and one layer's activations."""
+    import memory
+
+    case = ({**SMALL, "n_layer": 12, "vocab_size": 256}, 1, 24, "bf16", every_n_layers)
+    assert memory.predict(*case)["peak"] == pytest.approx(memory.trace(*case)["peak"], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "optimizer, ways",
+    [
+        ("adamw", "zero2 zero3 zero3:sequence=2 zero2:tensor=2 zero3:tensor=2 zero2:expert=2 zero3:expert=2"),
+        ("muon", "zero0 zero1 zero2 zero3"),
+    ],
+)
+def test_model_states_are_those_of_deepspeed(optimizer, ways):
+    """Within 1 % of the live tensors of both ranks, in the middle of a step: real Trainer, real DeepSpeed."""
+    command = ["forked", "0", "benchmarks/model_states.py", "--ranks", "2", "--precisions", "bf16"]
+    finished = execute([*command, "--optimizers", optimizer, "--ways", *ways.split()])
+    assert finished.code == 0, finished.output
+    rows = [json.loads(line) for line in finished.stdout.splitlines() if line.startswith("{")]
+    assert {row["way"] for row in rows} == set(ways.split())
+    for row in rows:
+        assert row["ratio"] == pytest.approx(1, abs=0.01), json.dumps(row)
+        assert row["moments_ratio"] == pytest.approx(1, abs=0.01), json.dumps(row)
+
+
+OPTIMIZERS = {
+    "adamw_torch_fused": "Adam's moments",
+    "sgd": "SGD's momentum",
+    "adagrad": "Adagrad's sums",
+    "rmsprop": "RMSprop's mean squares",
+    "adafactor": "Adafactor's factors",
+    "schedule_free_adamw": "schedule-free Adam's states",
+    "schedule_free_radam": "schedule-free Adam's states",
+    "schedule_free_sgd": "schedule-free SGD's sequence",
+    "lion_32bit": "Lion's momentum",
+    "lion_8bit": "8-bit Lion's momentum",
+    "adamw_8bit": "8-bit Adam's moments",
+    "ademamix_8bit": "8-bit AdEMAMix's moments",
+    "sgd momentum=0.9": "SGD's momentum",
+    "rmsprop momentum=0.5,centered=true": "RMSprop's mean squares",
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_keeps_what_the_plan_says(name, tmp_path):
+    """A step of the very optimizer that the Trainer makes for `training.optim`: the bytes of its states, by tensor."""
+    if name.startswith(("lion", "adamw_8bit", "ademamix")):
+        pytest.importorskip("bitsandbytes")
+    optim, _, given = name.partition(" ")
+    values = [f"training.optim={optim}", *([f'training.optim_args="{given}"'] if given else [])]
+    if optim.startswith("schedule_free"):
+        values += ["training.lr_scheduler_type=constant_with_warmup", "training.lr_scheduler_kwargs=null"]
+    recipe = load_recipe("tiny", values)
+    states = optimizer_states(recipe)
+    assert states.name == OPTIMIZERS[name]
+    trainer = trainer_of(recipe, tmp_path)
+    optimizer = trainer.create_optimizer()
+    if optim.startswith("schedule_free"):
+        optimizer.train()
+    for parameter in trainer.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    held = sum(
+        tensor.untyped_storage().nbytes()
+        for state in optimizer.state.values()
+        for key, tensor in state.items()
+        if torch.is_tensor(tensor) and tensor.numel() > 1 and not key.startswith("qmap")
+    )
+    assert held == sum(map(states.bytes_of, parameter_tensors(recipe.model)))
+
+
+def trainer_of(recipe, folder):
+    """transformers' own Trainer over the recipe's model."""
+    from transformers import Trainer, TrainingArguments
+
+    keys = ("optim", "optim_args", "learning_rate", "lr_scheduler_type")
+    chosen = {key: recipe.training[key] for key in keys if key in recipe.training}
+    arguments = TrainingArguments(output_dir=str(folder), use_cpu=True, report_to=[], **chosen)
+    return Trainer(model=build(recipe.model, "cpu"), args=arguments)
+
+
+def test_muon_keeps_one_momentum_for_hidden_matrices():
+    """The optimizer that training builds, stepped: two moments for tables, norms and biases, one for the rest."""
+    from pretraining.training.optimizers import build_optimizer
+
+    for name, model in {**MODELS, "tiny": SHIPPED["tiny"]}.items():
+        recipe = replace(load_recipe("tiny", ["optimizer.name=muon"]), model=model)
+        network = build(model, "cpu")
+        for parameter in network.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer = build_optimizer(network, recipe.optimizer, 1e-3, 0.1, (0.9, 0.95), 1e-8)
+        optimizer.step()
+        states = [tensor for state in optimizer.state.values() for tensor in state.values()]
+        held = sum(4 * tensor.numel() for tensor in states if tensor.dim())
+        tensors = parameter_tensors(model)
+        assert held == sum(map(optimizer_states(recipe).bytes_of, tensors)), name
+        assert held < 8 * sum(tensor.numel for tensor in tensors)
+
+
+def test_the_plan_names_and_counts_the_chosen_optimizer():
+    """Memory, checkpoint and advice of Muon are less than Adam's, and no row speaks of Adam's moments alone."""
+    plans = {}
+    for name in ("adamw", "muon"):
+        recipe = load_recipe("1.5b", [f"optimizer.name={name}"], "zero1")
+        plans[name] = full_plan(recipe, load_ds_config("zero1"), 8, find_gpu("H100"))
+    assert "Muon's and Adam's moments" in as_text(plans["muon"])
+    assert plans["muon"]["checkpoint_bytes"] < 0.75 * plans["adamw"]["checkpoint_bytes"]
+    assert plans["muon"]["model_state"]["moments"] < 0.6 * plans["adamw"]["model_state"]["moments"]
+    parts = plans["muon"]["memory"]["phases"]["loss"]
+    assert parts["Muon's and Adam's moments"] == plans["muon"]["model_state"]["moments"]
+    need = need_of("7b", 8, "zero0", "optimizer.name=muon", "training.activation_checkpointing=true")
+    recipe = load_recipe("7b", ["optimizer.name=muon"], "zero0")
+    largest = replace(need, phases={"loss": {need.optimizer_states: 1.0}})
+    assert "zero1" in shrink(largest, recipe, load_ds_config("zero0"))
+
+
+def test_a_step_peaks_at_its_largest_phase():
+    """The parts add up, and the largest is among them."""
+    need = need_of("1.5b", 8)
+    assert need.peak_phase == "loss" and need.largest == "activations"
+    assert need.allocated == pytest.approx(sum(need.parts.values()))
+    assert need.allocated == max(sum(parts.values()) for parts in need.phases.values())
+    assert need.total > need.allocated
+
+
+@pytest.mark.parametrize("name", ["30b", "65b"])
+def test_the_large_recipes_fit_the_gpus_they_are_sized_for(name):
+    """Eight H200 hold them with activations, loss and buffers; 65b's offloaded states stand in the host's column."""
+    need = need_of(name, 8)
+    assert need.total < find_gpu("H200").memory_bytes
+    assert ("offloaded states" in need.host) == (name == "65b")
+
+
+def test_pinned_memory_is_counted_as_torch_takes_it():
+    """Small buffers are rounded up to a power of two, large ones are taken as they are, as the libraries are told."""
+    assert [pinned_bytes(size) for size in (1, 4096, 4097)] == [1, 4096, 8192]
+    limit = MOST_ROUNDED_MIB << 20
+    assert pinned_bytes(limit - 1) == limit and pinned_bytes(limit + 1) == limit + 1
+
+
+@pytest.mark.parametrize(
+    ("there", "expected"),
+    [
+        ({}, {"PYTORCH_ALLOC_CONF": "pinned_max_cached_size_mb:64"}),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,pinned_max_cached_size_mb:64"},
+        ),
+        ({"PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:1"}, {}),
+    ],
+)
+def test_torch_is_told_to_pin_large_buffers_as_they_are(monkeypatch, there, expected):
+    """In the variable that the user has set, if one is; what the user has chosen stays."""
+    variables = dict(there)
+    monkeypatch.setattr(os, "environ", variables)
+    _pin_what_is_asked_for()
+    assert variables == {**there, **expected}
+
+
+def test_the_plan_counts_the_copy_for_a_save_and_pinned_buffers():
+    """Of 30b on eight GPUs a copy of an eighth of the checkpoint; none without it; small pinned buffers rounded up."""
+    need, plan = need_of("30b", 8), build_run_plan(load_recipe("30b"), load_ds_config("zero3"), 8)
+    assert need.snapshot == pytest.approx(plan.checkpoint_bytes / 8, rel=1e-6)
+    assert need.host_bytes == need.host["process"] + need.snapshot and need.host_counted == 0
+    assert not need_of("30b", 8, None, "checkpoints.background=false").snapshot
+    assert not need_of("30b", 8, None, "training.save_strategy=no").snapshot
+    built = need_of("1.5b", 8, "zero1")
+    assert built.host_bytes == built.host["process"] + built.host["model while it is built"]
+    small = load_ds_config("zero2_offload")
+    assert memory_need(load_recipe("tiny"), small, 2).host["rounding of pinned buffers"] > 0
+    small["zero_optimization"]["offload_optimizer"]["pin_memory"] = False
+    assert "rounding of pinned buffers" not in memory_need(load_recipe("tiny"), small, 2).host
+    answer = full_plan(load_recipe("30b"), load_ds_config("zero3"), 16, find_gpu("H200"))
+    memory = json.loads(json.dumps(answer))["memory"]
+    assert memory["gpus_of_node"] == 8 and memory["host_node_bytes"] == 8 * memory["host_bytes"]
+    assert "copy for a save), " in " ".join(as_text(answer).split())
+    assert "for a node of 8 GPUs" in " ".join(as_text(answer).split())
+
+
+def test_a_plan_says_what_is_pinned_when_and_what_happens_without_room():
+    """The first save waits for pages that are pinned; offloading pins before that. All of it belongs to a node."""
+    state = need_of("65b", 8)
+    recipe, config = load_recipe("65b"), load_ds_config("zero3_offload")
+    text = " ".join(as_text(full_plan(recipe, config, 8, find_gpu("H200"))).split())
+    # sums of gradients and their copies for the step (deepspeed 0.19.8, stage3.py), in fp32
+    assert state.pinned == pytest.approx(8 * build_run_plan(recipe, config, 8).parameters / 8, rel=0.01)
+    assert f"pinned {num_bytes(state.pinned)} a GPU before the first step; " in text
+    assert (
+        f"{num_bytes(state.snapshot)} a GPU, {num_bytes(8 * state.snapshot)} a node, in the first save"
+        in text
+    )
+    assert (
+        f"with less than {num_bytes(8 * state.host_bytes)} of host memory every save stops training for"
+        in text
+    )
+    foreground = load_recipe("30b", ["checkpoints.background=false"])
+    assert "pinned" not in as_text(full_plan(foreground, load_ds_config("zero3"), 8, find_gpu("H200")))
+
+
+def test_no_room_for_the_copy_is_warned_of_and_not_refused():
+    """The run goes on without it, slower; what is offloaded to the host it cannot do without."""
+    memory = {"gpu_memory_bytes": 141e9, "ranks_per_host": 8}
+    verdict = judge("30b", 8, host_memory_bytes=300e9, **memory)
+    (warning,) = verdict.warnings
+    assert not verdict.refusals and "a copy of the state (310 GB for 8 ranks)" in warning.what
+    assert not judge("30b", 8, host_memory_bytes=320e9, **memory).warnings
+    (refusal,) = judge("65b", 8, host_memory_bytes=1.2e12, **memory).refusals
+    assert "8 ranks keep 1.30 TB in host memory" in refusal.what
+
+
+def test_memory_falls_where_it_should():
+    """Recomputation, a smaller micro-batch, a higher stage and offload each take less of the GPU."""
+    base = need_of("1.5b", 8, "zero1").total
+    assert need_of("1.5b", 8, "zero1", "training.activation_checkpointing=true").total < base
+    assert need_of("1.5b", 8, "zero1", "training.per_device_train_batch_size=4").total < base
+    stages = [
+        need_of("1.5b", 8, way).state.gpu for way in ("zero0", "zero1", "zero2", "zero3", "zero3_offload")
+    ]
+    assert stages == sorted(stages, reverse=True)
+    eager = need_of("1.5b", 8, "zero1", "model.attn_implementation=eager").total
+    assert eager > base
+
+
+def test_a_run_that_cannot_fit_is_refused_with_what_does():
+    """The remedy, put into the command line, is accepted."""
+    memory = 36e9
+    verdict = judge("1.5b", 8, gpu_memory_bytes=memory)
+    (refusal,) = verdict.refusals
+    assert "activations" in refusal.what
+    with pytest.raises(UserError, match="--force"):
+        verdict.enforce()
+    verdict.enforce(force=True)
+    words = refusal.remedy.partition(": ")[2].split()
+    settings = [words[place + 1] for place, word in enumerate(words) if word == "--set"]
+    deepspeed = words[words.index("--deepspeed") + 1] if "--deepspeed" in words else None
+    assert settings or deepspeed
+    assert not judge("1.5b", 8, *settings, deepspeed=deepspeed, gpu_memory_bytes=memory).refusals
+
+
+def test_the_nearest_fit_changes_least():
+    recipe = load_recipe("1.5b")
+    nearest = nearest_fit(recipe, 8, lambda need: need.total <= 36e9)
+    fits = [each for each in candidates(recipe, 8) if each.need.total <= 36e9]
+    assert len(nearest.changes) == min(len(each.changes) for each in fits) == 1
+    assert nearest_fit(recipe, 8, lambda need: need.total <= 1e9) is None
+
+
+REFUSED = {
+    "disk": ({"disk_room_bytes": 40e9}, "checkpoints.keep_last=1"),
+    "no disk": ({"disk_room_bytes": 1e9}, "--output_dir"),
+    "host": ({"host_memory_bytes": 16e9, "ranks_per_host": 8}, "zero3"),
+    "processor": ({"host_memory_bytes": 64e9, "ranks_per_host": 2, "trains_on_processor": True}, "this fits"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_is_refused_with_a_remedy(name):
+    found, remedy = REFUSED[name]
+    (refusal,) = judge("1.5b", 8, **found).refusals
+    assert remedy in refusal.remedy and "\n" not in str(refusal)
+
+
+def test_what_fits_is_neither_refused_nor_warned_of():
+    """The shipped recipe on the GPUs it is meant for, and unknown machines, meet no complaint."""
+    plenty = {"disk_room_bytes": 1e15, "data_tokens": 10**13, "has_bf16": True}
+    verdict = judge("1.5b", 8, gpu_memory_bytes=80e9, host_memory_bytes=1e12, ranks_per_host=8, **plenty)
+    assert not verdict.refusals and not verdict.warnings
+    assert not judge("1.5b", 8).refusals
+    small = {"host_memory_bytes": 4e9, "ranks_per_host": 2, "trains_on_processor": True}
+    assert not judge("tiny", 2, **small).refusals and not judge("tiny", 2, **small).warnings
+    assert not judge(
+        "1.5b", 8, host_memory_bytes=24e9, ranks_per_host=8
+    ).refusals  # what is assumed refuses nothing
+
+
+@pytest.mark.parametrize("name", [name for name in recipe_names() if name != "tiny"])
+def test_no_shipped_recipe_makes_a_mistake_of_ours(name):
+    """On the eight GPUs of the table's H200 that the largest are sized for: nothing refused, nothing warned of."""
+    # llama-70b needs many nodes
+    gpu, ranks = find_gpu("H200"), 256 if name == "llama-70b" else 8
+    verdict = judge(name, ranks, gpu_memory_bytes=gpu.memory_bytes, gpu=gpu, has_bf16=True)
+    assert not verdict.refusals and not verdict.warnings
+
+
+WARNED = {
+    "fp16": (["training.bf16=false", "training.fp16=true"], None, {"has_bf16": True}, "training.bf16=true"),
+    "fp32": (["training.bf16=false"], None, {"has_bf16": True}, "training.bf16=true"),
+    "rate": (["training.learning_rate=3e4"], None, {}, "1e-5 to 1e-2"),
+    "no checkpoint": (["training.save_steps=1000000"], None, {}, "training.save_steps=2510"),
+    "long warm-up": (["training.warmup_steps=1000000"], None, {}, "training.warmup_steps=2510"),
+    "warm-up": (["training.warmup_steps=10"], None, {}, "training.warmup_steps=357"),
+    "a warm-up that is not there": (
+        ["training.lr_scheduler_type=constant", "training.lr_scheduler_kwargs={}"],
+        None,
+        {},
+        "write constant_with_warmup",
+    ),
+    "clipping": (["training.max_grad_norm=0"], None, {}, "training.max_grad_norm=1.0"),
+    "stage": ([], "zero3", {"gpu_memory_bytes": 141e9}, "--deepspeed zero1"),
+    "offload": ([], "zero2_offload", {"gpu_memory_bytes": 141e9}, "--deepspeed zero2"),
+    "tight": ([], None, {"gpu_memory_bytes": 41e9}, "activation_checkpointing=true"),
+    "repeats": ([], None, {"data_tokens": 5 * 10**9}, "data.sources.0.max_epochs=6"),
+    "needless": (
+        ["training.activation_checkpointing=true"],
+        None,
+        {"gpu_memory_bytes": 141e9},
+        "activation_checkpointing=false",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_common_mistakes_are_warned_of_with_a_remedy(name):
+    settings, deepspeed, found, remedy = WARNED[name]
+    verdict = judge("1.5b", 8, *settings, deepspeed=deepspeed, **found)
+    assert [each for each in verdict.warnings if remedy in each.remedy], verdict
+    assert not verdict.refusals
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_a_run_that_continues_is_given_no_remedy_that_its_curve_refuses(name):
+    """What would change the curve is said at the first start; what remains to be done is said at every start."""
+    settings, deepspeed, found, remedy = WARNED[name]
+    keeps_the_curve = name in ("no checkpoint", "stage", "offload", "tight", "needless")
+    verdict = judge("1.5b", 8, *settings, deepspeed=deepspeed, **found, continues=True)
+    assert bool([each for each in verdict.warnings if remedy in each.remedy]) == keeps_the_curve, verdict
+    began_with = load_recipe("1.5b", settings).to_dict()
+    for each in verdict.warnings:
+        asked = [word for word in each.remedy.split() if "=" in word]
+        assert not changed_parts(load_recipe("1.5b", [*settings, *asked]).to_dict(), began_with)
+
+
+@pytest.mark.parametrize(
+    "how", ["speed.recompute=operators", "training.activation_checkpointing_kwargs.every_n_layers=2", "seed"]
+)
+def test_the_cost_of_recomputation_is_counted(how):
+    """Every second layer, or all but products and attention, cost a part of a third more FLOPs."""
+    settings = [*(() if how == "seed" else (how,)), "training.activation_checkpointing=true"]
+    found = {"gpu": find_gpu("H200"), "gpu_memory_bytes": 141e9}
+    [warning] = [
+        each for each in judge("1.5b", 8, *settings, **found).warnings if "checkpointing" in each.what
+    ]
+    config = load_ds_config("zero1")
+    again, once = (
+        step_time(load_recipe("1.5b", each), config, 8, found["gpu"]).seconds for each in (settings, [])
+    )
+    percent = round(100 * (again / once - 1))
+    assert f"makes a step {percent}% longer" in warning.what
+    assert {"speed.recompute=operators": 0 < percent < 8, "seed": 15 < percent < 34}.get(
+        how, 5 < percent < 15
+    )
+
+
+def test_checkpoints_that_are_close_and_many_are_warned_of():
+    """954 of them, 45 s apart, are no plan with nothing tight. The remedy is the end of it, short runs have few."""
+    gpu = find_gpu("A100")
+
+    def close(*settings: str) -> list[str]:
+        warnings = judge("124m", 1, *settings, gpu=gpu, gpu_memory_bytes=80e9).warnings
+        return [each.remedy for each in warnings if "where failures ask for" in each.what]
+
+    [remedy] = close("training.save_steps=20")
+    assert re.fullmatch(r"--set training.save_steps=\d+", remedy)
+    assert not close(remedy.removeprefix("--set "))
+    assert not close("training.save_steps=20", "budget.tokens=524288000")
+
+
+def test_links_that_decide_are_warned_of_with_larger_micro_batches():
+    """30b is for one node: over two, gathers for two sequences take longer than the products. The remedy ends it."""
+    gpu = find_gpu("H200")
+
+    def remedies(ranks: int, *settings: str) -> list[str]:
+        warnings = judge("30b", ranks, *settings, gpu=gpu, gpu_memory_bytes=gpu.memory_bytes).warnings
+        return [each.remedy for each in warnings if each.what.startswith("messages take")]
+
+    [remedy] = remedies(16)
+    assert not remedies(8)
+    assert not remedies(16, *[word for word in remedy.split() if word != "--set"])
+
+
+def test_small_buckets_and_single_sequences_are_warned_of():
+    on_gpus = judge("124m", 8, deepspeed="zero3", gpu_memory_bytes=80e9)
+    assert [w for w in on_gpus.warnings if "reduce_bucket_size" in w.remedy]
+    tiny = judge("124m", 512, "training.per_device_train_batch_size=1")
+    assert [w for w in tiny.warnings if "tokens_per_step" in w.remedy]
+
+
+@pytest.mark.parametrize("deepspeed", ["null", "zero0"])
+def test_experts_that_are_not_bf16_are_warned_of(deepspeed):
+    """Under autocast they stay fp32, which torch multiplies one after another; in bf16 all at once."""
+    autocast = judge("moe-1.5b", 8, deepspeed=deepspeed, gpu_memory_bytes=141e9)
+    assert [w for w in autocast.warnings if "experts in fp32" in w.what and "zero1" in w.remedy]
+    fp32 = ("training.bf16=false",)
+    for continues in (False, True):
+        verdict = judge("moe-1.5b", 8, *fp32, gpu_memory_bytes=141e9, continues=continues)
+        assert bool([w for w in verdict.warnings if "training.bf16=true" in w.remedy]) != continues
+    assert not [
+        w
+        for w in judge("124m", 8, deepspeed=deepspeed, gpu_memory_bytes=141e9).warnings
+        if "expert" in w.what
+    ]
+
+
+WITHOUT_LOSS = {
+    **LLAMA,
+    "model_type": "deepseek_v3",
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "first_k_dense_replace": 1,
+}
+
+
+@pytest.mark.parametrize(
+    "settings, remedy",
+    [
+        (
+            ["model.output_router_logits=false", "loss.router_z_loss=0"],
+            "--set model.output_router_logits=true",
+        ),
+        (["model.router_aux_loss_coef=0"], "model.router_aux_loss_coef=0.01"),
+        ([f"model={json.dumps(WITHOUT_LOSS)}", "loss.router_z_loss=0"], "take a model_type with"),
+    ],
+)
+def test_a_mixture_that_nothing_balances_is_warned_of_at_its_first_start(settings, remedy):
+    """Its routers may come to send all tokens to a few experts, and nothing else would say why."""
+    for continues in (False, True):
+        verdict = judge("moe-1.5b", 8, *settings, continues=continues)
+        warned = [each for each in verdict.warnings if "nothing balances the experts" in each.what]
+        assert [remedy in each.remedy for each in warned] == ([] if continues else [True])
+
+
+def test_a_gpu_without_kernels_is_warned_of():
+    """CUDA 13 left out Volta."""
+    verdict = judge("124m", 8, gpu=find_gpu("V100"), gpu_memory_bytes=32e9)
+    assert [w for w in verdict.warnings if "CUDA 13" in w.what and "CUDA 12" in w.remedy]
+    assert not [w for w in judge("124m", 8, gpu=find_gpu("T4")).warnings if "CUDA" in w.what]
+
+
+NAMED = {"7b": (8, "H100"), "30b": (8, "H200"), "65b": (8, "H200"), "moe-30b-a3b": (8, "H200")}
+"""GPUs that a recipe says it is sized for."""
+
+
+@pytest.mark.parametrize("name", [*NAMED, "llama-70b"])
+def test_a_recipe_takes_the_fastest_layout_on_the_gpus_that_it_names(name):
+    """Or its description says what is faster, by how much, and why it is not taken."""
+    ranks, gpu = NAMED.get(name, (1024, "H100"))
+    recipe, gpu = load_recipe(name), find_gpu(gpu)
+    own = step_time(recipe, load_ds_config(recipe.deepspeed), ranks, gpu).seconds
+    saved = 1 - fitting(recipe, ranks, gpu)[0].step_seconds / own
+    said = re.search(r"which leaves room for .* is planned (\d+) % faster", recipe.description)
+    assert saved < 0.05 or round(100 * saved) == int(said[1])
+
+
+@pytest.mark.parametrize("name", [name for name in recipe_names() if name != "tiny"])
+def test_the_search_fits_and_its_arguments_are_accepted(name):
+    """Every way it names fits, the first is the fastest, and it can be pasted."""
+    recipe, gpu = load_recipe(name), find_gpu("H100")
+    found = fitting(recipe, 64, gpu)
+    assert all(each.need.total <= gpu.memory_bytes for each in found)
+    safe = [each for each in found if each.need.total <= 0.95 * gpu.memory_bytes]
+    assert found[0].step_seconds <= 1.02 * min(each.step_seconds for each in safe)
+    words = found[0].arguments.split()
+    settings = [words[place + 1] for place, word in enumerate(words) if word == "--set"]
+    chosen = load_recipe(name, settings, found[0].deepspeed)
+    need = memory_need(chosen, load_ds_config(chosen.deepspeed), 64, gpu.memory_bytes)
+    assert need.total == found[0].need.total
+
+
+@pytest.mark.parametrize("name, gpus, kind", [("7b", 8, "H200"), ("7b", 64, "A10G"), ("tiny", 2, "H100")])
+def test_of_equal_ways_the_search_takes_the_one_with_room(name, gpus, kind):
+    """15 % of the memory stay free where a way as fast leaves them; then the simplest, so no needless offload."""
+    gpu = find_gpu(kind)
+    found = fitting(load_recipe(name), gpus, gpu)
+    safe = [each for each in found if each.need.total <= 0.95 * gpu.memory_bytes]
+    fastest = min(each.step_seconds for each in safe)
+    as_fast = [each for each in safe if each.step_seconds <= 1.02 * fastest]
+    roomy = [each for each in as_fast if each.need.total <= 0.85 * gpu.memory_bytes] or as_fast
+    assert found[0] in roomy
+    assert not found[0].offload_seconds or all(each.offload_seconds for each in roomy)
+
+
+@pytest.mark.parametrize(
+    "name, gpus, kind", [("7b", 8, "A100-80GB"), ("774m", 2, "A100-40GB"), ("xl", 8, "A10G")]
+)
+def test_the_search_recommends_nothing_that_the_plan_calls_tight(name, gpus, kind):
+    """A way at 95 % of the memory is behind all others, however fast it is, and says what it is."""
+    gpu, recipe = find_gpu(kind), load_recipe(name)
+    found = fitting(recipe, gpus, gpu)
+    tight = [each for each in found if each.need.total > 0.95 * gpu.memory_bytes]
+    assert found[len(found) - len(tight) :] == tight
+    assert all(("tight: " in each.why) == (each in tight) for each in found)
+    best = worth_choosing(found)[0]
+    assert best not in tight
+    words = best.arguments.split()
+    settings = [words[place + 1] for place, word in enumerate(words) if word == "--set"]
+    verdict = judge(
+        name, gpus, *settings, deepspeed=best.deepspeed, gpu=gpu, gpu_memory_bytes=gpu.memory_bytes
+    )
+    assert not verdict.refusals
+    assert not [each for each in verdict.warnings if "fragmentation" in each.what or "fits" in each.what]
+
+
+def test_tight_ways_are_offered_if_nothing_else_fits():
+    recipe = load_recipe("7b")
+    least = min(each.need.total for each in candidates(recipe, 8, find_gpu("H100")))
+    (first, *_) = worth_choosing(fitting(recipe, 8, find_gpu("H100"), 1.04 * least))
+    assert "tight: 96% of the memory" in first.why
+
+
+@pytest.mark.parametrize("name, gpus, kind", [("1.5b", 8, "H100"), ("7b", 64, "A10G"), ("tiny", 2, "H100")])
+def test_no_way_that_is_listed_is_beaten_by_another(name, gpus, kind):
+    """None of those that fit is as fast and smaller, without being offloaded, recomputed or sharded more."""
+    found = fitting(load_recipe(name), gpus, find_gpu(kind))
+    listed = worth_choosing(found)
+    totals = [each.need.total for each in listed]
+    assert totals == sorted(totals, reverse=True) and listed[0] in found
+
+    def burdens(each) -> tuple:
+        stage = int(each.deepspeed[4]) if each.deepspeed else 0
+        recomputed = 1 / each.every_n_layers if each.every_n_layers else 0
+        return ("offload" in each.deepspeed or "nvme" in each.deepspeed, recomputed, max(1, stage))
+
+    for way in listed:
+        for other in found:
+            cheaper = all(a <= b for a, b in zip(burdens(other), burdens(way), strict=True))
+            faster = other.step_seconds <= way.step_seconds
+            assert not (cheaper and faster and 1.02 * other.need.total < way.need.total), (way, other)
+
+
+REFUSING = {
+    "muon": ("optimizer.name=muon", {"zero2_offload", "zero3_offload", "zero3_nvme"}),
+    "whole parameters": (
+        "training.optim=adafactor",
+        {"zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"},
+    ),
+    "compiled": ("speed.compile=whole", {"zero3", "zero3_hpz", "zero3_offload", "zero3_nvme"}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSING)
+def test_the_search_offers_nothing_that_training_refuses(name):
+    """Offload beside Muon, ZeRO beside Adafactor, ZeRO-3 beside a model compiled whole are no remedies."""
+    setting, refused = REFUSING[name]
+    recipe, _ = load_recipe_and_ds_config("qk-norm", ["optimizer.name=adamw", setting], "zero0")
+    offered = {each.deepspeed for each in candidates(recipe, 16, find_gpu("H100"))}
+    assert offered and not offered & refused
+    for way in offered:
+        load_recipe_and_ds_config("qk-norm", ["optimizer.name=adamw", setting], way)
+
+
+@pytest.mark.parametrize("line", ["7b --world_size 8 --gpu H200", "tiny --world_size 2 --gpu H100 --top 20"])
+def test_every_row_of_the_search_needs_less_memory_than_those_above(line, capsys):
+    """What predicts the same is one row, and what is neither faster nor smaller is none."""
+    main(["fit", "--recipe", *line.split(), "--json"])
+    answer = json.loads(capsys.readouterr().out)
+    needs = [way["memory"]["total"] for way in answer["ways"]]
+    assert all(1.02 * after < before for before, after in pairwise(needs))
+    assert answer["scaling"] is None
+    main(["fit", "--recipe", *line.split()])
+    assert len(capsys.readouterr().out.splitlines()) > 5
+
+
+def test_time_over_nodes_says_what_it_assumes(capsys):
+    """Plan, cost and search of more than one node name perfect scaling, as text and as JSON; of one node none does."""
+    for world_size, is_said in ((8, False), (64, True)):
+        common = ["--recipe", "7b", "--world_size", str(world_size), "--gpu", "H100"]
+        answer = full_plan(load_recipe("7b"), load_ds_config("zero3"), world_size, find_gpu("H100"))
+        assert ("perfect scaling" in as_text(answer)) == is_said == bool(answer["forecast"]["scaling"])
+        for verb in ("cost", "fit"):
+            main([verb, *common])
+            assert ("perfect scaling is assumed" in " ".join(capsys.readouterr().out.split())) == is_said
+            main([verb, *common, "--json"])
+            assert bool(json.loads(capsys.readouterr().out)["scaling"]) == is_said
+    main(["cost", "--parameters", "7b", "--tokens", "1t", "--world_size", "64", "--gpu", "H100", "--json"])
+    assert json.loads(capsys.readouterr().out)["scaling"]["nodes"] == 8
+
+
+def test_some_layers_are_recomputed_where_that_is_enough():
+    """Every second or fourth layer lies between all and none, in memory and in time, and may be pasted."""
+    recipe, ways = load_recipe("7b"), {}
+    for each in candidates(recipe, 8, find_gpu("A100")):
+        if (each.deepspeed, each.micro_batch) == ("zero2", 2):
+            ways[each.every_n_layers] = each
+    ordered = [ways[every_n_layers] for every_n_layers in (0, 4, 2, 1)]
+    assert [*sorted(ordered, key=lambda way: -way.need.total)] == ordered
+    assert [*sorted(ordered, key=lambda way: way.step_seconds)] == ordered
+    words = ways[4].arguments.split()
+    chosen = load_recipe("7b", [word for word in words if "=" in word], "zero2")
+    assert memory_need(chosen, load_ds_config("zero2"), 8).total == ways[4].need.total < ways[0].need.total
+
+
+def test_the_search_keeps_the_step():
+    """Promise: the curve belongs to the recipe: every candidate has its tokens per step."""
+    recipe = load_recipe("7b")
+    for each in candidates(recipe, 16):
+        groups = 16 // degrees_of(load_ds_config(each.deepspeed)).ranks_per_sample
+        assert (
+            groups * each.micro_batch * each.accumulation * recipe.sequence_length == recipe.tokens_per_step
+        )
+
+
+def test_compare_shows_both_sides(tmp_path, capsys):
+    """plan.json's prediction beside what the run's end event, rows and checkpoint say; the speeds multiply out."""
+    recipe = load_recipe("tiny")
+    plan = {"predicted": predicted(recipe, load_ds_config("zero2"), 2, find_gpu("H100"))}
+    run = RunFolder(tmp_path / "run")
+    write_json(run.plan, plan)
+    for number, seconds in enumerate((9.0, 0.5, 0.5, 0.7), start=1):
+        row = {"step": 20 * number, "throughput/step_seconds": seconds}
+        row |= {"throughput/tokens_per_second": 2048 / seconds}
+        run.metrics.open("a").write(json.dumps(row) + "\n")
+    run.add_event("end", measured={"peak_memory_bytes": 5_000_000, "mfu": 0.25})
+    main(["compare", str(run.path), "--json"])
+    (answer,) = json.loads(capsys.readouterr().out)["runs"]
+    assert answer["finished"] and set(QUANTITIES) < set(answer)
+    seconds = answer["training_seconds"]["measured"]
+    assert seconds == pytest.approx(20 * 10.7)
+    assert 80 * answer["step_seconds"]["measured"] == pytest.approx(seconds)
+    assert seconds * answer["tokens_per_second"]["measured"] == pytest.approx(80 * 2048)
+    assert answer["training_seconds"]["predicted"] == pytest.approx(
+        1000 * answer["step_seconds"]["predicted"]
+    )
+    assert answer["peak_memory_bytes"]["ratio"] == pytest.approx(
+        5_000_000 / plan["predicted"]["peak_memory_bytes"]
+    )
+    assert answer["checkpoint_bytes"]["measured"] is None
+    main(["compare", str(run.path)])
+    text = capsys.readouterr().out
+    assert "25%" in text and "peak memory" in text
+
+
+@pytest.mark.parametrize("device", ["CPU (x86_64)", "NVIDIA H100"])
+def test_compare_says_which_memory_is_assumed(tmp_path, capsys, device):
+    """Without a GPU a share of the prediction is the same for every run: a note says so, and no ratio judges it."""
+    run, on_processor = RunFolder(tmp_path / "run"), device.startswith("CPU")
+    recipe, config = load_recipe("tiny"), load_ds_config("zero2")
+    write_json(run.plan, {"predicted": predicted(recipe, config, 2, None, on_processor)})
+    write_json(run.environment, {"device": device})
+    run.add_event("end", measured={"peak_memory_bytes": 100_000_000})
+    main(["compare", str(run.path), "--json"])
+    (answer,) = json.loads(capsys.readouterr().out)["runs"]
+    assert (answer["peak_memory_bytes"]["ratio"] is None) == answer["on_processor"] == on_processor
+    main(["compare", str(run.path)])
+    assert ("195 MB of what is predicted are assumed" in capsys.readouterr().out) == on_processor
+    alone = as_text(full_plan(recipe, config, 2, None))
+    assert "for each process beyond its libraries, 195 MB of them assumed" in alone
+    assert "without GPUs" not in as_text(full_plan(recipe, config, 2, find_gpu("H100")))
+    # What a machine without a GPU needs is said first.
+    in_short = alone.splitlines()[2]
+    assert in_short.startswith("in short") and "MB of memory for each process without GPUs, " in in_short
+
+
+def test_compare_leaves_out_what_it_cannot_compare(tmp_path, capsys):
+    """Its own example, runs/*: whatever else lies there, each run is compared and each other thing has a line."""
+    plan = {"predicted": predicted(load_recipe("tiny"), load_ds_config("zero2"), 2, None)}
+    for name in ("a-begun", "z-whole"):
+        write_json(RunFolder(tmp_path / name).plan, plan)
+    row = {"step": 1, "throughput/tokens_per_second": 4096.0, "throughput/step_seconds": 0.5}
+    unclear = {**row, "step": 2, "throughput/step_seconds": None}
+    RunFolder(tmp_path / "z-whole").metrics.write_text(f"{json.dumps(row)}\n{json.dumps(unclear)}\n")
+    contents = {"folder": None, "older": '{"name": "tiny"}', "cut": '{"name": ', "list": "[]"}
+    for name, text in contents.items():
+        (tmp_path / name).mkdir()
+        if text is not None:
+            (tmp_path / name / "plan.json").write_text(text)
+    (tmp_path / "file").write_text("no folder")
+    everything = sorted(map(str, tmp_path.iterdir()))
+    main(["compare", *everything, "--json"])
+    answer = json.loads(capsys.readouterr().out)
+    assert [run["run"] for run in answer["runs"]] == [str(tmp_path / name) for name in ("a-begun", "z-whole")]
+    assert answer["runs"][1]["tokens_per_second"]["measured"] == 4096
+    why = {each["run"].rpartition("/")[2]: each["why"] for each in answer["left_out"]}
+    assert set(why) == {"folder", "older", "cut", "list", "file"} and all(why.values())
+    main(["compare", *everything])
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("left out: ") for line in lines) == len(why)
+    with pytest.raises(UserError, match=r"no plan.json there.*\(1 more"):
+        main(["compare", str(tmp_path / "folder"), str(tmp_path / "file")])
+
+
+def test_an_unknown_gpu_has_no_speed_but_a_memory():
+    values = predicted(load_recipe("tiny"), None, 1, None)
+    assert values["step_seconds"] is None and values["peak_memory_bytes"] > 0
+
+
+def test_a_recipe_may_name_its_own_sizes_of_buckets():
+    """What the ds_config says is what is counted."""
+    recipe = replace(load_recipe("7b"), deepspeed="zero2")
+    config = load_ds_config("zero2")
+    config["zero_optimization"]["overlap_comm"] = False
+    before = memory_need(recipe, config, 8).parts["reduce buckets"]
+    config["zero_optimization"]["overlap_comm"] = True  # a bucket is filled while another one is sent
+    assert memory_need(recipe, config, 8).parts["reduce buckets"] == before * 2 == 2 * 2 * 200_000_000

@@ -1,0 +1,191 @@
+"""The plan's utilization is a ceiling that was counted: products, attention and bytes of the real model's kernels."""
+
+import json
+import tempfile
+
+import pytest
+
+from pretraining.planning.constants import table
+from pretraining.planning.gpus import FOLDER_VARIABLE, find_gpu, keep_rates
+from pretraining.planning.roofline import (
+    ceiling,
+    last_product,
+    layer_mode,
+    recipe_utilization,
+    sustained_rates,
+)
+from pretraining.planning.sizes import model_size
+from pretraining.planning.throughput import precision_of_products, step_time
+from pretraining.recipe import recipe_names
+from pretraining.recipe.refusals import load_recipe_and_ds_config
+from tests.gear.runs import execute
+
+H200 = find_gpu("H200")
+
+
+def planned(name: str, *changes: str, world_size: int = 8, gpu=H200, deepspeed: str | None = None):
+    recipe, ds_config = load_recipe_and_ds_config(name, list(changes), deepspeed, world_size)
+    return ceiling(recipe, ds_config, world_size, gpu, precision_of_products(recipe))
+
+
+@pytest.mark.parametrize(
+    ("name", "least"), [("124m", 0.50), ("1.5b", 0.60), ("7b", 0.50), ("moe-1.5b", 0.35)]
+)
+def test_a_shipped_recipe_can_reach_this_share_of_an_h200(name, least):
+    """As shipped, on eight GPUs, with whatever the step sends."""
+    recipe, ds_config = load_recipe_and_ds_config(name, [], None, 8)
+    found = ceiling(recipe, ds_config, 8, H200, "bf16")
+    time = step_time(recipe, ds_config, 8, H200)
+    assert found.mfu >= least
+    assert found.mfu * time.compute_seconds / time.seconds >= least
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_has_a_ceiling_below_what_products_sustain(name):
+    """No plan promises more than the share of the peak that products alone reach."""
+    recipe, ds_config = load_recipe_and_ds_config(name, [], None, None)
+    for gpu in (H200, find_gpu("A100-80GB")):
+        precision = precision_of_products(recipe)
+        found = recipe_utilization(recipe, gpu, ceiling(recipe, ds_config, 1, gpu, precision))
+        assert found.assumed and "estimated from assumed rates" in found.source
+        assert 0.02 < found.mfu < 1.1 * table("rates")["sustained"]["products"].get(gpu.architecture)["value"]
+
+
+@pytest.mark.parametrize(
+    "slower",
+    [
+        ("model.activation_function=gelu_new", "speed.compile=none"),
+        ("loss.compile=false",),
+        ("loss.kind=plain",),
+        ("training.per_device_train_batch_size=2",),
+    ],
+    ids=" ".join,
+)
+def test_what_costs_kernels_lowers_the_ceiling(slower):
+    """The plan tells a user what a choice costs before he pays for it."""
+    assert planned("124m", *slower).mfu < planned("124m").mfu
+
+
+def test_compiled_blocks_raise_the_ceiling_of_a_llama():
+    """Its norms, rotary embedding and gate are chains of small kernels; GPT-2's are single kernels as they are."""
+    assert planned("7b").mfu > 1.1 * planned("7b", "speed.compile=none").mfu
+
+
+def test_recomputed_layers_lower_the_ceiling():
+    """The forward pass that is done twice takes its products, its attention and its bytes once more."""
+    once, twice = (planned("7b", f"training.activation_checkpointing={again}") for again in ("false", "true"))
+    assert twice.mfu < once.mfu
+    assert once.seconds["recomputation"] == 0 < twice.seconds["recomputation"]
+    assert twice.mfu_without_recomputation == pytest.approx(once.mfu)
+
+
+@pytest.mark.parametrize(("name", "all_again"), [("7b", True), ("124m", False)])
+def test_zero_3_multiplies_the_last_product_of_a_recomputed_layer_again(name, all_again):
+    """Its linear function keeps its input too late to stop before it; GPT-2's layers are no linear functions."""
+    again = ("training.activation_checkpointing=true", "speed.compile=none")
+    spent = {way: planned(name, *again, deepspeed=way).seconds["recomputation"] for way in ("zero2", "zero3")}
+    recipe, _ = load_recipe_and_ds_config(name)
+    tokens, peak = recipe.micro_batch * recipe.sequence_length, sustained_rates(H200, "bf16", 8).product_flops
+    last = 2 * model_size(recipe.model).num_layers * last_product(recipe.model) * tokens / peak
+    assert spent["zero3"] - spent["zero2"] == pytest.approx(last if all_again else 0)
+
+
+def test_rates_measured_on_this_machine_take_the_place_of_assumed_ones(tmp_path, monkeypatch):
+    """What the doctor kept counts for as many of the same GPUs, and the plan says so."""
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    recipe, ds_config = load_recipe_and_ds_config("7b", [], None, 8)
+    assumed = planned("7b"), step_time(recipe, ds_config, 8, H200)
+    keep_rates({"product_flops": 3e14, "all_reduce_bytes_per_second": 1e9}, "here", "H200", 8)
+    measured = planned("7b"), step_time(recipe, ds_config, 8, H200)
+    assert measured[0].seconds["products"] > 2 * assumed[0].seconds["products"]
+    assert measured[1].communication_seconds == pytest.approx(450 * assumed[1].communication_seconds)
+    assert "measured here on" in recipe_utilization(recipe, H200, measured[0]).source
+    assert planned("7b", world_size=16).seconds["products"] == assumed[0].seconds["products"]
+
+
+def in_process(program: str) -> dict:
+    """The JSON that a program prints whose modules are those of benchmarks/."""
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
+        script.write(f"import sys; sys.path.insert(0, 'benchmarks')\n{program}")
+        script.flush()
+        finished = execute(["forked", "0", script.name])
+    assert finished.code == 0, finished.output
+    return json.loads(finished.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def counted() -> dict:
+    """Counts of this machine's libraries, beside the table's."""
+    return in_process(
+        "import json, kernel_factors, roofline\n"
+        "found = {mode: kernel_factors.layer_factors('gpt2', how) for mode, how in roofline.COMPILED.items()}\n"
+        "loss = kernel_factors.loss_factors()\n"
+        "from types import SimpleNamespace\n"
+        "asked = dict(recipe='124m', deepspeed=None, gpu='H200', world_size=8, set=[], compile=None, top=3)\n"
+        "print(json.dumps({'gpt2': found, 'loss': loss, 'whole': roofline.ceiling_of(SimpleNamespace(**asked))}))"
+    )
+
+
+def test_the_table_is_what_the_installed_libraries_launch(counted):
+    """tables/kernels.json is counted, not believed: a new torch or transformers that moves more bytes fails here."""
+    kept = table("kernels")
+    assert counted["gpt2"] == kept["layers"]["gpt2"]
+    assert counted["loss"] == kept["loss"]
+
+
+def test_the_plan_has_the_ceiling_of_the_counted_recipe(counted):
+    """The plan's formula against the whole model, loss and engine, run at full size on tensors without storage."""
+    whole = counted["whole"]
+    assert whole["mfu_ceiling"] == pytest.approx(whole["planned_mfu_ceiling"], rel=0.03)
+    assert whole["planned_mfu_ceiling"] == pytest.approx(planned("124m").mfu, abs=1e-4)
+
+
+def test_kernels_are_counted_as_they_are_launched():
+    """FLOPs and bytes of operations whose counts are known; views launch nothing; a compiled chain is one kernel."""
+    found = in_process(
+        """
+import json, torch
+from kernels import ATTENTION, OTHER, PRODUCT, Kernels, counting_compiler, stand_in_tensors
+import torch.nn.functional as F
+kernels = Kernels()
+def work(kind):
+    total = kernels.sum(kind=kind)
+    return [total.launches, total.flops, total.bytes]
+found = {}
+with stand_in_tensors(), counting_compiler(kernels):
+    a, b = torch.empty(8, 16, dtype=torch.bfloat16), torch.empty(16, 4, dtype=torch.bfloat16)
+    cases = {
+        "product": lambda: a @ b,
+        "view": lambda: a.view(4, 32).t()[:2].unsqueeze(0),
+        "in place": lambda: a.mul_(2),
+        "copy": lambda: a.copy_(torch.empty(8, 16, dtype=torch.bfloat16)),
+        "lookup": lambda: F.embedding(torch.empty(3, dtype=torch.long), torch.empty(1000, 16, dtype=torch.bfloat16)),
+        "attention": lambda: F.scaled_dot_product_attention(*(torch.empty(1, 2, 64, 16),) * 3, is_causal=True),
+    }
+    chain = lambda x: (x.sin() + 1).cos() * x
+    compiled = torch.compile(chain)
+    compiled(a)
+    for name, run in {**cases, "chain": lambda: chain(a), "compiled chain": lambda: compiled(a)}.items():
+        kernels.work.clear()
+        with kernels:
+            run()
+        found[name] = {kind: work(kind) for kind in (PRODUCT, ATTENTION, OTHER)}
+print(json.dumps(found))
+"""
+    )
+    assert found["product"]["product"][:2] == [1, 2 * 8 * 16 * 4]
+    assert found["view"]["other"] == [0, 0, 0]
+    assert found["in place"]["other"] == [1, 0, 2 * 8 * 16 * 2]
+    assert found["copy"]["other"] == [1, 0, 2 * 8 * 16 * 2]
+    assert found["lookup"]["other"][2] == 3 * 8 + 2 * (3 * 16 * 2)
+    assert found["attention"]["attention"][1] == 2 * 2 * 2 * 64 * 64 * 16 / 2
+    assert found["chain"]["other"][0] == 4 and found["compiled chain"]["other"] == [1, 0, 2 * 8 * 16 * 2]
+
+
+def test_layers_are_taken_as_the_run_would_run_them():
+    """Compiled where `speed.compile: auto` compiles on a GPU, eager where it does not."""
+    modes = {}
+    for changes in ([], ["speed.compile=none"], ["model.resid_pdrop=0.1"]):
+        recipe, ds_config = load_recipe_and_ds_config("124m", changes, None, 1)
+        modes[" ".join(changes)] = layer_mode(recipe, ds_config)
+    assert modes == {"": "compiled", "speed.compile=none": "eager", "model.resid_pdrop=0.1": "eager"}

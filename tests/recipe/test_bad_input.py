@@ -1,0 +1,319 @@
+"""Bad input through the real commands: exit code 2, one line that says what, where and what to do, nothing written."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from pretraining.command_line import started_by_launcher
+from pretraining.data.prepared import open_prepared
+from pretraining.data.streaming.cache import CacheSettings
+from pretraining.errors import UserError
+from pretraining.recipe import load_recipe
+from tests.gear.runs import REPOSITORY, Finished, Started, Workshop, contents, execute
+
+LAUNCHED = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+def refused(finished: Finished, *fragments: str) -> str:
+    """The one line of a command that was refused."""
+    assert finished.code == 2, finished.output
+    assert finished.stderr.startswith("error: ") and finished.stderr.count("\n") == 1, finished.stderr
+    for fragment in fragments:
+        assert fragment in finished.stderr
+    return finished.stderr
+
+
+@pytest.fixture
+def output(tmp_path) -> Path:
+    """A run folder that a refused command must not make."""
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def train(workshop, output):
+    """`train(options, **environment)`: run train.py on the small recipe, expecting nothing to be written."""
+
+    def run(*options, **environment) -> Finished:
+        command = ["forked", "0", "train.py", *workshop.options("--output_dir", output, *options)]
+        finished = execute(command, **environment)
+        assert not output.exists()
+        return finished
+
+    return run
+
+
+@pytest.fixture
+def changed(workshop, tmp_path):
+    """`changed(section, key=value)`: a copy of the small recipe with keys of one section set."""
+
+    def write(section: str, **values) -> Path:
+        recipe = json.loads(workshop.recipe.read_text())
+        recipe[section] = {**recipe[section], **values}
+        path = tmp_path / "changed.json"
+        path.write_text(json.dumps(recipe))
+        return path
+
+    return write
+
+
+# What the recipe says -> what the answer says. Written into the file, and set on the command line.
+MISTAKES = {
+    "unknown key": (
+        ("training", "learnin_rate", 1),
+        "training.learnin_rate: unknown key; did you mean 'training.learning_rate'",
+    ),
+    "unknown nested key": (
+        ("data", "tokenizer", {"train_vocab": 512}),
+        "data.tokenizer.train_vocab: unknown key; did you mean 'data.tokenizer.train_vocab_size'",
+    ),
+    "wrong type": (("training", "bf16", 1), "training.bf16: is 1 where true or false is wanted"),
+    "number as string": (("model", "n_embd", "64"), 'model.n_embd: is the string "64" where an integer'),
+    "key owned elsewhere": (
+        ("training", "max_steps", 5),
+        "training.max_steps: does not belong here: derived from",
+    ),
+    "key owned by the command line": (
+        ("training", "output_dir", "x"),
+        "does not belong here: set on the command line",
+    ),
+    "head count": (("model", "n_head", 5), "model.n_head: is 5, which does not divide model.n_embd 64"),
+    "context longer than the positions": (
+        ("data", "sequence_length", 128),
+        "data.sequence_length: is 128, but the model has 64 positions",
+    ),
+    "tokens per step and length": (("budget", "tokens_per_step", 500), "the nearest are 448 and 512"),
+}
+
+
+@pytest.mark.parametrize("mistake, message", MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_in_the_recipe(train, changed, mistake, message):
+    """In the file, which the line names; and the same with --set."""
+    section, key, value = mistake
+    path = changed(section, **{key: value})
+    assert str(path) in refused(train("--recipe", path), message)
+    text = value if isinstance(value, str) and not value.isdigit() else json.dumps(value)
+    refused(train("--set", f"{section}.{key}={text}"), message)
+
+
+def test_unknown_recipe_lists_those_there_are(train):
+    refused(train("--recipe", "tinny"), "did you mean 'tiny'", "124m", "1.5b", "7b", "30b", "65b")
+
+
+def test_a_recipe_that_is_not_there_or_not_json(train, tmp_path):
+    (tmp_path / "broken.json").write_text('{"model": {,}}')
+    refused(train("--recipe", tmp_path / "nowhere.json"), "nowhere.json: cannot be read")
+    refused(train("--recipe", tmp_path / "broken.json"), "broken.json: line 1 column 12")
+
+
+def test_unknown_option(train):
+    """argparse's own answer: usage and one error line, exit code 2."""
+    finished = train("--stage", "3")
+    assert finished.code == 2 and "unrecognized arguments: --stage 3" in finished.stderr
+
+
+def test_ranks_that_do_not_divide_the_step(train):
+    """Asked for with --plan, or started: the nearest tokens per step that would."""
+    message = "budget.tokens_per_step: 512 is not a multiple of 384 = 3 ranks"
+    refused(train("--plan", "--world_size", "3"), message, "the nearest are 384 and 768")
+    refused(train(WORLD_SIZE="3", RANK="0", LOCAL_RANK="0"), message)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set without RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
+        ({"WORLD_SIZE": "2", "LOCAL_RANK": "0", "RANK": "0"}, "WORLD_SIZE is set without MASTER_ADDR"),
+        ({**LAUNCHED, "WORLD_SIZE": "two"}, "WORLD_SIZE=two: is not a whole number of at least 1"),
+        ({**LAUNCHED, "WORLD_SIZE": "0"}, "WORLD_SIZE=0: is not a whole number"),
+        ({**LAUNCHED, "RANK": "-1"}, "RANK=-1: is not a whole number of at least 0"),
+        ({**LAUNCHED, "RANK": "2"}, "RANK=2 is no rank of WORLD_SIZE=2"),
+    ],
+)
+def test_variables_of_a_launcher_that_are_left_over(variables, message, monkeypatch):
+    """One line instead of a KeyError out of a library."""
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=re.escape(message)):
+        started_by_launcher()
+
+
+def test_the_error_is_told_by_one_rank(train):
+    """The other ranks leave with the same code, in silence."""
+    finished = train(WORLD_SIZE="3", RANK="1", LOCAL_RANK="1")
+    assert (finished.code, finished.stderr) == (2, "")
+
+
+def test_a_task_that_there_is_not(train):
+    """Before the model is built, and before anything is written."""
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed (requirements-eval.txt)")
+    refused(train("--set", 'evaluation.tasks=["nowhere.yaml"]'), "evaluation.tasks", "'nowhere.yaml'")
+
+
+def test_two_ranks_under_a_launcher_tell_it_once(workshop, output):
+    """torchrun adds its own report of the failed ranks; ours is one line among it."""
+    finished = execute(workshop.command(output, settings=["model.n_head=5"]))
+    errors = [line for line in finished.stderr.splitlines() if line.startswith("error: ")]
+    assert finished.code != 0 and len(errors) == 1 and "model.n_head" in errors[0]
+    assert not output.exists() and 'Traceback (most recent call last):\n  File "/' not in finished.stdout
+
+
+def test_a_rank_that_says_nothing_leaves_after_the_one_that_tells():
+    """A launcher ends all others when the first one leaves: that must not be one of the silent."""
+    program = "from pretraining.errors import *\nwith one_line_errors(): raise UserError('wrong')"
+    command = [sys.executable, "-c", program]
+    silent, telling = (Started(command, RANK=rank, WORLD_SIZE="2") for rank in ("1", "0"))
+    finished = telling.finish()
+    assert finished.code == 2 and finished.stderr == "error: wrong\n"
+    assert silent.process.poll() is None
+    finished = silent.finish()
+    assert finished.code == 2 and not finished.stderr
+
+
+def test_data_that_is_not_prepared_names_the_command_that_prepares_it(workshop, train, tmp_path):
+    """The command in the message, typed as it stands, prepares the data."""
+    line = refused(train("--data_dir", tmp_path / "data"), "the data is not prepared; run: ")
+    command = shlex.split(line.partition("run: ")[2])
+    assert command[:2] == ["python", "data_prep.py"]
+    prepared = execute([sys.executable, *command[1:]])
+    assert prepared.code == 0, prepared.output
+    assert (tmp_path / "data" / "corpus" / "manifest.json").exists()
+
+
+def test_data_prepared_with_another_tokenizer(train):
+    refused(
+        train("--set", "data.tokenizer.train_vocab_size=400"),
+        "data.tokenizer.train_vocab_size: 512 there, 400 here",
+        "data_prep.py",
+    )
+
+
+@pytest.fixture
+def copied_data(workshop, tmp_path) -> Path:
+    """A copy of the prepared data, for a test to damage."""
+    shutil.copytree(workshop.data, tmp_path / "data")
+    return tmp_path / "data"
+
+
+def test_a_truncated_shard(train, copied_data):
+    """Which file, how much is there and how much should be."""
+    shard = next(copied_data.glob("corpus/train/*.arrow"))
+    os.truncate(shard, shard.stat().st_size - 8)
+    refused(train("--data_dir", copied_data), shard.name)
+
+
+def test_a_damaged_shard(train, copied_data):
+    """One bit of one token."""
+    shard = next(copied_data.glob("corpus/train/*.arrow"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    refused(train("--data_dir", copied_data), shard.name)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("damage", ["changed", "empty", "missing"])
+def test_a_damaged_tokenizer(workshop, copied_data, tmp_path, name, damage):
+    """A file that names another end of text would give exports whose config names the wrong id; at an address too."""
+    path = copied_data / "corpus" / "tokenizer" / name
+    path.write_text(path.read_text().replace("<|endoftext|>", "a") if damage == "changed" else "")
+    if damage == "missing":
+        path.unlink()
+    store, recipe = fsspec.filesystem("memory"), load_recipe(str(workshop.recipe))
+    store.put(str(copied_data), "/damaged", recursive=True)
+    for place in (copied_data, "memory://damaged"):
+        with pytest.raises(UserError, match=rf"corpus/tokenizer/{name}") as caught:
+            open_prepared(recipe, place, CacheSettings(tmp_path / "cache", 10**9))
+    store.rm("/damaged", recursive=True)
+    if damage != "missing" or name != "tokenizer.json":  # without that file the store says what is not there
+        assert ("missing" if damage == "missing" else "not the one the data was made with") in str(
+            caught.value
+        )
+
+
+def test_a_damaged_tokenizer_is_one_line(train, copied_data):
+    (copied_data / "corpus" / "tokenizer" / "tokenizer_config.json").write_text("")
+    refused(
+        train("--data_dir", copied_data),
+        "tokenizer/tokenizer_config.json: not the one the data was made with",
+    )
+
+
+DS_MISTAKES = {
+    "unknown key": (
+        {"gradient_cliping": 1.0},
+        "gradient_cliping: unknown key; did you mean 'gradient_clipping'",
+    ),
+    "removed key": ({"elasticity": {"enabled": False}}, "elasticity: removed from DeepSpeed"),
+    "optimizer": ({"optimizer": {"type": "AdamW"}}, "optimizer: does not belong here"),
+    "shared key": ({"train_batch_size": 8}, 'train_batch_size: is 8; it must be "auto"'),
+}
+
+
+@pytest.mark.parametrize("values, message", DS_MISTAKES.values(), ids=DS_MISTAKES)
+def test_a_mistake_in_the_ds_config(train, tmp_path, values, message):
+    path = tmp_path / "zero2_mine.json"
+    config = json.loads((REPOSITORY / "ds_configs" / "zero2.json").read_text())
+    path.write_text(json.dumps({**config, **values}))
+    refused(train("--deepspeed", path), str(path), message)
+
+
+def test_unknown_ds_config(train):
+    refused(train("--deepspeed", "zero4"), "no such ds_config; did you mean", "zero3_hpz")
+
+
+def test_output_folder_of_another_recipe(workshop):
+    """What differs, and the two ways out; the run in the folder stays as it was."""
+    run = workshop.plain()
+    before = contents(run.folder)
+    command = workshop.command(run.folder, "null", 1, "plain", ("training.learning_rate=0.5",))
+    refused(
+        execute(command),
+        "holds a run of another recipe: training.learning_rate: 0.01 there, 0.5 here",
+        "--output_dir",
+        "--resume never",
+    )
+    assert contents(run.folder) == before
+
+
+def prepare(workshop: Workshop, recipe: Path, folder: Path) -> Finished:
+    finished = execute([sys.executable, "data_prep.py", "--recipe", recipe, "--data_dir", folder, "--json"])
+    assert not folder.exists()
+    return finished
+
+
+TEXTS = {
+    "not UTF-8": (b"first line\ncaf\xe9\n", "line 2: not UTF-8"),
+    "empty corpus": (b"", "the corpus is empty"),
+    "too small for one block of validation": (b"one short document", "add text: two blocks need 130 tokens"),
+}
+
+
+@pytest.mark.parametrize("text, message", TEXTS.values(), ids=TEXTS)
+def test_text_that_cannot_be_prepared(workshop, changed, tmp_path, text, message):
+    """data_prep.py: which file and line, or how much text is missing."""
+    (tmp_path / "text.txt").write_bytes(text)
+    recipe = changed(
+        "data", sources=[{"path": str(tmp_path / "text.txt")}], tokenizer={"train_vocab_size": 260}
+    )
+    refused(prepare(workshop, recipe, tmp_path / "data"), message)
+
+
+def test_a_source_that_is_not_there(workshop, changed, tmp_path):
+    recipe = changed("data", sources=[{"path": str(tmp_path / "nowhere.txt")}])
+    said = f"error: {recipe}: data.sources.0.path: {tmp_path}/nowhere.txt: no such file or folder"
+    refused(prepare(workshop, recipe, tmp_path / "data"), said)

@@ -1,0 +1,94 @@
+"""Nodes that come again meet again: a rendezvous which is over is forgotten, one that lives is left alone."""
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+)
+
+from pretraining.errors import UserError
+from pretraining.meeting_point import MeetingPoint, open_command
+from pretraining.upstream.torchrun import Meeting
+from tests.gear.runs import free_port
+
+
+@pytest.fixture
+def point() -> MeetingPoint:
+    return MeetingPoint(free_port(), forget_seconds=0)
+
+
+def node(point: MeetingPoint, name: str) -> DynamicRendezvousHandler:
+    """One node that comes to the point, as torchrun does."""
+    store = TCPStore("127.0.0.1", point.store.port, timeout=timedelta(seconds=30))
+    patience = RendezvousTimeout(join=timedelta(seconds=20), last_call=timedelta(milliseconds=1))
+    handler = DynamicRendezvousHandler.from_backend(
+        name, store, C10dRendezvousBackend(store, name), 1, 1, timeout=patience
+    )
+    return handler
+
+
+def test_a_run_that_is_over_does_not_turn_away_the_next(point):
+    """torchrun by itself refuses the id for ever, as long as the store lives."""
+    first, other = node(point, "run"), node(point, "other")
+    first.next_rendezvous()
+    other.next_rendezvous()
+    assert point.look() == [] and point.look() == []
+    first.shutdown()
+    with pytest.raises(RendezvousClosedError):
+        node(point, "run").next_rendezvous()
+    assert point.look() == ["torch.rendezvous.run"] and point.look() == []
+    keys = point.store.list_keys()
+    assert not any(key.startswith("torch.rendezvous.run.") for key in keys), keys
+    second = node(point, "run")
+    assert second.next_rendezvous().rank == 0
+    assert not other.is_closed()
+    for each in (second, other):
+        each.shutdown()
+
+
+def test_a_meeting_that_stays_over_gets_the_same_new_id_on_all_nodes(point):
+    """In a store of another program, which forgets nothing: RUN, RUN-1, RUN-2. A store that is gone needs none."""
+    place = f"--rdzv_endpoint=127.0.0.1:{point.store.port}"
+    words = [
+        "torchrun",
+        "--rdzv_backend=c10d",
+        place,
+        "--rdzv-id",
+        "run",
+        "train.py",
+        "--rdzv_id",
+        "of-train.py",
+    ]
+    assert open_command(words, 0.0) == words, "nobody has met yet"
+    for chosen in ("run", "run-1"):
+        first = node(point, chosen)
+        first.next_rendezvous()
+        first.shutdown()
+    opened = [*words[:5], "--rdzv_id=run-2", *words[5:]]
+    assert open_command(words, 0.0) == opened
+    node(point, Meeting(opened).options.rdzv_id).next_rendezvous()
+    assert open_command(words, 0.0) == opened, "a node that comes later"
+    point.look()
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(open_command, words, 30.0)
+        while point.look():
+            pass
+        assert waiting.result() == words, "a meeting point forgets, and all nodes keep the id"
+    assert open_command(["torchrun", "--nproc_per_node=2", "train.py"]) == [
+        "torchrun",
+        "--nproc_per_node=2",
+        "train.py",
+    ]
+    gone = [word.replace(str(point.store.port), str(free_port())) for word in words]
+    assert open_command(gone) == gone
+
+
+def test_a_port_that_is_taken_is_one_line(point):
+    with pytest.raises(UserError, match="is taken on this machine; choose another by --port"):
+        MeetingPoint(point.store.port)

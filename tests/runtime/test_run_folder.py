@@ -1,0 +1,282 @@
+"""Promise: nothing committed is lost, when two runs meet in a folder, a disk fills up, or a file is spoilt."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pretraining.checkpoints.format import read_marker
+from pretraining.checkpoints.identity import Start
+from pretraining.checkpoints.resume import start_text
+from pretraining.errors import UserError
+from pretraining.planning.gate import Machine, judge_plan
+from pretraining.planning.gpus import find_gpu
+from pretraining.planning.run_plan import build_run_plan
+from pretraining.recipe import load_recipe
+from pretraining.runtime.durable_files import append_row
+from pretraining.runtime.run_folder import RunFolder
+from tests.gear.runs import Run, committed, contents, execute
+from tests.gear.small_checkpoints import identity_of, save
+
+PLAIN = ("null", 1, "plain")
+
+
+def last_line(finished) -> str:
+    """The one error of a run that had begun: the last of its lines, after those of its progress."""
+    assert finished.code == 2 and "Traceback" not in finished.stderr, finished.output
+    assert finished.stderr.count("error: ") == 1
+    return finished.stderr.splitlines()[-1]
+
+
+def test_a_start_says_in_three_lines_what_it_is_where_it_begins_and_what_is_planned(tmp_path):
+    """Of a checkpoint also when, by how many ranks, at which stage and on which host it was saved."""
+    run = RunFolder(tmp_path / "run")
+    first = replace(identity_of(), environment={"device": "CPU (x86_64)"})
+    recipe, processor = first.recipe, Machine(trains_on_processor=True)
+    lines = start_text(
+        run, first, judge_plan(build_run_plan(recipe, None, 2), recipe, processor)
+    ).splitlines()
+    model = "gpt2 of 940,800 parameters, 2 ranks on CPU (x86_64), zero2, fp32, 1,000 steps, 2,048,000 tokens"
+    assert lines[:2] == [f"run    tiny in {run.path}: {model}", "start  fresh"]
+    assert re.fullmatch(r"plan   \d+ MB of memory on each rank, no time \(.*\), [\d.]+ MB of disk", lines[2])
+    assert len(lines) == 3
+    layout = {"world_size": 1, "zero_stage": 3}
+    checkpoint = save(run, 141, identity=replace(first, layout=layout))
+    again = replace(first, start=Start.at(checkpoint))
+    h100 = Machine(80e9, find_gpu("H100"), True)
+    plan = judge_plan(build_run_plan(recipe, None, 1), recipe, h100)
+    _, start, planned = start_text(run, again, plan).splitlines()
+    when = read_marker(checkpoint)["saved"]
+    saved = f"saved {when} by 1 rank, zero3 on {socket.gethostname()}"
+    done = "step 141 of 1,000, 288,768 tokens seen"
+    assert start == f"start  continued from checkpoint-141 ({saved}): {done}"
+    assert re.search(
+        r" MB of 80.0 GB .* at least .* for what is left at [\d,]+ tokens/s, MFU \d+%, \$", planned
+    )
+    for settings, balance in (
+        ((), "a balancing loss, router_aux_loss_coef 0.01"),
+        (("false",), "not balanced"),
+    ):
+        words = [f"model.output_router_logits={each}" for each in settings] + ["loss.router_z_loss=0"]
+        mixture = replace(first, recipe=load_recipe("moe-1.5b", words))
+        plan_of_it = judge_plan(build_run_plan(mixture.recipe, None, 8), mixture.recipe, h100, force=True)
+        said = start_text(run, mixture, plan_of_it).splitlines()
+        assert said[2] == f"router {balance}", said
+    elsewhere = start_text(RunFolder(tmp_path / "other"), again, plan)
+    assert f"start  continued from {checkpoint} (saved " in elsewhere
+
+
+def test_a_renamed_checkpoint_continues_where_it_was_saved(workshop, tmp_path):
+    """`--resume best`: data and schedule go on after step 8, to the last digit of the run that was not stopped."""
+    reference = workshop.plain()
+    shutil.copytree(reference.folder / "checkpoint-8", tmp_path / "best")
+    command = workshop.command(tmp_path / "run", *PLAIN, more=["--resume", tmp_path / "best"])
+    finished = execute(command)
+    assert finished.code == 0 and "missing keys" not in finished.output, finished.output
+    assert [row["train/loss"] for row in Run(tmp_path / "run").training_rows] == reference.losses[8:]
+
+
+def test_a_second_run_in_the_folder_is_refused(workshop, tmp_path):
+    """Which process has it; the folder stays as it is."""
+    from pretraining.runtime.lock import lock_folder
+
+    shutil.copytree(workshop.plain().folder, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "export")
+    with lock_folder(tmp_path / "run"):
+        before = contents(tmp_path / "run")
+        finished = execute(workshop.command(tmp_path / "run", *PLAIN))
+        assert contents(tmp_path / "run") == before
+    assert f"process {os.getpid()} on " in last_line(finished) and "--output_dir" in finished.stderr
+
+
+def test_the_lock_of_a_killed_run_is_free(tmp_path):
+    """SIGKILL: the system releases it, though its file stays; a forked data worker does not keep it."""
+    from pretraining.runtime.lock import lock_folder
+
+    reader, writer = os.pipe()
+    holder = os.fork()
+    if holder == 0:
+        try:
+            lock = lock_folder(tmp_path)
+            worker = os.fork()
+            os.write(writer, f"{worker}".encode() if worker else b"")
+            signal.pause()
+        finally:
+            os._exit(lock.fileno())
+    worker = int(os.read(reader, 20))
+    try:
+        with pytest.raises(UserError, match=f"process {holder} on "):
+            lock_folder(tmp_path, patience_seconds=0.2)
+    finally:
+        os.kill(holder, signal.SIGKILL)
+        os.waitpid(holder, 0)
+    try:
+        lock_folder(tmp_path, patience_seconds=0.2).close()
+    finally:
+        os.kill(worker, signal.SIGKILL)
+
+
+def test_a_stop_file_that_comes_too_late_does_not_stop_the_next_run(tmp_path):
+    """Asked for while the model is exported: the run ends, and the request with it."""
+    run = RunFolder(tmp_path)
+    run.export.mkdir()
+    run.stop_file.touch()
+    run.add_end({"eval_loss": 1.0})
+    assert run.last_event("end") and not run.stop_file.exists()
+
+
+def test_a_run_folder_that_is_removed_meanwhile_is_one_line(tmp_path):
+    """Whichever file was wanted; a file that is missing in a folder that is there stays a bug of ours."""
+    from pretraining.runtime.durable_files import one_line_disk_errors
+
+    for folder, expected in ((tmp_path / "gone", UserError), (tmp_path, FileNotFoundError)):
+        with pytest.raises(expected), one_line_disk_errors(folder):
+            (folder / "sub" / "metrics.jsonl").open("a")
+
+
+@pytest.fixture
+def small_disk(disk_of) -> Path:
+    """It holds one checkpoint of the small recipe, not two."""
+    return disk_of("2800k")
+
+
+def test_a_full_disk_costs_no_checkpoint(workshop, small_disk):
+    """Foreseen; forced, one line that says so; with more room it goes on from what was committed."""
+    output = small_disk / "run"
+    command = workshop.command(output, *PLAIN)
+    assert "there is room for" in last_line(execute(command)) and not output.exists()
+    assert "No space left on device; free some space" in last_line(execute([*command, "--force"]))
+    assert committed(output) == ["checkpoint-4"]
+    assert [event for event in Run(output).events if event["event"] == "forced" and "room" in event["what"]]
+    subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
+    finished = execute(command)
+    assert finished.code == 0, finished.output
+    assert Run(output).losses == workshop.plain().losses
+
+
+def test_a_disk_that_is_read_only(workshop, small_disk):
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    line = last_line(execute(workshop.command(small_disk / "run", *PLAIN)))
+    assert line.startswith(f"error: {small_disk / 'run'}: Read-only file system; choose a folder")
+
+
+def test_a_file_where_a_folder_is_wanted(workshop, tmp_path):
+    """--output_dir and --data_dir: one line that names it, and it stays."""
+    file = tmp_path / "notes.txt"
+    file.write_text("mine")
+    assert str(file) in last_line(execute(workshop.command(file, *PLAIN)))
+    assert str(file) in last_line(
+        execute([sys.executable, "train.py", *workshop.options("--data_dir", file)])
+    )
+    assert file.read_text() == "mine"
+
+
+def test_what_transformers_refuses_is_one_line_and_leaves_nothing(workshop, tmp_path):
+    """What only transformers can judge: whether the package of an optimizer is there."""
+    line = last_line(execute(workshop.command(tmp_path / "run", *PLAIN, ("training.optim=grokadamw",))))
+    assert line.startswith("error: recipe ") and "training: " in line and "grokadamw" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_finished_run_is_not_changed_afterwards(workshop, tmp_path):
+    """Promise: honest numbers. Its recipe.json would tell of a run that never was."""
+    reference, run = workshop.plain(), RunFolder(tmp_path / "run")
+    shutil.copytree(reference.folder, run.path)
+    before, more = run.recipe.read_text(), ["--allow_change", "training.seed"]
+    finished = execute(workshop.command(run.path, *PLAIN, ("training.seed=8",), more=more))
+    assert finished.code == 2, finished.output
+    assert "all 10 steps are done, so that changing training.seed would change none" in last_line(finished)
+    assert run.recipe.read_text() == before and run.last_event("change_accepted") is None
+
+
+def test_a_spoilt_export_is_told_and_made_again(workshop, tmp_path):
+    """The evaluation says that it cannot be loaded; the run's own command does not call it finished."""
+    reference, run = workshop.plain(), RunFolder(tmp_path / "run")
+    shutil.copytree(reference.folder, run.path)
+    (run.export / "model.safetensors").write_text("spoilt")
+    command = ["forked", "0", "-m", "pretraining.evaluation", run.path, "--data_dir", workshop.data]
+    assert f"{run.export}: the export cannot be loaded" in last_line(execute(command))
+    assert execute(workshop.command(run.path, *PLAIN)).code == 0
+    weights = [each.export / "model.safetensors" for each in (run, reference.dir)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_files_of_a_run_follow_the_umask(workshop):
+    """safetensors makes its files 0600; a group that may read the folder reads the weights too."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    folder = workshop.plain().folder
+    modes = {path.stat().st_mode & 0o777 for path in folder.rglob("*.safetensors")}
+    assert modes == {0o666 & ~umask}
+
+
+def test_rows_that_no_run_wrote_are_passed_over(tmp_path):
+    """events.jsonl edited by hand or cut: never a traceback, never a finished run that is none."""
+    run = RunFolder(tmp_path)
+    append_row(run.events, {"event": "start"})
+    append_row(run.events, {})
+    assert run.last_event("start") == {"event": "start"} and run.last_event("end") is None
+    append_row(run.events, {"event": "end"})
+    run.recipe.write_text("{}")
+    run.export.mkdir()
+    assert not run.is_finished({})
+    with run.events.open("ab") as file:
+        file.write(b"[1]\n\xff\xfe\n")
+    assert run.last_event("end") == {"event": "end"}
+
+
+def test_a_run_is_finished_for_all_settings_that_change_no_result(tmp_path):
+    """Other monitors, layout or saves leave nothing to do; another curve, other measures or a killed longer run do."""
+    run, recipe = RunFolder(tmp_path), load_recipe("tiny").to_dict()
+    run.recipe.write_text(json.dumps(recipe))
+    run.export.mkdir()
+    (run.export / "config.json").write_text("{}")
+    for kind in ("start", "resume"):
+        run.add_event(kind)
+        assert not run.is_finished(recipe)
+        run.add_end({"eval_loss": 1.0})
+        assert run.is_finished(recipe)
+    earlier = load_recipe("tiny").to_dict()
+    del earlier["evaluation"]["sampling"]  # as a version from before the key wrote it
+    run.recipe.write_text(json.dumps(earlier))
+    assert run.is_finished(recipe)
+    for setting in (
+        "monitors.hang_minutes=7",
+        "checkpoints.keep_last=9",
+        "training.save_steps=7",
+        "deepspeed=zero3",
+    ):
+        assert run.is_finished(load_recipe("tiny", [setting]).to_dict())
+    for setting in ("training.seed=7", "budget.tokens=4096", "evaluation.metric=bits_per_byte"):
+        assert not run.is_finished(load_recipe("tiny", [setting]).to_dict())
+
+
+ARGUMENTS = (
+    "--temperature=-1",
+    "--temperature=nan",
+    "--top-k=-5",
+    "--top-p=1.5",
+    "--tokens=-5",
+    "--tokens=many",
+)
+
+
+@pytest.mark.parametrize("argument", ARGUMENTS)
+def test_arguments_of_the_evaluation_are_checked_before_the_measuring(tmp_path, argument):
+    finished = execute([sys.executable, "-m", "pretraining.evaluation", tmp_path, argument])
+    assert finished.code == 2 and argument.partition("=")[2] in finished.stderr.splitlines()[-1]
+
+
+def test_a_path_that_the_locale_cannot_name(tmp_path):
+    """An ASCII locale and a folder that is not: one line, and what to set."""
+    words = [sys.executable, "train.py", "--recipe", "tiny", "--plan", "--data_dir", tmp_path / "données"]
+    finished = execute(words, LC_ALL="C", PYTHONUTF8="0")
+    assert finished.stderr.count("\n") == 1 and "PYTHONUTF8=1" in last_line(finished)

@@ -1,0 +1,218 @@
+"""What only a GPU can show, to be run first on a machine that has one: `pytest -m gpu`.
+
+PRETRAINING_GPU_TESTS_ON=cpu runs the same on the processor, but what needs CUDA's own kernels.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import TrainingArguments
+
+from pretraining.checkpoints.background import HostSnapshot
+from pretraining.ds_config import DS_CONFIGS
+from pretraining.model import attention
+from pretraining.model.attention import TORCH_VARLEN
+from pretraining.model.build import build_model
+from pretraining.training.throughput import device_peak_flops
+from tests.checkpoints.test_reshard import unfinished
+from tests.gear.runs import MODELS, Run, Workshop, execute, made_once
+from tests.model.test_attention import TOKENIZER
+from tests.model.test_loss import WAYS, built, loss_and_gradients, settings
+
+DEVICE = os.environ.get("PRETRAINING_GPU_TESTS_ON", "cuda")
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+BF16 = ("training.bf16=true",)
+EXACT = (*BF16, "training.full_determinism=true")
+STAGES = ("zero0", "zero1", "zero2", "zero3")
+needs_cuda = pytest.mark.skipif(DEVICE != "cuda", reason="CUDA's own kernels")
+needs_two = pytest.mark.skipif(DEVICE != "cuda" or torch.cuda.device_count() < 2, reason="needs two GPUs")
+needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="no compiler here")
+
+
+@pytest.fixture(scope="module")
+def workshop(shared) -> Workshop:
+    """The small corpus and the runs made of it, without waiting for operators of the processor."""
+    return made_once(shared / "gpu.prepared", lambda: Workshop(shared / "gpu"))
+
+
+def trained(workshop: Workshop, stage: str, settings: tuple[str, ...] = BF16) -> Run:
+    """The finished run of one process, started as a user would."""
+    return workshop.run(stage, 1, "python", settings)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_trains_in_bf16(workshop, stage):
+    """Promise: the curve belongs to the recipe. Within bf16's rounding of plain PyTorch; exported, clean end."""
+    run, plain = trained(workshop, stage), trained(workshop, "null")
+    assert run.losses == pytest.approx(plain.losses, abs=0.02)
+    assert run.losses[-1] < run.losses[0] - 0.2
+    assert run.validation_rows[-1]["eval/loss"] == pytest.approx(
+        plain.validation_rows[-1]["eval/loss"], abs=0.02
+    )
+    assert run.dir.export.exists() and run.events[-1]["event"] == "end"
+    assert "Traceback" not in run.finished.output and run.finished.strays == ()
+
+
+@needs_cuda
+def test_a_run_on_a_gpu_says_what_it_takes(workshop):
+    """Peak memory in every logged step, and MFU if the table knows this GPU."""
+    run = trained(workshop, "zero2")
+    assert all(row["memory/peak_bytes"] > 0 for row in run.training_rows)
+    known = device_peak_flops(run_recipe(run)) is not None
+    assert all(("throughput/mfu" in row) == known for row in run.training_rows)
+    assert known != ("no MFU: " in run.finished.stdout)
+
+
+def run_recipe(run: Run):
+    from pretraining.recipe import load_recipe
+
+    return load_recipe(str(run.dir.recipe))
+
+
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_a_resumed_run_goes_on_to_the_last_digit(workshop, tmp_path, stage):
+    """Promise: nothing is lost. With `training.full_determinism` every later loss is the unbroken run's."""
+    whole = trained(workshop, stage, EXACT)
+    folder = unfinished(whole, tmp_path / "run")
+    finished = execute(workshop.command(folder, stage, 1, "python", EXACT))
+    assert finished.code == 0, finished.output
+    assert Run(folder).losses == whole.losses
+
+
+def test_a_resumed_run_goes_on_without_determinism(workshop, tmp_path):
+    """With the default kernels: within bf16's rounding."""
+    whole = trained(workshop, "zero2")
+    folder = unfinished(whole, tmp_path / "run")
+    finished = execute(workshop.command(folder, "zero2", 1, "python", BF16))
+    assert finished.code == 0, finished.output
+    assert Run(folder).losses == pytest.approx(whole.losses, abs=0.02)
+
+
+@needs_cuda
+@needs_compiler
+@pytest.mark.parametrize("settings", [(), ("speed.compile_mode=max-autotune-no-cudagraphs",)])
+def test_compiled_blocks_train(workshop, settings):
+    """Triton's kernels, tuned or not: within bf16's rounding of the run that is not compiled."""
+    run = trained(workshop, "zero2", (*BF16, "speed.compile=blocks", *settings))
+    assert run.losses == pytest.approx(trained(workshop, "zero2").losses, abs=0.02)
+
+
+@needs_cuda
+@needs_compiler
+@pytest.mark.parametrize("stage", ["zero2_offload", "zero3_offload"])
+def test_an_offloaded_optimizer_trains(workshop, stage):
+    """DeepSpeed's CPU Adam beside a GPU: compiled once, about a minute."""
+    assert trained(workshop, stage).losses == pytest.approx(trained(workshop, "zero2").losses, abs=0.02)
+
+
+@needs_two
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_two_gpus_give_the_curve_of_one(workshop, stage):
+    """NCCL, streams and all."""
+    run = workshop.run(stage, 2, "torchrun", BF16)
+    assert run.losses == pytest.approx(trained(workshop, stage).losses, abs=0.02)
+
+
+WIDE = {"n_embd": 4096, "n_layer": 4}
+"""So many weights that the optimizer's kernels take longer than the host needs to begin the next pass."""
+
+
+@needs_two
+@pytest.mark.parametrize("threshold", [None, 0])
+def test_steps_that_are_not_logged_compute_with_the_weights_of_their_step(workshop, tmp_path, threshold):
+    """Promise: the curve. A GPU that may run behind the host, against one that the host waits for at each kernel."""
+    config = json.loads((DS_CONFIGS / "zero3.json").read_text())
+    if threshold is not None:
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = threshold
+    (stage := tmp_path / "zero3.json").write_text(json.dumps(config))
+    shape = (f"model.{key}={value}" for key, value in WIDE.items())
+    settings = (*EXACT, *shape, "training.logging_steps=1000", "training.learning_rate=0.001")
+    ended = []
+    for folder, variables in (("behind", {}), ("waiting", {"CUDA_LAUNCH_BLOCKING": "1"})):
+        run = Run(tmp_path / folder)
+        command = workshop.command(tmp_path / folder, str(stage), 2, "torchrun", settings)
+        finished = execute(command, **variables)
+        assert finished.code == 0, finished.output
+        ended.append((run.validation_rows[-1]["eval/loss"], weights_of(run)))
+    assert ended[0] == ended[1]
+
+
+def weights_of(run: Run) -> dict[str, str]:
+    """The digest of each exported file of weights."""
+    files = run.dir.export.glob("*.safetensors")
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_way_to_the_loss_has_the_plain_one_and_its_gradients(name, tied):
+    """In fp32, chunks that do not divide the tokens."""
+    model = built(MODELS[name], tied).float().to(DEVICE)
+    tokens = [torch.randint(512, (3, 64), device=DEVICE) for _ in range(2)]
+    loss, gradients = loss_and_gradients(model, tokens, settings("plain", z_loss=1e-3))
+    for way, compile in WAYS[1:]:
+        ours, found = loss_and_gradients(model, tokens, settings(way, z_loss=1e-3, compile=compile))
+        assert ours == pytest.approx(loss, rel=1e-5)
+        for key, gradient in found.items():
+            torch.testing.assert_close(gradient, gradients[key], rtol=1e-3, atol=1e-5, msg=key)
+
+
+KERNELS = [attention.SDPA_CAUSAL, "sdpa", pytest.param(TORCH_VARLEN, marks=needs_cuda)]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", ["gpt2", "llama"])  # a router may choose another expert for rounding alone
+def test_every_attention_kernel_computes_attention(tmp_path, name, kernel):
+    """bf16 logits and gradients of the first weight within its rounding of the plain formula in fp32."""
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=DEVICE == "cpu", seed=7)
+    model = build_model({**MODELS[name], "attn_implementation": kernel}, TOKENIZER, arguments)
+    ids = torch.randint(512, (2, 64), device=DEVICE)
+    with sdpa_kernel(SDPBackend.MATH):
+        plain = build_model({**MODELS[name], "attn_implementation": "sdpa"}, TOKENIZER, arguments).to(DEVICE)
+        expected = logits_and_gradient(plain, ids)
+    found = logits_and_gradient(model.bfloat16().to(DEVICE), ids)
+    for ours, theirs in zip(found, expected, strict=True):
+        scale = theirs.abs().max().item()
+        torch.testing.assert_close(ours.float(), theirs, rtol=0.05, atol=0.03 * scale)
+
+
+def logits_and_gradient(model: torch.nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = model(input_ids=ids).logits
+    torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids.flatten()).backward()
+    return logits.detach(), next(model.parameters()).grad
+
+
+def test_a_snapshot_is_a_copy_in_pinned_memory():
+    """Every byte, and the next take leaves nothing of the first; pinned if it comes from a GPU."""
+    snapshot, shapes = HostSnapshot(), {"a": (1000, 33), "b": (7,), "c": (512, 512)}
+    for dtype in (torch.float32, torch.bfloat16):
+        tensors = {name: torch.randn(shape, device=DEVICE).to(dtype) for name, shape in shapes.items()}
+        assert snapshot.make_room(tensors)
+        copies = snapshot.take(tensors)
+        for name, copy in copies.items():
+            assert torch.equal(copy, tensors[name].cpu()) and copy.is_pinned() == (DEVICE == "cuda")
+    assert snapshot.num_bytes >= sum(tensor.nbytes for tensor in tensors.values())
+
+
+PINNED = """
+from pretraining.runtime.imports import _pin_what_is_asked_for
+_pin_what_is_asked_for()
+import torch
+held = torch.empty(65 * 2**20, dtype=torch.uint8, pin_memory=True)
+taken = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+del held
+print(taken, torch.cuda.host_memory_stats()["allocated_bytes.current"])
+"""
+
+
+@needs_cuda
+def test_large_pinned_memory_is_what_was_asked_for_and_is_given_back():
+    """Promise: you know before you pay. torch would round 65 MiB up to 128, and keep them."""
+    finished = execute([sys.executable, "-c", PINNED])
+    assert finished.stdout.split() == [str(65 * 2**20), "0"], finished.output

@@ -1,0 +1,167 @@
+"""Healing: a spike is judged alike on all ranks and at all stages, and what was done about it is repeated exactly."""
+
+import gc
+import json
+import math
+import shutil
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from pretraining.checkpoints.resume import _refuse_lost_rollbacks
+from pretraining.errors import UserError
+from pretraining.runtime.durable_files import read_rows
+from pretraining.runtime.journal import Journal
+from pretraining.training.monitors import SettledCollector
+from pretraining.training.trainer import PretrainingTrainer
+from tests.gear.poisoned import (
+    CLEAN_AGAIN,
+    FIRST_NOISY,
+    SAMPLES_PER_STEP,
+    STEPS,
+    PoisonedWorkshop,
+    events,
+    losses,
+)
+from tests.gear.runs import Run, committed, contents, execute, made_once, start_and_kill
+from tests.training.test_curve import largest_difference
+
+WINDOW = (FIRST_NOISY - 4) * SAMPLES_PER_STEP, (FIRST_NOISY + 2) * SAMPLES_PER_STEP
+"""Positions of the steps 50 to 55: three before the first noisy step and three from it on."""
+
+
+@pytest.fixture(scope="session")
+def poisoned(workshop, tmp_path_factory) -> PoisonedWorkshop:
+    return PoisonedWorkshop(tmp_path_factory.mktemp("poisoned"), workshop.folder / "corpus")
+
+
+def test_a_spike_is_rolled_back_and_its_samples_are_left_out(poisoned):
+    """Two ranks, ZeRO-2: back to step 40, on without the noise, and the run still makes all of its steps."""
+    run = poisoned.run()
+    (spike,), (rollback,) = events(run, "spike"), events(run, "rollback")
+    assert spike["step"] == FIRST_NOISY and spike["score"] > 6 and spike["causes"] and spike["try"]
+    assert {document["source"] for document in spike["documents"]} == {"noise"}
+    assert (rollback["step"], rollback["to_step"]) == (FIRST_NOISY, 40)
+    assert Journal.read(run.dir.journal).left_out == [WINDOW] == [tuple(rollback["samples"])]
+    assert max(losses(run)[40:]) < spike["expected"] * 1.1  # no noise was trained on
+    assert run.checkpoints == ["checkpoint-40", "checkpoint-60"]
+
+
+def test_killed_after_the_rollback_and_resumed_repeats_it_exactly(poisoned):
+    """Promise: the journal is part of the run. Every loss equals the undisturbed run's to the last digit."""
+    output = poisoned.folder / "killed"
+    command = poisoned.command(output)
+    after = FIRST_NOISY - 3
+    start_and_kill(
+        command,
+        lambda: (
+            bool(events(Run(output), "rollback")) and any(r["step"] >= after for r in Run(output).rows[40:])
+        ),
+    )
+    assert committed(output)[0] == "checkpoint-40" and not (output / "export").exists()
+    finished = execute(command)
+    assert finished.code == 0, finished.output
+    run = Run(output)
+    assert len(events(run, "rollback")) == 1
+    assert losses(run) == losses(poisoned.run())
+
+
+def test_a_spike_is_skipped_alike_without_deepspeed_and_at_stage_3(poisoned):
+    """Promise: the curve belongs to the recipe. Skipped steps leave the weights alone; benchmarks/healing.py goes
+    through every stage.
+    """
+    settings = ("monitors.spikes.policy=skip",)
+    plain, run = poisoned.run("null", 1, "plain", settings), poisoned.run("zero3", settings=settings)
+    assert run.training_rows[-1]["stability/refused_steps"] == CLEAN_AGAIN - FIRST_NOISY
+    assert [event["step"] for event in events(run, "spike")] == [FIRST_NOISY]
+    assert losses(run) == pytest.approx(losses(plain), abs=1e-5)
+    assert losses(run)[FIRST_NOISY - 1] > 1.3 * losses(run)[FIRST_NOISY - 2]
+    assert losses(run)[CLEAN_AGAIN - 1] < 1.1 * losses(run)[FIRST_NOISY - 2]
+    for row in [*run.training_rows, *plain.training_rows]:  # each step of this mixture reads one source
+        read, other = ("noise", "text") if FIRST_NOISY <= row["step"] < CLEAN_AGAIN else ("text", "noise")
+        assert row[f"train/{read}_loss"] == pytest.approx(row["train/loss"], abs=1e-5)
+        assert f"train/{other}_loss" not in row
+    rates = [[row["train/learning_rate"] for row in r.training_rows] for r in (run, plain)]
+    assert rates[0] == rates[1] and len(set(rates[0][10:])) == STEPS - 10  # each step has its own rate
+
+
+def test_a_rollback_frees_what_training_froze_and_looks_at_nothing_else(monkeypatch):
+    """Memory is needed again; to look at all that is imported takes a second, at every stage of the doctor."""
+    done = []
+    for name in ("collect", "freeze", "unfreeze"):
+        monkeypatch.setattr(gc, name, lambda name=name: done.append(name))
+    collector = SettledCollector()
+    accelerator, handler = SimpleNamespace(free_memory=list), SimpleNamespace(callbacks=[collector])
+    trainer = SimpleNamespace(is_deepspeed_enabled=False, accelerator=accelerator, callback_handler=handler)
+    PretrainingTrainer.release(trainer)
+    assert done == ["collect"]
+    collector.on_train_begin(None, None, None)
+    PretrainingTrainer.release(trainer)
+    assert done == ["collect", "collect", "freeze", "unfreeze", "collect"]
+
+
+def test_a_checkpoint_whose_rollbacks_are_not_known_is_refused(poisoned, tmp_path):
+    """Promise: samples are the recipe's and the journal's. Without its rows the wrong samples would be left out."""
+    run = poisoned.run().dir
+    _refuse_lost_rollbacks(run.checkpoint(60), run, Journal.read(run.journal))
+    _refuse_lost_rollbacks(run.checkpoint(40), run, Journal())
+    with pytest.raises(
+        UserError, match="checkpoint-60 was trained after 1 rollbacks and this journal holds 0"
+    ):
+        _refuse_lost_rollbacks(run.checkpoint(60), run, Journal())
+
+
+def test_no_rollback_left_ends_with_its_own_code_and_one_line(poisoned, tmp_path):
+    """Exit code 77, nothing committed is lost, and the event says what to try."""
+    output = tmp_path / "run"
+    shutil.copytree(poisoned.run().folder, output)
+    Journal().write(output / "journal.jsonl")
+    for name in ("export", "checkpoint-60"):
+        shutil.rmtree(output / name)
+    before = contents(output / "checkpoint-40")
+    command = poisoned.command(output, settings=("monitors.spikes.max_rollbacks=0",))
+    finished = execute(command)
+    assert finished.code == 77, finished.output
+    assert finished.stderr.splitlines()[-1].startswith("error: ") and "gave up" in finished.stderr
+    assert contents(output / "checkpoint-40") == before
+    assert events(Run(output), "gave_up")[0]["step"] == FIRST_NOISY
+
+
+@pytest.fixture(scope="session")
+def ruled(workshop) -> tuple[str, ...]:
+    """Settings for the workshop's text with runs of one character, enough to fill whole steps."""
+    path = workshop.folder / "ruled.jsonl"
+    sources = [{"path": str(workshop.folder / "corpus")}, {"path": str(path)}]
+    mixture = {
+        "stages": [
+            {"until": 2048, "weights": {"corpus": 1}},
+            {"until": 3072, "weights": {"ruled.jsonl": 1}},
+            {},
+        ]
+    }
+    settings = (
+        "data.name=ruled",
+        f"data.sources={json.dumps(sources)}",
+        f"data.mixture={json.dumps(mixture)}",
+        "monitors.flagged_blocks=skip",
+    )
+    words = [word for setting in settings for word in ("--set", setting)]
+
+    def prepare() -> int:
+        path.write_text("".join(json.dumps({"text": "=========\n" * 100 + str(n)}) + "\n" for n in range(40)))
+        return execute([sys.executable, "data_prep.py", *workshop.options(*words)]).code
+
+    assert made_once(workshop.folder / "ruled.prepared", prepare) == 0
+    return settings
+
+
+def test_ranks_skip_the_same_blocks_and_share_one_curve(workshop, ruled):
+    """One plain process and two under ZeRO-2: the same blocks and losses, 0 for steps of nothing else."""
+    alone, together = workshop.plain(ruled), workshop.run("zero2", settings=ruled)
+    rows = [{row["sample"]: row for row in read_rows(run.dir.flagged_blocks)} for run in (alone, together)]
+    # loaders read ahead of the last step, more of them with more ranks
+    assert all(row["skipped"] for row in rows[0].values()) and rows[0].keys() & set(range(80))
+    assert {k for k in rows[0] if k < 80} == {k for k in rows[1] if k < 80}
+    assert largest_difference(alone.losses, together.losses) <= 1e-6
+    assert 0.0 in alone.losses and all(math.isfinite(loss) for loss in alone.losses)

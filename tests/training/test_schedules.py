@@ -1,0 +1,231 @@
+"""The schedules that recipes/README.md names, as the recipe's own keywords make them: the rate at every step."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from transformers import TrainingArguments, get_scheduler
+
+from pretraining.errors import UserError
+from pretraining.recipe import load_recipe
+from pretraining.recipe.budget import Budget
+from pretraining.recipe.progress import Progress
+from pretraining.training.arguments import build_arguments
+from pretraining.training.schedule import follow_run
+from tests.checkpoints.test_reshard import unfinished
+from tests.gear.runs import Run, execute
+from tests.training.test_batch_ramp import RAMPED
+from tests.training.test_curve import column
+
+STEPS, WARMUP, DECAY = 100, 10, 20
+
+
+def cosine_to_a_tenth(step: int) -> float:
+    return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (step - WARMUP) / (STEPS - WARMUP)))
+
+
+def stable_then(decay, floor: float = 0.0):
+    """Constant until DECAY steps before the end, then `decay` of the share that is over."""
+
+    def factor(step: int) -> float:
+        over = (step - (STEPS - DECAY)) / DECAY
+        return 1.0 if over < 0 else floor + (1 - floor) * decay(over)
+
+    return factor
+
+
+WSD = ("warmup_stable_decay", {"num_decay_steps": DECAY})
+SCHEDULES = {
+    "cosine to a floor": ("cosine_with_min_lr", {"min_lr_rate": 0.1}, cosine_to_a_tenth),
+    "linear decay": (WSD[0], {**WSD[1], "decay_type": "linear"}, stable_then(lambda over: 1 - over)),
+    "cosine decay": (
+        WSD[0],
+        {**WSD[1], "decay_type": "cosine"},
+        stable_then(lambda over: 0.5 * (1 + math.cos(math.pi * over))),
+    ),
+    "1-sqrt decay": (
+        WSD[0],
+        {**WSD[1], "decay_type": "1-sqrt"},
+        stable_then(lambda over: 1 - math.sqrt(over)),
+    ),
+    "decay to a floor": (
+        WSD[0],
+        {**WSD[1], "decay_type": "linear", "min_lr_ratio": 0.1},
+        stable_then(lambda over: 1 - over, floor=0.1),
+    ),
+    "inverse square root": ("inverse_sqrt", {}, lambda step: math.sqrt(WARMUP / step)),
+    "constant": ("constant_with_warmup", {}, lambda step: 1.0),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_rate_at_every_step(name, tmp_path):
+    """Linear warm-up from zero, then the formula; read from a recipe, strict keys and all."""
+    kind, keywords, factor = SCHEDULES[name]
+    settings = [
+        f"training.{key}={value}" for key, value in (("lr_scheduler_type", kind), ("warmup_steps", WARMUP))
+    ]
+    settings += [f"training.lr_scheduler_kwargs={str(keywords).replace(chr(39), chr(34))}"]
+    training = load_recipe("tiny", settings).training
+    keys = ("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, **{key: training[key] for key in keys}
+    )
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=arguments.learning_rate)
+    schedule = get_scheduler(
+        arguments.lr_scheduler_type,
+        optimizer,
+        num_warmup_steps=arguments.get_warmup_steps(STEPS),
+        num_training_steps=STEPS,
+        scheduler_specific_kwargs=arguments.lr_scheduler_kwargs,
+    )
+    for step in range(STEPS):
+        floor = keywords.get("min_lr_ratio", 0.0)  # of the warm-up too
+        expected = floor + (1 - floor) * step / WARMUP if step < WARMUP else factor(step)
+        assert schedule.get_last_lr()[0] == pytest.approx(arguments.learning_rate * expected, abs=1e-12), step
+        optimizer.step()
+        schedule.step()
+
+
+STEP = 2048  # tokens of a full step of recipe `tiny`
+RISING = f'budget.ramp={{"from_tokens_per_step": {STEP // 4}, "over_tokens": {36 * STEP}}}'
+IN_TOKENS = {
+    "decay": (
+        ("warmup_stable_decay", {"decay_type": "linear"}, stable_then(lambda over: 1 - over)),
+        [f"budget.warmup_tokens={WARMUP * STEP}", f"budget.decay_tokens={DECAY * STEP}"],
+    ),
+    "cosine": (SCHEDULES["cosine to a floor"], [f"budget.warmup_tokens={WARMUP * STEP}"]),
+    "inverse square root": (SCHEDULES["inverse square root"], [f"budget.warmup_tokens={WARMUP * STEP}"]),
+}
+
+
+def recipe_in_tokens(name: str, *more: str):
+    (kind, keywords, _), budget = IN_TOKENS[name]
+    settings = [f"training.lr_scheduler_type={kind}", f"budget.tokens={STEPS * STEP}", RISING, *budget]
+    settings += [f"training.lr_scheduler_kwargs={str(keywords).replace(chr(39), chr(34))}"]
+    return load_recipe("tiny", [*settings, "training.warmup_steps=0", *more])
+
+
+@pytest.mark.parametrize("name", IN_TOKENS)
+def test_a_schedule_in_tokens_does_not_see_the_ramp(name, tmp_path):
+    """The rate is that of the tokens consumed, however many steps they were."""
+    recipe, (_, _, factor) = recipe_in_tokens(name), IN_TOKENS[name][0]
+    progress = Progress.of(recipe)
+    arguments = build_arguments(recipe, None, tmp_path, 1)
+    schedule = get_scheduler(
+        arguments.lr_scheduler_type,
+        torch.optim.SGD([torch.zeros(1)], lr=1.0),
+        num_warmup_steps=arguments.get_warmup_steps(STEPS),
+        num_training_steps=progress.full_steps_at(arguments.max_steps),
+        scheduler_specific_kwargs=arguments.lr_scheduler_kwargs,
+    )
+    follow_run(schedule, progress, counts_tokens=recipe.schedule_counts_tokens)
+    (rate,) = schedule.lr_lambdas
+    assert recipe.num_steps > STEPS + 20 and recipe.num_tokens == STEPS * STEP, (
+        "the ramp takes more steps than its tokens are full ones"
+    )
+    for step in range(recipe.num_steps):
+        consumed = recipe.step_sizes.tokens_at(step) / STEP
+        expected = consumed / WARMUP if consumed < WARMUP else factor(consumed)
+        assert rate(step) == pytest.approx(expected, abs=1e-12), step
+
+
+def test_a_run_follows_its_tokens_and_so_does_one_that_goes_on(workshop, tmp_path):
+    """Warm-up over two full steps' tokens in a ramp, decay over the last two: by hand, and after a resume."""
+    settings = (
+        *RAMPED[:-2],
+        "training.lr_scheduler_type=warmup_stable_decay",
+        'training.lr_scheduler_kwargs={"decay_type": "linear"}',
+        "training.warmup_steps=0",
+        "budget.warmup_tokens=1024",
+        "budget.decay_tokens=1024",
+    )
+    run = workshop.plain(settings)
+    consumed = [0, *column(run, "train/tokens")]
+    scale = [(after - before) / 512 for before, after in pairwise(consumed)]
+    tokens = zip(consumed, scale, strict=False)
+    expected = [min(1, at / 1024, (consumed[-1] - at) / 1024) * size**0.5 * 0.01 for at, size in tokens]
+    assert column(run, "train/learning_rate") == pytest.approx(expected)
+    folder = unfinished(run, tmp_path / "run")
+    finished = execute(workshop.command(folder, "null", 1, "plain", settings))
+    assert finished.code == 0, finished.output
+    assert column(Run(folder), "train/learning_rate") == column(run, "train/learning_rate")
+    assert Run(folder).losses == run.losses
+
+
+REFUSED = {
+    "twice": (["budget.warmup_tokens=2048"], "and training.warmup_steps are both there"),
+    "no warm-up": (
+        ["budget.warmup_tokens=2048", "training.warmup_steps=0", "training.lr_scheduler_type=constant"],
+        "write constant_with_warmup",
+    ),
+    "another schedule": (
+        ["budget.decay_tokens=2048"],
+        "is for training.lr_scheduler_type warmup_stable_decay",
+    ),
+    "too long": (
+        ["budget.warmup_tokens=2048000", "budget.decay_tokens=2048", "training.warmup_steps=0"],
+        "warm-up and decay together take 2050048, more than budget.tokens 2048000",
+    ),
+    "warm-up in steps and decay in tokens": (
+        [
+            "budget.decay_tokens=0.2",
+            "training.warmup_steps=900",
+            "training.lr_scheduler_type=warmup_stable_decay",
+            "training.lr_scheduler_kwargs={}",
+        ],
+        "is 200 steps; with 900 steps of warm-up that is more than the run's 1000 steps",
+    ),
+    "decay twice": (
+        [
+            "budget.decay_tokens=2048",
+            "training.lr_scheduler_type=warmup_stable_decay",
+            'training.lr_scheduler_kwargs={"num_decay_steps": 1}',
+        ],
+        "and training.lr_scheduler_kwargs.num_decay_steps are both there",
+    ),
+}
+
+
+@pytest.mark.parametrize("settings, words", REFUSED.values(), ids=REFUSED)
+def test_what_does_not_fit_is_refused_in_one_line(settings, words):
+    with pytest.raises(UserError, match=r"tiny\.json.*budget\.(warmup|decay)_tokens") as error:
+        load_recipe("tiny", settings)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+ROUNDED = {
+    "a round budget": (
+        ["budget.tokens=2e6"],
+        (2_000_896, None, None),
+        "budget.tokens: 2,000,000 is read as 2,000,896, 977 steps",
+    ),
+    "the last fifth": (
+        ["budget.decay_tokens=0.2"],
+        (2_048_000, None, 409_600),
+        "0.2 is read as 409,600, 200 steps",
+    ),
+    "shares of a round budget": (
+        [
+            "budget.tokens=2e6",
+            "budget.decay_tokens=0.2",
+            "budget.warmup_tokens=0.01",
+            "training.warmup_steps=0",
+        ],
+        (2_000_896, 20_480, 399_360),
+        "budget.warmup_tokens: 0.01 is read as 20,480, 10 steps",
+    ),
+}
+
+
+@pytest.mark.parametrize("settings, expected, said", ROUNDED.values(), ids=ROUNDED)
+def test_budgets_are_written_as_people_say_them(settings, expected, said):
+    """Tokens and shares are rounded to whole steps, and a note says to how many; a resolved recipe has none to say."""
+    wsd = ["training.lr_scheduler_type=warmup_stable_decay", "training.lr_scheduler_kwargs={}"]
+    recipe = load_recipe("tiny", [*settings, *(wsd if "decay" in str(settings) else [])])
+    budget = recipe.budget
+    assert (budget.tokens, budget.warmup_tokens, budget.decay_tokens) == expected
+    assert any(said in note for note in recipe.notes)
+    again = Budget.of(budget.to_dict())
+    assert again == budget and not again.rounded(budget.to_dict())

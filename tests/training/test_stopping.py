@@ -1,0 +1,183 @@
+"""Promise: nothing committed is lost. A run that is asked to stop saves, and says so by its exit code."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+from pretraining.runtime.exit_codes import STOPPED
+from pretraining.runtime.run_folder import RunFolder
+from tests.gear.runs import REPOSITORY, TIMEOUT_SECONDS, Run, Started, committed, execute
+
+LISTENING = (
+    "import os, sys, time\n"
+    "sys.path.append('pretraining/runtime')\n"  # without the room's seconds of imports
+    "import signals\n"
+    "signals.SAME_REQUEST_SECONDS = 0.3\n"
+    "listener = signals.SignalListener()\n"
+    "print('ready', flush=True)\n"
+)
+IN_A_COLLECTIVE = (
+    "import ctypes\n"
+    "lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)\n"
+    "lock(mutex), lock(mutex)\n"
+)
+"""The main thread in C code without end, where Python runs no handler."""
+
+
+def wait_until(reached: Callable[[], bool]) -> None:
+    until = time.monotonic() + TIMEOUT_SECONDS
+    while not reached():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def listening():
+    """Starts a program after `SignalListener()`; yields the process once it listens."""
+    started = []
+
+    def start(program: str) -> subprocess.Popen:
+        words = [sys.executable, "-c", LISTENING + program]
+        started.append(subprocess.Popen(words, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True))
+        assert started[-1].stdout.readline() == "ready\n"
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_signals_are_heard_at_once_and_insisting_ends_the_process(listening):
+    """One Ctrl-C, which comes twice through a launcher, is one request; another one later stops C code too."""
+    process = listening(
+        "import threading\n"
+        "def tell():\n"
+        "    while listener.received is None: time.sleep(0.001)\n"
+        "    print(listener.received, flush=True)\n"
+        "threading.Thread(target=tell, daemon=True).start()\n" + IN_A_COLLECTIVE
+    )
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
+    # of two signals that wait for a process Linux delivers the one of the lower number first
+    assert int(process.stdout.readline()) in (signal.SIGTERM, signal.SIGINT)
+    assert process.poll() is None
+    time.sleep(0.4)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(TIMEOUT_SECONDS) == 128 + signal.SIGTERM
+
+
+def test_a_forked_process_does_not_ask_its_parent_to_stop(listening):
+    """A data worker that is signalled dies of it alone: its copy of the pipe is the parent's no more."""
+    process = listening(
+        "child = os.fork()\n"
+        "if child == 0: time.sleep(60), os._exit(0)\n"
+        "os.kill(child, 15)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)\n"
+        "time.sleep(0.1)\n"
+        "print(listener.received, flush=True)\n"
+    )
+    assert process.stdout.readline() == f"{-signal.SIGTERM}\n"
+    assert process.stdout.readline() == "None\n"
+
+
+def test_the_reason_is_who_asked(tmp_path, monkeypatch):
+    """The run's own file is not the supervisor's, whose request counts where both are there."""
+    from pretraining.runtime.exit_codes import SUPERVISOR
+    from pretraining.training import stopping
+
+    monkeypatch.setattr(stopping, "SignalListener", lambda in_vain: SimpleNamespace(received=None))
+    monkeypatch.setenv(SUPERVISOR, str(tmp_path / "supervisor"))
+    (tmp_path / "supervisor").mkdir()
+    run, reasons = RunFolder(tmp_path), []
+    for file in (run.stop_file, tmp_path / "supervisor" / "STOP"):
+        file.touch()
+        stop = stopping.StopRequests(run, None)
+        assert stop.agreed()
+        reasons.append(stop.reason)
+    assert reasons == ["a stop file", "its supervisor was asked to stop"]
+
+
+@pytest.mark.parametrize(
+    "by_deepspeed, number, said",
+    [
+        (True, signal.SIGTERM, "SIGTERM (deepspeed sends it for Ctrl-C too)"),
+        (False, signal.SIGTERM, "SIGTERM"),
+        (True, signal.SIGINT, "SIGINT"),
+    ],
+)
+def test_a_sigterm_of_deepspeed_may_be_a_ctrl_c(tmp_path, monkeypatch, capsys, by_deepspeed, number, said):
+    """Honest output: its launcher ends the ranks by SIGTERM whichever of the two it was sent itself."""
+    from pretraining.training import stopping
+
+    monkeypatch.setattr(stopping, "SignalListener", lambda in_vain: SimpleNamespace(received=number))
+    monkeypatch.setattr(stopping, "started_by_deepspeed", lambda: by_deepspeed)
+    stop = stopping.StopRequests(RunFolder(tmp_path), None)
+    assert stop.agreed() and stop.reason == number.name
+    with pytest.raises(SystemExit):
+        stop.leave_if_agreed(6)
+    assert capsys.readouterr().err == f"stopped at step 6: {said}; the same command continues\n"
+    assert Run(tmp_path).events[-1]["reason"] == number.name
+
+
+def test_a_stop_file_inside_a_validation(workshop, tmp_path):
+    """Two ranks agree between two rounds, save, and leave with 75; started again, the curve is the undisturbed one."""
+    settings = ("budget.tokens=15360",)  # thirty steps: seconds are left for the file
+    output, reference = tmp_path / "run", workshop.run("zero2", settings=settings)
+    command = workshop.command(output, "zero2", settings=settings)
+    started, run = Started(command), Run(output)
+    try:
+        wait_until(lambda: len(run.training_rows) >= 5 or started.process.poll() is not None)
+        run.dir.stop_file.touch()
+    finally:
+        finished = started.finish()
+    assert finished.code == STOPPED and finished.strays == (), finished.output
+    stopped, saves = run.events[-1], [event["checkpoint"] for event in run.events if event["event"] == "save"]
+    assert (stopped["event"], stopped["reason"]) == ("stopped", "a stop file")
+    assert len(saves) == len(set(saves))  # one state is saved once
+    assert committed(output)[0] == f"checkpoint-{stopped['step']}" and not run.dir.stop_file.exists()
+    assert not run.dir.heartbeats.exists() and not run.dir.export.exists()
+    finished = execute(command)
+    assert finished.code == 0, finished.output
+    trained = [[(row["step"], row["train/loss"]) for row in each.training_rows] for each in (run, reference)]
+    measured = [
+        [(row["step"], row["eval/loss"]) for row in each.validation_rows] for each in (run, reference)
+    ]
+    assert trained[0] == trained[1] and measured[0] == measured[1]
+
+
+def test_the_time_limit_stops_a_run(workshop, tmp_path):
+    """`checkpoints.time_limit_hours`, here over before the first step is: one step, saved once, 75.
+
+    The step is also one to validate at, which the stop cuts short, and one to save at.
+    """
+    output = tmp_path / "run"
+    settings = ("checkpoints.time_limit_hours=1e-6", "training.eval_steps=1", "training.save_steps=1")
+    finished = execute(workshop.command(output, "null", 1, "plain", settings))
+    assert finished.code == STOPPED, finished.output
+    assert [event["event"] for event in Run(output).events] == ["start", "save", "stopped"]
+    assert Run(output).events[-1]["reason"] == "checkpoints.time_limit_hours"
+    assert committed(output) == ["checkpoint-1"]
+
+
+def test_a_launchers_sigterm_to_every_process_spares_the_data_workers(workshop, tmp_path):
+    """`deepspeed` terminates whole trees: the rank saves, and does not die of its worker's death."""
+    output = tmp_path / "run"
+    settings = ("training.dataloader_num_workers=1", "budget.tokens=512000")
+    started, run = Started(workshop.command(output, "null", 1, "plain", settings)), Run(output)
+    try:
+        wait_until(lambda: len(run.training_rows) >= 2 or started.process.poll() is not None)
+        rank_and_worker = started.processes()[1:]
+        assert len(rank_and_worker) > 1
+        for process in reversed(rank_and_worker):
+            os.kill(process, signal.SIGTERM)
+    finally:
+        finished = started.finish()
+    assert finished.code == STOPPED and "Traceback" not in finished.stderr, finished.output
+    assert run.events[-1]["reason"] == "SIGTERM" and len(committed(output)) >= 1

@@ -1,0 +1,202 @@
+"""Every read and write of the GPU has an order, under every layout: the weights of a step are those of that step.
+
+Real training steps on a GPU that is none, with a clock for each stream (stream_order.py). Nothing on a processor
+shows a missing order: there is one stream. On a GPU it shows as a curve that differs at every start.
+"""
+
+import json
+from pathlib import Path
+from unittest import mock
+
+import bitsandbytes  # noqa: F401  # accelerate imports it beside an offloaded optimizer; it must see the real machine
+import pytest
+import torch
+
+from pretraining.checkpoints.background import HostSnapshot
+from pretraining.checkpoints.export import averaged_weights
+from pretraining.ds_config import DS_CONFIGS
+from pretraining.model.expert_parallel import ExpertDispatch
+from pretraining.rehearsal.rank import _agree_evenly
+from pretraining.upstream import deepspeed as upstream
+from pretraining.upstream.fake_gpu import FakeStream, fake_gpu
+from tests.gear.runs import EXPERTS, LLAMA
+from tests.gear.stream_order import StreamOrder
+from tests.training import test_fake_gpu
+from tests.training.test_fake_gpu import FREE, GPT2, LOSS, MIXTRAL, MUON, NORM, last_step, split  # noqa: F401
+
+NONE_WHOLE = {"stage3_param_persistence_threshold": 0}
+"""No parameter stays whole on every rank."""
+CLIPPED = {"optimizer": {"adaptive_clip": 0.01}}
+CASES = {
+    "zero1": ("zero1", {}, GPT2, {}),
+    "zero1, split layers": ("zero1_tp2", {}, LLAMA, {}),
+    "zero2": ("zero2", {}, MIXTRAL, {"optimizer": MUON}),
+    "zero2, overlapped": ("zero2", {"overlap_comm": True}, LLAMA, {}),
+    "zero2, split experts": ("zero2_ep2", {}, EXPERTS, {}),
+    "zero2, offloaded": ("zero2_offload", {}, LLAMA, {}),
+    "zero3": ("zero3", {}, LLAMA, {}),
+    "zero3, muon": ("zero3", NONE_WHOLE, LLAMA, {"optimizer": MUON}),
+    "zero3, no parameter whole": ("zero3", NONE_WHOLE, LLAMA, {}),
+    "zero3, not overlapped": ("zero3", {"overlap_comm": False}, LLAMA, {}),
+    "zero3, little prefetch": ("zero3", {"stage3_prefetch_bucket_size": 1}, LLAMA, CLIPPED),
+    "zero3, mixture": ("zero3", {}, EXPERTS, {}),
+    "zero3, split layers": ("zero3:tensor=2", {}, LLAMA, {}),
+    "zero3, split sequences": ("zero3:sequence=2", NONE_WHOLE, LLAMA, {}),
+    "zero3, recomputed": ("zero3", NONE_WHOLE, LLAMA, {"training": {"activation_checkpointing": True}}),
+    "zero3, offloaded": ("zero3_offload", NONE_WHOLE, LLAMA, {}),
+    "hpZ": ("zero3_hpz", {}, LLAMA, {}),
+    "hpZ, no parameter whole": ("zero3_hpz", NONE_WHOLE, LLAMA, {}),
+}
+
+
+def ordered_steps(folder: Path, split, ds_config: str, changes: dict, model: dict, sections: dict, **fake):  # noqa: F811
+    """Train three steps that are not logged, on rank 0 of 16; return (what has no order, where the host waits)."""
+    name, colon, degrees = ds_config.partition(":")
+    if changes:
+        values = json.loads((DS_CONFIGS / f"{name}.json").read_text())
+        values["zero_optimization"] |= changes
+        path = folder / f"{name}.json"
+        path.write_text(json.dumps({key: value for key, value in values.items() if key != "$schema"}))
+        ds_config = f"{path}{colon}{degrees}"
+    sections = {**sections, "training": {**sections.get("training", {}), "logging_steps": 100}}
+    order, build = StreamOrder(), test_fake_gpu.build_from_recipe
+
+    def built_on_the_device(*args, **keywords):  # a split layer's weights do not move there one by one
+        with torch.device("cuda" if degrees.startswith("tensor") or "tp" in name else "cpu"):
+            return build(*args, **keywords)
+
+    with (
+        mock.patch.object(test_fake_gpu, "STEPS", 3),
+        mock.patch.object(test_fake_gpu, "build_from_recipe", built_on_the_device),
+        mock.patch.object(ExpertDispatch, "_agree", _agree_evenly),  # made-up numbers choose no experts
+    ):
+        # two nodes of eight: hpZ keeps the weights whole in each
+        waits = last_step(folder, split, ds_config, 16, model, watch=order, **sections, **fake)
+    assert order.num_accesses > 1_000
+    return order.unordered, waits
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_access_has_an_order(tmp_path, split, case):  # noqa: F811
+    """Promise: the curve belongs to the recipe. The host waits for nothing here that a logged step would wait for."""
+    unordered, _ = ordered_steps(tmp_path, split, *CASES[case])
+    assert not unordered
+
+
+@pytest.mark.parametrize("case", ["zero3", "zero3, no parameter whole", "hpZ"])
+def test_without_the_wait_of_the_gathering_stream_the_order_is_missed(tmp_path, split, monkeypatch, case):  # noqa: F811
+    """The detector can fail: a step's last writes, then the next pass's gather."""
+    monkeypatch.setattr(upstream, "gather_after_writes", lambda optimizer: None)
+    unordered, _ = ordered_steps(tmp_path, split, *CASES[case])
+    assert any("_all_gather_dtype" in each and "_reassign_or_swap_out" in each for each in unordered)
+
+
+def test_without_a_wait_for_the_reductions_the_order_is_missed(tmp_path, split, monkeypatch):  # noqa: F811
+    """The detector can fail: gradients that are reduced on their own stream, and the step that reads them."""
+    wait_stream = FakeStream.wait_stream
+
+    def wait_for_none_but_gathers(later: FakeStream, earlier: FakeStream) -> None:
+        if earlier is later.machine.streams[0] or later is not later.machine.streams[0]:
+            wait_stream(later, earlier)
+
+    monkeypatch.setattr(FakeStream, "wait_stream", wait_for_none_but_gathers)
+    unordered, _ = ordered_steps(tmp_path, split, *CASES["zero3"])
+    assert any("stage3.py" in each for each in unordered)
+
+
+BUSY = {
+    "zero1": set(),
+    "zero2, overlapped": {"deepspeed/runtime/zero/stage_1_and_2.py:independent_gradient_partition_epilogue"},
+    "zero3": {
+        "deepspeed/runtime/zero/partitioned_param_coordinator.py:_fetch_sub_module_impl",
+        "deepspeed/runtime/zero/stage3.py:__reduce_and_partition_ipg_grads",
+    },
+}
+BUSY["hpZ"] = BUSY["zero3"] | {"deepspeed/runtime/zero/partition_parameters.py:_partition_param_sec"}
+"""Where the host waits in a micro-batch if the GPU is behind it: DeepSpeed keeps two fetches and buckets in flight; and
+hpZ cuts every gathered parameter for its own node."""
+
+
+COUNTED = {"zero3": 17, "hpZ": 17 + 16}
+"""As docs/measured.md says."""
+
+
+@pytest.mark.parametrize("case", BUSY)
+def test_a_busy_gpu_is_waited_for_only_where_it_is_written(tmp_path, split, case):  # noqa: F811
+    """Promise: honest numbers. README's waits of a step are those of stages 0 to 2."""
+    _, waits = ordered_steps(tmp_path, split, *CASES[case], busy=True)
+    assert set(waits.micro_batches) == BUSY[case]
+    if case in COUNTED:
+        assert waits.micro_batches.total() == COUNTED[case]
+    assert set(waits.step) == {NORM, *LOSS} | {each for each in waits.step if each in BUSY[case]}
+
+
+def test_averaged_weights_are_gathered_as_they_were_set(tmp_path, split):  # noqa: F811
+    """Promise: honest numbers. A validation computes with the average, and the next step with the trained weights."""
+
+    def averaging(trainer, *_, **__):
+        with averaged_weights(trainer) as there_are:
+            assert there_are
+            trainer.model_wrapped.eval()
+            trainer.model_wrapped(input_ids=torch.zeros(1, 64, dtype=torch.int64, device="cuda"))
+            trainer.model_wrapped.train()
+
+    after = mock.patch.object(test_fake_gpu.PretrainingTrainer, "_maybe_log_save_evaluate", averaging)
+    with after:
+        unordered, _ = ordered_steps(tmp_path, split, "zero3", NONE_WHOLE, LLAMA, {"training": FREE})
+    assert not unordered
+
+
+def test_a_snapshot_is_taken_before_the_next_step_writes():
+    """Promise: nothing committed is lost. A checkpoint holds one step's numbers, and is read once all are there."""
+    order, snapshot = StreamOrder(), HostSnapshot()
+    with fake_gpu(watch=order):
+        tensors = {"a": torch.zeros(64, device="cuda"), "b": torch.zeros(8, device="cuda")}
+        assert snapshot.make_room(tensors)
+        for _ in range(2):
+            copies = snapshot.take(tensors)
+            for tensor in tensors.values():
+                tensor.add_(1)
+            assert all(copy.sum() == 0 for copy in copies.values()) or order.num_accesses
+    assert not order.unordered
+
+
+def test_what_has_no_order_is_found():
+    """The detector: two streams, the host and pinned memory, and memory that is given away too early."""
+
+    def unordered(work) -> list[str]:
+        order = StreamOrder()
+        with fake_gpu(watch=order):
+            work(torch.zeros(8, device="cuda"), torch.cuda.Stream())
+        return [each.partition(" at ")[0] for each in order.unordered]
+
+    def read_elsewhere(tensor, stream, *, wait=False, recorded=True):
+        stream.wait_stream(torch.cuda.current_stream()) if wait else None
+        with torch.cuda.stream(stream):
+            tensor.sum()
+        tensor.record_stream(stream) if recorded else None
+
+    def written_while_read(tensor, stream):
+        read_elsewhere(tensor, stream, wait=True)
+        tensor.add_(1)
+
+    def read_by_the_host(tensor, stream):
+        copy = torch.zeros(8).pin_memory()
+        copy.copy_(tensor, non_blocking=True)
+        copy.sum()
+
+    def given_away(tensor, stream, *, recorded=False, waits=lambda event: None):
+        gone = torch.ones(8, device="cuda")
+        read_elsewhere(gone, stream, wait=True, recorded=recorded)
+        waits(stream.record_event())
+        del gone
+        torch.ones(8, device="cuda")
+
+    assert unordered(read_elsewhere) == ["sum"]
+    assert unordered(lambda *each: read_elsewhere(*each, wait=True)) == []
+    assert unordered(written_while_read) == ["add_"]
+    assert unordered(read_by_the_host) == ["sum"]
+    assert unordered(given_away) == ["memory is given away while it is used by sum"]
+    assert unordered(lambda *each: given_away(*each, recorded=True)) == []
+    assert unordered(lambda *each: given_away(*each, waits=lambda event: event.wait())) == []
+    assert unordered(lambda *each: given_away(*each, waits=lambda event: event.synchronize())) == []
