@@ -330,6 +330,19 @@ def test_every_link_leads_somewhere(page):
     assert not re.findall(r"@[A-Z]+@", text)
 
 
+def test_every_page_is_linked():
+    """A page to which no link of the front page leads, over other pages or not, is found by nobody."""
+    reached, next_ones = set(), [REPOSITORY / "README.md"]
+    while next_ones:
+        page = next_ones.pop()
+        if page.suffix == ".md" and page not in reached:
+            reached.add(page)
+            targets = re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8"))
+            next_ones += [(page.parent / target).resolve() for target in targets if "://" not in target]
+    pages = {REPOSITORY / name for name in ("SECURITY.md", "benchmarks/README.md")} | set(PAGES)
+    assert reached >= pages, sorted(map(str, pages - reached))
+
+
 @pytest.mark.parametrize(
     "command",
     [
