@@ -7,6 +7,7 @@ or another kind of file (a pipe, a folder, a link, a device).
 """
 
 import contextlib
+import faulthandler
 import functools
 import gzip
 import hashlib
@@ -305,6 +306,7 @@ class OutsideFuzz:
     def _outcome(self, name: str, reader: Reader, mutation: str) -> Outcome:
         signal.signal(signal.SIGALRM, _too_late)
         signal.alarm(SECONDS)
+        faulthandler.dump_traceback_later(10 * SECONDS, exit=True)  # what waits outside of Python sees no signal
         before = resource.getrlimit(resource.RLIMIT_AS)
         in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (in_use + MOST_MORE_BYTES, before[1]))
@@ -326,6 +328,7 @@ class OutsideFuzz:
             return Outcome("traceback", name, f"{mutation}\n{traceback.format_exc()}")
         finally:
             signal.alarm(0)
+            faulthandler.cancel_dump_traceback_later()
             resource.setrlimit(resource.RLIMIT_AS, before)
         return Outcome("read", name)
 
