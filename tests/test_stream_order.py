@@ -22,11 +22,12 @@ from pretraining.upstream.fake_gpu import FakeStream, fake_gpu
 from tests import test_fake_gpu
 from tests.runs import EXPERTS, LLAMA
 from tests.stream_order import StreamOrder
-from tests.test_fake_gpu import FREE, GPT2, LOSS, MIXTRAL, MUON, NORM, last_step, split  # noqa: F401
+from tests.test_fake_gpu import EVERY_MONITOR, FREE, GPT2, LOSS, MIXTRAL, MUON, NORM, last_step, split  # noqa: F401
 
 NONE_WHOLE = {"stage3_param_persistence_threshold": 0}
 """No parameter stays whole on every rank."""
 CLIPPED = {"optimizer": {"adaptive_clip": 0.01}}
+RECOMPUTED = {"training": {"activation_checkpointing": True}}
 CASES = {
     "zero1": ("zero1", {}, GPT2, {}),
     "zero1, split layers": ("zero1_tp2", {}, LLAMA, {}),
@@ -37,12 +38,12 @@ CASES = {
     "zero3": ("zero3", {}, LLAMA, {}),
     "zero3, muon": ("zero3", NONE_WHOLE, LLAMA, {"optimizer": MUON}),
     "zero3, no parameter whole": ("zero3", NONE_WHOLE, LLAMA, {}),
-    "zero3, not overlapped": ("zero3", {"overlap_comm": False}, LLAMA, {}),
+    "zero3, not overlapped": ("zero3", {"overlap_comm": False}, LLAMA, {"optimizer": {"clip_value": 1.0}}),
     "zero3, little prefetch": ("zero3", {"stage3_prefetch_bucket_size": 1}, LLAMA, CLIPPED),
     "zero3, mixture": ("zero3", {}, EXPERTS, {}),
     "zero3, split layers": ("zero3:tensor=2", {}, LLAMA, {}),
     "zero3, split sequences": ("zero3:sequence=2", NONE_WHOLE, LLAMA, {}),
-    "zero3, recomputed": ("zero3", NONE_WHOLE, LLAMA, {"training": {"activation_checkpointing": True}}),
+    "zero3, recomputed": ("zero3", NONE_WHOLE, LLAMA, RECOMPUTED | {"monitors": EVERY_MONITOR}),
     "zero3, offloaded": ("zero3_offload", NONE_WHOLE, LLAMA, {}),
     "hpZ": ("zero3_hpz", {}, LLAMA, {}),
     "hpZ, no parameter whole": ("zero3_hpz", NONE_WHOLE, LLAMA, {}),
