@@ -180,6 +180,10 @@ class HellaSwag:
             for ending in item.endings
         ]
 
+    def num_items(self) -> dict[str, int]:
+        """Count what is scored, by a name for it."""
+        return {"evaluation.hellaswag, endings": len(self.pairs)}
+
     def measure(
         self, model: torch.nn.Module, interrupted: Callable[[], bool] = lambda: False
     ) -> dict[str, float]:

@@ -306,7 +306,9 @@ class OutsideFuzz:
     def _outcome(self, name: str, reader: Reader, mutation: str) -> Outcome:
         signal.signal(signal.SIGALRM, _too_late)
         signal.alarm(SECONDS)
-        faulthandler.dump_traceback_later(10 * SECONDS, exit=True)  # what waits outside of Python sees no signal
+        faulthandler.dump_traceback_later(
+            10 * SECONDS, exit=True
+        )  # what waits outside of Python sees no signal
         before = resource.getrlimit(resource.RLIMIT_AS)
         in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (in_use + MOST_MORE_BYTES, before[1]))
