@@ -7,7 +7,6 @@ the next start finds out by the checksums, and fetches the damaged files again.
 """
 
 import fcntl
-import json
 import sys
 import threading
 import time
@@ -154,11 +153,7 @@ def fetch_checkpoint(run: RunFolder, remote: RemoteRun, name: str, check: Check 
     is_here = from_rank_0(lambda: _is_here(run.path / name, content))
     if check is not None:
         where, listed = remote.where(name), run.changes.name
-        from_rank_0(
-            lambda: check(
-                where, parse_marker(content, where), json.loads(remote.read_if_there(listed) or b"[]")
-            )
-        )
+        from_rank_0(lambda: check(where, parse_marker(content, where), remote.read_if_there(listed) or b"[]"))
     wrong = _fetch_files(run, remote, name, files)
     if wrong is None and not is_here:
         from_rank_0(lambda: _finish(run, remote, name, content))
