@@ -37,6 +37,7 @@ from pretraining.errors import UserError, one_line_errors
 from pretraining.extend import MODEL, extensions_of_run, load_code_of_run
 from pretraining.outside import read_json_value
 from pretraining.planning.quantities import columns, duration, num_bytes
+from pretraining.recipe import recipe_schema
 from pretraining.recipe.sections import Checkpoints
 from pretraining.runtime.imports import prepare_imports
 from pretraining.runtime.lock import lock_idle_run
@@ -64,7 +65,10 @@ _OBJECT = {"type": "object"}
 _WITH_RULE = {
     **_OBJECT,
     "required": ["checkpoints"],
-    "properties": {"checkpoints": _OBJECT, "evaluation": _OBJECT},
+    "properties": {
+        "checkpoints": _OBJECT,
+        "evaluation": {**_OBJECT, "properties": {"metric": {"type": "string"}}},
+    },
 }
 
 
@@ -399,7 +403,9 @@ class Prune:
                 recipe = check(read_json_value(run.recipe), _WITH_RULE, str(run.recipe))
             except ValueError as error:
                 raise UserError(f"{run.recipe}: is not JSON ({error}); copy it again") from error
-            rule |= {key: recipe["checkpoints"][key] for key in keys if key in recipe["checkpoints"]}
+            found = {key: recipe["checkpoints"][key] for key in keys if key in recipe["checkpoints"]}
+            section = recipe_schema()["properties"]["checkpoints"]
+            rule |= check(found, section, str(run.recipe), "checkpoints")
             metric = recipe.get("evaluation", {}).get("metric", metric)
         # An option that was not typed is None, or False for a flag: the recipe's value then counts.
         asked = {key: value for key, value in vars(options).items() if key in keys}
