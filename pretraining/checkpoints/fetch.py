@@ -45,8 +45,8 @@ _ATTEMPTS = 3
 """If a file arrives damaged in each of them, it is damaged in the store."""
 
 
-Check = Callable[[str, dict, list[dict]], object]
-"""Raises `UserError` for a checkpoint that this start cannot go on from: its address, marker, and accepted changes."""
+Check = Callable[[str, dict, bytes], object]
+"""Raises `UserError` for a checkpoint that this start cannot go on from: address, marker, and changes.json there."""
 
 
 def resolve_resume(

@@ -154,7 +154,9 @@ _EVENT = {
         "time": {"type": "string"},
         "event": {"type": "string"},
         "measured": {"type": ["object", "null"]},
-        **dict.fromkeys(("step", "steps", "own_seconds", "median_seconds", "world_size"), _STEP),
+        **dict.fromkeys(
+            ("step", "steps", "own_seconds", "median_seconds", "blocked_seconds", "world_size"), _STEP
+        ),
     },
 }
 
