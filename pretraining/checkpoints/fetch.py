@@ -7,7 +7,6 @@ the next start finds out by the checksums, and fetches the damaged files again.
 """
 
 import fcntl
-import json
 import sys
 import threading
 import time
@@ -46,8 +45,8 @@ _ATTEMPTS = 3
 """If a file arrives damaged in each of them, it is damaged in the store."""
 
 
-Check = Callable[[str, dict, list[dict]], object]
-"""Raises `UserError` for a checkpoint that this start cannot go on from: its address, marker, and accepted changes."""
+Check = Callable[[str, dict, bytes], object]
+"""Raises `UserError` for a checkpoint that this start cannot go on from: address, marker, and changes.json there."""
 
 
 def resolve_resume(
@@ -154,11 +153,7 @@ def fetch_checkpoint(run: RunFolder, remote: RemoteRun, name: str, check: Check 
     is_here = from_rank_0(lambda: _is_here(run.path / name, content))
     if check is not None:
         where, listed = remote.where(name), run.changes.name
-        from_rank_0(
-            lambda: check(
-                where, parse_marker(content, where), json.loads(remote.read_if_there(listed) or b"[]")
-            )
-        )
+        from_rank_0(lambda: check(where, parse_marker(content, where), remote.read_if_there(listed) or b"[]"))
     wrong = _fetch_files(run, remote, name, files)
     if wrong is None and not is_here:
         from_rank_0(lambda: _finish(run, remote, name, content))

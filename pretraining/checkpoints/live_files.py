@@ -5,7 +5,6 @@ to a folder of the store that no other node has. Both once a minute; of a log on
 that fails sends its own log and failure before it ends. `fetch_records` makes one run folder of what all nodes sent.
 """
 
-import json
 import os
 import socket
 import sys
@@ -25,10 +24,11 @@ from pretraining.checkpoints.upload import RUN_FILES
 from pretraining.data.streaming.store import Patience
 from pretraining.errors import UserError
 from pretraining.outside.addresses import is_remote
-from pretraining.outside.files import read_json_value
+from pretraining.outside.files import NAME, parse_json, read_json_value
 from pretraining.runtime.console_log import MOST_BYTES, cut_log
 from pretraining.runtime.durable_files import file_state, write_json
 from pretraining.runtime.run_folder import RunFolder, utc_now
+from pretraining.schema import check
 
 _LIVE_SECONDS = 60.0
 LIVE_LOG_BYTES = 64 << 10
@@ -81,10 +81,18 @@ def _name_node(run: RunFolder, remote: RemoteRun) -> None:
     write_json(run.node, {"name": name, "host": host, "began": utc_now(), "store": remote.address})
 
 
+_NODE = {
+    "type": "object",
+    "required": ["name", "host", "began", "store"],
+    "properties": {"name": NAME, **{key: {"type": "string"} for key in ("host", "began", "store")}},
+}
+"""Its name is that of a folder in the store."""
+
+
 def _node(run: RunFolder) -> dict:
     try:
-        return read_json_value(run.node)
-    except (OSError, ValueError):
+        return check(read_json_value(run.node), _NODE, str(run.node))
+    except (OSError, ValueError, UserError):
         return {}
 
 
@@ -232,8 +240,8 @@ class _Node:
         self.files = files
         self.began = ""
         """When the newest start of the run began there."""
-        with suppress(KeyError, ValueError):
-            self.began = str(json.loads(files.pop("node.json"))["began"])
+        with suppress(KeyError, ValueError, UserError):
+            self.began = check(parse_json(files.pop("node.json")), _NODE, "node.json")["began"]
 
     @classmethod
     def read(cls, remote: RemoteRun, node: str) -> "_Node":

@@ -37,7 +37,7 @@ from pretraining.data.packing import cuts_text
 from pretraining.data.prepared import PreparedData
 from pretraining.errors import GaveUp, UserError
 from pretraining.extend import copy_extensions
-from pretraining.outside.files import read_json_value
+from pretraining.outside.files import parse_json, read_json_value
 from pretraining.planning.quantities import several
 from pretraining.planning.run_plan import RunPlan
 from pretraining.planning.screen import plan_line, run_line
@@ -83,10 +83,10 @@ def find_start(
     if in_parts and resume != "never":
         bring_history(run, upload)
 
-    def check(place: str, marker: dict, accepted: list[dict]) -> None:
-        changes_since(place, marker, recipe, data.manifest, run, allowed, accepted)
+    def check_stored(place: str, marker: dict, accepted: bytes) -> None:
+        changes_since(place, marker, recipe, data.manifest, run, allowed, changes_in(accepted, place))
 
-    resume, fetched = resolve_resume(run, upload, resume, in_parts, check)
+    resume, fetched = resolve_resume(run, upload, resume, in_parts, check_stored)
     if resume == "never":
         return Start(starts_over=True)
     # The cheap check first: verifying a checkpoint reads all its bytes.
@@ -248,6 +248,15 @@ def _recorded_changes(run: RunFolder) -> list[dict]:
     """Return what earlier starts in this folder accepted: {"step", "key", "from", "to"} each."""
     where = f"{run.changes} (remove it, or choose another --output_dir)"
     return check(_read_json(run.changes), _CHANGES, where) if run.changes.exists() else []
+
+
+def changes_in(content: bytes, place: str) -> list[dict]:
+    """Return the same of a run in a store; place: for messages."""
+    where = f"{place}: changes.json beside it"
+    try:
+        return check(parse_json(content), _CHANGES, where)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}; remove it there") from error
 
 
 def _data_change(earlier: dict, now: dict, changes: list[Change]) -> list[Change]:

@@ -194,7 +194,7 @@ class Uploader:
             self._send_files(parcel, receipt)
 
     def _await(self, name: str, last: bool = False) -> bytes:
-        """Return the message of a name once it has come; last: nobody else waits for it."""
+        """Return the message of a name once it has come. last: no other rank reads it, so that it is removed."""
         while True:
             content = self._messages.take(name) if last else self._messages.read(name)
             if content is not None:

@@ -15,10 +15,12 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from pretraining.errors import UserError
+from pretraining.outside.files import COUNT
 from pretraining.outside.masking import masked
 from pretraining.runtime.durable_files import append_row, read_rows
 from pretraining.runtime.kernel_log import Fault, kernel_faults
 from pretraining.runtime.run_folder import RunFolder
+from pretraining.schema import fits
 
 LONGEST_ERROR, LONGEST_TRACEBACK = 2000, 20_000
 """Characters; of a traceback the end is kept."""
@@ -93,12 +95,32 @@ def keep_end_by_launcher(run: RunFolder) -> None:
             run.fail()
 
 
+_FAULT = {
+    "type": "object",
+    "required": ["time", "text"],
+    "properties": {
+        "time": {"type": "number"},
+        "text": {"type": "string"},
+        "process": {"type": ["integer", "null"]},
+    },
+    "additionalProperties": False,
+}
+_TEXTS = {key: {"type": "string"} for key in ("host", "error", "where", "traceback")}
+_NUMBERS = {"time": {"type": "number"}, "rank": COUNT, "process": COUNT, "expected": {"type": "boolean"}}
+_ROW = {
+    "type": "object",
+    "required": [*_TEXTS, *_NUMBERS],
+    "properties": {**_TEXTS, **_NUMBERS, "faults": {"type": "array", "items": _FAULT}},
+}
+"""A failure as it was written; any other row is left out, because a run folder may be a stranger's."""
+
+
 def read_failures(run: RunFolder) -> list[Failure]:
     """Read the failures of all ranks, in the order of their clocks."""
     rows = [row for path in sorted(run.failures_folder.glob("rank-*.jsonl")) for row in read_rows(path)]
     names = {field.name for field in fields(Failure)}
-    known = [{name: row[name] for name in names & row.keys()} for row in rows]
-    return sorted((Failure(**row) for row in known if row.keys() >= names - {"faults"}), key=lambda f: f.time)
+    known = [{name: row[name] for name in names & row.keys()} for row in rows if fits(row, _ROW)]
+    return sorted((Failure(**row) for row in known), key=lambda f: f.time)
 
 
 def _failure_of(error: Exception, began: float) -> Failure:

@@ -1,7 +1,9 @@
 """Every command of the README files is run; the heavy ones scaled down by the table below."""
 
+import json
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -272,7 +274,7 @@ SCALED = {
     r"python -m pretraining\.supervise ": run_supervised,
     r"python -m pretraining\.sweep ": run_sweep,
     r"touch runs/": run_stop_file,
-    r"RUN=\S+ sbatch ": run_sbatch,
+    r"RUN=\S+ (PROGRAM=\"[^\"]+\" )?sbatch ": run_sbatch,
     r"python -m pretraining\.checkpoints ": run_checkpoints,
     r"python -m pretraining\.reporting ": run_reporting,
     r"python -m pretraining\.postmortem ": run_postmortem,
@@ -306,6 +308,29 @@ def test_the_front_page_is_short_and_names_every_stage():
     assert len(text.splitlines()) <= 160
     stages = {path.stem for path in (REPOSITORY / "ds_configs").glob("*.json")} - {"schema"}
     assert stages == set(re.findall(r"`(zero\w+)`", section_of(text, "Stages")))
+
+
+def test_the_first_screen_says_for_whom_with_what_and_where_to_begin():
+    """A stranger sees if it is for them, in which versions, under which licence, and where the first day is."""
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    first = text.partition("\n## ")[0]
+    assert len(first.splitlines()) <= 35 and "(docs/first_day.md)" in first and "(docs/report.png)" in first
+    assert "**For** " in first and "**Take something else** " in first
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert f"[{project['license']}](LICENSE)" in first
+    assert f"Python {project['requires-python'].removeprefix('>=')} or newer" in first
+    pins = dict(each.split("==") for each in project["dependencies"] if "==" in each)
+    assert all(
+        f"{name.lower()} {pins[name]}" in first.lower() for name in ("torch", "transformers", "deepspeed")
+    )
+    num_types = len(json.loads((REPOSITORY / "pretraining/recipe/model_types.json").read_text())["types"])
+    assert "[about a hundred types]" in first and 90 <= num_types < 130
+
+
+def test_every_page_is_linked_from_the_front_page():
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    pages = {f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md")}
+    assert not pages - set(re.findall(r"\]\(([^)#]+)", text))
 
 
 def section_of(text: str, title: str) -> str:

@@ -5,8 +5,7 @@ A document is found by a shared n-gram of words (13 by default, as in Brown et a
 everywhere: they are left out and counted.
 """
 
-import gzip
-import json
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from pretraining.data.dedup.ngrams import Units, batches_of, ngrams_of, units_of
 from pretraining.data.manifest import digest_of
 from pretraining.data.text_files import local_file, read_documents
 from pretraining.errors import UserError, require
+from pretraining.outside.files import json_lines
 
 _FILTER_BITS = 24
 """A table of 2**24 bytes shows for most n-grams that they are in no evaluation set."""
@@ -226,21 +226,13 @@ def _of_text(path: Path) -> Iterator[str]:
 
 
 def _of_json_lines(path: Path) -> Iterator[str]:
-    opened = gzip.open if path.suffix.lower() == ".gz" else open
     try:
-        with opened(path, "rt", encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield from _strings_of(_row(line, f"{path}:line {number}"))
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+        for _, value in json_lines(path):
+            yield from _strings_of(value)
+    except ValueError as error:
+        raise UserError(f"{path}:{error}; mend or remove the line") from error
+    except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path}: cannot be read ({error}); fetch or convert it again") from error
-
-
-def _row(line: str, where: str) -> object:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not valid JSON ({error.msg}); mend or remove the line") from error
 
 
 def _strings_of(value: object) -> Iterator[str]:

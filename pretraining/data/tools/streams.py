@@ -18,7 +18,8 @@ import numpy as np
 
 from pretraining.data.tools.formats import mapped
 from pretraining.errors import UserError, nearest
-from pretraining.outside.files import read_json_value
+from pretraining.outside.files import COUNT, NAME, read_json_value
+from pretraining.schema import check
 
 HEADER_BYTES = 1024
 HEADER_TYPES = {20240520: "<u2", 20240801: "<u4"}
@@ -133,6 +134,45 @@ _OPENERS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
+_NAMES = {"type": "array", "items": {"type": "string"}}
+_MDS_FILE = {
+    "type": "object",
+    "required": ["basename", "bytes"],
+    "properties": {"basename": NAME, "bytes": COUNT},
+}
+_MDS = {
+    "type": "object",
+    "required": ["shards", "version"],
+    "properties": {
+        "shards": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": [
+                    "format",
+                    "column_names",
+                    "column_encodings",
+                    "column_sizes",
+                    "samples",
+                    "raw_data",
+                ],
+                "properties": {
+                    "column_names": _NAMES,
+                    "column_encodings": _NAMES,
+                    "column_sizes": {"type": "array", "items": {"anyOf": [COUNT, {"type": "null"}]}},
+                    "samples": COUNT,
+                    "raw_data": _MDS_FILE,
+                    "zip_data": {"anyOf": [_MDS_FILE, {"type": "null"}]},
+                    "compression": {"type": ["string", "null"]},
+                    "format": {"type": "string"},
+                },
+            },
+        }
+    },
+}
+"""What an index.json of MDS says that is read here."""
+
+
 class MdsFolder:
     """The shards that one index.json lists; UserError for what is missing or cannot be read."""
 
@@ -140,16 +180,19 @@ class MdsFolder:
         """column: None for `tokens` or `input_ids`. dtype: of a column of plain bytes."""
         self.index, self.folder, self.eos = index, index.parent, eos
         try:
-            values = read_json_value(index)
-            self.shards = list(values["shards"])
+            values = check(read_json_value(index), _MDS, str(index))
+            self.shards = values["shards"]
             odd = {shard["format"] for shard in self.shards} - {"mds"} or values["version"] != 2
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            for shard in self.shards:
+                if len({len(shard[f"column_{part}"]) for part in ("names", "encodings", "sizes")}) > 1:
+                    raise ValueError("names, encodings and sizes of columns are not as many")
+        except (OSError, ValueError, UserError) as error:
             raise UserError(f"{index}: no index of MDS shards ({error}); copy it again") from error
         if odd or not self.shards:
             raise UserError(f"{index}: lists no MDS shards of version 2; convert reads no others")
         names = self.shards[0]["column_names"]
         self.column = column or next((name for name in TOKEN_COLUMNS if name in names), "")
-        if self.column not in names:
+        if not all(self.column in shard["column_names"] for shard in self.shards):
             encodings = zip(names, self.shards[0]["column_encodings"], strict=True)
             listed = ", ".join(f"{name} ({encoding})" for name, encoding in encodings)
             hint = nearest(column, names) if column else "; name that of the tokens: --column NAME"
@@ -193,10 +236,14 @@ class MdsFolder:
         number, fixed = shard["column_names"].index(self.column), shard["column_sizes"]
         sizes_bytes = 4 * sum(not size for size in fixed)
         for start in offsets[:-1].tolist():
-            found = iter(np.frombuffer(content, "<u4", sizes_bytes // 4, start).tolist())
-            sizes = [size or next(found) for size in fixed]
-            first = start + sizes_bytes + sum(sizes[:number])
-            yield self.decode(content[first : first + sizes[number]])
+            try:
+                found = iter(np.frombuffer(content, "<u4", sizes_bytes // 4, start).tolist())
+                sizes = [size or next(found) for size in fixed]
+                first = start + sizes_bytes + sum(sizes[:number])
+                tokens = self.decode(content[first : first + sizes[number]])
+            except (IndexError, ValueError, TypeError) as error:
+                raise UserError(f"{place}: damaged, or of another type ({error}); copy it again") from error
+            yield tokens
 
     def _content(self, shard: dict) -> memoryview:
         """Read a shard as it is, or unpack it."""

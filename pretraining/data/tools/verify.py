@@ -73,7 +73,7 @@ def _check_listing(split: SplitDocuments) -> None:
     path, expected = split.folder / "state.json", [entry["file"] for entry in split.entries]
     try:
         listed = [file["filename"] for file in read_json_value(path)["_data_files"]]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise damaged(path, f"missing or damaged ({error})", split.folder.parent) from error
     if listed != expected:
         raise damaged(path, f"lists other shards than {MANIFEST_NAME}", split.folder.parent)
