@@ -65,12 +65,6 @@ def test_one_version_and_one_licence_everywhere():
     newest = re.search(r"^## (\S+)", (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)[1]
     assert PROJECT["version"] == citation["version"] == newest
     assert PROJECT["license"] == citation["license"] == "Apache-2.0"
-    front = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    pins = dict(pin.split("==") for pin in PROJECT["dependencies"])
-    assert (
-        f"torch {pins['torch']}, transformers {pins['transformers']}, deepspeed {pins['deepspeed']}" in front
-    )
-    assert re.search(r"^\| versions, licence \|.*; Apache-2\.0 \|$", front, re.M)
     text = (REPOSITORY / "LICENSE").read_text(encoding="utf-8")
     assert "Apache License\n                           Version 2.0, January 2004" in text
     assert "END OF TERMS AND CONDITIONS" in text and "Copyright 2026 The authors of this repository" in text
