@@ -232,7 +232,14 @@ class Examination:
 
     def _add_missing(self, missing: list[int]) -> None:
         hosts = ", ".join(sorted({rank.host for rank in self.call.ranks if rank is not None}))
-        numbers = _numbers(missing)
+        # in short: `3, 8 to 15`
+        rows: list[list[int]] = []
+        for rank in missing:
+            if rows and rank == rows[-1][-1] + 1:
+                rows[-1].append(rank)
+            else:
+                rows.append([rank])
+        numbers = ", ".join(f"{row[0]} to {row[-1]}" if len(row) > 1 else str(row[0]) for row in rows)
         message = (
             f"{several(len(missing), 'rank')} of {self.size} never came within {ARRIVAL_SECONDS:.0f} s: "
         )
@@ -269,14 +276,3 @@ class Examination:
     def _say(self, what: str) -> None:
         if self.rank == 0:
             print(f"doctor: {time.monotonic() - self.began:5.1f} s: {what}", file=sys.stderr, flush=True)
-
-
-def _numbers(ranks: list[int]) -> str:
-    """Write rank numbers in short: `3, 8 to 15`."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and rank == parts[-1][-1] + 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    return ", ".join(f"{part[0]} to {part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)

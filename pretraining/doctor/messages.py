@@ -64,10 +64,14 @@ def meet_in_pairs(call: RollCall, address: str, on_gpu: bool) -> list[Finding]:
         Stuck: a pair hangs inside a library; the error holds the ranks that did not answer.
     """
     began, failed, met, slowest = time.monotonic(), {}, 0, 0.0
+    # Rounds that meet between nodes come first: what is left out are pairs inside a node.
     rounds = rounds_of(call.nodes)
+    left_out = len(rounds)
     for number, pairs in enumerate(rounds):
-        if time.monotonic() - began > ALL_PAIRS_SECONDS:
+        # by the clock of rank 0: a rank that left out a round alone would keep its partner waiting
+        if call.gather("time of pairs", time.monotonic() - began)[0] > ALL_PAIRS_SECONDS:
             break
+        left_out -= 1
         # Names of the store are new in every round: nobody reads the address of the round before.
         meeting = _Meeting(PrefixStore(f"pairs/{number}", call.work_store), call.rank, address, on_gpu)
         ours = next((pair for pair in pairs if call.rank in pair), None)
@@ -81,8 +85,6 @@ def meet_in_pairs(call: RollCall, address: str, on_gpu: bool) -> list[Finding]:
             else:
                 met += 1
                 slowest = max(slowest, *(answers[rank].value["round_trip_seconds"] for rank in pair))
-    # Rounds of a kind come first that meet between nodes: what is left out are pairs inside a node.
-    left_out = len(rounds) - number - 1 if rounds and number + 1 < len(rounds) else 0
     findings = _not_met(call, failed)
     if met:
         nodes, values = several(len(call.nodes), "node"), {"pairs": met, "round_trip_seconds": slowest}
