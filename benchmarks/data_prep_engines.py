@@ -81,7 +81,7 @@ def shards(root: Path, output: Path, backend: str) -> tuple[Callable, Callable]:
     import pyarrow  # noqa: F401  outside the clock
 
     import pretraining.data.preparation.finish
-    import pretraining.data.preparation.stages  # noqa: F401
+    import pretraining.data.preparation.plan  # noqa: F401
     from pretraining.data import encoder as encoding
     from pretraining.data.manifest import read_manifest
     from pretraining.data.preparation.prepare import prepare_data

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -22,11 +23,12 @@ from pretraining.data.manifest import (
     digest_of,
     entropy_bits,
     read_manifest,
+    reading_options,
     report_text,
 )
-from pretraining.data.preparation.cleaning import CleanedAsRead, CleanedCorpus, merged_reports, shown_reports
+from pretraining.data.preparation.cleaning import CleanedCorpus, merged_reports
+from pretraining.data.preparation.plan import Preparation
 from pretraining.data.preparation.split_sizes import SplitSizes, check_blocks
-from pretraining.data.preparation.stages import Preparation
 from pretraining.data.preparation.survey import Begun, Survey
 from pretraining.data.preparation.tokenizing import COUNTS_NAME, POSITIONS_NAME, SPLITS
 from pretraining.data.publishing import discard, publish, start_building
@@ -54,7 +56,7 @@ class _Part:
 
     @property
     def is_cut(self) -> bool:
-        """Say if the last task was run up to a bound."""
+        """Whether the last task was run up to a bound."""
         return bool(self.results and self.results[-1]["cut"])
 
     def train_shards(self) -> Iterator[tuple[Path, dict]]:
@@ -190,19 +192,33 @@ def finish(preparation: Preparation, show_progress: bool = False) -> Path | None
     # A source that changed meanwhile would give a data set of two versions.
     for corpus in filter(None, [preparation.corpus, preparation.validation]):
         corpus.check_unchanged()
-    parts = _parts(preparation)
-    trained = parts[: len(preparation.data.sources)]
+    survey = preparation.survey()
+    if missing := survey.missing:
+        raise UserError(
+            f"{preparation.work}: {len(missing)} tasks of the stage 'tokenize' have not finished (the first: "
+            f"{missing[0]}); run the same command again: only they are repeated"
+        )
+    trained = _train_parts(preparation, survey)
+    parts = [*trained, *_validation_parts(preparation)]
     results = [result for part in trained for result in part.results]
-    found = any(entry["documents"] for result in results for entry in result["splits"].values())
-    if not found and not preparation.goes_on:
+    has_text = any(entry["documents"] for result in results for entry in result["splits"].values())
+    if not has_text and not preparation.goes_on:
         raise preparation.texts.is_empty(_summed([result["skipped"] for result in results]))
     building = start_building(preparation.folder)
     try:
         validation, counts = _join_validation(parts, results, building / "validation")
         splits = {"train": _link_shards(trained, results, building / "train"), "validation": validation}
         np.save(building / POSITIONS_FILE, np.concatenate([part.positions() for part in parts]))
-        reports = _reports(preparation, trained)
-        _check_blocks(preparation, splits, trained, reports if show_progress else {})
+        accounts = [account for part in trained for account in part.accounts()]
+        reports = preparation.cleaned.reports(accounts) if preparation.cleaned else {}
+        sizes = SplitSizes.joined([output for part in trained for output in part.outputs])
+        try:
+            check_blocks(splits, preparation.data, preparation.sequence_length, sizes)
+        except UserError:
+            # If cleaning left too little, the reports say what it took out.
+            if reports and show_progress:
+                print(report_text(reports), file=sys.stderr)
+            raise
         shutil.copytree(preparation.tokenize.tokenizer.output, building / "tokenizer")
         with replacing(building / "dataset_dict.json") as file:
             json.dump({"splits": list(SPLITS)}, file)
@@ -218,15 +234,12 @@ def finish(preparation: Preparation, show_progress: bool = False) -> Path | None
     return publish(preparation.folder, contains_earlier=preparation.goes_on)
 
 
-def _parts(preparation: Preparation) -> list[_Part]:
-    """List what the data set gets of each source; UserError if a task has not finished."""
-    survey = preparation.survey()
-    if missing := survey.missing:
-        raise UserError(
-            f"{preparation.work}: {len(missing)} tasks of the stage 'tokenize' have not finished (the first: "
-            f"{missing[0]}); run the same command again: only they are repeated"
-        )
-    return [*_train_parts(preparation, survey), *_validation_parts(preparation)]
+def kept_text(kept: Path, data_root: Path) -> str:
+    """Write the sentence about a data set whose place another one took."""
+    options = reading_options(kept, data_root)
+    return (
+        f"the data set before it is kept in {kept}: its runs go on with the recipe as it was, and {options}"
+    )
 
 
 def _train_parts(preparation: Preparation, survey: Survey) -> list[_Part]:
@@ -259,26 +272,6 @@ def _validation_parts(preparation: Preparation) -> list[_Part]:
     return found
 
 
-def _reports(preparation: Preparation, parts: list[_Part]) -> dict:
-    """Report what cleaning took out of the texts that were read."""
-    cleaned = preparation.cleaned
-    if not isinstance(cleaned, CleanedAsRead):
-        return cleaned.reports() if cleaned else {}
-    accounts = [account for part in parts for account in part.accounts()]
-    return shown_reports(cleaned.clean, [account["cleaned"] for account in accounts])
-
-
-def _check_blocks(preparation: Preparation, splits: dict, parts: list[_Part], reports: dict) -> None:
-    """Check the blocks of each split; if cleaning left too little, print `reports`, which say what it took out."""
-    outputs = [output for part in parts for output in part.outputs]
-    try:
-        check_blocks(splits, preparation.data, preparation.sequence_length, SplitSizes.joined(outputs))
-    except UserError:
-        if reports:
-            print(report_text(reports), file=sys.stderr)
-        raise
-
-
 def _summed(skips: list[dict]) -> dict[str, int]:
     """Sum what was left out while reading, over all tasks."""
     return {reason: sum(skip.get(reason, 0) for skip in skips) for reason in ("undecodable", "empty")}
@@ -291,15 +284,11 @@ def _link_shards(parts: list[_Part], results: list[dict], target: Path) -> dict:
     for number, (path, shard) in enumerate(shards):
         shard["file"] = f"data-{number:05d}-of-{len(shards):05d}.arrow"
         # Linked, not moved: a second try finds the tasks' shards again.
-        _link(path, target / shard["file"])
+        try:
+            os.link(path, target / shard["file"])
+        except OSError:  # a file system without links
+            shutil.copyfile(path, target / shard["file"])
     return split_entry(target, [shard for _, shard in shards], results[0]["splits"]["train"]["dtype"])
-
-
-def _link(path: Path, target: Path) -> None:
-    try:
-        os.link(path, target)
-    except OSError:  # a file system without links
-        shutil.copyfile(path, target)
 
 
 def _join_validation(parts: list[_Part], results: list[dict], target: Path) -> tuple[dict, np.ndarray]:
@@ -350,7 +339,8 @@ def _manifest(
         "skipped": _summed(skips),
         **reports,
         "splits": splits,
-        "versions": _versions(),
+        # Of the packages that shape the bytes.
+        "versions": {package: version(package) for package in ("numpy", "pyarrow", "tokenizers")},
     }
 
 
@@ -381,10 +371,3 @@ def _encoding(accounts: list[dict]) -> dict:
         "backends": sorted(backends),
         "checked_documents": sum(each["checked_documents"] for each in found),
     }
-
-
-def _versions() -> dict:
-    """List the versions of the packages that shape the bytes."""
-    from importlib.metadata import version
-
-    return {package: version(package) for package in ("numpy", "pyarrow", "tokenizers")}

@@ -113,16 +113,12 @@ def survey_source(
             used.append(number)
             largest, left = max(largest, train["tokens"]), left.less(train["documents"], train["tokens"])
             continue
-        sure = _surely_needed(left, largest or most_tokens)
+        # Of the next tasks, those that are needed whole if none has more tokens than the largest.
+        most = largest or most_tokens
+        by_tokens_alone = left.tokens is not None and left.documents is None
+        sure = int(SURE_SHARE * left.tokens / most) if by_tokens_alone and most else 1
         if sure > 1:
             waiting = [n for n in numbers[place : place + sure] if not tokenize.folder(n).is_dir()]
             return SourceSurvey(used, {}, waiting, False)
         return SourceSurvey(used, {number: left}, [number], False)
     return SourceSurvey(used, {}, [], True)
-
-
-def _surely_needed(left: Portion, largest: int | None) -> int:
-    """Count the next tasks that are needed whole if none has more tokens than `largest`."""
-    if left.tokens is None or left.documents is not None or not largest:
-        return 1
-    return int(SURE_SHARE * left.tokens / largest)

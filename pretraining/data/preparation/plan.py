@@ -20,7 +20,7 @@ from pretraining.data.preparation.cleaning import (
     Match,
     Signatures,
 )
-from pretraining.data.preparation.execution import Stage
+from pretraining.data.preparation.stage import Stage
 from pretraining.data.preparation.survey import Begun, Survey, survey_source
 from pretraining.data.preparation.tokenizing import (
     ALL,
