@@ -48,11 +48,6 @@ class RuleReport:
     rejected: dict[str, Rejected] = field(default_factory=dict)
     changed: dict[str, Change] = field(default_factory=dict)
 
-    @property
-    def documents(self) -> int:
-        """Texts that this rule rejected."""
-        return sum(entry.documents for entry in self.rejected.values())
-
     def add(self, other: "RuleReport") -> None:
         """Add what the same rule did to later texts."""
         for cause, entry in other.rejected.items():
@@ -142,55 +137,37 @@ class FilterReport:
 
     def as_text(self, examples: bool = False) -> str:
         """Format what each rule and cause removed, most documents first; if `examples`, show examples below."""
-        return _as_table(self, examples)
+        rows = [("read", self.documents, self.num_bytes)]
+        rejections = [
+            (f"{rule.name}: {cause}", entry)
+            for rule in self.rules
+            # By name if counts are equal, so that the table is always the same.
+            for cause, entry in sorted(rule.rejected.items(), key=lambda item: (-item[1].documents, item[0]))
+        ]
+        rows += [(title, entry.documents, entry.num_bytes) for title, entry in rejections]
+        rows.append(("kept", self.kept_documents, self.kept_bytes))
+        width = max(len(title) for title, *_ in rows)
+        lines = [f"{'':{width}}  {'documents':>13}  {'share':>7}  {'text':>10}  {'share':>7}"]
+        for title, documents, num_bytes in rows:
+            # A corpus may be empty.
+            shares = documents / max(self.documents, 1), num_bytes / max(self.num_bytes, 1)
+            size = f"{num_bytes / 1e6:,.2f} MB"
+            lines.append(f"{title:{width}}  {documents:13,}  {shares[0]:7.2%}  {size:>10}  {shares[1]:7.2%}")
+        for rule in self.rules:
+            lines += [
+                f"{rule.name} changed: {kind}, {change.times:,} times in {change.documents:,} documents"
+                for kind, change in sorted(rule.changed.items())
+            ]
+        for title, entry in rejections if examples else ():
+            lines += ["", title]
+            for example in entry.examples:
+                lines.append(f"  {example['where']}: {example['measured']}, wanted {example['wanted']}")
+                # One line for each example, whatever its line breaks.
+                lines.append(f"    {' '.join(example['text'].split())}")
+        return "\n".join(lines)
 
 
 def _num_bytes(text: str) -> int:
     # An ASCII text has a byte a character: no need to encode it.
     # "surrogatepass": a JSON escape can leave half of a surrogate pair, which strict UTF-8 refuses.
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
-
-
-def _as_table(report: FilterReport, examples: bool) -> str:
-    """Format rows (what, documents, their share, text, its share), then the changes, then examples."""
-    rows = [("read", report.documents, report.num_bytes)]
-    for rule in report.rules:
-        for cause, entry in _by_cost(rule):
-            rows.append((f"{rule.name}: {cause}", entry.documents, entry.num_bytes))
-    rows.append(("kept", report.kept_documents, report.kept_bytes))
-    width = max(len(title) for title, *_ in rows)
-    lines = [f"{'':{width}}  {'documents':>13}  {'share':>7}  {'text':>10}  {'share':>7}"]
-    lines += [_row(report, width, *row) for row in rows]
-    lines += [line for rule in report.rules for line in _changes(rule)]
-    return "\n".join(lines + (_examples(report) if examples else []))
-
-
-def _by_cost(rule: RuleReport) -> list[tuple[str, Rejected]]:
-    # By name if counts are equal, so that the table is always the same.
-    return sorted(rule.rejected.items(), key=lambda item: (-item[1].documents, item[0]))
-
-
-def _row(report: FilterReport, width: int, title: str, documents: int, num_bytes: int) -> str:
-    # A corpus may be empty.
-    shares = documents / max(report.documents, 1), num_bytes / max(report.num_bytes, 1)
-    size = f"{num_bytes / 1e6:,.2f} MB"
-    return f"{title:{width}}  {documents:13,}  {shares[0]:7.2%}  {size:>10}  {shares[1]:7.2%}"
-
-
-def _changes(rule: RuleReport) -> list[str]:
-    return [
-        f"{rule.name} changed: {kind}, {change.times:,} times in {change.documents:,} documents"
-        for kind, change in sorted(rule.changed.items())
-    ]
-
-
-def _examples(report: FilterReport) -> list[str]:
-    lines = []
-    for rule in report.rules:
-        for cause, entry in _by_cost(rule):
-            lines += ["", f"{rule.name}: {cause}"]
-            for example in entry.examples:
-                lines.append(f"  {example['where']}: {example['measured']}, wanted {example['wanted']}")
-                # One line for each example, whatever its line breaks.
-                lines.append(f"    {' '.join(example['text'].split())}")
-    return lines
