@@ -103,16 +103,12 @@ class _MappedFiles:
             if len(self._open) >= _OPEN_FILES:
                 # The one that was not used for the longest time.
                 self._open.popitem(last=False)
-            self._open[number] = _map(self.paths[number])
+            try:
+                self._open[number] = np.load(self.paths[number], mmap_mode="r")
+            except ValueError:  # an empty array cannot be mapped
+                self._open[number] = np.load(self.paths[number])
         self._open.move_to_end(number)
         return self._open[number]
-
-
-def _map(path: Path) -> np.ndarray:
-    try:
-        return np.load(path, mmap_mode="r")
-    except ValueError:  # an empty array cannot be mapped
-        return np.load(path)
 
 
 def hash_file(folder: Path, piece: int) -> Path:
@@ -149,22 +145,20 @@ def hash_texts(texts: Sequence[str]) -> np.ndarray:
 def exact_pairs(parts: HashParts, part: int = 0, num_slices: int = 1) -> np.ndarray:
     """Pair each text that occurred before with its first occurrence, in one slice of the hashes: PAIR [pairs]."""
     ranges = _num_ranges(len(parts.documents))
-    found = [_equal_pairs(parts, number, ranges) for number in range(part, ranges, num_slices)]
+    found = []
+    for number in range(part, ranges, num_slices):
+        hashes, documents = _collect_range(parts.columns(), number, ranges)
+        # Equal hashes side by side, each run of them in the order of documents.
+        order = np.lexsort((documents, hashes[:, 1], hashes[:, 0]))
+        hashes, documents = hashes[order], documents[order]
+        same = np.all(hashes[1:] == hashes[:-1], axis=1)
+        starts = np.flatnonzero(np.concatenate([[True], ~same])) if len(documents) else documents
+        leaders = np.repeat(documents[starts], np.diff(starts, append=len(documents)))
+        later = leaders != documents
+        pairs = np.zeros(np.count_nonzero(later), PAIR)
+        pairs["first"], pairs["second"], pairs["similarity"] = leaders[later], documents[later], 1
+        found.append(pairs)
     return unique_pairs(found)
-
-
-def _equal_pairs(parts: HashParts, number: int, ranges: int) -> np.ndarray:
-    hashes, documents = _collect_range(parts.columns(), number, ranges)
-    # Equal hashes side by side, each run of them in the order of documents.
-    order = np.lexsort((documents, hashes[:, 1], hashes[:, 0]))
-    hashes, documents = hashes[order], documents[order]
-    same = np.all(hashes[1:] == hashes[:-1], axis=1)
-    starts = np.flatnonzero(np.concatenate([[True], ~same])) if len(documents) else documents
-    leaders = np.repeat(documents[starts], np.diff(starts, append=len(documents)))
-    later = leaders != documents
-    pairs = np.zeros(np.count_nonzero(later), PAIR)
-    pairs["first"], pairs["second"], pairs["similarity"] = leaders[later], documents[later], 1
-    return pairs
 
 
 def match_slice(parts: SignatureParts, spec: MinHashSpec, part: int = 0, num_slices: int = 1) -> np.ndarray:
@@ -177,20 +171,13 @@ def match_slice(parts: SignatureParts, spec: MinHashSpec, part: int = 0, num_sli
     for cell in range(part, spec.bands * ranges, num_slices):
         band, number = divmod(cell, ranges)
         keys, documents = _collect_range(parts.columns(band), number, ranges)
-        found.append(_matches(parts, keys, documents, spec.guarded))
+        order = np.argsort(keys, kind="stable")  # equal keys stay in the order of documents
+        keys, documents = keys[order], documents[order]
+        for first, second in _candidates(keys):
+            for start in range(0, len(first), _CHECKED_AT_ONCE):
+                some = slice(start, start + _CHECKED_AT_ONCE)
+                found.append(_checked(parts, documents[first[some]], documents[second[some]], spec.guarded))
     return unique_pairs(found)
-
-
-def _matches(parts: SignatureParts, keys: np.ndarray, documents: np.ndarray, least: float) -> np.ndarray:
-    """Find the confirmed pairs of the documents of one cell."""
-    order = np.argsort(keys, kind="stable")  # equal keys stay in the order of documents
-    keys, documents = keys[order], documents[order]
-    found = [np.zeros(0, PAIR)]
-    for first, second in _candidates(keys):
-        for start in range(0, len(first), _CHECKED_AT_ONCE):
-            some = slice(start, start + _CHECKED_AT_ONCE)
-            found.append(_checked(parts, documents[first[some]], documents[second[some]], least))
-    return np.concatenate(found)
 
 
 def _candidates(keys: np.ndarray) -> Iterable[tuple[np.ndarray, np.ndarray]]:
