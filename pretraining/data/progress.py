@@ -11,10 +11,10 @@ class Silence:
     shown = False
 
     def add(self, num_documents: int, num_bytes: int, num_tokens: int = 0) -> None:
-        """Show nothing."""
+        pass
 
     def label(self, description: str) -> None:
-        """Show nothing."""
+        pass
 
 
 LOG_SECONDS = 10.0
@@ -56,6 +56,10 @@ class Progress:
         self._bar.update(num_bytes)
         total = f" of {self._total_bytes / 1e6:,.1f}" if self._total_bytes else ""
         self._log(f"{self._bytes / 1e6:,.1f}{total} MB, {counts}")
+
+    def add_shard(self, entry: dict) -> None:
+        """Count a shard by its entry of the manifest."""
+        self.add(entry["documents"], entry["size"], entry["tokens"])
 
     def _log(self, text: str) -> None:
         if self._logs and time.perf_counter() - self._last_line >= LOG_SECONDS:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from pretraining.data.publishing import discard, preparation_lock, publish, star
 from pretraining.data.shard_writer import SplitWriter
 from pretraining.data.shards import token_dtype
 from pretraining.data.tokenizer import TokenizerInfo, describe_tokenizer, save_tokenizer
-from pretraining.data.tools.finished import FinishedData, SplitDocuments, count_tokens, open_finished
+from pretraining.data.tools.finished import SplitDocuments, count_tokens, open_finished
 from pretraining.data.tools.formats import (
     DatatroveFile,
     MegatronFile,
@@ -36,9 +36,6 @@ from pretraining.data.tools.formats import (
 from pretraining.data.tools.streams import BinFile, MdsFolder, bin_files, mds_indexes, named_splits
 from pretraining.errors import UserError, file_error
 from pretraining.runtime.durable_files import replacing
-
-if TYPE_CHECKING:
-    import tokenizers
 
 FORMATS = ("megatron", "datatrove")
 READ_ONLY = ("bin", "mds")
@@ -59,48 +56,80 @@ def export_data(folder: Path, form: str, out: Path, show_progress: bool = False)
     """
     data = open_finished(folder)
     splits = [data.split(name) for name in data.split_names]
+    given = data.manifest["data"].get("tokenizer")
+    tokenizer = given if isinstance(given, str) else data.manifest["name"]
     with _new_folder(out) as building:
         with Progress("converting", show_progress, num_shard_bytes(data.manifest)) as progress:
             for split in splits:
-                _export_split(data, split, form, building, progress)
+                if form == "megatron":
+                    write_megatron(split, building / split.name, progress.add_shard)
+                else:
+                    # datatrove's metadata separates its fields by "|".
+                    name = tokenizer.replace("|", "/")
+                    write_datatrove(split, building / split.name, name, progress.add_shard)
         shutil.copytree(data.tokenizer_folder, building / "tokenizer")
     counts = {split.name: {"documents": split.num_documents, "tokens": split.num_tokens} for split in splits}
     return {"format": form, "folder": str(out), **counts}
 
 
-def _export_split(
-    data: FinishedData, split: SplitDocuments, form: str, building: Path, progress: Progress
-) -> None:
-    def on_shard(entry: dict) -> None:
-        progress.add(entry["documents"], entry["size"], entry["tokens"])
+class TokenFiles(NamedTuple):
+    """Another tool's token files."""
 
-    if form == "megatron":
-        write_megatron(split, building / split.name, on_shard)
-    else:
-        given = data.manifest["data"].get("tokenizer")
-        name = given if isinstance(given, str) else data.manifest["name"]
-        # datatrove's metadata separates its fields by "|".
-        write_datatrove(split, building / split.name, name.replace("|", "/"), on_shard)
+    form: str
+    origin: Path
+    """A Megatron prefix, a .ds or .bin file, an MDS folder, or a folder of them."""
+    dtype: str | None = None
+    """Of raw .bin, and of a column of bytes in MDS."""
+    column: str | None = None
+    """The tokens in MDS."""
+
+    def parts(self, info: TokenizerInfo) -> "list[ForeignPart]":
+        """Open the files at `origin`, in the order of their names, and check that they are whole."""
+        opened: list = []
+        if self.form == "bin":
+            files = bin_files(self.origin) if self.origin.is_dir() else [self.origin]
+            splits = named_splits([path.stem for path in files])
+            opened = [
+                (path, split, BinFile(path, self.dtype, info.vocab_size, info.eos_token_id))
+                for path, split in zip(files, splits, strict=True)
+            ]
+        elif self.form == "mds":
+            indexes = mds_indexes(self.origin) if self.origin.is_dir() else [self.origin]
+            splits = named_splits([path.parent.name for path in indexes])
+            opened = [
+                (path, split, MdsFolder(path, self.column, self.dtype, info.eos_token_id))
+                for path, split in zip(indexes, splits, strict=True)
+            ]
+        elif self.form == "megatron":
+            files = megatron_files(self.origin) if self.origin.is_dir() else [megatron_prefix(self.origin)]
+            opened = [(prefix, _named_split(files, prefix), MegatronFile(prefix)) for prefix in files]
+        else:
+            files = datatrove_files(self.origin) if self.origin.is_dir() else [self.origin]
+            folders = sorted({path.parent for path in files})
+            opened = [(path, _named_split(folders, path.parent), DatatroveFile(path)) for path in files]
+        if not opened:
+            wanted = {"megatron": "PREFIX.idx", "datatrove": ".ds", "bin": ".bin", "mds": "index.json"}[
+                self.form
+            ]
+            raise UserError(
+                f"{self.origin}: no {wanted} files in this folder; give the folder or file that holds the tokens"
+            )
+        return [ForeignPart(path, split, file.size, file.documents()) for path, split, file in opened]
 
 
 def import_data(
     folder: Path,
-    form: str,
-    origin: Path,
+    files: TokenFiles,
     tokenizer: str | None,
     validation_share: float,
     show_progress: bool = False,
-    dtype: str | None = None,
-    column: str | None = None,
 ) -> dict:
-    """Make the new data set `folder` from another tool's token files at `origin`; return its counts.
+    """Make the new data set `folder` from another tool's token files; return its counts.
 
-    `origin` is a Megatron prefix, a .ds or .bin file, an MDS folder, or a folder of them. In a folder that
-    `export_data` wrote, or whose names all say train or validation, these stay as they are; its tokenizer is used if
-    none is given. In other folders a hash of each document's tokens chooses its split.
-
-    dtype: of raw .bin, and of a column of bytes in MDS. column: the tokens in MDS.
+    In a folder that `export_data` wrote, or whose names all say train or validation, these stay as they are; its
+    tokenizer is used if none is given. In other folders a hash of each document's tokens chooses its split.
     """
+    form, origin = files.form, files.origin
     if tokenizer is None and (origin / "tokenizer" / "tokenizer.json").is_file():
         tokenizer = str(origin / "tokenizer")
     if tokenizer is None:
@@ -112,12 +141,21 @@ def import_data(
     if not origin.exists() and form in READ_ONLY:
         raise UserError(f"{origin}: no such file or folder; give what holds the tokens to --from {form}")
     with _new_folder(folder) as building:
-        info = _put_tokenizer(tokenizer, building / "tokenizer")
-        parts = _foreign_parts(form, origin, info, dtype, column)
+        try:
+            save_tokenizer(tokenizer, building / "tokenizer")
+            info = describe_tokenizer(building / "tokenizer", tokenizer)
+        except UserError as error:
+            # The error names a key of a recipe, but this command has an option instead.
+            raise UserError(str(error).replace("data.tokenizer", "--tokenizer")) from error
         writer = ForeignWriter(building, info, validation_share)
-        entries = writer.write(parts, show_progress)
+        entries = writer.write(files.parts(info), show_progress)
         # Only now: hashes of the documents chose the splits while they were written.
-        _check_splits(writer, origin, validation_share)
+        for name, count in writer.counts.splits.items():
+            if not count:
+                raise UserError(
+                    f"{origin}: {name} would be empty: {writer.counts.documents:,} documents at "
+                    f"--validation_share {validation_share:g}; choose another share"
+                )
         section = {
             "sources": [{"path": str(origin)}],
             "tokenizer": tokenizer,
@@ -131,61 +169,9 @@ def import_data(
     return {"format": form, "folder": str(folder), **counts, **counted}
 
 
-def _foreign_parts(
-    form: str, origin: Path, info: TokenizerInfo, dtype: str | None, column: str | None
-) -> "list[ForeignPart]":
-    """Open the files at `origin`, in the order of their names, and check that they are whole."""
-    opened: list = []
-    if form == "bin":
-        files = bin_files(origin) if origin.is_dir() else [origin]
-        splits = named_splits([path.stem for path in files])
-        opened = [
-            (path, split, BinFile(path, dtype, info.vocab_size, info.eos_token_id))
-            for path, split in zip(files, splits, strict=True)
-        ]
-    elif form == "mds":
-        indexes = mds_indexes(origin) if origin.is_dir() else [origin]
-        splits = named_splits([path.parent.name for path in indexes])
-        opened = [
-            (path, split, MdsFolder(path, column, dtype, info.eos_token_id))
-            for path, split in zip(indexes, splits, strict=True)
-        ]
-    elif form == "megatron":
-        files = megatron_files(origin) if origin.is_dir() else [megatron_prefix(origin)]
-        opened = [(prefix, _named_split(files, prefix), MegatronFile(prefix)) for prefix in files]
-    else:
-        files = datatrove_files(origin) if origin.is_dir() else [origin]
-        folders = sorted({path.parent for path in files})
-        opened = [(path, _named_split(folders, path.parent), DatatroveFile(path)) for path in files]
-    if not opened:
-        wanted = {"megatron": "PREFIX.idx", "datatrove": ".ds", "bin": ".bin", "mds": "index.json"}[form]
-        raise UserError(
-            f"{origin}: no {wanted} files in this folder; give the folder or file that holds the tokens"
-        )
-    return [ForeignPart(path, split, file.size, file.documents()) for path, split, file in opened]
-
-
 def _named_split(paths: list[Path], path: Path) -> str | None:
     """Return the name of `path` if the paths are exactly train and validation, else None."""
     return path.name if sorted(p.name for p in paths) == list(SPLITS) else None
-
-
-def _put_tokenizer(name: str, folder: Path) -> TokenizerInfo:
-    try:
-        save_tokenizer(name, folder)
-        return describe_tokenizer(folder, name)
-    except UserError as error:
-        # The error names a key of a recipe, but this command has an option instead.
-        raise UserError(str(error).replace("data.tokenizer", "--tokenizer")) from error
-
-
-def _check_splits(writer: "ForeignWriter", origin: Path, validation_share: float) -> None:
-    for name, count in writer.counts.splits.items():
-        if not count:
-            raise UserError(
-                f"{origin}: {name} would be empty: {writer.counts.documents:,} documents at "
-                f"--validation_share {validation_share:g}; choose another share"
-            )
 
 
 def _write_manifest(
@@ -282,7 +268,13 @@ class ForeignWriter:
 
     def _write_batch(self, batch: list[np.ndarray], part: ForeignPart) -> None:
         together = np.concatenate(batch)
-        self._check_ids(together, part)
+        # Foreign files may have signed types, and so negative ids.
+        for extreme in (int(together.min(initial=0)), int(together.max(initial=0))):
+            if not 0 <= extreme < self.info.vocab_size:
+                raise UserError(
+                    f"{part.path}: token id {extreme:,}, but the tokenizer has {self.info.vocab_size:,} ids; give "
+                    "the tokenizer the file was made with"
+                )
         wide, narrow = together.astype("<u4"), together.astype(self.dtype)
         stops = np.cumsum([len(document) for document in batch])
         starts = np.concatenate([[0], stops[:-1]])
@@ -296,30 +288,17 @@ class ForeignWriter:
         for start, end, stop, size in zip(
             *(a.tolist() for a in (starts, ends, stops, num_bytes)), strict=True
         ):
-            split = part.split or self._split_of(wide[start:end])
-            self._append(split, narrow[start:stop], size, closed=end < stop)
-
-    def _append(self, split: str, document: np.ndarray, num_bytes: int, closed: bool) -> None:
-        if not closed:
-            document = np.append(document, self.dtype.type(self.info.eos_token_id))
-        self.writers[split].append(document, num_bytes)
-        self.counts.documents += 1
-        self.counts.tokens += len(document)
-        self.counts.text_bytes += num_bytes
-        self.counts.splits[split] += 1
-
-    def _check_ids(self, tokens: np.ndarray, part: ForeignPart) -> None:
-        """Raise UserError if an id is not one of the tokenizer's."""
-        # Foreign files may have signed types, and so negative ids.
-        for found in (int(tokens.min(initial=0)), int(tokens.max(initial=0))):
-            if not 0 <= found < self.info.vocab_size:
-                raise UserError(
-                    f"{part.path}: token id {found:,}, but the tokenizer has {self.info.vocab_size:,} ids; give "
-                    "the tokenizer the file was made with"
-                )
-
-    def _split_of(self, ids: np.ndarray) -> str:
-        return "validation" if draw_of_tokens(ids) < self.validation_share else "train"
+            document, split = narrow[start:stop], part.split
+            if split is None:
+                is_held_out = draw_of_tokens(wide[start:end]) < self.validation_share
+                split = "validation" if is_held_out else "train"
+            if end == stop:
+                document = np.append(document, self.dtype.type(self.info.eos_token_id))
+            self.writers[split].append(document, size)
+            self.counts.documents += 1
+            self.counts.tokens += len(document)
+            self.counts.text_bytes += size
+            self.counts.splits[split] += 1
 
 
 def _batches_of(documents: Iterable[np.ndarray]) -> Iterator[list[np.ndarray]]:
@@ -345,15 +324,23 @@ class TokenBytes:
     """
 
     def __init__(self, tokenizer_folder: Path, vocab_size: int):
-        from tokenizers import Tokenizer
+        from tokenizers import Tokenizer, decoders, pre_tokenizers
 
         self._decoder = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
-        self._table = _byte_level_table(self._decoder, vocab_size)
+        self._table: np.ndarray | None = None
+        """Bytes of each id: int64 [vocab_size]; None for a tokenizer that is not byte-level."""
         self._left_to_check = CHECKED_DOCUMENTS
+        if isinstance(self._decoder.decoder, decoders.ByteLevel):
+            alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+            self._table = np.zeros(vocab_size, np.int64)
+            for token, number in self._decoder.get_vocab(with_added_tokens=True).items():
+                # Added tokens are spelled as plain text, not a character for each byte.
+                spelled = all(character in alphabet for character in token)
+                self._table[number] = len(token) if spelled else len(token.encode())
 
     @property
     def by_table(self) -> bool:
-        """Say if nothing has to be decoded."""
+        """Whether nothing has to be decoded."""
         return self._table is not None
 
     def count(self, tokens: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -361,38 +348,20 @@ class TokenBytes:
         if self._table is not None:
             before = np.concatenate([[0], np.cumsum(self._table[tokens])])
             counts = before[ends] - before[starts]
-            if self._agrees(tokens, starts, ends, counts):
+            checked = slice(self._left_to_check)
+            texts = self._texts(tokens, starts[checked], ends[checked])
+            self._left_to_check -= len(texts)
+            # A replacement character stands for bytes that are not UTF-8: it has another length than these.
+            pairs = [(text, count) for text, count in zip(texts, counts, strict=False) if "�" not in text]
+            if all(len(text.encode()) == count for text, count in pairs):
                 return counts
             # From here on every document is decoded, those of this batch too.
             self._table = None
         return np.array([len(text.encode()) for text in self._texts(tokens, starts, ends)], np.int64)
 
-    def _agrees(self, tokens: np.ndarray, starts: np.ndarray, ends: np.ndarray, counts: np.ndarray) -> bool:
-        """Compare the table's counts with the decoded text, for the first documents."""
-        checked = slice(self._left_to_check)
-        texts = self._texts(tokens, starts[checked], ends[checked])
-        self._left_to_check -= len(texts)
-        # A replacement character stands for bytes that are not UTF-8: it has another length than these.
-        pairs = [(text, count) for text, count in zip(texts, counts, strict=False) if "�" not in text]
-        return all(len(text.encode()) == count for text, count in pairs)
-
     def _texts(self, tokens: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> list[str]:
         ids = [tokens[start:end].tolist() for start, end in zip(starts, ends, strict=True)]
         return self._decoder.decode_batch(ids, skip_special_tokens=False)
-
-
-def _byte_level_table(tokenizer: "tokenizers.Tokenizer", vocab_size: int) -> np.ndarray | None:
-    """Return the bytes of each id: int64 [vocab_size]; None for a tokenizer that is not byte-level."""
-    from tokenizers import decoders, pre_tokenizers
-
-    if not isinstance(tokenizer.decoder, decoders.ByteLevel):
-        return None
-    alphabet, table = set(pre_tokenizers.ByteLevel.alphabet()), np.zeros(vocab_size, np.int64)
-    for token, number in tokenizer.get_vocab(with_added_tokens=True).items():
-        # Added tokens are spelled as plain text, not a character for each byte.
-        spelled = all(character in alphabet for character in token)
-        table[number] = len(token) if spelled else len(token.encode())
-    return table
 
 
 @contextmanager

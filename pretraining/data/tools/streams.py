@@ -126,8 +126,16 @@ _TEXT_IS_NONE = "Text is no tokens: write it as .jsonl or .parquet, and name tha
 _ARRAY_TYPES = {8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 32: "<u4", 33: "<i4", 64: "<u8", 65: "<i8"}
 """Codes of integers in a column `ndarray` that does not name its type."""
 
+
+def _unzstd(content: bytes) -> bytes:
+    import pyarrow
+
+    with pyarrow.CompressedInputStream(pyarrow.BufferReader(content), "zstd") as stream:
+        return stream.read()
+
+
 _OPENERS: dict[str, Callable[[bytes], bytes]] = {
-    "zstd": lambda content: _unzstd(content),
+    "zstd": _unzstd,
     "gz": gzip.decompress,
     "bz2": bz2.decompress,
 }
@@ -156,15 +164,13 @@ class MdsFolder:
             raise UserError(
                 f"{index}: no column {column or 'tokens'!r}{hint}; it has {listed}. {_TEXT_IS_NONE}"
             )
-        self.decode = _decoder(self._encoding(self.shards[0]), dtype, f"{index}: column {self.column}")
+        encoding = self.shards[0]["column_encodings"][names.index(self.column)]
+        self.decode = _decoder(encoding, dtype, f"{index}: column {self.column}")
 
     @property
     def size(self) -> int:
         """Size of its shards in bytes, unpacked."""
         return sum(shard["raw_data"]["bytes"] for shard in self.shards)
-
-    def _encoding(self, shard: dict) -> str:
-        return shard["column_encodings"][shard["column_names"].index(self.column)]
 
     def documents(self) -> Iterator[np.ndarray]:
         """Yield [tokens] of every document: of samples of one length, which are packed, the stream is cut at its ends.
@@ -215,13 +221,6 @@ class MdsFolder:
             return memoryview(_OPENERS[kind](packed.read_bytes()))
         except (OSError, ValueError, EOFError) as error:
             raise UserError(f"{packed}: cannot be unpacked ({error}); copy it again") from error
-
-
-def _unzstd(content: bytes) -> bytes:
-    import pyarrow
-
-    with pyarrow.CompressedInputStream(pyarrow.BufferReader(content), "zstd") as stream:
-        return stream.read()
 
 
 def _decoder(encoding: str, dtype: str | None, where: str) -> Callable[[memoryview], np.ndarray]:
