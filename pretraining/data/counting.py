@@ -26,7 +26,7 @@ class TokenCounts:
     documents_of_each_source: int | None
     """The most that were counted; None: all."""
     before_cleaning: bool
-    """Does the recipe ask for cleaning, which leaves less?"""
+    """Whether the recipe asks for cleaning, which leaves less."""
     sources: list[dict]
     """For each source documents, text_bytes, tokens (EOS included), bytes_per_token, and compression: bytes of text for
     each byte on disk."""
@@ -34,7 +34,6 @@ class TokenCounts:
     skipped: dict[str, int]
 
     def to_dict(self) -> dict:
-        """Return the counts for a script, as JSON values."""
         return asdict(self)
 
     def as_text(self) -> str:
@@ -69,7 +68,15 @@ def count_data(recipe: Recipe, num_documents: int | None = None, show_progress: 
         for number, source in enumerate(sources):
             skipped: dict[str, int] = {}
             batches = read_batches(number, source.documents(), skipped, data.skip_undecodable)
-            rows.append(_count(_first_documents(batches, num_documents), encoder, progress))
+            row = {"documents": 0, "text_bytes": 0, "tokens": 0}
+            # Reads the next batches while this one is encoded.
+            for batch in prefetch(_first_documents(batches, num_documents)):
+                tokens, _ = encoder.encode(batch.texts, batch.wheres)
+                row["documents"] += len(batch.texts)
+                row["text_bytes"] += sum(batch.num_bytes)
+                row["tokens"] += len(tokens)
+                progress.add(len(batch.texts), sum(batch.num_bytes), len(tokens))
+            rows.append(row)
             skips.append(skipped)
     token_bytes = encoder.dtype.itemsize
     total = {key: sum(row[key] for row in rows) for key in rows[0]}
@@ -107,18 +114,6 @@ def _open_encoder(recipe: Recipe, corpus: Corpus, folder: Path, progress: Progre
     if encoder.note and progress.shown:
         print(encoder.note, file=sys.stderr)
     return encoder
-
-
-def _count(batches: Iterator[Batch], encoder: "Encoder", progress: Progress) -> dict:
-    row = {"documents": 0, "text_bytes": 0, "tokens": 0}
-    # Reads the next batches while this one is encoded.
-    for batch in prefetch(batches):
-        tokens, _ = encoder.encode(batch.texts, batch.wheres)
-        row["documents"] += len(batch.texts)
-        row["text_bytes"] += sum(batch.num_bytes)
-        row["tokens"] += len(tokens)
-        progress.add(len(batch.texts), sum(batch.num_bytes), len(tokens))
-    return row
 
 
 def _first_documents(batches: Iterator[Batch], count: int | None) -> Iterator[Batch]:
