@@ -38,7 +38,6 @@ def from_origin(origin: str) -> str:
 
 
 def is_from_origin(fingerprint: str) -> bool:
-    """Return whether a fingerprint is that of tokens which were not there yet."""
     return fingerprint.startswith("origin:")
 
 
@@ -113,7 +112,6 @@ class ArrivingSplit(ScatteredSplit):
         return excerpt_of(manifest, splits, self.portions, lambda: np.load(self.place / POSITIONS_FILE))
 
     def refresh(self) -> None:
-        """Take in what has arrived since."""
         if not self.is_whole and (seen := self.look()) is not None:
             manifest, self.is_whole = seen
             self._take(manifest["splits"]["train"])

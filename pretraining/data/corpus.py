@@ -169,7 +169,6 @@ class Corpus:
         )
 
     def check_unchanged(self) -> None:
-        """Raise UserError for a file of this machine that changed since the sources were opened."""
         for source in self.sources:
             source.check_unchanged()
 
@@ -186,7 +185,6 @@ class Corpus:
 
     @classmethod
     def from_json(cls, values: dict) -> "Corpus":
-        """Open the corpus that `to_json` describes."""
         pieces = [
             Piece(source, [Extent(*extent) for extent in extents]) for source, extents in values["pieces"]
         ]

@@ -58,7 +58,6 @@ class Progress:
         self._log(f"{self._bytes / 1e6:,.1f}{total} MB, {counts}")
 
     def add_shard(self, entry: dict) -> None:
-        """Count a shard by its entry of the manifest."""
         self.add(entry["documents"], entry["size"], entry["tokens"])
 
     def _log(self, text: str) -> None:

@@ -98,7 +98,6 @@ def start_building(folder: Path) -> Path:
 
 
 def discard(folder: Path) -> None:
-    """Remove what was being built for `folder`."""
     shutil.rmtree(_building(folder), ignore_errors=True)
 
 

@@ -58,7 +58,6 @@ class FileSource:
         return digest_of([(*self._identity(self.files[extent.file]), *extent[1:]) for extent in extents])
 
     def check_unchanged(self) -> None:
-        """Raise UserError for a file of this machine that changed since the source was opened."""
         for file in self.files:
             file.check_unchanged()
 
@@ -123,18 +122,15 @@ class HubSource:
                 raise self._unreachable(error) from error
 
     def cut(self, piece_bytes: int) -> list[list[Extent]]:
-        """Cut one piece for each file that the dataset is stored in."""
         return [[Extent(number)] for number in range(self._stream().num_shards)]
 
     def digest_of(self, extents: Iterable[Extent]) -> str:
-        """Digest what decides the text of the extents."""
         return digest_of([self.fingerprint(), [list(extent) for extent in extents]])
 
     def check_unchanged(self) -> None:
-        """Do nothing: the hub keeps its commits."""
+        pass  # the hub keeps its commits
 
     def to_json(self) -> dict:
-        """Describe the source, for a process on another machine."""
         return {**asdict(self), "fingerprint": self._fingerprint}
 
     def _stream(self):
@@ -154,7 +150,6 @@ class HubSource:
         )
 
     def content(self) -> str:
-        """Hash what its fingerprint holds: a commit names its content."""
         return digest_of(self._fingerprint)
 
     def fingerprint(self) -> dict:

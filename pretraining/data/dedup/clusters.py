@@ -127,7 +127,6 @@ def assign_fates(
 
 
 def count_fates(fates: Sequence[np.ndarray]) -> dict[str, int]:
-    """Count the documents of each fate."""
     counts = sum(np.bincount(some, minlength=len(FATE_NAMES)) for some in fates)
     return dict(zip(FATE_NAMES, map(int, counts), strict=True))
 

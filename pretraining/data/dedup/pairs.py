@@ -112,12 +112,10 @@ class _MappedFiles:
 
 
 def hash_file(folder: Path, piece: int) -> Path:
-    """Return the path of the text hashes of a piece."""
     return folder / f"{piece:05d}.hashes.npy"
 
 
 def _signature_files(folder: Path, piece: int) -> tuple[Path, Path]:
-    """Return the paths of the band keys and of the sketches of a piece."""
     return folder / f"{piece:05d}.keys.npy", folder / f"{piece:05d}.sketch.npy"
 
 

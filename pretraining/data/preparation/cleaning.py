@@ -145,7 +145,6 @@ class EvaluationSets(Stage):
                         break
 
     def index(self) -> ContaminationIndex:
-        """Read the finished index."""
         (folder,) = self.outputs()
         values = json.loads((folder / INDEX_NAME).read_text(encoding="utf-8"))
         lengths = values.pop("lengths")
@@ -171,7 +170,6 @@ class Clean(Stage):
 
     @cached_property
     def keys(self) -> list[str]:
-        """Make a key for each piece, which depends on its text and on every rule."""
         evaluation = self.evaluation_sets.keys if self.evaluation_sets else []
         compared = [self.dedup.exact, self.dedup.minhash and asdict(self.dedup.minhash)] if self.dedup else []
         return [digest_of(self.consulted, evaluation, compared, key) for key in self.corpus.keys]
@@ -215,7 +213,6 @@ class Clean(Stage):
                     yield Document(text, where)
 
     def reports(self) -> list[dict]:
-        """Read what each piece lost: {"skipped", "filters", "decontamination"}."""
         return [json.loads((output / REPORT_NAME).read_text(encoding="utf-8")) for output in self.outputs()]
 
 
@@ -249,7 +246,6 @@ class Cleaner:
             yield from kept
 
     def reports(self) -> dict:
-        """Report what was taken out, for the manifest."""
         return {"filters": self._chain.report.to_dict(), "decontamination": self._contaminations}
 
 
@@ -293,11 +289,9 @@ class Signatures(Stage):
 
     @cached_property
     def keys(self) -> list[str]:
-        """Make one key, of all pieces."""
         return [digest_of(self.clean.keys)]
 
     def run(self, number: int, folder: Path, progress: Progress | Silence) -> None:
-        """Link the files."""
         for piece, output in enumerate(self.clean.outputs()):
             for kind in ("hashes", "keys", "sketch"):
                 # Only the kinds that `data.dedup` asks for are there.
@@ -316,7 +310,6 @@ class Match(Stage):
 
     @cached_property
     def keys(self) -> list[str]:
-        """Make a key for each slice, which depends on all pieces."""
         # At least one slice, also for a small corpus.
         slices = range(max(1, self.num_pieces // PIECES_PER_SLICE))
         return [digest_of(self.signatures.keys, number) for number in slices]
@@ -345,7 +338,6 @@ class Fates(Stage):
 
     @cached_property
     def keys(self) -> list[str]:
-        """Make one key, of all pairs."""
         return [digest_of(self.match.keys, self.dedup.remove, self.validation_share)]
 
     def run(self, number: int, folder: Path, progress: Progress | Silence) -> None:
@@ -371,7 +363,6 @@ class Fates(Stage):
         return np.load(self.outputs()[0] / f"{number:05d}.npy")
 
     def report(self) -> dict:
-        """Read what was found, over all pieces."""
         return json.loads((self.outputs()[0] / REPORT_NAME).read_text(encoding="utf-8"))
 
 
@@ -400,7 +391,6 @@ class _Cleaned:
         return [digest_of(key, fates) for key in self.clean.keys]
 
     def is_empty(self, skipped: dict[str, int]) -> UserError:
-        """Make the error of a corpus of which nothing is left."""
         return self.corpus.is_empty(skipped, self.cleaned_by)
 
     def _reports(self, cleaned: list[dict]) -> dict:
@@ -421,7 +411,6 @@ class CleanedCorpus(_Cleaned):
 
     @property
     def stages(self) -> list[Stage]:
-        """The stages that clean, in their order."""
         comparing = [self.fates.match.signatures, self.fates.match, self.fates] if self.fates else []
         return [*filter(None, [self.clean.evaluation_sets]), self.clean, *comparing]
 

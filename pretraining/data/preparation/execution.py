@@ -53,7 +53,6 @@ class Execution:
 
     @property
     def num_workers(self) -> int:
-        """Count the processes on this machine."""
         # Not `cpu_count`: a job of a cluster may use only some of the machine's cores.
         return self.workers or len(os.sched_getaffinity(0))
 

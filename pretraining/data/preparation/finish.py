@@ -118,7 +118,6 @@ class _Earlier:
 
     @cached_property
     def validation(self) -> TokenSplit:
-        """Open its validation split."""
         return TokenSplit(self.folder / "validation", self.manifest["splits"]["validation"])
 
     def shards_of(self, source: int, count: int) -> list[tuple[Path, dict]]:

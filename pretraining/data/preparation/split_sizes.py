@@ -21,7 +21,6 @@ class SplitSizes:
         self._num_documents = 0
 
     def extend(self, draws: list[float], num_tokens: list[int]) -> None:
-        """Record more documents, of `num_tokens` tokens each."""
         self._num_documents += len(draws)
         room = max(0, RECORDED_DOCUMENTS - len(self._draws))
         self._draws.extend(draws[:room])

@@ -45,7 +45,6 @@ class Begun:
         return begun if begun.tasks and begun.keys == digest_of(keys[: begun.tasks]) else None
 
     def to_dict(self) -> dict:
-        """Return what `of` reads."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
@@ -71,12 +70,10 @@ class Survey:
 
     @property
     def bounds(self) -> dict[int, Portion]:
-        """Return the bounds of all sources' tasks."""
         return {number: bound for source in self.sources for number, bound in source.bounds.items()}
 
     @property
     def missing(self) -> list[int]:
-        """List the tasks to run next."""
         return [number for source in self.sources for number in source.missing]
 
 

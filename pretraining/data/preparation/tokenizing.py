@@ -56,7 +56,6 @@ class MakeTokenizer(Stage):
 
     @cached_property
     def keys(self) -> list[str]:
-        """Make one key; if the tokenizer is trained, it depends on all texts."""
         trained = isinstance(self.tokenizer, dict)
         trained_on = [self.texts.keys, self.validation_share] if trained else []
         return [digest_of(self.tokenizer, local_fingerprint(self.tokenizer), self.vocab_size, trained_on)]
@@ -75,12 +74,10 @@ class MakeTokenizer(Stage):
         check_vocabulary(self.describe(folder).vocab_size, self.vocab_size)
 
     def describe(self, folder: Path) -> TokenizerInfo:
-        """Describe the tokenizer in `folder`."""
         return describe_tokenizer(folder, str(self.tokenizer))
 
     @property
     def output(self) -> Path:
-        """Return the folder of the finished tokenizer."""
         return self.outputs()[0]
 
     def _training_texts(self, progress: Progress | Silence) -> Iterator[str]:
@@ -171,7 +168,6 @@ class Tokenize(Stage):
         return replace(self, bounds=bounds)
 
     def results(self) -> list[dict]:
-        """Read what each task reports about its output."""
         return [self.result(number) for number in range(len(self.keys))]
 
     def result(self, number: int) -> dict:

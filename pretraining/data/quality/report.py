@@ -20,7 +20,6 @@ class Rejected:
     """{where, text, measured, wanted}, in the order in which the texts were read."""
 
     def add(self, other: "Rejected") -> None:
-        """Add the counts of later texts."""
         self.documents += other.documents
         self.num_bytes += other.num_bytes
         # The earliest examples stay, as one worker would have kept them.
@@ -35,7 +34,6 @@ class Change:
     times: int = 0
 
     def add(self, other: "Change") -> None:
-        """Add the counts of other texts."""
         self.documents += other.documents
         self.times += other.times
 
@@ -49,7 +47,6 @@ class RuleReport:
     changed: dict[str, Change] = field(default_factory=dict)
 
     def add(self, other: "RuleReport") -> None:
-        """Add what the same rule did to later texts."""
         for cause, entry in other.rejected.items():
             self.rejected.setdefault(cause, Rejected()).add(entry)
         for kind, change in other.changed.items():
@@ -77,17 +74,14 @@ class FilterReport:
         return cls([RuleReport(title) for title in titles])
 
     def count_read(self, text: str) -> None:
-        """Count a text that enters the chain."""
         self.documents += 1
         self.num_bytes += _num_bytes(text)
 
     def count_kept(self, text: str) -> None:
-        """Count a text that leaves the chain."""
         self.kept_documents += 1
         self.kept_bytes += _num_bytes(text)
 
     def count_changed(self, rule: int, counts: dict[str, int]) -> None:
-        """Count the changes that a rule made in one text: kind -> how often."""
         changed = self.rules[rule].changed
         for kind, times in counts.items():
             changed.setdefault(kind, Change()).add(Change(1, times))
@@ -124,7 +118,6 @@ class FilterReport:
 
     @classmethod
     def from_dict(cls, values: dict) -> "FilterReport":
-        """Read what `to_dict` returned."""
         rules = [
             RuleReport(
                 rule["name"],

@@ -84,7 +84,6 @@ class MegatronFile:
 
     @property
     def size(self) -> int:
-        """Size of its tokens in bytes."""
         return self.bin.stat().st_size
 
     def _read_index(self) -> None:
@@ -129,7 +128,6 @@ class MegatronFile:
             raise UserError(f"{self.idx}: damaged: its documents do not follow each other; copy it again")
 
     def documents(self) -> Iterator[np.ndarray]:
-        """Yield [tokens] of every document in order: its sequences joined, or an empty array if it has none."""
         if not self.size:
             return
         content = mapped(self.bin)
@@ -145,7 +143,6 @@ class MegatronFile:
 
 
 def megatron_files(folder: Path) -> list[Path]:
-    """List the prefixes of the indexed data sets in a folder, sorted."""
     return sorted(path.with_suffix("") for path in folder.glob("*.idx"))
 
 
@@ -202,7 +199,6 @@ class DatatroveFile:
 
     @property
     def size(self) -> int:
-        """Size of its tokens in bytes."""
         return self.path.stat().st_size
 
     def _check(self) -> None:
@@ -219,7 +215,6 @@ class DatatroveFile:
         self.dtype = np.dtype(DATATROVE_TYPES[self.size // count if count else 2])
 
     def documents(self) -> Iterator[np.ndarray]:
-        """Yield [tokens] of every document in order."""
         if not self.size:
             return
         tokens, start = np.frombuffer(mapped(self.path), self.dtype), 0
@@ -230,5 +225,4 @@ class DatatroveFile:
 
 
 def datatrove_files(folder: Path) -> list[Path]:
-    """List the .ds files below a folder, sorted."""
     return sorted(folder.rglob("*.ds"))

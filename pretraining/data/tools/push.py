@@ -113,7 +113,6 @@ def hub_refusal(error: Exception, repo_id: str) -> UserError:
 
 
 def plan_text(plan: dict) -> str:
-    """Format the plan for a reader: files with their bytes, then the card."""
     lines = [f"{size:>16,}  {path}" for path, size in plan["files"].items()]
     head = f"would upload {len(plan['files']):,} files, {plan['size']:,} bytes, to the data set {plan['repo_id']}"
     note = f"{MANIFEST_NAME} goes up as it is, with the paths and names of the sources"

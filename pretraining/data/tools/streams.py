@@ -89,11 +89,9 @@ class BinFile:
 
     @property
     def size(self) -> int:
-        """Size of its tokens in bytes."""
         return self.path.stat().st_size - self.start
 
     def documents(self) -> Iterator[np.ndarray]:
-        """Yield [tokens] of every document in order."""
         if not self.size:
             return
         content = mapped(self.path)
@@ -114,7 +112,6 @@ def _with_ends(documents: Iterator[np.ndarray], eos: int, path: Path) -> Iterato
 
 
 def bin_files(folder: Path) -> list[Path]:
-    """List the .bin files of a folder, sorted."""
     return sorted(folder.glob("*.bin"))
 
 
@@ -248,6 +245,5 @@ def _decoder(encoding: str, dtype: str | None, where: str) -> Callable[[memoryvi
 
 
 def mds_indexes(folder: Path) -> list[Path]:
-    """List index.json of a folder, or of the folders in it that have one."""
     index = folder / "index.json"
     return [index] if index.is_file() else sorted(folder.rglob("index.json"))
