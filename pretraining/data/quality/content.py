@@ -109,32 +109,13 @@ class Language(Rule):
 
 
 _WORD = re.compile(r"\w+")
-_LISTED = {
-    "ar": "arabic",
-    "cs": "czech",
-    "da": "danish",
-    "de": "german",
-    "en": "english",
-    "eo": "esperanto",
-    "es": "spanish",
-    "fa": "persian",
-    "fi": "finnish",
-    "fr": "french",
-    "hi": "hindi",
-    "hu": "hungarian",
-    "it": "italian",
-    "ja": "japanese",
-    "ko": "korean",
-    "nl": "dutch",
-    "no": "norwegian",
-    "pl": "polish",
-    "pt": "portuguese",
-    "ru": "russian",
-    "sv": "swedish",
-    "th": "thai",
-    "tr": "turkish",
-    "zh": "chinese",
-}
+_LISTED_NAMES = (
+    "ar:arabic cs:czech da:danish de:german en:english eo:esperanto es:spanish fa:persian fi:finnish "
+    "fr:french hi:hindi hu:hungarian it:italian ja:japanese ko:korean nl:dutch no:norwegian pl:polish "
+    "pt:portuguese ru:russian sv:swedish th:thai tr:turkish zh:chinese"
+)
+
+_LISTED = dict(pair.split(":") for pair in _LISTED_NAMES.split())
 """Languages by ISO 639-1 that glin-profanity 4.1.0 has lists for, and what it calls them."""
 
 _UNSPACED = ("ja", "th", "zh")

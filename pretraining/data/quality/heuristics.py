@@ -101,7 +101,7 @@ class GopherQuality(Rule):
             or above("ellipses", ellipses, self.max_symbols_per_word)
             or self._judge_lines(view.text)
             or below("alphabetic_words", float(view.words.is_alphabetic.mean()), self.min_alphabetic_words)
-            or self._judge_stop_words(view)
+            or below("stop_words", view.words.count_distinct(tuple(self.stop_words)), self.min_stop_words)
         )
 
     def _judge_lines(self, text: str) -> Rejection | None:
@@ -114,11 +114,6 @@ class GopherQuality(Rule):
         return above("bullet_lines", bullets, self.max_bullet_lines) or above(
             "ellipsis_lines", ellipses, self.max_ellipsis_lines
         )
-
-    def _judge_stop_words(self, view: TextView) -> Rejection | None:
-        if not self.min_stop_words:
-            return None
-        return below("stop_words", view.words.count_distinct(tuple(self.stop_words)), self.min_stop_words)
 
 
 _NGRAM_SHARES = {

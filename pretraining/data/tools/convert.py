@@ -4,7 +4,7 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -150,62 +150,67 @@ def import_data(
         writer = ForeignWriter(building, info, validation_share)
         entries = writer.write(files.parts(info), show_progress)
         # Only now: hashes of the documents chose the splits while they were written.
-        for name, count in writer.counts.splits.items():
-            if not count:
+        together = _sums(entries)
+        for name, entry in entries.items():
+            if not entry["documents"]:
                 raise UserError(
-                    f"{origin}: {name} would be empty: {writer.counts.documents:,} documents at "
+                    f"{origin}: {name} would be empty: {together['documents']:,} documents at "
                     f"--validation_share {validation_share:g}; choose another share"
                 )
+        validation = SplitDocuments(building, "validation", entries["validation"], [folder.name])
+        bits = entropy_bits(count_tokens(validation, info.vocab_size))
+        entries["validation"]["unigram_bits_per_byte"] = round(
+            bits / max(1, entries["validation"]["bytes"]), 6
+        )
+        with replacing(building / "dataset_dict.json") as file:
+            json.dump({"splits": list(SPLITS)}, file)
         section = {
             "sources": [{"path": str(origin)}],
             "tokenizer": tokenizer,
             "validation_share": validation_share,
         }
-        _write_manifest(building, folder.name, form, section, writer, entries)
-    counted = {key: value for key, value in vars(writer.counts).items() if key != "splits"}
+        # The manifest is the last file, because it says that the data set is complete.
+        with replacing(building / MANIFEST_NAME) as file:
+            manifest = _manifest(folder.name, files, section, writer, entries)
+            file.write(json.dumps(manifest, indent=2) + "\n")
     counts = {
         name: {key: entry[key] for key in ("documents", "tokens", "bytes")} for name, entry in entries.items()
     }
-    return {"format": form, "folder": str(folder), **counts, **counted}
+    changed = {"eos_added": writer.eos_added, "empty": writer.empty}
+    return {"format": form, "folder": str(folder), **counts, **together, **changed}
 
 
-def _named_split(paths: list[Path], path: Path) -> str | None:
-    """Return the name of `path` if the paths are exactly train and validation, else None."""
-    return path.name if sorted(p.name for p in paths) == list(SPLITS) else None
+def _sums(entries: dict) -> dict[str, int]:
+    """Sum documents, tokens and bytes of text over the splits."""
+    keys = {"documents": "documents", "tokens": "tokens", "text_bytes": "bytes"}
+    return {key: sum(entry[name] for entry in entries.values()) for key, name in keys.items()}
 
 
-def _write_manifest(
-    building: Path, name: str, form: str, section: dict, writer: "ForeignWriter", entries: dict
-) -> None:
-    """Write the last files of a converted data set. `converted_from` says that no recipe section made it."""
-    counts, info = writer.counts, vars(writer.info)
-    with replacing(building / "dataset_dict.json") as file:
-        json.dump({"splits": list(SPLITS)}, file)
-    validation = SplitDocuments(building, "validation", entries["validation"], [name])
-    bits = entropy_bits(count_tokens(validation, writer.info.vocab_size))
-    entries["validation"]["unigram_bits_per_byte"] = round(bits / max(1, entries["validation"]["bytes"]), 6)
+def _manifest(name: str, files: TokenFiles, section: dict, writer: "ForeignWriter", entries: dict) -> dict:
+    """Make the manifest of a converted data set. `converted_from` says that no recipe section made it."""
     fingerprint = content_fingerprint(entries)
-    source = {"fingerprint": fingerprint, "documents": counts.documents, "tokens": counts.tokens}
-    manifest = {
+    return {
         "format": FORMAT,
         "name": name,
         "fingerprint": fingerprint,
         "data": {**section, "skip_undecodable": False},
         "converted_from": {
-            "format": form,
-            "path": section["sources"][0]["path"],
-            "eos_added": counts.eos_added,
+            "format": files.form,
+            "path": str(files.origin),
+            "eos_added": writer.eos_added,
         },
-        "tokenizer": info,
-        "sources": [{**source, "text_bytes": counts.text_bytes}],
-        "skipped": {"undecodable": 0, "empty": counts.empty},
+        "tokenizer": vars(writer.info),
+        "sources": [{"fingerprint": fingerprint, **_sums(entries)}],
+        "skipped": {"undecodable": 0, "empty": writer.empty},
         "splits": entries,
         # Unknown, because another tool made the tokens.
         "versions": {},
     }
-    # The manifest is the last file, because it says that the data set is complete.
-    with replacing(building / MANIFEST_NAME) as file:
-        file.write(json.dumps(manifest, indent=2) + "\n")
+
+
+def _named_split(paths: list[Path], path: Path) -> str | None:
+    """Return the name of `path` if the paths are exactly train and validation, else None."""
+    return path.name if sorted(p.name for p in paths) == list(SPLITS) else None
 
 
 @dataclass(frozen=True)
@@ -217,18 +222,6 @@ class ForeignPart:
     size: int
     """Size of its tokens in bytes."""
     documents: Iterable[np.ndarray]
-
-
-@dataclass
-class ForeignCounts:
-    """Counts of what was converted."""
-
-    documents: int = 0
-    tokens: int = 0
-    text_bytes: int = 0
-    eos_added: int = 0
-    empty: int = 0
-    splits: dict = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
 
 
 def draw_of_tokens(tokens: np.ndarray) -> float:
@@ -249,7 +242,8 @@ class ForeignWriter:
         self.dtype = token_dtype(info.vocab_size)
         self.writers = {name: SplitWriter(folder / name, self.dtype) for name in SPLITS}
         self.token_bytes = TokenBytes(folder / "tokenizer", info.vocab_size)
-        self.counts = ForeignCounts()
+        self.eos_added = self.empty = 0
+        """Documents that had no EOS and got one, and those without tokens, which are left out."""
 
     def write(self, parts: list[ForeignPart], show_progress: bool) -> dict:
         """Write all documents of all parts in order; return the manifest's entries by split."""
@@ -278,13 +272,12 @@ class ForeignWriter:
         wide, narrow = together.astype("<u4"), together.astype(self.dtype)
         stops = np.cumsum([len(document) for document in batch])
         starts = np.concatenate([[0], stops[:-1]])
-        # Documents without tokens are left out, and counted as empty.
         starts, stops = starts[starts < stops], stops[starts < stops]
         # An EOS at the end belongs to no text: neither its bytes nor the draw include it.
         ends = stops - (together[stops - 1] == self.info.eos_token_id)
         num_bytes = self.token_bytes.count(wide, starts, ends)
-        self.counts.empty += len(batch) - len(stops)
-        self.counts.eos_added += int((ends == stops).sum())
+        self.empty += len(batch) - len(stops)
+        self.eos_added += int((ends == stops).sum())
         for start, end, stop, size in zip(
             *(a.tolist() for a in (starts, ends, stops, num_bytes)), strict=True
         ):
@@ -295,10 +288,6 @@ class ForeignWriter:
             if end == stop:
                 document = np.append(document, self.dtype.type(self.info.eos_token_id))
             self.writers[split].append(document, size)
-            self.counts.documents += 1
-            self.counts.tokens += len(document)
-            self.counts.text_bytes += size
-            self.counts.splits[split] += 1
 
 
 def _batches_of(documents: Iterable[np.ndarray]) -> Iterator[list[np.ndarray]]:
