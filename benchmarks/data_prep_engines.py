@@ -120,7 +120,7 @@ def open_encoder(root: Path, backend: str):
 
     folder = root / "tokenizer"
     info = describe_tokenizer(folder, "benchmark")
-    return Encoder.open(folder, info, np.dtype(np.uint16), backend)
+    return Encoder.open(folder, info, backend)
 
 
 def bare(root: Path, output: Path, backend: str) -> tuple[Callable, Callable]:

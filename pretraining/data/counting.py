@@ -99,7 +99,6 @@ def _open_encoder(recipe: Recipe, corpus: Corpus, folder: Path, progress: Progre
     # numpy, tokenizers and pyarrow are needed from here on
     from pretraining.data.encoder import Encoder
     from pretraining.data.preparation.tokenizing import MakeTokenizer
-    from pretraining.data.shards import token_dtype
 
     data, vocab_size = recipe.data, recipe.model.vocab_size
     stage = MakeTokenizer(folder, corpus, data.tokenizer, vocab_size, data.validation_share)
@@ -108,9 +107,7 @@ def _open_encoder(recipe: Recipe, corpus: Corpus, folder: Path, progress: Progre
     info = stage.describe(folder / "tokenizer")
     # Empty and undecodable texts tell nothing about the encoder.
     sample = [text for text, _ in islice(corpus.sources[0].documents(), 20) if text]
-    encoder = Encoder.open(
-        folder / "tokenizer", info, token_dtype(info.vocab_size), data.encoder, sample=sample
-    )
+    encoder = Encoder.open(folder / "tokenizer", info, data.encoder, sample)
     if encoder.note and progress.shown:
         print(encoder.note, file=sys.stderr)
     return encoder

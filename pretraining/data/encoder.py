@@ -17,6 +17,7 @@ from pretraining.data.encoder_backends import (
     adversarial_texts,
     join_flat,
 )
+from pretraining.data.shards import token_dtype
 from pretraining.data.tokenizer import TokenizerInfo
 from pretraining.errors import UserError, nearest
 from pretraining.outside.files import read_json_value
@@ -51,7 +52,6 @@ class Encoder:
         cls,
         folder: Path,
         info: TokenizerInfo,
-        dtype: np.dtype,
         backend: str = AUTO,
         sample: list[str] | None = None,
     ) -> "Encoder":
@@ -68,7 +68,7 @@ class Encoder:
             trial.append(text[:left])
             left -= len(text)
         chosen, reference, note = _choose_backend(folder, backend, trial)
-        encoder = cls(chosen, reference, info.eos_token_id, dtype)
+        encoder = cls(chosen, reference, info.eos_token_id, token_dtype(info.vocab_size))
         encoder.note = note
         return encoder
 

@@ -19,7 +19,6 @@ from pretraining.data.preparation.split_sizes import SplitSizes
 from pretraining.data.preparation.stage import Stage
 from pretraining.data.progress import Progress, Silence
 from pretraining.data.shard_writer import SplitWriter
-from pretraining.data.shards import token_dtype
 from pretraining.data.tokenizer import (
     TokenizerInfo,
     check_vocabulary,
@@ -142,12 +141,11 @@ class Tokenize(Stage):
         first = list(islice(batches, 1))
         sample = [text for batch in first for text in batch.texts]
         info = self.tokenizer.describe(self.tokenizer.output)
-        dtype = token_dtype(info.vocab_size)
-        encoder = Encoder.open(self.tokenizer.output, info, dtype, self.encoder, sample=sample)
+        encoder = Encoder.open(self.tokenizer.output, info, self.encoder, sample)
         # Silent in workers, else each task would print it.
         if encoder.note and progress.shown:
             print(encoder.note, file=sys.stderr)
-        output = _Output(folder, dtype, info.vocab_size, self.validation_share)
+        output = _Output(folder, encoder.dtype, info.vocab_size, self.validation_share)
         read = chain(first, batches)
         encoded = (
             (batch, *encoder.encode(batch.texts, batch.wheres))

@@ -27,13 +27,10 @@ from pretraining.data.tools.finished import SplitDocuments, count_tokens, open_f
 from pretraining.data.tools.formats import (
     DatatroveFile,
     MegatronFile,
-    datatrove_files,
-    megatron_files,
-    megatron_prefix,
     write_datatrove,
     write_megatron,
 )
-from pretraining.data.tools.streams import BinFile, MdsFolder, bin_files, mds_indexes, named_splits
+from pretraining.data.tools.streams import BinFile, MdsFolder, named_splits
 from pretraining.errors import UserError, file_error
 from pretraining.runtime.durable_files import replacing
 
@@ -85,34 +82,40 @@ class TokenFiles(NamedTuple):
 
     def parts(self, info: TokenizerInfo) -> "list[ForeignPart]":
         """Open the files at `origin`, in the order of their names, and check that they are whole."""
-        opened: list = []
+        origin, opened = self.origin, []
+        names = {"megatron": "PREFIX.idx", "datatrove": ".ds", "bin": ".bin", "mds": "index.json"}
         if self.form == "bin":
-            files = bin_files(self.origin) if self.origin.is_dir() else [self.origin]
+            files = sorted(origin.glob("*.bin")) if origin.is_dir() else [origin]
             splits = named_splits([path.stem for path in files])
             opened = [
                 (path, split, BinFile(path, self.dtype, info.vocab_size, info.eos_token_id))
                 for path, split in zip(files, splits, strict=True)
             ]
         elif self.form == "mds":
-            indexes = mds_indexes(self.origin) if self.origin.is_dir() else [self.origin]
+            indexes = [origin]
+            if origin.is_dir():
+                # Its own, or those of the folders in it.
+                index = origin / "index.json"
+                indexes = [index] if index.is_file() else sorted(origin.rglob("index.json"))
             splits = named_splits([path.parent.name for path in indexes])
             opened = [
                 (path, split, MdsFolder(path, self.column, self.dtype, info.eos_token_id))
                 for path, split in zip(indexes, splits, strict=True)
             ]
         elif self.form == "megatron":
-            files = megatron_files(self.origin) if self.origin.is_dir() else [megatron_prefix(self.origin)]
+            # Of one, .bin or .idx may be typed with the prefix.
+            prefix = origin.with_suffix("") if origin.suffix in (".bin", ".idx") else origin
+            files = [prefix]
+            if origin.is_dir():
+                files = sorted(path.with_suffix("") for path in origin.glob("*.idx"))
             opened = [(prefix, _named_split(files, prefix), MegatronFile(prefix)) for prefix in files]
         else:
-            files = datatrove_files(self.origin) if self.origin.is_dir() else [self.origin]
+            files = sorted(origin.rglob("*.ds")) if origin.is_dir() else [origin]
             folders = sorted({path.parent for path in files})
             opened = [(path, _named_split(folders, path.parent), DatatroveFile(path)) for path in files]
         if not opened:
-            wanted = {"megatron": "PREFIX.idx", "datatrove": ".ds", "bin": ".bin", "mds": "index.json"}[
-                self.form
-            ]
             raise UserError(
-                f"{self.origin}: no {wanted} files in this folder; give the folder or file that holds the tokens"
+                f"{origin}: no {names[self.form]} files in this folder; give the folder or file that holds the tokens"
             )
         return [ForeignPart(path, split, file.size, file.documents()) for path, split, file in opened]
 

@@ -142,15 +142,6 @@ class MegatronFile:
             yield pieces[0] if len(pieces) == 1 else np.concatenate([tokens[:0], *pieces])
 
 
-def megatron_files(folder: Path) -> list[Path]:
-    return sorted(path.with_suffix("") for path in folder.glob("*.idx"))
-
-
-def megatron_prefix(path: Path) -> Path:
-    """Return the prefix, also if .bin or .idx was typed with it."""
-    return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-
-
 DATATROVE_TYPES = {2: "<u2", 4: "<u4"}
 """Types of the tokens, by the bytes of one token."""
 
@@ -222,7 +213,3 @@ class DatatroveFile:
             for end in self.ends[first : first + (1 << 20)].tolist():
                 yield tokens[start:end]
                 start = end
-
-
-def datatrove_files(folder: Path) -> list[Path]:
-    return sorted(folder.rglob("*.ds"))

@@ -111,10 +111,6 @@ def _with_ends(documents: Iterator[np.ndarray], eos: int, path: Path) -> Iterato
         yield document
 
 
-def bin_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.bin"))
-
-
 TOKEN_COLUMNS = ("tokens", "input_ids")
 BYTES_TYPE = "int64"
 """What llm-foundry writes into a column of plain bytes."""
@@ -242,8 +238,3 @@ def _decoder(encoding: str, dtype: str | None, where: str) -> Callable[[memoryvi
         return np.frombuffer(value[place:], array_type)
 
     return decode
-
-
-def mds_indexes(folder: Path) -> list[Path]:
-    index = folder / "index.json"
-    return [index] if index.is_file() else sorted(folder.rglob("index.json"))
