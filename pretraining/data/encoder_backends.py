@@ -8,23 +8,15 @@ GIL. `adversarial_texts` makes the strings to try them with.
 import random
 import unicodedata
 from functools import cache
-from typing import Protocol
 
 import numpy as np
-
-
-class Backend(Protocol):
-    """Encodes a batch; `name` is the value of `data.encoder` that asks for it."""
-
-    name: str
-
-    def encode_flat(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]: ...
 
 
 class Reference:
     """Encode by Hugging Face `tokenizers`, which defines the right result and reads every tokenizer.json."""
 
     name = "tokenizers"
+    """The value of `data.encoder` that asks for it."""
 
     def __init__(self, content: str):
         from tokenizers import Tokenizer
@@ -89,7 +81,8 @@ def join_flat(documents: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([*documents, np.empty(0, np.uint32)]), offsets
 
 
-BACKENDS = {backend.name: backend for backend in (Fastokens, Gigatoken, Reference)}
+Backend = Reference | Fastokens | Gigatoken
+BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (Fastokens, Gigatoken, Reference)}
 
 
 # Code points whose category depends on the version of the Unicode tables. Pre-tokenizers split at letters and digits:

@@ -174,7 +174,13 @@ def match_slice(parts: SignatureParts, spec: MinHashSpec, part: int = 0, num_sli
         for first, second in _candidates(keys):
             for start in range(0, len(first), _CHECKED_AT_ONCE):
                 some = slice(start, start + _CHECKED_AT_ONCE)
-                found.append(_checked(parts, documents[first[some]], documents[second[some]], spec.guarded))
+                sides = documents[first[some]], documents[second[some]]
+                similarity = agreement(*map(parts.sketches, sides))
+                close = similarity >= spec.guarded
+                pairs = np.zeros(np.count_nonzero(close), PAIR)
+                for name, column in zip(PAIR.names, (*sides, similarity), strict=True):
+                    pairs[name] = column[close]
+                found.append(pairs)
     return unique_pairs(found)
 
 
@@ -189,15 +195,6 @@ def _candidates(keys: np.ndarray) -> Iterable[tuple[np.ndarray, np.ndarray]]:
     starts = np.searchsorted(keys, keys[later])
     further = later - starts > NEIGHBOURS
     yield starts[further], later[further]
-
-
-def _checked(parts: SignatureParts, first: np.ndarray, second: np.ndarray, least: float) -> np.ndarray:
-    similarity = agreement(parts.sketches(first), parts.sketches(second))
-    kept = similarity >= least
-    pairs = np.zeros(np.count_nonzero(kept), PAIR)
-    for name, column in (("first", first), ("second", second), ("similarity", similarity)):
-        pairs[name] = column[kept]
-    return pairs
 
 
 def _num_ranges(num_documents: int) -> int:

@@ -103,7 +103,11 @@ class Outcome:
             f"  unigram entropy of all validation tokens {summary['unigram_bits_per_byte']:.3f} bits per byte"
         )
         if len(summary["sources"]) > 1:
-            lines += _source_lines(summary["sources"])
+            lines.append(f"  {'source':<24}{'documents':>14}{'tokens':>19}{'share':>9}  weight in a run")
+            for source in summary["sources"]:
+                counts = f"{source['documents']:>14,}{source['tokens']:>19,}{source['share']:>9.2%}"
+                weight = "by size" if source["weight"] is None else f"{source['weight']:g}"
+                lines.append(f"  {source['name'][:23]:<24}{counts}  {weight}")
         lines += [
             f"  validates on {own['name'][:23]:<24}{own['documents']:>13,} documents {own['tokens']:>15,} tokens"
             for own in summary["validation_sources"]
@@ -115,15 +119,6 @@ class Outcome:
 
             lines.append(kept_text(self.kept_aside, self.data_root))
         return "\n".join(lines)
-
-
-def _source_lines(sources: list[dict]) -> list[str]:
-    lines = [f"  {'source':<24}{'documents':>14}{'tokens':>19}{'share':>9}  weight in a run"]
-    for source in sources:
-        counts = f"{source['documents']:>14,}{source['tokens']:>19,}{source['share']:>9.2%}"
-        weight = "by size" if source["weight"] is None else f"{source['weight']:g}"
-        lines.append(f"  {source['name'][:23]:<24}{counts}  {weight}")
-    return lines
 
 
 def prepare_data(

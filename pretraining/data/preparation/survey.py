@@ -58,8 +58,6 @@ class SourceSurvey:
     """The task in which the target ends, if it is known."""
     missing: list[int]
     """Those to run next; none: the source is finished."""
-    is_whole: bool
-    """All of the source is there."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ def survey_source(
     numbers = numbers[begun.tasks :] if begun else numbers
     if target is None:
         missing = [number for number in numbers if not tokenize.folder(number).is_dir()]
-        return SourceSurvey([n for n in numbers if n not in set(missing)], {}, missing, True)
+        return SourceSurvey([n for n in numbers if n not in set(missing)], {}, missing)
     used: list[int] = []
     largest, left = 0, target
     if begun:
@@ -100,13 +98,13 @@ def survey_source(
         bounded = tokenize.bounded({number: left})
         if bounded.folder(number).is_dir():
             if bounded.result(number)["cut"]:
-                return SourceSurvey([*used, number], {number: left}, [], False)
+                return SourceSurvey([*used, number], {number: left}, [])
             # It ended before its bound: it is complete, whatever the bound was.
             bounded.folder(number).rename(tokenize.folder(number))
         if tokenize.folder(number).is_dir():
             train = tokenize.result(number)["splits"]["train"]
             if left.is_reached(train["documents"], train["tokens"]):
-                return SourceSurvey(used, {number: left}, [number], False)
+                return SourceSurvey(used, {number: left}, [number])
             used.append(number)
             largest, left = max(largest, train["tokens"]), left.less(train["documents"], train["tokens"])
             continue
@@ -116,6 +114,6 @@ def survey_source(
         sure = int(SURE_SHARE * left.tokens / most) if by_tokens_alone and most else 1
         if sure > 1:
             waiting = [n for n in numbers[place : place + sure] if not tokenize.folder(n).is_dir()]
-            return SourceSurvey(used, {}, waiting, False)
-        return SourceSurvey(used, {number: left}, [number], False)
-    return SourceSurvey(used, {}, [], True)
+            return SourceSurvey(used, {}, waiting)
+        return SourceSurvey(used, {number: left}, [number])
+    return SourceSurvey(used, {}, [])

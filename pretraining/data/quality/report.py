@@ -46,24 +46,23 @@ class FilterReport:
 
     def count_rejected(self, rule: int, why: Rejection, seen: str, read: str, where: str) -> None:
         """Count a text that a rule rejected: `seen` is the text after the earlier rules, `read` is the original."""
-        excerpt = seen[why.position : why.position + EXAMPLE_CHARACTERS]
-        example = {"where": where, "text": excerpt, "measured": why.measured, "wanted": why.wanted}
-        self._add_rejected(rule, why.cause, 1, _num_bytes(read), [example])
+        entry = self._add_rejected(rule, why.cause, 1, _num_bytes(read))
+        if len(entry["examples"]) < NUM_EXAMPLES:
+            excerpt = seen[why.position : why.position + EXAMPLE_CHARACTERS]
+            example = {"where": where, "text": excerpt, "measured": why.measured, "wanted": why.wanted}
+            entry["examples"].append(example)
 
     def _add_change(self, rule: int, kind: str, documents: int, times: int) -> None:
         change = self.rules[rule]["changed"].setdefault(kind, {"documents": 0, "times": 0})
         change["documents"] += documents
         change["times"] += times
 
-    def _add_rejected(
-        self, rule: int, cause: str, documents: int, num_bytes: int, examples: list[dict]
-    ) -> None:
+    def _add_rejected(self, rule: int, cause: str, documents: int, num_bytes: int) -> dict:
         nothing: dict = {"documents": 0, "num_bytes": 0, "examples": []}
         entry = self.rules[rule]["rejected"].setdefault(cause, nothing)
         entry["documents"] += documents
         entry["num_bytes"] += num_bytes
-        # The earliest examples stay, as one worker would have kept them.
-        entry["examples"] += examples[: NUM_EXAMPLES - len(entry["examples"])]
+        return entry
 
     @classmethod
     def merged(cls, reports: Sequence["FilterReport"]) -> "FilterReport":
@@ -74,7 +73,9 @@ class FilterReport:
                 setattr(total, key, getattr(total, key) + getattr(report, key))
             for number, rule in enumerate(report.rules):
                 for cause, entry in rule["rejected"].items():
-                    total._add_rejected(number, cause, **entry)
+                    sum_of = total._add_rejected(number, cause, entry["documents"], entry["num_bytes"])
+                    # The earliest examples stay, as one worker would have kept them.
+                    sum_of["examples"] = [*sum_of["examples"], *entry["examples"]][:NUM_EXAMPLES]
                 for kind, change in rule["changed"].items():
                     total._add_change(number, kind, **change)
         return total
