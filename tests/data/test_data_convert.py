@@ -321,7 +321,7 @@ def test_truncated_foreign_files_are_named(made, tmp_path, form, name, keep, sai
     first = min((path.stem for path in (tmp_path / "out" / "train").glob("*.ds")), default="")
     path = tmp_path / "out" / name.format(first)
     path.write_bytes(path.read_bytes()[:keep]) if keep else path.unlink()
-    assert said in refusal(import_data, tmp_path / "back", form, tmp_path / "out", None, 0.5)
+    assert said in refusal(import_data, tmp_path / "back", TokenFiles(form, tmp_path / "out"), None, 0.5)
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
@@ -331,14 +331,13 @@ def test_what_cannot_be_converted_is_one_line_and_leaves_nothing(made, tmp_path)
     before, tokenizer = sorted(tmp_path.rglob("*")), str(made.folder / "tokenizer")
     prefix = tmp_path / "out" / "train"
     write_megatron_by_hand(prefix.with_name("wide"), [[[5, 300, 0]]], np.int32, 4)
-    wide = ("megatron", prefix.with_name("wide"), tokenizer, 0.5)
-    assert "token id 300, but the tokenizer has 280" in refusal(import_data, tmp_path / "a", *wide)
-    assert "give the --tokenizer" in refusal(import_data, tmp_path / "a", "megatron", prefix, None, 0.5)
-    message = refusal(import_data, tmp_path / "a", "megatron", prefix, "./nowhere", 0.5)
+    wide, files = TokenFiles("megatron", prefix.with_name("wide")), TokenFiles("megatron", prefix)
+    message = refusal(import_data, tmp_path / "a", wide, tokenizer, 0.5)
+    assert "token id 300, but the tokenizer has 280" in message
+    assert "give the --tokenizer" in refusal(import_data, tmp_path / "a", files, None, 0.5)
+    message = refusal(import_data, tmp_path / "a", files, "./nowhere", 0.5)
     assert message.startswith("--tokenizer: ./nowhere")
-    assert "validation would be empty" in refusal(
-        import_data, tmp_path / "a", "megatron", prefix, tokenizer, 1e-9
-    )
+    assert "validation would be empty" in refusal(import_data, tmp_path / "a", files, tokenizer, 1e-9)
     assert "exists already" in refusal(export_data, made.folder, "datatrove", tmp_path / "out")
     assert "unknown form" in refusal(
         main, ["convert", str(made.folder), "--to", "arrow", str(tmp_path / "b")]
