@@ -17,7 +17,6 @@ probability about 2**-58: of 1e12 n-grams of a corpus against 1e6 of evaluation 
 import unicodedata
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -167,21 +166,6 @@ def ngrams_of(units: Units, n: int) -> Ngrams:
     for offset in range(1, min(n, len(padded))):
         sums[:-offset] += padded[offset:] * _NGRAM_MULTIPLIERS[offset]
     return Ngrams(mix(sums)[begins], first)
-
-
-def ngram_sets(texts: Sequence[str], n: int, unit: str = "words") -> list[np.ndarray]:
-    """Return the sorted set of n-gram hashes of each text, to compute exact Jaccard similarities."""
-    sets = []
-    for batch in batches_of(texts):
-        hashes, first = ngrams_of(units_of(batch, unit), n)
-        sets += [np.unique(hashes[a:b]) for a, b in pairwise(first)]
-    return sets
-
-
-def jaccard(one: np.ndarray, other: np.ndarray) -> float:
-    """Return the Jaccard similarity of two sorted sets; 0 if both are empty."""
-    shared = len(np.intersect1d(one, other, assume_unique=True))
-    return shared / max(len(one) + len(other) - shared, 1)
 
 
 _SEPARATOR, _PART, _WHOLE = 0, 1, 2

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pretraining.data.dedup.minhash import NO_KEY, MinHashSpec, Signatures, agreement
+from pretraining.data.dedup.minhash import NO_KEY, MinHashSpec, agreement
 from pretraining.runtime.durable_files import replacing
 
 PAIR = np.dtype([("first", "<i8"), ("second", "<i8"), ("similarity", "<f4")])
@@ -70,7 +70,7 @@ class SignatureParts:
     """The signatures of all pieces."""
 
     def __init__(self, folder: Path, num_pieces: int):
-        paths = [_signature_files(folder, piece) for piece in range(num_pieces)]
+        paths = [signature_files(folder, piece) for piece in range(num_pieces)]
         self._keys = _MappedFiles([keys for keys, _ in paths])
         self._sketches = _MappedFiles([sketch for _, sketch in paths])
         self.documents = DocumentNumbers([self._keys[piece].shape[1] for piece in range(num_pieces)])
@@ -115,14 +115,8 @@ def hash_file(folder: Path, piece: int) -> Path:
     return folder / f"{piece:05d}.hashes.npy"
 
 
-def _signature_files(folder: Path, piece: int) -> tuple[Path, Path]:
+def signature_files(folder: Path, piece: int) -> tuple[Path, Path]:
     return folder / f"{piece:05d}.keys.npy", folder / f"{piece:05d}.sketch.npy"
-
-
-def write_signatures(folder: Path, piece: int, signatures: Signatures) -> None:
-    """Write the signatures of a piece; the sketches last, so that they exist only with the keys."""
-    for path, array in zip(_signature_files(folder, piece), signatures, strict=True):
-        write_array(path, array)
 
 
 def write_array(path: Path, array: np.ndarray) -> None:
