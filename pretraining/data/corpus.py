@@ -92,7 +92,7 @@ def read_batches(
         yield batch
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """Some 16 MB of text of one source."""
 
     source: int
@@ -108,7 +108,7 @@ class Corpus:
     """What the recipe calls each source, for error messages."""
     sources: list[TextSource]
     skip_undecodable: bool
-    pieces: list[Piece]
+    pieces: list[TextPiece]
     """In the order of the sources and of their files."""
     tasks: list[range]
     """The pieces that are tokenized together: neighbours of one source."""
@@ -122,7 +122,7 @@ class Corpus:
         specs = data.sources if specs is None else specs
         places = [spec.path or spec.dataset or spec.called for spec in specs]
         pieces = [
-            Piece(number, extents)
+            TextPiece(number, extents)
             for number, source in enumerate(sources)
             for extents in source.cut(PIECE_BYTES)
         ]
@@ -186,7 +186,7 @@ class Corpus:
     @classmethod
     def from_json(cls, values: dict) -> "Corpus":
         pieces = [
-            Piece(source, [Extent(*extent) for extent in extents]) for source, extents in values["pieces"]
+            TextPiece(source, [Extent(*extent) for extent in extents]) for source, extents in values["pieces"]
         ]
         opened = {
             "sources": [source_from_json(source) for source in values["sources"]],

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pretraining.data.corpus import CLEANING_KEYS, Batch, Corpus, prefetch, read_batches
-from pretraining.data.progress import Progress
+from pretraining.data.progress import ProgressBar
 from pretraining.data.sources import open_sources
 from pretraining.recipe.recipe import Recipe
 
@@ -60,7 +60,7 @@ def count_data(recipe: Recipe, num_documents: int | None = None, show_progress: 
     """
     data = recipe.data
     sources = open_sources(data)[: len(data.sources)]  # of training
-    with Progress("counting", show_progress) as progress, tempfile.TemporaryDirectory() as folder:
+    with ProgressBar("counting", show_progress) as progress, tempfile.TemporaryDirectory() as folder:
         # A tokenizer that is to be trained is trained in the temporary folder, and is gone after the count.
         encoder = _open_encoder(recipe, Corpus.of(data, sources), Path(folder), progress)
         progress.label("counting")
@@ -94,7 +94,7 @@ def count_data(recipe: Recipe, num_documents: int | None = None, show_progress: 
     )
 
 
-def _open_encoder(recipe: Recipe, corpus: Corpus, folder: Path, progress: Progress) -> "Encoder":
+def _open_encoder(recipe: Recipe, corpus: Corpus, folder: Path, progress: ProgressBar) -> "Encoder":
     """Open the encoder that a preparation of the recipe would use; its tokenizer is made in `folder`."""
     # numpy, tokenizers and pyarrow are needed from here on
     from pretraining.data.encoder import Encoder

@@ -6,7 +6,7 @@ from typing import Self
 
 
 class Silence:
-    """Stand in for `Progress` in a task whose output nobody watches."""
+    """Stand in for `ProgressBar` in a task whose output nobody watches."""
 
     shown = False
 
@@ -21,7 +21,7 @@ LOG_SECONDS = 10.0
 """Between two lines in a log file, which needs none of a preparation that is over before."""
 
 
-class Progress:
+class ProgressBar:
     """A tqdm bar over bytes that also counts documents and tokens; lines if stderr is a file; silent unless `shown`."""
 
     def __init__(self, description: str, shown: bool, total_bytes: int | None = None):

@@ -27,6 +27,6 @@ def jaccard(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def write_signatures(folder: Path, piece: int, signatures: Signatures) -> None:
-    """What `Clean` writes of a piece, under the names that `Signatures` links."""
+    """What `Clean` writes of a piece, under the names that `SignatureLinks` gives."""
     for path, array in zip(signature_files(folder, piece), signatures, strict=True):
         write_array(path, array)

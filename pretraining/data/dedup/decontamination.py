@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from pretraining.data.dedup.ngrams import Units, batches_of, ngrams_of, units_of
+from pretraining.data.dedup.ngrams import TextUnits, batches_of, ngrams_of, units_of
 from pretraining.data.manifest import digest_of
 from pretraining.data.text_files import local_file, read_documents
 from pretraining.errors import UserError, require
@@ -95,7 +95,7 @@ class ContaminationIndex:
         report["dropped"] = int(contaminated.sum())
         return contaminated, report
 
-    def _finds(self, units: Units) -> np.ndarray:
+    def _finds(self, units: TextUnits) -> np.ndarray:
         """Find the n-grams that are in an evaluation set: int64 [finds, 4] of text, first word, words and set."""
         found = [np.zeros((0, 4), np.int64)]
         for length, hashes in self.hashes.items():

@@ -57,7 +57,7 @@ _NGRAM_MULTIPLIERS = random_words(MAX_NGRAM, 13)
 _SPACE = random_words(1, 14)[0]
 
 
-class Units(NamedTuple):
+class TextUnits(NamedTuple):
     """The words (or characters) of a batch of texts."""
 
     hashes: np.ndarray
@@ -91,7 +91,7 @@ def batches_of(texts: Sequence[str]) -> Iterator[Sequence[str]]:
         yield texts[first:]
 
 
-def units_of(texts: Sequence[str], unit: str = "words") -> Units:
+def units_of(texts: Sequence[str], unit: str = "words") -> TextUnits:
     """Hash the words or characters of `texts`. `unit`: "words" or "characters"."""
     # A table lowers the case later.
     texts = [text if text.isascii() else unicodedata.normalize("NFKC", text) for text in texts]
@@ -110,7 +110,7 @@ def units_of(texts: Sequence[str], unit: str = "words") -> Units:
     else:
         starts, hashes = _spaced_characters(codes, kind, starts, ends)
     first = np.concatenate([[0], np.searchsorted(starts, ends)])
-    return Units(hashes, first, starts, joined)
+    return TextUnits(hashes, first, starts, joined)
 
 
 def _word_hashes(codes: np.ndarray, starts: np.ndarray) -> np.ndarray:
@@ -150,7 +150,7 @@ def _spaced_characters(
     return positions, mix(hashes)
 
 
-def ngrams_of(units: Units, n: int) -> Ngrams:
+def ngrams_of(units: TextUnits, n: int) -> Ngrams:
     """Hash all n-grams of each text; a text of fewer than `n` units has one, of all its units."""
     counts = np.diff(units.first)
     # n - 1 zeros after each text: a window that reaches past a short text sums over its units alone.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pretraining.data.preparation.stage import Stage, run_task
-from pretraining.data.progress import Progress
+from pretraining.data.progress import ProgressBar
 from pretraining.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def read_slurm_options(words: list[str]) -> dict:
 def run_stages(
     preparation: "Preparation",
     execution: Execution,
-    progress: Progress,
+    progress: ProgressBar,
     arrived: Callable[[], None] = lambda: None,
 ) -> None:
     """Run the pending tasks of every stage; each stage waits for the one before.
@@ -105,7 +105,7 @@ def _run_tasks(
     stage: Stage,
     pending: list[int],
     execution: Execution,
-    progress: Progress,
+    progress: ProgressBar,
     finished: Callable[[], None],
 ) -> None:
     """Run some tasks of a stage; `finished` is called after each."""

@@ -40,7 +40,7 @@ from pretraining.runtime.durable_files import replacing
 
 
 @dataclass(frozen=True)
-class _Part:
+class _SourcePart:
     """What the data set gets of one source: what was there before, then the outputs of tasks."""
 
     source: int
@@ -228,7 +228,7 @@ def kept_text(kept: Path, data_root: Path) -> str:
     )
 
 
-def _train_parts(preparation: Preparation, survey: Survey) -> list[_Part]:
+def _train_parts(preparation: Preparation, survey: Survey) -> list[_SourcePart]:
     """List what there is of each source."""
     stage = preparation.bounded(survey.bounds).tokenize
     manifest = read_manifest(preparation.folder) if preparation.goes_on else None
@@ -236,18 +236,18 @@ def _train_parts(preparation: Preparation, survey: Survey) -> list[_Part]:
     parts = []
     for number, source in enumerate(survey.sources):
         done = [(stage.folder(task), stage.result(task)) for task in source.used]
-        parts.append(_Part(number, done, preparation.begun[number], earlier))
+        parts.append(_SourcePart(number, done, preparation.begun[number], earlier))
     return parts
 
 
-def _validation_parts(preparation: Preparation) -> list[_Part]:
+def _validation_parts(preparation: Preparation) -> list[_SourcePart]:
     """List the texts of `data.validation`, whose sources are numbered behind the others."""
     stage, first = preparation.tokenize_validation, len(preparation.data.sources)
     if stage is None:
         return []
     done = list(zip(stage.outputs(), stage.results(), strict=True))
     return [
-        _Part(number, [task for task in done if task[1]["source"] == number - first])
+        _SourcePart(number, [task for task in done if task[1]["source"] == number - first])
         for number in range(first, len(preparation.data.text_origins))
     ]
 
@@ -257,7 +257,7 @@ def _summed(skips: list[dict]) -> dict[str, int]:
     return {reason: sum(skip.get(reason, 0) for skip in skips) for reason in ("undecodable", "empty")}
 
 
-def _link_shards(parts: list[_Part], results: list[dict], target: Path) -> dict:
+def _link_shards(parts: list[_SourcePart], results: list[dict], target: Path) -> dict:
     """Give the shards of train their final names, by links."""
     shards = [shard for part in parts for shard in part.train_shards()]
     target.mkdir()
@@ -271,7 +271,7 @@ def _link_shards(parts: list[_Part], results: list[dict], target: Path) -> dict:
     return split_entry(target, [shard for _, shard in shards], results[0]["splits"]["train"]["dtype"])
 
 
-def _join_validation(parts: list[_Part], results: list[dict], target: Path) -> tuple[dict, np.ndarray]:
+def _join_validation(parts: list[_SourcePart], results: list[dict], target: Path) -> tuple[dict, np.ndarray]:
     """Write the small parts of validation again, into few shards; count how often each id [vocab_size] occurs."""
     dtype = np.dtype(results[0]["splits"]["validation"]["dtype"])
     writer = SplitWriter(target, dtype)
@@ -291,7 +291,7 @@ def _join_validation(parts: list[_Part], results: list[dict], target: Path) -> t
 
 
 def _manifest(
-    preparation: Preparation, splits: dict, parts: list[_Part], counts: np.ndarray, reports: dict
+    preparation: Preparation, splits: dict, parts: list[_SourcePart], counts: np.ndarray, reports: dict
 ) -> dict:
     """Make the manifest: what the data set holds and came from, with counts, checksums, tokenizer and versions."""
     # What the tokens cost by their frequencies alone: a model must be better than that.
@@ -324,7 +324,7 @@ def _manifest(
     }
 
 
-def _source(preparation: Preparation, part: _Part, splits: dict) -> dict:
+def _source(preparation: Preparation, part: _SourcePart, splits: dict) -> dict:
     """Describe a source: name, fingerprint, counts, and if it was not read to its end, where to go on."""
     shards = {
         name: [shard for shard in entry["shards"] if shard["source"] == part.source]

@@ -18,7 +18,7 @@ from pretraining.data.preparation.cleaning import (
     EvaluationSets,
     Fates,
     Match,
-    Signatures,
+    SignatureLinks,
 )
 from pretraining.data.preparation.stage import Stage
 from pretraining.data.preparation.survey import Begun, Survey, survey_source
@@ -156,7 +156,7 @@ class Preparation:
             return CleanedAsRead(self.corpus, cleaned_by, clean)
         fates = None
         if dedup:
-            signatures = Signatures(self.work, clean)
+            signatures = SignatureLinks(self.work, clean)
             match = Match(self.work, signatures, dedup, len(self.corpus.pieces))
             names = [spec.called for spec in data.sources]
             fates = Fates(self.work, clean, match, dedup, data.validation_share, names)

@@ -17,7 +17,7 @@ from pretraining.data.manifest import (
 from pretraining.data.portions import lacking, portions_of, targets_beside
 from pretraining.data.preparation.execution import Execution, run_stages
 from pretraining.data.preparation.split_sizes import check_blocks
-from pretraining.data.progress import Progress
+from pretraining.data.progress import ProgressBar
 from pretraining.data.publishing import is_half_published, preparation_lock
 from pretraining.data.sources import open_sources
 from pretraining.data.tokenizer import check_vocabulary, refuse_missing_folder
@@ -264,7 +264,7 @@ def _build(
     try:
         # Of an earlier preparation of this folder, perhaps of other text.
         arrived_path(preparation.folder).unlink(missing_ok=True)
-        with Progress("preparing", show_progress) as progress:
+        with ProgressBar("preparing", show_progress) as progress:
             run_stages(preparation, execution, progress, partial(keep_arrived, preparation))
         return finish(preparation, show_progress), ()
     except UserError as error:

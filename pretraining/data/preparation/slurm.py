@@ -15,7 +15,7 @@ from pretraining.data.preparation.execution import Execution, run_stages
 from pretraining.data.preparation.finish import finish, kept_text
 from pretraining.data.preparation.plan import Preparation
 from pretraining.data.preparation.stage import run_task
-from pretraining.data.progress import Progress
+from pretraining.data.progress import ProgressBar
 from pretraining.data.publishing import preparation_lock
 from pretraining.errors import UserError, one_line_errors
 from pretraining.runtime.durable_files import write_json
@@ -132,7 +132,7 @@ def run_slurm_job(work: Path, name: str, first: int) -> None:
         with preparation_lock(preparation.folder):
             # How many tasks a portion takes was a guess when the jobs were submitted.
             if any(preparation.targets):
-                with Progress("preparing", shown=False) as progress:
+                with ProgressBar("preparing", shown=False) as progress:
                     run_stages(preparation, Execution(), progress)
             if kept := finish(preparation):
                 print(kept_text(kept, kept.parent))

@@ -58,7 +58,7 @@ def run_in_workers(
     try:
         while waiting or any(worker.number is not None for worker in workers):
             while waiting and len(workers) < num_workers:  # also in the place of those that died
-                workers.append(_Worker(context, stage, num_threads))
+                workers.append(_TaskProcess(context, stage, num_threads))
             for worker in workers:
                 if waiting and worker.number is None:
                     worker.give(waiting.popleft())
@@ -87,7 +87,7 @@ def report_death(stage: Stage, number: int, how: str, num_deaths: int) -> None:
     print(f"the process of {task} was ended ({how}): the task is run again", file=sys.stderr, flush=True)
 
 
-class _Worker:
+class _TaskProcess:
     """One process, the channel to it, and the number of the task it runs."""
 
     def __init__(self, context, stage: Stage, num_threads: int):

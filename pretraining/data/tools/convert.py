@@ -18,7 +18,7 @@ from pretraining.data.manifest import (
     entropy_bits,
     num_shard_bytes,
 )
-from pretraining.data.progress import Progress
+from pretraining.data.progress import ProgressBar
 from pretraining.data.publishing import discard, preparation_lock, publish, start_building
 from pretraining.data.shard_writer import SplitWriter
 from pretraining.data.shards import token_dtype
@@ -56,7 +56,7 @@ def export_data(folder: Path, form: str, out: Path, show_progress: bool = False)
     given = data.manifest["data"].get("tokenizer")
     tokenizer = given if isinstance(given, str) else data.manifest["name"]
     with _new_folder(out) as building:
-        with Progress("converting", show_progress, num_shard_bytes(data.manifest)) as progress:
+        with ProgressBar("converting", show_progress, num_shard_bytes(data.manifest)) as progress:
             for split in splits:
                 if form == "megatron":
                     write_megatron(split, building / split.name, progress.add_shard)
@@ -250,7 +250,7 @@ class ForeignWriter:
 
     def write(self, parts: list[ForeignPart], show_progress: bool) -> dict:
         """Write all documents of all parts in order; return the manifest's entries by split."""
-        with Progress("converting", show_progress, sum(part.size for part in parts)) as progress:
+        with ProgressBar("converting", show_progress, sum(part.size for part in parts)) as progress:
             for part in parts:
                 for batch in _batches_of(part.documents):
                     self._write_batch(batch, part)

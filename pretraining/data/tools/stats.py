@@ -7,7 +7,7 @@ import numpy as np
 
 from pretraining.data.manifest import entropy_bits, num_shard_bytes, source_entries
 from pretraining.data.packing import cuts_of_split
-from pretraining.data.progress import Progress
+from pretraining.data.progress import ProgressBar
 from pretraining.data.tools.finished import (
     FinishedData,
     LengthDistribution,
@@ -38,7 +38,7 @@ def measure_data(
     data = open_finished(folder)
     size = num_shard_bytes(data.manifest)
     # Without tokens no shard is read as a whole, and there is no progress to show.
-    with Progress("measuring", show_progress and with_tokens, size) as progress:
+    with ProgressBar("measuring", show_progress and with_tokens, size) as progress:
         splits = {
             name: _measure_split(data, name, top if with_tokens else None, progress)
             for name in data.split_names
@@ -64,7 +64,7 @@ def measure_data(
     }
 
 
-def _measure_split(data: FinishedData, name: str, top: int | None, progress: Progress) -> dict:
+def _measure_split(data: FinishedData, name: str, top: int | None, progress: ProgressBar) -> dict:
     """Measure one split; top: how many tokens to list at each end, None to count none."""
     split, entry = data.split(name), data.manifest["splits"][name]
     measured = {key: entry[key] for key in COUNTED}

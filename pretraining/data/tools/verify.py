@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from pretraining.data.manifest import MANIFEST_NAME, content_fingerprint, num_shard_bytes
-from pretraining.data.progress import Progress
+from pretraining.data.progress import ProgressBar
 from pretraining.data.shard_writer import buffer_positions
 from pretraining.data.shards import Shard, checksum_of_file
 from pretraining.data.tokenizer import describe_tokenizer, tokenizer_fault
@@ -28,7 +28,7 @@ def verify_data(folder: Path, show_progress: bool = False) -> dict:
         raise damaged(folder / MANIFEST_NAME, what, folder)
     _check_tokenizer(data)
     found: dict[str, Any] = {"folder": str(folder), "shards": 0, "size": 0, "documents": 0, "tokens": 0}
-    with Progress("verifying", show_progress, num_shard_bytes(data.manifest)) as progress:
+    with ProgressBar("verifying", show_progress, num_shard_bytes(data.manifest)) as progress:
         for name in data.split_names:
             split = data.split(name)
             _check_listing(split)
