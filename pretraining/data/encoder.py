@@ -142,7 +142,14 @@ def _choose_backend(folder: Path, wanted: str, sample: list[str]) -> tuple[Backe
     tokenizer["post_processor"] = tokenizer["truncation"] = tokenizer["padding"] = None
     content = json.dumps(tokenizer)
     reference = Reference(content)
-    _refuse_special_ids(reference, special)
+    # The spelling of a special token, read as ordinary text, must not become that token.
+    ids, offsets = reference.encode_flat(list(special))
+    for (token, number), start, stop in zip(special.items(), offsets, offsets[1:], strict=False):
+        if number in ids[start:stop]:
+            raise UserError(
+                f"data.tokenizer: it turns text that spells {token!r} into the special token; choose a "
+                "byte-level BPE tokenizer, or take the token out of the model's vocabulary in tokenizer.json"
+            )
     if wanted == Reference.name:
         return reference, reference, None
     name = Fastokens.name if wanted == AUTO else wanted
@@ -174,17 +181,6 @@ def _checked_backend(name: str, content: str, reference: Reference, texts: list[
     if number is not None:
         raise _Unfit(f"encodes {texts[number][:40]!r} differently from the reference")
     return backend
-
-
-def _refuse_special_ids(reference: Reference, special: dict[str, int]) -> None:
-    """Raise UserError if the spelling of a special token, read as ordinary text, becomes that token."""
-    ids, offsets = reference.encode_flat(list(special))
-    for (token, number), start, stop in zip(special.items(), offsets, offsets[1:], strict=False):
-        if number in ids[start:stop]:
-            raise UserError(
-                f"data.tokenizer: it turns text that spells {token!r} into the special token; choose a "
-                "byte-level BPE tokenizer, or take the token out of the model's vocabulary in tokenizer.json"
-            )
 
 
 def _first_difference(one: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray]) -> int | None:

@@ -61,9 +61,20 @@ def cluster(pairs: Sequence[PairSource], accepted: float) -> Clusters:
     # Once for the members, then once for the edges: all pairs together may not fit in memory.
     for first, second in _accepted(pairs, accepted):
         members = np.union1d(members, np.concatenate([first, second]))
+    # A forest over the members: every label is the least number of its tree.
     labels = np.arange(len(members))
     for first, second in _accepted(pairs, accepted):
-        _connect(labels, np.searchsorted(members, first), np.searchsorted(members, second))
+        first, second = np.searchsorted(members, first), np.searchsorted(members, second)
+        # Each round hangs the larger root of every edge under the smaller and flattens the trees by pointer
+        # jumping (Shiloach and Vishkin, 1982): a few rounds, however long the chains.
+        while len(first):
+            one, other = labels[first], labels[second]
+            apart = one != other
+            first, second = first[apart], second[apart]
+            # Unbuffered, because one root may occur in several edges.
+            np.minimum.at(labels, np.maximum(one, other)[apart], np.minimum(one, other)[apart])
+            while not np.array_equal(above := labels[labels], labels):
+                labels[:] = above
     return Clusters(members, members[labels])
 
 
@@ -76,22 +87,6 @@ def _accepted(pairs: Sequence[PairSource], accepted: float) -> Iterable[tuple[np
 
 def _load(source: PairSource) -> np.ndarray:
     return source() if callable(source) else source
-
-
-def _connect(labels: np.ndarray, first: np.ndarray, second: np.ndarray) -> None:
-    """Add edges to a forest in place; every label is the least number of its tree, before and after.
-
-    Each round hangs the larger root of every edge under the smaller and flattens the trees by pointer
-    jumping (Shiloach and Vishkin, 1982): a few rounds, however long the chains.
-    """
-    while len(first):
-        one, other = labels[first], labels[second]
-        apart = one != other
-        first, second = first[apart], second[apart]
-        # Unbuffered, because one root may occur in several edges.
-        np.minimum.at(labels, np.maximum(one, other)[apart], np.minimum(one, other)[apart])
-        while not np.array_equal(above := labels[labels], labels):
-            labels[:] = above
 
 
 def assign_fates(

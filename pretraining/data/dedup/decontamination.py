@@ -170,8 +170,14 @@ def read_evaluation_sets(folder: str | None = None, tasks: list[str] = ()) -> It
     choices and answers are found by themselves. Raises UserError for what is missing or cannot be read.
     """
     for path in _files_of(Path(folder)) if folder is not None else ():
-        texts = _texts_of_file(path) if path.suffix.lower() == ".txt" else _strings_of_rows(path)
-        yield from ((str(path.relative_to(folder)), text) for text in texts)
+        name = str(path.relative_to(folder))
+        if path.suffix.lower() != ".txt":
+            yield from ((name, text) for text in _strings_of_rows(path))
+            continue
+        for document in read_documents(local_file(path, path.parent)):
+            if document.text is None:
+                raise UserError(f"{document.where}: not UTF-8 text; convert the file")
+            yield name, document.text
     for name in tasks:
         yield from ((name, text) for text in _of_task(name))
 
@@ -192,13 +198,6 @@ def _files_of(folder: Path) -> list[Path]:
             "name a folder of evaluation sets"
         )
     return found
-
-
-def _texts_of_file(path: Path) -> Iterator[str]:
-    for document in read_documents(local_file(path, path.parent)):
-        if document.text is None:
-            raise UserError(f"{document.where}: not UTF-8 text; convert the file")
-        yield document.text
 
 
 def _strings_of_rows(path: Path) -> Iterator[str]:

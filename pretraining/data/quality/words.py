@@ -45,7 +45,14 @@ class Words:
             # "surrogatepass": a JSON escape can leave half of a surrogate pair.
             self._points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
             self._flags = _flags_by_code_point()[np.minimum(self._points, _CLASSIFIED)]
-        points, kinds = self._points, self._kinds()
+        points = self._points
+        # SPACE, SYMBOL, or 0: a part of a word, which is a letter or a joining symbol.
+        kinds = self._flags & (SPACE | SYMBOL)
+        # A joining symbol becomes part of the word if both its neighbours are.
+        before, middle, after = self._flags[:-2], self._flags[1:-1], self._flags[2:]
+        letters = ((middle & JOINS_LETTERS) != 0) & ((kinds[:-2] | kinds[2:]) == 0)
+        digits = ((middle & JOINS_DIGITS) != 0) & ((before & after & DIGIT) != 0)
+        kinds[1:-1][letters | digits] = 0
         inside = kinds != SPACE
         # A character goes on the word before it if both are of one kind; a symbol, only in a run of its own.
         goes_on = (kinds[1:] == kinds[:-1]) & inside[1:]
@@ -69,16 +76,6 @@ class Words:
     @property
     def texts(self) -> list[str]:
         return [self.text[start:end] for start, end in zip(self.starts, self.ends, strict=True)]
-
-    def _kinds(self) -> np.ndarray:
-        """Return SPACE, SYMBOL, or 0 for each character; 0 means a part of a word: a letter or a joining symbol."""
-        kinds = self._flags & (SPACE | SYMBOL)
-        # A joining symbol becomes part of the word if both its neighbours are.
-        before, middle, after = self._flags[:-2], self._flags[1:-1], self._flags[2:]
-        letters = ((middle & JOINS_LETTERS) != 0) & ((kinds[:-2] | kinds[2:]) == 0)
-        digits = ((middle & JOINS_DIGITS) != 0) & ((before & after & DIGIT) != 0)
-        kinds[1:-1][letters | digits] = 0
-        return kinds
 
     @cached_property
     def _kinds_of_characters(self) -> np.ndarray:

@@ -139,8 +139,18 @@ def stats_text(measured: dict) -> str:
         if lengths := split.get("document_tokens"):
             listed = "  ".join(f"{key} {value:,}" for key, value in lengths.items() if key != "mean")
             lines.append(f"  tokens per document     mean {lengths['mean']:,.1f}  {listed}")
-        if (cuts := split.get("cuts")) is not None:
-            lines += _cut_lines(cuts)
+        if (cuts := split.get("cuts")) is not None and not cuts["documents"]:
+            lines.append("  blocks of that length   hold no whole document, or there is none")
+        elif cuts is not None:
+            # Both ways to fill blocks, so that a recipe can choose.
+            lines += [
+                f"  {head:<24}blocks' ends cut {cuts[packing]['cut']:.2%} of the {cuts['documents']:,} documents that "
+                f"fit into one, {cuts[packing]['cropped']:.2%} of their tokens come after a cut"
+                for packing, head in {
+                    "in_sequence": "read in sequence",
+                    "best_fit": "packed by best fit",
+                }.items()
+            ]
         if frequencies := split.get("token_frequencies"):
             lines += _frequency_lines(frequencies)
     if any("tokens" in source for source in measured["sources"]):
@@ -157,18 +167,6 @@ def _count_line(name: str, documents: int, tokens: int, num_bytes: int) -> str:
         f"  {name:<24}{documents:>14,} documents {tokens:>18,} tokens {num_bytes:>20,} bytes "
         f"{per_token:>7.3f} bytes/token"
     )
-
-
-def _cut_lines(cuts: dict) -> list[str]:
-    if not cuts["documents"]:
-        return ["  blocks of that length   hold no whole document, or there is none"]
-    # Both ways to fill blocks, so that a recipe can choose.
-    heads = {"in_sequence": "read in sequence", "best_fit": "packed by best fit"}
-    return [
-        f"  {head:<24}blocks' ends cut {cuts[packing]['cut']:.2%} of the {cuts['documents']:,} documents that fit "
-        f"into one, {cuts[packing]['cropped']:.2%} of their tokens come after a cut"
-        for packing, head in heads.items()
-    ]
 
 
 def _frequency_lines(found: dict) -> list[str]:

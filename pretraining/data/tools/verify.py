@@ -10,7 +10,7 @@ from pretraining.data.progress import ProgressBar
 from pretraining.data.shard_writer import buffer_positions
 from pretraining.data.shards import Shard, checksum_of_file
 from pretraining.data.tokenizer import describe_tokenizer, tokenizer_fault
-from pretraining.data.tools.finished import CHUNK_TOKENS, FinishedData, SplitDocuments, open_finished
+from pretraining.data.tools.finished import CHUNK_TOKENS, FinishedData, open_finished
 from pretraining.errors import UserError
 from pretraining.outside.files import read_json_value
 
@@ -31,7 +31,14 @@ def verify_data(folder: Path, show_progress: bool = False) -> dict:
     with ProgressBar("verifying", show_progress, num_shard_bytes(data.manifest)) as progress:
         for name in data.split_names:
             split = data.split(name)
-            _check_listing(split)
+            # `load_from_disk` takes the shards from state.json.
+            listing = split.folder / "state.json"
+            try:
+                listed = [file["filename"] for file in read_json_value(listing)["_data_files"]]
+            except (OSError, ValueError, KeyError) as error:
+                raise damaged(listing, f"missing or damaged ({error})", folder) from error
+            if listed != [entry["file"] for entry in split.entries]:
+                raise damaged(listing, f"lists other shards than {MANIFEST_NAME}", folder)
             for number, entry in enumerate(split.entries):
                 path = split.folder / entry["file"]
                 # The checksum first: later checks then read what was written.
@@ -67,17 +74,6 @@ def _check_tokenizer(data: FinishedData) -> None:
         if found.get(key, expected) != expected:
             what = f"not the tokenizer of the shards: its {key} is {found[key]}, expected {expected}"
             raise damaged(path, what, data.folder)
-
-
-def _check_listing(split: SplitDocuments) -> None:
-    """Check that state.json, from which `load_from_disk` takes the shards, names those of the manifest."""
-    path, expected = split.folder / "state.json", [entry["file"] for entry in split.entries]
-    try:
-        listed = [file["filename"] for file in read_json_value(path)["_data_files"]]
-    except (OSError, ValueError, KeyError) as error:
-        raise damaged(path, f"missing or damaged ({error})", split.folder.parent) from error
-    if listed != expected:
-        raise damaged(path, f"lists other shards than {MANIFEST_NAME}", split.folder.parent)
 
 
 def _problem_of(shard: Shard, entry: dict, tokenizer: dict) -> str | None:
