@@ -47,7 +47,7 @@ from pretraining.data.dedup.pairs import (
 )
 from pretraining.data.manifest import digest_of
 from pretraining.data.preparation.stage import Stage
-from pretraining.data.progress import ProgressBar, Silence
+from pretraining.data.progress import ProgressBar
 from pretraining.data.quality.chain import FilterChain
 from pretraining.data.quality.report import FilterReport
 from pretraining.data.text_files import Document
@@ -120,7 +120,7 @@ class EvaluationSets(Stage):
         files = fingerprint_of_sets(self.sets_folder, self.lm_eval_tasks) if named else None
         return [digest_of(spec, files, self.own.keys, self.own_names, self.own_documents)]
 
-    def run(self, number: int, folder: Path, progress: ProgressBar | Silence) -> None:
+    def run(self, number: int, folder: Path, progress: ProgressBar) -> None:
         """Write the index: its arrays as .npy, all else as JSON."""
         sets = read_evaluation_sets(self.sets_folder, self.lm_eval_tasks)
         index = build_index(chain(sets, self._own_texts()), self.spec)
@@ -174,7 +174,7 @@ class Clean(Stage):
         compared = [self.dedup.exact, self.dedup.minhash and asdict(self.dedup.minhash)] if self.dedup else []
         return [digest_of(self.consulted, evaluation, compared, key) for key in self.corpus.keys]
 
-    def run(self, number: int, folder: Path, progress: ProgressBar | Silence) -> None:
+    def run(self, number: int, folder: Path, progress: ProgressBar) -> None:
         """Read a piece, leave out what the recipe does not want, write the rest with hashes and signatures."""
         import pyarrow as pa
 
@@ -291,7 +291,7 @@ class SignatureLinks(Stage):
     def keys(self) -> list[str]:
         return [digest_of(self.clean.keys)]
 
-    def run(self, number: int, folder: Path, progress: ProgressBar | Silence) -> None:
+    def run(self, number: int, folder: Path, progress: ProgressBar) -> None:
         for piece, output in enumerate(self.clean.outputs()):
             for kind in ("hashes", "keys", "sketch"):
                 # Only the kinds that `data.dedup` asks for are there.
@@ -314,7 +314,7 @@ class Match(Stage):
         slices = range(max(1, self.num_pieces // PIECES_PER_SLICE))
         return [digest_of(self.signatures.keys, number) for number in slices]
 
-    def run(self, number: int, folder: Path, progress: ProgressBar | Silence) -> None:
+    def run(self, number: int, folder: Path, progress: ProgressBar) -> None:
         """Write the pairs of one slice."""
         (parts,) = self.signatures.outputs()
         position = number, len(self.keys)
@@ -340,7 +340,7 @@ class Fates(Stage):
     def keys(self) -> list[str]:
         return [digest_of(self.match.keys, self.dedup.remove, self.validation_share)]
 
-    def run(self, number: int, folder: Path, progress: ProgressBar | Silence) -> None:
+    def run(self, number: int, folder: Path, progress: ProgressBar) -> None:
         """Write what becomes of every document, a file a piece, and a report."""
         paths = [path for output in self.match.outputs() for path in sorted(output.glob("*.npy"))]
         # Loaded when asked for, one at a time: all pairs may not fit into memory.

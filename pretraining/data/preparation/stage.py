@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from pretraining.data.progress import ProgressBar, Silence
+from pretraining.data.progress import ProgressBar
 from pretraining.errors import UserError
 from pretraining.runtime.durable_files import sync_to_disk
 
@@ -32,7 +32,7 @@ class Stage(ABC):
         """Make a digest for each task, of everything that its output depends on."""
 
     @abstractmethod
-    def run(self, number: int, folder: Path, progress: ProgressBar | Silence) -> None:
+    def run(self, number: int, folder: Path, progress: ProgressBar) -> None:
         """Write the output of task `number` into an empty folder."""
 
     def folder(self, number: int) -> Path:
@@ -53,7 +53,7 @@ class Stage(ABC):
         return [self.folder(number) for number in range(len(self.keys))]
 
 
-def run_task(stage: Stage, number: int, progress: ProgressBar | Silence | None = None) -> None:
+def run_task(stage: Stage, number: int, progress: ProgressBar | None = None) -> None:
     """Run one task, unless it has finished. Two processes may run the same one: the first to finish wins."""
     finished = stage.folder(number)
     if finished.is_dir():
@@ -63,7 +63,7 @@ def run_task(stage: Stage, number: int, progress: ProgressBar | Silence | None =
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     try:
-        stage.run(number, part, progress or Silence())
+        stage.run(number, part, progress or ProgressBar())
         # Before the rename: a power cut must not leave a finished name with half-written files.
         for path in [*part.rglob("*"), part]:
             sync_to_disk(path)

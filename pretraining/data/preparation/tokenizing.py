@@ -17,7 +17,7 @@ from pretraining.data.portions import Portion
 from pretraining.data.preparation.cleaning import CleanedAsRead, CleanedCorpus, Cleaner
 from pretraining.data.preparation.split_sizes import SplitSizes
 from pretraining.data.preparation.stage import Stage
-from pretraining.data.progress import ProgressBar, Silence
+from pretraining.data.progress import ProgressBar
 from pretraining.data.shard_writer import SplitWriter
 from pretraining.data.tokenizer import (
     TokenizerInfo,
@@ -59,7 +59,7 @@ class MakeTokenizer(Stage):
         trained_on = [self.texts.keys, self.validation_share] if trained else []
         return [digest_of(self.tokenizer, local_fingerprint(self.tokenizer), self.vocab_size, trained_on)]
 
-    def run(self, number: int, folder: Path, progress: ProgressBar | Silence) -> None:
+    def run(self, number: int, folder: Path, progress: ProgressBar) -> None:
         """Fill `folder` with tokenizer.json and its companions; UserError if they do not fit the model."""
         if isinstance(self.tokenizer, str):
             save_tokenizer(self.tokenizer, folder)
@@ -79,7 +79,7 @@ class MakeTokenizer(Stage):
     def output(self) -> Path:
         return self.outputs()[0]
 
-    def _training_texts(self, progress: ProgressBar | Silence) -> Iterator[str]:
+    def _training_texts(self, progress: ProgressBar) -> Iterator[str]:
         skipped, empty = {}, True
         for batch in prefetch(self.training_batches(skipped)):
             empty = False
@@ -133,7 +133,7 @@ class Tokenize(Stage):
         """Name the folder of one task's output. A survey asks for many, each with bounds of its own."""
         return self.work / self.name / f"{number:05d}-{self._key(number)[:12]}"
 
-    def run(self, number: int, folder: Path, progress: ProgressBar | Silence) -> None:
+    def run(self, number: int, folder: Path, progress: ProgressBar) -> None:
         """Encode the pieces of a task: write a folder for each split, `result.json`, and counts for the manifest."""
         task, account, bound = self.texts.tasks[number], {}, self.bounds.get(number)
         batches = self.texts.batches(task, account)
