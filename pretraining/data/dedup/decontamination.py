@@ -97,7 +97,7 @@ class ContaminationIndex:
 
     def _finds(self, units: TextUnits) -> np.ndarray:
         """Find the n-grams that are in an evaluation set: int64 [finds, 4] of text, first word, words and set."""
-        found = [np.zeros((0, 4), np.int64)]
+        finds = [np.zeros((0, 4), np.int64)]
         for length, hashes in self.hashes.items():
             windows = ngrams_of(units, length)
             # The table spares most n-grams the binary search.
@@ -108,10 +108,10 @@ class ContaminationIndex:
             where, owner = likely[sure], self.owners[length][places[sure]]
             text = np.searchsorted(windows.first, where, side="right") - 1
             word = where - windows.first[text] + units.first[text]
-            found.append(np.column_stack([text, word, np.full(len(text), length), owner]))
-        found = np.concatenate(found)
+            finds.append(np.column_stack([text, word, np.full(len(text), length), owner]))
+        finds = np.concatenate(finds)
         # By text, then by word, so that examples show the first find of a document.
-        return found[np.lexsort((found[:, 1], found[:, 0]))]
+        return finds[np.lexsort((finds[:, 1], finds[:, 0]))]
 
 
 def build_index(texts: Iterable[tuple[str, str]], spec: DecontaminationSpec) -> ContaminationIndex:

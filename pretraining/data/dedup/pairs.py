@@ -137,7 +137,7 @@ def hash_texts(texts: Sequence[str]) -> np.ndarray:
 def exact_pairs(parts: HashParts, part: int = 0, num_slices: int = 1) -> np.ndarray:
     """Pair each text that occurred before with its first occurrence, in one slice of the hashes: PAIR [pairs]."""
     ranges = _num_ranges(len(parts.documents))
-    found = []
+    batches = []
     for number in range(part, ranges, num_slices):
         hashes, documents = _collect_range(parts.columns(), number, ranges)
         # Equal hashes side by side, each run of them in the order of documents.
@@ -149,8 +149,8 @@ def exact_pairs(parts: HashParts, part: int = 0, num_slices: int = 1) -> np.ndar
         later = leaders != documents
         pairs = np.zeros(np.count_nonzero(later), PAIR)
         pairs["first"], pairs["second"], pairs["similarity"] = leaders[later], documents[later], 1
-        found.append(pairs)
-    return unique_pairs(found)
+        batches.append(pairs)
+    return unique_pairs(batches)
 
 
 def match_slice(parts: SignatureParts, spec: MinHashSpec, part: int = 0, num_slices: int = 1) -> np.ndarray:
@@ -159,7 +159,7 @@ def match_slice(parts: SignatureParts, spec: MinHashSpec, part: int = 0, num_sli
     Pairs of at least `spec.accepted` are near duplicates. The other pairs must not be parted by the split.
     """
     ranges = _num_ranges(len(parts.documents))
-    found = []
+    batches = []
     for cell in range(part, spec.bands * ranges, num_slices):
         band, number = divmod(cell, ranges)
         keys, documents = _collect_range(parts.columns(band), number, ranges)
@@ -174,8 +174,8 @@ def match_slice(parts: SignatureParts, spec: MinHashSpec, part: int = 0, num_sli
                 pairs = np.zeros(np.count_nonzero(close), PAIR)
                 for name, column in zip(PAIR.names, (*sides, similarity), strict=True):
                     pairs[name] = column[close]
-                found.append(pairs)
-    return unique_pairs(found)
+                batches.append(pairs)
+    return unique_pairs(batches)
 
 
 def _candidates(keys: np.ndarray) -> Iterable[tuple[np.ndarray, np.ndarray]]:
