@@ -158,7 +158,8 @@ def describe_tokenizer(folder: Path, name: str) -> TokenizerInfo:
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        # not by its path: a pipe would keep the library waiting, where no signal is looked at
+        tokenizer = Tokenizer.from_buffer(read_bytes(folder / "tokenizer.json"))
     except Exception as error:  # tokenizers raises plain Exception for a bad file
         raise UserError(
             f"data.tokenizer: {name}: its tokenizer.json cannot be read ({error}); save the tokenizer again"
