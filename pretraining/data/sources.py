@@ -3,6 +3,7 @@
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -164,22 +165,19 @@ class HubSource:
         known = {"dataset": self.dataset, "config": self.config, "split": self.split}
         folder = Path(self.dataset)
         if not folder.exists():
-            # A dataset that has changed is prepared again.
-            return {**known, "commit": self._commit()}
+            commit = self.revision
+            # 40 hex digits are a commit. Else the hub says which one the revision stands for, so that a dataset that
+            # has changed is prepared again.
+            if not commit or len(commit) != 40:
+                hub = require("huggingface_hub", f"the dataset {self.dataset!r}")
+                # every way of being offline has its own class; documents() reports a real fault
+                with suppress(Exception):
+                    commit = hub.HfApi().dataset_info(self.dataset, revision=commit, timeout=10).sha
+            return {**known, "commit": commit}
         inside = [each.relative_to(folder) for each in sorted(folder.rglob("*")) if each.is_file()]
         # Hidden files (.git, caches) are no data, and change without it.
         shown = [folder / name for name in inside if not any(part.startswith(".") for part in name.parts)]
         return {**known, **FileSource([local_file(path, folder) for path in shown]).fingerprint()}
-
-    def _commit(self) -> str | None:
-        """Ask the hub for the revision's commit."""
-        if self.revision and len(self.revision) == 40:  # hex digits: it is a commit
-            return self.revision
-        hub = require("huggingface_hub", f"the dataset {self.dataset!r}")
-        try:
-            return hub.HfApi().dataset_info(self.dataset, revision=self.revision, timeout=10).sha
-        except Exception:  # every way of being offline has its own class; documents() reports a real fault
-            return self.revision
 
 
 TextSource = FileSource | HubSource

@@ -122,7 +122,14 @@ def sign_piece(texts: Sequence[str], spec: MinHashSpec) -> Signatures:
         # Documents without n-grams keep NO_KEY.
         rows = done + np.flatnonzero(np.diff(ngrams.first))
         minima = _minima_of(ngrams, spec)
-        keys[:, rows] = _band_keys(minima, spec)
+        # A band's key is the hash of its minima: unequal ones agree with odds of 2**-58.
+        banded = minima.reshape(spec.bands, spec.rows, -1)
+        band_keys = np.zeros((spec.bands, minima.shape[1]), np.uint64)
+        for row, weight in enumerate(random_words(spec.rows, 15)):
+            # + 1, so that a minimum of 0 counts too.
+            band_keys += (banded[:, row] + np.uint64(1)) * weight
+        # A key that equals NO_KEY by chance would match nothing.
+        keys[:, rows] = np.minimum(mix(band_keys), NO_KEY - np.uint64(1))
         # The byte must depend on all bits, because the high bits of a minimum are near zero.
         sketch[rows] = ((minima * _SCATTER) >> _HIGHEST_BYTE).astype(np.uint8).T
         done += len(batch)
@@ -145,18 +152,6 @@ def _minima_of(ngrams: Ngrams, spec: MinHashSpec) -> np.ndarray:
         np.multiply(values, multiplier, out=hashed)
         np.minimum.reduceat(hashed, starts, out=minima[number])
     return minima
-
-
-def _band_keys(minima: np.ndarray, spec: MinHashSpec) -> np.ndarray:
-    """Hash each band's minima: uint64 [bands, documents]. Unequal ones agree with odds of 2**-58."""
-    weights = random_words(spec.rows, 15)
-    banded = minima.reshape(spec.bands, spec.rows, -1)
-    keys = np.zeros((spec.bands, minima.shape[1]), np.uint64)
-    for row in range(spec.rows):
-        # + 1, so that a minimum of 0 counts too.
-        keys += (banded[:, row] + np.uint64(1)) * weights[row]
-    # A key that equals NO_KEY by chance would match nothing.
-    return np.minimum(mix(keys), NO_KEY - np.uint64(1))
 
 
 def agreement(one: np.ndarray, other: np.ndarray) -> np.ndarray:
