@@ -177,8 +177,8 @@ def small_tasks(monkeypatch):
     """A small corpus has many tasks, which are not run in processes of their own."""
     monkeypatch.setattr("pretraining.data.corpus.PIECE_BYTES", 3000)
     monkeypatch.setattr("pretraining.data.corpus.TASK_PIECES", 2)
-    monkeypatch.setattr("pretraining.data.preparation.stages.PIECE_BYTES", 3000)
-    monkeypatch.setattr("pretraining.data.preparation.stages.TASK_PIECES", 2)
+    monkeypatch.setattr("pretraining.data.preparation.plan.PIECE_BYTES", 3000)
+    monkeypatch.setattr("pretraining.data.preparation.plan.TASK_PIECES", 2)
 
 
 LENGTH = 16

@@ -44,7 +44,6 @@ class FinishedData:
 
     @property
     def tokenizer_folder(self) -> Path:
-        """The folder of tokenizer.json."""
         return self.folder / "tokenizer"
 
     def decoder(self) -> "tokenizers.Tokenizer":
@@ -59,7 +58,6 @@ class FinishedData:
 
     @property
     def split_names(self) -> list[str]:
-        """train before validation."""
         return list(self.manifest["splits"])
 
     def split(self, name: str) -> "SplitDocuments":
@@ -173,7 +171,6 @@ class StoredDocument:
 
     @property
     def stop(self) -> int:
-        """Position behind its last token in the split's stream."""
         return self.start + len(self.tokens)
 
     def place(self) -> dict:

@@ -90,11 +90,9 @@ class BinFile:
 
     @property
     def size(self) -> int:
-        """Size of its tokens in bytes."""
         return self.path.stat().st_size - self.start
 
     def documents(self) -> Iterator[np.ndarray]:
-        """Yield [tokens] of every document in order."""
         if not self.size:
             return
         content = mapped(self.path)
@@ -114,11 +112,6 @@ def _with_ends(documents: Iterator[np.ndarray], eos: int, path: Path) -> Iterato
         yield document
 
 
-def bin_files(folder: Path) -> list[Path]:
-    """List the .bin files of a folder, sorted."""
-    return sorted(folder.glob("*.bin"))
-
-
 TOKEN_COLUMNS = ("tokens", "input_ids")
 BYTES_TYPE = "int64"
 """What llm-foundry writes into a column of plain bytes."""
@@ -127,8 +120,16 @@ _TEXT_IS_NONE = "Text is no tokens: write it as .jsonl or .parquet, and name tha
 _ARRAY_TYPES = {8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 32: "<u4", 33: "<i4", 64: "<u8", 65: "<i8"}
 """Codes of integers in a column `ndarray` that does not name its type."""
 
+
+def _unzstd(content: bytes) -> bytes:
+    import pyarrow
+
+    with pyarrow.CompressedInputStream(pyarrow.BufferReader(content), "zstd") as stream:
+        return stream.read()
+
+
 _OPENERS: dict[str, Callable[[bytes], bytes]] = {
-    "zstd": lambda content: _unzstd(content),
+    "zstd": _unzstd,
     "gz": gzip.decompress,
     "bz2": bz2.decompress,
 }
@@ -199,15 +200,13 @@ class MdsFolder:
             raise UserError(
                 f"{index}: no column {column or 'tokens'!r}{hint}; it has {listed}. {_TEXT_IS_NONE}"
             )
-        self.decode = _decoder(self._encoding(self.shards[0]), dtype, f"{index}: column {self.column}")
+        encoding = self.shards[0]["column_encodings"][names.index(self.column)]
+        self.decode = _decoder(encoding, dtype, f"{index}: column {self.column}")
 
     @property
     def size(self) -> int:
         """Size of its shards in bytes, unpacked."""
         return sum(shard["raw_data"]["bytes"] for shard in self.shards)
-
-    def _encoding(self, shard: dict) -> str:
-        return shard["column_encodings"][shard["column_names"].index(self.column)]
 
     def documents(self) -> Iterator[np.ndarray]:
         """Yield [tokens] of every document: of samples of one length, which are packed, the stream is cut at its ends.
@@ -264,13 +263,6 @@ class MdsFolder:
             raise UserError(f"{packed}: cannot be unpacked ({error}); copy it again") from error
 
 
-def _unzstd(content: bytes) -> bytes:
-    import pyarrow
-
-    with pyarrow.CompressedInputStream(pyarrow.BufferReader(content), "zstd") as stream:
-        return stream.read()
-
-
 def _decoder(encoding: str, dtype: str | None, where: str) -> Callable[[memoryview], np.ndarray]:
     """Return what turns a column's bytes into tokens: `bytes`, or `ndarray[:TYPE[:SHAPE]]`."""
     kind, _, parameters = encoding.partition(":")
@@ -293,9 +285,3 @@ def _decoder(encoding: str, dtype: str | None, where: str) -> Callable[[memoryvi
         return np.frombuffer(value[place:], array_type)
 
     return decode
-
-
-def mds_indexes(folder: Path) -> list[Path]:
-    """List index.json of a folder, or of the folders in it that have one."""
-    index = folder / "index.json"
-    return [index] if index.is_file() else sorted(folder.rglob("index.json"))
