@@ -193,18 +193,3 @@ def _configured_eos(folder: Path) -> str | None:
     if not isinstance(eos, str | None):
         raise UserError("data.tokenizer: eos_token in tokenizer_config.json is no text; mend it")
     return eos
-<<<<<<< HEAD
-
-
-def _load(folder: Path, name: str) -> "tokenizers.Tokenizer":
-    from tokenizers import Tokenizer
-
-    try:
-        # not by its path: a pipe would keep the library waiting, where no signal is looked at
-        return Tokenizer.from_buffer(read_bytes(folder / "tokenizer.json"))
-    except Exception as error:  # tokenizers raises plain Exception for a bad file
-        raise UserError(
-            f"data.tokenizer: {name}: its tokenizer.json cannot be read ({error}); save the tokenizer again"
-        ) from error
-=======
->>>>>>> house-prep

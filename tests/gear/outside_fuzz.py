@@ -40,7 +40,7 @@ from pretraining.checkpoints.publish import LIST, to_store
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.resume import changes_in, changes_since
 from pretraining.checkpoints.shard_files import CheckpointReader, mean_running_loss
-from pretraining.data.dedup.decontamination import _of_folder
+from pretraining.data.dedup.decontamination import read_evaluation_sets
 from pretraining.data.manifest import read_manifest
 from pretraining.data.prepared import open_prepared
 from pretraining.data.streaming.cache import CacheSettings
@@ -193,7 +193,7 @@ class OutsideFuzz:
             ),
             "list of shards": Reader(self.data / "train" / "state.json", self._verify),
             "items": Reader(items, lambda: read_items(str(items))),
-            "evaluation set": Reader(items, lambda: list(_of_folder(items.parent))),
+            "evaluation set": Reader(items, lambda: list(read_evaluation_sets(items.parent))),
             "mds": Reader(
                 self._mds(), lambda: list(MdsFolder(box / "mds" / "index.json", None, None, 0).documents())
             ),

@@ -200,44 +200,13 @@ def _files_of(folder: Path) -> list[Path]:
     return found
 
 
-<<<<<<< HEAD
-def _of_folder(folder: Path) -> Iterator[tuple[str, str]]:
-    for path in _files_of(folder):
-        name = str(path.relative_to(folder))
-        texts = _of_text(path) if path.suffix.lower() == ".txt" else _of_json_lines(path)
-        yield from ((name, text) for text in texts)
-
-
-def _of_text(path: Path) -> Iterator[str]:
-    for document in read_documents(local_file(path, path.parent)):
-        if document.text is None:
-            raise UserError(f"{document.where}: not UTF-8 text; convert the file")
-        yield document.text
-
-
-def _of_json_lines(path: Path) -> Iterator[str]:
+def _strings_of_rows(path: Path) -> Iterator[str]:
     try:
         for _, value in json_lines(path):
             yield from _strings_of(value)
     except ValueError as error:
         raise UserError(f"{path}:{error}; mend or remove the line") from error
     except (OSError, EOFError, zlib.error) as error:
-=======
-def _strings_of_rows(path: Path) -> Iterator[str]:
-    opened = gzip.open if path.suffix.lower() == ".gz" else open
-    try:
-        with opened(path, "rt", encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line)
-                except json.JSONDecodeError as error:
-                    what = f"not valid JSON ({error.msg}); mend or remove the line"
-                    raise UserError(f"{path}:line {number}: {what}") from error
-                yield from _strings_of(row)
-    except (OSError, EOFError, UnicodeDecodeError) as error:
->>>>>>> house-prep
         raise UserError(f"{path}: cannot be read ({error}); fetch or convert it again") from error
 
 

@@ -35,7 +35,7 @@ def verify_data(folder: Path, show_progress: bool = False) -> dict:
             listing = split.folder / "state.json"
             try:
                 listed = [file["filename"] for file in read_json_value(listing)["_data_files"]]
-            except (OSError, ValueError, KeyError) as error:
+            except (OSError, ValueError, KeyError, TypeError) as error:
                 raise damaged(listing, f"missing or damaged ({error})", folder) from error
             if listed != [entry["file"] for entry in split.entries]:
                 raise damaged(listing, f"lists other shards than {MANIFEST_NAME}", folder)
@@ -76,37 +76,6 @@ def _check_tokenizer(data: FinishedData) -> None:
             raise damaged(path, what, data.folder)
 
 
-<<<<<<< HEAD
-def _check_listing(split: SplitDocuments) -> None:
-    """Check that state.json, from which `load_from_disk` takes the shards, names those of the manifest."""
-    path, expected = split.folder / "state.json", [entry["file"] for entry in split.entries]
-    try:
-        listed = [file["filename"] for file in read_json_value(path)["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise damaged(path, f"missing or damaged ({error})", split.folder.parent) from error
-    if listed != expected:
-        raise damaged(path, f"lists other shards than {MANIFEST_NAME}", split.folder.parent)
-
-
-def _check_bytes(path: Path, entry: dict, data: FinishedData) -> None:
-    found = checksum_of_file(path)
-    if found != entry["checksum"]:
-        what = f"damaged shard: checksum {found}, expected {entry['checksum']}"
-        raise damaged(path, what, data.folder)
-    if buffer_positions(path) != entry["buffers"]:
-        raise damaged(path, "its buffers are not where the manifest says", data.folder)
-
-
-def _check_documents(split: SplitDocuments, number: int, data: FinishedData) -> None:
-    """Check that ends ascend to the last token, each after an EOS, and that ids are below the vocabulary's size."""
-    entry, shard = split.entries[number], split.shard(number)
-    problem = _problem_of(shard, entry, data.manifest["tokenizer"])
-    if problem:
-        raise damaged(split.folder / entry["file"], problem, data.folder)
-
-
-=======
->>>>>>> house-prep
 def _problem_of(shard: Shard, entry: dict, tokenizer: dict) -> str | None:
     """Check that ends ascend to the last token, each after an EOS, and that ids are below the vocabulary's size."""
     lengths, eos = np.diff(shard.ends, prepend=0), tokenizer["eos_token_id"]
