@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -125,12 +126,27 @@ def is_first_to_report() -> bool:
     """
     rank, key, until = rank_and_world_size()[0], "pretraining/reported", time.monotonic() + SILENT_SECONDS
     try:
-        store = _store[0].clone()
-        while rank and not store.check([key]) and time.monotonic() < until:
-            time.sleep(_PAUSE_SECONDS)
-        return store.add(key, 1) == 1
+        with (
+            _without_stderr()
+        ):  # if rank 0 leaves meanwhile, and its store with it, torch writes a page about that
+            store = _store[0].clone()
+            while rank and not store.check([key]) and time.monotonic() < until:
+                time.sleep(_PAUSE_SECONDS)
+            return store.add(key, 1) == 1
     except (IndexError, RuntimeError):  # a single rank has no store, and rank 0 has taken it along
         return rank == 0
+
+
+@contextmanager
+def _without_stderr() -> Iterator[None]:
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)  # the descriptor itself: what is written in C++ passes Python's streams by
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def host_group() -> dist.ProcessGroup | None:

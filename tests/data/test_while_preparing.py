@@ -296,7 +296,7 @@ def test_a_preparation_that_refuses_ends_the_run_before_it_begins(slow):
     )
     refused = execute(command)
     assert refused.code == 2 and refused.stderr.count("error:") == 1, refused.output
-    assert "the preparation failed: data.sources.0.path:" in refused.stderr
+    assert "the preparation failed: " in refused.stderr and "data.sources.0.path" in refused.stderr
     assert not (slow.folder / "unmade").exists() and not (slow.folder / "none").exists()
 
 
