@@ -20,7 +20,7 @@ from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from pretraining.data.manifest import digest_of
+from pretraining.data.checksums import digest_of
 from pretraining.errors import UserError
 from pretraining.pipeline.__main__ import run_steps
 from pretraining.pipeline.steps import Pipeline

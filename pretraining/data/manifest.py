@@ -1,11 +1,11 @@
 """Read and compare manifest.json: what a data set holds and came from. It is written last: if it is there, the data
 set is complete."""
 
-import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from pretraining.data.checksums import checksum_of_file
 from pretraining.data.publishing import kept_beside
 from pretraining.data.tokenizer import local_fingerprint
 from pretraining.errors import UserError
@@ -234,16 +234,6 @@ def _files(number: int) -> str:
     return "1 file" if number == 1 else f"{number:,} files"
 
 
-def digest_of(*parts: Any) -> str:
-    """Compute blake2b of JSON values, independent of the order of their keys."""
-    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def content_fingerprint(splits: dict) -> str:
-    """Compute the identity of the tokens, the same on every machine and in every folder; it keys the order."""
-    return digest_of([[name, splits[name]["dtype"], splits[name]["checksum"]] for name in sorted(splits)])
-
-
 def entropy_bits(counts: "numpy.ndarray") -> float:
     """Compute the total bits that tokens of these counts [vocab_size] cost under their own frequencies."""
     import numpy as np
@@ -287,8 +277,6 @@ def parse_manifest(content: str | bytes, where: str, if_damaged: str, if_other_f
 
 def verify(folder: Path) -> int:
     """Read every shard whole and compare checksums; return the bytes read. A UserError names a damaged file."""
-    from pretraining.data.shards import checksum_of_file
-
     manifest = read_manifest(folder)
     if manifest is None:
         raise UserError(f"{folder}: no {MANIFEST_NAME}; this is not a finished data set")

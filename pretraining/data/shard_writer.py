@@ -1,23 +1,14 @@
-"""Write token shards: the Arrow dataset that `shards` reads, and a digest of its tokens.
-
-The digest does not depend on how a stream is cut into shards. The digests of two streams can be joined without reading
-the streams again. Each document is hashed (xxh3, 64 bits). The hashes are the coefficients of a polynomial, which is
-evaluated modulo 2**64 at two odd points. The value of the joined stream follows from both values and the length of the
-second stream.
-"""
+"""Write token shards: the Arrow dataset that `shards` reads, with a digest of its tokens."""
 
 import hashlib
 import json
 from array import array
-from collections.abc import Iterable
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import xxhash
 
-from pretraining.data.shards import checksum_of_file
+from pretraining.data.checksums import checksum_of_file, digest_of_documents, joined_digest
 from pretraining.runtime.durable_files import replacing
 
 if TYPE_CHECKING:
@@ -28,9 +19,6 @@ SHARD_TOKENS = 64_000_000
 
 SHARD_DOCUMENTS = 4_000_000
 """Documents of a shard: limits its columns by document (16 bytes each) if the documents are tiny."""
-
-_POINTS = (0x9E3779B97F4A7C15, 0xD1342543DE82EF95)
-_MODULUS = 1 << 64
 
 
 class SplitWriter:
@@ -217,40 +205,3 @@ def _write_dataset_files(folder: Path, shard_names: list[str], dtype: np.dtype, 
     for name, values in {"state.json": state, "dataset_info.json": info}.items():
         with replacing(folder / name) as file:
             json.dump(values, file, indent=2)
-
-
-# The digest of a token stream; see the module.
-
-
-def digest_of_documents(tokens: np.ndarray, ends: np.ndarray) -> str:
-    """Digest, in 32 hex digits, the documents that end at `ends` [documents] of `tokens` [tokens]."""
-    content, width = memoryview(np.ascontiguousarray(tokens)).cast("B"), tokens.itemsize
-    edges = [0, *(ends * width).tolist()]
-    hashes = [xxhash.xxh3_64_intdigest(content[a:b]) for a, b in pairwise(edges)]
-    coefficients = np.array(hashes, np.uint64)
-    # uint64 products and sums wrap: this is arithmetic modulo 2**64.
-    return _spelled(
-        int((coefficients * _powers(point, len(hashes))).sum(dtype=np.uint64)) for point in _POINTS
-    )
-
-
-def joined_digest(digests: list[str], num_documents: list[int]) -> str:
-    """Join the digests of streams, from these digests and their numbers of documents."""
-    values = [0, 0]
-    for digest, count in zip(digests, num_documents, strict=True):
-        for number, point in enumerate(_POINTS):
-            own = int(digest[16 * number : 16 * number + 16], 16)
-            # What came before moves up by the documents of this stream.
-            values[number] = (values[number] * pow(point, count, _MODULUS) + own) % _MODULUS
-    return _spelled(values)
-
-
-def _powers(point: int, count: int) -> np.ndarray:
-    """Compute point**(count - 1) ... point**0 modulo 2**64: [count] uint64."""
-    powers = np.full(count, point, np.uint64)
-    powers[:1] = 1
-    return np.cumprod(powers, dtype=np.uint64)[::-1]
-
-
-def _spelled(values: Iterable[int]) -> str:
-    return "".join(f"{value:016x}" for value in values)

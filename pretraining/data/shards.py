@@ -16,6 +16,8 @@ from typing import BinaryIO, Self
 
 import numpy as np
 
+from pretraining.data.checksums import checksum_of_file, digest_of_documents
+from pretraining.data.manifest import read_manifest
 from pretraining.errors import UserError
 from pretraining.outside.files import regular
 
@@ -31,18 +33,6 @@ MOST_MAPPED = 4096
 def token_dtype(vocab_size: int) -> np.dtype:
     """Choose the smallest unsigned type that holds every id: uint16 up to 65,536 ids, uint32 above."""
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
-
-
-def checksum_of_file(path: Path) -> str:
-    """Compute `xxh128:<hex>` of the whole file."""
-    import xxhash
-
-    # Several GB/s: it protects against damage, not against forgery.
-    digest = xxhash.xxh128()
-    with open(path, "rb", opener=regular) as file:
-        while chunk := file.read(1 << 22):
-            digest.update(chunk)
-    return f"xxh128:{digest.hexdigest()}"
 
 
 class Shard:
@@ -215,9 +205,6 @@ class TokenSplit:
 
     def _moved(self, entry: dict) -> Shard | None:
         """Find the shard's documents in a data set that has been prepared further since; None if they are not there."""
-        from pretraining.data.manifest import read_manifest
-        from pretraining.data.shard_writer import digest_of_documents
-
         # Names hold the number of shards, and the last shard of a source may have more documents now.
         shards = (read_manifest(self.folder.parent) or {"splits": {}})["splits"].get(self.folder.name, {})
         for now in shards.get("shards", ()):

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from pretraining.checkpoints.format import file_entry
-from pretraining.data.manifest import digest_of
+from pretraining.data.checksums import digest_of
 from pretraining.outside.files import read_json_value
 from pretraining.runtime.durable_files import write_json
 from pretraining.runtime.run_folder import RunFolder, utc_now

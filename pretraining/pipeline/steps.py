@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import IO
 
 from pretraining.checkpoints.folders import files_in
-from pretraining.data.manifest import deciding_section, digest_of, num_shard_bytes, read_manifest
+from pretraining.data.checksums import digest_of
+from pretraining.data.manifest import deciding_section, num_shard_bytes, read_manifest
 from pretraining.data.portions import lacking, portions_of
 from pretraining.data.preparation.prepare import prepared_differences
 from pretraining.data.sources import open_sources

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from pretraining.data.manifest import FORMAT, content_fingerprint
+from pretraining.data.checksums import content_fingerprint
+from pretraining.data.manifest import FORMAT
 from pretraining.data.prepared import PreparedData
 from pretraining.data.shards import TokenSplit, token_dtype
 from pretraining.recipe import Recipe

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pretraining.data.checksums import digest_of
 from pretraining.data.corpus import Batch, Corpus, Piece, read_batches
 from pretraining.data.dedup.clusters import (
     TRAIN,
@@ -46,7 +47,6 @@ from pretraining.data.dedup.pairs import (
     match_slice,
     write_array,
 )
-from pretraining.data.manifest import digest_of
 from pretraining.data.preparation.execution import Stage
 from pretraining.data.progress import Progress, Silence
 from pretraining.data.quality.chain import FilterChain

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from pretraining.data.manifest import MANIFEST_NAME, POSITIONS_FILE, digest_of, parse_manifest
+from pretraining.data.checksums import digest_of
+from pretraining.data.manifest import MANIFEST_NAME, POSITIONS_FILE, parse_manifest
 from pretraining.data.shards import Shard, TokenSplit, between, map_shard
 from pretraining.data.streaming.cache import CachedShard, CacheFull, DamagedDownload, ShardBusy, ShardCache
 from pretraining.data.streaming.store import Patience, Store, log_line
