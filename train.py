@@ -104,6 +104,7 @@ def attempt(
     from pretraining.checkpoints.resume import begin_run, find_start, roll_back
     from pretraining.data.block_guard import open_guard
     from pretraining.data.packed_dataset import build_training_dataset
+    from pretraining.data.streaming.prefetch import prefetched
     from pretraining.evaluation.evaluator import Evaluator
     from pretraining.model.build import build_from_recipe
     from pretraining.model.given_weights import open_given
@@ -138,7 +139,7 @@ def attempt(
         model,
         arguments,
         loss=build_loss(model, recipe.loss, groups),
-        train_dataset=data.prefetched(dataset),
+        train_dataset=prefetched(dataset),
         progress=progress,
         journal=start.journal,
         evaluator=evaluator,

@@ -24,7 +24,6 @@ from pretraining.data.manifest import (
     verify,
 )
 from pretraining.data.mixture import Mixture, build_mixture
-from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.portions import check_enough, lacking, portions_of
 from pretraining.data.shards import TokenSplit
 from pretraining.data.streaming.cache import CacheSettings
@@ -37,8 +36,6 @@ from pretraining.schema import REPOSITORY, listed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from pretraining.data.streaming.prefetch import PrefetchedDataset
 
 VERIFIED_BYTES = 256 << 20
 """Data sets up to this size are compared with their checksums whenever they are opened (0.1 s), others by `verify`."""
@@ -62,7 +59,8 @@ class PreparedData:
         Raises:
             UserError: a source would be read more often than the recipe allows.
         """
-        return replace(self, mixture=build_mixture(self, recipe, recipe.num_samples))
+        mixture = build_mixture(self.train, self.validation, recipe, recipe.num_samples)
+        return replace(self, mixture=mixture)
 
     def latest(self) -> "PreparedData":
         """Return what is there by now: of a finished data set, the same."""
@@ -95,15 +93,6 @@ class PreparedData:
     def fingerprint(self) -> str:
         """Identify the tokens, the same on every machine; the key of the global order."""
         return self.manifest["fingerprint"]
-
-    def prefetched(self, dataset: PackedDataset) -> "PackedDataset | PrefetchedDataset":
-        """Prefetch if the train shards come from an address; the samples stay the same."""
-        # A local split has a Path, a streamed one an address. Without an order blocks come in sequence (validation).
-        if isinstance(self.train.folder, Path) or dataset.order is None:
-            return dataset
-        from pretraining.data.streaming.prefetch import prefetched
-
-        return prefetched(dataset)
 
 
 @dataclass(frozen=True)

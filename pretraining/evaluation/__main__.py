@@ -14,7 +14,6 @@ from pretraining.command_line import (
     not_negative_number,
     positive_integer,
 )
-from pretraining.data.mixture import validation_sets
 from pretraining.data.prepared import PreparedData, open_prepared
 from pretraining.data.streaming.cache import CacheSettings
 from pretraining.errors import UserError, one_line_errors
@@ -67,12 +66,12 @@ def score_export(export: Path, recipe: Recipe | None, options: argparse.Namespac
     """Compute {"<task>/<metric>": score} of an exported model; tasks are opened before the model is loaded."""
     # Imported here, so that --help and wrong arguments do not wait for torch.
     from pretraining.evaluation.evaluator import build_scorers
-    from pretraining.evaluation.validation import DEFAULT_BATCH_SIZE, batch_size_of
+    from pretraining.evaluation.validation import DEFAULT_BATCH_SIZE
 
     # The light parts first: an unknown task or a missing file is reported before the weights are read.
     config, tokenizer = _load(export, "AutoConfig"), _load(export, "AutoTokenizer")
     tasks = [name.strip() for name in (options.tasks or "").split(",") if name.strip()]
-    batch_size = batch_size_of(recipe) if recipe else DEFAULT_BATCH_SIZE
+    batch_size = recipe.training.per_device_eval_batch_size if recipe else DEFAULT_BATCH_SIZE
     shape = {"max_length": config.max_position_embeddings, "batch_size": batch_size}
     scorers = build_scorers(tasks, options.hellaswag, tokenizer, limit=options.limit, **shape)
     model = _load_model(export, recipe)
@@ -96,7 +95,7 @@ def evaluate_run(export: Path, recipe: Recipe | None, options: argparse.Namespac
 def evaluate(export: Path, data: PreparedData, recipe: Recipe, options: argparse.Namespace) -> dict:
     """Do the same as `evaluate_run`, with data that is already open."""
     from pretraining.evaluation.sampling import prompts_of, sample_text
-    from pretraining.evaluation.validation import Validation
+    from pretraining.evaluation.validation import Validation, validation_sets
 
     model, tokenizer = _load_model(export, recipe), _load(export, "AutoTokenizer")
     validation = Validation.of(validation_sets(data, recipe), recipe)

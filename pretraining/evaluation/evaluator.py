@@ -6,14 +6,13 @@ import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from pretraining.data.mixture import validation_sets
 from pretraining.data.prepared import PreparedData
 from pretraining.ds_config import NOT_SPLIT, Degrees
 from pretraining.errors import UserError, nearest
 from pretraining.evaluation.harness import Harness
 from pretraining.evaluation.likelihood import HellaSwag, Interrupted, read_items
 from pretraining.evaluation.sampling import SamplingCallback
-from pretraining.evaluation.validation import Validation
+from pretraining.evaluation.validation import Validation, validation_sets
 from pretraining.recipe import Recipe
 from pretraining.runtime.run_folder import RunFolder
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from pretraining.data.manifest import read_manifest, verify
-from pretraining.data.mixture import validation_sets
 from pretraining.data.preparation.execution import run_task
 from pretraining.data.preparation.prepare import prepare_data
 from pretraining.data.preparation.stages import Preparation
@@ -16,7 +15,7 @@ from pretraining.data.sources import open_sources
 from pretraining.data.tools.finished import open_finished
 from pretraining.data.tools.stats import measure_data, stats_text
 from pretraining.errors import UserError
-from pretraining.evaluation.validation import Validation
+from pretraining.evaluation.validation import Validation, validation_sets
 from pretraining.recipe import load_recipe
 from tests.data.test_data_prep import make_texts, prepare, recipe_for, write_jsonl
 from tests.gear.finished_data import refusal

@@ -21,7 +21,7 @@ from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.prepared import open_prepared
 from pretraining.data.streaming.cache import CachedShard, CacheFull, CacheSettings, ShardCache, exclusive_lock
-from pretraining.data.streaming.prefetch import Prefetcher, Window
+from pretraining.data.streaming.prefetch import Prefetcher, Window, prefetched
 from pretraining.data.streaming.remote_data import RemoteData, StreamedSplit
 from pretraining.errors import UserError
 from tests.data.test_data_prep import make_texts, prepare, recipe_for, write_jsonl
@@ -116,7 +116,7 @@ def test_the_samples_are_those_of_the_disk(prepared, connected, cache):
     ).read_bytes()
     order = GlobalOrder(local.train.num_blocks(LENGTH), 3, local.fingerprint)
     theirs, ours = (
-        data.prefetched(PackedDataset(data.train, LENGTH, order, 5, 2 * order.num_blocks))
+        prefetched(PackedDataset(data.train, LENGTH, order, 5, 2 * order.num_blocks))
         for data in (local, remote)
     )
     assert (
@@ -338,7 +338,7 @@ def test_workers_read_the_same(prepared, connected, cache, method):
     """Forked or spawned from a process that has read already, each worker with its own connection and threads."""
     data = open_prepared(prepared.recipe, "s3://bucket/data", CacheSettings(cache, 10**9))
     order = GlobalOrder(data.train.num_blocks(LENGTH), 3, data.fingerprint)
-    ours = data.prefetched(PackedDataset(data.train, LENGTH, order))
+    ours = prefetched(PackedDataset(data.train, LENGTH, order))
     theirs = PackedDataset(prepared.local.train, LENGTH, order)
     ours[0]
     batches = [list(range(start, start + 8)) for start in range(0, 80, 8)]
@@ -426,7 +426,7 @@ def test_a_cache_that_cannot_hold_the_run_is_refused(prepared, connected, cache,
     data = open_prepared(prepared.recipe, "s3://bucket/data", CacheSettings(cache, 4 * prepared.largest))
     order = GlobalOrder(data.train.num_blocks(LENGTH), 3, data.fingerprint)
     with pytest.raises(UserError, match=r"raise --data_cache_gb.*data\.shuffle_shards=3"):
-        data.prefetched(PackedDataset(data.train, LENGTH, order))
+        prefetched(PackedDataset(data.train, LENGTH, order))
     full = OSError(28, "No space left on device")
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(full))
     with pytest.raises(UserError, match="No space left on device"):

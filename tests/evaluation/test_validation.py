@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from pretraining.data.mixture import ValidationSet, open_by_source
+from pretraining.data.mixture import open_by_source
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shard_writer import SplitWriter
 from pretraining.data.shards import TokenSplit
-from pretraining.evaluation.validation import Validation
+from pretraining.evaluation.validation import Validation, ValidationSet
 from pretraining.recipe.data import Data
 from pretraining.recipe.sections import Evaluation
 from pretraining.recipe.training import Training
