@@ -30,7 +30,7 @@ _MOST_NAMED = 3
 """The number of sources that a note names: those that differ most."""
 
 
-class Mixture(NamedTuple):
+class SourceMixture(NamedTuple):
     """Several sources and how they are interleaved."""
 
     names: list[str]
@@ -91,7 +91,7 @@ class Mixture(NamedTuple):
 
 def build_mixture(
     train: TokenSplit, validation: TokenSplit, recipe: "Recipe", num_samples: int
-) -> Mixture | None:
+) -> SourceMixture | None:
     """Build the recipe's mixture over the prepared splits, for a run of `num_samples` samples; None if it has none.
 
     Raises:
@@ -113,7 +113,7 @@ def build_mixture(
     for number, source in enumerate(recipe.data.validation.sources if recipe.data.validation else []):
         if source.called in names:
             held_out[names.index(source.called)] = judged[len(names) + number].num_tokens
-    mixture = Mixture(names, splits, interleaving, length, held_out)
+    mixture = SourceMixture(names, splits, interleaving, length, held_out)
     _check_epochs(mixture, wished, recipe, num_samples, where)
     return mixture
 
@@ -142,7 +142,7 @@ def large_enough(
 
 
 def _check_epochs(
-    mixture: Mixture, wished: Sequence[WishedStage], recipe: "Recipe", num_samples: int, where: str
+    mixture: SourceMixture, wished: Sequence[WishedStage], recipe: "Recipe", num_samples: int, where: str
 ) -> None:
     """Refuse a run which reads a source more often than its `max_epochs`, and list the remedies."""
     draws, length = mixture.interleaving.realised(num_samples), mixture.sequence_length
@@ -198,7 +198,7 @@ def _check_epochs_of_stream(recipe: "Recipe", num_blocks: int, num_samples: int,
 def _validation_note(rows: Sequence[dict], validation_tokens: Sequence[int], length: int) -> str | None:
     """Write one sentence for a reader who compares training and validation loss; None if both have the same mixture.
 
-    rows: those of the run, as `Mixture.table` makes them. validation_tokens: [sources] tokens of the validation split.
+    rows: those of the run (`SourceMixture.table`). validation_tokens: [sources] tokens of the validation split.
     length: tokens of a block.
     """
     # The validation loss is never mixed: it keeps the natural proportions of the sources.

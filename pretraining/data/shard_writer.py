@@ -42,7 +42,6 @@ class SplitWriter:
         return sum(shard["tokens"] for shard in self._shards) + self._ends[-1]
 
     def begin_source(self, number: int) -> None:
-        """Count what follows to source `number`."""
         # A shard holds documents of one source, so that a run can open each source alone.
         if number != self._source and self._num_bytes:
             self._write_shard()
@@ -59,61 +58,57 @@ class SplitWriter:
         """
         first = start = 0
         while first < len(ends):
-            fitting = self._num_fitting(ends[first:] - start)
-            if fitting:
-                last = first + fitting
-                self._append_run(
-                    tokens[start : ends[last - 1]], ends[first:last] - start, num_bytes[first:last]
-                )
-                first, start = last, int(ends[last - 1])
+            # The documents that the open shard still takes.
+            fitting = np.searchsorted(ends[first:] - start, self._shard_tokens - self._ends[-1], side="right")
+            last = first + min(int(fitting), SHARD_DOCUMENTS - len(self._num_bytes))
+            if last > first:
+                stop, begin = int(ends[last - 1]), self._ends[-1]
+                if (needed := begin + stop - start) > len(self._tokens):
+                    # In place; no view of the buffer outlives `_write_shard`.
+                    size = min(self._shard_tokens, max(needed, 2 * len(self._tokens)))
+                    self._tokens.resize(size, refcheck=False)
+                self._tokens[begin:needed] = tokens[start:stop]
+                # Through bytes: `extend` would make a Python integer of each end.
+                self._ends.frombytes((ends[first:last] - start + begin).astype(np.int64).tobytes())
+                self._num_bytes.frombytes(np.asarray(num_bytes[first:last]).astype(np.uint64).tobytes())
+                first, start = last, stop
             elif self._num_bytes:
                 self._write_shard()
             else:  # one document larger than a shard gets a shard of its own
                 self._shard_tokens = int(ends[first]) - start
 
-    def _num_fitting(self, ends: np.ndarray) -> int:
-        """Count the documents, of those that end at `ends`, that the open shard still takes."""
-        fitting = int(np.searchsorted(ends, self._shard_tokens - self._ends[-1], side="right"))
-        return min(fitting, SHARD_DOCUMENTS - len(self._num_bytes))
-
-    def _append_run(self, tokens: np.ndarray, ends: np.ndarray, num_bytes: np.ndarray) -> None:
-        start = self._ends[-1]
-        if (needed := start + len(tokens)) > len(self._tokens):
-            # In place; no view of the buffer outlives `_write_shard`.
-            self._tokens.resize(min(self._shard_tokens, max(needed, 2 * len(self._tokens))), refcheck=False)
-        self._tokens[start : start + len(tokens)] = tokens
-        # Through bytes: `extend` would make a Python integer of each end.
-        self._ends.frombytes((ends + start).astype(np.int64).tobytes())
-        self._num_bytes.frombytes(np.asarray(num_bytes).astype(np.uint64).tobytes())
-
     def _write_shard(self) -> None:
         import pyarrow as pa
 
         count = self._ends[-1]
-        values = _arrow_array(self._tokens[:count])
-        rows = pa.LargeListArray.from_arrays(_arrow_array(np.asarray(self._ends)), values)
-        schema = _arrow_schema(self.dtype)
+        rows = pa.LargeListArray.from_arrays(
+            _arrow_array(np.asarray(self._ends)), _arrow_array(self._tokens[:count])
+        )
+        schema = pa.schema(
+            {"input_ids": pa.large_list(pa.from_numpy_dtype(self.dtype)), "num_bytes": pa.uint64()},
+            # what `datasets` reads
+            metadata={"huggingface": json.dumps({"info": {"features": _features(self.dtype)}})},
+        )
         # Numbered without a total, which is known only at the end: `finish` gives the final names.
         path = self.folder / f"data-{len(self._shards):05d}.arrow"
         with replacing(path, "wb") as file, pa.ipc.new_stream(file, schema) as stream:
             num_bytes = _arrow_array(np.asarray(self._num_bytes))
             # One batch, so that the values of `input_ids` are one stream of tokens in the file.
             stream.write_batch(pa.record_batch([rows, num_bytes], schema=schema))
-        self._shards.append(self._entry(path))
+        self._shards.append(
+            {
+                "file": path.name,
+                "source": self._source,
+                "documents": len(self._num_bytes),
+                "tokens": count,
+                "bytes": sum(self._num_bytes),
+                "size": path.stat().st_size,
+                "buffers": buffer_positions(path),
+                "checksum": checksum_of_file(path),
+                "tokens_digest": digest_of_documents(self._tokens, np.asarray(self._ends)[1:]),
+            }
+        )
         self._ends, self._num_bytes = array("q", [0]), array("Q")
-
-    def _entry(self, path: Path) -> dict:
-        return {
-            "file": path.name,
-            "source": self._source,
-            "documents": len(self._num_bytes),
-            "tokens": self._ends[-1],
-            "bytes": sum(self._num_bytes),
-            "size": path.stat().st_size,
-            "buffers": buffer_positions(path),
-            "checksum": checksum_of_file(path),
-            "tokens_digest": digest_of_documents(self._tokens, np.asarray(self._ends)[1:]),
-        }
 
     def finish(self) -> dict:
         """Write the last shard and the JSON files that `load_from_disk` expects; return the manifest entry."""
@@ -130,7 +125,22 @@ class SplitWriter:
 def split_entry(folder: Path, shards: list[dict], dtype: str) -> dict:
     """Make a split's part of the manifest from its shards' entries; write the JSON files `load_from_disk` expects."""
     entry = summed_entry(shards, dtype)
-    _write_dataset_files(folder, [shard["file"] for shard in shards], np.dtype(dtype), entry["checksum"])
+    # As `datasets.save_to_disk` lays them out.
+    state = {
+        "_data_files": [{"filename": shard["file"]} for shard in shards],
+        # Made from the content, so that equal data sets have equal fingerprints.
+        "_fingerprint": hashlib.blake2b(entry["checksum"].encode(), digest_size=8).hexdigest(),
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+        "_split": None,
+    }
+    features = _features(np.dtype(dtype))
+    info = {"citation": "", "description": "", "features": features, "homepage": "", "license": ""}
+    for name, values in {"state.json": state, "dataset_info.json": info}.items():
+        with replacing(folder / name) as file:
+            json.dump(values, file, indent=2)
     return entry
 
 
@@ -139,20 +149,6 @@ def summed_entry(shards: list[dict], dtype: str) -> dict:
     checksum = joined_digest([s["tokens_digest"] for s in shards], [s["documents"] for s in shards])
     totals = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "bytes")}
     return {**totals, "dtype": dtype, "checksum": checksum, "shards": shards}
-
-
-# The files of a split, as `datasets.save_to_disk` lays them out.
-
-
-def _arrow_schema(dtype: np.dtype) -> "pyarrow.Schema":
-    """Make the columns `input_ids: large_list<dtype>` and `num_bytes: uint64`, with the metadata `datasets` reads."""
-    import pyarrow as pa
-
-    info = json.dumps({"info": {"features": _features(dtype)}})
-    return pa.schema(
-        {"input_ids": pa.large_list(pa.from_numpy_dtype(dtype)), "num_bytes": pa.uint64()},
-        metadata={"huggingface": info},
-    )
 
 
 def _features(dtype: np.dtype) -> dict:
@@ -187,21 +183,3 @@ def buffer_positions(path: Path) -> dict[str, int]:
         }
         # Both are addresses in the same map of the file.
         return {name: buffer.address - content.address for name, buffer in buffers.items()}
-
-
-def _write_dataset_files(folder: Path, shard_names: list[str], dtype: np.dtype, checksum: str) -> None:
-    """Write `state.json` and `dataset_info.json` beside the shards, as `datasets.save_to_disk` does."""
-    state = {
-        "_data_files": [{"filename": name} for name in shard_names],
-        # Made from the content, so that equal data sets have equal fingerprints.
-        "_fingerprint": hashlib.blake2b(checksum.encode(), digest_size=8).hexdigest(),
-        "_format_columns": None,
-        "_format_kwargs": {},
-        "_format_type": None,
-        "_output_all_columns": False,
-        "_split": None,
-    }
-    info = {"citation": "", "description": "", "features": _features(dtype), "homepage": "", "license": ""}
-    for name, values in {"state.json": state, "dataset_info.json": info}.items():
-        with replacing(folder / name) as file:
-            json.dump(values, file, indent=2)

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +30,7 @@ from pretraining.schema import display_path
 DEFAULT_BATCH_SIZE = 8  # of TrainingArguments
 CHUNK_TOKENS = 1024
 """Tokens whose logits are held in fp32 at once."""
+MEASURED = ("loss", "perplexity", "bits_per_byte")
 COUNTED_BLOCKS = 256
 """Blocks whose tokens are counted at once."""
 
@@ -96,23 +96,8 @@ class Validation:
     """The validation blocks of a run and the size of their text, by source if there are several."""
 
     def __init__(
-        self,
-        parts: Sequence[MeasuredSet],
-        batch_size: int,
-        own_metrics: Mapping[str, Callable] = MappingProxyType({}),
-        degrees: Degrees = NOT_SPLIT,
+        self, sets: TokenSplit | Sequence[ValidationSet], recipe: Recipe, degrees: Degrees = NOT_SPLIT
     ) -> None:
-        """own_metrics: those of the recipe's extensions, by name."""
-        self.parts, self.batch_size = tuple(parts), batch_size
-        self.own_metrics, self.degrees = own_metrics, degrees
-        # The Trainer wants one dataset; `measure` reads the parts.
-        datasets = [part.dataset for part in self.parts]
-        self.dataset = datasets[0] if len(datasets) == 1 else ConcatDataset(datasets)
-
-    @classmethod
-    def of(
-        cls, sets: TokenSplit | Sequence[ValidationSet], recipe: Recipe, degrees: Degrees = NOT_SPLIT
-    ) -> "Validation":
         """Take the whole validation split, or its first `evaluation.max_validation_tokens`.
 
         Of several sets each is also measured by itself. The tokens are then divided in proportion to the sizes of the
@@ -120,17 +105,19 @@ class Validation:
         """
         sets = [ValidationSet(None, sets)] if isinstance(sets, TokenSplit) else sets
         groups = [[each for each in sets if each.beside is beside] for beside in (False, True)]
-        parts = [part for group in groups for part in _first_blocks(group, recipe)]
-        batch_size = recipe.training.per_device_eval_batch_size
-        return cls(parts, batch_size, all_of(recipe.extensions, "metric"), degrees)
+        self.parts = [part for group in groups for part in _first_blocks(group, recipe)]
+        self.batch_size, self.degrees = recipe.training.per_device_eval_batch_size, degrees
+        self.own_metrics: Mapping[str, Callable] = all_of(recipe.extensions, "metric")
+        # The Trainer wants one dataset; `measure` reads the parts.
+        datasets = [part.dataset for part in self.parts]
+        self.dataset = datasets[0] if len(datasets) == 1 else ConcatDataset(datasets)
 
     @property
     def names(self) -> list[str]:
         sets = [part.name for part in self.parts if part.name is not None]
         mixture = ["mixture"] if self._follows_mixture else []
-        ours = ("loss", "perplexity", "bits_per_byte")
-        by_set = [f"{each}_{name}" for each in [*mixture, *sets] for name in ours]
-        return [*ours, *by_set, *self.own_metrics]
+        by_set = [f"{each}_{name}" for each in [*mixture, *sets] for name in MEASURED]
+        return [*MEASURED, *by_set, *self.own_metrics]
 
     @property
     def _follows_mixture(self) -> bool:
@@ -161,7 +148,21 @@ class Validation:
                 totals.zero_()  # what the first rank of those that split the layers has counted
             # Sums and not means: the ranks have different numbers of tokens.
             dist.all_reduce(totals)
-        return self._metrics(totals.tolist())
+        measured = list(zip(self.parts, totals.tolist(), strict=True))
+        counted = [sums for part, sums in measured if not part.beside]
+        nats, tokens, *own = (sum(column) for column in zip(*counted, strict=True))
+        num_bytes = sum(part.num_bytes for part in self.parts if not part.beside)
+        metrics = _named("", nats / tokens, nats / math.log(2) / num_bytes)
+        if self._follows_mixture:
+            rows = [(float(part.share), sums, part.num_bytes) for part, sums in measured if part.share]
+            loss = sum(share * nats / tokens for share, (nats, tokens, *_), _ in rows)
+            bytes_per_token = sum(share * num_bytes / tokens for share, (_, tokens, *_), num_bytes in rows)
+            metrics |= _named("mixture_", loss, loss / math.log(2) / bytes_per_token)
+        metrics |= {name: value / tokens for name, value in zip(self.own_metrics, own, strict=True)}
+        for part, (nats, tokens, *_) in measured:
+            if part.name is not None:
+                metrics |= _named(f"{part.name}_", nats / tokens, nats / math.log(2) / part.num_bytes)
+        return metrics
 
     def unigram_bits_per_byte(self) -> float:
         """Compute the bits per byte of the measured tokens by frequency alone: what a model without context reaches."""
@@ -209,30 +210,10 @@ class Validation:
             totals[part] += _sums(self.own_metrics, logits.flatten(0, 1), labels.flatten())
         return totals
 
-    def _metrics(self, totals: list[list[float]]) -> dict[str, float]:
-        """Compute the metrics from the sums of each part: nats, tokens, own metrics."""
-        measured = list(zip(self.parts, totals, strict=True))
-        counted = [sums for part, sums in measured if not part.beside]
-        nats, tokens, *own = (sum(column) for column in zip(*counted, strict=True))
-        num_bytes = sum(part.num_bytes for part in self.parts if not part.beside)
-        metrics = {
-            "loss": nats / tokens,
-            "perplexity": perplexity(nats / tokens),
-            "bits_per_byte": nats / math.log(2) / num_bytes,
-        }
-        if self._follows_mixture:
-            rows = [(float(part.share), sums, part.num_bytes) for part, sums in measured if part.share]
-            loss = sum(share * nats / tokens for share, (nats, tokens, *_), _ in rows)
-            bytes_per_token = sum(share * num_bytes / tokens for share, (_, tokens, *_), num_bytes in rows)
-            metrics |= {"mixture_loss": loss, "mixture_perplexity": perplexity(loss)}
-            metrics["mixture_bits_per_byte"] = loss / math.log(2) / bytes_per_token
-        metrics |= {name: value / tokens for name, value in zip(self.own_metrics, own, strict=True)}
-        for part, (nats, tokens, *_) in measured:
-            if part.name is not None:
-                metrics[f"{part.name}_loss"] = nats / tokens
-                metrics[f"{part.name}_perplexity"] = perplexity(nats / tokens)
-                metrics[f"{part.name}_bits_per_byte"] = nats / math.log(2) / part.num_bytes
-        return metrics
+
+def _named(prefix: str, loss: float, bits_per_byte: float) -> dict[str, float]:
+    names = (f"{prefix}{name}" for name in MEASURED)
+    return dict(zip(names, (loss, perplexity(loss), bits_per_byte), strict=True))
 
 
 def _batch(blocks: list[dict[str, np.ndarray]], groups: RankGroups, device: torch.device) -> dict[str, Any]:
@@ -271,7 +252,6 @@ def _sums(own_metrics: Mapping[str, Callable], logits: torch.Tensor, labels: tor
 
 
 def _first_blocks(sets: Sequence[ValidationSet], recipe: Recipe) -> list[MeasuredSet]:
-    """Choose the blocks of each set, `evaluation.max_validation_tokens` together."""
     length, max_tokens = recipe.sequence_length, recipe.evaluation.max_validation_tokens
     masks_documents, chosen = recipe.data.document_masking, []
     # A set with less than one block is not measured, unless there is no other.

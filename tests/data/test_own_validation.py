@@ -272,7 +272,7 @@ def test_what_is_judged_may_have_any_name_that_is_logged(files, tmp_path):
         root = tmp_path / str(number)
         root.mkdir()
         recipe, data = recipe_of(files, root, (3, 1), validation=section, validation_share=share)
-        logged = Validation.of(validation_sets(data, recipe), recipe).names
+        logged = Validation(validation_sets(data, recipe), recipe).names
         assert set(recipe.data.validation_names) == names
         assert {name.removesuffix("_loss") for name in logged if name.endswith("_loss")} == names
         for name in logged:

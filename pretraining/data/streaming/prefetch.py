@@ -45,7 +45,6 @@ class PrefetchedDataset:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[dict]:
-        """Read the samples of one batch."""
         self.prefetcher.advance(self.dataset.first_sample + min(indices))
         self._remote.count_reads(len(indices))
         return self.dataset.__getitems__(indices)
@@ -103,32 +102,32 @@ class Prefetcher:
 
     def _forget(self) -> None:
         self._process: int | None = None
-        self._work: _Work | None = None
+        self._running: _Threads | None = None
 
     def advance(self, sample: int) -> None:
         """Note that the run reads samples from `sample` on, and that this process reads none before it."""
         # Threads do not survive a fork: the first read in a process starts its own.
         if self._process != os.getpid():
-            self._process, self._work = os.getpid(), _Work(self)
-            self._work.position = sample
-            for thread in self._work.threads:
+            self._process, self._running = os.getpid(), _Threads(self)
+            self._running.position = sample
+            for thread in self._running.threads:
                 thread.start()
-            # The threads refer to `_work`, not to the prefetcher: so it can be collected, which stops them.
-            weakref.finalize(self, self._work.stop.set)
-        self._work.position = sample
+            # The threads refer to `_running`, not to the prefetcher: so it can be collected, which stops them.
+            weakref.finalize(self, self._running.stop.set)
+        self._running.position = sample
 
     def close(self) -> None:
         """End the threads of this process and release the shards they kept."""
-        if self._work is not None and self._process == os.getpid():
-            self._work.stop.set()
-            for thread in self._work.threads:
+        if self._running is not None and self._process == os.getpid():
+            self._running.stop.set()
+            for thread in self._running.threads:
                 thread.join(END_SECONDS)
-            for file in self._work.held.values():
+            for file in self._running.held.values():
                 file.close()
         self._forget()
 
 
-class _Work:
+class _Threads:
     """The threads of one process, and the shards they keep from eviction."""
 
     def __init__(self, prefetcher: Prefetcher):
