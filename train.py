@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from pretraining.command_line import on_one_node, parse_train_arguments
 from pretraining.data.prepared import PreparedData, note_repeats, open_prepared
-from pretraining.data.streaming.cache import CacheSettings
+from pretraining.data.streaming.cache import ShardCache
 from pretraining.errors import one_line_errors
 from pretraining.planning.run_plan import RunPlan, build_run_plan
 from pretraining.planning.screen import print_plan
@@ -52,7 +52,7 @@ def main() -> None:
 
 def open_data(recipe: Recipe, options: argparse.Namespace) -> PreparedData:
     """Open the finished data, with the mixture of its sources."""
-    cache = CacheSettings.of(options.data_cache, options.data_cache_gb)
+    cache = ShardCache.of(options.data_cache, options.data_cache_gb)
     return open_prepared(recipe, options.data_dir, cache).for_run(recipe)
 
 
@@ -104,6 +104,7 @@ def attempt(
     from pretraining.checkpoints.resume import begin_run, find_start, roll_back
     from pretraining.data.block_guard import open_guard
     from pretraining.data.packed_dataset import build_training_dataset
+    from pretraining.data.streaming.prefetch import prefetched
     from pretraining.evaluation.evaluator import Evaluator
     from pretraining.model.build import build_from_recipe
     from pretraining.model.given_weights import open_given
@@ -138,7 +139,7 @@ def attempt(
         model,
         arguments,
         loss=build_loss(model, recipe.loss, groups),
-        train_dataset=data.prefetched(dataset),
+        train_dataset=prefetched(dataset),
         progress=progress,
         journal=start.journal,
         evaluator=evaluator,

@@ -63,7 +63,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def build_sparse_data(folder: Path, num_tokens: int) -> int:
     """A data set of `num_tokens` zeros that passes every check of an open; its number of train shards."""
-    from pretraining.data.manifest import FORMAT, content_fingerprint, deciding_section
+    from pretraining.data.checksums import content_fingerprint
+    from pretraining.data.manifest import FORMAT, deciding_section
     from pretraining.data.shard_writer import SHARD_TOKENS
     from pretraining.data.tokenizer import checksums_of
 

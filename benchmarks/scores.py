@@ -41,7 +41,7 @@ def against_lm_eval(export: Path, num_items: int, rounds: int, folder: Path) -> 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from pretraining.evaluation.harness import load_tasks
-    from pretraining.evaluation.likelihood import HellaSwag, read_items, score
+    from pretraining.evaluation.likelihood import HellaSwag, Passes, read_items, score
     from tests.gear.scored_tasks import write_hellaswag_task, write_items
 
     items = write_items(folder / "hellaswag_val.jsonl", num_items)
@@ -49,7 +49,7 @@ def against_lm_eval(export: Path, num_items: int, rounds: int, folder: Path) -> 
     shape = {"max_length": model.config.max_position_embeddings, "batch_size": BATCH_SIZE}
     task = load_tasks([str(write_hellaswag_task(folder / "task", items))])
     theirs = HFLM(pretrained=model, tokenizer=tokenizer, **shape)
-    ours = HellaSwag(read_items(str(items)), tokenizer, **shape)
+    ours = HellaSwag(read_items(str(items)), tokenizer, Passes(**shape))
     seconds: dict[str, list[float]] = {"ours": [], "lm_eval": []}
     for _ in range(rounds):
         seconds["ours"].append(_seconds(lambda: ours.measure(model)))
@@ -57,7 +57,7 @@ def against_lm_eval(export: Path, num_items: int, rounds: int, folder: Path) -> 
     samples = evaluate(theirs, task, bootstrap_iters=0)["samples"]["hellaswag"]
     samples.sort(key=lambda sample: sample["doc_id"])
     expected = [float(answer[0]) for sample in samples for answer in sample["filtered_resps"]]
-    found = [each.log_probability for each in score(model, ours.pairs, **shape)]
+    found = [each.log_probability for each in score(model, ours.pairs, ours.passes)]
     pairs = zip(ours.items, ours.answers(model), samples, strict=True)
     differing = sum(
         (answer.plain == item.right) != bool(sample["acc"])

@@ -20,10 +20,11 @@ from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from pretraining.data.manifest import digest_of
+from pretraining.data.checksums import digest_of
 from pretraining.errors import UserError
 from pretraining.pipeline.__main__ import run_steps
-from pretraining.pipeline.steps import Pipeline
+from pretraining.pipeline.step import Pipeline
+from pretraining.pipeline.steps import Plan, Prepare
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.run_plan import build_run_plan
 from pretraining.recipe.refusals import load_recipe_and_ds_config
@@ -93,7 +94,7 @@ def open_pipeline(request: str, data: Path | None = None, run: Path | None = Non
 def do(pipeline: Pipeline, *names: str) -> list[dict]:
     """Run steps that are not up to date; Flyte repeats the task if another attempt can end better."""
     rows: list[dict] = []
-    code = run_steps(pipeline, names, rows, None)
+    code = run_steps(pipeline, names, rows)
     if code in ENDS:
         raise UserError(f"{rows[-1]['step']}: {rows[-1]['error']}")
     if code:
@@ -104,7 +105,7 @@ def do(pipeline: Pipeline, *names: str) -> list[dict]:
 def keys_of(pipeline: Pipeline) -> dict[str, str]:
     """Compute what each task's result depends on, before any of them runs."""
     recipe = pipeline.recipe.to_dict()
-    tokens = pipeline.steps["prepare"].identity()
+    tokens = Prepare(pipeline).identity()
     # where checkpoints are copied to decides nothing
     run = digest_of(tokens, json.loads(json.dumps(results_of(recipe), default=str)))
     return {"prepare": tokens, "train": run, "publish": digest_of(run, pipeline.to)}
@@ -112,7 +113,7 @@ def keys_of(pipeline: Pipeline) -> dict[str, str]:
 
 def needed(pipeline: Pipeline) -> dict:
     """Compute requests and time limit of the training task from the plan."""
-    facts, gpu = pipeline.steps["plan"].run(), find_gpu(pipeline.gpu) if pipeline.gpu else None
+    facts, gpu = Plan(pipeline).run(), find_gpu(pipeline.gpu) if pipeline.gpu else None
     ranks, memory = pipeline.world_size, facts["memory"]
     if gpu and ranks > gpu.gpus_per_node:
         raise UserError(
@@ -134,7 +135,7 @@ def needed(pipeline: Pipeline) -> dict:
 def plan(request: str) -> str:
     """Plan the run and name what the other tasks depend on; a run that cannot fit ends the workflow here."""
     pipeline = open_pipeline(request)
-    facts = {"needs": needed(pipeline), "keys": keys_of(pipeline), "facts": pipeline.steps["plan"].run()}
+    facts = {"needs": needed(pipeline), "keys": keys_of(pipeline), "facts": Plan(pipeline).run()}
     Deck("plan", f"<pre>{html.escape(json.dumps(facts, indent=2))}</pre>")
     return json.dumps(facts)
 
@@ -165,7 +166,7 @@ def evaluate(request: str, data: FlyteDirectory, run: FlyteDirectory, key: str) 
     """Measure the exported model."""
     pipeline = open_pipeline(request, Path(data.download()), Path(run.download()))
     do(pipeline, "evaluate")
-    return json.dumps(pipeline.record.steps["evaluate"]["facts"])
+    return json.dumps(pipeline.record.facts("evaluate"))
 
 
 @task(requests=SMALL, cache=cached("run", "evaluation"), retries=3, enable_deck=True)
@@ -186,7 +187,7 @@ def publish(request: str, run: FlyteDirectory, page: FlyteFile, key: str) -> str
     """Publish export and report."""
     pipeline = open_pipeline(request, run=Path(run.download()))
     do(pipeline, "publish")
-    return json.dumps(pipeline.record.steps["publish"]["facts"])
+    return json.dumps(pipeline.record.facts("publish"))
 
 
 @dynamic(requests=SMALL)

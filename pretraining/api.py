@@ -11,16 +11,11 @@ notebook keeps its signals, its threads and its GPU memory, and a launcher may s
 """
 
 import json
-import os
 import shlex
-import signal
-import subprocess
 import sys
 import tempfile
-import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,19 +25,25 @@ from pretraining.errors import UserError
 from pretraining.outside.files import read_json_value
 from pretraining.recipe import Recipe
 from pretraining.recipe.refusals import load_recipe_and_ds_config
+from pretraining.runtime.child import (
+    LINES_KEPT,
+    CommandEnded,
+    call,
+    environment,
+    error_line,
+    handlers_kept,
+)
 from pretraining.runtime.durable_files import read_rows
-from pretraining.runtime.exit_codes import FINISHED, GAVE_UP, HANG, STOPPED
+from pretraining.runtime.exit_codes import FINISHED, GAVE_UP, HANG, INTERRUPTED, STOPPED
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import REPOSITORY
-from pretraining.supervise.supervisor import READ, REQUESTS, Supervisor
+from pretraining.supervise.supervisor import Supervisor
 
 if TYPE_CHECKING:
     import numpy as np
 
 REASONS = {FINISHED: "finished", STOPPED: "stopped", HANG: "hang", GAVE_UP: "gave up"}
 """{exit code: why a run ended}; any other code is an error."""
-LINES_KEPT = 20
-"""Last lines of a command that ended with an error, for its message."""
 
 
 class CommandFailed(RuntimeError):
@@ -85,7 +86,6 @@ class RunResult:
 
     @property
     def rows(self) -> list[dict]:
-        """Every logged row."""
         return read_rows(self.metrics_file)
 
 
@@ -128,29 +128,14 @@ def prepare(recipe: str | Path, *, show: bool = True, **options: Any) -> Prepare
         KeyboardInterrupt: it was interrupted; the same call goes on.
     """
     words = [*words_of({"recipe": recipe, **options}), "--json"]
-    answer: list[str] = []
-
-    def read(line: str) -> None:
-        # the summary is the last line; progress comes before it
-        if line.startswith("{"):
-            answer.append(line)
-        elif show:
-            print(line, end="", flush=True)
-
-    keep, last = _keeping(read)
     command = [sys.executable, str(REPOSITORY / "data_prep.py"), *words]
-    process = subprocess.Popen(command, env=os.environ | _variables(), **READ)
     try:
-        for line in process.stdout:
-            keep(line)
-    except KeyboardInterrupt:
-        process.send_signal(signal.SIGINT)
-        raise
-    finally:
-        process.wait()
-    if process.returncode or not answer:
-        raise _failure(command, process.returncode, last)
-    summary = json.loads(answer[-1])
+        answer = call(command, captured=True, show=_reader(show))
+    except CommandEnded as ended:
+        if ended.code == INTERRUPTED:
+            raise KeyboardInterrupt from None
+        raise _failure(command, ended.code, ended.lines) from None
+    summary = json.loads(answer.strip().splitlines()[-1])
     tokens = options.get("limit_tokens")
     limit = None if tokens is None else number_of_tokens(str(tokens))
     loaded, _ = load_recipe_and_ds_config(
@@ -175,13 +160,22 @@ def run(recipe: str | Path, *, launcher: str = "", show: bool = True, **options:
         CommandFailed: it crashed.
     """
     words = words_of({"recipe": recipe, **options})
-    folder = run_folder_of(words)
-    read = _printed if show else _ignored
-    return RunResult.of(folder, REASONS[train(train_command(words, launcher), read)])
+    command, (_, folder) = train_command(words, launcher), checked_run(words)
+    read, last = _reader(show), deque(maxlen=LINES_KEPT)
+
+    def keep(line: str) -> None:
+        last.append(line)
+        read(line)
+
+    with tempfile.TemporaryDirectory(prefix="run_") as place, handlers_kept():
+        code = Supervisor(command, Path(place), keep, environment() | {"PYTHONUNBUFFERED": "1"}).run(0)
+    if code not in REASONS:
+        raise _failure(command, code, last)
+    return RunResult.of(folder, REASONS[code])
 
 
-def run_folder_of(words: Sequence[str]) -> Path:
-    """Check the options of train.py and the recipe in this process, and return the folder of the run."""
+def checked_run(words: Sequence[str]) -> tuple[Recipe, Path]:
+    """Check the options of train.py and the recipe in this process; return the recipe and the folder of the run."""
     options = parse_train_arguments(list(words))
     if options.plan:
         raise UserError(
@@ -190,11 +184,10 @@ def run_folder_of(words: Sequence[str]) -> Path:
     recipe, _ = load_recipe_and_ds_config(
         options.recipe, options.set, options.deepspeed, limit_tokens=options.limit_tokens
     )
-    return Path(options.output_dir or REPOSITORY / "runs" / recipe.name)
+    return recipe, Path(options.output_dir or REPOSITORY / "runs" / recipe.name)
 
 
 def train_command(words: Sequence[str], launcher: str) -> list[str]:
-    """Return the command that trains: this Python, or a launcher, with train.py."""
     before = shlex.split(launcher) or [sys.executable]
     return [*before, str(REPOSITORY / "train.py"), *words]
 
@@ -218,72 +211,27 @@ def settings_of(settings: Mapping[str, Any] | Sequence[str] | str) -> list[str]:
     """Return the texts that `--set` takes, of {"section.key": value} or of such texts."""
     if isinstance(settings, str):
         return [settings]
-    if isinstance(settings, Mapping):
-        return [f"{key}={json.dumps(value, default=_plain)}" for key, value in settings.items()]
-    return list(settings)
+    if not isinstance(settings, Mapping):
+        return list(settings)
+
+    def plain(value: Any) -> Any:
+        # a path, or a number or an array of numpy
+        return value.tolist() if hasattr(value, "tolist") else str(value)
+
+    return [f"{key}={json.dumps(value, default=plain)}" for key, value in settings.items()]
 
 
-def _plain(value: Any) -> Any:
-    """Return what JSON holds of a path, or of a number or an array of numpy."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)
+def _reader(show: bool) -> Callable[[str], None]:
+    """Return what gets the lines of a command: its error is not printed, because an exception reports it."""
 
+    def read(line: str) -> None:
+        if show and not line.startswith("error: "):
+            print(line, end="", flush=True)
 
-def train(command: list[str], read: Callable[[str], None]) -> int:
-    """Run a command of train.py to its end, line by line through `read`; returns the run's own exit code.
-
-    Raises:
-        UserError: it refused, in its own words.
-        CommandFailed: it crashed.
-    """
-    keep, last = _keeping(read)
-    with tempfile.TemporaryDirectory(prefix="run_") as folder, _signals_kept():
-        code = Supervisor(command, Path(folder), keep, _variables()).run(0)
-    if code not in REASONS:
-        raise _failure(command, code, last)
-    return code
-
-
-def _keeping(read: Callable[[str], None]) -> tuple[Callable[[str], None], deque[str]]:
-    """Return a reader that keeps a command's last lines, and these lines."""
-    last: deque[str] = deque(maxlen=LINES_KEPT)
-
-    def keep(line: str) -> None:
-        last.append(line)
-        # an exception reports it
-        if not line.startswith("error: "):
-            read(line)
-
-    return keep, last
+    return read
 
 
 def _failure(command: list[str], code: int, last: Iterable[str]) -> Exception:
-    said = [line.removeprefix("error: ").strip() for line in last if line.startswith("error: ")]
-    if said:
-        return UserError(said[0])
+    if error := error_line(last):
+        return UserError(error)
     return CommandFailed(f"{shlex.join(command)}\nended with exit code {code}:\n{''.join(last)}")
-
-
-def _variables() -> dict[str, str]:
-    # a notebook's kernel need not have the environment's commands on its PATH
-    own = str(Path(sys.executable).parent)
-    return {"PATH": os.pathsep.join([own, os.environ.get("PATH", os.defpath)]), "PYTHONUNBUFFERED": "1"}
-
-
-@contextmanager
-def _signals_kept() -> Iterator[None]:
-    """Put the handlers of signals back that a Supervisor sets."""
-    handlers = {number: signal.getsignal(number) for number in REQUESTS}
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-
-
-def _printed(line: str) -> None:
-    print(line, end="", flush=True)
-
-
-def _ignored(line: str) -> None:
-    pass

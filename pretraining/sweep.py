@@ -14,11 +14,12 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretraining.api import REASONS, CommandFailed, run_folder_of, train, train_command, words_of
+from pretraining.api import REASONS, CommandFailed, checked_run, run, words_of
 from pretraining.command_line import OneLineParser, add_recipe_arguments, named_path
 from pretraining.errors import UserError, one_line_errors
 from pretraining.outside.files import read_json_value
@@ -57,13 +58,12 @@ class Point:
     settings: dict[str, str]
     """{dotted key: value as it was typed}"""
     folder: Path
-    words: list[str]
-    """The options of train.py."""
+    options: dict[str, Any]
+    """Those of train.py by name, as `api.run` takes them."""
     recipe: Recipe
 
     @property
     def is_finished(self) -> bool:
-        """Whether its folder holds the finished run."""
         return RunFolder(self.folder).is_finished(self.recipe.to_dict())
 
 
@@ -81,7 +81,8 @@ def main(arguments: list[str] | None = None) -> int:
         if options.slurm is not None:
             submit(points, options.slurm, options.launcher, jobs)
         else:
-            code = train_all(points, options.launcher, failures, sys.stderr if options.json else sys.stdout)
+            with redirect_stdout(sys.stderr if options.json else sys.stdout):
+                code = train_all(points, options.launcher, failures)
     answer = answer_of(points, folder, recipe, jobs, failures)
     if folder.is_dir():
         write_json(folder / JOBS, answer)
@@ -115,20 +116,16 @@ def points_of(options: argparse.Namespace, recipe: Recipe, folder: Path) -> list
         name = _folder_name([f"{shown[key]}={value}" for key, value in settings.items()])
         texts = [*options.set, *(f"{key}={value}" for key, value in settings.items())]
         texts.append(f"name={json.dumps(f'{recipe.name}-{name}')}")
-        words = ["--recipe", source, *(word for text in texts for word in ("--set", text))]
-        words += ["--data_dir", str(data), "--output_dir", str(folder.absolute() / name)]
         passed_on = ("deepspeed", "limit_tokens", "data_cache", "data_cache_gb", "force")
-        words += words_of({name: getattr(options, name) for name in passed_on if getattr(options, name)})
-        run_folder_of(words)
-        point, _ = load_recipe_and_ds_config(
-            options.recipe, texts, options.deepspeed, limit_tokens=options.limit_tokens
-        )
+        given = {"recipe": source, "set": texts, "data_dir": data, "output_dir": folder.absolute() / name}
+        given |= {key: getattr(options, key) for key in passed_on if getattr(options, key)}
+        point, _ = checked_run(words_of(given))
         # 1e-3 is 0.001, and the name decides nothing
         curve = json.dumps({**point.to_dict(), "name": None}, sort_keys=True)
         if curve in seen:
             raise UserError(f"--over: {seen[curve]} and {name} are the same run; leave one out")
         seen[curve] = name
-        points.append(Point(settings, folder / name, words, point))
+        points.append(Point(settings, folder / name, given, point))
     return points
 
 
@@ -164,7 +161,7 @@ ANOTHER_SWEEP = "; a sweep of other values needs an --output_dir of its own"
 """Added where a point was begun by another recipe."""
 
 
-def train_all(points: Sequence[Point], launcher: str, failures: dict[str, str], output: Any) -> int:
+def train_all(points: Sequence[Point], launcher: str, failures: dict[str, str]) -> int:
     """Train the points in turn; returns the exit code. What fails is noted, and the next one starts.
 
     A request to stop reaches the run that is being trained, which saves; no other is started then.
@@ -172,24 +169,21 @@ def train_all(points: Sequence[Point], launcher: str, failures: dict[str, str], 
     for number, point in enumerate(points, 1):
         title = f"sweep {number}/{len(points)}: {point.folder.name}"
         if point.is_finished:
-            print(f"{title}: finished before", file=output, flush=True)
+            print(f"{title}: finished before", flush=True)
             continue
-        print(title, file=output, flush=True)
+        print(title, flush=True)
         began = RunFolder(point.folder).recipe.exists()
         try:
-            code = train(
-                train_command(point.words, launcher),
-                lambda line: print(line, end="", file=output, flush=True),
-            )
+            reason = run(launcher=launcher, **point.options).exit_reason
         except (UserError, CommandFailed) as error:
             failures[point.folder.name] = f"{error}{ANOTHER_SWEEP if began else ''}"
-            print(f"{title}: failed: {error}", file=output, flush=True)
+            print(f"{title}: failed: {error}", flush=True)
             continue
-        if code == STOPPED:
-            print("stopped; the same command goes on", file=output, flush=True)
+        if reason == REASONS[STOPPED]:
+            print("stopped; the same command goes on", flush=True)
             return STOPPED
-        if code != FINISHED:
-            failures[point.folder.name] = REASONS[code]
+        if reason != REASONS[FINISHED]:
+            failures[point.folder.name] = reason
     return FINISHED
 
 
@@ -204,8 +198,7 @@ def submit(points: Sequence[Point], sbatch_options: str, launcher: str, jobs: di
         if point.is_finished or _is_queued(jobs.get(name)):
             continue
         # launch/slurm.sh adds --output_dir itself
-        place = point.words.index("--output_dir")
-        words = [*point.words[:place], *point.words[place + 2 :]]
+        words = words_of({key: value for key, value in point.options.items() if key != "output_dir"})
         command = ["sbatch", "--parsable", *shlex.split(sbatch_options), f"--job-name={point.recipe.name}"]
         variables = {"RUN": str(point.folder.absolute())} | ({"LAUNCHER": launcher} if launcher else {})
         done = _called([*command, str(REPOSITORY / "launch" / "slurm.sh"), *words], variables)
@@ -218,7 +211,6 @@ def submit(points: Sequence[Point], sbatch_options: str, launcher: str, jobs: di
 
 
 def _called(command: list[str], variables: dict[str, str]) -> subprocess.CompletedProcess | None:
-    """Run a command of SLURM in the repository; None if it is not installed."""
     environment = {**os.environ, **variables}
     try:
         return subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True)
@@ -232,7 +224,6 @@ def _is_queued(job: str | None) -> bool:
 
 
 def _known_jobs(folder: Path) -> dict[str, str]:
-    """Read the ids of jobs that were submitted before."""
     try:
         points = read_json_value(folder / JOBS)["points"]
         return {Path(point["folder"]).name: point["job"] for point in points if point["job"]}
@@ -246,10 +237,24 @@ def answer_of(
 ) -> dict:
     """Describe every point, name the best by the recipe's `evaluation.metric`, and write the overlay."""
     metric = grouped(f"eval_{recipe.evaluation.metric}")
-    rows = [_described(point, jobs.get(point.folder.name), failures) for point in points]
+    rows: list[dict] = []
+    for point in points:
+        run_folder, state, metrics = RunFolder(point.folder), "not begun", {}
+        job = jobs.get(point.folder.name)
+        if run_folder.metrics.exists() or run_folder.events.exists():
+            record = RunRecord(point.folder)
+            state = "finished" if point.is_finished else record.state
+            names = record.metrics.names()
+            metrics = {name: record.metrics.last(name) for name in names} | {"step": int(record.newest_step)}
+        if point.folder.name in failures:
+            state = "failed"
+        elif state not in ("finished", "running") and job and _is_queued(job):
+            state = "queued"
+        row: dict = {"settings": point.settings, "folder": str(point.folder), "state": state}
+        rows.append({**row, "job": job, "metrics": metrics})
     # a run that is not at its end is compared with none
     judged = [row for row in rows if row["state"] == "finished" and row["metrics"].get(metric) is not None]
-    best = None
+    best: dict | None = None
     for row in judged:
         if best is None or is_better(metric, row["metrics"][metric], best["metrics"][metric]):
             best = row
@@ -258,58 +263,25 @@ def answer_of(
     return {"metric": metric, "best": best and best["folder"], "report": report, "points": rows}
 
 
-def _described(point: Point, job: str | None, failures: dict[str, str]) -> dict:
-    run, state, metrics = RunFolder(point.folder), "not begun", {}
-    if run.metrics.exists() or run.events.exists():
-        record = RunRecord(point.folder)
-        state = "finished" if point.is_finished else record.state
-        names = record.metrics.names()
-        metrics = {name: record.metrics.last(name) for name in names} | {"step": int(record.newest_step)}
-    if point.folder.name in failures:
-        state = "failed"
-    elif state not in ("finished", "running") and job:
-        state = "queued" if _is_queued(job) else state
-    return {
-        "settings": point.settings,
-        "folder": str(point.folder),
-        "state": state,
-        "job": job,
-        "metrics": metrics,
-    }
-
-
 def as_text(answer: dict) -> str:
     """Write the table, with a mark at the best."""
     metric, rows = answer["metric"], answer["points"]
     shown = list(dict.fromkeys([metric, "eval/loss", "train/loss"]))
     keys = list(rows[0]["settings"])
     header = ["", *keys, "state", "step", *shown, "tokens/s"]
+    formats = {"step": ",", **dict.fromkeys(shown, ".4f"), "throughput/tokens_per_second": ",.0f"}
     lines = []
     for row in rows:
-        metrics = row["metrics"]
-        numbers = [_number(metrics.get(name)) for name in shown]
-        speed = metrics.get("throughput/tokens_per_second")
-        step = metrics.get("step")
-        lines.append(
-            [
-                "*" if row["folder"] == answer["best"] else "",
-                *row["settings"].values(),
-                row["state"],
-                "-" if step is None else f"{step:,}",
-                *numbers,
-                "-" if speed is None else f"{speed:,.0f}",
-            ]
-        )
+        metrics, mark = row["metrics"], "*" if row["folder"] == answer["best"] else ""
+        values = ((metrics.get(name), spec) for name, spec in formats.items())
+        numbers = ["-" if value is None else f"{value:{spec}}" for value, spec in values]
+        lines.append([mark, *row["settings"].values(), row["state"], *numbers])
     text = [columns(header, lines, left=len(keys) + 2)]
     if answer["best"]:
         text.append(f"* best by {metric}: {answer['best']}")
     if answer["report"]:
         text.append(f"report: {answer['report']}")
     return "\n".join(text)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -321,33 +293,17 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add_recipe_arguments(parser, remote_data=True)
-    parser.add_argument(
-        "--over",
-        action="append",
-        required=True,
-        metavar="SECTION.KEY=A,B,...",
-        help="values to train with (repeatable: every combination)",
-    )
+    what = "values to train with (repeatable: every combination)"
+    parser.add_argument("--over", action="append", required=True, metavar="SECTION.KEY=A,B,...", help=what)
     parser.add_argument("--deepspeed", metavar="NAME|PATH", help="a file of ds_configs/ over the recipe's")
-    parser.add_argument(
-        "--output_dir",
-        type=named_path,
-        metavar="DIR",
-        help="folder of all runs (default: runs/<recipe>-sweep)",
-    )
-    parser.add_argument(
-        "--launcher", default="", metavar="WORDS", help='what starts the ranks: "deepspeed --num_gpus=8"'
-    )
-    parser.add_argument(
-        "--slurm",
-        nargs="?",
-        const="",
-        metavar="OPTIONS",
-        help="submit launch/slurm.sh for each point, with these options of sbatch",
-    )
-    parser.add_argument(
-        "--force", action="store_true", help="go on where the plan says that a run does not fit"
-    )
+    what = "folder of all runs (default: runs/<recipe>-sweep)"
+    parser.add_argument("--output_dir", type=named_path, metavar="DIR", help=what)
+    what = 'what starts the ranks: "deepspeed --num_gpus=8"'
+    parser.add_argument("--launcher", default="", metavar="WORDS", help=what)
+    what = "submit launch/slurm.sh for each point, with these options of sbatch"
+    parser.add_argument("--slurm", nargs="?", const="", metavar="OPTIONS", help=what)
+    what = "go on where the plan says that a run does not fit"
+    parser.add_argument("--force", action="store_true", help=what)
     parser.add_argument("--show", action="store_true", help="print the table as it is now, and start nothing")
     parser.add_argument("--json", action="store_true", help="the table as JSON; runs print on stderr")
     options = parser.parse_args(arguments)

@@ -14,7 +14,7 @@ for text that also looks degenerate to a person: dumps of numbers, tables of one
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -35,17 +35,14 @@ _PERIODS_IN_BLOCK = 8
 """A period is short if it fits at least this many times into the block."""
 
 
-class Thresholds(NamedTuple):
-    """Flag a block if a measure reaches its threshold, or if its distinct tokens stay under theirs."""
-
-    dominant_share: float = 0.6
-    """Share of the block's tokens that are the same token."""
-    distinct_share: float = 1 / 96
-    """Distinct tokens over tokens; at least three distinct ones are asked for in any block."""
-    repeated_share: float = 0.9
-    """Share of the tokens that equal the token one period before. Periods are at most an eighth of the block."""
-    undecodable_share: float = 0.05
-    """Share of the characters of the block's text that are U+FFFD."""
+DOMINANT_SHARE = 0.6
+"""Flag a block of which the same token is this share of the tokens."""
+DISTINCT_SHARE = 1 / 96
+"""Flag a block that has fewer distinct tokens for each of its tokens; at least three are asked for in any block."""
+REPEATED_SHARE = 0.9
+"""Flag a block of whose tokens this share equal the token one period before."""
+UNDECODABLE_SHARE = 0.05
+"""Flag a block of whose characters this share are U+FFFD."""
 
 
 def open_guard(path: Path | None, data: "PreparedData", recipe: "Recipe") -> "BlockGuard":
@@ -68,13 +65,16 @@ class BlockGuard:
         path: Path | None,
         token_bytes: Sequence[bytes] | None = None,
         source_names: Sequence[str] = (),
-        thresholds: Thresholds | None = None,
         skips: bool = False,
     ):
         self.path, self.token_bytes, self.skips = path, token_bytes, skips
         self.source_names = tuple(source_names)
-        self.thresholds = thresholds or Thresholds()
-        self._at_worst = None if token_bytes is None else _replacements_at_worst(token_bytes)
+        self._at_worst = None
+        if token_bytes is not None:
+            # The U+FFFD in each token decoded by itself, [ids] uint16: an upper bound. In a text, the bytes of
+            # neighbouring tokens may complete each other.
+            counts = [text.decode(errors="replace").count("\ufffd") for text in token_bytes]
+            self._at_worst = np.array(counts, np.uint16)
 
     def look(
         self,
@@ -99,47 +99,33 @@ class BlockGuard:
 
     def reasons(self, tokens: np.ndarray) -> dict[str, float]:
         """Return {what is wrong: its measure} for one block of ids; empty for a sound one."""
-        limits = self.thresholds
-        apart = max(1, int(limits.dominant_share * len(tokens)) - 1)
-        fewest = max(3, limits.distinct_share * len(tokens))
-        # The cheap test first: most sound blocks pass it, and only the others are sorted.
-        found = {} if _is_varied(tokens, apart, fewest) else _poor(tokens, apart, fewest)
-        if not found and (period := short_period(tokens, limits.repeated_share)):
-            found["repeated"] = period
-        if (share := self._undecodable_share(tokens)) >= limits.undecodable_share:
-            found["undecodable"] = round(share, 4)
-        return found
+        apart = max(1, int(DOMINANT_SHARE * len(tokens)) - 1)
+        fewest = max(3, DISTINCT_SHARE * len(tokens))
+        # The cheap tests first: most sound blocks pass them, and only the others are sorted.
+        # A token that fills k of n places is its own neighbour at least 2k - n - 1 times.
+        repeats = np.count_nonzero(tokens[1:] == tokens[:-1])
+        varied = repeats < 2 * (apart + 1) - len(tokens) - 1
+        # Distinct tokens of a sample are distinct tokens of the block.
+        varied = varied and len(set(tokens[::_SAMPLED_ONE_IN].tolist())) >= fewest
+        reasons = {} if varied else _poor(tokens, apart, fewest)
+        if not reasons and (period := short_period(tokens, REPEATED_SHARE)):
+            reasons["repeated"] = period
+        if (share := self._undecodable_share(tokens)) >= UNDECODABLE_SHARE:
+            reasons["undecodable"] = round(share, 4)
+        return reasons
 
     def _undecodable_share(self, tokens: np.ndarray) -> float:
         """Compute the share of U+FFFD among the characters of the block."""
         if self._at_worst is None:
             return 0.0
-        # Half the time of "raise"; no id is beyond the vocabulary.
-        at_worst = self._at_worst.take(tokens, mode="clip")
-        # Decode only if the tokens, each by itself, could reach the limit.
-        bound = int(at_worst.sum(dtype=np.int64))
+        # Decode only if the tokens, each by itself, could reach the limit. "clip" takes half the time of "raise"; no
+        # id is beyond the vocabulary.
+        bound = int(self._at_worst.take(tokens, mode="clip").sum(dtype=np.int64))
         # Every token spells at least one character, or a part of one that `bound` counts.
-        if bound < self.thresholds.undecodable_share * len(tokens):
+        if bound < UNDECODABLE_SHARE * len(tokens):
             return 0.0
         text = b"".join([self.token_bytes[token] for token in tokens.tolist()]).decode(errors="replace")
         return text.count("\ufffd") / max(1, len(text))
-
-
-def _replacements_at_worst(token_bytes: Sequence[bytes]) -> np.ndarray:
-    """Count the U+FFFD in each token decoded by itself, [ids] uint16: an upper bound.
-
-    In a text, the bytes of neighbouring tokens may complete each other.
-    """
-    return np.array([text.decode(errors="replace").count("\ufffd") for text in token_bytes], np.uint16)
-
-
-def _is_varied(tokens: np.ndarray, apart: int, fewest: float) -> bool:
-    """Say, without sorting, that `_poor` would surely find nothing. False leaves the question open."""
-    # A token that fills k of n places is its own neighbour at least 2k - n - 1 times.
-    if np.count_nonzero(tokens[1:] == tokens[:-1]) >= 2 * (apart + 1) - len(tokens) - 1:
-        return False
-    # Distinct tokens of a sample are distinct tokens of the block.
-    return len(set(tokens[::_SAMPLED_ONE_IN].tolist())) >= fewest
 
 
 def _poor(tokens: np.ndarray, apart: int, fewest: float) -> dict[str, float]:
@@ -149,15 +135,12 @@ def _poor(tokens: np.ndarray, apart: int, fewest: float) -> dict[str, float]:
     ordered = np.sort(tokens.astype(np.int32))
     # In sorted order, a token that occurs more than `apart` times equals the one `apart` places on.
     if (ordered[apart:] == ordered[:-apart]).any():
-        found["dominant"] = _share_of_commonest(ordered)
+        commonest = np.unique(ordered, return_counts=True)[1].max()
+        found["dominant"] = round(float(commonest / len(ordered)), 4)
     distinct = int(np.count_nonzero(ordered[1:] != ordered[:-1])) + 1
     if distinct < fewest:
         found["few_tokens"] = distinct
     return found
-
-
-def _share_of_commonest(ordered: np.ndarray) -> float:
-    return round(float(np.unique(ordered, return_counts=True)[1].max() / len(ordered)), 4)
 
 
 def short_period(tokens: np.ndarray, share: float) -> int | None:
@@ -183,45 +166,24 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 def tokens_of_file(path: Path) -> list[bytes]:
     """Read the bytes of each token id from a tokenizer.json: byte-level BPE, or SentencePiece with byte fallback."""
     content = read_json_value(Path(path))
-    added = {token["content"]: token["id"] for token in content.get("added_tokens", [])}
-    vocabulary = _vocabulary(content["model"])
-    spell = _byte_level if _is_byte_level(content) else _sentence_piece
-    ids = {number: spell(text) for text, number in vocabulary.items()}
+    vocabulary = content["model"]["vocab"]
+    # BPE and WordPiece have {text: id}, Unigram lists [text, score] in the order of the ids.
+    if not isinstance(vocabulary, dict):
+        vocabulary = {text: number for number, (text, _) in enumerate(vocabulary)}
+    decoder, ids = content.get("decoder") or {}, {}
+    if any(part.get("type") == "ByteLevel" for part in [decoder, *decoder.get("decoders", [])]):
+        # GPT-2's alphabet: printable bytes spell themselves, the others take the letters from U+0100 on.
+        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        others = [byte for byte in range(256) if byte not in printable]
+        letters = {chr(byte): bytes([byte]) for byte in printable}
+        letters |= {chr(256 + number): bytes([byte]) for number, byte in enumerate(others)}
+        for text, number in vocabulary.items():
+            ids[number] = b"".join(letters.get(letter, letter.encode()) for letter in text)
+    else:
+        for text, number in vocabulary.items():
+            byte = _BYTE_TOKEN.fullmatch(text)
+            # U+2581 is how SentencePiece writes a space.
+            ids[number] = bytes([int(byte[1], 16)]) if byte else text.replace("\u2581", " ").encode()
     # Added tokens spell plain text, not the alphabet of the model's own vocabulary.
-    ids |= {number: text.encode() for text, number in added.items()}
+    ids |= {token["id"]: token["content"].encode() for token in content.get("added_tokens", [])}
     return [ids.get(number, b"") for number in range(max(ids) + 1)]
-
-
-def _vocabulary(model: dict) -> dict[str, int]:
-    """Read {text: id}: BPE and WordPiece have this mapping, Unigram lists [text, score] in the order of the ids."""
-    vocabulary = model["vocab"]
-    if isinstance(vocabulary, dict):
-        return vocabulary
-    return {text: number for number, (text, _) in enumerate(vocabulary)}
-
-
-def _is_byte_level(content: dict) -> bool:
-    """Say if some part of the decoder is the byte-level one."""
-    decoder = content.get("decoder") or {}
-    return any(part.get("type") == "ByteLevel" for part in [decoder, *decoder.get("decoders", [])])
-
-
-def _byte_level(text: str) -> bytes:
-    return b"".join(_BYTE_OF_LETTER.get(letter, letter.encode()) for letter in text)
-
-
-def _sentence_piece(text: str) -> bytes:
-    byte = _BYTE_TOKEN.fullmatch(text)
-    # U+2581 is how SentencePiece writes a space.
-    return bytes([int(byte[1], 16)]) if byte else text.replace("\u2581", " ").encode()
-
-
-def _letters_of_bytes() -> dict[str, bytes]:
-    """Make GPT-2's alphabet: printable bytes spell themselves, the others take the letters from U+0100 on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    letters = {chr(byte): bytes([byte]) for byte in printable}
-    return letters | {chr(256 + number): bytes([byte]) for number, byte in enumerate(others)}
-
-
-_BYTE_OF_LETTER = _letters_of_bytes()

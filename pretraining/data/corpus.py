@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import xxhash
 
-from pretraining.data.manifest import FORMAT, digest_of
+from pretraining.data.checksums import digest_of
+from pretraining.data.manifest import FORMAT
 from pretraining.data.sources import TextSource, source_from_json
 from pretraining.data.text_files import Document, Extent
 from pretraining.errors import UserError

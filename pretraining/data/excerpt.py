@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pretraining.data.manifest import content_fingerprint
+from pretraining.data.checksums import content_fingerprint, digest_of_documents
 from pretraining.data.portions import Portion
-from pretraining.data.shard_writer import digest_of_documents, summed_entry
+from pretraining.data.shard_writer import summed_entry
 from pretraining.data.shards import TokenSplit
 
 

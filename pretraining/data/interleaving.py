@@ -255,15 +255,10 @@ def counts_per_period(shares: Sequence[Fraction]) -> list[int]:
     denominator = lcm(*(share.denominator for share in shares))
     if denominator <= MAX_PERIOD:
         return [int(share * denominator) for share in shares]
-    return _round_to_grid(shares, _grid_for(min(share for share in shares if share)))
-
-
-def _grid_for(smallest: Fraction) -> int:
-    """Return the power of two that gives the smallest share `_GRID_STEPS_OF_SMALLEST` steps, or `MAX_PERIOD`."""
-    grid = 1 << 10
+    smallest, grid = min(share for share in shares if share), 1 << 10
     while grid < MAX_PERIOD and grid * smallest < _GRID_STEPS_OF_SMALLEST:
         grid *= 2
-    return grid
+    return _round_to_grid(shares, grid)
 
 
 def _round_to_grid(shares: Sequence[Fraction], grid: int) -> list[int]:

@@ -1,11 +1,12 @@
 """Read and compare manifest.json: what a data set holds and came from. It is written last: if it is there, the data
 set is complete."""
 
-import hashlib
 import json
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from pretraining.data.checksums import checksum_of_file
 from pretraining.data.publishing import kept_beside
 from pretraining.data.tokenizer import local_fingerprint
 from pretraining.errors import UserError
@@ -117,10 +118,13 @@ SHAPE = {
 def deciding_section(data: dict) -> dict:
     """Take the part of a data section that decides the prepared bytes; a key that is not given has its default."""
     whole = filled(data, recipe_schema()["properties"]["data"])
-    found = {key: whole.get(key) for key in DECIDING_KEYS} | {"sources": _deciding_sources(whole["sources"])}
-    if found["validation"]:
-        found["validation"] |= {"sources": _deciding_sources(found["validation"]["sources"], DECIDING_CAPS)}
-    return found
+    deciding = {key: whole.get(key) for key in DECIDING_KEYS} | {
+        "sources": _deciding_sources(whole["sources"])
+    }
+    if deciding["validation"]:
+        sources = _deciding_sources(deciding["validation"]["sources"], DECIDING_CAPS)
+        deciding["validation"] |= {"sources": sources}
+    return deciding
 
 
 def _deciding_sources(specs: list[dict], caps: tuple[str, ...] = ()) -> list[dict]:
@@ -152,8 +156,13 @@ def data_differences(manifest: dict, data: dict, fingerprints: list[dict] | None
         for place, there, here in zip(places, source_entries(manifest), fingerprints or [], strict=False)
     ]
     texts.append(tokenizer_difference(manifest, data))
-    if fingerprints is not None:
-        texts += _changed_rules(manifest.get("consulted", {}), data)
+    there = manifest.get("consulted", {})
+    if fingerprints is not None and there:
+        # Without a list or a package that only a preparation needs, nobody knows.
+        with suppress(UserError):
+            here = consulted(data)
+            changed = [key for key in there if _common_differences(there[key], here.get(key, {}), key)]
+            texts += [f"{key}: what it reads has changed since" for key in changed]
     return list(filter(None, texts))
 
 
@@ -202,17 +211,6 @@ def consulted(data: dict) -> dict:
     return json.loads(json.dumps(found))
 
 
-def _changed_rules(there: dict, data: dict) -> list[str]:
-    if not there:
-        return []
-    try:
-        here = consulted(data)
-    except UserError:  # a list or a package that only a preparation needs
-        return []
-    changed = [key for key in there if _common_differences(there[key], here.get(key, {}), key)]
-    return [f"{key}: what it reads has changed since" for key in changed]
-
-
 def _common_differences(there: dict, here: dict, key: str) -> list[Difference]:
     """List the differences in the keys that both have."""
     # A manifest of another version may have more keys or fewer. Its data set stays valid.
@@ -224,24 +222,11 @@ def _source_difference(key: str, there: dict, here: dict) -> str | None:
     changed = _common_differences(there, here, key)
     if not changed or "files" not in there.keys() & here.keys():
         return str(changed[0]) if changed else None
-    sizes = [f"{source['bytes']:,} bytes in {_files(source['files'])}" for source in (there, here)]
-    if sizes[0] == sizes[1]:
-        return f"{key}: {_files(here['files'])} of the same size, but written since or named otherwise"
+    files = [f"{n:,} {'file' if n == 1 else 'files'}" for n in (there["files"], here["files"])]
+    if there["bytes"] == here["bytes"] and files[0] == files[1]:
+        return f"{key}: {files[1]} of the same size, but written since or named otherwise"
+    sizes = [f"{source['bytes']:,} bytes in {n}" for source, n in zip((there, here), files, strict=True)]
     return f"{key}: {sizes[0]} there, {sizes[1]} here"
-
-
-def _files(number: int) -> str:
-    return "1 file" if number == 1 else f"{number:,} files"
-
-
-def digest_of(*parts: Any) -> str:
-    """Compute blake2b of JSON values, independent of the order of their keys."""
-    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def content_fingerprint(splits: dict) -> str:
-    """Compute the identity of the tokens, the same on every machine and in every folder; it keys the order."""
-    return digest_of([[name, splits[name]["dtype"], splits[name]["checksum"]] for name in sorted(splits)])
 
 
 def entropy_bits(counts: "numpy.ndarray") -> float:
@@ -287,8 +272,6 @@ def parse_manifest(content: str | bytes, where: str, if_damaged: str, if_other_f
 
 def verify(folder: Path) -> int:
     """Read every shard whole and compare checksums; return the bytes read. A UserError names a damaged file."""
-    from pretraining.data.shards import checksum_of_file
-
     manifest = read_manifest(folder)
     if manifest is None:
         raise UserError(f"{folder}: no {MANIFEST_NAME}; this is not a finished data set")
@@ -307,7 +290,6 @@ def verify(folder: Path) -> int:
 
 
 def num_shard_bytes(manifest: dict) -> int:
-    """Sum the bytes of all shards on disk."""
     return sum(shard["size"] for entry in manifest["splits"].values() for shard in entry["shards"])
 
 

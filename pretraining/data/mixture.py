@@ -6,7 +6,7 @@ No source is read more often than the recipe allows.
 from collections.abc import Sequence
 from fractions import Fraction
 from math import ceil
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pretraining.data.interleaving import InterleavedStage, Interleaving
 from pretraining.data.shards import TokenSplit
@@ -15,7 +15,6 @@ from pretraining.recipe.data import WishedStage, is_mixed, read_stages, run_shar
 from pretraining.schema import display_path, problem
 
 if TYPE_CHECKING:
-    from pretraining.data.prepared import PreparedData
     from pretraining.recipe import Recipe
 
 DEFAULT_MAX_EPOCHS = 1
@@ -31,7 +30,7 @@ _MOST_NAMED = 3
 """The number of sources that a note names: those that differ most."""
 
 
-class Mixture(NamedTuple):
+class SourceMixture(NamedTuple):
     """Several sources and how they are interleaved."""
 
     names: list[str]
@@ -44,7 +43,6 @@ class Mixture(NamedTuple):
 
     @property
     def num_blocks(self) -> list[int]:
-        """Count the blocks of each source: [sources]."""
         return [split.num_blocks(self.sequence_length) for split in self.splits]
 
     def table(self, num_samples: int) -> dict:
@@ -91,8 +89,10 @@ class Mixture(NamedTuple):
         return {"first_sample": start, "samples": stop - start, "sources": rows}
 
 
-def build_mixture(data: "PreparedData", recipe: "Recipe", num_samples: int) -> Mixture | None:
-    """Build the recipe's mixture over the prepared data, for a run of `num_samples` samples; None if it has none.
+def build_mixture(
+    train: TokenSplit, validation: TokenSplit, recipe: "Recipe", num_samples: int
+) -> SourceMixture | None:
+    """Build the recipe's mixture over the prepared splits, for a run of `num_samples` samples; None if it has none.
 
     Raises:
         UserError: a source too small for one block or for its share, or what `read_stages` refuses.
@@ -100,20 +100,20 @@ def build_mixture(data: "PreparedData", recipe: "Recipe", num_samples: int) -> M
     where, length = display_path(recipe.path), recipe.sequence_length
     names = source_names(recipe.data, where)
     if not is_mixed(recipe.data):
-        _check_epochs_of_stream(recipe, data.train.num_blocks(length), num_samples, where)
+        _check_epochs_of_stream(recipe, train.num_blocks(length), num_samples, where)
         return None
     # Shards of one source are consecutive, so each source is a stream of its own.
-    train, validation = open_by_source(data.train), open_by_source(data.validation)
-    splits = [_large_enough(train.get(source), name, length, where) for source, name in enumerate(names)]
+    trained, judged = open_by_source(train), open_by_source(validation)
+    splits = [large_enough(trained.get(source), name, length, where) for source, name in enumerate(names)]
     sizes = [split.num_blocks(length) for split in splits]
     wished = read_stages(recipe.data, names, sizes, num_samples, length, where)
     interleaving = Interleaving([InterleavedStage.of(*stage) for stage in wished])
     # A source may have no document in validation, and one that has the name of a validation source is judged by that.
-    held_out = [validation[n].num_tokens if n in validation else 0 for n in range(len(names))]
-    for number, own in enumerate(recipe.data.validation.sources if recipe.data.validation else []):
-        if own.called in names:
-            held_out[names.index(own.called)] = validation[len(names) + number].num_tokens
-    mixture = Mixture(names, splits, interleaving, length, held_out)
+    held_out = [judged[n].num_tokens if n in judged else 0 for n in range(len(names))]
+    for number, source in enumerate(recipe.data.validation.sources if recipe.data.validation else []):
+        if source.called in names:
+            held_out[names.index(source.called)] = judged[len(names) + number].num_tokens
+    mixture = SourceMixture(names, splits, interleaving, length, held_out)
     _check_epochs(mixture, wished, recipe, num_samples, where)
     return mixture
 
@@ -125,67 +125,15 @@ def open_by_source(split: TokenSplit) -> dict[int, TokenSplit]:
     return {source: split.part(sources.index(source), ends[source]) for source in sorted(ends)}
 
 
-class ValidationSet(NamedTuple):
-    """A part of the validation split that is measured by itself."""
-
-    name: str | None
-    """None: the part has no number of its own."""
-    split: TokenSplit
-    beside: bool = False
-    """Whether it is measured beside the loss of the run, and is no part of it."""
-    share: Fraction = Fraction(0)
-    """Of the run's mixture, what this set stands for; 0 for all sets if the run has no mixture."""
-
-
-def validation_sets(data: "PreparedData", recipe: "Recipe") -> list[ValidationSet]:
-    """Open the validation split: the held-out share, by source if several have names of their own, and other sources.
-
-    The sources of `data.validation` are measured beside the held-out share; without a share, they are the validation.
-    """
-    where = display_path(recipe.path)
-    names, parts = source_names(recipe.data, where), open_by_source(data.validation)
-    own = recipe.data.validation.sources if recipe.data.validation else []
-    shares = dict(zip(names, _shares_of_run(data, recipe, names, where), strict=False))
-    held_out = {number: part for number, part in parts.items() if number < len(names)}
-    sets = [
-        ValidationSet(names[number], part, False, shares[names[number]]) for number, part in held_out.items()
-    ]
-    # Losses by source need names that tell the sources apart.
-    if len(sets) < 2 or len(set(names)) < len(names):
-        own_shards = sum(len(part.shard_entries) for number, part in parts.items() if number >= len(names))
-        of_share = (
-            data.validation.part(0, len(data.validation.shard_entries) - own_shards)
-            if own
-            else data.validation
-        )
-        sets = [ValidationSet(None, of_share)] if of_share.num_tokens else []
-    beside = bool(sets)
-    for number, source in enumerate(own):
-        # Without a share, a set of a training source's name stands for that source.
-        share = Fraction(0) if beside else shares.get(source.called, Fraction(0))
-        part = _large_enough(
-            parts.get(len(names) + number), source.called, recipe.sequence_length, where, own=True
-        )
-        sets.append(ValidationSet(source.called, part, beside, share))
-    return sets
-
-
-def _shares_of_run(data: "PreparedData", recipe: "Recipe", names: list[str], where: str) -> list[Fraction]:
-    """Return what the recipe's mixture promises each source over the whole run: [sources]; zeros without a mixture."""
-    if not is_mixed(recipe.data):
-        return [Fraction(0)] * len(names)
-    length, train = recipe.sequence_length, open_by_source(data.train)
-    sizes = [train[number].num_blocks(length) if number in train else 0 for number in range(len(names))]
-    wished = read_stages(recipe.data, names, sizes, recipe.num_samples, length, where)
-    return run_shares(wished, recipe.num_samples)
-
-
-def _large_enough(
-    split: TokenSplit | None, name: str, sequence_length: int, where: str, own: bool = False
+def large_enough(
+    split: TokenSplit | None, name: str, sequence_length: int, where: str, of_validation: bool = False
 ) -> TokenSplit:
+    """Return the tokens of source `name`; UserError if they are not enough for one block."""
     num_tokens, wanted = split.num_tokens if split else 0, sequence_length + 1
     if num_tokens < wanted:
-        key, kind = ("data.validation.sources", "validation") if own else ("data.sources", "training")
+        key, kind = (
+            ("data.validation.sources", "validation") if of_validation else ("data.sources", "training")
+        )
         raise UserError(
             f"{where}: {key}: {name!r} has {num_tokens:,} {kind} tokens, too few "
             f"for one block of {wanted:,}; add text or leave the source out"
@@ -194,7 +142,7 @@ def _large_enough(
 
 
 def _check_epochs(
-    mixture: Mixture, wished: Sequence[WishedStage], recipe: "Recipe", num_samples: int, where: str
+    mixture: SourceMixture, wished: Sequence[WishedStage], recipe: "Recipe", num_samples: int, where: str
 ) -> None:
     """Refuse a run which reads a source more often than its `max_epochs`, and list the remedies."""
     draws, length = mixture.interleaving.realised(num_samples), mixture.sequence_length
@@ -208,43 +156,28 @@ def _check_epochs(
         wish = num_samples * shares[source]
         if wish <= allowed and draws[source] <= allowed * (1 + _ROUNDING_SLACK) + 1:
             continue
-        most: Any = max(wish, int(draws[source]))
         # Rounded up to a hundredth, so that the advised limit is enough.
-        needed = ceil(most / num_blocks * 100) / 100
+        needed = ceil(max(wish, Fraction(int(draws[source]))) / num_blocks * 100) / 100
         remedies = [f"--set data.sources.{source}.max_epochs={needed:g}", "add text"]
         # With several stages no single share or budget would do.
         if len(wished) == 1:
-            share, samples_per_step = wished[0].shares[source], Fraction(recipe.tokens_per_step, length)
-            remedies += _smaller_share_or_run(
-                share, allowed, num_samples, samples_per_step, recipe.tokens_per_step
-            )
+            share = wished[0].shares[source]
+            # The largest share that fits, rounded down to 6 digits, and the largest budget of whole steps.
+            if largest := int(allowed / num_samples * 10**6) / 10**6:
+                remedies.append(f"lower its share from {float(share):.6g} to {largest:g}")
+            if steps := int(allowed / share / Fraction(recipe.tokens_per_step, length)):
+                remedies.append(f"--set budget.tokens={steps * recipe.tokens_per_step}")
         what = (
             f"{name!r} has {num_blocks * length:,} tokens and {float(wish) * length:,.0f} are to be read from it, "
-            f"{needed:g} epochs where {limit:g} "
-            f"{'is' if limit == 1 else 'are'} allowed; {', or '.join(remedies)}"
+            f"{needed:g} epochs where {limit:g} {'is' if limit == 1 else 'are'} allowed; {', or '.join(remedies)}"
         )
         raise problem(where, f"data.sources.{source}", what)
 
 
-def _smaller_share_or_run(
-    share: Fraction, allowed: Fraction, num_samples: int, samples_per_step: Fraction, tokens_per_step: int
-) -> list[str]:
-    """Suggest the largest share that fits, rounded down to 6 digits, and the largest budget of whole steps."""
-    largest = int(allowed / num_samples * 10**6) / 10**6
-    steps = int(allowed / share / samples_per_step)
-    return [
-        *([f"lower its share from {float(share):.6g} to {largest:g}"] if largest else []),
-        *([f"--set budget.tokens={steps * tokens_per_step}"] if steps else []),
-    ]
-
-
 def _check_epochs_of_stream(recipe: "Recipe", num_blocks: int, num_samples: int, where: str) -> None:
     """Refuse a run without a mixture, which reads all sources equally often, if the recipe limits one of them."""
-    limits: dict[int, float] = {
-        place: source.max_epochs
-        for place, source in enumerate(recipe.data.sources)
-        if source.max_epochs is not None
-    }
+    sources = enumerate(recipe.data.sources)
+    limits = {place: source.max_epochs for place, source in sources if source.max_epochs is not None}
     if not limits:
         return
     # All sources of a stream are read equally often, so the lowest limit decides.
@@ -265,7 +198,7 @@ def _check_epochs_of_stream(recipe: "Recipe", num_blocks: int, num_samples: int,
 def _validation_note(rows: Sequence[dict], validation_tokens: Sequence[int], length: int) -> str | None:
     """Write one sentence for a reader who compares training and validation loss; None if both have the same mixture.
 
-    rows: those of the run, as `Mixture.table` makes them. validation_tokens: [sources] tokens of the validation split.
+    rows: those of the run (`SourceMixture.table`). validation_tokens: [sources] tokens of the validation split.
     length: tokens of a block.
     """
     # The validation loss is never mixed: it keeps the natural proportions of the sources.

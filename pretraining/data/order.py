@@ -29,7 +29,7 @@ _FEW = 16
 
 
 class Order:
-    """Say which block each sample of a run is."""
+    """Which block each sample of a run is."""
 
     num_blocks: int
     group_size: int | None = None
@@ -291,7 +291,9 @@ class Permutation:
         """Return what each position is mapped to under the key of `label`: [n] int64."""
         if self.num_blocks == 1:
             return np.zeros(len(positions), np.int64)
-        keys = _keys(label)
+        # Little-endian, so that every machine has the same order.
+        digest = hashlib.blake2b(label.encode(), digest_size=8 * _NUM_ROUNDS).digest()
+        keys = np.frombuffer(digest, "<u8")
         if len(positions) <= _FEW:
             integers = keys.tolist()
             return np.array([self._permute_one(place, integers) for place in positions.tolist()], np.int64)
@@ -324,12 +326,6 @@ class Permutation:
             # The halves swap each round, so an odd number of bits works too.
             high_bits, low_bits = low_bits, high_bits
         return values
-
-
-def _keys(label: str) -> np.ndarray:
-    """Make the keys of one permutation: [_NUM_ROUNDS] uint64."""
-    # Little-endian, so that every machine has the same order.
-    return np.frombuffer(hashlib.blake2b(label.encode(), digest_size=8 * _NUM_ROUNDS).digest(), "<u8")
 
 
 def _scramble(values: np.ndarray, key: np.uint64) -> np.ndarray:

@@ -9,7 +9,6 @@ import numpy as np
 from pretraining.data.arriving import ArrivingOrder, ArrivingSplit
 from pretraining.data.block_guard import BlockGuard
 from pretraining.data.document_masking import IGNORED, masked_block
-from pretraining.data.mixture import Mixture
 from pretraining.data.order import (
     ALL_SAMPLES,
     GlobalOrder,
@@ -82,23 +81,19 @@ class PackedDataset:
         left = max(0, self.num_blocks - first_sample)
         self.num_samples = left if num_samples is None else num_samples
         # Those of data that is being prepared grow.
-        if not any(isinstance(split, ArrivingSplit) for split in self.splits):
-            self._check(counts)
-
-    def _check(self, counts: list[int]) -> None:
+        if any(isinstance(split, ArrivingSplit) for split in self.splits):
+            return
         for split, count in zip(self.splits, counts, strict=True):
             if count == 0:
                 raise UserError(
                     f"{split.folder}: {split.num_tokens:,} tokens are too few for one block of "
                     f"{self.sequence_length + 1:,}; add text or shorten the sequence length"
                 )
-        if self.order is not None and self.order.num_blocks != self.num_blocks:
-            raise ValueError(f"order of {self.order.num_blocks} blocks for splits of {self.num_blocks}")
+        if order is not None and order.num_blocks != self.num_blocks:
+            raise ValueError(f"order of {order.num_blocks} blocks for splits of {self.num_blocks}")
         # With an order epochs follow each other without end, so any number of samples is there.
-        if self.order is None and self.first_sample + self.num_samples > self.num_blocks:
-            raise ValueError(
-                f"{self.num_samples} samples from {self.first_sample} of {self.num_blocks} blocks"
-            )
+        if order is None and first_sample + self.num_samples > self.num_blocks:
+            raise ValueError(f"{self.num_samples} samples from {first_sample} of {self.num_blocks} blocks")
 
     @property
     def tokens_per_epoch(self) -> int | None:
@@ -118,13 +113,12 @@ class PackedDataset:
         return samples if self.order is None else self.order.blocks(samples)
 
     def shard_needs(self) -> ShardNeeds:
-        """Say which shards the samples of the run need, by position in the run; the dataset must have an order."""
+        """Return which shards the samples of the run need, by position in the run; the dataset must have an order."""
         length = self.sequence_length
         splits = [(split.token_starts, split.num_blocks(length)) for split in self.splits]
         return ShardNeeds(self.order, [blocks_starting(starts, length, count) for starts, count in splits])
 
     def locate(self, block: int) -> tuple[int, int]:
-        """Return which of `splits` holds a block, and its number in that split."""
         source = bisect_right(self._first_blocks, block) - 1
         return source, block - self._first_blocks[source]
 
@@ -143,17 +137,25 @@ class PackedDataset:
         of such a block is a target.
         """
         source, stretches = self.place(block)
-        split = self.splits[source]
-        stored = _read(split, stretches)  # uint16 or uint32, as on the disk: cheaper for the guard
+        split, (*others, (start, stop)) = self.splits[source], stretches
+        # Only the last stretch needs one token more, the target of the last input: behind any other, the next stretch
+        # begins with the target.
+        pieces = [split.read(*other) for other in others] + [split.read(start, stop + 1)]
+        # uint16 or uint32, as on the disk: cheaper for the guard
+        stored = np.concatenate(pieces) if others else pieces[0]
         skipped = False
         if self.guard is not None and sample is not None:
             reasons = self.guard.look(stored, sample, block, source, stretches, split)
             skipped = bool(reasons) and self.guard.skips
         tokens = stored.astype(np.int64)  # torch embeds and compares int64 alone
+        read = {"input_ids": tokens[:-1], "labels": tokens[1:]}
         if self.masks_documents:
-            read = masked_block(tokens, _document_ends(split, stretches))
-        else:
-            read = {"input_ids": tokens[:-1], "labels": tokens[1:]}
+            # The places in the block, from 1 to L, at which a document has just ended.
+            ends = split.document_ends(start, stop) - start
+            if others:  # each of these ends with a document
+                before = np.cumsum([end - begin for begin, end in others], dtype=np.int64)
+                ends = np.append(before, ends + before[-1])
+            read = masked_block(tokens, ends)
         if skipped:
             # The sample keeps its place, so every other sample keeps its step, on any number of ranks.
             read["labels"] = np.full_like(read["labels"], IGNORED)
@@ -184,23 +186,6 @@ class PackedDataset:
         ]
 
 
-def _read(split: TokenSplit, stretches: list[Stretch]) -> np.ndarray:
-    """Read the tokens of the stretches, and the token after the last of them: the target of the last input."""
-    *others, (start, stop) = stretches
-    # Only the last stretch needs one token more: behind any other, the next stretch begins with the target.
-    last = split.read(start, stop + 1)
-    return np.concatenate([*(split.read(*other) for other in others), last]) if others else last
-
-
-def _document_ends(split: TokenSplit, stretches: list[Stretch]) -> np.ndarray:
-    """Return the places in the block, from 1 to L, at which a document has just ended."""
-    *others, (start, stop) = stretches
-    # Each stretch except the last ends with a document.
-    ends = np.cumsum([other_stop - other_start for other_start, other_stop in others], dtype=np.int64)
-    last = split.document_ends(start, stop) - start
-    return np.append(ends, last + ends[-1]) if others else last
-
-
 def build_training_dataset(
     data: "PreparedData",
     recipe: "Recipe",
@@ -214,40 +199,32 @@ def build_training_dataset(
     num_samples: None for as many as the Trainer's loop may ask for.
     left_out: windows [first, last) of that order which the run does not read (`Journal.left_out`).
     """
-    splits = data.train if data.mixture is None else data.mixture.splits
-    order = _order_of_run(data, recipe, data.mixture, left_out)
-    num_samples = recipe.most_samples if num_samples is None else num_samples
-    # Wrapped only if needed: it costs a search for each batch.
-    order = OrderWithout(order, left_out) if left_out else order
-    return PackedDataset(
-        splits,
-        recipe.sequence_length,
-        order,
-        first_sample,
-        num_samples,
-        guard,
-        recipe.data.document_masking,
-        recipe.data.packing,
-    )
-
-
-def _order_of_run(
-    data: "PreparedData", recipe: "Recipe", mixture: Mixture | None, left_out: Sequence[tuple[int, int]]
-) -> Order:
     if isinstance(data.train, ArrivingSplit):
         window = recipe.data.shuffle_blocks
         assert window is not None, "refusals.check_while_preparing"
         # The run reads that much more of the order.
         stop = recipe.num_samples + sum(last - first for first, last in left_out)
-        return ArrivingOrder(data.train, recipe.sequence_length, window, recipe.data_seed, "", stop)
-    if mixture is None:
-        return _order_of(data.train, recipe, data.fingerprint, "")
-    orders = [
-        # A label of its own: sources of equal size must not be read in step with each other.
-        _order_of(split, recipe, f"{data.fingerprint}/{source}", str(source))
-        for source, split in enumerate(mixture.splits)
-    ]
-    return MixedOrder(mixture.interleaving, orders)
+        order: Order = ArrivingOrder(data.train, recipe.sequence_length, window, recipe.data_seed, "", stop)
+    elif data.mixture is None:
+        order = _order_of(data.train, recipe, data.fingerprint, "")
+    else:
+        orders = [
+            # A label of its own: sources of equal size must not be read in step with each other.
+            _order_of(split, recipe, f"{data.fingerprint}/{source}", str(source))
+            for source, split in enumerate(data.mixture.splits)
+        ]
+        order = MixedOrder(data.mixture.interleaving, orders)
+    return PackedDataset(
+        data.train if data.mixture is None else data.mixture.splits,
+        recipe.sequence_length,
+        # Wrapped only if needed: it costs a search for each batch.
+        OrderWithout(order, left_out) if left_out else order,
+        first_sample,
+        recipe.most_samples if num_samples is None else num_samples,
+        guard,
+        recipe.data.document_masking,
+        recipe.data.packing,
+    )
 
 
 def _order_of(split: TokenSplit, recipe: "Recipe", fingerprint: str, source: str) -> Order:
@@ -282,22 +259,20 @@ def step_origins(
         numbers = np.arange(first_sample(step), first_sample(step + 1))
         # `numbers` count the samples of the run; a rollback may have left out windows of the order.
         positions = dataset.order.positions(numbers)
-        first, last = int(numbers[0]), int(numbers[-1])
+        documents = []
         blocks = dataset.order.blocks(numbers[:_MOST_SAMPLES]).tolist()
-        shown = zip(positions[:_MOST_SAMPLES].tolist(), blocks, strict=True)
-        flagged = [row for row in read_rows(run.flagged_blocks) if first <= row["sample"] <= last]
+        for sample, block in zip(positions[:_MOST_SAMPLES].tolist(), blocks, strict=True):
+            source, stretches = dataset.place(block)
+            shard, document = dataset.splits[source].document_at(stretches[0][0])
+            name = {"source": names[source]} if source < len(names) and len(dataset.splits) > 1 else {}
+            documents.append({"sample": sample, **name, "shard": shard, "document": document})
+        rows = read_rows(run.flagged_blocks)
+        flagged = [row for row in rows if int(numbers[0]) <= row["sample"] <= int(numbers[-1])]
         named = ("source", "shard", "document", "reasons")
         return {
             "samples": [int(positions[0]), int(positions[-1]) + 1],
-            "documents": [{"sample": sample, **_origin(dataset, block, names)} for sample, block in shown],
+            "documents": documents,
             "flagged": [{key: row[key] for key in named} for row in flagged],
         }
 
     return origins
-
-
-def _origin(dataset: PackedDataset, block: int, names: list[str]) -> dict:
-    source, stretches = dataset.place(block)
-    shard, document = dataset.splits[source].document_at(stretches[0][0])
-    name = {"source": names[source]} if source < len(names) and len(dataset.splits) > 1 else {}
-    return {**name, "shard": shard, "document": document}

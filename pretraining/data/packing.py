@@ -11,7 +11,7 @@ depend on it.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -43,7 +43,7 @@ class _Window(NamedTuple):
 
 
 class BestFit:
-    """Say which stretches of a split make up a block of `sequence_length` tokens. Every token is in exactly one block.
+    """Find which stretches of a split make up a block of `sequence_length` tokens. Every token is in exactly one block.
 
     A window holds blocks that are wholly inside one shard: a block that goes on in the next shard stays as it is.
     """
@@ -75,30 +75,20 @@ class BestFit:
         first = block - (block - lowest) % WINDOW_BLOCKS
         return first, min(first + WINDOW_BLOCKS, highest)
 
-    def windows(self) -> Iterator[tuple[int, int]]:
-        """Yield [first, stop) of every window in order; a block that crosses a shard's end is a window of its own."""
-        block, num_blocks = 0, self.split.num_blocks(self.sequence_length)
-        while block < num_blocks:
-            first, stop = self.window_around(block)
-            block = max(stop, block + 1)
-            yield first, block
-
     def _window(self, first: int, stop: int) -> _Window:
-        if first not in self._windows:
-            if len(self._windows) >= _KEPT_WINDOWS:
-                del self._windows[next(iter(self._windows))]  # the one packed first
-            self._windows[first] = self._pack(first, stop)
-        return self._windows[first]
-
-    def _pack(self, first: int, stop: int) -> _Window:
+        """Pack the window, unless it is packed already."""
+        if first in self._windows:
+            return self._windows[first]
+        if len(self._windows) >= _KEPT_WINDOWS:
+            del self._windows[next(iter(self._windows))]  # the one packed first
         start, end = first * self.sequence_length, stop * self.sequence_length
         ends = self.split.document_ends(start, end)
         borders = np.union1d(ends, (start, end)).tolist()
         # Does the last document go on behind the window? Then no document ends at `end`.
         blocks = pack(borders, self.sequence_length, goes_on=end not in ends[-1:])
-        parts = np.array([part for block in blocks for part in block], np.int64)
-        starts, stops = parts.T
-        return _Window(starts, stops, np.cumsum([0, *map(len, blocks)]))
+        starts, stops = np.array([part for block in blocks for part in block], np.int64).T
+        self._windows[first] = _Window(starts, stops, np.cumsum([0, *map(len, blocks)]))
+        return self._windows[first]
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, "_windows": {}}  # a worker packs its own
@@ -124,11 +114,13 @@ def pack(borders: list[int], length: int, goes_on: bool = False) -> list[list[St
     # First place all that fit whole, then cut the others into the room that is left.
     for part in [part for part in remainders if not open_blocks.place(*part)]:
         open_blocks.divide(*part)
-    return blocks + open_blocks.filled()
+    if tail:
+        open_blocks.blocks[0].append(tail)
+    return blocks + open_blocks.blocks
 
 
 class _OpenBlocks:
-    """Fill blocks, and keep the room that each of them has left. The first one ends with `tail`."""
+    """Fill blocks, and keep the room that each of them has left. The first one will end with `tail`."""
 
     def __init__(self, num_blocks: int, length: int, tail: Stretch | None):
         self.blocks: list[list[Stretch]] = [[] for _ in range(num_blocks)]
@@ -156,20 +148,18 @@ class _OpenBlocks:
             self.blocks[block].append((start, start + room))
             start += room
 
-    def filled(self) -> list[list[Stretch]]:
-        """Return the blocks, now that nothing is left to place."""
-        if self.tail:
-            self.blocks[0].append(self.tail)
-        return self.blocks
-
 
 def cuts_of_split(split: TokenSplit, sequence_length: int) -> dict:
     """Count `cut_shares` in a split's windows, or in `_MOST_WINDOWS` of them from its beginning to its end.
 
     It reads only the ends of documents, no tokens.
     """
-    packed = BestFit(split, sequence_length)
-    windows = list(packed.windows())
+    packed, windows, block = BestFit(split, sequence_length), [], 0
+    while block < split.num_blocks(sequence_length):
+        first, stop = packed.window_around(block)
+        # A block that crosses a shard's end is a window of its own.
+        block = max(stop, block + 1)
+        windows.append((first, block))
     chosen = windows[:: -(-len(windows) // _MOST_WINDOWS) or 1]
     return cut_shares((packed, *window) for window in chosen)
 

@@ -23,11 +23,10 @@ from pretraining.data.manifest import (
     tokenizer_difference,
     verify,
 )
-from pretraining.data.mixture import Mixture, build_mixture
-from pretraining.data.packed_dataset import PackedDataset
+from pretraining.data.mixture import SourceMixture, build_mixture
 from pretraining.data.portions import check_enough, lacking, portions_of
 from pretraining.data.shards import TokenSplit
-from pretraining.data.streaming.cache import CacheSettings
+from pretraining.data.streaming.cache import ShardCache
 from pretraining.data.tokenizer import check_vocabulary, tokenizer_fault
 from pretraining.errors import UserError
 from pretraining.extend import load_pretrained
@@ -37,8 +36,6 @@ from pretraining.schema import REPOSITORY, listed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from pretraining.data.streaming.prefetch import PrefetchedDataset
 
 VERIFIED_BYTES = 256 << 20
 """Data sets up to this size are compared with their checksums whenever they are opened (0.1 s), others by `verify`."""
@@ -53,16 +50,17 @@ class PreparedData:
     manifest: dict
     train: TokenSplit
     validation: TokenSplit
-    mixture: "Mixture | None" = None
+    mixture: SourceMixture | None = None
     """The mixture of a run that mixes sources; see `for_run`."""
 
-    def for_run(self, recipe: "Recipe") -> "PreparedData":
+    def for_run(self, recipe: Recipe) -> "PreparedData":
         """Return the same data with the mixture of a whole run of the recipe.
 
         Raises:
             UserError: a source would be read more often than the recipe allows.
         """
-        return replace(self, mixture=build_mixture(self, recipe, recipe.num_samples))
+        mixture = build_mixture(self.train, self.validation, recipe, recipe.num_samples)
+        return replace(self, mixture=mixture)
 
     def latest(self) -> "PreparedData":
         """Return what is there by now: of a finished data set, the same."""
@@ -83,7 +81,6 @@ class PreparedData:
         return tokenizer
 
     def read_tokenizer(self, read: Callable[[Path], Any]) -> Any:
-        """Return what `read` makes of the tokenizer's folder."""
         return read(self.tokenizer_path)
 
     @property
@@ -93,17 +90,8 @@ class PreparedData:
 
     @property
     def fingerprint(self) -> str:
-        """Identify the tokens, the same on every machine; the key of the global order."""
+        """The identity of the tokens, the same on every machine; the key of the global order."""
         return self.manifest["fingerprint"]
-
-    def prefetched(self, dataset: PackedDataset) -> "PackedDataset | PrefetchedDataset":
-        """Prefetch if the train shards come from an address; the samples stay the same."""
-        # A local split has a Path, a streamed one an address. Without an order blocks come in sequence (validation).
-        if isinstance(self.train.folder, Path) or dataset.order is None:
-            return dataset
-        from pretraining.data.streaming.prefetch import prefetched
-
-        return prefetched(dataset)
 
 
 @dataclass(frozen=True)
@@ -150,7 +138,7 @@ class ArrivingData(PreparedData):
 
 
 def is_prepared(recipe: Recipe, data_root: Path) -> bool:
-    """Say if `open_prepared` would find all that the recipe's run reads; UserError if another data set is there."""
+    """Return whether `open_prepared` would find all that the run reads; UserError if another data set is there."""
     folder = Path(data_root) / recipe.data.name
     manifest = read_manifest(folder)
     if manifest is None:
@@ -159,16 +147,16 @@ def is_prepared(recipe: Recipe, data_root: Path) -> bool:
     return not lacking(manifest, portions_of(recipe))
 
 
-def open_prepared(recipe: Recipe, data_root: Path | str, cache: CacheSettings | None = None) -> PreparedData:
+def open_prepared(recipe: Recipe, data_root: Path | str, cache: ShardCache | None = None) -> PreparedData:
     """Open what `prepare_data` made of the recipe's data section; the sources are no longer needed.
 
     `data_root` is a local folder, or an address that fsspec understands. The shards of an address are kept in `cache`
-    (default: `CacheSettings.of()`). Raises UserError if the data is not prepared, was prepared from another data
+    (default: `ShardCache.of()`). Raises UserError if the data is not prepared, was prepared from another data
     section or tokenizer, or has more ids than `recipe.model.vocab_size`. It also raises UserError if a shard is
     missing, truncated or damaged; a shard at an address is checked when it is fetched.
     """
     if is_remote(data_root):
-        return _open_remote(recipe, data_root, cache or CacheSettings.of())
+        return _open_remote(recipe, data_root, cache or ShardCache.of())
     folder = Path(data_root) / recipe.data.name
     command = preparing_command(recipe, Path(data_root))
     manifest = read_manifest(folder)
@@ -189,11 +177,10 @@ def open_prepared(recipe: Recipe, data_root: Path | str, cache: CacheSettings | 
     return PreparedData(folder, manifest, splits["train"], splits["validation"])
 
 
-def _open_remote(recipe: Recipe, data_root: str, cache: CacheSettings) -> PreparedData:
-    from pretraining.data.streaming.cache import ShardCache
+def _open_remote(recipe: Recipe, data_root: str, cache: ShardCache) -> PreparedData:
     from pretraining.data.streaming.remote_data import RemoteData, StreamedSplit
 
-    remote = RemoteData(f"{data_root}/{recipe.data.name}", ShardCache(cache.folder, cache.max_bytes))
+    remote = RemoteData(f"{data_root}/{recipe.data.name}", cache)
     manifest = remote.read_manifest()
     # data_prep.py writes to a local folder only: data for an address is prepared here and copied there.
     command, copying = preparing_command(recipe, REPOSITORY / "data"), f", then copy it to {remote.address}"
@@ -208,7 +195,25 @@ def _open_remote(recipe: Recipe, data_root: str, cache: CacheSettings) -> Prepar
 
 
 def _check_manifest(recipe: Recipe, manifest: dict, place: Path | str, command: str) -> None:
-    _check_section(recipe.data.to_dict(), manifest, place, command)
+    """Raise UserError if the data is not what the recipe asks for; `command` makes it anew."""
+    data = recipe.data.to_dict()
+    if "converted_from" in manifest:
+        # It has no data section, so the recipe's one source must be its origin.
+        origin = manifest["converted_from"]
+        if [source.get("path") for source in data["sources"]] != [origin["path"]]:
+            raise UserError(
+                f"{place}: converted from {origin['format']} files, not prepared from text; set data.sources to "
+                f'[{{"path": "{origin["path"]}"}}] to train on it, or data.name to another folder'
+            )
+        if differing := tokenizer_difference(manifest, data):
+            raise UserError(f"{place}: {differing}; name that one, or convert the data again")
+    elif changed := data_differences(manifest, data):
+        # At an address nothing is kept beside a data set.
+        beside = fitting_beside(place, data) if isinstance(place, Path) else ""
+        raise UserError(
+            f"{place}: prepared from another data section: {listed(changed)}; give the recipe a data.name of its "
+            f"own; or, if no run made from this data is to go on, make it anew in its place: {command}{beside}"
+        )
     check_vocabulary(manifest["tokenizer"]["vocab_size"], recipe.model.vocab_size)
 
 
@@ -224,31 +229,6 @@ def note_repeats(recipe: Recipe, data_root: Path | str) -> None:
 
 
 def preparing_command(recipe: Recipe, data_root: Path) -> str:
-    """Write the command that prepares the recipe's data."""
     # The default folder needs no option.
     elsewhere = [] if data_root == REPOSITORY / "data" else ["--data_dir", str(data_root)]
     return shlex.join(["python", "data_prep.py", *recipe.words, *elsewhere])
-
-
-def _check_section(data: dict, manifest: dict, folder: Path | str, command: str) -> None:
-    if "converted_from" in manifest:
-        return _check_origin(data, manifest, folder)
-    if differing := data_differences(manifest, data):
-        # At an address nothing is kept beside a data set.
-        beside = fitting_beside(folder, data) if isinstance(folder, Path) else ""
-        raise UserError(
-            f"{folder}: prepared from another data section: {listed(differing)}; give the recipe a data.name of its "
-            f"own; or, if no run made from this data is to go on, make it anew in its place: {command}{beside}"
-        )
-
-
-def _check_origin(data: dict, manifest: dict, folder: Path | str) -> None:
-    """Check data that was converted: it has no data section, so the recipe's one source must be its origin."""
-    origin = manifest["converted_from"]
-    if [source.get("path") for source in data["sources"]] != [origin["path"]]:
-        raise UserError(
-            f"{folder}: converted from {origin['format']} files, not prepared from text; set data.sources to "
-            f'[{{"path": "{origin["path"]}"}}] to train on it, or data.name to another folder'
-        )
-    if differing := tokenizer_difference(manifest, data):
-        raise UserError(f"{folder}: {differing}; name that one, or convert the data again")

@@ -1,23 +1,14 @@
-"""Write token shards: the Arrow dataset that `shards` reads, and a digest of its tokens.
-
-The digest does not depend on how a stream is cut into shards. The digests of two streams can be joined without reading
-the streams again. Each document is hashed (xxh3, 64 bits). The hashes are the coefficients of a polynomial, which is
-evaluated modulo 2**64 at two odd points. The value of the joined stream follows from both values and the length of the
-second stream.
-"""
+"""Write token shards: the Arrow dataset that `shards` reads, with a digest of its tokens."""
 
 import hashlib
 import json
 from array import array
-from collections.abc import Iterable
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import xxhash
 
-from pretraining.data.shards import checksum_of_file
+from pretraining.data.checksums import checksum_of_file, digest_of_documents, joined_digest
 from pretraining.runtime.durable_files import replacing
 
 if TYPE_CHECKING:
@@ -28,9 +19,6 @@ SHARD_TOKENS = 64_000_000
 
 SHARD_DOCUMENTS = 4_000_000
 """Documents of a shard: limits its columns by document (16 bytes each) if the documents are tiny."""
-
-_POINTS = (0x9E3779B97F4A7C15, 0xD1342543DE82EF95)
-_MODULUS = 1 << 64
 
 
 class SplitWriter:
@@ -54,7 +42,6 @@ class SplitWriter:
         return sum(shard["tokens"] for shard in self._shards) + self._ends[-1]
 
     def begin_source(self, number: int) -> None:
-        """Count what follows to source `number`."""
         # A shard holds documents of one source, so that a run can open each source alone.
         if number != self._source and self._num_bytes:
             self._write_shard()
@@ -71,61 +58,57 @@ class SplitWriter:
         """
         first = start = 0
         while first < len(ends):
-            fitting = self._num_fitting(ends[first:] - start)
-            if fitting:
-                last = first + fitting
-                self._append_run(
-                    tokens[start : ends[last - 1]], ends[first:last] - start, num_bytes[first:last]
-                )
-                first, start = last, int(ends[last - 1])
+            # The documents that the open shard still takes.
+            fitting = np.searchsorted(ends[first:] - start, self._shard_tokens - self._ends[-1], side="right")
+            last = first + min(int(fitting), SHARD_DOCUMENTS - len(self._num_bytes))
+            if last > first:
+                stop, begin = int(ends[last - 1]), self._ends[-1]
+                if (needed := begin + stop - start) > len(self._tokens):
+                    # In place; no view of the buffer outlives `_write_shard`.
+                    size = min(self._shard_tokens, max(needed, 2 * len(self._tokens)))
+                    self._tokens.resize(size, refcheck=False)
+                self._tokens[begin:needed] = tokens[start:stop]
+                # Through bytes: `extend` would make a Python integer of each end.
+                self._ends.frombytes((ends[first:last] - start + begin).astype(np.int64).tobytes())
+                self._num_bytes.frombytes(np.asarray(num_bytes[first:last]).astype(np.uint64).tobytes())
+                first, start = last, stop
             elif self._num_bytes:
                 self._write_shard()
             else:  # one document larger than a shard gets a shard of its own
                 self._shard_tokens = int(ends[first]) - start
 
-    def _num_fitting(self, ends: np.ndarray) -> int:
-        """Count the documents, of those that end at `ends`, that the open shard still takes."""
-        fitting = int(np.searchsorted(ends, self._shard_tokens - self._ends[-1], side="right"))
-        return min(fitting, SHARD_DOCUMENTS - len(self._num_bytes))
-
-    def _append_run(self, tokens: np.ndarray, ends: np.ndarray, num_bytes: np.ndarray) -> None:
-        start = self._ends[-1]
-        if (needed := start + len(tokens)) > len(self._tokens):
-            # In place; no view of the buffer outlives `_write_shard`.
-            self._tokens.resize(min(self._shard_tokens, max(needed, 2 * len(self._tokens))), refcheck=False)
-        self._tokens[start : start + len(tokens)] = tokens
-        # Through bytes: `extend` would make a Python integer of each end.
-        self._ends.frombytes((ends + start).astype(np.int64).tobytes())
-        self._num_bytes.frombytes(np.asarray(num_bytes).astype(np.uint64).tobytes())
-
     def _write_shard(self) -> None:
         import pyarrow as pa
 
         count = self._ends[-1]
-        values = _arrow_array(self._tokens[:count])
-        rows = pa.LargeListArray.from_arrays(_arrow_array(np.asarray(self._ends)), values)
-        schema = _arrow_schema(self.dtype)
+        rows = pa.LargeListArray.from_arrays(
+            _arrow_array(np.asarray(self._ends)), _arrow_array(self._tokens[:count])
+        )
+        schema = pa.schema(
+            {"input_ids": pa.large_list(pa.from_numpy_dtype(self.dtype)), "num_bytes": pa.uint64()},
+            # what `datasets` reads
+            metadata={"huggingface": json.dumps({"info": {"features": _features(self.dtype)}})},
+        )
         # Numbered without a total, which is known only at the end: `finish` gives the final names.
         path = self.folder / f"data-{len(self._shards):05d}.arrow"
         with replacing(path, "wb") as file, pa.ipc.new_stream(file, schema) as stream:
             num_bytes = _arrow_array(np.asarray(self._num_bytes))
             # One batch, so that the values of `input_ids` are one stream of tokens in the file.
             stream.write_batch(pa.record_batch([rows, num_bytes], schema=schema))
-        self._shards.append(self._entry(path))
+        self._shards.append(
+            {
+                "file": path.name,
+                "source": self._source,
+                "documents": len(self._num_bytes),
+                "tokens": count,
+                "bytes": sum(self._num_bytes),
+                "size": path.stat().st_size,
+                "buffers": buffer_positions(path),
+                "checksum": checksum_of_file(path),
+                "tokens_digest": digest_of_documents(self._tokens, np.asarray(self._ends)[1:]),
+            }
+        )
         self._ends, self._num_bytes = array("q", [0]), array("Q")
-
-    def _entry(self, path: Path) -> dict:
-        return {
-            "file": path.name,
-            "source": self._source,
-            "documents": len(self._num_bytes),
-            "tokens": self._ends[-1],
-            "bytes": sum(self._num_bytes),
-            "size": path.stat().st_size,
-            "buffers": buffer_positions(path),
-            "checksum": checksum_of_file(path),
-            "tokens_digest": digest_of_documents(self._tokens, np.asarray(self._ends)[1:]),
-        }
 
     def finish(self) -> dict:
         """Write the last shard and the JSON files that `load_from_disk` expects; return the manifest entry."""
@@ -142,7 +125,22 @@ class SplitWriter:
 def split_entry(folder: Path, shards: list[dict], dtype: str) -> dict:
     """Make a split's part of the manifest from its shards' entries; write the JSON files `load_from_disk` expects."""
     entry = summed_entry(shards, dtype)
-    _write_dataset_files(folder, [shard["file"] for shard in shards], np.dtype(dtype), entry["checksum"])
+    # As `datasets.save_to_disk` lays them out.
+    state = {
+        "_data_files": [{"filename": shard["file"]} for shard in shards],
+        # Made from the content, so that equal data sets have equal fingerprints.
+        "_fingerprint": hashlib.blake2b(entry["checksum"].encode(), digest_size=8).hexdigest(),
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+        "_split": None,
+    }
+    features = _features(np.dtype(dtype))
+    info = {"citation": "", "description": "", "features": features, "homepage": "", "license": ""}
+    for name, values in {"state.json": state, "dataset_info.json": info}.items():
+        with replacing(folder / name) as file:
+            json.dump(values, file, indent=2)
     return entry
 
 
@@ -151,20 +149,6 @@ def summed_entry(shards: list[dict], dtype: str) -> dict:
     checksum = joined_digest([s["tokens_digest"] for s in shards], [s["documents"] for s in shards])
     totals = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "bytes")}
     return {**totals, "dtype": dtype, "checksum": checksum, "shards": shards}
-
-
-# The files of a split, as `datasets.save_to_disk` lays them out.
-
-
-def _arrow_schema(dtype: np.dtype) -> "pyarrow.Schema":
-    """Make the columns `input_ids: large_list<dtype>` and `num_bytes: uint64`, with the metadata `datasets` reads."""
-    import pyarrow as pa
-
-    info = json.dumps({"info": {"features": _features(dtype)}})
-    return pa.schema(
-        {"input_ids": pa.large_list(pa.from_numpy_dtype(dtype)), "num_bytes": pa.uint64()},
-        metadata={"huggingface": info},
-    )
 
 
 def _features(dtype: np.dtype) -> dict:
@@ -199,58 +183,3 @@ def buffer_positions(path: Path) -> dict[str, int]:
         }
         # Both are addresses in the same map of the file.
         return {name: buffer.address - content.address for name, buffer in buffers.items()}
-
-
-def _write_dataset_files(folder: Path, shard_names: list[str], dtype: np.dtype, checksum: str) -> None:
-    """Write `state.json` and `dataset_info.json` beside the shards, as `datasets.save_to_disk` does."""
-    state = {
-        "_data_files": [{"filename": name} for name in shard_names],
-        # Made from the content, so that equal data sets have equal fingerprints.
-        "_fingerprint": hashlib.blake2b(checksum.encode(), digest_size=8).hexdigest(),
-        "_format_columns": None,
-        "_format_kwargs": {},
-        "_format_type": None,
-        "_output_all_columns": False,
-        "_split": None,
-    }
-    info = {"citation": "", "description": "", "features": _features(dtype), "homepage": "", "license": ""}
-    for name, values in {"state.json": state, "dataset_info.json": info}.items():
-        with replacing(folder / name) as file:
-            json.dump(values, file, indent=2)
-
-
-# The digest of a token stream; see the module.
-
-
-def digest_of_documents(tokens: np.ndarray, ends: np.ndarray) -> str:
-    """Digest, in 32 hex digits, the documents that end at `ends` [documents] of `tokens` [tokens]."""
-    content, width = memoryview(np.ascontiguousarray(tokens)).cast("B"), tokens.itemsize
-    edges = [0, *(ends * width).tolist()]
-    hashes = [xxhash.xxh3_64_intdigest(content[a:b]) for a, b in pairwise(edges)]
-    coefficients = np.array(hashes, np.uint64)
-    # uint64 products and sums wrap: this is arithmetic modulo 2**64.
-    return _spelled(
-        int((coefficients * _powers(point, len(hashes))).sum(dtype=np.uint64)) for point in _POINTS
-    )
-
-
-def joined_digest(digests: list[str], num_documents: list[int]) -> str:
-    """Join the digests of streams, from these digests and their numbers of documents."""
-    values = [0, 0]
-    for digest, count in zip(digests, num_documents, strict=True):
-        for number, point in enumerate(_POINTS):
-            own = int(digest[16 * number : 16 * number + 16], 16)
-            # What came before moves up by the documents of this stream.
-            values[number] = (values[number] * pow(point, count, _MODULUS) + own) % _MODULUS
-    return _spelled(values)
-
-
-def _powers(point: int, count: int) -> np.ndarray:
-    """Compute point**(count - 1) ... point**0 modulo 2**64: [count] uint64."""
-    powers = np.full(count, point, np.uint64)
-    powers[:1] = 1
-    return np.cumprod(powers, dtype=np.uint64)[::-1]
-
-
-def _spelled(values: Iterable[int]) -> str:
-    return "".join(f"{value:016x}" for value in values)

@@ -16,6 +16,8 @@ from typing import BinaryIO, Self
 
 import numpy as np
 
+from pretraining.data.checksums import checksum_of_file, digest_of_documents
+from pretraining.data.manifest import read_manifest
 from pretraining.errors import UserError
 from pretraining.outside.files import regular
 
@@ -31,18 +33,6 @@ MOST_MAPPED = 4096
 def token_dtype(vocab_size: int) -> np.dtype:
     """Choose the smallest unsigned type that holds every id: uint16 up to 65,536 ids, uint32 above."""
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
-
-
-def checksum_of_file(path: Path) -> str:
-    """Compute `xxh128:<hex>` of the whole file."""
-    import xxhash
-
-    # Several GB/s: it protects against damage, not against forgery.
-    digest = xxhash.xxh128()
-    with open(path, "rb", opener=regular) as file:
-        while chunk := file.read(1 << 22):
-            digest.update(chunk)
-    return f"xxh128:{digest.hexdigest()}"
 
 
 class Shard:
@@ -65,26 +55,20 @@ class Shard:
     def view(self, start: int, count: int) -> np.ndarray:
         """View up to `count` tokens from `start`."""
         self.reads = reads = self.reads + 1
-        if reads % PROBE_INTERVAL != 1 and not self._advise:
-            return self.tokens[start : start + count]
-        return self._asked_for(self.tokens[start : start + count], start)
-
-    def _asked_for(self, view: np.ndarray, start: int) -> np.ndarray:
-        if self.reads % PROBE_INTERVAL == 1 and len(view):
-            self._advise = _touch_ns(view) > SLOW_TOUCH_NS
+        view = self.tokens[start : start + count]
+        probes = reads % PROBE_INTERVAL == 1
+        if not probes and not self._advise:
+            return view
+        if probes and len(view):
+            began = perf_counter_ns()
+            view[0]
+            self._advise = perf_counter_ns() - began > SLOW_TOUCH_NS
         if self._advise:
             first = self._tokens_at + start * view.itemsize
             page = first - first % mmap.PAGESIZE  # madvise takes only the start of a page
             # One request for all pages: without it the disk is asked page by page.
             self._mapped.madvise(mmap.MADV_WILLNEED, page, first + view.nbytes - page)
         return view
-
-
-def _touch_ns(view: np.ndarray) -> int:
-    """Measure the nanoseconds that reading the first token takes."""
-    start = perf_counter_ns()
-    view[0]
-    return perf_counter_ns() - start
 
 
 def map_shard(file: BinaryIO, where: str, entry: dict, dtype: np.dtype) -> Shard:
@@ -116,12 +100,6 @@ def between(ends: np.ndarray, low: int, high: int) -> np.ndarray:
     return ends[slice(*np.searchsorted(ends, (low, high), side="right"))]
 
 
-def _most_open_shards() -> int:
-    """Return how many shards may be mapped at once."""
-    # Each mapped shard needs a file descriptor: leave half of them to the rest of the process.
-    return max(1, min(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, MOST_MAPPED))
-
-
 class TokenSplit:
     """One split as a flat, memory-mapped stream of tokens; shards are mapped when first touched.
 
@@ -132,7 +110,8 @@ class TokenSplit:
         self.folder = Path(folder)
         self._take(entry)
         self._open: dict[int, Shard] = {}
-        self._most_open = _most_open_shards()
+        # Each mapped shard needs a file descriptor: leave half of them to the rest of the process.
+        self._most_open = max(1, min(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, MOST_MAPPED))
         self._written: dict[str, int] = {}
         """When each file had been written, in ns, as seen when this stream was opened."""
         self._check_shards()
@@ -144,9 +123,10 @@ class TokenSplit:
         self.num_tokens: int = entry["tokens"]
         self.num_documents: int = entry["documents"]
         self.num_bytes: int = entry["bytes"]
-        self._token_starts = self._starts("tokens")
-        self._starts_list: list[int] = self._token_starts.tolist()  # bisect is four times numpy's speed
-        self._byte_starts = self._starts("bytes")
+        # What is before each shard, then all: [shards + 1] int64.
+        self.token_starts = np.cumsum([0] + [shard["tokens"] for shard in entry["shards"]], dtype=np.int64)
+        self._starts_list: list[int] = self.token_starts.tolist()  # bisect is four times numpy's speed
+        self._byte_starts = np.cumsum([0] + [shard["bytes"] for shard in entry["shards"]], dtype=np.int64)
 
     @property
     def shard_entries(self) -> list[dict]:
@@ -161,10 +141,6 @@ class TokenSplit:
 
     def _of_entry(self, entry: dict) -> Self:
         return type(self)(self.folder, entry)
-
-    def _starts(self, key: str) -> np.ndarray:
-        """Sum `key` over the shards before each one: [shards + 1] int64."""
-        return np.cumsum([0] + [shard[key] for shard in self._entry["shards"]], dtype=np.int64)
 
     def _check_shards(self) -> None:
         """Raise UserError for the first shard that is missing or has another size."""
@@ -215,9 +191,6 @@ class TokenSplit:
 
     def _moved(self, entry: dict) -> Shard | None:
         """Find the shard's documents in a data set that has been prepared further since; None if they are not there."""
-        from pretraining.data.manifest import read_manifest
-        from pretraining.data.shard_writer import digest_of_documents
-
         # Names hold the number of shards, and the last shard of a source may have more documents now.
         shards = (read_manifest(self.folder.parent) or {"splits": {}})["splits"].get(self.folder.name, {})
         for now in shards.get("shards", ()):
@@ -236,31 +209,20 @@ class TokenSplit:
         number = bisect_right(self._starts_list, token) - 1
         return number, token - self._starts_list[number]
 
-    def shards_at(self, tokens: np.ndarray) -> np.ndarray:
-        """Find the shards [n] int64 that hold the tokens at positions [n] of the stream."""
-        return np.searchsorted(self._token_starts, tokens, side="right") - 1
-
     def read(self, start: int, stop: int) -> np.ndarray:
         """Read tokens [stop - start] of the stream: a read-only view inside a shard, a copy across a border."""
         if not 0 <= start < stop <= self.num_tokens:
-            return self._no_tokens(start, stop)
+            if 0 <= start == stop <= self.num_tokens:
+                return np.empty(0, self.dtype)
+            raise IndexError(f"tokens {start}:{stop} of a stream of {self.num_tokens}")
         starts = self._starts_list
         number = bisect_right(starts, start) - 1
         # The common case first: one mapped shard holds the whole range.
         offset, shard = start - starts[number], self._open.get(number)
         if shard is not None and stop <= starts[number + 1]:
             return shard.view(offset, stop - start)
-        return self._gather(number, offset, stop - start)
-
-    def _no_tokens(self, start: int, stop: int) -> np.ndarray:
-        if 0 <= start == stop <= self.num_tokens:
-            return np.empty(0, self.dtype)
-        raise IndexError(f"tokens {start}:{stop} of a stream of {self.num_tokens}")
-
-    def _gather(self, number: int, offset: int, wanted: int) -> np.ndarray:
-        """Read `wanted` tokens from `offset` of shard `number` on, out of as many shards as it takes."""
-        pieces = [self._first_piece(number, offset, wanted)]
-        while (missing := wanted - sum(map(len, pieces))) > 0:
+        pieces = [self._first_piece(number, offset, stop - start)]
+        while (missing := stop - start - sum(map(len, pieces))) > 0:
             number += 1
             pieces.append(self._next_piece(number, missing))
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
@@ -284,7 +246,7 @@ class TokenSplit:
         first, last = self.locate(start)[0], self.locate(stop - 1)[0]
         pieces = []
         for number in range(first, last + 1):
-            base = self._token_starts[number]
+            base = self.token_starts[number]
             pieces.append(self._ends_between(number, start - base, stop - base) + base)
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
@@ -306,11 +268,6 @@ class TokenSplit:
         share = (offset - start) / int(shard.ends[whole] - start)
         before = int(self._byte_starts[number]) + int(shard.num_bytes[:whole].sum())
         return before + share * int(shard.num_bytes[whole])
-
-    @property
-    def token_starts(self) -> np.ndarray:
-        """Return the tokens of the stream before each shard, then all of them: [shards + 1] int64."""
-        return self._token_starts
 
     def document_at(self, token: int) -> tuple[str, int]:
         """Find the shard's file, and the row in it, of the document that holds the token of the stream."""

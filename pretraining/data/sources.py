@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
-from pretraining.data.manifest import digest_of
+from pretraining.data.checksums import digest_of
 from pretraining.data.text_files import (
     WHOLE_FILE_SUFFIXES,
     Document,
@@ -75,7 +75,7 @@ class FileSource:
         """Hash relative path and bytes of every file of this machine; the version of one in a store."""
         from concurrent.futures import ThreadPoolExecutor
 
-        from pretraining.data.shards import checksum_of_file
+        from pretraining.data.checksums import checksum_of_file
 
         def of(file: InputFile) -> str:
             return file.version if is_remote(file.address) else checksum_of_file(Path(file.address))

@@ -14,9 +14,8 @@ from pretraining.command_line import (
     not_negative_number,
     positive_integer,
 )
-from pretraining.data.mixture import validation_sets
-from pretraining.data.prepared import PreparedData, open_prepared
-from pretraining.data.streaming.cache import CacheSettings
+from pretraining.data.prepared import open_prepared
+from pretraining.data.streaming.cache import ShardCache
 from pretraining.errors import UserError, one_line_errors
 from pretraining.extend import MODEL, load_code_of_run, load_pretrained
 from pretraining.outside.masking import escaped
@@ -35,46 +34,43 @@ EXAMPLES = """examples:
 def main(arguments: list[str] | None = None) -> None:
     """Measure or score the model that the words name, and print the results."""
     options = _parse_arguments(arguments)
-    export = find_export(options.run)
-    recipe = find_recipe(options.run, export)
+    # A run folder has its config in the export, so config.json at the top means an export.
+    is_export = (options.run / "config.json").exists()
+    export = options.run if is_export else RunFolder(options.run).export
+    if not (export / "config.json").exists():
+        raise UserError(f"{export}: no exported model there; it is written at the end of train.py")
+    # An export that was given by its own path is in the folder of its run.
+    run = RunFolder(options.run if (options.run / "recipe.json").exists() else export.parent)
+    recipe = load_recipe(str(run.recipe)) if run.recipe.exists() else None
     if recipe is not None:
         kinds = [MODEL] if options.tasks or options.hellaswag else [MODEL, "metric"]
         load_code_of_run(recipe.extensions, kinds, options.trust_extensions)
     if options.tasks or options.hellaswag:
         scores = score_export(export, recipe, options)
-        return print(json.dumps(scores) if options.json else _table(scores))
+        width = max(map(len, scores), default=0)
+        lines = (f"{name:{width}}  {value:.4f}" for name, value in scores.items())
+        return print(json.dumps(scores) if options.json else "\n".join(lines))
+    if recipe is None:
+        raise UserError(
+            f"{export}: no recipe.json beside it says what it was validated on; give the run's folder, or --tasks"
+        )
     results = evaluate_run(export, recipe, options)
     print(json.dumps(results, ensure_ascii=False) if options.json else _readable(results))
-
-
-def find_export(folder: Path) -> Path:
-    """Find the `from_pretrained` folder: `folder` itself, or the export of the run in it."""
-    # A run folder has its config in the export, so config.json at the top means an export.
-    export = folder if (folder / "config.json").exists() else RunFolder(folder).export
-    if not (export / "config.json").exists():
-        raise UserError(f"{export}: no exported model there; it is written at the end of train.py")
-    return export
-
-
-def find_recipe(folder: Path, export: Path) -> Recipe | None:
-    """Load the recipe of the run in `folder`, or beside the export; None if no run is known."""
-    # An export that was given by its own path is in the folder of its run.
-    run = RunFolder(folder if (folder / "recipe.json").exists() else export.parent)
-    return load_recipe(str(run.recipe)) if run.recipe.exists() else None
 
 
 def score_export(export: Path, recipe: Recipe | None, options: argparse.Namespace) -> dict[str, float]:
     """Compute {"<task>/<metric>": score} of an exported model; tasks are opened before the model is loaded."""
     # Imported here, so that --help and wrong arguments do not wait for torch.
     from pretraining.evaluation.evaluator import build_scorers
-    from pretraining.evaluation.validation import DEFAULT_BATCH_SIZE, batch_size_of
+    from pretraining.evaluation.likelihood import Passes
+    from pretraining.evaluation.validation import DEFAULT_BATCH_SIZE
 
     # The light parts first: an unknown task or a missing file is reported before the weights are read.
     config, tokenizer = _load(export, "AutoConfig"), _load(export, "AutoTokenizer")
     tasks = [name.strip() for name in (options.tasks or "").split(",") if name.strip()]
-    batch_size = batch_size_of(recipe) if recipe else DEFAULT_BATCH_SIZE
-    shape = {"max_length": config.max_position_embeddings, "batch_size": batch_size}
-    scorers = build_scorers(tasks, options.hellaswag, tokenizer, limit=options.limit, **shape)
+    batch_size = recipe.training.per_device_eval_batch_size if recipe else DEFAULT_BATCH_SIZE
+    passes = Passes(config.max_position_embeddings, batch_size)
+    scorers = build_scorers(tasks, options.hellaswag, tokenizer, passes, options.limit)
     model = _load_model(export, recipe)
     scores = {}
     for scorer in scorers:
@@ -82,84 +78,61 @@ def score_export(export: Path, recipe: Recipe | None, options: argparse.Namespac
     return scores
 
 
-def evaluate_run(export: Path, recipe: Recipe | None, options: argparse.Namespace) -> dict:
+def evaluate_run(export: Path, recipe: Recipe, options: argparse.Namespace) -> dict:
     """Measure a run's export on the run's validation set: {"loss", "perplexity", "bits_per_byte", "sample"}."""
-    if recipe is None:
-        raise UserError(
-            f"{export}: no recipe.json beside it says what it was validated on; give the run's folder, or --tasks"
-        )
-    cache = CacheSettings.of(options.data_cache, options.data_cache_gb)
-    data = open_prepared(recipe, options.data_dir, cache)
-    return evaluate(export, data, recipe, options)
-
-
-def evaluate(export: Path, data: PreparedData, recipe: Recipe, options: argparse.Namespace) -> dict:
-    """Do the same as `evaluate_run`, with data that is already open."""
     from pretraining.evaluation.sampling import prompts_of, sample_text
-    from pretraining.evaluation.validation import Validation
+    from pretraining.evaluation.validation import Validation, validation_sets
 
+    cache = ShardCache.of(options.data_cache, options.data_cache_gb)
+    data = open_prepared(recipe, options.data_dir, cache)
     model, tokenizer = _load_model(export, recipe), _load(export, "AutoTokenizer")
-    validation = Validation.of(validation_sets(data, recipe), recipe)
+    validation = Validation(validation_sets(data, recipe), recipe)
     results = {**validation.measure(model), "unigram_bits_per_byte": validation.unigram_bits_per_byte()}
     if options.sample:
         # The recipe may list no prompt: then the sample starts from the end-of-text token.
         prompt = [*prompts_of(recipe), ""][0] if options.prompt is None else options.prompt
         num_tokens = recipe.evaluation.sample_tokens if options.tokens is None else options.tokens
-        results["sample"] = sample_text(model, tokenizer, prompt, num_tokens, _sampling(recipe, options))
+        # The recipe's settings, with what the command line says instead.
+        typed = {each.name: getattr(options, each.name) for each in fields(Sampling)}
+        typed = {name: value for name, value in typed.items() if value is not None}
+        sampling = replace(recipe.evaluation.sampling, **typed)
+        results["sample"] = sample_text(model, tokenizer, prompt, num_tokens, sampling)
     return results
-
-
-def _sampling(recipe: Recipe, options: argparse.Namespace) -> Sampling:
-    """Take the recipe's settings, with what the command line says instead."""
-    names = [each.name for each in fields(Sampling)]
-    return replace(
-        recipe.evaluation.sampling, **{n: v for n in names if (v := getattr(options, n)) is not None}
-    )
 
 
 def _load_model(export: Path, recipe: Recipe | None) -> Any:
     """Load the model, on the GPU if there is one, in the precision of its run's validations if the run is known."""
     import torch
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # only the results are printed
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    wide = recipe.weights.keep_in_fp32 if recipe is not None else None
-    model = _load_wide(export, wide) if wide else _load(export, "AutoModelForCausalLM", dtype="auto")
-    model = model.to(device)
-    if recipe is not None:
-        _multiply_as_in_the_run(model, recipe.training)
-    return model
-
-
-def _load_wide(export: Path, parts: list[str]) -> Any:
-    """Load a model some of whose weights the run kept in fp32 (`model.keep_in_fp32`), and keep these so."""
-    import torch
+    from transformers.utils import is_torch_tf32_available, logging
+    from transformers.utils.import_utils import enable_tf32
 
     from pretraining.upstream.wide_weights import is_wide, keep_in_fp32
 
-    dtype = _load(export, "AutoConfig").dtype
-    model = _load(export, "AutoModelForCausalLM", dtype=torch.float32)
-    keep_in_fp32(model, parts, dtype)
-    for parameter in model.parameters():
-        if not is_wide(parameter):
-            parameter.data = parameter.data.to(dtype)
-    return model
-
-
-def _multiply_as_in_the_run(model: Any, training: dict) -> None:
-    """Let weights that the run kept in fp32 (without DeepSpeed, or at stage 0) multiply as they did there."""
-    import torch
-    from transformers.utils import is_torch_tf32_available
-    from transformers.utils.import_utils import enable_tf32
-
+    logging.disable_progress_bar()  # only the results are printed
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if recipe is not None and recipe.weights.keep_in_fp32:
+        # A model some of whose weights the run kept in fp32 keeps these so.
+        dtype = _load(export, "AutoConfig").dtype
+        model = _load(export, "AutoModelForCausalLM", dtype=torch.float32)
+        keep_in_fp32(model, recipe.weights.keep_in_fp32, dtype)
+        for parameter in model.parameters():
+            if not is_wide(parameter):
+                parameter.data = parameter.data.to(dtype)
+    else:
+        model = _load(export, "AutoModelForCausalLM", dtype="auto")
+    model = model.to(device)
+    if recipe is None:
+        return model
+    # Weights that the run kept in fp32 (without DeepSpeed, or at stage 0) multiply as they did there.
+    training = recipe.training
     if is_torch_tf32_available():
         enable_tf32(bool(training.get("tf32", training.get("bf16"))))
     halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
     half = next((dtype for key, dtype in halves.items() if training.get(key)), None)
     # An export in 16 bit multiplies in 16 bit anyway.
     if half is not None and model.dtype == torch.float32:
-        model.forward = torch.autocast(model.device.type, half)(model.forward)
+        model.forward = torch.autocast(device, half)(model.forward)
+    return model
 
 
 def _load(export: Path, kind: str, **settings: Any) -> Any:
@@ -172,11 +145,6 @@ def _load(export: Path, kind: str, **settings: Any) -> Any:
         raise UserError(
             f"{export}: the export cannot be loaded: {error}; the run's own command exports it again"
         ) from error
-
-
-def _table(scores: dict[str, float]) -> str:
-    width = max(map(len, scores), default=0)
-    return "\n".join(f"{name:{width}}  {value:.4f}" for name, value in scores.items())
 
 
 def _readable(results: dict) -> str:
@@ -202,28 +170,20 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "run", type=Path, metavar="RUN|EXPORT", help="run folder, or a from_pretrained folder"
-    )
-    parser.add_argument(
-        "--tasks", metavar="A,B", help="score these instead: lm-eval's tasks, YAML files or folders of them"
-    )
-    parser.add_argument(
-        "--hellaswag", metavar="FILE|NAME", help="score HellaSwag of a .jsonl file or hub name"
-    )
-    parser.add_argument(
-        "--limit", type=positive_integer, metavar="N", help="only the first N items of each task"
-    )
+    what = "run folder, or a from_pretrained folder"
+    parser.add_argument("run", type=Path, metavar="RUN|EXPORT", help=what)
+    what = "score these instead: lm-eval's tasks, YAML files or folders of them"
+    parser.add_argument("--tasks", metavar="A,B", help=what)
+    what = "score HellaSwag of a .jsonl file or hub name"
+    parser.add_argument("--hellaswag", metavar="FILE|NAME", help=what)
+    what = "only the first N items of each task"
+    parser.add_argument("--limit", type=positive_integer, metavar="N", help=what)
     add_data_source(parser)
     parser.add_argument("--prompt", help="text to continue (default: the recipe's first evaluation.prompt)")
-    parser.add_argument(
-        "--tokens", type=not_negative_integer, help="length of the sample (default: evaluation.sample_tokens)"
-    )
-    parser.add_argument(
-        "--temperature",
-        type=not_negative_number,
-        help="0 is greedy (default: evaluation.sampling of the recipe)",
-    )
+    what = "length of the sample (default: evaluation.sample_tokens)"
+    parser.add_argument("--tokens", type=not_negative_integer, help=what)
+    what = "0 is greedy (default: evaluation.sampling of the recipe)"
+    parser.add_argument("--temperature", type=not_negative_number, help=what)
     parser.add_argument("--top-k", type=positive_integer, help="draw among so many of the likeliest tokens")
     parser.add_argument("--top-p", type=share, help="draw among the likeliest with this probability together")
     parser.add_argument("--seed", type=not_negative_integer, help="of the draws")

@@ -7,14 +7,13 @@ import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from pretraining.data.mixture import validation_sets
 from pretraining.data.prepared import PreparedData
 from pretraining.ds_config import NOT_SPLIT, Degrees
 from pretraining.errors import UserError, nearest
 from pretraining.evaluation.harness import Harness
-from pretraining.evaluation.likelihood import HellaSwag, Interrupted, read_items
+from pretraining.evaluation.likelihood import HellaSwag, Passes, ScoringStopped, read_items
 from pretraining.evaluation.sampling import SamplingCallback
-from pretraining.evaluation.validation import Validation
+from pretraining.evaluation.validation import Validation, validation_sets
 from pretraining.recipe import Recipe
 from pretraining.runtime.process_group import gather_from_ranks
 from pretraining.runtime.run_folder import RunFolder
@@ -46,16 +45,9 @@ class Evaluator:
     ) -> None:
         section = recipe.evaluation
         self.callbacks = () if run is None else (SamplingCallback(run, recipe, tokenizer),)
-        self.validation = Validation.of(validation_sets(data, recipe), recipe, degrees)
-        self.scorers = build_scorers(
-            section.tasks,
-            section.hellaswag,
-            tokenizer,
-            max_length=recipe.model.max_position_embeddings,
-            batch_size=self.validation.batch_size,
-            limit=section.task_limit,
-            degrees=degrees,
-        )
+        self.validation = Validation(validation_sets(data, recipe), recipe, degrees)
+        passes = Passes(recipe.model.max_position_embeddings, self.validation.batch_size, degrees)
+        self.scorers = build_scorers(section.tasks, section.hellaswag, tokenizer, passes, section.task_limit)
         check_alike(data, self.validation, self.scorers)
         self.task_steps, self.last_step = section.task_steps, last_step
         self.metric = section.metric
@@ -77,22 +69,20 @@ class Evaluator:
     ) -> dict[str, float] | None:
         """Measure the model after `step`; every rank must call it, and gets the same metrics. None if interrupted."""
         metrics = self.validation.measure(model, interrupted)
-        # Interrupted: all ranks return here together.
+        # ScoringStopped: all ranks return here together.
         if metrics is None:
             return None
-        if self.scorers and self._scores_at(step):
+        due = self.task_steps is None or step % self.task_steps == 0 or step == self.last_step
+        if self.scorers and due:
             try:
                 for scorer in self.scorers:
                     metrics |= scorer.measure(model, interrupted)
-            except Interrupted:
+            except ScoringStopped:
                 return None
             # The first scores show whether the name exists.
             if "/" in self.metric:
                 self._check_metric(metrics)
         return metrics
-
-    def _scores_at(self, step: int) -> bool:
-        return self.task_steps is None or step % self.task_steps == 0 or step == self.last_step
 
     def _check_metric(self, names: Collection[str]) -> None:
         if self.metric not in names:
@@ -124,23 +114,14 @@ def build_scorers(
     tasks: Sequence[str],
     hellaswag: str | None,
     tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_length: int,
-    batch_size: int,
+    passes: Passes,
     limit: int | None,
-    degrees: Degrees = NOT_SPLIT,
 ) -> list[HellaSwag | Harness]:
-    """Open HellaSwag if its data is named, and lm-eval if tasks are.
-
-    Args:
-        max_length: tokens that the model reads at once.
-        limit: items of each task.
-        degrees: ranks that split the model's layers score the same items.
-    """
+    """Open HellaSwag if its data is named, and lm-eval if tasks are; `limit` items of each."""
     # Opened before the model is built, so that a missing file or task is reported at once.
     scorers: list[HellaSwag | Harness] = []
     if hellaswag is not None:
-        scorers.append(HellaSwag(read_items(hellaswag, limit), tokenizer, max_length, batch_size, degrees))
+        scorers.append(HellaSwag(read_items(hellaswag, limit), tokenizer, passes))
     if tasks:
-        scorers.append(Harness(tasks, tokenizer, max_length, batch_size, limit, degrees))
+        scorers.append(Harness(tasks, tokenizer, passes, limit))
     return scorers

@@ -13,8 +13,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import PreTrainedTokenizerBase
 
-from pretraining.ds_config import NOT_SPLIT, Degrees
-from pretraining.evaluation.likelihood import Interrupted, Pair, Score, score
+from pretraining.evaluation.likelihood import Pair, Passes, Score, ScoringStopped, score
 from pretraining.evaluation.sampling import TokensCounted, encode, evaluation_mode, passes_together
 from pretraining.runtime.heartbeat import long_work
 from pretraining.runtime.rank_groups import rank_groups
@@ -28,36 +27,27 @@ class HarnessModel(TemplateLM):
 
     Args:
         model: wrapped as in training (a DeepSpeed engine, DDP), or bare.
-        max_length: tokens that the model reads at once.
-        degrees: ranks that split the model's layers answer the same requests.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
         tokenizer: PreTrainedTokenizerBase,
-        max_length: int,
-        batch_size: int,
+        passes: Passes,
         interrupted: Callable[[], bool] = lambda: False,
-        degrees: Degrees = NOT_SPLIT,
     ) -> None:
         super().__init__()
-        self.degrees = degrees
-        self.model, self.tokenizer = model, tokenizer
-        self.max_length, self.batch_size, self.interrupted = max_length, batch_size, interrupted
+        self.model, self.tokenizer, self.passes, self.interrupted = model, tokenizer, passes, interrupted
         self._device = next(model.parameters()).device
 
     @property
     def eot_token_id(self) -> int:
-        """The token before every document."""
         return self.tokenizer.eos_token_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Encode without special tokens, as in training."""
         return encode(self.tokenizer, string)
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Score as lm-eval does, without its progress bar."""
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **kwargs: Any) -> list[tuple[float, bool]]:
@@ -66,29 +56,37 @@ class HarnessModel(TemplateLM):
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[float]:
         """Sum the log-probability of whole texts: each token once, after as much context as a window holds."""
-        windows = [self._windows(*request.args) for request in requests]
+        # The first window of a text has the end-of-text token as its context.
+        settings = {
+            "prefix_token": self.prefix_token_id,
+            "max_seq_len": self.passes.max_length,
+            "context_len": 1,
+        }
+        windows = [
+            [
+                Pair(*make_disjoint_window(window))
+                for window in get_rolling_token_windows(token_list=self.tok_encode(*request.args), **settings)
+            ]
+            for request in requests
+        ]
         scores = iter(self._scored([window for text in windows for window in text]))
         return [sum(next(scores).log_probability for _ in text) for text in windows]
 
     def _scored(self, pairs: list[Pair]) -> list[Score]:
-        return score(self.model, pairs, self.max_length, self.batch_size, self.interrupted, self.degrees)
-
-    def _windows(self, text: str) -> list[Pair]:
-        # The first window of a text has the end-of-text token as its context.
-        settings = {"prefix_token": self.prefix_token_id, "max_seq_len": self.max_length, "context_len": 1}
-        windows = get_rolling_token_windows(token_list=self.tok_encode(text), **settings)
-        return [Pair(*make_disjoint_window(window)) for window in windows]
+        return score(self.model, pairs, self.passes, self.interrupted)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[str]:
         """Continue up to a stop string, greedy unless the task says otherwise; each rank takes a request a round."""
-        groups = rank_groups(self.degrees)
+        groups = rank_groups(self.passes.degrees)
         rank, ranks = groups.evaluating
         texts: list[str | None] = [None] * len(requests)
-        # One limit for all requests, because a rank that is done goes on with the longest of a round.
-        most_tokens = max(self._new_tokens(request) for request in requests)
+        # One limit for all requests, because a rank that is done goes on with the longest of a round. Half of the
+        # model's positions at most, so that there is room for the question.
+        longest = max(normalize_gen_kwargs(request.args[1])["max_gen_toks"] for request in requests)
+        most_tokens = min(longest, self.passes.max_length // 2)
         for round_start in range(0, len(requests), ranks):
             if self.interrupted():
-                raise Interrupted
+                raise ScoringStopped
             # A forward pass may be a collective: a rank that runs out repeats the last request without effect.
             number = min(round_start + rank, len(requests) - 1)
             texts[number] = self._continued(*requests[number].args, most_tokens)
@@ -98,20 +96,14 @@ class HarnessModel(TemplateLM):
         dist.all_gather_object(shares, texts)
         return [next(text for text in column if text is not None) for column in zip(*shares, strict=True)]
 
-    def _new_tokens(self, request: Any) -> int:
-        """Limit new tokens to half of the model's positions, so that there is room for the question."""
-        return min(normalize_gen_kwargs(request.args[1])["max_gen_toks"], self.max_length // 2)
-
     @torch.no_grad()
     def _continued(self, context: str, arguments: dict, most_tokens: int) -> str:
-        """Continue one context.
-
-        Args:
-            most_tokens: the most new tokens of any request.
-        """
+        """Continue one context; no request gets more than `most_tokens` new tokens."""
         settings = normalize_gen_kwargs(arguments)
         # The end of a long context stays: the question comes last.
-        ids = encode(self.tokenizer, context)[-(self.max_length - most_tokens) :] or [self.eot_token_id]
+        ids = encode(self.tokenizer, context)[-(self.passes.max_length - most_tokens) :] or [
+            self.eot_token_id
+        ]
         prompt = torch.tensor([ids], device=self._device)
         sampling = {key: settings[key] for key in PASSED_ON if key in settings}
         # lm-eval 0.4.13 adds temperature 0 to greedy tasks, which `generate` does not need.

@@ -3,6 +3,7 @@
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +38,17 @@ class Score(NamedTuple):
     """Whether each of these tokens was the likeliest one."""
 
 
-class Interrupted(Exception):
+class Passes(NamedTuple):
+    """How texts that are scored go through the model."""
+
+    max_length: int
+    """Tokens that the model reads at once. From a longer text the last tokens are read."""
+    batch_size: int
+    degrees: Degrees = NOT_SPLIT
+    """Ranks that split the model's layers read the same texts."""
+
+
+class ScoringStopped(Exception):
     """Raised if the run is asked to stop: the measurement has no result."""
 
 
@@ -45,49 +56,40 @@ class Interrupted(Exception):
 def score(
     model: torch.nn.Module,
     pairs: Sequence[Pair],
-    max_length: int,
-    batch_size: int,
+    passes: Passes,
     interrupted: Callable[[], bool] = lambda: False,
-    degrees: Degrees = NOT_SPLIT,
 ) -> list[Score]:
     """Score each pair: the same on every rank and at any world size. All ranks must call it with the same pairs.
 
     The ranks share the batches. Pairs of similar length share a batch, longest first, whatever the world size.
 
     Args:
-        max_length: tokens that the model reads at once. From a longer text the last tokens are read.
         interrupted: is called before every round (one batch for each rank), and must return the same on all ranks.
-        degrees: ranks that split the model's layers score the same batches.
 
     Raises:
-        Interrupted: `interrupted` returned True.
+        ScoringStopped: `interrupted` returned True.
     """
-    groups = rank_groups(degrees)
+    groups, size = rank_groups(passes.degrees), passes.batch_size
     rank, ranks = groups.evaluating
-    batches = _batches(pairs, batch_size)
+    # Longest first: a batch that does not fit in memory fails at once, and padding stays small.
+    order = sorted(range(len(pairs)), key=lambda i: -len(pairs[i].context) - len(pairs[i].continuation))
+    batches = [order[start : start + size] for start in range(0, len(order), size)]
     scores = torch.zeros(len(pairs), 2, dtype=torch.float64, device=next(model.parameters()).device)
     with evaluation_mode(model):
         for round_start in range(0, len(batches), ranks):
             if interrupted():
-                raise Interrupted
+                raise ScoringStopped
             number = round_start + rank
             # Under ZeRO-3 a forward pass is a collective: a rank that runs out repeats the shortest batch without
             # effect.
             batch = batches[min(number, len(batches) - 1)]
-            found = _score_batch(model, [pairs[index] for index in batch], max_length)
+            found = _score_batch(model, [pairs[index] for index in batch], passes.max_length)
             if number < len(batches) and not groups.tensor_part:
                 scores.index_copy_(0, _on(scores.device, batch), found)
     if groups.world_size > 1:
         dist.all_reduce(scores)  # each pair has one rank's score, and zeros from all others
     # The host waits for the device only here: all scores stayed there until now.
     return [Score(nats, greedy == 1.0) for nats, greedy in scores.tolist()]
-
-
-def _batches(pairs: Sequence[Pair], batch_size: int) -> list[list[int]]:
-    """Group the numbers of the pairs by forward pass."""
-    # Longest first: a batch that does not fit in memory fails at once, and padding stays small.
-    order = sorted(range(len(pairs)), key=lambda i: -len(pairs[i].context) - len(pairs[i].continuation))
-    return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
 
 
 def _score_batch(model: torch.nn.Module, pairs: Sequence[Pair], max_length: int) -> torch.Tensor:
@@ -99,21 +101,18 @@ def _score_batch(model: torch.nn.Module, pairs: Sequence[Pair], max_length: int)
     width = max(2, *map(len, texts)) - 1  # an input has at least one token
     rows = [text[:-1] + [0] * (width + 1 - len(text)) for text in texts]
     logits = model(input_ids=_on(device, rows)).logits
-    scored = zip(logits, texts, pairs, strict=True)
-    return torch.stack([_score_row(row, text, len(pair.continuation)) for row, text, pair in scored])
-
-
-def _score_row(logits: torch.Tensor, text: list[int], num_scored: int) -> torch.Tensor:
-    """Score the last `num_scored` tokens of `text`, from logits [length, vocabulary] of all but its last token."""
-    # A slice of [-0:] would be the whole text.
-    targets = _on(logits.device, text[1:])[-num_scored:] if num_scored else []
-    end = len(text) - 1
-    # Only the rows that are scored go to fp32: all of a batch may be gigabytes.
-    logs = torch.log_softmax(logits[end - len(targets) : end].float(), -1)
-    if not len(targets):
-        return torch.tensor([0.0, 1.0], dtype=torch.float64, device=logits.device)
-    chosen = logs.gather(1, targets[:, None]).double().sum()
-    return torch.stack([chosen, (logs.argmax(-1) == targets).all().double()])
+    scores = []
+    for row, text, pair in zip(logits, texts, pairs, strict=True):
+        end, count = len(text) - 1, min(len(pair.continuation), len(text) - 1)
+        if not count:
+            scores.append(torch.tensor([0.0, 1.0], dtype=torch.float64, device=device))
+            continue
+        # Only the rows that are scored go to fp32: all of a batch may be gigabytes.
+        logs = torch.log_softmax(row[end - count : end].float(), -1)
+        targets = _on(device, text[end - count + 1 :])
+        chosen = logs.gather(1, targets[:, None]).double().sum()
+        scores.append(torch.stack([chosen, (logs.argmax(-1) == targets).all().double()]))
+    return torch.stack(scores)
 
 
 def _on(device: torch.device, numbers: list) -> torch.Tensor:
@@ -149,7 +148,7 @@ class Item(NamedTuple):
     """Number of the ending that followed."""
 
 
-class Answer(NamedTuple):
+class Choice(NamedTuple):
     """The ending that the model chose."""
 
     plain: int
@@ -164,17 +163,8 @@ class HellaSwag:
     Prompts, tokens and scores are lm-eval's: an ending is scored alone, given what comes before it.
     """
 
-    def __init__(
-        self,
-        items: Iterable[Item],
-        tokenizer: PreTrainedTokenizerBase,
-        max_length: int,
-        batch_size: int,
-        degrees: Degrees = NOT_SPLIT,
-    ) -> None:
-        self.degrees = degrees
-        self.items = list(items)
-        self.max_length, self.batch_size = max_length, batch_size
+    def __init__(self, items: Iterable[Item], tokenizer: PreTrainedTokenizerBase, passes: Passes) -> None:
+        self.items, self.passes = list(items), passes
         self.pairs = [
             Pair(*encode_pair(tokenizer, item.context, f" {ending}"))
             for item in self.items
@@ -188,32 +178,28 @@ class HellaSwag:
     def measure(
         self, model: torch.nn.Module, interrupted: Callable[[], bool] = lambda: False
     ) -> dict[str, float]:
-        """Compute {"hellaswag/acc", "hellaswag/acc_norm"}; every rank must call it. Raises `Interrupted`."""
-        answers = self.answers(model, interrupted)
-        return {
-            "hellaswag/acc": self._share(answer.plain for answer in answers),
-            "hellaswag/acc_norm": self._share(answer.normalised for answer in answers),
-        }
+        """Compute {"hellaswag/acc", "hellaswag/acc_norm"}; every rank must call it. Raises `ScoringStopped`."""
+        chosen = list(zip(self.items, self.answers(model, interrupted), strict=True))
+        right = sum(choice.plain == item.right for item, choice in chosen)
+        right_norm = sum(choice.normalised == item.right for item, choice in chosen)
+        return {"hellaswag/acc": right / len(chosen), "hellaswag/acc_norm": right_norm / len(chosen)}
 
     def answers(
         self, model: torch.nn.Module, interrupted: Callable[[], bool] = lambda: False
-    ) -> list[Answer]:
+    ) -> list[Choice]:
         """Find the model's choice in each item."""
         # scores come in the order of the pairs: the endings of the first item, then of the next
-        scores = iter(score(model, self.pairs, self.max_length, self.batch_size, interrupted, self.degrees))
-        return [_answer(item, [next(scores) for _ in item.endings]) for item in self.items]
-
-    def _share(self, chosen: Iterable[int]) -> float:
-        right = [choice == item.right for choice, item in zip(chosen, self.items, strict=True)]
-        return sum(right) / len(right)
-
-
-def _answer(item: Item, scores: list[Score]) -> Answer:
-    plain = [each.log_probability for each in scores]
-    # An ending may be empty once its marks are removed.
-    normalised = [value / max(1, len(ending)) for value, ending in zip(plain, item.endings, strict=True)]
-    # The first of equal ones, as argmax does.
-    return Answer(plain.index(max(plain)), normalised.index(max(normalised)))
+        scores = iter(score(model, self.pairs, self.passes, interrupted))
+        answers = []
+        for item in self.items:
+            plain = [next(scores).log_probability for _ in item.endings]
+            # An ending may be empty once its marks are removed.
+            normalised = [
+                nats / max(1, len(ending)) for nats, ending in zip(plain, item.endings, strict=True)
+            ]
+            # The first of equal ones, as argmax does.
+            answers.append(Choice(plain.index(max(plain)), normalised.index(max(normalised))))
+        return answers
 
 
 def read_items(source: str, limit: int | None = None) -> list[Item]:
@@ -224,11 +210,7 @@ def read_items(source: str, limit: int | None = None) -> list[Item]:
     """
     is_file = source.endswith((".jsonl", ".jsonl.gz")) or Path(source).is_file()
     rows = _rows_of_file(Path(source)) if is_file else _rows_of_dataset(source)
-    items = []
-    for where, row in rows:
-        if limit is not None and len(items) >= limit:
-            break
-        items.append(_item(row, where))
+    items = [_item(row, where) for where, row in islice(rows, limit)]
     if not items:
         raise UserError(f"evaluation.hellaswag: {source} holds no items; give the file hellaswag_val.jsonl")
     return items
@@ -264,18 +246,14 @@ _ITEM = {
 
 def _item(row: dict, where: str) -> Item:
     """Spell an item as lm-eval does; `label` is the number of the right ending, as text or number."""
-    missing = [
-        name for name in HELLASWAG_FIELDS if not isinstance(row, dict) or row.get(name) in (None, "", [])
-    ]
-    # ctx_b may be empty, but must be there
-    missing = [name for name in missing if name != "ctx_b" or not isinstance(row, dict) or "ctx_b" not in row]
+    given = row if isinstance(row, dict) else {}
+    missing = [name for name in HELLASWAG_FIELDS if given.get(name) in (None, "", [])]
+    if "ctx_b" in given:  # may be empty
+        missing = [name for name in missing if name != "ctx_b"]
     odd = [] if missing else [name for name, schema in _ITEM.items() if not fits(row[name], schema)]
     if missing or odd or int(row["label"]) >= len(row["endings"]):
-        what = (
-            f"has no {missing[0]}"
-            if missing
-            else f"has the {(odd or ['label'])[0]} {row[(odd or ['label'])[0]]!r}"
-        )
+        wrong = (odd or ["label"])[0]
+        what = f"has no {missing[0]}" if missing else f"has the {wrong} {row[wrong]!r}"
         raise UserError(f"evaluation.hellaswag: {where}: {what}; give the validation set of HellaSwag")
     context = f"{row['ctx_a']} {row['ctx_b'].capitalize()}"
     endings = tuple(_clean(ending) for ending in row["endings"])

@@ -40,7 +40,6 @@ class SamplingCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Remove the samples of later steps from the file of a resumed run."""
         if state.is_world_process_zero:
             # A resumed run repeats the steps after its checkpoint and writes their samples again.
             keep_past_rows(self.run.samples, state.global_step, state.log_history, lambda row: True)
@@ -53,7 +52,6 @@ class SamplingCallback(TrainerCallback):
         model: torch.nn.Module,
         **kwargs: object,
     ) -> None:
-        """Draw one sample for each prompt."""
         for prompt in self.prompts if self.num_tokens else ():
             text = sample_text(model, self.tokenizer, prompt, self.num_tokens, self.sampling)
             if state.is_world_process_zero:
@@ -61,7 +59,6 @@ class SamplingCallback(TrainerCallback):
 
 
 def prompts_of(recipe: Recipe) -> list[str]:
-    """List the recipe's `evaluation.prompt`, which is one text or several."""
     prompt = recipe.evaluation.prompt
     return [prompt] if isinstance(prompt, str) else prompt
 
@@ -110,7 +107,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def passes_together() -> bool:
-    """Say if `generate` goes on until no rank needs another token: ranks may exchange in every forward pass.
+    """Return whether `generate` goes on until no rank needs another token: ranks may exchange in every forward pass.
 
     transformers asks for it under ZeRO-3 alone. Split experts exchange at every stage.
     """
@@ -121,7 +118,6 @@ class TokensCounted:
     """A streamer for `generate` that reports each token as progress."""
 
     def put(self, tokens: torch.Tensor) -> None:
-        """Report one token."""
         # With parameters on NVMe one token takes long: without this, the watch over hangs could take it for one.
         work_done()
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,64 +13,91 @@ from torch.utils.data import ConcatDataset
 
 from pretraining.data.document_masking import IGNORED, part_of_sequences, stack_blocks
 from pretraining.data.manifest import entropy_bits
-from pretraining.data.mixture import ValidationSet
+from pretraining.data.mixture import large_enough, open_by_source
 from pretraining.data.packed_dataset import PackedDataset
+from pretraining.data.prepared import PreparedData
 from pretraining.data.shards import TokenSplit
 from pretraining.ds_config import NOT_SPLIT, Degrees
 from pretraining.errors import UserError
 from pretraining.evaluation.sampling import evaluation_mode
 from pretraining.extend import all_of
 from pretraining.recipe import Recipe
+from pretraining.recipe.data import is_mixed, read_stages, run_shares, source_names
 from pretraining.runtime.metric_names import perplexity
 from pretraining.runtime.rank_groups import RankGroups, rank_groups
+from pretraining.schema import display_path
 
 DEFAULT_BATCH_SIZE = 8  # of TrainingArguments
 CHUNK_TOKENS = 1024
 """Tokens whose logits are held in fp32 at once."""
+MEASURED = ("loss", "perplexity", "bits_per_byte")
 COUNTED_BLOCKS = 256
 """Blocks whose tokens are counted at once."""
 
 
-def batch_size_of(recipe: Recipe) -> int:
-    """Read how many blocks or texts each rank takes in one forward pass."""
-    return recipe.training.per_device_eval_batch_size
-
-
-class Part(NamedTuple):
-    """The validation blocks of one set."""
+class ValidationSet(NamedTuple):
+    """A part of the validation split that is measured by itself."""
 
     name: str | None
-    """None if the split is not measured by source."""
+    """None: the part has no number of its own."""
+    split: TokenSplit
+    beside: bool = False
+    """Whether it is measured beside the loss of the run, and is no part of it."""
+    share: Fraction = Fraction(0)
+    """Of the run's mixture, what this set stands for; 0 for all sets if the run has no mixture."""
+
+
+class MeasuredSet(NamedTuple):
+    """The blocks of one validation set that are measured."""
+
+    name: str | None
     dataset: PackedDataset
     """Map-style, {"input_ids": int64 [length], "labels": int64 [length]}, labels already the next tokens."""
     num_bytes: float
     """UTF-8 bytes of text behind those labels."""
-    beside: bool = False
-    """Whether the set is no part of the loss of the run."""
-    share: Fraction = Fraction(0)
-    """Of the run's mixture."""
+    beside: bool
+    share: Fraction
+
+
+def validation_sets(data: PreparedData, recipe: Recipe) -> list[ValidationSet]:
+    """Open the validation split: the held-out share, by source if several have names of their own, and other sources.
+
+    The sources of `data.validation` are measured beside the held-out share; without a share, they are the validation.
+    """
+    where, length = display_path(recipe.path), recipe.sequence_length
+    names, parts = source_names(recipe.data, where), open_by_source(data.validation)
+    shares = [Fraction(0)] * len(names)
+    if is_mixed(recipe.data):
+        # What the mixture promises each source over the whole run.
+        train = open_by_source(data.train)
+        sizes = [train[number].num_blocks(length) if number in train else 0 for number in range(len(names))]
+        wished = read_stages(recipe.data, names, sizes, recipe.num_samples, length, where)
+        shares = run_shares(wished, recipe.num_samples)
+    share_of = dict(zip(names, shares, strict=False))
+    held_out = {number: part for number, part in parts.items() if number < len(names)}
+    sets = [ValidationSet(names[n], part, False, share_of[names[n]]) for n, part in held_out.items()]
+    # Losses by source need names that tell the sources apart.
+    if len(sets) < 2 or len(set(names)) < len(names):
+        # The shards of `data.validation` are behind those of the share.
+        num_shards = sum(len(part.shard_entries) for part in held_out.values())
+        whole = num_shards == len(data.validation.shard_entries)
+        split = data.validation if whole else data.validation.part(0, num_shards)
+        sets = [ValidationSet(None, split)] if split.num_tokens else []
+    beside = bool(sets)
+    for number, source in enumerate(recipe.data.validation.sources if recipe.data.validation else []):
+        # Without a share, a set of a training source's name stands for that source.
+        share = Fraction(0) if beside else share_of.get(source.called, Fraction(0))
+        part = large_enough(parts.get(len(names) + number), source.called, length, where, of_validation=True)
+        sets.append(ValidationSet(source.called, part, beside, share))
+    return sets
 
 
 class Validation:
     """The validation blocks of a run and the size of their text, by source if there are several."""
 
     def __init__(
-        self,
-        parts: Sequence[Part],
-        batch_size: int,
-        own: Mapping[str, Callable] = MappingProxyType({}),
-        degrees: Degrees = NOT_SPLIT,
+        self, sets: TokenSplit | Sequence[ValidationSet], recipe: Recipe, degrees: Degrees = NOT_SPLIT
     ) -> None:
-        # own: metrics of the recipe's extensions, by name
-        self.parts, self.batch_size, self.own, self.degrees = tuple(parts), batch_size, own, degrees
-        # The Trainer wants one dataset; `measure` reads the parts.
-        datasets = [part.dataset for part in self.parts]
-        self.dataset = datasets[0] if len(datasets) == 1 else ConcatDataset(datasets)
-
-    @classmethod
-    def of(
-        cls, sets: TokenSplit | Sequence[ValidationSet], recipe: Recipe, degrees: Degrees = NOT_SPLIT
-    ) -> "Validation":
         """Take the whole validation split, or its first `evaluation.max_validation_tokens`.
 
         Of several sets each is also measured by itself. The tokens are then divided in proportion to the sizes of the
@@ -79,17 +105,19 @@ class Validation:
         """
         sets = [ValidationSet(None, sets)] if isinstance(sets, TokenSplit) else sets
         groups = [[each for each in sets if each.beside is beside] for beside in (False, True)]
-        parts = [part for group in groups for part in _parts(group, recipe)]
-        return cls(parts, batch_size_of(recipe), all_of(recipe.extensions, "metric"), degrees)
+        self.parts = [part for group in groups for part in _first_blocks(group, recipe)]
+        self.batch_size, self.degrees = recipe.training.per_device_eval_batch_size, degrees
+        self.own_metrics: Mapping[str, Callable] = all_of(recipe.extensions, "metric")
+        # The Trainer wants one dataset; `measure` reads the parts.
+        datasets = [part.dataset for part in self.parts]
+        self.dataset = datasets[0] if len(datasets) == 1 else ConcatDataset(datasets)
 
     @property
     def names(self) -> list[str]:
-        """Names of the metrics that `measure` returns."""
         sets = [part.name for part in self.parts if part.name is not None]
         mixture = ["mixture"] if self._follows_mixture else []
-        ours = ("loss", "perplexity", "bits_per_byte")
-        by_set = [f"{each}_{name}" for each in [*mixture, *sets] for name in ours]
-        return [*ours, *by_set, *self.own]
+        by_set = [f"{each}_{name}" for each in [*mixture, *sets] for name in MEASURED]
+        return [*MEASURED, *by_set, *self.own_metrics]
 
     @property
     def _follows_mixture(self) -> bool:
@@ -120,7 +148,21 @@ class Validation:
                 totals.zero_()  # what the first rank of those that split the layers has counted
             # Sums and not means: the ranks have different numbers of tokens.
             dist.all_reduce(totals)
-        return self._metrics(totals.tolist())
+        measured = list(zip(self.parts, totals.tolist(), strict=True))
+        counted = [sums for part, sums in measured if not part.beside]
+        nats, tokens, *own = (sum(column) for column in zip(*counted, strict=True))
+        num_bytes = sum(part.num_bytes for part in self.parts if not part.beside)
+        metrics = _named("", nats / tokens, nats / math.log(2) / num_bytes)
+        if self._follows_mixture:
+            rows = [(float(part.share), sums, part.num_bytes) for part, sums in measured if part.share]
+            loss = sum(share * nats / tokens for share, (nats, tokens, *_), _ in rows)
+            bytes_per_token = sum(share * num_bytes / tokens for share, (_, tokens, *_), num_bytes in rows)
+            metrics |= _named("mixture_", loss, loss / math.log(2) / bytes_per_token)
+        metrics |= {name: value / tokens for name, value in zip(self.own_metrics, own, strict=True)}
+        for part, (nats, tokens, *_) in measured:
+            if part.name is not None:
+                metrics |= _named(f"{part.name}_", nats / tokens, nats / math.log(2) / part.num_bytes)
+        return metrics
 
     def unigram_bits_per_byte(self) -> float:
         """Compute the bits per byte of the measured tokens by frequency alone: what a model without context reaches."""
@@ -144,68 +186,37 @@ class Validation:
         """
         groups, device = rank_groups(self.degrees), next(model.parameters()).device
         # fp64: sums over a million tokens would lose digits in fp32, and differ with the number of ranks.
-        totals = torch.zeros(len(self.parts), 2 + len(self.own), dtype=torch.float64, device=device)
-        batches = self._batches()
-        for round_start in range(0, len(batches), groups.data_ranks):
-            if interrupted():
-                return None
-            number = round_start + groups.data_rank
-            # Under ZeRO-3 a forward pass is a collective: a rank that runs out reads the first block with weight zero.
-            part, indices = batches[number] if number < len(batches) else (0, range(0))
-            totals[part] += self._nats_and_tokens(model, part, indices, groups, device)
-        return totals
-
-    def _batches(self) -> list[tuple[int, range]]:
-        """List (part, its samples) of every forward pass; no batch mixes parts."""
-        return [
+        totals = torch.zeros(len(self.parts), 2 + len(self.own_metrics), dtype=torch.float64, device=device)
+        # (part, its samples) of every forward pass; no batch mixes parts.
+        batches = [
             (number, range(start, min(start + self.batch_size, len(part.dataset))))
             for number, part in enumerate(self.parts)
             for start in range(0, len(part.dataset), self.batch_size)
         ]
-
-    def _metrics(self, totals: list[list[float]]) -> dict[str, float]:
-        """Compute the metrics from the sums of each part: nats, tokens, own metrics."""
-        measured = list(zip(self.parts, totals, strict=True))
-        counted = [sums for part, sums in measured if not part.beside]
-        nats, tokens, *own = (sum(column) for column in zip(*counted, strict=True))
-        num_bytes = sum(part.num_bytes for part in self.parts if not part.beside)
-        metrics = {
-            "loss": nats / tokens,
-            "perplexity": perplexity(nats / tokens),
-            "bits_per_byte": nats / math.log(2) / num_bytes,
-        }
-        if self._follows_mixture:
-            rows = [(float(part.share), sums, part.num_bytes) for part, sums in measured if part.share]
-            loss = sum(share * nats / tokens for share, (nats, tokens, *_), _ in rows)
-            bytes_per_token = sum(share * num_bytes / tokens for share, (_, tokens, *_), num_bytes in rows)
-            metrics |= {"mixture_loss": loss, "mixture_perplexity": perplexity(loss)}
-            metrics["mixture_bits_per_byte"] = loss / math.log(2) / bytes_per_token
-        metrics |= {name: value / tokens for name, value in zip(self.own, own, strict=True)}
-        for part, (nats, tokens, *_) in measured:
-            if f"{part.name}_loss" in self.names:
-                metrics[f"{part.name}_loss"] = nats / tokens
-                metrics[f"{part.name}_perplexity"] = perplexity(nats / tokens)
-                metrics[f"{part.name}_bits_per_byte"] = nats / math.log(2) / part.num_bytes
-        return metrics
-
-    def _nats_and_tokens(
-        self, model: torch.nn.Module, part: int, indices: range, groups: RankGroups, device: torch.device
-    ) -> torch.Tensor:
-        dataset = self.parts[part].dataset
-        inputs = _batch([dataset[i] for i in indices] or [dataset[0]], groups, device)
-        labels: Any = inputs.pop("labels")
-        if not indices:
-            # Past the end: the pass runs, and counts for nothing.
-            labels.fill_(IGNORED)
-        # The model gets no labels: its own loss would shift them, and would keep all logits in fp32.
-        rows, targets = model(**inputs).logits.flatten(0, 1), labels.flatten()
-        sums = [_summed_nats(rows, targets), (targets != IGNORED).sum().double()]
-        return torch.stack([*sums, *_summed_own(self.own, rows, targets)])
+        for round_start in range(0, len(batches), groups.data_ranks):
+            if interrupted():
+                return None
+            number = round_start + groups.data_rank
+            # Under ZeRO-3 a forward pass is a collective: a rank that runs out reads the first block, and counts
+            # nothing of it.
+            part, indices = batches[number] if number < len(batches) else (0, range(0))
+            dataset = self.parts[part].dataset
+            inputs = _batch([dataset[i] for i in indices] or [dataset[0]], groups, device)
+            labels = inputs.pop("labels")
+            if not indices:
+                labels.fill_(IGNORED)
+            # The model gets no labels: its own loss would shift them, and would keep all logits in fp32.
+            logits = model(**inputs).logits
+            totals[part] += _sums(self.own_metrics, logits.flatten(0, 1), labels.flatten())
+        return totals
 
 
-def _batch(
-    blocks: list[dict[str, np.ndarray]], groups: RankGroups, device: torch.device
-) -> dict[str, torch.Tensor | int]:
+def _named(prefix: str, loss: float, bits_per_byte: float) -> dict[str, float]:
+    names = (f"{prefix}{name}" for name in MEASURED)
+    return dict(zip(names, (loss, perplexity(loss), bits_per_byte), strict=True))
+
+
+def _batch(blocks: list[dict[str, np.ndarray]], groups: RankGroups, device: torch.device) -> dict[str, Any]:
     """Stack blocks (`stack_blocks`) into tensors on the device, and keep this rank's part of each sequence."""
     parts = groups.degrees.sequence
     batch = part_of_sequences(stack_blocks(blocks), groups.sequence_part, parts)
@@ -217,56 +228,45 @@ def _batch(
     }
 
 
-def _summed_nats(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Sum the cross-entropy of [tokens, vocabulary]: in fp32 for a few tokens at a time, added up in fp64."""
-    parts = zip(logits.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS), strict=True)
-    return sum(
-        F.cross_entropy(rows.float(), targets, ignore_index=IGNORED, reduction="sum").double()
-        for rows, targets in parts
-    )
-
-
-def _summed_own(
-    own: Mapping[str, Callable], logits: torch.Tensor, labels: torch.Tensor
-) -> list[torch.Tensor]:
-    """Sum metrics of extensions over the tokens of [tokens, vocabulary] that have a target, in fp64.
+def _sums(own_metrics: Mapping[str, Callable], logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Sum nats, targets and own metrics over logits [tokens, vocabulary] with labels [tokens]: [2 + own], in fp64.
 
     Raises:
-        UserError: one returns something else than a number for each token.
+        UserError: a metric returns something else than a number for each token that has a target.
     """
-    sums = {name: torch.zeros((), dtype=torch.float64, device=logits.device) for name in own}
-    parts = zip(logits.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS), strict=True) if own else ()
-    for rows, targets in parts:
-        kept = targets != IGNORED
-        for name, function in own.items():
-            values = function(rows[kept].float(), targets[kept])
-            if not isinstance(values, torch.Tensor) or values.shape != targets[kept].shape:
+    sums = torch.zeros(2 + len(own_metrics), dtype=torch.float64, device=logits.device)
+    # In fp32 for a few tokens at a time, added up in fp64.
+    for rows, targets in zip(logits.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS), strict=True):
+        counted = targets != IGNORED
+        nats = F.cross_entropy(rows.float(), targets, ignore_index=IGNORED, reduction="sum")
+        chunk = [nats.double(), counted.sum().double()]
+        for name, function in own_metrics.items():
+            values = function(rows[counted].float(), targets[counted])
+            if not isinstance(values, torch.Tensor) or values.shape != targets[counted].shape:
                 shape = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
-                what = f"it must return a tensor of one number a token, [{int(kept.sum())}], and returned {shape}"
+                what = f"it must return a tensor of one number a token, [{int(counted.sum())}], and returned {shape}"
                 raise UserError(f"metric {name}: {what}")
-            sums[name] += values.double().sum()
-    return list(sums.values())
+            chunk.append(values.double().sum())
+        sums += torch.stack(chunk)
+    return sums
 
 
-def _parts(sets: Sequence[ValidationSet], recipe: Recipe) -> list[Part]:
-    """Choose the blocks of each set, `evaluation.max_validation_tokens` together."""
+def _first_blocks(sets: Sequence[ValidationSet], recipe: Recipe) -> list[MeasuredSet]:
     length, max_tokens = recipe.sequence_length, recipe.evaluation.max_validation_tokens
+    masks_documents, chosen = recipe.data.document_masking, []
     # A set with less than one block is not measured, unless there is no other.
     sets = [each for each in sets if each.split.num_blocks(length)] or sets
     total = sum(each.split.num_blocks(length) for each in sets)
     wanted = total if max_tokens is None else min(total, max(1, max_tokens // length))
-    return [
-        _first_blocks(each, max(1, each.split.num_blocks(length) * wanted // max(1, total)), recipe)
-        for each in sets
-    ]
-
-
-def _first_blocks(chosen: ValidationSet, num_blocks: int, recipe: Recipe) -> Part:
-    length, masks_documents, split = recipe.sequence_length, recipe.data.document_masking, chosen.split
-    num_blocks = min(num_blocks, split.num_blocks(length))
-    dataset = PackedDataset(split, length, num_samples=num_blocks, masks_documents=masks_documents)
-    num_bytes = split.bytes_before(num_blocks * length + 1)  # the last label is one token beyond the blocks
-    # If documents are masked, their first tokens are no targets: their text, taken as a mean share, does not count.
-    if masks_documents:
-        num_bytes *= 1 - len(split.document_ends(0, num_blocks * length)) / (num_blocks * length)
-    return Part(chosen.name, dataset, num_bytes, chosen.beside, chosen.share)
+    for each in sets:
+        split, held = each.split, each.split.num_blocks(length)
+        num_blocks = min(held, max(1, held * wanted // max(1, total)))
+        dataset = PackedDataset(split, length, num_samples=num_blocks, masks_documents=masks_documents)
+        num_bytes = split.bytes_before(
+            num_blocks * length + 1
+        )  # the last label is one token beyond the blocks
+        # If documents are masked, their first tokens are no targets: their text, taken as a mean share, does not count.
+        if masks_documents:
+            num_bytes *= 1 - len(split.document_ends(0, num_blocks * length)) / (num_blocks * length)
+        chosen.append(MeasuredSet(each.name, dataset, num_bytes, each.beside, each.share))
+    return chosen

@@ -17,11 +17,11 @@ from pretraining.command_line import (
 from pretraining.data.preparation.execution import EXECUTORS, read_slurm_options
 from pretraining.doctor.gpus import read_gpus
 from pretraining.errors import UserError, one_line_errors
-from pretraining.pipeline.command import StepEnded
-from pretraining.pipeline.step import Look
-from pretraining.pipeline.steps import NAMES, Pipeline, ranks_of
+from pretraining.pipeline.step import Decision, Pipeline
+from pretraining.pipeline.steps import NAMES, STEPS, ranks_of
 from pretraining.planning.quantities import duration
 from pretraining.recipe.refusals import load_recipe_and_ds_config
+from pretraining.runtime.child import CommandEnded
 from pretraining.runtime.exit_codes import FINISHED, INTERRUPTED, STOPPED, USER_ERROR
 from pretraining.runtime.lock import holder_of
 from pretraining.runtime.run_folder import RunFolder
@@ -53,23 +53,20 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     output = sys.stderr if options.json else None
     pipeline = pipeline_of(options, output)
-    _refuse_living_run(pipeline.run)
+    # what the steps depend on changes until its end
+    if (holder := holder_of(pipeline.run.path)) is not None:
+        place = display_path(pipeline.run.path)
+        raise UserError(
+            f"{place} is being trained ({holder}): wait for its end, or stop it with touch {place}/STOP and type this "
+            "command again"
+        )
     names = NAMES[: NAMES.index(options.until) + 1] if options.until else NAMES
     names = tuple(name for name in names if name not in options.skip)
     rows: list[dict] = []
-    code = (
-        show_steps(pipeline, names, rows, output)
-        if options.show
-        else run_steps(pipeline, names, rows, output)
-    )
+    code = (show_steps if options.show else run_steps)(pipeline, names, rows)
     if options.json:
-        answer = {
-            "recipe": pipeline.recipe.name,
-            "run": str(pipeline.run.path),
-            "exit_code": code,
-            "steps": rows,
-        }
-        print(json.dumps(answer, indent=2), flush=True)
+        answer = {"recipe": pipeline.recipe.name, "run": str(pipeline.run.path)}
+        print(json.dumps({**answer, "exit_code": code, "steps": rows}, indent=2), flush=True)
     return code
 
 
@@ -110,33 +107,26 @@ def pipeline_of(options: argparse.Namespace, output: IO[str] | None) -> Pipeline
     )
 
 
-def _refuse_living_run(run: RunFolder) -> None:
-    """Raise `UserError` while the run is trained: what its steps depend on changes until its end."""
-    holder = holder_of(run.path)
-    if holder is not None:
-        place = display_path(run.path)
-        raise UserError(
-            f"{place} is being trained ({holder}): wait for its end, or stop it with touch {place}/STOP and type this "
-            "command again"
-        )
-
-
-def run_steps(pipeline: Pipeline, names: tuple[str, ...], rows: list[dict], output: IO[str] | None) -> int:
+def run_steps(pipeline: Pipeline, names: tuple[str, ...], rows: list[dict]) -> int:
     """Run the steps in order until one ends badly; each adds a row. Returns the exit code."""
     for name in names:
-        look = pipeline.look(name)
-        _say(name, f"runs: {look.why}" if look.runs else f"{look.state}: {look.why}", output)
+        step = STEPS[name](pipeline)
+        look = step.look()
         row: dict = {"step": name, "state": "runs" if look.runs else look.state, "why": look.why}
+        _say(pipeline, name, f"{row['state']}: {look.why}")
         rows.append(row)
         if not look.runs:
             continue
         began = time.monotonic()
         try:
-            facts = pipeline.do(name)
-        except StepEnded as ended:
+            facts = step.do()
+        except CommandEnded as ended:
             state = "stopped" if ended.code in (STOPPED, INTERRUPTED) else "failed"
             row |= {"state": state, "code": ended.code, "error": ended.reason}
-            _say(name, f"{state}: {ended.reason}; {_advice(ended.code)}", output)
+            next_command = "the same command goes on from here"
+            if ended.code == USER_ERROR:
+                next_command = "do what the line above says, then type the same command again"
+            _say(pipeline, name, f"{state}: {ended.reason}; nothing after it was run; {next_command}")
             return ended.code
         except UserError as error:
             row |= {"state": "failed", "code": error.exit_code, "error": str(error)}
@@ -144,33 +134,29 @@ def run_steps(pipeline: Pipeline, names: tuple[str, ...], rows: list[dict], outp
             return error.exit_code
         seconds = time.monotonic() - began
         row |= {"state": "done", "seconds": round(seconds, 3), "facts": facts}
-        _say(name, f"done in {duration(seconds)}: {pipeline.steps[name].words(facts)}", output)
+        _say(pipeline, name, f"done in {duration(seconds)}: {step.words(facts)}")
     return FINISHED
 
 
-def _advice(code: int) -> str:
-    if code == USER_ERROR:
-        return "nothing after it was run; do what the line above says, then type the same command again"
-    return "nothing after it was run; the same command goes on from here"
-
-
-def show_steps(pipeline: Pipeline, names: tuple[str, ...], rows: list[dict], output: IO[str] | None) -> int:
+def show_steps(pipeline: Pipeline, names: tuple[str, ...], rows: list[dict]) -> int:
     """Say of each step whether it would run; nothing is started."""
     running: set[str] = set()
     for name in names:
         before = next((each for each in FOLLOWS.get(name, ()) if each in running), None)
         asked = name != "publish" or pipeline.to is not None
         # before it has run, nobody knows what it makes: its content may be the same
-        look = Look(True, f"{before} comes before it") if before and asked else pipeline.look(name)
+        look = (
+            Decision(True, f"{before} comes before it") if before and asked else STEPS[name](pipeline).look()
+        )
         if look.runs:
             running.add(name)
-        _say(name, f"would run: {look.why}" if look.runs else f"{look.state}: {look.why}", output)
+        _say(pipeline, name, f"{'would run' if look.runs else look.state}: {look.why}")
         rows.append({"step": name, **asdict(look)})
     return FINISHED
 
 
-def _say(name: str, text: str, output: IO[str] | None) -> None:
-    print(f"{name:<9} {text}", file=output, flush=True)
+def _say(pipeline: Pipeline, name: str, text: str) -> None:
+    print(f"{name:<9} {text}", file=pipeline.output, flush=True)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -183,22 +169,18 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     add_recipe_arguments(parser)
     parser.add_argument("--deepspeed", metavar="NAME|PATH", help="a file of ds_configs/ over the recipe's")
-    parser.add_argument(
-        "--output_dir", type=named_path, metavar="DIR", help="run folder (default: runs/<recipe>)"
-    )
-    parser.add_argument(
-        "--launcher", default="", metavar="WORDS", help='what starts the ranks: "deepspeed --num_gpus=8"'
-    )
+    what = "run folder (default: runs/<recipe>)"
+    parser.add_argument("--output_dir", type=named_path, metavar="DIR", help=what)
+    what = 'what starts the ranks: "deepspeed --num_gpus=8"'
+    parser.add_argument("--launcher", default="", metavar="WORDS", help=what)
     what = "ranks that are planned for (default: what --launcher says, else 1)"
     parser.add_argument("--world_size", type=positive_integer, metavar="N", help=what)
-    parser.add_argument(
-        "--gpu", metavar="NAME", help="planned for, as H100 (default: the GPU of this machine)"
-    )
+    what = "planned for, as H100 (default: the GPU of this machine)"
+    parser.add_argument("--gpu", metavar="NAME", help=what)
     parser.add_argument("--from", dest="start", choices=NAMES, help="run this step and all after it")
     parser.add_argument("--until", choices=NAMES, help="this step is the last one")
-    parser.add_argument(
-        "--skip", action="append", default=[], choices=NAMES, help="leave a step out (repeatable)"
-    )
+    what = "leave a step out (repeatable)"
+    parser.add_argument("--skip", action="append", default=[], choices=NAMES, help=what)
     what = (
         "publish the export and the report there: a model repository of the hub, s3://bucket/folder, ./folder"
     )
@@ -206,19 +188,17 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--private", action="store_true", help="with --publish: a new repository is private")
     what = "how often a crash or hang of training is started again (default: 3)"
     parser.add_argument("--restarts", type=not_negative_integer, default=3, metavar="N", help=what)
-    parser.add_argument("--resume", default="auto", metavar="auto|never|PATH|URL", help="of train.py")
-    parser.add_argument(
-        "--allow_change", action="append", default=[], metavar="SECTION.KEY", help="of train.py"
-    )
+    what = "of train.py"
+    parser.add_argument("--resume", default="auto", metavar="auto|never|PATH|URL", help=what)
+    parser.add_argument("--allow_change", action="append", default=[], metavar="SECTION.KEY", help=what)
     what = "make anew a data set or an unfinished run that differs from the recipe; the old one is kept beside it"
     parser.add_argument("--replace", action="store_true", help=what)
     what = "go on where the plan says that the run does not fit"
     parser.add_argument("--force", action="store_true", help=what)
-    parser.add_argument("--executor", choices=EXECUTORS, default="auto", help="of data_prep.py")
-    parser.add_argument(
-        "--workers", type=not_negative_integer, default=0, metavar="N", help="of data_prep.py"
-    )
-    parser.add_argument("--slurm", action="append", default=[], metavar="KEY=VALUE", help="of data_prep.py")
+    what = "of data_prep.py"
+    parser.add_argument("--executor", choices=EXECUTORS, default="auto", help=what)
+    parser.add_argument("--workers", type=not_negative_integer, default=0, metavar="N", help=what)
+    parser.add_argument("--slurm", action="append", default=[], metavar="KEY=VALUE", help=what)
     parser.add_argument("--show", action="store_true", help="say what would run, and start nothing")
     parser.add_argument("--json", action="store_true", help="the steps as JSON; commands print on stderr")
     options = parser.parse_args(arguments)

@@ -4,16 +4,17 @@ import shlex
 import sys
 from pathlib import Path
 
+from pretraining.api import train_command
 from pretraining.checkpoints.folders import committed_checkpoints
 from pretraining.checkpoints.format import read_marker
 from pretraining.data.manifest import read_manifest
 from pretraining.errors import UserError
 from pretraining.outside.files import read_json_value
-from pretraining.pipeline.command import StepEnded
-from pretraining.pipeline.step import NOT_NEEDED, Look, Step
+from pretraining.pipeline.step import NOT_NEEDED, Decision, Step
 from pretraining.recipe.curve import changed_parts
+from pretraining.runtime.child import CommandEnded
 from pretraining.runtime.durable_files import read_rows
-from pretraining.schema import REPOSITORY, differences, display_path, listed
+from pretraining.schema import differences, display_path, listed
 
 
 class Doctor(Step):
@@ -21,19 +22,17 @@ class Doctor(Step):
 
     name = "doctor"
 
-    def look(self) -> Look:
-        """Examine the machine if it is to train."""
+    def examine(self) -> Decision:
         if "--limit_tokens" in self.pipeline.recipe_words:
             why = "--limit_tokens is a trial, cheap enough to fail; python -m pretraining.doctor examines the machine"
-            return Look(False, why, NOT_NEEDED)
-        if self.pipeline.look("train").runs:
-            return Look(True, "training is about to start here")
-        return Look(False, "training is done", NOT_NEEDED)
+            return Decision(False, why, NOT_NEEDED)
+        if Train(self.pipeline).look().runs:
+            return Decision(True, "training is about to start here")
+        return Decision(False, "training is done", NOT_NEEDED)
 
     def run(self) -> dict:
-        """Run the doctor under the launcher of the run."""
         pipeline, launcher = self.pipeline, shlex.split(self.pipeline.launcher)
-        words = [*pipeline.recipe_words, *pipeline.train_words, *pipeline.training.start_words]
+        words = [*pipeline.recipe_words, *pipeline.train_words, *Train(pipeline).start_words]
         if launcher:
             module = "--module" if Path(launcher[0]).name == "deepspeed" else "-m"
             pipeline.call(*launcher, module, "pretraining.doctor", *words)
@@ -43,7 +42,6 @@ class Doctor(Step):
         return {}
 
     def words(self, facts: dict) -> str:
-        """Write its verdict."""
         return "nothing will break"
 
 
@@ -57,26 +55,26 @@ class Train(Step):
         manifest = read_manifest(self.pipeline.data_folder) or {}
         return {"data": {key: manifest.get(key) for key in ("fingerprint", "origin")}}
 
-    def look(self) -> Look:
+    def examine(self) -> Decision:
         """Compare the run folder with the recipe and the prepared data."""
         run, recipe = self.pipeline.run, self.pipeline.recipe.to_dict()
         place = display_path(run.path)
         if run.is_finished(recipe):
             if self._has_other_data():
-                return Look(
-                    True, f"{place} was trained on other tokens than {recipe['data']['name']} holds now"
-                )
-            return Look(False, f"{place} is finished")
+                holds = f"{recipe['data']['name']} holds now"
+                return Decision(True, f"{place} was trained on other tokens than {holds}")
+            return Decision(False, f"{place} is finished")
         if not run.recipe.exists():
-            return Look(True, f"{place} holds no run yet")
-        if changes := [str(change) for change in changed_parts(recipe, self._earlier())]:
+            return Decision(True, f"{place} holds no run yet")
+        earlier = self._earlier()
+        if changes := [str(change) for change in changed_parts(recipe, earlier)]:
             aside = "; the earlier run is kept beside it" if self.starts_over else ""
-            return Look(True, listed(changes) + aside)
-        if run.is_finished(self._earlier()):
+            return Decision(True, listed(changes) + aside)
+        if run.is_finished(earlier):
             # its steps stay: what follows them is measured again
-            measured = differences(self._earlier().get("evaluation"), recipe.get("evaluation"), "evaluation")
-            return Look(True, listed(measured) or f"{place} is another recipe's")
-        return Look(True, f"{place} is not finished: it goes on after step {self._last_step():,}")
+            measured = differences(earlier.get("evaluation"), recipe.get("evaluation"), "evaluation")
+            return Decision(True, listed(measured) or f"{place} is another recipe's")
+        return Decision(True, f"{place} is not finished: it goes on after step {self._last_step():,}")
 
     def _earlier(self) -> dict:
         try:
@@ -89,7 +87,7 @@ class Train(Step):
         return int(rows[-1].get("step", 0)) if rows else 0
 
     def _has_other_data(self) -> bool:
-        """Say if the finished run was made of other tokens; a data set that has only grown is the same."""
+        """Return whether the finished run was made of other tokens; a data set that has only grown is the same."""
         now = self.inputs()["data"]
         kept = self.pipeline.record.steps.get(self.name)
         committed = committed_checkpoints(self.pipeline.run)
@@ -105,15 +103,16 @@ class Train(Step):
 
     @property
     def starts_over(self) -> bool:
-        """Say if the run in the folder is set aside: it is finished, and another is asked for, or --replace says so."""
+        """Whether the run in the folder is set aside: it is finished and another is asked for, or --replace says so."""
         run = self.pipeline.run
         if not run.recipe.exists():
             return False
-        finished = run.is_finished(self._earlier())
-        if finished and "train" in self.pipeline.forced:
+        earlier = self._earlier()
+        finished = run.is_finished(earlier)
+        if finished and self.name in self.pipeline.forced:
             return True
-        same = not changed_parts(self.pipeline.recipe.to_dict(), self._earlier())
-        other = not same or (finished and self._has_other_data())
+        changed = bool(changed_parts(self.pipeline.recipe.to_dict(), earlier))
+        other = changed or (finished and self._has_other_data())
         return other and (finished or self.pipeline.replace)
 
     @property
@@ -124,11 +123,10 @@ class Train(Step):
         return ["--resume", resume, *(w for key in pipeline.allow_change for w in ("--allow_change", key))]
 
     def run(self) -> dict:
-        """Run train.py, started again after a crash or a hang."""
         pipeline = self.pipeline
         words = [*pipeline.recipe_words, *pipeline.train_words, *self.start_words]
         words += ["--force"] * pipeline.force
-        before = shlex.split(pipeline.launcher) or [sys.executable]
+        # started again after a crash or a hang
         supervise = [
             sys.executable,
             "-m",
@@ -137,16 +135,14 @@ class Train(Step):
             str(pipeline.restarts),
             "--",
         ]
-        pipeline.call(*supervise, *before, str(REPOSITORY / "train.py"), *words)
+        pipeline.call(*supervise, *train_command(words, pipeline.launcher))
         end = pipeline.run.last_event("end") or {}
         if not pipeline.run.is_finished(pipeline.recipe.to_dict()):
-            raise StepEnded(
-                1, f"{display_path(pipeline.run.path)} holds no finished run; see its console.log"
-            )
+            place = display_path(pipeline.run.path)
+            raise CommandEnded(1, f"{place} holds no finished run; see its console.log")
         measured = {key: end[key] for key in end if key.startswith("eval_") and isinstance(end[key], float)}
         return {"folder": str(pipeline.run.path), "step": self._last_step(), **measured}
 
     def words(self, facts: dict) -> str:
-        """Write where the run is, and its loss."""
         loss = f", validation loss {facts['eval_loss']:.4f}" if "eval_loss" in facts else ""
         return f"{facts['step']:,} steps in {display_path(Path(facts['folder']))}{loss}"

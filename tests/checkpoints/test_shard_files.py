@@ -17,7 +17,7 @@ from pretraining.checkpoints.shard_files import (
     read_state,
     write_rank_file,
 )
-from pretraining.data.shards import checksum_of_file
+from pretraining.data.checksums import checksum_of_file
 from pretraining.errors import UserError
 
 SHAPES = {"wte.weight": (37, 5), "h.0.bias": (11,), "scale": (), "h.0.weight": (3, 4, 7)}

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from pretraining.data.manifest import read_manifest, verify
-from pretraining.data.mixture import validation_sets
 from pretraining.data.preparation.plan import Preparation
 from pretraining.data.preparation.prepare import prepare_data
 from pretraining.data.preparation.stage import run_task
@@ -16,7 +15,7 @@ from pretraining.data.sources import open_sources
 from pretraining.data.tools.finished import open_finished
 from pretraining.data.tools.stats import measure_data, stats_text
 from pretraining.errors import UserError
-from pretraining.evaluation.validation import Validation
+from pretraining.evaluation.validation import Validation, validation_sets
 from pretraining.recipe import load_recipe
 from tests.data.test_data_prep import make_texts, prepare, recipe_for, write_jsonl
 from tests.gear.finished_data import refusal
@@ -273,7 +272,7 @@ def test_what_is_judged_may_have_any_name_that_is_logged(files, tmp_path):
         root = tmp_path / str(number)
         root.mkdir()
         recipe, data = recipe_of(files, root, (3, 1), validation=section, validation_share=share)
-        logged = Validation.of(validation_sets(data, recipe), recipe).names
+        logged = Validation(validation_sets(data, recipe), recipe).names
         assert set(recipe.data.validation_names) == names
         assert {name.removesuffix("_loss") for name in logged if name.endswith("_loss")} == names
         for name in logged:

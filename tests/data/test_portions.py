@@ -14,7 +14,7 @@ from pretraining.data.preparation.execution import Execution
 from pretraining.data.preparation.prepare import prepare_data
 from pretraining.data.preparation.slurm import run_slurm_job
 from pretraining.data.prepared import PreparedData, open_prepared
-from pretraining.data.streaming.cache import CacheSettings
+from pretraining.data.streaming.cache import ShardCache
 from pretraining.errors import UserError
 from pretraining.planning.run_plan import build_run_plan
 from pretraining.recipe import RECIPES, accumulation_steps, load_recipe
@@ -178,7 +178,7 @@ def test_a_bucket_gives_a_run_the_same_part(sources, tmp_path):
     store = fsspec.filesystem("memory")
     store.put(str(tmp_path / "data"), "/portions", recursive=True)
     try:
-        cache = CacheSettings(tmp_path / "cache", 10**9)
+        cache = ShardCache(tmp_path / "cache", 10**9)
         remote = open_prepared(small, "memory://portions", cache)
         local = open_prepared(small, tmp_path / "data")
         assert seen(remote) == seen(local) != seen(open_prepared(large, tmp_path / "data"))

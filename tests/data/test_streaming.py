@@ -20,8 +20,8 @@ import xxhash
 from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.prepared import open_prepared
-from pretraining.data.streaming.cache import CachedShard, CacheFull, CacheSettings, ShardCache, exclusive_lock
-from pretraining.data.streaming.prefetch import Prefetcher, Window
+from pretraining.data.streaming.cache import CachedShard, CacheFull, ShardCache, exclusive_lock
+from pretraining.data.streaming.prefetch import Prefetcher, Window, prefetched
 from pretraining.data.streaming.remote_data import RemoteData, StreamedSplit
 from pretraining.errors import UserError
 from tests.data.test_data_prep import make_texts, prepare, recipe_for, write_jsonl
@@ -52,9 +52,11 @@ def stream_of(split) -> np.ndarray:
 
 def in_sequence(split) -> SimpleNamespace:
     """The needs of a run that reads block after block."""
-    return SimpleNamespace(
-        of=lambda samples: np.stack([0 * samples, split.shards_at(samples * LENGTH)], axis=1)
-    )
+
+    def needs(samples: np.ndarray) -> np.ndarray:
+        return np.array([(0, split.locate(sample * LENGTH)[0]) for sample in samples.tolist()])
+
+    return SimpleNamespace(of=needs)
 
 
 def held_bytes(cache: Path) -> int:
@@ -108,7 +110,7 @@ def connected(monkeypatch, s3) -> str:
 def test_the_samples_are_those_of_the_disk(prepared, connected, cache):
     """Promise: the curve belongs to the recipe. Address or folder: same tokens, order, tokenizer, identity."""
     before = shared_memory()
-    remote = open_prepared(prepared.recipe, "s3://bucket/data", CacheSettings(cache, 10**9))
+    remote = open_prepared(prepared.recipe, "s3://bucket/data", ShardCache(cache, 10**9))
     local = prepared.local
     assert remote.fingerprint == local.fingerprint
     assert (remote.tokenizer_path / "tokenizer.json").read_bytes() == (
@@ -116,7 +118,7 @@ def test_the_samples_are_those_of_the_disk(prepared, connected, cache):
     ).read_bytes()
     order = GlobalOrder(local.train.num_blocks(LENGTH), 3, local.fingerprint)
     theirs, ours = (
-        data.prefetched(PackedDataset(data.train, LENGTH, order, 5, 2 * order.num_blocks))
+        prefetched(PackedDataset(data.train, LENGTH, order, 5, 2 * order.num_blocks))
         for data in (local, remote)
     )
     assert (
@@ -336,9 +338,9 @@ def read_sum(dataset, indices) -> int:
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_workers_read_the_same(prepared, connected, cache, method):
     """Forked or spawned from a process that has read already, each worker with its own connection and threads."""
-    data = open_prepared(prepared.recipe, "s3://bucket/data", CacheSettings(cache, 10**9))
+    data = open_prepared(prepared.recipe, "s3://bucket/data", ShardCache(cache, 10**9))
     order = GlobalOrder(data.train.num_blocks(LENGTH), 3, data.fingerprint)
-    ours = data.prefetched(PackedDataset(data.train, LENGTH, order))
+    ours = prefetched(PackedDataset(data.train, LENGTH, order))
     theirs = PackedDataset(prepared.local.train, LENGTH, order)
     ours[0]
     batches = [list(range(start, start + 8)) for start in range(0, 80, 8)]
@@ -357,7 +359,7 @@ def test_the_prefetcher_runs_ahead_and_lets_go(prepared, connected, cache):
     blocks = [int(shard) * 1000 // LENGTH for shard in (0, 5)]
     for block in blocks:
         prefetcher.advance(block)
-        first = int(split.shards_at(np.array([block * LENGTH]))[0])
+        first = split.locate(block * LENGTH)[0]
         ahead = [split.remote.cached(entry) for entry in prepared.shards[first : first + 5]]
         wait_for(lambda wanted=ahead: all(split.remote.cache.holds(shard) for shard in wanted))
         # A listing is no snapshot: it may count a shard that goes and the one that takes its room.
@@ -391,7 +393,7 @@ def test_the_window_names_shards_in_order_of_need():
 
 def refused(address: str, cache: Path, recipe, max_bytes: int = 10**9) -> str:
     with pytest.raises(UserError) as caught:
-        open_prepared(recipe, address, CacheSettings(cache, max_bytes))
+        open_prepared(recipe, address, ShardCache(cache, max_bytes))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -423,10 +425,10 @@ def test_a_store_that_is_down_is_given_up(prepared, cache, monkeypatch):
 def test_a_cache_that_cannot_hold_the_run_is_refused(prepared, connected, cache, monkeypatch):
     """Smaller than a shard, smaller than what the order needs at once, a full disk, a file in its place."""
     assert "one shard has" in refused("s3://bucket/data", cache, prepared.recipe, prepared.largest - 1)
-    data = open_prepared(prepared.recipe, "s3://bucket/data", CacheSettings(cache, 4 * prepared.largest))
+    data = open_prepared(prepared.recipe, "s3://bucket/data", ShardCache(cache, 4 * prepared.largest))
     order = GlobalOrder(data.train.num_blocks(LENGTH), 3, data.fingerprint)
     with pytest.raises(UserError, match=r"raise --data_cache_gb.*data\.shuffle_shards=3"):
-        data.prefetched(PackedDataset(data.train, LENGTH, order))
+        prefetched(PackedDataset(data.train, LENGTH, order))
     full = OSError(28, "No space left on device")
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(full))
     with pytest.raises(UserError, match="No space left on device"):

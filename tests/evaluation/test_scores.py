@@ -7,17 +7,17 @@ from dataclasses import replace
 import pytest
 
 from pretraining.data.prepared import open_prepared
-from pretraining.data.streaming.cache import CacheSettings
+from pretraining.data.streaming.cache import ShardCache
 from pretraining.errors import UserError
 from pretraining.evaluation import evaluator as evaluators
 from pretraining.evaluation.evaluator import Evaluator
 from pretraining.evaluation.harness import Harness, load_tasks, scores_of
-from pretraining.evaluation.likelihood import HellaSwag, Pair, read_items, score
+from pretraining.evaluation.likelihood import HellaSwag, Pair, Passes, read_items, score
 from pretraining.recipe import load_recipe
 from tests.gear.runs import REPOSITORY, SMALL_RECIPE
 from tests.gear.scored_tasks import hellaswag_items, write_hellaswag_task, write_items, write_tasks
 
-SHAPE = {"max_length": SMALL_RECIPE["model"]["n_positions"], "batch_size": 3}
+PASSES = Passes(SMALL_RECIPE["model"]["n_positions"], batch_size=3)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def found_by_lm_eval(model, tokenizer, folder, samples=False) -> dict:
     )
     from lm_eval.models.huggingface import HFLM
 
-    asked = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=2, max_length=SHAPE["max_length"])
+    asked = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=2, max_length=PASSES.max_length)
     return evaluator.evaluate(asked, load_tasks([str(folder)]), bootstrap_iters=0, log_samples=samples)
 
 
@@ -54,8 +54,8 @@ def test_hellaswag_is_scored_as_lm_eval_does_item_by_item(model, tokenizer, item
     """The same prompts cut to the same positions: every ending's log-probability, acc and acc_norm of every item."""
     theirs = found_by_lm_eval(model, tokenizer, write_hellaswag_task(tmp_path, items), samples=True)
     samples = sorted(theirs["samples"]["hellaswag"], key=lambda sample: sample["doc_id"])
-    ours = HellaSwag(read_items(str(items)), tokenizer, **SHAPE)
-    scores = iter(score(model, ours.pairs, **SHAPE))
+    ours = HellaSwag(read_items(str(items)), tokenizer, PASSES)
+    scores = iter(score(model, ours.pairs, PASSES))
     for item, answer, sample in zip(ours.items, ours.answers(model), samples, strict=True):
         assert (answer.plain == item.right, answer.normalised == item.right) == (
             bool(sample["acc"]),
@@ -77,7 +77,7 @@ def test_tasks_are_scored_as_lm_eval_does(model, tokenizer, items, tmp_path):
     folder = write_tasks(tmp_path, items)
     theirs = scores_of(found_by_lm_eval(model, tokenizer, folder)["results"])
     state = model.config.to_dict()
-    ours = Harness([str(folder)], tokenizer, **SHAPE)
+    ours = Harness([str(folder)], tokenizer, PASSES)
     assert set(theirs) == {"read_line/bits_per_byte", "continue_line/exact_match"}
     assert set(ours.num_items().values()) == {len(items.read_text().splitlines())}
     for _ in range(2):
@@ -98,8 +98,8 @@ def test_continuations_are_those_of_lm_eval(model, tokenizer, items, tmp_path):
         Instance("generate_until", {}, (f"def {word}", arguments), number)
         for number, word in enumerate(("run", "x", "f(self"))
     ]
-    theirs = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, max_length=SHAPE["max_length"])
-    ours = HarnessModel(model, tokenizer, **SHAPE)
+    theirs = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, max_length=PASSES.max_length)
+    ours = HarnessModel(model, tokenizer, PASSES)
     texts = ours.generate_until(asked)
     assert texts == theirs.generate_until(asked, disable_tqdm=True) and any(texts)
 
@@ -107,9 +107,9 @@ def test_continuations_are_those_of_lm_eval(model, tokenizer, items, tmp_path):
 def test_a_score_does_not_depend_on_the_batch(model):
     """Pairs of all lengths, one of them longer than the model reads, alone and together; nothing costs nothing."""
     pairs = [Pair(list(range(1, n + 2)), list(range(5, 5 + n % 7))) for n in (3, 80, 11, 0, 7, 64)]
-    together = score(model, pairs, max_length=64, batch_size=4)
+    together = score(model, pairs, Passes(64, batch_size=4))
     for pair, found in zip(pairs, together, strict=True):
-        alone = score(model, [pair], max_length=64, batch_size=1)[0]
+        alone = score(model, [pair], Passes(64, batch_size=1))[0]
         assert found.log_probability == pytest.approx(alone.log_probability, abs=1e-4)
     assert together[3] == (0.0, True) and model.training is False
 
@@ -119,7 +119,7 @@ def evaluator(workshop, tokenizer, items, **section):
     recipe = load_recipe(str(workshop.recipe))
     asked = {"hellaswag": str(items), "task_limit": 4, "max_validation_tokens": 128, **section}
     recipe = replace(recipe, evaluation=replace(recipe.evaluation, **asked))
-    data = open_prepared(recipe, workshop.data, CacheSettings.of(None, None))
+    data = open_prepared(recipe, workshop.data, ShardCache.of(None, None))
     return Evaluator(recipe, data, tokenizer, last_step=10)
 
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from pretraining.data.mixture import ValidationSet, open_by_source
+from pretraining.data.mixture import open_by_source
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shard_writer import SplitWriter
 from pretraining.data.shards import TokenSplit
-from pretraining.evaluation.validation import Validation
+from pretraining.evaluation.validation import Validation, ValidationSet
 from pretraining.recipe.data import Data
 from pretraining.recipe.sections import Evaluation
 from pretraining.recipe.training import Training
@@ -87,7 +87,7 @@ def independent_nats(model: Bigrams, split: TokenSplit, num_blocks: int) -> floa
 def test_every_source_is_measured_and_they_add_up(entry):
     """Each source against an independent computation; the total is that of all blocks together."""
     model, splits = Bigrams(), by_source(entry)
-    measured = Validation.of(sets_of(splits), recipe_of()).measure(model)
+    measured = Validation(sets_of(splits), recipe_of()).measure(model)
     nats, tokens = 0.0, 0
     for name, split in splits.items():
         num_blocks = split.num_blocks(LENGTH)
@@ -107,17 +107,17 @@ def test_one_set_is_measured_as_one_split_and_by_its_name_if_it_has_one(entry):
     """The three of the whole split, whatever its form; a source of data.validation has them by its name too."""
     split = by_source(entry)["web"]
     one, named = (
-        Validation.of(given, recipe_of()).measure(Bigrams()) for given in (split, sets_of({"web": split}))
+        Validation(given, recipe_of()).measure(Bigrams()) for given in (split, sets_of({"web": split}))
     )
     assert set(one) == {"loss", "perplexity", "bits_per_byte"}
     assert named == one | {f"web_{name}": value for name, value in one.items()}
-    assert isinstance(Validation.of(split, recipe_of()).dataset, PackedDataset)
+    assert isinstance(Validation(split, recipe_of()).dataset, PackedDataset)
 
 
 def test_masked_documents_count_without_their_first_tokens(entry):
     """Documents of ten tokens and thirty bytes: nine targets each, and the text of those."""
     split, model = by_source(entry)["web"], Bigrams()
-    measured = Validation.of(split, recipe_of(masks=True)).measure(model)
+    measured = Validation(split, recipe_of(masks=True)).measure(model)
     stream = torch.tensor(split.read(0, 300).astype(np.int64))[: split.num_blocks(LENGTH) * LENGTH + 1]
     nats = -torch.log_softmax(model.table.double(), -1)[stream[:-1], stream[1:]]
     targets = nats[[(place + 1) % 10 > 0 for place in range(len(nats))]]
@@ -128,9 +128,9 @@ def test_masked_documents_count_without_their_first_tokens(entry):
 
 def test_a_limit_is_shared_out_by_size(entry):
     """240 of 424 tokens: in proportion, whole blocks, no source left out."""
-    validation = Validation.of(sets_of(by_source(entry)), recipe_of(max_tokens=240))
+    validation = Validation(sets_of(by_source(entry)), recipe_of(max_tokens=240))
     assert [len(part.dataset) for part in validation.parts] == [21, 6, 2]
-    assert [len(part.dataset) for part in Validation.of(sets_of(by_source(entry)), recipe_of(8)).parts] == [
+    assert [len(part.dataset) for part in Validation(sets_of(by_source(entry)), recipe_of(8)).parts] == [
         1,
         1,
         1,
@@ -146,14 +146,14 @@ def test_a_source_without_a_block_is_left_out(entry):
         **dict(zip(("web", "code"), open_by_source(TokenSplit(entry["folder"], entry)).values(), strict=True))
     }
     splits["tiny"] = TokenSplit(entry["folder"], {**entry, "tokens": LENGTH - 1, "shards": [tiny]})
-    measured = Validation.of(sets_of(splits), recipe_of()).measure(Bigrams())
+    measured = Validation(sets_of(splits), recipe_of()).measure(Bigrams())
     assert "tiny_loss" not in measured and "code_loss" in measured
 
 
 def test_the_mixture_is_measured_in_its_own_proportions(entry):
     """Each source's loss by the share that training gives it; a source that is missing leaves no such number."""
     splits, model = by_source(entry), Bigrams()
-    validation = Validation.of(sets_of(splits, ("1/2", "3/10", "1/5")), recipe_of())
+    validation = Validation(sets_of(splits, ("1/2", "3/10", "1/5")), recipe_of())
     measured = validation.measure(model)
     assert list(measured) == validation.names
     expected = sum(
@@ -163,7 +163,7 @@ def test_the_mixture_is_measured_in_its_own_proportions(entry):
     # every token of these documents stands for three bytes
     assert measured["mixture_bits_per_byte"] == pytest.approx(expected / math.log(2) / 3, rel=0.02)
     del splits["books"]
-    assert "mixture_loss" not in Validation.of(sets_of(splits, ("1/2", "3/10")), recipe_of()).names
+    assert "mixture_loss" not in Validation(sets_of(splits, ("1/2", "3/10")), recipe_of()).names
 
 
 def test_a_set_beside_the_others_is_no_part_of_the_loss(entry):
@@ -171,8 +171,8 @@ def test_a_set_beside_the_others_is_no_part_of_the_loss(entry):
     splits, model = by_source(entry), Bigrams()
     beside = ValidationSet("books", splits.pop("books"), beside=True)
     for limit in (None, 160):
-        alone = Validation.of(sets_of(splits), recipe_of(limit))
-        both = Validation.of([*sets_of(splits), beside], recipe_of(limit))
+        alone = Validation(sets_of(splits), recipe_of(limit))
+        both = Validation([*sets_of(splits), beside], recipe_of(limit))
         measured = both.measure(model)
         assert {name: measured[name] for name in alone.names} == alone.measure(model)
         assert measured.keys() - set(alone.names) == {"books_loss", "books_perplexity", "books_bits_per_byte"}
@@ -185,7 +185,7 @@ def measure_on_rank(folder: str) -> None:
     entry = json.loads(Path(folder, "entry.json").read_text())
     model, passes = Bigrams(), []
     model.register_forward_hook(lambda *_: passes.append(1))
-    measured = Validation.of(sets_of(by_source(entry)), recipe_of(batch_size=3)).measure(model)
+    measured = Validation(sets_of(by_source(entry)), recipe_of(batch_size=3)).measure(model)
     Path(folder, f"{rank}.json").write_text(json.dumps({**measured, "passes": len(passes)}))
     leave_ranks()
 
@@ -196,7 +196,7 @@ def test_two_ranks_measure_the_same(entry, tmp_path):
     finished = execute(["forked", "2", "-m", "tests.evaluation.test_validation", tmp_path])
     assert finished.code == 0, finished.output
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    alone = Validation.of(sets_of(by_source(entry)), recipe_of()).measure(Bigrams())
+    alone = Validation(sets_of(by_source(entry)), recipe_of()).measure(Bigrams())
     assert first == second and first.pop("passes") > 0
     assert first == pytest.approx(alone, rel=1e-6)
 

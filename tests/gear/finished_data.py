@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from pretraining.data.__main__ import main
-from pretraining.data.manifest import content_fingerprint, read_manifest
+from pretraining.data.checksums import content_fingerprint
+from pretraining.data.manifest import read_manifest
 from pretraining.data.shard_writer import SplitWriter
 from pretraining.data.tools.finished import open_finished
 from pretraining.errors import UserError

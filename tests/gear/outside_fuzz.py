@@ -43,7 +43,7 @@ from pretraining.checkpoints.shard_files import CheckpointReader, mean_running_l
 from pretraining.data.dedup.decontamination import read_evaluation_sets
 from pretraining.data.manifest import read_manifest
 from pretraining.data.prepared import open_prepared
-from pretraining.data.streaming.cache import CacheSettings
+from pretraining.data.streaming.cache import ShardCache
 from pretraining.data.streaming.store import PATIENCE_VARIABLE
 from pretraining.data.text_files import local_file, read_documents
 from pretraining.data.tokenizer import describe_tokenizer
@@ -325,9 +325,7 @@ class OutsideFuzz:
                 raise UserError(reason)
 
     def _open_data(self, root: str | None = None) -> None:
-        data = open_prepared(
-            self.recipe, root or self.data.parent, CacheSettings(self.box / "cache", 1 << 30)
-        )
+        data = open_prepared(self.recipe, root or self.data.parent, ShardCache(self.box / "cache", 1 << 30))
         data.train.read(0, 8), data.validation.document_ends(0, 8)
         if root is None:
             open_finished(self.data).split("validation").read(0)

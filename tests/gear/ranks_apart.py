@@ -81,6 +81,7 @@ def continued(folder: Path) -> list[str]:
     from lm_eval.api.instance import Instance
 
     from pretraining.evaluation.harness_model import HarnessModel
+    from pretraining.evaluation.likelihood import Passes
 
     config = AutoConfig.for_model(**EXPERTS, bos_token_id=0, eos_token_id=0, use_cache=False)
     torch.manual_seed(0)
@@ -95,7 +96,7 @@ def continued(folder: Path) -> list[str]:
     tokenizer.decode = lambda ids, **_: f"{len(ids)} tokens"
     ways = ({"until": [], "max_gen_toks": number, "ignore_eos": True} for number in (1, 9))
     asked = [Instance("generate_until", {}, ("def", way), number) for number, way in enumerate(ways)]
-    return HarnessModel(model, tokenizer, 64, 1).generate_until(asked)
+    return HarnessModel(model, tokenizer, Passes(64, 1)).generate_until(asked)
 
 
 def measured(folder: Path) -> str:

@@ -35,7 +35,7 @@ DRIVERS = {
     "sweep": {"api", "reporting"},
     "postmortem": {"checkpoints", "reporting"},
     "reporting/__main__": {"checkpoints"},
-    "pipeline": {"checkpoints", "doctor", "reporting"},
+    "pipeline": {"api", "checkpoints", "doctor", "reporting"},
     "rehearsal": {"model", "training", "checkpoints"},
 }
 """Rooms that drive what other rooms of their layer hold, as train.py does."""

@@ -16,6 +16,7 @@ from pretraining.data.prepared import open_prepared
 from pretraining.evaluation.__main__ import main
 from pretraining.evaluation.evaluator import Evaluator
 from pretraining.evaluation.harness import Harness, scores_of
+from pretraining.evaluation.likelihood import Passes
 from pretraining.evaluation.validation import IGNORED
 from pretraining.model.build import build_from_recipe
 from pretraining.recipe import load_recipe
@@ -290,10 +291,10 @@ def test_scores_of_the_harness_are_those_of_lm_eval_and_of_the_loop(masked, tmp_
     """Documents kept apart in training change nothing for texts that are read one by one."""
     folder = write_tasks(tmp_path / "tasks", masked.root / "items.jsonl")
     tokenizer = AutoTokenizer.from_pretrained(masked.folder / "export")
-    shape = {"max_length": 64, "batch_size": masked.evaluator.validation.batch_size}
+    passes = Passes(64, masked.evaluator.validation.batch_size)
     exported = AutoModelForCausalLM.from_pretrained(masked.folder / "export")
     theirs = scores_of(found_by_lm_eval(exported, tokenizer, folder)["results"])
-    assert Harness([str(folder)], tokenizer, **shape).measure(masked.model) == pytest.approx(theirs, abs=1e-5)
+    assert Harness([str(folder)], tokenizer, passes).measure(masked.model) == pytest.approx(theirs, abs=1e-5)
     capsys.readouterr()
     main([str(masked.folder), "--json", "--tasks", str(folder)])
     assert json.loads(capsys.readouterr().out) == pytest.approx(theirs, abs=1e-5)

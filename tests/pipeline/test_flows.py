@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from pretraining.pipeline import steps
-from pretraining.pipeline.command import StepEnded
+from pretraining.pipeline import step
+from pretraining.pipeline.step import Pipeline
+from pretraining.pipeline.steps import Plan
 from pretraining.recipe.refusals import load_recipe_and_ds_config
+from pretraining.runtime.child import CommandEnded
 from tests.pipeline.test_pipeline import SHORT, Place, forked
 
 flytekit = pytest.importorskip("flytekit", reason="flytekit is not installed (requirements-flows.txt)")
@@ -27,11 +29,11 @@ def calls(monkeypatch, tmp_path) -> list[str]:
         known = ("data_prep", "pretraining.doctor", "train", "pretraining.evaluation")
         started.append(next(name for name in known if name in words))
         if fails and started[-1] == "train":
-            raise StepEnded(1, fails.pop())
+            raise CommandEnded(1, fails.pop())
         return forked(command, *arguments, **more)
 
     fails: list[str] = ["the node was lost"]
-    monkeypatch.setattr(steps, "call", noted)
+    monkeypatch.setattr(step, "call", noted)
     return started
 
 
@@ -70,13 +72,11 @@ def test_the_training_task_asks_for_what_the_plan_needs(tmp_path):
 
     recipe, ds_config = load_recipe_and_ds_config("30b", world_size=8)
     run = RunFolder(tmp_path)
-    pipeline = steps.Pipeline(
-        recipe, ds_config, run, tmp_path, ["--recipe", "30b"], world_size=8, gpu="H200-SXM"
-    )
+    pipeline = Pipeline(recipe, ds_config, run, tmp_path, ["--recipe", "30b"], world_size=8, gpu="H200-SXM")
     needs = flow.needed(pipeline)
     assert needs["gpu"] == "8" and int(needs["mem"].removesuffix("Gi")) > 100 and needs["hours"] > 24
     planned = {"needs": needs, "keys": dict.fromkeys(("prepare", "train", "publish"), "k")}
-    planned["facts"] = pipeline.steps["plan"].run()
+    planned["facts"] = Plan(pipeline).run()
     request = json.dumps({"publish": "", "folder": ""})
     settings = SerializationSettings(
         image_config=ImageConfig(default_image=Image("i", "i", "1")), project="p", domain="d", version="v"
@@ -102,8 +102,6 @@ def test_more_ranks_than_a_node_has_are_refused(tmp_path):
     from pretraining.runtime.run_folder import RunFolder
 
     recipe, ds_config = load_recipe_and_ds_config("7b", world_size=16)
-    pipeline = steps.Pipeline(
-        recipe, ds_config, RunFolder(tmp_path), tmp_path, [], world_size=16, gpu="H100-SXM"
-    )
+    pipeline = Pipeline(recipe, ds_config, RunFolder(tmp_path), tmp_path, [], world_size=16, gpu="H100-SXM")
     with pytest.raises(UserError, match="a task of Flyte is one node"):
         needed(pipeline)

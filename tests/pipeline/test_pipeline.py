@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from pretraining.errors import UserError
-from pretraining.pipeline import steps
+from pretraining.pipeline import step
 from pretraining.pipeline.__main__ import main
-from pretraining.pipeline.command import StepEnded, call
 from pretraining.pipeline.steps import NAMES, ranks_of
+from pretraining.runtime.child import CommandEnded, call
 from pretraining.runtime.lock import lock_idle_run
 from tests.gear.local_hub import REPOSITORY_ID, local_hub
 from tests.gear.object_store import BUCKET, s3_server, use_here
@@ -25,7 +25,7 @@ SHORT = ("budget.tokens=1024", "evaluation.sample_tokens=0", "training.report_to
 OF_A_RUN = ("plan", "prepare", "doctor", "train", "evaluate", "report")
 
 
-def forked(command: list[str], captured: bool = False, output: object = None) -> str:
+def forked(command: list[str], captured: bool = False, show: object = None) -> str:
     """`call`, but what imports torch is forked from a process that has done so."""
     if any(word.endswith("train.py") for word in command):
         place = next(number for number, word in enumerate(command) if word.endswith("train.py"))
@@ -34,7 +34,7 @@ def forked(command: list[str], captured: bool = False, output: object = None) ->
         words = command[1:]
     finished = execute(["forked", "0", *words])
     if finished.code:
-        raise StepEnded(finished.code, f"{finished.stdout}{finished.stderr}")
+        raise CommandEnded(finished.code, f"{finished.stdout}{finished.stderr}")
     return finished.stdout
 
 
@@ -71,7 +71,7 @@ class Place:
 
 @pytest.fixture
 def place(tmp_path, workshop, capsys, monkeypatch) -> Place:
-    monkeypatch.setattr(steps, "call", forked)
+    monkeypatch.setattr(step, "call", forked)
     return Place(tmp_path, workshop, capsys)
 
 
@@ -134,7 +134,7 @@ def test_what_would_take_away_prepared_data_needs_a_word(place):
 
 def test_a_failed_training_repeats_no_preparation(place, monkeypatch):
     """A launcher that fails at once, as a real command: its code, and what comes before it stays."""
-    monkeypatch.setattr(steps, "call", call)
+    monkeypatch.setattr(step, "call", call)
     options = ["--launcher", "false", "--restarts", "0", "--skip", "doctor"]
     code, states, _ = place.pipeline(*options)
     assert code == 1 and states == {"plan": "done", "prepare": "done", "train": "failed"}
@@ -260,10 +260,10 @@ time.sleep(60)
 """
 PARENT = """
 import sys
-from pretraining.pipeline.command import StepEnded, call
+from pretraining.runtime.child import CommandEnded, call
 try:
     call([sys.executable, "-c", sys.argv[1]])
-except StepEnded as ended:
+except CommandEnded as ended:
     print("ended with", ended.code)
 """
 

@@ -13,7 +13,7 @@ import pytest
 
 from pretraining.command_line import started_by_launcher
 from pretraining.data.prepared import open_prepared
-from pretraining.data.streaming.cache import CacheSettings
+from pretraining.data.streaming.cache import ShardCache
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
 from tests.gear.runs import REPOSITORY, Finished, Started, Workshop, contents, execute
@@ -237,7 +237,7 @@ def test_a_damaged_tokenizer(workshop, copied_data, tmp_path, name, damage):
     store.put(str(copied_data), "/damaged", recursive=True)
     for place in (copied_data, "memory://damaged"):
         with pytest.raises(UserError, match=rf"corpus/tokenizer/{name}") as caught:
-            open_prepared(recipe, place, CacheSettings(tmp_path / "cache", 10**9))
+            open_prepared(recipe, place, ShardCache(tmp_path / "cache", 10**9))
     store.rm("/damaged", recursive=True)
     if damage != "missing" or name != "tokenizer.json":  # without that file the store says what is not there
         assert ("missing" if damage == "missing" else "not the one the data was made with") in str(

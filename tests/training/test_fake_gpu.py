@@ -22,7 +22,7 @@ from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shard_writer import SplitWriter
 from pretraining.data.shards import TokenSplit
-from pretraining.evaluation.likelihood import HellaSwag, Item
+from pretraining.evaluation.likelihood import HellaSwag, Item, Passes
 from pretraining.evaluation.sampling import sample_text
 from pretraining.evaluation.validation import Validation
 from pretraining.model import loss as losses
@@ -155,7 +155,7 @@ def make_trainer(machine, recipe_path: Path, split: TokenSplit, ds_config: str, 
     dataset = PackedDataset((split, split), LENGTH, order, 0, recipe.num_samples, masks_documents=masks)
     monitors = Monitors(run, recipe)
     monitors.begin(plan, start, dataset)
-    validation = Validation.of(split, recipe)
+    validation = Validation(split, recipe)
     evaluator = SimpleNamespace(
         dataset=validation.dataset,
         callbacks=(),
@@ -316,7 +316,7 @@ def test_validation_and_samples_run_on_the_device(tmp_path, split, monkeypatch):
             "pretraining/evaluation/validation.py:measure"
         ]
         machine.synchronisations.clear()
-        HellaSwag(items, tokenizer, 64, 4).measure(trained)
+        HellaSwag(items, tokenizer, Passes(64, 4)).measure(trained)
         assert [each.where for each in machine.synchronisations] == [
             "pretraining/evaluation/likelihood.py:score"
         ]

@@ -141,7 +141,7 @@ def test_validation_export_and_checkpoint_agree_on_the_average(workshop, tmp_pat
     model = AutoModelForCausalLM.from_pretrained(run.dir.export)
     recipe = load_recipe(workshop.recipe)
     data = open_prepared(recipe, workshop.data)
-    measured = Validation.of(data.validation, recipe).measure(model)
+    measured = Validation(data.validation, recipe).measure(model)
     assert measured["loss"] == pytest.approx(validation_losses(run)[-1], abs=1e-5)
 
     verb = ["-m", "pretraining.checkpoints", "export", run.folder, "--to", tmp_path / "export"]

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from pretraining.data.checksums import digest_of
 from pretraining.data.dedup.ngrams import TextUnits, batches_of, ngrams_of, units_of
-from pretraining.data.manifest import digest_of
 from pretraining.data.text_files import local_file, read_documents
 from pretraining.errors import UserError, require
 from pretraining.outside.files import json_lines

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pretraining.data.checksums import digest_of
 from pretraining.data.corpus import Batch, Corpus, TextPiece, read_batches
 from pretraining.data.dedup.clusters import (
     TRAIN,
@@ -45,7 +46,6 @@ from pretraining.data.dedup.pairs import (
     match_slice,
     write_array,
 )
-from pretraining.data.manifest import digest_of
 from pretraining.data.preparation.stage import Stage
 from pretraining.data.progress import ProgressBar
 from pretraining.data.quality.chain import FilterChain

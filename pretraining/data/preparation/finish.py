@@ -14,14 +14,13 @@ from pathlib import Path
 import numpy as np
 
 from pretraining.data.arriving import ARRIVED_NAME, from_origin
+from pretraining.data.checksums import checksum_of_file, content_fingerprint, digest_of
 from pretraining.data.excerpt import rows_of
 from pretraining.data.manifest import (
     FORMAT,
     MANIFEST_NAME,
     POSITIONS_FILE,
-    content_fingerprint,
     deciding_section,
-    digest_of,
     entropy_bits,
     read_manifest,
     reading_options,
@@ -34,7 +33,7 @@ from pretraining.data.preparation.survey import Begun, Survey
 from pretraining.data.preparation.tokenizing import COUNTS_NAME, POSITIONS_NAME, SPLITS
 from pretraining.data.publishing import discard, publish, start_building
 from pretraining.data.shard_writer import SplitWriter, split_entry, summed_entry
-from pretraining.data.shards import TokenSplit, checksum_of_file, open_shard, token_dtype
+from pretraining.data.shards import TokenSplit, open_shard, token_dtype
 from pretraining.errors import UserError
 from pretraining.runtime.durable_files import replacing
 

@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
+from pretraining.data.checksums import digest_of
 from pretraining.data.corpus import CLEANING_KEYS, PIECE_BYTES, TASK_PIECES, Corpus
-from pretraining.data.manifest import consulted, deciding_section, digest_of
+from pretraining.data.manifest import consulted, deciding_section
 from pretraining.data.portions import Portion
 from pretraining.data.preparation.cleaning import (
     Clean,

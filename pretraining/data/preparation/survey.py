@@ -8,7 +8,7 @@ portions were prepared before.
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from pretraining.data.manifest import digest_of
+from pretraining.data.checksums import digest_of
 from pretraining.data.portions import Portion
 
 if TYPE_CHECKING:

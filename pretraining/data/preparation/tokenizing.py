@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+from pretraining.data.checksums import digest_of
 from pretraining.data.corpus import Batch, Corpus, prefetch
 from pretraining.data.encoder import Encoder
-from pretraining.data.manifest import digest_of
 from pretraining.data.portions import Portion
 from pretraining.data.preparation.cleaning import CleanedAsRead, CleanedCorpus, Cleaner
 from pretraining.data.preparation.split_sizes import SplitSizes

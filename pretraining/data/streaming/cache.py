@@ -17,7 +17,6 @@ import shutil
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
@@ -31,46 +30,6 @@ DEFAULT_SHARE = 0.5
 COUNT_FILE = ".held"
 SPARE_SHARE = 0.01
 """Share of the limit that is made free at once: a full cache of many shards is not listed at each fetch."""
-
-
-@dataclass(frozen=True)
-class CacheSettings:
-    """The folder of the cache and its limit in bytes. One folder may serve many data sets, runs and processes."""
-
-    folder: Path
-    max_bytes: int
-
-    @classmethod
-    def of(cls, folder: Path | None = None, gigabytes: float | None = None) -> "CacheSettings":
-        """Take the command line's values, else the environment's, else the user's cache folder and half its disk."""
-        folder = folder or Path(os.environ.get(FOLDER_VARIABLE) or _default_folder())
-        if gigabytes is None and os.environ.get(GIGABYTES_VARIABLE):
-            gigabytes = _gigabytes(os.environ[GIGABYTES_VARIABLE])
-        folder = folder.expanduser()
-        return cls(folder, _half_the_room(folder) if gigabytes is None else int(gigabytes * 1e9))
-
-
-def _default_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "pretraining" / "data"
-
-
-def _gigabytes(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    # Written so that NaN is refused too.
-    if not number > 0:
-        raise UserError(f"{GIGABYTES_VARIABLE} is {text!r}; set it to a number of gigabytes above 0")
-    return number
-
-
-def _half_the_room(folder: Path) -> int:
-    # The folder may not be there yet: its nearest parent is on the same disk.
-    existing = next((place for place in (folder, *folder.parents) if place.exists()), Path("/"))
-    held = sum(path.stat().st_size for path in folder.glob("*/*.arrow"))
-    return int((shutil.disk_usage(existing).free + held) * DEFAULT_SHARE)
 
 
 class ShardBusy(Exception):
@@ -99,10 +58,35 @@ class CachedShard(NamedTuple):
 
 
 class ShardCache:
-    """One cache folder and its limit in bytes. Picklable; it keeps no file open itself."""
+    """One cache folder and its limit in bytes, for many data sets, runs and processes.
+
+    Picklable; it keeps no file open itself.
+    """
 
     def __init__(self, root: Path, max_bytes: int):
         self.root, self.max_bytes = Path(root), max_bytes
+
+    @classmethod
+    def of(cls, folder: Path | None = None, gigabytes: float | None = None) -> "ShardCache":
+        """Take the command line's values, else the environment's, else the user's cache folder and half its disk."""
+        if folder is None:
+            user_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+            folder = Path(os.environ.get(FOLDER_VARIABLE) or f"{user_cache}/pretraining/data")
+        folder, text = folder.expanduser(), os.environ.get(GIGABYTES_VARIABLE)
+        if gigabytes is None and text:
+            try:
+                gigabytes = float(text)
+            except ValueError:
+                gigabytes = 0.0
+            # Written so that NaN is refused too.
+            if not gigabytes > 0:
+                raise UserError(f"{GIGABYTES_VARIABLE} is {text!r}; set it to a number of gigabytes above 0")
+        if gigabytes is not None:
+            return cls(folder, int(gigabytes * 1e9))
+        # The folder may not be there yet: its nearest parent is on the same disk.
+        existing = next((place for place in (folder, *folder.parents) if place.exists()), Path("/"))
+        held = sum(path.stat().st_size for path in folder.glob("*/*.arrow"))
+        return cls(folder, int((shutil.disk_usage(existing).free + held) * DEFAULT_SHARE))
 
     def _path(self, shard: CachedShard, suffix: str) -> Path:
         return self.root / f"{shard.name}{suffix}"
@@ -110,9 +94,10 @@ class ShardCache:
     def check_fits(self, size: int) -> None:
         """Raise UserError if a shard of `size` bytes is larger than the cache may become."""
         if size > self.max_bytes:
+            room = f"{max(4 * size / 1e9, 0.01):.2g}"
             raise UserError(
                 f"{self.root}: the cache may hold {self.max_bytes / 1e9:.3g} GB, one shard has {size / 1e9:.3g} GB; "
-                f"give it room with --data_cache_gb {_round_up(4 * size)}, on a disk that has it (--data_cache)"
+                f"give it room with --data_cache_gb {room}, on a disk that has it (--data_cache)"
             )
 
     def open(self, shard: CachedShard) -> FileIO | None:
@@ -130,7 +115,7 @@ class ShardCache:
         return file
 
     def holds(self, shard: CachedShard) -> bool:
-        """Say if the shard is here, without protecting it."""
+        """Return whether the shard is here, without protecting it."""
         return self._path(shard, ".arrow").exists()
 
     def fetch(self, shard: CachedShard, chunks: Callable[[], Iterable[bytes]]) -> FileIO:
@@ -145,22 +130,19 @@ class ShardCache:
             if part is None:
                 raise ShardBusy
             with part:
-                self._fill(part, shard, chunks)
+                try:
+                    if not self.holds(shard):  # another process may have fetched it meanwhile
+                        self._take_room(part, shard.size)
+                        _write_checked(part, chunks(), shard.checksum)
+                        # only now do readers see it: whole and checked
+                        self._path(shard, ".part").rename(self._path(shard, ".arrow"))
+                finally:
+                    if _is_still_at(part, self._path(shard, ".part")):
+                        self._path(shard, ".part").unlink()
             file = self.open(shard)
         if file is None:
             raise ShardBusy  # evicted in the same moment
         return file
-
-    def _fill(self, part: FileIO, shard: CachedShard, chunks: Callable[[], Iterable[bytes]]) -> None:
-        path = self._path(shard, ".part")
-        try:
-            if not self.holds(shard):  # another process may have fetched it meanwhile
-                self._take_room(part, shard.size)
-                _write_checked(part, chunks(), shard.checksum)
-                path.rename(self._path(shard, ".arrow"))  # only now do readers see it: whole and checked
-        finally:
-            if _is_still_at(part, path):
-                path.unlink()
 
     def _take_room(self, part: FileIO, size: int) -> None:
         """Evict the shards unused for longest until `size` more bytes fit, then take these bytes."""
@@ -201,16 +183,14 @@ class ShardCache:
         except (OSError, ValueError):
             return math.inf
 
-    def _files(self) -> Iterator[tuple[Path, int, tuple]]:
-        """List (path, bytes, age) of all files: parts are evicted first, then the longest unneeded shards."""
-        for pattern in ("*/*.part", "*/*.arrow"):
-            for path in self.root.glob(pattern):
-                with contextlib.suppress(FileNotFoundError):
-                    status = path.stat()
-                    yield path, status.st_size, (path.suffix == ".arrow", status.st_mtime_ns)
-
     def _oldest_first(self) -> list[tuple[Path, int]]:
-        return [(path, size) for path, size, _ in sorted(self._files(), key=lambda file: file[2])]
+        """List (path, bytes) of all files: parts are evicted first, then the longest unneeded shards."""
+        files = []
+        for path in (*self.root.glob("*/*.part"), *self.root.glob("*/*.arrow")):
+            with contextlib.suppress(FileNotFoundError):
+                status = path.stat()
+                files.append(((path.suffix == ".arrow", status.st_mtime_ns), path, status.st_size))
+        return [(path, size) for _, path, size in sorted(files, key=lambda file: file[0])]
 
     @contextlib.contextmanager
     def disk_faults(self) -> Iterator[None]:
@@ -258,10 +238,6 @@ def _allocated(part: FileIO, size: int) -> bool:
     return True
 
 
-def _round_up(num_bytes: int) -> str:
-    return f"{max(num_bytes / 1e9, 0.01):.2g}"
-
-
 # File locks, which the kernel releases if their holder dies, however it dies. A lock (flock) belongs to an open file,
 # which a forked child inherits. The child closes its copies at once, else it would hold, for its whole life, locks that
 # a thread of its parent has given up.
@@ -292,7 +268,7 @@ def _open(path: Path, flags: int) -> FileIO:
 
 
 def _is_still_at(file: FileIO, path: Path) -> bool:
-    """Say if `path` is (still) the name of this open file."""
+    """Return whether `path` is (still) the name of this open file."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except FileNotFoundError:
@@ -352,7 +328,6 @@ def _remove_unless_in_use(path: Path) -> bool:
 
 @contextlib.contextmanager
 def exclusive_lock(path: Path) -> Iterator[None]:
-    """Wait for the one lock at `path` and hold it."""
     with _open(path, os.O_RDWR | os.O_CREAT) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -45,41 +45,39 @@ class PrefetchedDataset:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[dict]:
-        """Read the samples of one batch."""
         self.prefetcher.advance(self.dataset.first_sample + min(indices))
         self._remote.count_reads(len(indices))
         return self.dataset.__getitems__(indices)
 
 
-def prefetched(dataset: PackedDataset) -> PrefetchedDataset:
-    """Prefetch for a dataset over StreamedSplits in an order; UserError if the cache is too small for it."""
-    groups = [order.group_size for order in dataset.order.orders]
-    _check_room(dataset.splits, groups, any(isinstance(each, WindowedOrder) for each in dataset.order.orders))
+def prefetched(dataset: PackedDataset) -> PackedDataset | PrefetchedDataset:
+    """Prefetch if the shards come from an address; the samples stay the same.
+
+    Raises:
+        UserError: the cache may not keep what the order needs at once.
+    """
+    # Without an order blocks come in sequence (validation).
+    if dataset.order is None or not isinstance(dataset.splits[0], StreamedSplit):
+        return dataset
+    orders, cache = dataset.order.orders, dataset.splits[0].remote.cache
+    sizes = [sorted((e["size"] for e in split.shard_entries), reverse=True) for split in dataset.splits]
+    # Of each split as many shards as are shuffled together; None: all of them.
+    needed = [
+        size for shards, order in zip(sizes, orders, strict=True) for size in shards[: order.group_size]
+    ]
+    room = cache.max_bytes * SHARE_OF_CACHE
+    if sum(needed) > room:
+        most = int(room // max(needed) // len(sizes))
+        smaller = f", or shuffle by groups of shards: --set data.shuffle_shards={most}" if most else ""
+        if any(isinstance(order, WindowedOrder) for order in orders):
+            smaller = ", or take a smaller data.shuffle_blocks"
+        raise UserError(
+            f"{cache.root}: the order of the run needs {len(needed):,} shards ({sum(needed) / 1e9:.3g} GB) at once, "
+            f"the cache may hold {cache.max_bytes / 1e9:.3g} GB: raise --data_cache_gb to "
+            f"{sum(needed) / SHARE_OF_CACHE / 1e9 + 0.05:.1f}{smaller}"
+        )
     end = dataset.first_sample + len(dataset)
     return PrefetchedDataset(dataset, Prefetcher(dataset.shard_needs(), dataset.splits, end))
-
-
-def _check_room(splits: Sequence[StreamedSplit], groups: Sequence[int | None], in_windows: bool) -> None:
-    """Raise UserError if the cache may not keep what the order needs at once.
-
-    groups: for each split the number of shards that are shuffled together, None for all of them. in_windows: by
-    windows of blocks.
-    """
-    sizes = [sorted((e["size"] for e in split.shard_entries), reverse=True) for split in splits]
-    kept = [size for shards, group in zip(sizes, groups, strict=True) for size in shards[:group]]
-    cache = splits[0].remote.cache
-    if sum(kept) > cache.max_bytes * SHARE_OF_CACHE:
-        smaller = ", or take a smaller data.shuffle_blocks" if in_windows else ""
-        most = int(cache.max_bytes * SHARE_OF_CACHE // max(kept) // len(splits))
-        raise UserError(
-            f"{cache.root}: the order of the run needs {len(kept):,} shards ({sum(kept) / 1e9:.3g} GB) at once, the "
-            f"cache may hold {cache.max_bytes / 1e9:.3g} GB: raise --data_cache_gb to "
-            f"{sum(kept) / SHARE_OF_CACHE / 1e9 + 0.05:.1f}"
-            + (
-                smaller
-                or (f", or shuffle by groups of shards: --set data.shuffle_shards={most}" if most else "")
-            )
-        )
 
 
 class Prefetcher:
@@ -96,8 +94,7 @@ class Prefetcher:
         self._forget()
 
     def __getstate__(self) -> dict:
-        kept = ("needs", "splits", "num_samples", "cache")
-        return {key: self.__dict__[key] for key in kept}
+        return {key: self.__dict__[key] for key in ("needs", "splits", "num_samples", "cache")}
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
@@ -105,27 +102,32 @@ class Prefetcher:
 
     def _forget(self) -> None:
         self._process: int | None = None
-        self._work: _Work | None = None
+        self._running: _Threads | None = None
 
     def advance(self, sample: int) -> None:
         """Note that the run reads samples from `sample` on, and that this process reads none before it."""
         # Threads do not survive a fork: the first read in a process starts its own.
         if self._process != os.getpid():
-            self._process, self._work = os.getpid(), _Work(self)
-            self._work.position = sample
-            self._work.start()
-            # The threads refer to `_work`, not to the prefetcher: so it can be collected, which stops them.
-            weakref.finalize(self, self._work.stop.set)
-        self._work.position = sample
+            self._process, self._running = os.getpid(), _Threads(self)
+            self._running.position = sample
+            for thread in self._running.threads:
+                thread.start()
+            # The threads refer to `_running`, not to the prefetcher: so it can be collected, which stops them.
+            weakref.finalize(self, self._running.stop.set)
+        self._running.position = sample
 
     def close(self) -> None:
         """End the threads of this process and release the shards they kept."""
-        if self._work is not None and self._process == os.getpid():
-            self._work.end()
+        if self._running is not None and self._process == os.getpid():
+            self._running.stop.set()
+            for thread in self._running.threads:
+                thread.join(END_SECONDS)
+            for file in self._running.held.values():
+                file.close()
         self._forget()
 
 
-class _Work:
+class _Threads:
     """The threads of one process, and the shards they keep from eviction."""
 
     def __init__(self, prefetcher: Prefetcher):
@@ -139,27 +141,29 @@ class _Work:
         # Shards that could not be fetched: not tried again, so that other shards have their turn.
         self._failed: set[Key] = set()
         self._turn = threading.Lock()
-        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(NUM_THREADS)]
-
-    def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
-
-    def end(self) -> None:
-        self.stop.set()
-        for thread in self._threads:
-            thread.join(END_SECONDS)
-        for file in self.held.values():
-            file.close()
-        self.held.clear()
+        self.threads = [threading.Thread(target=self._run, daemon=True) for _ in range(NUM_THREADS)]
 
     def _run(self) -> None:
+        """Bring shards here and keep them for the window, until told to stop."""
         while not self.stop.is_set():
-            key = self._next()
-            if key is None:
+            if (key := self._next()) is None:
                 self.stop.wait(WAIT_SECONDS)
-            else:
-                self._fetch(key)
+                continue
+            split = self.splits[key[0]]
+            entry = split.shard_entries[key[1]]
+            try:
+                file = split.remote.cache.open(split.remote.cached(entry))
+                file = file or split.remote.fetch(split.name, entry, wanted=lambda: not self.stop.is_set())
+            except (ShardBusy, CacheFull):
+                file = None
+                self.stop.wait(WAIT_SECONDS)  # other threads take the shards after it meanwhile
+            except UserError:  # the read that needs the shard will ask again, and raise it
+                file = None
+                self._failed.add(key)
+            with self._turn:
+                self._fetching.discard(key)
+                if file is not None:
+                    self.held[key] = file
 
     def _next(self) -> Key | None:
         """Choose the first shard of the window that is neither here nor being fetched by a thread of this process."""
@@ -173,24 +177,6 @@ class _Work:
                     self._fetching.add(key)
                     return key
         return None
-
-    def _fetch(self, key: Key) -> None:
-        """Bring the shard here and keep it for the window."""
-        split = self.splits[key[0]]
-        entry = split.shard_entries[key[1]]
-        try:
-            file = split.remote.cache.open(split.remote.cached(entry))
-            file = file or split.remote.fetch(split.name, entry, wanted=lambda: not self.stop.is_set())
-        except (ShardBusy, CacheFull):
-            file = None
-            self.stop.wait(WAIT_SECONDS)  # other threads take the shards after it meanwhile
-        except UserError:  # the read that needs the shard will ask again, and raise it
-            file = None
-            self._failed.add(key)
-        with self._turn:
-            self._fetching.discard(key)
-            if file is not None:
-                self.held[key] = file
 
 
 class Window:
@@ -214,12 +200,11 @@ class Window:
         for key in [key for key, last in self.last_needs.items() if last < position]:
             del self.last_needs[key]
             self.num_bytes -= self.shard_bytes[key[0]][key[1]]
-        while self._scanned < self.stop and self._has_room(position) and self._scan():
-            pass
-
-    def _has_room(self, position: int) -> bool:
-        """Say if to look further: with every shard in the window, one step ahead finds when each is needed last."""
-        return len(self.last_needs) < self._num_shards or self._scanned < position + SCANNED_SAMPLES
+        while self._scanned < self.stop:
+            # With every shard in the window, one step ahead finds when each is needed last.
+            has_all = len(self.last_needs) == self._num_shards
+            if (has_all and self._scanned >= position + SCANNED_SAMPLES) or not self._scan():
+                break
 
     def _scan(self) -> bool:
         """Look at the next samples; False if one of them needs a shard that finds no room."""
@@ -232,7 +217,18 @@ class Window:
         )
         keys = [(number >> 32, number & 0xFFFFFFFF) for number in numbers.tolist()]
         # Samples before `halt` found room. The scan goes on from there when room is free.
-        halt = self._add(keys, firsts, len(samples))
+        halt = len(samples)
+        for index in np.argsort(firsts).tolist():
+            key = keys[index]
+            if key in self.last_needs:
+                continue
+            size = self.shard_bytes[key[0]][key[1]]
+            # The first shard is taken in any case: without it the run cannot go on.
+            if self.last_needs and self.num_bytes + size > self.max_bytes:
+                halt = int(firsts[index])
+                break
+            self.last_needs[key] = 0
+            self.num_bytes += size
         lasts = np.full(len(keys), -1)
         lasts[places[:halt]] = np.arange(halt)  # of equal places numpy keeps the last
         for key, last in zip(keys, lasts.tolist(), strict=True):
@@ -240,16 +236,3 @@ class Window:
                 self.last_needs[key] = start + last
         self._scanned = start + halt
         return halt == len(samples)
-
-    def _add(self, keys: list[Key], firsts: np.ndarray, count: int) -> int:
-        """Take in new shards, first needed first; returns how many samples found room for theirs."""
-        for index in np.argsort(firsts).tolist():
-            key = keys[index]
-            if key not in self.last_needs:
-                size = self.shard_bytes[key[0]][key[1]]
-                # The first shard is taken in any case: without it the run cannot go on.
-                if self.last_needs and self.num_bytes + size > self.max_bytes:
-                    return int(firsts[index])
-                self.last_needs[key] = 0
-                self.num_bytes += size
-        return count

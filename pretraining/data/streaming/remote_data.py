@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from pretraining.data.manifest import MANIFEST_NAME, POSITIONS_FILE, digest_of, parse_manifest
+from pretraining.data.checksums import digest_of
+from pretraining.data.manifest import MANIFEST_NAME, POSITIONS_FILE, parse_manifest
 from pretraining.data.shards import Shard, TokenSplit, between, map_shard
 from pretraining.data.streaming.cache import CachedShard, CacheFull, DamagedDownload, ShardBusy, ShardCache
 from pretraining.data.streaming.store import Patience, Store, log_line
@@ -44,19 +45,9 @@ LARGEST_DIRECT_SHARE = 1 / 8
 class RemoteData:
     """One prepared data set at `address`, its shards kept in `cache`. Picklable."""
 
-    def __init__(self, address: str, cache: ShardCache, store: Store | None = None):
-        self.address, self.cache = address, cache
-        self.store = store or Store(address)
+    def __init__(self, address: str, cache: ShardCache):
+        self.address, self.cache, self.store = address, cache, Store(address)
         self.fingerprint, self._until_sweep = "", FEWEST_READS
-        self.splits: weakref.WeakSet = weakref.WeakSet()
-        """Open splits of this process, which unmap the shards they do not read."""
-
-    def __getstate__(self) -> dict:
-        # The splits refer back to this object, and another process opens its own.
-        return {**self.__dict__, "splits": []}
-
-    def __setstate__(self, state: dict) -> None:
-        self.__dict__.update(state, splits=weakref.WeakSet())
 
     def read_manifest(self) -> dict:
         """Read the manifest; UserError if there is none, it may not be read, or a shard is larger than the cache."""
@@ -93,9 +84,14 @@ class RemoteData:
         (building / "tokenizer").mkdir()
         try:
             for name in ("tokenizer.json", *COMPANION_FILES):
-                content = self._companion(name)
-                if content is not None:
-                    (building / "tokenizer" / name).write_bytes(content)
+                try:
+                    content = self.store.read(f"tokenizer/{name}")
+                except UserError as error:
+                    # A companion file is optional.
+                    if isinstance(error.__cause__, FileNotFoundError) and name != "tokenizer.json":
+                        continue
+                    raise
+                (building / "tokenizer" / name).write_bytes(content)
             if not folder.exists():
                 building.rename(folder)
         except OSError:
@@ -104,17 +100,7 @@ class RemoteData:
         finally:
             shutil.rmtree(building, ignore_errors=True)
 
-    def _companion(self, name: str) -> bytes | None:
-        try:
-            return self.store.read(f"tokenizer/{name}")
-        except UserError as error:
-            # A companion file is optional.
-            if isinstance(error.__cause__, FileNotFoundError) and name != "tokenizer.json":
-                return None
-            raise
-
     def cached(self, entry: dict) -> CachedShard:
-        """Name the shard of a manifest entry as the cache does."""
         return CachedShard(self.fingerprint, entry["checksum"], entry["size"])
 
     def fetch(self, split: str, entry: dict, wanted: Callable[[], bool] = lambda: True) -> FileIO:
@@ -124,9 +110,16 @@ class RemoteData:
         between the requests: if it says False, the fetch ends with ShardBusy.
         """
         path = f"{split}/{entry['file']}"
+
+        def chunks() -> Iterator[bytes]:
+            for chunk in self.store.chunks(path, entry["size"]):
+                if not wanted():
+                    raise ShardBusy
+                yield chunk
+
         for attempt in range(1, DOWNLOADS + 1):
             try:
-                return self.cache.fetch(self.cached(entry), lambda: self._chunks(path, entry, wanted))
+                return self.cache.fetch(self.cached(entry), chunks)
             except DamagedDownload as damage:
                 if attempt == DOWNLOADS:
                     raise UserError(
@@ -136,12 +129,6 @@ class RemoteData:
                     ) from damage
                 log_line(f"{self.store.where(path)}: came damaged ({damage}), fetching it again")
         raise AssertionError
-
-    def _chunks(self, path: str, entry: dict, wanted: Callable[[], bool]) -> Iterator[bytes]:
-        for chunk in self.store.chunks(path, entry["size"]):
-            if not wanted():
-                raise ShardBusy
-            yield chunk
 
     def open(self, split: str, entry: dict) -> FileIO:
         """Wait for the shard's file; CacheFull if no room is made for it in time."""
@@ -168,16 +155,16 @@ class RemoteData:
         self._until_sweep -= count
         if self._until_sweep <= 0:
             self.unmap(idle_only=True)
-            self._until_sweep = max(FEWEST_READS, READS_PER_MAP * self.num_maps())
+            num_maps = sum(split.num_maps() for split in self._splits())
+            self._until_sweep = max(FEWEST_READS, READS_PER_MAP * num_maps)
 
     def unmap(self, idle_only: bool = False) -> None:
         """Close this process's maps of shards, or only those not read since the last time."""
-        for split in list(self.splits):
+        for split in self._splits():
             split.unmap(idle_only)
 
-    def num_maps(self) -> int:
-        """Count the shards that this process has mapped."""
-        return sum(split.num_maps() for split in self.splits)
+    def _splits(self) -> list["StreamedSplit"]:
+        return [split for split in list(_open_splits) if split.remote is self]
 
 
 class StreamedSplit(TokenSplit):
@@ -190,9 +177,9 @@ class StreamedSplit(TokenSplit):
         self.remote, self.name = remote, name
         super().__init__(name, entry)
         self.folder = remote.store.where(name)
-        self._enter()
         self._reads_at_sweep: dict[int, int] = {}
         self._reported = False
+        _open_splits.add(self)
 
     def _of_entry(self, entry: dict) -> "StreamedSplit":
         return type(self)(self.remote, self.name, entry)
@@ -206,14 +193,9 @@ class StreamedSplit(TokenSplit):
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
-        self._enter()
-
-    def _enter(self) -> None:
-        self.remote.splits.add(self)
-        _splits.add(self)
+        _open_splits.add(self)
 
     def num_maps(self) -> int:
-        """Count the shards mapped here."""
         return len(self._open)
 
     def unmap(self, idle_only: bool) -> None:
@@ -225,7 +207,6 @@ class StreamedSplit(TokenSplit):
         self._reads_at_sweep = {number: shard.reads for number, shard in self._open.items()}
 
     def map_anew(self, number: int) -> Shard:
-        """Fetch the shard unless it is here, and map it."""
         entry = self._entry["shards"][number]
         with self.remote.open(self.name, entry) as file:
             return map_shard(file, self._where(number), entry, self.dtype)
@@ -259,7 +240,7 @@ class StreamedSplit(TokenSplit):
         return self._direct(number, 0, count)
 
     def _is_near(self, number: int) -> bool:
-        """Say if the shard is mapped or in the cache."""
+        """Return whether the shard is mapped or in the cache."""
         cached = self.remote.cached(self._entry["shards"][number])
         return number in self._open or self.remote.cache.holds(cached)
 
@@ -269,14 +250,12 @@ class StreamedSplit(TokenSplit):
                 return between(super()._shard(number).ends, low, high)
             except CacheFull:
                 self._report_full_cache()
-        return between(self._direct_ends(number, high), low, high)
-
-    def _direct_ends(self, number: int, high: int) -> np.ndarray:
-        """Read the ends of a shard's documents up to `high` straight from the store."""
+        # Straight from the store.
         entry = self._entry["shards"][number]
         first = entry["buffers"]["offsets"] + 8  # behind the zero that they begin with
         stop = first + 8 * min(entry["documents"], high + 1)  # a document has at least one token
-        return np.frombuffer(self.remote.store.read_range(f"{self.name}/{entry['file']}", first, stop), "<i8")
+        content = self.remote.store.read_range(f"{self.name}/{entry['file']}", first, stop)
+        return between(np.frombuffer(content, "<i8"), low, high)
 
     def _direct(self, number: int, offset: int, count: int) -> np.ndarray:
         """Read up to `count` tokens of a shard straight from the store."""
@@ -296,12 +275,13 @@ class StreamedSplit(TokenSplit):
         self._reported = True
 
 
-_splits: weakref.WeakSet[StreamedSplit] = weakref.WeakSet()
+_open_splits: weakref.WeakSet[StreamedSplit] = weakref.WeakSet()
+"""Splits of this process, which unmap the shards they do not read."""
 
 
 def _unmap_inherited() -> None:
     """Unmap in a forked child, which would hold its parent's locks with its parent's maps."""
-    for split in list(_splits):
+    for split in list(_open_splits):
         split.unmap(idle_only=False)
 
 

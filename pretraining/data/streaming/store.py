@@ -24,6 +24,8 @@ REPORTED_AFTER_SECONDS = 10.0
 CHUNK_BYTES = 8 << 20
 """Bytes of one request: large enough for few requests, small enough that a failed one repeats little."""
 
+_NO_FILE = (errno.ENXIO, errno.ELOOP, errno.EISDIR, errno.ENOTDIR)
+
 Answer = TypeVar("Answer")
 
 
@@ -55,7 +57,11 @@ class Patience:
             except (
                 Exception
             ) as error:  # stores raise errors of many families; `refusal` knows the hopeless ones
-                if refused := (self.refused or refusal)(error, what) or _no_file(error):
+                refused = (self.refused or refusal)(error, what)
+                # Something else than a file in a folder that serves as a store.
+                if refused is None and isinstance(error, OSError) and error.errno in _NO_FILE:
+                    refused = file_error(error)
+                if refused is not None:
                     raise refused from error
                 waited = time.monotonic() - start
                 # No last sleep that would end after the limit.
@@ -89,19 +95,12 @@ def refusal(error: Exception, what: str) -> UserError | None:
     return None
 
 
-def _no_file(error: Exception) -> UserError | None:
-    """Make the same for something else than a file in a folder that serves as a store."""
-    kinds = (errno.ENXIO, errno.ELOOP, errno.EISDIR, errno.ENOTDIR)
-    return file_error(error) if isinstance(error, OSError) and error.errno in kinds else None
-
-
 def reason_of(error: BaseException) -> str:
     """Take the first line of an error's message, or its name if it has none, without any secret."""
     return masked(str(error).strip().partition("\n")[0])[:200] or type(error).__name__
 
 
 def log_line(message: str, speaker: str = "data") -> None:
-    """Write one line to the log of the run."""
     print(f"{speaker}: {message}", file=sys.stderr, flush=True)
 
 
@@ -137,7 +136,6 @@ class Store:
         return self._filesystem().cat_file(self.where(path))
 
     def where(self, path: str) -> str:
-        """Name one file by its address, for messages."""
         return f"{self.address}/{path}"
 
     def read(self, path: str) -> bytes:
@@ -146,7 +144,19 @@ class Store:
 
     def read_range(self, path: str, start: int, stop: int) -> bytes:
         """Read the bytes [start, stop) of a file."""
-        return self.patience.ask(lambda: self._range(path, start, stop), self.where(path))
+
+        def part() -> bytes:
+            if self.folder is not None:
+                with open(self.folder / path, "rb", opener=regular) as file:
+                    content = os.pread(file.fileno(), stop - start, start)
+            else:
+                content = self._filesystem().cat_file(self.where(path), start=start, end=stop)
+            # Some stores end an answer early without an error.
+            if len(content) != stop - start:
+                raise ShortAnswer(f"{len(content):,} of {stop - start:,} bytes came")
+            return content
+
+        return self.patience.ask(part, self.where(path))
 
     def chunks(self, path: str, size: int) -> Iterator[bytes]:
         """Read a file of `size` bytes in order, in requests of CHUNK_BYTES."""
@@ -174,27 +184,13 @@ class Store:
         """Return the bytes of a file; None if the store does not say. UserError if it is not there."""
         return self.patience.ask(lambda: self._filesystem().size(self.where(path)), self.where(path))
 
-    def _range(self, path: str, start: int, stop: int) -> bytes:
-        if self.folder is not None:
-            with open(self.folder / path, "rb", opener=regular) as file:
-                content = os.pread(file.fileno(), stop - start, start)
-        else:
-            content = self._filesystem().cat_file(self.where(path), start=start, end=stop)
-        # Some stores end an answer early without an error.
-        if len(content) != stop - start:
-            raise ShortAnswer(f"{len(content):,} of {stop - start:,} bytes came")
-        return content
-
     def _filesystem(self):
         # A connection's threads and sockets do not survive a fork.
-        if self._connected_by != os.getpid():
-            self._connection, self._connected_by = self._connect(), os.getpid()
-        return self._connection
-
-    def _connect(self):
+        if self._connected_by == os.getpid():
+            return self._connection
         fsspec = require("fsspec", f"reading {self.address}")
         try:
-            return fsspec.core.url_to_fs(self.address)[0]
+            self._connection = fsspec.core.url_to_fs(self.address)[0]
         except ImportError as error:
             protocol = self.address.partition("://")[0]
             raise UserError(
@@ -203,3 +199,5 @@ class Store:
             ) from error
         except ValueError as error:
             raise UserError(f"{self.address}: {reason_of(error)}; {self.advice}") from error
+        self._connected_by = os.getpid()
+        return self._connection

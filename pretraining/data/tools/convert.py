@@ -10,14 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pretraining.data.checksums import content_fingerprint
 from pretraining.data.corpus import draw_of
-from pretraining.data.manifest import (
-    FORMAT,
-    MANIFEST_NAME,
-    content_fingerprint,
-    entropy_bits,
-    num_shard_bytes,
-)
+from pretraining.data.manifest import FORMAT, MANIFEST_NAME, entropy_bits, num_shard_bytes
 from pretraining.data.progress import ProgressBar
 from pretraining.data.publishing import discard, preparation_lock, publish, start_building
 from pretraining.data.shard_writer import SplitWriter

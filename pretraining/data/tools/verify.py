@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from pretraining.data.manifest import MANIFEST_NAME, content_fingerprint, num_shard_bytes
+from pretraining.data.checksums import checksum_of_file, content_fingerprint
+from pretraining.data.manifest import MANIFEST_NAME, num_shard_bytes
 from pretraining.data.progress import ProgressBar
 from pretraining.data.shard_writer import buffer_positions
-from pretraining.data.shards import Shard, checksum_of_file
+from pretraining.data.shards import Shard
 from pretraining.data.tokenizer import describe_tokenizer, tokenizer_fault
 from pretraining.data.tools.finished import CHUNK_TOKENS, FinishedData, open_finished
 from pretraining.errors import UserError
