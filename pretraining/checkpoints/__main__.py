@@ -5,26 +5,33 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
 
 from pretraining.checkpoints.folders import (
-    catalogue,
     committed_checkpoints,
-    damage,
-    file_verdicts,
-    quick_damage,
     remove_checkpoint,
+    step_in,
     step_in_name,
     step_of,
 )
 from pretraining.checkpoints.format import MARKER
+from pretraining.checkpoints.places import (
+    COMMITTED,
+    DAMAGED,
+    OTHER_VERSION,
+    UNCOMMITTED,
+    CheckpointPlace,
+    DiskPlace,
+    StorePlace,
+    catalogue,
+    damage,
+    entry_of,
+)
 from pretraining.checkpoints.publish import Push
+from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.retention import Committed, Retention, measured_at
-from pretraining.checkpoints.stored import StoredCheckpoint, chosen_in_store, stored_checkpoints
 from pretraining.command_line import (
     add_trust,
     answer_one,
@@ -76,10 +83,11 @@ class List:
     def answer(self, options: argparse.Namespace) -> dict:
         """Return {"run", "checkpoints": entries of the catalogue}."""
         if is_remote(options.run):
-            found = [each.entry() for each in stored_checkpoints(options.run)]
+            store = _store_of(RemoteRun(options.run))
+            entries = [entry_of(name, step_in(name), store.health(name)) for name in store.names()]
         else:
-            found = catalogue(_run_of(options.run))
-        return {"run": str(options.run), "checkpoints": found}
+            entries = catalogue(_run_of(options.run))
+        return {"run": str(options.run), "checkpoints": entries}
 
     def as_text(self, answer: dict) -> str:
         """Return a table, and below it what is wrong with the damaged ones."""
@@ -128,60 +136,52 @@ class Verify:
         files: {name: what is wrong, or None}.
         """
         if is_remote(options.run):
-            stored = chosen_in_store(options.run, options.step)
-            return {"checkpoints": [self._verified_in_store(each) for each in stored]}
+            place, names = _chosen_in_store(options.run, options.step)
+            return {"checkpoints": [self._verified(place, name) for name in names]}
         chosen = _chosen_checkpoints(options.run, options.step)
-        return {"checkpoints": [self._verified(folder, of_run=folder != options.run) for folder in chosen]}
-
-    def _verified(self, folder: Path, of_run: bool) -> dict:
         # A node without a shared disk holds the files of its own ranks.
-        is_part = of_run and RunFolder(folder.parent).holds_parts()
-        reason, files = quick_damage(folder, of_run, is_part)
-        return self._compared(str(folder), reason, files, partial(file_verdicts, folder, files))
-
-    def _verified_in_store(self, stored: StoredCheckpoint) -> dict:
-        reason, marker = stored.quick_damage()
-        files = marker.get("files", {})
-        return self._compared(stored.address, reason, files, partial(stored.verdicts, files))
-
-    def _compared(self, checkpoint: str, reason: str | None, files: dict, compare: Callable) -> dict:
-        """Compare the bytes of the files that a marker names. reason: what marker and sizes show to be wrong."""
-        began = time.perf_counter()
-        total = sum(entry["bytes"] for entry in files.values())
-        with self._bar(checkpoint.rpartition("/")[2], total) as bar:
-            # Without a readable marker there are no checksums to compare with.
-            verdicts = {} if reason and not files else compare(bar.update)
-        # The files are whole and the marker is wrong: a renamed folder, for example.
-        if reason and not any(verdicts.values()):
-            verdicts[MARKER] = reason
+        of_run = chosen[0] != options.run
+        is_part = of_run and RunFolder(options.run).holds_parts()
         return {
-            "checkpoint": checkpoint,
+            "checkpoints": [
+                self._verified(DiskPlace(folder.parent), folder.name, of_run, is_part) for folder in chosen
+            ]
+        }
+
+    def _verified(
+        self, place: CheckpointPlace, name: str, of_run: bool = True, is_part: bool = False
+    ) -> dict:
+        began = time.perf_counter()
+        health = place.health(name, of_run, is_part)
+        if health.word == OTHER_VERSION:
+            raise UserError(health.reason)
+        total = sum(entry["bytes"] for entry in health.files.values())
+        # stdout holds the answer alone: scripts read it with --json.
+        shown = {"file": sys.stderr, "disable": not sys.stderr.isatty(), "leave": False}
+        # Without a readable marker there are no checksums to compare with.
+        with tqdm(desc=name, total=total, unit="B", unit_scale=True, **shown) as bar:
+            verdicts = place.verdicts(name, health.files, bar.update) if health.files else {}
+        # The files are whole and the marker is wrong: a renamed folder, for example.
+        if health.reason and not any(verdicts.values()):
+            verdicts[MARKER] = health.reason
+        return {
+            "checkpoint": place.where(name),
             "whole": not any(verdicts.values()),
             "bytes": total,
             "seconds": round(time.perf_counter() - began, 3),
             "files": verdicts,
         }
 
-    def _bar(self, name: str, total: int) -> tqdm:
-        # stdout holds the answer alone: scripts read it with --json.
-        shown = sys.stderr.isatty()
-        return tqdm(
-            desc=name, total=total, unit="B", unit_scale=True, file=sys.stderr, disable=not shown, leave=False
-        )
-
     def as_text(self, answer: dict) -> str:
         """Return a line for each checkpoint, and its files with their verdicts."""
-        return "\n".join(line for each in answer["checkpoints"] for line in self._lines(each))
-
-    def _lines(self, found: dict) -> list[str]:
-        lines = [f"  {reason or name + ': ok'}" for name, reason in found["files"].items()]
-        # `seconds` is rounded to milliseconds and may be 0.
-        speed = f"{num_bytes(found['bytes'] / max(found['seconds'], 1e-3))}/s"
-        verdict = "whole" if found["whole"] else "DAMAGED"
-        return [
-            f"{found['checkpoint']}: {verdict}, {len(lines)} files, {num_bytes(found['bytes'])} at {speed}",
-            *lines,
-        ]
+        lines = []
+        for each in answer["checkpoints"]:
+            verdict, size = "whole" if each["whole"] else "DAMAGED", num_bytes(each["bytes"])
+            # `seconds` is rounded to milliseconds and may be 0.
+            speed = f"{num_bytes(each['bytes'] / max(each['seconds'], 1e-3))}/s"
+            lines.append(f"{each['checkpoint']}: {verdict}, {len(each['files'])} files, {size} at {speed}")
+            lines += [f"  {reason or name + ': ok'}" for name, reason in each["files"].items()]
+        return "\n".join(lines)
 
     def refusal(self, answer: dict) -> str | None:
         """Return the line for damaged checkpoints, or None."""
@@ -325,7 +325,7 @@ class Prune:
     EXAMPLES = """  python -m pretraining.checkpoints prune runs/tiny
   python -m pretraining.checkpoints prune runs/tiny --keep_last 1 --yes
   python -m pretraining.checkpoints prune runs/tiny --keep_last 1 --keep_every 1000 --demote_to_weights --yes"""
-    USELESS = ("damaged", "uncommitted", "set aside")
+    USELESS = (DAMAGED, UNCOMMITTED, "set aside")
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add the run, and what to keep instead of what the recipe keeps."""
@@ -362,7 +362,7 @@ class Prune:
         section, metric = self._rule(run, options)
         # From markers and sizes: a plan reads no byte of the weights.
         entries = catalogue(run)
-        committed = [each for each in entries if each["state"] == "committed"]
+        committed = [each for each in entries if each["state"] == COMMITTED]
         kept = Retention.of(section, metric=metric).kept_steps(
             Committed(each["step"], measured_at(run.path / each["folder"], metric)) for each in committed
         )
@@ -396,7 +396,7 @@ class Prune:
 
     def _remove(self, run: RunFolder, entry: dict, demote: bool) -> None:
         folder: Path = run.path / entry["folder"]
-        if demote and entry["state"] == "committed" and not run.weights(entry["step"]).exists():
+        if demote and entry["state"] == COMMITTED and not run.weights(entry["step"]).exists():
             from pretraining.checkpoints.export import demote_checkpoint
 
             if not demote_checkpoint(run, folder, run.weights(entry["step"])):
@@ -505,6 +505,29 @@ def _chosen_checkpoints(folder: Path, step: int | None) -> list[Path]:
         which = "no committed checkpoint" if step is None else f"no committed checkpoint of step {step}"
         raise UserError(f"{folder}: {which}" + (f"; there are those of {there}" if there else ""))
     return found
+
+
+def _store_of(remote: RemoteRun) -> StorePlace:
+    """Return the place of a run in a store; `UserError` if no checkpoint is there."""
+    store = StorePlace(remote.at_first_contact())
+    if not store.names():
+        raise UserError(
+            f"{remote.address}: no checkpoint-* there; give the address of a run, as s3://bucket/runs/30b"
+        )
+    return store
+
+
+def _chosen_in_store(address: str, step: int | None) -> tuple[StorePlace, list[str]]:
+    """Do the same for an address in a store; returns the place and the names."""
+    remote, name = RemoteRun.of_checkpoint(address)
+    if step_in(name) >= 0:
+        address, step = remote.address, step_in(name)
+    store = _store_of(RemoteRun(address))
+    names = [each for each in store.names() if step in (None, step_in(each)) and MARKER in store.sizes(each)]
+    if not names:
+        which = "no committed checkpoint" + ("" if step is None else f" of step {step}")
+        raise UserError(f"{address}: {which}; `list {address}` shows what is there")
+    return store, names
 
 
 def _whole_checkpoint(folder: Path, step: int | None, option: str) -> Path:

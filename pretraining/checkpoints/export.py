@@ -21,9 +21,10 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from pretraining.checkpoints.folders import damage, files_in
+from pretraining.checkpoints.folders import files_in
 from pretraining.checkpoints.format import flush_folder, read_marker
 from pretraining.checkpoints.live_state import live_state
+from pretraining.checkpoints.places import damage
 from pretraining.checkpoints.shard_files import BUFFER, CheckpointReader, assemble, read_state
 from pretraining.errors import UserError
 from pretraining.extend import MODEL, extensions_of_run, load_code_of_run, load_pretrained

@@ -176,8 +176,8 @@ def fetch_records(address: str, folder: Path) -> RunFolder:
     Of the checkpoints comes the marker of the newest alone. Raises `UserError` if there is no run at the address, or
     the store cannot be used.
     """
-    above, _, name = address.rstrip("/").rpartition("/")
-    remote, run = RemoteRun(above, name, Patience(_LAST_SECONDS)), RunFolder(folder / name)
+    remote = RemoteRun(address, patience=Patience(_LAST_SECONDS))
+    run = RunFolder(folder / remote.address.rpartition("/")[2])
     run.path.mkdir(parents=True)
     for file in LIVE_FILES:
         if (content := remote.read_if_there(file)) is not None:

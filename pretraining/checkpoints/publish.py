@@ -87,8 +87,7 @@ def to_hub(files: dict[str, Path], repo_id: str, private: bool) -> dict:
 def to_store(files: dict[str, Path], address: str) -> dict:
     """Write the files to a store or a folder; those that are there with the same content are not sent again."""
     place = address if is_remote(address) else str(Path(address).expanduser().absolute())
-    parent, _, name = place.rstrip("/").rpartition("/")
-    store = RemoteRun(parent or "/", name)
+    store = RemoteRun(place)
     entries = {name: file_entry(path) for name, path in files.items()}
     try:
         known = check(parse_json(store.read_if_there(LIST) or "{}"), {"type": "object"}, LIST)

@@ -36,15 +36,22 @@ class RemoteRun(Store):
 
     advice = "check checkpoints.upload"
 
-    def __init__(self, address: str, name: str, patience: Patience | None = None):
+    def __init__(self, address: str, name: str | None = None, patience: Patience | None = None):
+        """address: of the run, or, with its `name`, of the place above it."""
         own = Patience(Patience.here().seconds, refused=_refusal, speaker="checkpoints")
-        super().__init__(f"{address.rstrip('/')}/{name}", patience or own)
+        address = address.rstrip("/")
+        super().__init__(address if name is None else f"{address}/{name}", patience or own)
+
+    @classmethod
+    def of_checkpoint(cls, address: str) -> "tuple[RemoteRun, str]":
+        """Return the run of a checkpoint's address, and the checkpoint's name."""
+        above, _, name = address.rstrip("/").rpartition("/")
+        return cls(above), name
 
     def at_first_contact(self) -> "RemoteRun":
         """Return the same place with less patience."""
-        address, _, name = self.address.rpartition("/")
         seconds = min(FIRST_CONTACT_SECONDS, self.patience.seconds)
-        return RemoteRun(address, name, Patience(seconds, _refusal, "checkpoints"))
+        return RemoteRun(self.address, patience=Patience(seconds, _refusal, "checkpoints"))
 
     def read_if_there(self, path: str) -> bytes | None:
         """Read a small file; None if there is none."""
@@ -147,16 +154,7 @@ class RemoteRun(Store):
     def folders(self) -> list[str]:
         """Return the names directly below the run's address; [] if there are none."""
 
-        def listed() -> list[str]:
-            system = self._filesystem()
-            system.invalidate_cache()  # fsspec keeps listings for ever
-            with contextlib.suppress(FileNotFoundError):
-                return [
-                    str(path).rstrip("/").rpartition("/")[2] for path in system.ls(self.address, detail=False)
-                ]
-            return []
-
-        return self.patience.ask(listed, self.address)
+        return list(self.sizes("") or {})
 
     def check_writable(self) -> None:
         """Write a small file and remove it, so that a `UserError` comes now and not at the first checkpoint."""

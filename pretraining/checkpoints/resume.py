@@ -5,7 +5,6 @@ anything is loaded. `begin_run` writes. Between the two calls the caller builds 
 refuses the start, nothing has been written yet. `roll_back` leaves out the samples that spoilt a run.
 """
 
-import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -14,21 +13,22 @@ from typing import Protocol
 
 from transformers import PreTrainedModel
 
-from pretraining.checkpoints.agreement import bring_history, choose_on_disks, refuse_lone_disks
+from pretraining.checkpoints.choosing import (
+    bring_history,
+    choose_checkpoint,
+    is_left_behind,
+    refuse_lone_disks,
+)
 from pretraining.checkpoints.export import describe_model
-from pretraining.checkpoints.fetch import fetch_again, fetch_newest, resolve_resume
 from pretraining.checkpoints.folders import (
-    changed_files,
     committed_checkpoints,
-    quick_damage,
     remove_uncommitted,
     set_aside_after,
-    share_of,
     step_in_name,
 )
-from pretraining.checkpoints.format import MARKER, marker_or_nothing, read_marker
+from pretraining.checkpoints.format import MARKER, read_marker
 from pretraining.checkpoints.identity import GIVEN, Identity, Start, described_data
-from pretraining.checkpoints.remote import RemoteRun
+from pretraining.checkpoints.places import COMMITTED, DiskPlace
 from pretraining.checkpoints.shard_files import read_state
 from pretraining.data.arriving import is_from_origin
 from pretraining.data.mixture import format_table
@@ -49,10 +49,10 @@ from pretraining.recipe.schedule import CONSTANT, DECAYING
 from pretraining.recipe.sections import Weights
 from pretraining.runtime.durable_files import write_json
 from pretraining.runtime.heartbeat import this_machine
-from pretraining.runtime.journal import NOTHING_HEALED, Journal, Rollback
+from pretraining.runtime.journal import Journal, Rollback
 from pretraining.runtime.lock import move_lock
-from pretraining.runtime.process_group import from_rank_0, gather_from_ranks, rank_and_world_size, together
-from pretraining.runtime.restarts import launch_details
+from pretraining.runtime.process_group import from_rank_0, gather_from_ranks, together
+from pretraining.runtime.restarts import launch_details, resume_after_restart
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import check, differences, display_path, listed
 
@@ -79,23 +79,24 @@ def find_start(
     refuse_lone_disks(run, recipe)
     upload = recipe.checkpoints.upload
     # Also on one disk that was one of several before, as that of the last node which is left.
-    in_parts = not run.disks.shared or from_rank_0(run.holds_parts)
-    if in_parts and resume != "never":
+    if resume != "never" and (not run.disks.shared or from_rank_0(run.holds_parts)):
         bring_history(run, upload)
+    # A launcher that restarts the run repeats the command line: a typed `never` must not begin the run anew each time.
+    resume = from_rank_0(lambda: resume_after_restart(run, resume))
 
     def check(place: str, marker: dict, accepted: list[dict]) -> None:
         changes_since(place, marker, recipe, data.manifest, run, allowed, accepted)
 
-    resume, fetched = resolve_resume(run, upload, resume, in_parts, check)
+    def check_folder() -> None:
+        changes_of_run(run, recipe.to_dict(), allowed)
+
+    if resume != "never":
+        from_rank_0(check_folder)  # the cheap check first: verifying a checkpoint reads all its bytes
+    checkpoint, source = choose_checkpoint(run, resume, upload, layout, check)
     if resume == "never":
         return Start(starts_over=True)
-    # The cheap check first: verifying a checkpoint reads all its bytes.
-    from_rank_0(lambda: changes_of_run(run, recipe.to_dict(), allowed))
-    journal, source = from_rank_0(lambda: Journal.read(run.journal)), None
-    if in_parts:
-        checkpoint, source = choose_on_disks(run, upload, resume, journal, layout)
-    else:
-        checkpoint = choose_checkpoint(run, resume, journal, fetched, upload)
+    from_rank_0(check_folder)  # the recipe may have come from the store meanwhile
+    journal = from_rank_0(lambda: Journal.read(run.journal))
     start = from_rank_0(lambda: _start_at(checkpoint, run, recipe, data.manifest, allowed))
     from_rank_0(lambda: _refuse_lost_rollbacks(checkpoint, run, journal))
     return replace(start, journal=journal, source=source)
@@ -130,83 +131,6 @@ def _refuse_lost_rollbacks(checkpoint: Path | None, run: RunFolder, journal: Jou
             f"{len(journal.rollbacks)}: the samples they left out are not known; bring back the journal of its run, "
             "or begin a run of its own from it: python -m pretraining.checkpoints branch"
         )
-
-
-def choose_checkpoint(
-    run: RunFolder,
-    resume: str,
-    journal: Journal = NOTHING_HEALED,
-    fetched: Path | None = None,
-    upload: str | None = None,
-) -> Path | None:
-    """Return the checkpoint that `--resume auto|never|PATH` means, on every rank; None begins the run.
-
-    auto: the newest committed checkpoint that is whole and that no rollback of `journal` has left behind. Damaged files
-    are fetched again from `upload`, the recipe's store, if it holds that checkpoint; else it is passed over with an
-    event and a line. fetched: the folder of one whose bytes were verified as they arrived, which are not read again.
-    Raises `UserError` for a PATH that is not a committed, whole checkpoint, and for another version's.
-    """
-    if resume == "never":
-        return None
-    if resume != "auto":
-        return _whole(Path(resume), fetched)
-    candidates = from_rank_0(lambda: _candidates(run, journal))
-    for folder, before in itertools.zip_longest(candidates, candidates[1:]):
-        reason = _damage_found_together(folder, fetched, of_run=True)
-        if reason is None or fetch_again(run, upload, folder, reason):
-            return folder
-        from_rank_0(lambda folder=folder, reason=reason: _pass_over(run, folder, reason))
-        # the store may hold a newer one than the next one here
-        if upload is not None:
-            remote, step = RemoteRun(upload, run.path.name), step_in_name(before) if before else None
-            if (found := fetch_newest(run, remote, step, damaged_here=folder)) is not None:
-                return found
-    return None
-
-
-def _damage_found_together(folder: Path, fetched: Path | None, of_run: bool = False) -> str | None:
-    """Return the `damage` of a checkpoint; each rank reads a share of the bytes, and every rank calls it."""
-    reason, files = from_rank_0(lambda: quick_damage(folder, of_run))
-    if reason is not None or folder == fetched:
-        return reason
-    # Because the ranks share the reading, verifying a large checkpoint takes only as long as loading it.
-    rank, ranks = rank_and_world_size()
-    found = gather_from_ranks(changed_files(folder, share_of(files, rank, ranks)))
-    return next((reason for changed in found for reason in changed.values()), None)
-
-
-def is_left_behind(folder: Path, journal: Journal) -> bool:
-    """Say if a rollback went back behind a checkpoint since it was saved; False if the marker is damaged."""
-    # A damaged marker does not tell. The checkpoint stays a candidate, so that its damage is reported.
-    marker = marker_or_nothing(folder)
-    return bool(marker) and journal.overtakes(marker["step"], marker.get("rollbacks", 0))
-
-
-def _candidates(run: RunFolder, journal: Journal) -> list[Path]:
-    return [folder for folder in committed_checkpoints(run) if not is_left_behind(folder, journal)]
-
-
-def _pass_over(run: RunFolder, folder: Path, reason: str) -> None:
-    run.add_event("checkpoint_passed_over", checkpoint=folder.name, reason=reason)
-    print(f"{folder} is damaged ({reason}): passed over for the one before", flush=True)
-
-
-def _whole(folder: Path, fetched: Path | None) -> Path:
-    """Return the folder; `UserError` unless it is a committed checkpoint without damage."""
-    from_rank_0(lambda: _refuse_uncommitted(folder))
-    reason = _damage_found_together(folder, fetched)
-    if reason is not None:
-        raise UserError(f"--resume {folder}: the checkpoint is damaged: {reason}")
-    return folder
-
-
-def _refuse_uncommitted(folder: Path) -> None:
-    if not folder.is_dir():
-        raise UserError(
-            f"--resume {folder}: no such folder; it takes auto, never or the path of a checkpoint"
-        )
-    if not (folder / MARKER).exists():
-        raise UserError(f"--resume {folder}: no committed checkpoint there ({MARKER} is missing)")
 
 
 def changes_since(
@@ -502,12 +426,13 @@ def _planned(run: RunFolder, start: Start, step: int, recipe: Recipe) -> Rollbac
 def _good_step(run: RunFolder, journal: Journal, most_steps: int) -> int:
     """Return the steps of the newest checkpoint with at most `most_steps`; 0, the beginning, if there is none."""
     # Marker and sizes suffice here: the next start compares the bytes, and takes an earlier one if they have changed.
+    place = DiskPlace(run.path)
     for folder in committed_checkpoints(run):
         step = step_in_name(folder)
         if step > most_steps or is_left_behind(folder, journal):
             continue
         # What other disks hold of it shows at the next start.
-        if quick_damage(folder, of_run=True, is_part=not run.disks.shared)[0] is None:
+        if place.health(folder.name, is_part=not run.disks.shared).word == COMMITTED:
             return step
     return 0
 
