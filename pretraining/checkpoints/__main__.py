@@ -22,12 +22,12 @@ from pretraining.checkpoints.places import (
     DAMAGED,
     OTHER_VERSION,
     UNCOMMITTED,
-    CheckpointPlace,
     DiskPlace,
     StorePlace,
     catalogue,
     damage,
     entry_of,
+    health,
 )
 from pretraining.checkpoints.publish import Push
 from pretraining.checkpoints.remote import RemoteRun
@@ -84,7 +84,7 @@ class List:
         """Return {"run", "checkpoints": entries of the catalogue}."""
         if is_remote(options.run):
             store = _store_of(RemoteRun(options.run))
-            entries = [entry_of(name, step_in(name), store.health(name)) for name in store.names()]
+            entries = [entry_of(name, step_in(name), health(store, name)) for name in store.names()]
         else:
             entries = catalogue(_run_of(options.run))
         return {"run": str(options.run), "checkpoints": entries}
@@ -95,23 +95,22 @@ class List:
         if not entries:
             return f"{answer['run']}: no checkpoint yet"
         reasons = [f"{each['folder']}: {each['reason']}" for each in entries if each["reason"]]
-        return "\n".join([columns(self.HEADER, [self._row(each) for each in entries], left=2), *reasons])
-
-    def _row(self, entry: dict) -> list[str]:
-        # A stage of None has two meanings: no marker (then there are no ranks either), or a run without DeepSpeed.
-        stage = (
-            "-" if entry["ranks"] is None else "none" if entry["zero_stage"] is None else entry["zero_stage"]
-        )
-        losses = ("-" if entry[key] is None else f"{entry[key]:.4f}" for key in ("loss", "eval_loss"))
-        return [
-            str(entry["step"]),
-            entry["state"],
-            "-" if entry["age_seconds"] is None else duration(max(1, entry["age_seconds"])),
-            num_bytes(entry["bytes"]),
-            str(entry["ranks"] or "-"),
-            str(stage),
-            *losses,
-        ]
+        rows = []
+        for each in entries:
+            # A stage of None has two meanings: no marker (then there are no ranks either), or a run without DeepSpeed.
+            stage = "-" if each["ranks"] is None else "none"
+            rows.append(
+                [
+                    str(each["step"]),
+                    each["state"],
+                    "-" if each["age_seconds"] is None else duration(max(1, each["age_seconds"])),
+                    num_bytes(each["bytes"]),
+                    str(each["ranks"] or "-"),
+                    stage if each["zero_stage"] is None else str(each["zero_stage"]),
+                    *("-" if each[key] is None else f"{each[key]:.4f}" for key in ("loss", "eval_loss")),
+                ]
+            )
+        return "\n".join([columns(self.HEADER, rows, left=2), *reasons])
 
 
 class Verify:
@@ -149,21 +148,21 @@ class Verify:
         }
 
     def _verified(
-        self, place: CheckpointPlace, name: str, of_run: bool = True, is_part: bool = False
+        self, place: DiskPlace | StorePlace, name: str, of_run: bool = True, is_part: bool = False
     ) -> dict:
         began = time.perf_counter()
-        health = place.health(name, of_run, is_part)
-        if health.word == OTHER_VERSION:
-            raise UserError(health.reason)
-        total = sum(entry["bytes"] for entry in health.files.values())
+        found = health(place, name, of_run, is_part)
+        if found.word == OTHER_VERSION:
+            raise UserError(found.reason)
+        total = sum(entry["bytes"] for entry in found.files.values())
         # stdout holds the answer alone: scripts read it with --json.
         shown = {"file": sys.stderr, "disable": not sys.stderr.isatty(), "leave": False}
         # Without a readable marker there are no checksums to compare with.
         with tqdm(desc=name, total=total, unit="B", unit_scale=True, **shown) as bar:
-            verdicts = place.verdicts(name, health.files, bar.update) if health.files else {}
+            verdicts = place.verdicts(name, found.files, bar.update) if found.files else {}
         # The files are whole and the marker is wrong: a renamed folder, for example.
-        if health.reason and not any(verdicts.values()):
-            verdicts[MARKER] = health.reason
+        if found.reason and not any(verdicts.values()):
+            verdicts[MARKER] = found.reason
         return {
             "checkpoint": place.where(name),
             "whole": not any(verdicts.values()),
@@ -359,7 +358,17 @@ class Prune:
         return {**plan, "removed": True}
 
     def _plan(self, run: RunFolder, options: argparse.Namespace) -> dict:
-        section, metric = self._rule(run, options)
+        # The recipe's `checkpoints` with the command line's changes; without a recipe all are kept.
+        keys = ("keep_last", "keep_best", "keep_every", "demote_to_weights")
+        rule, metric = {"keep_last": None}, "loss"
+        if run.recipe.exists():
+            recipe = read_json_value(run.recipe)
+            rule |= {key: recipe["checkpoints"][key] for key in keys if key in recipe["checkpoints"]}
+            metric = recipe.get("evaluation", {}).get("metric", metric)
+        # An option that was not typed is None, or False for a flag: the recipe's value then counts.
+        asked = {key: value for key, value in vars(options).items() if key in keys}
+        rule |= {key: value for key, value in asked.items() if value is not None and value is not False}
+        section = Checkpoints.of(rule)
         # From markers and sizes: a plan reads no byte of the weights.
         entries = catalogue(run)
         committed = [each for each in entries if each["state"] == COMMITTED]
@@ -377,22 +386,6 @@ class Prune:
             "kept": sorted(kept, reverse=True),
             "checkpoints": going,
         }
-
-    def _rule(self, run: RunFolder, options: argparse.Namespace) -> tuple[Checkpoints, str]:
-        """Return the recipe's `checkpoints` with the command line's changes, and the metric of the best.
-
-        Without a recipe all are kept.
-        """
-        keys = ("keep_last", "keep_best", "keep_every", "demote_to_weights")
-        rule, metric = {"keep_last": None}, "loss"
-        if run.recipe.exists():
-            recipe = read_json_value(run.recipe)
-            rule |= {key: recipe["checkpoints"][key] for key in keys if key in recipe["checkpoints"]}
-            metric = recipe.get("evaluation", {}).get("metric", metric)
-        # An option that was not typed is None, or False for a flag: the recipe's value then counts.
-        asked = {key: value for key, value in vars(options).items() if key in keys}
-        given = {key: value for key, value in asked.items() if value is not None and value is not False}
-        return Checkpoints.of({**rule, **given}), getattr(options, "metric", None) or metric
 
     def _remove(self, run: RunFolder, entry: dict, demote: bool) -> None:
         folder: Path = run.path / entry["folder"]

@@ -40,6 +40,7 @@ from pretraining.checkpoints.format import (
     marker_or_nothing,
     parse_marker,
     place_marker,
+    read_marker,
     receipt_name,
 )
 from pretraining.checkpoints.places import (
@@ -48,6 +49,7 @@ from pretraining.checkpoints.places import (
     DiskPlace,
     Files,
     changed_files,
+    health,
     share_of,
     size_fault,
     step_fault,
@@ -244,21 +246,17 @@ def _at_path(run: RunFolder, resume: str, *_: object) -> Chosen:
     def look() -> str | None:
         if not folder.is_dir():
             return "no such folder; it takes auto, never or the path of a checkpoint"
-        health = DiskPlace(folder.parent).health(folder.name, of_run=False)
-        if health.word == OTHER_VERSION:
-            raise UserError(health.reason)
-        if health.word == UNCOMMITTED:
+        found = health(DiskPlace(folder.parent), folder.name, of_run=False)
+        if found.word == OTHER_VERSION:
+            raise UserError(found.reason)
+        if found.word == UNCOMMITTED:
             return f"no committed checkpoint there ({MARKER} is missing)"
-        return health.reason and f"the checkpoint is damaged: {health.reason}"
+        return found.reason and f"the checkpoint is damaged: {found.reason}"
 
-    faults = run.disks.each(look)
+    hosts, faults = gather_from_ranks(socket.gethostname()), run.disks.each(look)
     if not any(faults.values()):
-        changed = _changed(run, folder, DiskPlace(folder.parent).health(folder.name, of_run=False).files)
-        faults = {
-            first: f"the checkpoint is damaged: {next(iter(reasons.values()))}" if reasons else None
-            for first, reasons in changed.items()
-        }
-    hosts = gather_from_ranks(socket.gethostname())
+        for first, reasons in _changed(run, folder, read_marker(folder)["files"]).items():
+            faults[first] = f"the checkpoint is damaged: {min(reasons.values())}" if reasons else None
     for first, reason in faults.items():
         if reason is not None and run.disks.shared:
             raise UserError(f"--resume {resume}: {reason}")
@@ -454,18 +452,17 @@ def _exchange(
         receives = run.disks.is_first and name in missing[run.disks.first_rank]
         path, entry = folder / name, files[name]
         for start in range(0, max(1, entry["bytes"]), _PIECE_BYTES):
-            piece = from_rank(owner, _piece(path, start) if is_owner else b"")
+            piece = b""
+            if is_owner:
+                with path.open("rb") as file:
+                    file.seek(start)
+                    piece = file.read(_PIECE_BYTES)
+            piece = from_rank(owner, piece)
             together(partial(_add, path, start, piece) if receives else lambda: None)
         whole = together(lambda: not receives or file_entry(path) == entry)  # noqa: B023 (called at once)
         if not all(gather_from_ranks(whole)):
             return f"{name} did not arrive whole from another disk"
     return None
-
-
-def _piece(path: Path, start: int) -> bytes:
-    with path.open("rb") as file:
-        file.seek(start)
-        return file.read(_PIECE_BYTES)
 
 
 def _add(path: Path, start: int, piece: bytes) -> None:

@@ -137,12 +137,12 @@ def receipt_name(rank: int, ranks: int) -> str:
 
 
 def is_of_rank(name: str) -> bool:
-    """Say if a file of a checkpoint is one that each rank writes for itself: its tensors, or its receipt."""
+    """Return whether a file of a checkpoint is one that each rank writes for itself: its tensors, or its receipt."""
     return name.startswith("rank-")
 
 
 def is_receipt(name: str) -> bool:
-    """Say if a file of a checkpoint is a rank's receipt."""
+    """Return whether a file of a checkpoint is a rank's receipt."""
     return is_of_rank(name) and name.endswith(".json")
 
 

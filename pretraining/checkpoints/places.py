@@ -59,73 +59,23 @@ class Health(NamedTuple):
     num_bytes: int = 0
 
 
-class CheckpointPlace:
-    """A place with checkpoints of one run."""
-
-    def where(self, name: str) -> str:
-        """Return the path or address of a checkpoint."""
-        raise NotImplementedError
-
-    def names(self) -> list[str]:
-        """List the checkpoints, committed or not, newest step first."""
-        raise NotImplementedError
-
-    def marker(self, name: str) -> bytes | None:
-        """Read a checkpoint's marker; None if it has none."""
-        raise NotImplementedError
-
-    def sizes(self, name: str) -> dict[str, int]:
-        """Return {file: bytes} of a checkpoint."""
-        raise NotImplementedError
-
-    def verdicts(self, name: str, files: Files, progress: Progress = no_progress) -> Verdicts:
-        """Compare every byte of these files of a checkpoint with what was committed, several files at once."""
-        raise NotImplementedError
-
-    def health(self, name: str, of_run: bool = True, is_part: bool = False) -> Health:
-        """Judge a checkpoint by its marker and the sizes of its files.
-
-        of_run: its name must hold its step; a copy elsewhere may have any name. is_part: a node's own disk holds it,
-        so that some of its files may be elsewhere.
-        """
-        sizes = self.sizes(name)
-        num_bytes = sum(sizes.values())
-        try:
-            if (content := self.marker(name)) is None:
-                return Health(UNCOMMITTED, num_bytes=num_bytes)
-        except OSError as error:
-            return Health(DAMAGED, f"{MARKER} cannot be read: {error.strerror}", num_bytes=num_bytes)
-        try:
-            marker = parse_marker(content, self.where(name))
-        except MarkerDamage as error:
-            return Health(DAMAGED, str(error), num_bytes=num_bytes)
-        except UserError as error:
-            return Health(OTHER_VERSION, str(error), num_bytes=num_bytes)
-        if of_run and (fault := step_fault(name, marker)):
-            return Health(DAMAGED, fault, marker, num_bytes=num_bytes)
-        files = {each: entry for each, entry in marker["files"].items() if each in sizes or not is_part}
-        faults = (size_fault(each, sizes.get(each), entry) for each, entry in files.items())
-        reason = next(filter(None, faults), None)
-        return Health(DAMAGED if reason else COMMITTED, reason, marker, files, num_bytes)
-
-
-class DiskPlace(CheckpointPlace):
+class DiskPlace:
     """A run folder, or another folder with copies of checkpoints."""
 
     def __init__(self, path: Path):
         self.path = path
 
     def where(self, name: str) -> str:
+        """Return the path of a checkpoint."""
         return str(self.path / name)
 
-    def names(self) -> list[str]:
-        return [folder.name for folder in checkpoint_folders(RunFolder(self.path))]
-
     def marker(self, name: str) -> bytes | None:
+        """Read a checkpoint's marker; None if it has none."""
         path = self.path / name / MARKER
         return read_bytes(path) if path.exists() else None
 
     def sizes(self, name: str) -> dict[str, int]:
+        """Return {file: bytes} of a checkpoint."""
         try:
             with os.scandir(self.path / name) as entries:
                 return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
@@ -133,6 +83,7 @@ class DiskPlace(CheckpointPlace):
             return {}
 
     def verdicts(self, name: str, files: Files, progress: Progress = no_progress) -> Verdicts:
+        """Compare every byte of these files of a checkpoint with what was committed, several files at once."""
         folder = self.path / name
 
         def verdict(file: str) -> str | None:
@@ -151,8 +102,8 @@ class DiskPlace(CheckpointPlace):
             return dict(zip(files, threads.map(verdict, files), strict=True))
 
 
-class StorePlace(CheckpointPlace):
-    """The place of a run in a store; nothing of what is read is kept."""
+class StorePlace:
+    """The same for the place of a run in a store; nothing of what is read is kept."""
 
     def __init__(self, remote: RemoteRun):
         self.remote = remote
@@ -161,6 +112,7 @@ class StorePlace(CheckpointPlace):
         return self.remote.where(name)
 
     def names(self) -> list[str]:
+        """List the checkpoints, committed or not, newest step first."""
         found = [name for name in self.remote.folders() if step_in(name) >= 0]
         return sorted(found, key=step_in, reverse=True)
 
@@ -188,6 +140,33 @@ class StorePlace(CheckpointPlace):
             return dict(zip(files, threads.map(verdict, files), strict=True))
 
 
+def health(place: "DiskPlace | StorePlace", name: str, of_run: bool = True, is_part: bool = False) -> Health:
+    """Judge a checkpoint by its marker and the sizes of its files.
+
+    of_run: its name must hold its step; a copy elsewhere may have any name. is_part: a node's own disk holds it,
+    so that some of its files may be elsewhere.
+    """
+    sizes = place.sizes(name)
+    num_bytes = sum(sizes.values())
+    try:
+        if (content := place.marker(name)) is None:
+            return Health(UNCOMMITTED, num_bytes=num_bytes)
+    except OSError as error:
+        return Health(DAMAGED, f"{MARKER} cannot be read: {error.strerror}", num_bytes=num_bytes)
+    try:
+        marker = parse_marker(content, place.where(name))
+    except MarkerDamage as error:
+        return Health(DAMAGED, str(error), num_bytes=num_bytes)
+    except UserError as error:
+        return Health(OTHER_VERSION, str(error), num_bytes=num_bytes)
+    if of_run and (fault := step_fault(name, marker)):
+        return Health(DAMAGED, fault, marker, num_bytes=num_bytes)
+    files = {each: entry for each, entry in marker["files"].items() if each in sizes or not is_part}
+    faults = (size_fault(each, sizes.get(each), entry) for each, entry in files.items())
+    reason = next(filter(None, faults), None)
+    return Health(DAMAGED if reason else COMMITTED, reason, marker, files, num_bytes)
+
+
 def size_fault(name: str, size: int | None, entry: dict) -> str | None:
     """Return what is wrong with the size of a file, or None. size: in bytes; None if it is not there."""
     if size is None:
@@ -204,15 +183,15 @@ def step_fault(name: str, marker: dict) -> str | None:
 def damage(folder: Path, of_run: bool = False) -> str | None:
     """Return what is wrong with a committed checkpoint (a missing, cut or changed file); None if it is whole.
 
-    Compares every byte with the marker; loads nothing. of_run: as in `CheckpointPlace.health`.
+    Compares every byte with the marker; loads nothing. of_run: as in `health`.
     Raises `UserError` if another version of this repository wrote it.
     """
-    health = DiskPlace(folder.parent).health(folder.name, of_run)
-    if health.word == OTHER_VERSION:
-        raise UserError(health.reason)
-    if health.word == UNCOMMITTED:
+    found = health(DiskPlace(folder.parent), folder.name, of_run)
+    if found.word == OTHER_VERSION:
+        raise UserError(found.reason)
+    if found.word == UNCOMMITTED:
         return f"{MARKER} is missing"
-    return health.reason or next(iter(changed_files(folder, health.files).values()), None)
+    return found.reason or next(iter(changed_files(folder, found.files).values()), None)
 
 
 def changed_files(folder: Path, files: Files) -> dict[str, str]:
@@ -241,11 +220,12 @@ def catalogue(run: RunFolder) -> list[dict]:
     place, is_part = DiskPlace(run.path), run.holds_parts()
 
     def entry(folder: Path, step: int, state: str | None = None) -> dict:
-        health = place.health(folder.name, is_part=is_part) if state is None else None
-        if health is None:
+        if state is None:
+            found = health(place, folder.name, is_part=is_part)
+        else:
             num_bytes = sum(path.stat().st_size for path in files_in(folder))
-            health = Health(state, None, marker_or_nothing(folder), num_bytes=num_bytes)
-        return entry_of(str(folder.relative_to(run.path)), step, health, folder.stat().st_mtime)
+            found = Health(state, None, marker_or_nothing(folder), num_bytes=num_bytes)
+        return entry_of(str(folder.relative_to(run.path)), step, found, folder.stat().st_mtime)
 
     entries = [entry(folder, step_in_name(folder)) for folder in checkpoint_folders(run)]
     entries += [entry(folder, step_in_name(folder), "weights only") for folder in weights_folders(run)]
@@ -255,21 +235,21 @@ def catalogue(run: RunFolder) -> list[dict]:
     return entries
 
 
-def entry_of(name: str, step: int, health: Health, changed: float | None = None) -> dict:
+def entry_of(name: str, step: int, found: Health, changed: float | None = None) -> dict:
     """Describe a checkpoint of a catalogue.
 
     Returns {"folder", "step", "state", "reason", "bytes", "age_seconds", "saved", "ranks", "zero_stage", "tokens",
     "loss", "eval_loss"}. changed: UNIX seconds of its last change, for one whose marker does not say when it was saved.
     """
-    marker = health.marker
+    marker = found.marker
     metrics, saved = marker.get("metrics", {}), marker.get("saved")
     when = unix_seconds(saved) if saved else changed
     return {
         "folder": name,
         "step": step,
-        "state": health.word,
-        "reason": health.reason,
-        "bytes": health.num_bytes,
+        "state": found.word,
+        "reason": found.reason,
+        "bytes": found.num_bytes,
         "age_seconds": None if when is None else max(0, int(time.time() - when)),
         **{key: marker.get(key) for key in ("saved", "ranks", "zero_stage", "tokens")},
         "loss": metrics.get("loss"),

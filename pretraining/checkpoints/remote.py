@@ -7,7 +7,6 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from pretraining.checkpoints.format import MARKER
 from pretraining.data.streaming.store import Patience, ShortAnswer, Store, reason_of
@@ -109,7 +108,14 @@ class RemoteRun(Store):
 
     def write_file(self, path: str, source: Path) -> None:
         """Write a file of this machine, whole or not at all."""
-        self.write(path, partial(_chunks_of, source), source.stat().st_size)
+
+        def chunks() -> Iterator[bytes]:
+            with source.open("rb") as file:
+                while chunk := file.read(_CHUNK_BYTES):
+                    yield chunk
+                    work_done(len(chunk))
+
+        self.write(path, chunks, source.stat().st_size)
 
     def write_bytes(self, path: str, content: bytes) -> None:
         """Write a small file."""
@@ -123,7 +129,16 @@ class RemoteRun(Store):
 
         def write() -> bool:
             try:
-                self._create(path, content)
+                if self.folder is None:
+                    self._filesystem().pipe_file(self.where(path), content, mode="create")
+                    return True
+                place = self.folder / path
+                whole = place.with_name(f"{place.name}.{uuid.uuid4().hex}")
+                _send_to_folder(whole, [content])
+                try:
+                    place.hardlink_to(whole)  # unlike a rename it fails if the name is taken
+                finally:
+                    whole.unlink()
             except FileExistsError:
                 # An attempt whose answer was lost has perhaps written it.
                 return self._filesystem().cat_file(self.where(path)) == content
@@ -174,42 +189,18 @@ class RemoteRun(Store):
                 file.write(chunk)
             file.close()
         except BaseException:  # also an interrupt must not leave half a file as a whole one
-            _discard(file)
+            with contextlib.suppress(Exception):
+                file.discard()
+            # `close`, which the destructor calls too, would complete the file with half of its bytes.
+            with contextlib.suppress(AttributeError):
+                file.closed = True
             raise
-
-    def _create(self, path: str, content: bytes) -> None:
-        if self.folder is None:
-            self._filesystem().pipe_file(self.where(path), content, mode="create")
-            return
-        place = self.folder / path
-        whole = place.with_name(f"{place.name}.{uuid.uuid4().hex}")
-        _send_to_folder(whole, [content])
-        try:
-            place.hardlink_to(whole)  # unlike a rename it fails if the name is taken
-        finally:
-            whole.unlink()
-
-
-def _chunks_of(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            yield chunk
-            work_done(len(chunk))
 
 
 def _send_to_folder(path: Path, chunks: Iterable[bytes]) -> None:
     with replacing(path, "wb") as file:
         for chunk in chunks:
             file.write(chunk)
-
-
-def _discard(file: Any) -> None:
-    """Drop what was sent."""
-    # `close`, which the destructor calls too, would complete the file with half of its bytes.
-    with contextlib.suppress(Exception):
-        file.discard()
-    with contextlib.suppress(AttributeError):
-        file.closed = True
 
 
 def _refusal(error: Exception, what: str) -> UserError | None:

@@ -28,7 +28,7 @@ from pretraining.checkpoints.folders import (
 )
 from pretraining.checkpoints.format import MARKER, read_marker
 from pretraining.checkpoints.identity import GIVEN, Identity, Start, described_data
-from pretraining.checkpoints.places import COMMITTED, DiskPlace
+from pretraining.checkpoints.places import COMMITTED, DiskPlace, health
 from pretraining.checkpoints.shard_files import read_state
 from pretraining.data.arriving import is_from_origin
 from pretraining.data.mixture import format_table
@@ -96,20 +96,20 @@ def find_start(
     if resume == "never":
         return Start(starts_over=True)
     from_rank_0(check_folder)  # the recipe may have come from the store meanwhile
-    journal = from_rank_0(lambda: Journal.read(run.journal))
     start = from_rank_0(lambda: _start_at(checkpoint, run, recipe, data.manifest, allowed))
-    from_rank_0(lambda: _refuse_lost_rollbacks(checkpoint, run, journal))
-    return replace(start, journal=journal, source=source)
+    return replace(start, source=source)
 
 
 def _start_at(
     checkpoint: Path | None, run: RunFolder, recipe: Recipe, manifest: dict, allowed: Sequence[str]
 ) -> Start:
+    journal = Journal.read(run.journal)
     if checkpoint is None:
-        return Start()
+        return Start(journal=journal)
     read_state(checkpoint)  # refuses another format before the model is built
     changes = changes_since(checkpoint, read_marker(checkpoint), recipe, manifest, run, allowed)
     start = Start.at(checkpoint)
+    _refuse_lost_rollbacks(checkpoint, run, journal)
     accepted = [
         {"step": start.step, "key": each.key, "from": each.earlier, "to": each.now} for each in changes
     ]
@@ -119,12 +119,12 @@ def _start_at(
             f"{run.path}: all {start.step:,} steps are done, so that changing {keys} would change none of them; make a "
             "run of its own (python -m pretraining.checkpoints branch), or start over with --resume never"
         )
-    return replace(start, changes=(*start.changes, *accepted))
+    return replace(start, changes=(*start.changes, *accepted), journal=journal)
 
 
-def _refuse_lost_rollbacks(checkpoint: Path | None, run: RunFolder, journal: Journal) -> None:
+def _refuse_lost_rollbacks(checkpoint: Path, run: RunFolder, journal: Journal) -> None:
     # The journal says which samples each rollback left out: without it the data would be another from here on.
-    known = read_marker(checkpoint).get("rollbacks", 0) if checkpoint else 0
+    known = read_marker(checkpoint).get("rollbacks", 0)
     if known > len(journal.rollbacks):
         raise UserError(
             f"{run.journal}: {checkpoint} was trained after {known} rollbacks and this journal holds "
@@ -151,8 +151,19 @@ def changes_since(
         changes = changed_parts(recipe.to_dict(), marker["recipe"])
         # no request can change the weights' shapes
         if any(change.key.startswith("model.") for change in changes):
-            _refuse_other_shape(checkpoint, marker["recipe"]["model"], recipe.model)
-        changes += _data_change(marker["data"], described_data(recipe, manifest), changes)
+            held, now = Weights.split(marker["recipe"]["model"])[0], recipe.model
+            if held["model_type"] != now["model_type"] or model_size(held).parts != model_size(now).parts:
+                raise UserError(
+                    f"{checkpoint} holds weights of other shapes: {listed(differences(held, now, 'model'))}; give this "
+                    "model its own folder with --output_dir, or start over with --resume never"
+                )
+        data, data_now = marker["data"], described_data(recipe, manifest)
+        # of tokens that were not there yet, their origin counts
+        kinds = is_from_origin(data["fingerprint"]), is_from_origin(data_now["fingerprint"])
+        key = "origin" if any(kinds) else "fingerprint"
+        # A changed key of `data` explains the other tokens: one change is not listed twice.
+        if data.get(key) != data_now.get(key) and not any(each.key.startswith("data.") for each in changes):
+            changes.append(Change(DATA_FINGERPRINT, data["fingerprint"], data_now["fingerprint"]))
     # a marker that somebody else has written
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         what = f"{MARKER} holds no recipe and data of a run ({type(error).__name__})"
@@ -170,37 +181,15 @@ _CHANGES = {"type": "array", "items": _CHANGE}
 
 def _recorded_changes(run: RunFolder) -> list[dict]:
     """Return what earlier starts in this folder accepted: {"step", "key", "from", "to"} each."""
-    where = f"{run.changes} (remove it, or choose another --output_dir)"
-    return check(_read_json(run.changes), _CHANGES, where) if run.changes.exists() else []
-
-
-def _data_change(earlier: dict, now: dict, changes: list[Change]) -> list[Change]:
-    """Return the change to other tokens under the same recipe; [] if a key of `data` has changed too."""
-    key = "fingerprint"
-    if any(is_from_origin(each["fingerprint"]) for each in (earlier, now)):
-        key = "origin"  # of tokens that were not there yet
-    # A changed key of `data` explains the other tokens: one change is not listed twice.
-    if earlier.get(key) == now.get(key) or any(each.key.startswith("data.") for each in changes):
+    if not run.changes.exists():
         return []
-    return [Change(DATA_FINGERPRINT, earlier["fingerprint"], now["fingerprint"])]
-
-
-def _refuse_other_shape(checkpoint: Path | str, earlier: dict, now: dict) -> None:
-    earlier, _ = Weights.split(earlier)
-    if earlier["model_type"] != now["model_type"] or model_size(earlier).parts != model_size(now).parts:
-        raise UserError(
-            f"{checkpoint} holds weights of other shapes: {listed(differences(earlier, now, 'model'))}; give this "
-            "model its own folder with --output_dir, or start over with --resume never"
-        )
-
-
-def _read_json(path: Path) -> dict | list:
     try:
-        return read_json_value(path)
+        found = read_json_value(run.changes)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{path}: cannot be read ({error}); remove it or choose another --output_dir"
+            f"{run.changes}: cannot be read ({error}); remove it or choose another --output_dir"
         ) from error
+    return check(found, _CHANGES, f"{run.changes} (remove it, or choose another --output_dir)")
 
 
 def begin_run(
@@ -219,8 +208,12 @@ def begin_run(
     """
 
     def tidy() -> None:
-        if start.starts_over:
-            _set_aside(run)
+        if start.starts_over and run.recipe.exists():  # without a recipe no start had opened a run here
+            when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+            aside = run.path.with_name(f"{run.path.name}.{when}")
+            run.path.rename(aside)
+            move_lock(aside, run.path)  # this process goes on holding the new folder
+            print(f"the earlier run of {run.path} is kept as {aside}")
         remove_uncommitted(run)
         set_aside_after(run, start.step, spared=start.checkpoint)
         if not run.disks.has_rank_0:
@@ -269,24 +262,31 @@ def start_text(run: RunFolder, identity: Identity, plan: RunPlan) -> str:
     recipe, start = identity.recipe, identity.start
     progress = start.progress(recipe)
     left = 1 - start.tokens / max(1, progress.tokens_at(progress.last_step))
-    rows = [
-        ("run", run_line(recipe, plan, display_path(run.path), identity.environment["device"])),
-        *([] if run.disks.shared else [("disks", _disks_line(run, recipe))]),
-        ("start", _start_line(run, start, progress.last_step)),
-        *(
-            []
-            if (balance := balance_of_experts(recipe.model)) is None
-            else [("router", balance or "not balanced")]
-        ),
-        ("plan", plan_line(recipe, plan, left)),
-    ]
+    rows = [("run", run_line(recipe, plan, display_path(run.path), identity.environment["device"]))]
+    if not run.disks.shared:
+        upload = recipe.checkpoints.upload
+        where = f"checkpoints meet in {upload}" if upload else "nothing is saved"
+        folders = f"{run.disks.count} run folders, each with the files of its own ranks"
+        rows.append(("disks", f"no shared disk: {folders}; {where}"))
+    rows.append(("start", _start_line(run, start, progress.last_step)))
+    if (balance := balance_of_experts(recipe.model)) is not None:
+        rows.append(("router", balance or "not balanced"))
+    rows.append(("plan", plan_line(recipe, plan, left)))
     return "\n".join(f"{label:<7}{line}" for label, line in rows)
 
 
 def _start_line(run: RunFolder, start: Start, last_step: int) -> str:
-    """Write `fresh`, or from which checkpoint a run continues, and when, where and by what that was saved."""
+    """Write how a run begins, or from which checkpoint it continues, and when, where and by what that was saved."""
     if start.checkpoint is None:
-        return _given_words(start.initial_weights) if start.initial_weights else "fresh"
+        if (given := start.initial_weights) is None:
+            return "fresh"
+        words = f"from the weights of {given['source']} ({given['digest']})"
+        if given["tokenizer"] != "the same":
+            words += "; no tokenizer there to compare"
+        for name, rows in given["added_rows"].items():
+            words += f"; {name}: {rows:,} new rows, each the mean of the others" if rows > 0 else ""
+            words += f"; {name}: without the last {-rows:,} rows" if rows < 0 else ""
+        return words + (f"; not in use: {listed(given['unused'])}" if given["unused"] else "")
     marker, place = read_marker(start.checkpoint), start.checkpoint
     # Only the name of a checkpoint of this run: its folder is in the line above.
     name = place.name if place.parent.absolute() == run.path.absolute() else display_path(place)
@@ -296,27 +296,6 @@ def _start_line(run: RunFolder, start: Start, last_step: int) -> str:
     return (
         f"continued from {name} ({saved}): step {start.step:,} of {last_step:,}, {start.tokens:,} tokens seen"
     )
-
-
-def _disks_line(run: RunFolder, recipe: Recipe) -> str:
-    """Say that nodes have run folders of their own, and where their checkpoints meet."""
-    where = (
-        f"checkpoints meet in {recipe.checkpoints.upload}"
-        if recipe.checkpoints.upload
-        else "nothing is saved"
-    )
-    return f"no shared disk: {run.disks.count} run folders, each with the files of its own ranks; {where}"
-
-
-def _given_words(given: dict) -> str:
-    """Describe the weights from which a run begins."""
-    words = f"from the weights of {given['source']} ({given['digest']})"
-    if given["tokenizer"] != "the same":
-        words += "; no tokenizer there to compare"
-    for name, rows in given["added_rows"].items():
-        words += f"; {name}: {rows:,} new rows, each the mean of the others" if rows > 0 else ""
-        words += f"; {name}: without the last {-rows:,} rows" if rows < 0 else ""
-    return words + (f"; not in use: {listed(given['unused'])}" if given["unused"] else "")
 
 
 def record_changes(run: RunFolder, start: Start, recipe: Recipe) -> None:
@@ -360,16 +339,6 @@ def _effect_on_rate(change: dict, recipe: Recipe, start: Start) -> str:
     )
 
 
-def _set_aside(run: RunFolder) -> None:
-    """Keep what an earlier run left in this folder under another name."""
-    # Without a recipe the folder holds no run that a start had opened.
-    if run.recipe.exists():
-        aside = run.path.with_name(f"{run.path.name}.{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}")
-        run.path.rename(aside)
-        move_lock(aside, run.path)  # this process goes on holding the new folder
-        print(f"the earlier run of {run.path} is kept as {aside}")
-
-
 class Finding(Protocol):
     """Why the attempt was stopped: the optimizer step whose loss was the reason, and a sentence."""
 
@@ -383,29 +352,33 @@ def roll_back(run: RunFolder, start: Start, finding: Finding, recipe: Recipe) ->
     The samples of `monitors.spikes.skip_steps` steps before the step of the finding, and of as many steps from it on,
     are left out. When the run is opened again, the checkpoints saved since are set aside.
 
-    start: where this attempt began. finding: the `step` whose loss was the reason, and why (`sentence`).
+    start: where this attempt began.
 
     Raises:
         GaveUp: on every rank, if the policy is another one or has no rollback left.
     """
-    last_words = from_rank_0(lambda: _roll_back_on_rank_0(run, start, finding, recipe))
-    if last_words is not None:
+
+    def write() -> str | None:
+        """Return the run's last line, or None after a rollback."""
+        spikes, done = recipe.monitors.spikes, len(start.journal.rollbacks)
+        why, allowed = finding.sentence, spikes.max_rollbacks
+        if spikes.policy != "rollback" or done >= allowed:
+            run.add_event("gave_up", step=finding.step, why=why, policy=spikes.policy, rollbacks=done)
+            after = f" after {done} rollbacks" if done else ""
+            return (
+                f"{run.path}: training gave up{after} (monitors.spikes.policy {spikes.policy}): {why}; {run.events} "
+                "says what happened and what to try; the committed checkpoints are kept, and the same command "
+                "continues from the newest"
+            )
+        rollback = _planned(run, start, finding.step, recipe)
+        # The journal first: if the process is killed after it, the next start still follows it.
+        start.journal.with_rollback(rollback).write(run.journal)
+        run.add_event("rollback", **asdict(rollback), why=why, rollback=done + 1, of=allowed)
+        print(f"rollback {done + 1} of {allowed}: {why}; back to step {rollback.to_step}", flush=True)
+        return None
+
+    if (last_words := from_rank_0(write)) is not None:
         raise GaveUp(last_words)
-
-
-def _roll_back_on_rank_0(run: RunFolder, start: Start, finding: Finding, recipe: Recipe) -> str | None:
-    """Return the run's last line, or None after a rollback."""
-    spikes, done = recipe.monitors.spikes, len(start.journal.rollbacks)
-    step, why, allowed = finding.step, finding.sentence, spikes.max_rollbacks
-    if spikes.policy != "rollback" or done >= allowed:
-        run.add_event("gave_up", step=step, why=why, policy=spikes.policy, rollbacks=done)
-        return _last_words(run, why, spikes.policy, done)
-    rollback = _planned(run, start, step, recipe)
-    # The journal first: if the process is killed after it, the next start still follows it.
-    start.journal.with_rollback(rollback).write(run.journal)
-    run.add_event("rollback", **asdict(rollback), why=why, rollback=done + 1, of=allowed)
-    print(f"rollback {done + 1} of {allowed}: {why}; back to step {rollback.to_step}", flush=True)
-    return None
 
 
 def _planned(run: RunFolder, start: Start, step: int, recipe: Recipe) -> Rollback:
@@ -419,27 +392,13 @@ def _planned(run: RunFolder, start: Start, step: int, recipe: Recipe) -> Rollbac
     first, last = progress.samples_at(first_step), progress.samples_at(last_step)
     # Positions in the global order, from which earlier rollbacks have left out samples already.
     positions = start.journal.position(first), start.journal.position(last - 1) + 1
-    to_step = _good_step(run, start.journal, first_step)
-    return Rollback(step, to_step, positions, spikes.lr_factor, spikes.lr_steps)
-
-
-def _good_step(run: RunFolder, journal: Journal, most_steps: int) -> int:
-    """Return the steps of the newest checkpoint with at most `most_steps`; 0, the beginning, if there is none."""
-    # Marker and sizes suffice here: the next start compares the bytes, and takes an earlier one if they have changed.
-    place = DiskPlace(run.path)
+    place, to_step = DiskPlace(run.path), 0
     for folder in committed_checkpoints(run):
-        step = step_in_name(folder)
-        if step > most_steps or is_left_behind(folder, journal):
+        if step_in_name(folder) > first_step or is_left_behind(folder, start.journal):
             continue
-        # What other disks hold of it shows at the next start.
-        if place.health(folder.name, is_part=not run.disks.shared).word == COMMITTED:
-            return step
-    return 0
-
-
-def _last_words(run: RunFolder, why: str, policy: str, rollbacks: int) -> str:
-    done = f" after {rollbacks} rollbacks" if rollbacks else ""
-    return (
-        f"{run.path}: training gave up{done} (monitors.spikes.policy {policy}): {why}; {run.events} says what "
-        "happened and what to try; the committed checkpoints are kept, and the same command continues from the newest"
-    )
+        # Marker and sizes suffice here: the next start compares the bytes, and takes an earlier one if they have
+        # changed. What other disks hold of it shows then, too.
+        if health(place, folder.name, is_part=not run.disks.shared).word == COMMITTED:
+            to_step = step_in_name(folder)
+            break
+    return Rollback(step, to_step, positions, spikes.lr_factor, spikes.lr_steps)

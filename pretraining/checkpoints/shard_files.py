@@ -230,7 +230,7 @@ class CheckpointReader:
         return self._states.get(parameter, [])
 
     def has(self, state: str, parameter: str) -> bool:
-        """Say if the checkpoint holds a per-element state of a parameter."""
+        """Return whether the checkpoint holds a per-element state of a parameter."""
         while state not in self.states(parameter):
             if not self._bring_another():
                 return False
@@ -244,7 +244,6 @@ class CheckpointReader:
         return found
 
     def numel(self, parameter: str) -> int:
-        """Return the number of elements of a parameter."""
         return prod(self.parameters[parameter])
 
     def dtype(self, state: str, parameter: str) -> torch.dtype:
@@ -458,7 +457,10 @@ def _write_share(reader: CheckpointReader, path: Path, index: int, num_files: in
             slices[key] = (state, name, start, end - start)
             # `meta` takes no memory: each slice is read when it is written.
             shapes[key] = torch.empty(end - start, dtype=reader.dtype(state, name), device="meta")
-    whole = _whole_states(reader) if index == 0 else {}  # small: factors of moments
+    whole = {}
+    if index == 0:  # small: factors of moments
+        names = [(state, name) for name in reader.parameters for state in reader.whole_states(name)]
+        whole = {fragment_key(state, name, None): reader.read_whole(state, name) for state, name in names}
 
     def read(key: str) -> torch.Tensor:
         return whole[key] if key in whole else reader.read(*slices[key])
@@ -474,8 +476,3 @@ def _states(reader: CheckpointReader) -> Iterator[tuple[str, str, int]]:
                 yield state, name, reader.numel(name)
     for name, entry in reader.state.get("buffers", {}).items():
         yield BUFFER, name, torch.Size(entry["shape"]).numel()
-
-
-def _whole_states(reader: CheckpointReader) -> dict[str, torch.Tensor]:
-    names = [(state, name) for name in reader.parameters for state in reader.whole_states(name)]
-    return {fragment_key(state, name, None): reader.read_whole(state, name) for state, name in names}

@@ -95,7 +95,7 @@ class RunFolder:
             call()
 
     def is_finished(self, recipe: dict) -> bool:
-        """Say if this folder holds the finished run of this recipe, so that nothing is left to do.
+        """Return whether this folder holds the finished run of this recipe, so that nothing is left to do.
 
         Settings that change neither the curve nor the measurements may differ.
         """
@@ -107,14 +107,20 @@ class RunFolder:
             return False
         # a start after the last end, such as that of a longer run which was killed, has left something to do
         end = self.last_event(*STARTS, "end") or {}
-        return same and "eval_loss" in end and self._export_is_whole(end)
+        if not same or "eval_loss" not in end:
+            return False
+        # every file of the export that its run wrote, in full size; other files may have come since
+        sizes = self._export_sizes() if self.export.is_dir() else {}
+        # without "export", the configuration alone is looked for
+        written = end.get("export", {"config.json": sizes.get("config.json")})
+        return bool(sizes) and all(sizes.get(name) == size for name, size in written.items())
 
     def last_event(self, *kinds: str) -> dict | None:
         """Return the newest row of these kinds in events.jsonl."""
         return next((row for row in reversed(read_events(self.events)) if row.get("event") in kinds), None)
 
     def holds_parts(self) -> bool:
-        """Say if checkpoints here may be the part of one node: the last start found several run folders."""
+        """Return whether checkpoints here may be the part of one node: the last start found several run folders."""
         start = self.last_event(*STARTS) or {}
         return self.node_events.exists() or start.get("run_folders", 1) > 1
 
@@ -123,13 +129,6 @@ class RunFolder:
         self.add_event("end", **results, export=self._export_sizes())
         # one that came too late would stop the next run of this folder after its first step
         self.stop_file.unlink(missing_ok=True)
-
-    def _export_is_whole(self, end: dict) -> bool:
-        """Say if the export has every file that its run wrote, in full size. Other files may have come since."""
-        sizes = self._export_sizes() if self.export.is_dir() else {}
-        # without "export", the configuration alone is looked for
-        written = end.get("export", {"config.json": sizes.get("config.json")})
-        return bool(sizes) and all(sizes.get(name) == size for name, size in written.items())
 
     def _export_sizes(self) -> dict[str, int]:
         """Return {file: bytes} of the export."""
@@ -280,7 +279,7 @@ def describe_environment(device: str, world_size: int) -> dict:
 
 
 def trained_on_processor(environment: dict) -> bool:
-    """Say if the run of this environment.json had no GPU."""
+    """Return whether the run of this environment.json had no GPU."""
     return str(environment.get("device", "")).startswith("CPU")
 
 

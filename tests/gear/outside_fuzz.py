@@ -32,7 +32,7 @@ from pretraining.checkpoints import __main__ as checkpoints
 from pretraining.checkpoints.fetch import fetch_share, newest_committed, read_remote_marker
 from pretraining.checkpoints.format import MARKER, _with_checksum, read_marker, read_receipt, receipt_name
 from pretraining.checkpoints.identity import Start
-from pretraining.checkpoints.places import COMMITTED, DiskPlace
+from pretraining.checkpoints.places import COMMITTED, DiskPlace, health
 from pretraining.checkpoints.publish import LIST, to_store
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.resume import changes_since
@@ -244,9 +244,9 @@ class OutsideFuzz:
         checkpoints.main(["verify", str(self.run.path)])
 
     def _start(self, checkpoint: Path) -> None:
-        health = DiskPlace(checkpoint.parent).health(checkpoint.name)
-        if health.word != COMMITTED:
-            raise UserError(health.reason)
+        found = health(DiskPlace(checkpoint.parent), checkpoint.name)
+        if found.word != COMMITTED:
+            raise UserError(found.reason)
         Start.at(checkpoint).progress(self.resolved)
         marker, manifest = read_marker(checkpoint), read_manifest(self.data)
         changes_since(checkpoint, marker, self.resolved, manifest, self.run, ["budget"])
