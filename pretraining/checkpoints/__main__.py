@@ -77,7 +77,6 @@ class List:
     HEADER = ("step", "state", "age", "size", "ranks", "stage", "loss", "validation")
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the run."""
         _add_run(parser, or_address=True)
 
     def answer(self, options: argparse.Namespace) -> dict:
@@ -90,7 +89,6 @@ class List:
         return {"run": str(options.run), "checkpoints": entries}
 
     def as_text(self, answer: dict) -> str:
-        """Return a table, and below it what is wrong with the damaged ones."""
         entries = answer["checkpoints"]
         if not entries:
             return f"{answer['run']}: no checkpoint yet"
@@ -125,7 +123,6 @@ class Verify:
   python -m pretraining.checkpoints verify /mnt/copies/checkpoint-750 --json"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the run or checkpoint, and the step."""
         _add_run(parser, or_checkpoint=True, or_address=True)
         _add_step(parser, "default: every committed one")
 
@@ -172,7 +169,6 @@ class Verify:
         }
 
     def as_text(self, answer: dict) -> str:
-        """Return a line for each checkpoint, and its files with their verdicts."""
         lines = []
         for each in answer["checkpoints"]:
             verdict, size = "whole" if each["whole"] else "DAMAGED", num_bytes(each["bytes"])
@@ -183,7 +179,6 @@ class Verify:
         return "\n".join(lines)
 
     def refusal(self, answer: dict) -> str | None:
-        """Return the line for damaged checkpoints, or None."""
         damaged = [each for each in answer["checkpoints"] if not each["whole"]]
         if not damaged:
             return None
@@ -207,7 +202,6 @@ class Export:
   python -m pretraining.checkpoints export /mnt/copies/checkpoint-750 --model runs/tiny/model --to out/tiny-750"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the checkpoint, and the folder of the export."""
         _add_run(parser, or_checkpoint=True)
         _add_step(parser, "default: the newest")
         parser.add_argument(
@@ -239,7 +233,6 @@ class Export:
         }
 
     def as_text(self, answer: dict) -> str:
-        """Return its path, and what it is."""
         return f"{answer['export']}: the model after {answer['step']:,} steps, {num_bytes(answer['bytes'])}"
 
 
@@ -259,7 +252,6 @@ class Branch:
     SHAPES = ("linear", "cosine", "1-sqrt")
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the run, the step, and the stage."""
         _add_run(parser, or_checkpoint=True)
         parser.add_argument("--at", type=not_negative_integer, metavar="STEP", help="default: the newest")
         parser.add_argument(
@@ -307,7 +299,6 @@ class Branch:
         }
 
     def as_text(self, answer: dict) -> str:
-        """Return its path, and the command that trains it."""
         return (
             f"{answer['run']}: goes on from {answer['checkpoint']} until step {answer['last_step']:,}\n"
             f"train it, by the launcher of your choice: {answer['command']}"
@@ -327,7 +318,6 @@ class Prune:
     USELESS = (DAMAGED, UNCOMMITTED, "set aside")
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the run, and what to keep instead of what the recipe keeps."""
         _add_run(parser)
         rule = "default: the recipe's"
         parser.add_argument("--keep_last", type=positive_integer, metavar="N", help=f"the newest N ({rule})")
@@ -402,7 +392,6 @@ class Prune:
         run.add_event("checkpoint_pruned", checkpoint=entry["folder"], state=entry["state"])
 
     def as_text(self, answer: dict) -> str:
-        """Return what would be removed, what that frees, and how to do it."""
         going = answer["checkpoints"]
         kept = f"kept: {', '.join(map(str, answer['kept'])) or 'none'}"
         if not going:
@@ -424,7 +413,6 @@ class Reshard:
   python -m pretraining.checkpoints reshard runs/tiny --step 750 --files 8 --to out/checkpoint-750"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the checkpoint, the number of files, and their folder."""
         _add_run(parser, or_checkpoint=True)
         _add_step(parser, "default: the newest")
         parser.add_argument("--files", type=not_negative_integer, required=True, metavar="N", help="how many")
@@ -448,7 +436,6 @@ class Reshard:
         }
 
     def as_text(self, answer: dict) -> str:
-        """Return its path, and what it is."""
         return (
             f"{answer['to']}: {answer['checkpoint']} in {answer['files']} files, {num_bytes(answer['bytes'])}"
         )

@@ -155,7 +155,7 @@ class CheckpointWriter:
 
     @property
     def in_flight(self) -> bool:
-        """Return whether a save has begun and the ranks have not agreed on its end yet; the answer is the same on all ranks."""
+        """Whether a save has begun on whose end the ranks have not agreed yet; the same on all ranks."""
         return self._flight is not None
 
     def wait(self) -> None:

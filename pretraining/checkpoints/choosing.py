@@ -414,11 +414,8 @@ def _fetch(
     of_disk = {each: files[each] for each in sorted(missing[run.disks.first_rank])}
     share = dict(list(of_disk.items())[ranks.index(rank_and_world_size()[0]) :: len(ranks)])
     with long_work(), fetching_bar(remote.where(name), run.path / name, of_disk):
-        results = gather_from_ranks(fetch_share(remote, name, run.path / name, share))
-    # An error of one rank is raised on all: if one rank left alone, the others would wait for it.
-    if failure := next((failure for _, failure in results if failure), None):
-        raise UserError(failure)
-    return next((damaged for damaged, _ in results if damaged), None)
+        damaged = together(lambda: fetch_share(remote, name, run.path / name, share))
+    return next(filter(None, gather_from_ranks(damaged)), None)
 
 
 def _mend(
@@ -458,18 +455,18 @@ def _exchange(
                     file.seek(start)
                     piece = file.read(_PIECE_BYTES)
             piece = from_rank(owner, piece)
-            together(partial(_add, path, start, piece) if receives else lambda: None)
+
+            def add(path: Path = path, start: int = start, piece: bytes = piece) -> None:
+                with path.open("r+b" if start else "wb") as file:
+                    file.seek(start)
+                    file.write(piece)
+                work_done(len(piece))
+
+            together(add if receives else lambda: None)
         whole = together(lambda: not receives or file_entry(path) == entry)  # noqa: B023 (called at once)
         if not all(gather_from_ranks(whole)):
             return f"{name} did not arrive whole from another disk"
     return None
-
-
-def _add(path: Path, start: int, piece: bytes) -> None:
-    with path.open("r+b" if start else "wb") as file:
-        file.seek(start)
-        file.write(piece)
-    work_done(len(piece))
 
 
 def _finish(run: RunFolder, candidate: Candidate) -> bool:

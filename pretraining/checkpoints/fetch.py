@@ -103,8 +103,11 @@ def read_remote_marker(remote: RemoteRun, name: str) -> tuple[bytes, dict, str |
         return content, {}, str(error)
 
 
-def fetch_share(remote: RemoteRun, name: str, folder: Path, files: dict) -> tuple[str | None, str | None]:
-    """Fetch the `files` of this rank's share; returns (what is damaged in the store, what failed)."""
+def fetch_share(remote: RemoteRun, name: str, folder: Path, files: dict) -> str | None:
+    """Fetch the `files` of this rank's share; returns what is damaged in the store, or None.
+
+    Raises `UserError` if the store fails, or the disk.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with Ranges(remote) as ranges:
@@ -113,14 +116,14 @@ def fetch_share(remote: RemoteRun, name: str, folder: Path, files: dict) -> tupl
                 return _fetch_file(ranges, f"{name}/{file}", folder / file, files[file])
 
             with ThreadPoolExecutor(_FILES) as threads:
-                return next(filter(None, list(threads.map(fetch, files))), None), None
+                return next(filter(None, list(threads.map(fetch, files))), None)
     except UserError as error:
         # A file which the marker names and the store lacks is damage, no failure: the checkpoint before may be whole.
         if isinstance(error.__cause__, FileNotFoundError):
-            return f"a file that its {MARKER} names is not there ({reason_of(error.__cause__)})", None
-        return None, str(error)
+            return f"a file that its {MARKER} names is not there ({reason_of(error.__cause__)})"
+        raise
     except OSError as error:
-        return None, f"{folder}: {error.strerror}"
+        raise UserError(f"{folder}: {error.strerror}") from error
 
 
 class Ranges:
@@ -193,9 +196,12 @@ def fetch_absent(remote: RemoteRun, folder: Path, file: str) -> bool:
     with long_work(), open(folder / f".{file}.lock", "w", opener=regular) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with fetching_bar(f"{remote.where(folder.name)}/{file}", folder, {file: entry}):
-            damage, failure = fetch_share(remote, folder.name, folder, {file: entry})
+            try:
+                reason = fetch_share(remote, folder.name, folder, {file: entry})
+            except UserError as error:
+                reason = str(error)
         Path(lock.name).unlink(missing_ok=True)  # whoever waits for it finds the file whole
-    if reason := failure or damage:
+    if reason is not None:
         raise UserError(f"{remote.where(folder.name)}: {reason}", on_every_rank=False)
     return True
 

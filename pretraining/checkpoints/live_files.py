@@ -57,8 +57,14 @@ def live_files(run: RunFolder, upload: str | None) -> Iterator[None]:
         return
     rank, remote = int(os.environ.get("RANK", "0")), RemoteRun(upload, run.path.name)
     if run.disks.is_first:
-        # An empty disk in the place of another one gets a new name, so that nothing in the store is replaced.
-        run.at_beginning.append(lambda: _name_node(run, remote))
+
+        def name_node() -> None:
+            # An empty disk in the place of another one gets a new name, so that nothing in the store is replaced.
+            host, known = socket.gethostname(), _node(run)
+            name = known["name"] if known.get("host") == host else f"{host}-{uuid.uuid4().hex[:8]}"
+            write_json(run.node, {"name": name, "host": host, "began": utc_now(), "store": remote.address})
+
+        run.at_beginning.append(name_node)
     of_others = run.disks.is_first or rank == 0
     files = LiveFiles(run, remote, partial(_files_to_send, run, rank, of_others))
     # It is called after the block too, once the failure is written.
@@ -73,13 +79,6 @@ def live_files(run: RunFolder, upload: str | None) -> Iterator[None]:
     finally:
         files.closed.set()
         thread.join(_LAST_SECONDS)
-
-
-def _name_node(run: RunFolder, remote: RemoteRun) -> None:
-    """Name this disk once."""
-    host, known = socket.gethostname(), _node(run)
-    name = known["name"] if known.get("host") == host else f"{host}-{uuid.uuid4().hex[:8]}"
-    write_json(run.node, {"name": name, "host": host, "began": utc_now(), "store": remote.address})
 
 
 def _node(run: RunFolder) -> dict:

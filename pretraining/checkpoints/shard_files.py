@@ -86,9 +86,16 @@ def write_rank_file(
     Returns the file's `file_entry` once the disk holds it (fsync).
     """
     # The checksum is computed while the bytes are written: `save_file` would need a second reading of the file.
-    digest, num_bytes = xxhash.xxh128(), 0
+    digest, num_bytes, read = xxhash.xxh128(), 0, read or tensors.__getitem__
+
+    def pieces() -> Iterator[memoryview]:
+        yield memoryview(file_header(tensors)[0])
+        for name in _in_file_order(tensors):
+            data = memoryview(read(name).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            yield from (data[at : at + _CHUNK_BYTES] for at in range(0, len(data), _CHUNK_BYTES))
+
     with path.open("wb", buffering=0) as file:
-        for piece in _pieces(tensors, read or tensors.__getitem__):
+        for piece in pieces():
             digest.update(piece)
             written = 0  # an unbuffered write may take less than it is given
             while written < len(piece):
@@ -97,14 +104,6 @@ def write_rank_file(
             num_bytes += len(piece)
         os.fsync(file.fileno())
     return {"bytes": num_bytes, "checksum": f"xxh128:{digest.hexdigest()}"}
-
-
-def _pieces(tensors: Mapping[str, torch.Tensor], read: Callable[[str], torch.Tensor]) -> Iterator[memoryview]:
-    """Yield the file's bytes in order: the header, then the tensors."""
-    yield memoryview(file_header(tensors)[0])
-    for name in _in_file_order(tensors):
-        data = memoryview(read(name).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-        yield from (data[at : at + _CHUNK_BYTES] for at in range(0, len(data), _CHUNK_BYTES))
 
 
 def _in_file_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:

@@ -160,14 +160,12 @@ _EVENT = {
 
 def read_events(path: Path) -> list[dict]:
     """Read the rows of an events.jsonl; one with a time that is none, or a value of another type, is left out."""
-    return [row for row in read_rows(path) if _is_event(row)]
-
-
-def _is_event(row: dict) -> bool:
-    with suppress(ValueError):
-        unix_seconds(row.get("time", "2026-01-01T00:00:00Z") if fits(row, _EVENT) else "")
-        return True
-    return False
+    events = []
+    for row in read_rows(path):
+        with suppress(ValueError):
+            unix_seconds(row.get("time", "2026-01-01T00:00:00Z") if fits(row, _EVENT) else "")
+            events.append(row)
+    return events
 
 
 def results_of(recipe: dict) -> dict:
@@ -266,12 +264,16 @@ def keep_past_rows(
 
 def describe_environment(device: str, world_size: int) -> dict:
     """Return versions, device and git state, for environment.json and the model card; no variables, no secrets."""
+    versions = dict.fromkeys(PACKAGES)
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
     return {
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "device": device,
         "world_size": world_size,
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": versions,
         "git_commit": _git("rev-parse", "HEAD"),
         # Kept measurements are no part of what runs.
         "git_modified": bool(_git("status", "--porcelain", "--untracked-files=no", ":!benchmarks/results")),
@@ -281,13 +283,6 @@ def describe_environment(device: str, world_size: int) -> dict:
 def trained_on_processor(environment: dict) -> bool:
     """Return whether the run of this environment.json had no GPU."""
     return str(environment.get("device", "")).startswith("CPU")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _git(*arguments: str) -> str | None:

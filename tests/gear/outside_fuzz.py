@@ -254,10 +254,9 @@ class OutsideFuzz:
     def _fetch(self, remote: RemoteRun, name: str) -> None:
         newest_committed(remote, -1)
         _, files, wrong = read_remote_marker(remote, name)
-        if wrong is None:
-            damage, failure = fetch_share(remote, name, self.box / "fetched", files)
-            if reason := damage or failure:
-                raise UserError(reason)
+        reason = fetch_share(remote, name, self.box / "fetched", files) if wrong is None else None
+        if reason is not None:
+            raise UserError(reason)
 
     def _open_data(self, root: str | None = None) -> None:
         data = open_prepared(
