@@ -44,9 +44,9 @@ def step_in(name: str) -> int:
     return int(found[1]) if found else -1
 
 
-def step_of(checkpoint: Path | None) -> int:
-    """Return the optimizer steps of a checkpoint by its marker, whatever its folder is called; 0 for None."""
-    return read_marker(checkpoint)["step"] if checkpoint else 0
+def step_of(checkpoint: Path) -> int:
+    """Return the optimizer steps of a checkpoint by its marker, whatever its folder is called."""
+    return read_marker(checkpoint)["step"]
 
 
 def remove_checkpoint(folder: Path) -> None:

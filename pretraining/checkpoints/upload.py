@@ -81,21 +81,11 @@ class Uploader:
         self._waiting = Parcel(folder, self.rank, self.ranks)
         self._proceed()
 
-    def wait(self, seconds: float | None = None) -> bool:
-        """Wait until all offered uploads are done or have failed, but at most `seconds`.
-
-        Returns False if the time was over first.
-        """
-        until = None if seconds is None else time.monotonic() + seconds
+    def wait(self) -> None:
+        """Wait until all offered uploads are done or have failed."""
         with long_work():
             while not self._proceed():
-                late = until is not None and time.monotonic() > until
-                # The clock of rank 0 decides, so that all ranks leave together.
-                if gather_from_ranks(late, self._group)[0]:
-                    self._add_event("upload_cut_short", seconds=seconds)
-                    return False
                 time.sleep(_PAUSE_SECONDS)
-        return True
 
     def _proceed(self) -> bool:
         """Begin the next upload if all ranks are idle; returns True if none is left. The ranks agree here."""
