@@ -17,6 +17,7 @@ import sys
 import uuid
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -109,6 +110,7 @@ def choose_checkpoint(
     upload: str | None = None,
     layout: dict | None = None,
     check: Check = lambda *_: None,
+    in_parts: bool = False,
 ) -> Chosen:
     """Choose the checkpoint that `--resume auto|never|PATH|ADDRESS` means, the same on every rank.
 
@@ -117,19 +119,21 @@ def choose_checkpoint(
 
     upload: the recipe's `checkpoints.upload`. layout: that of this start (`RunPlan.layout`), by which a node knows the
     files that it needs if it has a run folder of its own; None: it gets all. check: asked before anything of a
-    checkpoint is fetched.
+    checkpoint is fetched. in_parts: whether the disk holds parts of checkpoints even if it is the only one, as that of
+    the last node which is left.
 
     Raises `UserError` if the store cannot be used and nothing is here; for a PATH or ADDRESS without a whole checkpoint
     or with later ones in the store, with which those of this start would mix; and for another version's checkpoint.
     """
     remote = None if upload is None else RemoteRun(upload, run.path.name)
+    chooser = _Chooser(run, remote, layout, check, in_parts or not run.disks.shared)
     if resume == "auto":
-        return _newest_whole(run, remote, layout, check)
+        return chooser.newest_whole()
     if remote is not None:
         refuse_newer(remote, from_rank_0(lambda: _step_meant(resume)), resume)
     if resume == "never":
         return Chosen()
-    return (_at_address if is_remote(resume) else _at_path)(run, resume, layout, check)
+    return chooser.at_address(resume) if is_remote(resume) else chooser.at_path(resume)
 
 
 def refuse_newer(remote: RemoteRun, step: int, resume: str) -> None:
@@ -152,48 +156,277 @@ def _step_meant(resume: str) -> int:
         return 0
 
 
-def _newest_whole(run: RunFolder, remote: RemoteRun | None, layout: dict | None, check: Check) -> Chosen:
-    below = sys.maxsize
-    while candidates := _newest(run, remote, below):
-        for candidate in candidates:
-            reason = candidate.fault or _bring(run, remote, candidate, layout, check)
-            if reason is None:
-                needs_store = candidate.in_store and not run.disks.shared
-                return Chosen(run.path / candidate.name, remote if needs_store else None)
-            from_rank_0(partial(_pass_over, run, remote, candidate, reason))
-        below = step_in(candidates[0].name)
-    return Chosen()
+@dataclass(frozen=True)
+class _Chooser:
+    """What one search knows, and how it looks, compares and brings."""
 
+    run: RunFolder
+    remote: RemoteRun | None
+    layout: dict | None
+    check: Check
+    in_parts: bool
+    """Whether a disk may hold a part of a checkpoint."""
 
-def _newest(run: RunFolder, remote: RemoteRun | None, below: int) -> list[Candidate]:
-    """Return the newest checkpoint below a step: two candidates if the disks and the store hold another one each."""
-    journal = from_rank_0(lambda: Journal.read(run.journal))
-    found = run.disks.each(lambda: _newest_here(run, journal, below))
-    newest, candidates, content = max(step for step, *_ in found.values()), [], None
-    name = run.checkpoint(newest).name
-    if newest >= 0:
-        # Disks hold different ones of a step only after a start that not all of them took part in.
-        count = Counter(each for each in found.values() if each[0] == newest)
-        common = max(count, key=lambda each: (each[1] is None, count[each]))
-        owner = min(first for first, each in found.items() if each == common)
-        content = run.disks.from_one(owner, lambda: _marker_here(run.path / name))
-        candidates = [Candidate(name, content, on_disks=True, fault=common[1])]
-    if remote is None:
-        return candidates
-    here = None if newest < 0 else newest
-    stored = from_rank_0(lambda: newest_unless_unreachable(run, remote, newest - 1, below, here))
-    if stored is None:
-        return candidates
-    there, fault = from_rank_0(lambda: read_remote_marker(remote, stored)[::2])
-    if fault is None:
-        fault = step_fault(stored, parse_marker(there, remote.where(stored)))
-    if step_in(stored) > newest:
-        return [Candidate(stored, there, in_store=True, fault=fault)]
-    if there == content:
-        return [Candidate(stored, there, on_disks=True, in_store=True, fault=fault)]
-    candidates.append(Candidate(stored, there, in_store=True, fault=fault))
-    # What a shared disk holds was saved last; what one of several disks holds may be a part.
-    return candidates if run.disks.shared else candidates[::-1]
+    def newest_whole(self) -> Chosen:
+        """Return the newest whole checkpoint; each damaged one before it is passed over."""
+        below = sys.maxsize
+        while candidates := self.newest(below):
+            for candidate in candidates:
+                reason = candidate.fault or self.bring(candidate)
+                if reason is None:
+                    needs_store = candidate.in_store and self.in_parts
+                    return Chosen(self.run.path / candidate.name, self.remote if needs_store else None)
+                from_rank_0(partial(self.pass_over, candidate, reason))
+            below = step_in(candidates[0].name)
+        return Chosen()
+
+    def newest(self, below: int) -> list[Candidate]:
+        """Return the newest checkpoint below a step: two candidates if disks and store hold another one each."""
+        remote, journal = self.remote, from_rank_0(lambda: Journal.read(self.run.journal))
+        found = self.run.disks.each(lambda: _newest_here(self.run, journal, below))
+        newest, candidates, content = max(step for step, *_ in found.values()), [], None
+        name = self.run.checkpoint(newest).name
+        if newest >= 0:
+            # Disks hold different ones of a step only after a start that not all of them took part in.
+            count = Counter(each for each in found.values() if each[0] == newest)
+            common = max(count, key=lambda each: (each[1] is None, count[each]))
+            owner = min(first for first, each in found.items() if each == common)
+            content = self.run.disks.from_one(owner, lambda: _marker_here(self.run.path / name))
+            candidates = [Candidate(name, content, on_disks=True, fault=common[1])]
+        if remote is None:
+            return candidates
+        here = None if newest < 0 else newest
+        stored = from_rank_0(lambda: newest_unless_unreachable(self.run, remote, newest - 1, below, here))
+        if stored is None:
+            return candidates
+        there, fault = from_rank_0(lambda: read_remote_marker(remote, stored)[::2])
+        if fault is None:
+            fault = step_fault(stored, parse_marker(there, remote.where(stored)))
+        if step_in(stored) > newest:
+            return [Candidate(stored, there, in_store=True, fault=fault)]
+        if there == content:
+            return [Candidate(stored, there, on_disks=True, in_store=True, fault=fault)]
+        candidates.append(Candidate(stored, there, in_store=True, fault=fault))
+        # What a shared disk holds was saved last; what one of several holds is a part.
+        return candidates[::-1] if self.in_parts else candidates
+
+    def pass_over(self, candidate: Candidate, reason: str) -> None:
+        """Report a damaged checkpoint."""
+        name, where = candidate.name, self.run.path / candidate.name
+        if candidate.in_store and (self.in_parts or not candidate.on_disks):
+            where = self.remote.where(name)
+            self.run.add_event("remote_checkpoint_passed_over", checkpoint=where, reason=reason)
+            print(f"checkpoints: {where} is passed over: {reason}", file=sys.stderr, flush=True)
+            return
+        self.run.add_event("checkpoint_passed_over", checkpoint=name, reason=reason)
+        if self.in_parts:
+            print(f"{name} on the disks is passed over: {reason}", file=sys.stderr, flush=True)
+        else:
+            print(f"{where} is damaged ({reason}): passed over for the one before", flush=True)
+
+    def at_path(self, resume: str) -> Chosen:
+        """Return the checkpoint at a path; `UserError` unless each disk holds a whole one there."""
+        folder = Path(resume)
+
+        def look() -> str | None:
+            if not folder.is_dir():
+                return "no such folder; it takes auto, never or the path of a checkpoint"
+            found = health(DiskPlace(folder.parent), folder.name, of_run=False)
+            if found.word == OTHER_VERSION:
+                raise UserError(found.reason)
+            if found.word == UNCOMMITTED:
+                return f"no committed checkpoint there ({MARKER} is missing)"
+            return found.reason and f"the checkpoint is damaged: {found.reason}"
+
+        hosts, faults = gather_from_ranks(socket.gethostname()), self.run.disks.each(look)
+        if not any(faults.values()):
+            for first, reasons in self.changed(folder, read_marker(folder)["files"]).items():
+                faults[first] = f"the checkpoint is damaged: {min(reasons.values())}" if reasons else None
+        for first, reason in faults.items():
+            if reason is not None and self.run.disks.shared:
+                raise UserError(f"--resume {resume}: {reason}")
+            if reason is not None:
+                raise UserError(
+                    f"--resume {resume}: on {hosts[first]}: {reason}; nodes without a shared disk each need all its "
+                    "files there, or give its address in a store"
+                )
+        return Chosen(folder)
+
+    def at_address(self, resume: str) -> Chosen:
+        """Return the checkpoint at an address, once it is here; `UserError` if it is not whole there."""
+        remote, name = RemoteRun.of_checkpoint(resume)
+        content, wrong = from_rank_0(lambda: read_remote_marker(remote, name)[::2])
+        if wrong is None:
+            if not self.in_parts:
+                from_rank_0(lambda: _refuse_another(self.run.path / name, content))
+            wrong = replace(self, remote=remote).bring(Candidate(name, content, in_store=True))
+        if wrong is not None:
+            raise UserError(f"--resume {resume}: {wrong}")
+        return Chosen(self.run.path / name, remote if self.in_parts else None)
+
+    def bring(self, candidate: Candidate) -> str | None:
+        """Give every disk the files that its ranks need, and then the marker; returns what is wrong with it, or None.
+
+        Raises `UserError` on every rank if the store fails, or a disk is full.
+        """
+        run, remote, disks, name = self.run, self.remote, self.run.disks, candidate.name
+        folder = run.path / name
+        try:
+            marker = parse_marker(candidate.marker, remote.where(name) if candidate.in_store else folder)
+        except MarkerDamage as error:
+            return str(error)
+        files: Files = marker["files"]
+
+        def check() -> None:
+            accepted = json.loads(remote.read_if_there(run.changes.name) or b"[]")
+            self.check(remote.where(name), marker, accepted)
+
+        is_new = candidate.in_store and not candidate.on_disks
+        if is_new:
+            from_rank_0(check)
+        looked = disks.each(lambda: self.look_here(candidate, files))
+        held = {first: names for first, (names, _) in looked.items()}
+        if not candidate.in_store and (lost := sorted(files.keys() - set().union(*held.values()))):
+            where = f"{several(len(lost), 'file')} of it on no disk: {lost[0]}"
+            return where if self.in_parts else looked[0][1]
+        changed = self.changed(folder, {each: files[each] for each in sorted(held[disks.first_rank])})
+        good = {first: names - changed[first].keys() for first, names in held.items()}
+        if not candidate.in_store and (lost := sorted(files.keys() - set().union(*good.values()))):
+            return next(reasons[lost[0]] for reasons in changed.values() if lost[0] in reasons)
+        needed = {first: _needed(marker, ranks, self.layout) for first, ranks in disks.groups().items()}
+        if not candidate.in_store and self.in_parts:
+            more = _not_partitioned(folder, marker, good)  # nothing can be brought later
+            needed = {first: names | more for first, names in needed.items()}
+        missing = {first: names - good[first] for first, names in needed.items()}
+        mends = candidate.on_disks and not self.in_parts
+        damaged_here = (looked[0][1] or next(iter(changed[0].values()), None)) if mends else None
+        wrong = None
+        if damaged_here:
+            wrong = self.mend(name, files, missing, damaged_here)
+        elif any(missing.values()) and candidate.in_store:
+            wrong = self.fetch(name, files, missing)
+        elif any(missing.values()):
+            wrong = self.exchange(folder, files, good, missing)
+        if wrong is not None:
+            return wrong
+        if is_new:
+            from_rank_0(lambda: bring_run_files(run, remote))
+        added = any(disks.each(lambda: self.finish(candidate)).values())
+        if candidate.in_store and (added or any(missing.values())):
+            hosts = gather_from_ranks(socket.gethostname())
+            nodes = [
+                {
+                    "host": hosts[first],
+                    "files": len(names),
+                    "bytes": sum(files[each]["bytes"] for each in names),
+                }
+                for first, names in sorted(missing.items())
+            ]
+            details: dict = {"nodes": nodes} if self.in_parts else {}
+            details |= {"damaged_here": damaged_here} if damaged_here else {}
+            source = remote.where(name)
+            from_rank_0(lambda: run.add_event("fetch", checkpoint=name, source=source, **details))
+        return None
+
+    def look_here(self, candidate: Candidate, files: Files) -> tuple[set[str], str | None]:
+        """Make this disk's folder without what is not of the checkpoint.
+
+        Returns the files that it holds in their sizes, and what is wrong with the first of the others.
+        """
+        folder = self.run.path / candidate.name
+        if _marker_here(folder) != candidate.marker:
+            if (folder / MARKER).exists():
+                move_aside(self.run, folder)  # another one of that step
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in folder.iterdir():
+                if path.name not in files and path.is_file():
+                    path.unlink()
+        sizes = DiskPlace(self.run.path).sizes(candidate.name)
+        faults = {name: size_fault(name, sizes.get(name), entry) for name, entry in files.items()}
+        return {name for name in files if not faults[name]}, next(filter(None, faults.values()), None)
+
+    def changed(self, folder: Path, files: Files) -> dict[int, dict[str, str]]:
+        """Return {first rank of a disk: {file: what is wrong with its bytes}}; the ranks of a disk share the reading.
+
+        files: those that are compared on this rank's disk.
+        """
+        # Because the ranks share the reading, verifying a large checkpoint takes only as long as loading it.
+        groups, rank = self.run.disks.groups(), rank_and_world_size()[0]
+        ranks = groups[self.run.disks.first_rank]
+        with long_work():
+            found = gather_from_ranks(changed_files(folder, share_of(files, ranks.index(rank), len(ranks))))
+        return {
+            first: {name: reason for rank in ranks for name, reason in found[rank].items()}
+            for first, ranks in groups.items()
+        }
+
+    def fetch(self, name: str, files: Files, missing: dict[int, set[str]]) -> str | None:
+        """Fetch what each disk lacks from the store; returns what is damaged there, or None."""
+        run, remote = self.run, self.remote
+        ranks = run.disks.groups()[run.disks.first_rank]
+        of_disk = {each: files[each] for each in sorted(missing[run.disks.first_rank])}
+        share = dict(list(of_disk.items())[ranks.index(rank_and_world_size()[0]) :: len(ranks)])
+        with long_work(), fetching_bar(remote.where(name), run.path / name, of_disk):
+            damaged = together(lambda: fetch_share(remote, name, run.path / name, share))
+        return next(filter(None, gather_from_ranks(damaged)), None)
+
+    def mend(self, name: str, files: Files, missing: dict[int, set[str]], reason: str) -> str | None:
+        """Replace what is damaged on the shared disk by the store's files; returns `reason` if that is not possible."""
+        # no long patience: there may be an older checkpoint to go on from
+        remote = self.remote.at_first_contact()
+        try:
+            # nothing here is replaced by what is not whole there either
+            sizes = from_rank_0(lambda: remote.sizes(name) or {})
+            if any(size_fault(each, sizes.get(each), entry) for each, entry in files.items()):
+                return reason
+            if replace(self, remote=remote).fetch(name, files, missing) is not None:
+                return reason
+        except UserError:
+            return reason
+        if rank_and_world_size()[0] == 0:
+            line = f"{self.run.path / name} was damaged ({reason}): mended with the files of {remote.where(name)}"
+            print(line, flush=True)
+        return None
+
+    def exchange(
+        self, folder: Path, files: Files, good: dict[int, set[str]], missing: dict[int, set[str]]
+    ) -> str | None:
+        """Send files from disks that hold them to those that need them; returns what is wrong with them, or None."""
+        for name in sorted(set().union(*missing.values())):
+            owner = min(each for each, names in good.items() if name in names)
+            is_owner = rank_and_world_size()[0] == owner
+            receives = self.run.disks.is_first and name in missing[self.run.disks.first_rank]
+            path, entry = folder / name, files[name]
+            for start in range(0, max(1, entry["bytes"]), _PIECE_BYTES):
+                piece = b""
+                if is_owner:
+                    with path.open("rb") as file:
+                        file.seek(start)
+                        piece = file.read(_PIECE_BYTES)
+                piece = from_rank(owner, piece)
+
+                def add(path: Path = path, start: int = start, piece: bytes = piece) -> None:
+                    with path.open("r+b" if start else "wb") as file:
+                        file.seek(start)
+                        file.write(piece)
+                    work_done(len(piece))
+
+                together(add if receives else lambda: None)
+            whole = together(lambda: not receives or file_entry(path) == entry)  # noqa: B023 (called at once)
+            if not all(gather_from_ranks(whole)):
+                return f"{name} did not arrive whole from another disk"
+        return None
+
+    def finish(self, candidate: Candidate) -> bool:
+        """Write the marker, if it is not here yet; returns whether it was not."""
+        folder = self.run.path / candidate.name
+        if not candidate.in_store and self.in_parts:
+            for path in folder.iterdir():  # what a power cut spoils, a store would give again
+                sync_to_disk(path)
+        is_here = (folder / MARKER).exists()
+        if not is_here:
+            place_marker(folder, candidate.marker)
+        return not is_here
 
 
 def _newest_here(run: RunFolder, journal: Journal, below: int) -> tuple[int, str | None, str]:
@@ -225,162 +458,11 @@ def _marker_here(folder: Path) -> bytes:
         return b""
 
 
-def _pass_over(run: RunFolder, remote: RemoteRun | None, candidate: Candidate, reason: str) -> None:
-    name = candidate.name
-    if candidate.on_disks and (run.disks.shared or not candidate.in_store):
-        run.add_event("checkpoint_passed_over", checkpoint=name, reason=reason)
-        if run.disks.shared:
-            print(f"{run.path / name} is damaged ({reason}): passed over for the one before", flush=True)
-        else:
-            print(f"{name} on the disks is passed over: {reason}", file=sys.stderr, flush=True)
-    else:
-        where = remote.where(name)
-        run.add_event("remote_checkpoint_passed_over", checkpoint=where, reason=reason)
-        print(f"checkpoints: {where} is passed over: {reason}", file=sys.stderr, flush=True)
-
-
-def _at_path(run: RunFolder, resume: str, *_: object) -> Chosen:
-    """Return the checkpoint at a path; `UserError` unless each disk holds a whole one there."""
-    folder = Path(resume)
-
-    def look() -> str | None:
-        if not folder.is_dir():
-            return "no such folder; it takes auto, never or the path of a checkpoint"
-        found = health(DiskPlace(folder.parent), folder.name, of_run=False)
-        if found.word == OTHER_VERSION:
-            raise UserError(found.reason)
-        if found.word == UNCOMMITTED:
-            return f"no committed checkpoint there ({MARKER} is missing)"
-        return found.reason and f"the checkpoint is damaged: {found.reason}"
-
-    hosts, faults = gather_from_ranks(socket.gethostname()), run.disks.each(look)
-    if not any(faults.values()):
-        for first, reasons in _changed(run, folder, read_marker(folder)["files"]).items():
-            faults[first] = f"the checkpoint is damaged: {min(reasons.values())}" if reasons else None
-    for first, reason in faults.items():
-        if reason is not None and run.disks.shared:
-            raise UserError(f"--resume {resume}: {reason}")
-        if reason is not None:
-            raise UserError(
-                f"--resume {resume}: on {hosts[first]}: {reason}; nodes without a shared disk each need all its files "
-                "there, or give its address in a store"
-            )
-    return Chosen(folder)
-
-
-def _at_address(run: RunFolder, resume: str, layout: dict | None, check: Check) -> Chosen:
-    """Return the checkpoint at an address, once it is here; `UserError` if it is not whole there."""
-    remote, name = RemoteRun.of_checkpoint(resume)
-    content, wrong = from_rank_0(lambda: read_remote_marker(remote, name)[::2])
-    if wrong is None:
-        run.disks.each(lambda: _refuse_another(run.path / name, content))
-        wrong = _bring(run, remote, Candidate(name, content, in_store=True), layout, check)
-    if wrong is not None:
-        raise UserError(f"--resume {resume}: {wrong}")
-    return Chosen(run.path / name, None if run.disks.shared else remote)
-
-
 def _refuse_another(folder: Path, marker: bytes) -> None:
     if (folder / MARKER).exists() and _marker_here(folder) != marker:
         raise UserError(
             f"{folder}: another checkpoint of that name is here; move it, or choose another --output_dir"
         )
-
-
-def _bring(
-    run: RunFolder, remote: RemoteRun | None, candidate: Candidate, layout: dict | None, check: Check
-) -> str | None:
-    """Give every disk the files that its ranks need, and then the marker; returns what is wrong with it, or None.
-
-    Raises `UserError` on every rank if the store fails, or a disk is full.
-    """
-    name, folder, disks = candidate.name, run.path / candidate.name, run.disks
-    try:
-        marker = parse_marker(candidate.marker, remote.where(name) if candidate.in_store else folder)
-    except MarkerDamage as error:
-        return str(error)
-    files: Files = marker["files"]
-    is_new = candidate.in_store and not candidate.on_disks
-    if is_new:
-        from_rank_0(
-            lambda: check(
-                remote.where(name), marker, json.loads(remote.read_if_there(run.changes.name) or b"[]")
-            )
-        )
-    looked = disks.each(lambda: _look_here(run, candidate, files))
-    held = {first: names for first, (names, _) in looked.items()}
-    if not candidate.in_store and (lost := sorted(files.keys() - set().union(*held.values()))):
-        return looked[0][1] if disks.shared else f"{several(len(lost), 'file')} of it on no disk: {lost[0]}"
-    changed = _changed(run, folder, {each: files[each] for each in sorted(held[disks.first_rank])})
-    good = {first: names - changed[first].keys() for first, names in held.items()}
-    if not candidate.in_store and (lost := sorted(files.keys() - set().union(*good.values()))):
-        return next(reasons[lost[0]] for reasons in changed.values() if lost[0] in reasons)
-    needed = {first: _needed(marker, ranks, layout) for first, ranks in disks.groups().items()}
-    if not candidate.in_store and not disks.shared:
-        more = _not_partitioned(folder, marker, good)  # nothing can be brought later
-        needed = {first: names | more for first, names in needed.items()}
-    missing = {first: names - good[first] for first, names in needed.items()}
-    mends = candidate.on_disks and disks.shared
-    damaged_here = (looked[0][1] or next(iter(changed[0].values()), None)) if mends else None
-    wrong = None
-    if damaged_here:
-        wrong = _mend(run, remote, name, files, missing, damaged_here)
-    elif any(missing.values()) and candidate.in_store:
-        wrong = _fetch(run, remote, name, files, missing)
-    elif any(missing.values()):
-        wrong = _exchange(run, folder, files, good, missing)
-    if wrong is not None:
-        return wrong
-    if is_new:
-        from_rank_0(lambda: bring_run_files(run, remote))
-    added = any(disks.each(lambda: _finish(run, candidate)).values())
-    if candidate.in_store and (added or any(missing.values())):
-        hosts, details = gather_from_ranks(socket.gethostname()), {}
-        if damaged_here:
-            details = {"damaged_here": damaged_here}
-        elif not disks.shared:
-            sizes = {first: [files[each]["bytes"] for each in names] for first, names in missing.items()}
-            details["nodes"] = [
-                {"host": hosts[first], "files": len(each), "bytes": sum(each)}
-                for first, each in sorted(sizes.items())
-            ]
-        source = remote.where(name)
-        from_rank_0(lambda: run.add_event("fetch", checkpoint=name, source=source, **details))
-    return None
-
-
-def _look_here(run: RunFolder, candidate: Candidate, files: Files) -> tuple[set[str], str | None]:
-    """Make this disk's folder without what is not of the checkpoint.
-
-    Returns the files that it holds in their sizes, and what is wrong with the first of the others.
-    """
-    folder = run.path / candidate.name
-    if _marker_here(folder) != candidate.marker:
-        if (folder / MARKER).exists():
-            move_aside(run, folder)  # another one of that step
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.iterdir():
-            if path.name not in files and path.is_file():
-                path.unlink()
-    sizes = DiskPlace(run.path).sizes(candidate.name)
-    faults = {name: size_fault(name, sizes.get(name), entry) for name, entry in files.items()}
-    return {name for name in files if not faults[name]}, next(filter(None, faults.values()), None)
-
-
-def _changed(run: RunFolder, folder: Path, files: Files) -> dict[int, dict[str, str]]:
-    """Return {first rank of a disk: {file: what is wrong with its bytes}}; the ranks of a disk share the reading.
-
-    files: those that are compared on this rank's disk.
-    """
-    # Because the ranks share the reading, verifying a large checkpoint takes only as long as loading it.
-    groups, rank = run.disks.groups(), rank_and_world_size()[0]
-    ranks = groups[run.disks.first_rank]
-    with long_work():
-        found = gather_from_ranks(changed_files(folder, share_of(files, ranks.index(rank), len(ranks))))
-    return {
-        first: {name: reason for rank in ranks for name, reason in found[rank].items()}
-        for first, ranks in groups.items()
-    }
 
 
 def _needed(marker: dict, ranks: list[int], layout: dict | None) -> set[str]:
@@ -404,81 +486,6 @@ def _not_partitioned(folder: Path, marker: dict, good: dict[int, set[str]]) -> s
     mine = rank_and_world_size()[0] == owner and STATE_FILE in good[owner]
     state = from_rank(owner, read_json_value(folder / STATE_FILE) if mine else {})
     return {rank_file(0, marker["ranks"])} if state.get("buffers") else set()
-
-
-def _fetch(
-    run: RunFolder, remote: RemoteRun, name: str, files: Files, missing: dict[int, set[str]]
-) -> str | None:
-    """Fetch what each disk lacks from the store; returns what is damaged there, or None."""
-    ranks = run.disks.groups()[run.disks.first_rank]
-    of_disk = {each: files[each] for each in sorted(missing[run.disks.first_rank])}
-    share = dict(list(of_disk.items())[ranks.index(rank_and_world_size()[0]) :: len(ranks)])
-    with long_work(), fetching_bar(remote.where(name), run.path / name, of_disk):
-        damaged = together(lambda: fetch_share(remote, name, run.path / name, share))
-    return next(filter(None, gather_from_ranks(damaged)), None)
-
-
-def _mend(
-    run: RunFolder, remote: RemoteRun, name: str, files: Files, missing: dict[int, set[str]], reason: str
-) -> str | None:
-    """Replace what is damaged on the shared disk by the store's files; returns `reason` if that is not possible."""
-    # no long patience: there may be an older checkpoint to go on from
-    remote = remote.at_first_contact()
-    try:
-        # nothing here is replaced by what is not whole there either
-        sizes = from_rank_0(lambda: remote.sizes(name) or {})
-        if any(size_fault(each, sizes.get(each), entry) for each, entry in files.items()):
-            return reason
-        if _fetch(run, remote, name, files, missing) is not None:
-            return reason
-    except UserError:
-        return reason
-    if rank_and_world_size()[0] == 0:
-        line = f"{run.path / name} was damaged ({reason}): mended with the files of {remote.where(name)}"
-        print(line, flush=True)
-    return None
-
-
-def _exchange(
-    run: RunFolder, folder: Path, files: Files, good: dict[int, set[str]], missing: dict[int, set[str]]
-) -> str | None:
-    """Send files from disks that hold them to those that need them; returns what is wrong with them, or None."""
-    for name in sorted(set().union(*missing.values())):
-        owner = min(each for each, names in good.items() if name in names)
-        is_owner = rank_and_world_size()[0] == owner
-        receives = run.disks.is_first and name in missing[run.disks.first_rank]
-        path, entry = folder / name, files[name]
-        for start in range(0, max(1, entry["bytes"]), _PIECE_BYTES):
-            piece = b""
-            if is_owner:
-                with path.open("rb") as file:
-                    file.seek(start)
-                    piece = file.read(_PIECE_BYTES)
-            piece = from_rank(owner, piece)
-
-            def add(path: Path = path, start: int = start, piece: bytes = piece) -> None:
-                with path.open("r+b" if start else "wb") as file:
-                    file.seek(start)
-                    file.write(piece)
-                work_done(len(piece))
-
-            together(add if receives else lambda: None)
-        whole = together(lambda: not receives or file_entry(path) == entry)  # noqa: B023 (called at once)
-        if not all(gather_from_ranks(whole)):
-            return f"{name} did not arrive whole from another disk"
-    return None
-
-
-def _finish(run: RunFolder, candidate: Candidate) -> bool:
-    """Write the marker, if it is not here yet; returns whether it was not."""
-    folder = run.path / candidate.name
-    if not candidate.in_store and not run.disks.shared:
-        for path in folder.iterdir():  # what a power cut spoils, a store would give again
-            sync_to_disk(path)
-    is_here = (folder / MARKER).exists()
-    if not is_here:
-        place_marker(folder, candidate.marker)
-    return not is_here
 
 
 def refuse_lone_disks(run: RunFolder, recipe: Recipe) -> None:

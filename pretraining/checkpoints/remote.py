@@ -39,7 +39,7 @@ class RemoteRun(Store):
         """address: of the run, or, with its `name`, of the place above it."""
         own = Patience(Patience.here().seconds, refused=_refusal, speaker="checkpoints")
         address = address.rstrip("/")
-        super().__init__(address if name is None else f"{address}/{name}", patience or own)
+        super().__init__((address or "/") if name is None else f"{address}/{name}", patience or own)
 
     @classmethod
     def of_checkpoint(cls, address: str) -> "tuple[RemoteRun, str]":

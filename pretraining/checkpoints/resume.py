@@ -79,7 +79,8 @@ def find_start(
     refuse_lone_disks(run, recipe)
     upload = recipe.checkpoints.upload
     # Also on one disk that was one of several before, as that of the last node which is left.
-    if resume != "never" and (not run.disks.shared or from_rank_0(run.holds_parts)):
+    in_parts = not run.disks.shared or from_rank_0(run.holds_parts)
+    if in_parts and resume != "never":
         bring_history(run, upload)
     # A launcher that restarts the run repeats the command line: a typed `never` must not begin the run anew each time.
     resume = from_rank_0(lambda: resume_after_restart(run, resume))
@@ -92,7 +93,7 @@ def find_start(
 
     if resume != "never":
         from_rank_0(check_folder)  # the cheap check first: verifying a checkpoint reads all its bytes
-    checkpoint, source = choose_checkpoint(run, resume, upload, layout, check)
+    checkpoint, source = choose_checkpoint(run, resume, upload, layout, check, in_parts)
     if resume == "never":
         return Start(starts_over=True)
     from_rank_0(check_folder)  # the recipe may have come from the store meanwhile
