@@ -62,7 +62,6 @@ Every verb has --help, and --json for scripts."""
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Do one thing; its answer goes to stdout."""
     answer_one("python -m pretraining.checkpoints", VERBS, __doc__, EPILOG, arguments)
 
 

@@ -466,7 +466,6 @@ class HostSnapshot:
         return True
 
     def release(self) -> None:
-        """Give the memory back."""
         self._memory = None
 
 

@@ -34,7 +34,6 @@ def _by_step(folder: Path, kind: str) -> list[Path]:
 
 
 def step_in_name(folder: Path) -> int:
-    """Return the step in the name of a run's folder."""
     return int(folder.name.rpartition("-")[2])
 
 

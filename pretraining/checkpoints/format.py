@@ -15,8 +15,7 @@ from a damaged one.
 
 import json
 import os
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,16 +95,6 @@ def file_entry(path: Path, progress: Callable[[int], None] = no_progress) -> dic
             work_done(count)
             progress(count)
     return _entry(num_bytes, digest)
-
-
-def file_entries(
-    folder: Path, names: Iterable[str], progress: Callable[[int], None] = no_progress
-) -> dict[str, dict]:
-    """Return {name: its `file_entry`} of files of `folder`, several read at once."""
-    names = list(names)
-    with ThreadPoolExecutor(THREADS) as threads:
-        found = threads.map(lambda name: file_entry(folder / name, progress), names)
-        return dict(zip(names, found, strict=True))
 
 
 def write_bytes(path: Path, content: bytes) -> dict:

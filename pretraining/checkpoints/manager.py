@@ -85,7 +85,6 @@ class CheckpointManager(TrainerCallback):
         load_state(trainer, folder, fetch)
 
     def load_position(self, trainer: Trainer, folder: Path) -> None:
-        """Set the random generators and the running loss."""
         # Called after the Trainer's loop has reset its own counters: they would overwrite these.
         load_position(trainer, folder)
 

@@ -118,7 +118,6 @@ class RemoteRun(Store):
         self.write(path, chunks, source.stat().st_size)
 
     def write_bytes(self, path: str, content: bytes) -> None:
-        """Write a small file."""
         self.write(path, lambda: [content], len(content))
 
     def create(self, path: str, content: bytes) -> bool:

@@ -86,7 +86,7 @@ def find_start(
     resume = from_rank_0(lambda: resume_after_restart(run, resume))
 
     def check(place: str, marker: dict, accepted: list[dict]) -> None:
-        changes_since(place, marker, recipe, data.manifest, run, allowed, accepted)
+        changes_since(place, marker, recipe, data.manifest, allowed, [*recorded_changes(run), *accepted])
 
     def check_folder() -> None:
         changes_of_run(run, recipe.to_dict(), allowed)
@@ -108,7 +108,8 @@ def _start_at(
     if checkpoint is None:
         return Start(journal=journal)
     read_state(checkpoint)  # refuses another format before the model is built
-    changes = changes_since(checkpoint, read_marker(checkpoint), recipe, manifest, run, allowed)
+    marker = read_marker(checkpoint)
+    changes = changes_since(checkpoint, marker, recipe, manifest, allowed, recorded_changes(run))
     start = Start.at(checkpoint)
     _refuse_lost_rollbacks(checkpoint, run, journal)
     accepted = [
@@ -139,14 +140,13 @@ def changes_since(
     marker: dict,
     recipe: Recipe,
     manifest: dict,
-    run: RunFolder,
     allowed: Sequence[str],
-    accepted: Sequence[dict] = (),
+    accepted: Sequence[dict],
 ) -> list[Change]:
     """Return how recipe and data differ from the checkpoint's.
 
-    What an earlier start in this folder accepted stays accepted, and what `accepted` lists. Raises `UserError` for a
-    change that is not allowed, and for one that no checkpoint can follow: other shapes of the weights.
+    accepted: what earlier starts accepted, which stays accepted. Raises `UserError` for a change that is not allowed,
+    and for one that no checkpoint can follow: other shapes of the weights.
     """
     try:
         changes = changed_parts(recipe.to_dict(), marker["recipe"])
@@ -170,7 +170,7 @@ def changes_since(
         what = f"{MARKER} holds no recipe and data of a run ({type(error).__name__})"
         raise UserError(f"{checkpoint}: {what}; choose another checkpoint") from error
     # A start may have been killed before it saved, so that the checkpoint does not know what it had accepted.
-    recorded = [(each["key"], each["to"]) for each in (*_recorded_changes(run), *accepted)]
+    recorded = [(each["key"], each["to"]) for each in accepted]
     new = [change for change in changes if (change.key, change.now) not in recorded]
     refuse_changes(new, allowed, checkpoint, "checkpoint")
     return changes
@@ -180,7 +180,7 @@ _CHANGE = {"type": "object", "required": ["key", "to"], "properties": {"key": {"
 _CHANGES = {"type": "array", "items": _CHANGE}
 
 
-def _recorded_changes(run: RunFolder) -> list[dict]:
+def recorded_changes(run: RunFolder) -> list[dict]:
     """Return what earlier starts in this folder accepted: {"step", "key", "from", "to"} each."""
     if not run.changes.exists():
         return []
@@ -302,7 +302,7 @@ def _start_line(run: RunFolder, start: Start, last_step: int) -> str:
 def record_changes(run: RunFolder, start: Start, recipe: Recipe) -> None:
     """Print and keep what was changed on request."""
     # Comes before the recipe is written: if a start is killed in between, the next one asks again for its changes.
-    known = _recorded_changes(run)
+    known = recorded_changes(run)
     for change in start.changes:
         if change in known:
             continue

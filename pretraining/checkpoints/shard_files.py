@@ -25,7 +25,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from pretraining.checkpoints.cuts import Cut, rows_of, split_key
 from pretraining.checkpoints.format import (
     commit_checkpoint,
-    file_entries,
+    file_entry,
     read_marker,
     read_receipt,
     write_receipt,
@@ -324,7 +324,6 @@ class CheckpointReader:
         return slice_
 
     def read_whole(self, state: str, parameter: str) -> torch.Tensor:
-        """Return a state with a shape of its own."""
         fragment = self._whole[state, parameter]
         return self._opened(fragment.file).get_tensor(fragment.key).clone()
 
@@ -428,7 +427,7 @@ def reshard(folder: Path, target_folder: Path, num_files: int) -> None:
     for index in range(num_files):
         name = rank_file(index, num_files)
         files = {name: _write_share(reader, target_folder / name, index, num_files)}
-        files |= file_entries(target_folder, copied) if index == 0 else {}
+        files |= {each: file_entry(target_folder / each) for each in copied if index == 0}
         write_receipt(target_folder, index, num_files, files, **kept)
     content = {key: value for key, value in marker.items() if key not in _OWN_KEYS}
     commit_checkpoint(target_folder, {**content, "ranks": num_files})

@@ -50,12 +50,11 @@ class Disks:
 
     @property
     def count(self) -> int:
-        """Number of run folders."""
         return len(set(self.first_ranks)) or 1
 
     @property
     def is_first(self) -> bool:
-        """Say if this rank writes what its run folder needs once."""
+        """Return whether this rank writes what its run folder needs once."""
         return rank_and_world_size()[0] == self.first_rank
 
     @property

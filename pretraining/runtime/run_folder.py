@@ -131,7 +131,6 @@ class RunFolder:
         self.stop_file.unlink(missing_ok=True)
 
     def _export_sizes(self) -> dict[str, int]:
-        """Return {file: bytes} of the export."""
         return {path.name: path.stat().st_size for path in sorted(self.export.iterdir())}
 
     def add_event(self, kind: str, **details: Any) -> None:

@@ -14,7 +14,7 @@ from pretraining.checkpoints.folders import committed_checkpoints, remove_uncomm
 from pretraining.checkpoints.format import FORMAT, MARKER, read_marker, receipt_name, write_marker
 from pretraining.checkpoints.identity import Start
 from pretraining.checkpoints.places import damage, share_of
-from pretraining.checkpoints.resume import changes_since, record_changes
+from pretraining.checkpoints.resume import changes_since, record_changes, recorded_changes
 from pretraining.checkpoints.retention import Committed, Retention
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
@@ -182,7 +182,7 @@ def test_what_is_given_up_is_set_aside(run):
 def accepted(run: RunFolder, *settings: str, allowed=(), manifest: dict = MANIFEST) -> list[str]:
     """The keys that differ from the checkpoint after 12 steps, where the start is not refused."""
     recipe, folder = identity_of(*settings).recipe, run.checkpoint(12)
-    found = changes_since(folder, read_marker(folder), recipe, manifest, run, allowed)
+    found = changes_since(folder, read_marker(folder), recipe, manifest, allowed, recorded_changes(run))
     return [change.key for change in found]
 
 

@@ -35,7 +35,7 @@ from pretraining.checkpoints.identity import Start
 from pretraining.checkpoints.places import COMMITTED, DiskPlace, health
 from pretraining.checkpoints.publish import LIST, to_store
 from pretraining.checkpoints.remote import RemoteRun
-from pretraining.checkpoints.resume import changes_since
+from pretraining.checkpoints.resume import changes_since, recorded_changes
 from pretraining.checkpoints.shard_files import CheckpointReader, mean_running_loss
 from pretraining.data.manifest import read_manifest
 from pretraining.data.prepared import open_prepared
@@ -249,7 +249,7 @@ class OutsideFuzz:
             raise UserError(found.reason)
         Start.at(checkpoint).progress(self.resolved)
         marker, manifest = read_marker(checkpoint), read_manifest(self.data)
-        changes_since(checkpoint, marker, self.resolved, manifest, self.run, ["budget"])
+        changes_since(checkpoint, marker, self.resolved, manifest, ["budget"], recorded_changes(self.run))
 
     def _fetch(self, remote: RemoteRun, name: str) -> None:
         newest_committed(remote, -1)
