@@ -284,6 +284,7 @@ class _Chooser:
         is_new = candidate.in_store and not candidate.on_disks
         if is_new:
             from_rank_0(check)
+        # by their sizes, without reading a byte
         looked = disks.each(lambda: self.look_here(candidate, files))
         held = {first: names for first, (names, _) in looked.items()}
         if not candidate.in_store and (lost := sorted(files.keys() - set().union(*held.values()))):
@@ -293,13 +294,16 @@ class _Chooser:
         good = {first: names - changed[first].keys() for first, names in held.items()}
         if not candidate.in_store and (lost := sorted(files.keys() - set().union(*good.values()))):
             return next(reasons[lost[0]] for reasons in changed.values() if lost[0] in reasons)
+        # what each disk lacks of what its ranks need
         needed = {first: _needed(marker, ranks, self.layout) for first, ranks in disks.groups().items()}
         if not candidate.in_store and self.in_parts:
             more = _not_partitioned(folder, marker, good)  # nothing can be brought later
             needed = {first: names | more for first, names in needed.items()}
         missing = {first: names - good[first] for first, names in needed.items()}
-        mends = candidate.on_disks and not self.in_parts
-        damaged_here = (looked[0][1] or next(iter(changed[0].values()), None)) if mends else None
+        # A committed checkpoint on a shared disk lacks nothing, unless it is damaged.
+        damaged_here = None
+        if candidate.on_disks and not self.in_parts:
+            damaged_here = looked[0][1] or next(iter(changed[0].values()), None)
         wrong = None
         if damaged_here:
             wrong = self.mend(name, files, missing, damaged_here)
@@ -313,20 +317,24 @@ class _Chooser:
             from_rank_0(lambda: bring_run_files(run, remote))
         added = any(disks.each(lambda: self.finish(candidate)).values())
         if candidate.in_store and (added or any(missing.values())):
-            hosts = gather_from_ranks(socket.gethostname())
-            nodes = [
-                {
-                    "host": hosts[first],
-                    "files": len(names),
-                    "bytes": sum(files[each]["bytes"] for each in names),
-                }
-                for first, names in sorted(missing.items())
-            ]
-            details: dict = {"nodes": nodes} if self.in_parts else {}
-            details |= {"damaged_here": damaged_here} if damaged_here else {}
-            source = remote.where(name)
-            from_rank_0(lambda: run.add_event("fetch", checkpoint=name, source=source, **details))
+            self.note_fetch(name, files, missing, damaged_here)
         return None
+
+    def note_fetch(
+        self, name: str, files: Files, missing: dict[int, set[str]], damaged_here: str | None
+    ) -> None:
+        """Add the event of a checkpoint that came from the store, with what came to each node."""
+        details: dict = {}
+        hosts = gather_from_ranks(socket.gethostname())
+        if self.in_parts:
+            sizes = {first: [files[each]["bytes"] for each in names] for first, names in missing.items()}
+            details["nodes"] = [
+                {"host": hosts[first], "files": len(each), "bytes": sum(each)}
+                for first, each in sorted(sizes.items())
+            ]
+        details |= {"damaged_here": damaged_here} if damaged_here else {}
+        source = self.remote.where(name)
+        from_rank_0(lambda: self.run.add_event("fetch", checkpoint=name, source=source, **details))
 
     def look_here(self, candidate: Candidate, files: Files) -> tuple[set[str], str | None]:
         """Make this disk's folder without what is not of the checkpoint.
