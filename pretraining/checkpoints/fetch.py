@@ -20,7 +20,7 @@ import xxhash
 from tqdm import tqdm
 
 from pretraining.checkpoints.folders import step_in
-from pretraining.checkpoints.format import MARKER, file_entry, parse_marker, read_marker
+from pretraining.checkpoints.format import MARKER, digest_entry, file_entry, parse_marker, read_marker
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.upload import RUN_FILES
 from pretraining.data.streaming.store import reason_of
@@ -182,7 +182,7 @@ def _fetch_file(ranges: Ranges, where: str, path: Path, entry: dict) -> str | No
                 while written < len(content):
                     written += file.write(memoryview(content)[written:])
                 work_done(len(content))
-        if f"xxh128:{digest.hexdigest()}" == entry["checksum"]:
+        if digest_entry(entry["bytes"], digest) == entry:
             return None
     return f"{path.name} is not what was committed (fetched {_ATTEMPTS} times)"
 

@@ -94,7 +94,7 @@ def file_entry(path: Path, progress: Callable[[int], None] = no_progress) -> dic
             num_bytes += count
             work_done(count)
             progress(count)
-    return _entry(num_bytes, digest)
+    return digest_entry(num_bytes, digest)
 
 
 def write_bytes(path: Path, content: bytes) -> dict:
@@ -103,10 +103,11 @@ def write_bytes(path: Path, content: bytes) -> dict:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    return _entry(len(content), xxhash.xxh128(content))
+    return digest_entry(len(content), xxhash.xxh128(content))
 
 
-def _entry(num_bytes: int, digest: xxhash.xxh128) -> dict:
+def digest_entry(num_bytes: int, digest: xxhash.xxh128) -> dict:
+    """Return the `file_entry` of bytes that were digested on their way."""
     return {"bytes": num_bytes, "checksum": f"xxh128:{digest.hexdigest()}"}
 
 
@@ -176,7 +177,7 @@ def commit_checkpoint(folder: Path, content: dict) -> None:
             raise FileNotFoundError(f"{folder}: no receipt of rank {rank} of {ranks}") from None
         # The files are not read again: each rank computed the checksums of its own while it wrote them.
         files |= parse_receipt(raw, folder / name)["files"]
-        receipts[name] = _entry(len(raw), xxhash.xxh128(raw))
+        receipts[name] = digest_entry(len(raw), xxhash.xxh128(raw))
     write_marker(folder, {**content, "files": {**files, **receipts}})
 
 

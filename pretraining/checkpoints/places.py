@@ -27,6 +27,7 @@ from pretraining.checkpoints.format import (
     MARKER,
     THREADS,
     MarkerDamage,
+    digest_entry,
     file_entry,
     marker_or_nothing,
     no_progress,
@@ -133,7 +134,7 @@ class StorePlace:
             for content in ranges.in_order(f"{name}/{file}", files[file]["bytes"]):
                 digest.update(content)
                 progress(len(content))
-            same = f"xxh128:{digest.hexdigest()}" == files[file]["checksum"]
+            same = digest_entry(files[file]["bytes"], digest) == files[file]
             return None if same else f"{file} has changed since it was committed"
 
         with Ranges(self.remote) as ranges, ThreadPoolExecutor(THREADS) as threads:

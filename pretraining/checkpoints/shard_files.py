@@ -25,6 +25,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from pretraining.checkpoints.cuts import Cut, rows_of, split_key
 from pretraining.checkpoints.format import (
     commit_checkpoint,
+    digest_entry,
     file_entry,
     read_marker,
     read_receipt,
@@ -103,7 +104,7 @@ def write_rank_file(
             work_done(len(piece))
             num_bytes += len(piece)
         os.fsync(file.fileno())
-    return {"bytes": num_bytes, "checksum": f"xxh128:{digest.hexdigest()}"}
+    return digest_entry(num_bytes, digest)
 
 
 def _in_file_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:

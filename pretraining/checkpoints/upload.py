@@ -19,7 +19,14 @@ from pathlib import Path
 import xxhash
 
 from pretraining.checkpoints.folders import committed_checkpoints, step_in, step_in_name
-from pretraining.checkpoints.format import MARKER, is_receipt, parse_marker, parse_receipt, receipt_name
+from pretraining.checkpoints.format import (
+    MARKER,
+    digest_entry,
+    is_receipt,
+    parse_marker,
+    parse_receipt,
+    receipt_name,
+)
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.retention import Committed, Retention, metric_of
 from pretraining.errors import UserError
@@ -266,7 +273,7 @@ class Parcel:
                 yield last
                 work_done(len(last))  # the store has taken it
             last = chunk
-        if f"xxh128:{digest.hexdigest()}" != entry["checksum"]:
+        if digest_entry(entry["bytes"], digest) != entry:
             raise UserError(f"{name} of {self.name} has changed since it was committed")
         yield last
 
