@@ -195,8 +195,8 @@ class _Chooser:
             candidates = [Candidate(name, content, on_disks=True, fault=common[1])]
         if remote is None:
             return candidates
-        here = None if newest < 0 else newest
-        stored = from_rank_0(lambda: newest_unless_unreachable(self.run, remote, newest - 1, below, here))
+        here, above = (None, -1) if newest < 0 else (newest, newest - 1)
+        stored = from_rank_0(lambda: newest_unless_unreachable(self.run, remote, above, below, here))
         if stored is None:
             return candidates
         there, fault = from_rank_0(lambda: read_remote_marker(remote, stored)[::2])
