@@ -39,7 +39,7 @@ def noted_tasks(module):
         run_task(stage, number, progress)
     module.run_task = noted
 
-CHANGES = {"pretraining.data.corpus": small_pieces, "pretraining.data.preparation.execution": noted_tasks}
+CHANGES = {"pretraining.data.corpus": small_pieces, "pretraining.data.preparation.stage": noted_tasks}
 
 class Changed:
     def find_spec(self, name, path, target=None):

@@ -28,7 +28,7 @@ PLAN = """
 import json, sys, time
 start = time.perf_counter()
 from pathlib import Path
-from pretraining.data.preparation.stages import Preparation
+from pretraining.data.preparation.plan import Preparation
 from pretraining.data.sources import open_sources
 from pretraining.recipe import load_recipe
 recipe = load_recipe(sys.argv[1], [])

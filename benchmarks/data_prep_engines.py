@@ -81,7 +81,7 @@ def shards(root: Path, output: Path, backend: str) -> tuple[Callable, Callable]:
     import pyarrow  # noqa: F401  outside the clock
 
     import pretraining.data.preparation.finish
-    import pretraining.data.preparation.stages  # noqa: F401
+    import pretraining.data.preparation.plan  # noqa: F401
     from pretraining.data import encoder as encoding
     from pretraining.data.manifest import read_manifest
     from pretraining.data.preparation.prepare import prepare_data
@@ -120,7 +120,7 @@ def open_encoder(root: Path, backend: str):
 
     folder = root / "tokenizer"
     info = describe_tokenizer(folder, "benchmark")
-    return Encoder.open(folder, info, np.dtype(np.uint16), backend)
+    return Encoder.open(folder, info, backend)
 
 
 def bare(root: Path, output: Path, backend: str) -> tuple[Callable, Callable]:

@@ -78,7 +78,8 @@ def run_ours(folder: Path) -> None:
     """Read, sign, match, cluster, write the documents kept."""
     from pretraining.data.dedup.clusters import cluster
     from pretraining.data.dedup.minhash import MinHashSpec, sign_piece
-    from pretraining.data.dedup.pairs import SignatureParts, match_slice, write_array, write_signatures
+    from pretraining.data.dedup.pairs import SignatureParts, match_slice, write_array
+    from tests.gear.similar_texts import write_signatures
 
     spec, work = MinHashSpec(), folder / "ours"
     for piece in range(NUM_PIECES):

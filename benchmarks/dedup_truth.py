@@ -75,7 +75,7 @@ def exact_similarities(texts: list[str]) -> dict[tuple[int, int], float]:
     Prefix filter (Bayardo, Ma, Srikant: Scaling up all pairs similarity search, WWW 2007): such a pair shares
     one of the rarest 1 - LEAST_SIMILARITY of the n-grams of each. Nothing is estimated.
     """
-    from pretraining.data.dedup.ngrams import jaccard, ngram_sets
+    from tests.gear.similar_texts import jaccard, ngram_sets
 
     sets = ngram_sets(texts, NGRAM)
     found, index = {}, {}

@@ -3,8 +3,10 @@
 #
 #   RUN=runs/30b sbatch --nodes=2 --gpus-per-node=8 --time=24:00:00 launch/slurm.sh --recipe 30b
 #   RUN=runs/124m sbatch --array=1-5 --gpus-per-node=8 --time=8:00:00 launch/slurm.sh --recipe 124m
+#   RUN=runs/30b PROGRAM="-m pretraining.doctor" sbatch --nodes=2 --gpus-per-node=8 --time=0:30:00 launch/slurm.sh --recipe 30b
 #
-# The second starts a job for each seed: job 3 trains with `training.seed=3` in runs/124m-seed3.
+# The second starts a job for each seed: job 3 trains with `training.seed=3` in runs/124m-seed3. The third examines the nodes.
+# Nodes without a shared disk: docs/fleet.md.
 #
 # A node has one rank for each of its GPUs (without GPUs, one). The job takes whole nodes: the ranks of a node and their data
 # workers share all its cores. What each rank prints is also in $RUN/logs/job-<id>.<restart>/<node>/.../<local rank>/stderr.log.
@@ -24,7 +26,7 @@
 #SBATCH --output=%x-%j.log
 set -uo pipefail
 
-: "${RUN:?name the run folder, on a disk that all nodes share: RUN=runs/30b}"
+: "${RUN:?name the run folder: RUN=runs/30b}"
 if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
   RUN=$RUN-seed$SLURM_ARRAY_TASK_ID
   set -- "$@" --set "training.seed=$SLURM_ARRAY_TASK_ID"
@@ -34,13 +36,13 @@ LOGS=$RUN/logs/job-$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
 # other jobs and programs on this node have other ports, and the meeting of the job's last start stays closed
 PORT=${PORT:-$((20000 + SLURM_JOB_ID % 9000))}
 MEETING=$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
-export RUN FIRST_NODE LOGS PORT MEETING
+export RUN FIRST_NODE LOGS PORT MEETING PROGRAM=${PROGRAM:-train.py}
 
 start_node() { # on each node
   mkdir -p "$LOGS/$SLURMD_NODENAME"
   exec python -m pretraining.supervise -- torchrun --nproc_per_node="${SLURM_GPUS_ON_NODE:-1}" --nnodes="$SLURM_NNODES" \
     --rdzv_backend=c10d --rdzv_id="$MEETING" --rdzv_endpoint="$FIRST_NODE:$PORT" \
-    --log_dir="$LOGS/$SLURMD_NODENAME" --tee=3 train.py "$@" --output_dir "$RUN"
+    --log_dir="$LOGS/$SLURMD_NODENAME" --tee=3 $PROGRAM "$@" --output_dir "$RUN"
 }
 export -f start_node
 

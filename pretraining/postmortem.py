@@ -85,15 +85,27 @@ def look_back(folder: Path) -> Postmortem:
     standing = record.standing()
     attempts = attempts_of(record, standing.state)
     found = Postmortem(str(folder), standing.state, standing.step, attempts, checkpoint=standing.checkpoint)
-    _count_costs(found, record)
+    if standing.checkpoint and found.state not in ("finished", "running"):
+        found.lost_steps = max(0, found.step - int(standing.checkpoint.rpartition("-")[2]))
+    if spent := record.wall_time():
+        found.time_lost, found.dollars = lost_words(spent), record.metrics.last("cost/dollars")
+        gpu_hours = record.metrics.last("cost/gpu_hours")
+        if gpu_hours and found.dollars is not None and spent.seconds:
+            # GPUs are paid for while a run starts again
+            by_failures = sum(spent.lost[cause] for cause in ("restart", "hang", "rollback")) / spent.seconds
+            found.dollars_lost = found.dollars / gpu_hours * spent.rank_seconds / 3600 * by_failures
     if found.state in ("running", "silent") and not record.run.events.exists():
         found.state = "unknown"
-        found.advice.append(
-            f"{record.run.events} is missing, which says how it ended: look in the run's store"
-        )
-    if attempts and _has_ended(record.run, attempts[-1]):
-        # by the clock alone it may be running, or silent
-        attempts[-1].end = found.state = "crash"
+        what = f"{record.run.events} is missing, which says how it ended: look in the run's store"
+        found.advice.append(what)
+    last = attempts[-1] if attempts else None
+    if last and last.end in ("running", "silent"):
+        # over by a failure of a rank, or by a rank that is gone while nothing is written any more; one that is gone
+        # while the others still write is not yet the end
+        gone = last.end == "silent" and gone_ranks(record.run.heartbeats, last.began)
+        if gone or any(failure.time >= last.began for failure in read_failures(record.run)):
+            # by the clock alone it may be running, or silent
+            last.end = found.state = "crash"
     failed = [attempt for attempt in attempts if attempt.end in FAILED]
     if failed:
         found.failed = failed[-1]
@@ -103,32 +115,14 @@ def look_back(folder: Path) -> Postmortem:
         found.faults, found.slow = evidence.fault_lines(), evidence.slow()
         found.advice = evidence.advice(found.first)
     _count_steps_not_finite(found, record)
-    _advise_to_continue(found)
+    if found.state not in ("finished", "running", "unknown"):
+        where = (
+            f"from {found.checkpoint}"
+            if found.checkpoint
+            else "from the beginning: no checkpoint is committed"
+        )
+        found.advice.append(f"the same command continues {where}")
     return found
-
-
-def _has_ended(run: RunFolder, last: Attempt) -> bool:
-    """Say if an attempt without an end is over: a rank has failed, or is gone while nothing is written any more."""
-    if last.end not in ("running", "silent"):
-        return False
-    # one that is gone while the others still write is not yet the end
-    is_over = last.end == "silent" and bool(gone_ranks(run.heartbeats, last.began))
-    return is_over or any(failure.time >= last.began for failure in read_failures(run))
-
-
-def _count_costs(found: Postmortem, record: RunRecord) -> None:
-    """Set what the run has lost and cost so far."""
-    if found.checkpoint and found.state not in ("finished", "running", "unknown"):
-        found.lost_steps = max(0, found.step - int(found.checkpoint.rpartition("-")[2]))
-    if (spent := record.wall_time()) is None:
-        return
-    found.time_lost = lost_words(spent)
-    gpu_hours = record.metrics.last("cost/gpu_hours")
-    found.dollars = record.metrics.last("cost/dollars")
-    if gpu_hours and found.dollars is not None and spent.seconds:
-        # GPUs are paid for while a run starts again
-        by_failures = sum(spent.lost[cause] for cause in ("restart", "hang", "rollback")) / spent.seconds
-        found.dollars_lost = found.dollars / gpu_hours * spent.rank_seconds / 3600 * by_failures
 
 
 def _count_steps_not_finite(found: Postmortem, record: RunRecord) -> None:
@@ -138,71 +132,52 @@ def _count_steps_not_finite(found: Postmortem, record: RunRecord) -> None:
         return
     first = next((event for event in record.events if event.get("event") == "non_finite"), {})
     since = f", the first at step {first['step']:,}" if "step" in first else ""
-    found.not_finite = (
-        f"{several(number, 'step')} of {found.step:,}{since}; {refused:,} steps were not applied"
-    )
+    steps = f"{several(number, 'step')} of {found.step:,}{since}"
+    found.not_finite = f"{steps}; {refused:,} steps were not applied"
     if number > MANY_NOT_FINITE * found.step:
         found.advice.append(
             "most likely training.learning_rate is too high; look at the first of these steps"
         )
 
 
-def _advise_to_continue(found: Postmortem) -> None:
-    if found.state in ("finished", "running", "unknown"):
-        return
-    where = (
-        f"from {found.checkpoint}" if found.checkpoint else "from the beginning: no checkpoint is committed"
-    )
-    found.advice.append(f"the same command continues {where}")
-
-
 def as_text(found: Postmortem) -> str:
     """Write the answer as one screen."""
-    run = Path(found.run)
-    rows = [("run", f"{run}: {found.state} at step {found.step:,}, {several(len(found.attempts), 'start')}")]
-    first = found.first
+    run, first = RunFolder(Path(found.run)), found.first
+    lines = {
+        "run": [f"{run.path}: {found.state} at step {found.step:,}, {several(len(found.attempts), 'start')}"]
+    }
     if found.failed is None or first is None:
-        rows.append(("failures", "none" if found.attempts else "no start is on record"))
+        lines["failures"] = ["none" if found.attempts else "no start is on record"]
     else:
         when = f"after {clock(found.failed.ended)}" if first.time is None else clock(first.time)
-        where = [
-            f"rank {first.rank}" if first.rank is not None else "",
+        rank, host = (
+            "" if first.rank is None else f"rank {first.rank}",
             f"on {first.host}" if first.host else "",
-        ]
-        who = " ".join(filter(None, where))
-        rows.append(("failed first", f"{f'{who}, ' if who else ''}{when}: {short(first.what)}"))
-        rows += [("where", first.where)] if first.where else []
-        rows += (
-            _labelled("then", found.then) + _labelled("kernel", found.faults) + _labelled("slow", found.slow)
         )
-        rows += _more_files(run)
-    rows += _labelled("starts", [_attempt_text(each) for each in found.attempts[-8:]])
-    rows += [("not finite", found.not_finite)] if found.not_finite else []
+        who = " ".join(filter(None, [rank, host]))
+        lines["failed first"] = [f"{f'{who}, ' if who else ''}{when}: {short(first.what)}"]
+        lines |= {"where": [first.where], "then": found.then, "kernel": found.faults, "slow": found.slow}
+        places = (run.failures_folder, run.logs, run.stacks)
+        lines["see also"] = [f"{display_path(place)}/" for place in places if place.is_dir()]
+    lines["starts"] = []
+    for attempt in found.attempts[-8:]:
+        lasted = duration(max(1.0, attempt.ended - attempt.began))
+        steps = f"step {attempt.from_step:,} to {attempt.to_step:,} in {lasted}"
+        why = f": {short(attempt.why)}" if attempt.why else ""
+        line = f"{clock(attempt.began)}, {several(attempt.ranks, 'rank')}, {steps}: {attempt.end}{why}"
+        lines["starts"].append(line)
+    lines["not finite"] = [found.not_finite]
     if found.lost_steps:
-        rows.append(("to do again", f"{several(found.lost_steps, 'step')} since {found.checkpoint}"))
-    rows += [("time lost", found.time_lost)] if found.time_lost else []
+        lines["to do again"] = [f"{several(found.lost_steps, 'step')} since {found.checkpoint}"]
+    lines["time lost"] = [found.time_lost]
     if found.dollars is not None:
         lost = f", {dollars(found.dollars_lost)} of it to failures" if found.dollars_lost else ""
-        rows.append(("cost so far", f"{dollars(found.dollars)}{lost}"))
-    return facts(rows + _labelled("what to do", found.advice))
-
-
-def _labelled(label: str, lines: list[str]) -> list[tuple[str, str]]:
-    return [(label if number == 0 else "", line) for number, line in enumerate(lines)]
-
-
-def _more_files(run: Path) -> list[tuple[str, str]]:
-    folder = RunFolder(run)
-    places = (folder.failures_folder, folder.logs, folder.stacks)
-    return _labelled("see also", [f"{display_path(place)}/" for place in places if place.is_dir()])
-
-
-def _attempt_text(attempt: Attempt) -> str:
-    lasted = duration(max(1.0, attempt.ended - attempt.began))
-    why = f": {short(attempt.why)}" if attempt.why else ""
-    steps = f"step {attempt.from_step:,} to {attempt.to_step:,}"
-    return (
-        f"{clock(attempt.began)}, {several(attempt.ranks, 'rank')}, {steps} in {lasted}: {attempt.end}{why}"
+        lines["cost so far"] = [f"{dollars(found.dollars)}{lost}"]
+    lines["what to do"] = found.advice
+    # the label stands before the first of its lines
+    shown = {label: list(filter(None, texts)) for label, texts in lines.items()}
+    return facts(
+        [("" if n else label, text) for label, texts in shown.items() for n, text in enumerate(texts)]
     )
 
 

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -142,6 +143,13 @@ def operators(request) -> Iterator[Callable[[], Finished]]:
     compiling = Started(["forked", "0", "-m", "tests.gear.compile_operators"])
     yield cache(lambda: compiling.finish(COMPILE_SECONDS))
     compiling.kill()
+
+
+@pytest.fixture(autouse=True)
+def watches() -> Iterator[None]:
+    """No watch for hangs outlives its test: minutes later it would end this process, and fail whatever runs then."""
+    yield
+    assert not [thread.name for thread in threading.enumerate() if thread.name == "hangs"]
 
 
 @pytest.fixture(scope="session")

@@ -44,10 +44,12 @@ from pretraining.extend import MODEL, extensions_of_run, load_code_of_run
 from pretraining.outside.addresses import is_remote
 from pretraining.outside.files import read_json_value
 from pretraining.planning.quantities import columns, duration, num_bytes
+from pretraining.recipe import recipe_schema
 from pretraining.recipe.sections import Checkpoints
 from pretraining.runtime.imports import prepare_imports
 from pretraining.runtime.lock import lock_idle_run
 from pretraining.runtime.run_folder import RunFolder
+from pretraining.schema import check
 
 # torch and transformers take seconds to import: the verbs that need them import their modules when they answer.
 
@@ -63,6 +65,17 @@ Every verb has --help, and --json for scripts."""
 
 def main(arguments: list[str] | None = None) -> None:
     answer_one("python -m pretraining.checkpoints", VERBS, __doc__, EPILOG, arguments)
+
+
+_OBJECT = {"type": "object"}
+_WITH_RULE = {
+    **_OBJECT,
+    "required": ["checkpoints"],
+    "properties": {
+        "checkpoints": _OBJECT,
+        "evaluation": {**_OBJECT, "properties": {"metric": {"type": "string"}}},
+    },
+}
 
 
 class List:
@@ -351,8 +364,13 @@ class Prune:
         keys = ("keep_last", "keep_best", "keep_every", "demote_to_weights")
         rule, metric = {"keep_last": None}, "loss"
         if run.recipe.exists():
-            recipe = read_json_value(run.recipe)
-            rule |= {key: recipe["checkpoints"][key] for key in keys if key in recipe["checkpoints"]}
+            try:
+                recipe = check(read_json_value(run.recipe), _WITH_RULE, str(run.recipe))
+            except ValueError as error:
+                raise UserError(f"{run.recipe}: is not JSON ({error}); copy it again") from error
+            found = {key: recipe["checkpoints"][key] for key in keys if key in recipe["checkpoints"]}
+            section = recipe_schema()["properties"]["checkpoints"]
+            rule |= check(found, section, str(run.recipe), "checkpoints")
             metric = recipe.get("evaluation", {}).get("metric", metric)
         # An option that was not typed is None, or False for a flag: the recipe's value then counts.
         asked = {key: value for key, value in vars(options).items() if key in keys}

@@ -11,7 +11,6 @@ that of the save, else all of them. Every function here is called by every rank.
 
 from __future__ import annotations
 
-import json
 import socket
 import sys
 import uuid
@@ -79,8 +78,8 @@ _PIECE_BYTES = 16 << 20
 _MEETING = ".nodes"
 """File of the store by which every node shows that it reads what rank 0 writes."""
 
-Check = Callable[[str, dict, list[dict]], object]
-"""Raises `UserError` for a checkpoint that this start cannot go on from: its address, marker, and accepted changes."""
+Check = Callable[[str, dict, bytes], object]
+"""Raises `UserError` for a checkpoint that this start cannot go on from: address, marker, and changes.json there."""
 
 
 class Chosen(NamedTuple):
@@ -278,7 +277,7 @@ class _Chooser:
         files: Files = marker["files"]
 
         def check() -> None:
-            accepted = json.loads(remote.read_if_there(run.changes.name) or b"[]")
+            accepted = remote.read_if_there(run.changes.name) or b"[]"
             self.check(remote.where(name), marker, accepted)
 
         is_new = candidate.in_store and not candidate.on_disks

@@ -5,7 +5,6 @@ to a folder of the store that no other node has. Both once a minute; of a log on
 that fails sends its own log and failure before it ends. `fetch_records` makes one run folder of what all nodes sent.
 """
 
-import json
 import os
 import socket
 import sys
@@ -25,10 +24,11 @@ from pretraining.checkpoints.upload import RUN_FILES
 from pretraining.data.streaming.store import Patience
 from pretraining.errors import UserError
 from pretraining.outside.addresses import is_remote
-from pretraining.outside.files import read_json_value
+from pretraining.outside.files import NAME, parse_json, read_json_value
 from pretraining.runtime.console_log import MOST_BYTES, cut_log
 from pretraining.runtime.durable_files import file_state, write_json
 from pretraining.runtime.run_folder import RunFolder, utc_now
+from pretraining.schema import check
 
 _LIVE_SECONDS = 60.0
 LIVE_LOG_BYTES = 64 << 10
@@ -81,10 +81,18 @@ def live_files(run: RunFolder, upload: str | None) -> Iterator[None]:
         thread.join(_LAST_SECONDS)
 
 
+_NODE = {
+    "type": "object",
+    "required": ["name", "host", "began", "store"],
+    "properties": {"name": NAME, **{key: {"type": "string"} for key in ("host", "began", "store")}},
+}
+"""Its name is that of a folder in the store."""
+
+
 def _node(run: RunFolder) -> dict:
     try:
-        return read_json_value(run.node)
-    except (OSError, ValueError):
+        return check(read_json_value(run.node), _NODE, str(run.node))
+    except (OSError, ValueError, UserError):
         return {}
 
 
@@ -232,8 +240,8 @@ def _bring_together(remote: RemoteRun, run: RunFolder) -> None:
             if (content := remote.read_if_there(f"{folder}/{name}")) is not None
         }
         began = ""  # when the newest start of the run began there
-        with suppress(KeyError, ValueError, TypeError):
-            began = str(json.loads(read.pop("node.json"))["began"])
+        with suppress(KeyError, ValueError, UserError):
+            began = check(parse_json(read.pop("node.json")), _NODE, "node.json")["began"]
         nodes.append((began, read))
     parts: dict[str, list[bytes]] = {}
     for _, read in sorted(nodes, key=lambda each: each[0]):

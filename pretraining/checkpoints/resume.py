@@ -37,7 +37,7 @@ from pretraining.data.packing import cuts_text
 from pretraining.data.prepared import PreparedData
 from pretraining.errors import GaveUp, UserError
 from pretraining.extend import copy_extensions
-from pretraining.outside.files import read_json_value
+from pretraining.outside.files import parse_json, read_json_value
 from pretraining.planning.quantities import several
 from pretraining.planning.run_plan import RunPlan
 from pretraining.planning.screen import plan_line, run_line
@@ -85,15 +85,16 @@ def find_start(
     # A launcher that restarts the run repeats the command line: a typed `never` must not begin the run anew each time.
     resume = from_rank_0(lambda: resume_after_restart(run, resume))
 
-    def check(place: str, marker: dict, accepted: list[dict]) -> None:
-        changes_since(place, marker, recipe, data.manifest, allowed, [*recorded_changes(run), *accepted])
+    def check_stored(place: str, marker: dict, accepted: bytes) -> None:
+        recorded = [*recorded_changes(run), *changes_in(accepted, place)]
+        changes_since(place, marker, recipe, data.manifest, allowed, recorded)
 
     def check_folder() -> None:
         changes_of_run(run, recipe.to_dict(), allowed)
 
     if resume != "never":
         from_rank_0(check_folder)  # the cheap check first: verifying a checkpoint reads all its bytes
-    checkpoint, source = choose_checkpoint(run, resume, upload, layout, check, in_parts)
+    checkpoint, source = choose_checkpoint(run, resume, upload, layout, check_stored, in_parts)
     if resume == "never":
         return Start(starts_over=True)
     from_rank_0(check_folder)  # the recipe may have come from the store meanwhile
@@ -191,6 +192,15 @@ def recorded_changes(run: RunFolder) -> list[dict]:
             f"{run.changes}: cannot be read ({error}); remove it or choose another --output_dir"
         ) from error
     return check(found, _CHANGES, f"{run.changes} (remove it, or choose another --output_dir)")
+
+
+def changes_in(content: bytes, place: str) -> list[dict]:
+    """Return the same of a run in a store; place: for messages."""
+    where = f"{place}: changes.json beside it"
+    try:
+        return check(parse_json(content), _CHANGES, where)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}; remove it there") from error
 
 
 def begin_run(

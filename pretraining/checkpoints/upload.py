@@ -192,7 +192,7 @@ class Uploader:
             self.remote.write_bytes(where, content)
 
     def _await(self, name: str, last: bool = False) -> bytes:
-        """Return the message of a name once it has come; last: nobody else waits for it."""
+        """Return the message of a name once it has come. last: no other rank reads it, so that it is removed."""
         while True:
             content = self._messages.take(name) if last else self._messages.read(name)
             if content is not None:

@@ -85,17 +85,6 @@ def run_stats(options: argparse.Namespace) -> tuple[dict, str]:
 
 def run_inspect(options: argparse.Namespace) -> tuple[dict | list, str]:
     from pretraining.data.tools.inspect import Inspection, block_text, documents_text
-
-    recipe = _recipe_of(options)
-    inspection = Inspection(options.folder, options.split)
-    if options.block is not None or options.sample is not None:
-        block = _block(options, inspection, recipe)
-        return block, block_text(block, options.max_chars)
-    documents = _documents(options, inspection)
-    return documents, documents_text(documents, options.max_chars)
-
-
-def _recipe_of(options: argparse.Namespace):
     from pretraining.recipe import load_recipe
 
     if options.sample is not None and options.recipe is None:
@@ -104,28 +93,27 @@ def _recipe_of(options: argparse.Namespace):
         raise UserError("--sample has the recipe's length; leave out --sequence_length")
     if options.block is not None and options.sequence_length is None and options.recipe is None:
         raise UserError("--block needs --sequence_length or --recipe: blocks are cut when reading")
-    return load_recipe(options.recipe, options.set) if options.recipe else None
-
-
-def _block(options: argparse.Namespace, inspection, recipe) -> dict:
-    if options.sample is not None:
-        return inspection.sample(options.sample, recipe)
-    return inspection.block(options.block, options.sequence_length or recipe.sequence_length)
-
-
-def _documents(options: argparse.Namespace, inspection) -> list[dict]:
+    recipe = load_recipe(options.recipe, options.set) if options.recipe else None
+    inspection = Inspection(options.folder, options.split)
+    if options.block is not None or options.sample is not None:
+        if options.sample is not None:
+            block = inspection.sample(options.sample, recipe)
+        else:
+            block = inspection.block(options.block, options.sequence_length or recipe.sequence_length)
+        return block, block_text(block, options.max_chars)
     if options.search is not None:
-        found = inspection.search(options.search, options.count or 3)
-        if not found:
+        documents = inspection.search(options.search, options.count or 3)
+        if not documents:
             raise UserError(f"{options.folder}: no document of {options.split} holds {options.search!r}")
-        return found
-    if options.document is not None:
-        return inspection.documents_from(options.document, options.count or 1)
-    return inspection.random_documents(options.count or 3, options.seed)
+    elif options.document is not None:
+        documents = inspection.documents_from(options.document, options.count or 1)
+    else:
+        documents = inspection.random_documents(options.count or 3, options.seed)
+    return documents, documents_text(documents, options.max_chars)
 
 
 def run_convert(options: argparse.Namespace) -> tuple[dict, str]:
-    from pretraining.data.tools.convert import FORMATS, READ_ONLY, export_data, import_data
+    from pretraining.data.tools.convert import FORMATS, READ_ONLY, TokenFiles, export_data, import_data
 
     form, place = options.export_to or options.import_from
     known = FORMATS if options.export_to else (*FORMATS, *READ_ONLY)
@@ -135,18 +123,10 @@ def run_convert(options: argparse.Namespace) -> tuple[dict, str]:
     if options.export_to:
         made = export_data(options.folder, form, Path(place), not options.json)
     else:
-        how = (
-            options.tokenizer,
-            options.validation_share,
-            not options.json,
-            options.dtype,
-            options.column,
+        reading = TokenFiles(form, Path(place), options.dtype, options.column)
+        made = import_data(
+            options.folder, reading, options.tokenizer, options.validation_share, not options.json
         )
-        made = import_data(options.folder, form, Path(place), *how)
-    return made, _converted_text(made)
-
-
-def _converted_text(made: dict) -> str:
     lines = [f"{made['folder']} is ready"]
     for split in ("train", "validation"):
         counts = made[split]
@@ -154,7 +134,7 @@ def _converted_text(made: dict) -> str:
     if "eos_added" in made:
         lines.append(f"  {made['eos_added']:,} documents had no end-of-text token and got one")
         lines.append(f"  {made['empty']:,} documents without tokens left out")
-    return "\n".join(lines)
+    return made, "\n".join(lines)
 
 
 def run_push(options: argparse.Namespace) -> tuple[dict, str]:
@@ -195,7 +175,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
             "to and from megatron and datatrove, and from bin (nanoGPT, llm.c) and mds",
         )
     )
-    _add_push(_verb(verbs, "push", "upload a data set to the Hugging Face hub"))
+    push = _verb(verbs, "push", "upload a data set to the Hugging Face hub")
+    push.add_argument(
+        "repo_id", metavar="OWNER/NAME", help="data set repository; made where it does not exist"
+    )
+    push.add_argument("--private", action="store_true", help="make a new repository private")
+    push.add_argument("--dry_run", action="store_true", help="list the files and the card; send nothing")
+    push.set_defaults(after_interrupt="the same command goes on where it stopped")
     return parser.parse_args(arguments)
 
 
@@ -298,15 +284,6 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="with --from: documents kept for validation, by a hash of their tokens (default 0.005)",
     )
-
-
-def _add_push(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "repo_id", metavar="OWNER/NAME", help="data set repository; made where it does not exist"
-    )
-    parser.add_argument("--private", action="store_true", help="make a new repository private")
-    parser.add_argument("--dry_run", action="store_true", help="list the files and the card; send nothing")
-    parser.set_defaults(after_interrupt="the same command goes on where it stopped")
 
 
 if __name__ == "__main__":

@@ -7,9 +7,8 @@ read so far. The shards stay where the tasks wrote them until the data set is pu
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 
@@ -39,65 +38,7 @@ def from_origin(origin: str) -> str:
 
 
 def is_from_origin(fingerprint: str) -> bool:
-    """Say if a fingerprint is that of tokens which were not there yet."""
     return fingerprint.startswith("origin:")
-
-
-class Arrived(NamedTuple):
-    """What of a data set can be read."""
-
-    manifest: dict
-    is_whole: bool
-    """Nothing comes behind it."""
-
-
-@dataclass(frozen=True)
-class Arrivals:
-    """Where the shards of a data set appear."""
-
-    folder: Path
-    """The place of the finished data set."""
-    portions: Sequence[Portion | None]
-    """What the run reads of each source."""
-    origin: str
-
-    def look(self) -> Arrived | None:
-        """Look what can be read now; None in a moment in which neither place has it, and if it is another data set."""
-        whole = read_manifest(self.folder)
-        # With a larger budget, the data set that the preparation goes on from is there before.
-        if (
-            whole is not None
-            and whole.get("origin") == self.origin
-            and not lacking(whole, list(self.portions))
-        ):
-            return Arrived(self._excerpt(whole, TokenSplit), True)
-        found = read_arrived(self.folder)
-        if found is None or found["origin"] != self.origin:
-            return None
-        with suppress(FileNotFoundError):  # published in this moment
-            return Arrived(self._excerpt(found, ScatteredSplit), False)
-        return None
-
-    def open_validation(self, manifest: dict) -> TokenSplit:
-        """Open the validation split of a manifest, wherever its shards are by now."""
-        for _ in range(MOST_TRIES):
-            with suppress(FileNotFoundError):
-                return ScatteredSplit(self.folder / "validation", manifest["splits"]["validation"]).mapped()
-            # Published: the same stream, cut into other shards.
-            if (found := self.look()) is not None and found.is_whole:
-                return TokenSplit(self.folder / "validation", found.manifest["splits"]["validation"])
-            time.sleep(PAUSE_SECONDS)
-        raise _gone(self.folder)
-
-    def _excerpt(self, manifest: dict, kind: type[TokenSplit]) -> dict:
-        splits = {name: kind(self.folder / name, entry) for name, entry in manifest["splits"].items()}
-        portions = list(self.portions)
-        return excerpt_of(manifest, splits, portions, lambda: np.load(self.folder / POSITIONS_FILE))
-
-
-def _gone(folder: Path) -> UserError:
-    what = "what was prepared of it is gone; type the same command again, which prepares what is missing"
-    return UserError(f"{folder}: {what}", on_every_rank=False)
 
 
 def arrived_path(folder: Path) -> Path:
@@ -140,17 +81,52 @@ class ScatteredSplit(TokenSplit):
 
 
 class ArrivingSplit(ScatteredSplit):
-    """The training tokens of a data set that is being prepared: those at the beginning of the stream, ever more."""
+    """The training tokens of a data set that is being prepared: those at the beginning of the stream, ever more.
 
-    def __init__(self, arrivals: Arrivals, manifest: dict):
-        self.arrivals, self.is_whole = arrivals, False
-        super().__init__(arrivals.folder / "train", manifest["splits"]["train"])
+    place: of the finished data set. portions: what the run reads of each source. manifest: what can be read so far.
+    """
+
+    def __init__(self, place: Path, portions: Sequence[Portion | None], manifest: dict):
+        self.place, self.portions, self.origin = place, list(portions), manifest["origin"]
+        self.is_whole = False
+        super().__init__(place / "train", manifest["splits"]["train"])
+
+    def look(self) -> tuple[dict, bool] | None:
+        """Read the manifest of what can be read now, and whether that is all.
+
+        None in a moment in which neither place has it, and if it is another data set.
+        """
+        whole = read_manifest(self.place)
+        # With a larger budget, the data set that the preparation goes on from is there before.
+        if whole is not None and whole.get("origin") == self.origin and not lacking(whole, self.portions):
+            return self._excerpt(whole, TokenSplit), True
+        arrived = read_arrived(self.place)
+        if arrived is None or arrived["origin"] != self.origin:
+            return None
+        with suppress(FileNotFoundError):  # published in this moment
+            return self._excerpt(arrived, ScatteredSplit), False
+        return None
+
+    def _excerpt(self, manifest: dict, kind: type[TokenSplit]) -> dict:
+        splits = {name: kind(self.place / name, entry) for name, entry in manifest["splits"].items()}
+        return excerpt_of(manifest, splits, self.portions, lambda: np.load(self.place / POSITIONS_FILE))
 
     def refresh(self) -> None:
-        """Take in what has arrived since."""
-        if not self.is_whole and (found := self.arrivals.look()) is not None:
-            self._take(found.manifest["splits"]["train"])
-            self.is_whole = found.is_whole
+        if not self.is_whole and (seen := self.look()) is not None:
+            manifest, self.is_whole = seen
+            self._take(manifest["splits"]["train"])
+
+    def open_validation(self, manifest: dict) -> TokenSplit:
+        """Open the validation split of a manifest, wherever its shards are by now."""
+        folder = self.place / "validation"
+        for _ in range(MOST_TRIES):
+            with suppress(FileNotFoundError):
+                return ScatteredSplit(folder, manifest["splits"]["validation"]).mapped()
+            # Published: the same stream, cut into other shards.
+            if (seen := self.look()) is not None and seen[1]:
+                return TokenSplit(folder, seen[0]["splits"]["validation"])
+            time.sleep(PAUSE_SECONDS)
+        raise _gone(self.place)
 
     def map_anew(self, number: int) -> Shard:
         """Map the shard, wherever it is now; UserError if it is nowhere."""
@@ -172,6 +148,11 @@ class ArrivingSplit(ScatteredSplit):
         return max(0, (tokens - 1) // sequence_length)
 
 
+def _gone(folder: Path) -> UserError:
+    what = "what was prepared of it is gone; type the same command again, which prepares what is missing"
+    return UserError(f"{folder}: {what}", on_every_rank=False)
+
+
 class ArrivingOrder(WindowedOrder):
     """The order of a data set that is being prepared: it waits for the window that a sample is in.
 
@@ -184,15 +165,15 @@ class ArrivingOrder(WindowedOrder):
     ):
         super().__init__(ALL_SAMPLES, window, seed, label)
         self.split, self.sequence_length, self.stop = split, sequence_length, stop
-        self._look()
+        self._count()
 
     def ready_until(self) -> int:
         """Look how many samples from the beginning on can be read now; ALL_SAMPLES if any can."""
         self.split.refresh()
-        self._look()
+        self._count()
         return self._ready
 
-    def _look(self) -> None:
+    def _count(self) -> None:
         if self.split.is_whole:
             self.num_blocks = self.split.num_blocks(self.sequence_length)
             self._ready = ALL_SAMPLES

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from queue import Empty, Full, Queue
@@ -66,9 +67,18 @@ def read_batches(
     skipped.update(undecodable=0, empty=0)
     batch, size = Batch(source), 0
     for text, where in documents:
-        encoded = _utf8(text)
+        try:
+            # None: the bytes of the file were not UTF-8.
+            encoded = None if text is None else text.encode("utf-8")
+        except UnicodeEncodeError:  # JSON spelled half of a surrogate pair
+            encoded = None
+        if encoded is None and not skip_undecodable:
+            raise UserError(
+                f"{where}: not UTF-8 text; convert the file, or set data.skip_undecodable to true to leave "
+                "such documents out and have them counted"
+            )
         if not encoded:
-            _leave_out(where, encoded is None, skipped, skip_undecodable)
+            skipped["undecodable" if encoded is None else "empty"] += 1
             continue
         batch.texts.append(text)
         batch.wheres.append(where)
@@ -82,25 +92,7 @@ def read_batches(
         yield batch
 
 
-def _leave_out(where: str, undecodable: bool, skipped: dict, skip_undecodable: bool) -> None:
-    if undecodable and not skip_undecodable:
-        raise UserError(
-            f"{where}: not UTF-8 text; convert the file, or set data.skip_undecodable to true to leave "
-            "such documents out and have them counted"
-        )
-    skipped["undecodable" if undecodable else "empty"] += 1
-
-
-def _utf8(text: str | None) -> bytes | None:
-    """Encode in UTF-8; None if the text cannot be encoded."""
-    try:
-        # None: the bytes of the file were not UTF-8.
-        return None if text is None else text.encode("utf-8")
-    except UnicodeEncodeError:  # JSON spelled half of a surrogate pair
-        return None
-
-
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """Some 16 MB of text of one source."""
 
     source: int
@@ -116,7 +108,7 @@ class Corpus:
     """What the recipe calls each source, for error messages."""
     sources: list[TextSource]
     skip_undecodable: bool
-    pieces: list[Piece]
+    pieces: list[TextPiece]
     """In the order of the sources and of their files."""
     tasks: list[range]
     """The pieces that are tokenized together: neighbours of one source."""
@@ -130,7 +122,7 @@ class Corpus:
         specs = data.sources if specs is None else specs
         places = [spec.path or spec.dataset or spec.called for spec in specs]
         pieces = [
-            Piece(number, extents)
+            TextPiece(number, extents)
             for number, source in enumerate(sources)
             for extents in source.cut(PIECE_BYTES)
         ]
@@ -140,7 +132,14 @@ class Corpus:
             len(pieces) if cap else 1 if source.large_pieces else TASK_PIECES
             for cap, source in zip(capped, sources, strict=True)
         ]
-        return cls(data.name, places, sources, data.skip_undecodable, pieces, _gather(pieces, sizes))
+        tasks, start = [], 0
+        for stop in range(1, len(pieces) + 1):
+            source = pieces[start].source
+            full = stop - start == sizes[source]
+            if stop == len(pieces) or full or pieces[stop].source != source:
+                tasks.append(range(start, stop))
+                start = stop
+        return cls(data.name, places, sources, data.skip_undecodable, pieces, tasks)
 
     @cached_property
     def keys(self) -> list[str]:
@@ -170,7 +169,6 @@ class Corpus:
         )
 
     def check_unchanged(self) -> None:
-        """Raise UserError for a file of this machine that changed since the sources were opened."""
         for source in self.sources:
             source.check_unchanged()
 
@@ -187,9 +185,8 @@ class Corpus:
 
     @classmethod
     def from_json(cls, values: dict) -> "Corpus":
-        """Open the corpus that `to_json` describes."""
         pieces = [
-            Piece(source, [Extent(*extent) for extent in extents]) for source, extents in values["pieces"]
+            TextPiece(source, [Extent(*extent) for extent in extents]) for source, extents in values["pieces"]
         ]
         opened = {
             "sources": [source_from_json(source) for source in values["sources"]],
@@ -197,18 +194,6 @@ class Corpus:
             "tasks": [range(*task) for task in values["tasks"]],
         }
         return cls(**{**values, **opened})
-
-
-def _gather(pieces: list[Piece], sizes: list[int]) -> list[range]:
-    """Gather neighbours of one source into tasks of at most `sizes[source]` pieces."""
-    tasks, start = [], 0
-    for stop in range(1, len(pieces) + 1):
-        source = pieces[start].source
-        full = stop - start == sizes[source]
-        if stop == len(pieces) or full or pieces[stop].source != source:
-            tasks.append(range(start, stop))
-            start = stop
-    return tasks
 
 
 # Reading ahead, in a thread.
@@ -220,7 +205,25 @@ _END = object()
 def prefetch(items: Iterable, depth: int = 2) -> Iterator:
     """Yield `items` in order while a thread works up to `depth` of them ahead; raise its errors here."""
     ready, stopped = Queue(depth), threading.Event()
-    thread = threading.Thread(target=_fill, args=(items, ready, stopped), daemon=True)
+
+    def put(item: object, error: BaseException | None) -> None:
+        while not stopped.is_set():
+            with suppress(Full):
+                return ready.put(
+                    (item, error), timeout=0.1
+                )  # seconds; a reader that has stopped frees no place
+
+    def fill() -> None:
+        try:
+            for item in items:
+                put(item, None)
+                if stopped.is_set():
+                    return
+            put(_END, None)
+        except BaseException as error:  # raised again in the thread that reads the queue
+            put(None, error)
+
+    thread = threading.Thread(target=fill, daemon=True)
     thread.start()
     try:
         while True:
@@ -233,32 +236,7 @@ def prefetch(items: Iterable, depth: int = 2) -> Iterator:
     finally:
         # Also if the reader stops early: an empty queue lets a thread that waits in `put` see `stopped`.
         stopped.set()
-        _drain(ready)
+        with suppress(Empty):
+            while True:
+                ready.get_nowait()
         thread.join()
-
-
-def _fill(items: Iterable, ready: Queue, stopped: threading.Event) -> None:
-    try:
-        for item in items:
-            _put(ready, (item, None), stopped)
-            if stopped.is_set():
-                return
-        _put(ready, (_END, None), stopped)
-    except BaseException as error:  # raised again in the thread that reads the queue
-        _put(ready, (None, error), stopped)
-
-
-def _put(ready: Queue, item: tuple, stopped: threading.Event) -> None:
-    while not stopped.is_set():
-        try:
-            return ready.put(item, timeout=0.1)  # seconds; a reader that has stopped frees no place
-        except Full:
-            continue
-
-
-def _drain(ready: Queue) -> None:
-    try:
-        while True:
-            ready.get_nowait()
-    except Empty:
-        pass

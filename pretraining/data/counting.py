@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pretraining.data.corpus import CLEANING_KEYS, Batch, Corpus, prefetch, read_batches
-from pretraining.data.progress import Progress
+from pretraining.data.progress import ProgressBar
 from pretraining.data.sources import open_sources
 from pretraining.recipe.recipe import Recipe
 
@@ -26,7 +26,7 @@ class TokenCounts:
     documents_of_each_source: int | None
     """The most that were counted; None: all."""
     before_cleaning: bool
-    """Does the recipe ask for cleaning, which leaves less?"""
+    """Whether the recipe asks for cleaning, which leaves less."""
     sources: list[dict]
     """For each source documents, text_bytes, tokens (EOS included), bytes_per_token, and compression: bytes of text for
     each byte on disk."""
@@ -34,7 +34,6 @@ class TokenCounts:
     skipped: dict[str, int]
 
     def to_dict(self) -> dict:
-        """Return the counts for a script, as JSON values."""
         return asdict(self)
 
     def as_text(self) -> str:
@@ -61,7 +60,7 @@ def count_data(recipe: Recipe, num_documents: int | None = None, show_progress: 
     """
     data = recipe.data
     sources = open_sources(data)[: len(data.sources)]  # of training
-    with Progress("counting", show_progress) as progress, tempfile.TemporaryDirectory() as folder:
+    with ProgressBar("counting", show_progress) as progress, tempfile.TemporaryDirectory() as folder:
         # A tokenizer that is to be trained is trained in the temporary folder, and is gone after the count.
         encoder = _open_encoder(recipe, Corpus.of(data, sources), Path(folder), progress)
         progress.label("counting")
@@ -69,7 +68,15 @@ def count_data(recipe: Recipe, num_documents: int | None = None, show_progress: 
         for number, source in enumerate(sources):
             skipped: dict[str, int] = {}
             batches = read_batches(number, source.documents(), skipped, data.skip_undecodable)
-            rows.append(_count(_first_documents(batches, num_documents), encoder, progress))
+            row = {"documents": 0, "text_bytes": 0, "tokens": 0}
+            # Reads the next batches while this one is encoded.
+            for batch in prefetch(_first_documents(batches, num_documents)):
+                tokens, _ = encoder.encode(batch.texts, batch.wheres)
+                row["documents"] += len(batch.texts)
+                row["text_bytes"] += sum(batch.num_bytes)
+                row["tokens"] += len(tokens)
+                progress.add(len(batch.texts), sum(batch.num_bytes), len(tokens))
+            rows.append(row)
             skips.append(skipped)
     token_bytes = encoder.dtype.itemsize
     total = {key: sum(row[key] for row in rows) for key in rows[0]}
@@ -87,12 +94,11 @@ def count_data(recipe: Recipe, num_documents: int | None = None, show_progress: 
     )
 
 
-def _open_encoder(recipe: Recipe, corpus: Corpus, folder: Path, progress: Progress) -> "Encoder":
+def _open_encoder(recipe: Recipe, corpus: Corpus, folder: Path, progress: ProgressBar) -> "Encoder":
     """Open the encoder that a preparation of the recipe would use; its tokenizer is made in `folder`."""
     # numpy, tokenizers and pyarrow are needed from here on
     from pretraining.data.encoder import Encoder
     from pretraining.data.preparation.tokenizing import MakeTokenizer
-    from pretraining.data.shards import token_dtype
 
     data, vocab_size = recipe.data, recipe.model.vocab_size
     stage = MakeTokenizer(folder, corpus, data.tokenizer, vocab_size, data.validation_share)
@@ -101,24 +107,10 @@ def _open_encoder(recipe: Recipe, corpus: Corpus, folder: Path, progress: Progre
     info = stage.describe(folder / "tokenizer")
     # Empty and undecodable texts tell nothing about the encoder.
     sample = [text for text, _ in islice(corpus.sources[0].documents(), 20) if text]
-    encoder = Encoder.open(
-        folder / "tokenizer", info, token_dtype(info.vocab_size), data.encoder, sample=sample
-    )
+    encoder = Encoder.open(folder / "tokenizer", info, data.encoder, sample)
     if encoder.note and progress.shown:
         print(encoder.note, file=sys.stderr)
     return encoder
-
-
-def _count(batches: Iterator[Batch], encoder: "Encoder", progress: Progress) -> dict:
-    row = {"documents": 0, "text_bytes": 0, "tokens": 0}
-    # Reads the next batches while this one is encoded.
-    for batch in prefetch(batches):
-        tokens, _ = encoder.encode(batch.texts, batch.wheres)
-        row["documents"] += len(batch.texts)
-        row["text_bytes"] += sum(batch.num_bytes)
-        row["tokens"] += len(tokens)
-        progress.add(len(batch.texts), sum(batch.num_bytes), len(tokens))
-    return row
 
 
 def _first_documents(batches: Iterator[Batch], count: int | None) -> Iterator[Batch]:

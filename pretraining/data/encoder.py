@@ -4,13 +4,20 @@ The fast backend is used if it fits the tokenizer and agrees with the reference 
 """
 
 import json
-import os
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
-from pretraining.data.encoder_backends import BACKENDS, Backend, Fastokens, Reference, adversarial_texts
+from pretraining.data.encoder_backends import (
+    BACKENDS,
+    Backend,
+    Fastokens,
+    Reference,
+    adversarial_texts,
+    join_flat,
+)
+from pretraining.data.shards import token_dtype
 from pretraining.data.tokenizer import TokenizerInfo
 from pretraining.errors import UserError, nearest
 from pretraining.outside.files import read_json_value
@@ -19,8 +26,7 @@ CHECKED_ONE_IN = 500
 """One of this many documents is also encoded by the reference."""
 
 HASHED_CHARACTERS = 512
-"""Characters of each end of a text that decide if it is checked."""
-
+"""Characters of each end of a text that decide whether it is checked."""
 
 LONG_DOCUMENT = 200
 """From this average length in tokens on, one copy for each document costs less than a mask over all tokens."""
@@ -38,8 +44,6 @@ class Encoder:
         self.eos_token_id, self.dtype = eos_token_id, dtype
         self.note: str | None = None
         """A sentence for the user if `auto` fell back to the reference."""
-        self.vocab_size = 0
-        """Size of the tokenizer's vocabulary; set by `open`."""
         self.num_checked = 0
         """Documents that both have encoded, with equal results."""
 
@@ -48,23 +52,24 @@ class Encoder:
         cls,
         folder: Path,
         info: TokenizerInfo,
-        dtype: np.dtype,
         backend: str = AUTO,
-        num_threads: int | None = None,
         sample: list[str] | None = None,
     ) -> "Encoder":
         """Open the encoder of a tokenizer folder that `data.encoder` asks for.
 
         A fast backend must first encode built-in adversarial strings and the beginning of `sample` as the reference
-        does. `num_threads` limits the threads of this process's backends; only the first one opened can set it
-        (default: every core). Raises UserError for a backend that is unknown, or that is named and does not fit.
+        does. Raises UserError for a backend that is unknown, or that is named and does not fit.
         """
-        if num_threads is not None:
-            # Before the backend loads: rayon reads it once, when its threads start.
-            os.environ["RAYON_NUM_THREADS"] = str(num_threads)
-        chosen, reference, note = _choose_backend(folder, backend, _sample_of(sample or []))
-        encoder = cls(chosen, reference, info.eos_token_id, dtype)
-        encoder.note, encoder.vocab_size = note, info.vocab_size
+        # Whole texts from the front, the last one cut; a first text longer than the limit still gives a sample.
+        trial, left = [], SAMPLE_CHARACTERS
+        for text in sample or ():
+            if left <= 0:
+                break
+            trial.append(text[:left])
+            left -= len(text)
+        chosen, reference, note = _choose_backend(folder, backend, trial)
+        encoder = cls(chosen, reference, info.eos_token_id, token_dtype(info.vocab_size))
+        encoder.note = note
         return encoder
 
     def encode(self, texts: list[str], wheres: list[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -74,29 +79,22 @@ class Encoder:
         the document on which a fast backend and the reference differ.
         """
         ids, offsets = self.backend.encode_flat(texts)
-        if self.backend is not self.reference:
-            self._check(texts, wheres, ids, offsets)
-        return close_documents(ids, offsets, self.eos_token_id, self.dtype)
-
-    def _check(self, texts: list[str], wheres: list[str], ids: np.ndarray, offsets: np.ndarray) -> None:
         chosen = [number for number, text in enumerate(texts) if is_checked(text)]
-        if not chosen:
-            return
-        documents = [ids[offsets[number] : offsets[number + 1]] for number in chosen]
-        exact, starts = self.reference.encode_flat([texts[number] for number in chosen])
-        lengths = np.array([len(document) for document in documents])
-        found = np.concatenate(documents), np.concatenate([[0], np.cumsum(lengths)])
-        different = _first_difference(found, (exact, starts))
-        if different is not None:
-            raise UserError(
-                f"{wheres[chosen[different]]}: {self.backend.name} encodes this document differently from the "
-                f'reference; set data.encoder to "{Reference.name}" and prepare again'
-            )
-        self.num_checked += len(chosen)
+        if self.backend is not self.reference and chosen:
+            documents = join_flat([ids[offsets[number] : offsets[number + 1]] for number in chosen])
+            exact = self.reference.encode_flat([texts[number] for number in chosen])
+            different = _first_difference(documents, exact)
+            if different is not None:
+                raise UserError(
+                    f"{wheres[chosen[different]]}: {self.backend.name} encodes this document differently from the "
+                    f'reference; set data.encoder to "{Reference.name}" and prepare again'
+                )
+            self.num_checked += len(chosen)
+        return close_documents(ids, offsets, self.eos_token_id, self.dtype)
 
 
 def is_checked(text: str) -> bool:
-    """Say if both encode this document. The text alone decides, for one in `CHECKED_ONE_IN`."""
+    """Return whether both encode this document. The text alone decides, for one in `CHECKED_ONE_IN`."""
     import xxhash
 
     ends = text[:HASHED_CHARACTERS] + text[-HASHED_CHARACTERS:]
@@ -136,9 +134,22 @@ def _choose_backend(folder: Path, wanted: str, sample: list[str]) -> tuple[Backe
     if wanted not in (AUTO, *BACKENDS):
         known = [AUTO, *BACKENDS]
         raise UserError(f"data.encoder: no encoder {wanted!r}{nearest(wanted, known)} ({', '.join(known)})")
-    content, special = _ordinary_content(folder)
+    tokenizer = read_json_value(folder / "tokenizer.json")
+    special = {token["content"]: token["id"] for token in tokenizer["added_tokens"] if token["special"]}
+    # Text that spells a special token must stay text.
+    tokenizer["added_tokens"] = [token for token in tokenizer["added_tokens"] if not token["special"]]
+    # These would add tokens to a document, or cut it.
+    tokenizer["post_processor"] = tokenizer["truncation"] = tokenizer["padding"] = None
+    content = json.dumps(tokenizer)
     reference = Reference(content)
-    _refuse_special_ids(reference, special)
+    # The spelling of a special token, read as ordinary text, must not become that token.
+    ids, offsets = reference.encode_flat(list(special))
+    for (token, number), start, stop in zip(special.items(), offsets, offsets[1:], strict=False):
+        if number in ids[start:stop]:
+            raise UserError(
+                f"data.tokenizer: it turns text that spells {token!r} into the special token; choose a "
+                "byte-level BPE tokenizer, or take the token out of the model's vocabulary in tokenizer.json"
+            )
     if wanted == Reference.name:
         return reference, reference, None
     name = Fastokens.name if wanted == AUTO else wanted
@@ -152,20 +163,6 @@ def _choose_backend(folder: Path, wanted: str, sample: list[str]) -> tuple[Backe
         raise UserError(
             f'data.encoder: {name} {unfit}; set data.encoder to "{AUTO}" or "{Reference.name}"'
         ) from unfit
-
-
-def _ordinary_content(folder: Path) -> tuple[str, dict[str, int]]:
-    """Read tokenizer.json without its special tokens and without padding, truncation and framing.
-
-    Also returns the special tokens: {content: id}.
-    """
-    content = read_json_value(folder / "tokenizer.json")
-    special = {token["content"]: token["id"] for token in content["added_tokens"] if token["special"]}
-    # Text that spells a special token must stay text.
-    content["added_tokens"] = [token for token in content["added_tokens"] if not token["special"]]
-    # These would add tokens to a document, or cut it.
-    content["post_processor"] = content["truncation"] = content["padding"] = None
-    return json.dumps(content), special
 
 
 def _checked_backend(name: str, content: str, reference: Reference, texts: list[str]) -> Backend:
@@ -186,17 +183,6 @@ def _checked_backend(name: str, content: str, reference: Reference, texts: list[
     return backend
 
 
-def _refuse_special_ids(reference: Reference, special: dict[str, int]) -> None:
-    """Raise UserError if the spelling of a special token, read as ordinary text, becomes that token."""
-    ids, offsets = reference.encode_flat(list(special))
-    for (token, number), start, stop in zip(special.items(), offsets, offsets[1:], strict=False):
-        if number in ids[start:stop]:
-            raise UserError(
-                f"data.tokenizer: it turns text that spells {token!r} into the special token; choose a "
-                "byte-level BPE tokenizer, or take the token out of the model's vocabulary in tokenizer.json"
-            )
-
-
 def _first_difference(one: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray]) -> int | None:
     """Find the first text whose ids differ between two flat encodings; None if there is none."""
     if all(np.array_equal(mine, theirs) for mine, theirs in zip(one, other, strict=True)):
@@ -208,15 +194,3 @@ def _first_difference(one: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarra
         if not np.array_equal(here, ids_there[offsets_there[number] : offsets_there[number + 1]]):
             return number
     return len(offsets) - 1
-
-
-def _sample_of(texts: list[str]) -> list[str]:
-    """Take whole texts from the front of `texts`, `SAMPLE_CHARACTERS` in all; cut the last one."""
-    kept, left = [], SAMPLE_CHARACTERS
-    for text in texts:
-        if left <= 0:
-            break
-        # A first text longer than the limit still gives a sample.
-        kept.append(text[:left])
-        left -= len(text)
-    return kept

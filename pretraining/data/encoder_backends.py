@@ -8,24 +8,15 @@ GIL. `adversarial_texts` makes the strings to try them with.
 import random
 import unicodedata
 from functools import cache
-from typing import Protocol
 
 import numpy as np
-
-
-class Backend(Protocol):
-    """Encodes a batch; `name` is the value of `data.encoder` that asks for it."""
-
-    name: str
-
-    def encode_flat(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Encode a batch; see the module."""
 
 
 class Reference:
     """Encode by Hugging Face `tokenizers`, which defines the right result and reads every tokenizer.json."""
 
     name = "tokenizers"
+    """The value of `data.encoder` that asks for it."""
 
     def __init__(self, content: str):
         from tokenizers import Tokenizer
@@ -33,10 +24,9 @@ class Reference:
         self._tokenizer = Tokenizer.from_str(content)
 
     def encode_flat(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Encode a batch; see the module."""
         # The fast variant leaves out the character offsets, which nobody needs here.
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return _join_flat([np.array(encoding.ids, np.uint32) for encoding in encodings])
+        return join_flat([np.array(encoding.ids, np.uint32) for encoding in encodings])
 
 
 class Fastokens:
@@ -50,7 +40,6 @@ class Fastokens:
         self._tokenizer = fastokens.Tokenizer.from_json_str(content)
 
     def encode_flat(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Encode a batch; see the module."""
         ids, offsets = self._tokenizer.encode_batch_flat(texts)
         # Buffers of bytes: read as they are, without a copy.
         return np.frombuffer(ids, np.uint32), np.frombuffer(offsets, np.int64)
@@ -71,25 +60,20 @@ class Gigatoken:
         self._reference = Reference(content)
 
     def encode_flat(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Encode a batch; see the module."""
         layout = self._tokenizer.encode_batch(texts).layout
         ids, offsets = np.asarray(layout.content.data), np.asarray(layout.offsets.data, np.int64)
         uncovered = uncovered_texts(texts)
-        return self._replace(texts, uncovered, ids, offsets) if uncovered else (ids, offsets)
-
-    def _replace(
-        self, texts: list[str], uncovered: list[int], ids: np.ndarray, offsets: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Encode the texts at `uncovered` by the reference instead."""
-        # Lengths may change, so the flat arrays are made again.
+        if not uncovered:
+            return ids, offsets
+        # The reference encodes them instead. Lengths may change, so the flat arrays are made again.
         documents = np.split(ids, offsets[1:-1])
         exact, starts = self._reference.encode_flat([texts[number] for number in uncovered])
         for position, number in enumerate(uncovered):
             documents[number] = exact[starts[position] : starts[position + 1]]
-        return _join_flat(documents)
+        return join_flat(documents)
 
 
-def _join_flat(documents: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def join_flat(documents: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Join arrays of ids, one a text, into flat ids and offsets."""
     offsets = np.zeros(len(documents) + 1, np.int64)
     np.cumsum([len(document) for document in documents], out=offsets[1:])
@@ -97,7 +81,8 @@ def _join_flat(documents: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([*documents, np.empty(0, np.uint32)]), offsets
 
 
-BACKENDS = {backend.name: backend for backend in (Fastokens, Gigatoken, Reference)}
+Backend = Reference | Fastokens | Gigatoken
+BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (Fastokens, Gigatoken, Reference)}
 
 
 # Code points whose category depends on the version of the Unicode tables. Pre-tokenizers split at letters and digits:
@@ -113,13 +98,14 @@ _ASSIGNED_PLANES = 0x40000
 
 def uncovered_texts(texts: list[str]) -> list[int]:
     """List the numbers of the texts with such a code point."""
-    # `isascii` first: Python stores the answer with each text, so pure ASCII costs nothing.
-    return [number for number, text in enumerate(texts) if not text.isascii() and _is_uncertain(text)]
-
-
-def _is_uncertain(text: str) -> bool:
-    codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-    return bool(_uncertain_table()[codes].any())
+    uncovered = []
+    for number, text in enumerate(texts):
+        # `isascii` first: Python stores the answer with each text, so pure ASCII costs nothing.
+        if not text.isascii():
+            codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+            if _uncertain_table()[codes].any():
+                uncovered.append(number)
+    return uncovered
 
 
 @cache
@@ -137,6 +123,8 @@ _STRIDE = 61
 """Looks at every 61st code point: 18,000 of them, some of every large category."""
 
 _PER_CATEGORY = 12
+
+_SURROUNDINGS = ('"{0}"', "a{0}b {0} 1{0}", ' "{0}"),\n{0}{0}')
 
 _WRITTEN_OUT = (
     *("", " ", "\n", "\r", "\r\n", "\t", "\0", "a\0b", "\ufeff", "\u2028\u2029", "\x85", "\xa0a\xa0 a"),
@@ -183,7 +171,9 @@ def adversarial_texts(
 ) -> tuple[str, ...]:
     """Make trial strings: those above, every Unicode category in several surroundings, mixtures, spelled specials."""
     pools = _code_points_by_category()
-    singles = [text for pool in pools.values() for character in pool for text in _surrounded(character)]
+    singles = [
+        text.format(character) for pool in pools.values() for character in pool for text in _SURROUNDINGS
+    ]
     spelled = [text for token in special_tokens for text in (token, f"a{token}b", f" {token}\n{token}")]
     return (*_WRITTEN_OUT, *singles, *spelled, *_mixtures(pools, special_tokens, seed, num_random))
 
@@ -198,14 +188,6 @@ def _code_points_by_category() -> dict[str, list[str]]:
         if category != "Cs":
             pools.setdefault(category, []).append(chr(code))
     return {name: pool[:: -(-len(pool) // _PER_CATEGORY)] for name, pool in sorted(pools.items())}
-
-
-def _surrounded(character: str) -> tuple[str, ...]:
-    return (
-        f'"{character}"',
-        f"a{character}b {character} 1{character}",
-        f' "{character}"),\n{character}{character}',
-    )
 
 
 def _mixtures(

@@ -5,7 +5,6 @@ prepared: the run then sees what it would have seen without. Files stay as they 
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 
@@ -29,7 +28,7 @@ def excerpt_of(
         number: cut
         for number, portion in enumerate(portions)
         if portion and not _ends_there(manifest, number, portion)
-        if (cut := _Cut.of(splits["train"], number, portion))
+        if (cut := _exact_portion(splits["train"], number, portion))
     }
     if not cuts:
         return manifest
@@ -47,12 +46,18 @@ def excerpt_of(
         kept["validation"] = validation
     if kept == {"train": train, "validation": validation}:
         return manifest
-    entries = {name: _entry(manifest["splits"][name], shards) for name, shards in kept.items()}
+    entries = {}
+    for name, shards in kept.items():
+        # The bits a byte are known of the whole split alone.
+        rest = {
+            key: value for key, value in manifest["splits"][name].items() if key != "unigram_bits_per_byte"
+        }
+        entries[name] = {**rest, **summed_entry(shards, rest["dtype"])}
     return {**manifest, "splits": entries, "fingerprint": content_fingerprint(entries)}
 
 
 def _ends_there(manifest: dict, number: int, portion: Portion) -> bool:
-    """Say if the data set ends exactly where the portion does."""
+    """Return whether the data set ends exactly where the portion does."""
     sources = manifest.get("sources", [])
     cut = sources[number].get("cut") if number < len(sources) else None
     if cut is None:
@@ -61,26 +66,19 @@ def _ends_there(manifest: dict, number: int, portion: Portion) -> bool:
     return portion.is_reached(cut["documents"], cut["tokens"]) and not portion.is_reached(*before)
 
 
-class _Cut(NamedTuple):
-    """Where the portion of a source ends: documents and tokens of training before it."""
-
-    documents: int
-    tokens: int
-
-    @classmethod
-    def of(cls, split: TokenSplit, source: int, portion: Portion) -> "_Cut | None":
-        """Find it, None if the split has less; at most one shard is opened."""
-        documents = tokens = 0
-        for number, entry in enumerate(split.shard_entries):
-            if entry.get("source", 0) != source:
-                continue
-            if portion.is_reached(documents + entry["documents"], tokens + entry["tokens"]):
-                ends = split.map_anew(number).ends
-                last = portion.less(documents, tokens).last_document(ends)
-                assert last is not None
-                return cls(documents + last + 1, tokens + int(ends[last]))
-            documents, tokens = documents + entry["documents"], tokens + entry["tokens"]
-        return None
+def _exact_portion(split: TokenSplit, source: int, portion: Portion) -> Portion | None:
+    """Count documents and tokens of training of a portion; None if the split has less. At most one shard is opened."""
+    documents = tokens = 0
+    for number, entry in enumerate(split.shard_entries):
+        if entry.get("source", 0) != source:
+            continue
+        if portion.is_reached(documents + entry["documents"], tokens + entry["tokens"]):
+            ends = split.map_anew(number).ends
+            last = portion.less(documents, tokens).last_document(ends)
+            assert last is not None
+            return Portion(tokens + int(ends[last]), documents + last + 1)
+        documents, tokens = documents + entry["documents"], tokens + entry["tokens"]
+    return None
 
 
 def rows_of(shards: list[dict], source: int) -> slice:
@@ -117,10 +115,3 @@ def _first_documents(split: TokenSplit, number: int, documents: int) -> dict:
         "bytes": int(shard.num_bytes[:documents].sum()),
         "tokens_digest": digest_of_documents(shard.tokens, ends),
     }
-
-
-def _entry(whole: dict, shards: list[dict]) -> dict:
-    """Make the manifest entry of a part of a split."""
-    # Known of the whole split alone.
-    rest = {key: value for key, value in whole.items() if key != "unigram_bits_per_byte"}
-    return {**rest, **summed_entry(shards, whole["dtype"])}

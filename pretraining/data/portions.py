@@ -24,7 +24,7 @@ class Portion(NamedTuple):
     """Documents of training."""
 
     def is_reached(self, documents: int, tokens: int) -> bool:
-        """Say if so many documents and tokens of training are enough."""
+        """Return whether so many documents and tokens of training are enough."""
         return (self.tokens is not None and tokens >= self.tokens) or (
             self.documents is not None and documents >= self.documents
         )
@@ -38,22 +38,22 @@ class Portion(NamedTuple):
 
     def last_document(self, ends: "np.ndarray") -> int | None:
         """Find, among documents that end at `ends` [documents] tokens, the one that reaches it; None if none does."""
-        found = [] if self.documents is None else [self.documents - 1]
+        reaching = [] if self.documents is None else [self.documents - 1]
         if self.tokens is not None:
-            found.append(bisect_left(ends, self.tokens))
-        last = min(found)
+            reaching.append(bisect_left(ends, self.tokens))
+        last = min(reaching)
         return last if last < len(ends) else None
 
 
 def portions_of(recipe: "Recipe") -> list[Portion | None]:
     """Compute what the recipe asks for of each source; None: all of it."""
     needed = _needed_tokens(recipe) if recipe.data.prepare == "budget" else [None] * len(recipe.data.sources)
-    found: list[Portion | None] = []
+    portions: list[Portion | None] = []
     for source, tokens in zip(recipe.data.sources, needed, strict=True):
         limits = [limit for limit in (tokens, source.max_tokens) if limit is not None]
         portion = Portion(min(limits, default=None), source.max_documents)
-        found.append(None if portion == Portion() else portion)
-    return found
+        portions.append(None if portion == Portion() else portion)
+    return portions
 
 
 def _needed_tokens(recipe: "Recipe") -> list[int | None]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pretraining.data.arriving import MOST_TRIES, PAUSE_SECONDS, Arrivals, ArrivingSplit
+from pretraining.data.arriving import MOST_TRIES, PAUSE_SECONDS, ArrivingSplit
 from pretraining.data.excerpt import excerpt_of
 from pretraining.data.manifest import (
     POSITIONS_FILE,
@@ -116,8 +116,8 @@ class ArrivingData(PreparedData):
     def of(cls, recipe: Recipe, data_root: Path, manifest: dict) -> "ArrivingData":
         """Open what `manifest` says can be read (`read_arrived`)."""
         folder = Path(data_root) / recipe.data.name
-        arrivals = Arrivals(folder, portions_of(recipe), manifest["origin"])
-        return cls(folder, manifest, ArrivingSplit(arrivals, manifest), arrivals.open_validation(manifest))
+        train = ArrivingSplit(folder, portions_of(recipe), manifest)
+        return cls(folder, manifest, train, train.open_validation(manifest))
 
     def for_run(self, recipe: Recipe) -> PreparedData:
         """Return the same data. Whether the text is enough is known at its end: its epochs are checked then."""
@@ -145,8 +145,8 @@ class ArrivingData(PreparedData):
     def latest(self) -> PreparedData:
         """Return what is there by now."""
         self.train.refresh()
-        found = self.train.arrivals.look()
-        return self if found is None else replace(self, manifest={**self.manifest, **found.manifest})
+        seen = self.train.look()
+        return self if seen is None else replace(self, manifest={**self.manifest, **seen[0]})
 
 
 def is_prepared(recipe: Recipe, data_root: Path) -> bool:

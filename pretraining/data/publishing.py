@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import TextIO
@@ -31,7 +31,13 @@ def preparation_lock(folder: Path) -> Iterator[Path | None]:
     # The system releases the lock when its process ends, however it ends.
     file = _lock(path, folder)
     try:
-        yield _clear_leftovers(folder)
+        if _building(folder).exists():
+            shutil.rmtree(_building(folder))
+        if (
+            is_half_published(folder) and not folder.exists()
+        ):  # killed between the first two renames of `publish`
+            _previous(folder).rename(folder)
+        yield _keep_previous(folder)
     finally:
         # Remove the name before the lock is released: a process that waits sees that its file is no longer there.
         path.unlink()
@@ -53,29 +59,15 @@ def _lock(path: Path, folder: Path) -> TextIO:
             waiting = True
             fcntl.flock(file, fcntl.LOCK_EX)
         # A lock on a removed file protects nothing: the next process would lock a new file.
-        if _same(path, file):
-            return file
+        with suppress(FileNotFoundError):
+            if os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                return file
         file.close()
 
 
-def _same(path: Path, file: TextIO) -> bool:
-    try:
-        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
-    except FileNotFoundError:
-        return False
-
-
 def is_half_published(folder: Path) -> bool:
-    """Say if a process was killed in the middle of `publish`."""
+    """Return whether a process was killed in the middle of `publish`."""
     return _previous(folder).exists()
-
-
-def _clear_leftovers(folder: Path) -> Path | None:
-    if _building(folder).exists():
-        shutil.rmtree(_building(folder))
-    if is_half_published(folder) and not folder.exists():  # killed between the first two renames of `publish`
-        _previous(folder).rename(folder)
-    return _keep_previous(folder)
 
 
 def _keep_previous(folder: Path) -> Path | None:
@@ -106,7 +98,6 @@ def start_building(folder: Path) -> Path:
 
 
 def discard(folder: Path) -> None:
-    """Remove what was being built for `folder`."""
     shutil.rmtree(_building(folder), ignore_errors=True)
 
 

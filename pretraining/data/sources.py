@@ -3,6 +3,7 @@
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -58,7 +59,6 @@ class FileSource:
         return digest_of([(*self._identity(self.files[extent.file]), *extent[1:]) for extent in extents])
 
     def check_unchanged(self) -> None:
-        """Raise UserError for a file of this machine that changed since the source was opened."""
         for file in self.files:
             file.check_unchanged()
 
@@ -114,32 +114,24 @@ class HubSource:
         if rows.column_names:
             self.column.check(rows.column_names, self.dataset)
         for extent in [Extent(number) for number in range(rows.num_shards)] if extents is None else extents:
-            part = rows.shard(rows.num_shards, extent.file)
-            yield from self._rows(
-                part, f"{self.dataset}:part {extent.file}" if rows.num_shards > 1 else self.dataset
-            )
-
-    def _rows(self, rows, place: str) -> Iterator[Document]:
-        try:
-            for number, row in enumerate(rows, start=1):
-                where = f"{place}:row {number}"
-                yield Document(self.column.text_of(row, where), where)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise self._unreachable(error) from error
+            place = f"{self.dataset}:part {extent.file}" if rows.num_shards > 1 else self.dataset
+            try:
+                for number, row in enumerate(rows.shard(rows.num_shards, extent.file), start=1):
+                    where = f"{place}:row {number}"
+                    yield Document(self.column.text_of(row, where), where)
+            except (OSError, ValueError, RuntimeError) as error:
+                raise self._unreachable(error) from error
 
     def cut(self, piece_bytes: int) -> list[list[Extent]]:
-        """Cut one piece for each file that the dataset is stored in."""
         return [[Extent(number)] for number in range(self._stream().num_shards)]
 
     def digest_of(self, extents: Iterable[Extent]) -> str:
-        """Digest what decides the text of the extents."""
         return digest_of([self.fingerprint(), [list(extent) for extent in extents]])
 
     def check_unchanged(self) -> None:
-        """Do nothing: the hub keeps its commits."""
+        pass  # the hub keeps its commits
 
     def to_json(self) -> dict:
-        """Describe the source, for a process on another machine."""
         return {**asdict(self), "fingerprint": self._fingerprint}
 
     def _stream(self):
@@ -159,7 +151,6 @@ class HubSource:
         )
 
     def content(self) -> str:
-        """Hash what its fingerprint holds: a commit names its content."""
         return digest_of(self._fingerprint)
 
     def fingerprint(self) -> dict:
@@ -174,21 +165,19 @@ class HubSource:
         known = {"dataset": self.dataset, "config": self.config, "split": self.split}
         folder = Path(self.dataset)
         if not folder.exists():
-            return {**known, "commit": self._commit()}
+            commit = self.revision
+            # 40 hex digits are a commit. Else the hub says which one the revision stands for, so that a dataset that
+            # has changed is prepared again.
+            if not commit or len(commit) != 40:
+                hub = require("huggingface_hub", f"the dataset {self.dataset!r}")
+                # every way of being offline has its own class; documents() reports a real fault
+                with suppress(Exception):
+                    commit = hub.HfApi().dataset_info(self.dataset, revision=commit, timeout=10).sha
+            return {**known, "commit": commit}
         inside = [each.relative_to(folder) for each in sorted(folder.rglob("*")) if each.is_file()]
         # Hidden files (.git, caches) are no data, and change without it.
         shown = [folder / name for name in inside if not any(part.startswith(".") for part in name.parts)]
         return {**known, **FileSource([local_file(path, folder) for path in shown]).fingerprint()}
-
-    def _commit(self) -> str | None:
-        """Ask the hub for the revision's commit, so that a dataset that has changed is prepared again."""
-        if self.revision and len(self.revision) == 40:  # hex digits: it is a commit
-            return self.revision
-        hub = require("huggingface_hub", f"the dataset {self.dataset!r}")
-        try:
-            return hub.HfApi().dataset_info(self.dataset, revision=self.revision, timeout=10).sha
-        except Exception:  # every way of being offline has its own class; documents() reports a real fault
-            return self.revision
 
 
 TextSource = FileSource | HubSource
@@ -199,7 +188,13 @@ def open_source(spec: TextOrigin, key: str = "data.sources.0") -> TextSource:
     """Open the source that the entry at `key` of the recipe describes; UserError if there is nothing to read."""
     column = TextColumn(spec.text_column, f"{key}.text_column")
     if isinstance(spec, Source) and spec.builtin is not None:
-        return _builtin_source(spec.builtin, f"{key}.builtin")
+        if spec.builtin != "python_stdlib":
+            near = nearest(spec.builtin, ["python_stdlib"])
+            raise UserError(
+                f"{key}.builtin: unknown builtin {spec.builtin!r}{near} (there is: python_stdlib)"
+            )
+        root = Path(sysconfig.get_path("stdlib"))
+        return FileSource([local_file(path, root) for path in sorted(_stdlib_files(root))])
     if spec.dataset is not None:
         return HubSource(spec.dataset, spec.config, spec.split, spec.revision, column, key)
     if spec.path is not None:
@@ -218,19 +213,9 @@ def source_from_json(values: dict) -> TextSource:
         return FileSource([InputFile(*file) for file in values["files"]], TextColumn(*values["column"]))
     fields = {key: value for key, value in values.items() if key != "fingerprint"}
     source = HubSource(**{**fields, "column": TextColumn(**values["column"])})
-    source.__dict__["_fingerprint"] = values[
-        "fingerprint"
-    ]  # all tasks go by the commit that was there at the start
+    # All tasks go by the commit that was there at the start.
+    source.__dict__["_fingerprint"] = values["fingerprint"]
     return source
-
-
-def _builtin_source(name: str, key: str) -> FileSource:
-    if name != "python_stdlib":
-        raise UserError(
-            f"{key}: unknown builtin {name!r}{nearest(name, ['python_stdlib'])} (there is: python_stdlib)"
-        )
-    root = Path(sysconfig.get_path("stdlib"))
-    return FileSource([local_file(path, root) for path in sorted(_stdlib_files(root))])
 
 
 def _stdlib_files(root: Path) -> Iterator[Path]:

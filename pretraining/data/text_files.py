@@ -148,29 +148,27 @@ def local_file(path: Path, root: Path) -> InputFile:
 def _local_files(spec: str, suffixes: tuple[str, ...], key: str) -> list[InputFile]:
     path = Path(spec).expanduser()
     if path.is_dir():
-        files = (each for each in path.rglob("*") if _has_suffix(each.name, suffixes) and each.is_file())
+        files = (each for each in path.rglob("*") if each.name.lower().endswith(suffixes) and each.is_file())
         return [local_file(each, path) for each in files]
     if path.is_file():
-        return [local_file(_readable(path, suffixes, key), path.parent)]
+        _check_suffix(path, suffixes, key)
+        return [local_file(path, path.parent)]
     # After files and folders, whose own names may hold a bracket or a star.
     if glob.has_magic(spec):
         fixed = next(number for number, part in enumerate(path.parts) if glob.has_magic(part))
         root = Path(*path.parts[:fixed])
-        matches = root.glob(str(Path(*path.parts[fixed:])))
-        return [local_file(_readable(each, suffixes, key), root) for each in matches if each.is_file()]
+        matches = [each for each in root.glob(str(Path(*path.parts[fixed:]))) if each.is_file()]
+        for each in matches:
+            _check_suffix(each, suffixes, key)
+        return [local_file(each, root) for each in matches]
     raise UserError(f"{key}: {spec}: no such file or folder (looked in {Path.cwd()})")
 
 
-def _readable(path: Path | PurePosixPath, suffixes: tuple[str, ...], key: str) -> Path | PurePosixPath:
-    if not _has_suffix(path.name, suffixes):
+def _check_suffix(path: Path | PurePosixPath, suffixes: tuple[str, ...], key: str) -> None:
+    if not path.name.lower().endswith(suffixes):
         raise UserError(
             f"{key}: {path}: unknown suffix; readable are {', '.join(suffixes)}, and folders or globs of them"
         )
-    return path
-
-
-def _has_suffix(name: str, suffixes: tuple[str, ...]) -> bool:
-    return name.lower().endswith(suffixes)
 
 
 def _remote_files(spec: str, suffixes: tuple[str, ...], key: str) -> list[InputFile]:
@@ -188,45 +186,39 @@ def _remote_files(spec: str, suffixes: tuple[str, ...], key: str) -> list[InputF
             f"{key}: {spec}: cannot be reached ({type(error).__name__}: {reason}); check the address, the "
             "credentials and the network"
         ) from error
+    root = path.rstrip("/")
     # Not isdir(): to answer, fsspec's HTTP would fetch a whole file.
-    is_folder = path not in entries and not glob.has_magic(path)
-    root = path.rstrip("/") if is_folder else _fixed_part(path)
-    return [_remote_file(system, name, info, root) for name, info in entries.items()]
+    if path in entries or glob.has_magic(path):
+        # The folder above the first part that holds a wildcard, or above the file.
+        parts = path.split("/")  # not PurePosixPath: the path may be a whole URL
+        fixed = next((number for number, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
+        root = "/".join(parts[:fixed])
+    files = []
+    for name, info in entries.items():
+        version = next((str(info[key]) for key in VERSION_KEYS if info.get(key)), "")
+        below, size = name.removeprefix(root).lstrip("/"), int(info.get("size") or 0)
+        files.append(InputFile(system.unstrip_protocol(name), below, size, version))
+    return files
 
 
 def _remote_entries(system, path: str, suffixes: tuple[str, ...], key: str) -> dict[str, dict]:
     """List {path: the store's details} of the files that `path` names."""
     if glob.has_magic(path):
-        entries = system.glob(path, detail=True)
-        return {_named(name, suffixes, key): info for name, info in entries.items() if info["type"] == "file"}
+        found = system.glob(path, detail=True)
+        files = {name: info for name, info in found.items() if info["type"] == "file"}
+        for name in files:
+            _check_suffix(PurePosixPath(name), suffixes, key)
+        return files
     try:
         info = system.info(path)  # `exists` would take every fault of the network for an absence
     except FileNotFoundError as error:
         place = system.unstrip_protocol(path)
         raise UserError(f"{key}: {place}: no such file or folder can be reached there") from error
     if info["type"] == "file":
-        return {_named(path, suffixes, key): info}
-    return {
-        name: info for name, info in system.find(path, detail=True).items() if _has_suffix(name, suffixes)
-    }
-
-
-def _named(name: str, suffixes: tuple[str, ...], key: str) -> str:
-    _readable(PurePosixPath(name), suffixes, key)
-    return name
-
-
-def _fixed_part(path: str) -> str:
-    """Take the folder above the first part of `path` that holds a wildcard, or above its file."""
-    parts = path.split("/")  # not PurePosixPath: the path may be a whole URL
-    fixed = next((number for number, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
-    return "/".join(parts[:fixed])
-
-
-def _remote_file(system, path: str, info: dict, root: str) -> InputFile:
-    name = path.removeprefix(root).lstrip("/")
-    version = next((str(info[key]) for key in VERSION_KEYS if info.get(key)), "")
-    return InputFile(system.unstrip_protocol(path), name, int(info.get("size") or 0), version)
+        _check_suffix(PurePosixPath(path), suffixes, key)
+        return {path: info}
+    below = system.find(path, detail=True)
+    return {name: info for name, info in below.items() if name.lower().endswith(suffixes)}
 
 
 def cut_file(file: InputFile, number: int, piece_bytes: int) -> list[tuple[Extent, int]]:
@@ -306,8 +298,12 @@ def _read_json_lines(file: InputFile, column: TextColumn, extent: Extent) -> Ite
     with closing(_open_lines(file)) as lines:
         for place, raw in _lines_of(lines, file, extent):
             where = f"{file.address}:{place}"
-            text = _text_of_line(raw, column.name)
-            if text is not None:
+            # A third of `json`'s time. But orjson knows neither NaN nor half of a surrogate pair.
+            try:
+                text = orjson.loads(raw)[column.name]
+            except (orjson.JSONDecodeError, KeyError, TypeError, IndexError):
+                text = None
+            if isinstance(text, str):
                 yield Document(text, where)
             elif not raw.isspace():
                 yield _json_document(raw, where, column)
@@ -320,7 +316,13 @@ def _lines_of(lines: BinaryIO, file: InputFile, extent: Extent) -> Iterator[tupl
         # One byte before: if it ends a line, the first line of this extent begins right at its start.
         lines.seek(extent.start - 1)
         at = extent.start - 1 + len(lines.readline())  # the rest of a line that began in the extent before
-    for number, raw in enumerate(_whole_lines(lines, file), start=1):
+    for number in itertools.count(1):
+        try:
+            raw = lines.readline(MAX_LINE_BYTES)
+        except (EOFError, OSError, zlib.error) as error:
+            raise _damaged(file.address, error) from error
+        if not raw:
+            return
         if extent.stop is not None and at >= extent.stop:
             return
         # Inside a file nobody has counted the lines before.
@@ -331,16 +333,6 @@ def _lines_of(lines: BinaryIO, file: InputFile, extent: Extent) -> Iterator[tupl
             )
         yield place, raw
         at += len(raw)
-
-
-def _text_of_line(raw: bytes, key: str) -> str | None:
-    """Read the text of an ordinary JSON line; None leaves the line to `json`."""
-    # A third of `json`'s time. But orjson knows neither NaN nor half of a surrogate pair.
-    try:
-        text = orjson.loads(raw)[key]
-    except (orjson.JSONDecodeError, KeyError, TypeError, IndexError):
-        return None
-    return text if isinstance(text, str) else None
 
 
 def _open_lines(file: InputFile) -> BinaryIO:
@@ -355,32 +347,22 @@ def _open_lines(file: InputFile) -> BinaryIO:
     return opened
 
 
-def _whole_lines(lines: BinaryIO, file: InputFile) -> Iterator[bytes]:
-    try:
-        while raw := lines.readline(MAX_LINE_BYTES):
-            yield raw
-    except (EOFError, OSError, zlib.error) as error:
-        raise _damaged(file.address, error) from error
-
-
 def _json_document(raw: bytes, where: str, column: TextColumn) -> Document:
     line = _decode(raw, where).text
     if line is None:
         return Document(None, where)
-    row = _parse(line.removeprefix("\ufeff"), where)
-    if not isinstance(row, dict):
-        raise UserError(f"{where}: expected a JSON object with the key {column.name!r}, found {line[:40]!r}")
-    return Document(column.text_of(row, where), where)
-
-
-def _parse(line: str, where: str) -> object:
+    reason = None
     try:
-        return json.loads(line)
+        row = json.loads(line.removeprefix("\ufeff"))
     except json.JSONDecodeError as error:
         reason = f"{error.msg} at column {error.colno}"
     except (RecursionError, ValueError) as error:  # brackets a thousand deep, a number of thousands of digits
         reason = str(error).partition(";")[0]
-    raise UserError(f"{where}: not valid JSON ({reason}); mend or remove the line")
+    if reason is not None:
+        raise UserError(f"{where}: not valid JSON ({reason}); mend or remove the line")
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: expected a JSON object with the key {column.name!r}, found {line[:40]!r}")
+    return Document(column.text_of(row, where), where)
 
 
 # Parquet.
@@ -450,9 +432,22 @@ def _read_warc(file: InputFile) -> Iterator[Document]:
                 document = None
                 if kind == "conversion":
                     document = _decode(record.content_stream().read(), where)
-                elif kind == "response" and _is_page(record):
-                    document = Document(_main_text(record.content_stream().read(), file), where)
-                _finish_record(archive, record, place)
+                elif kind == "response":
+                    headers = record.http_headers
+                    mime = headers.get_header("Content-Type", "") if headers else ""
+                    if mime.startswith(("text/html", "application/xhtml")):
+                        trafilatura = require("trafilatura", f"the text of web pages in {file.address}")
+                        page = record.content_stream().read()
+                        text = trafilatura.extract(page, favor_precision=True, include_comments=False)
+                        document = Document(text or "", where)
+                # What is left of the record must end where its Content-Length says.
+                while record.raw_stream.read(BUFFER_BYTES):
+                    pass
+                if record.raw_stream.limit:
+                    missing = f"it ends {record.raw_stream.limit:,} bytes before its Content-Length says"
+                    raise _damaged(place, missing)
+                if archive.readline(BUFFER_BYTES).strip():
+                    raise _damaged(place, "text follows its last byte: its Content-Length is wrong")
             except (EOFError, OSError, zlib.error) as error:
                 raise _damaged(place, error) from error
             if document is not None:
@@ -484,23 +479,3 @@ def _next_record(archive: BinaryIO, place: str) -> "ArcWarcRecord | None":
         address = record.rec_headers["WARC-Target-URI"] or ""
         record.http_headers = loader.load_http_headers("response", address, record.raw_stream, record.length)
     return record
-
-
-def _finish_record(archive: BinaryIO, record: "ArcWarcRecord", place: str) -> None:
-    """Read what is left of the record, which must end where its Content-Length says."""
-    while record.raw_stream.read(BUFFER_BYTES):
-        pass
-    if record.raw_stream.limit:
-        raise _damaged(place, f"it ends {record.raw_stream.limit:,} bytes before its Content-Length says")
-    if archive.readline(BUFFER_BYTES).strip():
-        raise _damaged(place, "text follows its last byte: its Content-Length is wrong")
-
-
-def _is_page(record) -> bool:
-    kind = record.http_headers.get_header("Content-Type", "") if record.http_headers else ""
-    return kind.startswith(("text/html", "application/xhtml"))
-
-
-def _main_text(page: bytes, file: InputFile) -> str:
-    trafilatura = require("trafilatura", f"the text of web pages in {file.address}")
-    return trafilatura.extract(page, favor_precision=True, include_comments=False) or ""

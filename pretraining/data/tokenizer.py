@@ -6,15 +6,11 @@ import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pretraining.errors import UserError
 from pretraining.extend import load_pretrained
 from pretraining.outside.files import read_bytes, read_json_value
 from pretraining.recipe.data import END_OF_TEXT
-
-if TYPE_CHECKING:
-    import tokenizers
 
 KNOWN_EOS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
 """Looked for in this order if a folder does not name its end-of-text token."""
@@ -70,7 +66,16 @@ def save_tokenizer(name: str, folder: Path) -> None:
                 shutil.copyfile(source / file, folder / file)
     else:
         refuse_missing_folder(name)
-        _save_through_transformers(name, folder)
+        try:
+            tokenizer = load_pretrained("AutoTokenizer", name, use_fast=True)
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            raise UserError(
+                f"data.tokenizer: {name!r} cannot be loaded ({str(error).strip().partition(chr(10))[0]}); give a "
+                'hub name that is reachable, a folder with tokenizer.json, or {"train_vocab_size": N}'
+            ) from error
+        tokenizer.save_pretrained(folder)
+        if not (folder / "tokenizer.json").is_file():
+            raise UserError(f"data.tokenizer: {name!r} has no tokenizer.json (it is not a fast tokenizer)")
 
 
 def refuse_missing_folder(name: str) -> None:
@@ -79,19 +84,6 @@ def refuse_missing_folder(name: str) -> None:
     is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if is_path and not Path(name).expanduser().exists():
         raise UserError(f"data.tokenizer: {name} cannot be read: no such folder (looked in {Path.cwd()})")
-
-
-def _save_through_transformers(name: str, folder: Path) -> None:
-    try:
-        tokenizer = load_pretrained("AutoTokenizer", name, use_fast=True)
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise UserError(
-            f"data.tokenizer: {name!r} cannot be loaded ({str(error).strip().partition(chr(10))[0]}); give a "
-            'hub name that is reachable, a folder with tokenizer.json, or {"train_vocab_size": N}'
-        ) from error
-    tokenizer.save_pretrained(folder)
-    if not (folder / "tokenizer.json").is_file():
-        raise UserError(f"data.tokenizer: {name!r} has no tokenizer.json (it is not a fast tokenizer)")
 
 
 def train_tokenizer(
@@ -131,13 +123,9 @@ def train_tokenizer(
                 else f"set it to {found:,} or more"
             )
         )
-    _write_folder(tokenizer, folder, special_tokens)
-
-
-def _write_folder(tokenizer: "tokenizers.Tokenizer", folder: Path, special_tokens: Sequence[str]) -> None:
-    """Write tokenizer.json, and the tokenizer_config.json with which `AutoTokenizer` opens the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
+    # With it `AutoTokenizer` opens the folder.
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": END_OF_TEXT,
@@ -165,16 +153,18 @@ def describe_tokenizer(folder: Path, name: str) -> TokenizerInfo:
     # By content, not by folder: the same tokenizer is loaded once in a process, whatever folders hold it.
     files = checksums_of(folder)
     key = tuple(files.items())
-    if key not in _DESCRIBED:
-        _DESCRIBED[key] = _describe(folder, name, files)
-    return _DESCRIBED[key]
+    if key in _DESCRIBED:
+        return _DESCRIBED[key]
+    from tokenizers import Tokenizer
 
-
-_DESCRIBED: dict[tuple[tuple[str, str], ...], TokenizerInfo] = {}
-
-
-def _describe(folder: Path, name: str, files: dict[str, str]) -> TokenizerInfo:
-    vocab = _load(folder, name).get_vocab(with_added_tokens=True)
+    try:
+        # not by its path: a pipe would keep the library waiting, where no signal is looked at
+        tokenizer = Tokenizer.from_buffer(read_bytes(folder / "tokenizer.json"))
+    except Exception as error:  # tokenizers raises plain Exception for a bad file
+        raise UserError(
+            f"data.tokenizer: {name}: its tokenizer.json cannot be read ({error}); save the tokenizer again"
+        ) from error
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
     eos_token = _configured_eos(folder) or next((token for token in KNOWN_EOS if token in vocab), None)
     if eos_token not in vocab:
         raise UserError(
@@ -182,7 +172,12 @@ def _describe(folder: Path, name: str, files: dict[str, str]) -> TokenizerInfo:
             "tokenizer_config.json"
         )
     # Not the number of tokens: ids may have gaps, and an embedding needs a row for the highest.
-    return TokenizerInfo(max(vocab.values()) + 1, eos_token, vocab[eos_token], files["tokenizer.json"], files)
+    size = max(vocab.values()) + 1
+    _DESCRIBED[key] = TokenizerInfo(size, eos_token, vocab[eos_token], files["tokenizer.json"], files)
+    return _DESCRIBED[key]
+
+
+_DESCRIBED: dict[tuple[tuple[str, str], ...], TokenizerInfo] = {}
 
 
 def _configured_eos(folder: Path) -> str | None:
@@ -198,14 +193,3 @@ def _configured_eos(folder: Path) -> str | None:
     if not isinstance(eos, str | None):
         raise UserError("data.tokenizer: eos_token in tokenizer_config.json is no text; mend it")
     return eos
-
-
-def _load(folder: Path, name: str) -> "tokenizers.Tokenizer":
-    from tokenizers import Tokenizer
-
-    try:
-        return Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except Exception as error:  # tokenizers raises plain Exception for a bad file
-        raise UserError(
-            f"data.tokenizer: {name}: its tokenizer.json cannot be read ({error}); save the tokenizer again"
-        ) from error

@@ -82,12 +82,21 @@ def _report(
     measured: findings whose rates are kept for the plans of this machine.
     """
     kept = _keep(measured, launch)
-    found = summary(findings, time.monotonic() - began)
+    counts = summary(findings, time.monotonic() - began)
     if options.json:
-        print(json.dumps(_answer(findings, found, launch, kept), indent=2))
+        answer = {
+            "host": socket.gethostname(),
+            "world_size": launch.world_size,
+            "gpus": [gpu.name for gpu in launch.gpus.found],
+            "findings": [finding.to_dict() for finding in findings],
+            "summary": counts,
+            "versions": versions(),
+            "kept": str(kept) if kept else None,
+        }
+        print(json.dumps(answer, indent=2))
     else:
-        print(f"{as_lines(shown)}\n\n{summary_line(found)}", flush=True)
-    return USER_ERROR if found["will_break"] else FINISHED
+        print(f"{as_lines(shown)}\n\n{summary_line(counts)}", flush=True)
+    return USER_ERROR if counts["will_break"] else FINISHED
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -99,28 +108,19 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--recipe", metavar="NAME|PATH", help="the run that is to start here")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="change one value of it"
-    )
-    parser.add_argument("--deepspeed", metavar="NAME|PATH", help="a file of ds_configs/ over the recipe's")
-    parser.add_argument(
-        "--world_size",
-        type=positive_integer,
-        metavar="N",
-        help="number of processes (default: one for each GPU)",
-    )
-    parser.add_argument(
-        "--output_dir", type=named_path, metavar="DIR", help="run folder (default: runs/<recipe>)"
-    )
-    parser.add_argument(
-        "--resume", default="auto", metavar="auto|never|PATH|URL", help="as train.py will get it"
-    )
-    what = "as train.py will get it (repeatable)"
-    parser.add_argument("--allow_change", action="append", default=[], metavar="SECTION.KEY", help=what)
+    add, as_train = parser.add_argument, "as train.py will get it"
+    add("--recipe", metavar="NAME|PATH", help="the run that is to start here")
+    add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="change one value of it")
+    add("--deepspeed", metavar="NAME|PATH", help="a file of ds_configs/ over the recipe's")
+    number = "number of processes (default: one for each GPU)"
+    add("--world_size", type=positive_integer, metavar="N", help=number)
+    add("--output_dir", type=named_path, metavar="DIR", help="run folder (default: runs/<recipe>)")
+    add("--resume", default="auto", metavar="auto|never|PATH|URL", help=as_train)
+    more = {"metavar": "SECTION.KEY", "help": f"{as_train} (repeatable)"}
+    add("--allow_change", action="append", default=[], **more)
     add_data_source(parser)
-    parser.add_argument("--json", action="store_true", help="findings, summary and versions as JSON")
-    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    add("--json", action="store_true", help="findings, summary and versions as JSON")
+    add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.recipe is None and (options.set or options.deepspeed):
         raise UserError("--set and --deepspeed change a recipe: give --recipe NAME with them")
@@ -149,19 +149,6 @@ def _keep(findings: list[Finding], launch: Launch) -> Path | None:
         return keep_rates(rates, str(launch.run_folder), gpu, launch.world_size) if rates else None
     except OSError:  # a home that cannot be written: plans then use the table's rates
         return None
-
-
-def _answer(findings: list[Finding], found: dict, launch: Launch, kept: Path | None) -> dict:
-    """Return the whole answer as plain JSON values."""
-    return {
-        "host": socket.gethostname(),
-        "world_size": launch.world_size,
-        "gpus": [gpu.name for gpu in launch.gpus.found],
-        "findings": [finding.to_dict() for finding in findings],
-        "summary": found,
-        "versions": versions(),
-        "kept": str(kept) if kept else None,
-    }
 
 
 if __name__ == "__main__":

@@ -7,19 +7,20 @@ rank's name, and what was found until then is reported.
 import os
 import sys
 import time
+import uuid
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
 
 from pretraining.command_line import world_size_here
 from pretraining.doctor.devices import measure_devices
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding, as_lines, of_all_nodes, worst
+from pretraining.doctor.gpus import Gpus
+from pretraining.doctor.launch import Launch, plan_launch
 from pretraining.doctor.layers import examine_layers
 from pretraining.doctor.messages import bound_address, measure_messages, meet_in_pairs
-from pretraining.doctor.roll_call import FAILED, MOST_REFUSED, SILENT, WAITS, RollCall, Stuck, named, one_line
+from pretraining.doctor.roll_call import FAILED, SILENT, WAITS, RollCall, Stuck, named, one_line
 from pretraining.doctor.shared import (
     BYTES_ELSEWHERE,
     BYTES_ON_GPU_MACHINES,
@@ -32,15 +33,9 @@ from pretraining.doctor.shared import (
     look_at_run_folder,
     manifest_of,
     measure_disk,
-    token_of_all,
 )
-from pretraining.errors import UserError
 from pretraining.planning.gpus import known_gpu
 from pretraining.planning.quantities import several
-from pretraining.planning.run_plan import build_run_plan
-from pretraining.recipe import Recipe
-from pretraining.recipe.refusals import load_recipe_and_ds_config
-from pretraining.schema import REPOSITORY
 from pretraining.training.ranks import device_name, join_ranks, leave_ranks, prepare_rank
 
 ARRIVAL_SECONDS = 60.0
@@ -70,16 +65,20 @@ def examine_cluster(options: Namespace, machine: list[Finding]) -> tuple[list[Fi
     Raises:
         UserError: rank 0 cannot be reached.
     """
-    recipe, ds_config = None, None
-    if getattr(options, "recipe", None):
-        overrides, deepspeed = getattr(options, "set", None) or (), getattr(options, "deepspeed", None)
-        with suppress(UserError):  # rank 0 has found that already; the ranks can be examined without
-            recipe, ds_config = load_recipe_and_ds_config(
-                options.recipe, overrides, deepspeed, world_size_here()
-            )
-    with _printed_to_stderr():
-        examination = Examination(recipe, ds_config, options, machine)
+    # its GPUs, and a recipe that is refused, are lines of the machine: the ranks can be examined without
+    launch, _ = plan_launch(options, Gpus())
+    # What libraries print goes to stderr, and stdout is kept for the answer. By the descriptor, since some of them
+    # print from C++, past sys.stdout.
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        examination = Examination(launch, machine)
         together = examination.run()
+    finally:
+        sys.stdout.flush()
+        os.dup2(stdout, 1)
+        os.close(stdout)
     return examination.of_nodes, together
 
 
@@ -94,16 +93,10 @@ def end_rank(code: int) -> None:
 class Examination:
     """Make one rank's part of the examination."""
 
-    def __init__(
-        self, recipe: Recipe | None, ds_config: dict | None, options: Namespace, machine: list[Finding]
-    ):
-        self.recipe, self.ds_config = recipe, ds_config
+    def __init__(self, launch: Launch, machine: list[Finding]):
+        self.launch, self.recipe = launch, launch.recipe
         self.of_nodes = machine
         """Findings of the nodes about themselves: only of this node until all nodes have sent theirs."""
-        # as train.py chooses it
-        default = REPOSITORY / "runs" / (recipe.name if recipe else "")
-        self.run_folder = Path(getattr(options, "output_dir", None) or default)
-        self.data_dir = getattr(options, "data_dir", None) or REPOSITORY / "data"
         self.rank, self.size = int(os.environ["RANK"]), world_size_here()
         self.on_gpu, self.gpu = torch.cuda.is_available(), None
         self.findings: list[Finding] = []
@@ -115,10 +108,13 @@ class Examination:
         self.call = RollCall(self.rank, self.size, ARRIVAL_SECONDS)
         gone = self.call.missing
         if gone:
-            self.findings.append(self._never_came())
+            self._add_missing(gone)
         else:
             try:
-                self._examine()
+                self._alike()
+                # Folders first: their checks need no connection between the ranks.
+                self._in_folders()
+                self._between_ranks()
             except Stuck as stuck:
                 self._add_stuck(stuck)
                 # rank 0 must not wait for these when it leaves
@@ -126,36 +122,63 @@ class Examination:
         self.call.part(gone)
         return self.findings
 
-    def _examine(self) -> None:
-        described = self._gathered("versions, variables, devices", self._describe, DESCRIBE_SECONDS)
+    def _alike(self) -> None:
+        """Compare versions, variables, devices and clocks, and merge what the first rank of each node has found."""
+
+        def describe() -> dict:
+            prepare_rank()
+            self.gpu = known_gpu(device_name()) if self.on_gpu else None
+            return describe_rank(self.on_gpu)
+
+        described = self._gathered("versions, variables, devices", describe, DESCRIBE_SECONDS)
         if described is not None:
             self.findings += compare_ranks(self.call, described)
-        self.of_nodes = self._lines_of_nodes()
-        found = self._gathered("clocks", ClockQuestion(self.call).ask_or_answer)
-        if found is not None:
-            self.findings += judge_clocks(self.call, found)
-        # Folders first: their checks need no connection between the ranks.
-        self._in_folders()
-        self._between_ranks()
+        # empty on ranks other than 0
+        found = self.call.collect("the nodes", [each.to_dict() for each in self.of_nodes])
+        first = [node[0] for node in self.call.nodes] if found else []
+        of_nodes = [[Finding(**fields) for fields in found[rank]] for rank in first]
+        self.of_nodes = of_all_nodes([self.call.hosts[rank] for rank in first], of_nodes)
+        clocks = self._gathered("clocks", ClockQuestion(self.call).ask_or_answer)
+        if clocks is not None:
+            self.findings += judge_clocks(self.call, clocks)
 
     def _in_folders(self) -> None:
-        with self._probed_folder() as probed:
+        # a name that all agree on: rank 0's
+        token = self.call.gather("token", uuid.uuid4().hex[:8])[0]
+        probed = ProbedFolder(self.launch.run_folder, self.rank, token)
+        try:
             upload = self.recipe and self.recipe.checkpoints.upload
             looked = self._attempt("shared folders", lambda: look_at_run_folder(self.call, probed, upload))
             # a speed means nothing if the ranks write to different folders
             if worst(looked) == FINE:
-                self._attempt("disk of all ranks", lambda: self._disk(probed))
+                size = BYTES_ON_GPU_MACHINES if self.on_gpu else BYTES_ELSEWHERE
+                saved = self.launch.plan and self.launch.plan.checkpoint_bytes
+                self._attempt("disk of all ranks", lambda: measure_disk(self.call, probed, size, saved))
+        finally:
+            # also if a step raises: nothing of ours stays in the run folder
+            probed.clear()
         if self.recipe is None:
             return
-        name = self.recipe.data.name
-        digests = self._gathered("shared data", lambda: manifest_of(self.data_dir, name))
+        place, name = self.launch.data_dir, self.recipe.data.name
+        digests = self._gathered("shared data", lambda: manifest_of(place, name))
         if digests is not None:
-            self.findings += judge_data(self.call, self.data_dir, name, digests)
+            self.findings += judge_data(self.call, place, name, digests)
 
     def _between_ranks(self) -> None:
         """Check what needs ranks that meet, and then what needs a process group of all ranks."""
         address = bound_address()
-        self.findings += self._loopback(address)
+        bound = self.call.gather("addresses", address)
+        # gloo then listens where other hosts cannot reach it, although NCCL may work; on one node the loopback reaches
+        # everyone
+        for first, *_ in self.call.nodes if len(self.call.nodes) > 1 else ():
+            if bound[first]["loopback"]:
+                what = f"{self.call.hosts[first]} listens at {bound[first]['address']}, which only itself can reach: "
+                what += "its own name means the loopback"
+                remedy = (
+                    f"export GLOO_SOCKET_IFNAME={bound[first]['interface'] or 'eth0'} on every node, or mend "
+                )
+                remedy += "/etc/hosts"
+                self.findings.append(Finding("address", BREAKS, what, remedy, str(self.call.ranks[first])))
         met = self._attempt(
             "pairs of ranks", lambda: meet_in_pairs(self.call, address["address"], self.on_gpu)
         )
@@ -170,55 +193,15 @@ class Examination:
         # a step too, because it may hang as any collective
         self._gathered("leaving the process group", leave_ranks)
 
-    def _describe(self) -> dict:
-        prepare_rank()
-        self.gpu = known_gpu(device_name()) if self.on_gpu else None
-        return describe_rank(self.on_gpu)
-
-    def _lines_of_nodes(self) -> list[Finding]:
-        """Merge what the first rank of every node has found about it; empty on ranks other than 0."""
-        found = self.call.collect("the nodes", [each.to_dict() for each in self.of_nodes])
-        first = [node[0] for node in self.call.nodes] if found else []
-        of_nodes = [[Finding(**fields) for fields in found[rank]] for rank in first]
-        return of_all_nodes([self.call.hosts[rank] for rank in first], of_nodes)
-
-    def _loopback(self, address: dict) -> list[Finding]:
-        """Find hosts whose own name means the loopback."""
-        # gloo then listens where other hosts cannot reach it, although NCCL may work.
-        bound = self.call.gather("addresses", address)
-        # on one node the loopback reaches everyone
-        if len(self.call.nodes) == 1:
-            return []
-        return [
-            Finding(
-                "address",
-                BREAKS,
-                f"{self.call.hosts[node[0]]} listens at {bound[node[0]]['address']}, which only itself can reach: "
-                "its own name means the loopback",
-                f"export GLOO_SOCKET_IFNAME={bound[node[0]]['interface'] or 'eth0'} on every node, or mend /etc/hosts",
-                str(self.call.ranks[node[0]]),
-            )
-            for node in self.call.nodes
-            if bound[node[0]]["loopback"]
-        ]
-
-    def _disk(self, probed: ProbedFolder) -> list[Finding]:
-        size = BYTES_ON_GPU_MACHINES if self.on_gpu else BYTES_ELSEWHERE
-        plan = build_run_plan(self.recipe, self.ds_config, self.size) if self.recipe else None
-        return measure_disk(self.call, probed, size, plan and plan.checkpoint_bytes)
-
     def _layers(self) -> list[Finding]:
         seconds = min(LAYERS_SECONDS, self._left())
 
         def work() -> list[dict]:
-            found = examine_layers(self.recipe, self.ds_config, self.size, seconds, self._say)
+            found = examine_layers(self.recipe, self.launch.ds_config, self.size, seconds, self._say)
             return [finding.to_dict() for finding in found]
 
-        answers = self.call.step("the recipe's layers", work, max(1.0, self._left()))
-        errors = [f"{self.call.ranks[rank]}: {each.error}" for rank, each in enumerate(answers) if each.error]
-        if errors:
-            raise RuntimeError(errors[0])
-        return [Finding(**fields) for fields in answers[0].value]
+        found = self.call.values("the recipe's layers", work, max(1.0, self._left()))
+        return [Finding(**fields) for fields in found[0]]
 
     def _attempt(self, name: str, examine: Callable[[], list[Finding]]) -> list[Finding]:
         """Make a step and add its findings to all findings; an error becomes a finding too."""
@@ -238,40 +221,34 @@ class Examination:
         """Return what the work returned on every rank; None, and a finding for each failed rank, if one failed."""
         self._say(name)
         answers = self.call.step(name, work, seconds)
-        failed = [rank for rank, answer in enumerate(answers) if answer.state == FAILED]
-        self.findings += [
-            Finding.of_error(name, answers[rank].error, where=str(self.call.ranks[rank]))
-            for rank in failed[:MOST_REFUSED]
-        ]
-        return None if failed else [answer.value for answer in answers]
-
-    @contextmanager
-    def _probed_folder(self) -> Iterator[ProbedFolder]:
-        probed = ProbedFolder(self.run_folder, self.rank, token_of_all(self.call))
-        try:
-            yield probed
-        finally:
-            # also if a step raises: nothing of ours stays in the run folder
-            probed.clear()
+        failures = self.call.failures(name, answers)
+        self.findings += failures
+        return None if failures else [answer.value for answer in answers]
 
     def _left(self) -> float:
-        """Return the seconds that are left, the same number on every rank."""
+        """Return the seconds that are left, the same number on every rank: by the clock of rank 0."""
         # All ranks call it at the same places: a rank that left a step out would keep the others waiting.
-        return self.call.agreed_seconds_left(self.began + ALL_SECONDS)
+        return self.call.gather("time that is left", self.began + ALL_SECONDS - time.monotonic())[0]
 
-    def _never_came(self) -> Finding:
-        missing, came = self.call.missing, [rank for rank in self.call.ranks if rank is not None]
-        hosts = ", ".join(sorted({rank.host for rank in came}))
+    def _add_missing(self, missing: list[int]) -> None:
+        hosts = ", ".join(sorted({rank.host for rank in self.call.ranks if rank is not None}))
+        # in short: `3, 8 to 15`
+        rows: list[list[int]] = []
+        for rank in missing:
+            if rows and rank == rows[-1][-1] + 1:
+                rows[-1].append(rank)
+            else:
+                rows.append([rank])
+        numbers = ", ".join(f"{row[0]} to {row[-1]}" if len(row) > 1 else str(row[0]) for row in rows)
         message = (
             f"{several(len(missing), 'rank')} of {self.size} never came within {ARRIVAL_SECONDS:.0f} s: "
-            f"{_numbers(missing)}; there are ranks on {hosts}"
         )
+        message += f"{numbers}; there are ranks on {hosts}"
         remedy = (
             "see that every node was started, with the same --master_addr and port, and what its log says"
         )
-        return Finding(
-            "arrival", BREAKS, message, remedy, f"rank{'s' * (len(missing) > 1)} {_numbers(missing)}"
-        )
+        where = f"rank{'s' * (len(missing) > 1)} {numbers}"
+        self.findings.append(Finding("arrival", BREAKS, message, remedy, where))
 
     def _add_stuck(self, stuck: Stuck) -> None:
         """Report the likely cause: a rank that failed, else one that is gone, else ranks that wait for each other."""
@@ -299,29 +276,3 @@ class Examination:
     def _say(self, what: str) -> None:
         if self.rank == 0:
             print(f"doctor: {time.monotonic() - self.began:5.1f} s: {what}", file=sys.stderr, flush=True)
-
-
-def _numbers(ranks: list[int]) -> str:
-    """Write rank numbers in short: `3, 8 to 15`."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and rank == parts[-1][-1] + 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    return ", ".join(f"{part[0]} to {part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
-
-
-@contextmanager
-def _printed_to_stderr() -> Iterator[None]:
-    """Send stdout to stderr inside the block, and keep stdout for the answer."""
-    # By the descriptor, since some libraries print from C++, past sys.stdout.
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)

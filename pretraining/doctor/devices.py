@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from pretraining.doctor.findings import COSTS, FINE, Finding
+from pretraining.doctor.messages import now_of_device
 from pretraining.doctor.roll_call import RollCall, named
 from pretraining.planning.gpus import Gpu
 from pretraining.planning.quantities import num_bytes, several, three_digits
-from pretraining.planning.shapes import shape_of
+from pretraining.planning.shapes import shape_of, widths_of
 from pretraining.planning.throughput import precision_of_products
 from pretraining.recipe import Recipe
+from pretraining.training.gpu_readings import GpuReadings
 
 SLOW_RANK = 0.9
 """Share of the median. GPUs of one kind differ by a few percent; a rank 10 % below it delays all others by as much."""
@@ -59,7 +61,8 @@ def products_of(recipe: Recipe | None, on_gpu: bool) -> Products:
     products = NO_RECIPE
     if recipe is not None:
         tokens, precision = recipe.micro_batch * recipe.sequence_length, precision_of_products(recipe)
-        products = Products(tokens, *widths_of(recipe), precision)
+        widths = widths_of(shape_of(recipe.model))
+        products = Products(tokens, widths.hidden, widths.expert_inner, precision)
     if on_gpu:
         return products
     width, inner = products.width, products.inner
@@ -73,11 +76,7 @@ def measure_devices(call: RollCall, recipe: Recipe | None, gpu: Gpu | None, on_g
     """Measure rates of products, of copies on GPUs, and of the host's memory; name slow ranks."""
     products = products_of(recipe, on_gpu)
     work = Devices(products, on_gpu)
-    answers = call.step("products and copies", work.measure, DEVICE_SECONDS)
-    errors = [f"{call.ranks[rank]}: {answer.error}" for rank, answer in enumerate(answers) if answer.error]
-    if errors:
-        raise RuntimeError(errors[0])
-    found = [answer.value for answer in answers]
+    found = call.values("products and copies", work.measure, DEVICE_SECONDS)
     findings = _products(call, products, gpu, on_gpu, found)
     if on_gpu:
         findings += _copies(call, gpu, found)
@@ -97,15 +96,17 @@ class Devices:
 
     def measure(self) -> dict:
         """Return {"flops_per_second", "state" of the GPU under load, and rates of copies}."""
-        flops, multiply = self._products()
-        rate, state = self._rate(flops, multiply)
-        copies = self._copies() if self.on_gpu else {}
-        return {
-            "flops_per_second": rate,
-            "state": state,
-            **copies,
-            "host_memory_bytes_per_second": self._host(),
-        }
+        rate, state = self._rate(*self._products())
+        answer = {"flops_per_second": rate, "state": state}
+        if self.on_gpu:
+            here = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+            there = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
+            answer["to_device_bytes_per_second"] = self._copy_rate(there, here)
+            answer["from_device_bytes_per_second"] = self._copy_rate(here, there)
+        size = COPY_BYTES if self.on_gpu else COPY_BYTES_ELSEWHERE
+        source, target = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+        # a copy reads every byte and writes it
+        return answer | {"host_memory_bytes_per_second": 2 * self._copy_rate(target, source)}
 
     def _products(self) -> tuple[float, Callable[[], None]]:
         """Return the FLOPs of one round, and the round itself.
@@ -135,98 +136,27 @@ class Devices:
         found = [self._rounds(multiply, sample) for _ in range(SAMPLES)]
         rate = statistics.median(done / seconds for done, seconds in found)
         multiply()  # so that the GPU is at work when it is asked
-        state = gpu_state() if self.on_gpu else {}
+        state = GpuReadings().under_load() if self.on_gpu else {}
         return flops * rate, state
 
     def _rounds(self, multiply: Callable[[], None], seconds: float) -> tuple[int, float]:
         """Run as many rounds as fit into `seconds`; return (rounds, seconds that they took)."""
         done, began = 0, time.perf_counter()
-        while (passed := time.perf_counter() - began) < seconds:
+        while (passed := now_of_device() - began) < seconds:
             # eight launches for one wait: waiting each time would leave the GPU idle in between
             for _ in range(8 if self.on_gpu else 1):
                 multiply()
                 done += 1
-            self._finish()
         return done, passed
-
-    def _copies(self) -> dict[str, float]:
-        here = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
-        there = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
-        return {
-            "to_device_bytes_per_second": self._copy_rate(there, here),
-            "from_device_bytes_per_second": self._copy_rate(here, there),
-        }
-
-    def _host(self) -> float:
-        """Return the bytes read and written per second."""
-        size = COPY_BYTES if self.on_gpu else COPY_BYTES_ELSEWHERE
-        source, target = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
-        # a copy reads every byte and writes it
-        return 2 * self._copy_rate(target, source)
 
     def _copy_rate(self, target: torch.Tensor, source: torch.Tensor) -> float:
         best = float("inf")
         for _ in range(4):
-            self._finish()
-            began = time.perf_counter()
+            began = now_of_device()
             # non_blocking has an effect with pinned memory only
             target.copy_(source, non_blocking=True)
-            self._finish()
-            best = min(best, time.perf_counter() - began)
+            best = min(best, now_of_device() - began)
         return source.numel() / best
-
-    def _finish(self) -> None:
-        if self.on_gpu:
-            torch.cuda.synchronize()
-
-
-def widths_of(recipe: Recipe) -> tuple[int, int]:
-    """Return (width of the model, inner width of its feed-forward part or of one expert)."""
-    shape = shape_of(recipe.model)
-    if shape["model_type"] == "gpt2":
-        return shape["n_embd"], shape["n_inner"] or 4 * shape["n_embd"]
-    return shape["hidden_size"], shape.get("moe_intermediate_size") or shape["intermediate_size"]
-
-
-def gpu_state() -> dict:
-    """Ask NVML for {"clock_hz", "temperature_celsius", "watts", "held_back_by"} of this rank's GPU.
-
-    A value that it does not give is left out; without nvidia-ml-py all are.
-    """
-    state: dict = {}
-    asked: dict[str, Callable[[], object]] = {
-        # torch gives MHz here and milliwatts below
-        "clock_hz": lambda: 1_000_000 * torch.cuda.clock_rate(),
-        "temperature_celsius": torch.cuda.temperature,
-        "watts": lambda: torch.cuda.power_draw() / 1000,
-        "held_back_by": _held_back_by,
-    }
-    for name, ask in asked.items():
-        try:
-            state[name] = ask()
-        except Exception:  # not installed, or NVML refuses in its own way (MIG, virtual GPUs)
-            continue
-    return state
-
-
-def _held_back_by() -> list[str]:
-    """List why the clock is lower than it could be, as NVML says."""
-    import pynvml
-
-    pynvml.nvmlInit()
-    # by UUID: NVML's numbers ignore CUDA_VISIBLE_DEVICES
-    unique = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-    reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(
-        pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{unique}")
-    )
-    names = {
-        "the power limit": pynvml.nvmlClocksThrottleReasonSwPowerCap,
-        "heat (driver)": pynvml.nvmlClocksThrottleReasonSwThermalSlowdown,
-        "heat (hardware)": pynvml.nvmlClocksThrottleReasonHwThermalSlowdown,
-        "the power supply": pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown,
-        "clocks set by an administrator": pynvml.nvmlClocksThrottleReasonApplicationsClocksSetting,
-    }
-    return [name for name, bit in names.items() if reasons & bit]
 
 
 def state_in_words(state: dict) -> str:
@@ -235,7 +165,7 @@ def state_in_words(state: dict) -> str:
     if "clock_hz" in state:
         words.append(f"{state['clock_hz'] / 1e6:,.0f} MHz")
     if "temperature_celsius" in state:
-        words.append(f"{state['temperature_celsius']} C")
+        words.append(f"{state['temperature_celsius']:.0f} C")
     if "watts" in state:
         words.append(f"{state['watts']:.0f} W")
     if state.get("held_back_by"):
@@ -300,12 +230,10 @@ def _copies(call: RollCall, gpu: Gpu | None, found: list[dict]) -> list[Finding]
         if gpu is not None:
             message += f", {median / gpu.pcie_bytes_per_second:.0%} of {gpu.name}'s bus"
             if median < HALF_OF_THE_BUS * gpu.pcie_bytes_per_second:
-                verdict = COSTS
-                remedy = (
-                    remedy
-                    or "offloading and saving wait for it: nvidia-smi -q shows the link's width and generation"
+                narrow = (
+                    "offloading and saving wait for it: nvidia-smi -q shows the link's width and generation"
                 )
-        findings.append(
-            Finding("copies", verdict, f"{several(call.size, 'rank')} {message}", remedy, where, values)
-        )
+                verdict, remedy = COSTS, remedy or narrow
+        message = f"{several(call.size, 'rank')} {message}"
+        findings.append(Finding("copies", verdict, message, remedy, where, values))
     return findings

@@ -46,10 +46,13 @@ def _run_folder(launch: Launch) -> Iterator[Finding]:
         what = f"{launch.run_folder} cannot be written ({broken})"
         yield Finding("run folder", BREAKS, what, "give --output_dir a folder that can be written")
         return
-    yield _filesystem(folder)
+    yield check_filesystem(folder)
     yield _room(launch, folder)
-    if scarce := _few_files(folder):
-        yield scarce
+    status = os.statvfs(folder)
+    if status.f_files and status.f_favail < FEWEST_FILES:  # some filesystems count none
+        what = f"{status.f_favail:,} more files fit at {folder}, whatever the free bytes"
+        verdict = BREAKS if status.f_favail < FEWEST_FILES / 100 else COSTS
+        yield Finding("inodes", verdict, what, "remove small files there, or give --output_dir another disk")
     if speed := write_speed(folder):
         yield _speed(launch, folder, speed)
 
@@ -66,7 +69,7 @@ def unwritable(folder: Path) -> str:
     return ""
 
 
-def _filesystem(folder: Path) -> Finding:
+def check_filesystem(folder: Path) -> Finding:
     """Report its kind, and whether it has the operations that a committed checkpoint relies on."""
     mount, kind = filesystem_of(folder)
     missing = missing_operations(folder)
@@ -102,28 +105,26 @@ def missing_operations(folder: Path) -> list[str]:
     with tempfile.TemporaryDirectory(dir=folder, prefix=".doctor-") as inside:
         one, other = Path(inside, "one"), Path(inside, "other")
         one.write_bytes(b"1")
+
+        def lock() -> None:
+            with one.open("r+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
         # in this order: the last one moves the first file away
-        attempts = {
-            "file locks": lambda: _lock(one),
+        attempts: dict[str, Callable[[], object]] = {
+            "file locks": lock,
             "sync of files": lambda: sync_to_disk(one),
             "sync of folders": lambda: sync_to_disk(Path(inside)),
             "hard links": lambda: os.link(one, other),
             "renames over a file": lambda: one.replace(other),
         }
-        return [name for name, attempt in attempts.items() if not _works(attempt)]
-
-
-def _works(attempt: Callable[[], object]) -> bool:
-    try:
-        attempt()
-    except OSError:
-        return False
-    return True
-
-
-def _lock(path: Path) -> None:
-    with path.open("r+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        missing = []
+        for name, attempt in attempts.items():
+            try:
+                attempt()
+            except OSError:
+                missing.append(name)
+        return missing
 
 
 def _room(launch: Launch, folder: Path) -> Finding:
@@ -137,15 +138,6 @@ def _room(launch: Launch, folder: Path) -> Finding:
         return Finding("disk", BREAKS, refusals[0].what, refusals[0].remedy, where=str(folder))
     needed = launch.plan.checkpoint_disk_bytes + launch.plan.export_bytes
     return Finding("disk", FINE, f"{num_bytes(free)} free, {num_bytes(needed)} for checkpoints and export")
-
-
-def _few_files(folder: Path) -> Finding | None:
-    status = os.statvfs(folder)
-    if not status.f_files or status.f_favail >= FEWEST_FILES:  # some filesystems count none
-        return None
-    what = f"{status.f_favail:,} more files fit at {folder}, whatever the free bytes"
-    verdict = BREAKS if status.f_favail < FEWEST_FILES / 100 else COSTS
-    return Finding("inodes", verdict, what, "remove small files there, or give --output_dir another disk")
 
 
 def write_speed(folder: Path) -> float | None:
@@ -180,16 +172,11 @@ def _speed(launch: Launch, folder: Path, speed: float) -> Finding:
         what += f" every {duration(every)}"
     if seconds <= (SLOW_SAVE_SECONDS if every is None else SLOW_SAVE_SHARE * every):
         return Finding("disk speed", FINE, what, values=values)
-    steps = _fewer_saves(launch, seconds, every)
-    remedy = f"give --output_dir a faster disk, or save less often: --set training.save_steps={steps}"
+    steps, rarer = launch.recipe.training.save_steps, "N"
+    if every and steps >= 1:  # below 1 it is a share of the run
+        rarer = f"{math.ceil(steps * seconds / (SLOW_SAVE_SHARE * every))}"
+    remedy = f"give --output_dir a faster disk, or save less often: --set training.save_steps={rarer}"
     return Finding("disk speed", COSTS, what, remedy, values=values)
-
-
-def _fewer_saves(launch: Launch, seconds: float, every: float | None) -> int | str:
-    """Return the steps between saves at which a save takes SLOW_SAVE_SHARE of the time; N if that is not known."""
-    steps = launch.recipe.training.save_steps
-    # below 1 `save_steps` is a share of the run
-    return math.ceil(steps * seconds / (SLOW_SAVE_SHARE * every)) if every and steps >= 1 else "N"
 
 
 def _data_folder(launch: Launch) -> Iterator[Finding]:
@@ -227,8 +214,7 @@ def _nvme_folders(launch: Launch) -> Iterator[Finding]:
             yield Finding("NVMe folder", BREAKS, f"{place}: {why}", remedy)
         elif folder != Path(place):
             what = f"{place} is not there: states would go to the disk of {folder}"
-            yield Finding(
-                "NVMe folder", COSTS, what, "mount it, or set nvme_path, in a copy of the ds_config, to yours"
-            )
+            remedy = "mount it, or set nvme_path, in a copy of the ds_config, to yours"
+            yield Finding("NVMe folder", COSTS, what, remedy)
         else:
             yield Finding("NVMe folder", FINE, f"{place}: {num_bytes(needed)} of {num_bytes(free)} free")

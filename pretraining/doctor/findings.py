@@ -47,7 +47,6 @@ class Finding:
         return replace(self, where=f"{self.where} on {place}" if self.where else place)
 
     def to_dict(self) -> dict:
-        """Return plain JSON values."""
         return asdict(self)
 
 
@@ -73,18 +72,17 @@ def of_all_nodes(hosts: list[str], found: list[list[Finding]]) -> list[Finding]:
             # counted: two such lines of one node (two disks) stay two
             lines.setdefault((*words, repeated[words]), {})[node] = finding
             repeated[words] += 1
-    return [_of_nodes(hosts, each) for each in lines.values()]
-
-
-def _of_nodes(hosts: list[str], by_node: dict[int, Finding]) -> Finding:
-    """Make one line of those of some nodes; it names them unless it is the same on every node."""
-    names, first = [hosts[node] for node in by_node], next(iter(by_node.values()))
-    if len(names) == len(hosts):
-        if len({(each.message, each.remedy, each.where) for each in by_node.values()}) == 1:
-            return first
-        if first.verdict == FINE:
-            return first.on(names[0])  # whose numbers these are
-    return first.on(few_of(names))
+    merged = []
+    for by_node in lines.values():
+        names, first = [hosts[node] for node in by_node], next(iter(by_node.values()))
+        on_all = len(names) == len(hosts)
+        if on_all and len({(each.message, each.remedy, each.where) for each in by_node.values()}) == 1:
+            merged.append(first)
+        elif on_all and first.verdict == FINE:
+            merged.append(first.on(names[0]))  # whose numbers these are
+        else:
+            merged.append(first.on(few_of(names)))
+    return merged
 
 
 def few_of(names: list[str]) -> str:
@@ -100,11 +98,11 @@ def summary(findings: list[Finding], seconds: float) -> dict:
     return {"verdict": worst(findings), **counts, "seconds": round(seconds, 2)}
 
 
-def summary_line(found: dict) -> str:
+def summary_line(counts: dict) -> str:
     """Write the last line: whether a run will break here, and how many checks say so."""
-    broken, costs, fine = found["will_break"], found["costs_you"], found["fine"]
+    broken = counts["will_break"]
     what = f"{broken} will break a run here" if broken else "nothing will break"
-    return f"{what}; {costs} cost you; {fine} fine ({found['seconds']:.1f} s)"
+    return f"{what}; {counts['costs_you']} cost you; {counts['fine']} fine ({counts['seconds']:.1f} s)"
 
 
 def as_lines(findings: list[Finding]) -> str:
@@ -117,11 +115,9 @@ def as_lines(findings: list[Finding]) -> str:
         place = f" ({finding.where})" if finding.where else ""
         first, *others = _wrapped(f"{finding.message}{place}", LINE_WIDTH - margin)
         lines.append(f"{finding.verdict:<10}  {finding.check:<{width}}  {first}")
-        others += [
-            ("   " if number else "-> ") + part
-            for number, part in enumerate(_wrapped(finding.remedy, LINE_WIDTH - margin - 3))
-            if finding.remedy
-        ]
+        if finding.remedy:
+            begin, *rest = _wrapped(finding.remedy, LINE_WIDTH - margin - 3)
+            others += [f"-> {begin}", *(f"   {part}" for part in rest)]
         lines += [" " * margin + other for other in others]
     return "\n".join(lines)
 

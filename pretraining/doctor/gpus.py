@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,8 +13,9 @@ from pathlib import Path
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.planning.gpus import Gpu, cuda_needs, known_gpu
 from pretraining.planning.quantities import num_bytes, several
+from pretraining.runtime.kernel_log import failing_gpus
 
-FIELDS = (
+FIELDS = [
     "index",
     "uuid",
     "name",
@@ -23,14 +24,9 @@ FIELDS = (
     "memory.total",
     "memory.used",
     "compute_cap",
-    "mig.mode.current",
-    "ecc.errors.uncorrected.volatile.total",
-    "retired_pages.pending",
-    "power.limit",
-    "power.default_limit",
-    "clocks_event_reasons.active",
-    "persistence_mode",
-)
+]
+FIELDS += ["mig.mode.current", "ecc.errors.uncorrected.volatile.total", "retired_pages.pending"]
+FIELDS += ["power.limit", "power.default_limit", "clocks_event_reasons.active", "persistence_mode"]
 """Fields to ask nvidia-smi for; an older one that does not know a field is asked again without it."""
 SECONDS = 10
 """Limit of one call of nvidia-smi, which may have to wake eight GPUs first."""
@@ -47,9 +43,6 @@ IDLE_SHARE = 0.02
 """Share of a GPU's memory up to which only the driver uses it."""
 SLOWED = {0x2: "its clocks are set lower", 0x8: "hardware slowdown", 0x40: "heat", 0x80: "power brake"}
 """Bits of `clocks_event_reasons.active` that are not set on an idle, healthy GPU (NVML, nvmlClocksEventReasons)."""
-XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): (\d+)")
-FAILING_XIDS = {48, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140}
-"""Errors of the device, not of a program: memory, links, firmware, a lost GPU (NVIDIA, Xid Errors)."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +57,34 @@ class GpuFound:
     fields: dict[str, str] = field(default_factory=dict)
     """Everything that nvidia-smi answered, as text."""
 
+    def number(self, name: str) -> float | None:
+        return _number(self.fields.get(name))
+
     @property
     def capability(self) -> float | None:
         """Return the compute capability; None if the driver is too old to say."""
-        return _number(self.fields.get("compute_cap"))
+        return self.number("compute_cap")
+
+    @property
+    def is_sliced(self) -> bool:
+        return self.fields.get("mig.mode.current") == "Enabled"
+
+    @property
+    def has_memory_errors(self) -> bool:
+        uncorrected = self.number("ecc.errors.uncorrected.volatile.total") or 0
+        return uncorrected > 0 or self.fields.get("retired_pages.pending") == "Yes"
+
+    @property
+    def watt_limits(self) -> tuple[float, float]:
+        """Return (its power limit, the usual one); 0 for one that is not known."""
+        return self.number("power.limit") or 0, self.number("power.default_limit") or 0
+
+    @property
+    def slowed_by(self) -> list[str]:
+        # hexadecimal, or a text such as [N/A]
+        text = self.fields.get("clocks_event_reasons.active", "")
+        bits = int(text, 16) if text.startswith("0x") else 0
+        return [words for bit, words in SLOWED.items() if bits & bit]
 
 
 @dataclass(frozen=True)
@@ -101,7 +118,6 @@ class TorchBuild:
 
     @property
     def for_amd(self) -> bool:
-        """Say if it is a build for GPUs of AMD."""
         return "rocm" in (self.version or "")
 
 
@@ -119,23 +135,39 @@ def torch_build() -> TorchBuild:
 
 
 def read_gpus() -> Gpus:
-    """Read the GPUs that CUDA_VISIBLE_DEVICES leaves to a process that starts here."""
+    """Read the GPUs that CUDA_VISIBLE_DEVICES leaves to a process that starts here, in its order."""
     if shutil.which("nvidia-smi") is None:
-        return _without_nvidia_smi()
+        devices = list(Path("/dev").glob("nvidia[0-9]*"))
+        what = f"{several(len(devices), 'GPU')} in /dev, but no nvidia-smi on the PATH"
+        return Gpus(problem=what if devices else "")
     try:
-        rows = _ask(list(FIELDS))
+        rows = _ask(FIELDS)
     except (OSError, subprocess.SubprocessError) as error:
         return Gpus(problem=f"nvidia-smi cannot be used ({' '.join(str(error).split())})")
-    found = [_gpu(row) for row in rows]
+    found = []
+    for row in rows:
+        total, used = (
+            int((_number(row.get(key)) or 0) * MEBIBYTE) for key in ("memory.total", "memory.used")
+        )
+        found.append(GpuFound(row["index"], row.get("name", "GPU"), total, used, row))
+    visible, chosen = found, os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        visible = []
+        for name in map(str.strip, chosen.split(",")):
+            match = [gpu for gpu in found if _is_named(gpu, name)]
+            if not match:  # CUDA ignores all that follows a name it does not know
+                break
+            visible += match[:1]
     # one driver serves all GPUs of a machine
-    return Gpus(tuple(_visible(found)), rows[0]["driver_version"] if rows else None)
+    return Gpus(tuple(visible), rows[0]["driver_version"] if rows else None)
 
 
-def _without_nvidia_smi() -> Gpus:
-    devices = list(Path("/dev").glob("nvidia[0-9]*"))
-    if not devices:
-        return Gpus()
-    return Gpus(problem=f"{several(len(devices), 'GPU')} in /dev, but no nvidia-smi on the PATH")
+def _is_named(gpu: GpuFound, name: str) -> bool:
+    """Return whether `name` means this GPU: its number, the beginning of its UUID, or a slice (MIG-...)."""
+    # nvidia-smi's table does not say to which GPU a slice belongs: the first that is cut into slices counts
+    if name.startswith("MIG-"):
+        return gpu.is_sliced
+    return name == gpu.index or (name.startswith("GPU-") and gpu.fields["uuid"].startswith(name))
 
 
 def _ask(fields: list[str]) -> list[dict[str, str]]:
@@ -154,33 +186,6 @@ def _ask(fields: list[str]) -> list[dict[str, str]]:
     lines = [line for line in answer.stdout.splitlines() if line.strip()]
     # not strict: a line that is cut short leaves fields out
     return [dict(zip(fields, map(str.strip, line.split(",")), strict=False)) for line in lines]
-
-
-def _gpu(row: dict[str, str]) -> GpuFound:
-    total, used = (int((_number(row.get(key)) or 0) * MEBIBYTE) for key in ("memory.total", "memory.used"))
-    return GpuFound(row["index"], row.get("name", "GPU"), total, used, row)
-
-
-def _visible(found: list[GpuFound]) -> list[GpuFound]:
-    """Choose the GPUs that CUDA_VISIBLE_DEVICES names, in its order."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
-        return found
-    visible = []
-    for name in map(str.strip, chosen.split(",")):
-        match = [gpu for gpu in found if _has_name(gpu, name)]
-        if not match:  # CUDA ignores all that follows a name it does not know
-            break
-        visible += match[:1]
-    return visible
-
-
-def _has_name(gpu: GpuFound, name: str) -> bool:
-    """Say if `name` means this GPU: its number, the beginning of its UUID, or a slice (MIG-...)."""
-    # nvidia-smi's table does not say to which GPU a slice belongs: the first that is cut into slices counts
-    if name.startswith("MIG-"):
-        return _is_sliced(gpu)
-    return name == gpu.index or (name.startswith("GPU-") and gpu.fields["uuid"].startswith(name))
 
 
 def _number(text: str | None) -> float | None:
@@ -204,46 +209,46 @@ def check_gpus(gpus: Gpus, torch: TorchBuild) -> list[Finding]:
             return [Finding("GPUs", COSTS, f"torch {torch.version} is for AMD's: {NOT_EXAMINED}", ON_AMD)]
         hidden = "CUDA_VISIBLE_DEVICES leaves none" if gpus.driver else "none from NVIDIA"
         return [Finding("GPUs", FINE, f"{hidden}: the processor trains (torch {torch.version})")]
-    rules = (_kinds, _memory_in_use, _mig, _memory_errors, _power, _slowed, _persistence)
-    findings = [_listed(gpus, torch), _torch(gpus, torch), _driver(gpus, torch), _capability(gpus, torch)]
-    findings += [rule(gpus.found) for rule in rules]
-    return [finding for finding in (*findings, check_xids(kernel_messages())) if finding]
+    return [*_with_torch(gpus, torch), *_of_each(gpus.found)]
 
 
-def _listed(gpus: Gpus, torch: TorchBuild) -> Finding:
-    first = gpus.found[0]
+def _with_torch(gpus: Gpus, torch: TorchBuild) -> Iterator[Finding]:
+    """List the GPUs, and check whether they, their driver and torch's build fit together."""
     known = (
         gpus.known.name
         if gpus.known
         else "not in tables/gpus.json: plans know neither its speed nor its price"
     )
-    what = f"{len(gpus.found)} x {first.name} of {num_bytes(gpus.memory_bytes)} ({known})"
-    return Finding("GPUs", FINE, f"{what}, driver {gpus.driver}, torch {torch.version}")
-
-
-def _torch(gpus: Gpus, torch: TorchBuild) -> Finding | None:
-    if torch.cuda or torch.for_amd:
-        return None
-    # without the mark of the build: 2.13.0 of 2.13.0+cpu
-    public = (torch.version or "").partition("+")[0]
-    what = f"torch {torch.version} is built without CUDA, beside {several(len(gpus.found), 'GPU')}"
-    remedy = f"pip install --force-reinstall torch=={public}, without an index of builds for processors"
-    return Finding("torch build", BREAKS, f"{what}: the processor would train", remedy)
-
-
-def _driver(gpus: Gpus, torch: TorchBuild) -> Finding | None:
-    needs, branch = cuda_needs(torch.cuda), _number((gpus.driver or "").partition(".")[0])
-    if needs is None or branch is None:
-        return None
-    least, wanted = needs["least_driver"], float(torch.cuda.partition(".")[0])
-    if branch >= least:
-        return Finding("driver", FINE, f"{gpus.driver}; torch's CUDA {torch.cuda} needs {least} or newer")
-    if (driver_cuda() or 0) >= wanted:
+    what = f"{len(gpus.found)} x {gpus.found[0].name} of {num_bytes(gpus.memory_bytes)} ({known})"
+    yield Finding("GPUs", FINE, f"{what}, driver {gpus.driver}, torch {torch.version}")
+    if not torch.cuda and not torch.for_amd:
+        what = f"torch {torch.version} is built without CUDA, beside {several(len(gpus.found), 'GPU')}"
+        # without the mark of the build: 2.13.0 of 2.13.0+cpu
+        public = (torch.version or "").partition("+")[0]
+        remedy = f"pip install --force-reinstall torch=={public}, without an index of builds for processors"
+        yield Finding("torch build", BREAKS, f"{what}: the processor would train", remedy)
+    needs = cuda_needs(torch.cuda)
+    if needs is None:
+        return
+    least, wanted = needs["least_driver"], int(torch.cuda.partition(".")[0])
+    branch = _number((gpus.driver or "").partition(".")[0])
+    if branch is not None and branch >= least:
+        yield Finding("driver", FINE, f"{gpus.driver}; torch's CUDA {torch.cuda} needs {least} or newer")
+    elif branch is not None and (driver_cuda() or 0) >= wanted:
         what = f"{gpus.driver}, with a compatibility package for CUDA {driver_cuda():g}"
-        return Finding("driver", FINE, f"{what}; else torch's CUDA {torch.cuda} needs {least} or newer")
-    what = f"{gpus.driver} is older than the {least} that torch {torch.version} (CUDA {torch.cuda}) needs"
-    older = f"update the driver to {least} or newer, or install a build of torch for the CUDA that it has"
-    return Finding("driver", BREAKS, what, older)
+        yield Finding("driver", FINE, f"{what}; else torch's CUDA {torch.cuda} needs {least} or newer")
+    elif branch is not None:
+        what = f"{gpus.driver} is older than the {least} that torch {torch.version} (CUDA {torch.cuda}) needs"
+        remedy = (
+            f"update the driver to {least} or newer, or install a build of torch for the CUDA that it has"
+        )
+        yield Finding("driver", BREAKS, what, remedy)
+    # 99: a capability that is not known counts as new enough
+    old = [gpu for gpu in gpus.found if (gpu.capability or 99) < needs["least_capability"]]
+    if old:
+        what = f"{_which(old)}: compute capability {old[0].capability}, but CUDA {torch.cuda} begins at "
+        remedy = f"install a build of torch for CUDA {wanted - 1}, or take newer GPUs"
+        yield Finding("compute capability", BREAKS, f"{what}{needs['least_capability']}", remedy)
 
 
 def driver_cuda() -> float | None:
@@ -260,18 +265,56 @@ def driver_cuda() -> float | None:
     return None if failed else version.value // 10 / 100
 
 
-def _capability(gpus: Gpus, torch: TorchBuild) -> Finding | None:
-    needs = cuda_needs(torch.cuda)
-    # 99: a capability that is not known counts as new enough
-    old = [gpu for gpu in gpus.found if needs and (gpu.capability or 99) < needs["least_capability"]]
-    if not old:
-        return None
-    what = f"{_which(old)}: compute capability {old[0].capability}, but CUDA {torch.cuda} begins at "
-    remedy = f"install a build of torch for CUDA {int(torch.cuda.partition('.')[0]) - 1}, or take newer GPUs"
-    return Finding("compute capability", BREAKS, f"{what}{needs['least_capability']}", remedy)
+def _of_each(found: tuple[GpuFound, ...]) -> Iterator[Finding]:
+    """Find what slows GPUs down, or what is broken in them; a line names those that it concerns."""
+    names = sorted({gpu.name for gpu in found})
+    if len(names) > 1:
+        most = max(names, key=[gpu.name for gpu in found].count)
+        remedy = (
+            f"export CUDA_VISIBLE_DEVICES={_indices(gpu for gpu in found if gpu.name == most)}, of one kind: "
+        )
+        remedy += "every step waits for the slowest GPU"
+        yield Finding("GPU kinds", COSTS, f"several kinds together: {', '.join(names)}", remedy)
+    if taken := [gpu for gpu in found if gpu.used_bytes > IDLE_SHARE * gpu.memory_bytes]:
+        most_bytes = max(gpu.used_bytes for gpu in taken)
+        what = f"{_which(taken)}: other processes hold up to {num_bytes(most_bytes)} of memory"
+        remedy = "end them (nvidia-smi lists them)"
+        if free := _indices(gpu for gpu in found if gpu not in taken):
+            remedy += f", or leave these GPUs out: export CUDA_VISIBLE_DEVICES={free}"
+        yield Finding("GPU memory", COSTS, what, remedy, values={"used_bytes": most_bytes})
+    if sliced := [gpu for gpu in found if gpu.is_sliced]:
+        what = "cut into MIG slices, of which a process sees one: the plan counts on whole GPUs"
+        remedy = (
+            f"turn MIG off: nvidia-smi -i {_indices(sliced)} -mig 0 (as root, with nothing running there)"
+        )
+        yield Finding("MIG", COSTS, f"{_which(sliced)}: {what}", remedy)
+    if broken := [gpu for gpu in found if gpu.has_memory_errors]:
+        what = "memory errors that ECC could not correct, or pages that wait to be retired"
+        remedy = "restart the machine, which retires the pages; have the GPU replaced if they come again"
+        yield Finding("GPU memory errors", COSTS, f"{_which(broken)}: {what}", remedy)
+    if limited := [gpu for gpu in found if 0 < gpu.watt_limits[0] < gpu.watt_limits[1]]:
+        given, usual = min(gpu.watt_limits for gpu in limited)
+        what = f"{_which(limited)}: limited to {given:.0f} W of {usual:.0f} W"
+        yield Finding("power limit", COSTS, what, f"nvidia-smi -pl {usual:.0f} (as root)")
+    if slow := [gpu for gpu in found if gpu.slowed_by]:
+        why = ", ".join(dict.fromkeys(reason for gpu in slow for reason in gpu.slowed_by))
+        remedy = "nvidia-smi -rgc and -rac give the clocks back (as root); for heat and power ask whoever runs the "
+        remedy += "machine"
+        yield Finding("GPU clocks", COSTS, f"{_which(slow)}: slowed down ({why})", remedy)
+    if asleep := [gpu for gpu in found if gpu.fields.get("persistence_mode") == "Disabled"]:
+        what = "put to sleep whenever nothing uses them: each start waits for the driver again"
+        yield Finding("persistence", COSTS, f"{_which(asleep)}: {what}", "nvidia-smi -pm 1 (as root)")
+    if failing := failing_gpus():
+        xids = ", ".join(f"Xid {number} of {place}" for place, number in failing)
+        remedy = "restart the machine; have the GPU replaced if they come again"
+        yield Finding("Xid", COSTS, f"the driver has logged {xids} since the machine started", remedy)
 
 
-def _which(gpus: Iterable[GpuFound]) -> str:
+def _indices(gpus: Iterable[GpuFound]) -> str:
+    return ",".join(gpu.index for gpu in gpus)
+
+
+def _which(gpus: list[GpuFound]) -> str:
     """Write `GPU 3`, `GPUs 0, 2` or `GPUs 0-7`."""
     indices = [gpu.index for gpu in gpus]
     if len(indices) == 1:
@@ -279,131 +322,3 @@ def _which(gpus: Iterable[GpuFound]) -> str:
     first, last = int(indices[0]), int(indices[-1])
     in_a_row = indices == [str(index) for index in range(first, last + 1)]
     return f"GPUs {f'{first}-{last}' if in_a_row else ', '.join(indices)}"
-
-
-def _kinds(found: tuple[GpuFound, ...]) -> Finding | None:
-    names = sorted({gpu.name for gpu in found})
-    if len(names) == 1:
-        return None
-    most = max(names, key=[gpu.name for gpu in found].count)
-    chosen = ",".join(gpu.index for gpu in found if gpu.name == most)
-    remedy = f"export CUDA_VISIBLE_DEVICES={chosen}, of one kind: every step waits for the slowest GPU"
-    return Finding("GPU kinds", COSTS, f"several kinds together: {', '.join(names)}", remedy)
-
-
-def _memory_in_use(found: tuple[GpuFound, ...]) -> Finding | None:
-    taken = [gpu for gpu in found if gpu.used_bytes > IDLE_SHARE * gpu.memory_bytes]
-    if not taken:
-        return None
-    most = max(gpu.used_bytes for gpu in taken)
-    what = f"{_which(taken)}: other processes hold up to {num_bytes(most)} of memory"
-    free = ",".join(gpu.index for gpu in found if gpu not in taken)
-    remedy = "end them (nvidia-smi lists them)"
-    remedy += f", or leave these GPUs out: export CUDA_VISIBLE_DEVICES={free}" if free else ""
-    return Finding("GPU memory", COSTS, what, remedy, values={"used_bytes": most})
-
-
-def _is_sliced(gpu: GpuFound) -> bool:
-    return gpu.fields.get("mig.mode.current") == "Enabled"
-
-
-def _mig(found: tuple[GpuFound, ...]) -> Finding | None:
-    indices = ",".join(gpu.index for gpu in found if _is_sliced(gpu))
-    return _if_any(
-        found,
-        _is_sliced,
-        "MIG",
-        "cut into MIG slices, of which a process sees one: the plan counts on whole GPUs",
-        f"turn MIG off: nvidia-smi -i {indices} -mig 0 (as root, with nothing running there)",
-    )
-
-
-def _memory_errors(found: tuple[GpuFound, ...]) -> Finding | None:
-    return _if_any(
-        found,
-        lambda gpu: (
-            (_number(gpu.fields.get("ecc.errors.uncorrected.volatile.total")) or 0) > 0
-            or gpu.fields.get("retired_pages.pending") == "Yes"
-        ),
-        "GPU memory errors",
-        "memory errors that ECC could not correct, or pages that wait to be retired",
-        "restart the machine, which retires the pages; have the GPU replaced if they come again",
-    )
-
-
-def _power(found: tuple[GpuFound, ...]) -> Finding | None:
-    def limits(gpu: GpuFound) -> tuple[float, float]:
-        given, usual = (_number(gpu.fields.get(key)) for key in ("power.limit", "power.default_limit"))
-        # 0 for a limit that is not known: such a GPU is not reported
-        return given or 0, usual or 0
-
-    low = [gpu for gpu in found if 0 < limits(gpu)[0] < limits(gpu)[1]]
-    if not low:
-        return None
-    given, usual = min(map(limits, low))
-    what = f"{_which(low)}: limited to {given:.0f} W of {usual:.0f} W"
-    return Finding("power limit", COSTS, what, f"nvidia-smi -pl {usual:.0f} (as root)")
-
-
-def _slowed(found: tuple[GpuFound, ...]) -> Finding | None:
-    def reasons(gpu: GpuFound) -> list[str]:
-        text = gpu.fields.get("clocks_event_reasons.active", "")
-        # hexadecimal, or a text such as [N/A]
-        bits = int(text, 16) if text.startswith("0x") else 0
-        return [words for bit, words in SLOWED.items() if bits & bit]
-
-    slow = [gpu for gpu in found if reasons(gpu)]
-    if not slow:
-        return None
-    why = ", ".join(dict.fromkeys(reason for gpu in slow for reason in reasons(gpu)))
-    remedy = "nvidia-smi -rgc and -rac give the clocks back (as root); for heat and power ask whoever runs the machine"
-    return Finding("GPU clocks", COSTS, f"{_which(slow)}: slowed down ({why})", remedy)
-
-
-def _persistence(found: tuple[GpuFound, ...]) -> Finding | None:
-    return _if_any(
-        found,
-        lambda gpu: gpu.fields.get("persistence_mode") == "Disabled",
-        "persistence",
-        "put to sleep whenever nothing uses them: each start waits for the driver again",
-        "nvidia-smi -pm 1 (as root)",
-    )
-
-
-def _if_any(
-    found: tuple[GpuFound, ...], applies: Callable[[GpuFound], bool], check: str, what: str, remedy: str
-) -> Finding | None:
-    """Make a finding that costs, about the GPUs to which it applies; None if there are none."""
-    concerned = [gpu for gpu in found if applies(gpu)]
-    return Finding(check, COSTS, f"{_which(concerned)}: {what}", remedy) if concerned else None
-
-
-def kernel_messages() -> str:
-    """Read the kernel's log; empty if it cannot be read, as often only root may."""
-    try:
-        # not blocking: at its end the log would wait for the next message
-        descriptor = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
-        return ""
-    records = []
-    try:
-        while True:
-            try:
-                # one record each; a buffer that is too small would be an error
-                records.append(os.read(descriptor, 8192).decode(errors="replace"))
-            except BrokenPipeError:  # this record was overwritten meanwhile
-                continue
-            except OSError:
-                return "".join(records)
-    finally:
-        os.close(descriptor)
-
-
-def check_xids(messages: str) -> Finding | None:
-    """Report errors of the devices themselves that the driver has logged since the machine started."""
-    failing = sorted({(place, int(number)) for place, number in XID.findall(messages)})
-    failing = [f"Xid {number} of {place}" for place, number in failing if number in FAILING_XIDS]
-    if not failing:
-        return None
-    what = f"the driver has logged {', '.join(failing)} since the machine started"
-    return Finding("Xid", COSTS, what, "restart the machine; have the GPU replaced if they come again")

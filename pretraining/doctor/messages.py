@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from datetime import timedelta
 
 import torch
@@ -44,6 +44,13 @@ HALF_OF_THE_LINK = 0.5
 path than the plan counts on: PCIe for NVLink, TCP for InfiniBand, one network card for eight."""
 SLOW_ANSWER_SECONDS = 1e-3
 """A small all-reduce takes 0.02 to 0.1 ms over NVLink or InfiniBand; a millisecond is TCP, or a busy processor."""
+OTHER_PATH = (
+    "nvidia-smi topo -m shows what joins the GPUs; NCCL_DEBUG=INFO which way NCCL takes (P2P, SHM or NET)"
+)
+OTHER_NETWORK = (
+    "NCCL_DEBUG=INFO says NET/IB or NET/Socket: for InfiniBand install its driver and leave NCCL_IB_DISABLE unset; "
+    "name the cards by NCCL_IB_HCA; set the network's rate in pretraining/planning/tables/gpus.json to yours"
+)
 Pair = tuple[int, int]
 
 
@@ -57,16 +64,19 @@ def meet_in_pairs(call: RollCall, address: str, on_gpu: bool) -> list[Finding]:
         Stuck: a pair hangs inside a library; the error holds the ranks that did not answer.
     """
     began, failed, met, slowest = time.monotonic(), {}, 0, 0.0
+    # Rounds that meet between nodes come first: what is left out are pairs inside a node.
     rounds = rounds_of(call.nodes)
+    left_out = len(rounds)
     for number, pairs in enumerate(rounds):
-        if time.monotonic() - began > ALL_PAIRS_SECONDS:
+        # by the clock of rank 0: a rank that left out a round alone would keep its partner waiting
+        if call.gather("time of pairs", time.monotonic() - began)[0] > ALL_PAIRS_SECONDS:
             break
+        left_out -= 1
         # Names of the store are new in every round: nobody reads the address of the round before.
-        partner = {rank: pair for pair in pairs for rank in pair}
         meeting = _Meeting(PrefixStore(f"pairs/{number}", call.work_store), call.rank, address, on_gpu)
-        pair = partner.get(call.rank)
+        ours = next((pair for pair in pairs if call.rank in pair), None)
         answers = call.step(
-            f"pairs of ranks, round {number + 1}", lambda m=meeting, p=pair: p and m.of(p), PAIR_SECONDS
+            f"pairs of ranks, round {number + 1}", lambda m=meeting, p=ours: p and m.of(p), PAIR_SECONDS
         )
         for pair in pairs:
             errors = [answers[rank].error for rank in pair if answers[rank].state == FAILED]
@@ -75,9 +85,17 @@ def meet_in_pairs(call: RollCall, address: str, on_gpu: bool) -> list[Finding]:
             else:
                 met += 1
                 slowest = max(slowest, *(answers[rank].value["round_trip_seconds"] for rank in pair))
-    # Rounds of a kind come first that meet between nodes: what is left out are pairs inside a node.
-    left_out = len(rounds) - number - 1 if rounds and number + 1 < len(rounds) else 0
-    return [*_not_met(call, failed), *_all_met(call, met, slowest, left_out)]
+    findings = _not_met(call, failed)
+    if met:
+        nodes, values = several(len(call.nodes), "node"), {"pairs": met, "round_trip_seconds": slowest}
+        message = f"{several(met, 'pair')} of ranks on {nodes} met; a byte there and back took at most "
+        message += duration(slowest)
+        verdict, remedy = FINE, ""
+        if left_out:
+            message += f"; {several(left_out, 'round')} of pairs left out, the time was over"
+            verdict, remedy = COSTS, "meetings are slow here: see the remedies of other lines"
+        findings.append(Finding(PAIRS, verdict, message, remedy, values=values))
+    return findings
 
 
 def rounds_of(nodes: list[list[int]]) -> list[list[Pair]]:
@@ -127,30 +145,20 @@ def bound_address() -> dict:
         for each in addresses
         if each.family in (socket.AF_INET, socket.AF_INET6)
     }
-    named = os.environ.get(GLOO_INTERFACE, "").split(",")[0]
-    own = [address for address, name in interfaces.items() if name == named]
-    address = own[0] if own else own_address() or "127.0.0.1"
-    outward = interfaces.get(_outward_address(), "")
-    interface = "" if outward == "lo" else outward  # rank 0 is on this host: the way to others is not known
-    return {"address": address, "interface": interface, "loopback": loopback_name() is not None}
-
-
-def _family(address: str) -> int:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
-def _outward_address() -> str:
-    """Return this host's own address on the way to rank 0."""
-    # To connect a UDP socket sends nothing; it only chooses the address. 9 is the port "discard".
-    try:
-        family, kind, _, _, place = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[
+    chosen = os.environ.get(GLOO_INTERFACE, "").split(",")[0]
+    address = next((address for address, name in interfaces.items() if name == chosen), None)
+    address = address or own_address() or "127.0.0.1"
+    outward = ""
+    # To connect a UDP socket sends nothing; it only chooses the address on the way. 9 is the port "discard".
+    with suppress(OSError, KeyError):
+        family, kind, _, _, rank_0 = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[
             0
         ]
         with socket.socket(family, kind) as probe:
-            probe.connect(place)
-            return probe.getsockname()[0]
-    except (OSError, KeyError):
-        return ""
+            probe.connect(rank_0)
+            outward = interfaces.get(probe.getsockname()[0], "")
+    interface = "" if outward == "lo" else outward  # rank 0 is on this host: the way to others is not known
+    return {"address": address, "interface": interface, "loopback": loopback_name() is not None}
 
 
 class _Meeting:
@@ -165,8 +173,7 @@ class _Meeting:
         Raises:
             ConnectionError: one way is closed; the message says which.
         """
-        other = pair[1] if self.rank == pair[0] else pair[0]
-        seconds = self._connect(other)
+        seconds = self._connect(pair[1] if self.rank == pair[0] else pair[0])
         self._reduce(pair, "gloo", "cpu")
         if self.on_gpu:
             self._reduce(pair, "nccl", "cuda")
@@ -174,8 +181,9 @@ class _Meeting:
 
     def _connect(self, other: int) -> float:
         """Listen, and connect to the other's address: both ways, because a firewall may be open in only one."""
+        family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
         # port 0: the system chooses a free one
-        with closing(socket.create_server((self.address, 0), family=_family(self.address))) as listener:
+        with closing(socket.create_server((self.address, 0), family=family)) as listener:
             listener.settimeout(CONNECT_SECONDS)
             self.store.set(f"listens/{self.rank}", f"{self.address} {listener.getsockname()[1]}")
             host, port = self._wait_for(f"listens/{other}", CONNECT_SECONDS).split()
@@ -189,7 +197,14 @@ class _Meeting:
             if self._wait_for(f"tried/{other}", 2 * CONNECT_SECONDS) or error:
                 raise ConnectionError(error or "reaches the other, which does not reach this one")
             with closing(outward), closing(listener.accept()[0]) as inward:
-                return _echo(outward, inward)
+                for connection in (outward, inward):
+                    connection.settimeout(CONNECT_SECONDS)
+                # one byte there and back; each side asks on its own connection and answers on the other
+                began = time.perf_counter()
+                outward.sendall(b"?")
+                inward.sendall(inward.recv(1))
+                outward.recv(1)
+                return time.perf_counter() - began
 
     def _wait_for(self, key: str, seconds: float) -> str:
         try:
@@ -202,13 +217,10 @@ class _Meeting:
         """Make a process group of the two, as the run makes one of all ranks, and sum over it."""
         # NCCL's watchdog would abort the process at its limit; the roll call ends the step long before.
         seconds = GLOO_SECONDS if library == "gloo" else 10 * PAIR_SECONDS
+        store, rank = PrefixStore(library, self.store), pair.index(self.rank)
         try:
             dist.init_process_group(
-                library,
-                store=PrefixStore(library, self.store),
-                rank=pair.index(self.rank),
-                world_size=2,
-                timeout=timedelta(seconds=seconds),
+                library, store=store, rank=rank, world_size=2, timeout=timedelta(seconds=seconds)
             )
             summed = torch.tensor(self.rank, device=device)
             dist.all_reduce(summed)
@@ -220,37 +232,6 @@ class _Meeting:
                 dist.destroy_process_group()
         if found != sum(pair):
             raise ConnectionError(f"{library} sums {sum(pair)} as {found}")
-
-
-def _echo(outward: socket.socket, inward: socket.socket) -> float:
-    """Measure one byte there and back; each side asks on its own connection and answers on the other."""
-    for connection in (outward, inward):
-        connection.settimeout(CONNECT_SECONDS)
-    began = time.perf_counter()
-    outward.sendall(b"?")
-    inward.sendall(inward.recv(1))
-    outward.recv(1)
-    return time.perf_counter() - began
-
-
-def _all_met(call: RollCall, met: int, slowest: float, left_out: int) -> list[Finding]:
-    if not met:
-        return []
-    nodes = several(len(call.nodes), "node")
-    message = f"{several(met, 'pair')} of ranks on {nodes} met; a byte there and back took at most {duration(slowest)}"
-    values = {"pairs": met, "round_trip_seconds": slowest}
-    if left_out:
-        message += f"; {several(left_out, 'round')} of pairs left out, the time was over"
-        return [
-            Finding(
-                PAIRS,
-                COSTS,
-                message,
-                "meetings are slow here: see the remedies of other lines",
-                values=values,
-            )
-        ]
-    return [Finding(PAIRS, FINE, message, values=values)]
 
 
 def _not_met(call: RollCall, failed: dict[Pair, list[str]]) -> list[Finding]:
@@ -284,78 +265,65 @@ def measure_messages(call: RollCall, gpu: Gpu | None, on_gpu: bool) -> list[Find
     """Measure each kind of message, and compare with the link's peak if the GPU is known. Needs the process group."""
     if call.size == 1:  # nobody to send to
         return []
-    sweep = Sweep("cuda" if on_gpu else "cpu", SIZES_ON_GPU if on_gpu else SIZES_ELSEWHERE)
-    answers = call.step("all-reduce and all-gather by size", sweep.measure, 2 * SWEEP_SECONDS)
-    errors = [answer.error for answer in answers if answer.error]
-    if errors:
-        raise RuntimeError(errors[0])
+    name = "all-reduce and all-gather by size"
+    measured = call.values(name, lambda: _messages_by_size(on_gpu), 2 * SWEEP_SECONDS)
     findings = []
-    for kind in sweep.kinds:
+    for kind in measured[0]:
         # A message is over when its slowest rank has it.
-        slowest = {
-            int(size): max(answer.value[kind][size] for answer in answers) for size in answers[0].value[kind]
-        }
+        slowest = {int(size): max(each[kind][size] for each in measured) for size in measured[0][kind]}
         findings.append(_judge(call, kind, slowest, gpu, on_gpu))
     return findings
 
 
-class Sweep:
-    """Measure messages by size; every rank makes the same calls."""
+def _messages_by_size(on_gpu: bool) -> dict[str, dict[str, float]]:
+    """Return {message: {bytes: seconds of one}}, up to the size for which there is time; every rank calls it."""
+    ranks, device = dist.get_world_size(), "cuda" if on_gpu else "cpu"
+    sizes, until = SIZES_ON_GPU if on_gpu else SIZES_ELSEWHERE, time.monotonic() + SWEEP_SECONDS
 
-    def __init__(self, device: str, sizes: tuple[int, ...]):
-        self.device, self.sizes = device, sizes
-        self.kinds: dict[str, Callable[[int], Callable[[], object]]] = {
-            "all-reduce": self._all_reduce,
-            "all-gather": self._all_gather,
-        }
-
-    def measure(self) -> dict[str, dict[str, float]]:
-        """Return {message: {bytes: seconds of one}}, up to the size for which there is time."""
-        until = time.monotonic() + SWEEP_SECONDS
-        found: dict[str, dict[str, float]] = {}
-        for number, kind in enumerate(self.kinds, 1):
-            kinds_left = len(self.kinds) - number + 1
-            # time that the first kind leaves over goes to the second
-            found[kind] = self._by_size(kind, time.monotonic() + (until - time.monotonic()) / kinds_left)
-        return found
-
-    def _by_size(self, kind: str, until: float) -> dict[str, float]:
-        found: dict[str, float] = {}
-        expected = 0.0
-        for size in self.sizes:
-            expected, late = largest_of_ranks(expected, time.monotonic() + 2 * expected - until)
-            if late > 0:
-                break
-            # expected from the size before: its time grows no faster than the size
-            repeats = min(MOST_REPEATS, max(1, int(SAMPLE_SECONDS / max(expected, 1e-6))))
-            send = self.kinds[kind](size)
-            send()  # connections and buffers are made at the first message of a size
-            found[str(size)] = self._seconds(send, repeats)
-            expected = found[str(size)] * self.sizes[1] / self.sizes[0]
-        return found
-
-    def _seconds(self, send: Callable[[], object], repeats: int) -> float:
-        self._finish()
-        began = time.perf_counter()
-        for _ in range(repeats):  # one after another without a wait, as gradients of a step
-            send()
-        self._finish()
-        return (time.perf_counter() - began) / repeats
-
-    def _finish(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-
-    def _all_reduce(self, size: int) -> Callable[[], object]:
+    def all_reduce(size: int) -> Callable[[], object]:
         # fp32: 4 bytes a number
-        message = torch.zeros(size // 4, device=self.device)
+        message = torch.zeros(size // 4, device=device)
         return lambda: dist.all_reduce(message)
 
-    def _all_gather(self, size: int) -> Callable[[], object]:
-        ranks = dist.get_world_size()
-        own = torch.zeros(max(1, size // 4 // ranks), device=self.device)
-        whole = torch.empty(len(own) * ranks, device=self.device)
-        return lambda: dist.all_gather_into_tensor(whole, own)
+    def all_gather(size: int) -> Callable[[], object]:
+        part = torch.zeros(max(1, size // 4 // ranks), device=device)
+        whole = torch.empty(len(part) * ranks, device=device)
+        return lambda: dist.all_gather_into_tensor(whole, part)
+
+    # time that the first kind leaves over goes to the second
+    half = time.monotonic() + SWEEP_SECONDS / 2
+    return {
+        "all-reduce": _by_size(all_reduce, sizes, half),
+        "all-gather": _by_size(all_gather, sizes, until),
+    }
+
+
+def _by_size(
+    prepare: Callable[[int], Callable[[], object]], sizes: tuple[int, ...], until: float
+) -> dict[str, float]:
+    seconds: dict[str, float] = {}
+    expected = 0.0
+    for size in sizes:
+        expected, late = largest_of_ranks(expected, time.monotonic() + 2 * expected - until)
+        if late > 0:
+            break
+        # expected from the size before: its time grows no faster than the size
+        repeats = min(MOST_REPEATS, max(1, int(SAMPLE_SECONDS / max(expected, 1e-6))))
+        send = prepare(size)
+        send()  # connections and buffers are made at the first message of a size
+        began = now_of_device()
+        for _ in range(repeats):  # one after another without a wait, as gradients of a step
+            send()
+        seconds[str(size)] = (now_of_device() - began) / repeats
+        expected = seconds[str(size)] * sizes[1] / sizes[0]
+    return seconds
+
+
+def now_of_device() -> float:
+    """Return the seconds of a clock when this rank's GPU, if it has one, has done its work."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def largest_of_ranks(*values: float) -> list[float]:
@@ -413,22 +381,12 @@ def _judge(call: RollCall, kind: str, slowest: dict[int, float], gpu: Gpu | None
         message += f", {rate / peak:.0%} of {num_bytes(peak)}/s ({gpu.name}: {link})"
         if rate < HALF_OF_THE_LINK * peak:
             verdict = COSTS
-            remedies.append(_other_path(len(call.nodes)))
+            remedies.append(OTHER_PATH if len(call.nodes) == 1 else OTHER_NETWORK)
     message += f"; {num_bytes(smallest)} take {duration(answer)}"
     if on_gpu and answer > SLOW_ANSWER_SECONDS:
         verdict = COSTS
         remedies.append(
             "small messages are slow: bind each rank to the cores near its GPU, look for other load"
         )
-    return Finding(
-        kind, verdict, f"{several(call.size, 'rank')}: {message}", "; ".join(remedies), values=values
-    )
-
-
-def _other_path(nodes: int) -> str:
-    if nodes == 1:
-        return "nvidia-smi topo -m shows what joins the GPUs; NCCL_DEBUG=INFO which way NCCL takes (P2P, SHM or NET)"
-    return (
-        "NCCL_DEBUG=INFO says NET/IB or NET/Socket: for InfiniBand install its driver and leave NCCL_IB_DISABLE unset; "
-        "name the cards by NCCL_IB_HCA; set the network's rate in pretraining/planning/tables/gpus.json to yours"
-    )
+    message = f"{several(call.size, 'rank')}: {message}"
+    return Finding(kind, verdict, message, "; ".join(remedies), values=values)

@@ -60,7 +60,7 @@ Question = tuple[str, str]
 
 def check_names(launch: Launch) -> list[Finding]:
     """Check the host's own name, the interfaces and addresses that variables name, and proxies."""
-    return [*filter(None, [_own_name(launch), *_network_variables(), _proxies()])]
+    return [_own_name(launch), *_network_variables(), *_proxies()]
 
 
 def _own_name(launch: Launch) -> Finding:
@@ -97,61 +97,48 @@ def _network_variables() -> Iterator[Finding]:
     present = [name for _, name in socket.if_nameindex()]
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         chosen = os.environ.get(variable, "")
-        # "^docker" names what must not be taken
-        if chosen and not chosen.startswith("^") and not any(_matches(name, chosen) for name in present):
+        if not chosen or chosen.startswith("^"):  # "^docker" names what must not be taken
+            continue
+        # `eth` is how a name begins, `=eth0` a whole name; several are separated by commas
+        parts = [part.partition(":")[0] for part in chosen.split(",") if part]
+        names, beginnings = [part[1:] for part in parts if part.startswith("=")], tuple(parts)
+        if not any(name in names or name.startswith(beginnings) for name in present):
             choice = _outward_interface() or next((name for name in present if name != "lo"), "lo")
             remedy = f"export {variable}={choice} (there are {', '.join(present)}), or unset {variable}"
-            yield Finding(
-                "network", BREAKS, f"{variable} is {chosen}, and there is no such interface", remedy
-            )
+            what = f"{variable} is {chosen}, and there is no such interface"
+            yield Finding("network", BREAKS, what, remedy)
     for variable, (value, why) in SLOWING.items():
         if os.environ.get(variable, "").upper() == value:
             yield Finding("network", COSTS, f"{variable}={os.environ[variable]}: {why}", f"unset {variable}")
-    meeting = os.environ.get("MASTER_ADDR")
-    if meeting:
+    if meeting := os.environ.get("MASTER_ADDR"):
         try:
             socket.gethostbyname(meeting)
         except OSError:
             what = f"MASTER_ADDR is {meeting}, a name that has no address here"
-            yield Finding(
-                "network",
-                BREAKS,
-                what,
-                "give it an address in /etc/hosts, or the launcher --master_addr=ADDRESS",
-            )
+            remedy = "give it an address in /etc/hosts, or the launcher --master_addr=ADDRESS"
+            yield Finding("network", BREAKS, what, remedy)
 
 
-def _matches(name: str, chosen: str) -> bool:
-    """Match `eth`, how a name begins, or `=eth0`, a whole name; several are separated by commas."""
-    parts = [part.partition(":")[0] for part in chosen.split(",") if part]
-    return any(name == part[1:] if part.startswith("=") else name.startswith(part) for part in parts)
-
-
-def _proxies() -> Finding | None:
+def _proxies() -> Iterator[Finding]:
     """Find stores of this machine or network that would be asked through a proxy for outside addresses."""
-    proxy = next(
-        (os.environ[v] for v in ("https_proxy", "HTTPS_PROXY", "http_proxy") if os.environ.get(v)), None
-    )
+    if not any(os.environ.get(variable) for variable in ("https_proxy", "HTTPS_PROXY", "http_proxy")):
+        return
     # As requests and urllib read it: a name of the list spares all that ends with it.
     without = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "").split(",")
-    for variable in ("HF_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3") if proxy else ():
+    endings = [entry.strip() for entry in without if entry]
+    for variable in ("HF_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
         host = urlsplit(os.environ.get(variable, "")).hostname
-        spared = host and any(
-            entry and (entry == "*" or fnmatch(host, f"*{entry.strip()}")) for entry in without
-        )
-        if host and _is_local(host) and not spared:
+        if not host or any(fnmatch(host, f"*{ending}") for ending in endings):
+            continue
+        try:
+            is_local = ipaddress.ip_address(host).is_private
+        except ValueError:
+            is_local = "." not in host  # a name without a domain is one of this network
+        if is_local:
             what = f"{variable} is {host}, a local address, and a proxy is set for all addresses"
-            return Finding(
-                "proxy", COSTS, what, f"export no_proxy={','.join(filter(None, [*without, host]))}"
-            )
-    return None
-
-
-def _is_local(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_private
-    except ValueError:
-        return "." not in host  # a name without a domain is one of this network
+            remedy = f"export no_proxy={','.join(filter(None, [*without, host]))}"
+            yield Finding("proxy", COSTS, what, remedy)
+            return  # one remedy spares this host; the next start names another
 
 
 class Inquiry:
@@ -181,10 +168,10 @@ class Inquiry:
         found = []
         for (check, subject), thread in self._threads.items():
             thread.join(max(0.0, self._deadline - time.monotonic()))
-            late = f"{subject}: no answer within {SECONDS:.0f} s"
-            answer = self._answers.get((check, subject)) or Finding(
-                check, BREAKS, late, _offline_remedy(check)
+            late = Finding(
+                check, BREAKS, f"{subject}: no answer within {SECONDS:.0f} s", _offline_remedy(check)
             )
+            answer = self._answers.get((check, subject), late)
             if isinstance(answer, Exception):
                 raise answer
             found.append(answer)
@@ -193,41 +180,52 @@ class Inquiry:
 
 def ask_around(launch: Launch) -> Inquiry:
     """Start to ask for everything that the recipe needs from elsewhere."""
-    return Inquiry(dict(_questions(launch)) if launch.recipe else {})
+    return Inquiry(questions_of(launch))
 
 
-def _questions(launch: Launch) -> Iterator[tuple[Question, Callable[[], Finding]]]:
+def questions_of(launch: Launch) -> dict[Question, Callable[[], Finding]]:
+    """List the questions, each once, with the function that answers it."""
     recipe = launch.recipe
-    yield ("data", "prepared data"), partial(_prepared, launch)
+    if recipe is None:
+        return {}
+    questions: dict[Question, Callable[[], Finding]] = {("data", "prepared data"): partial(_prepared, launch)}
     if not launch.data_is_prepared:
-        yield from (_of_source(source) for _, source in recipe.data.text_origins)
+        for _, source in recipe.data.text_origins:
+            subject, ask = _of_source(source)
+            questions["data", subject] = ask
         tokenizer = recipe.data.tokenizer
         if isinstance(tokenizer, str):
-            yield ("tokenizer", tokenizer), partial(_tokenizer, tokenizer)
+            questions["tokenizer", tokenizer] = partial(_tokenizer, tokenizer)
     # Needed by the run itself, prepared data or not.
     scored = recipe.evaluation.hellaswag
     if scored and not Path(scored).is_file():
-        yield ("evaluation", scored), partial(_repository, "evaluation", "dataset", scored)
+        questions["evaluation", scored] = partial(_repository, "evaluation", "dataset", scored)
     if address := recipe.checkpoints.upload:
-        yield ("upload", address), partial(_upload, address)
+        questions["upload", address] = partial(_upload, address)
     # Without a key wandb keeps its rows offline, and asks nobody.
     if "wandb" in trackers_of(recipe) and os.environ.get("WANDB_API_KEY"):
-        yield ("tracker", "wandb"), _wandb
+        questions["tracker", "wandb"] = _wandb
+    return questions
 
 
-def _of_source(source: TextOrigin) -> tuple[Question, Callable[[], Finding]]:
-    """Make the question that a source needs."""
-    # The repository is its key: it is asked about once, also if several of its folders are sources.
+def _of_source(source: TextOrigin) -> tuple[str, Callable[[], Finding]]:
+    """Return (what a source needs, the function that asks for it)."""
+    # The repository is the subject: it is asked about once, also if several of its folders are sources.
     name, path = source.dataset, source.path
     if name and not Path(name).exists():
-        return ("data", name), partial(_repository, "data", "dataset", name)
+        return name, partial(_repository, "data", "dataset", name)
     if path and path.startswith("hf://"):  # hf://datasets/owner/name@revision/folder, hf://owner/name/file
         parts = path.removeprefix("hf://").split("/")
         kind = parts.pop(0).removesuffix("s") if parts[0] in ("datasets", "spaces") else "model"
         repository = "/".join(parts[:2]).partition("@")[0]
-        return ("data", repository), partial(_repository, "data", kind, repository)
-    place = name or path or source.called
-    return ("data", place), partial(_files, source)
+        return repository, partial(_repository, "data", kind, repository)
+
+    def count_files() -> Finding:  # of this machine, or of a store that fsspec reaches
+        if path is None:
+            return Finding("data", FINE, f"{name or source.called}: on this machine")
+        return Finding("data", FINE, f"{path}: {len(list_files(path, READABLE_SUFFIXES)):,} files")
+
+    return name or path or source.called, count_files
 
 
 def _prepared(launch: Launch) -> Finding:
@@ -242,13 +240,6 @@ def _prepared(launch: Launch) -> Finding:
         return Finding("data", BREAKS, what, "give --data_dir another folder, or have it allowed to you")
     what = f"prepared: {data.train.num_tokens:,} training tokens in {launch.data_folder or launch.data_dir}"
     return Finding("data", FINE, what)
-
-
-def _files(source: TextOrigin) -> Finding:
-    """Count the files of this machine, or of a store that fsspec reaches."""
-    if source.path is None:
-        return Finding("data", FINE, f"{source.dataset or source.called}: on this machine")
-    return Finding("data", FINE, f"{source.path}: {len(list_files(source.path, READABLE_SUFFIXES)):,} files")
 
 
 def _tokenizer(name: str) -> Finding:
@@ -272,29 +263,26 @@ def _repository(check: str, kind: str, name: str) -> Finding:
     page = f"{endpoint}/{'datasets/' * (kind == 'dataset')}{name}"
     if hub.is_offline_mode():
         what = f"{name}: not fetched yet, and HF_HUB_OFFLINE forbids asking the hub"
-        return Finding(
-            check, BREAKS, what, "unset HF_HUB_OFFLINE, or export HF_HOME=FOLDER, the cache that holds it"
-        )
+        remedy = "unset HF_HUB_OFFLINE, or export HF_HOME=FOLDER, the cache that holds it"
+        return Finding(check, BREAKS, what, remedy)
     cache = existing_folder(Path(os.environ.get("HF_HOME") or "~/.cache/huggingface"))
     if broken := unwritable(cache):
         what = f"{name}: what is fetched cannot be kept in {cache} ({broken})"
         return Finding(check, BREAKS, what, "export HF_HOME=FOLDER, one that can be written")
     token = hub.get_token()
     headers = {"authorization": f"Bearer {token}"} if token else {}
+    # what `HfApi.auth_check` asks, within a time of our own
+    question = Request(f"{endpoint}/api/{kind}s/{quote(name)}/auth-check", headers=headers)
     try:
-        answer = urlopen(
-            # what `HfApi.auth_check` asks, within a time of our own
-            Request(f"{endpoint}/api/{kind}s/{quote(name)}/auth-check", headers=headers),
-            timeout=SECONDS,
-        )
+        answer = urlopen(question, timeout=SECONDS)
     except HTTPError as error:
         return _refused(check, name, page, bool(token), error)
     except (OSError, HTTPException) as error:
         what = f"{name}: {endpoint} cannot be reached ({_reason(error)})"
         return Finding(check, BREAKS, what, _offline_remedy(check))
     with answer:
-        skew = _skew(answer.headers.get("date"))
-    return _skewed(skew) or Finding(check, FINE, f"{name}: {endpoint} lets us read it")
+        skewed = check_clock(answer.headers.get("date"))
+    return skewed or Finding(check, FINE, f"{name}: {endpoint} lets us read it")
 
 
 def _refused(check: str, name: str, page: str, has_token: bool, error: HTTPError) -> Finding:
@@ -311,30 +299,22 @@ def _refused(check: str, name: str, page: str, has_token: bool, error: HTTPError
         return Finding(check, BREAKS, f"{name}: closed {whose} ({error.code})", remedy)
     if error.code == 404:
         what = f"{name}: the hub knows no such repository, or hides a private one"
-        return Finding(
-            check,
-            BREAKS,
-            what,
-            "check the name in the recipe, or export HF_TOKEN=TOKEN of an account that sees it",
-        )
+        remedy = "check the name in the recipe, or export HF_TOKEN=TOKEN of an account that sees it"
+        return Finding(check, BREAKS, what, remedy)
     what = f"{name}: the hub answers {error.code} ({error.reason})"
     return Finding(check, COSTS, what, "try again later; HF_ENDPOINT may name a mirror")
 
 
-def _skew(date: str | None) -> float | None:
-    """Return the seconds by which this clock is ahead of a server's; None if the server does not send its time."""
+def check_clock(date: str | None) -> Finding | None:
+    """Compare this clock with the date of a server's answer; None if it is right, or the server does not say."""
     parsed = parsedate(date) if date else None
-    return time.time() - calendar.timegm(parsed) if parsed else None
-
-
-def _skewed(skew: float | None) -> Finding | None:
-    if skew is None or abs(skew) < SKEWED_SECONDS:
+    ahead = time.time() - calendar.timegm(parsed) if parsed else 0.0
+    if abs(ahead) < SKEWED_SECONDS:
         return None
-    what = f"this machine's clock is {abs(skew):.0f} s {'ahead' if skew > 0 else 'behind'}"
-    verdict = BREAKS if abs(skew) >= REFUSED_SECONDS else COSTS
-    return Finding(
-        "clock", verdict, f"{what}: stores and certificates count on it", "timedatectl set-ntp true (as root)"
-    )
+    what = f"this machine's clock is {abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}: "
+    what += "stores and certificates count on it"
+    verdict = BREAKS if abs(ahead) >= REFUSED_SECONDS else COSTS
+    return Finding("clock", verdict, what, "timedatectl set-ntp true (as root)")
 
 
 def _upload(address: str) -> Finding:
@@ -345,9 +325,8 @@ def _upload(address: str) -> Finding:
         if address.startswith("hf://"):
             # read only: on the hub each write is a commit, which would stay
             system.ls("/".join(path.split("/")[:3]))
-            return Finding(
-                "upload", FINE, f"{address}: can be read; whether it can be written, the run will try"
-            )
+            what = f"{address}: can be read; whether it can be written, the run will try"
+            return Finding("upload", FINE, what)
         if not is_remote(address):  # stores make folders by themselves
             system.makedirs(path, exist_ok=True)
         system.pipe_file(f"{path}/.writable", b"yes\n")
@@ -369,9 +348,8 @@ def _wandb() -> Finding:
         pass  # it answers
     except OSError as error:
         what = f"wandb: {server} cannot be reached ({_reason(error)})"
-        return Finding(
-            "tracker", COSTS, what, "export WANDB_MODE=offline, and `wandb sync` the run folder later"
-        )
+        remedy = "export WANDB_MODE=offline, and `wandb sync` the run folder later"
+        return Finding("tracker", COSTS, what, remedy)
     return Finding("tracker", FINE, f"wandb: {server} answers")
 
 

@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistError, PrefixStore, Store, TCPStore
+from torch.distributed import DistError, PrefixStore, TCPStore
 
-from pretraining.doctor.findings import few_of
+from pretraining.doctor.findings import Finding, few_of
 from pretraining.errors import UserError
 from pretraining.training.ranks import shared_with_the_launcher
 
@@ -47,11 +47,6 @@ class Answer:
     """What the work returned, after a way through JSON."""
     error: str = ""
     """Its exception on one line, if it failed."""
-
-    @property
-    def came_back(self) -> bool:
-        """Say if the rank can do the next step."""
-        return self.state in (DONE, FAILED)
 
 
 @dataclass(frozen=True)
@@ -82,25 +77,25 @@ class RollCall:
             UserError: rank 0 cannot be reached from here.
         """
         self.rank, self.size = rank, size
-        self._server = _connect(rank, arrival_seconds)
-        self._store = _of_attempt(self._server)
-        self.work_store = _of_attempt(_client(self._server))
-        """For use inside a step: a connection of its own, since one that waits keeps others from using it."""
+        server = _connect(rank, arrival_seconds)
+        # torchrun starts its ranks again with the same store, in which the old keys still are.
+        attempt = f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        client = TCPStore(
+            server.host, server.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
+        self._store, self.work_store = PrefixStore(attempt, server), PrefixStore(attempt, client)
+        """Of both, the second is for use inside a step: one that waits keeps others from using its connection."""
         self._worker = _Worker()
         self._calls = 0
-        self.ranks: list[Rank | None] = self._arrive(arrival_seconds)
-
-    def _arrive(self, seconds: float) -> list[Rank | None]:
-        """Send this rank's host and process, and receive those of all ranks."""
-        mine = Rank(self.rank, socket.gethostname(), os.getpid(), int(os.environ.get("LOCAL_RANK", "0")))
+        mine = Rank(rank, socket.gethostname(), os.getpid(), int(os.environ.get("LOCAL_RANK", "0")))
         # rank 0 counts from its own start; the others do not know when that was, and wait longer
-        patience = seconds if self.rank == 0 else 2 * seconds
+        patience = arrival_seconds if rank == 0 else 2 * arrival_seconds
         try:
             arrived = self._collect_from_all("arrival", asdict(mine), time.monotonic() + patience)
         except Stuck as stuck:
             what = f"{mine}: rank 0 does not answer, though its port is open; look at its host, and its log"
             raise UserError(what, on_every_rank=mine.local_rank != 0) from stuck
-        return [None if fields is None else Rank(**fields) for fields in arrived]
+        self.ranks: list[Rank | None] = [None if fields is None else Rank(**fields) for fields in arrived]
 
     @property
     def missing(self) -> list[int]:
@@ -109,7 +104,6 @@ class RollCall:
 
     @property
     def hosts(self) -> list[str]:
-        """List the host of each rank; all of them must have come."""
         return [came.host for came in self.ranks]
 
     @property
@@ -133,9 +127,29 @@ class RollCall:
         mine = self._worker.run(work, seconds)
         gathered = self._collect_from_all(name, asdict(mine), until)
         answers = [Answer() if each is None else Answer(**each) for each in gathered]
-        if not all(answer.came_back for answer in answers):
+        # of the other states no rank can do the next step
+        if not all(answer.state in (DONE, FAILED) for answer in answers):
             raise Stuck(name, seconds, answers)
         return answers
+
+    def values(self, name: str, work: Callable[[], object], seconds: float) -> list:
+        """Do `step`, and return what the work returned on every rank, on every rank.
+
+        Raises:
+            RuntimeError: it failed on some ranks; the first of them is named.
+        """
+        answers = self.step(name, work, seconds)
+        for rank, answer in zip(self.ranks, answers, strict=True):
+            if answer.error:
+                raise RuntimeError(f"{rank}: {answer.error}")
+        return [answer.value for answer in answers]
+
+    def failures(self, check: str, answers: list[Answer]) -> list[Finding]:
+        """Make one finding for each of the first ranks on which a step failed; none if it failed nowhere."""
+        failed = [
+            (rank, each) for rank, each in zip(self.ranks, answers, strict=True) if each.state == FAILED
+        ]
+        return [Finding.of_error(check, each.error, where=str(rank)) for rank, each in failed[:MOST_REFUSED]]
 
     def gather(self, name: str, value: Any) -> list:
         """Return the value of every rank, on every rank, at once.
@@ -161,10 +175,6 @@ class RollCall:
         ranks = range(self.size) if self.rank == 0 else ()
         return [json.loads(self._store.get(f"{name}/{rank}")) for rank in ranks]
 
-    def agreed_seconds_left(self, until: float) -> float:
-        """Return the seconds until then by the clock of rank 0, so that all ranks decide the same."""
-        return self.gather("time that is left", until - time.monotonic())[0]
-
     def _collect_from_all(self, name: str, value, until: float) -> list:
         """Return the value of every rank, on every rank; None for those that sent none by then (`time.monotonic()`).
 
@@ -177,24 +187,22 @@ class RollCall:
         try:
             self._store.set(f"{name}/{self.rank}", json.dumps(value))
             if self.rank == 0:
-                self._store.set(f"{name}/all", json.dumps(self._collect(name, until)))
+                missing = set(range(self.size))
+                while missing and time.monotonic() < until:
+                    # asked rank by rank: `wait` would not say which key is missing
+                    missing -= {rank for rank in missing if self._store.check([f"{name}/{rank}"])}
+                    time.sleep(_POLL_SECONDS if missing else 0)
+                values = [
+                    None if rank in missing else json.loads(self._store.get(f"{name}/{rank}"))
+                    for rank in range(self.size)
+                ]
+                self._store.set(f"{name}/all", json.dumps(values))
             left = max(0.1, until - time.monotonic()) + GRACE_SECONDS
             self._store.wait([f"{name}/all"], timedelta(seconds=left))
             return json.loads(self._store.get(f"{name}/all"))
         except DistError as error:
             others = [Answer(SILENT if rank == 0 else DONE) for rank in range(self.size)]
             raise Stuck(name.partition("/")[2], GRACE_SECONDS, others) from error
-
-    def _collect(self, name: str, until: float) -> list:
-        missing = set(range(self.size))
-        while missing and time.monotonic() < until:
-            # asked rank by rank: `wait` would not say which key is missing
-            missing -= {rank for rank in missing if self._store.check([f"{name}/{rank}"])}
-            time.sleep(_POLL_SECONDS if missing else 0)
-        return [
-            None if rank in missing else json.loads(self._store.get(f"{name}/{rank}"))
-            for rank in range(self.size)
-        ]
 
     def part(self, gone: list[int]) -> None:
         """Make the last call: rank 0, whose process may hold the store, leaves last; it does not wait for `gone`."""
@@ -243,35 +251,17 @@ def one_line(error: BaseException) -> str:
 def _connect(rank: int, seconds: float) -> TCPStore:
     """Connect to the store that the launcher's variables name; rank 0 serves it unless the launcher does."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    serves = rank == 0 and not shared_with_the_launcher()
+    serves, patience = rank == 0 and not shared_with_the_launcher(), timedelta(seconds=seconds)
     try:
         # multi_tenant: the process group, made later, meets in the same server.
         return TCPStore(
-            host,
-            port,
-            is_master=serves,
-            multi_tenant=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=seconds),
+            host, port, is_master=serves, multi_tenant=True, wait_for_workers=False, timeout=patience
         )
     except DistError as error:
         if serves:
             what = f"port {port} of {host} cannot be opened ({one_line(error)})"
             raise UserError(f"{what}; choose another: --master_port=N", on_every_rank=False) from error
         what = f"{socket.gethostname()} does not reach rank 0 at {host}:{port} within {seconds:.0f} s"
-        remedy = (
-            "start every node, open all TCP ports between the nodes (firewall), or name another --master_addr"
-        )
+        remedy = "start every node, open all TCP ports between the nodes (firewall), or name another "
+        remedy += "--master_addr"
         raise UserError(f"{what}; {remedy}", on_every_rank=os.environ.get("LOCAL_RANK") != "0") from error
-
-
-def _client(server: TCPStore) -> TCPStore:
-    return TCPStore(
-        server.host, server.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
-    )
-
-
-def _of_attempt(store: Store) -> Store:
-    """Return the store under a name of this attempt."""
-    # torchrun starts its ranks again with the same store, in which the old keys still are.
-    return PrefixStore(f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

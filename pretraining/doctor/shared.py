@@ -8,34 +8,24 @@ import shutil
 import statistics
 import subprocess
 import time
-import uuid
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import torch
-from torch.distributed import Store
 
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
-from pretraining.doctor.roll_call import FAILED, MOST_REFUSED, Answer, RollCall, named
+from pretraining.doctor.roll_call import Answer, RollCall, named
 from pretraining.errors import file_error
 from pretraining.planning.quantities import duration, num_bytes, several
+from pretraining.runtime.host import system_text
 from pretraining.runtime.run_folder import describe_environment
 from pretraining.schema import REPOSITORY
 from pretraining.training.ranks import device_name
 
-LIBRARIES = (
-    "NCCL_",
-    "TORCH_NCCL_",
-    "GLOO_",
-    "UCX_",
-    "FI_",
-    "DS_",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "CUDA_DEVICE_MAX",
-)
+LIBRARIES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_", "DS_")
+LIBRARIES += ("PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX")
 """How the names of variables begin that change what a collective does."""
 OF_THE_HOST = ("IFNAME", "_HCA", "_DEBUG", "_TOPO", "_NET_GDR", "_ADDR")
 """Parts of names of variables that may differ between hosts: they name interfaces or files there, or only log."""
@@ -58,49 +48,58 @@ SAVE_SECONDS = 600
 def describe_rank(on_gpu: bool) -> dict[str, str]:
     """Describe this rank as {what: value}; all must be the same on every rank, or on every rank of a host."""
     here = describe_environment(device_name(), 0)
+    commit = f"{here['git_commit']}"[:12]
+    # Nodes may hold copies of the repository: the same commit with other changes is another program.
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = ["git", "-C", str(REPOSITORY), "diff", "HEAD"]
+        changes = subprocess.run(command, capture_output=True, check=True, timeout=10).stdout
+        commit += f", modified ({hashlib.blake2b(changes, digest_size=3).hexdigest()})" if changes else ""
     described = {
         "Python": here["python"],
         **{f"version of {name}": value or "not installed" for name, value in here["versions"].items()},
-        "commit of this repository": f"{here['git_commit']}"[:12] + _modifications(),
+        "commit of this repository": commit,
         "GPU": here["device"],
     }
     if on_gpu:
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        # "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  ..."
+        driver = system_text(Path("/proc/driver/nvidia/version")).partition("Module")[2].split()
         described |= {
-            "GPU memory": num_bytes(
-                torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-            ),
+            "GPU memory": num_bytes(properties.total_memory),
             "CUDA of torch": str(torch.version.cuda),
             "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
-            "driver": _driver(),
+            "driver": driver[0] if driver else "unknown",
         }
     variables = {key: value for key, value in os.environ.items() if key.startswith(LIBRARIES)}
     return described | {f"variable {key}": value for key, value in variables.items()}
 
 
-def _modifications() -> str:
-    """Return a digest of what was changed in the repository since its commit; empty if nothing was."""
-    try:
-        command = ["git", "-C", str(REPOSITORY), "diff", "HEAD"]
-        # Nodes may hold copies of the repository: the same commit with other changes is another program.
-        changed = subprocess.run(command, capture_output=True, check=True, timeout=10).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return f", modified ({hashlib.blake2b(changed, digest_size=3).hexdigest()})" if changed else ""
-
-
-def _driver() -> str:
-    try:
-        # "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  ..."
-        return Path("/proc/driver/nvidia/version").read_text().split("Module")[1].split()[0]
-    except (OSError, IndexError):
-        return "unknown"
-
-
 def compare_ranks(call: RollCall, described: list[dict[str, str]]) -> list[Finding]:
     """Find what differs between the ranks: one finding for each thing and value that most ranks do not have."""
-    everything = sorted({key for each in described for key in each})
-    findings = [finding for key in everything for finding in _differences(call, key, described)]
-    findings += _uneven_hosts(call)
+    findings = []
+    for key in sorted({key for each in described for key in each}):
+        values = [each.get(key, "not set") for each in described]
+        usual, _ = Counter(values).most_common(1)[0]  # of two values that are as frequent, rank 0's
+        expected = [usual] * call.size
+        if key.startswith("variable") and any(part in key for part in OF_THE_HOST):
+            # Within a host all ranks must still agree with its first.
+            expected = [values[node[0]] for node in call.nodes for _ in node]
+        odd: dict[str, list[int]] = {}
+        for rank, (value, wanted) in enumerate(zip(values, expected, strict=True)):
+            if value != wanted:
+                odd.setdefault(value, []).append(rank)
+        for value, ranks in odd.items():
+            wanted = expected[ranks[0]]
+            verdict, remedy = _to_make_alike(key, wanted)
+            message, where = f"{key} is {value}, elsewhere {wanted}", named(call.ranks, ranks)
+            findings.append(Finding("ranks alike", verdict, message, remedy, where))
+    counts = {call.hosts[node[0]]: len(node) for node in call.nodes}
+    usual_count = statistics.mode(counts.values())
+    for host, count in counts.items():
+        if count != usual_count:
+            message = f"{several(count, 'rank')} here, {usual_count} on other hosts"
+            remedy = "start as many on every node: NCCL finds its fastest ways, and hpZ its groups, only among equals"
+            findings.append(Finding("ranks alike", COSTS, message, remedy, host))
     if findings:
         return findings
     versions = ", ".join(f"{name} {described[0][f'version of {name}']}" for name in ("torch", "deepspeed"))
@@ -109,56 +108,18 @@ def compare_ranks(call: RollCall, described: list[dict[str, str]]) -> list[Findi
     return [Finding("ranks alike", FINE, message)]
 
 
-def _differences(call: RollCall, key: str, described: list[dict[str, str]]) -> list[Finding]:
-    values = [each.get(key, "not set") for each in described]
-    usual, _ = Counter(values).most_common(1)[0]  # of two values that are as frequent, rank 0's
-    if key.startswith("variable") and any(part in key for part in OF_THE_HOST):
-        # Within a host all ranks must still agree with its first.
-        first = {node[0]: values[node[0]] for node in call.nodes}
-        expected = [first[node[0]] for node in call.nodes for _ in node]
-    else:
-        expected = [usual] * call.size
-    odd: dict[str, list[int]] = {}
-    for rank, (value, wanted) in enumerate(zip(values, expected, strict=True)):
-        if value != wanted:
-            odd.setdefault(value, []).append(rank)
-    return [_difference(call, key, value, ranks, expected[ranks[0]]) for value, ranks in odd.items()]
-
-
-def _difference(call: RollCall, key: str, value: str, ranks: list[int], usual: str) -> Finding:
-    verdict, remedy = (
-        BREAKS,
-        "install the same on every node (pip install -r requirements.txt), or share one folder",
-    )
+def _to_make_alike(key: str, usual: str) -> tuple[str, str]:
+    """Return (verdict, remedy) if some ranks have another value than the usual one."""
     if key.startswith("variable"):
         name = key.removeprefix("variable ")
         export = "" if usual == "not set" else f"export {name}={usual} on every node, or "
-        remedy = f"{export}unset {name} everywhere: collectives would not match"
-    elif key.startswith("commit"):
-        remedy = f"git checkout {usual.partition(',')[0]} on every node, and have the same changes, or none, on each"
-    elif key in ("GPU", "GPU memory", "driver"):
-        verdict, remedy = (
-            COSTS,
-            "take nodes of one kind: the slowest GPU sets the pace, the smallest the memory",
-        )
-    message = f"{key} is {value}, elsewhere {usual}"
-    return Finding("ranks alike", verdict, message, remedy, named(call.ranks, ranks))
-
-
-def _uneven_hosts(call: RollCall) -> list[Finding]:
-    counts = {call.hosts[node[0]]: len(node) for node in call.nodes}
-    usual = statistics.mode(counts.values())
-    return [
-        Finding(
-            "ranks alike",
-            COSTS,
-            f"{several(count, 'rank')} here, {usual} on other hosts",
-            "start as many on every node: NCCL finds its fastest ways, and hpZ its groups, only among equals",
-            host,
-        )
-        for host, count in counts.items()
-        if count != usual
-    ]
+        return BREAKS, f"{export}unset {name} everywhere: collectives would not match"
+    if key.startswith("commit"):
+        commit = usual.partition(",")[0]
+        return BREAKS, f"git checkout {commit} on every node, and have the same changes, or none, on each"
+    if key in ("GPU", "GPU memory", "driver"):
+        return COSTS, "take nodes of one kind: the slowest GPU sets the pace, the smallest the memory"
+    return BREAKS, "install the same on every node (pip install -r requirements.txt), or share one folder"
 
 
 class ClockQuestion:
@@ -167,11 +128,9 @@ class ClockQuestion:
     Cristian's algorithm (1989), through the store.
     """
 
-    def __init__(self, call: RollCall, now: Callable[[], float] | None = None):
-        self.store: Store = call.work_store
-        self.rank = call.rank
+    def __init__(self, call: RollCall):
+        self.store, self.rank = call.work_store, call.rank
         self.asking = [node[0] for node in call.nodes[1:]]
-        self.now = now or time.time
 
     def ask_or_answer(self) -> dict | None:
         """Return {"ahead_seconds", "bound_seconds"} on the first rank of a node; None on the others."""
@@ -179,21 +138,19 @@ class ClockQuestion:
             for rank in self.asking:
                 for number in range(CLOCK_ROUNDS):
                     self._wait_for(f"asked/{rank}/{number}")
-                    self.store.set(f"clock/time/{rank}/{number}", repr(self.now()))
+                    self.store.set(f"clock/time/{rank}/{number}", repr(time.time()))
             return None
         if self.rank not in self.asking:
             return None
-        rounds = [self._ask(number) for number in range(CLOCK_ROUNDS)]
-        return min(rounds, key=lambda found: found["bound_seconds"])
-
-    def _ask(self, number: int) -> dict:
-        """Ask once."""
+        rounds = []
+        for number in range(CLOCK_ROUNDS):
+            began, sent = time.perf_counter(), time.time()
+            self.store.set(f"clock/asked/{self.rank}/{number}", "?")
+            there = float(self._wait_for(f"time/{self.rank}/{number}"))
+            half = (time.perf_counter() - began) / 2
+            rounds.append({"ahead_seconds": sent + half - there, "bound_seconds": half})
         # The first round may take long, while rank 0 answers other nodes: the shortest round counts.
-        began, sent = time.perf_counter(), self.now()
-        self.store.set(f"clock/asked/{self.rank}/{number}", "?")
-        there = float(self._wait_for(f"time/{self.rank}/{number}"))
-        half = (time.perf_counter() - began) / 2
-        return {"ahead_seconds": sent + half - there, "bound_seconds": half}
+        return min(rounds, key=lambda round_trip: round_trip["bound_seconds"])
 
     def _wait_for(self, key: str) -> str:
         self.store.wait([f"clock/{key}"], timedelta(seconds=10))
@@ -205,30 +162,24 @@ def judge_clocks(call: RollCall, found: list[dict | None]) -> list[Finding]:
     measured = {rank: each for rank, each in enumerate(found) if each is not None}
     if not measured:
         return []
-    wrong = {
-        rank: each
-        for rank, each in measured.items()
-        if abs(each["ahead_seconds"]) - each["bound_seconds"]
-        > CLOCK_SECONDS  # certain, whatever the way took
-    }
-    if not wrong:
-        most = max(measured.values(), key=lambda each: abs(each["ahead_seconds"]))
-        apart, bound = abs(most["ahead_seconds"]), most["bound_seconds"]
-        message = f"{several(len(call.nodes), 'node')} are at most {duration(apart)} apart (known to {duration(bound)})"
-        return [Finding("clocks", FINE, message, values={"apart_seconds": apart, "bound_seconds": bound})]
-    remedy = "set the clocks (chrony, ntpd): times of events, checkpoints and logs would not fit together"
-    return [
-        Finding(
-            "clocks",
-            COSTS,
-            f"{duration(abs(each['ahead_seconds']))} {'ahead of' if each['ahead_seconds'] > 0 else 'behind'} rank 0 on "
-            f"{call.hosts[0]} (known to {duration(each['bound_seconds'])})",
-            remedy,
-            str(call.ranks[rank]),
-            each,
-        )
-        for rank, each in wrong.items()
-    ]
+    findings = []
+    for rank, each in measured.items():
+        ahead, bound = each["ahead_seconds"], each["bound_seconds"]
+        if abs(ahead) - bound > CLOCK_SECONDS:  # certain, whatever the way took
+            message = f"{duration(abs(ahead))} {'ahead of' if ahead > 0 else 'behind'} rank 0 on "
+            message += f"{call.hosts[0]} (known to {duration(bound)})"
+            remedy = (
+                "set the clocks (chrony, ntpd): times of events, checkpoints and logs would not fit together"
+            )
+            findings.append(Finding("clocks", COSTS, message, remedy, str(call.ranks[rank]), each))
+    if findings:
+        return findings
+    most = max(measured.values(), key=lambda each: abs(each["ahead_seconds"]))
+    apart, bound = abs(most["ahead_seconds"]), most["bound_seconds"]
+    message = (
+        f"{several(len(call.nodes), 'node')} are at most {duration(apart)} apart (known to {duration(bound)})"
+    )
+    return [Finding("clocks", FINE, message, values={"apart_seconds": apart, "bound_seconds": bound})]
 
 
 class ProbedFolder:
@@ -272,34 +223,28 @@ class ProbedFolder:
             UserError: the disk is full, or refuses otherwise.
         """
         try:
-            written, write_seconds = self._write(num_bytes)
-            return {"bytes": written, "write_seconds": write_seconds, "read_seconds": self._read()}
+            # nothing that a filesystem could compress
+            piece, began, written = os.urandom(PIECE_BYTES), time.perf_counter(), 0
+            with self._data.open("wb") as file:
+                while written < num_bytes and time.perf_counter() - began < DISK_SECONDS:
+                    written += file.write(piece)
+                file.flush()
+                os.fsync(file.fileno())
+                write_seconds = time.perf_counter() - began
+                if hasattr(os, "posix_fadvise"):  # else the file would be read from memory
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            began = time.perf_counter()
+            with self._data.open("rb", buffering=0) as file:
+                while time.perf_counter() - began < DISK_SECONDS and file.read(PIECE_BYTES):
+                    continue
+            read_seconds = time.perf_counter() - began
+            return {"bytes": written, "write_seconds": write_seconds, "read_seconds": read_seconds}
         except OSError as error:
             raise file_error(error, self.folder) or error from error
 
     def remove_data(self) -> None:
         """Remove what `write_and_read` has written."""
         self._data.unlink(missing_ok=True)
-
-    def _write(self, num_bytes: int) -> tuple[int, float]:
-        # nothing that a filesystem could compress
-        piece, began, written = os.urandom(PIECE_BYTES), time.perf_counter(), 0
-        with self._data.open("wb") as file:
-            while written < num_bytes and time.perf_counter() - began < DISK_SECONDS:
-                written += file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
-            seconds = time.perf_counter() - began
-            if hasattr(os, "posix_fadvise"):  # else the file would be read from memory
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        return written, seconds
-
-    def _read(self) -> float:
-        began = time.perf_counter()
-        with self._data.open("rb", buffering=0) as file:
-            while time.perf_counter() - began < DISK_SECONDS and file.read(PIECE_BYTES):
-                continue
-        return time.perf_counter() - began
 
     def clear(self) -> None:
         """Remove everything, also what stopped ranks have left; no step needs the probe any more."""
@@ -312,23 +257,16 @@ class ProbedFolder:
         return self.probe / f"rank-{rank}"
 
 
-def token_of_all(call: RollCall) -> str:
-    """Agree on a name for the probes."""
-    # rank 0's counts
-    return call.gather("token", uuid.uuid4().hex[:8])[0]
-
-
 def look_at_run_folder(call: RollCall, probed: ProbedFolder, upload: str | None = None) -> list[Finding]:
     """Check whether all ranks write into one and the same folder, or each node into its own beside a store.
 
     upload: the recipe's `checkpoints.upload`.
     """
-    answers = call.step("run folder: tokens", probed.leave_token, LOOK_SECONDS + 5)
-    if refused := _refused_folder(call, RUN_FOLDER, answers):
-        return refused
-    answers = call.step("run folder: tokens of others", lambda: probed.look_for(call.size), LOOK_SECONDS + 5)
-    if refused := _refused_folder(call, RUN_FOLDER, answers):
-        return refused
+    steps = {"tokens": probed.leave_token, "tokens of others": lambda: probed.look_for(call.size)}
+    for name, work in steps.items():
+        answers = call.step(f"run folder: {name}", work, LOOK_SECONDS + 5)
+        if refused := _refused_folder(call, RUN_FOLDER, answers):
+            return refused
     # Ranks that miss the same others see the same folder.
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, answer in enumerate(answers):
@@ -349,12 +287,8 @@ def look_at_run_folder(call: RollCall, probed: ProbedFolder, upload: str | None 
 
 def _refused_folder(call: RollCall, check: str, answers: list[Answer]) -> list[Finding]:
     """Make one finding for each of the first ranks that could not use the folder; none if all could."""
-    refused = [rank for rank, answer in enumerate(answers) if answer.state == FAILED]
-    lines = [
-        Finding.of_error(check, answers[rank].error, where=str(call.ranks[rank]))
-        for rank in refused[:MOST_REFUSED]
-    ]
-    return [replace(line, remedy=line.remedy or "--output_dir FOLDER, another one") for line in lines]
+    refused = call.failures(check, answers)
+    return [replace(line, remedy=line.remedy or "--output_dir FOLDER, another one") for line in refused]
 
 
 def manifest_of(data_dir: Path | str, name: str) -> str | None:
@@ -378,9 +312,8 @@ def judge_data(call: RollCall, data_dir: Path | str, name: str, digests: list[st
     if not any(digests):
         return []  # what each node finds of the data is a line of its own
     if len(set(digests)) == 1:
-        return [
-            Finding(check, FINE, f"{place} holds the same prepared data for {several(call.size, 'rank')}")
-        ]
+        message = f"{place} holds the same prepared data for {several(call.size, 'rank')}"
+        return [Finding(check, FINE, message)]
     usual = max((each for each in digests if each), key=digests.count)  # what most ranks have
     odd = [rank for rank, each in enumerate(digests) if each != usual]
     lacks = all(digests[rank] is None for rank in odd)
@@ -397,9 +330,10 @@ def measure_disk(
     call: RollCall, probed: ProbedFolder, size: int, checkpoint_bytes: int | None
 ) -> list[Finding]:
     """Measure the bytes per second of all ranks at once, and how long a checkpoint takes at that rate."""
-    answers = call.step("disk of all ranks", lambda: probed.write_and_read(size), 3 * DISK_SECONDS)
+    check = "disk of all ranks"
+    answers = call.step(check, lambda: probed.write_and_read(size), 3 * DISK_SECONDS)
     probed.remove_data()
-    if refused := _refused_folder(call, "disk of all ranks", answers):
+    if refused := _refused_folder(call, check, answers):
         return refused
     total = sum(answer.value["bytes"] for answer in answers)
     # A save ends with its slowest rank.
@@ -410,11 +344,11 @@ def measure_disk(
         f"{several(call.size, 'rank')} at once write {num_bytes(writes)}/s and read {num_bytes(reads)}/s"
     )
     if checkpoint_bytes is None:
-        return [Finding("disk of all ranks", FINE, message, values=values)]
+        return [Finding(check, FINE, message, values=values)]
     saving = values["checkpoint_seconds"] = checkpoint_bytes / writes
     message += f"; a checkpoint of {num_bytes(checkpoint_bytes)} takes {duration(saving)}"
     if saving > SAVE_SECONDS:
         remedy = "give --output_dir a faster disk; on SLURM ask for the stop so much earlier: "
         remedy += f"sbatch --signal=B:USR1@{math.ceil(1.5 * saving)}"
-        return [Finding("disk of all ranks", COSTS, message, remedy, values=values)]
-    return [Finding("disk of all ranks", FINE, message, values=values)]
+        return [Finding(check, COSTS, message, remedy, values=values)]
+    return [Finding(check, FINE, message, values=values)]

@@ -1,5 +1,6 @@
 """The evaluation of a run while it trains: validation loss, HellaSwag, tasks of lm-eval."""
 
+import socket
 from collections.abc import Callable, Collection, Sequence
 
 import torch
@@ -15,6 +16,7 @@ from pretraining.evaluation.likelihood import HellaSwag, Interrupted, read_items
 from pretraining.evaluation.sampling import SamplingCallback
 from pretraining.evaluation.validation import Validation
 from pretraining.recipe import Recipe
+from pretraining.runtime.process_group import gather_from_ranks
 from pretraining.runtime.run_folder import RunFolder
 
 
@@ -29,8 +31,8 @@ class Evaluator:
         degrees: over how many ranks the model's layers are split.
 
     Raises:
-        UserError: a task is unknown, its data cannot be read, lm-eval is not installed, or no validation measures
-            `evaluation.metric`.
+        UserError: a task is unknown, its data cannot be read, lm-eval is not installed, no validation measures
+            `evaluation.metric`, or ranks read other data or items.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Evaluator:
             limit=section.task_limit,
             degrees=degrees,
         )
+        check_alike(data, self.validation, self.scorers)
         self.task_steps, self.last_step = section.task_steps, last_step
         self.metric = section.metric
         # A score's name ("<task>/<metric>") is known only after it is measured; every other name is known now.
@@ -95,6 +98,26 @@ class Evaluator:
         if self.metric not in names:
             known = nearest(self.metric, names) or f"; there are {', '.join(names)}"
             raise UserError(f"evaluation.metric: a validation has no {self.metric!r}{known}")
+
+
+def check_alike(data: PreparedData, validation: Validation, scorers: Sequence[HellaSwag | Harness]) -> None:
+    """Raise `UserError` on all ranks if one reads other data, or more or fewer items. A collective.
+
+    Nodes may have files of their own. A rank with more items would wait for passes that the others do not make.
+    """
+    found = {
+        "fingerprint of the data": data.fingerprint,
+        "validation blocks": sum(len(part.dataset) for part in validation.parts),
+    }
+    for scorer in scorers:
+        found |= scorer.num_items()
+    (first, expected), *others = gather_from_ranks((socket.gethostname(), found))
+    for host, there in others:
+        for what, value in expected.items():
+            if there.get(what) != value:
+                raise UserError(
+                    f"{what}: {value} on {first}, {there.get(what)} on {host}; all nodes must read the same files"
+                )
 
 
 def build_scorers(

@@ -41,6 +41,13 @@ class Harness:
         self.tokenizer, self.max_length = tokenizer, max_length
         self.batch_size, self.limit = batch_size, limit
 
+    def num_items(self) -> dict[str, int]:
+        """Count the items of each task, by a name for it."""
+        return {
+            f"evaluation.tasks, items of {name}": len(task.eval_docs)
+            for name, task in self.loaded["tasks"].items()
+        }
+
     def measure(
         self, model: torch.nn.Module, interrupted: Callable[[], bool] = lambda: False
     ) -> dict[str, float]:

@@ -1,8 +1,7 @@
 """Log-probabilities of continuations, and HellaSwag, which is scored by them."""
 
-import gzip
-import json
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from pretraining.ds_config import NOT_SPLIT, Degrees
 from pretraining.errors import UserError, require
 from pretraining.evaluation.sampling import encode, evaluation_mode
+from pretraining.outside.files import COUNT, json_lines
 from pretraining.runtime.rank_groups import rank_groups
+from pretraining.schema import fits
 
 HELLASWAG_FIELDS = ("activity_label", "ctx_a", "ctx_b", "endings", "label")
 
@@ -180,6 +181,10 @@ class HellaSwag:
             for ending in item.endings
         ]
 
+    def num_items(self) -> dict[str, int]:
+        """Count what is scored, by a name for it."""
+        return {"evaluation.hellaswag, endings": len(self.pairs)}
+
     def measure(
         self, model: torch.nn.Module, interrupted: Callable[[], bool] = lambda: False
     ) -> dict[str, float]:
@@ -230,13 +235,10 @@ def read_items(source: str, limit: int | None = None) -> list[Item]:
 
 
 def _rows_of_file(path: Path) -> Iterator[tuple[str, dict]]:
-    opened = gzip.open if path.name.endswith(".gz") else open
     try:
-        with opened(path, "rt", encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield f"{path}:line {number}", json.loads(line)
-    except (OSError, EOFError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        for number, row in json_lines(path):
+            yield f"{path}:line {number}", row
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise UserError(f"evaluation.hellaswag: {path}: cannot be read ({error}); fetch it again") from error
 
 
@@ -253,6 +255,13 @@ def _rows_of_dataset(name: str) -> Iterator[tuple[str, dict]]:
     yield from ((f"{name}:row {number}", row) for number, row in enumerate(rows, start=1))
 
 
+_ITEM = {
+    **{key: {"type": "string"} for key in ("activity_label", "ctx_a", "ctx_b")},
+    "endings": {"type": "array", "items": {"type": "string"}},
+    "label": {"anyOf": [COUNT, {"type": "string", "pattern": "[0-9]{1,9}"}]},
+}
+
+
 def _item(row: dict, where: str) -> Item:
     """Spell an item as lm-eval does; `label` is the number of the right ending, as text or number."""
     missing = [
@@ -260,8 +269,13 @@ def _item(row: dict, where: str) -> Item:
     ]
     # ctx_b may be empty, but must be there
     missing = [name for name in missing if name != "ctx_b" or not isinstance(row, dict) or "ctx_b" not in row]
-    if missing or not str(row["label"]).isdigit() or int(row["label"]) >= len(row["endings"]):
-        what = f"has no {missing[0]}" if missing else f"has the label {row['label']!r}"
+    odd = [] if missing else [name for name, schema in _ITEM.items() if not fits(row[name], schema)]
+    if missing or odd or int(row["label"]) >= len(row["endings"]):
+        what = (
+            f"has no {missing[0]}"
+            if missing
+            else f"has the {(odd or ['label'])[0]} {row[(odd or ['label'])[0]]!r}"
+        )
         raise UserError(f"evaluation.hellaswag: {where}: {what}; give the validation set of HellaSwag")
     context = f"{row['ctx_a']} {row['ctx_b'].capitalize()}"
     endings = tuple(_clean(ending) for ending in row["endings"])

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
+from pretraining.errors import UserError
 from pretraining.model.weight_files import Entry, WeightFiles
-from pretraining.outside.files import read_json_value
+from pretraining.outside.files import COUNT, read_json_value
 from pretraining.recipe.model import Model
-from pretraining.schema import problem
+from pretraining.schema import check, problem
 
 KEY = "model.initial_weights"
 TYPES = ("llama", "mistral")
@@ -131,6 +132,17 @@ def translated(files: WeightFiles, model: Model, name: str, where: str) -> Weigh
     return TranslatedFiles(files, head_size)
 
 
+_PARAMS = {
+    "type": "object",
+    "required": ["n_heads"],
+    "properties": {
+        "n_heads": COUNT,
+        "n_kv_heads": {"anyOf": [COUNT, {"type": "null"}]},
+        **{key: {"type": "number"} for key in ("norm_eps", "rope_theta")},
+    },
+}
+
+
 def check_params(folder: Path, model: Model, name: str, where: str) -> None:
     """Raise `UserError` for the first value of Meta's params.json by which the weights are of another model.
 
@@ -140,10 +152,10 @@ def check_params(folder: Path, model: Model, name: str, where: str) -> None:
     if not path.is_file():
         return
     try:
-        params = read_json_value(path)
-        heads = params["n_heads"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise problem(where, KEY, f"{path}: cannot be read ({type(error).__name__}: {error})") from error
+        params = check(read_json_value(path), _PARAMS, str(path))
+    except (OSError, ValueError, UserError) as error:
+        raise problem(where, KEY, f"{path}: cannot be read ({error})") from error
+    heads = params["n_heads"]
     ours = AutoConfig.for_model(**model).to_dict()
     rope = ours.get("rope_parameters") or {}
     # Meta's own defaults, for keys that the first Llamas do not have

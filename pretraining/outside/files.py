@@ -1,10 +1,12 @@
 """Read what others wrote: their files, their JSON, and the names in it that become paths. SECURITY.md lists them."""
 
 import errno
+import gzip
 import json
 import os
 import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,23 @@ def _integer(digits: str) -> int:
 def read_json_value(path: Path) -> Any:
     """Read the JSON value in a file; `OSError` or `ValueError` if there is none."""
     return parse_json(read_bytes(path))
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield (line number, value) of the lines of a .jsonl or .jsonl.gz file, without empty ones.
+
+    Raises:
+        OSError: it cannot be read; of compressed bytes also EOFError and zlib.error.
+        ValueError: a line is no JSON; the message names the line.
+    """
+    is_packed = path.name.lower().endswith(".gz")
+    with open(path, "rb", opener=regular) as file, gzip.open(file) if is_packed else file as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                try:
+                    yield number, parse_json(line)
+                except ValueError as error:
+                    raise ValueError(f"line {number}: not valid JSON ({error})") from None
 
 
 def is_name(text: str) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pretraining.errors import UserError
-from pretraining.outside.files import read_json_value
+from pretraining.outside.files import COUNT, read_json_value
 from pretraining.planning.constants import table
 from pretraining.planning.costs import forecast
 from pretraining.planning.gpus import Gpu
@@ -29,6 +29,7 @@ from pretraining.runtime.run_folder import (
     read_events,
     trained_on_processor,
 )
+from pretraining.schema import check
 
 QUANTITIES = (
     "peak_memory_bytes",
@@ -205,12 +206,17 @@ def _observed(run: RunFolder) -> dict[str, float]:
     return observed
 
 
+_FILE = {"type": "object", "required": ["bytes"], "properties": {"bytes": COUNT}}
+_FILES = {"type": "object", "patternProperties": {"(?s:.*)": _FILE}}
+_MARKER = {"type": "object", "properties": {"files": _FILES}}
+
+
 def _bytes_of(marker: Path) -> int:
     """Return the size of a whole checkpoint; a node without a shared disk may hold a part of its files."""
     own = {path.name: path.stat().st_size for path in marker.parent.rglob("*") if path.is_file()}
     try:
-        files = read_json_value(marker).get("files", {})
-    except ValueError:  # damaged, which the next start reports
+        files = check(read_json_value(marker), _MARKER, str(marker)).get("files", {})
+    except (OSError, ValueError, UserError):  # damaged, which the next start reports
         files = {}
     return sum({**{name: entry["bytes"] for name, entry in files.items()}, **own}.values())
 

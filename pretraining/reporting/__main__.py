@@ -30,11 +30,15 @@ def main(arguments: list[str] | None = None) -> None:
     """Write the page of these runs or their rows as CSV, or analyze one."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["analyze"]:
-        return print_analysis(arguments[1:])
+        return _analyze(arguments[1:])
     if arguments[:1] == ["csv"]:
-        return write_rows(arguments[1:])
-    options = parse_report_arguments(arguments)
-    output = options.output or _default_output(options.runs, "report.html")
+        return _write_rows(arguments[1:])
+    parser = _parser("", "default: report.html in the run folder")
+    # `live_report` starts this command with the two hidden options.
+    parser.add_argument("--watch", type=positive_number, metavar="SECONDS", help=argparse.SUPPRESS)
+    parser.add_argument("--since", type=float, default=0.0, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    output = _output(options, "report.html")
     if options.watch:
         return watch(options.runs[0], output, options.watch, options.since)
     print(write_report(options.runs, output))
@@ -43,82 +47,60 @@ def main(arguments: list[str] | None = None) -> None:
 def write_report(folders: list[Path], output: Path) -> Path:
     """Write the page of these runs, once."""
     records = [RunRecord(folder) for folder in folders]
-    names = names_of(records)
-    payloads = [
-        run_payload(
-            record,
-            track_record=track_record_of(record.run.path.resolve().parent, but=record.run.path),
-            name=name,
-        )
-        for record, name in zip(records, names, strict=True)
-    ]
+    names, payloads = names_of(records), []
+    for record, name in zip(records, names, strict=True):
+        beside = track_record_of(record.run.path.resolve().parent, but=record.run.path)
+        payloads.append(run_payload(record, track_record=beside, name=name))
     write_page(output, page_text(page_payload(payloads, None), " · ".join(names)))
     return output
 
 
-def write_rows(arguments: list[str]) -> None:
+def _write_rows(arguments: list[str]) -> None:
     """Write every logged row of these runs as CSV."""
-    options = parse_csv_arguments(arguments)
-    output = options.output or _default_output(options.runs, "metrics.csv")
+    options = _parser(" csv", "default: metrics.csv in the run folder").parse_args(arguments)
+    output = _output(options, "metrics.csv")
     records = [RunRecord(folder) for folder in options.runs]
     write_csv(output, records, names_of(records))
     print(output)
 
 
-def print_analysis(arguments: list[str]) -> None:
+def _analyze(arguments: list[str]) -> None:
     """Print one sentence a line, or JSON."""
-    options = parse_analyze_arguments(arguments)
+    parser = _parser(" analyze")
+    parser.add_argument(
+        "run", metavar="RUN", help="a run folder, or its address in the store of its checkpoints"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args(arguments)
     with records_of(options.run) as (folder, shown):
         record = RunRecord(folder)
         if not len(record.metrics):
-            raise UserError(
-                f"{shown}/{record.run.metrics.name}: no logged step yet; there is nothing to analyze"
-            )
+            what = f"{shown}/{record.run.metrics.name}: no logged step yet; there is nothing to analyze"
+            raise UserError(what)
         beside = track_record_of(folder.resolve().parent, but=folder) if Path(shown) == folder else []
         found = analyze(record, beside)
     text = [standing_text(found.standing, time.time()), *sentences(found)]
     print(json.dumps(asdict(found), indent=2) if options.json else "\n".join(filter(None, text)))
 
 
-def _default_output(folders: list[Path], name: str) -> Path:
-    if len(folders) > 1:
+def _parser(word: str, output: str | None = None) -> argparse.ArgumentParser:
+    """Make the parser of a word after the module's name. output: the help of --output, if it takes several runs."""
+    parser = OneLineParser(
+        prog=f"python -m pretraining.reporting{word}",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    if output is not None:
+        parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
+        parser.add_argument("--output", type=Path, metavar="FILE", help=output)
+    return parser
+
+
+def _output(options: argparse.Namespace, name: str) -> Path:
+    """Return --output, else the file of this name in the folder of the only run."""
+    if options.output is None and len(options.runs) > 1:
         raise UserError("several runs in one file: say where it goes with --output FILE")
-    return folders[0] / name
-
-
-def parse_report_arguments(arguments: list[str]) -> argparse.Namespace:
-    """Parse the words after `python -m pretraining.reporting`."""
-    parser = _parser("python -m pretraining.reporting")
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: report.html in the run folder")
-    # `live_report` starts this command with the two hidden options.
-    parser.add_argument("--watch", type=positive_number, metavar="SECONDS", help=argparse.SUPPRESS)
-    parser.add_argument("--since", type=float, default=0.0, help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
-
-
-def parse_csv_arguments(arguments: list[str]) -> argparse.Namespace:
-    """Parse the words after `csv`."""
-    parser = _parser("python -m pretraining.reporting csv")
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: metrics.csv in the run folder")
-    return parser.parse_args(arguments)
-
-
-def parse_analyze_arguments(arguments: list[str]) -> argparse.Namespace:
-    """Parse the words after `analyze`."""
-    parser = _parser("python -m pretraining.reporting analyze")
-    parser.add_argument(
-        "run", metavar="RUN", help="a run folder, or its address in the store of its checkpoints"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser.parse_args(arguments)
-
-
-def _parser(program: str) -> argparse.ArgumentParser:
-    return OneLineParser(
-        prog=program, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    return options.output or options.runs[0] / name
 
 
 if __name__ == "__main__":

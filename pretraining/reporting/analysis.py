@@ -24,6 +24,8 @@ SPIKE_SCORE = 8.0
 """Robust standard deviations above the median of the block before."""
 SPIKE_RISE = 1.08
 """A spike is also at least this multiple of that median: the noise of a quiet curve is no spike."""
+SPIKE_GAP = 8
+"""Rows between two spikes."""
 
 # The power law.
 EXPONENTS = np.geomspace(0.02, 2.0, 161)  # steps of 3 %
@@ -121,8 +123,15 @@ def analyze(record: RunRecord, track_record: Sequence[float] = ()) -> Analysis:
     found.budget_share = record.budget_share
     _rate(found, tokens, losses)
     found.phase = _phase(record, found, losses)
-    _target(found, record)
-    _head(found, record, tokens, losses)
+    found.target = record.recipe.get("report", {}).get("target_loss")
+    reached = found.loss if found.best_validation is None else found.best_validation
+    if found.target is not None and reached is not None:
+        found.target_is_met = reached <= found.target
+    found.heading_tokens = float(record.recipe.get("budget", {}).get("tokens") or tokens[-1])
+    # a power law can only fall: it says nothing of a curve that rises
+    if found.phase not in ("broken", "diverging"):
+        after = after_warm_up(record)
+        found.heading = forecast(tokens[after:], losses[after:], found.heading_tokens)
     return found
 
 
@@ -169,24 +178,6 @@ def _phase(record: RunRecord, found: Analysis, losses: np.ndarray) -> str:
     # 2 % below the peak: a schedule that wobbles is not yet in its decay
     falling = len(rates) > 2 and rates[-1] < rates[-2] and rates[-1] < 0.98 * rates.max()
     return "learning, with the learning rate falling" if falling else "learning"
-
-
-def _target(found: Analysis, record: RunRecord) -> None:
-    """Compare `report.target_loss` of the recipe with the best validation loss so far, else the training loss."""
-    found.target = record.recipe.get("report", {}).get("target_loss")
-    reached = found.loss if found.best_validation is None else found.best_validation
-    if found.target is not None and reached is not None:
-        found.target_is_met = reached <= found.target
-
-
-def _head(found: Analysis, record: RunRecord, tokens: np.ndarray, losses: np.ndarray) -> None:
-    budget = record.recipe.get("budget", {}).get("tokens")
-    found.heading_tokens = float(budget or tokens[-1])
-    # a power law can only fall: it says nothing of a curve that rises
-    if found.phase in ("broken", "diverging"):
-        return
-    after = after_warm_up(record)
-    found.heading = forecast(tokens[after:], losses[after:], found.heading_tokens)
 
 
 def after_warm_up(record: RunRecord) -> int:
@@ -238,7 +229,11 @@ def spike_rows(values: np.ndarray) -> list[int]:
             high[start : start + BLOCK] |= (block > level + SPIKE_SCORE * spread) & (
                 block > SPIKE_RISE * level
             )
-    return [_highest(values, run) for run in _runs(np.flatnonzero(high))]
+    rows = np.flatnonzero(high)
+    # rows that are close belong to one spike
+    spikes = np.split(rows, np.flatnonzero(np.diff(rows) > SPIKE_GAP) + 1) if len(rows) else []
+    heights = np.where(np.isfinite(values), values, np.inf)
+    return [int(spike[np.argmax(heights[spike])]) for spike in spikes]
 
 
 def _level_and_spread(before: np.ndarray) -> tuple[float, float]:
@@ -252,17 +247,6 @@ def _level_and_spread(before: np.ndarray) -> tuple[float, float]:
     residuals = before[rows] - level - slope * (rows - 1.5 * BLOCK)
     # 1.4826 makes the median absolute deviation a standard deviation, for normal noise
     return level, 1.4826 * np.median(np.abs(residuals)) + 1e-3 * abs(level)
-
-
-def _runs(rows: np.ndarray, gap: int = 8) -> list[np.ndarray]:
-    """Group rows: those closer than `gap` belong to one spike."""
-    if not len(rows):
-        return []
-    return np.split(rows, np.flatnonzero(np.diff(rows) > gap) + 1)
-
-
-def _highest(values: np.ndarray, rows: np.ndarray) -> int:
-    return int(rows[np.argmax(np.where(np.isfinite(values[rows]), values[rows], np.inf))])
 
 
 def forecast(tokens: np.ndarray, losses: np.ndarray, at_tokens: float) -> Forecast | None:
@@ -284,21 +268,21 @@ def forecast(tokens: np.ndarray, losses: np.ndarray, at_tokens: float) -> Foreca
     law = PowerLaw(floor, scale, exponent, unit)
     fitted = floor + scale * (x / unit) ** -exponent
     # residuals are scaled to equal noise before they are drawn: buckets have unequal numbers of rows
-    noisy = fitted[:, None] + _resampled((y - fitted) * np.sqrt(weights)) / np.sqrt(weights)[:, None]
+    residuals, points = (y - fitted) * np.sqrt(weights), len(y)
+    # in blocks, so that their slow waves stay; a fixed seed, so that a page written again shows the same interval
+    length = max(1, round(points ** (1 / 3)))
+    draws = np.random.default_rng(0).integers(0, points - length + 1, size=(-(-points // length), RESAMPLES))
+    drawn = (draws[:, None, :] + np.arange(length)[None, :, None]).reshape(-1, RESAMPLES)[:points]
+    noisy = fitted[:, None] + residuals[drawn] / np.sqrt(weights)[:, None]
     floors, scales, exponents = _fit(x / unit, noisy, weights)
     low, high = np.quantile(floors + scales * (at_tokens / unit) ** -exponents, [0.05, 0.95])
-    ends = [low, high, law.at(at_tokens), *_later_ends(x / unit, y, weights, at_tokens / unit)]
-    return Forecast(law.at(at_tokens), float(min(ends)), float(max(ends)), law)
-
-
-def _later_ends(x: np.ndarray, y: np.ndarray, weights: np.ndarray, at: float) -> list[float]:
-    """Fit the later parts of the curve alone, and read each law at `at`."""
-    ends = []
-    for first in (len(x) // 4, len(x) // 2):
+    ends = [low, high, law.at(at_tokens)]
+    for first in (len(x) // 4, len(x) // 2):  # the later parts of the curve alone
         if len(x) - first >= FEWEST_POINTS:
-            floor, scale, exponent = (part[0] for part in _fit(x[first:], y[first:, None], weights[first:]))
-            ends.append(float(floor + scale * at**-exponent))
-    return ends
+            parts = _fit(x[first:] / unit, y[first:, None], weights[first:])
+            floor, scale, exponent = (float(part[0]) for part in parts)
+            ends.append(PowerLaw(floor, scale, exponent, unit).at(at_tokens))
+    return Forecast(law.at(at_tokens), float(min(ends)), float(max(ends)), law)
 
 
 def _buckets(tokens: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -339,13 +323,3 @@ def _solve(powers: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[np.n
     scale = np.where(floor < 0, weights @ (powers * y) / (weights @ powers**2), scale)
     floor = np.maximum(floor, 0.0)
     return floor, scale, weights @ (floor + scale * powers - y) ** 2 / total
-
-
-def _resampled(residuals: np.ndarray) -> np.ndarray:
-    """Draw [points, RESAMPLES] residuals in blocks, so that their slow waves stay; the same at every call."""
-    points = len(residuals)
-    length = max(1, round(points ** (1 / 3)))
-    # A fixed seed: a page that is written again must not show another interval.
-    draws = np.random.default_rng(0).integers(0, points - length + 1, size=(-(-points // length), RESAMPLES))
-    rows = (draws[:, None, :] + np.arange(length)[None, :, None]).reshape(-1, RESAMPLES)[:points]
-    return residuals[rows]

@@ -19,8 +19,16 @@ POINTS_OF_PARTS, FEWEST_POINTS = 10_000, 20
 
 def curves_of(record: RunRecord) -> dict[str, dict]:
     """Give {metric: its points, as x columns and values}; if not every row is a point, also bucket means to smooth."""
-    shares = points_of(record.metrics.names())
-    return {name: _series(record, name, most_points) for name, most_points in shares.items()}
+    curves = {}
+    for name, most_points in points_of(record.metrics.names()).items():
+        rows, values = record.metrics.column(name)
+        kept = kept_points(values, most_points)
+        curve = curves[name] = {**_places(record, rows[kept]), "value": _numbers(values[kept])}
+        if len(values) > most_points:
+            middle, means, counts = bucket_means(values, most_points // (2 if name == "train/loss" else 3))
+            mean = {"value": _numbers(means), "count": counts.tolist()}
+            curve["mean"] = {**_places(record, rows[middle]), **mean}
+    return curves
 
 
 def points_of(names: list[str]) -> dict[str, int]:
@@ -29,20 +37,6 @@ def points_of(names: list[str]) -> dict[str, int]:
     shares = {name: POINTS_OF_PARTS // parts.get(name.rpartition("/")[0], 1) for name in names}
     points = {name: max(FEWEST_POINTS, min(POINTS, share)) for name, share in shares.items()}
     return points | ({"train/loss": POINTS_OF_LOSS} if "train/loss" in points else {})
-
-
-def _series(record: RunRecord, name: str, most_points: int) -> dict:
-    rows, values = record.metrics.column(name)
-    kept = kept_points(values, most_points)
-    points = {**_places(record, rows[kept]), "value": _numbers(values[kept])}
-    if len(values) > most_points:
-        middle, means, counts = bucket_means(values, most_points // (2 if name == "train/loss" else 3))
-        points["mean"] = {
-            **_places(record, rows[middle]),
-            "value": _numbers(means),
-            "count": counts.tolist(),
-        }
-    return points
 
 
 def _places(record: RunRecord, rows: np.ndarray) -> dict[str, list]:
@@ -126,14 +120,10 @@ def write_csv(path: Path, records: Sequence[RunRecord], names: Sequence[str]) ->
         for record, name in zip(records, names, strict=True):
             steps, tokens = (values.astype(np.int64).tolist() for values in (record.steps, record.tokens))
             hours = record.hours.round(6).tolist()
-            columns = [_cells(record, metric) for metric in metrics]
+            columns = []
+            for metric in metrics:
+                cells: list = [""] * len(steps)
+                for row, value in zip(*map(np.ndarray.tolist, record.metrics.column(metric)), strict=True):
+                    cells[row] = "NaN" if math.isnan(value) else value
+                columns.append(cells)
             writer.writerows(zip([name] * len(steps), steps, tokens, hours, *columns, strict=True))
-
-
-def _cells(record: RunRecord, metric: str) -> list:
-    """List a metric's value of every row, an empty text if the row has none."""
-    cells: list = [""] * len(record.metrics)
-    rows, values = record.metrics.column(metric)
-    for row, value in zip(rows.tolist(), values.tolist(), strict=True):
-        cells[row] = "NaN" if math.isnan(value) else value
-    return cells

@@ -5,12 +5,11 @@ import re
 import time
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
 from pretraining.planning.quantities import several
 from pretraining.reporting.run_record import RunRecord
 from pretraining.runtime.failures import Failure, read_failures
-from pretraining.runtime.heartbeat import Place, is_gone, read_place
+from pretraining.runtime.heartbeat import is_gone, read_place
 from pretraining.runtime.kernel_log import NO_MEMORY, Fault, kernel_faults
 from pretraining.runtime.run_folder import event_seconds, unix_seconds
 from pretraining.runtime.wall_time import Attempt, attempts, start_rows
@@ -41,10 +40,13 @@ class First:
 
 def attempts_of(record: RunRecord, state: str) -> list[Attempt]:
     """List the attempts of a run, oldest first. state: that of the run (`Standing.state`), for the last attempt."""
-    found, signs = attempts(record.events, record.last_written), _signs_of_life(record)
-    spans = itertools.pairwise([*start_rows(record.events), len(record.events)])
+    found, events = attempts(record.events, record.last_written), record.events
+    # the times of all rows, events and failures; infinity for one without a time
+    signs = [each.time for each in read_failures(record.run)]
+    signs += [*record.metrics.times, *map(event_seconds, events)]
+    spans = itertools.pairwise([*start_rows(events), len(events)])
     for attempt, (first, after) in zip(found, spans, strict=True):
-        is_last = after == len(record.events)
+        is_last = after == len(events)
         if attempt.end == "running" and state != "running":
             attempt.end = "silent" if state == "silent" else "crash"
         reached = max(record.event_steps[first:after])
@@ -52,19 +54,12 @@ def attempts_of(record: RunRecord, state: str) -> list[Attempt]:
             reached = max(reached, float(record.steps[-1]))
         attempt.from_step, attempt.to_step = int(record.event_steps[first]), int(reached)
         if attempt.end not in ("finished", "stopped"):
-            attempt.ended = _last_of(signs, attempt.began, float("inf") if is_last else attempt.held_until)
+            # its last sign of life; the next start is an event too
+            next_start = float("inf") if is_last else attempt.held_until
+            attempt.ended = max(
+                (each for each in signs if attempt.began <= each < next_start), default=attempt.began
+            )
     return found
-
-
-def _signs_of_life(record: RunRecord) -> list[float]:
-    """List the times of all rows, events and failures, in UNIX seconds; infinity for one without a time."""
-    failures = [each.time for each in read_failures(record.run)]
-    return [*record.metrics.times, *map(event_seconds, record.events), *failures]
-
-
-def _last_of(signs: list[float], began: float, next_start: float) -> float:
-    """Return the last sign of life between two starts; the next start is an event too."""
-    return max((each for each in signs if began <= each < next_start), default=began)
 
 
 class Evidence:
@@ -78,28 +73,30 @@ class Evidence:
         failures = read_failures(self.run)
         self.failures = [each for each in failures if attempt.began <= each.time <= self.until]
         # each start clears the heartbeats of the one before
-        self.places = list(filter(None, self._heartbeats())) if is_last else []
+        ranks = range(attempt.ranks) if is_last else ()
+        self.places = [place for rank in ranks if (place := read_place(self.run.heartbeats, rank))]
         self.faults = self._kernel_faults()
-
-    def _heartbeats(self) -> list[Place | None]:
-        return [read_place(self.run.heartbeats, rank) for rank in range(self.attempt.ranks)]
 
     def _kernel_faults(self) -> list[tuple[str, Fault]]:
         """List (host, fault): what the ranks kept when they failed, then this machine's log, if ranks ran here."""
-        kept = {(each.host, fault.text): fault for each in self.failures for fault in each.kernel}
+        faults = {(each.host, fault.text): fault for each in self.failures for fault in each.kernel}
         here = [place for place in self.places if is_gone(place)]
         if here:
-            now = kernel_faults(self.attempt.began)
             # only those that the kernel killed for memory, of all processes of this machine
             ours = {place.process for place in here} | {each.process for each in self.failures}
-            known = [fault for fault in now if fault.process is None or fault.process in ours]
-            kept |= {(here[0].host, fault.text): fault for fault in known}
-        found = [(host, fault) for (host, _), fault in kept.items() if fault.time <= self.until]
-        return sorted(found, key=lambda each: each[1].time)
+            now = [
+                each
+                for each in kernel_faults(self.attempt.began)
+                if each.process is None or each.process in ours
+            ]
+            faults |= {(here[0].host, fault.text): fault for fault in now}
+        of_attempt = [(host, fault) for (host, _), fault in faults.items() if fault.time <= self.until]
+        return sorted(of_attempt, key=lambda each: each[1].time)
 
     def fault_lines(self) -> list[str]:
         """Return what the kernels logged, with its meaning."""
-        return [_fault_text(host, fault) for host, fault in self.faults]
+        lines = [(f"{host}, {clock(fault.time)}: {fault.text}", fault.meaning) for host, fault in self.faults]
+        return [f"{text}: {meaning[0]}" if meaning else text for text, meaning in lines]
 
     def first(self) -> First:
         """Find what failed first. An error that only reports that another rank is gone comes last."""
@@ -113,12 +110,27 @@ class Evidence:
                 f"silent since {clock(self.attempt.ended)}: killed, or still at work; only "
                 f"{hosts or 'the machine of its ranks'} can tell"
             )
-        own = [each for each in self.failures if not each.is_consequence]
-        candidates = [_first_of(each) for each in own] + self._fatal_errors() + self._killed_for_memory()
+        candidates = [_first_of(each) for each in self.failures if not each.is_consequence]
+        candidates += self._fatal_errors()
+        # ranks that the kernel killed because memory was short
+        ranks = {place.process: place.rank for place in self.places}
+        candidates += [
+            First(f"killed by the kernel: {fault.meaning[0]}", "", ranks[fault.process], host, fault.time)
+            for host, fault in self.faults
+            if fault.process in ranks
+        ]
         if candidates:
             return min(candidates, key=lambda first: first.time or 0.0)
-        if self._silent_ranks:
-            return self._killed_from_outside()
+        # others wrote an error, these did not
+        silent = sorted(set(range(self.attempt.ranks)) - {each.rank for each in self.failures})
+        if self.failures and silent:
+            place = next((place for place in self.places if place.rank == silent[0]), None)
+            doing = f", {place.phase} at step {place.step}" if place else ""
+            who = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent[:8]))}"
+            what = (
+                f"{who} ended without an error of its own{doing}: killed from outside, or its machine is gone"
+            )
+            return First(what, "", silent[0], self._host(silent[0]))
         if self.failures:
             return _first_of(self.failures[0])
         return First(self.attempt.why or "all ranks ended without a word: killed, or their machine is gone")
@@ -128,42 +140,21 @@ class Evidence:
         found = []
         for rank in range(self.attempt.ranks):
             path = self.run.rank_log(rank)
+            log = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+            # cut at its starts: what is before the first, then the time and the text of each
+            _, *sections = re.split(r"^--- (\S+Z) .*$", log, flags=re.M)
+            starts = zip(sections[::2], sections[1::2], strict=True)
             # a process begins its section before it opens the run
-            texts = [text for began, text in _sections(path) if began <= self.attempt.began + 1]
+            texts = [text for when, text in starts if unix_seconds(when) <= self.attempt.began + 1]
             if texts and (fatal := _FATAL.search(texts[-1])):
                 found.append(First(fatal[1], display_path(path), rank, self._host(rank), self.attempt.ended))
         return found
 
-    def _killed_for_memory(self) -> list[First]:
-        """Find ranks that the kernel killed because memory was short."""
-        ranks = {place.process: place for place in self.places}
-        return [
-            First(f"killed by the kernel: {fault.meaning[0]}", "", place.rank, host, fault.time)
-            for host, fault in self.faults
-            if fault.process is not None and fault.meaning and (place := ranks.get(fault.process))
-        ]
-
-    @property
-    def _silent_ranks(self) -> list[int]:
-        """Ranks that wrote no error, if others did."""
-        return (
-            sorted(set(range(self.attempt.ranks)) - {each.rank for each in self.failures})
-            if self.failures
-            else []
-        )
-
-    def _killed_from_outside(self) -> First:
-        silent = self._silent_ranks
-        first = silent[0]
-        place = next((place for place in self.places if place.rank == first), None)
-        doing = f", {place.phase} at step {place.step}" if place else ""
-        who = f"rank {first}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent[:8]))}"
-        what = f"{who} ended without an error of its own{doing}: killed from outside, or its machine is gone"
-        return First(what, "", first, self._host(first))
-
     def _host(self, rank: int) -> str | None:
-        places = [place.host for place in self.places if place.rank == rank]
-        return next(iter([*places, *(each.host for each in self.failures if each.rank == rank)]), None)
+        hosts = {each.rank: each.host for each in self.failures} | {
+            each.rank: each.host for each in self.places
+        }
+        return hosts.get(rank)
 
     def others(self) -> list[str]:
         """Say in few lines what the other ranks met."""
@@ -173,79 +164,53 @@ class Evidence:
 
     def slow(self) -> list[str]:
         """Say since when ranks were slow, from the attempt's `straggler` events."""
-        found = []
+        lines = []
         for event in self.record.events:
-            if event.get("event") != "straggler" or not self._is_of_attempt(event):
-                continue
-            times = event["own_seconds"] / max(event["median_seconds"], 1e-9)
-            since = max(1, int(event.get("step", 0)) - int(event["steps"]) + 1)
-            found.append(
-                f"rank {event['rank']} on {event['host']} since step {since:,}: {times:.1f} x the median rank"
-            )
-        return found
-
-    def _is_of_attempt(self, event: dict) -> bool:
-        return self.attempt.began <= event_seconds(event) <= self.until
+            if event.get("event") == "straggler" and self.attempt.began <= event_seconds(event) <= self.until:
+                times = event["own_seconds"] / max(event["median_seconds"], 1e-9)
+                since = max(1, int(event.get("step", 0)) - int(event["steps"]) + 1)
+                who = f"rank {event['rank']} on {event['host']}"
+                lines.append(f"{who} since step {since:,}: {times:.1f} x the median rank")
+        return lines
 
     def advice(self, first: First) -> list[str]:
         """Say what to do about it, most important first."""
-        found = []
-        for host, fault in self.faults:
-            if fault.meaning and fault.process is None:
-                found.append(f"{host}: {fault.meaning[1]}")
-        text = first.what
-        if first.what.startswith("killed by the kernel"):
-            found.append(NO_MEMORY[1])
+        advice = [
+            f"{host}: {fault.meaning[1]}"
+            for host, fault in self.faults
+            if fault.meaning and fault.process is None
+        ]
+        text, end = first.what, self.attempt.end
+        more = ""
+        if text.startswith("killed by the kernel"):
+            more = NO_MEMORY[1]
         elif _OUT_OF_MEMORY.search(text):
-            found.append(
-                "take a smaller micro-batch, --set training.activation_checkpointing=true or a higher ZeRO stage; "
-                "train.py --plan says what fits"
-            )
+            more = "take a smaller micro-batch, --set training.activation_checkpointing=true or a higher ZeRO stage; "
+            more += "train.py --plan says what fits"
         elif _OUT_OF_HOST_MEMORY.search(text):
-            found.append(f"the machine had no memory left: {NO_MEMORY[1]}")
+            more = f"the machine had no memory left: {NO_MEMORY[1]}"
         elif _KERNEL_FAULT.search(text):
-            found.append(
-                "CUDA_LAUNCH_BLOCKING=1 names the kernel; without it the traceback's line is a later one"
-            )
+            more = "CUDA_LAUNCH_BLOCKING=1 names the kernel; without it the traceback's line is a later one"
         elif _MESSAGES.search(text):
-            found.append(
-                "run the doctor on these nodes (deepspeed --module pretraining.doctor); NCCL_DEBUG=WARN says more"
-            )
-        elif self.attempt.end == "hang":
-            found.append(
-                "the stacks say where each rank waited; the rank that did not arrive is the one to look at"
-            )
-        elif self.attempt.end == "silent":
-            found.append("look whether its processes live; if none does, it was killed")
+            more = "run the doctor on these nodes (deepspeed --module pretraining.doctor); NCCL_DEBUG=WARN says more"
+        elif end == "hang":
+            more = "the stacks say where each rank waited; the rank that did not arrive is the one to look at"
+        elif end == "silent":
+            more = "look whether its processes live; if none does, it was killed"
         elif first.rank is not None and "killed from outside" in text:
-            found.append(
-                f"look at {first.host or 'its host'}: kernel log (memory), the scheduler, power; this command says "
-                "more if it runs there"
-            )
-        return list(dict.fromkeys(found))
+            more = f"look at {first.host or 'its host'}: kernel log (memory), the scheduler, power; this command says "
+            more += "more if it runs there"
+        return list(dict.fromkeys([*advice, *filter(None, [more])]))
 
 
 def _first_of(failure: Failure) -> First:
     return First(failure.error, failure.where, failure.rank, failure.host, failure.time)
 
 
-def _fault_text(host: str, fault: Fault) -> str:
-    meaning = f": {fault.meaning[0]}" if fault.meaning else ""
-    return f"{host}, {clock(fault.time)}: {fault.text}{meaning}"
-
-
 def short(error: str) -> str:
     """Return the first line of an error, at most 160 characters of it."""
     line = error.partition("\n")[0]
     return line if len(line) <= 160 else f"{line[:159]}…"
-
-
-def _sections(path: Path) -> list[tuple[float, str]]:
-    """Cut a rank's log at its starts: (UNIX seconds, text)."""
-    if not path.is_file():
-        return []
-    parts = re.split(r"^--- (\S+Z) .*$", path.read_text(encoding="utf-8", errors="replace"), flags=re.M)
-    return [(unix_seconds(when), text) for when, text in zip(parts[1::2], parts[2::2], strict=True)]
 
 
 def clock(when: float) -> str:

@@ -49,23 +49,18 @@ def live_report(run: RunFolder, every_seconds: float | None) -> Iterator[None]:
 
 def _start(run: RunFolder, every_seconds: float) -> subprocess.Popen | None:
     watched = [str(run.path.resolve()), "--watch", str(every_seconds), "--since", str(time.time())]
+    # PYTHONPATH: train.py may have been started from any folder. One thread: the others are training's.
+    ours = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     try:
         return subprocess.Popen(
             [sys.executable, "-m", "pretraining.reporting", *watched],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            env=_environment(),
+            env={**variables_of_a_helper(), **ours},
             start_new_session=True,  # Ctrl-C is for training; the writer still has the last page to write
         )
     except OSError:  # no memory for a process: a run without a report is still a run
         return None
-
-
-def _environment() -> dict[str, str]:
-    """Give the writer one thread, and no variable that makes a process a rank."""
-    # PYTHONPATH: train.py may have been started from any folder.
-    ours = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    return {**variables_of_a_helper(), **ours}
 
 
 def _stop(writer: subprocess.Popen, has_news: bool) -> None:
@@ -96,32 +91,22 @@ def watch(folder: Path, output: Path, every_seconds: float, since: float = 0.0) 
         # wakes at once if the run ends: standard input is then readable
         is_over = bool(select.select([sys.stdin], [], [], pause)[0])
         began = time.monotonic()
-        record = _opened(folder, since) if record is None else record.refresh()
+        if record is None:
+            with contextlib.suppress(UserError):
+                record = RunRecord(folder)
+                # until the run has written something there is nothing to show
+                record = record if record.newest_seconds >= since - CLOCK_SECONDS else None
+        else:
+            record.refresh()
         if record is not None:
-            _write_once(record, output, None if is_over else every_seconds)
+            # Other runs are read only for the last page, because that takes time.
+            history = track_record_of(record.run.path.parent, but=record.run.path) if is_over else []
+            shown = [run_payload(record, live=not is_over, track_record=history)]
+            page = page_text(page_payload(shown, None if is_over else every_seconds), record.name)
+            with contextlib.suppress(OSError):  # a full disk: training reports it, and the next page may fit
+                write_page(output, page)
         # nine times as long as it wrote: a page of a long run takes seconds
         pause = max(every_seconds, 9 * (time.monotonic() - began)) if record else min(1.0, every_seconds)
-
-
-def _opened(folder: Path, since: float) -> RunRecord | None:
-    """Open the run; None until it has written something."""
-    try:
-        record = RunRecord(folder)
-    except UserError:
-        return None
-    return record if record.newest_seconds >= since - CLOCK_SECONDS else None
-
-
-def _write_once(record: RunRecord, output: Path, every_seconds: float | None) -> None:
-    # Other runs are read only for the last page, because that takes time.
-    history = [] if every_seconds else track_record_of(record.run.path.parent, but=record.run.path)
-    payload = page_payload(
-        [run_payload(record, live=bool(every_seconds), track_record=history)], every_seconds
-    )
-    try:
-        write_page(output, page_text(payload, record.name))
-    except OSError:  # such as a full disk: training reports it, and the next page may fit
-        return
 
 
 def give_way() -> None:

@@ -5,7 +5,8 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -21,7 +22,7 @@ from pretraining.reporting.words import sentences
 from pretraining.runtime.console_log import console_tail
 from pretraining.runtime.durable_files import replacing
 from pretraining.runtime.run_folder import event_seconds, trained_on_processor
-from pretraining.runtime.wall_time import CAUSES
+from pretraining.runtime.wall_time import CAUSES, WallTime
 from pretraining.schema import filled
 
 PAGE = Path(__file__).resolve().parent / "assets"
@@ -68,6 +69,9 @@ QUANTITIES = {
     "checkpoint_bytes": ("bytes", "A checkpoint"),
 }
 """{quantity of plan.json's `predicted`: (its unit, its name on the page)}"""
+FACTS = ("parameters", "tokens", "steps", "tokens_per_step", "sequence_length", "world_size", "micro_batch")
+FACTS += ("accumulation_steps", "deepspeed", "training_flops", "tokens_per_parameter")
+"""What the page shows of a plan: what fits one line each."""
 ON_PROCESSOR = "Peak memory, beyond what the process held before the model"
 
 
@@ -78,7 +82,12 @@ def page_text(payload: dict, title: str) -> str:
     """
     # Inside a script element only `<` could end it.
     data = json.dumps(_finite(payload), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    parts = {**_fixed_parts(), "title": html.escape(title), "data": data.replace("<", "\\u003c")}
+    parts = {
+        "style": _joined(STYLES),
+        "script": _joined(SCRIPTS),
+        "title": html.escape(title),
+        "data": data.replace("<", "\\u003c"),
+    }
     # Cut at the placeholders and not replaced one by one: a run's text may hold "{{data}}" itself.
     pieces = (PAGE / "index.html").read_text(encoding="utf-8").split("{{")
     filled = [pieces[0]]
@@ -99,11 +108,8 @@ def _finite(value: Any) -> Any:
 
 
 @cache
-def _fixed_parts() -> dict[str, str]:
-    def joined(names: Iterable[str]) -> str:
-        return "\n".join((PAGE / name).read_text(encoding="utf-8") for name in names)
-
-    return {"style": joined(STYLES), "script": joined(SCRIPTS)}
+def _joined(names: tuple[str, ...]) -> str:
+    return "\n".join((PAGE / name).read_text(encoding="utf-8") for name in names)
 
 
 def write_page(path: Path, text: str) -> None:
@@ -119,7 +125,15 @@ def page_payload(runs: list[dict], every_seconds: float | None) -> dict:
     """
     differing = settings_that_differ(runs)
     for number, run in enumerate(runs):
-        run["label"] = _label(run["name"], {key: values[number] for key, values in differing.items()})
+        # with the first settings in which it differs, as many as a legend has room for
+        ours = {key: values[number] or "left out" for key, values in differing.items()}
+        ours = {key: value for key, value in ours.items() if not key.startswith("environment.")}
+        shown = [
+            f"{key} {value if len(value) <= LONGEST_VALUE else f'{value[: LONGEST_VALUE - 1]}…'}"
+            for key, value in list(ours.items())[:MOST_IN_LABEL]
+        ]
+        shown += [f"{len(ours) - len(shown)} more"] if len(ours) > len(shown) else []
+        run["label"] = f"{run['name']}: {', '.join(shown)}" if shown else run["name"]
     return {
         "runs": runs,
         "settings": [[key, *values] for key, values in differing.items()],
@@ -134,7 +148,15 @@ def settings_that_differ(runs: Sequence[dict]) -> dict[str, list[str | None]]:
     None: the run's recipe does not have the key. What a recipe leaves out counts with its default. After the recipe's
     keys come the number of ranks, the device and the versions.
     """
-    flats = [_flat(filled(run["recipe"], recipe_schema())) | _surroundings(run) for run in runs]
+    flats = []
+    for run in runs:
+        environment, ranks = run["environment"], run["plan"]["facts"].get("world_size")
+        names = ("device", "versions", "git_commit")
+        around = {} if ranks is None else {"ranks": ranks}
+        around["environment"] = {
+            name: environment[name] for name in names if environment.get(name) is not None
+        }
+        flats.append(_flat(filled(run["recipe"], recipe_schema())) | _flat(around))
     # a dict, because it keeps the order of the keys
     keys = {
         key: None for flat in flats for key in flat if key.partition(".")[0] not in ("name", "description")
@@ -146,13 +168,6 @@ def settings_that_differ(runs: Sequence[dict]) -> dict[str, list[str | None]]:
     }
 
 
-def _surroundings(run: dict) -> dict[str, Any]:
-    environment, ranks = run["environment"], run["plan"]["facts"].get("world_size")
-    names = ("device", "versions", "git_commit")
-    found = {name: environment[name] for name in names if environment.get(name) is not None}
-    return _flat({"environment": found} if ranks is None else {"ranks": ranks, "environment": found})
-
-
 def _flat(value: Any, key: str = "") -> dict[str, Any]:
     """Take a JSON value apart: {dotted key: single value}. A list of single values stays whole."""
     if isinstance(value, list) and any(isinstance(item, dict) for item in value):
@@ -161,18 +176,6 @@ def _flat(value: Any, key: str = "") -> dict[str, Any]:
         return {key: value}
     parts = [_flat(item, f"{key}.{name}" if key else str(name)) for name, item in value.items()]
     return {name: item for part in parts for name, item in part.items()}
-
-
-def _label(name: str, settings: dict[str, str | None]) -> str:
-    """Name a run with the first settings in which it differs, which a legend has room for."""
-    ours = {key: value or "left out" for key, value in settings.items() if not key.startswith("environment.")}
-    shown = [f"{key} {_cut(value, LONGEST_VALUE)}" for key, value in list(ours.items())[:MOST_IN_LABEL]]
-    more = [f"{len(ours) - len(shown)} more"] if len(ours) > len(shown) else []
-    return f"{name}: {', '.join([*shown, *more])}" if shown else name
-
-
-def _cut(text: str, length: int) -> str:
-    return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
 def names_of(records: Sequence[RunRecord]) -> list[str]:
@@ -197,12 +200,13 @@ def run_payload(
         name: what the page calls the run; None for its recipe's name.
     """
     found, metrics = analyze(record, track_record), record.metrics
+    times = [event_seconds(event) for event in record.events[:1]] + list(metrics.times[:1])
     return {
         "name": name or record.name,
         "folder": str(record.run.path),
         "description": str(record.recipe.get("description") or ""),
         **_standing(record, found, live),
-        "began": _began(record),
+        "began": min(filter(math.isfinite, times), default=None),
         "num_rows": len(metrics),
         "broken_lines": metrics.broken_lines,
         "last": {name: _plain(metrics.last(name)) for name in metrics.names()},
@@ -212,10 +216,15 @@ def run_payload(
         "budget": record.recipe.get("budget") or {},
         "phase": found.phase,
         "sentences": sentences(found),
-        "spent": _spent(found),
+        "spent": _spent(found.wall_time),
         "series": curves_of(record),
         "marks": marks_of(record, found.spikes),
-        "heading": _heading(found),
+        "heading": found.heading
+        and {
+            "tokens": found.heading_tokens,
+            **{name: getattr(found.heading, name) for name in ("loss", "low", "high")},
+            **asdict(found.heading.law),
+        },
         "target": found.target,
         "best_validation": _plain(found.best_validation),
         "plan": plan_beside_measured(record),
@@ -249,36 +258,12 @@ def _standing(record: RunRecord, found: Analysis, live: bool | None) -> dict:
     }
 
 
-def _began(record: RunRecord) -> float | None:
-    """Find the UNIX seconds of the first event or row."""
-    times = [event_seconds(event) for event in record.events[:1]] + list(record.metrics.times[:1])
-    times = [moment for moment in times if math.isfinite(moment)]
-    return min(times) if times else None
-
-
-def _spent(found: Analysis) -> dict | None:
+def _spent(spent: WallTime | None) -> dict | None:
     """Give the wall time, in seconds, and each cause of lost time: its name, its seconds and its share."""
-    spent = found.wall_time
     if spent is None or not spent.seconds:
         return None
     lost = [[CAUSES[cause], spent.lost[cause], share] for cause, share in spent.shares.items()]
     return {"seconds": spent.seconds, "ranks": spent.rank_seconds, "counted": spent.counted, "lost": lost}
-
-
-def _heading(found: Analysis) -> dict | None:
-    if found.heading is None:
-        return None
-    law = found.heading.law
-    return {
-        "tokens": found.heading_tokens,
-        "loss": found.heading.loss,
-        "low": found.heading.low,
-        "high": found.heading.high,
-        "floor": law.floor,
-        "scale": law.scale,
-        "exponent": law.exponent,
-        "unit": law.unit,
-    }
 
 
 def marks_of(record: RunRecord, spike_steps: list[int]) -> list[dict]:
@@ -286,8 +271,17 @@ def marks_of(record: RunRecord, spike_steps: list[int]) -> list[dict]:
 
     Marks are events that have a place on the curves, spikes that no event reports, and the checkpoints on disk.
     """
-    placed = zip(record.events, record.event_steps, strict=True)
-    marks = [_event_mark(record, *each) for each in placed if each[0].get("event") not in (None, *ROUTINE)]
+    marks: list[dict] = []
+    for event, step in zip(record.events, record.event_steps, strict=True):
+        if event.get("event") in (None, *ROUTINE):
+            continue
+        kind = str(event["event"])
+        level = LEVELS.get(kind, str(event.get("level", "note")))
+        hidden = ("event", "time", "step", "export")
+        text = _brief({key: value for key, value in event.items() if key not in hidden and value is not None})
+        label = f"{kind.replace('_', ' ')} at step {step:,.0f}" + (f": {text[:280]}" if text else "")
+        level = level if level in ("bad", "warn", "note") else "note"
+        marks.append({"kind": kind, "level": level, "label": label, **record.at_step(step)})
     reported = [mark["step"] for mark in marks if mark["kind"] in ("spike", "rollback", "alert")]
     # An event names the exact step; the row that shows it may be some steps later.
     near = max(2.0, NEAR * (float(record.steps[-1]) if len(record.steps) else 0))
@@ -295,28 +289,11 @@ def marks_of(record: RunRecord, spike_steps: list[int]) -> list[dict]:
         if not any(abs(step - other) <= near for other in reported):
             label = f"spike of the loss at step {step:,}"
             marks.append({"kind": "spike", "level": "bad", "label": label, **record.at_step(step)})
-    marks += [_checkpoint_mark(record, step) for step in record.checkpoint_steps()]
+    for step in record.checkpoint_steps():
+        label = f"checkpoint of step {step:,}, on disk"
+        marks.append({"kind": "checkpoint", "level": "good", "label": label, **record.at_step(step)})
     # the newest are kept
     return sorted(marks, key=lambda mark: mark["step"])[-MOST_MARKS:]
-
-
-def _event_mark(record: RunRecord, event: dict, step: float) -> dict:
-    kind = str(event["event"])
-    level = LEVELS.get(kind, str(event.get("level", "note")))
-    details = {key: value for key, value in event.items() if key not in ("event", "time", "step", "export")}
-    text = _brief({key: value for key, value in details.items() if value is not None})
-    label = f"{kind.replace('_', ' ')} at step {step:,.0f}" + (f": {text[:280]}" if text else "")
-    return {
-        "kind": kind,
-        "level": level if level in ("bad", "warn", "note") else "note",
-        "label": label,
-        **record.at_step(step),
-    }
-
-
-def _checkpoint_mark(record: RunRecord, step: int) -> dict:
-    label = f"checkpoint of step {step:,}, on disk"
-    return {"kind": "checkpoint", "level": "good", "label": label, **record.at_step(step)}
 
 
 def _brief(value: Any) -> str:
@@ -342,9 +319,15 @@ def plan_beside_measured(record: RunRecord) -> dict:
     measured_at_end = (ends[-1].get("measured") or {}) if ends else {}
     pairs = []
     on_processor = trained_on_processor(record.environment)
-    found = {**_sizes(record), **measured_at_end, **record.speed()}
+    measured = {"peak_memory_bytes": record.metrics.last("memory/peak_bytes"), "checkpoint_bytes": None}
+    folders = [path.parent for path in record.run.path.glob("checkpoint-*/committed.json")]
+    if folders:
+        newest = max(folders, key=lambda folder: folder.stat().st_mtime)
+        files = [path for path in newest.rglob("*") if path.is_file()]
+        measured["checkpoint_bytes"] = float(sum(path.stat().st_size for path in files))
+    measured |= {**measured_at_end, **record.speed()}
     if not ends:
-        found.pop("training_seconds", None)  # the plan's is that of the whole run
+        measured.pop("training_seconds", None)  # the plan's is that of the whole run
     for quantity, (unit, label) in QUANTITIES.items():
         pair = {
             "quantity": quantity,
@@ -352,41 +335,12 @@ def plan_beside_measured(record: RunRecord) -> dict:
             "label": ON_PROCESSOR if on_processor and quantity == "peak_memory_bytes" else label,
             "unit": unit,
             "predicted": predicted.get(quantity),
-            "measured": found.get(quantity),
+            "measured": measured.get(quantity),
         }
         if pair["predicted"] is not None or pair["measured"] is not None:
             pairs.append(pair)
-    return {"facts": _facts(record.plan), "pairs": pairs}
-
-
-def _sizes(record: RunRecord) -> dict[str, float | None]:
-    return {
-        "peak_memory_bytes": record.metrics.last("memory/peak_bytes"),
-        "checkpoint_bytes": _checkpoint_bytes(record),
-    }
-
-
-def _checkpoint_bytes(record: RunRecord) -> float | None:
-    folders = [path.parent for path in record.run.path.glob("checkpoint-*/committed.json")]
-    if not folders:
-        return None
-    newest = max(folders, key=lambda folder: folder.stat().st_mtime)
-    return float(sum(path.stat().st_size for path in newest.rglob("*") if path.is_file()))
-
-
-def _facts(plan: dict) -> dict:
-    """Take from the plan what fits one line each."""
-    names = (
-        "parameters",
-        "tokens",
-        "steps",
-        "tokens_per_step",
-        "sequence_length",
-        "world_size",
-        "micro_batch",
-    )
-    names += ("accumulation_steps", "deepspeed", "training_flops", "tokens_per_parameter")
-    return {name: plan[name] for name in names if plan.get(name) is not None}
+    facts = {name: record.plan[name] for name in FACTS if record.plan.get(name) is not None}
+    return {"facts": facts, "pairs": pairs}
 
 
 def _events(record: RunRecord) -> list[dict]:
@@ -395,7 +349,7 @@ def _events(record: RunRecord) -> list[dict]:
     notable = [number for number, is_routine in enumerate(routine) if not is_routine][-MOST_EVENTS // 2 :]
     saves = [number for number, is_routine in enumerate(routine) if is_routine][-MOST_EVENTS // 2 :]
     return [
-        {**_short(record.events[n]), "step": record.event_steps[n], "routine": routine[n]}
+        {**_plain(record.events[n]), "step": record.event_steps[n], "routine": routine[n]}
         for n in sorted(notable + saves)
     ]
 
@@ -404,9 +358,8 @@ def _samples(record: RunRecord) -> dict:
     """Tabulate the samples: {"prompts", "steps": [[step, text of each prompt or None], ...]}, spread over the run."""
     by_step: dict[int, dict[str, str]] = {}
     for sample in record.samples:
-        text = (
-            sample["text"] if isinstance(sample.get("text"), str) else json.dumps(sample, ensure_ascii=False)
-        )
+        text = sample.get("text")
+        text = text if isinstance(text, str) else json.dumps(sample, ensure_ascii=False)
         # a step that was repeated is there twice: the newer text counts
         by_step.setdefault(sample["step"], {})[str(sample.get("prompt") or "")] = _plain(text)
     steps = {step: by_step[step] for step in _spread(sorted(by_step), MOST_SAMPLED_STEPS)}
@@ -419,18 +372,14 @@ def _samples(record: RunRecord) -> dict:
 
 def _scores(record: RunRecord) -> dict:
     """Tabulate the evaluations, spread over the run: {"names", "rows": [[step, value, ...], ...]}."""
-    columns = {
-        name: record.metrics.column(name) for name in record.metrics.names() if name.startswith("eval/")
-    }
+    names = [name for name in record.metrics.names() if name.startswith("eval/")]
     by_step: dict[float, dict] = {}
-    for name, (rows, values) in columns.items():
-        for row, value in zip(rows, values, strict=True):
+    for name in names:
+        for row, value in zip(*record.metrics.column(name), strict=True):
             by_step.setdefault(float(record.steps[row]), {})[name] = _plain(float(value))
     chosen = _spread(sorted(by_step), MOST_SCORES)
-    return {
-        "names": list(columns),
-        "rows": [[step, *(by_step[step].get(name) for name in columns)] for step in chosen],
-    }
+    rows = [[step, *(by_step[step].get(name) for name in names)] for step in chosen]
+    return {"names": names, "rows": rows}
 
 
 def _spread(items: list, most: int) -> list:
@@ -438,10 +387,6 @@ def _spread(items: list, most: int) -> list:
     if len(items) <= most:
         return list(items)
     return [items[i] for i in np.unique(np.linspace(0, len(items) - 1, most).round().astype(int))]
-
-
-def _short(row: dict) -> dict:
-    return {key: _plain(value) for key, value in row.items()}
 
 
 def _plain(value: Any) -> Any:

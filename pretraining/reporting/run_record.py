@@ -3,7 +3,6 @@
 import math
 import time
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,7 +72,7 @@ class RunRecord:
         self.refresh()
 
     def refresh(self) -> "RunRecord":
-        """Read what is new."""
+        """Read what is new; return this record."""
         self.metrics.read()
         self.events = read_events(self.run.events)
         self.samples = [row for row in read_rows(self.run.samples) if isinstance(row.get("step"), int)]
@@ -100,7 +99,12 @@ class RunRecord:
             began = min([times[0], *(event_seconds(event) for event in self.events[:1])])
             self.hours = np.maximum(0.0, times - began) / 3600
         else:
-            self.hours = self._training_hours()
+            rows, seconds = self.metrics.column(SECONDS)
+            self.hours = np.zeros(len(self.steps))
+            if len(rows):
+                # A row has the seconds of one step, averaged since the row before.
+                done = np.cumsum(np.diff(self.steps[rows], prepend=first_step(self.events)) * seconds)
+                self.hours = np.interp(self.steps, self.steps[rows], done) / 3600
         self.event_steps = self._steps_of_events()
         self._place_newest()
 
@@ -120,14 +124,6 @@ class RunRecord:
             hours += max(0.0, self.last_written - self.metrics.times[-1]) / 3600
         newest = {"step": self.newest_step, "tokens": tokens, "hours": hours}
         self._known = {name: np.append(known, newest[name]) for name, known in self._known.items()}
-
-    def _training_hours(self) -> np.ndarray:
-        rows, seconds = self.metrics.column("throughput/step_seconds")
-        if not len(rows):
-            return np.zeros(len(self.steps))
-        # A row has the seconds of one step, averaged since the row before.
-        done = np.cumsum(np.diff(self.steps[rows], prepend=first_step(self.events)) * seconds)
-        return np.interp(self.steps, self.steps[rows], done) / 3600
 
     def tokens_at(self, step: int) -> int:
         """Return the tokens of so many steps by the recipe's step sizes; 0 if it has none."""
@@ -150,10 +146,6 @@ class RunRecord:
             return None
         validations, _ = self.metrics.column("eval/loss")
         validated = self.metrics.times[validations[-1]] if len(validations) else 0.0
-        return WallTime.of(self.events, self._timed_rows(), self.last_written, validated)
-
-    def _timed_rows(self) -> Iterator[Row]:
-        """Yield what the rows that time a step say about time."""
         columns = {}
         for field_name, metric in METRICS.items():
             rows, values = self.metrics.column(metric)
@@ -161,8 +153,8 @@ class RunRecord:
             columns[field_name][rows] = values
         timed, _ = self.metrics.column(SECONDS)
         places = np.stack([self.steps, np.array(self.metrics.times), *columns.values()])
-        for row in places[:, timed].T.tolist():
-            yield Row(*row)
+        rows_of_steps = [Row(*row) for row in places[:, timed].T.tolist()]
+        return WallTime.of(self.events, rows_of_steps, self.last_written, validated)
 
     def speed(self) -> dict[str, float]:
         """Average over all kept steps: {"tokens_per_second", "step_seconds", "training_seconds", "mfu"}, if known."""
@@ -171,7 +163,7 @@ class RunRecord:
         return speed | ({"mfu": utilization.tokens / utilization.seconds} if utilization.seconds else {})
 
     def _totals(self, rate: str) -> StepTotals:
-        rows, seconds = self.metrics.column("throughput/step_seconds")
+        rows, seconds = self.metrics.column(SECONDS)
         rated, rates = self.metrics.column(f"throughput/{rate}")
         _, of_both, of_rates = np.intersect1d(rows, rated, assume_unique=True, return_indices=True)
         columns = self.steps[rows[of_both]], seconds[of_both], rates[of_rates]
@@ -240,7 +232,6 @@ class RunRecord:
 
     @property
     def state(self) -> str:
-        """Give the state at this moment."""
         return self.standing().state
 
     @property
@@ -361,17 +352,13 @@ class MetricsFile:
         self.times.append(row["time"] if isinstance(row.get("time"), int | float) else math.nan)
         for name, value in row.items():
             if name not in PLACE and isinstance(value, int | float):
-                rows, values = self._column(name)
+                known = self._names.get(name)
+                if known is None:
+                    known = self._names[name] = grouped(name)
+                    self.columns.setdefault(known, (array("q"), array("d")))
+                rows, values = self.columns[known]
                 rows.append(number)
                 values.append(value)
-
-    def _column(self, name: str) -> tuple[array, array]:
-        known = self._names.get(name)
-        if known is None:
-            known = self._names[name] = grouped(name)
-        if known not in self.columns:
-            self.columns[known] = (array("q"), array("d"))
-        return self.columns[known]
 
 
 def _parsed(line: bytes) -> dict | None:

@@ -5,7 +5,7 @@ import statistics
 import time
 
 from pretraining.planning.comparison import measured_beside_planned
-from pretraining.planning.quantities import dollars, duration
+from pretraining.planning.quantities import dollars, duration, several
 from pretraining.reporting.analysis import Analysis
 from pretraining.reporting.run_record import RunRecord, Standing
 from pretraining.runtime.run_folder import RunFolder
@@ -26,8 +26,25 @@ PHASES = {
 
 def sentences(found: Analysis) -> list[str]:
     """Say what the analysis found, most important first. The run's state is not in it (`standing_text`)."""
-    parts = [_phase(found), _loss(found), _rate(found), _spikes(found), _target(found), _heading(found)]
-    return [part for part in [*parts, _goodput(found), _cost(found)] if part]
+    state = found.standing.state
+    phase = PHASES.get(found.phase, f"The run {'is' if state == 'running' else 'was'} {found.phase}.")
+    if found.budget_share is not None and state != "finished":
+        phase += f" {found.budget_share:.0%} of its tokens are spent."
+    parts = [
+        phase,
+        _loss(found),
+        _rate(found),
+        _spikes(found),
+        _target(found),
+        _heading(found),
+        _goodput(found),
+    ]
+    if found.dollars is not None:
+        cost = f"It has cost {dollars(found.dollars)}"
+        if state != "finished" and found.dollars_at_end is not None:
+            cost += f", and will have cost {dollars(found.dollars_at_end)} at its end, without failures"
+        parts.append(f"{cost}.")
+    return [part for part in parts if part]
 
 
 def standing_text(standing: Standing, now: float) -> str:
@@ -52,14 +69,6 @@ def standing_text(standing: Standing, now: float) -> str:
         "hang": f"It hung after step {standing.step:,} and ended, {since}. {continues}",
         "gave up": f"It gave up at step {standing.step:,}, {since}{reason}. Look at it before you start it again.",
     }.get(standing.state, "")
-
-
-def _phase(found: Analysis) -> str:
-    state = found.standing.state
-    text = PHASES.get(found.phase, f"The run {'is' if state == 'running' else 'was'} {found.phase}.")
-    if found.budget_share is not None and state != "finished":
-        text += f" {found.budget_share:.0%} of its tokens are spent."
-    return text
 
 
 def _loss(found: Analysis) -> str:
@@ -124,25 +133,16 @@ def _heading(found: Analysis) -> str:
     if found.heading is None or found.standing.state == "finished":
         return ""
     made = found.heading
-    return (
-        f"A power law through the curve so far leads to a training loss of {made.loss:.3f} "
-        f"({made.low:.3f} to {made.high:.3f}) at {found.heading_tokens:,.0f} tokens; "
-        f"what a falling learning rate still brings is not in it.{_track_record(found)}"
-    )
-
-
-def _track_record(found: Analysis) -> str:
-    if not found.track_record:
-        return ""
-    # with its sign: a median that is not near 0 shows a bias
-    middle = statistics.median(found.track_record)
-    # the sign is kept: too high and too low differ
-    worst = max(found.track_record, key=abs)
-    runs = f"{len(found.track_record)} finished run{'s' if len(found.track_record) > 1 else ''} beside it"
-    return (
-        f" Such fits on the first halves of {runs} were off by {middle:+.1%} in the median, "
-        f"{worst:+.1%} at worst."
-    )
+    text = f"A power law through the curve so far leads to a training loss of {made.loss:.3f} "
+    text += f"({made.low:.3f} to {made.high:.3f}) at {found.heading_tokens:,.0f} tokens; "
+    text += "what a falling learning rate still brings is not in it."
+    if found.track_record:
+        # with their signs: a median that is not near 0 shows a bias
+        middle, worst = statistics.median(found.track_record), max(found.track_record, key=abs)
+        runs = f"{several(len(found.track_record), 'finished run')} beside it"
+        text += f" Such fits on the first halves of {runs} were off by {middle:+.1%} in the median, "
+        text += f"{worst:+.1%} at worst."
+    return text
 
 
 def _goodput(found: Analysis) -> str:
@@ -164,51 +164,28 @@ def lost_words(spent: WallTime, least: float = 0.0005) -> str:
     )
 
 
-def _cost(found: Analysis) -> str:
-    if found.dollars is None:
-        return ""
-    text = f"It has cost {dollars(found.dollars)}"
-    if found.standing.state != "finished" and found.dollars_at_end is not None:
-        text += f", and will have cost {dollars(found.dollars_at_end)} at its end, without failures"
-    return f"{text}."
-
-
 def report_end(run: RunFolder) -> None:
     """Print, on rank 0, the results of a finished run, what it took, and where its files are."""
-    if os.environ.get("RANK", "0") == "0":
-        print(end_text(RunRecord(run.path)), flush=True)
-
-
-def end_text(record: RunRecord) -> str:
-    """Write the results of a finished run, what it took, and where its files are, from its files."""
-    run, end = record.run, record.run.last_event("end")
-    bits, unigram, trained = (
-        end["eval_bits_per_byte"],
-        end["unigram_bits_per_byte"],
-        record.metrics.last("train/loss"),
-    )
-    result = (
-        f"validation loss {end['eval_loss']:.4f} nats per token, {bits:.4f} bits per byte "
-        f"({bits / unigram:.3f} of the unigram entropy {unigram:.4f}, which frequencies of tokens alone reach)"
-        + ("" if trained is None else f"; training loss of the last row {trained:.4f}")
-    )
+    if os.environ.get("RANK", "0") != "0":
+        return
+    record, end = RunRecord(run.path), run.last_event("end")
+    bits, unigram = end["eval_bits_per_byte"], end["unigram_bits_per_byte"]
+    result = f"validation loss {end['eval_loss']:.4f} nats per token, {bits:.4f} bits per byte "
+    result += f"({bits / unigram:.3f} of the unigram entropy {unigram:.4f}, which frequencies of tokens alone reach)"
+    if (trained := record.metrics.last("train/loss")) is not None:
+        result += f"; training loss of the last row {trained:.4f}"
+    # without stops on request, which may last for days
+    seconds = WallTime.of(record.events, (), record.last_written).seconds
+    steps, tokens = record.taken()
+    took = f"{steps:,.0f} steps, {tokens:,.0f} tokens in {duration(max(1.0, seconds))}"
+    if speed := record.speed():
+        took += f", {duration(speed['training_seconds'])} of them in its steps: "
+        took += f"{speed['tokens_per_second']:,.0f} tokens/s"
     rows = {
         "result": result,
-        "took": _taken(record),
+        "took": took,
         "measured": measured_beside_planned(run.path),
         "export": display_path(run.export),
         "report": display_path(run.report) if record.recipe.get("report", {}).get("every_seconds") else "",
     }
-    return "\n".join(f"{label:<10}{value}" for label, value in rows.items() if value)
-
-
-def _taken(record: RunRecord) -> str:
-    """Say what a run took: steps, tokens, and time since the first start without stops on request."""
-    # a stop on request may last for days
-    seconds = WallTime.of(record.events, (), record.last_written).seconds
-    steps, tokens = record.taken()
-    text = f"{steps:,.0f} steps, {tokens:,.0f} tokens in {duration(max(1.0, seconds))}"
-    if speed := record.speed():
-        rate = f"{speed['tokens_per_second']:,.0f} tokens/s"
-        text += f", {duration(speed['training_seconds'])} of them in its steps: {rate}"
-    return text
+    print("\n".join(f"{label:<10}{value}" for label, value in rows.items() if value), flush=True)

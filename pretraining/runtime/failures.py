@@ -15,10 +15,12 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from pretraining.errors import UserError
+from pretraining.outside.files import COUNT
 from pretraining.outside.masking import masked
 from pretraining.runtime.durable_files import append_row, read_rows
 from pretraining.runtime.kernel_log import Fault, kernel_faults
 from pretraining.runtime.run_folder import RunFolder
+from pretraining.schema import fits
 
 LONGEST_ERROR, LONGEST_TRACEBACK = 2000, 20_000
 """Characters; of a traceback the end is kept."""
@@ -55,12 +57,11 @@ class Failure:
 
     @property
     def is_consequence(self) -> bool:
-        """Say if the error only reports that another rank is gone."""
+        """Return whether the error only reports that another rank is gone."""
         return not self.expected and bool(_CONSEQUENCES.search(self.error))
 
     @property
     def kernel(self) -> list[Fault]:
-        """Return the faults."""
         return [Fault(**fault) for fault in self.faults]
 
 
@@ -74,46 +75,60 @@ def kept_failure(run: RunFolder) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if run.has_begun or not isinstance(error, UserError):
-            # a full disk, or a folder that is gone, must not hide the error itself
-            with contextlib.suppress(OSError):
-                append_row(run.failures(_rank()), asdict(_failure_of(error, began)))
-                run.fail()
+        expected = isinstance(error, UserError)
+        if run.has_begun or not expected:
+            _keep(
+                run,
+                masked(str(error) if expected else f"{type(error).__name__}: {error}")[:LONGEST_ERROR],
+                where=_place(error),
+                traceback=masked("".join(traceback.format_exception(error)))[-LONGEST_TRACEBACK:],
+                expected=expected,
+                faults=tuple(asdict(fault) for fault in kernel_faults(began)),
+            )
         raise
 
 
 def keep_end_by_launcher(run: RunFolder) -> None:
     """Write down that this rank ended because of another one: a rank without such a line is the one that was killed."""
     if run.has_begun:
-        failure = Failure(
-            time.time(), _rank(), socket.gethostname(), os.getpid(), ENDED_BY_LAUNCHER, "", "", False
-        )
-        with contextlib.suppress(OSError):
-            append_row(run.failures(_rank()), asdict(failure))
-            run.fail()
+        _keep(run, ENDED_BY_LAUNCHER, where="", traceback="", expected=False)
+
+
+def _keep(run: RunFolder, error: str, **details) -> None:
+    rank = int(os.environ.get("RANK", "0"))
+    failure = Failure(time.time(), rank, socket.gethostname(), os.getpid(), error, **details)
+    # a full disk, or a folder that is gone, must not hide the error itself
+    with contextlib.suppress(OSError):
+        append_row(run.failures(rank), asdict(failure))
+        run.fail()
+
+
+_FAULT = {
+    "type": "object",
+    "required": ["time", "text"],
+    "properties": {
+        "time": {"type": "number"},
+        "text": {"type": "string"},
+        "process": {"type": ["integer", "null"]},
+    },
+    "additionalProperties": False,
+}
+_TEXTS = {key: {"type": "string"} for key in ("host", "error", "where", "traceback")}
+_NUMBERS = {"time": {"type": "number"}, "rank": COUNT, "process": COUNT, "expected": {"type": "boolean"}}
+_ROW = {
+    "type": "object",
+    "required": [*_TEXTS, *_NUMBERS],
+    "properties": {**_TEXTS, **_NUMBERS, "faults": {"type": "array", "items": _FAULT}},
+}
+"""A failure as it was written; any other row is left out, because a run folder may be a stranger's."""
 
 
 def read_failures(run: RunFolder) -> list[Failure]:
     """Read the failures of all ranks, in the order of their clocks."""
     rows = [row for path in sorted(run.failures_folder.glob("rank-*.jsonl")) for row in read_rows(path)]
     names = {field.name for field in fields(Failure)}
-    known = [{name: row[name] for name in names & row.keys()} for row in rows]
-    return sorted((Failure(**row) for row in known if row.keys() >= names - {"faults"}), key=lambda f: f.time)
-
-
-def _failure_of(error: Exception, began: float) -> Failure:
-    text = f"{type(error).__name__}: {error}"
-    return Failure(
-        time=time.time(),
-        rank=_rank(),
-        host=socket.gethostname(),
-        process=os.getpid(),
-        error=masked(str(error) if isinstance(error, UserError) else text)[:LONGEST_ERROR],
-        where=_place(error),
-        traceback=masked("".join(traceback.format_exception(error)))[-LONGEST_TRACEBACK:],
-        expected=isinstance(error, UserError),
-        faults=tuple(asdict(fault) for fault in kernel_faults(began)),
-    )
+    known = [{name: row[name] for name in names & row.keys()} for row in rows if fits(row, _ROW)]
+    return sorted((Failure(**row) for row in known), key=lambda f: f.time)
 
 
 def _place(error: BaseException) -> str:
@@ -126,7 +141,3 @@ def _place(error: BaseException) -> str:
     name = Path(frame.filename)
     shown = name.relative_to(PACKAGE.parent) if ours else name
     return f"{shown}:{frame.lineno} in {frame.name}"
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))

@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -47,9 +47,10 @@ class Heartbeat:
 
     def __init__(self, folder: Path, rank: int):
         self.path = heartbeat_path(folder, rank)
-        self.place = Place(
-            rank, socket.gethostname(), os.getpid(), "start", 0, 0, 0, this_machine(), _began(os.getpid())
-        )
+        host, process = socket.gethostname(), os.getpid()
+        fields = process_fields(process)
+        began = int(fields[19]) if fields else 0
+        self.place = Place(rank, host, process, "start", 0, 0, 0, this_machine(), began)
         self.arrived_at = time.monotonic()
         self._moves, self._work_seen = 0, 0
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +75,6 @@ class Heartbeat:
         os.pwrite(self._file, text.encode().ljust(_FILE_BYTES), 0)
 
     def close(self) -> None:
-        """Remove the file."""
         os.close(self._file)
         self.path.unlink(missing_ok=True)
 
@@ -87,8 +87,12 @@ class _Work:
 
     def so_far(self) -> int:
         """Return a number that changes whenever something moves forward."""
+        total = self.done
         # a copy: the main thread may change the list while the watch reads it
-        return self.done + sum(_bytes_below(folder) for folder in list(self.growing))
+        for folder in list(self.growing):
+            with suppress(OSError):  # not there yet, or gone
+                total += sum(path.stat().st_size for path in folder.iterdir())
+        return total
 
 
 _work = _Work()
@@ -120,15 +124,7 @@ def long_work(growing: Path | None = None) -> Iterator[None]:
             _work.growing.remove(growing)
 
 
-def _bytes_below(folder: Path) -> int:
-    try:
-        return sum(path.stat().st_size for path in folder.iterdir())
-    except OSError:  # not there yet, or gone
-        return 0
-
-
 def heartbeat_path(folder: Path, rank: int) -> Path:
-    """Return the path of one rank's heartbeat."""
     return folder / f"rank-{rank:05}.json"
 
 
@@ -152,11 +148,16 @@ def gone_ranks(folder: Path, since: float) -> list[Place]:
 
 
 def _places_since(folder: Path, since: float) -> list[Place | None]:
-    return [_place_in(path) for path in sorted(folder.glob("rank-*.json")) if _written(path) >= since]
+    places = []
+    for path in sorted(folder.glob("rank-*.json")):
+        with suppress(OSError):  # removed meanwhile: its process has closed it
+            if path.stat().st_mtime >= since:
+                places.append(_place_in(path))
+    return places
 
 
 def is_gone(place: Place) -> bool:
-    """Say if the process of a heartbeat has ended; False if it ran on a machine that this one cannot look into."""
+    """Return whether a heartbeat's process has ended; False if it ran on a machine that this one cannot look into."""
     if not place.machine or place.machine != this_machine():
         return False
     fields = process_fields(place.process)
@@ -194,20 +195,8 @@ def process_fields(process: int) -> list[str]:
         return []
 
 
-def _began(process: int) -> int:
-    fields = process_fields(process)
-    return int(fields[19]) if fields else 0
-
-
 def _place_in(path: Path) -> Place | None:
     try:
         return Place(**read_json_value(path))
     except (OSError, ValueError, TypeError):
         return None
-
-
-def _written(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:  # removed meanwhile: its process has closed it
-        return 0.0

@@ -9,6 +9,7 @@ import re
 import shutil
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -49,7 +50,7 @@ def kernel_bytes(name: str) -> int | None:
 
 
 def is_seen(path: Path) -> bool:
-    """Say if the path exists and can be reached."""
+    """Return whether the path exists and can be reached."""
     try:
         path.stat()
     except OSError:
@@ -68,16 +69,28 @@ def disk_room_bytes(run_folder: Path, continues: bool) -> int:
 
     continues: the existing checkpoints will be replaced by new ones, so they count as free.
     """
-    own = [path for path in run_folder.glob("checkpoint-*/**/*") if path.is_file()] if continues else []
-    free = shutil.disk_usage(existing_folder(run_folder)).free
-    return free + sum(path.stat().st_size for path in own)
+    room = shutil.disk_usage(existing_folder(run_folder)).free
+    if continues:
+        files = [path for path in run_folder.glob("checkpoint-*/**/*") if path.is_file()]
+        room += sum(path.stat().st_size for path in files)
+    return room
 
 
 def cores() -> float:
     """Return the number of cores that this process may use: its affinity, or its container's quota if that is less."""
     # macOS has no sched_getaffinity
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min([float(bound), *_quotas()])
+    limits = [float(bound)]
+    for folder, name in _groups("cpu", "cpu.max", "cpu.cfs_quota_us"):
+        # v2 has `quota period` in one file, v1 has two files
+        if name == "cpu.max":
+            quota, _, period = system_text(folder / name).partition(" ")
+        else:
+            quota, period = system_text(folder / name), system_text(folder / "cpu.cfs_period_us")
+        # without a quota, v2 has the word max and v1 has -1: neither is a number
+        if quota.isdigit() and period.isdigit() and int(period):
+            limits.append(int(quota) / int(period))
+    return min(limits)
 
 
 def system_text(path: Path) -> str:
@@ -86,18 +99,6 @@ def system_text(path: Path) -> str:
         return path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return ""
-
-
-def _quotas() -> Iterator[float]:
-    """Yield the CPU quota of each group in cores. v2 has `quota period` in one file, v1 has two files."""
-    for folder, name in _groups("cpu", "cpu.max", "cpu.cfs_quota_us"):
-        if name == "cpu.max":
-            quota, _, period = system_text(folder / name).partition(" ")
-        else:
-            quota, period = system_text(folder / name), system_text(folder / "cpu.cfs_period_us")
-        # without a quota, v2 has the word max and v1 has -1: neither is a number
-        if quota.isdigit() and period.isdigit() and int(period):
-            yield int(quota) / int(period)
 
 
 def _memory_limits() -> Iterator[tuple[int, int]]:
@@ -160,13 +161,8 @@ def own_address() -> str | None:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
         return None
-    return next((address[0] for family, *_, address in found if _can_listen(family, address)), None)
-
-
-def _can_listen(family: int, address: tuple) -> bool:
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as listener:
+    for family, *_, address in found:
+        with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as listener:
             listener.bind(address)
-    except OSError:
-        return False
-    return True
+            return address[0]
+    return None

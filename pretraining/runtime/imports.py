@@ -42,7 +42,12 @@ def prepare_imports() -> None:
     # Collecting takes a fifth of the imports' time, and finds little: modules live as long as the process.
     gc.disable()
     _pin_what_is_asked_for()
-    _import_trackers()
+    # The trackers' callbacks without WANDB_MODE: else every rank would print during this import that it is offline.
+    mode = os.environ.pop("WANDB_MODE", None)
+    import transformers.integrations.integration_utils  # noqa: F401
+
+    if mode is not None:
+        os.environ["WANDB_MODE"] = mode
 
 
 def _pin_what_is_asked_for() -> None:
@@ -53,15 +58,5 @@ def _pin_what_is_asked_for() -> None:
     name = next((name for name in _ALLOCATOR_SETTINGS if name in os.environ), _ALLOCATOR_SETTINGS[0])
     chosen = os.environ.get(name, "")
     if "pinned_max_" not in chosen:
-        own = f"pinned_max_cached_size_mb:{MOST_ROUNDED_MIB}"
-        os.environ[name] = f"{chosen},{own}" if chosen else own
-
-
-def _import_trackers() -> None:
-    """Import the trackers' callbacks without WANDB_MODE, then set it again."""
-    # else every rank would print during this import that WANDB_MODE is offline
-    mode = os.environ.pop("WANDB_MODE", None)
-    import transformers.integrations.integration_utils  # noqa: F401
-
-    if mode is not None:
-        os.environ["WANDB_MODE"] = mode
+        ours = f"pinned_max_cached_size_mb:{MOST_ROUNDED_MIB}"
+        os.environ[name] = f"{chosen},{ours}" if chosen else ours

@@ -102,7 +102,7 @@ class Journal:
         return factor
 
     def overtakes(self, step: int, known_rollbacks: int) -> bool:
-        """Say if a later rollback has discarded the checkpoint after `step` steps.
+        """Return whether a later rollback has discarded the checkpoint after `step` steps.
 
         known_rollbacks: how many rows the journal had when the checkpoint was committed.
         """

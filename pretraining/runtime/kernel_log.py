@@ -43,7 +43,10 @@ NO_MEMORY = (
 )
 """What happened, and what to do, if the kernel ended a process."""
 
-_XID = re.compile(r"NVRM: Xid \(PCI:(?P<gpu>[^)]+)\): (?P<number>\d+)")
+OF_DEVICES = {48, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140}
+"""Those that are errors of the device, not of a program: memory, links, firmware, a lost GPU (NVIDIA, Xid Errors)."""
+
+_XID = re.compile(r"NVRM: Xid \((?:PCI:)?(?P<gpu>[^)]+)\): (?P<number>\d+)")
 _KILLED = re.compile(r"[Oo]ut of memory: Killed process (?P<process>\d+)")
 _OTHERS = re.compile(
     r"nvidia-nvswitch.*SXid|Machine [Cc]heck|Hardware Error|I/O error|remounting filesystem read-only"
@@ -75,45 +78,41 @@ class Fault:
         return XIDS.get(self.xid or 0)
 
 
-def kernel_faults(since: float, log: Path = LOG) -> list[Fault]:
-    """Read the faults logged since then (UNIX seconds), the newest last; empty if the log cannot be read."""
+def kernel_faults(since: float, log: Path = LOG, most: int | None = MOST_FAULTS) -> list[Fault]:
+    """Read the newest faults logged since then (UNIX seconds), the newest last; empty if the log cannot be read."""
     try:
+        # not blocking: at its end the log would wait for the next message
         descriptor = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return []
     # the log counts from the start of the machine
     started = time.time() - time.clock_gettime(time.CLOCK_MONOTONIC)
-    found: list[Fault] = []
+    faults: list[Fault] = []
     try:
-        while record := _next_record(descriptor):
-            fault = _fault_in(record, started)
-            if fault is not None and fault.time >= since:
-                found.append(fault)
+        while True:
+            try:
+                record = os.read(descriptor, RECORD_BYTES).decode("utf-8", errors="replace")
+            except BrokenPipeError:
+                # old records were overwritten while this one was read: the next is there
+                continue
+            except OSError:
+                break
+            if not record:
+                break
+            # priority,number,microseconds,flags;text
+            head, _, rest = record.partition(";")
+            fields, text = head.split(","), rest.partition("\n")[0]
+            if len(fields) < 3 or not fields[2].isdigit():
+                continue
+            when, killed = started + int(fields[2]) / 1e6, _KILLED.search(text)
+            if when >= since and (killed or _XID.search(text) or _OTHERS.search(text)):
+                faults.append(Fault(when, text, int(killed["process"]) if killed else None))
     finally:
         os.close(descriptor)
-    return found[-MOST_FAULTS:]
+    return faults if most is None else faults[-most:]
 
 
-def _next_record(descriptor: int) -> str:
-    """Read one record; an empty text after the last one."""
-    while True:
-        try:
-            return os.read(descriptor, RECORD_BYTES).decode("utf-8", errors="replace")
-        except BrokenPipeError:
-            # old records were overwritten while this one was read: the next is there
-            continue
-        except OSError:
-            return ""
-
-
-def _fault_in(record: str, started: float) -> Fault | None:
-    """Read a record, `priority,number,microseconds,flags;text`, if it is a fault."""
-    head, _, rest = record.partition(";")
-    text = rest.partition("\n")[0]
-    fields = head.split(",")
-    if len(fields) < 3 or not fields[2].isdigit():
-        return None
-    when = started + int(fields[2]) / 1e6
-    if killed := _KILLED.search(text):
-        return Fault(when, text, int(killed["process"]))
-    return Fault(when, text) if _XID.search(text) or _OTHERS.search(text) else None
+def failing_gpus(log: Path = LOG) -> list[tuple[str, int]]:
+    """List (PCI address, number) of all errors of GPUs themselves that were logged since the machine started."""
+    faults = [fault for fault in kernel_faults(0.0, log, most=None) if fault.xid in OF_DEVICES]
+    return sorted({(_XID.search(fault.text)["gpu"], fault.xid) for fault in faults})

@@ -60,7 +60,7 @@ def holder_of(folder: Path) -> str | None:
 
 
 def was_killed(folder: Path) -> bool:
-    """Say if the run of a folder was ended by force: its lock lies there, was one of this host, and nobody holds it.
+    """Return whether a folder's run was ended by force: its lock lies there, was one of this host, and nobody holds it.
 
     A run that ends by itself removes it. False too if another host's run left it, or a copy of the folder has it.
     """

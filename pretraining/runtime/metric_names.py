@@ -41,12 +41,12 @@ def perplexity(nats: float) -> float:
 
 
 def lower_is_better(metric: str) -> bool:
-    """Say if a lower value of a validation's metric is better, by its name."""
+    """Return whether a lower value of a validation's metric is better, by its name."""
     return metric.endswith(LOWER_IS_BETTER)
 
 
 def is_better(metric: str, value: float, than: float) -> bool:
-    """Say if a validation's `value` is better than another."""
+    """Return whether a validation's `value` is better than another."""
     # A comparison with NaN is false: a NaN beats nothing.
     return value < than if lower_is_better(metric) else value > than
 

@@ -158,25 +158,22 @@ def notices(run: RunFolder, name: str, settings: Notify | None) -> Iterator[None
         yield
     except Exception as error:
         # gave_up is an event of its own
-        if not isinstance(error, GaveUp) and _is_first_to_fail(run, began):
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            reason = str(error) if isinstance(error, UserError) else reason
-            with suppress(OSError):
-                run.add_event("failed", reason=reason[:300])
+        if not isinstance(error, GaveUp):
+            if os.environ.get("RANK", "0") != "0":
+                time.sleep(STARTED_TOGETHER_SECONDS)
+            # this start has opened its folder, and no other rank has reported a failure of it; times of events are
+            # whole seconds
+            rows = read_events(run.events)
+            kinds = {row["event"] for row in rows if unix_seconds(row["time"]) >= int(began)}
+            if kinds & {*STARTS} and "failed" not in kinds:
+                reason = " ".join(f"{type(error).__name__}: {error}".split())
+                reason = str(error) if isinstance(error, UserError) else reason
+                with suppress(OSError):
+                    run.add_event("failed", reason=reason[:300])
         raise
     finally:
         sender.wait(LONGEST_END_SECONDS)
         run.listeners.remove(sender.add)
-
-
-def _is_first_to_fail(run: RunFolder, began: float) -> bool:
-    """Say if this start of the run has opened its folder, and no other rank has reported a failure of it."""
-    if os.environ.get("RANK", "0") != "0":
-        time.sleep(STARTED_TOGETHER_SECONDS)
-    # times of events are whole seconds
-    own = [row for row in read_events(run.events) if unix_seconds(row["time"]) >= int(began)]
-    kinds = {row["event"] for row in own}
-    return bool(kinds & {*STARTS}) and "failed" not in kinds
 
 
 def notice_of(name: str, run: RunFolder, row: dict) -> dict:
@@ -184,8 +181,13 @@ def notice_of(name: str, run: RunFolder, row: dict) -> dict:
 
     The message is there three times: Slack and Teams show `text`, Discord shows `content`.
     """
-    words = f"{name} {_in_words(row)}"
-    message = f"{words} ({socket.gethostname()}, {run.path.absolute()})"
+    try:
+        words = WORDS[row["event"]].format_map(row)
+    except (KeyError, ValueError):  # an event of another kind, or without one of its usual details
+        words = row["event"].replace("_", " ")
+        words += f" at step {row['step']}" if "step" in row else ""
+        words += f": {row['reason']}" if "reason" in row else ""
+    message = f"{name} {words} ({socket.gethostname()}, {run.path.absolute()})"
     return {
         "event": next(wanted for wanted, kinds in EVENTS.items() if row["event"] in kinds),
         "run": name,
@@ -194,16 +196,6 @@ def notice_of(name: str, run: RunFolder, row: dict) -> dict:
         **dict.fromkeys(("message", "text", "content"), message),
         "details": row,
     }
-
-
-def _in_words(row: dict) -> str:
-    step = f" at step {row['step']}" if "step" in row else ""
-    reason = f": {row['reason']}" if "reason" in row else ""
-    plain = f"{row['event'].replace('_', ' ')}{step}{reason}"
-    try:
-        return WORDS.get(row["event"], plain).format_map(row)
-    except (KeyError, ValueError):  # an event without one of its usual details
-        return plain
 
 
 def run_command(command: str, notice: dict) -> None:

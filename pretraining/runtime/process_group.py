@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -56,21 +57,24 @@ def from_rank_0(decide: Callable[[], Answer]) -> Answer:
 
     if not dist.is_initialized() or _decides_alone:
         return decide()
-    # [value, message of an error]: the others wait in the broadcast, so rank 0 must reach it after an error too
-    answer: list = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            answer[0] = decide()
-        except UserError as error:
-            answer[1] = str(error)
-        except OSError as error:
-            if (refusal := file_error(error)) is None:
-                raise
-            answer[1] = str(refusal)
+    # the others wait in the broadcast, so rank 0 must reach it after an error too
+    answer = list(_outcome(decide)) if dist.get_rank() == 0 else [None, None]
     dist.broadcast_object_list(answer, src=0)
     if answer[1] is not None:
         raise UserError(answer[1])
     return answer[0]
+
+
+def _outcome(act: Callable[[], Answer]) -> tuple[Answer | None, str | None]:
+    """Return (what `act` returns, None), or (None, the message of an error that the user can mend)."""
+    try:
+        return act(), None
+    except UserError as error:
+        return None, str(error)
+    except OSError as error:
+        if (refusal := file_error(error)) is None:
+            raise
+        return None, str(refusal)
 
 
 def from_rank(source: int, value: Answer) -> Answer:
@@ -108,15 +112,7 @@ def gather_from_ranks(value: Answer, group: dist.ProcessGroup | None = None) -> 
 
 def together(act: Callable[[], Answer]) -> Answer:
     """Return what `act` returns on this rank; a `UserError` on any rank is raised on every one."""
-    value, failure = None, None
-    try:
-        value = act()
-    except UserError as error:
-        failure = str(error)
-    except OSError as error:
-        if (refusal := file_error(error)) is None:
-            raise
-        failure = str(refusal)
+    value, failure = _outcome(act)
     for message in gather_from_ranks(failure):
         if message is not None:
             raise UserError(message)
@@ -124,18 +120,33 @@ def together(act: Callable[[], Answer]) -> Answer:
 
 
 def is_first_to_report() -> bool:
-    """Say if this rank reports the error that ends it: rank 0 if it fails too, else the first of those that do.
+    """Return whether this rank reports the error that ends it: rank 0 if it fails too, else the first of those that do.
 
     Not a collective: what a node lacks, a package or a compiler, ends its own ranks alone.
     """
     rank, key, until = rank_and_world_size()[0], "pretraining/reported", time.monotonic() + SILENT_SECONDS
     try:
-        store = _store[0].clone()
-        while rank and not store.check([key]) and time.monotonic() < until:
-            time.sleep(_PAUSE_SECONDS)
-        return store.add(key, 1) == 1
+        with (
+            _without_stderr()
+        ):  # if rank 0 leaves meanwhile, and its store with it, torch writes a page about that
+            store = _store[0].clone()
+            while rank and not store.check([key]) and time.monotonic() < until:
+                time.sleep(_PAUSE_SECONDS)
+            return store.add(key, 1) == 1
     except (IndexError, RuntimeError):  # a single rank has no store, and rank 0 has taken it along
         return rank == 0
+
+
+@contextmanager
+def _without_stderr() -> Iterator[None]:
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)  # the descriptor itself: what is written in C++ passes Python's streams by
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def host_group() -> dist.ProcessGroup | None:

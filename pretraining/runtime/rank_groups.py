@@ -57,7 +57,7 @@ class RankGroups:
 
     @property
     def is_first_of_sample(self) -> bool:
-        """Say if this rank is the one of its group that reports what it saw in the samples."""
+        """Return whether this rank is the one of its group that reports what it saw in the samples."""
         return self.rank % self.degrees.ranks_per_sample == 0
 
 

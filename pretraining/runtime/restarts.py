@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 from pretraining.runtime.exit_codes import STOPPED, SUPERVISOR, supervisor_file, tell_exit_code
@@ -47,27 +48,21 @@ def leave_again_if_stopped(run: RunFolder) -> None:
     stops = [row for row in rows if row.get("event") == "stopped"]
     # a torchrun that gets SIGTERM ends with its ranks; if it starts them again, it sent SIGTERM because a node came
     stopped = [row.get("launch") for row in stops if row.get("reason") != signal.SIGTERM.name]
-    if launch_details()["launch"] in stopped:
-        tell_exit_code(STOPPED)
-        _end_torchrun()
-        raise SystemExit(STOPPED)
-
-
-def _end_torchrun() -> None:
-    """Ask the torchrun that has started this rank to end; else it starts it as often as `--max-restarts` allows."""
-    if _TORCHRUN_RESTART not in os.environ:
+    if launch_details()["launch"] not in stopped:
         return
-    launcher = os.getppid()
-    try:
-        words = Path(f"/proc/{launcher}/cmdline").read_text().split("\0")
-    except OSError:  # another system, or it has ended
-        return
-    if any(Path(word).name in _TORCHRUNS for word in words):
-        os.kill(launcher, signal.SIGTERM)
+    tell_exit_code(STOPPED)
+    if _TORCHRUN_RESTART in os.environ:
+        # asked to end; else it starts this rank as often as `--max-restarts` allows
+        launcher = os.getppid()
+        with suppress(OSError):  # another system, or it has ended
+            words = Path(f"/proc/{launcher}/cmdline").read_text().split("\0")
+            if any(Path(word).name in _TORCHRUNS for word in words):
+                os.kill(launcher, signal.SIGTERM)
+    raise SystemExit(STOPPED)
 
 
 def starts_again_after_a_signal() -> bool:
-    """Say if a signal may come from a torchrun that starts the ranks again, because a node has come or gone."""
+    """Return whether a signal may come from a torchrun that starts the ranks again, because a node has come or gone."""
     stop = supervisor_file("STOP")
     return _TORCHRUN_RESTART in os.environ and not (stop and stop.exists())
 

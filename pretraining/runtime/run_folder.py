@@ -152,7 +152,9 @@ _EVENT = {
         "time": {"type": "string"},
         "event": {"type": "string"},
         "measured": {"type": ["object", "null"]},
-        **dict.fromkeys(("step", "steps", "own_seconds", "median_seconds", "world_size"), _STEP),
+        **dict.fromkeys(
+            ("step", "steps", "own_seconds", "median_seconds", "blocked_seconds", "world_size"), _STEP
+        ),
     },
 }
 
@@ -202,7 +204,7 @@ def step_of(event: dict) -> float | None:
     if isinstance(event.get("step"), int | float):
         return float(event["step"])
     number = str(event.get("checkpoint") or "").rpartition("-")[2]
-    if number.isdigit():
+    if number.isdecimal() and len(number) < 16:  # more digits are no step, and may be no number
         return float(number)
     return 0.0 if event.get("event") == "start" else None
 

@@ -24,7 +24,6 @@ class SignalListener:
     def __init__(self, in_vain: Callable[[], bool] = lambda: False):
         self.in_vain = in_vain
         self.received: int | None = None
-        self._first_at = 0.0
         self._read_end, write_end = os.pipe()
         # set_wakeup_fd refuses a descriptor that blocks
         os.set_blocking(write_end, False)
@@ -37,19 +36,18 @@ class SignalListener:
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
 
     def _listen(self) -> None:
+        first_at = 0.0
         # each byte is one signal's number
         while numbers := os.read(self._read_end, 64):
             for number in numbers:
-                if number in ASKING:
-                    self._note(number)
-
-    def _note(self, number: int) -> None:
-        if number == signal.SIGTERM and self.in_vain():
-            os._exit(128 + number)
-        if self.received is None:
-            self.received, self._first_at = number, time.monotonic()
-        elif number in INSISTING and time.monotonic() - self._first_at > SAME_REQUEST_SECONDS:
-            os._exit(128 + number)
+                if number not in ASKING:
+                    continue
+                if number == signal.SIGTERM and self.in_vain():
+                    os._exit(128 + number)
+                if self.received is None:
+                    self.received, first_at = number, time.monotonic()
+                elif number in INSISTING and time.monotonic() - first_at > SAME_REQUEST_SECONDS:
+                    os._exit(128 + number)
 
 
 def ignore_in_worker() -> None:

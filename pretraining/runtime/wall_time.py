@@ -115,7 +115,7 @@ def attempts(events: list[dict], until: float) -> list[Attempt]:
 
 
 def _end_of(rows: list[dict], following: dict | None) -> tuple[str, dict]:
-    """Say how an attempt ended, and by which event; without one, it runs if no start follows."""
+    """Return how an attempt ended, and by which event; without one, it runs if no start follows."""
     # started again by its launcher, or by the supervisor
     goes_on = bool(following and following.get("restart"))
     for event in reversed(rows):

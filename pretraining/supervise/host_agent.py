@@ -1,4 +1,4 @@
-"""The supervisor's hand on one host: it passes a stop on, ends what is left, and says which exit code a rank has told.
+"""What the supervisor runs on each host: it passes a stop on, ends what is left, and names the exit code of a rank.
 
 `pretraining.supervise` starts it through ssh on every host of `deepspeed --hostfile`. It reads one word a line:
 

@@ -1,4 +1,4 @@
-"""A `deepspeed --hostfile` command: which hosts it will use, and the supervisor's hand on each of them.
+"""A `deepspeed --hostfile` command: which hosts it will use, and how the supervisor reaches each of them.
 
 Nothing of the supervisor's environment reaches other hosts by itself, nor do signals and exit codes. So an agent
 (`host_agent.py`) runs there, at the other end of an ssh connection that notices within a minute that the host is gone.

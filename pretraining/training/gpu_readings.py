@@ -13,15 +13,20 @@ import torch
 
 MOST_RANKS = 64
 """With more ranks, no rank has a metric of its own."""
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
+HEAT = 0x8 | 0x20 | 0x40
+"""Bits of `nvmlDeviceGetCurrentClocksEventReasons`: the hardware's slowdown, the driver's and hardware's for heat."""
+HELD_BACK_BY = {
+    0x4: "the power limit",
+    0x20: "heat (driver)",
+    0x40: "heat (hardware)",
+    0x80: "the power supply",
+    0x2: "clocks set by an administrator",
+}
+"""The same bits: why a clock under load is lower than it could be (nvml.h, nvmlClocksEventReasons)."""
 
 # reading -> what stands for all ranks: the mean use, the hottest GPU, the power of all GPUs, the slowest clock
 TOGETHER: dict[str, Callable[[Sequence[float]], float]] = {
-    "utilization": _mean,
+    "utilization": lambda shares: sum(shares) / len(shares),
     "temperature_celsius": max,
     "power_watts": sum,
     "clock_mhz": min,
@@ -36,7 +41,18 @@ class GpuReadings:
 
     def __init__(self) -> None:
         self.on_gpu = torch.cuda.is_available()
-        self.nvml, self.handle = _open_nvml() if self.on_gpu else (None, None)
+        self.nvml: Any = None
+        self.handle: Any = None
+        if self.on_gpu:
+            try:
+                import pynvml
+
+                pynvml.nvmlInit()
+                # by its id: CUDA's numbers follow CUDA_VISIBLE_DEVICES, those of NVML do not
+                uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+                self.nvml, self.handle = pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+            except Exception:  # nvidia-ml-py is not installed, or NVML refuses in its own way
+                pass
         self._energy: tuple[float, float] | None = None  # (seconds of a clock, joules) at the last reading
         self._joules()
 
@@ -47,15 +63,28 @@ class GpuReadings:
         """
         if not self.on_gpu:
             return {}
-        found = [
+        readings = [
             self._ask(lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100),
-            self._ask(lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)),
-            self._watts(),
-            self._ask(lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM)),
+            self._temperature(),
+            self._mean_watts(),
+            self._clock_mhz(),
             self._ask(lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM)),
-            self._ask(_is_slowed_by_heat),
+            self._ask(lambda nvml, gpu: bool(nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu) & HEAT)),
         ]
-        return dict(zip(NAMES, found, strict=True))
+        return dict(zip(NAMES, readings, strict=True))
+
+    def under_load(self) -> dict:
+        """Return {"clock_hz", "temperature_celsius", "watts", "held_back_by"} now, without what is not known."""
+        reasons = self._ask(lambda nvml, gpu: nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu))
+        state: dict = {
+            "clock_hz": 1e6 * self._clock_mhz(),
+            "temperature_celsius": self._temperature(),
+            "watts": self._watts(),
+        }
+        state = {name: value for name, value in state.items() if not math.isnan(value)}
+        if not math.isnan(reasons):
+            state["held_back_by"] = [why for bit, why in HELD_BACK_BY.items() if int(reasons) & bit]
+        return state
 
     def _ask(self, question: Callable[[Any, Any], float]) -> float:
         """Return the answer, or NaN if this GPU or driver does not give it."""
@@ -66,40 +95,27 @@ class GpuReadings:
         except Exception:  # NVML raises classes of its own, and an old binding lacks a name
             return math.nan
 
+    def _temperature(self) -> float:
+        return self._ask(lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU))
+
+    def _clock_mhz(self) -> float:
+        return self._ask(lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM))
+
     def _watts(self) -> float:
+        return self._ask(lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3)  # milliwatts
+
+    def _mean_watts(self) -> float:
         """Return the mean power since the last call; if the GPU does not count its energy, that of this moment."""
         before, now = self._energy, self._joules()
         if before is not None and now is not None and now[0] > before[0]:
             return (now[1] - before[1]) / (now[0] - before[0])
-        return self._ask(lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3)  # milliwatts
+        return self._watts()
 
     def _joules(self) -> tuple[float, float] | None:
         """Read the GPU's counter of energy, and keep it with its time."""
         joules = self._ask(lambda nvml, gpu: nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3)
         self._energy = None if math.isnan(joules) else (time.monotonic(), joules)
         return self._energy
-
-
-def _open_nvml() -> tuple[Any, Any]:
-    """Return NVML and its handle of the GPU that this rank uses; (None, None) if it cannot be had."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        # by its id: CUDA's numbers follow CUDA_VISIBLE_DEVICES, those of NVML do not
-        uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
-        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid)
-    except Exception:  # nvidia-ml-py is not installed, or NVML refuses in its own way
-        return None, None
-
-
-def _is_slowed_by_heat(nvml: Any, gpu: Any) -> bool:
-    heat = (
-        nvml.nvmlClocksEventReasonSwThermalSlowdown
-        | nvml.nvmlClocksEventReasonHwThermalSlowdown
-        | nvml.nvmlClocksEventReasonHwSlowdown
-    )
-    return bool(nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu) & heat)
 
 
 def of_all_ranks(rows: Sequence[Sequence[float]]) -> dict[str, float]:

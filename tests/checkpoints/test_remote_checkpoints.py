@@ -29,6 +29,7 @@ from pretraining.checkpoints.format import (
     write_receipt,
 )
 from pretraining.checkpoints.remote import RemoteRun
+from pretraining.checkpoints.resume import changes_in
 from pretraining.checkpoints.retention import Retention
 from pretraining.checkpoints.shard_files import rank_file, write_rank_file
 from pretraining.checkpoints.upload import Uploader
@@ -529,8 +530,8 @@ def test_a_checkpoint_of_another_recipe_is_refused_before_it_is_fetched(tmp_path
     send(run, str(tmp_path / "there"), commit(run, 4, recipe={"name": NAME}))
     again = RunFolder(tmp_path / "again" / NAME)
 
-    def check(place: str, marker: dict, accepted: list) -> None:
-        seen.extend([place, marker["recipe"], accepted])
+    def check(place: str, marker: dict, accepted: bytes) -> None:
+        seen.extend([place, marker["recipe"], changes_in(accepted, place)])
         raise UserError("another recipe")
 
     with pytest.raises(UserError, match="another recipe"):

@@ -17,7 +17,7 @@ import pytest
 from pretraining.data.__main__ import main
 from pretraining.data.manifest import read_manifest
 from pretraining.data.prepared import open_prepared
-from pretraining.data.tools.convert import TokenBytes, draw_of_tokens, export_data, import_data
+from pretraining.data.tools.convert import TokenBytes, TokenFiles, draw_of_tokens, export_data, import_data
 from pretraining.data.tools.verify import verify_data
 from pretraining.runtime.exit_codes import INTERRUPTED
 from tests.data.test_data_prep import make_texts, recipe_for
@@ -38,7 +38,7 @@ def test_there_and_back_is_the_same_data(made, tmp_path, form):
     """Splits, tokens, document ends, text bytes, fingerprint: all return, so a run could go on with them."""
     out = export_data(made.folder, form, tmp_path / "out")
     assert out["train"]["tokens"] == read_manifest(made.folder)["splits"]["train"]["tokens"]
-    import_data(tmp_path / "back", form, tmp_path / "out", None, 0.5)
+    import_data(tmp_path / "back", TokenFiles(form, tmp_path / "out"), None, 0.5)
     verify_data(tmp_path / "back")
     there, back = read_manifest(made.folder), read_manifest(tmp_path / "back")
     assert back["fingerprint"] == there["fingerprint"] and back["tokenizer"] == there["tokenizer"]
@@ -107,7 +107,7 @@ def test_documents_of_several_sequences_and_without_eos(made, tmp_path):
     documents[3], documents[4] = [], [[7, 8, 0]]
     write_megatron_by_hand(tmp_path / "theirs", documents, np.int64, 5)
     tokenizer = str(made.folder / "tokenizer")
-    counts = import_data(tmp_path / "ours", "megatron", tmp_path / "theirs", tokenizer, 0.3)
+    counts = import_data(tmp_path / "ours", TokenFiles("megatron", tmp_path / "theirs"), tokenizer, 0.3)
     assert (counts["documents"], counts["eos_added"], counts["empty"]) == (29, 28, 1)
     verify_data(tmp_path / "ours")
     joined = [list(chain(*document)) for document in documents if document]
@@ -234,7 +234,9 @@ def test_mds_is_read(made, tmp_path, encoding, compression):
     for split in ("train", "val"):
         documents = documents_of(made.folder, "validation" if split == "val" else split)
         write_mds(tmp_path / "theirs" / split, documents, encoding, compression)
-    import_data(tmp_path / "ours", "mds", tmp_path / "theirs", str(made.folder / "tokenizer"), 0.5)
+    import_data(
+        tmp_path / "ours", TokenFiles("mds", tmp_path / "theirs"), str(made.folder / "tokenizer"), 0.5
+    )
     same_data(made, tmp_path / "ours")
 
 
@@ -244,7 +246,7 @@ def test_packed_samples_of_mds_are_cut_into_documents(made, tmp_path):
     packed = stream[: len(stream) // 64 * 64].reshape(-1, 64)
     write_mds(tmp_path / "train", list(packed), "bytes")
     write_mds(tmp_path / "val", documents_of(made.folder, "validation"), "bytes")
-    import_data(tmp_path / "ours", "mds", tmp_path, str(made.folder / "tokenizer"), 0.5)
+    import_data(tmp_path / "ours", TokenFiles("mds", tmp_path), str(made.folder / "tokenizer"), 0.5)
     found = np.concatenate(documents_of(tmp_path / "ours"))
     assert (found[: packed.size] == packed.reshape(-1)).all() and len(found) - packed.size in (0, 1)
     assert abs(len(documents_of(tmp_path / "ours")) - len(documents_of(made.folder))) <= 2
@@ -260,7 +262,9 @@ def test_mosaicml_streaming_itself_writes_them(made, tmp_path):
             for document in documents_of(made.folder, "validation" if split == "val" else split):
                 out.write({"tokens": document.astype(np.uint16), "source": "here"})
     assert len(list((tmp_path / "theirs" / "train").glob("*.zstd"))) > 1
-    import_data(tmp_path / "ours", "mds", tmp_path / "theirs", str(made.folder / "tokenizer"), 0.5)
+    import_data(
+        tmp_path / "ours", TokenFiles("mds", tmp_path / "theirs"), str(made.folder / "tokenizer"), 0.5
+    )
     same_data(made, tmp_path / "ours")
 
 
@@ -272,7 +276,9 @@ def test_streams_that_cannot_be_read_are_named(made, tmp_path):
     path.write_bytes(path.read_bytes()[:-2])
 
     def refused(form: str, origin: Path, **more: str) -> str:
-        return refusal(lambda: import_data(tmp_path / "ours", form, origin, tokenizer, 0.5, **more))
+        return refusal(
+            lambda: import_data(tmp_path / "ours", TokenFiles(form, origin, **more), tokenizer, 0.5)
+        )
 
     assert "a.bin: truncated or damaged" in refused("bin", path)
     path.write_bytes(np.full(99, 5, "<u2").tobytes())
@@ -291,7 +297,7 @@ def test_streams_that_cannot_be_read_are_named(made, tmp_path):
 def test_converted_data_trains_under_its_own_origin_only(made, tmp_path):
     """A recipe opens converted data by naming what it was converted from, and by no other source."""
     export_data(made.folder, "megatron", tmp_path / "theirs")
-    import_data(tmp_path / "data" / "corpus", "megatron", tmp_path / "theirs", None, 0.5)
+    import_data(tmp_path / "data" / "corpus", TokenFiles("megatron", tmp_path / "theirs"), None, 0.5)
     recipe = recipe_for(tmp_path / "theirs")
     assert open_prepared(recipe, tmp_path / "data").fingerprint == read_manifest(made.folder)["fingerprint"]
     message = refusal(open_prepared, recipe_for(made.source), tmp_path / "data")
@@ -315,7 +321,7 @@ def test_truncated_foreign_files_are_named(made, tmp_path, form, name, keep, sai
     first = min((path.stem for path in (tmp_path / "out" / "train").glob("*.ds")), default="")
     path = tmp_path / "out" / name.format(first)
     path.write_bytes(path.read_bytes()[:keep]) if keep else path.unlink()
-    assert said in refusal(import_data, tmp_path / "back", form, tmp_path / "out", None, 0.5)
+    assert said in refusal(import_data, tmp_path / "back", TokenFiles(form, tmp_path / "out"), None, 0.5)
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
@@ -325,14 +331,13 @@ def test_what_cannot_be_converted_is_one_line_and_leaves_nothing(made, tmp_path)
     before, tokenizer = sorted(tmp_path.rglob("*")), str(made.folder / "tokenizer")
     prefix = tmp_path / "out" / "train"
     write_megatron_by_hand(prefix.with_name("wide"), [[[5, 300, 0]]], np.int32, 4)
-    wide = ("megatron", prefix.with_name("wide"), tokenizer, 0.5)
-    assert "token id 300, but the tokenizer has 280" in refusal(import_data, tmp_path / "a", *wide)
-    assert "give the --tokenizer" in refusal(import_data, tmp_path / "a", "megatron", prefix, None, 0.5)
-    message = refusal(import_data, tmp_path / "a", "megatron", prefix, "./nowhere", 0.5)
+    wide, files = TokenFiles("megatron", prefix.with_name("wide")), TokenFiles("megatron", prefix)
+    message = refusal(import_data, tmp_path / "a", wide, tokenizer, 0.5)
+    assert "token id 300, but the tokenizer has 280" in message
+    assert "give the --tokenizer" in refusal(import_data, tmp_path / "a", files, None, 0.5)
+    message = refusal(import_data, tmp_path / "a", files, "./nowhere", 0.5)
     assert message.startswith("--tokenizer: ./nowhere")
-    assert "validation would be empty" in refusal(
-        import_data, tmp_path / "a", "megatron", prefix, tokenizer, 1e-9
-    )
+    assert "validation would be empty" in refusal(import_data, tmp_path / "a", files, tokenizer, 1e-9)
     assert "exists already" in refusal(export_data, made.folder, "datatrove", tmp_path / "out")
     assert "unknown form" in refusal(
         main, ["convert", str(made.folder), "--to", "arrow", str(tmp_path / "b")]

@@ -21,7 +21,7 @@ from pretraining.data.corpus import prefetch
 from pretraining.data.manifest import report_text
 from pretraining.data.preparation.prepare import prepare_data
 from pretraining.data.prepared import open_prepared
-from pretraining.data.progress import Progress
+from pretraining.data.progress import ProgressBar
 from pretraining.errors import UserError
 from pretraining.recipe.data import Data, Source
 from pretraining.recipe.model import Model
@@ -461,7 +461,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, root):
 
 def test_a_log_file_gets_lines_and_no_bar(capsys, monkeypatch):
     """Where stderr is no terminal: now and then a whole line, none for what is over at once."""
-    with Progress("counting", True, 2_000_000) as progress:
+    with ProgressBar("counting", True, 2_000_000) as progress:
         progress.add(3, 1_000_000)
         assert capsys.readouterr().err == ""
         monkeypatch.setattr("pretraining.data.progress.LOG_SECONDS", 0.0)

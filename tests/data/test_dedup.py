@@ -20,7 +20,6 @@ from pretraining.data.dedup.clusters import (
     duplicates_report,
 )
 from pretraining.data.dedup.minhash import MinHashSpec, agreement, bands_and_rows, recall_at, sign_piece
-from pretraining.data.dedup.ngrams import jaccard, ngram_sets
 from pretraining.data.dedup.pairs import (
     NEIGHBOURS,
     PAIR,
@@ -31,10 +30,10 @@ from pretraining.data.dedup.pairs import (
     hash_texts,
     match_slice,
     write_array,
-    write_signatures,
 )
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
+from tests.gear.similar_texts import jaccard, ngram_sets, write_signatures
 
 VOCABULARY = [f"w{number}x" for number in range(3000)]
 NO_CLUSTERS = Clusters(np.zeros(0, np.int64), np.zeros(0, np.int64))

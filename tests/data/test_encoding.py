@@ -48,7 +48,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def open_encoder(folder: Path, backend: str, **options) -> Encoder:
-    return Encoder.open(folder, describe_tokenizer(folder, "test"), UINT16, backend, **options)
+    return Encoder.open(folder, describe_tokenizer(folder, "test"), backend, **options)
 
 
 def random_texts(count: int, seed: int) -> list[str]:
@@ -245,7 +245,7 @@ def test_a_trained_tokenizer_has_special_tokens_and_a_least_frequency(tmp_path: 
     assert set(special) <= set(tokenizer.all_special_tokens)
     assert tokenizer.decode(tokenizer("<|user|>cat").input_ids, skip_special_tokens=True) == "cat"
     info = describe_tokenizer(tmp_path / "few", "few")
-    encoder = Encoder.open(tmp_path / "few", info, UINT16, "auto", sample=texts)
+    encoder = Encoder.open(tmp_path / "few", info, "auto", sample=texts)
     tokens, _ = encoder.encode(["<|user|> on"], ["here"])
     assert not set(tokens[:-1].tolist()) & {0, 1, 2}
     assert "zy" not in tokenizer.get_vocab() and "at" in tokenizer.get_vocab()

@@ -7,7 +7,8 @@ import unicodedata
 import numpy as np
 import pytest
 
-from pretraining.data.dedup.ngrams import BATCH_CHARACTERS, ngram_sets
+from pretraining.data.dedup.ngrams import BATCH_CHARACTERS
+from tests.gear.similar_texts import ngram_sets
 
 
 def plain_words(text: str) -> list[str]:

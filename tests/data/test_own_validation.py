@@ -8,9 +8,9 @@ import pytest
 
 from pretraining.data.manifest import read_manifest, verify
 from pretraining.data.mixture import validation_sets
-from pretraining.data.preparation.execution import run_task
+from pretraining.data.preparation.plan import Preparation
 from pretraining.data.preparation.prepare import prepare_data
-from pretraining.data.preparation.stages import Preparation
+from pretraining.data.preparation.stage import run_task
 from pretraining.data.prepared import open_prepared
 from pretraining.data.sources import open_sources
 from pretraining.data.tools.finished import open_finished

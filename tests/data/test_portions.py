@@ -12,7 +12,7 @@ import pytest
 from pretraining.command_line import number_of_tokens
 from pretraining.data.preparation.execution import Execution
 from pretraining.data.preparation.prepare import prepare_data
-from pretraining.data.preparation.workers import run_slurm_job
+from pretraining.data.preparation.slurm import run_slurm_job
 from pretraining.data.prepared import PreparedData, open_prepared
 from pretraining.data.streaming.cache import CacheSettings
 from pretraining.errors import UserError
@@ -27,7 +27,7 @@ CLEANED = {"filters": [{"rule": "length", "min_words": 53}, {"rule": "pii"}]}
 @pytest.fixture(autouse=True)
 def small_tasks(monkeypatch):
     """A small corpus has many tasks."""
-    for module in ("corpus", "preparation.stages"):
+    for module in ("corpus", "preparation.plan"):
         monkeypatch.setattr(f"pretraining.data.{module}.PIECE_BYTES", 3000)
         monkeypatch.setattr(f"pretraining.data.{module}.TASK_PIECES", 2)
 
@@ -155,15 +155,15 @@ def test_jobs_of_a_cluster_make_the_same_bytes(sources, tmp_path, monkeypatch):
     """The jobs that sbatch is given, run here one after the other; the last finds how many tasks a cap takes."""
     recipe, scripts = capped(sources, 3000, 5000, **CLEANED), []
 
-    def submit(jobs: object, script: str, options: list[str]) -> str:
-        scripts.append(script)
-        return str(len(scripts))
+    def submit(words: list[str], text: bool) -> str:
+        scripts.append(Path(words[-1]).read_text())
+        return f"Submitted batch job {len(scripts)}\n"
 
-    monkeypatch.setattr("pretraining.data.preparation.execution._call_sbatch", submit)
+    monkeypatch.setattr("pretraining.data.preparation.slurm.subprocess.check_output", submit)
     execution = Execution("slurm", slurm={"partition": "cpu", "tasks_per_job": 3})
     assert prepare_data(recipe, tmp_path / "jobs", False, execution).jobs
     for script in scripts:
-        work, name, first = script.split("pretraining.data.preparation.workers ")[1].split()[:3]
+        work, name, first = script.split("pretraining.data.preparation.slurm ")[1].split()[:3]
         last = int(re.search(r"--array=0-(\d+)", script)[1])
         for number in range(last + 1):
             monkeypatch.setenv("SLURM_ARRAY_TASK_ID", str(number))

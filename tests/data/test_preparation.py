@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pretraining.data.preparation.slurm import run_slurm_job
 from tests.data.test_data_prep import bytes_of
 from tests.gear.runs import REPOSITORY, Started, execute
 from tests.gear.slurm_cluster import cluster, installed
@@ -95,7 +97,7 @@ def test_filters_copies_and_evaluation_sets_are_counted(reference):
 
 
 def test_workers_do_not_change_a_byte(reference, tmp_path):
-    """Two processes through datatrove's executor: the shards, the manifest and the reports of one."""
+    """Two processes: the shards, the manifest and the reports of one."""
     recipe, expected = reference
     assert prepared(recipe, tmp_path / "data", "--executor", "local", "--workers", "2") == expected
 
@@ -313,6 +315,7 @@ def test_jobs_of_a_cluster_give_the_same_bytes_without_a_pickle(reference, tmp_p
         program.chmod(0o755)
     variables = {"PATH": f"{programs}:{os.environ['PATH']}"}
     options = ["--executor", "slurm", "--slurm", "partition=cpu", "--slurm", "tasks_per_job=20", "--json"]
+    options += ["--workers", "3", "--slurm", "qos=low", "--slurm", "mem_per_cpu_gb=4"]
     submitted = execute(command(recipe, root, *options, "--slurm", "max_array_size=1"), **variables)
     assert submitted.code == 0, submitted.output
     numbers = range(len(list(jobs.glob("*.script"))))
@@ -321,12 +324,30 @@ def test_jobs_of_a_cluster_give_the_same_bytes_without_a_pickle(reference, tmp_p
     assert waits[1:3] == ["--dependency=afterok:100", "--dependency=afterok:100,afterany:101"]
     assert len(json.loads(submitted.stdout)["jobs"]) == 8 < len(scripts)
     for number, script in enumerate(scripts):
-        assert "--array=0-0" in script
+        assert "#SBATCH --array=0-0%3\n" in script and "#SBATCH --requeue\n" in script
+        assert "#SBATCH --qos=low\n" in script and "#SBATCH --mem-per-cpu=4G\n" in script
         if number == numbers[-1]:  # it publishes, and removes the work folder
             assert not [path for path in files_of_work(root) if path.read_bytes()[:1] == PICKLES]
         words, job = ["bash", jobs / f"{number}.script"], {**variables, "SLURM_ARRAY_TASK_ID": "0"}
         assert execute(words, **job).code == 0
     assert bytes_of(root / "corpus") == expected
+
+
+def test_a_job_whose_node_is_taken_back_is_queued_again(tmp_path, monkeypatch):
+    """SIGUSR1, as clusters send it before they take a node: `scontrol requeue`, then the end."""
+    (tmp_path / "scontrol").write_text(f'#!/bin/bash\necho "$@" > {tmp_path}/asked\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        with pytest.raises(FileNotFoundError):  # no work folder; by then the signal is expected
+            run_slurm_job(tmp_path, "clean", 0)
+        with pytest.raises(SystemExit) as ended:
+            os.kill(os.getpid(), signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert ended.value.code == 15 and (tmp_path / "asked").read_text() == "requeue 4711\n"
 
 
 @pytest.mark.skipif(

@@ -107,7 +107,7 @@ def test_a_function_of_ones_own(own_rule):
     spec = {"rule": "callable", "import": f"{own_rule}:keep", "arguments": {"least": 4}}
     chain = chain_of(spec, {"rule": "callable", "import": f"{own_rule}:louder"})
     assert chain.apply(["abc", "abcd"], ["1", "2"]) == [None, "ABCD"]
-    assert list(chain.report.rules[0].rejected) == ["keep"]
+    assert list(chain.report.rules[0]["rejected"]) == ["keep"]
     assert chain_of({"rule": "callable", "import": "keyword:iskeyword"}).apply(["if", "of"], "ab") == [
         "if",
         None,

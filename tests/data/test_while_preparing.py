@@ -177,8 +177,8 @@ def small_tasks(monkeypatch):
     """A small corpus has many tasks, which are not run in processes of their own."""
     monkeypatch.setattr("pretraining.data.corpus.PIECE_BYTES", 3000)
     monkeypatch.setattr("pretraining.data.corpus.TASK_PIECES", 2)
-    monkeypatch.setattr("pretraining.data.preparation.stages.PIECE_BYTES", 3000)
-    monkeypatch.setattr("pretraining.data.preparation.stages.TASK_PIECES", 2)
+    monkeypatch.setattr("pretraining.data.preparation.plan.PIECE_BYTES", 3000)
+    monkeypatch.setattr("pretraining.data.preparation.plan.TASK_PIECES", 2)
 
 
 LENGTH = 16
@@ -296,7 +296,7 @@ def test_a_preparation_that_refuses_ends_the_run_before_it_begins(slow):
     )
     refused = execute(command)
     assert refused.code == 2 and refused.stderr.count("error:") == 1, refused.output
-    assert "the preparation failed: data.sources.0.path:" in refused.stderr
+    assert "the preparation failed: " in refused.stderr and "data.sources.0.path" in refused.stderr
     assert not (slow.folder / "unmade").exists() and not (slow.folder / "none").exists()
 
 

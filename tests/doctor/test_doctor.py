@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +28,7 @@ from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe.curve import changes_of_run
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.runtime import host
+from pretraining.runtime.kernel_log import failing_gpus
 from pretraining.runtime.run_folder import RunFolder
 from tests.gear.local_hub import REPOSITORY_ID, local_hub
 from tests.gear.runs import SMALL_RECIPE, execute
@@ -148,6 +149,13 @@ class Examined:
         found = [each for each in self.findings if each.check == check and words in each.message]
         assert len(found) == 1, as_lines(self.findings)
         return found[0]
+
+
+def only(check: str, findings: Iterable[Finding]) -> Finding | None:
+    """The one finding of this check; None if there is none."""
+    found = [each for each in findings if each.check == check]
+    assert len(found) < 2, found
+    return found[0] if found else None
 
 
 def examine(*words, **variables) -> Examined:
@@ -447,10 +455,12 @@ def test_the_own_name_is_judged_as_ranks_judge_it(monkeypatch):
         monkeypatch.setattr(host, "own_address", lambda address=address: address)
         monkeypatch.setattr(reach, "own_address", lambda address=address: address)
         assert host.loopback_name() == name
-        assert (reach._own_name(several).verdict, reach._own_name(alone).verdict) == (verdict, FINE)
+        names = [only("host name", reach.check_names(launch)).verdict for launch in (several, alone)]
+        assert names == [verdict, FINE]
     monkeypatch.setattr(host, "own_address", lambda: "127.0.1.1")
     monkeypatch.setenv(host.GLOO_INTERFACE, "eth0")
-    assert reach._own_name(several).verdict == FINE and "eth0" in reach._own_name(several).message
+    finding = only("host name", reach.check_names(several))
+    assert finding.verdict == FINE and "eth0" in finding.message
 
 
 def on_gpus(number: int, world_size: int, **fields) -> Launch:
@@ -504,7 +514,7 @@ def test_memory_that_others_hold_is_not_free(monkeypatch):
     launch = Launch(gpus.Gpus(), 1, 1, Path("runs"), Path("data"), recipe, ds_config, need=need)
     for free, verdict in ((2 * need.on_processor, FINE), (need.on_processor / 2, COSTS)):
         monkeypatch.setattr(machine, "free_memory_bytes", lambda free=free: free)
-        assert machine._memory(launch).verdict == verdict
+        assert only("host memory", machine.check_machine(launch)).verdict == verdict
 
 
 def test_a_local_store_is_not_asked_through_a_proxy(monkeypatch):
@@ -518,10 +528,10 @@ def test_a_local_store_is_not_asked_through_a_proxy(monkeypatch):
         ("https://hub.example", False),
     ):
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-        assert bool(reach._proxies()) == names
+        assert bool(only("proxy", reach.check_names(on_gpus(1, 1)))) == names
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://minio:9000")
     monkeypatch.setenv("no_proxy", "localhost,minio")
-    assert reach._proxies() is None
+    assert only("proxy", reach.check_names(on_gpus(1, 1))) is None
 
 
 def test_gpus_on_a_socket_that_this_process_may_not_use(monkeypatch, tmp_path):
@@ -535,7 +545,7 @@ def test_gpus_on_a_socket_that_this_process_may_not_use(monkeypatch, tmp_path):
     launch = on_gpus(1, 1, **{"pci.bus_id": "00000000:07:00.0"})
     for cores, verdict in (("8-15", COSTS), ("0-7", None)):
         (tmp_path / "node1" / "cpulist").write_text(cores)
-        finding = machine._numa(launch)
+        finding = only("NUMA", machine.check_machine(launch))
         assert (finding and finding.verdict) == verdict
 
 
@@ -603,8 +613,7 @@ def test_folders_of_one_repository_are_one_question():
     """Seven sources of a mixture lie in one repository of the hub."""
     recipe, ds_config = load_recipe_and_ds_config("30b")
     launch = Launch(gpus.Gpus(), 1, 1, Path("runs"), Path("nowhere"), recipe, ds_config)
-    asked = dict(reach._questions(launch))
-    assert list(asked) == [
+    assert list(reach.questions_of(launch)) == [
         ("data", "prepared data"),
         ("data", "MBZUAI-LLM/SlimPajama-627B-DC"),
         ("tokenizer", "gpt2"),
@@ -629,7 +638,7 @@ def test_an_old_driver_with_a_compatibility_package_is_none(monkeypatch):
     old = replace(launch.gpus, driver="535.183.01")
     for cuda, verdict in ((None, BREAKS), (12.2, BREAKS), (13.0, FINE)):
         monkeypatch.setattr(gpus, "driver_cuda", lambda cuda=cuda: cuda)
-        assert gpus._driver(old, torch).verdict == verdict
+        assert only("driver", gpus.check_gpus(old, torch)).verdict == verdict
 
 
 def test_a_home_that_cannot_be_written_keeps_nothing_of_the_hub(monkeypatch, tmp_path):
@@ -657,10 +666,10 @@ def test_infiniband_needs_memory_that_may_be_locked(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "INFINIBAND", tmp_path)
     monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (65536, 65536))
     for world_size, verdict in ((16, BREAKS), (8, COSTS)):
-        assert machine._locked_memory(on_gpus(8, world_size)).verdict == verdict
+        assert only("locked memory", machine.check_machine(on_gpus(8, world_size))).verdict == verdict
     for text, verdict in (("4: ACTIVE", FINE), ("1: DOWN", COSTS)):
         state.write_text(text)
-        assert machine._infiniband().verdict == verdict
+        assert only("InfiniBand", machine.check_machine(on_gpus(8, 8))).verdict == verdict
 
 
 def test_ranks_may_open_files_up_to_the_hard_limit(monkeypatch):
@@ -668,21 +677,25 @@ def test_ranks_may_open_files_up_to_the_hard_limit(monkeypatch):
     limits = {(256, 65536): FINE, (256, 1024): BREAKS}
     for limit, verdict in limits.items():
         monkeypatch.setattr(machine.resource, "getrlimit", lambda _, limit=limit: limit)
-        assert machine._open_files(on_gpus(8, 1024)).verdict == verdict
+        assert only("open files", machine.check_machine(on_gpus(8, 1024))).verdict == verdict
 
 
-def test_errors_that_the_driver_logged_are_named_by_device():
+def test_errors_that_the_driver_logged_are_named_by_device(monkeypatch, tmp_path):
     """A program's own mistakes (Xid 31) are none of the machine's."""
-    log = "6,1,2,-;NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus.\n"
-    assert "Xid 79 of 0000:3b:00" in gpus.check_xids(log).message
-    assert gpus.check_xids(log.replace("79", "31")) is None
+    log, launch, torch = tmp_path / "kmsg", on_gpus(1, 1), gpus.TorchBuild("2.13.0+cu130", "13.0")
+    monkeypatch.setattr(gpus, "failing_gpus", lambda: failing_gpus(log))
+    text = "6,1,2,-;NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus.\n"
+    log.write_text(text)
+    assert "Xid 79 of 0000:3b:00" in only("Xid", gpus.check_gpus(launch.gpus, torch)).message
+    log.write_text(text.replace("79", "31"))
+    assert only("Xid", gpus.check_gpus(launch.gpus, torch)) is None
 
 
 @pytest.mark.parametrize("ahead, verdict", [(0, None), (120, COSTS), (3600, BREAKS), (-3600, BREAKS)])
 def test_a_clock_that_is_off_is_measured_against_the_hub(monkeypatch, ahead, verdict):
     """Stores refuse requests that seem fifteen minutes old."""
     monkeypatch.setattr(reach.time, "time", lambda: 1_767_225_600 + ahead)
-    finding = reach._skewed(reach._skew("Thu, 01 Jan 2026 00:00:00 GMT"))
+    finding = reach.check_clock("Thu, 01 Jan 2026 00:00:00 GMT")
     assert (finding and finding.verdict) == verdict
 
 
@@ -697,14 +710,16 @@ def test_a_filesystem_that_lacks_what_a_commit_needs(monkeypatch, tmp_path):
     monkeypatch.setattr(disks.fcntl, "flock", refuse)
     assert disks.missing_operations(tmp_path) == ["file locks", "hard links"]
     monkeypatch.setattr(disks, "filesystem_of", lambda _: ("/bucket", "fuse.bucket"))
-    assert "fuse.bucket at /bucket has no file locks" in disks._filesystem(tmp_path).message
+    assert "fuse.bucket at /bucket has no file locks" in disks.check_filesystem(tmp_path).message
 
 
 def test_a_disk_with_room_but_without_inodes(monkeypatch, tmp_path):
     """Free bytes are not all that a checkpoint needs."""
-    assert disks._few_files(tmp_path) is None
-    monkeypatch.setattr(disks.os, "statvfs", lambda _: SimpleNamespace(f_files=1000, f_favail=20))
-    assert disks._few_files(tmp_path).verdict == BREAKS
+    launch = replace(on_gpus(1, 1), run_folder=tmp_path)
+    assert only("inodes", disks.check_disks(launch)) is None
+    status = SimpleNamespace(f_files=1000, f_favail=20, f_frsize=4096, f_blocks=0, f_bfree=0, f_bavail=0)
+    monkeypatch.setattr(disks.os, "statvfs", lambda _: status)
+    assert only("inodes", disks.check_disks(launch)).verdict == BREAKS
 
 
 def test_what_an_upload_needs_is_tried(tmp_path):

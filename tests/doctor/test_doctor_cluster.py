@@ -74,7 +74,8 @@ def test_a_folder_of_each_node_is_fine_beside_a_store():
 
     def verdict(missed: list[list[int]], upload: str | None) -> str:
         call = ranks_on(2, 2)
-        call.step = lambda *_: [SimpleNamespace(state="answered", value=others) for others in missed]
+        call.step = lambda *_: [SimpleNamespace(value=others) for others in missed]
+        call.failures = lambda *_: []
         return shared.look_at_run_folder(call, probed, upload)[0].verdict
 
     by_node = [[2, 3], [2, 3], [0, 1], [0, 1]]
@@ -127,7 +128,7 @@ def test_the_rate_of_products_is_that_of_a_gpu_under_load(monkeypatch):
 
     work = Devices(Products(64, 32, 128, "fp32"), on_gpu=True)
     monkeypatch.setattr(Devices, "_rounds", rounds)
-    monkeypatch.setattr("pretraining.doctor.devices.gpu_state", dict)
+    monkeypatch.setattr("pretraining.training.gpu_readings.GpuReadings.under_load", lambda self: {})
     assert work._rate(10.0, lambda: None) == (40.0, {})  # the median; the load before it does not count
     assert asked[0] == LOADED_SECONDS >= 20
 

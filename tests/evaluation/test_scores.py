@@ -9,6 +9,7 @@ import pytest
 from pretraining.data.prepared import open_prepared
 from pretraining.data.streaming.cache import CacheSettings
 from pretraining.errors import UserError
+from pretraining.evaluation import evaluator as evaluators
 from pretraining.evaluation.evaluator import Evaluator
 from pretraining.evaluation.harness import Harness, load_tasks, scores_of
 from pretraining.evaluation.likelihood import HellaSwag, Pair, read_items, score
@@ -78,6 +79,7 @@ def test_tasks_are_scored_as_lm_eval_does(model, tokenizer, items, tmp_path):
     state = model.config.to_dict()
     ours = Harness([str(folder)], tokenizer, **SHAPE)
     assert set(theirs) == {"read_line/bits_per_byte", "continue_line/exact_match"}
+    assert set(ours.num_items().values()) == {len(items.read_text().splitlines())}
     for _ in range(2):
         assert ours.measure(model) == pytest.approx(theirs, abs=1e-6)
     assert model.config.to_dict() == state
@@ -143,6 +145,23 @@ def test_a_metric_that_no_validation_has_is_told(workshop, model, tokenizer, ite
         evaluator(workshop, tokenizer, items, metric="code_loss")
     with pytest.raises(UserError, match="did you mean 'hellaswag/acc_norm'"):
         evaluator(workshop, tokenizer, items, metric="hellaswag/acc_nrm").measure(model, 4, lambda: False)
+
+
+@pytest.mark.parametrize(
+    "what", ["fingerprint of the data", "validation blocks", "evaluation.hellaswag, endings"]
+)
+def test_ranks_that_read_other_items_are_told_before_there_is_a_model(
+    workshop, tokenizer, items, what, monkeypatch
+):
+    """Else some would wait for passes that others do not make, at the first validation."""
+
+    def gathered(mine):
+        host, found = mine
+        return [mine, (host, found | {what: "another"})]
+
+    monkeypatch.setattr(evaluators, "gather_from_ranks", gathered)
+    with pytest.raises(UserError, match=f"^{what}: .+ another on .+; all nodes must read the same files"):
+        evaluator(workshop, tokenizer, items)
 
 
 def test_what_lm_eval_calls_its_scores():

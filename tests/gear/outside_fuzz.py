@@ -7,6 +7,7 @@ or another kind of file (a pipe, a folder, a link, a device).
 """
 
 import contextlib
+import faulthandler
 import functools
 import gzip
 import hashlib
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pyarrow
 import torch
 import torch.distributed.checkpoint as dcp
@@ -32,11 +34,13 @@ from pretraining.checkpoints import __main__ as checkpoints
 from pretraining.checkpoints.fetch import fetch_share, newest_committed, read_remote_marker
 from pretraining.checkpoints.format import MARKER, _with_checksum, read_marker, read_receipt, receipt_name
 from pretraining.checkpoints.identity import Start
+from pretraining.checkpoints.live_files import NODES, fetch_records
 from pretraining.checkpoints.places import COMMITTED, DiskPlace, health
 from pretraining.checkpoints.publish import LIST, to_store
 from pretraining.checkpoints.remote import RemoteRun
-from pretraining.checkpoints.resume import changes_since, recorded_changes
+from pretraining.checkpoints.resume import changes_in, changes_since, recorded_changes
 from pretraining.checkpoints.shard_files import CheckpointReader, mean_running_loss
+from pretraining.data.dedup.decontamination import read_evaluation_sets
 from pretraining.data.manifest import read_manifest
 from pretraining.data.prepared import open_prepared
 from pretraining.data.streaming.cache import CacheSettings
@@ -44,9 +48,14 @@ from pretraining.data.streaming.store import PATIENCE_VARIABLE
 from pretraining.data.text_files import local_file, read_documents
 from pretraining.data.tokenizer import describe_tokenizer
 from pretraining.data.tools.finished import open_finished
+from pretraining.data.tools.streams import MdsFolder
+from pretraining.data.tools.verify import verify_data
 from pretraining.errors import UserError, file_error
+from pretraining.evaluation.likelihood import read_items
 from pretraining.model.given_weights import _config_of
+from pretraining.model.native_weights import check_params
 from pretraining.model.weight_files import open_weights
+from pretraining.planning.comparison import measured_beside_planned
 from pretraining.postmortem import as_text, look_back
 from pretraining.recipe import load_recipe
 from pretraining.recipe.curve import changes_of_run
@@ -55,7 +64,7 @@ from pretraining.runtime.journal import Journal
 from pretraining.runtime.lock import holder_of, lock_folder
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.supervise.hostfile import HostfileCommand, Hosts
-from tests.gear.runs import Workshop
+from tests.gear.runs import LLAMA, Workshop
 
 DEFECTS = ("traceback", "hang", "outside")
 SECONDS = 20
@@ -119,7 +128,7 @@ class OutsideFuzz:
         self.run.changes.write_text('[{"step": 4, "key": "training.seed", "from": 1, "to": 2}]')
         self.readers = self._readers()
         self.good = {name: each.path.read_bytes() for name, each in self.readers.items()}
-        self.before = self._outside()
+        self.before, self.waiting = self._outside(), list[str]()
         for each in self.readers.values():  # none is refused before it is mutated
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
                 each.read()
@@ -149,6 +158,9 @@ class OutsideFuzz:
         store, manifest = self.box.as_uri() + "/data", self.data / "manifest.json"
         config = {"config.json": run.export / "config.json"}
         receipt = checkpoint / receipt_name(0, 1)
+        items, params = self._write_items(box / "items" / "items.jsonl"), box / "llama" / "params.json"
+        params.parent.mkdir()
+        params.write_text('{"n_heads": 4, "n_kv_heads": 2, "norm_eps": 1e-6, "rope_theta": 1e4}')
         return {
             **records,
             "run's recipe": Reader(run.recipe, lambda: (self._look_back(), changes_of_run(run, resolved))),
@@ -171,6 +183,21 @@ class OutsideFuzz:
             "index": Reader(index, lambda: self._weights(index.parent)),
             "published": Reader(published, lambda: to_store(config, str(published.parent))),
             "hostfile": Reader(hosts, lambda: self._hosts(hosts)),
+            "failures": Reader(self._failures(), self._look_back),
+            "run's recipe at a prune": Reader(run.recipe, lambda: checkpoints.main(["prune", str(run.path)])),
+            "plan beside what was measured": Reader(run.plan, lambda: measured_beside_planned(run.path)),
+            "marker beside the plan": Reader(marker, lambda: measured_beside_planned(run.path), sealed),
+            "records of a node": Reader(self._node(), lambda: self._fetch_records(remote)),
+            "changes in a store": Reader(
+                run.changes, lambda: changes_in(remote.read_if_there(run.changes.name) or b"[]", "it")
+            ),
+            "list of shards": Reader(self.data / "train" / "state.json", self._verify),
+            "items": Reader(items, lambda: read_items(str(items))),
+            "evaluation set": Reader(items, lambda: list(read_evaluation_sets(items.parent))),
+            "mds": Reader(
+                self._mds(), lambda: list(MdsFolder(box / "mds" / "index.json", None, None, 0).documents())
+            ),
+            "params": Reader(params, lambda: check_params(params.parent, LLAMA, "it", "r.json")),
             "recipe": Reader(box / "recipe.json", lambda: load_recipe(str(box / "recipe.json"))),
             **{path.name: Reader(path, functools.partial(self._documents, path)) for path in texts},
         }
@@ -219,6 +246,44 @@ class OutsideFuzz:
         for name, content in contents.items():
             (folder / name).write_bytes(content)
         return [folder / name for name in contents]
+
+    def _write_items(self, path: Path) -> Path:
+        path.parent.mkdir()
+        item = {"activity_label": "a", "ctx_a": "b", "ctx_b": "c", "endings": ["d", "e"], "label": "1"}
+        path.write_text(f"{json.dumps(item)}\n{json.dumps(item)}\n")
+        return path
+
+    def _failures(self) -> Path:
+        path = self.run.failures(0)
+        path.parent.mkdir(exist_ok=True)
+        fault = {"time": 1.8e9, "text": "NVRM: Xid 79", "process": None}
+        texts = dict.fromkeys(("host", "error", "where", "traceback"), "x")
+        row = {"time": 1.8e9, "rank": 0, "process": 1, "expected": False, "faults": [fault], **texts}
+        path.write_text(json.dumps(row) + "\n")
+        return path
+
+    def _node(self) -> Path:
+        path = self.run.path / NODES / "node0-1" / "node.json"
+        path.parent.mkdir(parents=True)
+        path.write_text('{"name": "node0-1", "host": "node0", "began": "2026-01-01T00:00:00Z", "store": "x"}')
+        return path
+
+    def _mds(self) -> Path:
+        folder = self.box / "mds"
+        folder.mkdir()
+        tokens = np.arange(6, dtype="<u2").tobytes()
+        ends = np.array([1, 12, 12 + 4 + len(tokens)], "<u4")
+        content = ends.tobytes() + np.uint32(len(tokens)).tobytes() + tokens
+        (folder / "shard.mds").write_bytes(content)
+        shard = {"format": "mds", "samples": 1, "compression": None, "zip_data": None}
+        shard |= {
+            "column_names": ["tokens"],
+            "column_encodings": ["ndarray:uint16:3"],
+            "column_sizes": [None],
+        }
+        shard |= {"raw_data": {"basename": "shard.mds", "bytes": len(content)}}
+        (folder / "index.json").write_text(json.dumps({"version": 2, "shards": [shard]}))
+        return folder / "index.json"
 
     # what reads them
 
@@ -276,6 +341,12 @@ class OutsideFuzz:
             if entry.dtype is not None and torch.Size(entry.shape).numel() < 1 << 20:
                 files.tensor(name)
 
+    def _fetch_records(self, remote: RemoteRun) -> None:
+        fetch_records(remote.address, self.box / "fetched")
+
+    def _verify(self) -> None:
+        verify_data(self.data)
+
     def _hosts(self, path: Path) -> None:
         made = HostfileCommand.of(["deepspeed", f"--hostfile={path}", "--force_multi", "train.py"])
         if made is not None:
@@ -288,8 +359,10 @@ class OutsideFuzz:
     # one try
 
     def try_one(self) -> Outcome:
-        """Mutate one file, have it read, and put it back."""
-        name = self.random.choice(list(self.readers))
+        """Mutate one file, have it read, and put it back: of each reader once, before the first comes again."""
+        if not self.waiting:  # none is left out for long
+            self.waiting = self.random.sample(list(self.readers), len(self.readers))
+        name = self.waiting.pop()
         reader = self.readers[name]
         mutation = self._mutate(reader, self.good[name])
         outcome = self._outcome(name, reader, mutation)
@@ -304,6 +377,9 @@ class OutsideFuzz:
     def _outcome(self, name: str, reader: Reader, mutation: str) -> Outcome:
         signal.signal(signal.SIGALRM, _too_late)
         signal.alarm(SECONDS)
+        faulthandler.dump_traceback_later(
+            10 * SECONDS, exit=True
+        )  # what waits outside of Python sees no signal
         before = resource.getrlimit(resource.RLIMIT_AS)
         in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (in_use + MOST_MORE_BYTES, before[1]))
@@ -325,6 +401,7 @@ class OutsideFuzz:
             return Outcome("traceback", name, f"{mutation}\n{traceback.format_exc()}")
         finally:
             signal.alarm(0)
+            faulthandler.cancel_dump_traceback_later()
             resource.setrlimit(resource.RLIMIT_AS, before)
         return Outcome("read", name)
 

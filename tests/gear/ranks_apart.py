@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pretraining.checkpoints import background
 from pretraining.errors import UserError, one_line_errors
+from pretraining.evaluation.evaluator import check_alike
+from pretraining.evaluation.likelihood import HellaSwag, Item
 from pretraining.model.expert_parallel import split_experts
 from pretraining.recipe import load_recipe
 from pretraining.recipe.sections import Monitors
@@ -95,7 +98,20 @@ def continued(folder: Path) -> list[str]:
     return HarnessModel(model, tokenizer, 64, 1).generate_until(asked)
 
 
-CASES = [prefetched, alerted, saved, stopped, *([continued] if find_spec("lm_eval") else [])]
+def measured(folder: Path) -> str:
+    """What both are told if rank 1 reads fewer items of HellaSwag."""
+    tokenizer = mock.Mock(side_effect=lambda text, **_: {"input_ids": list(map(ord, text))})
+    items = [Item("a b", ("c", "d", "e", "f"), 0)] * (3 - dist.get_rank())
+    data = SimpleNamespace(fingerprint="0")
+    validation = SimpleNamespace(parts=[SimpleNamespace(dataset=range(7))])
+    try:
+        check_alike(data, validation, [HellaSwag(items, tokenizer, 64, 1)])
+    except UserError as error:
+        return str(error).replace(socket.gethostname(), "HOST")
+    return ""
+
+
+CASES = [prefetched, alerted, saved, stopped, measured, *([continued] if find_spec("lm_eval") else [])]
 
 
 def main(path: str) -> None:

@@ -18,8 +18,10 @@ from pretraining.data.manifest import parse_manifest
 from pretraining.data.publishing import preparation_lock
 from pretraining.data.streaming.cache import ShardCache
 from pretraining.data.streaming.remote_data import RemoteData
+from pretraining.data.tools.finished import source_names
 from pretraining.errors import UserError
 from pretraining.outside.files import inside, parse_json, read_bytes
+from pretraining.planning.comparison import measured_beside_planned
 from pretraining.postmortem import main as postmortem
 from pretraining.recipe import load_recipe
 from pretraining.reporting.__main__ import main as reporting
@@ -226,6 +228,24 @@ def test_a_data_set_of_another_shape_is_one_line(workshop):
         content = json.dumps({**whole, "splits": {**whole["splits"], "train": entry}})
         with pytest.raises(UserError, match=rf"damaged manifest: splits.train.shards.0.{next(iter(change))}"):
             parse_manifest(content, "it", "copy it", "make it")
+
+
+def test_a_data_set_of_other_sources_than_it_names_is_one_line(workshop):
+    manifest = json.loads(next(workshop.data.glob("*/manifest.json")).read_text())
+    assert source_names(manifest) == ["corpus"]
+    with pytest.raises(UserError, match="counts 0 sources, and its data section names 1"):
+        source_names({**manifest, "sources": []})
+
+
+def test_a_run_is_compared_with_its_plan_whatever_a_marker_holds(run):
+    """What a stranger wrote there ended `planning compare`, and the last line of a finished run, in a traceback."""
+    marker = max(run.path.glob("checkpoint-*/committed.json"), key=lambda path: path.stat().st_mtime)
+    for wrong in ("[]", '{"files": []}', '{"files": {"a": {"bytes": "x"}}}', "[" * 100_000):
+        marker.write_text(wrong)
+        assert measured_beside_planned(run.path)
+    marker.unlink()
+    os.mkfifo(marker)
+    assert measured_beside_planned(run.path)
 
 
 def test_no_pickle_is_read_without_a_list_of_classes():

@@ -1,7 +1,9 @@
 """Every command of the README files is run; the heavy ones scaled down by the table below."""
 
+import json
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -272,7 +274,7 @@ SCALED = {
     r"python -m pretraining\.supervise ": run_supervised,
     r"python -m pretraining\.sweep ": run_sweep,
     r"touch runs/": run_stop_file,
-    r"RUN=\S+ sbatch ": run_sbatch,
+    r"RUN=\S+ (PROGRAM=\"[^\"]+\" )?sbatch ": run_sbatch,
     r"python -m pretraining\.checkpoints ": run_checkpoints,
     r"python -m pretraining\.reporting ": run_reporting,
     r"python -m pretraining\.postmortem ": run_postmortem,
@@ -308,6 +310,20 @@ def test_the_front_page_is_short_and_names_every_stage():
     assert stages == set(re.findall(r"`(zero\w+)`", section_of(text, "Stages")))
 
 
+def test_the_first_screen_says_for_whom_with_what_and_where_to_begin():
+    """A stranger sees if it is for them, in which versions, under which licence, and where the first day is."""
+    first = (REPOSITORY / "README.md").read_text(encoding="utf-8").partition("\n## ")[0]
+    assert len(first.splitlines()) <= 35 and "(docs/first_day.md)" in first and "(docs/report.png)" in first
+    assert "| for whom |" in first and "| take something else |" in first
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert f"[{project['license']}](LICENSE)" in first
+    assert f"Python {project['requires-python'].removeprefix('>=')} or newer" in first
+    pins = dict(each.split("==") for each in project["dependencies"])
+    assert all(f"{name} {pins[name]}" in first for name in ("torch", "transformers", "deepspeed"))
+    num_types = len(json.loads((REPOSITORY / "pretraining/recipe/model_types.json").read_text())["types"])
+    assert "[about a hundred other types]" in first and 90 <= num_types < 130
+
+
 def section_of(text: str, title: str) -> str:
     """A page's section, from its heading to the next."""
     return text.partition(f"## {title}\n")[2].partition("\n## ")[0]
@@ -328,6 +344,19 @@ def test_every_link_leads_somewhere(page):
     targets = [t for t in re.findall(r"\]\(([^)#]+)", text) if "://" not in t]
     assert not [target for target in targets if not (page.parent / target).exists()]
     assert not re.findall(r"@[A-Z]+@", text)
+
+
+def test_every_page_is_linked():
+    """A page to which no link of the front page leads, over other pages or not, is found by nobody."""
+    reached, next_ones = set(), [REPOSITORY / "README.md"]
+    while next_ones:
+        page = next_ones.pop()
+        if page.suffix == ".md" and page not in reached:
+            reached.add(page)
+            targets = re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8"))
+            next_ones += [(page.parent / target).resolve() for target in targets if "://" not in target]
+    pages = {REPOSITORY / name for name in ("SECURITY.md", "benchmarks/README.md")} | set(PAGES)
+    assert reached >= pages, sorted(map(str, pages - reached))
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,9 @@ def test_a_run_without_its_events_is_not_said_to_run(tmp_path):
     assert (
         found.state == "unknown" and "events.jsonl is missing" in found.advice[0] and len(found.advice) == 1
     )
-    assert "unknown at step 40, 0 starts" in as_text(found)
+    assert "unknown at step 40, 0 starts" in " ".join(
+        as_text(found).split()
+    )  # a long path moves the ends of lines
 
 
 def test_steps_that_change_nothing_are_no_good_end(tmp_path):

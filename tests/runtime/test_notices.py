@@ -178,5 +178,5 @@ def test_a_variable_that_is_not_set_refuses_the_run(workshop, tmp_path):
     setting = f'monitors.notify={{"webhook_env": "{WEBHOOK}"}}'
     finished = execute(workshop.command(tmp_path / "run", "null", 1, "plain", (setting,)))
     assert finished.code == 2 and not (tmp_path / "run").exists(), finished.output
-    line = f"error: monitors.notify.webhook_env: the variable {WEBHOOK} is not set; export it"
-    assert finished.stderr.splitlines()[-1].startswith(line)
+    (line,) = finished.stderr.splitlines()
+    assert line.startswith("error: ") and f": the variable {WEBHOOK} is not set; export it" in line

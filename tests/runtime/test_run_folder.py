@@ -22,7 +22,7 @@ from pretraining.planning.gpus import find_gpu
 from pretraining.planning.run_plan import build_run_plan
 from pretraining.recipe import load_recipe
 from pretraining.runtime.durable_files import append_row
-from pretraining.runtime.run_folder import RunFolder
+from pretraining.runtime.run_folder import RunFolder, read_events, step_of
 from tests.gear.runs import Run, committed, contents, execute
 from tests.gear.small_checkpoints import identity_of, save
 
@@ -59,7 +59,8 @@ def test_a_start_says_in_three_lines_what_it_is_where_it_begins_and_what_is_plan
     done = "step 141 of 1,000, 288,768 tokens seen"
     assert start == f"start  continued from checkpoint-141 ({saved}): {done}"
     assert re.search(
-        r" MB of 80.0 GB .* at least .* for what is left at [\d,]+ tokens/s, MFU \d+%, \$", planned
+        r" MB of 80.0 GB .* for what is left at [\d,]+ tokens/s, MFU \d+%, \$.* \(estimated from assumed rates\)",
+        planned,
     )
     for settings, balance in (
         ((), "a balancing loss, router_aux_loss_coef 0.01"),
@@ -231,6 +232,14 @@ def test_rows_that_no_run_wrote_are_passed_over(tmp_path):
     with run.events.open("ab") as file:
         file.write(b"[1]\n\xff\xfe\n")
     assert run.last_event("end") == {"event": "end"}
+    assert step_of({"checkpoint": "checkpoint-12"}) == 12
+    assert (
+        step_of({"checkpoint": "checkpoint-" + "9" * 400})
+        is step_of({"checkpoint": "checkpoint-\u00b2"})
+        is None
+    )
+    append_row(run.events, {"event": "save", "blocked_seconds": "long"})
+    assert "save" not in [each.get("event") for each in read_events(run.events)]
 
 
 def test_a_run_is_finished_for_all_settings_that_change_no_result(tmp_path):

@@ -9,6 +9,7 @@ from tests.gear.hosts import hosts
 from tests.gear.runs import SMALL_RECIPE, Run, Workshop, committed, execute
 from tests.gear.slurm_cluster import cluster, installed
 
+DOCTOR = "-m pretraining.doctor"
 SEED = SMALL_RECIPE["training"]["seed"]
 
 
@@ -43,6 +44,14 @@ def test_a_job_that_is_queued_again_meets_anew(tmp_path):
     ports = {int(met(job)[1].rpartition(":")[2]) for job in (9499, 9500, 18_499, 4711)}
     assert len(ports) == 3 and all(20_000 <= port < 29_000 for port in ports)
     assert met(4711, PORT="3000")[1] == "--rdzv_endpoint=node1:3000"
+
+
+def test_a_job_trains_or_has_the_doctor_examine_its_nodes(tmp_path):
+    """The same launcher, ports and nodes: what the doctor finds is what the run will meet."""
+    rest = ["--recipe", "tiny", "--output_dir", str(tmp_path / "run")]
+    for variables, program in (({}, ["train.py"]), ({"PROGRAM": DOCTOR}, DOCTOR.split())):
+        words = words_of_a_node(tmp_path, 4711, **variables)
+        assert words[-len(rest) - len(program) :] == [*program, *rest] and "torchrun" in words
 
 
 @pytest.mark.skipif(

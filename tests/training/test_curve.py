@@ -86,9 +86,13 @@ def test_clipping_is_the_recipe_s(workshop, plain):
     assert largest_difference(workshop.plain(("training.max_grad_norm=1.0",)).losses, plain.losses) > 1e-2
 
 
-def test_a_mixture_of_experts_has_one_curve_too(workshop):
-    """Its balancing loss (here as large as the cross-entropy) weighs the same on one rank and on two."""
-    settings = (f"model={json.dumps(BALANCED)}",)
+@pytest.mark.parametrize("chosen", [BALANCED["num_experts_per_tok"], BALANCED["num_experts"]])
+def test_a_mixture_of_experts_has_one_curve_too(workshop, chosen):
+    """Its balancing loss (here as large as the cross-entropy) weighs the same on one rank and on two.
+
+    With all experts chosen no rounding can send a token elsewhere; with two of four, ten steps are too few for it.
+    """
+    settings = (f"model={json.dumps({**BALANCED, 'num_experts_per_tok': chosen})}",)
     alone, together = workshop.plain(settings), workshop.run("zero2", settings=settings)
     assert largest_difference(together.losses, alone.losses) <= FP32
     assert largest_difference(column(together, "train/grad_norm"), column(alone, "train/grad_norm")) <= 1e-3

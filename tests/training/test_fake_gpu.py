@@ -100,6 +100,8 @@ def written_recipe(folder: Path, model_section: dict, **sections: dict) -> Path:
         "warmup_steps": 0,
         "logging_first_step": False,
     }
+    # nobody leaves the group of ranks here, which would end a watch: it would end this process after twenty minutes
+    values["monitors"] = values.get("monitors", {}) | {"hang_minutes": None}
     for name, changed in sections.items():
         values[name] |= changed
     path = folder / "faked.json"

@@ -18,9 +18,6 @@ class Nvml(SimpleNamespace):
     """The functions of nvidia-ml-py that are called, with its names, units and constants."""
 
     NVML_TEMPERATURE_GPU, NVML_CLOCK_SM, NVML_CLOCK_MEM = 0, 1, 2
-    nvmlClocksEventReasonSwThermalSlowdown = 0x20
-    nvmlClocksEventReasonHwThermalSlowdown = 0x40
-    nvmlClocksEventReasonHwSlowdown = 0x8
     energy, refuses = [1_000, 61_000], ()
 
     def nvmlInit(self):
@@ -72,6 +69,15 @@ def test_a_gpu_says_how_it_does(nvml):
     found = GpuReadings().read()
     assert tuple(found) == NAMES
     assert list(found.values()) == [0.87, 71, 0.6, 1755, 2619, 1]
+
+
+def test_a_gpu_under_load_says_what_holds_it_back(nvml):
+    """As the doctor shows it; what the GPU refuses is left out."""
+    readings = GpuReadings()
+    state = {"clock_hz": 1.755e9, "temperature_celsius": 71, "watts": 512.345}
+    assert readings.under_load() == {**state, "held_back_by": ["the power limit", "heat (hardware)"]}
+    nvml.refuses = ("nvmlDeviceGetCurrentClocksEventReasons",)
+    assert readings.under_load() == state
 
 
 def test_what_a_gpu_refuses_is_not_known(nvml):

@@ -23,6 +23,10 @@ def apart(tmp_path_factory):
         ("alerted", None),  # rank 0's norm counts
         ("saved", ["checkpoint-1", "False"]),  # while training waits, on both
         ("stopped", 3),
+        (
+            "measured",
+            "evaluation.hellaswag, endings: 12 on HOST, 8 on HOST; all nodes must read the same files",
+        ),
         ("continued", ["1 tokens", "9 tokens"]),
     ],
 )

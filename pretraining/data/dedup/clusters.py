@@ -61,45 +61,32 @@ def cluster(pairs: Sequence[PairSource], accepted: float) -> Clusters:
     # Once for the members, then once for the edges: all pairs together may not fit in memory.
     for first, second in _accepted(pairs, accepted):
         members = np.union1d(members, np.concatenate([first, second]))
+    # A forest over the members: every label is the least number of its tree.
     labels = np.arange(len(members))
     for first, second in _accepted(pairs, accepted):
-        _connect(labels, np.searchsorted(members, first), np.searchsorted(members, second))
+        first, second = np.searchsorted(members, first), np.searchsorted(members, second)
+        # Each round hangs the larger root of every edge under the smaller and flattens the trees by pointer
+        # jumping (Shiloach and Vishkin, 1982): a few rounds, however long the chains.
+        while len(first):
+            one, other = labels[first], labels[second]
+            apart = one != other
+            first, second = first[apart], second[apart]
+            # Unbuffered, because one root may occur in several edges.
+            np.minimum.at(labels, np.maximum(one, other)[apart], np.minimum(one, other)[apart])
+            while not np.array_equal(above := labels[labels], labels):
+                labels[:] = above
     return Clusters(members, members[labels])
 
 
 def _accepted(pairs: Sequence[PairSource], accepted: float) -> Iterable[tuple[np.ndarray, np.ndarray]]:
-    for source in pairs:
-        found = _load(source)
+    for some in map(_load, pairs):
         # In float32, as similarities are stored: else a pair exactly on the border could fall out.
-        found = found[found["similarity"] >= np.float32(accepted)]
-        yield found["first"], found["second"]
+        some = some[some["similarity"] >= np.float32(accepted)]
+        yield some["first"], some["second"]
 
 
 def _load(source: PairSource) -> np.ndarray:
     return source() if callable(source) else source
-
-
-def _connect(labels: np.ndarray, first: np.ndarray, second: np.ndarray) -> None:
-    """Add edges to a forest in place; every label is the least number of its tree, before and after.
-
-    Each round hangs the larger root of every edge under the smaller and flattens the trees by pointer
-    jumping (Shiloach and Vishkin, 1982): a few rounds, however long the chains.
-    """
-    while len(first):
-        one, other = labels[first], labels[second]
-        apart = one != other
-        first, second = first[apart], second[apart]
-        # Unbuffered, because one root may occur in several edges.
-        np.minimum.at(labels, np.maximum(one, other)[apart], np.minimum(one, other)[apart])
-        _flatten(labels)
-
-
-def _flatten(labels: np.ndarray) -> None:
-    while True:
-        above = labels[labels]
-        if np.array_equal(above, labels):
-            return
-        labels[:] = above
 
 
 def assign_fates(
@@ -119,26 +106,22 @@ def assign_fates(
     fates[clusters.members] = fates[clusters.representatives]  # the draw of the first decides for all
     if remove:
         fates[clusters.dropped] = DUPLICATE
-    twins = [_parted(_load(source), fates, clusters, remove) for source in pairs]
+    twins = []
+    for some in map(_load, pairs):
+        sides = [some["first"], some["second"]]
+        if remove:  # a dropped document counts as its representative
+            sides = [clusters.representatives_of(side) for side in sides]
+        first, second = sides
+        forward = (fates[first] == VALIDATION) & (fates[second] == TRAIN)
+        backward = (fates[first] == TRAIN) & (fates[second] == VALIDATION)
+        twins.append(np.unique(np.concatenate([second[forward], first[backward]])))
     if twins:
         # After all sources are read, so that the order of the pairs does not matter.
         fates[np.concatenate(twins)] = TWIN
     return documents.split(fates)
 
 
-def _parted(pairs: np.ndarray, fates: np.ndarray, clusters: Clusters, remove: bool) -> np.ndarray:
-    """Find the documents in train that have a pair in validation; a dropped one counts as its representative."""
-    sides = [pairs["first"], pairs["second"]]
-    if remove:
-        sides = [clusters.representatives_of(side) for side in sides]
-    first, second = sides
-    forward = (fates[first] == VALIDATION) & (fates[second] == TRAIN)
-    backward = (fates[first] == TRAIN) & (fates[second] == VALIDATION)
-    return np.unique(np.concatenate([second[forward], first[backward]]))
-
-
 def count_fates(fates: Sequence[np.ndarray]) -> dict[str, int]:
-    """Count the documents of each fate."""
     counts = sum(np.bincount(some, minlength=len(FATE_NAMES)) for some in fates)
     return dict(zip(FATE_NAMES, map(int, counts), strict=True))
 
@@ -156,42 +139,27 @@ def duplicates_report(
     dropped = clusters.dropped
     kept = clusters.representatives_of(dropped)
     sizes = np.unique(clusters.representatives, return_counts=True)[1]
+    places = [documents.locate(side) for side in (dropped, kept)]
+    losing, keeping = (np.asarray(sources)[pieces] for pieces, _ in places)
+    table = np.zeros((len(names), len(names)), np.int64)
+    # Unbuffered, because the same two sources occur many times.
+    np.add.at(table, (losing, keeping), 1)
+    chosen = np.linspace(0, max(len(dropped) - 1, 0), min(_NUM_EXAMPLES, len(dropped)), dtype=np.int64)
     return {
         "documents": len(documents),
         "clusters": len(sizes),
         "largest_cluster": int(sizes.max(initial=0)),
         "dropped": len(dropped),
-        "dropped_for_kept_in": _by_source(documents, dropped, kept, np.asarray(sources), names),
-        "examples": _examples(documents, dropped, kept),
+        # {source of the dropped: {source of the one that is kept instead: documents}}
+        "dropped_for_kept_in": {
+            names[row]: {names[column]: int(table[row, column]) for column in np.flatnonzero(table[row])}
+            for row in np.flatnonzero(table.any(axis=1))
+        },
+        "examples": [
+            {
+                side: {"piece": int(pieces[number]), "row": int(rows[number])}
+                for side, (pieces, rows) in zip(("dropped", "kept"), places, strict=True)
+            }
+            for number in chosen
+        ],
     }
-
-
-def _by_source(
-    documents: DocumentNumbers,
-    dropped: np.ndarray,
-    kept: np.ndarray,
-    sources: np.ndarray,
-    names: Sequence[str],
-) -> dict[str, dict[str, int]]:
-    """Count {source of the dropped: {source of the one that is kept instead: documents}}."""
-    losing, keeping = (sources[documents.locate(side)[0]] for side in (dropped, kept))
-    table = np.zeros((len(names), len(names)), np.int64)
-    # Unbuffered, because the same two sources occur many times.
-    np.add.at(table, (losing, keeping), 1)
-    return {
-        names[row]: {names[column]: int(table[row, column]) for column in np.flatnonzero(table[row])}
-        for row in np.flatnonzero(table.any(axis=1))
-    }
-
-
-def _examples(documents: DocumentNumbers, dropped: np.ndarray, kept: np.ndarray) -> list[dict]:
-    chosen = np.linspace(0, max(len(dropped) - 1, 0), min(_NUM_EXAMPLES, len(dropped)), dtype=np.int64)
-    return [
-        {"dropped": _place(documents, dropped[number]), "kept": _place(documents, kept[number])}
-        for number in chosen
-    ]
-
-
-def _place(documents: DocumentNumbers, document: np.int64) -> dict[str, int]:
-    piece, row = documents.locate(document)
-    return {"piece": int(piece), "row": int(row)}

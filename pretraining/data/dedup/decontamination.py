@@ -5,8 +5,7 @@ A document is found by a shared n-gram of words (13 by default, as in Brown et a
 everywhere: they are left out and counted.
 """
 
-import gzip
-import json
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from pretraining.data.dedup.ngrams import Units, batches_of, ngrams_of, units_of
+from pretraining.data.dedup.ngrams import TextUnits, batches_of, ngrams_of, units_of
 from pretraining.data.manifest import digest_of
 from pretraining.data.text_files import local_file, read_documents
 from pretraining.errors import UserError, require
+from pretraining.outside.files import json_lines
 
 _FILTER_BITS = 24
 """A table of 2**24 bytes shows for most n-grams that they are in no evaluation set."""
@@ -68,20 +68,36 @@ class ContaminationIndex:
         number of the document in `texts` and the words that it shares.
         """
         contaminated = np.zeros(len(texts), np.bool_)
-        report = {"documents": len(texts), "dropped": 0, "sets": {}}
+        report: dict[str, Any] = {"documents": len(texts), "dropped": 0, "sets": {}}
         done = 0
         for batch in batches_of(texts):
             units = units_of(batch)
-            found = self._finds(units)
-            contaminated[done : done + len(batch)] = self._is_enough(units, found)
-            self._describe(units, found, contaminated, done, report)
+            finds = self._finds(units)
+            counts = np.diff(units.first)
+            begun = np.unique(finds[:, :2], axis=0)[:, 0]  # lengths that begin at the same word count once
+            hits = np.bincount(begun, minlength=len(counts))
+            # A document shorter than one n-gram counts as one n-gram.
+            ngrams = np.maximum(counts - self.spec.ngram + 1, 1)
+            dropped = (hits > 0) & (hits >= self.spec.share * ngrams)
+            contaminated[done : done + len(batch)] = dropped
+            # A find in a document that is kept is not reported, and of others each set once.
+            finds = finds[dropped[finds[:, 0]]]
+            firsts = np.unique(finds[:, [0, 3]], axis=0, return_index=True)[1]
+            ends = np.append(units.starts, len(units.texts))
+            for text, word, length, owner in finds[np.sort(firsts)].tolist():
+                entry = report["sets"].setdefault(self.names[owner], {"dropped": 0, "examples": []})
+                entry["dropped"] += 1
+                if len(entry["examples"]) < _NUM_EXAMPLES:
+                    words = units.texts[ends[word] : ends[word + length]]
+                    example = {"document": done + text, "words": " ".join(words.split()).lower()}
+                    entry["examples"].append(example)
             done += len(batch)
         report["dropped"] = int(contaminated.sum())
         return contaminated, report
 
-    def _finds(self, units: Units) -> np.ndarray:
+    def _finds(self, units: TextUnits) -> np.ndarray:
         """Find the n-grams that are in an evaluation set: int64 [finds, 4] of text, first word, words and set."""
-        found = [np.zeros((0, 4), np.int64)]
+        finds = [np.zeros((0, 4), np.int64)]
         for length, hashes in self.hashes.items():
             windows = ngrams_of(units, length)
             # The table spares most n-grams the binary search.
@@ -92,37 +108,10 @@ class ContaminationIndex:
             where, owner = likely[sure], self.owners[length][places[sure]]
             text = np.searchsorted(windows.first, where, side="right") - 1
             word = where - windows.first[text] + units.first[text]
-            found.append(np.column_stack([text, word, np.full(len(text), length), owner]))
-        found = np.concatenate(found)
+            finds.append(np.column_stack([text, word, np.full(len(text), length), owner]))
+        finds = np.concatenate(finds)
         # By text, then by word, so that examples show the first find of a document.
-        return found[np.lexsort((found[:, 1], found[:, 0]))]
-
-    def _is_enough(self, units: Units, found: np.ndarray) -> np.ndarray:
-        """Say for each text if enough of its n-grams are found (any one if the share is 0): bool [texts]."""
-        counts = np.diff(units.first)
-        begun = np.unique(found[:, :2], axis=0)[:, 0]  # lengths that begin at the same word count once
-        hits = np.bincount(begun, minlength=len(counts))
-        # A document shorter than one n-gram counts as one n-gram.
-        return (hits > 0) & (hits >= self.spec.share * np.maximum(counts - self.spec.ngram + 1, 1))
-
-    def _describe(
-        self, units: Units, found: np.ndarray, contaminated: np.ndarray, done: int, report: dict
-    ) -> None:
-        """Add the dropped texts of one batch to `report`, each once for every set it was found in."""
-        # A find in a document that is kept is not reported.
-        found = found[contaminated[done + found[:, 0]]]
-        firsts = np.unique(found[:, [0, 3]], axis=0, return_index=True)[1]
-        for text, word, length, owner in found[np.sort(firsts)].tolist():
-            entry = report["sets"].setdefault(self.names[owner], {"dropped": 0, "examples": []})
-            entry["dropped"] += 1
-            if len(entry["examples"]) < _NUM_EXAMPLES:
-                entry["examples"].append({"document": done + text, "words": _words_at(units, word, length)})
-
-
-def _words_at(units: Units, word: int, length: int) -> str:
-    """Return the normalised text from unit `word` on, `length` units long."""
-    ends = np.append(units.starts, len(units.texts))
-    return " ".join(units.texts[ends[word] : ends[word + length]].split()).lower()
+        return finds[np.lexsort((finds[:, 1], finds[:, 0]))]
 
 
 def build_index(texts: Iterable[tuple[str, str]], spec: DecontaminationSpec) -> ContaminationIndex:
@@ -133,34 +122,27 @@ def build_index(texts: Iterable[tuple[str, str]], spec: DecontaminationSpec) -> 
     for name, text in texts:
         owner = names.setdefault(name, len(names))
         num_texts[owner] += 1
-        length, found = _looked_for(text, spec)
+        units = units_of([text])
+        length = min(spec.ngram, len(units.hashes))
+        # A text too short to look for is counted, so that the report shows it.
         too_short[owner] += length < spec.shortest
-        # A text too short to look for is counted above, so that the report shows it.
         if length >= spec.shortest:
+            found = ngrams_of(units, max(length, 1)).hashes
             hashes.setdefault(length, []).append(found)
             owners.setdefault(length, []).append(np.full(len(found), owner, np.int32))
-    columns = {length: _first_owners(hashes[length], owners[length]) for length in sorted(hashes)}
+    distinct, first_owners = {}, {}
+    for length in sorted(hashes):
+        # The first occurrence, so that the owner is the set that was read first.
+        distinct[length], first = np.unique(np.concatenate(hashes[length]), return_index=True)
+        first_owners[length] = np.concatenate(owners[length])[first]
     return ContaminationIndex(
         spec,
         list(names),
-        {length: column[0] for length, column in columns.items()},
-        {length: column[1] for length, column in columns.items()},
+        distinct,
+        first_owners,
         [num_texts[owner] for owner in names.values()],
         [too_short[owner] for owner in names.values()],
     )
-
-
-def _looked_for(text: str, spec: DecontaminationSpec) -> tuple[int, np.ndarray]:
-    """Return the length of the n-grams of one evaluation text (less if the text is shorter) and their hashes."""
-    units = units_of([text])
-    length = min(spec.ngram, len(units.hashes))
-    return length, ngrams_of(units, max(length, 1)).hashes
-
-
-def _first_owners(hashes: list[np.ndarray], owners: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    # The first occurrence, so that the owner is the set that was read first.
-    distinct, first = np.unique(np.concatenate(hashes), return_index=True)
-    return distinct, np.concatenate(owners)[first]
 
 
 def _bucket(hashes: np.ndarray) -> np.ndarray:
@@ -187,8 +169,15 @@ def read_evaluation_sets(folder: str | None = None, tasks: list[str] = ()) -> It
     A .txt is one text. Of a .jsonl(.gz) every string in a row is a text, whatever its key, so that questions,
     choices and answers are found by themselves. Raises UserError for what is missing or cannot be read.
     """
-    if folder is not None:
-        yield from _of_folder(Path(folder))
+    for path in _files_of(Path(folder)) if folder is not None else ():
+        name = str(path.relative_to(folder))
+        if path.suffix.lower() != ".txt":
+            yield from ((name, text) for text in _strings_of_rows(path))
+            continue
+        for document in read_documents(local_file(path, path.parent)):
+            if document.text is None:
+                raise UserError(f"{document.where}: not UTF-8 text; convert the file")
+            yield name, document.text
     for name in tasks:
         yield from ((name, text) for text in _of_task(name))
 
@@ -211,36 +200,14 @@ def _files_of(folder: Path) -> list[Path]:
     return found
 
 
-def _of_folder(folder: Path) -> Iterator[tuple[str, str]]:
-    for path in _files_of(folder):
-        name = str(path.relative_to(folder))
-        texts = _of_text(path) if path.suffix.lower() == ".txt" else _of_json_lines(path)
-        yield from ((name, text) for text in texts)
-
-
-def _of_text(path: Path) -> Iterator[str]:
-    for document in read_documents(local_file(path, path.parent)):
-        if document.text is None:
-            raise UserError(f"{document.where}: not UTF-8 text; convert the file")
-        yield document.text
-
-
-def _of_json_lines(path: Path) -> Iterator[str]:
-    opened = gzip.open if path.suffix.lower() == ".gz" else open
+def _strings_of_rows(path: Path) -> Iterator[str]:
     try:
-        with opened(path, "rt", encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield from _strings_of(_row(line, f"{path}:line {number}"))
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+        for _, value in json_lines(path):
+            yield from _strings_of(value)
+    except ValueError as error:
+        raise UserError(f"{path}:{error}; mend or remove the line") from error
+    except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path}: cannot be read ({error}); fetch or convert it again") from error
-
-
-def _row(line: str, where: str) -> object:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not valid JSON ({error.msg}); mend or remove the line") from error
 
 
 def _strings_of(value: object) -> Iterator[str]:
@@ -260,19 +227,16 @@ def _of_task(name: str) -> Iterator[str]:
     managers = require("lm_eval.tasks", f"data.decontaminate.tasks ({name})")
     # Indexing the tasks that lm-eval ships takes half a minute; a file needs none of them.
     manager = managers.TaskManager(include_defaults=not Path(name).is_file())
-    for task in _load_tasks(manager, name):
-        for document in task.eval_docs:
-            yield from _strings_of(document)
-            # The prompt too: a task may build it from parts that are in no field.
-            yield from _strings_of(task.doc_to_text(document))
-
-
-def _load_tasks(manager: Any, name: str) -> list:
     try:
-        return list(manager.load([name])["tasks"].values())
+        loaded = list(manager.load([name])["tasks"].values())
     except KeyError as error:
         raise UserError(
             f"data.decontaminate.tasks: lm-eval knows no task {name!r}; `lm-eval ls tasks` lists them"
         ) from error
     except (OSError, ValueError) as error:
         raise UserError(f"data.decontaminate.tasks: {name} cannot be loaded ({error})") from error
+    for task in loaded:
+        for document in task.eval_docs:
+            yield from _strings_of(document)
+            # The prompt too: a task may build it from parts that are in no field.
+            yield from _strings_of(task.doc_to_text(document))

@@ -61,7 +61,6 @@ class MinHashSpec:
 
     @property
     def num_hashes(self) -> int:
-        """Hashes in a signature: bands x rows."""
         return self.bands * self.rows
 
     @property
@@ -123,8 +122,16 @@ def sign_piece(texts: Sequence[str], spec: MinHashSpec) -> Signatures:
         # Documents without n-grams keep NO_KEY.
         rows = done + np.flatnonzero(np.diff(ngrams.first))
         minima = _minima_of(ngrams, spec)
-        keys[:, rows] = _band_keys(minima, spec)
-        sketch[rows] = _scattered_bytes(minima).T
+        # A band's key is the hash of its minima: unequal ones agree with odds of 2**-58.
+        banded = minima.reshape(spec.bands, spec.rows, -1)
+        band_keys = np.zeros((spec.bands, minima.shape[1]), np.uint64)
+        for row, weight in enumerate(random_words(spec.rows, 15)):
+            # + 1, so that a minimum of 0 counts too.
+            band_keys += (banded[:, row] + np.uint64(1)) * weight
+        # A key that equals NO_KEY by chance would match nothing.
+        keys[:, rows] = np.minimum(mix(band_keys), NO_KEY - np.uint64(1))
+        # The byte must depend on all bits, because the high bits of a minimum are near zero.
+        sketch[rows] = ((minima * _SCATTER) >> _HIGHEST_BYTE).astype(np.uint8).T
         done += len(batch)
     return Signatures(keys, sketch)
 
@@ -139,34 +146,12 @@ def _minima_of(ngrams: Ngrams, spec: MinHashSpec) -> np.ndarray:
     np.maximum(values, 1, out=values)  # 0 would be the minimum of every hash
     hashed = np.empty_like(values)
     # One hash at a time: the array of n-grams stays in the cache, and memory does not grow with the hashes.
-    for number, multiplier in enumerate(_multipliers(spec)):
+    # A seed far from those of the other tables of random words. Odd, so that the product is a permutation.
+    words = random_words(spec.num_hashes, spec.seed + (1 << 32))
+    for number, multiplier in enumerate((words >> np.uint64(32)).astype(np.uint32) | 1):
         np.multiply(values, multiplier, out=hashed)
         np.minimum.reduceat(hashed, starts, out=minima[number])
     return minima
-
-
-def _multipliers(spec: MinHashSpec) -> np.ndarray:
-    """Return the multipliers a_j: uint32 [hashes], odd."""
-    # A seed far from those of the other tables of random words. Odd, so that the product is a permutation.
-    return (random_words(spec.num_hashes, spec.seed + (1 << 32)) >> np.uint64(32)).astype(np.uint32) | 1
-
-
-def _band_keys(minima: np.ndarray, spec: MinHashSpec) -> np.ndarray:
-    """Hash each band's minima: uint64 [bands, documents]. Unequal ones agree with odds of 2**-58."""
-    weights = random_words(spec.rows, 15)
-    banded = minima.reshape(spec.bands, spec.rows, -1)
-    keys = np.zeros((spec.bands, minima.shape[1]), np.uint64)
-    for row in range(spec.rows):
-        # + 1, so that a minimum of 0 counts too.
-        keys += (banded[:, row] + np.uint64(1)) * weights[row]
-    # A key that equals NO_KEY by chance would match nothing.
-    return np.minimum(mix(keys), NO_KEY - np.uint64(1))
-
-
-def _scattered_bytes(minima: np.ndarray) -> np.ndarray:
-    """Reduce each minimum to a byte: uint8, same shape."""
-    # The byte must depend on all bits, because the high bits of a minimum are near zero.
-    return ((minima * _SCATTER) >> _HIGHEST_BYTE).astype(np.uint8)
 
 
 def agreement(one: np.ndarray, other: np.ndarray) -> np.ndarray:

@@ -17,7 +17,6 @@ probability about 2**-58: of 1e12 n-grams of a corpus against 1e6 of evaluation 
 import unicodedata
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -58,7 +57,7 @@ _NGRAM_MULTIPLIERS = random_words(MAX_NGRAM, 13)
 _SPACE = random_words(1, 14)[0]
 
 
-class Units(NamedTuple):
+class TextUnits(NamedTuple):
     """The words (or characters) of a batch of texts."""
 
     hashes: np.ndarray
@@ -92,39 +91,26 @@ def batches_of(texts: Sequence[str]) -> Iterator[Sequence[str]]:
         yield texts[first:]
 
 
-def units_of(texts: Sequence[str], unit: str = "words") -> Units:
+def units_of(texts: Sequence[str], unit: str = "words") -> TextUnits:
     """Hash the words or characters of `texts`. `unit`: "words" or "characters"."""
-    texts = [_normalise(text) for text in texts]
+    # A table lowers the case later.
+    texts = [text if text.isascii() else unicodedata.normalize("NFKC", text) for text in texts]
     joined = "\n".join(texts)
-    codes = _code_points(joined)
+    if joined.isascii():
+        codes = np.frombuffer(joined.encode("ascii"), np.uint8)
+    else:
+        codes = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), np.uint32)
     ends = np.cumsum([len(text) + 1 for text in texts], dtype=np.int64)
     kind = _kinds()[codes]
-    starts = _word_starts(kind)
+    begins = kind != _SEPARATOR
+    begins[1:] &= (kind[1:] == _WHOLE) | (kind[:-1] != kind[1:])
+    starts = np.flatnonzero(begins)
     if unit == "words":
         hashes = _word_hashes(codes, starts)
     else:
         starts, hashes = _spaced_characters(codes, kind, starts, ends)
     first = np.concatenate([[0], np.searchsorted(starts, ends)])
-    return Units(hashes, first, starts, joined)
-
-
-def _normalise(text: str) -> str:
-    """Apply NFKC; a table lowers the case later."""
-    return text if text.isascii() else unicodedata.normalize("NFKC", text)
-
-
-def _code_points(text: str) -> np.ndarray:
-    """Return the code points of a text: uint8 or uint32 [len(text)]."""
-    if text.isascii():
-        return np.frombuffer(text.encode("ascii"), np.uint8)
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
-
-
-def _word_starts(kind: np.ndarray) -> np.ndarray:
-    """Find the position of each word's first character: int64 [words]."""
-    begins = kind != _SEPARATOR
-    begins[1:] &= (kind[1:] == _WHOLE) | (kind[:-1] != kind[1:])
-    return np.flatnonzero(begins)
+    return TextUnits(hashes, first, starts, joined)
 
 
 def _word_hashes(codes: np.ndarray, starts: np.ndarray) -> np.ndarray:
@@ -135,20 +121,15 @@ def _word_hashes(codes: np.ndarray, starts: np.ndarray) -> np.ndarray:
     while first < len(starts):
         end = np.searchsorted(starts, starts[first] + BATCH_CHARACTERS)
         stop = starts[end] if end < len(starts) else len(codes)
-        own = starts[first:end] - starts[first]
-        hashes[first:end] = _hash_stretch(codes[starts[first] : stop], own)
+        stretch, begins = codes[starts[first] : stop], starts[first:end] - starts[first]
+        position = np.arange(len(stretch)) - np.repeat(begins, np.diff(begins, append=len(stretch)))
+        position &= _POSITIONS - 1
+        # Hash x multiplier of the position, summed over each word's characters; separators add zero.
+        products = _character_hashes()[stretch]
+        products *= _POSITION_MULTIPLIERS[position]
+        hashes[first:end] = np.add.reduceat(products, begins)
         first = end
     return mix(hashes)
-
-
-def _hash_stretch(codes: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Sum hash x multiplier of the position over each word's characters; separators add zero."""
-    lengths = np.diff(starts, append=len(codes))
-    position = np.arange(len(codes)) - np.repeat(starts, lengths)
-    position &= _POSITIONS - 1
-    products = _character_hashes()[codes]
-    products *= _POSITION_MULTIPLIERS[position]
-    return np.add.reduceat(products, starts)
 
 
 def _spaced_characters(
@@ -169,7 +150,7 @@ def _spaced_characters(
     return positions, mix(hashes)
 
 
-def ngrams_of(units: Units, n: int) -> Ngrams:
+def ngrams_of(units: TextUnits, n: int) -> Ngrams:
     """Hash all n-grams of each text; a text of fewer than `n` units has one, of all its units."""
     counts = np.diff(units.first)
     # n - 1 zeros after each text: a window that reaches past a short text sums over its units alone.
@@ -180,30 +161,11 @@ def ngrams_of(units: Units, n: int) -> Ngrams:
     per_text = np.where(counts > 0, np.maximum(counts - n + 1, 1), 0)
     first = np.concatenate([[0], np.cumsum(per_text)])
     begins = np.arange(first[-1]) + np.repeat(units.first[:-1] + shift - first[:-1], per_text)
-    return Ngrams(_windows(padded, n)[begins], first)
-
-
-def _windows(values: np.ndarray, n: int) -> np.ndarray:
-    """Hash the `n` values from each position on: uint64 [len(values)], mixed."""
-    sums = values * _NGRAM_MULTIPLIERS[0]
-    for offset in range(1, min(n, len(values))):
-        sums[:-offset] += values[offset:] * _NGRAM_MULTIPLIERS[offset]
-    return mix(sums)
-
-
-def ngram_sets(texts: Sequence[str], n: int, unit: str = "words") -> list[np.ndarray]:
-    """Return the sorted set of n-gram hashes of each text, to compute exact Jaccard similarities."""
-    sets = []
-    for batch in batches_of(texts):
-        hashes, first = ngrams_of(units_of(batch, unit), n)
-        sets += [np.unique(hashes[a:b]) for a, b in pairwise(first)]
-    return sets
-
-
-def jaccard(one: np.ndarray, other: np.ndarray) -> float:
-    """Return the Jaccard similarity of two sorted sets; 0 if both are empty."""
-    shared = len(np.intersect1d(one, other, assume_unique=True))
-    return shared / max(len(one) + len(other) - shared, 1)
+    # Of the n units from each position on.
+    sums = padded * _NGRAM_MULTIPLIERS[0]
+    for offset in range(1, min(n, len(padded))):
+        sums[:-offset] += padded[offset:] * _NGRAM_MULTIPLIERS[offset]
+    return Ngrams(mix(sums)[begins], first)
 
 
 _SEPARATOR, _PART, _WHOLE = 0, 1, 2

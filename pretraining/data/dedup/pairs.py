@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pretraining.data.dedup.minhash import NO_KEY, MinHashSpec, Signatures, agreement
+from pretraining.data.dedup.minhash import NO_KEY, MinHashSpec, agreement
 from pretraining.runtime.durable_files import replacing
 
 PAIR = np.dtype([("first", "<i8"), ("second", "<i8"), ("similarity", "<f4")])
@@ -70,7 +70,7 @@ class SignatureParts:
     """The signatures of all pieces."""
 
     def __init__(self, folder: Path, num_pieces: int):
-        paths = [_signature_files(folder, piece) for piece in range(num_pieces)]
+        paths = [signature_files(folder, piece) for piece in range(num_pieces)]
         self._keys = _MappedFiles([keys for keys, _ in paths])
         self._sketches = _MappedFiles([sketch for _, sketch in paths])
         self.documents = DocumentNumbers([self._keys[piece].shape[1] for piece in range(num_pieces)])
@@ -103,32 +103,20 @@ class _MappedFiles:
             if len(self._open) >= _OPEN_FILES:
                 # The one that was not used for the longest time.
                 self._open.popitem(last=False)
-            self._open[number] = _map(self.paths[number])
+            try:
+                self._open[number] = np.load(self.paths[number], mmap_mode="r")
+            except ValueError:  # an empty array cannot be mapped
+                self._open[number] = np.load(self.paths[number])
         self._open.move_to_end(number)
         return self._open[number]
 
 
-def _map(path: Path) -> np.ndarray:
-    try:
-        return np.load(path, mmap_mode="r")
-    except ValueError:  # an empty array cannot be mapped
-        return np.load(path)
-
-
 def hash_file(folder: Path, piece: int) -> Path:
-    """Return the path of the text hashes of a piece."""
     return folder / f"{piece:05d}.hashes.npy"
 
 
-def _signature_files(folder: Path, piece: int) -> tuple[Path, Path]:
-    """Return the paths of the band keys and of the sketches of a piece."""
+def signature_files(folder: Path, piece: int) -> tuple[Path, Path]:
     return folder / f"{piece:05d}.keys.npy", folder / f"{piece:05d}.sketch.npy"
-
-
-def write_signatures(folder: Path, piece: int, signatures: Signatures) -> None:
-    """Write the signatures of a piece; the sketches last, so that they exist only with the keys."""
-    for path, array in zip(_signature_files(folder, piece), signatures, strict=True):
-        write_array(path, array)
 
 
 def write_array(path: Path, array: np.ndarray) -> None:
@@ -149,22 +137,20 @@ def hash_texts(texts: Sequence[str]) -> np.ndarray:
 def exact_pairs(parts: HashParts, part: int = 0, num_slices: int = 1) -> np.ndarray:
     """Pair each text that occurred before with its first occurrence, in one slice of the hashes: PAIR [pairs]."""
     ranges = _num_ranges(len(parts.documents))
-    found = [_equal_pairs(parts, number, ranges) for number in range(part, ranges, num_slices)]
-    return unique_pairs(found)
-
-
-def _equal_pairs(parts: HashParts, number: int, ranges: int) -> np.ndarray:
-    hashes, documents = _collect_range(parts.columns(), number, ranges)
-    # Equal hashes side by side, each run of them in the order of documents.
-    order = np.lexsort((documents, hashes[:, 1], hashes[:, 0]))
-    hashes, documents = hashes[order], documents[order]
-    same = np.all(hashes[1:] == hashes[:-1], axis=1)
-    starts = np.flatnonzero(np.concatenate([[True], ~same])) if len(documents) else documents
-    leaders = np.repeat(documents[starts], np.diff(starts, append=len(documents)))
-    later = leaders != documents
-    pairs = np.zeros(np.count_nonzero(later), PAIR)
-    pairs["first"], pairs["second"], pairs["similarity"] = leaders[later], documents[later], 1
-    return pairs
+    batches = []
+    for number in range(part, ranges, num_slices):
+        hashes, documents = _collect_range(parts.columns(), number, ranges)
+        # Equal hashes side by side, each run of them in the order of documents.
+        order = np.lexsort((documents, hashes[:, 1], hashes[:, 0]))
+        hashes, documents = hashes[order], documents[order]
+        same = np.all(hashes[1:] == hashes[:-1], axis=1)
+        starts = np.flatnonzero(np.concatenate([[True], ~same])) if len(documents) else documents
+        leaders = np.repeat(documents[starts], np.diff(starts, append=len(documents)))
+        later = leaders != documents
+        pairs = np.zeros(np.count_nonzero(later), PAIR)
+        pairs["first"], pairs["second"], pairs["similarity"] = leaders[later], documents[later], 1
+        batches.append(pairs)
+    return unique_pairs(batches)
 
 
 def match_slice(parts: SignatureParts, spec: MinHashSpec, part: int = 0, num_slices: int = 1) -> np.ndarray:
@@ -173,24 +159,23 @@ def match_slice(parts: SignatureParts, spec: MinHashSpec, part: int = 0, num_sli
     Pairs of at least `spec.accepted` are near duplicates. The other pairs must not be parted by the split.
     """
     ranges = _num_ranges(len(parts.documents))
-    found = []
+    batches = []
     for cell in range(part, spec.bands * ranges, num_slices):
         band, number = divmod(cell, ranges)
         keys, documents = _collect_range(parts.columns(band), number, ranges)
-        found.append(_matches(parts, keys, documents, spec.guarded))
-    return unique_pairs(found)
-
-
-def _matches(parts: SignatureParts, keys: np.ndarray, documents: np.ndarray, least: float) -> np.ndarray:
-    """Find the confirmed pairs of the documents of one cell."""
-    order = np.argsort(keys, kind="stable")  # equal keys stay in the order of documents
-    keys, documents = keys[order], documents[order]
-    found = [np.zeros(0, PAIR)]
-    for first, second in _candidates(keys):
-        for start in range(0, len(first), _CHECKED_AT_ONCE):
-            some = slice(start, start + _CHECKED_AT_ONCE)
-            found.append(_checked(parts, documents[first[some]], documents[second[some]], least))
-    return np.concatenate(found)
+        order = np.argsort(keys, kind="stable")  # equal keys stay in the order of documents
+        keys, documents = keys[order], documents[order]
+        for first, second in _candidates(keys):
+            for start in range(0, len(first), _CHECKED_AT_ONCE):
+                some = slice(start, start + _CHECKED_AT_ONCE)
+                sides = documents[first[some]], documents[second[some]]
+                similarity = agreement(*map(parts.sketches, sides))
+                close = similarity >= spec.guarded
+                pairs = np.zeros(np.count_nonzero(close), PAIR)
+                for name, column in zip(PAIR.names, (*sides, similarity), strict=True):
+                    pairs[name] = column[close]
+                batches.append(pairs)
+    return unique_pairs(batches)
 
 
 def _candidates(keys: np.ndarray) -> Iterable[tuple[np.ndarray, np.ndarray]]:
@@ -204,15 +189,6 @@ def _candidates(keys: np.ndarray) -> Iterable[tuple[np.ndarray, np.ndarray]]:
     starts = np.searchsorted(keys, keys[later])
     further = later - starts > NEIGHBOURS
     yield starts[further], later[further]
-
-
-def _checked(parts: SignatureParts, first: np.ndarray, second: np.ndarray, least: float) -> np.ndarray:
-    similarity = agreement(parts.sketches(first), parts.sketches(second))
-    kept = similarity >= least
-    pairs = np.zeros(np.count_nonzero(kept), PAIR)
-    for name, column in (("first", first), ("second", second), ("similarity", similarity)):
-        pairs[name] = column[kept]
-    return pairs
 
 
 def _num_ranges(num_documents: int) -> int:

@@ -37,7 +37,6 @@ class Alongside:
         )
 
     def has_ended(self) -> bool:
-        """Say if the process is gone, well or badly."""
         return self._process.poll() is not None
 
     def failure(self) -> str | None:

@@ -10,8 +10,7 @@
 """
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import chain
@@ -20,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pretraining.data.corpus import Batch, Corpus, Piece, read_batches
+from pretraining.data.corpus import Batch, Corpus, TextPiece, read_batches
 from pretraining.data.dedup.clusters import (
     TRAIN,
     VALIDATION,
@@ -47,8 +46,8 @@ from pretraining.data.dedup.pairs import (
     write_array,
 )
 from pretraining.data.manifest import digest_of
-from pretraining.data.preparation.execution import Stage
-from pretraining.data.progress import Progress, Silence
+from pretraining.data.preparation.stage import Stage
+from pretraining.data.progress import ProgressBar
 from pretraining.data.quality.chain import FilterChain
 from pretraining.data.quality.report import FilterReport
 from pretraining.data.text_files import Document
@@ -121,7 +120,7 @@ class EvaluationSets(Stage):
         files = fingerprint_of_sets(self.sets_folder, self.lm_eval_tasks) if named else None
         return [digest_of(spec, files, self.own.keys, self.own_names, self.own_documents)]
 
-    def run(self, number: int, folder: Path, progress: Progress | Silence) -> None:
+    def run(self, number: int, folder: Path, progress: ProgressBar) -> None:
         """Write the index: its arrays as .npy, all else as JSON."""
         sets = read_evaluation_sets(self.sets_folder, self.lm_eval_tasks)
         index = build_index(chain(sets, self._own_texts()), self.spec)
@@ -146,7 +145,6 @@ class EvaluationSets(Stage):
                         break
 
     def index(self) -> ContaminationIndex:
-        """Read the finished index."""
         (folder,) = self.outputs()
         values = json.loads((folder / INDEX_NAME).read_text(encoding="utf-8"))
         lengths = values.pop("lengths")
@@ -172,22 +170,34 @@ class Clean(Stage):
 
     @cached_property
     def keys(self) -> list[str]:
-        """Make a key for each piece, which depends on its text and on every rule."""
         evaluation = self.evaluation_sets.keys if self.evaluation_sets else []
         compared = [self.dedup.exact, self.dedup.minhash and asdict(self.dedup.minhash)] if self.dedup else []
         return [digest_of(self.consulted, evaluation, compared, key) for key in self.corpus.keys]
 
-    def run(self, number: int, folder: Path, progress: Progress | Silence) -> None:
+    def run(self, number: int, folder: Path, progress: ProgressBar) -> None:
         """Read a piece, leave out what the recipe does not want, write the rest with hashes and signatures."""
+        import pyarrow as pa
+
         cleaner, skipped = Cleaner(self.filters, self.evaluation_sets), {}
         # Batches again: what is left of a text may be empty, and its draw follows from the text as it is now.
         documents = cleaner.documents(self.corpus.batches(range(number, number + 1), skipped))
         batches = read_batches(self.corpus.pieces[number].source, documents, {}, skip_undecodable=False)
         # Taken in the same pass as the texts, so that no text is read twice.
-        signatures = _Signatures(self.dedup)
-        with _texts_file(folder / TEXTS_NAME) as write:
+        signatures = _PieceColumns(self.dedup)
+        schema = pa.schema({"text": pa.large_string(), "where": pa.large_string()})
+        options = pa.ipc.IpcWriteOptions(compression="zstd")
+        with (
+            (folder / TEXTS_NAME).open("wb") as file,
+            pa.ipc.new_file(file, schema, options=options) as writer,
+        ):
             for batch in batches:
-                write(batch)
+                # The tokenizer reads a few rows at a time.
+                for start in range(0, len(batch.texts), ROWS_AT_ONCE):
+                    rows = slice(start, start + ROWS_AT_ONCE)
+                    columns = [
+                        pa.array(values[rows], pa.large_string()) for values in (batch.texts, batch.wheres)
+                    ]
+                    writer.write_batch(pa.record_batch(columns, schema=schema))
                 signatures.add(batch)
         signatures.save(folder)
         write_json(folder / REPORT_NAME, {"skipped": skipped, **cleaner.reports()})
@@ -203,7 +213,6 @@ class Clean(Stage):
                     yield Document(text, where)
 
     def reports(self) -> list[dict]:
-        """Read what each piece lost: {"skipped", "filters", "decontamination"}."""
         return [json.loads((output / REPORT_NAME).read_text(encoding="utf-8")) for output in self.outputs()]
 
 
@@ -230,42 +239,17 @@ class Cleaner:
                 for text, where in zip(texts, batch.wheres, strict=True)
                 if text is not None
             ]
-            yield from self._without_evaluation_sets(kept)
-
-    def _without_evaluation_sets(self, documents: list[Document]) -> list[Document]:
-        if self._index is None or not documents:
-            return documents
-        contaminated, report = self._index.check([document.text for document in documents])
-        self._contaminations.append(report)
-        return [document for document, found in zip(documents, contaminated, strict=True) if not found]
+            if self._index is not None and kept:
+                contaminated, report = self._index.check([document.text for document in kept])
+                self._contaminations.append(report)
+                kept = [document for document, found in zip(kept, contaminated, strict=True) if not found]
+            yield from kept
 
     def reports(self) -> dict:
-        """Report what was taken out, for the manifest."""
         return {"filters": self._chain.report.to_dict(), "decontamination": self._contaminations}
 
 
-@contextmanager
-def _texts_file(path: Path) -> Iterator[Callable[[Batch], None]]:
-    """Write columns `text` and `where`, compressed."""
-    import pyarrow as pa
-
-    schema = pa.schema({"text": pa.large_string(), "where": pa.large_string()})
-    options = pa.ipc.IpcWriteOptions(compression="zstd")
-    with path.open("wb") as file, pa.ipc.new_file(file, schema, options=options) as writer:
-
-        def write(batch: Batch) -> None:
-            # The tokenizer reads a few rows at a time.
-            for start in range(0, len(batch.texts), ROWS_AT_ONCE):
-                rows = slice(start, start + ROWS_AT_ONCE)
-                columns = [
-                    pa.array(values[rows], pa.large_string()) for values in (batch.texts, batch.wheres)
-                ]
-                writer.write_batch(pa.record_batch(columns, schema=schema))
-
-        yield write
-
-
-class _Signatures:
+class _PieceColumns:
     """Collect what finds equal texts (hashes) and similar ones (band keys and sketches), one row for each document."""
 
     def __init__(self, dedup: Deduplication | None):
@@ -297,7 +281,7 @@ class _Signatures:
 
 
 @dataclass(frozen=True)
-class Signatures(Stage):
+class SignatureLinks(Stage):
     """One task: links that show the files of all pieces in one folder."""
 
     name = "signatures"
@@ -305,11 +289,9 @@ class Signatures(Stage):
 
     @cached_property
     def keys(self) -> list[str]:
-        """Make one key, of all pieces."""
         return [digest_of(self.clean.keys)]
 
-    def run(self, number: int, folder: Path, progress: Progress | Silence) -> None:
-        """Link the files."""
+    def run(self, number: int, folder: Path, progress: ProgressBar) -> None:
         for piece, output in enumerate(self.clean.outputs()):
             for kind in ("hashes", "keys", "sketch"):
                 # Only the kinds that `data.dedup` asks for are there.
@@ -322,18 +304,17 @@ class Match(Stage):
     """A task for each slice of the comparison: pairs of equal and of similar documents."""
 
     name = "match"
-    signatures: Signatures
+    signatures: SignatureLinks
     dedup: Deduplication
     num_pieces: int
 
     @cached_property
     def keys(self) -> list[str]:
-        """Make a key for each slice, which depends on all pieces."""
         # At least one slice, also for a small corpus.
         slices = range(max(1, self.num_pieces // PIECES_PER_SLICE))
         return [digest_of(self.signatures.keys, number) for number in slices]
 
-    def run(self, number: int, folder: Path, progress: Progress | Silence) -> None:
+    def run(self, number: int, folder: Path, progress: ProgressBar) -> None:
         """Write the pairs of one slice."""
         (parts,) = self.signatures.outputs()
         position = number, len(self.keys)
@@ -357,10 +338,9 @@ class Fates(Stage):
 
     @cached_property
     def keys(self) -> list[str]:
-        """Make one key, of all pairs."""
         return [digest_of(self.match.keys, self.dedup.remove, self.validation_share)]
 
-    def run(self, number: int, folder: Path, progress: Progress | Silence) -> None:
+    def run(self, number: int, folder: Path, progress: ProgressBar) -> None:
         """Write what becomes of every document, a file a piece, and a report."""
         paths = [path for output in self.match.outputs() for path in sorted(output.glob("*.npy"))]
         # Loaded when asked for, one at a time: all pairs may not fit into memory.
@@ -383,35 +363,25 @@ class Fates(Stage):
         return np.load(self.outputs()[0] / f"{number:05d}.npy")
 
     def report(self) -> dict:
-        """Read what was found, over all pieces."""
         return json.loads((self.outputs()[0] / REPORT_NAME).read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
-class CleanedCorpus:
-    """The texts that filters, decontamination and deduplication leave of a corpus; it is read as `Corpus` is."""
+class _Cleaned:
+    """The texts that cleaning leaves of a corpus; they are read as those of a `Corpus`."""
 
     corpus: Corpus
     cleaned_by: list[str]
     """The keys of the data section that ask for it."""
     clean: Clean
-    fates: Fates | None
-    validation_share: float
+    fates: Fates | None = None
 
     @property
-    def stages(self) -> list[Stage]:
-        """The stages that clean, in their order."""
-        comparing = [self.fates.match.signatures, self.fates.match, self.fates] if self.fates else []
-        return [*filter(None, [self.clean.evaluation_sets]), self.clean, *comparing]
-
-    @property
-    def pieces(self) -> list[Piece]:
-        """Return the pieces of the corpus."""
+    def pieces(self) -> list[TextPiece]:
         return self.corpus.pieces
 
     @property
     def tasks(self) -> list[range]:
-        """Return the tasks of the corpus."""
         return self.corpus.tasks
 
     @cached_property
@@ -419,6 +389,30 @@ class CleanedCorpus:
         """Make a digest for each piece, of its text as the tokenizer gets it."""
         fates = self.fates.keys if self.fates else []
         return [digest_of(key, fates) for key in self.clean.keys]
+
+    def is_empty(self, skipped: dict[str, int]) -> UserError:
+        return self.corpus.is_empty(skipped, self.cleaned_by)
+
+    def _reports(self, cleaned: list[dict]) -> dict:
+        """Join what cleaners report for the manifest, as far as the recipe asks for it."""
+        merged, reports = merged_reports(cleaned), {}
+        if self.clean.filters:
+            reports["filters"] = merged["filters"]
+        if self.clean.evaluation_sets:
+            reports["decontamination"] = merge_reports(merged["decontamination"])
+        return reports
+
+
+@dataclass(frozen=True)
+class CleanedCorpus(_Cleaned):
+    """The texts that filters, decontamination and deduplication leave, cleaned before the first one is read."""
+
+    validation_share: float = 0.0
+
+    @property
+    def stages(self) -> list[Stage]:
+        comparing = [self.fates.match.signatures, self.fates.match, self.fates] if self.fates else []
+        return [*filter(None, [self.clean.evaluation_sets]), self.clean, *comparing]
 
     def batches(self, numbers: range, skipped: dict) -> Iterator[Batch]:
         """Read neighbouring pieces, each text with the draw that decides its split; `skipped` stays as it is."""
@@ -429,7 +423,12 @@ class CleanedCorpus:
             for batch in read_batches(self.pieces[number].source, documents, {}, skip_undecodable=False):
                 # `kept` grows as documents are read: its first fates are those of this batch.
                 fates, kept[: len(batch.texts)] = kept[: len(batch.texts)], []
-                batch.draws = [self._draw(draw, fate) for draw, fate in zip(batch.draws, fates, strict=True)]
+                # A fate moves a draw to its side of the share; half of the share is surely below it.
+                for place, fate in enumerate(fates):
+                    if fate == TRAIN:
+                        batch.draws[place] = max(batch.draws[place], self.validation_share)
+                    elif fate == VALIDATION:
+                        batch.draws[place] = min(batch.draws[place], self.validation_share / 2)
                 yield batch
 
     def _kept_documents(self, number: int, kept: list[int | None]) -> Iterator[Document]:
@@ -441,60 +440,27 @@ class CleanedCorpus:
                 kept.append(fate)
                 yield document
 
-    def _draw(self, draw: float, fate: int | None) -> float:
-        """Move a draw to the side of the share that its fate says."""
-        if fate == TRAIN:
-            return max(draw, self.validation_share)
-        # Half of the share: surely below it.
-        return min(draw, self.validation_share / 2) if fate == VALIDATION else draw
-
-    def is_empty(self, skipped: dict[str, int]) -> UserError:
-        """Make the error of a corpus of which nothing is left."""
-        return self.corpus.is_empty(skipped, self.cleaned_by)
-
     def skipped(self) -> list[dict]:
         """Read what each piece left out while its files were read."""
         return [piece["skipped"] for piece in self.clean.reports()]
 
-    def reports(self) -> dict:
-        """Join {"filters", "decontamination", "duplicates"}, as far as the recipe asks for them, over all pieces."""
-        found = shown_reports(self.clean, self.clean.reports())
-        if self.fates:
-            found["duplicates"] = self.fates.report()
-        return found
+    def reports(self, accounts: list[dict]) -> dict:
+        """Report what cleaning took out of all pieces: {"filters", "decontamination", "duplicates"}."""
+        reports = self._reports(self.clean.reports())
+        return {**reports, "duplicates": self.fates.report()} if self.fates else reports
 
 
 @dataclass(frozen=True)
-class CleanedAsRead:
+class CleanedAsRead(_Cleaned):
     """The texts that filters and decontamination leave, cleaned while they are read: no more than what is wanted.
 
     The texts are those of a `CleanedCorpus` without deduplication, in the same order.
     """
 
-    corpus: Corpus
-    cleaned_by: list[str]
-    """The keys of the data section that ask for it."""
-    clean: Clean
-
     @property
     def stages(self) -> list[Stage]:
         """The stages that run before a text is read."""
         return [*filter(None, [self.clean.evaluation_sets])]
-
-    @property
-    def pieces(self) -> list[Piece]:
-        """Return the pieces of the corpus."""
-        return self.corpus.pieces
-
-    @property
-    def tasks(self) -> list[range]:
-        """Return the tasks of the corpus."""
-        return self.corpus.tasks
-
-    @cached_property
-    def keys(self) -> list[str]:
-        """Make a digest for each piece, of its text as the tokenizer gets it."""
-        return [digest_of(key, []) for key in self.clean.keys]
 
     def batches(self, numbers: range, account: dict) -> Iterator[Batch]:
         """Read neighbouring pieces; `account` counts what is skipped, and holds the `cleaner` with its reports."""
@@ -506,9 +472,9 @@ class CleanedAsRead:
             yield batch
         account["cleaner"] = cleaner
 
-    def is_empty(self, skipped: dict[str, int]) -> UserError:
-        """Make the error of a corpus of which nothing is left."""
-        return self.corpus.is_empty(skipped, self.cleaned_by)
+    def reports(self, accounts: list[dict]) -> dict:
+        """Report what cleaning took out of the texts that were read: {"filters", "decontamination"}."""
+        return self._reports([account["cleaned"] for account in accounts])
 
 
 def merged_reports(reports: list[dict]) -> dict:
@@ -516,13 +482,3 @@ def merged_reports(reports: list[dict]) -> dict:
     filters = FilterReport.merged([FilterReport.from_dict(report["filters"]) for report in reports])
     found = [each for report in reports for each in report["decontamination"]]
     return {"filters": filters.to_dict(), "decontamination": [merge_reports(found)] if found else []}
-
-
-def shown_reports(clean: Clean, reports: list[dict]) -> dict:
-    """Join what cleaners report for the manifest, as far as the recipe asks for it."""
-    merged, found = merged_reports(reports), {}
-    if clean.filters:
-        found["filters"] = merged["filters"]
-    if clean.evaluation_sets:
-        found["decontamination"] = merge_reports(merged["decontamination"])
-    return found

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib.metadata import version
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -22,11 +24,12 @@ from pretraining.data.manifest import (
     digest_of,
     entropy_bits,
     read_manifest,
+    reading_options,
     report_text,
 )
-from pretraining.data.preparation.cleaning import CleanedAsRead, CleanedCorpus, merged_reports, shown_reports
+from pretraining.data.preparation.cleaning import CleanedCorpus, merged_reports
+from pretraining.data.preparation.plan import Preparation
 from pretraining.data.preparation.split_sizes import SplitSizes, check_blocks
-from pretraining.data.preparation.stages import Preparation
 from pretraining.data.preparation.survey import Begun, Survey
 from pretraining.data.preparation.tokenizing import COUNTS_NAME, POSITIONS_NAME, SPLITS
 from pretraining.data.publishing import discard, publish, start_building
@@ -37,45 +40,44 @@ from pretraining.runtime.durable_files import replacing
 
 
 @dataclass(frozen=True)
-class _Part:
+class _SourcePart:
     """What the data set gets of one source: what was there before, then the outputs of tasks."""
 
     source: int
-    outputs: list[Path]
-    results: list[dict]
-    begun: Begun | None
-    earlier: "_Earlier | None"
+    done: list[tuple[Path, dict]]
+    """The tasks: the folder of each one's output, and what it reports about it."""
+    begun: Begun | None = None
+    earlier: "_Earlier | None" = None
     """The data set that `begun` is about."""
 
-    def before(self, missing: list[int], tasks: list[int]) -> "_Part":
-        """Return the part without the outputs behind the first missing task; tasks: the number of each output."""
-        kept = len(tasks) if not missing else sum(task < missing[0] for task in tasks)
-        return replace(self, outputs=self.outputs[:kept], results=self.results[:kept])
-
     @property
-    def is_cut(self) -> bool:
-        """Say if the last task was run up to a bound."""
-        return bool(self.results and self.results[-1]["cut"])
+    def results(self) -> list[dict]:
+        return [result for _, result in self.done]
 
     def train_shards(self) -> Iterator[tuple[Path, dict]]:
         """List the shards of training, each with its entry."""
         if self.begun and self.earlier:
-            yield from self.earlier.shards_of(self.source, self.begun.shards)
-        for output, result in zip(self.outputs, self.results, strict=True):
+            shards = self.earlier.manifest["splits"]["train"]["shards"]
+            of_source = [shard for shard in shards if shard["source"] == self.source]
+            for shard in of_source[: self.begun.shards]:
+                yield self.earlier.folder / "train" / shard["file"], dict(shard)
+        for output, result in self.done:
             for shard in result["splits"]["train"]["shards"]:
                 if shard["documents"]:
                     yield output / "train" / shard["file"], {**shard, "source": self.source}
 
     def positions(self) -> np.ndarray:
         """Join the places of the validation documents: [documents] int64."""
-        found, tokens = [np.empty(0, np.int64)], 0
+        positions, tokens = [np.empty(0, np.int64)], 0
         if self.begun and self.earlier:
-            found.append(self.earlier.positions_of(self.source)[: self.begun.validation_documents])
+            rows = rows_of(self.earlier.validation.shard_entries, self.source)
+            before = np.load(self.earlier.folder / POSITIONS_FILE)[rows]
+            positions.append(before[: self.begun.validation_documents])
             tokens = self.begun.tokens
-        for output, result in zip(self.outputs, self.results, strict=True):
-            found.append(np.load(output / POSITIONS_NAME) + tokens)
+        for output, result in self.done:
+            positions.append(np.load(output / POSITIONS_NAME) + tokens)
             tokens += result["splits"]["train"]["tokens"]
-        return np.concatenate(found)
+        return np.concatenate(positions)
 
     def accounts(self) -> list[dict]:
         """List what was skipped, encoded and cleaned: {"skipped", "encoding", "cleaned"} of each stretch of tasks."""
@@ -103,10 +105,6 @@ class _Part:
             cleaned=merged_reports(cleaned) if cleaned else None,
         )
 
-    def last_document_tokens(self) -> int:
-        """Return the tokens of the document with which the portion was reached."""
-        return self.results[-1]["cut"]["last_document_tokens"]
-
 
 class _Earlier:
     """The data set in the place of the new one, which holds less of the same."""
@@ -116,17 +114,7 @@ class _Earlier:
 
     @cached_property
     def validation(self) -> TokenSplit:
-        """Open its validation split."""
         return TokenSplit(self.folder / "validation", self.manifest["splits"]["validation"])
-
-    def shards_of(self, source: int, count: int) -> list[tuple[Path, dict]]:
-        """List the first `count` shards of training of a source."""
-        own = [shard for shard in self.manifest["splits"]["train"]["shards"] if shard["source"] == source]
-        return [(self.folder / "train" / shard["file"], dict(shard)) for shard in own[:count]]
-
-    def positions_of(self, source: int) -> np.ndarray:
-        """Read the places of a source's validation documents."""
-        return np.load(self.folder / POSITIONS_FILE)[rows_of(self.validation.shard_entries, source)]
 
     def add_validation(self, source: int, count: int, writer: SplitWriter) -> np.ndarray:
         """Write the first `count` documents of validation of a source; return their tokens."""
@@ -146,19 +134,19 @@ def keep_arrived(preparation: Preparation) -> None:
     """Write down what a run that trains meanwhile can read: the first tasks that have finished without a gap."""
     if preparation.data.shuffle_blocks is None:
         return
-    survey = preparation.survey()
-    whole = [not source.missing for source in survey.sources]
-    # The stream goes on with the next source only where one is whole.
-    sources = survey.sources[: whole.index(False) + 1] if False in whole else survey.sources
-    trained = [
-        part.before(source.missing, source.used)
-        for part, source in zip(_train_parts(preparation, survey), sources, strict=False)
-    ]
+    sources = []
+    for source in preparation.survey().sources:
+        gap = min(source.missing, default=inf)
+        sources.append(replace(source, used=[task for task in source.used if task < gap]))
+        # The stream goes on with the next source only where one is whole.
+        if source.missing:
+            break
+    trained = _train_parts(preparation, Survey(sources))
     train = [{**shard, "path": str(path)} for part in trained for path, shard in part.train_shards()]
     validation = [
         {**shard, "source": part.source, "path": str(output / "validation" / shard["file"])}
         for part in _validation_parts(preparation)
-        for output, result in zip(part.outputs, part.results, strict=True)
+        for output, result in part.done
         for shard in result["splits"]["validation"]["shards"]
         if shard["documents"]
     ]
@@ -190,19 +178,33 @@ def finish(preparation: Preparation, show_progress: bool = False) -> Path | None
     # A source that changed meanwhile would give a data set of two versions.
     for corpus in filter(None, [preparation.corpus, preparation.validation]):
         corpus.check_unchanged()
-    parts = _parts(preparation)
-    trained = parts[: len(preparation.data.sources)]
+    survey = preparation.survey()
+    if missing := survey.missing:
+        raise UserError(
+            f"{preparation.work}: {len(missing)} tasks of the stage 'tokenize' have not finished (the first: "
+            f"{missing[0]}); run the same command again: only they are repeated"
+        )
+    trained = _train_parts(preparation, survey)
+    parts = [*trained, *_validation_parts(preparation)]
     results = [result for part in trained for result in part.results]
-    found = any(entry["documents"] for result in results for entry in result["splits"].values())
-    if not found and not preparation.goes_on:
+    has_text = any(entry["documents"] for result in results for entry in result["splits"].values())
+    if not has_text and not preparation.goes_on:
         raise preparation.texts.is_empty(_summed([result["skipped"] for result in results]))
     building = start_building(preparation.folder)
     try:
         validation, counts = _join_validation(parts, results, building / "validation")
         splits = {"train": _link_shards(trained, results, building / "train"), "validation": validation}
         np.save(building / POSITIONS_FILE, np.concatenate([part.positions() for part in parts]))
-        reports = _reports(preparation, trained)
-        _check_blocks(preparation, splits, trained, reports if show_progress else {})
+        accounts = [account for part in trained for account in part.accounts()]
+        reports = preparation.cleaned.reports(accounts) if preparation.cleaned else {}
+        sizes = SplitSizes.joined([output for part in trained for output, _ in part.done])
+        try:
+            check_blocks(splits, preparation.data, preparation.sequence_length, sizes)
+        except UserError:
+            # If cleaning left too little, the reports say what it took out.
+            if reports and show_progress:
+                print(report_text(reports), file=sys.stderr)
+            raise
         shutil.copytree(preparation.tokenize.tokenizer.output, building / "tokenizer")
         with replacing(building / "dataset_dict.json") as file:
             json.dump({"splits": list(SPLITS)}, file)
@@ -218,65 +220,36 @@ def finish(preparation: Preparation, show_progress: bool = False) -> Path | None
     return publish(preparation.folder, contains_earlier=preparation.goes_on)
 
 
-def _parts(preparation: Preparation) -> list[_Part]:
-    """List what the data set gets of each source; UserError if a task has not finished."""
-    survey = preparation.survey()
-    if missing := survey.missing:
-        raise UserError(
-            f"{preparation.work}: {len(missing)} tasks of the stage 'tokenize' have not finished (the first: "
-            f"{missing[0]}); run the same command again: only they are repeated"
-        )
-    return [*_train_parts(preparation, survey), *_validation_parts(preparation)]
+def kept_text(kept: Path, data_root: Path) -> str:
+    """Write the sentence about a data set whose place another one took."""
+    options = reading_options(kept, data_root)
+    return (
+        f"the data set before it is kept in {kept}: its runs go on with the recipe as it was, and {options}"
+    )
 
 
-def _train_parts(preparation: Preparation, survey: Survey) -> list[_Part]:
+def _train_parts(preparation: Preparation, survey: Survey) -> list[_SourcePart]:
     """List what there is of each source."""
     stage = preparation.bounded(survey.bounds).tokenize
     manifest = read_manifest(preparation.folder) if preparation.goes_on else None
     earlier = _Earlier(preparation.folder, manifest) if manifest else None
-    return [
-        _Part(
-            number,
-            [stage.folder(task) for task in source.used],
-            [stage.result(task) for task in source.used],
-            preparation.begun[number],
-            earlier,
-        )
-        for number, source in enumerate(survey.sources)
-    ]
+    parts = []
+    for number, source in enumerate(survey.sources):
+        done = [(stage.folder(task), stage.result(task)) for task in source.used]
+        parts.append(_SourcePart(number, done, preparation.begun[number], earlier))
+    return parts
 
 
-def _validation_parts(preparation: Preparation) -> list[_Part]:
+def _validation_parts(preparation: Preparation) -> list[_SourcePart]:
     """List the texts of `data.validation`, whose sources are numbered behind the others."""
     stage, first = preparation.tokenize_validation, len(preparation.data.sources)
     if stage is None:
         return []
-    finished = list(zip(stage.outputs(), stage.results(), strict=True))
-    found = []
-    for number in range(first, len(preparation.data.text_origins)):
-        mine = [(output, result) for output, result in finished if result["source"] == number - first]
-        found.append(_Part(number, [each for each, _ in mine], [each for _, each in mine], None, None))
-    return found
-
-
-def _reports(preparation: Preparation, parts: list[_Part]) -> dict:
-    """Report what cleaning took out of the texts that were read."""
-    cleaned = preparation.cleaned
-    if not isinstance(cleaned, CleanedAsRead):
-        return cleaned.reports() if cleaned else {}
-    accounts = [account for part in parts for account in part.accounts()]
-    return shown_reports(cleaned.clean, [account["cleaned"] for account in accounts])
-
-
-def _check_blocks(preparation: Preparation, splits: dict, parts: list[_Part], reports: dict) -> None:
-    """Check the blocks of each split; if cleaning left too little, print `reports`, which say what it took out."""
-    outputs = [output for part in parts for output in part.outputs]
-    try:
-        check_blocks(splits, preparation.data, preparation.sequence_length, SplitSizes.joined(outputs))
-    except UserError:
-        if reports:
-            print(report_text(reports), file=sys.stderr)
-        raise
+    done = list(zip(stage.outputs(), stage.results(), strict=True))
+    return [
+        _SourcePart(number, [task for task in done if task[1]["source"] == number - first])
+        for number in range(first, len(preparation.data.text_origins))
+    ]
 
 
 def _summed(skips: list[dict]) -> dict[str, int]:
@@ -284,35 +257,31 @@ def _summed(skips: list[dict]) -> dict[str, int]:
     return {reason: sum(skip.get(reason, 0) for skip in skips) for reason in ("undecodable", "empty")}
 
 
-def _link_shards(parts: list[_Part], results: list[dict], target: Path) -> dict:
+def _link_shards(parts: list[_SourcePart], results: list[dict], target: Path) -> dict:
     """Give the shards of train their final names, by links."""
     shards = [shard for part in parts for shard in part.train_shards()]
     target.mkdir()
     for number, (path, shard) in enumerate(shards):
         shard["file"] = f"data-{number:05d}-of-{len(shards):05d}.arrow"
         # Linked, not moved: a second try finds the tasks' shards again.
-        _link(path, target / shard["file"])
+        try:
+            os.link(path, target / shard["file"])
+        except OSError:  # a file system without links
+            shutil.copyfile(path, target / shard["file"])
     return split_entry(target, [shard for _, shard in shards], results[0]["splits"]["train"]["dtype"])
 
 
-def _link(path: Path, target: Path) -> None:
-    try:
-        os.link(path, target)
-    except OSError:  # a file system without links
-        shutil.copyfile(path, target)
-
-
-def _join_validation(parts: list[_Part], results: list[dict], target: Path) -> tuple[dict, np.ndarray]:
+def _join_validation(parts: list[_SourcePart], results: list[dict], target: Path) -> tuple[dict, np.ndarray]:
     """Write the small parts of validation again, into few shards; count how often each id [vocab_size] occurs."""
     dtype = np.dtype(results[0]["splits"]["validation"]["dtype"])
     writer = SplitWriter(target, dtype)
-    counts = np.sum([np.load(output / COUNTS_NAME) for part in parts for output in part.outputs], axis=0)
+    counts = np.sum([np.load(output / COUNTS_NAME) for part in parts for output, _ in part.done], axis=0)
     for part in parts:
         writer.begin_source(part.source)
         if part.begun and part.earlier:
             tokens = part.earlier.add_validation(part.source, part.begun.validation_documents, writer)
             counts += np.bincount(tokens, minlength=len(counts))
-        for output, result in zip(part.outputs, part.results, strict=True):
+        for output, result in part.done:
             for entry in result["splits"]["validation"]["shards"]:
                 if not entry["documents"]:
                     continue
@@ -322,7 +291,7 @@ def _join_validation(parts: list[_Part], results: list[dict], target: Path) -> t
 
 
 def _manifest(
-    preparation: Preparation, splits: dict, parts: list[_Part], counts: np.ndarray, reports: dict
+    preparation: Preparation, splits: dict, parts: list[_SourcePart], counts: np.ndarray, reports: dict
 ) -> dict:
     """Make the manifest: what the data set holds and came from, with counts, checksums, tokenizer and versions."""
     # What the tokens cost by their frequencies alone: a model must be better than that.
@@ -350,11 +319,12 @@ def _manifest(
         "skipped": _summed(skips),
         **reports,
         "splits": splits,
-        "versions": _versions(),
+        # Of the packages that shape the bytes.
+        "versions": {package: version(package) for package in ("numpy", "pyarrow", "tokenizers")},
     }
 
 
-def _source(preparation: Preparation, part: _Part, splits: dict) -> dict:
+def _source(preparation: Preparation, part: _SourcePart, splits: dict) -> dict:
     """Describe a source: name, fingerprint, counts, and if it was not read to its end, where to go on."""
     shards = {
         name: [shard for shard in entry["shards"] if shard["source"] == part.source]
@@ -367,9 +337,10 @@ def _source(preparation: Preparation, part: _Part, splits: dict) -> dict:
     entry = {"name": spec.called, **preparation.fingerprints[part.source], **counts}
     if not any(preparation.targets) or part.source >= len(preparation.targets):
         return entry
-    if part.is_cut:
+    # The last task was run up to a bound.
+    if part.done and (last := part.results[-1]["cut"]):
         cut = {name: sum(shard[name] for shard in shards["train"]) for name in ("documents", "tokens")}
-        entry["cut"] = {**cut, "last_document_tokens": part.last_document_tokens()}
+        entry["cut"] = {**cut, "last_document_tokens": last["last_document_tokens"]}
     return {**entry, "begun": part.whole_tasks(preparation.keys_of(part.source)).to_dict()}
 
 
@@ -381,10 +352,3 @@ def _encoding(accounts: list[dict]) -> dict:
         "backends": sorted(backends),
         "checked_documents": sum(each["checked_documents"] for each in found),
     }
-
-
-def _versions() -> dict:
-    """List the versions of the packages that shape the bytes."""
-    from importlib.metadata import version
-
-    return {package: version(package) for package in ("numpy", "pyarrow", "tokenizers")}

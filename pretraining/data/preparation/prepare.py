@@ -11,15 +11,15 @@ from pretraining.data.manifest import (
     data_differences,
     fitting_beside,
     read_manifest,
-    reading_options,
     report_text,
     source_entries,
 )
-from pretraining.data.portions import Portion, lacking, portions_of, targets_beside
-from pretraining.data.preparation.execution import Execution
+from pretraining.data.portions import lacking, portions_of, targets_beside
+from pretraining.data.preparation.execution import Execution, run_stages
 from pretraining.data.preparation.split_sizes import check_blocks
+from pretraining.data.progress import ProgressBar
 from pretraining.data.publishing import is_half_published, preparation_lock
-from pretraining.data.sources import TextSource, open_sources
+from pretraining.data.sources import open_sources
 from pretraining.data.tokenizer import check_vocabulary, refuse_missing_folder
 from pretraining.errors import UserError, file_error, require
 from pretraining.recipe.data import Source
@@ -27,7 +27,7 @@ from pretraining.recipe.recipe import Recipe
 from pretraining.schema import listed
 
 if TYPE_CHECKING:
-    from pretraining.data.preparation.stages import Preparation
+    from pretraining.data.preparation.plan import Preparation
 
 HUB_PAGES = {"dataset": "https://huggingface.co/datasets/", "model": "https://huggingface.co/"}
 
@@ -61,7 +61,16 @@ class Outcome:
             "name": self.manifest["name"],
             "folder": str(self.folder),
             **counts,
-            "sources": self._sources(num_tokens),
+            "sources": [
+                {
+                    "name": spec.called,
+                    "documents": entry["documents"],
+                    "tokens": entry["tokens"],
+                    "share": entry["tokens"] / num_tokens,
+                    "weight": spec.weight,
+                }
+                for spec, entry in zip(self.specs, self.manifest["sources"], strict=True)
+            ],
             "validation_sources": [
                 {key: entry[key] for key in ("name", "documents", "tokens")}
                 for entry in self.manifest.get("validation_sources", ())
@@ -73,19 +82,6 @@ class Outcome:
             "fingerprint": self.manifest["fingerprint"],
             "kept_aside": self.kept_aside and str(self.kept_aside),
         }
-
-    def _sources(self, num_tokens: int) -> list[dict]:
-        """List what is left of each source, and its weight in a run."""
-        return [
-            {
-                "name": spec.called,
-                "documents": entry["documents"],
-                "tokens": entry["tokens"],
-                "share": entry["tokens"] / num_tokens,
-                "weight": spec.weight,
-            }
-            for spec, entry in zip(self.specs, self.manifest["sources"], strict=True)
-        ]
 
     def as_text(self) -> str:
         """Summarize the outcome for a person."""
@@ -107,7 +103,11 @@ class Outcome:
             f"  unigram entropy of all validation tokens {summary['unigram_bits_per_byte']:.3f} bits per byte"
         )
         if len(summary["sources"]) > 1:
-            lines += _source_lines(summary["sources"])
+            lines.append(f"  {'source':<24}{'documents':>14}{'tokens':>19}{'share':>9}  weight in a run")
+            for source in summary["sources"]:
+                counts = f"{source['documents']:>14,}{source['tokens']:>19,}{source['share']:>9.2%}"
+                weight = "by size" if source["weight"] is None else f"{source['weight']:g}"
+                lines.append(f"  {source['name'][:23]:<24}{counts}  {weight}")
         lines += [
             f"  validates on {own['name'][:23]:<24}{own['documents']:>13,} documents {own['tokens']:>15,} tokens"
             for own in summary["validation_sources"]
@@ -115,25 +115,10 @@ class Outcome:
         if report := report_text(self.manifest):
             lines.append(report)
         if self.kept_aside is not None:
-            lines.append(_kept_text(self.kept_aside, self.data_root))
+            from pretraining.data.preparation.finish import kept_text
+
+            lines.append(kept_text(self.kept_aside, self.data_root))
         return "\n".join(lines)
-
-
-def _source_lines(sources: list[dict]) -> list[str]:
-    lines = [f"  {'source':<24}{'documents':>14}{'tokens':>19}{'share':>9}  weight in a run"]
-    for source in sources:
-        counts = f"{source['documents']:>14,}{source['tokens']:>19,}{source['share']:>9.2%}"
-        weight = "by size" if source["weight"] is None else f"{source['weight']:g}"
-        lines.append(f"  {source['name'][:23]:<24}{counts}  {weight}")
-    return lines
-
-
-def _kept_text(kept: Path, data_root: Path) -> str:
-    """Write the sentence about a data set whose place another one took."""
-    options = reading_options(kept, data_root)
-    return (
-        f"the data set before it is kept in {kept}: its runs go on with the recipe as it was, and {options}"
-    )
 
 
 def prepare_data(
@@ -161,14 +146,21 @@ def prepare_data(
         # Also if it is there: the lock finishes what a killed `publish` left half done.
         if manifest is None or lacking(manifest, portions) or is_half_published(folder):
             # Now, not after hours of work.
-            _refuse_no_place(folder)
+            if folder.is_mount():
+                raise UserError(
+                    f"{folder}: a disk is mounted there, and a data set is renamed into its place; give a folder of "
+                    "that disk to --data_dir, or choose another data.name"
+                )
             _refuse_unreadable(recipe)
             with preparation_lock(folder) as kept:
                 manifest = _finished(named, data, fingerprints, replace)  # another process may have made it
                 if manifest is None or lacking(manifest, portions):
+                    # numpy, tokenizers and pyarrow are needed from here on
+                    from pretraining.data.preparation.plan import Preparation
+
                     targets = targets_beside(manifest, portions) if manifest else portions
-                    preparing = (recipe, sources, folder, fingerprints, targets, manifest)
-                    replaced, jobs = _build(preparing, show_progress, execution)
+                    preparation = Preparation.of(recipe, sources, folder, fingerprints, targets, manifest)
+                    replaced, jobs = _build(preparation, show_progress, execution or Execution())
                     # A killed `publish` may have kept one before.
                     kept = replaced or kept
                     manifest = None if jobs else read_manifest(folder)
@@ -192,15 +184,6 @@ def _place(folder: Path) -> Path:
             "or move them"
         )
     return folder
-
-
-def _refuse_no_place(folder: Path) -> None:
-    """Raise UserError if nothing can be renamed into the place of `folder`."""
-    if folder.is_mount():
-        raise UserError(
-            f"{folder}: a disk is mounted there, and a data set is renamed into its place; give a folder of that disk "
-            "to --data_dir, or choose another data.name"
-        )
 
 
 def _refuse_unreadable(recipe: Recipe) -> None:
@@ -268,29 +251,20 @@ def prepared_differences(manifest: dict, data: dict, fingerprints: list[dict]) -
 
 
 def _build(
-    preparing: tuple[Recipe, list[TextSource], Path, list[dict], list[Portion | None], dict | None],
-    show_progress: bool,
-    execution: Execution | None,
+    preparation: "Preparation", show_progress: bool, execution: Execution
 ) -> tuple[Path | None, tuple[str, ...]]:
-    """Run the stages and publish, or submit them to a cluster; return the path of a kept data set, and the job ids.
-
-    preparing: the arguments of `Preparation.of`.
-    """
-    # numpy, tokenizers and pyarrow are needed from here on
+    """Run the stages and publish, or submit them to a cluster; return the path of a kept data set, and the job ids."""
     from pretraining.data.arriving import arrived_path
-    from pretraining.data.preparation.execution import run_stages, submit_to_slurm
     from pretraining.data.preparation.finish import finish, keep_arrived
-    from pretraining.data.preparation.stages import Preparation
-    from pretraining.data.progress import Progress
 
-    execution = execution or Execution()
-    preparation = Preparation.of(*preparing)
     if execution.executor == "slurm":
+        from pretraining.data.preparation.slurm import submit_to_slurm
+
         return None, tuple(submit_to_slurm(preparation, execution))
     try:
         # Of an earlier preparation of this folder, perhaps of other text.
         arrived_path(preparation.folder).unlink(missing_ok=True)
-        with Progress("preparing", show_progress) as progress:
+        with ProgressBar("preparing", show_progress) as progress:
             run_stages(preparation, execution, progress, partial(keep_arrived, preparation))
         return finish(preparation, show_progress), ()
     except UserError as error:
@@ -299,18 +273,3 @@ def _build(
             raise UserError(f"{error}; finished tasks are kept in {preparation.work}") from error
         shutil.rmtree(preparation.work, ignore_errors=True)
         raise
-
-
-def finish_prepared(preparation: "Preparation") -> None:
-    """Publish what the tasks of a cluster have prepared."""
-    from pretraining.data.preparation.execution import run_stages
-    from pretraining.data.preparation.finish import finish
-    from pretraining.data.progress import Progress
-
-    with preparation_lock(preparation.folder):
-        # How many tasks a portion takes was a guess when the jobs were submitted.
-        if any(preparation.targets):
-            with Progress("preparing", shown=False) as progress:
-                run_stages(preparation, Execution(), progress)
-        if kept := finish(preparation):
-            print(_kept_text(kept, kept.parent))

@@ -5,16 +5,15 @@ as with the processes of one machine, and a task that ends its process again and
 """
 
 import os
-import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pretraining.data.preparation.execution import Stage
-from pretraining.data.preparation.stages import Preparation
-from pretraining.data.preparation.workers import MOST_DEATHS, error_of
+from pretraining.data.preparation.plan import Preparation
+from pretraining.data.preparation.stage import Stage
+from pretraining.data.preparation.workers import error_of, report_death
 from pretraining.errors import UserError, require
 from pretraining.schema import REPOSITORY
 
@@ -34,7 +33,36 @@ def run_on_ray(stage: Stage, numbers: list[int], workers: int, finished: Callabl
     # Once for all stages: idle workers keep what they have imported. Ray ends the tasks of a process that leaves.
     if not ray.is_initialized():
         _connect(ray)
-    _run_all(ray, stage, numbers, workers, finished)
+    # More than one core a task, if the cluster has more than there are tasks.
+    cores = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+    threads = max(1, min(sum(cores) // len(numbers), max(cores, default=1)))
+    task = ray.remote(max_retries=0, num_cpus=threads)(_run_on_node)
+    at_once = workers or max(1, int(ray.cluster_resources().get("CPU", 1)) // threads)
+    waiting, deaths, running = deque(numbers), Counter(), {}
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            number = waiting.popleft()
+            running[task.remote(str(stage.work), stage.name, number, threads)] = number
+        done, _ = ray.wait(list(running))
+        number = running.pop(done[0])
+        try:
+            host, error = ray.get(done[0])
+        except ray.exceptions.RayError as lost:
+            deaths[number] += 1
+            report_death(stage, number, type(lost).__name__, deaths[number])
+            waiting.append(number)
+            continue
+        if error is not None:
+            raise error
+        until = time.monotonic() + SEEN_WITHIN_SECONDS
+        while not stage.folder(number).is_dir():
+            if time.monotonic() > until:
+                raise UserError(
+                    f"--executor ray: {host} has run a task, and {stage.folder(number)} is not here: all nodes must "
+                    "share the folder of --data_dir"
+                )
+            time.sleep(0.1)
+        finished()
 
 
 def _connect(ray: Any) -> None:
@@ -55,59 +83,7 @@ def _connect(ray: Any) -> None:
         ) from error
 
 
-def _run_all(ray: Any, stage: Stage, numbers: list[int], workers: int, finished: Callable[[], None]) -> None:
-    threads = _cores_of_a_task(ray, len(numbers))
-    task = ray.remote(max_retries=0, num_cpus=threads)(_run_task)
-    at_once = workers or max(1, int(ray.cluster_resources().get("CPU", 1)) // threads)
-    waiting, deaths, running = deque(numbers), Counter(), {}
-    while waiting or running:
-        while waiting and len(running) < at_once:
-            number = waiting.popleft()
-            running[task.remote(str(stage.work), stage.name, number, threads)] = number
-        done, _ = ray.wait(list(running))
-        number = running.pop(done[0])
-        try:
-            host, error = ray.get(done[0])
-        except ray.exceptions.RayError as lost:
-            deaths[number] += 1
-            _report_death(stage, number, deaths[number], lost)
-            waiting.append(number)
-            continue
-        if error is not None:
-            raise error
-        _await_output(stage, number, host)
-        finished()
-
-
-def _cores_of_a_task(ray: Any, num_tasks: int) -> int:
-    """Return the cores for each task: more than one if the cluster has more than there are tasks."""
-    each = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
-    return max(1, min(sum(each) // num_tasks, max(each, default=1)))
-
-
-def _run_task(work: str, stage_name: str, number: int, threads: int) -> tuple[str, Exception | None]:
+def _run_on_node(work: str, stage_name: str, number: int, threads: int) -> tuple[str, Exception | None]:
     """Run one task on a node; returns the node's name, and what the task raised."""
     os.environ["RAYON_NUM_THREADS"] = str(threads)
     return os.uname().nodename, error_of(Preparation.load(Path(work)).stage(stage_name), number)
-
-
-def _report_death(stage: Stage, number: int, num_deaths: int, lost: Exception) -> None:
-    task, how = f"task {number} of the stage {stage.name!r}", type(lost).__name__
-    if num_deaths == MOST_DEATHS:
-        raise UserError(
-            f"{task}: its process was ended {MOST_DEATHS} times ({how}); if memory ran out, take fewer --workers; "
-            "the same command goes on with what is missing"
-        )
-    print(f"the process of {task} was ended ({how}): the task is run again", file=sys.stderr, flush=True)
-
-
-def _await_output(stage: Stage, number: int, host: str) -> None:
-    """Wait until this machine sees the task's folder; UserError if it does not."""
-    until = time.monotonic() + SEEN_WITHIN_SECONDS
-    while not stage.folder(number).is_dir():
-        if time.monotonic() > until:
-            raise UserError(
-                f"--executor ray: {host} has run a task, and {stage.folder(number)} is not here: all nodes must share "
-                "the folder of --data_dir"
-            )
-        time.sleep(0.1)

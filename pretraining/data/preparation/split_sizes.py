@@ -2,6 +2,7 @@
 
 import math
 from array import array
+from collections import Counter
 from pathlib import Path
 
 from pretraining.errors import UserError
@@ -20,7 +21,6 @@ class SplitSizes:
         self._num_documents = 0
 
     def extend(self, draws: list[float], num_tokens: list[int]) -> None:
-        """Record more documents, of `num_tokens` tokens each."""
         self._num_documents += len(draws)
         room = max(0, RECORDED_DOCUMENTS - len(self._draws))
         self._draws.extend(draws[:room])
@@ -58,14 +58,12 @@ class SplitSizes:
             validation += tokens
             if validation >= wanted:
                 # A document is in validation if its draw is below the share. Try the shortest decimal first.
-                shares = (_round_up(draw, digits) for digits in range(1, 16))
-                return next((s for s in shares if self._works(s, num_tokens, wanted)), None)
+                for share in (_round_up(draw, digits) for digits in range(1, 16)):
+                    below = sum(size for place, size in documents if place < share)
+                    if wanted <= below <= num_tokens - wanted and share < 1:
+                        return share
+                return None
         return None
-
-    def _works(self, share: float, num_tokens: int, wanted: int) -> bool:
-        drawn = zip(self._draws, self._tokens, strict=True)
-        validation = sum(tokens for draw, tokens in drawn if draw < share)
-        return wanted <= validation <= num_tokens - wanted and share < 1
 
 
 def _round_up(value: float, digits: int) -> float:
@@ -81,7 +79,9 @@ def check_blocks(splits: dict, data: Data, sequence_length: int, sizes: SplitSiz
     """
     # One more than the inputs: the target of the last one.
     wanted = sequence_length + 1
-    held_out = _tokens_by_source(splits["validation"])
+    held_out: Counter[int] = Counter()
+    for shard in splits["validation"]["shards"]:
+        held_out[shard.get("source") or 0] += shard["tokens"]  # None: of a single source in older data sets
     own = data.validation.sources if data.validation else []
     for number, source in enumerate(own):
         found = held_out.pop(len(data.sources) + number, 0)
@@ -108,11 +108,3 @@ def check_blocks(splits: dict, data: Data, sequence_length: int, sizes: SplitSiz
         f"data {data.name!r}: {short[0]} has {counts[short[0]]:,} of the corpus's {total:,} tokens, too "
         f"few for one block of {wanted:,} (sequence length {sequence_length:,} and one target); {advice}"
     )
-
-
-def _tokens_by_source(split: dict) -> dict[int, int]:
-    found: dict[int, int] = {}
-    for shard in split["shards"]:
-        source = shard.get("source") or 0  # of a single source in older data sets
-        found[source] = found.get(source, 0) + shard["tokens"]
-    return found

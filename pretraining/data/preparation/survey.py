@@ -45,7 +45,6 @@ class Begun:
         return begun if begun.tasks and begun.keys == digest_of(keys[: begun.tasks]) else None
 
     def to_dict(self) -> dict:
-        """Return what `of` reads."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
@@ -59,8 +58,6 @@ class SourceSurvey:
     """The task in which the target ends, if it is known."""
     missing: list[int]
     """Those to run next; none: the source is finished."""
-    is_whole: bool
-    """All of the source is there."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +68,10 @@ class Survey:
 
     @property
     def bounds(self) -> dict[int, Portion]:
-        """Return the bounds of all sources' tasks."""
         return {number: bound for source in self.sources for number, bound in source.bounds.items()}
 
     @property
     def missing(self) -> list[int]:
-        """List the tasks to run next."""
         return [number for source in self.sources for number in source.missing]
 
 
@@ -94,7 +89,7 @@ def survey_source(
     numbers = numbers[begun.tasks :] if begun else numbers
     if target is None:
         missing = [number for number in numbers if not tokenize.folder(number).is_dir()]
-        return SourceSurvey([n for n in numbers if n not in set(missing)], {}, missing, True)
+        return SourceSurvey([n for n in numbers if n not in set(missing)], {}, missing)
     used: list[int] = []
     largest, left = 0, target
     if begun:
@@ -103,26 +98,22 @@ def survey_source(
         bounded = tokenize.bounded({number: left})
         if bounded.folder(number).is_dir():
             if bounded.result(number)["cut"]:
-                return SourceSurvey([*used, number], {number: left}, [], False)
+                return SourceSurvey([*used, number], {number: left}, [])
             # It ended before its bound: it is complete, whatever the bound was.
             bounded.folder(number).rename(tokenize.folder(number))
         if tokenize.folder(number).is_dir():
             train = tokenize.result(number)["splits"]["train"]
             if left.is_reached(train["documents"], train["tokens"]):
-                return SourceSurvey(used, {number: left}, [number], False)
+                return SourceSurvey(used, {number: left}, [number])
             used.append(number)
             largest, left = max(largest, train["tokens"]), left.less(train["documents"], train["tokens"])
             continue
-        sure = _surely_needed(left, largest or most_tokens)
+        # Of the next tasks, those that are needed whole if none has more tokens than the largest.
+        most = largest or most_tokens
+        by_tokens_alone = left.tokens is not None and left.documents is None
+        sure = int(SURE_SHARE * left.tokens / most) if by_tokens_alone and most else 1
         if sure > 1:
             waiting = [n for n in numbers[place : place + sure] if not tokenize.folder(n).is_dir()]
-            return SourceSurvey(used, {}, waiting, False)
-        return SourceSurvey(used, {number: left}, [number], False)
-    return SourceSurvey(used, {}, [], True)
-
-
-def _surely_needed(left: Portion, largest: int | None) -> int:
-    """Count the next tasks that are needed whole if none has more tokens than `largest`."""
-    if left.tokens is None or left.documents is not None or not largest:
-        return 1
-    return int(SURE_SHARE * left.tokens / largest)
+            return SourceSurvey(used, {}, waiting)
+        return SourceSurvey(used, {number: left}, [number])
+    return SourceSurvey(used, {}, [])

@@ -15,11 +15,10 @@ from pretraining.data.encoder import Encoder
 from pretraining.data.manifest import digest_of
 from pretraining.data.portions import Portion
 from pretraining.data.preparation.cleaning import CleanedAsRead, CleanedCorpus, Cleaner
-from pretraining.data.preparation.execution import Stage
 from pretraining.data.preparation.split_sizes import SplitSizes
-from pretraining.data.progress import Progress, Silence
+from pretraining.data.preparation.stage import Stage
+from pretraining.data.progress import ProgressBar
 from pretraining.data.shard_writer import SplitWriter
-from pretraining.data.shards import token_dtype
 from pretraining.data.tokenizer import (
     TokenizerInfo,
     check_vocabulary,
@@ -56,12 +55,11 @@ class MakeTokenizer(Stage):
 
     @cached_property
     def keys(self) -> list[str]:
-        """Make one key; if the tokenizer is trained, it depends on all texts."""
         trained = isinstance(self.tokenizer, dict)
         trained_on = [self.texts.keys, self.validation_share] if trained else []
         return [digest_of(self.tokenizer, local_fingerprint(self.tokenizer), self.vocab_size, trained_on)]
 
-    def run(self, number: int, folder: Path, progress: Progress | Silence) -> None:
+    def run(self, number: int, folder: Path, progress: ProgressBar) -> None:
         """Fill `folder` with tokenizer.json and its companions; UserError if they do not fit the model."""
         if isinstance(self.tokenizer, str):
             save_tokenizer(self.tokenizer, folder)
@@ -75,15 +73,13 @@ class MakeTokenizer(Stage):
         check_vocabulary(self.describe(folder).vocab_size, self.vocab_size)
 
     def describe(self, folder: Path) -> TokenizerInfo:
-        """Describe the tokenizer in `folder`."""
         return describe_tokenizer(folder, str(self.tokenizer))
 
     @property
     def output(self) -> Path:
-        """Return the folder of the finished tokenizer."""
         return self.outputs()[0]
 
-    def _training_texts(self, progress: Progress | Silence) -> Iterator[str]:
+    def _training_texts(self, progress: ProgressBar) -> Iterator[str]:
         skipped, empty = {}, True
         for batch in prefetch(self.training_batches(skipped)):
             empty = False
@@ -137,16 +133,24 @@ class Tokenize(Stage):
         """Name the folder of one task's output. A survey asks for many, each with bounds of its own."""
         return self.work / self.name / f"{number:05d}-{self._key(number)[:12]}"
 
-    def run(self, number: int, folder: Path, progress: Progress | Silence) -> None:
+    def run(self, number: int, folder: Path, progress: ProgressBar) -> None:
         """Encode the pieces of a task: write a folder for each split, `result.json`, and counts for the manifest."""
         task, account, bound = self.texts.tasks[number], {}, self.bounds.get(number)
         batches = self.texts.batches(task, account)
         # The encoder is checked on these texts before it encodes; `chain` puts them back.
         first = list(islice(batches, 1))
+        sample = [text for batch in first for text in batch.texts]
         info = self.tokenizer.describe(self.tokenizer.output)
-        encoder = self._open_encoder(info, first, progress)
+        encoder = Encoder.open(self.tokenizer.output, info, self.encoder, sample)
+        # Silent in workers, else each task would print it.
+        if encoder.note and progress.shown:
+            print(encoder.note, file=sys.stderr)
         output = _Output(folder, encoder.dtype, info.vocab_size, self.validation_share)
-        encoded = _encoded(encoder, chain(first, batches), read_ahead=bound is None)
+        read = chain(first, batches)
+        encoded = (
+            (batch, *encoder.encode(batch.texts, batch.wheres))
+            for batch in (prefetch(read) if bound is None else read)
+        )
         # The encoder runs ahead of the writer, and reading ahead of the encoder. Before a bound neither does, so that
         # the counts are those of what was read up to it.
         for batch, tokens, ends in prefetch(encoded) if bound is None else encoded:
@@ -158,22 +162,10 @@ class Tokenize(Stage):
         result = {"source": self.texts.pieces[task.start].source, "skipped": account, "encoding": encoding}
         output.finish({**result, **({"cleaned": cleaner.reports()} if cleaner else {})})
 
-    def _open_encoder(self, info: TokenizerInfo, first: list[Batch], progress: Progress | Silence) -> Encoder:
-        """Open the encoder that `data.encoder` asks for, checked against the reference on the first texts."""
-        sample = [text for batch in first for text in batch.texts]
-        dtype = token_dtype(info.vocab_size)
-        encoder = Encoder.open(self.tokenizer.output, info, dtype, self.encoder, sample=sample)
-        # Silent in workers, else each task would print it.
-        if encoder.note and progress.shown:
-            print(encoder.note, file=sys.stderr)
-        return encoder
-
     def bounded(self, bounds: dict[int, Portion]) -> "Tokenize":
-        """Return the same stage with other bounds."""
         return replace(self, bounds=bounds)
 
     def results(self) -> list[dict]:
-        """Read what each task reports about its output."""
         return [self.result(number) for number in range(len(self.keys))]
 
     def result(self, number: int) -> dict:
@@ -195,7 +187,7 @@ class _Output:
         self._cut: dict | None = None
 
     def append(self, batch: Batch, tokens: np.ndarray, ends: np.ndarray, bound: Portion | None) -> bool:
-        """Write a batch, up to the document that reaches `bound`; say if it was reached."""
+        """Write a batch, up to the document that reaches `bound`; return whether it was reached."""
         validation, lengths = np.array(batch.draws) < self._validation_share, np.diff(ends, prepend=0)
         # Of a text of training and validation, a bound counts what is trained on.
         counted = validation if self._validation_share == ALL else ~validation
@@ -209,26 +201,21 @@ class _Output:
         stop = len(lengths)
         # Tokens of training up to the end of each document, from the beginning of the task.
         train_ends = self._trained_tokens + np.cumsum(np.where(validation, 0, lengths))
-        self._write(tokens, ends[:stop], validation, np.array(batch.num_bytes[:stop]))
-        self._sizes.extend(batch.draws[:stop], lengths.tolist())
-        self._positions.append(train_ends[validation])
-        self._documents += int(counted.sum())
-        self._tokens += int(lengths[counted].sum())
-        self._trained_tokens = int(train_ends[-1])
-        return self._cut is not None
-
-    def _write(
-        self, tokens: np.ndarray, ends: np.ndarray, validation: np.ndarray, num_bytes: np.ndarray
-    ) -> None:
-        """Give each run of neighbours of one split to its writer, and count the ids of validation."""
+        ends, num_bytes = ends[:stop], np.array(batch.num_bytes[:stop])
         for first, last in runs_of(validation):
-            # Runs, not single documents: one call of the writer copies many.
+            # Runs of neighbours of one split, not single documents: one call of the writer copies many.
             start = int(ends[first - 1]) if first else 0
             run = tokens[start : ends[last - 1]]
             writer = self._writers["validation" if validation[first] else "train"]
             writer.extend(run, ends[first:last] - start, num_bytes[first:last])
             if validation[first]:
                 self._counts += np.bincount(run, minlength=len(self._counts))
+        self._sizes.extend(batch.draws[:stop], lengths.tolist())
+        self._positions.append(train_ends[validation])
+        self._documents += int(counted.sum())
+        self._tokens += int(lengths[counted].sum())
+        self._trained_tokens = int(train_ends[-1])
+        return self._cut is not None
 
     def finish(self, result: dict) -> None:
         """Write the last shards, and `result.json` with what they hold."""
@@ -243,14 +230,6 @@ class TokenizeValidation(Tokenize):
     """The same for texts of `data.validation`, whose share is `ALL`."""
 
     name = "tokenize-validation"
-
-
-def _encoded(
-    encoder: Encoder, batches: Iterator[Batch], read_ahead: bool
-) -> Iterator[tuple[Batch, np.ndarray, np.ndarray]]:
-    """Encode batches to tokens and ends; reading may run ahead of the encoder."""
-    for batch in prefetch(batches) if read_ahead else batches:
-        yield batch, *encoder.encode(batch.texts, batch.wheres)
 
 
 def runs_of(values: np.ndarray) -> Iterator[tuple[int, int]]:

@@ -1,12 +1,9 @@
-"""Run the tasks of a stage in processes: workers of this machine, or jobs of SLURM.
+"""Run the tasks of a stage in processes of this machine.
 
-If a worker of this machine dies, only its task is lost. The pools of Python and of datatrove wait forever for a worker
-that the kernel killed, most often because memory ran out.
-
-    python -m pretraining.data.preparation.workers WORK STAGE FIRST     what a SLURM job runs, with SLURM_ARRAY_TASK_ID
+If one dies, only its task is lost. Python's own pools wait forever for a worker that the kernel killed, most often
+because memory ran out.
 """
 
-import json
 import multiprocessing
 import os
 import signal
@@ -19,10 +16,9 @@ from contextlib import suppress
 from multiprocessing import connection, forkserver
 from pathlib import Path
 
-from pretraining.data.preparation.execution import FINISH, Stage, run_task
-from pretraining.data.preparation.prepare import finish_prepared
-from pretraining.data.preparation.stages import Preparation
-from pretraining.errors import UserError, one_line_errors
+from pretraining.data.preparation.plan import Preparation
+from pretraining.data.preparation.stage import Stage, run_task
+from pretraining.errors import UserError
 
 MOST_DEATHS = 3
 """How often the process of one task may be killed; each time the task moves behind all others."""
@@ -36,7 +32,7 @@ def run_in_workers(
     numbers: list[int],
     num_workers: int,
     num_threads: int,
-    finished: Callable[[], None] = lambda: None,
+    finished: Callable[[], None],
 ) -> None:
     """Run tasks of a stage of a saved preparation in `num_workers` processes; return when the last one is done.
 
@@ -48,12 +44,21 @@ def run_in_workers(
     # Forked from a clean process: a fork of this one would copy its threads' locks.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    _start_forkserver()
+    # The fork server ignores Ctrl-C by itself, but only once it has imported what it preloads. So it is started with
+    # Ctrl-C ignored; only the main thread may set a signal handler.
+    if threading.current_thread() is threading.main_thread():
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            forkserver.ensure_running()
+        finally:
+            signal.signal(signal.SIGINT, before)
+    else:
+        forkserver.ensure_running()
     waiting, deaths, workers = deque(numbers), Counter(), []
     try:
         while waiting or any(worker.number is not None for worker in workers):
             while waiting and len(workers) < num_workers:  # also in the place of those that died
-                workers.append(_Worker(context, stage, num_threads))
+                workers.append(_TaskProcess(context, stage, num_threads))
             for worker in workers:
                 if waiting and worker.number is None:
                     worker.give(waiting.popleft())
@@ -61,7 +66,7 @@ def run_in_workers(
                 if worker.died():
                     workers.remove(worker)
                     deaths[worker.number] += 1
-                    _report_death(worker, stage, deaths[worker.number])
+                    report_death(stage, worker.number, worker.end(), deaths[worker.number])
                     # Behind all others: if memory ran out, it may have more room at the end.
                     waiting.append(worker.number)
                 else:
@@ -71,8 +76,9 @@ def run_in_workers(
             worker.end()
 
 
-def _report_death(worker: "_Worker", stage: Stage, num_deaths: int) -> None:
-    how, task = worker.end(), f"task {worker.number} of the stage {stage.name!r}"
+def report_death(stage: Stage, number: int, how: str, num_deaths: int) -> None:
+    """Say that a task's process was ended, and is run again; UserError if that was once too often."""
+    task = f"task {number} of the stage {stage.name!r}"
     if num_deaths == MOST_DEATHS:
         raise UserError(
             f"{task}: its process was ended {MOST_DEATHS} times ({how}); if memory ran out, take fewer --workers; "
@@ -81,20 +87,7 @@ def _report_death(worker: "_Worker", stage: Stage, num_deaths: int) -> None:
     print(f"the process of {task} was ended ({how}): the task is run again", file=sys.stderr, flush=True)
 
 
-def _start_forkserver() -> None:
-    """Start the fork server so that it ignores Ctrl-C from its first moment."""
-    # Only the main thread may set a signal handler.
-    if threading.current_thread() is not threading.main_thread():
-        return forkserver.ensure_running()
-    # The fork server ignores Ctrl-C by itself, but only once it has imported what it preloads.
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-class _Worker:
+class _TaskProcess:
     """One process, the channel to it, and the number of the task it runs."""
 
     def __init__(self, context, stage: Stage, num_threads: int):
@@ -107,7 +100,6 @@ class _Worker:
         self.number: int | None = None
 
     def give(self, number: int) -> None:
-        """Give the process a task to run."""
         self.number = number
         with suppress(OSError):  # a process that is gone is noticed when its answer is read
             self._channel.send(number)
@@ -139,19 +131,19 @@ class _Worker:
 def _serve(work: str, stage_name: str, num_threads: int, channel) -> None:
     """Live as a worker: numbers of tasks come in, None or an error goes out."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of a terminal; the parent decides
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
+
+    def leave_with_parent() -> None:
+        # A worker that is in the middle of a task does not read its channel, so a thread watches the parent.
+        connection.wait([multiprocessing.parent_process().sentinel])
+        os._exit(1)
+
+    threading.Thread(target=leave_with_parent, daemon=True).start()
     # Before an encoder is opened: rayon reads it when its threads start.
     os.environ["RAYON_NUM_THREADS"] = str(num_threads)
     stage = Preparation.load(Path(work)).stage(stage_name)
     with suppress(EOFError, BrokenPipeError):
         while True:
             channel.send(error_of(stage, channel.recv()))
-
-
-def _leave_with_parent() -> None:
-    # A worker that is in the middle of a task does not read its channel, so a thread watches the parent.
-    connection.wait([multiprocessing.parent_process().sentinel])
-    os._exit(1)
 
 
 def error_of(stage: Stage, number: int) -> Exception | None:
@@ -163,23 +155,3 @@ def error_of(stage: Stage, number: int) -> Exception | None:
         error.add_note(f"in a worker:\n{traceback.format_exc()}")
         return error
     return None
-
-
-def run_slurm_job(work: Path, name: str, first: int) -> None:
-    """Run the tasks of this job of an array that begins with job `first` of its stage."""
-    from datatrove.executor.slurm import requeue_handler
-
-    signal.signal(signal.SIGUSR1, requeue_handler)  # the cluster takes the node back: another job continues
-    preparation = Preparation.load(work)
-    if name == FINISH:
-        return finish_prepared(preparation)
-    submitted = json.loads((work / "logs" / name / "tasks.json").read_text(encoding="utf-8"))
-    # A stage with more jobs than an array may have is several arrays, and each counts from 0.
-    start = (first + int(os.environ["SLURM_ARRAY_TASK_ID"])) * submitted["tasks_per_job"]
-    for number in submitted["tasks"][start : start + submitted["tasks_per_job"]]:
-        run_task(preparation.stage(name), number)
-
-
-if __name__ == "__main__":
-    with one_line_errors():
-        run_slurm_job(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

@@ -1,5 +1,6 @@
 """Filters by recipe: which texts are trained on, and what each rule costs.
 
+punctuation characters that end a sentence, and all others of punctuation
 text        a text's lines, paragraphs and sentences
 words       its words, and the sequences of them that repeat (needs numpy)
 rule        what every rule shares: parameters and verdicts

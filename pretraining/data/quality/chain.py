@@ -75,13 +75,17 @@ class FilterChain:
             texts: in the order in which examples are to be reported.
             wheres: where each text comes from.
         """
-        return [self._kept(text, where) for text, where in zip(texts, wheres, strict=True)]
+        return [self._apply(text, where) for text, where in zip(texts, wheres, strict=True)]
 
-    def _kept(self, text: str, where: str) -> str | None:
+    def _apply(self, text: str, where: str) -> str | None:
         self.report.count_read(text)
         view = TextView(text)
         for number, rule in enumerate(self.rules):
-            verdict = _judge(rule, view, where)
+            try:
+                verdict = rule.judge(view)
+            except UserError as error:
+                # The rule knows only the text: the place of the document is added here.
+                raise UserError(f"{where}: filter {rule.name}: {error}") from error
             if isinstance(verdict, Changed):
                 self.report.count_changed(number, verdict.counts)
                 view = TextView(verdict.text)  # later rules see the text as this one left it
@@ -93,14 +97,6 @@ class FilterChain:
                 return None
         self.report.count_kept(view.text)
         return view.text
-
-
-def _judge(rule: Rule, view: TextView, where: str) -> Rejection | Changed | None:
-    try:
-        return rule.judge(view)
-    except UserError as error:
-        # The rule knows only the text: the place of the document is added here.
-        raise UserError(f"{where}: filter {rule.name}: {error}") from error
 
 
 def filters_schema() -> dict:

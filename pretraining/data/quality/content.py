@@ -1,13 +1,14 @@
 """The rules that look at what a text says: its language, listed words, personal data, and a function of yours."""
 
 import hashlib
-import importlib
 import importlib.util
 import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from importlib.util import find_spec
 from ipaddress import ip_address
 from itertools import chain
@@ -71,7 +72,13 @@ class Language(Rule):
     def judge(self, view: TextView) -> Rejection | None:
         """Reject under the most probable language, or as `low_score` if that is one to keep."""
         # fastText takes one line at a time.
-        scores = self._scores(view.text[: self.max_characters].replace("\n", " "))
+        line = view.text[: self.max_characters].replace("\n", " ") + "\n"
+        # Probabilities add up to 1, so at most 1 / min_score labels can reach min_score; -1: all labels.
+        num_labels = int(1 / self.min_score) + 1 if self.min_score > 0 else -1
+        # The binding under `predict`: that method itself breaks on numpy 2 in the package named fasttext.
+        predicted = self._model.f.predict(line, num_labels, 0.0, "strict")
+        # Most probable first.
+        scores = {label.removeprefix(_LABEL_PREFIX): score for score, label in predicted}
         if any(scores.get(code, 0.0) >= self.min_score for code in self.languages):
             return None
         best, score = next(iter(scores.items()), ("none", 0.0))
@@ -100,46 +107,15 @@ class Language(Rule):
         except ValueError as error:
             raise UserError(f"{self._path}: not a fastText model ({error})") from error
 
-    @cached_property
-    def _num_labels(self) -> int:
-        """Number of labels to ask for, so that all those of at least min_score are included; -1: all."""
-        # Probabilities add up to 1, so at most 1 / min_score labels can reach min_score.
-        return int(1 / self.min_score) + 1 if self.min_score > 0 else -1
-
-    def _scores(self, line: str) -> dict[str, float]:
-        """Return {code: probability}, most probable first."""
-        # The binding under `predict`: that method itself breaks on numpy 2 in the package named fasttext.
-        found = self._model.f.predict(line + "\n", self._num_labels, 0.0, "strict")
-        return {label.removeprefix(_LABEL_PREFIX): score for score, label in found}
-
 
 _WORD = re.compile(r"\w+")
-_LISTED = {
-    "ar": "arabic",
-    "cs": "czech",
-    "da": "danish",
-    "de": "german",
-    "en": "english",
-    "eo": "esperanto",
-    "es": "spanish",
-    "fa": "persian",
-    "fi": "finnish",
-    "fr": "french",
-    "hi": "hindi",
-    "hu": "hungarian",
-    "it": "italian",
-    "ja": "japanese",
-    "ko": "korean",
-    "nl": "dutch",
-    "no": "norwegian",
-    "pl": "polish",
-    "pt": "portuguese",
-    "ru": "russian",
-    "sv": "swedish",
-    "th": "thai",
-    "tr": "turkish",
-    "zh": "chinese",
-}
+_LISTED_NAMES = (
+    "ar:arabic cs:czech da:danish de:german en:english eo:esperanto es:spanish fa:persian fi:finnish "
+    "fr:french hi:hindi hu:hungarian it:italian ja:japanese ko:korean nl:dutch no:norwegian pl:polish "
+    "pt:portuguese ru:russian sv:swedish th:thai tr:turkish zh:chinese"
+)
+
+_LISTED = dict(pair.split(":") for pair in _LISTED_NAMES.split())
 """Languages by ISO 639-1 that glin-profanity 4.1.0 has lists for, and what it calls them."""
 
 _UNSPACED = ("ja", "th", "zh")
@@ -169,18 +145,17 @@ class Blocklist(Rule):
 
     @cached_property
     def _entries(self) -> frozenset[str]:
-        entries = [*self.words, *(self._lines() if self.path else [])]
+        entries = [*self.words]
+        if self.path:
+            try:
+                # utf-8-sig: a byte order mark is not part of the first word.
+                entries += Path(self.path).read_text(encoding="utf-8-sig").splitlines()
+            except OSError as error:
+                raise UserError(f"path: {self.path}: cannot be read: {error.strerror}") from None
+            except UnicodeDecodeError:
+                raise UserError(f"path: {self.path}: is not UTF-8 text") from None
         entries += [entry for code in self.languages for entry in _bad_words(code)]
         return frozenset(" ".join(entry.lower().split()) for entry in entries if entry.strip())
-
-    def _lines(self) -> list[str]:
-        try:
-            # utf-8-sig: a byte order mark is not part of the first word.
-            return Path(self.path).read_text(encoding="utf-8-sig").splitlines()
-        except OSError as error:
-            raise UserError(f"path: {self.path}: cannot be read: {error.strerror}") from None
-        except UnicodeDecodeError:
-            raise UserError(f"path: {self.path}: is not UTF-8 text") from None
 
     def identity(self) -> dict:
         """Return the parameters, with the checksum of all entries in place of lists and path."""
@@ -211,24 +186,20 @@ class Blocklist(Rule):
 
     def judge(self, view: TextView) -> Rejection | None:
         """Reject with an example that begins shortly before the first occurrence."""
-        lowered = view.text.lower()
-        hits = [*self._word_hits(lowered), *self._phrase_hits(lowered)]
+        lowered, hits = view.text.lower(), []
+        if not self._single_words.isdisjoint(_WORD.findall(lowered)):
+            words = _WORD.finditer(lowered)
+            hits += [(word.start(), word[0]) for word in words if word[0] in self._single_words]
+        # A phrase can only occur if its first word does: one search spares most patterns.
+        for phrase, pattern in self._phrases.items():
+            if phrase.split()[0] in lowered:
+                hits += [(hit.start(), phrase) for hit in pattern.finditer(lowered)]
         if len(hits) <= self.max_occurrences:
             return None
         position, entry = min(hits)
         wanted = f"at most {self.max_occurrences} of the list"
         found = entry if len(hits) == 1 else f"{entry} (the first of {len(hits)})"
         return Rejection("word", found, wanted, max(position - _BEFORE_EXAMPLE, 0))
-
-    def _word_hits(self, lowered: str) -> list[tuple[int, str]]:
-        if self._single_words.isdisjoint(_WORD.findall(lowered)):
-            return []
-        return [(hit.start(), hit[0]) for hit in _WORD.finditer(lowered) if hit[0] in self._single_words]
-
-    def _phrase_hits(self, lowered: str) -> list[tuple[int, str]]:
-        # A phrase can only occur if its first word does: one search spares most patterns.
-        likely = [entry for entry in self._phrases if entry.split()[0] in lowered]
-        return [(hit.start(), entry) for entry in likely for hit in self._phrases[entry].finditer(lowered)]
 
 
 def _bad_words(code: str) -> list[str]:
@@ -274,43 +245,24 @@ def _emails(text: str) -> _Spans:
 
 
 def _public_ips(text: str) -> _Spans:
-    matches = [*_IP_4.finditer(text), *_IP_6.finditer(text)]
-    yield from sorted(match.span() for match in matches if _is_public(match[0]))
-
-
-def _is_public(address: str) -> bool:
-    try:
-        return ip_address(address).is_global
-    except ValueError:
-        return False
+    spans = []
+    for match in (*_IP_4.finditer(text), *_IP_6.finditer(text)):
+        with suppress(ValueError):  # 999.1.2.3 is no address
+            if ip_address(match[0]).is_global:
+                spans.append(match.span())
+    yield from sorted(spans)
 
 
 def _phones(text: str) -> _Spans:
-    # E.164 allows at most 15 digits.
-    matches = [match for match in _INTERNATIONAL.finditer(text) if 8 <= _num_digits(match[0]) <= 15]
-    # 10 digits, or 11 with the country code 1
-    matches += [match for match in _NORTH_AMERICAN.finditer(text) if _num_digits(match[0]) in (10, 11)]
-    yield from sorted(match.span() for match in matches)
-
-
-def _num_digits(number: str) -> int:
-    return sum(map(str.isdigit, number))
+    spans = []
+    # E.164 allows at most 15 digits; in North America there are 10, or 11 with the country code 1.
+    for pattern, least, most in ((_INTERNATIONAL, 8, 15), (_NORTH_AMERICAN, 10, 11)):
+        matches = pattern.finditer(text)
+        spans += [match.span() for match in matches if least <= sum(map(str.isdigit, match[0])) <= most]
+    yield from sorted(spans)
 
 
 _FINDERS = {"email": _emails, "ip": _public_ips, "phone": _phones}
-
-
-def _masked(text: str, spans: _Spans, replacement: str) -> tuple[str, int]:
-    """Put `replacement` in each span; also return how many spans held something else before."""
-    parts, end, count = [], 0, 0
-    for start, stop in spans:
-        # Spans of two patterns may overlap: the first one counts.
-        if start >= end:
-            parts += [text[end:start], replacement]
-            # A placeholder that is there already is no change, so a second pass changes nothing.
-            count += text[start:stop] != replacement
-            end = stop
-    return "".join([*parts, text[end:]]), count
 
 
 @dataclass(frozen=True)
@@ -333,10 +285,19 @@ class PersonalData(Rule):
         """Put in the placeholders; None if there is nothing to mask."""
         text, counts = view.text, {}
         for kind, find in _FINDERS.items():
-            if kind in self.mask:
-                text, count = _masked(text, find(text), getattr(self, kind))
-                if count:
-                    counts[kind] = count
+            if kind not in self.mask:
+                continue
+            placeholder, parts, end, count = getattr(self, kind), [], 0, 0
+            for start, stop in find(text):
+                # Spans of two patterns may overlap: the first one counts.
+                if start >= end:
+                    parts += [text[end:start], placeholder]
+                    # A placeholder that is there already is no change, so a second pass changes nothing.
+                    count += text[start:stop] != placeholder
+                    end = stop
+            text = "".join([*parts, text[end:]])
+            if count:
+                counts[kind] = count
         return Changed(text, counts) if counts else None
 
 
@@ -368,7 +329,16 @@ class Custom(Rule):
                 return named("filter", self.import_)
             except UserError as error:
                 raise UserError(f"import: {error}; or write package.module:function") from error
-        module = _load(module_name)
+        try:
+            module = (
+                _load_file(Path(module_name)) if module_name.endswith(".py") else import_module(module_name)
+            )
+        except UserError:
+            raise
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            hint = "put its folder on PYTHONPATH, or write path/to/file.py:function"
+            raise UserError(f"import: cannot import {module_name} ({what}); {hint}") from error
         if not hasattr(module, name):
             near = nearest(name, vars(module))
             raise UserError(f"import: {module_name} has no {name!r}{near}")
@@ -398,20 +368,6 @@ class Custom(Rule):
         file = getattr(module, "__file__", None)
         digest = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
         return {**super().identity(), "source": digest}
-
-
-def _load(module_name: str) -> ModuleType:
-    """Import by dotted name, or from a file that ends in .py."""
-    try:
-        if module_name.endswith(".py"):
-            return _load_file(Path(module_name))
-        return importlib.import_module(module_name)
-    except UserError:
-        raise
-    except Exception as error:
-        what = f"{type(error).__name__}: {error}"
-        hint = "put its folder on PYTHONPATH, or write path/to/file.py:function"
-        raise UserError(f"import: cannot import {module_name} ({what}); {hint}") from error
 
 
 def _load_file(path: Path) -> ModuleType:

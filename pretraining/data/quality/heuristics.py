@@ -24,7 +24,6 @@ class Length(Rule):
     max_characters: int | None = parameter(None, "Most characters; null: no limit.", minimum=1)
 
     def judge(self, view: TextView) -> Rejection | None:
-        """Reject by the first limit that the text breaks."""
         # Characters first: most texts then need no words.
         characters = len(view.text)
         found = below("too_few_characters", characters, self.min_characters)
@@ -50,7 +49,6 @@ class Alphabetic(Rule):
     max_share: float | None = from_one_to(None, "Greatest share of the characters")
 
     def judge(self, view: TextView) -> Rejection | None:
-        """Reject by the limit that the text breaks."""
         share = view.words.num_letters / max(1, len(view.text))
         return below("too_few_letters", share, self.min_share) or above(
             "too_many_letters", share, self.max_share
@@ -89,41 +87,33 @@ class GopherQuality(Rule):
         # The shares below divide by the number of words.
         if not len(view.words):
             return Rejection("too_few_words", 0, f"at least {self.min_words or 1}")
-        return self._size(view) or self._symbols(view) or self._lines(view) or self._language(view)
-
-    def _size(self, view: TextView) -> Rejection | None:
         # Symbols alone are not words here, as in FineWeb's pipeline.
         lengths = view.words.lengths[view.words.is_more_than_punctuation]
         mean_length = float(lengths.mean()) if len(lengths) else 0.0
+        hashes = view.text.count("#") / len(view.words)
+        ellipses = sum(map(view.text.count, _ELLIPSES)) / len(view.words)
         return (
             below("too_few_words", len(lengths), self.min_words)
             or above("too_many_words", len(lengths), self.max_words)
             or below("words_too_short", mean_length, self.min_mean_word_length)
             or above("words_too_long", mean_length, self.max_mean_word_length)
+            or above("hashes", hashes, self.max_symbols_per_word)
+            or above("ellipses", ellipses, self.max_symbols_per_word)
+            or self._judge_lines(view.text)
+            or below("alphabetic_words", float(view.words.is_alphabetic.mean()), self.min_alphabetic_words)
+            or below("stop_words", view.words.count_distinct(tuple(self.stop_words)), self.min_stop_words)
         )
 
-    def _symbols(self, view: TextView) -> Rejection | None:
-        hashes = view.text.count("#") / len(view.words)
-        ellipses = sum(map(view.text.count, _ELLIPSES)) / len(view.words)
-        most = self.max_symbols_per_word
-        return above("hashes", hashes, most) or above("ellipses", ellipses, most)
-
-    def _lines(self, view: TextView) -> Rejection | None:
-        lines = view.text.splitlines()
+    def _judge_lines(self, text: str) -> Rejection | None:
         # Most texts hold neither: one search is cheaper than a look at every line.
-        if not any(symbol in view.text for symbol in _ELLIPSES + _BULLETS):
+        if not any(symbol in text for symbol in _ELLIPSES + _BULLETS):
             return None
+        lines = text.splitlines()
         bullets = sum(line.lstrip().startswith(_BULLETS) for line in lines) / len(lines)
         ellipses = sum(line.rstrip().endswith(_ELLIPSES) for line in lines) / len(lines)
-        found = above("bullet_lines", bullets, self.max_bullet_lines)
-        return found or above("ellipsis_lines", ellipses, self.max_ellipsis_lines)
-
-    def _language(self, view: TextView) -> Rejection | None:
-        alphabetic = view.words.is_alphabetic.mean()
-        found = below("alphabetic_words", float(alphabetic), self.min_alphabetic_words)
-        if found or not self.min_stop_words:
-            return found
-        return below("stop_words", view.words.count_distinct(tuple(self.stop_words)), self.min_stop_words)
+        return above("bullet_lines", bullets, self.max_bullet_lines) or above(
+            "ellipsis_lines", ellipses, self.max_ellipsis_lines
+        )
 
 
 _NGRAM_SHARES = {
@@ -159,26 +149,17 @@ class GopherRepetition(Rule):
         """Reject by the first row of the table that the text breaks."""
         if not view.text:
             return Rejection("empty", 0, "at least 1")
-        return self._parts(view) or self._ngrams(view)
-
-    def _parts(self, view: TextView) -> Rejection | None:
-        kinds = (
-            ("paragraphs", view.paragraphs, self.max_duplicate_paragraphs),
-            ("lines", view.lines, self.max_duplicate_lines),
-        )
-        shares = (self.max_duplicate_paragraph_characters, self.max_duplicate_line_characters)
         # Paragraphs before lines, as in the table of the paper.
-        for (kind, parts, most), most_characters in zip(kinds, shares, strict=True):
+        for kind, parts in (("paragraph", view.paragraphs), ("line", view.lines)):
             count, characters = repeated(parts)
-            found = above(f"duplicate_{kind}", count / len(parts), most)
-            found = found or above(
-                f"duplicate_{kind[:-1]}_characters", characters / len(view.text), most_characters
+            most, most_characters = (
+                getattr(self, f"max_duplicate_{name}") for name in (f"{kind}s", f"{kind}_characters")
             )
-            if found:
-                return found
-        return None
-
-    def _ngrams(self, view: TextView) -> Rejection | None:
+            broken = above(f"duplicate_{kind}s", count / len(parts), most) or above(
+                f"duplicate_{kind}_characters", characters / len(view.text), most_characters
+            )
+            if broken:
+                return broken
         # Imported here, so that a check of a recipe does not wait for numpy.
         from pretraining.data.quality import words
 
@@ -188,12 +169,12 @@ class GopherRepetition(Rule):
         )
         largest = max(map(int, [*self.max_top_ngrams, *self.max_duplicate_ngrams]), default=0)
         # Once for all sizes: each n looks only where the n-gram before it repeats.
-        for found in words.repeated_ngrams(view.words, largest):
+        for ngrams in words.repeated_ngrams(view.words, largest):
             for kind, limits, characters_of in measures:
-                share = limits.get(str(found.n))
+                share = limits.get(str(ngrams.n))
                 if share is not None:
-                    measured = characters_of(view.words, found) / len(view.text)
-                    if broken := above(f"{kind}_{found.n}_gram", measured, share):
+                    measured = characters_of(view.words, ngrams) / len(view.text)
+                    if broken := above(f"{kind}_{ngrams.n}_gram", measured, share):
                         return broken
         return None
 
@@ -242,8 +223,15 @@ class C4(Rule):
             else:
                 kept.append(line)
         # Rules on the whole text come last, as in C4's code: they see the lines that are left.
-        if self.min_sentences and (found := self._too_few_sentences(kept)):
-            return found
+        if self.min_sentences:
+            count = 0
+            for line in kept:
+                count += count_sentences(line)
+                # Enough are found after a few lines of most texts.
+                if count >= self.min_sentences:
+                    break
+            else:
+                return below("too_few_sentences", count, self.min_sentences)
         text = "\n".join(kept).strip()
         return None if text == view.text else Changed(text, dict(gone))
 
@@ -251,7 +239,9 @@ class C4(Rule):
         """Return the line without citations, and why it (or the whole text) is left out."""
         # Split before citations are removed, as in datatrove 0.10.1's C4 filter.
         words = line.split()
-        if self._has_long_word(line, words):
+        most = self.max_word_characters
+        # A shorter line cannot hold such a word: the length spares most lines the search.
+        if most is not None and len(line) > most and max(map(len, words)) > most:
             return line, "long_word"
         if self.remove_citations and "[" in line:
             line = _CITATION.sub("", line)
@@ -259,32 +249,16 @@ class C4(Rule):
             return line, "no_terminal"
         if self.min_words_per_line and len(words) < self.min_words_per_line:
             return line, "few_words"
-        return line, self._phrase(line, line.lower())
-
-    def _has_long_word(self, line: str, words: list[str]) -> bool:
-        most = self.max_word_characters
-        # A shorter line cannot hold such a word: the length spares most lines the search.
-        return most is not None and len(line) > most and max(map(len, words)) > most
-
-    def _phrase(self, line: str, lowered: str) -> str | None:
+        lowered = line.lower()
         if self.reject_lorem_ipsum and "lorem ipsum" in lowered:
-            return "lorem_ipsum"
+            return line, "lorem_ipsum"
         if self.remove_javascript_lines and "javascript" in lowered:
-            return "javascript"
+            return line, "javascript"
         if self.reject_curly_brackets and "{" in line:
-            return "curly_bracket"
+            return line, "curly_bracket"
         if self.remove_policy_lines and any(phrase in lowered for phrase in _POLICY_PHRASES):
-            return "policy"
-        return None
-
-    def _too_few_sentences(self, lines: list[str]) -> Rejection | None:
-        count = 0
-        for line in lines:
-            count += count_sentences(line)
-            # Enough are found after a few lines of most texts.
-            if count >= self.min_sentences:
-                return None
-        return below("too_few_sentences", count, self.min_sentences)
+            return line, "policy"
+        return line, None
 
 
 @dataclass(frozen=True)
@@ -303,17 +277,15 @@ class FineWeb(Rule):
         lines = [line for line in view.text.split("\n") if line and not line.isspace()]
         if not lines:
             return Rejection("empty", 0, "at least 1")
-        return self._lines(lines) or self._repetition(view, lines)
-
-    def _lines(self, lines: list[str]) -> Rejection | None:
         terminal = sum(line[-1] in TERMINAL for line in lines) / len(lines)
         short = sum(len(line) <= self.short_line_characters for line in lines) / len(lines)
-        found = below("lines_with_terminal", terminal, self.min_lines_with_terminal)
-        return found or above("short_lines", short, self.max_short_lines)
-
-    def _repetition(self, view: TextView, lines: list[str]) -> Rejection | None:
+        broken = below("lines_with_terminal", terminal, self.min_lines_with_terminal)
+        broken = broken or above("short_lines", short, self.max_short_lines)
+        if broken:
+            return broken
         newlines = view.text.count("\n")
         # Both divisors are positive: a line that is not blank holds a character and a word.
         duplicate = repeated(lines)[1] / (len(view.text) - newlines)
-        found = above("duplicate_line_characters", duplicate, self.max_duplicate_line_characters)
-        return found or above("newlines_per_word", newlines / len(view.words), self.max_newlines_per_word)
+        return above("duplicate_line_characters", duplicate, self.max_duplicate_line_characters) or above(
+            "newlines_per_word", newlines / len(view.words), self.max_newlines_per_word
+        )

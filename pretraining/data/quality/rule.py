@@ -5,7 +5,6 @@ and the identity of a preparation all follow from it.
 """
 
 import types
-from collections.abc import Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple, Self, get_args, get_origin, get_type_hints
 
@@ -105,11 +104,12 @@ class Rule:
         # Editors show the first line of the docstring.
         properties = {"rule": {"const": cls.name, "description": (cls.__doc__ or "").partition("\n")[0]}}
         for entry in fields(cls):
-            properties[_key_of(entry)] = {
-                **_type_schema(hints[entry.name]),
-                **entry.metadata,
-                **_default(entry),
-            }
+            value = {**_type_schema(hints[entry.name]), **entry.metadata}
+            if entry.default_factory is not MISSING:
+                value["default"] = entry.default_factory()
+            elif entry.default is not MISSING:
+                value["default"] = entry.default
+            properties[_key_of(entry)] = value
         required = [name for name, value in properties.items() if name != "rule" and "default" not in value]
         # Without further keys, so that a misspelt parameter is an error.
         schema = {"properties": properties, **cls.together, "additionalProperties": False}
@@ -131,9 +131,3 @@ def _type_schema(hint: Any) -> dict:
         # The list of types replaces the "type" that `merged` has from the last part.
         return {**merged, "type": [part["type"] for part in parts]}
     return {"type": _JSON_TYPES[get_origin(hint) or hint]}
-
-
-def _default(entry: Field) -> Mapping:
-    if entry.default_factory is not MISSING:
-        return {"default": entry.default_factory()}
-    return {} if entry.default is MISSING else {"default": entry.default}

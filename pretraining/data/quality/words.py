@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pretraining.data.quality.text import PUNCTUATION
+from pretraining.data.quality.punctuation import PUNCTUATION
 
 SPACE, SYMBOL, ALPHABETIC, DIGIT, NOT_PUNCTUATION, JOINS_LETTERS, JOINS_DIGITS, RUNS = (
     1 << n for n in range(8)
@@ -45,7 +45,23 @@ class Words:
             # "surrogatepass": a JSON escape can leave half of a surrogate pair.
             self._points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
             self._flags = _flags_by_code_point()[np.minimum(self._points, _CLASSIFIED)]
-        self.starts, self.ends = self._bounds()
+        points = self._points
+        # SPACE, SYMBOL, or 0: a part of a word, which is a letter or a joining symbol.
+        kinds = self._flags & (SPACE | SYMBOL)
+        # A joining symbol becomes part of the word if both its neighbours are.
+        before, middle, after = self._flags[:-2], self._flags[1:-1], self._flags[2:]
+        letters = ((middle & JOINS_LETTERS) != 0) & ((kinds[:-2] | kinds[2:]) == 0)
+        digits = ((middle & JOINS_DIGITS) != 0) & ((before & after & DIGIT) != 0)
+        kinds[1:-1][letters | digits] = 0
+        inside = kinds != SPACE
+        # A character goes on the word before it if both are of one kind; a symbol, only in a run of its own.
+        goes_on = (kinds[1:] == kinds[:-1]) & inside[1:]
+        runs_on = (points[1:] == points[:-1]) & ((self._flags[1:] & RUNS) != 0)
+        goes_on &= (kinds[1:] != SYMBOL) | runs_on
+        starts, ends = inside.copy(), inside.copy()
+        starts[1:] &= ~goes_on
+        ends[:-1] &= ~goes_on
+        self.starts, self.ends = np.flatnonzero(starts), np.flatnonzero(ends) + 1
         self.lengths = self.ends - self.starts
         """Characters of each word."""
 
@@ -59,30 +75,7 @@ class Words:
 
     @property
     def texts(self) -> list[str]:
-        """The words themselves."""
         return [self.text[start:end] for start, end in zip(self.starts, self.ends, strict=True)]
-
-    def _bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        points, kinds = self._points, self._kinds()
-        inside = kinds != SPACE
-        # A character goes on the word before it if both are of one kind; a symbol, only in a run of its own.
-        goes_on = (kinds[1:] == kinds[:-1]) & inside[1:]
-        runs_on = (points[1:] == points[:-1]) & ((self._flags[1:] & RUNS) != 0)
-        goes_on &= (kinds[1:] != SYMBOL) | runs_on
-        starts, ends = inside.copy(), inside.copy()
-        starts[1:] &= ~goes_on
-        ends[:-1] &= ~goes_on
-        return np.flatnonzero(starts), np.flatnonzero(ends) + 1
-
-    def _kinds(self) -> np.ndarray:
-        """Return SPACE, SYMBOL, or 0 for each character; 0 means a part of a word: a letter or a joining symbol."""
-        kinds = self._flags & (SPACE | SYMBOL)
-        # A joining symbol becomes part of the word if both its neighbours are.
-        before, middle, after = self._flags[:-2], self._flags[1:-1], self._flags[2:]
-        letters = ((middle & JOINS_LETTERS) != 0) & ((kinds[:-2] | kinds[2:]) == 0)
-        digits = ((middle & JOINS_DIGITS) != 0) & ((before & after & DIGIT) != 0)
-        kinds[1:-1][letters | digits] = 0
-        return kinds
 
     @cached_property
     def _kinds_of_characters(self) -> np.ndarray:
@@ -93,7 +86,7 @@ class Words:
 
     @cached_property
     def is_alphabetic(self) -> np.ndarray:
-        """Whether a word holds an alphabetic character."""
+        """Whether each word holds an alphabetic character."""
         return (self._kinds_of_characters & ALPHABETIC) != 0
 
     @cached_property
@@ -125,21 +118,15 @@ class Words:
 @lru_cache
 def _hashes_of(words: tuple[str, ...]) -> np.ndarray:
     """Hash some words as `Words.hashes` does."""
-    return np.array([_hash_of(word) for word in words], np.uint64)
+    views = map(Words, words)
+    # 0: a word that the splitter divides never occurs.
+    return np.array([view.hashes[0] if len(view) == 1 else 0 for view in views], np.uint64)
 
 
-def _hash_of(word: str) -> int:
-    found = Words(word)
-    return found.hashes[0] if len(found) == 1 else 0  # the splitter divides it, so it never occurs
-
-
-def _odd_powers(count: int) -> np.ndarray:
-    base = np.full(count, 0xBF58476D1CE4E5B9, np.uint64)
-    base[0] = 1
-    return np.cumprod(base, dtype=np.uint64)
-
-
-_WEIGHTS = _odd_powers(_WEIGHTED)
+# Odd powers of one factor.
+_WEIGHTS = np.full(_WEIGHTED, 0xBF58476D1CE4E5B9, np.uint64)
+_WEIGHTS[0] = 1
+_WEIGHTS = np.cumprod(_WEIGHTS, dtype=np.uint64)
 
 
 @cache
@@ -186,20 +173,14 @@ def repeated_ngrams(words: Words, largest: int) -> Iterator[RepeatedNgrams]:
         # The key of the n-gram that is one word shorter, and the next word: no sum over n words.
         keys = keys * _MULTIPLIER + hashes[positions + n - 1]
         keys ^= keys >> np.uint64(31)
-        again = _occur_again(keys)
+        order = np.argsort(keys)  # equal keys become neighbours
+        ordered = keys[order]
+        pairs = ordered[1:] == ordered[:-1]
+        again = np.zeros(len(keys), bool)
+        again[order[1:][pairs]] = True
+        again[order[:-1][pairs]] = True
         positions, keys = positions[again], keys[again]
         yield RepeatedNgrams(n, positions, keys)
-
-
-def _occur_again(keys: np.ndarray) -> np.ndarray:
-    """Say for each key if it occurs more than once: bool [keys]."""
-    order = np.argsort(keys)  # equal keys become neighbours
-    ordered = keys[order]
-    pairs = ordered[1:] == ordered[:-1]
-    again = np.zeros(len(keys), bool)
-    again[order[1:][pairs]] = True
-    again[order[:-1][pairs]] = True
-    return again
 
 
 def characters_of_most_frequent(words: Words, ngrams: RepeatedNgrams) -> int:

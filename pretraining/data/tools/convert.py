@@ -4,9 +4,9 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,27 +18,21 @@ from pretraining.data.manifest import (
     entropy_bits,
     num_shard_bytes,
 )
-from pretraining.data.progress import Progress
+from pretraining.data.progress import ProgressBar
 from pretraining.data.publishing import discard, preparation_lock, publish, start_building
 from pretraining.data.shard_writer import SplitWriter
 from pretraining.data.shards import token_dtype
 from pretraining.data.tokenizer import TokenizerInfo, describe_tokenizer, save_tokenizer
-from pretraining.data.tools.finished import FinishedData, SplitDocuments, count_tokens, open_finished
+from pretraining.data.tools.finished import SplitDocuments, count_tokens, open_finished
 from pretraining.data.tools.formats import (
     DatatroveFile,
     MegatronFile,
-    datatrove_files,
-    megatron_files,
-    megatron_prefix,
     write_datatrove,
     write_megatron,
 )
-from pretraining.data.tools.streams import BinFile, MdsFolder, bin_files, mds_indexes, named_splits
+from pretraining.data.tools.streams import BinFile, MdsFolder, named_splits
 from pretraining.errors import UserError, file_error
 from pretraining.runtime.durable_files import replacing
-
-if TYPE_CHECKING:
-    import tokenizers
 
 FORMATS = ("megatron", "datatrove")
 READ_ONLY = ("bin", "mds")
@@ -59,48 +53,86 @@ def export_data(folder: Path, form: str, out: Path, show_progress: bool = False)
     """
     data = open_finished(folder)
     splits = [data.split(name) for name in data.split_names]
+    given = data.manifest["data"].get("tokenizer")
+    tokenizer = given if isinstance(given, str) else data.manifest["name"]
     with _new_folder(out) as building:
-        with Progress("converting", show_progress, num_shard_bytes(data.manifest)) as progress:
+        with ProgressBar("converting", show_progress, num_shard_bytes(data.manifest)) as progress:
             for split in splits:
-                _export_split(data, split, form, building, progress)
+                if form == "megatron":
+                    write_megatron(split, building / split.name, progress.add_shard)
+                else:
+                    # datatrove's metadata separates its fields by "|".
+                    name = tokenizer.replace("|", "/")
+                    write_datatrove(split, building / split.name, name, progress.add_shard)
         shutil.copytree(data.tokenizer_folder, building / "tokenizer")
     counts = {split.name: {"documents": split.num_documents, "tokens": split.num_tokens} for split in splits}
     return {"format": form, "folder": str(out), **counts}
 
 
-def _export_split(
-    data: FinishedData, split: SplitDocuments, form: str, building: Path, progress: Progress
-) -> None:
-    def on_shard(entry: dict) -> None:
-        progress.add(entry["documents"], entry["size"], entry["tokens"])
+class TokenFiles(NamedTuple):
+    """Another tool's token files."""
 
-    if form == "megatron":
-        write_megatron(split, building / split.name, on_shard)
-    else:
-        given = data.manifest["data"].get("tokenizer")
-        name = given if isinstance(given, str) else data.manifest["name"]
-        # datatrove's metadata separates its fields by "|".
-        write_datatrove(split, building / split.name, name.replace("|", "/"), on_shard)
+    form: str
+    origin: Path
+    """A Megatron prefix, a .ds or .bin file, an MDS folder, or a folder of them."""
+    dtype: str | None = None
+    """Of raw .bin, and of a column of bytes in MDS."""
+    column: str | None = None
+    """The tokens in MDS."""
+
+    def parts(self, info: TokenizerInfo) -> "list[ForeignPart]":
+        """Open the files at `origin`, in the order of their names, and check that they are whole."""
+        origin, opened = self.origin, []
+        names = {"megatron": "PREFIX.idx", "datatrove": ".ds", "bin": ".bin", "mds": "index.json"}
+        if self.form == "bin":
+            files = sorted(origin.glob("*.bin")) if origin.is_dir() else [origin]
+            splits = named_splits([path.stem for path in files])
+            opened = [
+                (path, split, BinFile(path, self.dtype, info.vocab_size, info.eos_token_id))
+                for path, split in zip(files, splits, strict=True)
+            ]
+        elif self.form == "mds":
+            indexes = [origin]
+            if origin.is_dir():
+                # Its own, or those of the folders in it.
+                index = origin / "index.json"
+                indexes = [index] if index.is_file() else sorted(origin.rglob("index.json"))
+            splits = named_splits([path.parent.name for path in indexes])
+            opened = [
+                (path, split, MdsFolder(path, self.column, self.dtype, info.eos_token_id))
+                for path, split in zip(indexes, splits, strict=True)
+            ]
+        elif self.form == "megatron":
+            # Of one, .bin or .idx may be typed with the prefix.
+            prefix = origin.with_suffix("") if origin.suffix in (".bin", ".idx") else origin
+            files = [prefix]
+            if origin.is_dir():
+                files = sorted(path.with_suffix("") for path in origin.glob("*.idx"))
+            opened = [(prefix, _named_split(files, prefix), MegatronFile(prefix)) for prefix in files]
+        else:
+            files = sorted(origin.rglob("*.ds")) if origin.is_dir() else [origin]
+            folders = sorted({path.parent for path in files})
+            opened = [(path, _named_split(folders, path.parent), DatatroveFile(path)) for path in files]
+        if not opened:
+            raise UserError(
+                f"{origin}: no {names[self.form]} files in this folder; give the folder or file that holds the tokens"
+            )
+        return [ForeignPart(path, split, file.size, file.documents()) for path, split, file in opened]
 
 
 def import_data(
     folder: Path,
-    form: str,
-    origin: Path,
+    files: TokenFiles,
     tokenizer: str | None,
     validation_share: float,
     show_progress: bool = False,
-    dtype: str | None = None,
-    column: str | None = None,
 ) -> dict:
-    """Make the new data set `folder` from another tool's token files at `origin`; return its counts.
+    """Make the new data set `folder` from another tool's token files; return its counts.
 
-    `origin` is a Megatron prefix, a .ds or .bin file, an MDS folder, or a folder of them. In a folder that
-    `export_data` wrote, or whose names all say train or validation, these stay as they are; its tokenizer is used if
-    none is given. In other folders a hash of each document's tokens chooses its split.
-
-    dtype: of raw .bin, and of a column of bytes in MDS. column: the tokens in MDS.
+    In a folder that `export_data` wrote, or whose names all say train or validation, these stay as they are; its
+    tokenizer is used if none is given. In other folders a hash of each document's tokens chooses its split.
     """
+    form, origin = files.form, files.origin
     if tokenizer is None and (origin / "tokenizer" / "tokenizer.json").is_file():
         tokenizer = str(origin / "tokenizer")
     if tokenizer is None:
@@ -112,114 +144,76 @@ def import_data(
     if not origin.exists() and form in READ_ONLY:
         raise UserError(f"{origin}: no such file or folder; give what holds the tokens to --from {form}")
     with _new_folder(folder) as building:
-        info = _put_tokenizer(tokenizer, building / "tokenizer")
-        parts = _foreign_parts(form, origin, info, dtype, column)
+        try:
+            save_tokenizer(tokenizer, building / "tokenizer")
+            info = describe_tokenizer(building / "tokenizer", tokenizer)
+        except UserError as error:
+            # The error names a key of a recipe, but this command has an option instead.
+            raise UserError(str(error).replace("data.tokenizer", "--tokenizer")) from error
         writer = ForeignWriter(building, info, validation_share)
-        entries = writer.write(parts, show_progress)
+        entries = writer.write(files.parts(info), show_progress)
         # Only now: hashes of the documents chose the splits while they were written.
-        _check_splits(writer, origin, validation_share)
+        together = _sums(entries)
+        for name, entry in entries.items():
+            if not entry["documents"]:
+                raise UserError(
+                    f"{origin}: {name} would be empty: {together['documents']:,} documents at "
+                    f"--validation_share {validation_share:g}; choose another share"
+                )
+        validation = SplitDocuments(building, "validation", entries["validation"], [folder.name])
+        bits = entropy_bits(count_tokens(validation, info.vocab_size))
+        entries["validation"]["unigram_bits_per_byte"] = round(
+            bits / max(1, entries["validation"]["bytes"]), 6
+        )
+        with replacing(building / "dataset_dict.json") as file:
+            json.dump({"splits": list(SPLITS)}, file)
         section = {
             "sources": [{"path": str(origin)}],
             "tokenizer": tokenizer,
             "validation_share": validation_share,
         }
-        _write_manifest(building, folder.name, form, section, writer, entries)
-    counted = {key: value for key, value in vars(writer.counts).items() if key != "splits"}
+        # The manifest is the last file, because it says that the data set is complete.
+        with replacing(building / MANIFEST_NAME) as file:
+            manifest = _manifest(folder.name, files, section, writer, entries)
+            file.write(json.dumps(manifest, indent=2) + "\n")
     counts = {
         name: {key: entry[key] for key in ("documents", "tokens", "bytes")} for name, entry in entries.items()
     }
-    return {"format": form, "folder": str(folder), **counts, **counted}
+    changed = {"eos_added": writer.eos_added, "empty": writer.empty}
+    return {"format": form, "folder": str(folder), **counts, **together, **changed}
 
 
-def _foreign_parts(
-    form: str, origin: Path, info: TokenizerInfo, dtype: str | None, column: str | None
-) -> "list[ForeignPart]":
-    """Open the files at `origin`, in the order of their names, and check that they are whole."""
-    opened: list = []
-    if form == "bin":
-        files = bin_files(origin) if origin.is_dir() else [origin]
-        splits = named_splits([path.stem for path in files])
-        opened = [
-            (path, split, BinFile(path, dtype, info.vocab_size, info.eos_token_id))
-            for path, split in zip(files, splits, strict=True)
-        ]
-    elif form == "mds":
-        indexes = mds_indexes(origin) if origin.is_dir() else [origin]
-        splits = named_splits([path.parent.name for path in indexes])
-        opened = [
-            (path, split, MdsFolder(path, column, dtype, info.eos_token_id))
-            for path, split in zip(indexes, splits, strict=True)
-        ]
-    elif form == "megatron":
-        files = megatron_files(origin) if origin.is_dir() else [megatron_prefix(origin)]
-        opened = [(prefix, _named_split(files, prefix), MegatronFile(prefix)) for prefix in files]
-    else:
-        files = datatrove_files(origin) if origin.is_dir() else [origin]
-        folders = sorted({path.parent for path in files})
-        opened = [(path, _named_split(folders, path.parent), DatatroveFile(path)) for path in files]
-    if not opened:
-        wanted = {"megatron": "PREFIX.idx", "datatrove": ".ds", "bin": ".bin", "mds": "index.json"}[form]
-        raise UserError(
-            f"{origin}: no {wanted} files in this folder; give the folder or file that holds the tokens"
-        )
-    return [ForeignPart(path, split, file.size, file.documents()) for path, split, file in opened]
+def _sums(entries: dict) -> dict[str, int]:
+    """Sum documents, tokens and bytes of text over the splits."""
+    keys = {"documents": "documents", "tokens": "tokens", "text_bytes": "bytes"}
+    return {key: sum(entry[name] for entry in entries.values()) for key, name in keys.items()}
 
 
-def _named_split(paths: list[Path], path: Path) -> str | None:
-    """Return the name of `path` if the paths are exactly train and validation, else None."""
-    return path.name if sorted(p.name for p in paths) == list(SPLITS) else None
-
-
-def _put_tokenizer(name: str, folder: Path) -> TokenizerInfo:
-    try:
-        save_tokenizer(name, folder)
-        return describe_tokenizer(folder, name)
-    except UserError as error:
-        # The error names a key of a recipe, but this command has an option instead.
-        raise UserError(str(error).replace("data.tokenizer", "--tokenizer")) from error
-
-
-def _check_splits(writer: "ForeignWriter", origin: Path, validation_share: float) -> None:
-    for name, count in writer.counts.splits.items():
-        if not count:
-            raise UserError(
-                f"{origin}: {name} would be empty: {writer.counts.documents:,} documents at "
-                f"--validation_share {validation_share:g}; choose another share"
-            )
-
-
-def _write_manifest(
-    building: Path, name: str, form: str, section: dict, writer: "ForeignWriter", entries: dict
-) -> None:
-    """Write the last files of a converted data set. `converted_from` says that no recipe section made it."""
-    counts, info = writer.counts, vars(writer.info)
-    with replacing(building / "dataset_dict.json") as file:
-        json.dump({"splits": list(SPLITS)}, file)
-    validation = SplitDocuments(building, "validation", entries["validation"], [name])
-    bits = entropy_bits(count_tokens(validation, writer.info.vocab_size))
-    entries["validation"]["unigram_bits_per_byte"] = round(bits / max(1, entries["validation"]["bytes"]), 6)
+def _manifest(name: str, files: TokenFiles, section: dict, writer: "ForeignWriter", entries: dict) -> dict:
+    """Make the manifest of a converted data set. `converted_from` says that no recipe section made it."""
     fingerprint = content_fingerprint(entries)
-    source = {"fingerprint": fingerprint, "documents": counts.documents, "tokens": counts.tokens}
-    manifest = {
+    return {
         "format": FORMAT,
         "name": name,
         "fingerprint": fingerprint,
         "data": {**section, "skip_undecodable": False},
         "converted_from": {
-            "format": form,
-            "path": section["sources"][0]["path"],
-            "eos_added": counts.eos_added,
+            "format": files.form,
+            "path": str(files.origin),
+            "eos_added": writer.eos_added,
         },
-        "tokenizer": info,
-        "sources": [{**source, "text_bytes": counts.text_bytes}],
-        "skipped": {"undecodable": 0, "empty": counts.empty},
+        "tokenizer": vars(writer.info),
+        "sources": [{"fingerprint": fingerprint, **_sums(entries)}],
+        "skipped": {"undecodable": 0, "empty": writer.empty},
         "splits": entries,
         # Unknown, because another tool made the tokens.
         "versions": {},
     }
-    # The manifest is the last file, because it says that the data set is complete.
-    with replacing(building / MANIFEST_NAME) as file:
-        file.write(json.dumps(manifest, indent=2) + "\n")
+
+
+def _named_split(paths: list[Path], path: Path) -> str | None:
+    """Return the name of `path` if the paths are exactly train and validation, else None."""
+    return path.name if sorted(p.name for p in paths) == list(SPLITS) else None
 
 
 @dataclass(frozen=True)
@@ -231,18 +225,6 @@ class ForeignPart:
     size: int
     """Size of its tokens in bytes."""
     documents: Iterable[np.ndarray]
-
-
-@dataclass
-class ForeignCounts:
-    """Counts of what was converted."""
-
-    documents: int = 0
-    tokens: int = 0
-    text_bytes: int = 0
-    eos_added: int = 0
-    empty: int = 0
-    splits: dict = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
 
 
 def draw_of_tokens(tokens: np.ndarray) -> float:
@@ -263,11 +245,12 @@ class ForeignWriter:
         self.dtype = token_dtype(info.vocab_size)
         self.writers = {name: SplitWriter(folder / name, self.dtype) for name in SPLITS}
         self.token_bytes = TokenBytes(folder / "tokenizer", info.vocab_size)
-        self.counts = ForeignCounts()
+        self.eos_added = self.empty = 0
+        """Documents that had no EOS and got one, and those without tokens, which are left out."""
 
     def write(self, parts: list[ForeignPart], show_progress: bool) -> dict:
         """Write all documents of all parts in order; return the manifest's entries by split."""
-        with Progress("converting", show_progress, sum(part.size for part in parts)) as progress:
+        with ProgressBar("converting", show_progress, sum(part.size for part in parts)) as progress:
             for part in parts:
                 for batch in _batches_of(part.documents):
                     self._write_batch(batch, part)
@@ -282,44 +265,32 @@ class ForeignWriter:
 
     def _write_batch(self, batch: list[np.ndarray], part: ForeignPart) -> None:
         together = np.concatenate(batch)
-        self._check_ids(together, part)
+        # Foreign files may have signed types, and so negative ids.
+        for extreme in (int(together.min(initial=0)), int(together.max(initial=0))):
+            if not 0 <= extreme < self.info.vocab_size:
+                raise UserError(
+                    f"{part.path}: token id {extreme:,}, but the tokenizer has {self.info.vocab_size:,} ids; give "
+                    "the tokenizer the file was made with"
+                )
         wide, narrow = together.astype("<u4"), together.astype(self.dtype)
         stops = np.cumsum([len(document) for document in batch])
         starts = np.concatenate([[0], stops[:-1]])
-        # Documents without tokens are left out, and counted as empty.
         starts, stops = starts[starts < stops], stops[starts < stops]
         # An EOS at the end belongs to no text: neither its bytes nor the draw include it.
         ends = stops - (together[stops - 1] == self.info.eos_token_id)
         num_bytes = self.token_bytes.count(wide, starts, ends)
-        self.counts.empty += len(batch) - len(stops)
-        self.counts.eos_added += int((ends == stops).sum())
+        self.empty += len(batch) - len(stops)
+        self.eos_added += int((ends == stops).sum())
         for start, end, stop, size in zip(
             *(a.tolist() for a in (starts, ends, stops, num_bytes)), strict=True
         ):
-            split = part.split or self._split_of(wide[start:end])
-            self._append(split, narrow[start:stop], size, closed=end < stop)
-
-    def _append(self, split: str, document: np.ndarray, num_bytes: int, closed: bool) -> None:
-        if not closed:
-            document = np.append(document, self.dtype.type(self.info.eos_token_id))
-        self.writers[split].append(document, num_bytes)
-        self.counts.documents += 1
-        self.counts.tokens += len(document)
-        self.counts.text_bytes += num_bytes
-        self.counts.splits[split] += 1
-
-    def _check_ids(self, tokens: np.ndarray, part: ForeignPart) -> None:
-        """Raise UserError if an id is not one of the tokenizer's."""
-        # Foreign files may have signed types, and so negative ids.
-        for found in (int(tokens.min(initial=0)), int(tokens.max(initial=0))):
-            if not 0 <= found < self.info.vocab_size:
-                raise UserError(
-                    f"{part.path}: token id {found:,}, but the tokenizer has {self.info.vocab_size:,} ids; give "
-                    "the tokenizer the file was made with"
-                )
-
-    def _split_of(self, ids: np.ndarray) -> str:
-        return "validation" if draw_of_tokens(ids) < self.validation_share else "train"
+            document, split = narrow[start:stop], part.split
+            if split is None:
+                is_held_out = draw_of_tokens(wide[start:end]) < self.validation_share
+                split = "validation" if is_held_out else "train"
+            if end == stop:
+                document = np.append(document, self.dtype.type(self.info.eos_token_id))
+            self.writers[split].append(document, size)
 
 
 def _batches_of(documents: Iterable[np.ndarray]) -> Iterator[list[np.ndarray]]:
@@ -345,15 +316,23 @@ class TokenBytes:
     """
 
     def __init__(self, tokenizer_folder: Path, vocab_size: int):
-        from tokenizers import Tokenizer
+        from tokenizers import Tokenizer, decoders, pre_tokenizers
 
         self._decoder = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
-        self._table = _byte_level_table(self._decoder, vocab_size)
+        self._table: np.ndarray | None = None
+        """Bytes of each id: int64 [vocab_size]; None for a tokenizer that is not byte-level."""
         self._left_to_check = CHECKED_DOCUMENTS
+        if isinstance(self._decoder.decoder, decoders.ByteLevel):
+            alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+            self._table = np.zeros(vocab_size, np.int64)
+            for token, number in self._decoder.get_vocab(with_added_tokens=True).items():
+                # Added tokens are spelled as plain text, not a character for each byte.
+                spelled = all(character in alphabet for character in token)
+                self._table[number] = len(token) if spelled else len(token.encode())
 
     @property
     def by_table(self) -> bool:
-        """Say if nothing has to be decoded."""
+        """Whether nothing has to be decoded."""
         return self._table is not None
 
     def count(self, tokens: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -361,38 +340,20 @@ class TokenBytes:
         if self._table is not None:
             before = np.concatenate([[0], np.cumsum(self._table[tokens])])
             counts = before[ends] - before[starts]
-            if self._agrees(tokens, starts, ends, counts):
+            checked = slice(self._left_to_check)
+            texts = self._texts(tokens, starts[checked], ends[checked])
+            self._left_to_check -= len(texts)
+            # A replacement character stands for bytes that are not UTF-8: it has another length than these.
+            pairs = [(text, count) for text, count in zip(texts, counts, strict=False) if "�" not in text]
+            if all(len(text.encode()) == count for text, count in pairs):
                 return counts
             # From here on every document is decoded, those of this batch too.
             self._table = None
         return np.array([len(text.encode()) for text in self._texts(tokens, starts, ends)], np.int64)
 
-    def _agrees(self, tokens: np.ndarray, starts: np.ndarray, ends: np.ndarray, counts: np.ndarray) -> bool:
-        """Compare the table's counts with the decoded text, for the first documents."""
-        checked = slice(self._left_to_check)
-        texts = self._texts(tokens, starts[checked], ends[checked])
-        self._left_to_check -= len(texts)
-        # A replacement character stands for bytes that are not UTF-8: it has another length than these.
-        pairs = [(text, count) for text, count in zip(texts, counts, strict=False) if "�" not in text]
-        return all(len(text.encode()) == count for text, count in pairs)
-
     def _texts(self, tokens: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> list[str]:
         ids = [tokens[start:end].tolist() for start, end in zip(starts, ends, strict=True)]
         return self._decoder.decode_batch(ids, skip_special_tokens=False)
-
-
-def _byte_level_table(tokenizer: "tokenizers.Tokenizer", vocab_size: int) -> np.ndarray | None:
-    """Return the bytes of each id: int64 [vocab_size]; None for a tokenizer that is not byte-level."""
-    from tokenizers import decoders, pre_tokenizers
-
-    if not isinstance(tokenizer.decoder, decoders.ByteLevel):
-        return None
-    alphabet, table = set(pre_tokenizers.ByteLevel.alphabet()), np.zeros(vocab_size, np.int64)
-    for token, number in tokenizer.get_vocab(with_added_tokens=True).items():
-        # Added tokens are spelled as plain text, not a character for each byte.
-        spelled = all(character in alphabet for character in token)
-        table[number] = len(token) if spelled else len(token.encode())
-    return table
 
 
 @contextmanager

@@ -44,7 +44,6 @@ class FinishedData:
 
     @property
     def tokenizer_folder(self) -> Path:
-        """The folder of tokenizer.json."""
         return self.folder / "tokenizer"
 
     def decoder(self) -> "tokenizers.Tokenizer":
@@ -59,7 +58,6 @@ class FinishedData:
 
     @property
     def split_names(self) -> list[str]:
-        """train before validation."""
         return list(self.manifest["splits"])
 
     def split(self, name: str) -> "SplitDocuments":
@@ -76,11 +74,14 @@ class FinishedData:
 def source_names(manifest: dict) -> list[str]:
     """Name each source by its own name, else the last part of its path or data set name; all names differ.
 
-    Validation sources follow those of training.
+    Validation sources follow those of training. Raises UserError if the manifest counts others than it names.
     """
     entries = source_entries(manifest)
     section = manifest["data"]
     specs = [*section.get("sources", ()), *(section.get("validation") or {}).get("sources", ())]
+    if specs and len(specs) != len(entries):
+        what = f"it counts {len(entries)} sources, and its data section names {len(specs)}"
+        raise UserError(f"manifest of {manifest['name']}: damaged: {what}; copy the data again")
     names: list[str] = []
     for number, (entry, spec) in enumerate(zip(entries, specs or [{}] * len(entries), strict=True)):
         name = entry.get("name") or (source_name(spec) if spec else f"source {number}")
@@ -170,7 +171,6 @@ class StoredDocument:
 
     @property
     def stop(self) -> int:
-        """Position behind its last token in the split's stream."""
         return self.start + len(self.tokens)
 
     def place(self) -> dict:

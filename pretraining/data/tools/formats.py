@@ -15,7 +15,6 @@ import mmap
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
@@ -42,32 +41,24 @@ def write_megatron(split: SplitDocuments, prefix: Path, on_shard: Callable[[dict
     with prefix.with_name(prefix.name + ".idx").open("wb") as file:
         count = split.num_documents
         file.write(HEADER.pack(MAGIC, 1, MEGATRON_CODES[split.dtype], count, count + 1))
-        _write_lengths(split, file)
-        _write_offsets(split, file)
+        for entry, shard in split.shards():
+            lengths = np.diff(shard.ends, prepend=0)
+            if len(lengths) and lengths.max() > LONGEST_SEQUENCE:
+                raise UserError(
+                    f"{split.folder / entry['file']}: a document of {lengths.max():,} tokens; Megatron's index "
+                    f"holds at most {LONGEST_SEQUENCE:,} a document"
+                )
+            file.write(lengths.astype("<i4").data)
+        base = 0
+        for entry, shard in split.shards():
+            starts = np.concatenate([[0], shard.ends[:-1]])[: len(shard.ends)]
+            file.write(((starts + base) * split.dtype.itemsize).astype("<i8").data)
+            # Offsets are counted in bytes from the start of the .bin, which holds all shards.
+            base += entry["tokens"]
         # The document marks: each document is one sequence. Written in parts, so that memory does not grow with the
         # split.
         for start in range(0, count + 1, 1 << 20):
             file.write(np.arange(start, min(start + (1 << 20), count + 1), dtype="<i8").data)
-
-
-def _write_lengths(split: SplitDocuments, file: BinaryIO) -> None:
-    for entry, shard in split.shards():
-        lengths = np.diff(shard.ends, prepend=0)
-        if len(lengths) and lengths.max() > LONGEST_SEQUENCE:
-            raise UserError(
-                f"{split.folder / entry['file']}: a document of {lengths.max():,} tokens; Megatron's index "
-                f"holds at most {LONGEST_SEQUENCE:,} a document"
-            )
-        file.write(lengths.astype("<i4").data)
-
-
-def _write_offsets(split: SplitDocuments, file: BinaryIO) -> None:
-    base = 0
-    for entry, shard in split.shards():
-        starts = np.concatenate([[0], shard.ends[:-1]])[: len(shard.ends)]
-        file.write(((starts + base) * split.dtype.itemsize).astype("<i8").data)
-        # Offsets are counted in bytes from the start of the .bin, which holds all shards.
-        base += entry["tokens"]
 
 
 def mapped(path: Path) -> mmap.mmap:
@@ -93,7 +84,6 @@ class MegatronFile:
 
     @property
     def size(self) -> int:
-        """Size of its tokens in bytes."""
         return self.bin.stat().st_size
 
     def _read_index(self) -> None:
@@ -138,31 +128,18 @@ class MegatronFile:
             raise UserError(f"{self.idx}: damaged: its documents do not follow each other; copy it again")
 
     def documents(self) -> Iterator[np.ndarray]:
-        """Yield [tokens] of every document in order: its sequences joined, or an empty array if it has none."""
         if not self.size:
             return
         content = mapped(self.bin)
         # A .bin may be longer than its index says, by less than a token.
         tokens = np.frombuffer(content, self.dtype, len(content) // self.dtype.itemsize)
         for number in range(len(self.marks) - 1):
-            yield self._join(tokens, int(self.marks[number]), int(self.marks[number + 1]))
-
-    def _join(self, tokens: np.ndarray, first: int, last: int) -> np.ndarray:
-        starts = (self.offsets[first:last] // self.dtype.itemsize).tolist()
-        lengths = self.lengths[first:last].tolist()
-        pieces = [tokens[start : start + length] for start, length in zip(starts, lengths, strict=True)]
-        # A view without a copy, as most documents are one sequence.
-        return pieces[0] if len(pieces) == 1 else np.concatenate([tokens[:0], *pieces])
-
-
-def megatron_files(folder: Path) -> list[Path]:
-    """List the prefixes of the indexed data sets in a folder, sorted."""
-    return sorted(path.with_suffix("") for path in folder.glob("*.idx"))
-
-
-def megatron_prefix(path: Path) -> Path:
-    """Return the prefix, also if .bin or .idx was typed with it."""
-    return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+            sequences = slice(int(self.marks[number]), int(self.marks[number + 1]))
+            starts = (self.offsets[sequences] // self.dtype.itemsize).tolist()
+            lengths = self.lengths[sequences].tolist()
+            pieces = [tokens[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+            # A view without a copy, as most documents are one sequence.
+            yield pieces[0] if len(pieces) == 1 else np.concatenate([tokens[:0], *pieces])
 
 
 DATATROVE_TYPES = {2: "<u2", 4: "<u4"}
@@ -180,21 +157,16 @@ def write_datatrove(
             path.write_bytes(shard.tokens.data)
             _beside(path, "index").write_bytes(shard.ends.astype("<u8").data)
             count = entry["tokens"]
-            lines = [f"{tokenizer}|{split.dtype.itemsize}", str(count), _for_people(count)]
+            # As humanize.metric, which datatrove 0.10.1 calls: three digits, a metric prefix, T for tokens ("1.23 MT").
+            digits = int(math.log10(count)) if count else 0
+            short = f"{count / 1000 ** (digits // 3):.{2 - digits % 3}f} {' kMGTP'[digits // 3].strip()}T"
+            lines = [f"{tokenizer}|{split.dtype.itemsize}", str(count), short]
             _beside(path, "metadata").write_text("\n".join(lines))
         on_shard(entry)
 
 
 def _beside(path: Path, suffix: str) -> Path:
     return path.with_name(f"{path.name}.{suffix}")
-
-
-def _for_people(count: int) -> str:
-    """Write a number as datatrove does: three digits, a metric prefix, T for tokens (1234567: "1.23 MT")."""
-    # As humanize.metric, which datatrove 0.10.1 calls.
-    thousands = int(math.log10(count)) // 3 if count else 0
-    digits = int(math.log10(count)) % 3 if count else 0
-    return f"{count / 1000**thousands:.{2 - digits}f} {' kMGTP'[thousands].strip()}T"
 
 
 class DatatroveFile:
@@ -218,7 +190,6 @@ class DatatroveFile:
 
     @property
     def size(self) -> int:
-        """Size of its tokens in bytes."""
         return self.path.stat().st_size
 
     def _check(self) -> None:
@@ -235,19 +206,10 @@ class DatatroveFile:
         self.dtype = np.dtype(DATATROVE_TYPES[self.size // count if count else 2])
 
     def documents(self) -> Iterator[np.ndarray]:
-        """Yield [tokens] of every document in order."""
         if not self.size:
             return
-        with self.path.open("rb") as file:
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        content.madvise(mmap.MADV_SEQUENTIAL)
-        tokens, start = np.frombuffer(content, self.dtype), 0
+        tokens, start = np.frombuffer(mapped(self.path), self.dtype), 0
         for first in range(0, len(self.ends), 1 << 20):
             for end in self.ends[first : first + (1 << 20)].tolist():
                 yield tokens[start:end]
                 start = end
-
-
-def datatrove_files(folder: Path) -> list[Path]:
-    """List the .ds files below a folder, sorted."""
-    return sorted(folder.rglob("*.ds"))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pretraining.data.manifest import data_differences
 from pretraining.data.packing import Stretch
-from pretraining.data.tools.finished import FinishedData, SplitDocuments, StoredDocument, open_finished
+from pretraining.data.tools.finished import FinishedData, SplitDocuments, open_finished
 from pretraining.errors import UserError
 from pretraining.outside.masking import escaped
 from pretraining.recipe.recipe import Recipe
@@ -78,7 +78,16 @@ class Inspection:
         for number, (start, stop) in enumerate(stretches, 1):
             # Only the last stretch has the token after it, the target of the last input.
             end = stop + 1 if number == len(stretches) else stop
-            parts += [self._part(found, start, end, length) for found in self.split.between(start, end)]
+            for document in self.split.between(start, end):
+                first, last = max(start, document.start), min(end, document.stop)
+                inside = (first - document.start, last - document.start)
+                place = {
+                    "document_tokens": list(inside),
+                    "block_tokens": [first - start + length, last - start + length],
+                }
+                parts.append(
+                    {**document.place(), **place, "text": self._text(document.tokens[slice(*inside)])}
+                )
             length += stop - start
         return {
             "split": self.split.name,
@@ -126,17 +135,6 @@ class Inspection:
         }
         return {**where, **self._made_of([(before + start, before + stop) for start, stop in stretches])}
 
-    def _part(self, document: StoredDocument, start: int, stop: int, place: int) -> dict:
-        """Describe the part of a document in [start, stop), which begins at `place` in the block: ranges and text."""
-        first, last = max(start, document.start), min(stop, document.stop)
-        inside = (first - document.start, last - document.start)
-        return {
-            **document.place(),
-            "document_tokens": list(inside),
-            "block_tokens": [first - start + place, last - start + place],
-            "text": self._text(document.tokens[slice(*inside)]),
-        }
-
     def _text(self, tokens) -> str:
         return self.decoder.decode(self._ids(tokens), skip_special_tokens=False)
 
@@ -172,13 +170,6 @@ def _cut(text: str, max_chars: int) -> str:
     return escaped(text)
 
 
-def _listed(stretches: list[list[int]]) -> str:
-    """Name the first few places of the inputs."""
-    shown = [f"{start:,} to {stop - 1:,}" for start, stop in stretches[:SHOWN_STRETCHES]]
-    more = len(stretches) - len(shown)
-    return ", ".join(shown) + (f" and {more} more stretches" if more else "")
-
-
 def block_text(block: dict, max_chars: int) -> str:
     """Format a block for a reader: its place, then each document's part."""
     lines = []
@@ -190,8 +181,12 @@ def block_text(block: dict, max_chars: int) -> str:
     name = (
         f"block {block['block']:,} of {block['num_blocks']:,} in sequence" if "block" in block else "a block"
     )
+    stretches = [f"{start:,} to {stop - 1:,}" for start, stop in block["stretches"]]
+    places = ", ".join(stretches[:SHOWN_STRETCHES])
+    if len(stretches) > SHOWN_STRETCHES:
+        places += f" and {len(stretches) - SHOWN_STRETCHES} more stretches"
     lines.append(
-        f"{block['split']}, {name}: tokens {_listed(block['stretches'])} of the stream "
+        f"{block['split']}, {name}: tokens {places} of the stream "
         f"({block['sequence_length']:,} inputs and one more target), parts of {len(block['documents']):,} documents"
     )
     for part in block["documents"]:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from pretraining.data.manifest import MANIFEST_NAME, source_entries
-from pretraining.data.tools.finished import FinishedData, open_finished, source_names
+from pretraining.data.tools.finished import open_finished, source_names
 from pretraining.data.tools.verify import damaged, verify_data
 from pretraining.errors import UserError, require
 from pretraining.outside.addresses import refuse_credentials
@@ -20,8 +20,19 @@ def plan_push(folder: Path, repo_id: str) -> dict:
     data = open_finished(folder)
     # it may be older than the refusal in recipes
     refuse_credentials(data.manifest, str(folder / MANIFEST_NAME))
-    card = _data_card(data.manifest, repo_id)
-    files = {path: _size_of(folder / path, folder) for path in _shard_files(data)}
+    card = data_card(data.manifest, repo_id)
+    paths = ["dataset_dict.json"]
+    for name in data.split_names:
+        listed = [entry["file"] for entry in data.split(name).entries]
+        paths += [f"{name}/{file}" for file in (*listed, "state.json", "dataset_info.json")]
+    beside = [f"tokenizer/{path.name}" for path in data.tokenizer_folder.glob("*") if path.is_file()]
+    # The tokenizer even if it is missing, so that this is noticed.
+    paths += sorted({"tokenizer/tokenizer.json", *beside})
+    files = {}
+    for path in paths:
+        if not (folder / path).is_file():
+            raise damaged(folder / path, "missing", folder)
+        files[path] = (folder / path).stat().st_size
     files[CARD_NAME] = len(card.encode())
     files[MANIFEST_NAME] = (folder / MANIFEST_NAME).stat().st_size
     return {
@@ -31,23 +42,6 @@ def plan_push(folder: Path, repo_id: str) -> dict:
         "size": sum(files.values()),
         "card": card,
     }
-
-
-def _shard_files(data: FinishedData) -> list[str]:
-    """List all files of the data set but the manifest: shards, their JSON files, the tokenizer."""
-    found = ["dataset_dict.json"]
-    for name in data.split_names:
-        listed = [entry["file"] for entry in data.split(name).entries]
-        found += [f"{name}/{file}" for file in (*listed, "state.json", "dataset_info.json")]
-    beside = [f"tokenizer/{path.name}" for path in data.tokenizer_folder.glob("*") if path.is_file()]
-    # Listed even if it is missing, so that the plan names it.
-    return found + sorted({"tokenizer/tokenizer.json", *beside})
-
-
-def _size_of(path: Path, folder: Path) -> int:
-    if not path.is_file():
-        raise damaged(path, "missing", folder)
-    return path.stat().st_size
 
 
 def push_data(folder: Path, repo_id: str, private: bool = False, show_progress: bool = False) -> dict:
@@ -63,7 +57,8 @@ def push_data(folder: Path, repo_id: str, private: bool = False, show_progress: 
     verify_data(folder, show_progress)
     api = hub.HfApi()
     try:
-        return {**_summary(plan), "url": _upload(hub, api, folder, plan, private)}
+        url = _upload(hub, api, folder, plan, private)
+        return {**plan, "files": len(plan["files"]), "card": CARD_NAME, "url": url}
     except (OSError, errors.HTTPError, errors.LocalTokenNotFoundError) as error:
         raise hub_refusal(error, repo_id) from error
 
@@ -87,7 +82,11 @@ def _upload(hub, api, folder: Path, plan: dict, private: bool) -> str:
     first = ["dataset_dict.json", *sorted(f"{name}/*" for name in folders)]
     message = f"Shards of {folder.name}"
     api.upload_folder(**repo, folder_path=folder, allow_patterns=first, commit_message=message)
-    stale = [path for path in api.list_repo_files(**repo) if _is_shard(path) and path not in plan["files"]]
+    # Only files that a push writes are removed: the repository may hold others.
+    shards = [
+        path for path in api.list_repo_files(**repo) if path.endswith(".arrow") and path.count("/") == 1
+    ]
+    stale = [path for path in shards if path not in plan["files"]]
     last = [
         hub.CommitOperationAdd(CARD_NAME, plan["card"].encode()),
         hub.CommitOperationAdd(MANIFEST_NAME, (folder / MANIFEST_NAME).read_bytes()),
@@ -96,11 +95,6 @@ def _upload(hub, api, folder: Path, plan: dict, private: bool) -> str:
     # The manifest comes last, because it says that all its shards are there.
     api.create_commit(**repo, operations=last, commit_message=f"Manifest of {folder.name}")
     return str(url)
-
-
-def _is_shard(path: str) -> bool:
-    # Only files that a push writes are removed: the repository may hold others.
-    return path.endswith(".arrow") and path.count("/") == 1
 
 
 def hub_refusal(error: Exception, repo_id: str) -> UserError:
@@ -118,96 +112,85 @@ def hub_refusal(error: Exception, repo_id: str) -> UserError:
     return UserError(f"push: the hub cannot be reached ({reason}); {AGAIN}")
 
 
-def _summary(plan: dict) -> dict:
-    return {**plan, "files": len(plan["files"]), "card": CARD_NAME}
-
-
 def plan_text(plan: dict) -> str:
-    """Format the plan for a reader: files with their bytes, then the card."""
     lines = [f"{size:>16,}  {path}" for path, size in plan["files"].items()]
     head = f"would upload {len(plan['files']):,} files, {plan['size']:,} bytes, to the data set {plan['repo_id']}"
     note = f"{MANIFEST_NAME} goes up as it is, with the paths and names of the sources"
     return "\n".join([head, *lines, note, "", plan["card"]])
 
 
-# README.md of a published data set, written from its manifest alone.
+CARD = """\
+---
+tags:
+- pretraining
+- tokenized
+configs:
+- config_name: default
+  data_files:
+{split_files}
+---
+
+# {name}
+
+Tokenized documents for pretraining. A row is a document: `input_ids` (its tokens and the end-of-text token that \
+closes it) and `num_bytes` (the UTF-8 length of its text). No sequence length is cut in.
+
+{splits}
+
+{sources}
+
+- tokenizer: {vocab_size:,} ids, end of text `{eos_token}` ({eos_token_id}), in [tokenizer/](tokenizer); \
+fingerprint `{tokenizer}`
+- fingerprint of the tokens: `{fingerprint}`
+- documents left out: {left_out}
+
+## Loading
+
+```python
+from datasets import load_dataset
+from transformers import AutoTokenizer
+
+dataset = load_dataset("{repo_id}", split="train", streaming=True)
+```
+
+The whole folder, as it was prepared:
+
+```python
+from datasets import load_from_disk
+from huggingface_hub import snapshot_download
+
+folder = snapshot_download("{repo_id}", repo_type="dataset", local_dir="data/{name}")
+splits = load_from_disk(folder)
+tokenizer = AutoTokenizer.from_pretrained(f"{{folder}}/tokenizer")
+```
+
+`python -m pretraining.data verify data/{name}` then compares every shard with its checksum.
+"""
+"""README.md of a published data set. Its front matter shows the hub the splits."""
 
 
-def _data_card(manifest: dict, repo_id: str) -> str:
-    """Write the card of `repo_id`: front matter that shows the hub the splits, counts, and how to load it."""
-    return "\n".join([*_front_matter(manifest), "", *_body(manifest), "", *_loading(manifest, repo_id), ""])
-
-
-def _front_matter(manifest: dict) -> list[str]:
-    lines = [
-        "---",
-        "tags:",
-        "- pretraining",
-        "- tokenized",
-        "configs:",
-        "- config_name: default",
-        "  data_files:",
-    ]
-    for split in manifest["splits"]:
-        lines += [f"  - split: {split}", f"    path: {split}/*.arrow"]
-    return [*lines, "---"]
-
-
-def _body(manifest: dict) -> list[str]:
-    info = manifest["tokenizer"]
-    lines = [
-        f"# {manifest['name']}",
-        "",
-        "Tokenized documents for pretraining. A row is a document: `input_ids` (its tokens and the end-of-text token "
-        "that closes it) and `num_bytes` (the UTF-8 length of its text). No sequence length is cut in.",
-        "",
-        *_table("split", {name: _counts(entry, "bytes") for name, entry in manifest["splits"].items()}),
-        "",
-    ]
+def data_card(manifest: dict, repo_id: str) -> str:
+    """Write the card of `repo_id` from the manifest alone."""
+    info, splits = manifest["tokenizer"], manifest["splits"]
     sources = zip(source_names(manifest), source_entries(manifest), strict=True)
-    lines += _table("source", {name: _counts(entry, "text_bytes") for name, entry in sources})
-    left_out = ", ".join(f"{count:,} {reason}" for reason, count in manifest["skipped"].items())
-    return [
-        *lines,
-        "",
-        f"- tokenizer: {info['vocab_size']:,} ids, end of text `{info['eos_token']}` ({info['eos_token_id']}), "
-        f"in [tokenizer/](tokenizer); fingerprint `{info['fingerprint']}`",
-        f"- fingerprint of the tokens: `{manifest['fingerprint']}`",
-        f"- documents left out: {left_out}",
-    ]
+    return CARD.format(
+        repo_id=repo_id,
+        name=manifest["name"],
+        split_files="\n".join(f"  - split: {split}\n    path: {split}/*.arrow" for split in splits),
+        splits=_table("split", splits, "bytes"),
+        sources=_table("source", dict(sources), "text_bytes"),
+        vocab_size=info["vocab_size"],
+        eos_token=info["eos_token"],
+        eos_token_id=info["eos_token_id"],
+        tokenizer=info["fingerprint"],
+        fingerprint=manifest["fingerprint"],
+        left_out=", ".join(f"{count:,} {reason}" for reason, count in manifest["skipped"].items()),
+    )
 
 
-def _counts(entry: dict, bytes_key: str) -> tuple[int, int, int]:
-    return entry.get("documents", 0), entry.get("tokens", 0), entry.get(bytes_key, 0)
-
-
-def _table(what: str, rows: dict[str, tuple[int, int, int]]) -> list[str]:
+def _table(what: str, rows: dict[str, dict], bytes_key: str) -> str:
     lines = [f"| {what} | documents | tokens | bytes of text |", "|---|---:|---:|---:|"]
-    return lines + [f"| {name} | {d:,} | {t:,} | {b:,} |" for name, (d, t, b) in rows.items()]
-
-
-def _loading(manifest: dict, repo_id: str) -> list[str]:
-    name = manifest["name"]
-    return [
-        "## Loading",
-        "",
-        "```python",
-        "from datasets import load_dataset",
-        "from transformers import AutoTokenizer",
-        "",
-        f'dataset = load_dataset("{repo_id}", split="train", streaming=True)',
-        "```",
-        "",
-        "The whole folder, as it was prepared:",
-        "",
-        "```python",
-        "from datasets import load_from_disk",
-        "from huggingface_hub import snapshot_download",
-        "",
-        f'folder = snapshot_download("{repo_id}", repo_type="dataset", local_dir="data/{name}")',
-        "splits = load_from_disk(folder)",
-        'tokenizer = AutoTokenizer.from_pretrained(f"{folder}/tokenizer")',
-        "```",
-        "",
-        f"`python -m pretraining.data verify data/{name}` then compares every shard with its checksum.",
-    ]
+    for name, entry in rows.items():
+        documents, tokens, num_bytes = (entry.get(key, 0) for key in ("documents", "tokens", bytes_key))
+        lines.append(f"| {name} | {documents:,} | {tokens:,} | {num_bytes:,} |")
+    return "\n".join(lines)

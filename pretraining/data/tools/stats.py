@@ -1,6 +1,5 @@
 """`stats`: count the data by split and by source, the lengths of documents, and the tokens that occur."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,11 +7,10 @@ import numpy as np
 
 from pretraining.data.manifest import entropy_bits, num_shard_bytes, source_entries
 from pretraining.data.packing import cuts_of_split
-from pretraining.data.progress import Progress
+from pretraining.data.progress import ProgressBar
 from pretraining.data.tools.finished import (
     FinishedData,
     LengthDistribution,
-    SplitDocuments,
     count_tokens,
     open_finished,
     source_names,
@@ -40,12 +38,11 @@ def measure_data(
     data = open_finished(folder)
     size = num_shard_bytes(data.manifest)
     # Without tokens no shard is read as a whole, and there is no progress to show.
-    with Progress("measuring", show_progress and with_tokens, size) as progress:
-
-        def on_shard(entry: dict) -> None:
-            progress.add(entry["documents"], entry["size"], entry["tokens"])
-
-        splits = {n: _measure_split(data, n, with_tokens, top, on_shard) for n in data.split_names}
+    with ProgressBar("measuring", show_progress and with_tokens, size) as progress:
+        splits = {
+            name: _measure_split(data, name, top if with_tokens else None, progress)
+            for name in data.split_names
+        }
     if sequence_length is not None:
         splits["train"]["cuts"] = cuts_of_split(data.split("train").stream, sequence_length)
     num_tokens = sum(split["tokens"] for split in splits.values())
@@ -67,60 +64,53 @@ def measure_data(
     }
 
 
-def _measure_split(
-    data: FinishedData, name: str, with_tokens: bool, top: int, on_shard: Callable[[dict], None]
-) -> dict:
+def _measure_split(data: FinishedData, name: str, top: int | None, progress: ProgressBar) -> dict:
+    """Measure one split; top: how many tokens to list at each end, None to count none."""
     split, entry = data.split(name), data.manifest["splits"][name]
     measured = {key: entry[key] for key in COUNTED}
     measured["shards"] = len(split.entries)
     measured["bytes_per_token"] = entry["bytes"] / max(1, entry["tokens"])
-    measured["by_source"] = _by_source(split)
+    by_source: dict[str, dict] = {}
+    for shard_entry in split.entries:
+        counts = by_source.setdefault(split.source_of(shard_entry), dict.fromkeys(COUNTED, 0))
+        for key in COUNTED:
+            counts[key] += shard_entry[key]
+    measured["by_source"] = by_source
     # A split may be empty: then there are no percentiles.
     if split.num_documents:
-        measured["document_tokens"] = _lengths(split)
-    if with_tokens:
+        lengths = LengthDistribution()
+        # Only the ends are read here, and not the tokens. The EOS counts.
+        for _, shard in split.shards():
+            lengths.add(shard.ends)
+        named = {f"p{100 * share:g}": lengths.percentile(share) for share in PERCENTILES}
+        mean = split.num_tokens / split.num_documents
+        measured["document_tokens"] = {"mean": mean, "min": int(lengths.lengths[0]), **named}
+    if top is not None:
         info = data.manifest["tokenizer"]
-        counts = count_tokens(split, info["vocab_size"], on_shard)
-        measured["token_frequencies"] = _frequencies(counts, info["eos_token_id"], entry["bytes"], top, data)
+        occurrences = count_tokens(split, info["vocab_size"], progress.add_shard)
+        measured["token_frequencies"] = _frequencies(
+            occurrences, info["eos_token_id"], entry["bytes"], top, data.decoder()
+        )
     return measured
 
 
-def _by_source(split: SplitDocuments) -> dict:
-    totals: dict[str, dict] = {}
-    for entry in split.entries:
-        counts = totals.setdefault(split.source_of(entry), dict.fromkeys(COUNTED, 0))
-        for key in COUNTED:
-            counts[key] += entry[key]
-    return totals
-
-
-def _lengths(split: SplitDocuments) -> dict:
-    """Compute percentiles and mean of document lengths in tokens, with the EOS."""
-    lengths = LengthDistribution()
-    # Only the ends are read here, and not the tokens.
-    for _, shard in split.shards():
-        lengths.add(shard.ends)
-    named = {f"p{100 * share:g}": lengths.percentile(share) for share in PERCENTILES}
-    return {"mean": split.num_tokens / split.num_documents, "min": int(lengths.lengths[0]), **named}
-
-
-def _frequencies(counts: np.ndarray, eos: int, num_bytes: int, top: int, data: FinishedData) -> dict:
+def _frequencies(
+    counts: np.ndarray, eos: int, num_bytes: int, top: int, decoder: "tokenizers.Tokenizer"
+) -> dict:
     bits, total = entropy_bits(counts), max(1, int(counts.sum()))
     # Stable: of equally frequent ids the smaller one comes first, at every run.
     order = np.argsort(-counts, kind="stable")
     used = order[: int((counts > 0).sum())]
-    decoder = data.decoder()
 
     def described(ids: np.ndarray) -> list[dict]:
-        return [
-            {
-                "id": int(i),
-                "text": _text_of(decoder, int(i)),
-                "count": int(counts[i]),
-                "share": int(counts[i]) / total,
-            }
-            for i in ids
-        ]
+        rows = []
+        for token in ids.tolist():
+            text = decoder.decode([token], skip_special_tokens=False)
+            # A replacement character shows that a character was cut: then its spelling in the vocabulary.
+            text = f"<{decoder.id_to_token(token)}>" if "�" in text else text
+            count = int(counts[token])
+            rows.append({"id": token, "text": text, "count": count, "share": count / total})
+        return rows
 
     return {
         "unigram_bits_per_token": bits / total,
@@ -134,13 +124,6 @@ def _frequencies(counts: np.ndarray, eos: int, num_bytes: int, top: int, data: F
     }
 
 
-def _text_of(decoder: "tokenizers.Tokenizer", token: int) -> str:
-    """Decode a token. If it is not whole characters, return its spelling in the vocabulary, in <>."""
-    text = decoder.decode([token], skip_special_tokens=False)
-    # A replacement character shows that a character was cut.
-    return f"<{decoder.id_to_token(token)}>" if "�" in text else text
-
-
 def stats_text(measured: dict) -> str:
     """Format the measurements for a reader."""
     lines = [
@@ -148,7 +131,28 @@ def stats_text(measured: dict) -> str:
         f"{measured['disk_bytes_per_token']:.3f} bytes on disk per token, {measured['vocab_size']:,} ids"
     ]
     for name, split in measured["splits"].items():
-        lines += ["", *_split_lines(name, split)]
+        lines += ["", f"{name}: {split['shards']:,} shards"]
+        lines.append(_count_line("all", split["documents"], split["tokens"], split["bytes"]))
+        # With one source this would repeat the line above.
+        if len(split["by_source"]) > 1:
+            lines += [_count_line(source, *counts.values()) for source, counts in split["by_source"].items()]
+        if lengths := split.get("document_tokens"):
+            listed = "  ".join(f"{key} {value:,}" for key, value in lengths.items() if key != "mean")
+            lines.append(f"  tokens per document     mean {lengths['mean']:,.1f}  {listed}")
+        if (cuts := split.get("cuts")) is not None and not cuts["documents"]:
+            lines.append("  blocks of that length   hold no whole document, or there is none")
+        elif cuts is not None:
+            # Both ways to fill blocks, so that a recipe can choose.
+            lines += [
+                f"  {head:<24}blocks' ends cut {cuts[packing]['cut']:.2%} of the {cuts['documents']:,} documents that "
+                f"fit into one, {cuts[packing]['cropped']:.2%} of their tokens come after a cut"
+                for packing, head in {
+                    "in_sequence": "read in sequence",
+                    "best_fit": "packed by best fit",
+                }.items()
+            ]
+        if frequencies := split.get("token_frequencies"):
+            lines += _frequency_lines(frequencies)
     if any("tokens" in source for source in measured["sources"]):
         lines += ["", "sources (both splits)"]
         lines += [
@@ -163,34 +167,6 @@ def _count_line(name: str, documents: int, tokens: int, num_bytes: int) -> str:
         f"  {name:<24}{documents:>14,} documents {tokens:>18,} tokens {num_bytes:>20,} bytes "
         f"{per_token:>7.3f} bytes/token"
     )
-
-
-def _split_lines(name: str, split: dict) -> list[str]:
-    lines = [f"{name}: {split['shards']:,} shards"]
-    lines.append(_count_line("all", split["documents"], split["tokens"], split["bytes"]))
-    # With one source this would repeat the line above.
-    if len(split["by_source"]) > 1:
-        lines += [_count_line(source, *counts.values()) for source, counts in split["by_source"].items()]
-    if lengths := split.get("document_tokens"):
-        listed = "  ".join(f"{key} {value:,}" for key, value in lengths.items() if key != "mean")
-        lines.append(f"  tokens per document     mean {lengths['mean']:,.1f}  {listed}")
-    if (cuts := split.get("cuts")) is not None:
-        lines += _cut_lines(cuts)
-    if frequencies := split.get("token_frequencies"):
-        lines += _frequency_lines(frequencies)
-    return lines
-
-
-def _cut_lines(cuts: dict) -> list[str]:
-    if not cuts["documents"]:
-        return ["  blocks of that length   hold no whole document, or there is none"]
-    # Both ways to fill blocks, so that a recipe can choose.
-    heads = {"in_sequence": "read in sequence", "best_fit": "packed by best fit"}
-    return [
-        f"  {head:<24}blocks' ends cut {cuts[packing]['cut']:.2%} of the {cuts['documents']:,} documents that fit "
-        f"into one, {cuts[packing]['cropped']:.2%} of their tokens come after a cut"
-        for packing, head in heads.items()
-    ]
 
 
 def _frequency_lines(found: dict) -> list[str]:

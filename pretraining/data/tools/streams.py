@@ -18,7 +18,8 @@ import numpy as np
 
 from pretraining.data.tools.formats import mapped
 from pretraining.errors import UserError, nearest
-from pretraining.outside.files import read_json_value
+from pretraining.outside.files import COUNT, NAME, read_json_value
+from pretraining.schema import check
 
 HEADER_BYTES = 1024
 HEADER_TYPES = {20240520: "<u2", 20240801: "<u4"}
@@ -89,11 +90,9 @@ class BinFile:
 
     @property
     def size(self) -> int:
-        """Size of its tokens in bytes."""
         return self.path.stat().st_size - self.start
 
     def documents(self) -> Iterator[np.ndarray]:
-        """Yield [tokens] of every document in order."""
         if not self.size:
             return
         content = mapped(self.path)
@@ -113,11 +112,6 @@ def _with_ends(documents: Iterator[np.ndarray], eos: int, path: Path) -> Iterato
         yield document
 
 
-def bin_files(folder: Path) -> list[Path]:
-    """List the .bin files of a folder, sorted."""
-    return sorted(folder.glob("*.bin"))
-
-
 TOKEN_COLUMNS = ("tokens", "input_ids")
 BYTES_TYPE = "int64"
 """What llm-foundry writes into a column of plain bytes."""
@@ -126,11 +120,58 @@ _TEXT_IS_NONE = "Text is no tokens: write it as .jsonl or .parquet, and name tha
 _ARRAY_TYPES = {8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 32: "<u4", 33: "<i4", 64: "<u8", 65: "<i8"}
 """Codes of integers in a column `ndarray` that does not name its type."""
 
+
+def _unzstd(content: bytes) -> bytes:
+    import pyarrow
+
+    with pyarrow.CompressedInputStream(pyarrow.BufferReader(content), "zstd") as stream:
+        return stream.read()
+
+
 _OPENERS: dict[str, Callable[[bytes], bytes]] = {
-    "zstd": lambda content: _unzstd(content),
+    "zstd": _unzstd,
     "gz": gzip.decompress,
     "bz2": bz2.decompress,
 }
+
+
+_NAMES = {"type": "array", "items": {"type": "string"}}
+_MDS_FILE = {
+    "type": "object",
+    "required": ["basename", "bytes"],
+    "properties": {"basename": NAME, "bytes": COUNT},
+}
+_MDS = {
+    "type": "object",
+    "required": ["shards", "version"],
+    "properties": {
+        "shards": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": [
+                    "format",
+                    "column_names",
+                    "column_encodings",
+                    "column_sizes",
+                    "samples",
+                    "raw_data",
+                ],
+                "properties": {
+                    "column_names": _NAMES,
+                    "column_encodings": _NAMES,
+                    "column_sizes": {"type": "array", "items": {"anyOf": [COUNT, {"type": "null"}]}},
+                    "samples": COUNT,
+                    "raw_data": _MDS_FILE,
+                    "zip_data": {"anyOf": [_MDS_FILE, {"type": "null"}]},
+                    "compression": {"type": ["string", "null"]},
+                    "format": {"type": "string"},
+                },
+            },
+        }
+    },
+}
+"""What an index.json of MDS says that is read here."""
 
 
 class MdsFolder:
@@ -140,31 +181,32 @@ class MdsFolder:
         """column: None for `tokens` or `input_ids`. dtype: of a column of plain bytes."""
         self.index, self.folder, self.eos = index, index.parent, eos
         try:
-            values = read_json_value(index)
-            self.shards = list(values["shards"])
+            values = check(read_json_value(index), _MDS, str(index))
+            self.shards = values["shards"]
             odd = {shard["format"] for shard in self.shards} - {"mds"} or values["version"] != 2
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            for shard in self.shards:
+                if len({len(shard[f"column_{part}"]) for part in ("names", "encodings", "sizes")}) > 1:
+                    raise ValueError("names, encodings and sizes of columns are not as many")
+        except (OSError, ValueError, UserError) as error:
             raise UserError(f"{index}: no index of MDS shards ({error}); copy it again") from error
         if odd or not self.shards:
             raise UserError(f"{index}: lists no MDS shards of version 2; convert reads no others")
         names = self.shards[0]["column_names"]
         self.column = column or next((name for name in TOKEN_COLUMNS if name in names), "")
-        if self.column not in names:
+        if not all(self.column in shard["column_names"] for shard in self.shards):
             encodings = zip(names, self.shards[0]["column_encodings"], strict=True)
             listed = ", ".join(f"{name} ({encoding})" for name, encoding in encodings)
             hint = nearest(column, names) if column else "; name that of the tokens: --column NAME"
             raise UserError(
                 f"{index}: no column {column or 'tokens'!r}{hint}; it has {listed}. {_TEXT_IS_NONE}"
             )
-        self.decode = _decoder(self._encoding(self.shards[0]), dtype, f"{index}: column {self.column}")
+        encoding = self.shards[0]["column_encodings"][names.index(self.column)]
+        self.decode = _decoder(encoding, dtype, f"{index}: column {self.column}")
 
     @property
     def size(self) -> int:
         """Size of its shards in bytes, unpacked."""
         return sum(shard["raw_data"]["bytes"] for shard in self.shards)
-
-    def _encoding(self, shard: dict) -> str:
-        return shard["column_encodings"][shard["column_names"].index(self.column)]
 
     def documents(self) -> Iterator[np.ndarray]:
         """Yield [tokens] of every document: of samples of one length, which are packed, the stream is cut at its ends.
@@ -193,10 +235,14 @@ class MdsFolder:
         number, fixed = shard["column_names"].index(self.column), shard["column_sizes"]
         sizes_bytes = 4 * sum(not size for size in fixed)
         for start in offsets[:-1].tolist():
-            found = iter(np.frombuffer(content, "<u4", sizes_bytes // 4, start).tolist())
-            sizes = [size or next(found) for size in fixed]
-            first = start + sizes_bytes + sum(sizes[:number])
-            yield self.decode(content[first : first + sizes[number]])
+            try:
+                found = iter(np.frombuffer(content, "<u4", sizes_bytes // 4, start).tolist())
+                sizes = [size or next(found) for size in fixed]
+                first = start + sizes_bytes + sum(sizes[:number])
+                tokens = self.decode(content[first : first + sizes[number]])
+            except (IndexError, ValueError, TypeError) as error:
+                raise UserError(f"{place}: damaged, or of another type ({error}); copy it again") from error
+            yield tokens
 
     def _content(self, shard: dict) -> memoryview:
         """Read a shard as it is, or unpack it."""
@@ -215,13 +261,6 @@ class MdsFolder:
             return memoryview(_OPENERS[kind](packed.read_bytes()))
         except (OSError, ValueError, EOFError) as error:
             raise UserError(f"{packed}: cannot be unpacked ({error}); copy it again") from error
-
-
-def _unzstd(content: bytes) -> bytes:
-    import pyarrow
-
-    with pyarrow.CompressedInputStream(pyarrow.BufferReader(content), "zstd") as stream:
-        return stream.read()
 
 
 def _decoder(encoding: str, dtype: str | None, where: str) -> Callable[[memoryview], np.ndarray]:
@@ -246,9 +285,3 @@ def _decoder(encoding: str, dtype: str | None, where: str) -> Callable[[memoryvi
         return np.frombuffer(value[place:], array_type)
 
     return decode
-
-
-def mds_indexes(folder: Path) -> list[Path]:
-    """List index.json of a folder, or of the folders in it that have one."""
-    index = folder / "index.json"
-    return [index] if index.is_file() else sorted(folder.rglob("index.json"))

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 
 from pretraining.data.manifest import MANIFEST_NAME, content_fingerprint, num_shard_bytes
-from pretraining.data.progress import Progress
+from pretraining.data.progress import ProgressBar
 from pretraining.data.shard_writer import buffer_positions
 from pretraining.data.shards import Shard, checksum_of_file
 from pretraining.data.tokenizer import describe_tokenizer, tokenizer_fault
-from pretraining.data.tools.finished import CHUNK_TOKENS, FinishedData, SplitDocuments, open_finished
+from pretraining.data.tools.finished import CHUNK_TOKENS, FinishedData, open_finished
 from pretraining.errors import UserError
 from pretraining.outside.files import read_json_value
 
@@ -23,34 +23,42 @@ def verify_data(folder: Path, show_progress: bool = False) -> dict:
     """
     data = open_finished(folder)
     # First what is small: a damaged manifest is reported before the shards are read.
-    _check_manifest(data)
+    if content_fingerprint(data.manifest["splits"]) != data.manifest["fingerprint"]:
+        what = "damaged manifest: its fingerprint is not that of its checksums"
+        raise damaged(folder / MANIFEST_NAME, what, folder)
     _check_tokenizer(data)
     found: dict[str, Any] = {"folder": str(folder), "shards": 0, "size": 0, "documents": 0, "tokens": 0}
-    with Progress("verifying", show_progress, num_shard_bytes(data.manifest)) as progress:
+    with ProgressBar("verifying", show_progress, num_shard_bytes(data.manifest)) as progress:
         for name in data.split_names:
             split = data.split(name)
-            _check_listing(split)
+            # `load_from_disk` takes the shards from state.json.
+            listing = split.folder / "state.json"
+            try:
+                listed = [file["filename"] for file in read_json_value(listing)["_data_files"]]
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise damaged(listing, f"missing or damaged ({error})", folder) from error
+            if listed != [entry["file"] for entry in split.entries]:
+                raise damaged(listing, f"lists other shards than {MANIFEST_NAME}", folder)
             for number, entry in enumerate(split.entries):
+                path = split.folder / entry["file"]
                 # The checksum first: later checks then read what was written.
-                _check_bytes(split.folder / entry["file"], entry, data)
-                _check_documents(split, number, data)
+                if (checksum := checksum_of_file(path)) != entry["checksum"]:
+                    what = f"damaged shard: checksum {checksum}, expected {entry['checksum']}"
+                    raise damaged(path, what, folder)
+                if buffer_positions(path) != entry["buffers"]:
+                    raise damaged(path, "its buffers are not where the manifest says", folder)
+                if problem := _problem_of(split.shard(number), entry, data.manifest["tokenizer"]):
+                    raise damaged(path, problem, folder)
                 found["shards"] += 1
                 for key in ("size", "documents", "tokens"):
                     found[key] += entry[key]
-                progress.add(entry["documents"], entry["size"], entry["tokens"])
+                progress.add_shard(entry)
     return found
 
 
 def damaged(path: Path, what: str, folder: Path) -> UserError:
     """Write the error: the file, what is wrong with it, and what to do."""
     return UserError(f"{path}: {what}; copy it again, or delete {folder} and prepare the data again")
-
-
-def _check_manifest(data: FinishedData) -> None:
-    """Check that the fingerprint is that of the splits' checksums."""
-    if content_fingerprint(data.manifest["splits"]) != data.manifest["fingerprint"]:
-        what = "damaged manifest: its fingerprint is not that of its checksums"
-        raise damaged(data.folder / MANIFEST_NAME, what, data.folder)
 
 
 def _check_tokenizer(data: FinishedData) -> None:
@@ -68,35 +76,8 @@ def _check_tokenizer(data: FinishedData) -> None:
             raise damaged(path, what, data.folder)
 
 
-def _check_listing(split: SplitDocuments) -> None:
-    """Check that state.json, from which `load_from_disk` takes the shards, names those of the manifest."""
-    path, expected = split.folder / "state.json", [entry["file"] for entry in split.entries]
-    try:
-        listed = [file["filename"] for file in read_json_value(path)["_data_files"]]
-    except (OSError, ValueError, KeyError) as error:
-        raise damaged(path, f"missing or damaged ({error})", split.folder.parent) from error
-    if listed != expected:
-        raise damaged(path, f"lists other shards than {MANIFEST_NAME}", split.folder.parent)
-
-
-def _check_bytes(path: Path, entry: dict, data: FinishedData) -> None:
-    found = checksum_of_file(path)
-    if found != entry["checksum"]:
-        what = f"damaged shard: checksum {found}, expected {entry['checksum']}"
-        raise damaged(path, what, data.folder)
-    if buffer_positions(path) != entry["buffers"]:
-        raise damaged(path, "its buffers are not where the manifest says", data.folder)
-
-
-def _check_documents(split: SplitDocuments, number: int, data: FinishedData) -> None:
-    """Check that ends ascend to the last token, each after an EOS, and that ids are below the vocabulary's size."""
-    entry, shard = split.entries[number], split.shard(number)
-    problem = _problem_of(shard, entry, data.manifest["tokenizer"])
-    if problem:
-        raise damaged(split.folder / entry["file"], problem, data.folder)
-
-
 def _problem_of(shard: Shard, entry: dict, tokenizer: dict) -> str | None:
+    """Check that ends ascend to the last token, each after an EOS, and that ids are below the vocabulary's size."""
     lengths, eos = np.diff(shard.ends, prepend=0), tokenizer["eos_token_id"]
     if len(lengths) and lengths.min() < 1:
         return f"document {int(lengths.argmin())} of the shard has no tokens"

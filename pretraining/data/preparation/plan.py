@@ -18,9 +18,9 @@ from pretraining.data.preparation.cleaning import (
     EvaluationSets,
     Fates,
     Match,
-    Signatures,
+    SignatureLinks,
 )
-from pretraining.data.preparation.execution import Stage
+from pretraining.data.preparation.stage import Stage
 from pretraining.data.preparation.survey import Begun, Survey, survey_source
 from pretraining.data.preparation.tokenizing import (
     ALL,
@@ -104,17 +104,14 @@ class Preparation:
         return [self.texts.keys[task.start : task.stop] for task in tasks]
 
     def source_of(self, task: range) -> int:
-        """Return the source of a task's pieces."""
         return self.texts.pieces[task.start].source
 
     @property
     def goes_on(self) -> bool:
-        """Say if `folder` holds less of the same data."""
         return any(self.begun)
 
     @property
     def work(self) -> Path:
-        """Name the folder in which the tasks keep what they have finished."""
         return work_folder(self.folder)
 
     @cached_property
@@ -141,7 +138,6 @@ class Preparation:
 
     @property
     def texts(self) -> Texts:
-        """Return the texts as the tokenizer gets them."""
         return self.cleaned or self.corpus
 
     @cached_property
@@ -160,7 +156,7 @@ class Preparation:
             return CleanedAsRead(self.corpus, cleaned_by, clean)
         fates = None
         if dedup:
-            signatures = Signatures(self.work, clean)
+            signatures = SignatureLinks(self.work, clean)
             match = Match(self.work, signatures, dedup, len(self.corpus.pieces))
             names = [spec.called for spec in data.sources]
             fates = Fates(self.work, clean, match, dedup, data.validation_share, names)
@@ -189,7 +185,6 @@ class Preparation:
         return Survey([survey_source(whole, *source) for source in each])
 
     def bounded(self, bounds: dict[int, Portion]) -> "Preparation":
-        """Return the same preparation with other bounds."""
         return replace(self, bounds=bounds)
 
     def reuse_tokenizer(self) -> None:
@@ -226,7 +221,6 @@ class Preparation:
         return TokenizeValidation(self.work, texts, self.tokenize.tokenizer, self.data.encoder, ALL, bounds)
 
     def stage(self, name: str) -> Stage:
-        """Find a stage by its name."""
         return next(stage for stage in self.stages if stage.name == name)
 
     def save(self) -> None:
@@ -249,7 +243,6 @@ class Preparation:
 
     @classmethod
     def load(cls, work: Path) -> "Preparation":
-        """Read what `save` wrote."""
         values = json.loads((work / STATE_NAME).read_text(encoding="utf-8"))
         # before the filters that they define are built
         values["extensions"] = tuple(values.get("extensions", ()))

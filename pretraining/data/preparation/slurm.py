@@ -1,0 +1,156 @@
+"""Prepare on a SLURM cluster: an array job for each stage, each after the one before, and a last job that publishes.
+
+python -m pretraining.data.preparation.slurm WORK STAGE FIRST       what a job runs, with SLURM_ARRAY_TASK_ID
+"""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from pretraining.data.preparation.execution import Execution, run_stages
+from pretraining.data.preparation.finish import finish, kept_text
+from pretraining.data.preparation.plan import Preparation
+from pretraining.data.preparation.stage import run_task
+from pretraining.data.progress import ProgressBar
+from pretraining.data.publishing import preparation_lock
+from pretraining.errors import UserError, one_line_errors
+from pretraining.runtime.durable_files import write_json
+from pretraining.schema import REPOSITORY
+
+FINISH = "finish"
+"""Name of the last job, which publishes."""
+
+DEFAULTS: dict = {
+    "time": "24:00:00",
+    "cpus_per_task": 1,
+    "mem_per_cpu_gb": 2,
+    "max_array_size": 1001,
+    "tasks_per_job": 1,
+}
+"""Of `SLURM_KEYS`. A max_array_size of -1 is no limit."""
+
+
+def submit_to_slurm(preparation: Preparation, execution: Execution) -> list[str]:
+    """Submit the jobs; return the id of each stage's last array, and of the job that publishes."""
+    if not execution.slurm.get("partition"):
+        raise UserError(
+            "--slurm partition=NAME is missing: the partition that the jobs are to run in (see sinfo)"
+        )
+    preparation.reuse_tokenizer()
+    # Of portions the first tasks that are surely needed. The last job runs those that are then still missing.
+    survey = preparation.survey()
+    preparation = preparation.bounded(survey.bounds)
+    preparation.save()
+    before = [(stage.name, stage.pending()) for stage in preparation.stages if stage.name != "tokenize"]
+    stages = [each for each in [*before, (preparation.tokenize.name, survey.missing)] if each[1]]
+    ids: list[str] = []
+    for name, pending in [*stages, (FINISH, [0])]:
+        ids.append(_submit(preparation, name, pending, execution, after=ids[-1] if ids else None))
+    return ids
+
+
+def _submit(
+    preparation: Preparation, name: str, pending: list[int], execution: Execution, after: str | None
+) -> str:
+    """Submit the tasks of one stage as array jobs, one after the other; return the id of the last one."""
+    options, logs = DEFAULTS | execution.slurm, preparation.work / "logs" / name
+    # Here, as SLURM makes no folder for what a job prints.
+    (logs / "slurm_logs").mkdir(parents=True, exist_ok=True)
+    write_json(logs / "tasks.json", {"tasks": pending, "tasks_per_job": options["tasks_per_job"]})
+    num_jobs = -(-len(pending) // options["tasks_per_job"])
+    largest = num_jobs if options["max_array_size"] == -1 else options["max_array_size"]
+    job_name, job = f"{preparation.data.name}-{name}", None
+    for first in range(0, num_jobs, largest):
+        words = [sys.executable, "-m", "pretraining.data.preparation.slurm", preparation.work, name, first]
+        array = f"0-{min(largest, num_jobs - first) - 1}"
+        if execution.workers:
+            array += f"%{execution.workers}"
+        script = logs / f"jobs-{first}.sbatch"
+        script.write_text(_script(options, logs, job_name, array, shlex.join(map(str, words))))
+        # afterok: the stage before must succeed. afterany: arrays of one stage only take turns.
+        waits = [f"afterok:{after}"] * bool(after) + [f"afterany:{job}"] * bool(job)
+        waiting = [f"--dependency={','.join(waits)}"] if waits else []
+        try:
+            # It says on stderr why it refuses a script, and on stdout "Submitted batch job ID".
+            answer = subprocess.check_output(["sbatch", *waiting, str(script)], text=True)
+        except FileNotFoundError as error:
+            raise UserError(
+                "--executor slurm: sbatch is not installed here; run it where jobs are submitted"
+            ) from error
+        except subprocess.CalledProcessError as error:
+            raise UserError(
+                f"--executor slurm: sbatch refused the jobs of {job_name} (its reason is above); change --slurm, "
+                "then run the same command again"
+            ) from error
+        job = answer.split()[-1]
+    return job
+
+
+def _script(options: dict, logs: Path, job_name: str, array: str, command: str) -> str:
+    """Write the script of an array of jobs, each of which runs `command` once."""
+    log = logs / "slurm_logs" / "%A_%a.out"
+    directives = {
+        "cpus-per-task": options["cpus_per_task"],
+        "mem-per-cpu": f"{options['mem_per_cpu_gb']}G",
+        "nodes": 1,
+        "partition": options["partition"],
+        "job-name": job_name,
+        "time": options["time"],
+        "output": log,
+        "error": log,
+        "array": array,
+        "qos": options.get("qos"),
+        "mail-user": options.get("mail_user"),
+        "mail-type": "ALL" if options.get("mail_user") else None,
+    }
+    # This interpreter's packages and this repository.
+    bin_folder = shlex.quote(str(Path(sys.executable).parent))
+    environment = f'export PATH={bin_folder}:"$PATH" PYTHONPATH={shlex.quote(str(REPOSITORY))}:"$PYTHONPATH"'
+    lines = [
+        "#!/bin/bash",
+        *(f"#SBATCH --{key}={value}" for key, value in directives.items() if value),
+        # A node that is lost, or taken back: the job is queued again.
+        "#SBATCH --requeue",
+        options.get("env_command") or environment,
+        "set -xe",
+        "export PYTHONUNBUFFERED=TRUE",
+        # Some settings of a cluster start two tasks in a job.
+        f"srun -l -n 1 {command}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def run_slurm_job(work: Path, name: str, first: int) -> None:
+    """Run the tasks of this job of an array that begins with job `first` of its stage; those of FINISH publish."""
+    signal.signal(signal.SIGUSR1, _requeue)
+    preparation = Preparation.load(work)
+    if name == FINISH:
+        with preparation_lock(preparation.folder):
+            # How many tasks a portion takes was a guess when the jobs were submitted.
+            if any(preparation.targets):
+                with ProgressBar("preparing", shown=False) as progress:
+                    run_stages(preparation, Execution(), progress)
+            if kept := finish(preparation):
+                print(kept_text(kept, kept.parent))
+        return
+    submitted = json.loads((work / "logs" / name / "tasks.json").read_text(encoding="utf-8"))
+    # A stage with more jobs than an array may have is several arrays, and each counts from 0.
+    start = (first + int(os.environ["SLURM_ARRAY_TASK_ID"])) * submitted["tasks_per_job"]
+    for number in submitted["tasks"][start : start + submitted["tasks_per_job"]]:
+        run_task(preparation.stage(name), number)
+
+
+def _requeue(*_) -> None:
+    """Queue the job again: the cluster takes its node back, and another job goes on with what is missing."""
+    print("SIGUSR1: the job is queued again", file=sys.stderr, flush=True)
+    subprocess.run(["scontrol", "requeue", os.environ.get("SLURM_JOB_ID", "")], check=False)
+    sys.exit(15)
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        run_slurm_job(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

@@ -1,0 +1,32 @@
+"""Exact similarities of texts, and the files of their signatures, for tests and benchmarks of deduplication."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from pretraining.data.dedup.minhash import Signatures
+from pretraining.data.dedup.ngrams import batches_of, ngrams_of, units_of
+from pretraining.data.dedup.pairs import signature_files, write_array
+
+
+def ngram_sets(texts: Sequence[str], n: int, unit: str = "words") -> list[np.ndarray]:
+    """The sorted set of n-gram hashes of each text."""
+    sets = []
+    for batch in batches_of(texts):
+        hashes, first = ngrams_of(units_of(batch, unit), n)
+        sets += [np.unique(hashes[a:b]) for a, b in pairwise(first)]
+    return sets
+
+
+def jaccard(one: np.ndarray, other: np.ndarray) -> float:
+    """The Jaccard similarity of two sorted sets; 0 if both are empty."""
+    shared = len(np.intersect1d(one, other, assume_unique=True))
+    return shared / max(len(one) + len(other) - shared, 1)
+
+
+def write_signatures(folder: Path, piece: int, signatures: Signatures) -> None:
+    """What `Clean` writes of a piece, under the names that `SignatureLinks` gives."""
+    for path, array in zip(signature_files(folder, piece), signatures, strict=True):
+        write_array(path, array)
