@@ -36,11 +36,11 @@ from pathlib import Path
 
 from record import REPOSITORY, parser_of, record
 
-from pretraining.checkpoints.fetch import fetch_newest
-from pretraining.checkpoints.folders import committed_checkpoints, damage
+from pretraining.checkpoints.choosing import choose_checkpoint
+from pretraining.checkpoints.folders import committed_checkpoints
 from pretraining.checkpoints.format import MARKER, THREADS, file_entry, write_marker
 from pretraining.checkpoints.identity import Start
-from pretraining.checkpoints.remote import RemoteRun
+from pretraining.checkpoints.places import damage
 from pretraining.runtime.durable_files import read_rows, sync_to_disk
 from pretraining.runtime.run_folder import RunFolder
 
@@ -180,7 +180,7 @@ def run_fetch(options: argparse.Namespace, folder: Path) -> dict:
         for work in (
             lambda: read_all(checkpoint),
             lambda copy=copy: copy_all(checkpoint, copy),
-            lambda run=run: fetch_newest(run, RemoteRun(str(store.parent), "run"), None),
+            lambda run=run: choose_checkpoint(run, "auto", str(store.parent)),
         ):
             forget(checkpoint, "cold")
             times.append(timed(work))

@@ -98,7 +98,7 @@ def marker(folder: Path, ranks: int) -> dict:
 
 def shares(folder: Path, ranks: int) -> dict:
     """Which files a rank verifies at a resume."""
-    from pretraining.checkpoints.folders import share_of
+    from pretraining.checkpoints.places import share_of
     from pretraining.checkpoints.shard_files import rank_file
 
     files = {rank_file(rank, ranks): ENTRY for rank in range(ranks)}
@@ -130,8 +130,8 @@ def resume(folder: Path, ranks: int) -> dict:
 
 def many_files(folder: Path, files: int) -> dict:
     """A marker that names so many files: written, read, and shared among 4,096 ranks."""
-    from pretraining.checkpoints.folders import share_of
     from pretraining.checkpoints.format import MARKER, read_marker, write_marker
+    from pretraining.checkpoints.places import share_of
 
     folder.mkdir()
     named = {f"rank-{number:07d}.safetensors": ENTRY for number in range(files)}

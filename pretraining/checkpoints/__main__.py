@@ -5,26 +5,33 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
 
 from pretraining.checkpoints.folders import (
-    catalogue,
     committed_checkpoints,
-    damage,
-    file_verdicts,
-    quick_damage,
     remove_checkpoint,
+    step_in,
     step_in_name,
     step_of,
 )
 from pretraining.checkpoints.format import MARKER
+from pretraining.checkpoints.places import (
+    COMMITTED,
+    DAMAGED,
+    OTHER_VERSION,
+    UNCOMMITTED,
+    DiskPlace,
+    StorePlace,
+    catalogue,
+    damage,
+    entry_of,
+    health,
+)
 from pretraining.checkpoints.publish import Push
+from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.retention import Committed, Retention, measured_at
-from pretraining.checkpoints.stored import StoredCheckpoint, chosen_in_store, stored_checkpoints
 from pretraining.command_line import (
     add_trust,
     answer_one,
@@ -57,7 +64,6 @@ Every verb has --help, and --json for scripts."""
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Do one thing; its answer goes to stdout."""
     answer_one("python -m pretraining.checkpoints", VERBS, __doc__, EPILOG, arguments)
 
 
@@ -83,40 +89,38 @@ class List:
     HEADER = ("step", "state", "age", "size", "ranks", "stage", "loss", "validation")
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the run."""
         _add_run(parser, or_address=True)
 
     def answer(self, options: argparse.Namespace) -> dict:
         """Return {"run", "checkpoints": entries of the catalogue}."""
         if is_remote(options.run):
-            found = [each.entry() for each in stored_checkpoints(options.run)]
+            store = _store_of(RemoteRun(options.run))
+            entries = [entry_of(name, step_in(name), health(store, name)) for name in store.names()]
         else:
-            found = catalogue(_run_of(options.run))
-        return {"run": str(options.run), "checkpoints": found}
+            entries = catalogue(_run_of(options.run))
+        return {"run": str(options.run), "checkpoints": entries}
 
     def as_text(self, answer: dict) -> str:
-        """Return a table, and below it what is wrong with the damaged ones."""
         entries = answer["checkpoints"]
         if not entries:
             return f"{answer['run']}: no checkpoint yet"
         reasons = [f"{each['folder']}: {each['reason']}" for each in entries if each["reason"]]
-        return "\n".join([columns(self.HEADER, [self._row(each) for each in entries], left=2), *reasons])
-
-    def _row(self, entry: dict) -> list[str]:
-        # A stage of None has two meanings: no marker (then there are no ranks either), or a run without DeepSpeed.
-        stage = (
-            "-" if entry["ranks"] is None else "none" if entry["zero_stage"] is None else entry["zero_stage"]
-        )
-        losses = ("-" if entry[key] is None else f"{entry[key]:.4f}" for key in ("loss", "eval_loss"))
-        return [
-            str(entry["step"]),
-            entry["state"],
-            "-" if entry["age_seconds"] is None else duration(max(1, entry["age_seconds"])),
-            num_bytes(entry["bytes"]),
-            str(entry["ranks"] or "-"),
-            str(stage),
-            *losses,
-        ]
+        rows = []
+        for each in entries:
+            # A stage of None has two meanings: no marker (then there are no ranks either), or a run without DeepSpeed.
+            stage = "-" if each["ranks"] is None else "none"
+            rows.append(
+                [
+                    str(each["step"]),
+                    each["state"],
+                    "-" if each["age_seconds"] is None else duration(max(1, each["age_seconds"])),
+                    num_bytes(each["bytes"]),
+                    str(each["ranks"] or "-"),
+                    stage if each["zero_stage"] is None else str(each["zero_stage"]),
+                    *("-" if each[key] is None else f"{each[key]:.4f}" for key in ("loss", "eval_loss")),
+                ]
+            )
+        return "\n".join([columns(self.HEADER, rows, left=2), *reasons])
 
 
 class Verify:
@@ -131,7 +135,6 @@ class Verify:
   python -m pretraining.checkpoints verify /mnt/copies/checkpoint-750 --json"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the run or checkpoint, and the step."""
         _add_run(parser, or_checkpoint=True, or_address=True)
         _add_step(parser, "default: every committed one")
 
@@ -141,63 +144,53 @@ class Verify:
         files: {name: what is wrong, or None}.
         """
         if is_remote(options.run):
-            stored = chosen_in_store(options.run, options.step)
-            return {"checkpoints": [self._verified_in_store(each) for each in stored]}
+            place, names = _chosen_in_store(options.run, options.step)
+            return {"checkpoints": [self._verified(place, name) for name in names]}
         chosen = _chosen_checkpoints(options.run, options.step)
-        return {"checkpoints": [self._verified(folder, of_run=folder != options.run) for folder in chosen]}
-
-    def _verified(self, folder: Path, of_run: bool) -> dict:
         # A node without a shared disk holds the files of its own ranks.
-        is_part = of_run and RunFolder(folder.parent).holds_parts()
-        reason, files = quick_damage(folder, of_run, is_part)
-        return self._compared(str(folder), reason, files, partial(file_verdicts, folder, files))
-
-    def _verified_in_store(self, stored: StoredCheckpoint) -> dict:
-        reason, marker = stored.quick_damage()
-        files = marker.get("files", {})
-        return self._compared(stored.address, reason, files, partial(stored.verdicts, files))
-
-    def _compared(self, checkpoint: str, reason: str | None, files: dict, compare: Callable) -> dict:
-        """Compare the bytes of the files that a marker names. reason: what marker and sizes show to be wrong."""
-        began = time.perf_counter()
-        total = sum(entry["bytes"] for entry in files.values())
-        with self._bar(checkpoint.rpartition("/")[2], total) as bar:
-            # Without a readable marker there are no checksums to compare with.
-            verdicts = {} if reason and not files else compare(bar.update)
-        # The files are whole and the marker is wrong: a renamed folder, for example.
-        if reason and not any(verdicts.values()):
-            verdicts[MARKER] = reason
+        of_run = chosen[0] != options.run
+        is_part = of_run and RunFolder(options.run).holds_parts()
         return {
-            "checkpoint": checkpoint,
+            "checkpoints": [
+                self._verified(DiskPlace(folder.parent), folder.name, of_run, is_part) for folder in chosen
+            ]
+        }
+
+    def _verified(
+        self, place: DiskPlace | StorePlace, name: str, of_run: bool = True, is_part: bool = False
+    ) -> dict:
+        began = time.perf_counter()
+        found = health(place, name, of_run, is_part)
+        if found.word == OTHER_VERSION:
+            raise UserError(found.reason)
+        total = sum(entry["bytes"] for entry in found.files.values())
+        # stdout holds the answer alone: scripts read it with --json.
+        shown = {"file": sys.stderr, "disable": not sys.stderr.isatty(), "leave": False}
+        # Without a readable marker there are no checksums to compare with.
+        with tqdm(desc=name, total=total, unit="B", unit_scale=True, **shown) as bar:
+            verdicts = place.verdicts(name, found.files, bar.update) if found.files else {}
+        # The files are whole and the marker is wrong: a renamed folder, for example.
+        if found.reason and not any(verdicts.values()):
+            verdicts[MARKER] = found.reason
+        return {
+            "checkpoint": place.where(name),
             "whole": not any(verdicts.values()),
             "bytes": total,
             "seconds": round(time.perf_counter() - began, 3),
             "files": verdicts,
         }
 
-    def _bar(self, name: str, total: int) -> tqdm:
-        # stdout holds the answer alone: scripts read it with --json.
-        shown = sys.stderr.isatty()
-        return tqdm(
-            desc=name, total=total, unit="B", unit_scale=True, file=sys.stderr, disable=not shown, leave=False
-        )
-
     def as_text(self, answer: dict) -> str:
-        """Return a line for each checkpoint, and its files with their verdicts."""
-        return "\n".join(line for each in answer["checkpoints"] for line in self._lines(each))
-
-    def _lines(self, found: dict) -> list[str]:
-        lines = [f"  {reason or name + ': ok'}" for name, reason in found["files"].items()]
-        # `seconds` is rounded to milliseconds and may be 0.
-        speed = f"{num_bytes(found['bytes'] / max(found['seconds'], 1e-3))}/s"
-        verdict = "whole" if found["whole"] else "DAMAGED"
-        return [
-            f"{found['checkpoint']}: {verdict}, {len(lines)} files, {num_bytes(found['bytes'])} at {speed}",
-            *lines,
-        ]
+        lines = []
+        for each in answer["checkpoints"]:
+            verdict, size = "whole" if each["whole"] else "DAMAGED", num_bytes(each["bytes"])
+            # `seconds` is rounded to milliseconds and may be 0.
+            speed = f"{num_bytes(each['bytes'] / max(each['seconds'], 1e-3))}/s"
+            lines.append(f"{each['checkpoint']}: {verdict}, {len(each['files'])} files, {size} at {speed}")
+            lines += [f"  {reason or name + ': ok'}" for name, reason in each["files"].items()]
+        return "\n".join(lines)
 
     def refusal(self, answer: dict) -> str | None:
-        """Return the line for damaged checkpoints, or None."""
         damaged = [each for each in answer["checkpoints"] if not each["whole"]]
         if not damaged:
             return None
@@ -221,7 +214,6 @@ class Export:
   python -m pretraining.checkpoints export /mnt/copies/checkpoint-750 --model runs/tiny/model --to out/tiny-750"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the checkpoint, and the folder of the export."""
         _add_run(parser, or_checkpoint=True)
         _add_step(parser, "default: the newest")
         parser.add_argument(
@@ -253,7 +245,6 @@ class Export:
         }
 
     def as_text(self, answer: dict) -> str:
-        """Return its path, and what it is."""
         return f"{answer['export']}: the model after {answer['step']:,} steps, {num_bytes(answer['bytes'])}"
 
 
@@ -273,7 +264,6 @@ class Branch:
     SHAPES = ("linear", "cosine", "1-sqrt")
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the run, the step, and the stage."""
         _add_run(parser, or_checkpoint=True)
         parser.add_argument("--at", type=not_negative_integer, metavar="STEP", help="default: the newest")
         parser.add_argument(
@@ -321,7 +311,6 @@ class Branch:
         }
 
     def as_text(self, answer: dict) -> str:
-        """Return its path, and the command that trains it."""
         return (
             f"{answer['run']}: goes on from {answer['checkpoint']} until step {answer['last_step']:,}\n"
             f"train it, by the launcher of your choice: {answer['command']}"
@@ -338,10 +327,9 @@ class Prune:
     EXAMPLES = """  python -m pretraining.checkpoints prune runs/tiny
   python -m pretraining.checkpoints prune runs/tiny --keep_last 1 --yes
   python -m pretraining.checkpoints prune runs/tiny --keep_last 1 --keep_every 1000 --demote_to_weights --yes"""
-    USELESS = ("damaged", "uncommitted", "set aside")
+    USELESS = (DAMAGED, UNCOMMITTED, "set aside")
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the run, and what to keep instead of what the recipe keeps."""
         _add_run(parser)
         rule = "default: the recipe's"
         parser.add_argument("--keep_last", type=positive_integer, metavar="N", help=f"the newest N ({rule})")
@@ -372,10 +360,25 @@ class Prune:
         return {**plan, "removed": True}
 
     def _plan(self, run: RunFolder, options: argparse.Namespace) -> dict:
-        section, metric = self._rule(run, options)
+        # The recipe's `checkpoints` with the command line's changes; without a recipe all are kept.
+        keys = ("keep_last", "keep_best", "keep_every", "demote_to_weights")
+        rule, metric = {"keep_last": None}, "loss"
+        if run.recipe.exists():
+            try:
+                recipe = check(read_json_value(run.recipe), _WITH_RULE, str(run.recipe))
+            except ValueError as error:
+                raise UserError(f"{run.recipe}: is not JSON ({error}); copy it again") from error
+            found = {key: recipe["checkpoints"][key] for key in keys if key in recipe["checkpoints"]}
+            section = recipe_schema()["properties"]["checkpoints"]
+            rule |= check(found, section, str(run.recipe), "checkpoints")
+            metric = recipe.get("evaluation", {}).get("metric", metric)
+        # An option that was not typed is None, or False for a flag: the recipe's value then counts.
+        asked = {key: value for key, value in vars(options).items() if key in keys}
+        rule |= {key: value for key, value in asked.items() if value is not None and value is not False}
+        section = Checkpoints.of(rule)
         # From markers and sizes: a plan reads no byte of the weights.
         entries = catalogue(run)
-        committed = [each for each in entries if each["state"] == "committed"]
+        committed = [each for each in entries if each["state"] == COMMITTED]
         kept = Retention.of(section, metric=metric).kept_steps(
             Committed(each["step"], measured_at(run.path / each["folder"], metric)) for each in committed
         )
@@ -391,30 +394,9 @@ class Prune:
             "checkpoints": going,
         }
 
-    def _rule(self, run: RunFolder, options: argparse.Namespace) -> tuple[Checkpoints, str]:
-        """Return the recipe's `checkpoints` with the command line's changes, and the metric of the best.
-
-        Without a recipe all are kept.
-        """
-        keys = ("keep_last", "keep_best", "keep_every", "demote_to_weights")
-        rule, metric = {"keep_last": None}, "loss"
-        if run.recipe.exists():
-            try:
-                recipe = check(read_json_value(run.recipe), _WITH_RULE, str(run.recipe))
-            except ValueError as error:
-                raise UserError(f"{run.recipe}: is not JSON ({error}); copy it again") from error
-            found = {key: recipe["checkpoints"][key] for key in keys if key in recipe["checkpoints"]}
-            section = recipe_schema()["properties"]["checkpoints"]
-            rule |= check(found, section, str(run.recipe), "checkpoints")
-            metric = recipe.get("evaluation", {}).get("metric", metric)
-        # An option that was not typed is None, or False for a flag: the recipe's value then counts.
-        asked = {key: value for key, value in vars(options).items() if key in keys}
-        given = {key: value for key, value in asked.items() if value is not None and value is not False}
-        return Checkpoints.of({**rule, **given}), getattr(options, "metric", None) or metric
-
     def _remove(self, run: RunFolder, entry: dict, demote: bool) -> None:
         folder: Path = run.path / entry["folder"]
-        if demote and entry["state"] == "committed" and not run.weights(entry["step"]).exists():
+        if demote and entry["state"] == COMMITTED and not run.weights(entry["step"]).exists():
             from pretraining.checkpoints.export import demote_checkpoint
 
             if not demote_checkpoint(run, folder, run.weights(entry["step"])):
@@ -427,7 +409,6 @@ class Prune:
         run.add_event("checkpoint_pruned", checkpoint=entry["folder"], state=entry["state"])
 
     def as_text(self, answer: dict) -> str:
-        """Return what would be removed, what that frees, and how to do it."""
         going = answer["checkpoints"]
         kept = f"kept: {', '.join(map(str, answer['kept'])) or 'none'}"
         if not going:
@@ -449,7 +430,6 @@ class Reshard:
   python -m pretraining.checkpoints reshard runs/tiny --step 750 --files 8 --to out/checkpoint-750"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the checkpoint, the number of files, and their folder."""
         _add_run(parser, or_checkpoint=True)
         _add_step(parser, "default: the newest")
         parser.add_argument("--files", type=not_negative_integer, required=True, metavar="N", help="how many")
@@ -473,7 +453,6 @@ class Reshard:
         }
 
     def as_text(self, answer: dict) -> str:
-        """Return its path, and what it is."""
         return (
             f"{answer['to']}: {answer['checkpoint']} in {answer['files']} files, {num_bytes(answer['bytes'])}"
         )
@@ -523,6 +502,29 @@ def _chosen_checkpoints(folder: Path, step: int | None) -> list[Path]:
         which = "no committed checkpoint" if step is None else f"no committed checkpoint of step {step}"
         raise UserError(f"{folder}: {which}" + (f"; there are those of {there}" if there else ""))
     return found
+
+
+def _store_of(remote: RemoteRun) -> StorePlace:
+    """Return the place of a run in a store; `UserError` if no checkpoint is there."""
+    store = StorePlace(remote.at_first_contact())
+    if not store.names():
+        raise UserError(
+            f"{remote.address}: no checkpoint-* there; give the address of a run, as s3://bucket/runs/30b"
+        )
+    return store
+
+
+def _chosen_in_store(address: str, step: int | None) -> tuple[StorePlace, list[str]]:
+    """Do the same for an address in a store; returns the place and the names."""
+    remote, name = RemoteRun.of_checkpoint(address)
+    if step_in(name) >= 0:
+        address, step = remote.address, step_in(name)
+    store = _store_of(RemoteRun(address))
+    names = [each for each in store.names() if step in (None, step_in(each)) and MARKER in store.sizes(each)]
+    if not names:
+        which = "no committed checkpoint" + ("" if step is None else f" of step {step}")
+        raise UserError(f"{address}: {which}; `list {address}` shows what is there")
+    return store, names
 
 
 def _whole_checkpoint(folder: Path, step: int | None, option: str) -> Path:

@@ -20,6 +20,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, TypeVar
@@ -139,13 +140,22 @@ class CheckpointWriter:
             return
         reports = gather_from_ranks(self._flight.report(), self._group)
         if state == FAILED:
-            self._abandon(reports)
-        else:
-            self._finish(reports)
+            return self._abandon(reports)
+        folder = self._close().folder
+        self.last = {
+            "checkpoint": folder.name,
+            "bytes": sum(report["num_bytes"] for report in reports),
+            "snapshot_bytes": self.snapshot.num_bytes,
+            # Training waits for the slowest rank.
+            **{key: max(report[key] for report in reports) for key in RankSave.SECONDS},
+        }
+        if self.rank == 0:
+            self.run.add_event("save", background=self.background, **self.last)
+        self.on_committed(folder)
 
     @property
     def in_flight(self) -> bool:
-        """Say if a save has begun and the ranks have not agreed on its end yet; the answer is the same on all ranks."""
+        """Whether a save has begun on whose end the ranks have not agreed yet; the same on all ranks."""
         return self._flight is not None
 
     def wait(self) -> None:
@@ -159,7 +169,7 @@ class CheckpointWriter:
     def _open(self, save: RankSave, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Make the folder, once a disk; returns whether every rank has room to copy its tensors and write later."""
         if self.run.disks.is_first:
-            save.attempt(lambda: _empty_folder(save.folder))
+            save.attempt(lambda: _make_folder(save.folder))
         # All ranks of a host look at its free memory before one of them takes some.
         fits = self.background and self.snapshot.would_fit(tensors)
         answers = gather_from_ranks((save.failed, fits), self._group)
@@ -169,18 +179,20 @@ class CheckpointWriter:
         if all_fit and all(gather_from_ranks(self.snapshot.make_room(tensors), self._group)):
             return True
         self.snapshot.release()
-        if self.rank == 0 and self.background:
-            save.attempt(lambda: self._report_no_room(save))
-        return False
 
-    def _report_no_room(self, save: RankSave) -> None:
-        """Write an event for each save, and print a line for the first one."""
-        self.run.add_event("no_room_for_snapshot", checkpoint=save.folder.name, needed_bytes=save.num_bytes)
-        if not self._reported_no_room:
-            size = num_bytes(save.num_bytes)
-            line = f"no host memory for a copy of {size} a rank; training waits while checkpoints are written"
-            print(f"checkpoints: {line}", file=sys.stderr, flush=True)
-        self._reported_no_room = True
+        def report() -> None:
+            self.run.add_event(
+                "no_room_for_snapshot", checkpoint=save.folder.name, needed_bytes=save.num_bytes
+            )
+            if not self._reported_no_room:  # a line for the first save alone
+                size = num_bytes(save.num_bytes)
+                line = f"no host memory for a copy of {size} a rank; training waits while checkpoints are written"
+                print(f"checkpoints: {line}", file=sys.stderr, flush=True)
+            self._reported_no_room = True
+
+        if self.rank == 0 and self.background:
+            save.attempt(report)
+        return False
 
     def _start(self, save: RankSave, copies: Mapping[str, torch.Tensor] | None) -> None:
         """Start a thread for the rest of the work; `copies` is None if the rank's files are written already."""
@@ -188,10 +200,8 @@ class CheckpointWriter:
         def work() -> None:
             if copies is not None:
                 save.attempt(lambda: self._write(save, copies))
-            if self.rank == 0:
-                save.attempt(lambda: self._commit(save))
-            elif self.run.disks.is_first:
-                save.attempt(lambda: self._follow(save))
+            if self.run.disks.is_first:
+                save.attempt(lambda: self._commit(save) if self.rank == 0 else self._follow(save))
             save.done = True
 
         # A daemon: a run that ends with an error must not wait for its save.
@@ -209,34 +219,28 @@ class CheckpointWriter:
         save.write_seconds = time.perf_counter() - began
 
     def _commit(self, save: RankSave) -> None:
-        wait_for_receipts(
-            save.folder, self.ranks, save.name, save.abandoned, lambda name: self._take(save, name)
-        )
+        """Write the marker once all receipts are here; every disk then holds it before old checkpoints are removed."""
+
+        def take(receipt: str) -> None:
+            # that of a rank on another disk comes as a message
+            content = self._messages.take(f"{save.name}/{receipt}") if not self.run.disks.shared else None
+            if content is not None:
+                write_bytes(save.folder / receipt, content)
+
+        wait_for_receipts(save.folder, self.ranks, save.name, save.abandoned, take)
         self.commit(save.folder, save.marker)
         if not self.run.disks.shared:
-            self._commit_elsewhere(save)
-        self.after_commit()  # an old checkpoint is removed only after a newer one is committed
-
-    def _commit_elsewhere(self, save: RankSave) -> None:
-        """Send the marker to the other disks; returns once all of them hold it."""
-        self._messages.send(f"{save.name}/{MARKER}", (save.folder / MARKER).read_bytes())
-        missing = {f"{save.name}/{first}" for first in self.run.disks.first_ranks if first}
-        for _ in pauses(save.abandoned):
-            missing = {name for name in missing if self._messages.take(name) is None}
-            if not missing:
-                break
-        self._messages.remove(f"{save.name}/{MARKER}")
-        # The one before: all have read it, because they have saved since.
-        self._messages.remove(f"{self._attempt}.{self._num_saves - 1}/done")
-        self._messages.send(f"{save.name}/done", b"yes")
-
-    def _take(self, save: RankSave, receipt: str) -> None:
-        """Write the receipt of a rank on another disk as a file, once it has come."""
-        if (
-            not self.run.disks.shared
-            and (content := self._messages.take(f"{save.name}/{receipt}")) is not None
-        ):
-            write_bytes(save.folder / receipt, content)
+            self._messages.send(f"{save.name}/{MARKER}", (save.folder / MARKER).read_bytes())
+            missing = {f"{save.name}/{first}" for first in self.run.disks.first_ranks if first}
+            for _ in pauses(save.abandoned):
+                missing = {name for name in missing if self._messages.take(name) is None}
+                if not missing:
+                    break
+            self._messages.remove(f"{save.name}/{MARKER}")
+            # The one before: all have read it, because they have saved since.
+            self._messages.remove(f"{self._attempt}.{self._num_saves - 1}/done")
+            self._messages.send(f"{save.name}/done", b"yes")
+        self.after_commit()
 
     def _follow(self, save: RankSave) -> None:
         """Write the marker of rank 0 into this disk's folder, and remove old checkpoints once every disk holds it."""
@@ -251,19 +255,6 @@ class CheckpointWriter:
                 return content
         raise AssertionError  # `pauses` has no end
 
-    def _finish(self, reports: list[dict]) -> None:
-        folder = self._close().folder
-        self.last = {
-            "checkpoint": folder.name,
-            "bytes": sum(report["num_bytes"] for report in reports),
-            "snapshot_bytes": self.snapshot.num_bytes,
-            # Training waits for the slowest rank.
-            **{key: max(report[key] for report in reports) for key in RankSave.SECONDS},
-        }
-        if self.rank == 0:
-            self.run.add_event("save", background=self.background, **self.last)
-        self.on_committed(folder)
-
     def _abandon(self, reports: list[dict]) -> None:
         """Give the save up on every rank; raises or reports the error of the lowest rank that has one."""
         self._flight.abandoned.set()
@@ -275,19 +266,17 @@ class CheckpointWriter:
         # If the retention failed, after the commit, the checkpoint has its marker and counts.
         if self.run.disks.is_first and not (save.folder / MARKER).exists():
             shutil.rmtree(save.folder, ignore_errors=True)
+        name = save.folder.name
         if self.rank == 0:
-            self._report_failure(save.folder.name, reason)
+            if self.on_full_disk == "continue":
+                line = f"{name} was not saved: {reason}; training goes on"
+                print(f"checkpoints: {line}", file=sys.stderr, flush=True)
+            try:
+                self.run.add_event("save_failed", checkpoint=name, reason=reason)
+            except OSError as error:  # the disk that refused the checkpoint refuses the event too
+                print(f"checkpoints: no event of it either ({error})", file=sys.stderr, flush=True)
         if self.on_full_disk == "stop":
             raise UserError(reason)
-
-    def _report_failure(self, checkpoint: str, reason: str) -> None:
-        line = f"{checkpoint} was not saved: {reason}"
-        if self.on_full_disk == "continue":
-            print(f"checkpoints: {line}; training goes on", file=sys.stderr, flush=True)
-        try:
-            self.run.add_event("save_failed", checkpoint=checkpoint, reason=reason)
-        except OSError as error:  # the disk that refused the checkpoint refuses the event too
-            print(f"checkpoints: no event of it either ({error})", file=sys.stderr, flush=True)
 
     def _close(self) -> RankSave:
         """Return the save that was in flight, once its thread has ended."""
@@ -298,11 +287,8 @@ class CheckpointWriter:
         return save
 
 
-def _empty_folder(folder: Path) -> None:
-    """Make a new folder; an older one of that name is removed first.
-
-    There is an older one if training returned to an earlier step and has now reached this step again.
-    """
+def _make_folder(folder: Path) -> None:
+    # There is an older one if training returned to an earlier step and has now reached this step again.
     if folder.exists():
         remove_checkpoint(folder)
     folder.mkdir(parents=True)
@@ -404,10 +390,15 @@ def wait_for_receipts(
     receipt of an earlier attempt, or of an earlier save of the same step, has another name and does not count. look: is
     called with the name of a missing receipt, and may write it.
     """
+    # not parsed: rank 0 looks at thousands, and each holds the states of random generators
+    named = f'"save": {json.dumps(save)}'.encode()
     missing = {receipt_name(rank, ranks) for rank in range(ranks)}
     for _ in pauses(abandoned):
-        # A rank writes its receipt last: if the receipt is there, all files of the rank are.
-        missing = {receipt for receipt in missing if not _is_of(save, folder / receipt)}
+        for receipt in tuple(missing):
+            # A rank writes its receipt last: if the receipt is there, all files of the rank are.
+            with suppress(FileNotFoundError):
+                if named in (folder / receipt).read_bytes():
+                    missing.remove(receipt)
         if not missing:
             return
         for receipt in missing:
@@ -425,15 +416,6 @@ def pauses(abandoned: threading.Event) -> Iterator[None]:
         # Short pauses first, so that a small checkpoint is committed at once; longer ones later, so that a large
         # checkpoint does not ask a shared disk thousands of times.
         pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)
-
-
-def _is_of(save: str, path: Path) -> bool:
-    """Say if the receipt is there, and of this save."""
-    try:
-        # not parsed: rank 0 asks this of thousands, and each holds the states of random generators
-        return f'"save": {json.dumps(save)}'.encode() in path.read_bytes()
-    except FileNotFoundError:
-        return False
 
 
 class HostSnapshot:
@@ -464,7 +446,7 @@ class HostSnapshot:
         return copies
 
     def would_fit(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Say if this rank's share of the free host memory suffices for copies of `tensors`."""
+        """Return whether this rank's share of the free host memory suffices for copies of `tensors`."""
         needed, free = _bytes_of(tensors), free_memory_bytes()
         if needed <= self.num_bytes or free is None:
             return True
@@ -484,7 +466,6 @@ class HostSnapshot:
         return True
 
     def release(self) -> None:
-        """Give the memory back."""
         self._memory = None
 
 

@@ -73,25 +73,21 @@ def branch(checkpoint: Path, stage: Stage, output: Path) -> dict:
         load_recipe_and_ds_config(
             str(run.recipe)
         )  # checks that the recipe can be read and trained, before any file is linked
-        _record(run, recipe, marker, stage, checkpoint)
-        _link_checkpoint(checkpoint, run.checkpoint(marker["step"]))
+        # From where the run comes, what differs, and the rollbacks that came before the checkpoint.
+        step = marker["step"]
+        changes = [
+            {"step": step, "key": each.key, "from": each.earlier, "to": each.now}
+            for each in changed_parts(recipe, marker["recipe"])
+        ]
+        write_json(run.changes, [*marker["changes"], *changes])
+        # Only the rollbacks that the checkpoint knows of: its run may have rolled back again since.
+        for row in read_rows(RunFolder(checkpoint.parent).journal)[: marker["rollbacks"]]:
+            append_row(run.journal, row)
+        run.add_event("branch", step=step, parent=str(checkpoint), **stage._asdict())
+        _link_checkpoint(checkpoint, run.checkpoint(step))
         run.path.rename(output)
     flush_folder(folder)
     return recipe
-
-
-def _record(run: RunFolder, recipe: dict, marker: dict, stage: Stage, checkpoint: Path) -> None:
-    """Write from where the run comes, what differs, and the rollbacks that came before the checkpoint."""
-    step = marker["step"]
-    changes = [
-        {"step": step, "key": each.key, "from": each.earlier, "to": each.now}
-        for each in changed_parts(recipe, marker["recipe"])
-    ]
-    write_json(run.changes, [*marker["changes"], *changes])
-    # Only the rollbacks that the checkpoint knows of: its run may have rolled back again since.
-    for row in read_rows(RunFolder(checkpoint.parent).journal)[: marker["rollbacks"]]:
-        append_row(run.journal, row)
-    run.add_event("branch", step=step, parent=str(checkpoint), **stage._asdict())
 
 
 def _link_checkpoint(folder: Path, target: Path) -> None:
@@ -151,29 +147,23 @@ def _staged_recipe(earlier: Recipe, changed: Recipe, marker: dict, stage: Stage,
     if changed.budget.warmup_tokens is None:
         # the new schedule counts the steps as they are now; the warm-up is over in any size
         values["training"]["warmup_steps"] = min(warmup, start.step)
-    schedule, values["budget"]["decay_tokens"] = _schedule(stage, changed)
+    # Without a decay the rate stays; the tokens of a decay are None if the schedule counts steps.
+    schedule, decay_tokens = {"lr_scheduler_type": "constant_with_warmup", "lr_scheduler_kwargs": {}}, None
+    if stage.decay is not None:
+        kwargs = {"decay_type": stage.decay, "min_lr_ratio": stage.min_lr_ratio}
+        if changed.schedule_counts_tokens:
+            decay_tokens = stage.steps * sizes.full
+        else:
+            kwargs["num_decay_steps"] = stage.steps
+        schedule = {"lr_scheduler_type": DECAYING, "lr_scheduler_kwargs": kwargs}
     values["training"] |= schedule
+    values["budget"]["decay_tokens"] = decay_tokens
     tokens = start.tokens + stage.steps * sizes.full
     values["budget"]["tokens"] = -(-tokens // sizes.full) * sizes.full  # whole steps, rounded up
     # A mixture that the stage sets itself has its own stages.
     if changed.data.mixture == earlier.data.mixture and earlier.data.mixture and earlier.data.mixture.stages:
         values["data"]["mixture"]["stages"] = _stages_until(tokens, earlier)
     return values
-
-
-def _schedule(stage: Stage, recipe: Recipe) -> tuple[dict, int | None]:
-    """Return the keys of `training` that set the rate of a stage, and the tokens of its decay.
-
-    The tokens are None if the schedule counts steps, or if there is no decay.
-    """
-    if stage.decay is None:
-        return {"lr_scheduler_type": "constant_with_warmup", "lr_scheduler_kwargs": {}}, None
-    kwargs = {"decay_type": stage.decay, "min_lr_ratio": stage.min_lr_ratio}
-    falls = {"lr_scheduler_type": DECAYING, "lr_scheduler_kwargs": kwargs}
-    if recipe.schedule_counts_tokens:
-        return falls, stage.steps * recipe.step_sizes.full
-    kwargs["num_decay_steps"] = stage.steps
-    return falls, None
 
 
 def _refuse_settings(earlier: Recipe, changed: Recipe, stage: Stage, checkpoint: Path) -> None:

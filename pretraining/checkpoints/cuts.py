@@ -45,7 +45,6 @@ class Cut(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return self.rows * self.columns
 
     @property

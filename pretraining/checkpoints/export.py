@@ -21,9 +21,10 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from pretraining.checkpoints.folders import damage, files_in
+from pretraining.checkpoints.folders import files_in
 from pretraining.checkpoints.format import flush_folder, read_marker
 from pretraining.checkpoints.live_state import live_state
+from pretraining.checkpoints.places import damage
 from pretraining.checkpoints.shard_files import BUFFER, CheckpointReader, assemble, read_state
 from pretraining.errors import UserError
 from pretraining.extend import MODEL, extensions_of_run, load_code_of_run, load_pretrained
@@ -65,7 +66,12 @@ def export_checkpoint(
         raise UserError(f"{description}: no config and tokenizer of the run there; an export needs them")
     own = extensions_of_run(description.parent) or extensions_of_run(checkpoint.parent)
     load_code_of_run(own, [MODEL], trust_extensions)
-    model, tokenizer = _empty_model(checkpoint, description), load_pretrained("AutoTokenizer", description)
+    # The model's class with its config, without memory for weights.
+    dtype = _narrowest(getattr(torch, e["dtype"]) for e in read_state(checkpoint)["parameters"].values())
+    with torch.device("meta"), no_init_weights():
+        config = load_pretrained("AutoConfig", description)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    tokenizer = load_pretrained("AutoTokenizer", description)
     results = {"step": marker["step"], "tokens": marker["tokens"], **marker["metrics"]}
     card = write_model_card(marker["recipe"], marker["data"], results, marker["environment"])
     write_model_folder(model, read_weights(checkpoint), tokenizer, folder, card)
@@ -105,10 +111,13 @@ def write_model_folder(
         _save(model, weights, partial)
         tokenizer.save_pretrained(partial)
         (partial / "README.md").write_text(model_card, encoding="utf-8")
-        files = files_in(partial)
-        _follow_umask(files)
-        # On the disk before the rename: after a power cut the folder must not be there with empty files.
-        for path in files:
+        # safetensors makes its files 0600: they get the mode that the user's umask asks for. The umask can only be
+        # read by setting it: it is put back at once.
+        umask = os.umask(0o077)
+        os.umask(umask)
+        for path in files_in(partial):
+            path.chmod(path.stat().st_mode & 0o111 | 0o666 & ~umask)
+            # On the disk before the rename: after a power cut the folder must not be there with empty files.
             sync_to_disk(path)
             work_done()
 
@@ -126,15 +135,6 @@ def _replacing_folder(folder: Path) -> Iterator[Path]:
 
 def _partial(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.partial")
-
-
-def _follow_umask(paths: Iterable[Path]) -> None:
-    """Give files the mode that the user's umask asks for."""
-    # safetensors makes its files 0600. The umask can only be read by setting it: it is put back at once.
-    umask = os.umask(0o077)
-    os.umask(umask)
-    for path in paths:
-        path.chmod(path.stat().st_mode & 0o111 | 0o666 & ~umask)
 
 
 def _save(model: PreTrainedModel, state_dict: dict, folder: Path) -> None:
@@ -167,14 +167,6 @@ def read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
         weights[name] = reader.read(BUFFER, name, 0, torch.Size(entry["shape"]).numel()).view(entry["shape"])
     reader.close()
     return weights
-
-
-def _empty_model(checkpoint: Path, description: Path) -> PreTrainedModel:
-    """Build the model's class with its config, without memory for weights."""
-    dtype = _narrowest(getattr(torch, e["dtype"]) for e in read_state(checkpoint)["parameters"].values())
-    with torch.device("meta"), no_init_weights():
-        config = load_pretrained("AutoConfig", description)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
 
 
 def _narrowest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
@@ -219,7 +211,10 @@ def write_model_card(recipe: dict, data: dict, results: dict, environment: dict)
     name -> value; environment: as `describe_environment` gives it.
     """
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items() if version)
-    rows = "\n".join(f"| {name.replace('_', ' ')} | {_number(value)} |" for name, value in results.items())
+    formats, rows = ((float, ",.4f"), (int, ","), (object, "")), ""
+    for name, value in results.items():
+        number = format(value, next(form for kind, form in formats if isinstance(value, kind)))
+        rows += f"| {name.replace('_', ' ')} | {number} |\n"
     train, validation = data["splits"]["train"], data["splits"]["validation"]
     given = recipe["model"].get("initial_weights")
     start = f"Training began with the weights of `{given}`. " if given else ""
@@ -238,7 +233,6 @@ tags: [pretraining, deepspeed]
 | metric | value |
 |---|---|
 {rows}
-
 ## Data
 
 `{recipe["data"]["name"]}`: {train["tokens"]:,} training tokens in {train["documents"]:,} documents,
@@ -256,9 +250,3 @@ Recipe:
 {json.dumps(recipe, indent=2, ensure_ascii=False)}
 ```
 """
-
-
-def _number(value: float | int | str | None) -> str:
-    if isinstance(value, float):
-        return f"{value:,.4f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)

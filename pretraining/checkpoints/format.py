@@ -15,8 +15,7 @@ from a damaged one.
 
 import json
 import os
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,17 +94,7 @@ def file_entry(path: Path, progress: Callable[[int], None] = no_progress) -> dic
             num_bytes += count
             work_done(count)
             progress(count)
-    return _entry(num_bytes, digest)
-
-
-def file_entries(
-    folder: Path, names: Iterable[str], progress: Callable[[int], None] = no_progress
-) -> dict[str, dict]:
-    """Return {name: its `file_entry`} of files of `folder`, several read at once."""
-    names = list(names)
-    with ThreadPoolExecutor(THREADS) as threads:
-        found = threads.map(lambda name: file_entry(folder / name, progress), names)
-        return dict(zip(names, found, strict=True))
+    return digest_entry(num_bytes, digest)
 
 
 def write_bytes(path: Path, content: bytes) -> dict:
@@ -114,10 +103,11 @@ def write_bytes(path: Path, content: bytes) -> dict:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    return _entry(len(content), xxhash.xxh128(content))
+    return digest_entry(len(content), xxhash.xxh128(content))
 
 
-def _entry(num_bytes: int, digest: xxhash.xxh128) -> dict:
+def digest_entry(num_bytes: int, digest: xxhash.xxh128) -> dict:
+    """Return the `file_entry` of bytes that were digested on their way."""
     return {"bytes": num_bytes, "checksum": f"xxh128:{digest.hexdigest()}"}
 
 
@@ -137,12 +127,12 @@ def receipt_name(rank: int, ranks: int) -> str:
 
 
 def is_of_rank(name: str) -> bool:
-    """Say if a file of a checkpoint is one that each rank writes for itself: its tensors, or its receipt."""
+    """Return whether a file of a checkpoint is one that each rank writes for itself: its tensors, or its receipt."""
     return name.startswith("rank-")
 
 
 def is_receipt(name: str) -> bool:
-    """Say if a file of a checkpoint is a rank's receipt."""
+    """Return whether a file of a checkpoint is a rank's receipt."""
     return is_of_rank(name) and name.endswith(".json")
 
 
@@ -187,7 +177,7 @@ def commit_checkpoint(folder: Path, content: dict) -> None:
             raise FileNotFoundError(f"{folder}: no receipt of rank {rank} of {ranks}") from None
         # The files are not read again: each rank computed the checksums of its own while it wrote them.
         files |= parse_receipt(raw, folder / name)["files"]
-        receipts[name] = _entry(len(raw), xxhash.xxh128(raw))
+        receipts[name] = digest_entry(len(raw), xxhash.xxh128(raw))
     write_marker(folder, {**content, "files": {**files, **receipts}})
 
 

@@ -44,10 +44,8 @@ class Start:
     """Source and digest of the weights that the run began with; None: it drew them."""
 
     @classmethod
-    def at(cls, checkpoint: Path | None) -> "Start":
-        """Return the start from a checkpoint by its marker, whatever its folder is called; None begins the run."""
-        if checkpoint is None:
-            return cls()
+    def at(cls, checkpoint: Path) -> "Start":
+        """Return the start from a checkpoint by its marker, whatever its folder is called."""
         needed = {"type": "object", "required": ["step", "tokens", "changes"]}
         marker = check(read_marker(checkpoint), needed, str(checkpoint / MARKER))
         changes = tuple(marker["changes"])

@@ -57,7 +57,14 @@ def live_files(run: RunFolder, upload: str | None) -> Iterator[None]:
         return
     rank, remote = int(os.environ.get("RANK", "0")), RemoteRun(upload, run.path.name)
     if run.disks.is_first:
-        run.at_beginning.append(lambda: _name_node(run, remote))
+
+        def name_node() -> None:
+            # An empty disk in the place of another one gets a new name, so that nothing in the store is replaced.
+            host, known = socket.gethostname(), _node(run)
+            name = known["name"] if known.get("host") == host else f"{host}-{uuid.uuid4().hex[:8]}"
+            write_json(run.node, {"name": name, "host": host, "began": utc_now(), "store": remote.address})
+
+        run.at_beginning.append(name_node)
     of_others = run.disks.is_first or rank == 0
     files = LiveFiles(run, remote, partial(_files_to_send, run, rank, of_others))
     # It is called after the block too, once the failure is written.
@@ -72,13 +79,6 @@ def live_files(run: RunFolder, upload: str | None) -> Iterator[None]:
     finally:
         files.closed.set()
         thread.join(_LAST_SECONDS)
-
-
-def _name_node(run: RunFolder, remote: RemoteRun) -> None:
-    """Name this disk once: an empty disk in its place gets another name, so that nothing in the store is replaced."""
-    host, known = socket.gethostname(), _node(run)
-    name = known["name"] if known.get("host") == host else f"{host}-{uuid.uuid4().hex[:8]}"
-    write_json(run.node, {"name": name, "host": host, "began": utc_now(), "store": remote.address})
 
 
 _NODE = {
@@ -98,13 +98,13 @@ def _node(run: RunFolder) -> dict:
 
 def _files_to_send(run: RunFolder, rank: int, of_others: bool) -> dict[str, Path]:
     """Return {name in the store: file}. of_others: also what the other ranks of this disk write."""
-    found = {name: run.path / name for name in LIVE_FILES} if rank == 0 else {}
+    files = {name: run.path / name for name in LIVE_FILES} if rank == 0 else {}
     if (node := _node(run).get("name")) is None:
-        return found
+        return files
     folders = [run.path / name for name in NODE_FOLDERS] if of_others else []
     paths = [path for folder in folders if folder.is_dir() for path in sorted(folder.iterdir())]
     own = [run.node, run.node_events, *paths, run.failures(rank), run.rank_log(rank)]
-    return found | {
+    return files | {
         f"{NODES}/{node}/{path.relative_to(run.path).as_posix()}": path for path in own if path.is_file()
     }
 
@@ -141,8 +141,11 @@ class LiveFiles:
                 return
             for name, path in self.files_to_send().items():
                 most_bytes = log_bytes if path.suffix == ".log" else None
-                state = _state(path, most_bytes)
-                if state is None or state == self._sent.get(name):
+                if (state := file_state(path)) is None:
+                    continue
+                size = state[1] if most_bytes is None else min(state[1], most_bytes)
+                state = (*state, path.stat().st_mtime_ns, size)  # a heartbeat keeps its size
+                if state == self._sent.get(name):
                     continue
                 try:
                     content = path.read_bytes() if most_bytes is None else cut_log(path, most_bytes)
@@ -150,15 +153,6 @@ class LiveFiles:
                 except (UserError, OSError):  # an upload that fails is an event; the copy of a log is none
                     return
                 self._sent[name] = state
-
-
-def _state(path: Path, most_bytes: int | None) -> tuple | None:
-    """Tell one state of a file, of which `most_bytes` are sent, from another; a heartbeat keeps its size."""
-    state = file_state(path)
-    if state is None:
-        return None
-    size = state[1]
-    return (*state, path.stat().st_mtime_ns, size if most_bytes is None else min(size, most_bytes))
 
 
 def send_export(run: RunFolder, remote: RemoteRun) -> None:
@@ -184,8 +178,8 @@ def fetch_records(address: str, folder: Path) -> RunFolder:
     Of the checkpoints comes the marker of the newest alone. Raises `UserError` if there is no run at the address, or
     the store cannot be used.
     """
-    above, _, name = address.rstrip("/").rpartition("/")
-    remote, run = RemoteRun(above, name, Patience(_LAST_SECONDS)), RunFolder(folder / name)
+    remote = RemoteRun(address, patience=Patience(_LAST_SECONDS))
+    run = RunFolder(folder / remote.address.rpartition("/")[2])
     run.path.mkdir(parents=True)
     for file in LIVE_FILES:
         if (content := remote.read_if_there(file)) is not None:
@@ -194,8 +188,7 @@ def fetch_records(address: str, folder: Path) -> RunFolder:
         raise UserError(
             f"{address}: no run there ({run.events.name} is missing); s3://bucket/runs/30b is one's address"
         )
-    nodes = [_Node.read(remote, node) for node in remote.sizes(NODES) or {}]
-    _bring_together(sorted(nodes, key=lambda node: node.began), run)
+    _bring_together(remote, run)
     if (newest := newest_committed(remote, -1)) is not None:
         (run.path / newest).mkdir()
         (run.path / newest / MARKER).write_bytes(remote.read(f"{newest}/{MARKER}"))
@@ -232,33 +225,27 @@ def store_of_parts(folder: Path) -> str | None:
     return _node(run).get("store") if run.holds_parts() else None
 
 
-class _Node:
-    """The records of one node."""
-
-    def __init__(self, files: dict[str, bytes]):
-        """files: {path in the run folder: content}."""
-        self.files = files
-        self.began = ""
-        """When the newest start of the run began there."""
-        with suppress(KeyError, ValueError, UserError):
-            self.began = check(parse_json(files.pop("node.json")), _NODE, "node.json")["began"]
-
-    @classmethod
-    def read(cls, remote: RemoteRun, node: str) -> "_Node":
+def _bring_together(remote: RemoteRun, run: RunFolder) -> None:
+    """Write the records of all nodes, in the order of their starts, into one run folder."""
+    nodes = []
+    for node in remote.sizes(NODES) or {}:
         folder = f"{NODES}/{node}"
-        names = list(remote.sizes(folder) or {})
-        names = [name for name in names if name not in NODE_FOLDERS] + [
+        names = [name for name in remote.sizes(folder) or {} if name not in NODE_FOLDERS]
+        names += [
             f"{each}/{name}" for each in NODE_FOLDERS for name in remote.sizes(f"{folder}/{each}") or {}
         ]
-        found = {name: remote.read_if_there(f"{folder}/{name}") for name in names}
-        return cls({name: content for name, content in found.items() if content is not None})
-
-
-def _bring_together(nodes: list[_Node], run: RunFolder) -> None:
-    """Write the records of the nodes, given in the order of their starts, into one run folder."""
+        read = {
+            name: content
+            for name in names
+            if (content := remote.read_if_there(f"{folder}/{name}")) is not None
+        }
+        began = ""  # when the newest start of the run began there
+        with suppress(KeyError, ValueError, UserError):
+            began = check(parse_json(read.pop("node.json")), _NODE, "node.json")["began"]
+        nodes.append((began, read))
     parts: dict[str, list[bytes]] = {}
-    for node in nodes:
-        for name, content in node.files.items():
+    for _, read in sorted(nodes, key=lambda each: each[0]):
+        for name, content in read.items():
             # A rank that has moved to another node has lines on both; its newest heartbeat counts.
             before = [] if name.startswith("heartbeats/") else parts.get(name, [])
             parts[name] = [*before, content]

@@ -77,7 +77,7 @@ class Block:
 
 
 def _is_per_element(key: str, value: Any, tensor: torch.Tensor) -> bool:
-    """Say if a state has one value for each element of the tensor it belongs to."""
+    """Return whether a state has one value for each element of the tensor it belongs to."""
     # For a parameter of one element, `step` may have the same shape as the parameter.
     return key != "step" and torch.is_tensor(value) and value.shape == tensor.shape
 
@@ -154,12 +154,12 @@ class LiveState:
         return _share_of(piece, *self.holders[piece.parameter])
 
     def owns_whole(self) -> bool:
-        """Say if this rank saves the states that have a shape of their own."""
+        """Return whether this rank saves the states that have a shape of their own."""
         # Here they are the same on every rank.
         return dist.get_rank() == 0
 
     def is_swapped(self, block: Block) -> bool:
-        """Say if the block is on NVMe, and in memory only while it is `held`."""
+        """Return whether the block is on NVMe, and in memory only while it is `held`."""
         return False
 
     @contextmanager
@@ -260,9 +260,12 @@ def set_block(block: Block, reader: CheckpointReader) -> None:
         if _is_per_element(key, example, probe):
             _set_per_element(block, key, example, reader)
         elif torch.is_tensor(example) and example.numel() > 1:
-            live[key] = _whole(block, key, reader).to(example.device, example.dtype)
-        elif key in saved:
-            live[key] = _as(saved[key], example)
+            if key not in reader.whole_states(block.parameters[0]):
+                raise _other_states(block, key, block.parameters[0], reader)
+            live[key] = reader.read_whole(key, block.parameters[0]).to(example.device, example.dtype)
+        elif key in saved:  # a number, in the type in which this optimizer keeps it
+            is_tensor = torch.is_tensor(example)
+            live[key] = torch.full_like(example, saved[key]) if is_tensor else type(example)(saved[key])
         else:
             live[key] = example  # neither a number nor a tensor: it is the same after every step
 
@@ -278,12 +281,6 @@ def _set_per_element(block: Block, key: str, example: torch.Tensor, reader: Chec
             piece.of(live[key]).copy_(elements)
         elif piece.parameter in reader.state["scalars"]:
             raise _other_states(block, key, piece.parameter, reader)
-
-
-def _whole(block: Block, key: str, reader: CheckpointReader) -> torch.Tensor:
-    if key not in reader.whole_states(block.parameters[0]):
-        raise _other_states(block, key, block.parameters[0], reader)
-    return reader.read_whole(key, block.parameters[0])
 
 
 def _other_states(block: Block, key: str, parameter: str, reader: CheckpointReader) -> UserError:
@@ -307,21 +304,16 @@ def _saved_scalars(block: Block, reader: CheckpointReader) -> dict | None:
     return found[0] if found else None
 
 
-def _as(value: float, example: Any) -> object:
-    """Return a saved number in the type in which this optimizer keeps it."""
-    if torch.is_tensor(example):
-        return torch.full_like(example, value)
-    return type(example)(value)
-
-
 def _states_after_a_step(block: Block, step: int) -> tuple[torch.Tensor, dict]:
     """Step a small tensor with the block's optimizer; returns it and the states that the optimizer keeps for it.
 
     This shows names, types and devices of the states, which differ between optimizers and their versions.
     """
     optimizer, like = block.optimizer, block.tensor
-    # An optimizer that quantises does so only for large tensors: it gets a tensor of the block's own size.
-    shape = like.shape if _quantises(optimizer) else (2,) * like.dim()
+    # bitsandbytes in 8 bits, whose states are bytes, block scales and a value table, quantises only large tensors: it
+    # gets a tensor of the block's own size.
+    quantises = getattr(getattr(optimizer, "args", None), "optim_bits", 32) == 8
+    shape = like.shape if quantises else (2,) * like.dim()
     probe = torch.nn.Parameter(torch.zeros(shape, dtype=like.dtype, device=like.device))
     probe.grad = torch.zeros_like(probe)
     own = optimizer.state, optimizer.param_groups
@@ -335,8 +327,3 @@ def _states_after_a_step(block: Block, step: int) -> tuple[torch.Tensor, dict]:
         return probe, dict(optimizer.state[probe])
     finally:
         optimizer.state, optimizer.param_groups = own
-
-
-def _quantises(optimizer: torch.optim.Optimizer) -> bool:
-    """Say if the optimizer is one of bitsandbytes in 8 bits: its states are bytes, block scales and a value table."""
-    return getattr(getattr(optimizer, "args", None), "optim_bits", 32) == 8

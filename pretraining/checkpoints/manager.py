@@ -85,7 +85,6 @@ class CheckpointManager(TrainerCallback):
         load_state(trainer, folder, fetch)
 
     def load_position(self, trainer: Trainer, folder: Path) -> None:
-        """Set the random generators and the running loss."""
         # Called after the Trainer's loop has reset its own counters: they would overwrite these.
         load_position(trainer, folder)
 
@@ -104,15 +103,13 @@ class CheckpointManager(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Upload the checkpoint that the run continues from."""
-        # Its upload may have been interrupted.
+        # The upload of the one from which the run continues may have been interrupted.
         if self.start.checkpoint is not None:
             self._upload(self.start.checkpoint)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Ask how far the save in flight is."""
         self.writer.poll()
 
     def on_log(
@@ -128,7 +125,6 @@ class CheckpointManager(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Wait for the save in flight."""
         self.writer.wait()
 
     def _upload(self, folder: Path) -> None:

@@ -32,7 +32,6 @@ class Push:
   python -m pretraining.checkpoints push runs/tiny ./published/tiny"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the run and the destination."""
         parser.add_argument("run", type=Path, metavar="RUN", help="folder of a finished run")
         parser.add_argument("to", metavar="OWNER/NAME|ADDRESS|FOLDER", help="where it is published")
         parser.add_argument("--private", action="store_true", help="a new repository of the hub is private")
@@ -52,7 +51,6 @@ class Push:
         return found | (to_hub(files, to, options.private) if at_hub else to_store(files, to))
 
     def as_text(self, answer: dict) -> str:
-        """Write what is there now."""
         head = f"{answer['files']} files, {num_bytes(answer['bytes'])}"
         if answer["url"] is None:
             return "\n".join([f"would publish {head}, to {answer['to']}", *answer["names"]])
@@ -87,8 +85,7 @@ def to_hub(files: dict[str, Path], repo_id: str, private: bool) -> dict:
 def to_store(files: dict[str, Path], address: str) -> dict:
     """Write the files to a store or a folder; those that are there with the same content are not sent again."""
     place = address if is_remote(address) else str(Path(address).expanduser().absolute())
-    parent, _, name = place.rstrip("/").rpartition("/")
-    store = RemoteRun(parent or "/", name)
+    store = RemoteRun(place)
     entries = {name: file_entry(path) for name, path in files.items()}
     try:
         known = check(parse_json(store.read_if_there(LIST) or "{}"), {"type": "object"}, LIST)

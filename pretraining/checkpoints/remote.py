@@ -7,7 +7,6 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from pretraining.checkpoints.format import MARKER
 from pretraining.data.streaming.store import Patience, ShortAnswer, Store, reason_of
@@ -36,15 +35,22 @@ class RemoteRun(Store):
 
     advice = "check checkpoints.upload"
 
-    def __init__(self, address: str, name: str, patience: Patience | None = None):
+    def __init__(self, address: str, name: str | None = None, patience: Patience | None = None):
+        """address: of the run, or, with its `name`, of the place above it."""
         own = Patience(Patience.here().seconds, refused=_refusal, speaker="checkpoints")
-        super().__init__(f"{address.rstrip('/')}/{name}", patience or own)
+        address = address.rstrip("/")
+        super().__init__((address or "/") if name is None else f"{address}/{name}", patience or own)
+
+    @classmethod
+    def of_checkpoint(cls, address: str) -> "tuple[RemoteRun, str]":
+        """Return the run of a checkpoint's address, and the checkpoint's name."""
+        above, _, name = address.rstrip("/").rpartition("/")
+        return cls(above), name
 
     def at_first_contact(self) -> "RemoteRun":
         """Return the same place with less patience."""
-        address, _, name = self.address.rpartition("/")
         seconds = min(FIRST_CONTACT_SECONDS, self.patience.seconds)
-        return RemoteRun(address, name, Patience(seconds, _refusal, "checkpoints"))
+        return RemoteRun(self.address, patience=Patience(seconds, _refusal, "checkpoints"))
 
     def read_if_there(self, path: str) -> bytes | None:
         """Read a small file; None if there is none."""
@@ -102,10 +108,16 @@ class RemoteRun(Store):
 
     def write_file(self, path: str, source: Path) -> None:
         """Write a file of this machine, whole or not at all."""
-        self.write(path, partial(_chunks_of, source), source.stat().st_size)
+
+        def chunks() -> Iterator[bytes]:
+            with source.open("rb") as file:
+                while chunk := file.read(_CHUNK_BYTES):
+                    yield chunk
+                    work_done(len(chunk))
+
+        self.write(path, chunks, source.stat().st_size)
 
     def write_bytes(self, path: str, content: bytes) -> None:
-        """Write a small file."""
         self.write(path, lambda: [content], len(content))
 
     def create(self, path: str, content: bytes) -> bool:
@@ -116,7 +128,16 @@ class RemoteRun(Store):
 
         def write() -> bool:
             try:
-                self._create(path, content)
+                if self.folder is None:
+                    self._filesystem().pipe_file(self.where(path), content, mode="create")
+                    return True
+                place = self.folder / path
+                whole = place.with_name(f"{place.name}.{uuid.uuid4().hex}")
+                _send_to_folder(whole, [content])
+                try:
+                    place.hardlink_to(whole)  # unlike a rename it fails if the name is taken
+                finally:
+                    whole.unlink()
             except FileExistsError:
                 # An attempt whose answer was lost has perhaps written it.
                 return self._filesystem().cat_file(self.where(path)) == content
@@ -147,16 +168,7 @@ class RemoteRun(Store):
     def folders(self) -> list[str]:
         """Return the names directly below the run's address; [] if there are none."""
 
-        def listed() -> list[str]:
-            system = self._filesystem()
-            system.invalidate_cache()  # fsspec keeps listings for ever
-            with contextlib.suppress(FileNotFoundError):
-                return [
-                    str(path).rstrip("/").rpartition("/")[2] for path in system.ls(self.address, detail=False)
-                ]
-            return []
-
-        return self.patience.ask(listed, self.address)
+        return list(self.sizes("") or {})
 
     def check_writable(self) -> None:
         """Write a small file and remove it, so that a `UserError` comes now and not at the first checkpoint."""
@@ -176,42 +188,18 @@ class RemoteRun(Store):
                 file.write(chunk)
             file.close()
         except BaseException:  # also an interrupt must not leave half a file as a whole one
-            _discard(file)
+            with contextlib.suppress(Exception):
+                file.discard()
+            # `close`, which the destructor calls too, would complete the file with half of its bytes.
+            with contextlib.suppress(AttributeError):
+                file.closed = True
             raise
-
-    def _create(self, path: str, content: bytes) -> None:
-        if self.folder is None:
-            self._filesystem().pipe_file(self.where(path), content, mode="create")
-            return
-        place = self.folder / path
-        whole = place.with_name(f"{place.name}.{uuid.uuid4().hex}")
-        _send_to_folder(whole, [content])
-        try:
-            place.hardlink_to(whole)  # unlike a rename it fails if the name is taken
-        finally:
-            whole.unlink()
-
-
-def _chunks_of(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            yield chunk
-            work_done(len(chunk))
 
 
 def _send_to_folder(path: Path, chunks: Iterable[bytes]) -> None:
     with replacing(path, "wb") as file:
         for chunk in chunks:
             file.write(chunk)
-
-
-def _discard(file: Any) -> None:
-    """Drop what was sent."""
-    # `close`, which the destructor calls too, would complete the file with half of its bytes.
-    with contextlib.suppress(Exception):
-        file.discard()
-    with contextlib.suppress(AttributeError):
-        file.closed = True
 
 
 def _refusal(error: Exception, what: str) -> UserError | None:

@@ -5,7 +5,6 @@ anything is loaded. `begin_run` writes. Between the two calls the caller builds 
 refuses the start, nothing has been written yet. `roll_back` leaves out the samples that spoilt a run.
 """
 
-import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -14,21 +13,22 @@ from typing import Protocol
 
 from transformers import PreTrainedModel
 
-from pretraining.checkpoints.agreement import bring_history, choose_on_disks, refuse_lone_disks
+from pretraining.checkpoints.choosing import (
+    bring_history,
+    choose_checkpoint,
+    is_left_behind,
+    refuse_lone_disks,
+)
 from pretraining.checkpoints.export import describe_model
-from pretraining.checkpoints.fetch import fetch_again, fetch_newest, resolve_resume
 from pretraining.checkpoints.folders import (
-    changed_files,
     committed_checkpoints,
-    quick_damage,
     remove_uncommitted,
     set_aside_after,
-    share_of,
     step_in_name,
 )
-from pretraining.checkpoints.format import MARKER, marker_or_nothing, read_marker
+from pretraining.checkpoints.format import MARKER, read_marker
 from pretraining.checkpoints.identity import GIVEN, Identity, Start, described_data
-from pretraining.checkpoints.remote import RemoteRun
+from pretraining.checkpoints.places import COMMITTED, DiskPlace, health
 from pretraining.checkpoints.shard_files import read_state
 from pretraining.data.arriving import is_from_origin
 from pretraining.data.mixture import format_table
@@ -49,10 +49,10 @@ from pretraining.recipe.schedule import CONSTANT, DECAYING
 from pretraining.recipe.sections import Weights
 from pretraining.runtime.durable_files import write_json
 from pretraining.runtime.heartbeat import this_machine
-from pretraining.runtime.journal import NOTHING_HEALED, Journal, Rollback
+from pretraining.runtime.journal import Journal, Rollback
 from pretraining.runtime.lock import move_lock
-from pretraining.runtime.process_group import from_rank_0, gather_from_ranks, rank_and_world_size, together
-from pretraining.runtime.restarts import launch_details
+from pretraining.runtime.process_group import from_rank_0, gather_from_ranks, together
+from pretraining.runtime.restarts import launch_details, resume_after_restart
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import check, differences, display_path, listed
 
@@ -82,33 +82,37 @@ def find_start(
     in_parts = not run.disks.shared or from_rank_0(run.holds_parts)
     if in_parts and resume != "never":
         bring_history(run, upload)
+    # A launcher that restarts the run repeats the command line: a typed `never` must not begin the run anew each time.
+    resume = from_rank_0(lambda: resume_after_restart(run, resume))
 
     def check_stored(place: str, marker: dict, accepted: bytes) -> None:
-        changes_since(place, marker, recipe, data.manifest, run, allowed, changes_in(accepted, place))
+        recorded = [*recorded_changes(run), *changes_in(accepted, place)]
+        changes_since(place, marker, recipe, data.manifest, allowed, recorded)
 
-    resume, fetched = resolve_resume(run, upload, resume, in_parts, check_stored)
+    def check_folder() -> None:
+        changes_of_run(run, recipe.to_dict(), allowed)
+
+    if resume != "never":
+        from_rank_0(check_folder)  # the cheap check first: verifying a checkpoint reads all its bytes
+    checkpoint, source = choose_checkpoint(run, resume, upload, layout, check_stored, in_parts)
     if resume == "never":
         return Start(starts_over=True)
-    # The cheap check first: verifying a checkpoint reads all its bytes.
-    from_rank_0(lambda: changes_of_run(run, recipe.to_dict(), allowed))
-    journal, source = from_rank_0(lambda: Journal.read(run.journal)), None
-    if in_parts:
-        checkpoint, source = choose_on_disks(run, upload, resume, journal, layout)
-    else:
-        checkpoint = choose_checkpoint(run, resume, journal, fetched, upload)
+    from_rank_0(check_folder)  # the recipe may have come from the store meanwhile
     start = from_rank_0(lambda: _start_at(checkpoint, run, recipe, data.manifest, allowed))
-    from_rank_0(lambda: _refuse_lost_rollbacks(checkpoint, run, journal))
-    return replace(start, journal=journal, source=source)
+    return replace(start, source=source)
 
 
 def _start_at(
     checkpoint: Path | None, run: RunFolder, recipe: Recipe, manifest: dict, allowed: Sequence[str]
 ) -> Start:
+    journal = Journal.read(run.journal)
     if checkpoint is None:
-        return Start()
+        return Start(journal=journal)
     read_state(checkpoint)  # refuses another format before the model is built
-    changes = changes_since(checkpoint, read_marker(checkpoint), recipe, manifest, run, allowed)
+    marker = read_marker(checkpoint)
+    changes = changes_since(checkpoint, marker, recipe, manifest, allowed, recorded_changes(run))
     start = Start.at(checkpoint)
+    _refuse_lost_rollbacks(checkpoint, run, journal)
     accepted = [
         {"step": start.step, "key": each.key, "from": each.earlier, "to": each.now} for each in changes
     ]
@@ -118,12 +122,12 @@ def _start_at(
             f"{run.path}: all {start.step:,} steps are done, so that changing {keys} would change none of them; make a "
             "run of its own (python -m pretraining.checkpoints branch), or start over with --resume never"
         )
-    return replace(start, changes=(*start.changes, *accepted))
+    return replace(start, changes=(*start.changes, *accepted), journal=journal)
 
 
-def _refuse_lost_rollbacks(checkpoint: Path | None, run: RunFolder, journal: Journal) -> None:
+def _refuse_lost_rollbacks(checkpoint: Path, run: RunFolder, journal: Journal) -> None:
     # The journal says which samples each rollback left out: without it the data would be another from here on.
-    known = read_marker(checkpoint).get("rollbacks", 0) if checkpoint else 0
+    known = read_marker(checkpoint).get("rollbacks", 0)
     if known > len(journal.rollbacks):
         raise UserError(
             f"{run.journal}: {checkpoint} was trained after {known} rollbacks and this journal holds "
@@ -132,109 +136,42 @@ def _refuse_lost_rollbacks(checkpoint: Path | None, run: RunFolder, journal: Jou
         )
 
 
-def choose_checkpoint(
-    run: RunFolder,
-    resume: str,
-    journal: Journal = NOTHING_HEALED,
-    fetched: Path | None = None,
-    upload: str | None = None,
-) -> Path | None:
-    """Return the checkpoint that `--resume auto|never|PATH` means, on every rank; None begins the run.
-
-    auto: the newest committed checkpoint that is whole and that no rollback of `journal` has left behind. Damaged files
-    are fetched again from `upload`, the recipe's store, if it holds that checkpoint; else it is passed over with an
-    event and a line. fetched: the folder of one whose bytes were verified as they arrived, which are not read again.
-    Raises `UserError` for a PATH that is not a committed, whole checkpoint, and for another version's.
-    """
-    if resume == "never":
-        return None
-    if resume != "auto":
-        return _whole(Path(resume), fetched)
-    candidates = from_rank_0(lambda: _candidates(run, journal))
-    for folder, before in itertools.zip_longest(candidates, candidates[1:]):
-        reason = _damage_found_together(folder, fetched, of_run=True)
-        if reason is None or fetch_again(run, upload, folder, reason):
-            return folder
-        from_rank_0(lambda folder=folder, reason=reason: _pass_over(run, folder, reason))
-        # the store may hold a newer one than the next one here
-        if upload is not None:
-            remote, step = RemoteRun(upload, run.path.name), step_in_name(before) if before else None
-            if (found := fetch_newest(run, remote, step, damaged_here=folder)) is not None:
-                return found
-    return None
-
-
-def _damage_found_together(folder: Path, fetched: Path | None, of_run: bool = False) -> str | None:
-    """Return the `damage` of a checkpoint; each rank reads a share of the bytes, and every rank calls it."""
-    reason, files = from_rank_0(lambda: quick_damage(folder, of_run))
-    if reason is not None or folder == fetched:
-        return reason
-    # Because the ranks share the reading, verifying a large checkpoint takes only as long as loading it.
-    rank, ranks = rank_and_world_size()
-    found = gather_from_ranks(changed_files(folder, share_of(files, rank, ranks)))
-    return next((reason for changed in found for reason in changed.values()), None)
-
-
-def is_left_behind(folder: Path, journal: Journal) -> bool:
-    """Say if a rollback went back behind a checkpoint since it was saved; False if the marker is damaged."""
-    # A damaged marker does not tell. The checkpoint stays a candidate, so that its damage is reported.
-    marker = marker_or_nothing(folder)
-    return bool(marker) and journal.overtakes(marker["step"], marker.get("rollbacks", 0))
-
-
-def _candidates(run: RunFolder, journal: Journal) -> list[Path]:
-    return [folder for folder in committed_checkpoints(run) if not is_left_behind(folder, journal)]
-
-
-def _pass_over(run: RunFolder, folder: Path, reason: str) -> None:
-    run.add_event("checkpoint_passed_over", checkpoint=folder.name, reason=reason)
-    print(f"{folder} is damaged ({reason}): passed over for the one before", flush=True)
-
-
-def _whole(folder: Path, fetched: Path | None) -> Path:
-    """Return the folder; `UserError` unless it is a committed checkpoint without damage."""
-    from_rank_0(lambda: _refuse_uncommitted(folder))
-    reason = _damage_found_together(folder, fetched)
-    if reason is not None:
-        raise UserError(f"--resume {folder}: the checkpoint is damaged: {reason}")
-    return folder
-
-
-def _refuse_uncommitted(folder: Path) -> None:
-    if not folder.is_dir():
-        raise UserError(
-            f"--resume {folder}: no such folder; it takes auto, never or the path of a checkpoint"
-        )
-    if not (folder / MARKER).exists():
-        raise UserError(f"--resume {folder}: no committed checkpoint there ({MARKER} is missing)")
-
-
 def changes_since(
     checkpoint: Path | str,
     marker: dict,
     recipe: Recipe,
     manifest: dict,
-    run: RunFolder,
     allowed: Sequence[str],
-    accepted: Sequence[dict] = (),
+    accepted: Sequence[dict],
 ) -> list[Change]:
     """Return how recipe and data differ from the checkpoint's.
 
-    What an earlier start in this folder accepted stays accepted, and what `accepted` lists. Raises `UserError` for a
-    change that is not allowed, and for one that no checkpoint can follow: other shapes of the weights.
+    accepted: what earlier starts accepted, which stays accepted. Raises `UserError` for a change that is not allowed,
+    and for one that no checkpoint can follow: other shapes of the weights.
     """
     try:
         changes = changed_parts(recipe.to_dict(), marker["recipe"])
         # no request can change the weights' shapes
         if any(change.key.startswith("model.") for change in changes):
-            _refuse_other_shape(checkpoint, marker["recipe"]["model"], recipe.model)
-        changes += _data_change(marker["data"], described_data(recipe, manifest), changes)
+            held, now = Weights.split(marker["recipe"]["model"])[0], recipe.model
+            if held["model_type"] != now["model_type"] or model_size(held).parts != model_size(now).parts:
+                raise UserError(
+                    f"{checkpoint} holds weights of other shapes: {listed(differences(held, now, 'model'))}; give this "
+                    "model its own folder with --output_dir, or start over with --resume never"
+                )
+        data, data_now = marker["data"], described_data(recipe, manifest)
+        # of tokens that were not there yet, their origin counts
+        kinds = is_from_origin(data["fingerprint"]), is_from_origin(data_now["fingerprint"])
+        key = "origin" if any(kinds) else "fingerprint"
+        # A changed key of `data` explains the other tokens: one change is not listed twice.
+        if data.get(key) != data_now.get(key) and not any(each.key.startswith("data.") for each in changes):
+            changes.append(Change(DATA_FINGERPRINT, data["fingerprint"], data_now["fingerprint"]))
     # a marker that somebody else has written
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         what = f"{MARKER} holds no recipe and data of a run ({type(error).__name__})"
         raise UserError(f"{checkpoint}: {what}; choose another checkpoint") from error
     # A start may have been killed before it saved, so that the checkpoint does not know what it had accepted.
-    recorded = [(each["key"], each["to"]) for each in (*_recorded_changes(run), *accepted)]
+    recorded = [(each["key"], each["to"]) for each in accepted]
     new = [change for change in changes if (change.key, change.now) not in recorded]
     refuse_changes(new, allowed, checkpoint, "checkpoint")
     return changes
@@ -244,10 +181,17 @@ _CHANGE = {"type": "object", "required": ["key", "to"], "properties": {"key": {"
 _CHANGES = {"type": "array", "items": _CHANGE}
 
 
-def _recorded_changes(run: RunFolder) -> list[dict]:
+def recorded_changes(run: RunFolder) -> list[dict]:
     """Return what earlier starts in this folder accepted: {"step", "key", "from", "to"} each."""
-    where = f"{run.changes} (remove it, or choose another --output_dir)"
-    return check(_read_json(run.changes), _CHANGES, where) if run.changes.exists() else []
+    if not run.changes.exists():
+        return []
+    try:
+        found = read_json_value(run.changes)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{run.changes}: cannot be read ({error}); remove it or choose another --output_dir"
+        ) from error
+    return check(found, _CHANGES, f"{run.changes} (remove it, or choose another --output_dir)")
 
 
 def changes_in(content: bytes, place: str) -> list[dict]:
@@ -257,35 +201,6 @@ def changes_in(content: bytes, place: str) -> list[dict]:
         return check(parse_json(content), _CHANGES, where)
     except ValueError as error:
         raise UserError(f"{where}: {error}; remove it there") from error
-
-
-def _data_change(earlier: dict, now: dict, changes: list[Change]) -> list[Change]:
-    """Return the change to other tokens under the same recipe; [] if a key of `data` has changed too."""
-    key = "fingerprint"
-    if any(is_from_origin(each["fingerprint"]) for each in (earlier, now)):
-        key = "origin"  # of tokens that were not there yet
-    # A changed key of `data` explains the other tokens: one change is not listed twice.
-    if earlier.get(key) == now.get(key) or any(each.key.startswith("data.") for each in changes):
-        return []
-    return [Change(DATA_FINGERPRINT, earlier["fingerprint"], now["fingerprint"])]
-
-
-def _refuse_other_shape(checkpoint: Path | str, earlier: dict, now: dict) -> None:
-    earlier, _ = Weights.split(earlier)
-    if earlier["model_type"] != now["model_type"] or model_size(earlier).parts != model_size(now).parts:
-        raise UserError(
-            f"{checkpoint} holds weights of other shapes: {listed(differences(earlier, now, 'model'))}; give this "
-            "model its own folder with --output_dir, or start over with --resume never"
-        )
-
-
-def _read_json(path: Path) -> dict | list:
-    try:
-        return read_json_value(path)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path}: cannot be read ({error}); remove it or choose another --output_dir"
-        ) from error
 
 
 def begin_run(
@@ -304,8 +219,12 @@ def begin_run(
     """
 
     def tidy() -> None:
-        if start.starts_over:
-            _set_aside(run)
+        if start.starts_over and run.recipe.exists():  # without a recipe no start had opened a run here
+            when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+            aside = run.path.with_name(f"{run.path.name}.{when}")
+            run.path.rename(aside)
+            move_lock(aside, run.path)  # this process goes on holding the new folder
+            print(f"the earlier run of {run.path} is kept as {aside}")
         remove_uncommitted(run)
         set_aside_after(run, start.step, spared=start.checkpoint)
         if not run.disks.has_rank_0:
@@ -354,24 +273,31 @@ def start_text(run: RunFolder, identity: Identity, plan: RunPlan) -> str:
     recipe, start = identity.recipe, identity.start
     progress = start.progress(recipe)
     left = 1 - start.tokens / max(1, progress.tokens_at(progress.last_step))
-    rows = [
-        ("run", run_line(recipe, plan, display_path(run.path), identity.environment["device"])),
-        *([] if run.disks.shared else [("disks", _disks_line(run, recipe))]),
-        ("start", _start_line(run, start, progress.last_step)),
-        *(
-            []
-            if (balance := balance_of_experts(recipe.model)) is None
-            else [("router", balance or "not balanced")]
-        ),
-        ("plan", plan_line(recipe, plan, left)),
-    ]
+    rows = [("run", run_line(recipe, plan, display_path(run.path), identity.environment["device"]))]
+    if not run.disks.shared:
+        upload = recipe.checkpoints.upload
+        where = f"checkpoints meet in {upload}" if upload else "nothing is saved"
+        folders = f"{run.disks.count} run folders, each with the files of its own ranks"
+        rows.append(("disks", f"no shared disk: {folders}; {where}"))
+    rows.append(("start", _start_line(run, start, progress.last_step)))
+    if (balance := balance_of_experts(recipe.model)) is not None:
+        rows.append(("router", balance or "not balanced"))
+    rows.append(("plan", plan_line(recipe, plan, left)))
     return "\n".join(f"{label:<7}{line}" for label, line in rows)
 
 
 def _start_line(run: RunFolder, start: Start, last_step: int) -> str:
-    """Write `fresh`, or from which checkpoint a run continues, and when, where and by what that was saved."""
+    """Write how a run begins, or from which checkpoint it continues, and when, where and by what that was saved."""
     if start.checkpoint is None:
-        return _given_words(start.initial_weights) if start.initial_weights else "fresh"
+        if (given := start.initial_weights) is None:
+            return "fresh"
+        words = f"from the weights of {given['source']} ({given['digest']})"
+        if given["tokenizer"] != "the same":
+            words += "; no tokenizer there to compare"
+        for name, rows in given["added_rows"].items():
+            words += f"; {name}: {rows:,} new rows, each the mean of the others" if rows > 0 else ""
+            words += f"; {name}: without the last {-rows:,} rows" if rows < 0 else ""
+        return words + (f"; not in use: {listed(given['unused'])}" if given["unused"] else "")
     marker, place = read_marker(start.checkpoint), start.checkpoint
     # Only the name of a checkpoint of this run: its folder is in the line above.
     name = place.name if place.parent.absolute() == run.path.absolute() else display_path(place)
@@ -383,31 +309,10 @@ def _start_line(run: RunFolder, start: Start, last_step: int) -> str:
     )
 
 
-def _disks_line(run: RunFolder, recipe: Recipe) -> str:
-    """Say that nodes have run folders of their own, and where their checkpoints meet."""
-    where = (
-        f"checkpoints meet in {recipe.checkpoints.upload}"
-        if recipe.checkpoints.upload
-        else "nothing is saved"
-    )
-    return f"no shared disk: {run.disks.count} run folders, each with the files of its own ranks; {where}"
-
-
-def _given_words(given: dict) -> str:
-    """Describe the weights from which a run begins."""
-    words = f"from the weights of {given['source']} ({given['digest']})"
-    if given["tokenizer"] != "the same":
-        words += "; no tokenizer there to compare"
-    for name, rows in given["added_rows"].items():
-        words += f"; {name}: {rows:,} new rows, each the mean of the others" if rows > 0 else ""
-        words += f"; {name}: without the last {-rows:,} rows" if rows < 0 else ""
-    return words + (f"; not in use: {listed(given['unused'])}" if given["unused"] else "")
-
-
 def record_changes(run: RunFolder, start: Start, recipe: Recipe) -> None:
     """Print and keep what was changed on request."""
     # Comes before the recipe is written: if a start is killed in between, the next one asks again for its changes.
-    known = _recorded_changes(run)
+    known = recorded_changes(run)
     for change in start.changes:
         if change in known:
             continue
@@ -445,16 +350,6 @@ def _effect_on_rate(change: dict, recipe: Recipe, start: Start) -> str:
     )
 
 
-def _set_aside(run: RunFolder) -> None:
-    """Keep what an earlier run left in this folder under another name."""
-    # Without a recipe the folder holds no run that a start had opened.
-    if run.recipe.exists():
-        aside = run.path.with_name(f"{run.path.name}.{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}")
-        run.path.rename(aside)
-        move_lock(aside, run.path)  # this process goes on holding the new folder
-        print(f"the earlier run of {run.path} is kept as {aside}")
-
-
 class Finding(Protocol):
     """Why the attempt was stopped: the optimizer step whose loss was the reason, and a sentence."""
 
@@ -468,29 +363,33 @@ def roll_back(run: RunFolder, start: Start, finding: Finding, recipe: Recipe) ->
     The samples of `monitors.spikes.skip_steps` steps before the step of the finding, and of as many steps from it on,
     are left out. When the run is opened again, the checkpoints saved since are set aside.
 
-    start: where this attempt began. finding: the `step` whose loss was the reason, and why (`sentence`).
+    start: where this attempt began.
 
     Raises:
         GaveUp: on every rank, if the policy is another one or has no rollback left.
     """
-    last_words = from_rank_0(lambda: _roll_back_on_rank_0(run, start, finding, recipe))
-    if last_words is not None:
+
+    def write() -> str | None:
+        """Return the run's last line, or None after a rollback."""
+        spikes, done = recipe.monitors.spikes, len(start.journal.rollbacks)
+        why, allowed = finding.sentence, spikes.max_rollbacks
+        if spikes.policy != "rollback" or done >= allowed:
+            run.add_event("gave_up", step=finding.step, why=why, policy=spikes.policy, rollbacks=done)
+            after = f" after {done} rollbacks" if done else ""
+            return (
+                f"{run.path}: training gave up{after} (monitors.spikes.policy {spikes.policy}): {why}; {run.events} "
+                "says what happened and what to try; the committed checkpoints are kept, and the same command "
+                "continues from the newest"
+            )
+        rollback = _planned(run, start, finding.step, recipe)
+        # The journal first: if the process is killed after it, the next start still follows it.
+        start.journal.with_rollback(rollback).write(run.journal)
+        run.add_event("rollback", **asdict(rollback), why=why, rollback=done + 1, of=allowed)
+        print(f"rollback {done + 1} of {allowed}: {why}; back to step {rollback.to_step}", flush=True)
+        return None
+
+    if (last_words := from_rank_0(write)) is not None:
         raise GaveUp(last_words)
-
-
-def _roll_back_on_rank_0(run: RunFolder, start: Start, finding: Finding, recipe: Recipe) -> str | None:
-    """Return the run's last line, or None after a rollback."""
-    spikes, done = recipe.monitors.spikes, len(start.journal.rollbacks)
-    step, why, allowed = finding.step, finding.sentence, spikes.max_rollbacks
-    if spikes.policy != "rollback" or done >= allowed:
-        run.add_event("gave_up", step=step, why=why, policy=spikes.policy, rollbacks=done)
-        return _last_words(run, why, spikes.policy, done)
-    rollback = _planned(run, start, step, recipe)
-    # The journal first: if the process is killed after it, the next start still follows it.
-    start.journal.with_rollback(rollback).write(run.journal)
-    run.add_event("rollback", **asdict(rollback), why=why, rollback=done + 1, of=allowed)
-    print(f"rollback {done + 1} of {allowed}: {why}; back to step {rollback.to_step}", flush=True)
-    return None
 
 
 def _planned(run: RunFolder, start: Start, step: int, recipe: Recipe) -> Rollback:
@@ -504,26 +403,13 @@ def _planned(run: RunFolder, start: Start, step: int, recipe: Recipe) -> Rollbac
     first, last = progress.samples_at(first_step), progress.samples_at(last_step)
     # Positions in the global order, from which earlier rollbacks have left out samples already.
     positions = start.journal.position(first), start.journal.position(last - 1) + 1
-    to_step = _good_step(run, start.journal, first_step)
-    return Rollback(step, to_step, positions, spikes.lr_factor, spikes.lr_steps)
-
-
-def _good_step(run: RunFolder, journal: Journal, most_steps: int) -> int:
-    """Return the steps of the newest checkpoint with at most `most_steps`; 0, the beginning, if there is none."""
-    # Marker and sizes suffice here: the next start compares the bytes, and takes an earlier one if they have changed.
+    place, to_step = DiskPlace(run.path), 0
     for folder in committed_checkpoints(run):
-        step = step_in_name(folder)
-        if step > most_steps or is_left_behind(folder, journal):
+        if step_in_name(folder) > first_step or is_left_behind(folder, start.journal):
             continue
-        # What other disks hold of it shows at the next start.
-        if quick_damage(folder, of_run=True, is_part=not run.disks.shared)[0] is None:
-            return step
-    return 0
-
-
-def _last_words(run: RunFolder, why: str, policy: str, rollbacks: int) -> str:
-    done = f" after {rollbacks} rollbacks" if rollbacks else ""
-    return (
-        f"{run.path}: training gave up{done} (monitors.spikes.policy {policy}): {why}; {run.events} says what "
-        "happened and what to try; the committed checkpoints are kept, and the same command continues from the newest"
-    )
+        # Marker and sizes suffice here: the next start compares the bytes, and takes an earlier one if they have
+        # changed. What other disks hold of it shows then, too.
+        if health(place, folder.name, is_part=not run.disks.shared).word == COMMITTED:
+            to_step = step_in_name(folder)
+            break
+    return Rollback(step, to_step, positions, spikes.lr_factor, spikes.lr_steps)

@@ -25,7 +25,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from pretraining.checkpoints.cuts import Cut, rows_of, split_key
 from pretraining.checkpoints.format import (
     commit_checkpoint,
-    file_entries,
+    digest_entry,
+    file_entry,
     read_marker,
     read_receipt,
     write_receipt,
@@ -86,9 +87,16 @@ def write_rank_file(
     Returns the file's `file_entry` once the disk holds it (fsync).
     """
     # The checksum is computed while the bytes are written: `save_file` would need a second reading of the file.
-    digest, num_bytes = xxhash.xxh128(), 0
+    digest, num_bytes, read = xxhash.xxh128(), 0, read or tensors.__getitem__
+
+    def pieces() -> Iterator[memoryview]:
+        yield memoryview(file_header(tensors)[0])
+        for name in _in_file_order(tensors):
+            data = memoryview(read(name).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            yield from (data[at : at + _CHUNK_BYTES] for at in range(0, len(data), _CHUNK_BYTES))
+
     with path.open("wb", buffering=0) as file:
-        for piece in _pieces(tensors, read or tensors.__getitem__):
+        for piece in pieces():
             digest.update(piece)
             written = 0  # an unbuffered write may take less than it is given
             while written < len(piece):
@@ -96,15 +104,7 @@ def write_rank_file(
             work_done(len(piece))
             num_bytes += len(piece)
         os.fsync(file.fileno())
-    return {"bytes": num_bytes, "checksum": f"xxh128:{digest.hexdigest()}"}
-
-
-def _pieces(tensors: Mapping[str, torch.Tensor], read: Callable[[str], torch.Tensor]) -> Iterator[memoryview]:
-    """Yield the file's bytes in order: the header, then the tensors."""
-    yield memoryview(file_header(tensors)[0])
-    for name in _in_file_order(tensors):
-        data = memoryview(read(name).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-        yield from (data[at : at + _CHUNK_BYTES] for at in range(0, len(data), _CHUNK_BYTES))
+    return digest_entry(num_bytes, digest)
 
 
 def _in_file_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
@@ -230,7 +230,7 @@ class CheckpointReader:
         return self._states.get(parameter, [])
 
     def has(self, state: str, parameter: str) -> bool:
-        """Say if the checkpoint holds a per-element state of a parameter."""
+        """Return whether the checkpoint holds a per-element state of a parameter."""
         while state not in self.states(parameter):
             if not self._bring_another():
                 return False
@@ -244,7 +244,6 @@ class CheckpointReader:
         return found
 
     def numel(self, parameter: str) -> int:
-        """Return the number of elements of a parameter."""
         return prod(self.parameters[parameter])
 
     def dtype(self, state: str, parameter: str) -> torch.dtype:
@@ -326,7 +325,6 @@ class CheckpointReader:
         return slice_
 
     def read_whole(self, state: str, parameter: str) -> torch.Tensor:
-        """Return a state with a shape of its own."""
         fragment = self._whole[state, parameter]
         return self._opened(fragment.file).get_tensor(fragment.key).clone()
 
@@ -430,7 +428,7 @@ def reshard(folder: Path, target_folder: Path, num_files: int) -> None:
     for index in range(num_files):
         name = rank_file(index, num_files)
         files = {name: _write_share(reader, target_folder / name, index, num_files)}
-        files |= file_entries(target_folder, copied) if index == 0 else {}
+        files |= {each: file_entry(target_folder / each) for each in copied if index == 0}
         write_receipt(target_folder, index, num_files, files, **kept)
     content = {key: value for key, value in marker.items() if key not in _OWN_KEYS}
     commit_checkpoint(target_folder, {**content, "ranks": num_files})
@@ -458,7 +456,10 @@ def _write_share(reader: CheckpointReader, path: Path, index: int, num_files: in
             slices[key] = (state, name, start, end - start)
             # `meta` takes no memory: each slice is read when it is written.
             shapes[key] = torch.empty(end - start, dtype=reader.dtype(state, name), device="meta")
-    whole = _whole_states(reader) if index == 0 else {}  # small: factors of moments
+    whole = {}
+    if index == 0:  # small: factors of moments
+        names = [(state, name) for name in reader.parameters for state in reader.whole_states(name)]
+        whole = {fragment_key(state, name, None): reader.read_whole(state, name) for state, name in names}
 
     def read(key: str) -> torch.Tensor:
         return whole[key] if key in whole else reader.read(*slices[key])
@@ -474,8 +475,3 @@ def _states(reader: CheckpointReader) -> Iterator[tuple[str, str, int]]:
                 yield state, name, reader.numel(name)
     for name, entry in reader.state.get("buffers", {}).items():
         yield BUFFER, name, torch.Size(entry["shape"]).numel()
-
-
-def _whole_states(reader: CheckpointReader) -> dict[str, torch.Tensor]:
-    names = [(state, name) for name in reader.parameters for state in reader.whole_states(name)]
-    return {fragment_key(state, name, None): reader.read_whole(state, name) for state, name in names}

@@ -50,12 +50,17 @@ class RankShare(NamedTuple):
 
 def rank_share(trainer: OpenTrainer) -> RankShare:
     """Gather this rank's share of a checkpoint of the Trainer as it is now; all ranks call it together."""
-    _update_trainer_state(trainer)
+    # The Trainer's own `_save_checkpoint`, which this one replaces, updates FLOPs and callbacks in the same way.
+    trainer.store_flos()
+    for callback in (*trainer.callback_handler.callbacks, trainer.control):
+        if isinstance(callback, ExportableState):
+            trainer.state.stateful_callbacks[type(callback).__name__] = callback.state()
     live = live_state(trainer.model, trainer.optimizer)
     files = shared_files(trainer, live) if dist.get_rank() == 0 else {}
-    # Each rank draws from its own generators and has its own loss.
-    receipt = {"rng": random_numbers(), "running_loss": _running_loss(trainer)}
-    return RankShare(dict(rank_tensors(live)), files, receipt)
+    # Each rank draws from its own generators and has its own loss since the last logged step, in nats per token.
+    steps = trainer.state.global_step - trainer.last_logged_step
+    loss = {"sum": trainer.running_loss.item(), "steps": steps}
+    return RankShare(dict(rank_tensors(live)), files, {"rng": random_numbers(), "running_loss": loss})
 
 
 def shared_files(trainer: OpenTrainer, live: LiveState) -> dict[str, bytes]:
@@ -64,15 +69,6 @@ def shared_files(trainer: OpenTrainer, live: LiveState) -> dict[str, bytes]:
         STATE_FILE: _json(_replicated_state(trainer, live)),
         TRAINER_STATE_NAME: _json(asdict(trainer.state), sort_keys=True),
     }
-
-
-def _update_trainer_state(trainer: OpenTrainer) -> None:
-    """Update what `trainer.state` keeps of FLOPs and of callbacks."""
-    # The Trainer's own `_save_checkpoint`, which this one replaces, does the same.
-    trainer.store_flos()
-    for callback in (*trainer.callback_handler.callbacks, trainer.control):
-        if isinstance(callback, ExportableState):
-            trainer.state.stateful_callbacks[type(callback).__name__] = callback.state()
 
 
 def rank_tensors(live: LiveState) -> Iterator[tuple[str, torch.Tensor]]:
@@ -124,12 +120,6 @@ def _replicated_state(trainer: OpenTrainer, live: LiveState) -> dict:
     }
 
 
-def _running_loss(trainer: OpenTrainer) -> dict:
-    """Return the sum of this rank's losses since the last logged step, in nats per token, and the number of steps."""
-    steps = trainer.state.global_step - trainer.last_logged_step
-    return {"sum": trainer.running_loss.item(), "steps": steps}
-
-
 def _persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers that belong to the model's state, by name."""
     found = {}
@@ -158,7 +148,12 @@ def load_state(trainer: OpenTrainer, folder: Path, fetch: Callable[[str], bool] 
     """
     reader = CheckpointReader(folder, fetch, first=dist.get_rank())
     live = live_state(trainer.model, trainer.optimizer)
-    _refuse_other_shapes(live, reader)
+    ours, theirs = {name: whole_shape(p) for p, name in live.names.items()}, reader.parameters
+    if changed := [name for name in ours.keys() | theirs if ours.get(name) != theirs.get(name)]:
+        name = min(changed)
+        raise UserError(
+            f"{folder} is of another model: {name} is {theirs.get(name)} there and {ours.get(name)} here"
+        )
     with torch.no_grad(), long_work():
         for block in live.blocks:
             with live.held(block, changed=True):
@@ -174,40 +169,17 @@ def load_state(trainer: OpenTrainer, folder: Path, fetch: Callable[[str], bool] 
         trainer.model_wrapped.skipped_steps = reader.state["skipped_steps"]
 
 
-def _refuse_other_shapes(live: LiveState, reader: CheckpointReader) -> None:
-    ours = {name: whole_shape(p) for p, name in live.names.items()}
-    changed = [
-        name for name in ours.keys() | reader.parameters if ours.get(name) != reader.parameters.get(name)
-    ]
-    if changed:
-        name = min(changed)
-        raise UserError(
-            f"{reader.folder} is of another model: {name} is {reader.parameters.get(name)} there and "
-            f"{ours.get(name)} here"
-        )
-
-
 def load_position(trainer: OpenTrainer, folder: Path) -> None:
     """Set the random generators and the running loss, after the Trainer's loop has reset its own counters."""
-    _load_random_state(folder)
-    _load_running_loss(trainer, folder)
-
-
-def _load_random_state(folder: Path) -> None:
-    """Set this rank's random generators, if as many ranks saved the checkpoint as run now."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    reader = CheckpointReader(folder, fetch_nothing, first=rank)
+    rank, reader = dist.get_rank(), CheckpointReader(folder, fetch_nothing, first=dist.get_rank())
+    same_ranks = reader.ranks == dist.get_world_size()
     # With another number of ranks no saved generator fits: each rank keeps the one of its seed.
-    if reader.ranks == ranks and (numbers := read_receipt(folder, rank, ranks).get("rng")):
+    if same_ranks and (numbers := read_receipt(folder, rank, reader.ranks).get("rng")):
         set_random_state(reader.own_tensors(rank), numbers)
-
-
-def _load_running_loss(trainer: OpenTrainer, folder: Path) -> None:
-    """Continue the sum of losses since the last logged step: the next row is the same as in a run without a break."""
-    ranks = CheckpointReader(folder, fetch_nothing, first=0).ranks
-    # With another number of ranks each takes the mean: only the mean over ranks is logged.
-    savers = [dist.get_rank()] if ranks == dist.get_world_size() else range(ranks)
-    if saved := mean_running_loss(folder, savers, ranks):  # an earlier version's `reshard` left it out
+    # The sum of losses since the last logged step goes on: the next row is the same as in a run without a break. With
+    # another number of ranks each takes the mean: only the mean over ranks is logged.
+    savers = [rank] if same_ranks else range(reader.ranks)
+    if saved := mean_running_loss(folder, savers, reader.ranks):  # an earlier version's `reshard` left it out
         trainer.running_loss.fill_(saved["sum"])
         trainer.last_logged_step = trainer.state.global_step - saved["steps"]
 

@@ -12,14 +12,21 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
 import xxhash
 
 from pretraining.checkpoints.folders import committed_checkpoints, step_in, step_in_name
-from pretraining.checkpoints.format import MARKER, is_receipt, parse_marker, parse_receipt, receipt_name
+from pretraining.checkpoints.format import (
+    MARKER,
+    digest_entry,
+    is_receipt,
+    parse_marker,
+    parse_receipt,
+    receipt_name,
+)
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.retention import Committed, Retention, metric_of
 from pretraining.errors import UserError
@@ -81,21 +88,11 @@ class Uploader:
         self._waiting = Parcel(folder, self.rank, self.ranks)
         self._proceed()
 
-    def wait(self, seconds: float | None = None) -> bool:
-        """Wait until all offered uploads are done or have failed, but at most `seconds`.
-
-        Returns False if the time was over first.
-        """
-        until = None if seconds is None else time.monotonic() + seconds
+    def wait(self) -> None:
+        """Wait until all offered uploads are done or have failed."""
         with long_work():
             while not self._proceed():
-                late = until is not None and time.monotonic() > until
-                # The clock of rank 0 decides, so that all ranks leave together.
-                if gather_from_ranks(late, self._group)[0]:
-                    self._add_event("upload_cut_short", seconds=seconds)
-                    return False
                 time.sleep(_PAUSE_SECONDS)
-        return True
 
     def _proceed(self) -> bool:
         """Begin the next upload if all ranks are idle; returns True if none is left. The ranks agree here."""
@@ -106,18 +103,6 @@ class Uploader:
             self._given_up.set()  # rank 0 may wait for a receipt that will not come
         if any(busy for busy, _ in states):
             return False
-        self._report(failures)
-        if self._waiting is None:
-            return True
-        parcel, self._waiting, self._failure = self._waiting, None, None
-        self._given_up.clear()
-        self._num_uploads += 1
-        self._thread = threading.Thread(target=self._work, args=(parcel,), name="upload", daemon=True)
-        self._thread.start()
-        return False
-
-    def _report(self, failures: list[str]) -> None:
-        """Add the result of the last upload to the events, on rank 0."""
         if self._sent:
             self._add_event("upload", **self._sent)
         if failures:
@@ -125,6 +110,14 @@ class Uploader:
             if self.rank == 0:
                 print(f"checkpoints: upload failed: {failures[0]}", file=sys.stderr, flush=True)
         self._sent, self._failure, self._thread = None, None, None
+        if self._waiting is None:
+            return True
+        parcel, self._waiting = self._waiting, None
+        self._given_up.clear()
+        self._num_uploads += 1
+        self._thread = threading.Thread(target=self._work, args=(parcel,), name="upload", daemon=True)
+        self._thread.start()
+        return False
 
     def _add_event(self, kind: str, **details) -> None:
         if self.rank == 0:
@@ -161,37 +154,42 @@ class Uploader:
         self._send_run_files(parcel)
         if not self.remote.create(f"{parcel.name}/{MARKER}", parcel.marker):
             raise UserError("another run has committed it there meanwhile")
-        self._remove_foreign(parcel)
+        # what an interrupted upload, or a damaged checkpoint of the same step, has left in the folder
+        for name in set(self.remote.sizes(parcel.name) or ()) - {*parcel.files, MARKER}:
+            self.remote.remove(f"{parcel.name}/{name}")
         seconds = round(time.perf_counter() - began, 3)
         to = self.remote.where(parcel.name)
         self._sent = {"checkpoint": parcel.name, "to": to, "bytes": parcel.num_bytes, "seconds": seconds}
         self._mirror_removals(step_in(parcel.name))
 
     def _make_way(self, parcel: Parcel) -> bool:
-        """Say if the store holds this checkpoint already; the marker of another one of its step is removed."""
-        marker = f"{parcel.name}/{MARKER}"
-        found = self.remote.read_if_there(marker)
-        if found not in (None, parcel.marker):
-            if self._saved_since(found):
-                raise UserError(
-                    "another run commits to the same place; give one of them another name, --output_dir or "
-                    "checkpoints.upload"
-                )
-            # It must go before any rank changes a file.
-            self.remote.remove(marker)
-        return found == parcel.marker
-
-    def _saved_since(self, marker: bytes) -> bool:
-        """Say if a checkpoint that is not ours was saved after this start."""
-        try:
+        """Return whether the store holds this checkpoint already; the marker of another one of its step is removed."""
+        path = f"{parcel.name}/{MARKER}"
+        if (marker := self.remote.read_if_there(path)) in (None, parcel.marker):
+            return marker is not None
+        saved = None
+        with suppress(UserError, ValueError):
             saved = parse_marker(marker, self.remote.address).get("saved")
-        except (UserError, ValueError):
-            return False
-        return saved is not None and unix_seconds(saved) > self._began
+        if saved is not None and unix_seconds(saved) > self._began:  # after this start, and not by it
+            raise UserError(
+                "another run commits to the same place; give one of them another name, --output_dir or "
+                "checkpoints.upload"
+            )
+        # It must go before any rank changes a file.
+        self.remote.remove(path)
+        return False
 
     def _send_own(self, parcel: Parcel) -> None:
-        for receipt in parcel.own_receipts:
-            self._send_files(parcel, receipt)
+        """Send the files of each saving rank that is this rank's to send, and then its receipt."""
+        for receipt, content in parcel.receipts.items():
+            where = f"{parcel.name}/{receipt}"
+            if self.remote.read_if_there(where) == content:
+                continue
+            for name, entry in parcel.files_of(receipt).items():
+                self.remote.write(
+                    f"{parcel.name}/{name}", partial(parcel.chunks, name, entry), entry["bytes"]
+                )
+            self.remote.write_bytes(where, content)
 
     def _await(self, name: str, last: bool = False) -> bytes:
         """Return the message of a name once it has come. last: no other rank reads it, so that it is removed."""
@@ -206,34 +204,20 @@ class Uploader:
         for name, content in parcel.run_files.items():
             self.remote.write_bytes(name, content)
 
-    def _send_files(self, parcel: Parcel, receipt: str) -> None:
-        """Send one saving rank's files, then its receipt."""
-        where, content = f"{parcel.name}/{receipt}", parcel.receipts[receipt]
-        if self.remote.read_if_there(where) == content:
-            return
-        for name, entry in parcel.files_of(receipt).items():
-            self.remote.write(f"{parcel.name}/{name}", partial(parcel.chunks, name, entry), entry["bytes"])
-        self.remote.write_bytes(where, content)
-
-    def _remove_foreign(self, parcel: Parcel) -> None:
-        """Remove what an interrupted upload, or a damaged checkpoint of the same step, has left in the folder."""
-        for name in set(self.remote.sizes(parcel.name) or ()) - {*parcel.files, MARKER}:
-            self.remote.remove(f"{parcel.name}/{name}")
-
     def _lost_here(self, rule: Retention, newest: int) -> list[str]:
         """List the committed checkpoints up to a step that the store alone holds and the rule does not keep."""
-        names = {step_in(name): name for name in self.remote.folders() if 0 <= step_in(name) <= newest}
-        found = [self._committed(step, name, rule.metric) for step, name in names.items()]
-        committed = [each for each in found if each is not None]
+        names, committed = {}, []
+        for name in self.remote.folders():
+            if not 0 <= step_in(name) <= newest:
+                continue
+            content = self.remote.read_if_there(f"{name}/{MARKER}")
+            # none, a damaged one, or a newer version's: not ours to judge
+            with suppress(UserError, ValueError):
+                measured = metric_of(parse_marker(content or b"", self.remote.where(name)), rule.metric)
+                committed.append(Committed(step_in(name), measured))
+                names[step_in(name)] = name
         kept = rule.kept_steps(committed) | set(map(step_in_name, committed_checkpoints(self.run)))
-        return [names[each.step] for each in committed if each.step not in kept]
-
-    def _committed(self, step: int, name: str, metric: str) -> Committed | None:
-        content = self.remote.read_if_there(f"{name}/{MARKER}")
-        try:
-            return Committed(step, metric_of(parse_marker(content or b"", self.remote.where(name)), metric))
-        except (UserError, ValueError):  # none, a damaged one, or a newer version's: not ours to judge
-            return None
+        return [name for step, name in names.items() if step not in kept]
 
     def _mirror_removals(self, newest: int) -> None:
         if self.mirror and self.rule is not None:
@@ -263,12 +247,11 @@ class Parcel:
         names = [receipt_name(saver, content["ranks"]) for saver in range(rank, content["ranks"], ranks)]
         # A node's own disk lacks what it did not need; the store, from which the rest came, then holds all.
         self.receipts = {name: (folder / name).read_bytes() for name in names if (folder / name).exists()}
-        self.own_receipts = list(self.receipts)
         # Open files can still be read after retention has removed them here.
         self._open = ExitStack()
         self._files = {
             name: self._open.enter_context((folder / name).open("rb", buffering=0))
-            for receipt in self.own_receipts
+            for receipt in self.receipts
             for name in self.files_of(receipt)
             if (folder / name).exists()
         }
@@ -290,7 +273,7 @@ class Parcel:
                 yield last
                 work_done(len(last))  # the store has taken it
             last = chunk
-        if f"xxh128:{digest.hexdigest()}" != entry["checksum"]:
+        if digest_entry(entry["bytes"], digest) != entry:
             raise UserError(f"{name} of {self.name} has changed since it was committed")
         yield last
 

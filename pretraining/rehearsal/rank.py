@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-import pretraining.checkpoints.resume as resume
+import pretraining.checkpoints.choosing as choosing
 import pretraining.checkpoints.trainer_state as trainer_state
 import pretraining.data.block_guard as block_guard
 import pretraining.model.build as build
@@ -174,7 +174,7 @@ def _stand_ins(done: Done, place: Place) -> Iterator[Any]:
 
     yield mock.patch.object(build, "build_model", built_on_the_device)
     yield mock.patch.object(build, "initialise_weights", lambda *_: None)
-    yield mock.patch.object(resume, "changed_files", changed_small_files)
+    yield mock.patch.object(choosing, "changed_files", changed_small_files)
     yield mock.patch.object(PackedDataset, "__getitems__", read_and_noted)
     yield mock.patch.object(CheckpointManager, "save", saved)
     yield mock.patch.object(CheckpointManager, "load_state", loaded)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from pretraining.checkpoints.folders import changed_files
 from pretraining.checkpoints.format import commit_checkpoint, file_entry, receipt_name, write_bytes
+from pretraining.checkpoints.places import changed_files
 from pretraining.checkpoints.shard_files import (
     BUFFER,
     MASTER,

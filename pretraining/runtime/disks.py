@@ -9,16 +9,21 @@ import os
 import socket
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from pretraining.errors import UserError
 from pretraining.runtime.process_group import (
+    from_rank,
     from_rank_0,
     gather_from_ranks,
     rank_and_world_size,
     together,
 )
+
+Answer = TypeVar("Answer")
 
 LOOK_SECONDS = 12.0
 """How long a rank looks for a new file on a network disk, which may show it late; other disks show it at once."""
@@ -40,27 +45,43 @@ class Disks:
 
     @property
     def shared(self) -> bool:
-        """Say if every rank sees the run folder of rank 0."""
+        """Return whether every rank sees the run folder of rank 0."""
         return not any(self.first_ranks)
 
     @property
     def count(self) -> int:
-        """Number of run folders."""
         return len(set(self.first_ranks)) or 1
 
     @property
     def is_first(self) -> bool:
-        """Say if this rank writes what its run folder needs once."""
+        """Return whether this rank writes what its run folder needs once."""
         return rank_and_world_size()[0] == self.first_rank
 
     @property
     def has_rank_0(self) -> bool:
-        """Say if this rank sees the run folder of rank 0, which alone holds metrics, events and report."""
+        """Return whether this rank sees the run folder of rank 0, which alone holds metrics, events and report."""
         return self.first_rank == 0
 
-    def ranks_of(self, first_rank: int) -> list[int]:
-        """Return the ranks that see the run folder of this one, which is the lowest of them."""
-        return [rank for rank, first in enumerate(self.first_ranks) if first == first_rank]
+    def groups(self) -> dict[int, list[int]]:
+        """Return {the lowest rank that sees a run folder: all ranks that see it}."""
+        groups: dict[int, list[int]] = {}
+        for rank, first in enumerate(self.first_ranks or (0,) * rank_and_world_size()[1]):
+            groups.setdefault(first, []).append(rank)
+        return groups
+
+    def each(self, look: Callable[[], Answer]) -> dict[int, Answer]:
+        """Return on every rank {first rank of a disk: what `look` returns there}; an error of one is raised on all."""
+        if self.shared:
+            return {0: from_rank_0(look)}
+        answers = gather_from_ranks(together(look if self.is_first else lambda: None))
+        return {first: answers[first] for first in self.groups()}
+
+    def from_one(self, first_rank: int, look: Callable[[], Answer]) -> Answer:
+        """Return on every rank what `look` returns on the first rank of one disk."""
+        if self.shared:
+            return from_rank_0(look)
+        is_there = rank_and_world_size()[0] == first_rank
+        return from_rank(first_rank, together(look if is_there else lambda: None))
 
 
 ONE_DISK = Disks()
@@ -131,7 +152,7 @@ def _appears(folder: Path, names: list[str]) -> str | None:
 
 
 def is_network_disk(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> bool:
-    """Say if other machines may write to the disk of this folder; True if the system does not say."""
+    """Return whether other machines may write to the disk of this folder; True if the system does not say."""
     try:
         rows = [line.split() for line in mounts.read_text().splitlines()]
     except OSError:
@@ -142,10 +163,8 @@ def is_network_disk(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> b
     path = path.resolve()
     # The longest mount point above the folder; of two at the same place, the later one covers the first.
     above = [
-        (len(row[1]), number) for number, row in enumerate(rows) if path.is_relative_to(_unescaped(row[1]))
+        (len(row[1]), number)
+        for number, row in enumerate(rows)
+        if path.is_relative_to(row[1].replace("\\040", " "))
     ]
     return not above or rows[max(above)[1]][2] not in _OWN_DISKS
-
-
-def _unescaped(place: str) -> str:
-    return place.replace("\\040", " ")

@@ -139,14 +139,9 @@ def _disk_error(error: Exception, folder: Path) -> UserError | None:
     # The Rust libraries raise errors of their own classes, with the number only in the text.
     if found := _RUST_ERROR.search(str(error)):
         return file_error(OSError(int(found[1]), os.strerror(int(found[1]))), folder)
-    if isinstance(error, RuntimeError) and _TORCH_WRITER.search(str(error)):
-        return _failed_write(folder)
-    return None
-
-
-def _failed_write(folder: Path) -> UserError:
-    """Find the reason by the free space of the disk."""
-    # torch's writer does not keep the errno.
+    if not (isinstance(error, RuntimeError) and _TORCH_WRITER.search(str(error))):
+        return None
+    # torch's writer does not keep the errno: the free space of the disk gives the reason.
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < 1e6:
         return file_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), folder)

@@ -95,7 +95,7 @@ class RunFolder:
             call()
 
     def is_finished(self, recipe: dict) -> bool:
-        """Say if this folder holds the finished run of this recipe, so that nothing is left to do.
+        """Return whether this folder holds the finished run of this recipe, so that nothing is left to do.
 
         Settings that change neither the curve nor the measurements may differ.
         """
@@ -107,14 +107,20 @@ class RunFolder:
             return False
         # a start after the last end, such as that of a longer run which was killed, has left something to do
         end = self.last_event(*STARTS, "end") or {}
-        return same and "eval_loss" in end and self._export_is_whole(end)
+        if not same or "eval_loss" not in end:
+            return False
+        # every file of the export that its run wrote, in full size; other files may have come since
+        sizes = self._export_sizes() if self.export.is_dir() else {}
+        # without "export", the configuration alone is looked for
+        written = end.get("export", {"config.json": sizes.get("config.json")})
+        return bool(sizes) and all(sizes.get(name) == size for name, size in written.items())
 
     def last_event(self, *kinds: str) -> dict | None:
         """Return the newest row of these kinds in events.jsonl."""
         return next((row for row in reversed(read_events(self.events)) if row.get("event") in kinds), None)
 
     def holds_parts(self) -> bool:
-        """Say if checkpoints here may be the part of one node: the last start found several run folders."""
+        """Return whether checkpoints here may be the part of one node: the last start found several run folders."""
         start = self.last_event(*STARTS) or {}
         return self.node_events.exists() or start.get("run_folders", 1) > 1
 
@@ -124,15 +130,7 @@ class RunFolder:
         # one that came too late would stop the next run of this folder after its first step
         self.stop_file.unlink(missing_ok=True)
 
-    def _export_is_whole(self, end: dict) -> bool:
-        """Say if the export has every file that its run wrote, in full size. Other files may have come since."""
-        sizes = self._export_sizes() if self.export.is_dir() else {}
-        # without "export", the configuration alone is looked for
-        written = end.get("export", {"config.json": sizes.get("config.json")})
-        return bool(sizes) and all(sizes.get(name) == size for name, size in written.items())
-
     def _export_sizes(self) -> dict[str, int]:
-        """Return {file: bytes} of the export."""
         return {path.name: path.stat().st_size for path in sorted(self.export.iterdir())}
 
     def add_event(self, kind: str, **details: Any) -> None:
@@ -163,14 +161,12 @@ _EVENT = {
 
 def read_events(path: Path) -> list[dict]:
     """Read the rows of an events.jsonl; one with a time that is none, or a value of another type, is left out."""
-    return [row for row in read_rows(path) if _is_event(row)]
-
-
-def _is_event(row: dict) -> bool:
-    with suppress(ValueError):
-        unix_seconds(row.get("time", "2026-01-01T00:00:00Z") if fits(row, _EVENT) else "")
-        return True
-    return False
+    events = []
+    for row in read_rows(path):
+        with suppress(ValueError):
+            unix_seconds(row.get("time", "2026-01-01T00:00:00Z") if fits(row, _EVENT) else "")
+            events.append(row)
+    return events
 
 
 def results_of(recipe: dict) -> dict:
@@ -269,12 +265,16 @@ def keep_past_rows(
 
 def describe_environment(device: str, world_size: int) -> dict:
     """Return versions, device and git state, for environment.json and the model card; no variables, no secrets."""
+    versions = dict.fromkeys(PACKAGES)
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
     return {
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "device": device,
         "world_size": world_size,
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": versions,
         "git_commit": _git("rev-parse", "HEAD"),
         # Kept measurements are no part of what runs.
         "git_modified": bool(_git("status", "--porcelain", "--untracked-files=no", ":!benchmarks/results")),
@@ -282,15 +282,8 @@ def describe_environment(device: str, world_size: int) -> dict:
 
 
 def trained_on_processor(environment: dict) -> bool:
-    """Say if the run of this environment.json had no GPU."""
+    """Return whether the run of this environment.json had no GPU."""
     return str(environment.get("device", "")).startswith("CPU")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _git(*arguments: str) -> str | None:

@@ -216,7 +216,7 @@ class Relay:
                 self._carry()
 
     def _carry(self) -> None:
-        own = [heartbeat_path(self.folder, rank) for rank in self.disks.ranks_of(self.disks.first_rank)]
+        own = [heartbeat_path(self.folder, rank) for rank in self.disks.groups()[self.disks.first_rank]]
         places = {path.name: path.read_text() for path in own if path.exists()}
         self._messages.send(str(self.disks.first_rank), json.dumps(places).encode())
         if (self.folder / ALARM).exists():

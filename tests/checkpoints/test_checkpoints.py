@@ -9,16 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from pretraining.checkpoints.folders import (
-    committed_checkpoints,
-    damage,
-    remove_uncommitted,
-    set_aside_after,
-    share_of,
-)
+from pretraining.checkpoints.choosing import choose_checkpoint
+from pretraining.checkpoints.folders import committed_checkpoints, remove_uncommitted, set_aside_after
 from pretraining.checkpoints.format import FORMAT, MARKER, read_marker, receipt_name, write_marker
 from pretraining.checkpoints.identity import Start
-from pretraining.checkpoints.resume import changes_since, choose_checkpoint, record_changes
+from pretraining.checkpoints.places import damage, share_of
+from pretraining.checkpoints.resume import changes_since, record_changes, recorded_changes
 from pretraining.checkpoints.retention import Committed, Retention
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
@@ -60,9 +56,9 @@ def test_an_edited_marker_is_refused(run):
         assert path.read_bytes() != content
         with pytest.raises(UserError, match="edited or damaged"):
             choose_checkpoint(run, str(path.parent))
-        assert choose_checkpoint(run, "auto") == run.checkpoint(8)
+        assert choose_checkpoint(run, "auto").folder == run.checkpoint(8)
         path.write_bytes(content)
-    assert choose_checkpoint(run, "auto") == run.checkpoint(12)
+    assert choose_checkpoint(run, "auto").folder == run.checkpoint(12)
 
 
 def test_other_versions_are_refused_by_name(run):
@@ -86,7 +82,7 @@ def test_random_damage_is_found_and_never_chosen(run):
             for folder in harmed:
                 with pytest.raises(UserError, match=f"--resume {folder}"):
                     choose_checkpoint(run, str(folder))
-    assert choose_checkpoint(run, "auto") == folders[0]
+    assert choose_checkpoint(run, "auto").folder == folders[0]
 
 
 def test_swapped_folders_are_not_taken_for_each_other(run):
@@ -94,7 +90,7 @@ def test_swapped_folders_are_not_taken_for_each_other(run):
     run.checkpoint(12).rename(run.path / "hold")
     run.checkpoint(8).rename(run.checkpoint(12))
     (run.path / "hold").rename(run.checkpoint(8))
-    assert choose_checkpoint(run, "auto") == run.checkpoint(4)
+    assert choose_checkpoint(run, "auto").folder == run.checkpoint(4)
 
 
 def test_ranks_share_the_reading():
@@ -186,7 +182,7 @@ def test_what_is_given_up_is_set_aside(run):
 def accepted(run: RunFolder, *settings: str, allowed=(), manifest: dict = MANIFEST) -> list[str]:
     """The keys that differ from the checkpoint after 12 steps, where the start is not refused."""
     recipe, folder = identity_of(*settings).recipe, run.checkpoint(12)
-    found = changes_since(folder, read_marker(folder), recipe, manifest, run, allowed)
+    found = changes_since(folder, read_marker(folder), recipe, manifest, allowed, recorded_changes(run))
     return [change.key for change in found]
 
 

@@ -187,33 +187,33 @@ def spoil_marker(folder: Path) -> None:
 @pytest.mark.parametrize("damage", [cut, lose, change, spoil_marker])
 def test_every_kind_of_damage_is_seen(saved, damage):
     """A cut, missing or changed file, an unreadable marker: auto falls back, an explicit --resume is refused."""
-    from pretraining.checkpoints.resume import choose_checkpoint
+    from pretraining.checkpoints.choosing import choose_checkpoint
 
-    assert choose_checkpoint(saved, "auto") == saved.checkpoint(8)
+    assert choose_checkpoint(saved, "auto").folder == saved.checkpoint(8)
     damage(saved.checkpoint(8))
     with pytest.raises(UserError, match="damaged"):
         choose_checkpoint(saved, str(saved.checkpoint(8)))
-    assert choose_checkpoint(saved, "auto") == saved.checkpoint(4)
+    assert choose_checkpoint(saved, "auto").folder == saved.checkpoint(4)
     damage(saved.checkpoint(4))
-    assert choose_checkpoint(saved, "auto") is None
-    assert choose_checkpoint(saved, "never") is None
+    assert choose_checkpoint(saved, "auto").folder is None
+    assert choose_checkpoint(saved, "never").folder is None
 
 
 def test_the_step_is_the_markers_whatever_the_folder_is_called(saved):
     """A checkpoint that was copied or renamed holds the steps it was saved after."""
+    from pretraining.checkpoints.choosing import choose_checkpoint
     from pretraining.checkpoints.folders import step_of
-    from pretraining.checkpoints.resume import choose_checkpoint
 
     for name in ("best", "my-2", "checkpoint-5"):
         copy = shutil.copytree(saved.checkpoint(8), saved.path / "kept" / name)
-        assert choose_checkpoint(saved, str(copy)) == copy and step_of(copy) == 8
+        assert choose_checkpoint(saved, str(copy)).folder == copy and step_of(copy) == 8
 
 
 def test_an_explicit_checkpoint_must_be_committed(saved):
     """--resume PATH takes what is complete, and nothing else."""
-    from pretraining.checkpoints.resume import choose_checkpoint
+    from pretraining.checkpoints.choosing import choose_checkpoint
 
-    assert choose_checkpoint(saved, str(saved.checkpoint(4))) == saved.checkpoint(4)
+    assert choose_checkpoint(saved, str(saved.checkpoint(4))).folder == saved.checkpoint(4)
     (saved.checkpoint(4) / "committed.json").unlink()
     with pytest.raises(UserError, match="no committed checkpoint"):
         choose_checkpoint(saved, str(saved.checkpoint(4)))

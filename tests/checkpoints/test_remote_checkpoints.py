@@ -16,14 +16,9 @@ import torch
 
 from pretraining.checkpoints import remote
 from pretraining.checkpoints.__main__ import main
-from pretraining.checkpoints.fetch import (
-    fetch_newest,
-    fetching_bar,
-    newest_committed,
-    refuse_newer,
-    resolve_resume,
-)
-from pretraining.checkpoints.folders import step_in
+from pretraining.checkpoints.choosing import choose_checkpoint, refuse_newer
+from pretraining.checkpoints.fetch import fetching_bar, newest_committed
+from pretraining.checkpoints.folders import committed_checkpoints, step_in, step_in_name
 from pretraining.checkpoints.format import (
     MARKER,
     _sealed,
@@ -34,7 +29,7 @@ from pretraining.checkpoints.format import (
     write_receipt,
 )
 from pretraining.checkpoints.remote import RemoteRun
-from pretraining.checkpoints.resume import changes_in, choose_checkpoint
+from pretraining.checkpoints.resume import changes_in
 from pretraining.checkpoints.retention import Retention
 from pretraining.checkpoints.shard_files import rank_file, write_rank_file
 from pretraining.checkpoints.upload import Uploader
@@ -107,9 +102,16 @@ def one_in_five(number: int, path: str) -> str | None:
 
 
 def fetched(folder: Path, upload: str, newest_here: int | None = None) -> RunFolder:
-    """The run as a machine that had nothing gets it."""
+    """The run as a machine gets it that had nothing, or this checkpoint alone."""
     run = RunFolder(folder / "empty" / NAME)
-    fetch_newest(run, RemoteRun(upload, NAME), newest_here)
+    if newest_here is not None:
+        for each in committed_checkpoints(run):
+            if step_in_name(each) != newest_here:
+                shutil.rmtree(each)
+        run.path.mkdir(parents=True, exist_ok=True)
+        if not run.checkpoint(newest_here).exists():
+            commit(run, newest_here)
+    choose_checkpoint(run, "auto", upload)
     return run
 
 
@@ -123,7 +125,7 @@ def test_a_store_that_fails_one_request_in_five_gets_all_and_gives_all(
         uploader = Uploader(run, RemoteRun(upload, NAME))
         for step in (4, 8):
             uploader.offer(commit(run, step))
-            assert uploader.wait()
+            uploader.wait()
         sent = [line.split()[1] for line in proxy.changes if line.endswith("passed on")]
         got = fetched(tmp_path, upload)
         assert proxy.mistreated > 5
@@ -157,7 +159,7 @@ def test_stores_behave_alike(tmp_path, store):
     uploader = Uploader(run, remote)
     for step in (4, 8):
         uploader.offer(commit(run, step))
-        assert uploader.wait()
+        uploader.wait()
     assert {"checkpoint-4", "checkpoint-8"} <= set(remote.folders())
     got = fetched(tmp_path, store)
     assert bytes_of(got.checkpoint(8)) == bytes_of(run.checkpoint(8))
@@ -185,7 +187,7 @@ def test_another_runs_marker_is_not_replaced(tmp_path, connected, upload):
 
     uploader = Uploader(run, Late(upload, NAME))
     uploader.offer(folder)
-    assert uploader.wait()
+    uploader.wait()
     (failed,) = (row for row in read_rows(run.events) if row["event"] == "upload_failed")
     assert "another run has committed it" in failed["reason"]
     assert remote.read_if_there(f"checkpoint-4/{MARKER}") == b"of another run"
@@ -200,7 +202,8 @@ def test_an_interrupted_upload_goes_on_where_it_stopped(tmp_path, connected, mon
         use_here(monkeypatch, proxy.address)
         failing = Uploader(run, RemoteRun(upload, NAME))
         failing.offer(folder)
-        assert failing.wait() and events(run) == ["upload_failed"]
+        failing.wait()
+        assert events(run) == ["upload_failed"]
     use_here(monkeypatch, connected)
     assert newest_committed(RemoteRun(upload, NAME), -1) is None
     with Proxy(connected, lambda number, path: None) as proxy:
@@ -238,7 +241,7 @@ def test_what_a_rollback_left_behind_is_not_fetched(tmp_path):
 def send(run: RunFolder, address: str, folder: Path) -> None:
     uploader = Uploader(run, RemoteRun(address, NAME))
     uploader.offer(folder)
-    assert uploader.wait()
+    uploader.wait()
 
 
 def test_files_removed_here_still_go_up_and_removals_follow(tmp_path, connected, upload):
@@ -250,7 +253,7 @@ def test_files_removed_here_still_go_up_and_removals_follow(tmp_path, connected,
         uploader.offer(folder)
         for path in folder.iterdir():
             path.unlink()
-        assert uploader.wait()
+        uploader.wait()
         uploader.remove(["checkpoint-1"] if step == 2 else [])
     there = [name for name in RemoteRun(upload, NAME).folders() if name.startswith("checkpoint")]
     assert sorted(there) == ["checkpoint-2", "checkpoint-3"]
@@ -272,7 +275,7 @@ def test_the_store_keeps_what_the_rule_keeps_after_a_lost_disk(tmp_path, store):
     uploader = Uploader(run, RemoteRun(store, NAME), rule=rule)
     for folder in (run.checkpoint(5), commit(run, 6)):
         uploader.offer(folder)
-        assert uploader.wait()
+        uploader.wait()
     assert "upload_failed" not in events(run)
     there = RemoteRun(store, NAME)
     assert sorted(filter(lambda name: step_in(name) >= 0, there.folders())) == [
@@ -423,7 +426,7 @@ def test_the_newer_one_wins_and_what_is_here_is_not_fetched(tmp_path, connected,
     uploader.offer(commit(run, 8))
     uploader.wait()
     got = fetched(tmp_path, upload, newest_here=8)
-    assert not got.checkpoint(8).exists()
+    assert "fetch" not in events(got)
     got = fetched(tmp_path, upload, newest_here=4)
     (got.checkpoint(8) / MARKER).unlink()
     (got.checkpoint(8) / rank_file(0, 2)).write_bytes(b"cut")
@@ -446,7 +449,7 @@ def test_damaged_files_of_a_checkpoint_here_come_from_the_store(tmp_path, store,
     written = whole.stat().st_mtime_ns
     (newest / rank_file(0, 2)).write_bytes(b"")
     (newest / "state.json").unlink()
-    assert choose_checkpoint(run, "auto", upload=store) == newest
+    assert choose_checkpoint(run, "auto", upload=store).folder == newest
     assert bytes_of(newest) == before and whole.stat().st_mtime_ns == written
     assert read_rows(run.events)[-1]["damaged_here"] and "mended with the files of" in capsys.readouterr().out
     # the store's checkpoint of that name is another one, is damaged too, or cannot be reached
@@ -454,10 +457,10 @@ def test_damaged_files_of_a_checkpoint_here_come_from_the_store(tmp_path, store,
     there = RemoteRun(store, NAME)
     marker = there.read_if_there(f"checkpoint-8/{MARKER}")
     there.write_bytes(f"checkpoint-8/{rank_file(0, 2)}", bytes(len(before[rank_file(0, 2)])))
-    assert choose_checkpoint(run, "auto", upload=store) == run.checkpoint(4)
+    assert choose_checkpoint(run, "auto", upload=store).folder == run.checkpoint(4)
     there.write_bytes(f"checkpoint-8/{MARKER}", marker.replace(b'"step": 8', b'"step":  8'))
-    assert choose_checkpoint(run, "auto", upload=store) == run.checkpoint(4)
-    assert choose_checkpoint(run, "auto", upload=str(tmp_path / "gone")) == run.checkpoint(4)
+    assert choose_checkpoint(run, "auto", upload=store).folder == run.checkpoint(4)
+    assert choose_checkpoint(run, "auto", upload=str(tmp_path / "gone")).folder == run.checkpoint(4)
     # what is in the store is no better: here it stays, for whoever looks at it
     assert newest.is_dir() and events(run).count("checkpoint_passed_over") == 3
 
@@ -481,7 +484,7 @@ def test_what_cannot_be_mended_here_gives_way_to_the_newest_whole_one_of_the_sto
     if harm == "not yet sent":
         there.remove_checkpoint("checkpoint-8")
     kept = bytes_of(damaged)
-    chosen = choose_checkpoint(run, "auto", upload=upload)
+    chosen = choose_checkpoint(run, "auto", upload=upload).folder
     assert chosen == run.checkpoint(8 if harm == "marker" else 4)
     assert bytes_of(chosen) == bytes_of(fetched(tmp_path, upload).path / chosen.name)
     if harm != "both":  # what is here is not replaced by what is no better
@@ -511,12 +514,12 @@ def test_a_checkpoint_by_its_address_does_not_mix_with_newer_ones(tmp_path, conn
     for step in (4, 8):
         send(run, upload, commit(run, step))
     with pytest.raises(UserError, match="checkpoint-8 is newer"):
-        resolve_resume(run, upload, f"{upload}/{NAME}/checkpoint-4")
+        choose_checkpoint(run, f"{upload}/{NAME}/checkpoint-4", upload)
     again = RunFolder(tmp_path / "again" / NAME)
-    assert resolve_resume(again, None, f"{upload}/{NAME}/checkpoint-4")[1] == again.checkpoint(4)
+    assert choose_checkpoint(again, f"{upload}/{NAME}/checkpoint-4").folder == again.checkpoint(4)
     # a copy here that a bad disk has damaged is mended
     (again.checkpoint(4) / rank_file(0, 2)).write_bytes(b"bad")
-    resolve_resume(again, None, f"{upload}/{NAME}/checkpoint-4")
+    choose_checkpoint(again, f"{upload}/{NAME}/checkpoint-4")
     assert bytes_of(again.checkpoint(4)) == bytes_of(run.checkpoint(4))
 
 
@@ -532,7 +535,7 @@ def test_a_checkpoint_of_another_recipe_is_refused_before_it_is_fetched(tmp_path
         raise UserError("another recipe")
 
     with pytest.raises(UserError, match="another recipe"):
-        resolve_resume(again, str(tmp_path / "there"), "auto", check=check)
+        choose_checkpoint(again, "auto", str(tmp_path / "there"), check=check)
     address = f"{tmp_path}/there/{NAME}/checkpoint-4"
     assert seen == [address, {"name": NAME}, [{"key": "training.seed", "to": 8}]]
     assert not again.checkpoint(4).exists()
@@ -546,9 +549,8 @@ def test_what_waiting_cannot_mend_is_answered_at_once(tmp_path):
     with pytest.raises(
         UserError, match=f"a file that its {MARKER} names is not there .*state.json"
     ) as refused:
-        resolve_resume(
+        choose_checkpoint(
             RunFolder(tmp_path / "x" / NAME),
-            None,
             f"{tmp_path}/there/{NAME}/checkpoint-4".replace("/", "file:///", 1),
         )
     assert "upload" not in str(refused.value)

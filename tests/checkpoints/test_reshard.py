@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pretraining.checkpoints.folders import damage
+from pretraining.checkpoints.places import damage
 from pretraining.checkpoints.shard_files import CheckpointReader, assemble, reshard
 from tests.gear.runs import Run, execute
 

@@ -50,14 +50,14 @@ def _differs(folder: Path, before: dict[Path, bytes]) -> bool:
 
 def judged_rightly(run: RunFolder, harmed: list[Path], folders: list[Path]) -> bool:
     """Whether the choice is the newest whole checkpoint, and each damaged one that was tried left its event."""
-    from pretraining.checkpoints.resume import choose_checkpoint
+    from pretraining.checkpoints.choosing import choose_checkpoint
     from pretraining.runtime.durable_files import read_rows
 
     run.events.unlink(missing_ok=True)
     whole = [folder for folder in folders if folder not in harmed]
     expected = whole[0] if whole else None
     tried = folders[: folders.index(expected)] if expected else folders
-    chosen = choose_checkpoint(run, "auto")
+    chosen = choose_checkpoint(run, "auto").folder
     told = {row["checkpoint"] for row in read_rows(run.events) if row["event"] == "checkpoint_passed_over"}
     # A checkpoint without its marker was never committed, as far as anyone can tell.
     return chosen == expected and told == {folder.name for folder in tried if (folder / MARKER).exists()}

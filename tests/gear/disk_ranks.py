@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from pretraining.checkpoints.agreement import agree_on_checkpoint, bring_history, refuse_lone_disks
 from pretraining.checkpoints.background import CheckpointWriter
+from pretraining.checkpoints.choosing import bring_history, choose_checkpoint, refuse_lone_disks
 from pretraining.checkpoints.fetch import fetch_absent
 from pretraining.checkpoints.folders import step_in_name
 from pretraining.checkpoints.format import commit_checkpoint
@@ -27,7 +27,6 @@ from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
 from pretraining.runtime.durable_files import append_row, read_rows
 from pretraining.runtime.heartbeat import Heartbeat, read_place
-from pretraining.runtime.journal import Journal
 from pretraining.runtime.lock import lock_run
 from pretraining.runtime.process_group import gather_from_ranks
 from pretraining.runtime.run_folder import RunFolder
@@ -70,7 +69,7 @@ class Rank:
     def found(self, layout: dict | None = LAYOUT) -> dict:
         """What the ranks agree on, what each disk holds of it then, and what was fetched."""
         before = len(read_rows(self.run.events))
-        checkpoint, source = agree_on_checkpoint(self.run, self.store, Journal.read(self.run.journal), layout)
+        checkpoint, source = choose_checkpoint(self.run, "auto", self.store, layout)
         events = read_rows(self.run.events)[before:]
         names = sorted(path.name for path in checkpoint.iterdir()) if checkpoint else []
         return {

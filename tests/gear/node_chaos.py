@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pretraining.checkpoints.fetch import newest_committed, step_in
-from pretraining.checkpoints.folders import damage
+from pretraining.checkpoints.places import damage
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.runtime.run_folder import unix_seconds
 from tests.gear.chaos import MOMENTS, PATIENCE_SECONDS, SETTINGS, Folder, ranks_of

@@ -32,13 +32,13 @@ import torch.distributed.checkpoint as dcp
 
 from pretraining.checkpoints import __main__ as checkpoints
 from pretraining.checkpoints.fetch import fetch_share, newest_committed, read_remote_marker
-from pretraining.checkpoints.folders import quick_damage
 from pretraining.checkpoints.format import MARKER, _with_checksum, read_marker, read_receipt, receipt_name
 from pretraining.checkpoints.identity import Start
 from pretraining.checkpoints.live_files import NODES, fetch_records
+from pretraining.checkpoints.places import COMMITTED, DiskPlace, health
 from pretraining.checkpoints.publish import LIST, to_store
 from pretraining.checkpoints.remote import RemoteRun
-from pretraining.checkpoints.resume import changes_in, changes_since
+from pretraining.checkpoints.resume import changes_in, changes_since, recorded_changes
 from pretraining.checkpoints.shard_files import CheckpointReader, mean_running_loss
 from pretraining.data.dedup.decontamination import read_evaluation_sets
 from pretraining.data.manifest import read_manifest
@@ -309,20 +309,19 @@ class OutsideFuzz:
         checkpoints.main(["verify", str(self.run.path)])
 
     def _start(self, checkpoint: Path) -> None:
-        reason, _ = quick_damage(checkpoint, of_run=True)
-        if reason is not None:
-            raise UserError(reason)
+        found = health(DiskPlace(checkpoint.parent), checkpoint.name)
+        if found.word != COMMITTED:
+            raise UserError(found.reason)
         Start.at(checkpoint).progress(self.resolved)
         marker, manifest = read_marker(checkpoint), read_manifest(self.data)
-        changes_since(checkpoint, marker, self.resolved, manifest, self.run, ["budget"])
+        changes_since(checkpoint, marker, self.resolved, manifest, ["budget"], recorded_changes(self.run))
 
     def _fetch(self, remote: RemoteRun, name: str) -> None:
         newest_committed(remote, -1)
         _, files, wrong = read_remote_marker(remote, name)
-        if wrong is None:
-            damage, failure = fetch_share(remote, name, self.box / "fetched", files)
-            if reason := damage or failure:
-                raise UserError(reason)
+        reason = fetch_share(remote, name, self.box / "fetched", files) if wrong is None else None
+        if reason is not None:
+            raise UserError(reason)
 
     def _open_data(self, root: str | None = None) -> None:
         data = open_prepared(self.recipe, root or self.data.parent, ShardCache(self.box / "cache", 1 << 30))

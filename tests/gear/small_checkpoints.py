@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pretraining.checkpoints.format import commit_checkpoint, file_entries, write_receipt
+from pretraining.checkpoints.format import commit_checkpoint, file_entry, write_receipt
 from pretraining.checkpoints.identity import Identity, Start, metrics_at
 from pretraining.checkpoints.retention import Retention
 from pretraining.planning.run_plan import build_run_plan
@@ -32,7 +32,7 @@ def save(
     names = ["trainer_state.json", "state_0.bin", "state_1.bin"]
     for name in names:
         (folder / name).write_text(f"{name} after {step} steps")
-    write_receipt(folder, 0, 1, file_entries(folder, names))
+    write_receipt(folder, 0, 1, {name: file_entry(folder / name) for name in names})
     measured = metrics_at(step, [{"step": step, **metrics}])
     commit_checkpoint(folder, (identity or identity_of()).marker_at(step, measured))
     (retention or Retention(None)).apply(run)

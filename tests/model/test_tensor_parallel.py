@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from pretraining.checkpoints.folders import damage
+from pretraining.checkpoints.places import damage
 from pretraining.checkpoints.shard_files import CheckpointReader, assemble, reshard
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError

@@ -1,0 +1,574 @@
+"""Choose the checkpoint to continue from, wherever it is, and bring its files to where the ranks need them.
+
+A checkpoint may be in two places: on the disks of the ranks, which a shared disk makes one, and in the store. All ranks
+together verify the newest; if it is damaged and cannot be mended, it is passed over for the next.
+
+Nodes with run folders of their own hold the files of their own ranks: such a checkpoint is complete if the disks
+together hold all its files, or if the store holds its marker. Files that a disk holds are verified and stay; the others
+come from the store, or from the disk of another node. A node gets what its ranks need: their own files if the layout is
+that of the save, else all of them. Every function here is called by every rank.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from pretraining.checkpoints.fetch import (
+    bring_run_files,
+    fetch_share,
+    fetching_bar,
+    newest_committed,
+    newest_unless_unreachable,
+    read_remote_marker,
+)
+from pretraining.checkpoints.folders import committed_checkpoints, move_aside, step_in, step_in_name, step_of
+from pretraining.checkpoints.format import (
+    MARKER,
+    MarkerDamage,
+    file_entry,
+    is_of_rank,
+    marker_or_nothing,
+    parse_marker,
+    place_marker,
+    read_marker,
+    receipt_name,
+)
+from pretraining.checkpoints.places import (
+    OTHER_VERSION,
+    UNCOMMITTED,
+    DiskPlace,
+    Files,
+    changed_files,
+    health,
+    share_of,
+    size_fault,
+    step_fault,
+)
+from pretraining.checkpoints.remote import RemoteRun
+from pretraining.checkpoints.shard_files import STATE_FILE, rank_file
+from pretraining.checkpoints.upload import RUN_FILES
+from pretraining.errors import UserError
+from pretraining.outside.addresses import is_remote
+from pretraining.outside.files import read_json_value
+from pretraining.planning.quantities import several
+from pretraining.recipe import Recipe
+from pretraining.runtime.durable_files import replacing, rows_of, sync_to_disk
+from pretraining.runtime.heartbeat import long_work, work_done
+from pretraining.runtime.journal import Journal
+from pretraining.runtime.process_group import (
+    from_rank,
+    from_rank_0,
+    gather_from_ranks,
+    rank_and_world_size,
+    together,
+)
+from pretraining.runtime.run_folder import STARTS, RunFolder
+
+_PIECE_BYTES = 16 << 20
+_MEETING = ".nodes"
+"""File of the store by which every node shows that it reads what rank 0 writes."""
+
+Check = Callable[[str, dict, bytes], object]
+"""Raises `UserError` for a checkpoint that this start cannot go on from: address, marker, and changes.json there."""
+
+
+class Chosen(NamedTuple):
+    """The checkpoint to continue from, of which every disk holds what its ranks need."""
+
+    folder: Path | None = None
+    """None begins the run."""
+    source: RemoteRun | None = None
+    """The store that holds its other files; None if no store does, or the disk holds all."""
+
+
+class Candidate(NamedTuple):
+    """A checkpoint to continue from, if its files can be brought together."""
+
+    name: str
+    marker: bytes
+    on_disks: bool = False
+    """Whether the disks had this marker before the start."""
+    in_store: bool = False
+    fault: str | None = None
+    """What its marker alone shows to be wrong."""
+
+
+def choose_checkpoint(
+    run: RunFolder,
+    resume: str,
+    upload: str | None = None,
+    layout: dict | None = None,
+    check: Check = lambda *_: None,
+    in_parts: bool = False,
+) -> Chosen:
+    """Choose the checkpoint that `--resume auto|never|PATH|ADDRESS` means, the same on every rank.
+
+    auto: the newest committed one that is whole and that no rollback has left behind. A damaged file is fetched again
+    if the store has that checkpoint. What cannot be mended is passed over with an event and a line.
+
+    upload: the recipe's `checkpoints.upload`. layout: that of this start (`RunPlan.layout`), by which a node knows the
+    files that it needs if it has a run folder of its own; None: it gets all. check: asked before anything of a
+    checkpoint is fetched. in_parts: whether the disk holds parts of checkpoints even if it is the only one, as that of
+    the last node which is left.
+
+    Raises `UserError` if the store cannot be used and nothing is here; for a PATH or ADDRESS without a whole checkpoint
+    or with later ones in the store, with which those of this start would mix; and for another version's checkpoint.
+    """
+    remote = None if upload is None else RemoteRun(upload, run.path.name)
+    chooser = _Chooser(run, remote, layout, check, in_parts or not run.disks.shared)
+    if resume == "auto":
+        return chooser.newest_whole()
+    if remote is not None:
+        refuse_newer(remote, from_rank_0(lambda: _step_meant(resume)), resume)
+    if resume == "never":
+        return Chosen()
+    return chooser.at_address(resume) if is_remote(resume) else chooser.at_path(resume)
+
+
+def refuse_newer(remote: RemoteRun, step: int, resume: str) -> None:
+    """Raise `UserError` if a run that begins at `step` on request would mix with later checkpoints of the store."""
+    # The run will save steps which the store may already hold from another course of the run.
+    if name := from_rank_0(lambda: newest_committed(remote.at_first_contact(), step)):
+        raise UserError(
+            f"--resume {resume}: {remote.where(name)} is newer, and a later start would go on from there; give this "
+            "run its own --output_dir or another checkpoints.upload, or remove what lies there"
+        )
+
+
+def _step_meant(resume: str) -> int:
+    """Return the step of `--resume never|PATH|ADDRESS`; 0 if there is no readable marker, which is reported later."""
+    if is_remote(resume):
+        return step_in(RemoteRun.of_checkpoint(resume)[1])
+    try:
+        return 0 if resume == "never" else step_of(Path(resume))
+    except (OSError, ValueError):
+        return 0
+
+
+@dataclass(frozen=True)
+class _Chooser:
+    """What one search knows, and how it looks, compares and brings."""
+
+    run: RunFolder
+    remote: RemoteRun | None
+    layout: dict | None
+    check: Check
+    in_parts: bool
+    """Whether a disk may hold a part of a checkpoint."""
+
+    def newest_whole(self) -> Chosen:
+        """Return the newest whole checkpoint; each damaged one before it is passed over."""
+        below = sys.maxsize
+        while candidates := self.newest(below):
+            for candidate in candidates:
+                reason = candidate.fault or self.bring(candidate)
+                if reason is None:
+                    needs_store = candidate.in_store and self.in_parts
+                    return Chosen(self.run.path / candidate.name, self.remote if needs_store else None)
+                from_rank_0(partial(self.pass_over, candidate, reason))
+            below = step_in(candidates[0].name)
+        return Chosen()
+
+    def newest(self, below: int) -> list[Candidate]:
+        """Return the newest checkpoint below a step: two candidates if disks and store hold another one each."""
+        remote, journal = self.remote, from_rank_0(lambda: Journal.read(self.run.journal))
+        found = self.run.disks.each(lambda: _newest_here(self.run, journal, below))
+        newest, candidates, content = max(step for step, *_ in found.values()), [], None
+        name = self.run.checkpoint(newest).name
+        if newest >= 0:
+            # Disks hold different ones of a step only after a start that not all of them took part in.
+            count = Counter(each for each in found.values() if each[0] == newest)
+            common = max(count, key=lambda each: (each[1] is None, count[each]))
+            owner = min(first for first, each in found.items() if each == common)
+            content = self.run.disks.from_one(owner, lambda: _marker_here(self.run.path / name))
+            candidates = [Candidate(name, content, on_disks=True, fault=common[1])]
+        if remote is None:
+            return candidates
+        here, above = (None, -1) if newest < 0 else (newest, newest - 1)
+        stored = from_rank_0(lambda: newest_unless_unreachable(self.run, remote, above, below, here))
+        if stored is None:
+            return candidates
+        there, fault = from_rank_0(lambda: read_remote_marker(remote, stored)[::2])
+        if fault is None:
+            fault = step_fault(stored, parse_marker(there, remote.where(stored)))
+        if step_in(stored) > newest:
+            return [Candidate(stored, there, in_store=True, fault=fault)]
+        if there == content:
+            return [Candidate(stored, there, on_disks=True, in_store=True, fault=fault)]
+        candidates.append(Candidate(stored, there, in_store=True, fault=fault))
+        # What a shared disk holds was saved last; what one of several holds is a part.
+        return candidates[::-1] if self.in_parts else candidates
+
+    def pass_over(self, candidate: Candidate, reason: str) -> None:
+        """Report a damaged checkpoint."""
+        name, where = candidate.name, self.run.path / candidate.name
+        if candidate.in_store and (self.in_parts or not candidate.on_disks):
+            where = self.remote.where(name)
+            self.run.add_event("remote_checkpoint_passed_over", checkpoint=where, reason=reason)
+            print(f"checkpoints: {where} is passed over: {reason}", file=sys.stderr, flush=True)
+            return
+        self.run.add_event("checkpoint_passed_over", checkpoint=name, reason=reason)
+        if self.in_parts:
+            print(f"{name} on the disks is passed over: {reason}", file=sys.stderr, flush=True)
+        else:
+            print(f"{where} is damaged ({reason}): passed over for the one before", flush=True)
+
+    def at_path(self, resume: str) -> Chosen:
+        """Return the checkpoint at a path; `UserError` unless each disk holds a whole one there."""
+        folder = Path(resume)
+
+        def look() -> str | None:
+            if not folder.is_dir():
+                return "no such folder; it takes auto, never or the path of a checkpoint"
+            found = health(DiskPlace(folder.parent), folder.name, of_run=False)
+            if found.word == OTHER_VERSION:
+                raise UserError(found.reason)
+            if found.word == UNCOMMITTED:
+                return f"no committed checkpoint there ({MARKER} is missing)"
+            return found.reason and f"the checkpoint is damaged: {found.reason}"
+
+        hosts, faults = gather_from_ranks(socket.gethostname()), self.run.disks.each(look)
+        if not any(faults.values()):
+            for first, reasons in self.changed(folder, read_marker(folder)["files"]).items():
+                faults[first] = f"the checkpoint is damaged: {min(reasons.values())}" if reasons else None
+        for first, reason in faults.items():
+            if reason is not None and self.run.disks.shared:
+                raise UserError(f"--resume {resume}: {reason}")
+            if reason is not None:
+                raise UserError(
+                    f"--resume {resume}: on {hosts[first]}: {reason}; nodes without a shared disk each need all its "
+                    "files there, or give its address in a store"
+                )
+        return Chosen(folder)
+
+    def at_address(self, resume: str) -> Chosen:
+        """Return the checkpoint at an address, once it is here; `UserError` if it is not whole there."""
+        remote, name = RemoteRun.of_checkpoint(resume)
+        content, wrong = from_rank_0(lambda: read_remote_marker(remote, name)[::2])
+        if wrong is None:
+            if not self.in_parts:
+                from_rank_0(lambda: _refuse_another(self.run.path / name, content))
+            wrong = replace(self, remote=remote).bring(Candidate(name, content, in_store=True))
+        if wrong is not None:
+            raise UserError(f"--resume {resume}: {wrong}")
+        return Chosen(self.run.path / name, remote if self.in_parts else None)
+
+    def bring(self, candidate: Candidate) -> str | None:
+        """Give every disk the files that its ranks need, and then the marker; returns what is wrong with it, or None.
+
+        Raises `UserError` on every rank if the store fails, or a disk is full.
+        """
+        run, remote, disks, name = self.run, self.remote, self.run.disks, candidate.name
+        folder = run.path / name
+        try:
+            marker = parse_marker(candidate.marker, remote.where(name) if candidate.in_store else folder)
+        except MarkerDamage as error:
+            return str(error)
+        files: Files = marker["files"]
+
+        def check() -> None:
+            accepted = remote.read_if_there(run.changes.name) or b"[]"
+            self.check(remote.where(name), marker, accepted)
+
+        is_new = candidate.in_store and not candidate.on_disks
+        if is_new:
+            from_rank_0(check)
+        # by their sizes, without reading a byte
+        looked = disks.each(lambda: self.look_here(candidate, files))
+        held = {first: names for first, (names, _) in looked.items()}
+        if not candidate.in_store and (lost := sorted(files.keys() - set().union(*held.values()))):
+            where = f"{several(len(lost), 'file')} of it on no disk: {lost[0]}"
+            return where if self.in_parts else looked[0][1]
+        changed = self.changed(folder, {each: files[each] for each in sorted(held[disks.first_rank])})
+        good = {first: names - changed[first].keys() for first, names in held.items()}
+        if not candidate.in_store and (lost := sorted(files.keys() - set().union(*good.values()))):
+            return next(reasons[lost[0]] for reasons in changed.values() if lost[0] in reasons)
+        # what each disk lacks of what its ranks need
+        needed = {first: _needed(marker, ranks, self.layout) for first, ranks in disks.groups().items()}
+        if not candidate.in_store and self.in_parts:
+            more = _not_partitioned(folder, marker, good)  # nothing can be brought later
+            needed = {first: names | more for first, names in needed.items()}
+        missing = {first: names - good[first] for first, names in needed.items()}
+        # A committed checkpoint on a shared disk lacks nothing, unless it is damaged.
+        damaged_here = None
+        if candidate.on_disks and not self.in_parts:
+            damaged_here = looked[0][1] or next(iter(changed[0].values()), None)
+        wrong = None
+        if damaged_here:
+            wrong = self.mend(name, files, missing, damaged_here)
+        elif any(missing.values()) and candidate.in_store:
+            wrong = self.fetch(name, files, missing)
+        elif any(missing.values()):
+            wrong = self.exchange(folder, files, good, missing)
+        if wrong is not None:
+            return wrong
+        if is_new:
+            from_rank_0(lambda: bring_run_files(run, remote))
+        added = any(disks.each(lambda: self.finish(candidate)).values())
+        if candidate.in_store and (added or any(missing.values())):
+            self.note_fetch(name, files, missing, damaged_here)
+        return None
+
+    def note_fetch(
+        self, name: str, files: Files, missing: dict[int, set[str]], damaged_here: str | None
+    ) -> None:
+        """Add the event of a checkpoint that came from the store, with what came to each node."""
+        details: dict = {}
+        hosts = gather_from_ranks(socket.gethostname())
+        if self.in_parts:
+            sizes = {first: [files[each]["bytes"] for each in names] for first, names in missing.items()}
+            details["nodes"] = [
+                {"host": hosts[first], "files": len(each), "bytes": sum(each)}
+                for first, each in sorted(sizes.items())
+            ]
+        details |= {"damaged_here": damaged_here} if damaged_here else {}
+        source = self.remote.where(name)
+        from_rank_0(lambda: self.run.add_event("fetch", checkpoint=name, source=source, **details))
+
+    def look_here(self, candidate: Candidate, files: Files) -> tuple[set[str], str | None]:
+        """Make this disk's folder without what is not of the checkpoint.
+
+        Returns the files that it holds in their sizes, and what is wrong with the first of the others.
+        """
+        folder = self.run.path / candidate.name
+        if _marker_here(folder) != candidate.marker:
+            if (folder / MARKER).exists():
+                move_aside(self.run, folder)  # another one of that step
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in folder.iterdir():
+                if path.name not in files and path.is_file():
+                    path.unlink()
+        sizes = DiskPlace(self.run.path).sizes(candidate.name)
+        faults = {name: size_fault(name, sizes.get(name), entry) for name, entry in files.items()}
+        return {name for name in files if not faults[name]}, next(filter(None, faults.values()), None)
+
+    def changed(self, folder: Path, files: Files) -> dict[int, dict[str, str]]:
+        """Return {first rank of a disk: {file: what is wrong with its bytes}}; the ranks of a disk share the reading.
+
+        files: those that are compared on this rank's disk.
+        """
+        # Because the ranks share the reading, verifying a large checkpoint takes only as long as loading it.
+        groups, rank = self.run.disks.groups(), rank_and_world_size()[0]
+        ranks = groups[self.run.disks.first_rank]
+        with long_work():
+            found = gather_from_ranks(changed_files(folder, share_of(files, ranks.index(rank), len(ranks))))
+        return {
+            first: {name: reason for rank in ranks for name, reason in found[rank].items()}
+            for first, ranks in groups.items()
+        }
+
+    def fetch(self, name: str, files: Files, missing: dict[int, set[str]]) -> str | None:
+        """Fetch what each disk lacks from the store; returns what is damaged there, or None."""
+        run, remote = self.run, self.remote
+        ranks = run.disks.groups()[run.disks.first_rank]
+        of_disk = {each: files[each] for each in sorted(missing[run.disks.first_rank])}
+        share = dict(list(of_disk.items())[ranks.index(rank_and_world_size()[0]) :: len(ranks)])
+        with long_work(), fetching_bar(remote.where(name), run.path / name, of_disk):
+            damaged = together(lambda: fetch_share(remote, name, run.path / name, share))
+        return next(filter(None, gather_from_ranks(damaged)), None)
+
+    def mend(self, name: str, files: Files, missing: dict[int, set[str]], reason: str) -> str | None:
+        """Replace what is damaged on the shared disk by the store's files; returns `reason` if that is not possible."""
+        # no long patience: there may be an older checkpoint to go on from
+        remote = self.remote.at_first_contact()
+        try:
+            # nothing here is replaced by what is not whole there either
+            sizes = from_rank_0(lambda: remote.sizes(name) or {})
+            if any(size_fault(each, sizes.get(each), entry) for each, entry in files.items()):
+                return reason
+            if replace(self, remote=remote).fetch(name, files, missing) is not None:
+                return reason
+        except UserError:
+            return reason
+        if rank_and_world_size()[0] == 0:
+            line = f"{self.run.path / name} was damaged ({reason}): mended with the files of {remote.where(name)}"
+            print(line, flush=True)
+        return None
+
+    def exchange(
+        self, folder: Path, files: Files, good: dict[int, set[str]], missing: dict[int, set[str]]
+    ) -> str | None:
+        """Send files from disks that hold them to those that need them; returns what is wrong with them, or None."""
+        for name in sorted(set().union(*missing.values())):
+            owner = min(each for each, names in good.items() if name in names)
+            is_owner = rank_and_world_size()[0] == owner
+            receives = self.run.disks.is_first and name in missing[self.run.disks.first_rank]
+            path, entry = folder / name, files[name]
+            for start in range(0, max(1, entry["bytes"]), _PIECE_BYTES):
+                piece = b""
+                if is_owner:
+                    with path.open("rb") as file:
+                        file.seek(start)
+                        piece = file.read(_PIECE_BYTES)
+                piece = from_rank(owner, piece)
+
+                def add(path: Path = path, start: int = start, piece: bytes = piece) -> None:
+                    with path.open("r+b" if start else "wb") as file:
+                        file.seek(start)
+                        file.write(piece)
+                    work_done(len(piece))
+
+                together(add if receives else lambda: None)
+            whole = together(lambda: not receives or file_entry(path) == entry)  # noqa: B023 (called at once)
+            if not all(gather_from_ranks(whole)):
+                return f"{name} did not arrive whole from another disk"
+        return None
+
+    def finish(self, candidate: Candidate) -> bool:
+        """Write the marker, if it is not here yet; returns whether it was not."""
+        folder = self.run.path / candidate.name
+        if not candidate.in_store and self.in_parts:
+            for path in folder.iterdir():  # what a power cut spoils, a store would give again
+                sync_to_disk(path)
+        is_here = (folder / MARKER).exists()
+        if not is_here:
+            place_marker(folder, candidate.marker)
+        return not is_here
+
+
+def _newest_here(run: RunFolder, journal: Journal, below: int) -> tuple[int, str | None, str]:
+    """Return (step, what is wrong with the marker, its digest) of this disk's newest one below a step; -1: none."""
+    for folder in committed_checkpoints(run):
+        if (step := step_in_name(folder)) >= below or is_left_behind(folder, journal):
+            continue
+        content, fault = _marker_here(folder), None
+        try:
+            fault = step_fault(folder.name, parse_marker(content, folder))
+        except MarkerDamage as error:
+            fault = str(error)
+        return step, fault, xxhash.xxh128(content).hexdigest()
+    return -1, None, ""
+
+
+def is_left_behind(folder: Path, journal: Journal) -> bool:
+    """Return whether a rollback went back behind a checkpoint since it was saved; False if the marker is damaged."""
+    # A damaged marker does not tell. The checkpoint stays a candidate, so that its damage is reported.
+    marker = marker_or_nothing(folder)
+    return "step" in marker and journal.overtakes(marker["step"], marker.get("rollbacks", 0))
+
+
+def _marker_here(folder: Path) -> bytes:
+    """Read the bytes of a marker; none if there is no readable one."""
+    try:
+        return DiskPlace(folder.parent).marker(folder.name) or b""
+    except OSError:
+        return b""
+
+
+def _refuse_another(folder: Path, marker: bytes) -> None:
+    if (folder / MARKER).exists() and _marker_here(folder) != marker:
+        raise UserError(
+            f"{folder}: another checkpoint of that name is here; move it, or choose another --output_dir"
+        )
+
+
+def _needed(marker: dict, ranks: list[int], layout: dict | None) -> set[str]:
+    """Return the files that these ranks read: all, unless they hold now what the same ranks of the save held."""
+    world, files = marker.get("ranks"), set(marker["files"])
+    place = {} if layout is None else layout
+    # Without a partition by ranks, each rank reads what all have written.
+    alike = place.get("zero_stage") and place["zero_stage"] == marker.get("zero_stage")
+    if not alike or place["world_size"] != world:
+        return files
+    common = {name for name in files if not is_of_rank(name)}
+    own = {name for rank in ranks for name in (rank_file(rank, world), receipt_name(rank, world))}
+    return (common | own) & files
+
+
+def _not_partitioned(folder: Path, marker: dict, good: dict[int, set[str]]) -> set[str]:
+    """Return the files with what every rank reads at any layout: frozen weights are in all, buffers in rank 0's."""
+    if marker.get("recipe", {}).get("model", {}).get("frozen"):
+        return set(marker["files"])
+    owner = min((first for first, names in good.items() if STATE_FILE in names), default=0)
+    mine = rank_and_world_size()[0] == owner and STATE_FILE in good[owner]
+    state = from_rank(owner, read_json_value(folder / STATE_FILE) if mine else {})
+    return {rank_file(0, marker["ranks"])} if state.get("buffers") else set()
+
+
+def refuse_lone_disks(run: RunFolder, recipe: Recipe) -> None:
+    """Raise `UserError` if nodes have run folders of their own and no store in which their checkpoints meet."""
+    if run.disks.shared or recipe.training.save_strategy == "no":
+        return
+    upload = recipe.checkpoints.upload
+    what = (
+        f"{run.path} is a folder of its own on {several(run.disks.count, 'disk')}, and ranks see only theirs"
+    )
+    if upload is None:
+        raise UserError(
+            f"{what}: a lost node would take its part of every checkpoint with it; set checkpoints.upload to a store "
+            "that all nodes reach, give --output_dir on a shared disk, or save nothing: "
+            '--set training.save_strategy="no"'
+        )
+    if recipe.checkpoints.demote_to_weights:
+        raise UserError(
+            f"{what}: checkpoints.demote_to_weights needs all files of a checkpoint in one place; set it to false, or "
+            "give --output_dir on a shared disk"
+        )
+    remote, token = RemoteRun(upload, run.path.name).at_first_contact(), uuid.uuid4().hex.encode()
+
+    def write() -> bool:
+        try:
+            remote.write_bytes(_MEETING, token)
+            return True
+        except UserError:
+            return False
+
+    # A store that does not answer is another matter: the run may continue from what the disks hold.
+    if not from_rank_0(write):
+        return
+    # A node may have another folder there, or reach another store, by the same address.
+    token = from_rank(0, token)
+    reads = together(lambda: not run.disks.is_first or remote.read_if_there(_MEETING) == token)
+    hosts = gather_from_ranks(socket.gethostname())
+    apart = [host for host, same in zip(hosts, gather_from_ranks(reads), strict=True) if not same]
+    if apart:
+        raise UserError(
+            f"checkpoints.upload: {remote.address} is another place on {', '.join(apart)} than on {hosts[0]}; "
+            "all nodes must reach the same store"
+        )
+
+
+def bring_history(run: RunFolder, upload: str | None) -> None:
+    """Give rank 0 the newest history of the run (journal, metrics, events), if its own disk holds an older one."""
+    remote = None if upload is None else RemoteRun(upload, run.path.name).at_first_contact()
+
+    def num_starts(events: bytes) -> int:
+        rows = rows_of(events.decode(errors="replace"))
+        return sum(row.get("event") in STARTS for row in rows)
+
+    def starts_in_store() -> int:
+        try:
+            return num_starts(remote.read_if_there(run.events.name) or b"")
+        except UserError:  # it does not answer, which the search for a checkpoint reports
+            return 0
+
+    def write(history: dict[str, bytes | None]) -> None:
+        for name, content in history.items():
+            if content is None:
+                (run.path / name).unlink(missing_ok=True)
+                continue
+            with replacing(run.path / name, "wb") as file:
+                file.write(content)
+
+    # Each start of the run adds an event to the history that it continues: the newest history has the most.
+    own = num_starts(run.events.read_bytes()) if run.events.exists() else 0
+    starts = gather_from_ranks(own if run.disks.is_first else -1)
+    owner = max(range(len(starts)), key=lambda rank: (starts[rank], -rank))
+    if remote is not None and from_rank_0(starts_in_store) > starts[owner]:
+        from_rank_0(lambda: write({name: remote.read_if_there(name) for name in RUN_FILES}))
+    elif starts[owner] > starts[0]:
+        paths = {name: run.path / name for name in RUN_FILES}
+        here = rank_and_world_size()[0] == owner
+        read = {name: path.read_bytes() for name, path in paths.items() if path.exists()} if here else {}
+        history = from_rank(owner, read)
+        from_rank_0(lambda: write(history))
