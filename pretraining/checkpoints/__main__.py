@@ -36,11 +36,12 @@ from pretraining.errors import UserError, one_line_errors
 from pretraining.extend import MODEL, extensions_of_run, load_code_of_run
 from pretraining.outside.addresses import is_remote
 from pretraining.outside.files import read_json_value
-from pretraining.planning.quantities import columns, duration, num_bytes
+from pretraining.planning.quantities import duration, num_bytes
 from pretraining.recipe.sections import Checkpoints
 from pretraining.runtime.imports import prepare_imports
 from pretraining.runtime.lock import lock_idle_run
 from pretraining.runtime.run_folder import RunFolder
+from pretraining.runtime.table import aligned
 
 # torch and transformers take seconds to import: the verbs that need them import their modules when they answer.
 
@@ -87,7 +88,7 @@ class List:
         if not entries:
             return f"{answer['run']}: no checkpoint yet"
         reasons = [f"{each['folder']}: {each['reason']}" for each in entries if each["reason"]]
-        return "\n".join([columns(self.HEADER, [self._row(each) for each in entries], left=2), *reasons])
+        return "\n".join([aligned([self.HEADER, *map(self._row, entries)], left=2), *reasons])
 
     def _row(self, entry: dict) -> list[str]:
         # A stage of None has two meanings: no marker (then there are no ranks either), or a run without DeepSpeed.
@@ -417,7 +418,7 @@ class Prune:
         rows = [[each["folder"], each["state"], num_bytes(each["bytes"])] for each in going]
         freed = num_bytes(answer["freed_bytes"])
         done = f"removed: {freed} free" if answer["removed"] else f"would free {freed}; --yes removes it"
-        return f"{columns(['folder', 'state', 'size'], rows, left=2)}\n{done}; {kept}"
+        return f"{aligned([['folder', 'state', 'size'], *rows], left=2)}\n{done}; {kept}"
 
 
 class Reshard:

@@ -20,7 +20,6 @@ from pretraining.planning.quantities import (
     dollars,
     duration,
     energy,
-    facts,
     gpu_count,
     hours,
     num_bytes,
@@ -50,6 +49,7 @@ from pretraining.planning.throughput import (
 from pretraining.planning.workload import Workload, add_workload_arguments, workload_of
 from pretraining.recipe import Recipe
 from pretraining.runtime import wall_time
+from pretraining.runtime.table import facts
 
 NOT_COUNTED = "without validation, saving and restarts"
 PRECISIONS = ("bf16", "fp16", "tf32", "fp32", "fp8")

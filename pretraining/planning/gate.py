@@ -5,9 +5,7 @@ model's, and data that is read more often than `max_epochs` allows.
 """
 
 import math
-import os
-import sys
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 
 from pretraining.ds_config import (
     degrees_of,
@@ -17,7 +15,6 @@ from pretraining.ds_config import (
     parameter_device,
     zero_stage,
 )
-from pretraining.errors import UserError
 from pretraining.planning.cadence import cost_of_checkpoints
 from pretraining.planning.comparison import predicted
 from pretraining.planning.gpus import Gpu
@@ -31,11 +28,11 @@ from pretraining.planning.run_plan import RunPlan, build_run_plan
 from pretraining.planning.search import fitting, nearest_fit
 from pretraining.planning.sizes import balance_of_experts, model_size
 from pretraining.planning.throughput import precision_of_products, step_time
+from pretraining.planning.verdict import Machine, Objection, Verdict
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.recipe.model import ROUTER_COEFFICIENT, model_with_defaults, value_of
 from pretraining.recipe.schedule import WITHOUT_WARMUP
 from pretraining.recipe.training import ADAMW
-from pretraining.runtime.run_folder import RunFolder
 
 # up to four epochs are nearly as good as new text (Muennighoff et al. 2023, section 5)
 MANY_EPOCHS = 4
@@ -54,70 +51,6 @@ HIGHEST_RATE = 0.1
 """Of Adam. Weights are drawn with a standard deviation of about 0.02; the largest rates of papers are near 0.01."""
 WARM_UP_TOKENS = 375_000_000
 """GPT-3 warms up over 375 million tokens at every size (Brown et al. 2020, appendix B)."""
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The machine and the prepared data, as they were found; None for values that are not known."""
-
-    gpu_memory_bytes: float | None = None
-    """Bytes of one GPU; also None if the processor trains."""
-    gpu: Gpu | None = None
-    """Its entry in tables/gpus.json, if it has one."""
-    has_bf16: bool | None = None
-    disk_room_bytes: float | None = None
-    """Bytes for this run's checkpoints on the run folder's disk: free ones, and those that its checkpoints take now."""
-    host_memory_bytes: float | None = None
-    """Bytes of this machine, or as many as its container allows."""
-    ranks_per_host: int = 1
-    trains_on_processor: bool = False
-    data_tokens: int | None = None
-    """Training tokens of the prepared data."""
-    continues: bool = False
-    """Whether the run has begun already; then its recipe may no longer change the loss curve."""
-
-
-@dataclass(frozen=True)
-class Objection:
-    """One thing that is wrong or unwise, and what to do about it."""
-
-    what: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return f"{self.what}; {self.remedy}"
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Refusals stop a run, unless it is forced; warnings are printed."""
-
-    refusals: list[Objection] = field(default_factory=list)
-    warnings: list[Objection] = field(default_factory=list)
-
-    def enforce(self, force: bool = False) -> "Verdict":
-        """Print warnings on rank 0 and return itself; raise `UserError` with the first refusal, unless forced."""
-        if self.refusals and not force:
-            raise UserError(f"{self.refusals[0]} (--force goes on regardless)")
-        # every rank judges the same plan: one prints
-        if _is_rank_0():
-            for objection in (*self.refusals, *self.warnings):
-                print(f"warning: {objection}", file=sys.stderr, flush=True)
-        return self
-
-    def keep(self, run: RunFolder, step: int) -> None:
-        """Write an event for each refusal that was forced and each warning, on rank 0.
-
-        step: the step at which the run starts.
-        """
-        for kind, objections in {"forced": self.refusals, "warning": self.warnings}.items():
-            for objection in objections if _is_rank_0() else ():
-                run.add_event(kind, step=step, **asdict(objection))
-
-
-def _is_rank_0() -> bool:
-    # the launcher's variable; a process without a launcher is rank 0
-    return os.environ.get("RANK", "0") == "0"
 
 
 def judge_plan(plan: RunPlan, recipe: Recipe, machine: Machine, force: bool = False) -> RunPlan:

@@ -20,10 +20,10 @@ from pretraining.planning.gpus import Gpu, find_gpu, kept_rates
 from pretraining.planning.memory.activations import chunk_length, compiles_loss, logit_bytes
 from pretraining.planning.memory.need import recomputed_one_in, recomputed_share, skips_last_product
 from pretraining.planning.memory.split import families, rows_of_rank, widths_of_rank
-from pretraining.planning.memory.tensors import FP32, SIXTEEN_BIT, head_is_wide, precision_of, size_of_recipe
+from pretraining.planning.memory.tensors import FP32, SIXTEEN_BIT, head_is_wide, precision_of
 from pretraining.planning.messages import layer_messages
 from pretraining.planning.shapes import shape_of, widths_of
-from pretraining.planning.sizes import BACKWARD, ModelSize, flops_per_token
+from pretraining.planning.sizes import BACKWARD, ModelSize, flops_per_token, size_of_recipe
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.recipe.refusals import compiled_part
 from pretraining.schema import REPOSITORY, display_path

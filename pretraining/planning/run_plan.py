@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from pretraining.ds_config import Degrees, degrees_of, zero_stage
 from pretraining.planning.memory.need import state_of_recipe
@@ -11,16 +10,13 @@ from pretraining.planning.memory.tensors import (
     FP32,
     frozen_tensors,
     precision_of,
-    size_of_recipe,
     trained_tensors,
     wide_tensors,
 )
-from pretraining.planning.sizes import ModelSize, flops_per_token, model_size
+from pretraining.planning.sizes import ModelSize, flops_per_token, model_size, size_of_recipe
+from pretraining.planning.verdict import Machine, Verdict
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.recipe.data import num_unique_tokens
-
-if TYPE_CHECKING:
-    from pretraining.planning.gate import Machine, Verdict
 
 
 @dataclass(frozen=True)
@@ -58,9 +54,9 @@ class RunPlan:
     data_bytes: int
     """Bytes of the token shards that the run reads, if it reads each token once."""
     ds_config: dict | None = None
-    machine: "Machine | None" = None
+    machine: Machine | None = None
     """Machine on which the run is; None for a plan on paper."""
-    verdict: "Verdict | None" = None
+    verdict: Verdict | None = None
     """Refusals and warnings of the plan on that machine."""
     predicted: dict = field(default_factory=dict)
     """Result of `comparison.predicted` on that machine; empty until the plan is judged (`gate.judge_plan`)."""

@@ -11,7 +11,6 @@ from pretraining.planning.comparison import predicted
 from pretraining.planning.constants import table
 from pretraining.planning.costs import (
     NOT_COUNTED,
-    Forecast,
     disk_words,
     energy_words,
     estimated,
@@ -19,11 +18,10 @@ from pretraining.planning.costs import (
     mfu_words,
     scaling_rows,
 )
-from pretraining.planning.gate import Machine, check_plan
+from pretraining.planning.gate import check_plan
 from pretraining.planning.gpus import Gpu, all_gpus, find_gpu
 from pretraining.planning.memory.need import (
     PHASES,
-    MemoryNeed,
     host_words,
     memory_need,
     recomputed_one_in,
@@ -31,10 +29,8 @@ from pretraining.planning.memory.need import (
 )
 from pretraining.planning.memory.tensors import frozen_tensors
 from pretraining.planning.quantities import (
-    columns,
     dollars,
     duration,
-    facts,
     hours,
     num_bytes,
     recomputation_text,
@@ -45,11 +41,13 @@ from pretraining.planning.quantities import (
 from pretraining.planning.run_plan import RunPlan, build_run_plan
 from pretraining.planning.shapes import family_of
 from pretraining.planning.throughput import precision_of_products
+from pretraining.planning.verdict import Machine
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import Recipe
 from pretraining.recipe.model import value_of
 from pretraining.recipe.refusals import compiled_part
 from pretraining.runtime.exit_codes import USER_ERROR
+from pretraining.runtime.table import Column, facts, write_table
 
 WORLD_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 MOST_PRICES = 3
@@ -439,20 +437,22 @@ def world_sizes(recipe: Recipe, ds_config: dict | None, gpu: Gpu | None) -> str:
     fitting = [size for size in WORLD_SIZES if size % fewest_ranks(ds_config) == 0]
     # with a batch-size ramp, every size of step must divide, not only the full one
     sizes = [size for size in fitting if not any(tokens % (size // together * at_once) for tokens in steps)]
-    header = ["GPUs", "accumulation", "memory of each", *(["fits", "time", "GPU-hours"] if gpu else [])]
-    rows = columns(header, [_world_size(recipe, ds_config, size, gpu) for size in sizes], left=0)
+    columns = [Column("GPUs", "GPUs", ","), Column("accumulation", "accumulation", ",")]
+    columns.append(Column("memory of each", "memory", num_bytes))
+    if gpu:
+        columns += [Column("fits", "fits"), Column("time", "seconds", duration)]
+        columns.append(Column("GPU-hours", "GPU-hours", hours))
+    rows = []
+    for size in sizes:
+        need = memory_need(recipe, ds_config, size, gpu.memory_bytes if gpu else None).total
+        accumulation = build_run_plan(recipe, ds_config, size).accumulation_steps
+        rows.append({"GPUs": size, "accumulation": accumulation, "memory": need})
+        if gpu:
+            speed = forecast(workload_of_recipe(recipe, ds_config), gpu, size)
+            rows[-1] |= {"seconds": speed.seconds, "GPU-hours": speed.cost.gpu_hours}
+            rows[-1]["fits"] = "yes" if need <= gpu.memory_bytes else "no"
+    text = write_table(columns, rows, left=0)
     # the note concerns rows with more than one node only
     if gpu is None or max(sizes, default=1) <= gpu.gpus_per_node:
-        return rows
-    return f"{rows}\nTimes of more than {gpu.gpus_per_node} GPUs, one node, assume perfect scaling."
-
-
-def _world_size(recipe: Recipe, ds_config: dict | None, size: int, gpu: Gpu | None) -> list[str]:
-    need: MemoryNeed = memory_need(recipe, ds_config, size, gpu.memory_bytes if gpu else None)
-    accumulation = build_run_plan(recipe, ds_config, size).accumulation_steps
-    cells = [f"{size:,}", f"{accumulation:,}", num_bytes(need.total)]
-    if gpu is None:
-        return cells
-    speed: Forecast = forecast(workload_of_recipe(recipe, ds_config), gpu, size)
-    fits = "yes" if need.total <= gpu.memory_bytes else "no"
-    return [*cells, fits, duration(speed.seconds), hours(speed.cost.gpu_hours)]
+        return text
+    return f"{text}\nTimes of more than {gpu.gpus_per_node} GPUs, one node, assume perfect scaling."

@@ -6,7 +6,7 @@ from pretraining.ds_config import optimizer_device, parameter_device, zero_stage
 from pretraining.planning.constants import table
 from pretraining.planning.gpus import Gpu
 from pretraining.planning.memory.need import recomputed_one_in, recomputed_share
-from pretraining.planning.memory.tensors import precision_of, size_of_recipe
+from pretraining.planning.memory.tensors import precision_of
 from pretraining.planning.messages import (
     GRADIENTS,
     LAYER_MESSAGES,
@@ -16,7 +16,7 @@ from pretraining.planning.messages import (
     stops_for_gradients,
 )
 from pretraining.planning.roofline import ceiling, expected_utilization, recipe_utilization, tokens_per_second
-from pretraining.planning.sizes import ModelSize, flops_per_token, model_size
+from pretraining.planning.sizes import ModelSize, flops_per_token, model_size, size_of_recipe
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.recipe.refusals import compiled_part
 

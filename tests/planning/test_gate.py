@@ -11,10 +11,10 @@ from pretraining.errors import UserError
 from pretraining.planning import throughput
 from pretraining.planning.comparison import QUANTITIES, compare_run
 from pretraining.planning.costs import forecast
-from pretraining.planning.gate import Objection, Verdict
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.run_plan import build_run_plan
 from pretraining.planning.screen import as_text, full_plan
+from pretraining.planning.verdict import Objection, Verdict
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import load_recipe
 from pretraining.runtime.durable_files import append_row, read_rows, write_json

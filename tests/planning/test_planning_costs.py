@@ -12,17 +12,18 @@ from pretraining.planning import scaling_laws as laws
 from pretraining.planning.constants import table
 from pretraining.planning.costs import energy_words, forecast
 from pretraining.planning.gpus import all_gpus, find_gpu, prices_of
-from pretraining.planning.messages import communication, communication_seconds
-from pretraining.planning.parallelism import (
+from pretraining.planning.layout import (
+    Division,
     activation_bytes_per_token,
     gpu_parameters,
-    layer_shape,
     layout_memory,
-    layouts,
     pipeline_bubble,
 )
+from pretraining.planning.messages import communication, communication_seconds
+from pretraining.planning.parallelism import layouts
 from pretraining.planning.roofline import expected_utilization
 from pretraining.planning.scaling_laws import extra_steps, extra_tokens, step_law
+from pretraining.planning.shapes import shape_of
 from pretraining.planning.sizes import flops_per_token, model_size
 from pretraining.planning.throughput import predicted_step_seconds, step_time
 from pretraining.planning.workload import workload_of_recipe
@@ -315,8 +316,8 @@ def test_layouts_that_cannot_be_are_refused():
 
 def test_activations_and_shards_of_a_layout():
     """Korthikanti et al. 2022: 34 h bytes a token and layer for GPT, 32 h without the two dropout masks."""
-    shape = layer_shape(load_recipe("65b").model)
-    assert activation_bytes_per_token(shape) == 32 * shape.width
+    shape = shape_of(load_recipe("65b").model)
+    assert activation_bytes_per_token(shape) == 32 * shape["n_embd"]
     size = model_size(LLAMA)
     assert gpu_parameters(size, 1, 1) == size.total
     assert gpu_parameters(size, 8, 1) == size.total / 8
@@ -325,17 +326,17 @@ def test_activations_and_shards_of_a_layout():
 
 def test_memory_of_a_layout_by_component():
     """6 + 12 / shards bytes a parameter (Megatron-LM's distributed optimizer); activations by passes in flight."""
-    size, shape, tokens = model_size(LLAMA), layer_shape(LLAMA), 4096
-    alone = layout_memory(size, shape, tokens, 1, 1, shards=1, in_flight=1, recompute=False)
+    size, shape, tokens = model_size(LLAMA), shape_of(LLAMA), 4096
+    alone = layout_memory(size, shape, tokens, Division())
     assert alone.weights_and_gradients + alone.optimizer == 18 * size.total
-    shared = layout_memory(size, shape, tokens, 1, 1, shards=8, in_flight=1, recompute=False)
+    shared = layout_memory(size, shape, tokens, Division(data=8))
     assert shared.optimizer == alone.optimizer / 8
     assert shared.weights_and_gradients == alone.weights_and_gradients
     assert alone.activations == 32 * tokens * activation_bytes_per_token(shape)
-    recomputed = layout_memory(size, shape, tokens, 1, 1, shards=1, in_flight=1, recompute=True)
-    inputs = 32 * tokens * 2 * shape.width
+    recomputed = layout_memory(size, shape, tokens, Division(), recompute=True)
+    inputs = 32 * tokens * 2 * shape["hidden_size"]
     assert recomputed.activations == inputs + tokens * activation_bytes_per_token(shape)
-    staged = layout_memory(size, shape, tokens, 2, 4, shards=1, in_flight=4, recompute=False)
+    staged = layout_memory(size, shape, tokens, Division(tensor=2, pipeline=4), microbatches=4)
     assert staged.activations == alone.activations / 2
     assert alone.logits == 12 * tokens * 32000 and alone.total > 18 * size.total + alone.activations
 

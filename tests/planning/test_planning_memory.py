@@ -14,7 +14,7 @@ from pretraining.ds_config import degrees_of, load_ds_config
 from pretraining.errors import UserError
 from pretraining.planning.__main__ import main
 from pretraining.planning.comparison import QUANTITIES, predicted
-from pretraining.planning.gate import Machine, check_plan
+from pretraining.planning.gate import check_plan
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.memory.need import memory_need, pinned_bytes, shrink
 from pretraining.planning.memory.states import optimizer_states
@@ -24,6 +24,7 @@ from pretraining.planning.run_plan import build_run_plan
 from pretraining.planning.screen import as_text, full_plan
 from pretraining.planning.search import candidates, fitting, nearest_fit, worth_choosing
 from pretraining.planning.throughput import step_time
+from pretraining.planning.verdict import Machine
 from pretraining.recipe import load_recipe, recipe_names
 from pretraining.recipe.curve import changed_parts
 from pretraining.recipe.refusals import load_recipe_and_ds_config

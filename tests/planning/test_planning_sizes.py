@@ -5,8 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pretraining.planning.memory.tensors import size_of_recipe
-from pretraining.planning.sizes import flops_per_token, model_size
+from pretraining.planning.sizes import flops_per_token, model_size, size_of_recipe
 from pretraining.recipe.sections import Weights
 
 

@@ -31,13 +31,14 @@ from pretraining.planning.memory.tensors import (
     trained_tensors,
     wide_tensors,
 )
-from pretraining.planning.quantities import columns, gpu_count, num_bytes, several
+from pretraining.planning.quantities import gpu_count, num_bytes, several
 from pretraining.planning.workload import add_workload_arguments, workload_of
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.recipe.model import value_of
 from pretraining.recipe.refusals import gathers_blocks
 from pretraining.recipe.sections import Loss
 from pretraining.runtime.imports import MOST_ROUNDED_MIB
+from pretraining.runtime.table import aligned
 
 ROOMY = 0.85
 """Share of a GPU's memory up to which there is room for what the prediction does not include."""
@@ -510,7 +511,7 @@ class MemoryVerb:
         parts = [part for part in parts if any(answer["phases"][phase].get(part) for phase in phases)]
         rows = [[part, *(_cell(answer["phases"][phase].get(part)) for phase in phases)] for part in parts]
         rows.append(["allocated", *(num_bytes(sum(answer["phases"][phase].values())) for phase in phases)])
-        lines = [_title(answer), "", columns(["", *phases], rows), ""]
+        lines = [_title(answer), "", aligned([["", *phases], *rows]), ""]
         lines += [f"{phase}: {PHASES[phase]}" for phase in phases]
         lines += [f"largest: {answer['largest']}; less of it: {answer['shrink']}"]
         lines += [f"beside it: {num_bytes(answer['reserve'])} for CUDA, NCCL and the allocator (assumed)"]
