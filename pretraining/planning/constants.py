@@ -26,7 +26,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Rows:
+class Entries:
     """A list of objects of one shape, at least one of them."""
 
     row: dict
@@ -145,7 +145,7 @@ SHAPES: dict[str, dict] = {
         "nvme_bytes_per_second": _value(POSITIVE),
     },
     "prices": {
-        "prices": Rows(
+        "prices": Entries(
             {
                 "gpu": TEXT,
                 "provider": TEXT,
@@ -187,7 +187,7 @@ SHAPES: dict[str, dict] = {
         },
         "zhang": {"exponent": NUMBER},
         "gpt3": {
-            "rows": Rows({"parameters": POSITIVE, "learning_rate": POSITIVE, "batch_tokens": POSITIVE}),
+            "rows": Entries({"parameters": POSITIVE, "learning_rate": POSITIVE, "batch_tokens": POSITIVE}),
             "source": TEXT,
         },
     },
@@ -217,7 +217,7 @@ def _check(value: Any, shape: Any, file: str, key: str) -> None:
     if isinstance(shape, Kind):
         if not shape.holds(value):
             raise UserError(f"{file}: {key} is {shown(value)}; write {shape.words}")
-    elif isinstance(shape, Rows):
+    elif isinstance(shape, Entries):
         if not isinstance(value, list) or not value:
             raise UserError(f"{file}: {key} is {shown(value)}; write a list of objects")
         for place, row in enumerate(value):

@@ -17,7 +17,6 @@ from pretraining.ds_config import (
 )
 from pretraining.planning.cadence import cost_of_checkpoints
 from pretraining.planning.comparison import predicted
-from pretraining.planning.gpus import Gpu
 from pretraining.planning.memory.buffers import reduce_bucket, unprotected_gradient
 from pretraining.planning.memory.need import ROOMY, TIGHT, memory_need, recomputed_one_in
 from pretraining.planning.memory.split import families, held_tensors
@@ -71,13 +70,34 @@ def check_plan(recipe: Recipe, ds_config: dict | None, world_size: int, machine:
     Raises:
         UserError: the ranks do not divide the recipe's step.
     """
-    kernels = _without_kernels(machine.gpu)
+    warnings: list[Objection | None] = []
+    if machine.gpu and machine.gpu.architecture == "Volta":
+        name = machine.gpu.name
+        what = f"CUDA 13, for which the pinned torch is built, has no kernels for {name} and its generation"
+        warnings.append(Objection(what, "install a build of torch for CUDA 12, or take a later GPU"))
     if machine.gpu and precision_of_products(recipe) not in machine.gpu.dense_peak_flops:
         # its speed in that precision is not known; its memory is, and still counts
         machine = replace(machine, gpu=None)
     case = _Case(recipe, ds_config, world_size, machine)
-    refusals = [_memory(case), _host(case), _disk(case), _gradients(case)]
-    return Verdict([each for each in refusals if each], [*kernels, *_mistakes(case)])
+    memory = _processor_memory if machine.trains_on_processor else _memory
+    refusals = [rule(case) for rule in (memory, _host, _disk, _gradients)]
+    # a checkpoint holds what these remedies change, and a run that continues with other values is refused
+    of_the_curve = (_precision, _rate, _warm_up, _clipping, _repeats, _unbalanced)
+    rules = (
+        _no_checkpoint,
+        _close_checkpoints,
+        _placement,
+        _links,
+        _experts,
+        _tiny_batch,
+        _needless_zero_3,
+        _offload,
+        _buckets,
+        _checkpointing,
+        _snapshot,
+    )
+    warnings += [rule(case) for rule in (rules if machine.continues else (*of_the_curve, *rules))]
+    return Verdict([each for each in refusals if each], [each for each in warnings if each])
 
 
 class _Case:
@@ -95,8 +115,6 @@ class _Case:
 
 
 def _memory(case: _Case) -> Objection | None:
-    if case.machine.trains_on_processor:
-        return _processor_memory(case)
     if case.limit is None or case.need.total <= case.limit:
         return None
     part, ranks = case.need.largest, case.world_size
@@ -159,9 +177,10 @@ def _disk(case: _Case) -> Objection | None:
         f"{kept} and one being written need {num_bytes(plan.checkpoint_disk_bytes)} of disk, "
         f"there is room for {num_bytes(room)}"
     )
-    fewer = _fewer_checkpoints(case, plan.checkpoints_kept, room)
-    if fewer:
-        return Objection(what, f"keep fewer: --set checkpoints.keep_last={fewer}")
+    for fewer in range(plan.checkpoints_kept - 1, 0, -1):
+        recipe = replace(case.recipe, checkpoints=replace(case.recipe.checkpoints, keep_last=fewer))
+        if build_run_plan(recipe, case.ds_config, case.world_size).checkpoint_disk_bytes <= room:
+            return Objection(what, f"keep fewer: --set checkpoints.keep_last={fewer}")
     return Objection(what, "fewer do not fit either: give --output_dir on a larger disk")
 
 
@@ -180,36 +199,6 @@ def _gradients(case: _Case) -> Objection | None:
         "ZeRO-2 frees its gradient while it is still being reduced, and nothing would say that it is wrong"
     )
     return Objection(what, f"{_larger_buckets(case, tensor.numel)}, or --deepspeed zero1")
-
-
-def _fewer_checkpoints(case: _Case, kept: int, room: float) -> int | None:
-    """Return the largest `checkpoints.keep_last` below `kept` for which there is room."""
-    for keep in range(kept - 1, 0, -1):
-        recipe = replace(case.recipe, checkpoints=replace(case.recipe.checkpoints, keep_last=keep))
-        if build_run_plan(recipe, case.ds_config, case.world_size).checkpoint_disk_bytes <= room:
-            return keep
-    return None
-
-
-def _mistakes(case: _Case) -> list[Objection]:
-    """Return every mistake whose remedy can still be applied."""
-    # a checkpoint holds what these remedies change, and a run that continues with other values is refused
-    of_the_curve = (_fp16, _no_bf16, _rate, _warm_up, _clipping, _repeats, _unbalanced)
-    rules = (
-        _no_checkpoint,
-        _close_checkpoints,
-        _placement,
-        _links,
-        _experts,
-        _tiny_batch,
-        _needless_zero_3,
-        _offload,
-        _buckets,
-        _checkpointing,
-        _snapshot,
-    )
-    rules = rules if case.machine.continues else (*of_the_curve, *rules)
-    return [objection for objection in (rule(case) for rule in rules) if objection]
 
 
 def _placement(case: _Case) -> Objection | None:
@@ -255,24 +244,15 @@ def _links(case: _Case) -> Objection | None:
     return Objection(f"{what}; a step of {duration(best.step_seconds)} fits", best.arguments)
 
 
-def _without_kernels(gpu: Gpu | None) -> list[Objection]:
-    """Warn about a GPU for which the pinned torch has no kernels, whatever the recipe."""
-    if gpu is None or gpu.architecture != "Volta":
-        return []
-    what = f"CUDA 13, for which the pinned torch is built, has no kernels for {gpu.name} and its generation"
-    return [Objection(what, "install a build of torch for CUDA 12, or take a later GPU")]
-
-
-def _fp16(case: _Case) -> Objection | None:
-    if not (case.recipe.training.fp16 and case.machine.has_bf16):
-        return None
-    what = "fp16 overflows above 65,504 and needs loss scaling, and this GPU has bf16"
-    return Objection(what, "--set training.fp16=false --set training.bf16=true")
-
-
-def _no_bf16(case: _Case) -> Objection | None:
+def _precision(case: _Case) -> Objection | None:
+    """Warn about a precision that is worse than bf16, on a GPU that has bf16."""
     training, size = case.recipe.training, model_size(case.recipe.model).total
-    if training.bf16 or training.fp16 or not case.machine.has_bf16 or size < BF16_FROM:
+    if not case.machine.has_bf16 or training.bf16:
+        return None
+    if training.fp16:
+        what = "fp16 overflows above 65,504 and needs loss scaling, and this GPU has bf16"
+        return Objection(what, "--set training.fp16=false --set training.bf16=true")
+    if size < BF16_FROM:
         return None
     what = "products in fp32 (TF32 at best) take several times as long as in bf16, which this GPU has"
     return Objection(what, "--set training.bf16=true")
@@ -403,9 +383,11 @@ def _needless_zero_3(case: _Case) -> Objection | None:
     ):
         return None
     simple = case.total_with(load_ds_config("zero1"))
-    # gathers that are hidden behind the products cost nothing
-    if _hidden(case):
-        return None
+    if case.machine.gpu:
+        time = step_time(case.recipe, case.ds_config, case.world_size, case.machine.gpu)
+        # gathers that are hidden behind the products cost nothing
+        if time.communication_seconds <= HIDDEN * time.compute_seconds:
+            return None
     # the simpler way must fit with room to spare
     if simple > ROOMY * case.limit:
         return None
@@ -492,14 +474,6 @@ def _repeats(case: _Case) -> Objection | None:
     return Objection(
         what, f"add text{fewer}; --set data.sources.0.max_epochs={math.ceil(tokens / there)} states it"
     )
-
-
-def _hidden(case: _Case) -> bool:
-    """Return whether the links are known and carry a step's messages well within the time of its products."""
-    if case.machine.gpu is None:
-        return False
-    time = step_time(case.recipe, case.ds_config, case.world_size, case.machine.gpu)
-    return time.communication_seconds <= HIDDEN * time.compute_seconds
 
 
 def _snapshot(case: _Case) -> Objection | None:

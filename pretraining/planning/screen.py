@@ -99,6 +99,17 @@ def full_plan(
     workload = workload_of_recipe(recipe, ds_config)
     # time and cost need the rates of a known GPU
     speed = forecast(workload, gpu, world_size) if gpu else None
+    # on paper: host memory, disk and data are not known
+    machine = Machine(there, gpu, "bf16" in gpu.dense_peak_flops) if gpu else Machine()
+    verdict = check_plan(recipe, ds_config, world_size, machine)
+    degrees = {**degrees_of(ds_config)._asdict(), "hpz": hpz_ranks(ds_config)}
+    # the table's GPUs with the recipe's precision and enough memory; the need depends on the GPU's memory alone (chunks
+    # of the loss), so that it is counted once for each size
+    precision = precision_of_products(recipe)
+    sizes = {
+        name: each.memory_bytes for name, each in all_gpus().items() if precision in each.dense_peak_flops
+    }
+    needs = {size: memory_need(recipe, ds_config, world_size, size).total for size in set(sizes.values())}
     return {
         **plan.to_dict(),
         "budget_tokens": recipe.budget.tokens,
@@ -106,14 +117,14 @@ def full_plan(
         # the same values as in plan.json, so that a run can be compared with this plan
         "predicted": predicted(recipe, ds_config, world_size, gpu, gpu_memory=there),
         "model": _model_words(recipe, plan),
-        "layout": _layout(ds_config),
-        "precision": precision_of_products(recipe),
+        "layout": {name: size for name, size in degrees.items() if size > 1},
+        "precision": precision,
         "keep_in_fp32": recipe.weights.keep_in_fp32,
         "compiles": compiled_part(recipe, ds_config),
         "recomputation": recomputation_text(recomputed_one_in(recipe), recipe.speed.recompute),
         "gpu": gpu.name if gpu else None,
         "gpu_memory_bytes": there,
-        "fitting_gpus": _fitting_gpus(recipe, ds_config, world_size),
+        "fitting_gpus": [name for name, size in sizes.items() if needs[size] <= size],
         "memory": {
             **need.to_dict(),
             "gpus_of_node": at_node,
@@ -123,14 +134,9 @@ def full_plan(
             "shrink": shrink(need, recipe, ds_config),
         },
         "forecast": speed.to_dict() if speed else None,
-        **_verdict(recipe, ds_config, world_size, gpu),
+        "refusals": [asdict(each) for each in verdict.refusals],
+        "warnings": [asdict(each) for each in verdict.warnings],
     }
-
-
-def _layout(ds_config: dict | None) -> dict[str, int]:
-    """Return the degrees above 1."""
-    degrees = {**degrees_of(ds_config)._asdict(), "hpz": hpz_ranks(ds_config)}
-    return {name: size for name, size in degrees.items() if size > 1}
 
 
 def fewest_ranks(ds_config: dict | None) -> int:
@@ -139,49 +145,40 @@ def fewest_ranks(ds_config: dict | None) -> int:
     return math.lcm(degrees.ranks_per_sample, degrees.tensor * degrees.expert, hpz_ranks(ds_config))
 
 
-def _fitting_gpus(recipe: Recipe, ds_config: dict | None, world_size: int) -> list[str]:
-    """Return the table's GPUs that have the recipe's precision and enough memory."""
-    precision = precision_of_products(recipe)
-    able = {name: gpu for name, gpu in all_gpus().items() if precision in gpu.dense_peak_flops}
-    sizes = {name: gpu.memory_bytes for name, gpu in able.items()}
-    # the need depends on the GPU's memory alone (chunks of the loss): count once for each size
-    needs = {size: memory_need(recipe, ds_config, world_size, size).total for size in set(sizes.values())}
-    return [name for name, size in sizes.items() if needs[size] <= size]
-
-
-def _verdict(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu | None) -> dict:
-    # on paper: host memory, disk and data are not known
-    found = Machine(gpu.memory_bytes, gpu, "bf16" in gpu.dense_peak_flops) if gpu else Machine()
-    verdict = check_plan(recipe, ds_config, world_size, found)
-    return {
-        "refusals": [asdict(each) for each in verdict.refusals],
-        "warnings": [asdict(each) for each in verdict.warnings],
-    }
-
-
 def _model_words(recipe: Recipe, plan: RunPlan) -> str:
     model, size = recipe.model, plan.size
     width = value_of(model, "hidden_size")
-    # only a mixture of experts uses a part of its parameters for a token
-    active = f", {short(size.active)} of them for each token" if size.active < size.total else ""
-    active += _frozen_words(recipe)
-    words = f"{size.total:,} parameters{active}: {model['model_type']}, {size.num_layers} layers of width {width:,}"
+    words = f"{size.total:,} parameters{_parts_words(recipe, plan)}: {model['model_type']}, {size.num_layers} layers "
+    words += f"of width {width:,}"
     if size.counted is None:
         return words
     return f"{words}; {size.counted}, activations as those of a {family_of(model)} of these widths"
 
 
-def _frozen_words(recipe: Recipe) -> str:
+def _parts_words(recipe: Recipe, plan: RunPlan) -> str:
+    """Write how many of the parameters a token passes, in a mixture of experts, and how many are frozen."""
+    active = (
+        f", {short(plan.size.active)} of them for each token" if plan.size.active < plan.size.total else ""
+    )
     frozen = sum(tensor.numel for tensor in frozen_tensors(recipe))
-    return f", {frozen:,} frozen" if frozen else ""
+    return active + (f", {frozen:,} frozen" if frozen else "")
 
 
 def as_text(answer: dict) -> str:
     """Write one screen."""
     rows = [("in short", in_short(answer)), ("", ""), *_what(answer), ("", ""), *_memory(answer), ("", "")]
     rows += [*_time_and_money(answer), ("", "")]
-    title = f"plan of {answer['name']} on {_gpus(answer['world_size'], answer['gpu'])}"
-    return "\n".join([title, "", *(line.rstrip() for line in facts(rows + _tight(answer)).splitlines())])
+    judged = [("refused", each) for each in answer["refusals"]] + [
+        ("tight", each) for each in answer["warnings"]
+    ]
+    rows += [(label, f"{each['what']}; {each['remedy']}") for label, each in judged]
+    if not judged:
+        unknown = "nothing in the recipe; memory is judged with --gpu NAME"
+        rows.append(("tight", "nothing" if answer["gpu"] else unknown))
+    number, kind = answer["world_size"], answer["gpu"]
+    gpus = f"{number:,} x {kind}" if kind else several(number, "GPU")
+    lines = [line.rstrip() for line in facts(rows).splitlines()]
+    return "\n".join([f"plan of {answer['name']} on {gpus}", "", *lines])
 
 
 def in_short(answer: dict) -> str:
@@ -200,16 +197,13 @@ def in_short(answer: dict) -> str:
 
 def run_line(recipe: Recipe, plan: RunPlan, folder: str, device: str) -> str:
     """Describe a run in one line. folder, device: as they are shown."""
-    active = (
-        f", {short(plan.size.active)} of them for each token" if plan.size.active < plan.size.total else ""
-    )
     sharding = plan.deepspeed or "without DeepSpeed"
     # a file of the user's own need not be called after its stage
     if plan.zero_stage is not None and f"zero{plan.zero_stage}" not in sharding:
         sharding += f" (zero{plan.zero_stage})"
     parts = [
-        f"{recipe.name} in {folder}: {recipe.model.model_type} of {plan.parameters:,} parameters{active}"
-        + _frozen_words(recipe),
+        f"{recipe.name} in {folder}: {recipe.model.model_type} of {plan.parameters:,} parameters"
+        + _parts_words(recipe, plan),
         f"{several(plan.world_size, 'rank')} on {device}",
         sharding,
         precision_of_products(recipe),
@@ -247,16 +241,22 @@ def _what(answer: dict) -> list[tuple[str, str]]:
         # values of `refusals.compiled_part`; it adds nothing for "none"
         "deepcompile": ", DeepCompile",
     }.get(answer.get("compiles"), "")
-    # the name of the ds_config says hpZ
-    split = {name: size for name, size in answer["layout"].items() if name != "hpz"}
-    layout = [("layout", _layout_words(split))] if split else []
+    # over how many ranks each part is split, the innermost ranks first; the name of the ds_config says hpZ
+    words = {
+        "tensor": "matrices, embedding and head over {} neighbours",
+        "sequence": "each sequence over {} ranks",
+        "expert": "the experts over {} neighbours",
+    }
+    split = [words[name].format(size) for name, size in answer["layout"].items() if name != "hpz"]
     wide = f" ({' and '.join(answer['keep_in_fp32'])} in fp32)" if answer["keep_in_fp32"] else ""
     way = f"{sharding}, {answer['precision']}{wide}, {answer['recomputation']}{compiled}"
-    step = (
-        f"{_readers(answer)} x {several(answer['micro_batch'], 'sequence')} x "
-        f"{answer['sequence_length']:,} tokens "
-        f"x {answer['accumulation_steps']} accumulation"
-    )
+    # GPUs, or groups of GPUs, that read samples of their own
+    together = answer["layout"].get("tensor", 1) * answer["layout"].get("sequence", 1)
+    readers = several(answer["world_size"], "GPU")
+    if together > 1:
+        readers = f"{several(answer['world_size'] // together, 'group')} of {together} GPUs"
+    step = f"{readers} x {several(answer['micro_batch'], 'sequence')} x {answer['sequence_length']:,} tokens "
+    step += f"x {answer['accumulation_steps']} accumulation"
     if answer["ramp_steps"]:
         step += f"; the first {answer['ramp_steps']:,} are smaller"
     # steps are whole, and those of a ramp have several sizes
@@ -268,26 +268,8 @@ def _what(answer: dict) -> list[tuple[str, str]]:
         ("tokens", f"{tokens} (about 20 are compute-optimal); {answer['training_flops']:.3g} FLOPs"),
         ("steps", f"{answer['steps']:,} of {answer['tokens_per_step']:,} tokens: {step}"),
         ("how", way),
-        *layout,
+        *([("layout", ", ".join(split))] if split else []),
     ]
-
-
-def _readers(answer: dict) -> str:
-    """Write how many GPUs, or groups of GPUs, read samples of their own."""
-    together = answer["layout"].get("tensor", 1) * answer["layout"].get("sequence", 1)
-    if together == 1:
-        return several(answer["world_size"], "GPU")
-    return f"{several(answer['world_size'] // together, 'group')} of {together} GPUs"
-
-
-def _layout_words(layout: dict[str, int]) -> str:
-    """Write over how many ranks each part is split, the innermost ranks first."""
-    words = {
-        "tensor": "matrices, embedding and head over {} neighbours",
-        "sequence": "each sequence over {} ranks",
-        "expert": "the experts over {} neighbours",
-    }
-    return ", ".join(words[name].format(size) for name, size in layout.items())
 
 
 def _memory(answer: dict) -> list[tuple[str, str]]:
@@ -298,7 +280,15 @@ def _memory(answer: dict) -> list[tuple[str, str]]:
         assumed = num_bytes(table("memory")["processor_bytes"]["value"])
         words = f"{num_bytes(need['on_processor'])} for each process beyond its libraries, {assumed} of them assumed"
         rows += [("without GPUs", words)]
-    rows += [("memory of each GPU", _fits_words(answer))]
+    there, peak = answer["gpu_memory_bytes"], f"peak {PHASES[need['peak_phase']].partition(':')[0]}"
+    if there is None:
+        fitting = ", ".join(answer["fitting_gpus"]) or "none that the table knows"
+        fits = f"{num_bytes(need['total'])}, {peak}; fits {fitting}"
+    else:
+        fits = "fits" if need["total"] <= there else "does not fit"
+        used = f"{num_bytes(need['total'])} of {num_bytes(there)} ({need['total'] / there:.0%})"
+        fits = f"{used}: {fits}; {peak}"
+    rows.append(("memory of each GPU", fits))
     rows += [(f"  {name}", f"{num_bytes(size):<9}{size / need['total']:>5.0%}") for name, size in parts]
     rows.append(
         ("  CUDA, NCCL, allocator", f"{num_bytes(need['reserve']):<9}{need['reserve'] / need['total']:>5.0%}")
@@ -308,7 +298,7 @@ def _memory(answer: dict) -> list[tuple[str, str]]:
     node = node if need["gpus_of_node"] > 1 else ""
     host = f"{num_bytes(need['host_bytes'])} for each GPU ({host_words(need['host'])}){node}"
     rows.append(("host memory", host))
-    rows += _pinned(answer) if need["total"] <= (answer["gpu_memory_bytes"] or 0) else []
+    rows += _pinned(answer) if need["total"] <= (there or 0) else []
     return rows + ([("NVMe", f"{num_bytes(need['nvme'])} for each GPU")] if need["nvme"] else [])
 
 
@@ -324,25 +314,6 @@ def _pinned(answer: dict) -> list[tuple[str, str]]:
             f"{num_bytes(need['host_node_bytes'])} of host memory every save stops training for {waits} instead"
         )
     return [("pinned", "; ".join(parts))] if parts else []
-
-
-def _fits_words(answer: dict) -> str:
-    need = answer["memory"]
-    peak = f"peak {PHASES[need['peak_phase']].partition(':')[0]}"
-    if answer["gpu"] is None:
-        fitting = ", ".join(answer["fitting_gpus"]) or "none that the table knows"
-        return f"{num_bytes(need['total'])}, {peak}; fits {fitting}"
-    there = answer["gpu_memory_bytes"]
-    verdict = "fits" if need["total"] <= there else "does not fit"
-    return (
-        f"{num_bytes(need['total'])} of {num_bytes(there)} ({need['total'] / there:.0%}): {verdict}; {peak}"
-    )
-
-
-def _is_notable(saved: dict | None, answer: dict) -> bool:
-    """Say if a plan that fits loses enough to failures and saves to mention it."""
-    fits = answer["memory"]["total"] <= (answer["gpu_memory_bytes"] or math.inf)
-    return fits and saved is not None and saved["lost_share"] > LEAST_LOST
 
 
 def _time_and_money(answer: dict) -> list[tuple[str, str]]:
@@ -367,18 +338,36 @@ def _time_and_money(answer: dict) -> list[tuple[str, str]]:
     rate = f"{speed['tokens_per_second']:,.0f} tokens/s ({each:,.0f} a GPU)"
     saved = step["checkpoints"]
     cadence = f"; a checkpoint every {duration(saved['every_seconds'])}{write_words(saved)}" if saved else ""
+    # where the time of a micro-batch goes, the largest part first; less than half a percent would be written as 0 %
+    spent = sum(step["kernel_seconds"].values())
+    kernels = sorted(step["kernel_seconds"].items(), key=lambda part: -part[1])
+    kernels = [f"{name} {part / spent:.0%}" for name, part in kernels if part >= 0.005 * spent]
+    # of a plan that fits, if it loses enough to failures and saves
+    fits = answer["memory"]["total"] <= (answer["gpu_memory_bytes"] or math.inf)
+    is_notable = fits and saved is not None and saved["lost_share"] > LEAST_LOST
+    money = f"{hours(cost['gpu_hours'])} GPU-hours"
+    # the cheapest ones: prices are sorted
+    prices = [
+        f"{dollars(price['dollars'])} at {price['provider']} ({dollars(price['dollars_per_gpu_hour'])} an hour, "
+        f"{price['date']})"
+        for price in cost["prices"][:MOST_PRICES]
+    ]
+    if prices:
+        money += f": {', '.join(prices)}"
+    else:
+        money += "; no price known: add yours to pretraining/planning/tables/prices.json"
     return [
         ("time", f"{duration(speed['seconds'])} at {rate}, {estimated(speed, 'estimated, ')}{NOT_COUNTED}"),
         *scaling_rows(speed["scaling"]),
         ("MFU", mfu_words(speed)),
-        ("kernels", _kernel_words(step["kernel_seconds"])),
+        ("kernels", ", ".join(kernels)),
         ("", KERNELS),
         ("step", f"{duration(step['seconds'])}, bound by {step['time']['bound_by']}; {links}"),
         *([("messages", _message_words(step["messages"]))] if answer["layout"] else []),
-        ("money", _money_words(cost)),
+        ("money", money),
         ("energy", energy_words(cost)),
         ("disk", f"{disk}{cadence}"),
-        *([("failures", failure_words(saved))] if _is_notable(saved, answer) else []),
+        *([("failures", failure_words(saved))] if is_notable else []),
         ("data", f"{read}; loaders read {num_bytes(step['loader_bytes_per_second'])}/s"),
     ]
 
@@ -392,42 +381,6 @@ def _message_words(messages: list[dict]) -> str:
         ranks = several(message["ranks"], "rank")
         parts.append(f"{message['name']} of {ranks} {where} ({duration(message['seconds'])})")
     return "; ".join(parts)
-
-
-def _kernel_words(seconds: dict[str, float]) -> str:
-    """Write where the time of a micro-batch goes, the largest part first."""
-    total = sum(seconds.values())
-    parts = sorted(seconds.items(), key=lambda part: -part[1])
-    # a part below half a percent would be written as 0 %
-    return ", ".join(f"{name} {spent / total:.0%}" for name, spent in parts if spent >= 0.005 * total)
-
-
-def _money_words(cost: dict) -> str:
-    spent = f"{hours(cost['gpu_hours'])} GPU-hours"
-    if not cost["prices"]:
-        return f"{spent}; no price known: add yours to pretraining/planning/tables/prices.json"
-    prices = [
-        f"{dollars(price['dollars'])} at {price['provider']} ({dollars(price['dollars_per_gpu_hour'])} an hour, "
-        f"{price['date']})"
-        # the cheapest ones: prices are sorted
-        for price in cost["prices"][:MOST_PRICES]
-    ]
-    return f"{spent}: {', '.join(prices)}"
-
-
-def _tight(answer: dict) -> list[tuple[str, str]]:
-    words = [("refused", each) for each in answer["refusals"]] + [
-        ("tight", each) for each in answer["warnings"]
-    ]
-    if words:
-        return [(label, f"{each['what']}; {each['remedy']}") for label, each in words]
-    return [
-        ("tight", "nothing" if answer["gpu"] else "nothing in the recipe; memory is judged with --gpu NAME")
-    ]
-
-
-def _gpus(number: int, kind: str | None = None) -> str:
-    return f"{number:,} x {kind}" if kind else several(number, "GPU")
 
 
 def world_sizes(recipe: Recipe, ds_config: dict | None, gpu: Gpu | None) -> str:
