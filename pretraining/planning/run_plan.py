@@ -75,7 +75,6 @@ class RunPlan:
 
     @property
     def parameters(self) -> int:
-        """All parameters of the model."""
         return self.size.total
 
     @property
@@ -138,6 +137,8 @@ def build_run_plan(recipe: Recipe, ds_config: dict | None, world_size: int) -> R
     size = model_size(recipe.model)
     unique = num_unique_tokens(recipe.data, recipe.num_samples, recipe.sequence_length)
     tokens, kept, written = recipe.num_tokens, _checkpoints_kept(recipe), checkpoints_written(recipe)
+    width = precision_of(recipe, ds_config).weights
+    wide = sum(tensor.numel for tensor in wide_tensors(recipe, ds_config))
     return RunPlan(
         name=recipe.name,
         deepspeed=recipe.deepspeed,
@@ -159,20 +160,15 @@ def build_run_plan(recipe: Recipe, ds_config: dict | None, world_size: int) -> R
             trained_tensors(recipe),
             optimizer_states(recipe),
             frozen_tensors(recipe),
-            precision_of(recipe, ds_config).weights,
+            width,
         ),
         checkpoints_kept=kept,
         # every checkpoint that is not kept whole
         weights_kept=written - kept if recipe.checkpoints.demote_to_weights else 0,
-        export_bytes=_export_bytes(recipe, ds_config, size.total),
+        export_bytes=width * size.total + (FP32 - width) * wide,
         unique_tokens=unique,
         data_bytes=unique * token_bytes(recipe.model.vocab_size),
     )
-
-
-def _export_bytes(recipe: Recipe, ds_config: dict | None, parameters: int) -> int:
-    width = precision_of(recipe, ds_config).weights
-    return width * parameters + (FP32 - width) * sum(t.numel for t in wide_tensors(recipe, ds_config))
 
 
 def token_bytes(vocab_size: int) -> int:

@@ -138,13 +138,17 @@ def stand_in(model: dict) -> dict:
     full, facts = model_with_defaults(model), count_model(model)
     width, layers = value_of(full, "hidden_size"), facts.layers
     if facts.experts and facts.chosen_experts:
+        sparse = {layer for part, _, layer, *_ in facts.tensors if part == "experts"}
         # a gated expert has three matrices
-        expert = facts.of_part("experts") // (3 * width * facts.experts * _sparse_layers(facts))
-        return {**_grouped(full, width, layers, expert), **_mixture(facts)}
+        expert = facts.of_part("experts") // (3 * width * facts.experts * (len(sparse) or 1))
+        mixture = {"num_local_experts": facts.experts, "num_experts_per_tok": facts.chosen_experts}
+        return {**_grouped(full, width, layers, expert), "model_type": "mixtral", **mixture}
     # gated feed-forward layers have three matrices, others two; no model section says which
     # in units of width: a layer's number of matrices times its inner width
     matrices = facts.of_part("mlp", "experts") / layers / width
-    inner = _inner(full, matrices)
+    # the section's own if it has one, else that of two matrices
+    inner = value_of(full, "intermediate_size")
+    inner = inner if isinstance(inner, int) and inner else max(1, round(matrices / 2))
     if matrices / inner > GATED:
         return _grouped(full, width, layers, inner, "qwen3" if facts.normed_heads else "llama")
     own = {
@@ -154,12 +158,6 @@ def stand_in(model: dict) -> dict:
         "n_inner": inner,
     }
     return model_with_defaults({"model_type": "gpt2", **own, **_outside(full, "n_positions")})
-
-
-def _inner(full: dict, matrices: float) -> int:
-    """Return the inner width: the section's own if it has one, else that of two matrices."""
-    stated = value_of(full, "intermediate_size")
-    return stated if isinstance(stated, int) and stated else max(1, round(matrices / 2))
 
 
 def _grouped(full: dict, width: int, layers: int, inner: int, family: str = "llama") -> dict:
@@ -185,18 +183,6 @@ def _outside(full: dict, positions: str) -> dict:
     }
 
 
-def _mixture(facts: CountedModel) -> dict:
-    return {
-        "model_type": "mixtral",
-        "num_local_experts": facts.experts,
-        "num_experts_per_tok": facts.chosen_experts,
-    }
-
-
-def _sparse_layers(facts: CountedModel) -> int:
-    return len({layer for part, _, layer, *_ in facts.tensors if part == "experts"}) or 1
-
-
 def _whole(value: Any) -> int | None:
     return value if isinstance(value, int) and value > 0 else None
 
@@ -219,8 +205,14 @@ def _counted(section: str) -> CountedModel:
         with _one_at_a_time(kept):
             # another rank of this machine may have counted meanwhile
             found = _read_counted(kept) or _built(section)
-            if "error" not in found:
-                _keep(kept, found)
+            # if it cannot be written, the next start counts again
+            with contextlib.suppress(OSError):
+                if "error" not in found:
+                    kept.parent.mkdir(parents=True, exist_ok=True)
+                    # renamed when complete, so that no rank reads half a file
+                    aside = kept.with_suffix(f".{os.getpid()}")
+                    aside.write_text(json.dumps(found), encoding="utf-8")
+                    aside.replace(kept)
     model_type = json.loads(section)["model_type"]
     if "error" in found:
         if extension := model_extension(model_type):
@@ -300,13 +292,3 @@ def _read_counted(path: Path) -> dict | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) and "tensors" in found else None
-
-
-def _keep(path: Path, found: dict) -> None:
-    """Keep the count for the next start; if it cannot be written, the next start counts again."""
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # renamed when complete, so that no rank reads half a file
-        aside = path.with_suffix(f".{os.getpid()}")
-        aside.write_text(json.dumps(found), encoding="utf-8")
-        aside.replace(path)

@@ -66,7 +66,9 @@ def buffers(
                 *((FP32 if tensor in wide else element) * tensor.numel for tensor in tensors),
             ),
             # stage 3 steps one sub-group after another; an offloaded optimizer copies in host memory
-            step=0 if optimizer_device(config) != "gpu" else FP32 * min(share, _sub_group(zero)),
+            step=0
+            if optimizer_device(config) != "gpu"
+            else FP32 * min(share, _elements(zero, "sub_group_size", SUB_GROUP, SUB_GROUP)),
         )
     # two buffers take turns if the backward pass goes on during a reduction (`setup_buckets`, stage_1_and_2.py)
     turns = 2 if zero.get("overlap_comm") else 1
@@ -151,10 +153,6 @@ def block_gathering(zero: dict, block_numel: int) -> dict:
     if zero.get("stage3_max_live_parameters", "auto") == "auto":
         keys["stage3_max_live_parameters"] = max(MAX_LIVE_PARAMETERS, 3 * block_numel)
     return keys
-
-
-def _sub_group(zero: dict) -> float:
-    return _elements(zero, "sub_group_size", SUB_GROUP, SUB_GROUP)
 
 
 def _elements(zero: dict, key: str, default: float, automatic: float) -> float:
