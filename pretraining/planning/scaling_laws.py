@@ -281,6 +281,13 @@ class ChinchillaVerb:
         loss = law.loss(chosen.parameters, chosen.tokens)
         # a size given by --parameters has no known vocabulary
         size = given["without_vocabulary"] or chosen.parameters
+        inference = None
+        if served := options.inference_tokens:
+            # the same loss, cheapest over training and use; serving a token is a forward pass: 2 N FLOPs
+            cheapest = with_inference(law, loss, served)
+            before, after = (each.flops + 2 * each.parameters * served for each in (chosen, cheapest))
+            inference = cheapest.to_dict("Sardana et al. 2024, equation 3")
+            inference |= {"inference_tokens": served, "saved": 1 - after / before}
         return {
             "given": {**given, "name": name},
             "optima": {
@@ -292,7 +299,7 @@ class ChinchillaVerb:
             "tokens_over_optimum": chosen.tokens / frontier().at_parameters(chosen.parameters).tokens,
             "loss": loss,
             "compute_over_optimum": compute_overhead(law, chosen),
-            "with_inference": _inference(law, chosen, loss, options.inference_tokens),
+            "with_inference": inference,
             "critical_batch_tokens": critical_batch_tokens(loss),
             "hints": {name: asdict(hint) for name, hint in hints(size, chosen.tokens, chosen.flops).items()},
         }
@@ -355,17 +362,3 @@ def _given(options: argparse.Namespace) -> tuple[dict, str]:
         "tokens": workload.tokens,
     }
     return given, workload.name
-
-
-def _inference(law: ParametricLoss, chosen: Allocation, loss: float, served: float | None) -> dict | None:
-    """Return the allocation with the same loss that is cheapest over training and use, and what it saves."""
-    if not served:
-        return None
-    best = with_inference(law, loss, served)
-    # serving a token is a forward pass: 2 N FLOPs
-    before, after = (each.flops + 2 * each.parameters * served for each in (chosen, best))
-    return {
-        **best.to_dict("Sardana et al. 2024, equation 3"),
-        "inference_tokens": served,
-        "saved": 1 - after / before,
-    }

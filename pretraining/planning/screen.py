@@ -109,6 +109,12 @@ def full_plan(
     sizes = {
         name: each.memory_bytes for name, each in all_gpus().items() if precision in each.dense_peak_flops
     }
+    size, width = plan.size, value_of(recipe.model, "hidden_size")
+    model = f"{size.total:,} parameters{_parts_words(recipe, plan)}: {recipe.model['model_type']}, "
+    model += f"{size.num_layers} layers of width {width:,}"
+    if size.counted:
+        family = family_of(recipe.model)
+        model += f"; {size.counted}, activations as those of a {family} of these widths"
     needs = {size: memory_need(recipe, ds_config, world_size, size).total for size in set(sizes.values())}
     return {
         **plan.to_dict(),
@@ -116,7 +122,7 @@ def full_plan(
         "disk_bytes_of_node": plan.disk_bytes_of_node(at_node),
         # the same values as in plan.json, so that a run can be compared with this plan
         "predicted": predicted(recipe, ds_config, world_size, gpu, gpu_memory=there),
-        "model": _model_words(recipe, plan),
+        "model": model,
         "layout": {name: size for name, size in degrees.items() if size > 1},
         "precision": precision,
         "keep_in_fp32": recipe.weights.keep_in_fp32,
@@ -143,16 +149,6 @@ def fewest_ranks(ds_config: dict | None) -> int:
     """Return the fewest ranks on which a ds_config can be used: those of one group of each degree and of hpZ."""
     degrees = degrees_of(ds_config)
     return math.lcm(degrees.ranks_per_sample, degrees.tensor * degrees.expert, hpz_ranks(ds_config))
-
-
-def _model_words(recipe: Recipe, plan: RunPlan) -> str:
-    model, size = recipe.model, plan.size
-    width = value_of(model, "hidden_size")
-    words = f"{size.total:,} parameters{_parts_words(recipe, plan)}: {model['model_type']}, {size.num_layers} layers "
-    words += f"of width {width:,}"
-    if size.counted is None:
-        return words
-    return f"{words}; {size.counted}, activations as those of a {family_of(model)} of these widths"
 
 
 def _parts_words(recipe: Recipe, plan: RunPlan) -> str:

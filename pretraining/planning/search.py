@@ -278,20 +278,19 @@ def _ways(recipe: Recipe, world_size: int, gpu: Gpu | None) -> list[str | None]:
     # DeepSpeed 0.19.8 cannot sum fp16 gradients in fp32 at stage 0
     if recipe.training.fp16:
         tried.remove("zero0")
-    shipped = [way for way in tried if _is_accepted(recipe, way, world_size)]
+    shipped, width = [], value_of(recipe.model, "hidden_size")
+    for way in tried:
+        variant = replace(recipe, deepspeed=way)
+        try:
+            check_run(variant, _config(way))
+        except UserError:
+            continue
+        of_rank = families(variant, _config(way), world_size)
+        ranks = max(family.ranks for family in of_rank)
+        # a run with such a gradient is refused (gate.py), so that the search must not offer it
+        if unprotected_gradient(_config(way), held_tensors(of_rank), width, ranks) is None:
+            shipped.append(way)
     return shipped if recipe.deepspeed in shipped else [recipe.deepspeed, *shipped]
-
-
-def _is_accepted(recipe: Recipe, way: str, world_size: int) -> bool:
-    variant = replace(recipe, deepspeed=way)
-    try:
-        check_run(variant, _config(way))
-    except UserError:
-        return False
-    of_rank, width = families(variant, _config(way), world_size), value_of(recipe.model, "hidden_size")
-    ranks = max(family.ranks for family in of_rank)
-    # a run with such a gradient is refused (gate.py), so that the search must not offer it
-    return unprotected_gradient(_config(way), held_tensors(of_rank), width, ranks) is None
 
 
 def _variant(recipe: Recipe, way: str | None, micro_batch: int, every_n_layers: int) -> Recipe:
@@ -409,7 +408,12 @@ class FitVerb:
         width = max(len(way["why"]) for way in answer["ways"])
         table = write_table([*COLUMNS, Column("why".ljust(width), "why", f"<{width}")], answer["ways"])
         title = f"{answer['name']} on {answer['world_size']:,} x {answer['gpu']}: {fits}"
-        return f"{title}\n\n{table}\n{note}\n\n{where}{_wrapped(answer['command'])}"
+        # for a shell, with one option of train.py on each line
+        words = [shlex.quote(word) for word in shlex.split(answer["command"])]
+        options = words.index("train.py") + 1
+        lines = [f" \\\n    {word}" if word.startswith("--") else f" {word}" for word in words[options:]]
+        command = "".join([" ".join(words[:options]), *lines])
+        return f"{title}\n\n{table}\n{note}\n\n{where}{command}"
 
 
 def _command(options: argparse.Namespace, recipe: Recipe, best: Way, gpu: Gpu) -> str:
@@ -426,11 +430,3 @@ def _command(options: argparse.Namespace, recipe: Recipe, best: Way, gpu: Gpu) -
     if options.deepspeed and recipe.deepspeed == best.deepspeed:
         given += ["--deepspeed", options.deepspeed]
     return " ".join([shlex.join(given), *best.changes])
-
-
-def _wrapped(command: str) -> str:
-    """Break a command for a shell, with one option of train.py on each line."""
-    words = [shlex.quote(word) for word in shlex.split(command)]
-    options = words.index("train.py") + 1
-    lines = [f" \\\n    {word}" if word.startswith("--") else f" {word}" for word in words[options:]]
-    return " ".join(words[:options]) + "".join(lines)

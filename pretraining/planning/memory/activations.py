@@ -105,8 +105,16 @@ def activations(
     if every_n_layers and shape.get("attn_implementation") == "eager":
         # the mask is an argument of every recomputed layer
         outside += precision.weights * sequence_length
-    # copies of weights do not grow with the tokens
-    copies = _cast_weights(model, every_n_layers > 0, degrees, wide_head) if precision.is_autocast else 0
+    copies = 0
+    if precision.is_autocast:
+        # autocast's 16-bit copies of the matrices do not grow with the tokens; a recomputed layer frees its own after
+        # its forward pass, the head's stays
+        size = model_size(model)
+        copies = 0 if wide_head else size.head / degrees.tensor
+        if not every_n_layers:
+            copies += (size.parts.attention + size.parts.mlp) / degrees.tensor
+            copies += size.parts.experts / degrees.expert + size.parts.router
+        copies *= SIXTEEN_BIT
     of_loss, read = precision, 0
     # a plain loss gathers them
     logits = shape["vocab_size"] if loss.kind == "plain" else rows_of_rank(shape["vocab_size"], degrees)
@@ -123,16 +131,6 @@ def activations(
         backward=tokens * _backward(shape, widths, sequence_length, precision),
         recomputes_last=recomputes_last,
     )
-
-
-def _cast_weights(model: dict, checkpointing: bool, degrees: Degrees, wide_head: bool = False) -> float:
-    """Return the bytes of autocast's 16-bit copies of the matrices."""
-    size = model_size(model)
-    layers = (size.parts.attention + size.parts.mlp) / degrees.tensor
-    layers += size.parts.experts / degrees.expert + size.parts.router
-    # a recomputed layer frees its copies after its forward pass; the head's copy stays
-    head = 0 if wide_head else size.head / degrees.tensor
-    return SIXTEEN_BIT * (head + (0 if checkpointing else layers))
 
 
 def _layer(

@@ -378,7 +378,19 @@ def _host_memory(
     host = {PROCESS: table("memory")["host_process_bytes"]["value"]}
     if state.host:
         host["offloaded states"] = state.host
-    if staging := _staging(config, [tensor for family in of_rank for tensor in family.trained]):
+    staging, numels = 0.0, [tensor.numel for family in of_rank for tensor in family.trained]
+    if optimizer_device(config) == "cpu" and zero_stage(config) < 3:
+        # temp_grad_buffer_for_cpu_offload, in 16 bit
+        staging += 2 * max(numels)
+    # NVMe is read into pinned buffers (deepspeed 0.19.8, runtime/zero/offload_config.py)
+    zero = (config or {}).get("zero_optimization", {})
+    if parameter_device(config) == "nvme":
+        settings = zero["offload_param"]
+        staging += 2 * settings.get("buffer_count", 5) * settings.get("buffer_size", 100_000_000)
+    if optimizer_device(config) == "nvme":
+        settings, group = zero["offload_optimizer"], zero.get("sub_group_size", 1_000_000_000)
+        staging += FP32 * settings.get("buffer_count", 4) * min(group, sum(numels))
+    if staging:
         host["staging buffers"] = staging
     # stage 3 builds its weights sharded; the others build them whole on every rank and move them to the GPU
     # (model/build.py)
@@ -398,23 +410,6 @@ def _host_memory(
         saved = checkpoint_bytes(trained, optimizer, frozen, precision.weights)
         host[SNAPSHOT] = pinned_bytes(snapshot_bytes([-(-saved // world_size)]))
     return host
-
-
-def _staging(config: dict | None, tensors: Sequence[Tensor]) -> float:
-    zero = (config or {}).get("zero_optimization", {})
-    staging = 0.0
-    if optimizer_device(config) == "cpu" and zero_stage(config) < 3:
-        # temp_grad_buffer_for_cpu_offload, in 16 bit
-        staging += 2 * max(tensor.numel for tensor in tensors)
-    # NVMe is read into pinned buffers (deepspeed 0.19.8, runtime/zero/offload_config.py)
-    if parameter_device(config) == "nvme":
-        settings = zero["offload_param"]
-        staging += 2 * settings.get("buffer_count", 5) * settings.get("buffer_size", 100_000_000)
-    if optimizer_device(config) == "nvme":
-        settings, group = zero["offload_optimizer"], zero.get("sub_group_size", 1_000_000_000)
-        share = sum(tensor.numel for tensor in tensors)
-        staging += FP32 * settings.get("buffer_count", 4) * min(group, share)
-    return staging
 
 
 def shrink(need: MemoryNeed, recipe: Recipe, ds_config: dict | None) -> str:
