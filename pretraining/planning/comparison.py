@@ -149,12 +149,12 @@ def measured_beside_planned(folder: Path) -> str:
 
 def _read_object(path: Path) -> dict:
     try:
-        found = read_json_value(path)
+        value = read_json_value(path)
     except ValueError as error:
         raise UserError(f"{path.parent}: {path.name} is not JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise UserError(f"{path.parent}: {path.name} is no JSON object")
-    return found
+    return value
 
 
 def _numbers(values: Any) -> dict[str, float]:

@@ -251,7 +251,6 @@ def _run_cost(gpu: Gpu, hours: float, own_price: float | None = None) -> Cost:
 
 
 def gpu_hours(num_gpus: int, seconds: float) -> float:
-    """Return GPUs times hours."""
     return num_gpus * seconds / SECONDS_PER_HOUR
 
 

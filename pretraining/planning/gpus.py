@@ -137,8 +137,8 @@ def known_gpu(name: str) -> Gpu | None:
 
 def prices_of(gpu: Gpu) -> list[dict]:
     """Return entries of tables/prices.json for this GPU, cheapest first."""
-    found = [entry for entry in table("prices")["prices"] if entry["gpu"] == gpu.name]
-    return sorted(found, key=lambda entry: entry["dollars_per_gpu_hour"])
+    entries = [entry for entry in table("prices")["prices"] if entry["gpu"] == gpu.name]
+    return sorted(entries, key=lambda entry: entry["dollars_per_gpu_hour"])
 
 
 def cuda_needs(version: str | None) -> dict | None:
@@ -210,10 +210,10 @@ def _read_rates(path: Path) -> dict:
 @cache  # of one state of the file, which a search asks for thousands of times
 def _rates_in(path: Path, inode: int, changed_ns: int, size: int) -> dict:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        rates = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return rates if isinstance(rates, dict) else {}
 
 
 def _is_rate(entry: Any) -> bool:

@@ -77,22 +77,22 @@ def layouts(
         flops_per_second=gpu.peak_flops(gpu.training_precision) * kernel_efficiency,
         optimizer_width=optimizer_width,
     )
-    found = []
+    tried = []
     for division in _divisions(cluster):
         layout = layout_of(cluster, division, recompute=False)
         if layout.memory.total > gpu.memory_bytes:
             layout = layout_of(cluster, division, recompute=True)
-        found.append(layout)
-    if not found:
+        tried.append(layout)
+    if not tried:
         widths = widths_of(cluster.shape)
         raise UserError(
             f"no layout divides {num_gpus:,} GPUs: {widths.layers} layers, {widths.heads} heads "
             f"and {cluster.sequences:,} sequences a step have no common split with them; "
             f"take a number of GPUs that divides {cluster.sequences:,}"
         )
-    fitting = [layout for layout in found if layout.memory.total <= gpu.memory_bytes]
+    fitting = [layout for layout in tried if layout.memory.total <= gpu.memory_bytes]
     if not fitting:
-        best = min(found, key=lambda layout: layout.memory.total)
+        best = min(tried, key=lambda layout: layout.memory.total)
         raise UserError(
             f"no layout fits: the smallest (tensor {best.tensor}, pipeline {best.pipeline}, context {best.context}, "
             f"data {best.data}) needs {best.memory.total / 1e9:,.1f} GB on each {gpu.name} of "
@@ -160,7 +160,7 @@ class ParallelismVerb:
             raise UserError("layouts need the model's shape: give --recipe NAME (and --set to change it)")
         efficiency = options.kernel_efficiency or table("rates")["kernel_efficiency"]["value"]
         optimizer = checkpoint_bytes(parameter_tensors(recipe.model), optimizer_states(recipe))
-        found = layouts(
+        fitting = layouts(
             recipe.model,
             workload.sequence_length,
             recipe.tokens_per_step,
@@ -170,7 +170,7 @@ class ParallelismVerb:
             optimizer / workload.size.total,
         )
         best: dict[tuple, ParallelLayout] = {}
-        for layout in found:
+        for layout in fitting:
             # the layouts are sorted: the first of each division is its fastest
             best.setdefault((layout.tensor, layout.pipeline, layout.context), layout)
         rows, row = list(best.values()), options.megatron
@@ -188,7 +188,7 @@ class ParallelismVerb:
             "memory_bytes": gpu.memory_bytes,
             "world_size": num_gpus,
             "kernel_efficiency": efficiency,
-            "fitting": len(found),
+            "fitting": len(fitting),
             "layouts": shown,
             "megatron": megatron_arguments(recipe, rows[row - 1], gpu.gpus_per_node) if row else None,
         }

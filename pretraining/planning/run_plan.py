@@ -103,7 +103,6 @@ class RunPlan:
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of all parts of `disk`."""
         return sum(self.disk.values())
 
     def disk_bytes_of_node(self, ranks: int) -> int:

@@ -109,13 +109,13 @@ def full_plan(
     sizes = {
         name: each.memory_bytes for name, each in all_gpus().items() if precision in each.dense_peak_flops
     }
+    needs = {size: memory_need(recipe, ds_config, world_size, size).total for size in set(sizes.values())}
     size, width = plan.size, value_of(recipe.model, "hidden_size")
     model = f"{size.total:,} parameters{_parts_words(recipe, plan)}: {recipe.model['model_type']}, "
     model += f"{size.num_layers} layers of width {width:,}"
     if size.counted:
         family = family_of(recipe.model)
         model += f"; {size.counted}, activations as those of a {family} of these widths"
-    needs = {size: memory_need(recipe, ds_config, world_size, size).total for size in set(sizes.values())}
     return {
         **plan.to_dict(),
         "budget_tokens": recipe.budget.tokens,

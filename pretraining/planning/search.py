@@ -124,13 +124,13 @@ def fitting(
         UserError: nothing divides the step, or nothing fits (the message names the smallest need).
     """
     limit = memory_bytes or gpu.memory_bytes
-    found = list(candidates(recipe, world_size, gpu, mfu, limit, own_ds_config))
+    tried = list(candidates(recipe, world_size, gpu, mfu, limit, own_ds_config))
     # this raises with the reason: not even one sequence per GPU divides the step
-    if not found:
+    if not tried:
         accumulation_steps(_variant(recipe, recipe.deepspeed, 1, 0), world_size, _config(recipe.deepspeed))
-    fits = [each for each in found if each.need.total <= limit]
+    fits = [each for each in tried if each.need.total <= limit]
     if not fits:
-        best = min(found, key=lambda each: each.need.total)
+        best = min(tried, key=lambda each: each.need.total)
         largest, name = best.need.largest, best.deepspeed or "plain data parallel"
         way = f"with {name}" if own_ds_config else "in any way"
         instead = "leave --deepspeed out, " if own_ds_config else ""
@@ -174,12 +174,12 @@ def worth_choosing(ways: list[Way]) -> list[Way]:
             for other, each in enumerate(ways)
         )
 
-    found: list[int] = []
+    chosen: list[int] = []
     for place in range(len(ways)):
         # each way is slower than those before it, so it must need clearly less memory
-        if (not found or SAME * totals[place] < totals[found[-1]]) and not beaten(place):
-            found.append(place)
-    return [ways[place] for place in found]
+        if (not chosen or SAME * totals[place] < totals[chosen[-1]]) and not beaten(place):
+            chosen.append(place)
+    return [ways[place] for place in chosen]
 
 
 def nearest_fit(
@@ -372,9 +372,9 @@ class FitVerb:
             raise UserError("the search needs the model's shape: give --recipe NAME (and --set to change it)")
         limit = options.memory or gpu.memory_bytes
         own = options.deepspeed is not None
-        found = fitting(recipe, options.world_size, gpu, limit, options.mfu, own)
-        chosen = worth_choosing(found)
-        shown, best, saved = found if options.all else chosen, chosen[0], None
+        fits = fitting(recipe, options.world_size, gpu, limit, options.mfu, own)
+        chosen = worth_choosing(fits)
+        shown, best, saved = fits if options.all else chosen, chosen[0], None
         if best.step_seconds is not None:
             variant = _variant(recipe, best.deepspeed, best.micro_batch, best.every_n_layers)
             plan = build_run_plan(variant, _config(best.deepspeed), options.world_size)
@@ -386,7 +386,7 @@ class FitVerb:
             "memory_bytes": limit,
             "world_size": options.world_size,
             "scaling": scaling_over_nodes(gpu, options.world_size),
-            "fitting": len(found),
+            "fitting": len(fits),
             "ways": [each.to_dict() for each in shown[:top]],
             "checkpoints": saved.to_dict() if saved else None,
             "command": _command(options, recipe, best, gpu),

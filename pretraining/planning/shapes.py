@@ -199,33 +199,33 @@ def count_model(model: dict) -> CountedModel:
 
 @cache
 def _counted(section: str) -> CountedModel:
-    kept = _cache_file(section)
-    found = _read_counted(kept)
-    if found is None:
-        with _one_at_a_time(kept):
+    file = _cache_file(section)
+    count = _read_counted(file)
+    if count is None:
+        with _one_at_a_time(file):
             # another rank of this machine may have counted meanwhile
-            found = _read_counted(kept) or _built(section)
+            count = _read_counted(file) or _built(section)
             # if it cannot be written, the next start counts again
             with contextlib.suppress(OSError):
-                if "error" not in found:
-                    kept.parent.mkdir(parents=True, exist_ok=True)
+                if "error" not in count:
+                    file.parent.mkdir(parents=True, exist_ok=True)
                     # renamed when complete, so that no rank reads half a file
-                    aside = kept.with_suffix(f".{os.getpid()}")
-                    aside.write_text(json.dumps(found), encoding="utf-8")
-                    aside.replace(kept)
+                    aside = file.with_suffix(f".{os.getpid()}")
+                    aside.write_text(json.dumps(count), encoding="utf-8")
+                    aside.replace(file)
     model_type = json.loads(section)["model_type"]
-    if "error" in found:
+    if "error" in count:
         if extension := model_extension(model_type):
-            raise UserError(f"model: {display_path(extension.path)}: {found['error']}")
-        raise UserError(f"model: transformers cannot build this {model_type}: {found['error']}")
+            raise UserError(f"model: {display_path(extension.path)}: {count['error']}")
+        raise UserError(f"model: transformers cannot build this {model_type}: {count['error']}")
     # kept too, so that the next start refuses at once
-    if found["faults"]:
+    if count["faults"]:
         what = "weights would not be the same at every ZeRO stage"
         raise UserError(
-            f"model.model_type: {model_type} does not train here, its initial {what}: {found['faults'][0]}"
+            f"model.model_type: {model_type} does not train here, its initial {what}: {count['faults'][0]}"
         )
-    found["tensors"] = tuple(tuple(tensor) for tensor in found["tensors"])
-    return CountedModel(**{**found, "faults": tuple(found["faults"])})
+    count["tensors"] = tuple(tuple(tensor) for tensor in count["tensors"])
+    return CountedModel(**{**count, "faults": tuple(count["faults"])})
 
 
 def _built(section: str) -> dict:
@@ -264,10 +264,10 @@ def _cache_file(section: str) -> Path:
 
 def _cache_folder() -> Path:
     try:
-        own = Path.home() / ".cache"
+        cache = Path.home() / ".cache"
     except RuntimeError:  # a user of a container who has no home
-        own = Path(tempfile.gettempdir())
-    return Path(os.environ.get("PRETRAINING_MODEL_CACHE") or own / "pretraining" / "models")
+        cache = Path(tempfile.gettempdir())
+    return Path(os.environ.get("PRETRAINING_MODEL_CACHE") or cache / "pretraining" / "models")
 
 
 @contextlib.contextmanager
@@ -288,7 +288,7 @@ def _one_at_a_time(path: Path) -> Iterator[None]:
 
 def _read_counted(path: Path) -> dict | None:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        count = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and "tensors" in found else None
+    return count if isinstance(count, dict) and "tensors" in count else None

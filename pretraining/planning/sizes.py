@@ -43,7 +43,6 @@ class PartSizes:
 
     @property
     def total(self) -> int:
-        """Sum of all parts."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
@@ -203,7 +202,6 @@ class FlopsPerToken:
         return self.training + self.recomputed
 
     def to_dict(self) -> dict:
-        """Return the counts and their sum."""
         return {**asdict(self), "hardware": self.hardware}
 
 

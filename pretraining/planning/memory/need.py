@@ -82,7 +82,6 @@ class MemoryNeed:
 
     @property
     def peak_phase(self) -> str:
-        """The phase that needs most."""
         return max(self.phases, key=lambda phase: sum(self.phases[phase].values()))
 
     @property
@@ -138,7 +137,6 @@ class MemoryNeed:
 
     @property
     def largest(self) -> str:
-        """The part that takes most."""
         return max(self.parts, key=self.parts.get)
 
     @property

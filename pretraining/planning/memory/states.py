@@ -26,7 +26,6 @@ FAMILIES = {
     "sgd": ("SGD's momentum", 0),
 }
 """Part of a name of `training.optim` -> what its states are called, and how many numbers it keeps for each weight."""
-GIB = 2**30
 # bytes a parameter: both of Adam's
 MOMENTS = 2 * FP32
 ALIGNMENT = 2
@@ -135,7 +134,6 @@ class ModelState:
 
     @property
     def gpu(self) -> float:
-        """Bytes on the GPU."""
         return self.parameters + self.gradients + self.gradient_accumulation + self.master_and_moments
 
     def to_dict(self) -> dict:
