@@ -11,7 +11,7 @@ from pretraining.planning.constants import table
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.memory.activations import Activations, activations, validation_bytes
 from pretraining.planning.memory.buffers import Buffers, buffers, optimizer_copies
-from pretraining.planning.memory.split import Family, families, held_tensors
+from pretraining.planning.memory.split import Family, families, wide_of
 from pretraining.planning.memory.states import (
     ADAM,
     ModelState,
@@ -23,7 +23,6 @@ from pretraining.planning.memory.states import (
 from pretraining.planning.memory.tensors import (
     FP32,
     SIXTEEN_BIT,
-    Tensor,
     frozen_tensors,
     head_is_wide,
     precision_of,
@@ -33,8 +32,6 @@ from pretraining.planning.memory.tensors import (
 from pretraining.planning.quantities import gpu_count, num_bytes, several
 from pretraining.planning.workload import add_workload_arguments, workload_of
 from pretraining.recipe import Recipe, accumulation_steps
-from pretraining.recipe.model import value_of
-from pretraining.recipe.refusals import gathers_blocks
 from pretraining.recipe.sections import Loss
 from pretraining.runtime.imports import MOST_ROUNDED_MIB
 from pretraining.runtime.table import aligned
@@ -202,10 +199,7 @@ def memory_need(
     """
     held = held or held_by_rank(recipe, ds_config, world_size)
     precision, of_rank, state = precision_of(recipe, ds_config), held.families, held.state
-    degrees, tensors = degrees_of(ds_config), held_tensors(of_rank)
-    frozen = [tensor for family in of_rank for tensor in family.frozen]
-    wide = [tensor for family in of_rank for tensor in _wide_of(family, recipe, ds_config)]
-    accumulation = accumulation_steps(recipe, world_size, ds_config)
+    degrees, accumulation = degrees_of(ds_config), accumulation_steps(recipe, world_size, ds_config)
     optimizer = optimizer_states(recipe)
     passing = activations(
         recipe.model,
@@ -219,12 +213,7 @@ def memory_need(
         degrees=degrees,
         wide_head=head_is_wide(recipe),
     )
-    width = value_of(recipe.model, "hidden_size")
-    as_one = gathers_blocks(recipe, ds_config)
-    share = sum(family.trained_numel / family.ranks for family in of_rank)
-    extra = buffers(
-        ds_config, tensors, width, world_size, precision, accumulation, as_one, frozen, share, wide
-    )
+    extra = buffers(recipe, ds_config, world_size, of_rank)
     copies = sum(
         optimizer_copies(ds_config, family.trained, family.ranks, optimizer.copied) for family in of_rank
     )
@@ -267,18 +256,12 @@ def state_of_recipe(recipe: Recipe, ds_config: dict | None, world_size: int) -> 
             family.trained,
             optimizer,
             family.frozen,
-            _wide_of(family, recipe, ds_config),
+            wide_of(family, recipe, ds_config),
         )
         for family in families(recipe, ds_config, world_size)
     ]
     # every part of one family comes on top of that of the other
     return ModelState(*(sum(parts) for parts in zip(*map(astuple, states), strict=True)))
-
-
-def _wide_of(family: Family, recipe: Recipe, ds_config: dict | None) -> tuple[Tensor, ...]:
-    """Return the trained parameters of a family that are in fp32 although others are not, as a rank holds them."""
-    names = {tensor.name for tensor in wide_tensors(recipe, ds_config)}
-    return tuple(tensor for tensor in family.tensors if tensor.name in names)
 
 
 def loss_of(recipe: Recipe) -> Loss:

@@ -13,7 +13,7 @@ from functools import cache
 from typing import NamedTuple
 
 from pretraining.ds_config import Degrees, degrees_of, zero_stage
-from pretraining.planning.memory.tensors import Tensor, frozen_tensors, parameter_tensors
+from pretraining.planning.memory.tensors import Tensor, frozen_tensors, parameter_tensors, wide_tensors
 from pretraining.planning.shapes import Widths, shape_of
 from pretraining.recipe import Recipe
 
@@ -61,6 +61,12 @@ def families(recipe: Recipe, ds_config: dict | None, world_size: int) -> list[Fa
 def held_tensors(of_rank: Sequence[Family]) -> tuple[Tensor, ...]:
     """Return all parameters of one rank."""
     return tuple(tensor for family in of_rank for tensor in family.tensors)
+
+
+def wide_of(family: Family, recipe: Recipe, ds_config: dict | None) -> tuple[Tensor, ...]:
+    """Return the parameters of a family that are in fp32 although others are not, as a rank holds them."""
+    names = {tensor.name for tensor in wide_tensors(recipe, ds_config)}
+    return tuple(tensor for tensor in family.tensors if tensor.name in names)
 
 
 # a search asks hundreds of times for the same few
