@@ -102,19 +102,6 @@ def stops_for_gradients(ds_config: dict | None) -> bool:
     return zero_stage(ds_config) == 2 and not zero.get("overlap_comm")
 
 
-def _zero_seconds(size: float, gpu: Gpu, num_ranks: int, inside: bool = False) -> float:
-    """Return the seconds of so many bytes; inside: they stay in a node, though the ranks may be on several."""
-    measured = kept_rates(gpu.name, num_ranks).get("all_reduce_bytes_per_second")
-    # a measured rate includes the slowest link already
-    if measured:
-        return size / measured["value"]
-    link = gpu.link_bytes_per_second
-    # a ring is as fast as its slowest link
-    return size / (
-        link if inside or num_ranks <= gpu.gpus_per_node else min(link, gpu.network_bytes_per_second)
-    )
-
-
 def step_messages(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu) -> list[Message]:
     """Return the messages of one optimizer step, without those that are empty.
 
@@ -133,6 +120,8 @@ def _zero_messages(recipe: Recipe, ds_config: dict | None, world_size: int, gpu:
     accumulation = accumulation_steps(recipe, world_size, ds_config)
     # gradients travel in the precision that holds the weights
     width, stage = precision_of(recipe, ds_config).weights, zero_stage(ds_config)
+    in_one_node, link = world_size <= gpu.gpus_per_node, gpu.link_bytes_per_second
+    measured = kept_rates(gpu.name, world_size).get("all_reduce_bytes_per_second")
     sums: dict[str, Message] = {}
     for family in families(recipe, ds_config, world_size):
         volume = communication(
@@ -144,10 +133,11 @@ def _zero_messages(recipe: Recipe, ds_config: dict | None, world_size: int, gpu:
             (WEIGHTS, volume.parameters, family.ranks),
             (WEIGHTS_IN_NODE, volume.inside_node, hpz_ranks(ds_config)),
         ):
-            stays = name == WEIGHTS_IN_NODE
-            seconds = _zero_seconds(size, gpu, world_size, inside=stays)
-            inside = stays or world_size <= gpu.gpus_per_node
-            sent = Message(name, ranks, size * inside, size * (not inside), seconds)
+            inside = in_one_node or name == WEIGHTS_IN_NODE
+            # a ring is as fast as its slowest link, which a measured rate includes already
+            rate = link if inside else min(link, gpu.network_bytes_per_second)
+            rate = measured["value"] if measured else rate
+            sent = Message(name, ranks, size * inside, size * (not inside), size / rate)
             # those of dense parameters and of experts are added up
             if before := sums.get(name):
                 sent = Message(

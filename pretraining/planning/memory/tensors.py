@@ -19,6 +19,13 @@ from pretraining.schema import display_path, listed, problem
 # bytes an element
 SIXTEEN_BIT, FP32 = 2, 4
 EMBEDDING, HEAD, ROUTER, HIDDEN, VECTOR = "embedding", "head", "router", "hidden", "vector"
+COLUMNS = (
+    Column("name, or pattern of all layers", "name"),
+    Column("parameters", "number", ","),
+    Column("elements of each", "each"),
+    Column("of all", "all", ","),
+    Column("frozen", "frozen", ","),
+)
 
 
 @dataclass(frozen=True)
@@ -152,28 +159,18 @@ class ParametersVerb:
         families: dict[str, list[dict]] = {}
         for each in answer["parameters"]:
             families.setdefault(_in_every_layer(each["name"]), []).append(each)
-        total, frozen = _elements(answer["parameters"]), _elements(answer["parameters"], frozen=True)
+        rows = []
+        for pattern, members in families.items():
+            sizes = [each["elements"] for each in members]
+            each = f"{sizes[0]:,}" if len(set(sizes)) == 1 else "differ"
+            frozen = sum(member["frozen"] for member in members) or None
+            rows.append(
+                {"name": pattern, "number": len(members), "each": each, "all": sum(sizes), "frozen": frozen}
+            )
+        total = sum(each["elements"] for each in answer["parameters"])
+        frozen = sum(each["elements"] for each in answer["parameters"] if each["frozen"])
         words = f"{total:,} elements in {len(answer['parameters']):,} parameters, {frozen:,} frozen"
-        return f"{answer['name']}: {words}\n\n{write_table(FAMILY, families.items())}"
-
-
-def _elements(parameters: list[dict], frozen: bool = False) -> int:
-    return sum(each["elements"] for each in parameters if each["frozen"] or not frozen)
-
-
-def _of_each(members: list[dict]) -> str:
-    sizes = {each["elements"] for each in members}
-    return f"{sizes.pop():,}" if len(sizes) == 1 else "differ"
-
-
-FAMILY = (
-    Column("name, or pattern of all layers", lambda family: family[0]),
-    Column("parameters", lambda family: len(family[1]), ","),
-    Column("elements of each", lambda family: _of_each(family[1])),
-    Column("of all", lambda family: _elements(family[1]), ","),
-    Column("frozen", lambda family: sum(each["frozen"] for each in family[1]) or None, ","),
-)
-"""A row is a pattern of names and its parameters."""
+        return f"{answer['name']}: {words}\n\n{write_table(COLUMNS, rows)}"
 
 
 def wide_tensors(recipe: Recipe, ds_config: dict | None) -> tuple[Tensor, ...]:
