@@ -238,8 +238,11 @@ class GpusVerb:
     def answer(self, options: argparse.Namespace) -> dict:
         """Return every GPU of the table, or one."""
         chosen = all_gpus().values() if options.gpu is None else [find_gpu(options.gpu)]
-        plain = [{**vars(gpu), "aliases": list(gpu.aliases), "assumed": list(gpu.assumed)} for gpu in chosen]
-        return {"gpus": [{**each, "prices": prices_of(gpu)} for each, gpu in zip(plain, chosen, strict=True)]}
+        entries = []
+        for gpu in chosen:
+            lists = {"aliases": list(gpu.aliases), "assumed": list(gpu.assumed)}
+            entries.append({**vars(gpu), **lists, "prices": prices_of(gpu)})
+        return {"gpus": entries}
 
     def as_text(self, answer: dict) -> str:
         """Write a table, or one GPU line by line."""

@@ -294,7 +294,7 @@ def _memory(answer: dict) -> list[tuple[str, str]]:
     node = node if need["gpus_of_node"] > 1 else ""
     host = f"{num_bytes(need['host_bytes'])} for each GPU ({host_words(need['host'])}){node}"
     rows.append(("host memory", host))
-    rows += _pinned(answer) if need["total"] <= (there or 0) else []
+    rows += _pinned(answer) if there and need["total"] <= there else []
     return rows + ([("NVMe", f"{num_bytes(need['nvme'])} for each GPU")] if need["nvme"] else [])
 
 

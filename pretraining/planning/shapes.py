@@ -173,12 +173,11 @@ def _grouped(full: dict, width: int, layers: int, inner: int, family: str = "lla
 
 
 def _outside(full: dict, positions: str) -> dict:
-    kept = {"vocab_size": full["vocab_size"], positions: value_of(full, "max_position_embeddings")}
-    named = full.get("attn_implementation")
     return {
-        **kept,
+        "vocab_size": full["vocab_size"],
+        positions: value_of(full, "max_position_embeddings"),
         # it decides what a layer keeps (`memory/activations.py`)
-        "attn_implementation": named,
+        "attn_implementation": full.get("attn_implementation"),
         "tie_word_embeddings": bool(full.get("tie_word_embeddings")),
     }
 

@@ -87,9 +87,11 @@ def activations(
     # each rank has a part of every sequence; inside attention, all tokens of a part of the heads, which is as much
     tokens = micro_batch * sequence_length // degrees.sequence
     widths = widths_of_rank(widths_of(shape), degrees)
-    by_layer = [
-        _layer(shape, widths, index, sequence_length, precision, degrees) for index in range(widths.layers)
-    ]
+    # each dropout on the residual stream keeps a mask of one byte an element
+    dropouts = 2 if shape.get("resid_pdrop") else 0
+    attends = 2 * _norm(shape, widths.hidden, precision) + dropouts * widths.hidden
+    attends += _attention(shape, widths, sequence_length, precision, degrees)
+    by_layer = [attends + _feed_forward(shape, widths, index, precision) for index in range(widths.layers)]
     # the input of a layer, on the residual stream
     largest, boundary = max(by_layer), precision.residual * widths.hidden
     recomputes_last = every_n_layers > 0 and (widths.layers - 1) % every_n_layers == 0
@@ -131,17 +133,6 @@ def activations(
         backward=tokens * _backward(shape, widths, sequence_length, precision),
         recomputes_last=recomputes_last,
     )
-
-
-def _layer(
-    shape: dict, widths: Widths, index: int, length: int, precision: Precision, degrees: Degrees
-) -> float:
-    """Return the bytes that one layer keeps for a token."""
-    # each dropout on the residual stream keeps a mask of one byte an element
-    dropouts = 2 if shape.get("resid_pdrop") else 0
-    norms = 2 * _norm(shape, widths.hidden, precision) + dropouts * widths.hidden
-    attention = _attention(shape, widths, length, precision, degrees)
-    return norms + attention + _feed_forward(shape, widths, index, precision)
 
 
 def _products(shape: dict, widths: Widths, precision: Precision) -> tuple[float, float]:
