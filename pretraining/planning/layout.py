@@ -113,9 +113,7 @@ def layout_of(cluster: Cluster, division: Division, recompute: bool) -> Parallel
     ideal /= cluster.num_gpus * cluster.flops_per_second
     # the bubble counts as extra passes, in messages as in products
     passes = microbatches * (1 + bubble)
-    memory = layout_memory(
-        size, cluster.shape, tokens, division, microbatches, recompute, cluster.optimizer_width
-    )
+    memory = layout_memory(cluster, division, recompute)
     # all-reduces of a layer (Megatron-LM, Shoeybi et al. 2019, figure 4): two forward, two backward, two more if the
     # forward pass is repeated; a ring sends 2 (t - 1) / t of each
     tensor_bytes = (6 if recompute else 4) * BF16 * widths.hidden * tokens * 2 * (tensor - 1) / tensor
@@ -150,39 +148,27 @@ def layout_of(cluster: Cluster, division: Division, recompute: bool) -> Parallel
     )
 
 
-def layout_memory(
-    size: ModelSize,
-    shape: dict,
-    tokens: float,
-    division: Division,
-    microbatches: int = 1,
-    recompute: bool = False,
-    optimizer_width: float = 3 * FP32,
-) -> LayoutMemory:
-    """Return memory of the fullest GPU in bytes: the model states, the activations and the logits.
-
-    Args:
-        tokens: of one micro-batch on one GPU, that is after context parallelism.
-        microbatches: per pipeline and optimizer step.
-        optimizer_width: bytes of master weights and optimizer states per parameter.
-    """
-    tensor, pipeline, widths = division.tensor, division.pipeline, widths_of(shape)
-    held = gpu_parameters(size, tensor, pipeline)
+def layout_memory(cluster: Cluster, division: Division, recompute: bool) -> LayoutMemory:
+    """Return memory of the fullest GPU in bytes: the model states, the activations and the logits."""
+    data, tensor, pipeline, context, micro_batch = division
+    tokens, widths = micro_batch * cluster.sequence_length / context, widths_of(cluster.shape)
+    held = gpu_parameters(cluster.size, tensor, pipeline)
     # with sequence parallelism, tensor ranks divide all activations (Korthikanti et al. 2022, table 2)
-    one_layer = activation_bytes_per_token(shape) * tokens / tensor
+    one_layer = activation_bytes_per_token(cluster.shape) * tokens / tensor
     # with recomputation only each layer's input stays
     kept = BF16 * widths.hidden * tokens / tensor if recompute else one_layer
     # 1F1B: the first stage begins as many micro-batches as there are stages before the first returns (Narayanan et al.
     # 2021, section 2.2); the recomputed activations exist for one layer at a time
-    activations = min(pipeline, microbatches) * (widths.layers / pipeline) * kept
+    in_flight = min(pipeline, cluster.sequences // (data * micro_batch))
+    activations = in_flight * (widths.layers / pipeline) * kept
     return LayoutMemory(
         # bf16 weights, fp32 gradients
         weights_and_gradients=held * (BF16 + FP32),
         # shared as by Megatron-LM's distributed optimizer (ZeRO stage 1), over context ranks too
-        optimizer=held * optimizer_width / (division.data * division.context),
+        optimizer=held * cluster.optimizer_width / (data * context),
         activations=activations + (one_layer if recompute else 0),
         # as a plain loss in memory/activations.py: fp32 log-probabilities, their gradient, the logits' gradient
-        logits=3 * FP32 * tokens * shape["vocab_size"] / tensor,
+        logits=3 * FP32 * tokens * cluster.shape["vocab_size"] / tensor,
     )
 
 

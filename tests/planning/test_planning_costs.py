@@ -13,6 +13,7 @@ from pretraining.planning.constants import table
 from pretraining.planning.costs import energy_words, forecast
 from pretraining.planning.gpus import all_gpus, find_gpu, prices_of
 from pretraining.planning.layout import (
+    Cluster,
     Division,
     activation_bytes_per_token,
     gpu_parameters,
@@ -340,16 +341,17 @@ def test_activations_and_shards_of_a_layout():
 def test_memory_of_a_layout_by_component():
     """6 + 12 / shards bytes a parameter (Megatron-LM's distributed optimizer); activations by passes in flight."""
     size, shape, tokens = model_size(LLAMA), shape_of(LLAMA), 4096
-    alone = layout_memory(size, shape, tokens, Division())
+    cluster = Cluster(size, shape, tokens, sequences=8, num_gpus=8, gpu=H100, flops_per_second=1.0)
+    alone = layout_memory(cluster, Division(), recompute=False)
     assert alone.weights_and_gradients + alone.optimizer == 18 * size.total
-    shared = layout_memory(size, shape, tokens, Division(data=8))
+    shared = layout_memory(cluster, Division(data=8), recompute=False)
     assert shared.optimizer == alone.optimizer / 8
     assert shared.weights_and_gradients == alone.weights_and_gradients
     assert alone.activations == 32 * tokens * activation_bytes_per_token(shape)
-    recomputed = layout_memory(size, shape, tokens, Division(), recompute=True)
+    recomputed = layout_memory(cluster, Division(), recompute=True)
     inputs = 32 * tokens * 2 * shape["hidden_size"]
     assert recomputed.activations == inputs + tokens * activation_bytes_per_token(shape)
-    staged = layout_memory(size, shape, tokens, Division(tensor=2, pipeline=4), microbatches=4)
+    staged = layout_memory(cluster, Division(tensor=2, pipeline=4), recompute=False)
     assert staged.activations == alone.activations / 2
     assert alone.logits == 12 * tokens * 32000 and alone.total > 18 * size.total + alone.activations
 
