@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from fractions import Fraction
 
 import pytest
@@ -192,15 +190,6 @@ def test_partial_offload_splits_the_optimizer():
     assert state.master_and_moments == 0.75 * 12 * 1000
 
 
-@pytest.mark.parametrize("name", ["30b", "65b"])
-def test_the_large_recipes_fit_eight_141_gb_gpus(name):
-    """Sized for eight 141 GB GPUs: the model state leaves half of each for activations and buffers."""
-    recipe = load_recipe(name)
-    plan = build_run_plan(recipe, load_ds_config(recipe.deepspeed), 8)
-    assert plan.deepspeed.startswith("zero3")
-    assert plan.model_state.gpu < 0.5 * 141e9
-
-
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_has_a_plan_on_one_screen(name):
     """Promise: parameters, steps, memory, FLOPs and disk from the recipe alone."""
@@ -342,20 +331,6 @@ def test_checkpoints_written_are_counted_as_the_trainer_saves_them():
 def test_a_plan_that_does_not_divide_is_refused():
     with pytest.raises(UserError, match="the nearest is 3072"):
         build_run_plan(load_recipe("tiny"), None, 3)
-
-
-def test_planning_imports_neither_torch_nor_transformers():
-    """A plan answers in under a second because it loads no heavy library."""
-    code = """
-import sys
-from pretraining.ds_config import load_ds_config
-from pretraining.planning.screen import print_plan
-from pretraining.recipe import load_recipe
-print_plan(load_recipe("30b"), load_ds_config("zero3"), None, "H200", False)
-sys.exit(" ".join({"torch", "transformers", "deepspeed", "numpy", "datasets"} & set(sys.modules)) or 0)
-"""
-    result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
 
 
 PLANS = [
