@@ -204,14 +204,8 @@ def _counted(section: str) -> CountedModel:
         with _one_at_a_time(file):
             # another rank of this machine may have counted meanwhile
             count = _read_counted(file) or _built(section)
-            # if it cannot be written, the next start counts again
-            with contextlib.suppress(OSError):
-                if "error" not in count:
-                    file.parent.mkdir(parents=True, exist_ok=True)
-                    # renamed when complete, so that no rank reads half a file
-                    aside = file.with_suffix(f".{os.getpid()}")
-                    aside.write_text(json.dumps(count), encoding="utf-8")
-                    aside.replace(file)
+            if "error" not in count:
+                _keep(file, count)
     model_type = json.loads(section)["model_type"]
     if "error" in count:
         if extension := model_extension(model_type):
@@ -291,3 +285,13 @@ def _read_counted(path: Path) -> dict | None:
     except (OSError, ValueError):
         return None
     return count if isinstance(count, dict) and "tensors" in count else None
+
+
+def _keep(path: Path, count: dict) -> None:
+    """Keep the count for the next start; if it cannot be written, the next start counts again."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # renamed when complete, so that no rank reads half a file
+        aside = path.with_suffix(f".{os.getpid()}")
+        aside.write_text(json.dumps(count), encoding="utf-8")
+        aside.replace(path)

@@ -97,13 +97,18 @@ class ModelSize:
 
 def model_size(model: dict) -> ModelSize:
     """Return sizes of a recipe's model section, exactly as the class of the installed transformers builds it."""
-    return _size_of(json.dumps(model, sort_keys=True))
+    # a search asks for the same sizes hundreds of times
+    return _by_formula(json.dumps(model, sort_keys=True)) if is_exact(model) else _summed(model)
 
 
 @cache
-def _size_of(section: str) -> ModelSize:
+def _by_formula(section: str) -> ModelSize:
     """section: the model section, written as JSON."""
-    model = json.loads(section)
+    return _summed(json.loads(section))
+
+
+def _summed(model: dict) -> ModelSize:
+    """Add up the tensors by part."""
     tensors, numel = parameter_tensors(model), Counter()
     for tensor in tensors:
         numel[tensor.part] += tensor.numel

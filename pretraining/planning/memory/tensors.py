@@ -88,17 +88,16 @@ class Tensor:
 
 def parameter_tensors(model: dict) -> tuple[Tensor, ...]:
     """Return every parameter of a recipe's model section, as transformers 5.23 orders them (modeling_<type>.py)."""
-    return _tensors_of(json.dumps(model, sort_keys=True))
+    if not is_exact(model):
+        return tuple(Tensor.of_part(*tensor) for tensor in count_model(model).tensors)
+    return _by_formula(json.dumps(model, sort_keys=True))
 
 
 # a search asks for the same tensors hundreds of times
 @cache
-def _tensors_of(section: str) -> tuple[Tensor, ...]:
+def _by_formula(section: str) -> tuple[Tensor, ...]:
     """section: the model section, written as JSON."""
-    model = json.loads(section)
-    if not is_exact(model):
-        return tuple(Tensor.of_part(*tensor) for tensor in count_model(model).tensors)
-    shape = model_with_defaults(model)
+    shape = model_with_defaults(json.loads(section))
     return tuple(_gpt2(shape) if shape["model_type"] == "gpt2" else _llama_like(shape))
 
 
