@@ -14,13 +14,14 @@ from pathlib import Path
 from pretraining.checkpoints.live_files import records_of
 from pretraining.command_line import OneLineParser
 from pretraining.errors import one_line_errors
-from pretraining.planning.quantities import dollars, duration, facts, several
+from pretraining.planning.quantities import dollars, duration, several
 from pretraining.reporting.evidence import FAILED, Evidence, First, attempts_of, clock, short
 from pretraining.reporting.run_record import RunRecord
 from pretraining.reporting.words import lost_words
 from pretraining.runtime.failures import read_failures
 from pretraining.runtime.heartbeat import gone_ranks
 from pretraining.runtime.run_folder import RunFolder
+from pretraining.runtime.table import facts
 from pretraining.runtime.wall_time import Attempt
 from pretraining.schema import display_path
 

@@ -23,7 +23,6 @@ from pretraining.api import REASONS, CommandFailed, checked_run, run, words_of
 from pretraining.command_line import OneLineParser, add_recipe_arguments, named_path
 from pretraining.errors import UserError, one_line_errors
 from pretraining.outside.files import read_json_value
-from pretraining.planning.quantities import columns
 from pretraining.recipe import Recipe
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.reporting.__main__ import write_report
@@ -32,6 +31,7 @@ from pretraining.runtime.durable_files import write_json
 from pretraining.runtime.exit_codes import FINISHED, STOPPED
 from pretraining.runtime.metric_names import grouped, is_better
 from pretraining.runtime.run_folder import RunFolder
+from pretraining.runtime.table import aligned
 from pretraining.schema import REPOSITORY
 
 EXAMPLES = """examples:
@@ -276,7 +276,7 @@ def as_text(answer: dict) -> str:
         values = ((metrics.get(name), spec) for name, spec in formats.items())
         numbers = ["-" if value is None else f"{value:{spec}}" for value, spec in values]
         lines.append([mark, *row["settings"].values(), row["state"], *numbers])
-    text = [columns(header, lines, left=len(keys) + 2)]
+    text = [aligned([header, *lines], left=len(keys) + 2)]
     if answer["best"]:
         text.append(f"* best by {metric}: {answer['best']}")
     if answer["report"]:

@@ -43,12 +43,13 @@ from pretraining.errors import UserError, one_line_errors
 from pretraining.extend import MODEL, extensions_of_run, load_code_of_run
 from pretraining.outside.addresses import is_remote
 from pretraining.outside.files import read_json_value
-from pretraining.planning.quantities import columns, duration, num_bytes
+from pretraining.planning.quantities import duration, num_bytes
 from pretraining.recipe import recipe_schema
 from pretraining.recipe.sections import Checkpoints
 from pretraining.runtime.imports import prepare_imports
 from pretraining.runtime.lock import lock_idle_run
 from pretraining.runtime.run_folder import RunFolder
+from pretraining.runtime.table import aligned
 from pretraining.schema import check
 
 # torch and transformers take seconds to import: the verbs that need them import their modules when they answer.
@@ -120,7 +121,7 @@ class List:
                     *("-" if each[key] is None else f"{each[key]:.4f}" for key in ("loss", "eval_loss")),
                 ]
             )
-        return "\n".join([columns(self.HEADER, rows, left=2), *reasons])
+        return "\n".join([aligned([self.HEADER, *rows], left=2), *reasons])
 
 
 class Verify:
@@ -416,7 +417,7 @@ class Prune:
         rows = [[each["folder"], each["state"], num_bytes(each["bytes"])] for each in going]
         freed = num_bytes(answer["freed_bytes"])
         done = f"removed: {freed} free" if answer["removed"] else f"would free {freed}; --yes removes it"
-        return f"{columns(['folder', 'state', 'size'], rows, left=2)}\n{done}; {kept}"
+        return f"{aligned([['folder', 'state', 'size'], *rows], left=2)}\n{done}; {kept}"
 
 
 class Reshard:

@@ -11,11 +11,12 @@ from pretraining.doctor.gpus import Gpus
 from pretraining.ds_config import optimizer_device, parameter_device
 from pretraining.errors import UserError
 from pretraining.planning.costs import forecast
-from pretraining.planning.gate import Machine, check_plan
+from pretraining.planning.gate import check_plan
 from pretraining.planning.memory.need import MemoryNeed, memory_need
 from pretraining.planning.quantities import num_bytes, several
 from pretraining.planning.run_plan import RunPlan, build_run_plan
 from pretraining.planning.throughput import precision_of_products
+from pretraining.planning.verdict import Machine
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import Recipe
 from pretraining.recipe.curve import changes_of_run

@@ -37,7 +37,6 @@ VERBS = {
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Answer one question on stdout."""
     answer_one("python -m pretraining.planning", VERBS, __doc__, EPILOG, arguments)
 
 

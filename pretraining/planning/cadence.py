@@ -63,7 +63,7 @@ class CheckpointCost:
 
     @property
     def is_worth_changing(self) -> bool:
-        """Say if the best interval would save a notable share of the time."""
+        """Return whether the best interval would save a notable share of the time."""
         best = self.lost_share(self.best_every_steps * self.step_seconds)
         return self.lost_share(self.every_seconds) - best > NOTABLE
 

@@ -2,7 +2,6 @@
 
 import argparse
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,10 @@ from pretraining.planning.constants import table
 from pretraining.planning.costs import forecast
 from pretraining.planning.gpus import Gpu
 from pretraining.planning.memory.need import memory_need
-from pretraining.planning.memory.tensors import size_of_recipe
-from pretraining.planning.quantities import columns, duration, num_bytes, three_digits
+from pretraining.planning.quantities import duration, num_bytes, three_digits
 from pretraining.planning.roofline import model_flops_utilization
 from pretraining.planning.run_plan import build_run_plan
-from pretraining.planning.sizes import flops_per_token
+from pretraining.planning.sizes import flops_per_token, size_of_recipe
 from pretraining.planning.throughput import precision_of_products
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import Recipe
@@ -29,6 +27,7 @@ from pretraining.runtime.run_folder import (
     read_events,
     trained_on_processor,
 )
+from pretraining.runtime.table import aligned
 from pretraining.schema import check
 
 QUANTITIES = (
@@ -98,29 +97,6 @@ def measured(
     return values
 
 
-def _compare_runs(folders: Iterable[Path]) -> dict:
-    """Return {"runs": one entry for each run folder, "left_out": [{"run", "why"}]}; see `compare_run`.
-
-    Raises:
-        UserError: none of the folders can be compared.
-    """
-    runs, left_out = [], []
-    for folder in folders:
-        try:
-            runs.append(compare_run(folder))
-        except UserError as error:
-            # the folder is in `run` already
-            left_out.append({"run": str(folder), "why": str(error).removeprefix(f"{folder}: ")})
-        except OSError as error:
-            left_out.append({"run": str(folder), "why": f"cannot be read ({error.strerror})"})
-    if not runs:
-        more = f" ({len(left_out) - 1} more cannot be compared either)" if len(left_out) > 1 else ""
-        raise UserError(
-            f"{left_out[0]['run']}: {left_out[0]['why']}{more}; give run folders, such as runs/tiny"
-        )
-    return {"runs": runs, "left_out": left_out}
-
-
 def compare_run(folder: Path) -> dict:
     """Return {"run", "finished", "on_processor", quantity: {"predicted", "measured", "ratio"}} of one run folder.
 
@@ -135,15 +111,22 @@ def compare_run(folder: Path) -> dict:
     if not run.plan.is_file():
         raise UserError(f"{folder}: no plan.json there: no run folder, or one of a version without plans")
     end = run.last_event("end") or {}
-    foreseen, observed = _predicted(_read_object(run.plan)), _observed(run)
+    plan = _read_object(run.plan)
+    # a plan of an older version has the bytes of a checkpoint, but no `predicted`
+    foreseen = _numbers({"checkpoint_bytes": plan.get("checkpoint_bytes")}) | _numbers(plan.get("predicted"))
     # the peak of memory and the MFU are in the end event alone; for the rest, the files come first
-    found = {**_numbers(end.get("measured")), **observed}
-    if not foreseen and not found:
+    observed = {**_numbers(end.get("measured")), **_observed(run)}
+    if not foreseen and not observed:
         raise UserError(f"{folder}: its plan.json predicts nothing and the run has measured nothing yet")
     if not end:
         # the prediction is for all steps, and these are only those so far
-        found.pop("training_seconds", None)
-    rows = {name: _pair(foreseen.get(name), found.get(name)) for name in QUANTITIES}
+        observed.pop("training_seconds", None)
+    rows = {}
+    for name in QUANTITIES:
+        before, after = foreseen.get(name), observed.get(name)
+        # a quantity may be predicted and not measured, or the reverse
+        ratio = after / before if before and after is not None else None
+        rows[name] = {"predicted": before, "measured": after, "ratio": ratio}
     on_processor = run.environment.is_file() and trained_on_processor(_read_object(run.environment))
     # on a processor a part of the prediction is assumed, the same for every run, so a ratio would not judge it
     if on_processor:
@@ -154,31 +137,25 @@ def compare_run(folder: Path) -> dict:
 def measured_beside_planned(folder: Path) -> str:
     """Write in one line what a run measured of what its plan foresaw; empty if there is nothing to compare."""
     try:
-        found = compare_run(folder)
+        compared = compare_run(folder)
     except UserError:  # a folder of a version without plans
         return ""
-    pairs = [(name, found[name]) for name in QUANTITIES]
     return ", ".join(
-        f"{TITLES[name]} {_words(name, pair['measured'])} (planned {_words(name, pair['predicted'])})"
-        for name, pair in pairs
-        if None not in (pair["predicted"], pair["measured"])
+        f"{TITLES[name]} {_words(name, compared[name]['measured'])} "
+        f"(planned {_words(name, compared[name]['predicted'])})"
+        for name in QUANTITIES
+        if None not in (compared[name]["predicted"], compared[name]["measured"])
     )
 
 
 def _read_object(path: Path) -> dict:
     try:
-        found = read_json_value(path)
+        value = read_json_value(path)
     except ValueError as error:
         raise UserError(f"{path.parent}: {path.name} is not JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise UserError(f"{path.parent}: {path.name} is no JSON object")
-    return found
-
-
-def _predicted(plan: dict) -> dict[str, float]:
-    """Return what the plan predicts; a plan of an older version may hold less."""
-    # older plans have the bytes of a checkpoint, but no `predicted`
-    return _numbers({"checkpoint_bytes": plan.get("checkpoint_bytes")}) | _numbers(plan.get("predicted"))
+    return value
 
 
 def _numbers(values: Any) -> dict[str, float]:
@@ -202,29 +179,24 @@ def _observed(run: RunFolder) -> dict[str, float]:
     # a checkpoint that is not committed is not whole
     checkpoints = sorted(run.path.glob("checkpoint-*/committed.json"), key=lambda path: path.stat().st_mtime)
     if checkpoints:
-        observed["checkpoint_bytes"] = _bytes_of(checkpoints[-1])
+        # a node without a shared disk may hold a part of the files that the marker names
+        sizes = {
+            path.name: path.stat().st_size for path in checkpoints[-1].parent.rglob("*") if path.is_file()
+        }
+        try:
+            files = check(read_json_value(checkpoints[-1]), _MARKER, str(checkpoints[-1])).get("files", {})
+        except (OSError, ValueError, UserError):  # damaged, which the next start reports
+            files = {}
+        sizes = {name: entry["bytes"] for name, entry in files.items()} | sizes
+        observed["checkpoint_bytes"] = sum(sizes.values())
     return observed
 
 
 _FILE = {"type": "object", "required": ["bytes"], "properties": {"bytes": COUNT}}
-_FILES = {"type": "object", "patternProperties": {"(?s:.*)": _FILE}}
-_MARKER = {"type": "object", "properties": {"files": _FILES}}
-
-
-def _bytes_of(marker: Path) -> int:
-    """Return the size of a whole checkpoint; a node without a shared disk may hold a part of its files."""
-    own = {path.name: path.stat().st_size for path in marker.parent.rglob("*") if path.is_file()}
-    try:
-        files = check(read_json_value(marker), _MARKER, str(marker)).get("files", {})
-    except (OSError, ValueError, UserError):  # damaged, which the next start reports
-        files = {}
-    return sum({**{name: entry["bytes"] for name, entry in files.items()}, **own}.values())
-
-
-def _pair(foreseen: float | None, found: float | None) -> dict:
-    # a quantity may be predicted and not measured, or the reverse
-    ratio = found / foreseen if foreseen and found is not None else None
-    return {"predicted": foreseen, "measured": found, "ratio": ratio}
+_MARKER = {
+    "type": "object",
+    "properties": {"files": {"type": "object", "patternProperties": {"(?s:.*)": _FILE}}},
+}
 
 
 class CompareVerb:
@@ -234,42 +206,49 @@ class CompareVerb:
   python -m pretraining.planning compare runs/tiny --json"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Take the run folders."""
         parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders: runs/*")
 
     def answer(self, options: argparse.Namespace) -> dict:
-        """Return every run that can be compared, in the order given, and why the others are left out."""
-        return _compare_runs(options.runs)
+        """Return {"runs": one entry for each run folder, "left_out": [{"run", "why"}]}; see `compare_run`.
+
+        Raises:
+            UserError: none of the folders can be compared.
+        """
+        runs, left_out = [], []
+        for folder in options.runs:
+            try:
+                runs.append(compare_run(folder))
+            except UserError as error:
+                # the folder is in `run` already
+                left_out.append({"run": str(folder), "why": str(error).removeprefix(f"{folder}: ")})
+            except OSError as error:
+                left_out.append({"run": str(folder), "why": f"cannot be read ({error.strerror})"})
+        if not runs:
+            first = f"{left_out[0]['run']}: {left_out[0]['why']}"
+            more = f" ({len(left_out) - 1} more cannot be compared either)" if len(left_out) > 1 else ""
+            raise UserError(f"{first}{more}; give run folders, such as runs/tiny")
+        return {"runs": runs, "left_out": left_out}
 
     def as_text(self, answer: dict) -> str:
         """Write a line for each run and known quantity, and one for each run that is left out."""
-        header = ["run", "quantity", "predicted", "measured", "measured/predicted"]
-        rows = [row for run in answer["runs"] for row in _rows(run)]
-        left_out = [f"left out: {each['run']}: {each['why']}" for each in answer["left_out"]]
-        notes = [_processor_note()] if any(run["on_processor"] for run in answer["runs"]) else []
-        below = [*notes, *left_out]
-        return "\n".join([columns(header, rows, left=2), *([""] if below else []), *below])
-
-
-def _processor_note() -> str:
-    assumed = num_bytes(table("memory")["processor_bytes"]["value"])
-    return (
-        f"Without a GPU peak memory is what a process took beyond its libraries. {assumed} of what is predicted are "
-        "assumed,\nfor libraries that are loaded later and for what the allocator keeps: a run may take less, or more."
-    )
-
-
-def _rows(run: dict) -> list[list[str]]:
-    known = [
-        name for name in QUANTITIES if run[name]["predicted"] is not None or run[name]["measured"] is not None
-    ]
-    name = run["run"] if run["finished"] else f"{run['run']} (not finished)"
-    return [[name, TITLES[quantity], *_cells(quantity, run[quantity])] for quantity in known]
-
-
-def _cells(quantity: str, pair: dict) -> list[str]:
-    words = [_words(quantity, pair[side]) for side in ("predicted", "measured")]
-    return [*words, "-" if pair["ratio"] is None else f"{pair['ratio']:.2f}"]
+        lines = [["run", "quantity", "predicted", "measured", "measured/predicted"]]
+        for run in answer["runs"]:
+            name = run["run"] if run["finished"] else f"{run['run']} (not finished)"
+            for quantity in QUANTITIES:
+                before, after, ratio = run[quantity].values()
+                if before is not None or after is not None:
+                    words = [_words(quantity, before), _words(quantity, after)]
+                    lines.append([name, TITLES[quantity], *words, "-" if ratio is None else f"{ratio:.2f}"])
+        below = [f"left out: {each['run']}: {each['why']}" for each in answer["left_out"]]
+        if any(run["on_processor"] for run in answer["runs"]):
+            assumed = num_bytes(table("memory")["processor_bytes"]["value"])
+            note = (
+                "Without a GPU peak memory is what a process took beyond its libraries. "
+                f"{assumed} of what is predicted are assumed,\nfor libraries that are loaded later and for what the "
+                "allocator keeps: a run may take less, or more."
+            )
+            below.insert(0, note)
+        return "\n".join([aligned(lines, left=2), *([""] if below else []), *below])
 
 
 def _words(quantity: str, value: float | None) -> str:

@@ -26,7 +26,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Rows:
+class Entries:
     """A list of objects of one shape, at least one of them."""
 
     row: dict
@@ -70,11 +70,6 @@ CURVE = Kind(
 
 def _value(kind: Kind) -> dict:
     return {"value": kind}
-
-
-def _of_any_kind(kind: Kind) -> dict:
-    """Return the shape of values by the kind of GPU; `*` is for those that have no entry."""
-    return {"*": _value(kind), ANY: _value(kind)}
 
 
 def _layers(*widths: str) -> dict:
@@ -145,7 +140,7 @@ SHAPES: dict[str, dict] = {
         "nvme_bytes_per_second": _value(POSITIVE),
     },
     "prices": {
-        "prices": Rows(
+        "prices": Entries(
             {
                 "gpu": TEXT,
                 "provider": TEXT,
@@ -158,7 +153,10 @@ SHAPES: dict[str, dict] = {
     },
     "rates": {
         "mfu": {"*": {"value": SHARE, "source": TEXT}, ANY: {"value": SHARE, "source": TEXT}},
-        "sustained": {name: _of_any_kind(SHARE) for name in ("products", "attention", "memory")},
+        # by the kind of GPU; `*` is for those that have no entry
+        "sustained": {
+            name: {"*": _value(SHARE), ANY: _value(SHARE)} for name in ("products", "attention", "memory")
+        },
         "kernel_efficiency": _value(SHARE),
         "launch_seconds_per_layer": _value(NOT_NEGATIVE),
         "power_usage_effectiveness": _value(POSITIVE),
@@ -187,7 +185,7 @@ SHAPES: dict[str, dict] = {
         },
         "zhang": {"exponent": NUMBER},
         "gpt3": {
-            "rows": Rows({"parameters": POSITIVE, "learning_rate": POSITIVE, "batch_tokens": POSITIVE}),
+            "rows": Entries({"parameters": POSITIVE, "learning_rate": POSITIVE, "batch_tokens": POSITIVE}),
             "source": TEXT,
         },
     },
@@ -206,8 +204,10 @@ def table(name: str) -> dict:
     values = read_json(path)
     _check(values, SHAPES[name], display_path(path), "")
     # a shape describes one value at a time and cannot compare two lists
-    if name == "scaling_laws":
-        _check_pairs(values["frontiers"], display_path(path))
+    for approach, rows in values["frontiers"].items() if name == "scaling_laws" else ():
+        if len(rows["parameters"]) != len(rows["flops"]):
+            what = "parameters and flops differ in length; pair them"
+            raise UserError(f"{display_path(path)}: frontiers.{approach}: {what}")
     return values
 
 
@@ -217,18 +217,18 @@ def _check(value: Any, shape: Any, file: str, key: str) -> None:
     if isinstance(shape, Kind):
         if not shape.holds(value):
             raise UserError(f"{file}: {key} is {shown(value)}; write {shape.words}")
-    elif isinstance(shape, Rows):
+    elif isinstance(shape, Entries):
         if not isinstance(value, list) or not value:
             raise UserError(f"{file}: {key} is {shown(value)}; write a list of objects")
         for place, row in enumerate(value):
             _check(row, shape.row, file, f"{key}.{place}")
-    else:
+    elif isinstance(value, dict):
         _check_object(value, shape, file, key)
-
-
-def _check_object(value: Any, shape: dict, file: str, key: str) -> None:
-    if not isinstance(value, dict):
+    else:
         raise UserError(f"{file}: {key} is {shown(value)}; write an object")
+
+
+def _check_object(value: dict, shape: dict, file: str, key: str) -> None:
     if not value and ANY in shape:
         raise UserError(
             f"{file}: {key or 'the table'} is empty; write at least one entry, or restore the file"
@@ -248,10 +248,3 @@ def _check_object(value: Any, shape: dict, file: str, key: str) -> None:
         elif name not in NOTES:
             known = [word for word in shape if word is not ANY]
             raise UserError(f"{file}: {dotted}{name} is no key of this table{nearest(name, known)}")
-
-
-def _check_pairs(frontiers: dict, file: str) -> None:
-    """Check that each size of a frontier has its FLOPs."""
-    for name, rows in frontiers.items():
-        if len(rows["parameters"]) != len(rows["flops"]):
-            raise UserError(f"{file}: frontiers.{name}: parameters and flops differ in length; pair them")

@@ -2,7 +2,6 @@
 
 import argparse
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from pretraining.errors import UserError
 from pretraining.planning.cadence import (
@@ -20,8 +19,6 @@ from pretraining.planning.quantities import (
     dollars,
     duration,
     energy,
-    facts,
-    gpu_count,
     hours,
     num_bytes,
     several,
@@ -47,16 +44,16 @@ from pretraining.planning.throughput import (
     scaling_over_nodes,
     step_time,
 )
-from pretraining.planning.workload import Workload, add_workload_arguments, workload_of
-from pretraining.recipe import Recipe
+from pretraining.planning.workload import Workload, add_cluster_arguments, add_workload_arguments, workload_of
 from pretraining.runtime import wall_time
+from pretraining.runtime.table import facts
 
 NOT_COUNTED = "without validation, saving and restarts"
 PRECISIONS = ("bf16", "fp16", "tf32", "fp32", "fp8")
 
 
 @dataclass(frozen=True)
-class Price:
+class ProviderPrice:
     """Dollars of a run at one provider."""
 
     provider: str
@@ -73,14 +70,10 @@ class Cost:
     """GPU-hours, and the dollars and energy that follow from them."""
 
     gpu_hours: float
-    prices: tuple[Price, ...]
+    prices: tuple[ProviderPrice, ...]
     """Cheapest first; empty if the table has no price for the GPU."""
     energy_kwh: float
     """GPUs at their rated power, times the data centre's overhead."""
-
-    def to_dict(self) -> dict:
-        """Return plain JSON values."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -104,7 +97,6 @@ class StepForecast:
     """Bytes by what they are for (`RunPlan.disk`)."""
 
     def to_dict(self) -> dict:
-        """Return plain JSON values."""
         # asdict leaves properties out
         time = {**asdict(self.time), "bound_by": self.time.bound_by}
         saved = self.checkpoints.to_dict() if self.checkpoints else None
@@ -112,7 +104,7 @@ class StepForecast:
 
 
 @dataclass(frozen=True)
-class Forecast:
+class RunForecast:
     """A run on some GPUs."""
 
     name: str
@@ -140,14 +132,12 @@ class Forecast:
 
     def to_dict(self) -> dict:
         """Return plain JSON values, derived ones included."""
-        derived = {
+        return {
+            **asdict(self),
             "seconds": self.seconds,
             "tokens_per_second_per_gpu": self.tokens_per_second / self.num_gpus,
-            "cost": self.cost.to_dict(),
-            "scaling": self.scaling,
             "step": self.step.to_dict() if self.step else None,
         }
-        return {**asdict(self), **derived}
 
 
 def forecast(
@@ -157,7 +147,7 @@ def forecast(
     mfu: float | None = None,
     precision: str | None = None,
     price: float | None = None,
-) -> Forecast:
+) -> RunForecast:
     """Predict the time and money of a workload.
 
     An assumed utilization knows nothing of the run. So recomputed layers, offload, and messages that need longer than
@@ -171,23 +161,37 @@ def forecast(
     Raises:
         UserError: the GPU lacks the precision, or the ranks do not divide the recipe's step.
     """
-    precision = precision or _precision(workload.recipe, gpu)
     recipe, ds_config = workload.recipe, workload.ds_config
+    precision = precision or (precision_of_products(recipe) if recipe else gpu.training_precision)
     price = price or (recipe.report.dollars_per_gpu_hour if recipe else None)
     at_best = ceiling(recipe, ds_config, num_gpus, gpu, precision) if recipe else None
-    used = _utilization(workload, gpu, at_best, mfu)
+    flops = workload.training_flops_per_token
+    if mfu:
+        used = Utilization(mfu, "given", assumed=False)
+    elif recipe:
+        used = recipe_utilization(recipe, gpu, at_best)
+    else:
+        # only a size is known: no recipe to count kernels of
+        recomputation = workload.hardware_flops_per_token / flops
+        used = expected_utilization(gpu, int(workload.parameters), recomputation=recomputation)
     # tokens per second at an MFU of 1
-    at_peak = tokens_per_second(workload.training_flops_per_token, num_gpus, gpu.peak_flops(precision), 1.0)
-    time = _time(workload, gpu, num_gpus, used, precision) if recipe else None
+    at_peak = tokens_per_second(flops, num_gpus, gpu.peak_flops(precision), 1.0)
+    time = None
+    if recipe:
+        time = step_time(recipe, ds_config, num_gpus, gpu, None if used.assumed else used.mfu, precision)
+    if time and mfu:
+        # a given utilization is that of whole steps, so recomputation is not taken off again
+        seconds = flops * recipe.tokens_per_step / (num_gpus * gpu.peak_flops(precision) * mfu)
+        time = replace(time, compute_seconds=seconds)
     rate = at_peak * used.mfu
     # a measured or given utilization includes the messages already, an assumed one does not
     if time:
         rate = recipe.tokens_per_step / (time.seconds if used.assumed else time.compute_seconds)
-    return Forecast(
+    return RunForecast(
         name=workload.name,
         parameters=workload.parameters,
         tokens=workload.tokens,
-        flops=workload.training_flops_per_token * workload.tokens,
+        flops=flops * workload.tokens,
         gpu=gpu.name,
         num_gpus=num_gpus,
         precision=precision,
@@ -199,31 +203,6 @@ def forecast(
         scaling=scaling_over_nodes(gpu, num_gpus, used.assumed),
         step=_step(workload, gpu, num_gpus, at_best, rate, time) if time else None,
     )
-
-
-def _precision(recipe: Recipe | None, gpu: Gpu) -> str:
-    return gpu.training_precision if recipe is None else precision_of_products(recipe)
-
-
-def _utilization(workload: Workload, gpu: Gpu, at_best: Ceiling | None, mfu: float | None) -> Utilization:
-    if mfu:
-        return Utilization(mfu, "given", assumed=False)
-    if at_best:
-        return recipe_utilization(workload.recipe, gpu, at_best)
-    # only a size is known: no recipe to count kernels of
-    recomputation = workload.hardware_flops_per_token / workload.training_flops_per_token
-    return expected_utilization(gpu, int(workload.parameters), recomputation=recomputation)
-
-
-def _time(workload: Workload, gpu: Gpu, num_gpus: int, used: Utilization, precision: str) -> StepTime:
-    """Return the time that products, messages and offload need, each on its own."""
-    mfu = None if used.assumed else used.mfu
-    time = step_time(workload.recipe, workload.ds_config, num_gpus, gpu, mfu, precision)
-    if used.source != "given":
-        return time
-    # a given utilization is that of whole steps, so recomputation is not taken off again
-    flops = workload.training_flops_per_token * workload.recipe.tokens_per_step
-    return replace(time, compute_seconds=flops / (num_gpus * gpu.peak_flops(precision) * used.mfu))
 
 
 def _step(
@@ -252,13 +231,13 @@ def _run_cost(gpu: Gpu, hours: float, own_price: float | None = None) -> Cost:
     Args:
         own_price: dollars per GPU-hour, used instead of the table's.
     """
-    entries: list[dict[str, Any]] = [
-        {"provider": "your price", "place": "given", "dollars_per_gpu_hour": own_price, "source": "given"}
-    ]
+    entries = prices_of(gpu)
     # a price of the user's own replaces the whole table
-    entries = entries if own_price else prices_of(gpu)
+    if own_price:
+        given = {"provider": "your price", "place": "given", "source": "given"}
+        entries = [{**given, "dollars_per_gpu_hour": own_price}]
     prices = tuple(
-        Price(
+        ProviderPrice(
             provider=entry["provider"],
             place=entry["place"],
             dollars_per_gpu_hour=entry["dollars_per_gpu_hour"],
@@ -272,7 +251,6 @@ def _run_cost(gpu: Gpu, hours: float, own_price: float | None = None) -> Cost:
 
 
 def gpu_hours(num_gpus: int, seconds: float) -> float:
-    """Return GPUs times hours."""
     return num_gpus * seconds / SECONDS_PER_HOUR
 
 
@@ -300,10 +278,8 @@ class CostVerb:
   python -m pretraining.planning cost --parameters 65b --tokens 1.4t --world_size 2048 --gpu A100 --json"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Take the workload, the GPUs, and what replaces the tables' values."""
         add_workload_arguments(parser)
-        parser.add_argument("--world_size", type=gpu_count, required=True, metavar="N", help="number of GPUs")
-        parser.add_argument("--gpu", required=True, metavar="NAME", help="which kind (see the verb gpus)")
+        add_cluster_arguments(parser)
         parser.add_argument(
             "--mfu",
             type=share,
@@ -328,10 +304,13 @@ class CostVerb:
 
     def as_text(self, answer: dict) -> str:
         """Write one screen: the run, its time, its money, and for a recipe its step."""
-        cost = answer["cost"]
+        cost, step = answer["cost"], answer["step"]
         rate, each = answer["tokens_per_second"], answer["tokens_per_second_per_gpu"]
+        size = f"{short(answer['parameters'])} parameters"
+        # a workload given by --parameters is named after its size
+        name = answer["name"] if answer["name"] == size else f"{answer['name']}, {size}"
         rows = [
-            ("run", _run_words(answer)),
+            ("run", f"{name} on {short(answer['tokens'])} tokens"),
             ("training FLOPs", f"{answer['flops']:.3e}"),
             ("GPUs", f"{answer['num_gpus']:,} x {answer['gpu']}, {answer['precision']}"),
             ("MFU", mfu_words(answer)),
@@ -341,11 +320,14 @@ class CostVerb:
             ("GPU-hours", hours(cost["gpu_hours"])),
             ("energy", energy_words(cost)),
         ]
-        # a row for every known price, the cheapest first
-        rows += [(f"at {price['provider']}", _price_words(price)) for price in cost["prices"]]
+        # a row for every known price, the cheapest first; a price of the user's own has no date
+        for price in cost["prices"]:
+            where = ", ".join(part for part in (price["place"], price["date"]) if part)
+            of_hour = f"{dollars(price['dollars_per_gpu_hour'])} a GPU-hour"
+            rows.append((f"at {price['provider']}", f"{dollars(price['dollars'])} ({of_hour}; {where})"))
         if not cost["prices"]:
             rows.append(("dollars", "no price known: give --price, or add one to tables/prices.json"))
-        return facts(rows + (_step_rows(answer["step"]) if answer["step"] else []))
+        return facts(rows + (_step_rows(step) if step else []))
 
 
 def estimated(speed: dict, form: str) -> str:
@@ -386,41 +368,22 @@ def disk_words(disk: dict[str, int], checkpoints_kept: int) -> str:
     return f"{num_bytes(sum(disk.values()))}: {parts}"
 
 
-def _run_words(answer: dict) -> str:
-    size = f"{short(answer['parameters'])} parameters"
-    # a workload given by --parameters is named after its size
-    name = answer["name"] if answer["name"] == size else f"{answer['name']}, {size}"
-    return f"{name} on {short(answer['tokens'])} tokens"
-
-
-def _price_words(price: dict) -> str:
-    # a price of the user's own has no date
-    where = ", ".join(part for part in (price["place"], price["date"]) if part)
-    return f"{dollars(price['dollars'])} ({dollars(price['dollars_per_gpu_hour'])} a GPU-hour; {where})"
-
-
 def _step_rows(step: dict) -> list[tuple[str, str]]:
     time, saved = step["time"], step["checkpoints"]
+    seconds, products = time["communication_seconds"], time["compute_seconds"]
+    links = f"{seconds / products:.0%} of the products' time"
+    # messages that take longer than the products cannot be hidden behind them
+    if seconds > products:
+        links = f"more than the products' {duration(products)}: larger micro-batches with less accumulation, hpZ or "
+        links += "model parallelism would help"
+    sent = f"{num_bytes(step['sent_bytes_per_gpu'])}, {duration(seconds)} at the links' peak, {links}"
     rows = [
         ("step", f"{duration(step['seconds'])}, bound by {time['bound_by']}"),
-        ("sent per GPU and step", f"{num_bytes(step['sent_bytes_per_gpu'])}, {_link_words(time)}"),
+        ("sent per GPU and step", sent),
         ("data loaders", f"{num_bytes(step['loader_bytes_per_second'])}/s for all ranks"),
     ]
     if saved:
-        rows += _checkpoint_rows(saved)
+        spacing = f"every {duration(saved['every_seconds'])}{write_words(saved)}"
+        written = f"{num_bytes(saved['bytes'])} each, {saved['written']:,} written, {spacing}"
+        rows += [("checkpoints", written), ("failures", failure_words(saved))]
     return [*rows, ("disk", disk_words(step["disk"], saved["kept"] if saved else 0))]
-
-
-def _checkpoint_rows(saved: dict) -> list[tuple[str, str]]:
-    spacing = f"every {duration(saved['every_seconds'])}{write_words(saved)}"
-    written = f"{num_bytes(saved['bytes'])} each, {saved['written']:,} written, {spacing}"
-    return [("checkpoints", written), ("failures", failure_words(saved))]
-
-
-def _link_words(time: dict) -> str:
-    seconds, products = time["communication_seconds"], time["compute_seconds"]
-    # messages that take longer than the products cannot be hidden behind them
-    if seconds > products:
-        ways = "larger micro-batches with less accumulation, hpZ or model parallelism would help"
-        return f"{duration(seconds)} at the links' peak, more than the products' {duration(products)}: {ways}"
-    return f"{duration(seconds)} at the links' peak, {seconds / products:.0%} of the products' time"

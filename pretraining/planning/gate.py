@@ -5,9 +5,8 @@ model's, and data that is read more often than `max_epochs` allows.
 """
 
 import math
-import os
-import sys
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import replace
 
 from pretraining.ds_config import (
     degrees_of,
@@ -17,10 +16,8 @@ from pretraining.ds_config import (
     parameter_device,
     zero_stage,
 )
-from pretraining.errors import UserError
 from pretraining.planning.cadence import cost_of_checkpoints
 from pretraining.planning.comparison import predicted
-from pretraining.planning.gpus import Gpu
 from pretraining.planning.memory.buffers import reduce_bucket, unprotected_gradient
 from pretraining.planning.memory.need import ROOMY, TIGHT, memory_need, recomputed_one_in
 from pretraining.planning.memory.split import families, held_tensors
@@ -31,11 +28,11 @@ from pretraining.planning.run_plan import RunPlan, build_run_plan
 from pretraining.planning.search import fitting, nearest_fit
 from pretraining.planning.sizes import balance_of_experts, model_size
 from pretraining.planning.throughput import precision_of_products, step_time
+from pretraining.planning.verdict import Machine, Objection, Verdict
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.recipe.model import ROUTER_COEFFICIENT, model_with_defaults, value_of
 from pretraining.recipe.schedule import WITHOUT_WARMUP
 from pretraining.recipe.training import ADAMW
-from pretraining.runtime.run_folder import RunFolder
 
 # up to four epochs are nearly as good as new text (Muennighoff et al. 2023, section 5)
 MANY_EPOCHS = 4
@@ -56,70 +53,6 @@ WARM_UP_TOKENS = 375_000_000
 """GPT-3 warms up over 375 million tokens at every size (Brown et al. 2020, appendix B)."""
 
 
-@dataclass(frozen=True)
-class Machine:
-    """The machine and the prepared data, as they were found; None for values that are not known."""
-
-    gpu_memory_bytes: float | None = None
-    """Bytes of one GPU; also None if the processor trains."""
-    gpu: Gpu | None = None
-    """Its entry in tables/gpus.json, if it has one."""
-    has_bf16: bool | None = None
-    disk_room_bytes: float | None = None
-    """Bytes for this run's checkpoints on the run folder's disk: free ones, and those that its checkpoints take now."""
-    host_memory_bytes: float | None = None
-    """Bytes of this machine, or as many as its container allows."""
-    ranks_per_host: int = 1
-    trains_on_processor: bool = False
-    data_tokens: int | None = None
-    """Training tokens of the prepared data."""
-    continues: bool = False
-    """Whether the run has begun already; then its recipe may no longer change the loss curve."""
-
-
-@dataclass(frozen=True)
-class Objection:
-    """One thing that is wrong or unwise, and what to do about it."""
-
-    what: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return f"{self.what}; {self.remedy}"
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Refusals stop a run, unless it is forced; warnings are printed."""
-
-    refusals: list[Objection] = field(default_factory=list)
-    warnings: list[Objection] = field(default_factory=list)
-
-    def enforce(self, force: bool = False) -> "Verdict":
-        """Print warnings on rank 0 and return itself; raise `UserError` with the first refusal, unless forced."""
-        if self.refusals and not force:
-            raise UserError(f"{self.refusals[0]} (--force goes on regardless)")
-        # every rank judges the same plan: one prints
-        if _is_rank_0():
-            for objection in (*self.refusals, *self.warnings):
-                print(f"warning: {objection}", file=sys.stderr, flush=True)
-        return self
-
-    def keep(self, run: RunFolder, step: int) -> None:
-        """Write an event for each refusal that was forced and each warning, on rank 0.
-
-        step: the step at which the run starts.
-        """
-        for kind, objections in {"forced": self.refusals, "warning": self.warnings}.items():
-            for objection in objections if _is_rank_0() else ():
-                run.add_event(kind, step=step, **asdict(objection))
-
-
-def _is_rank_0() -> bool:
-    # the launcher's variable; a process without a launcher is rank 0
-    return os.environ.get("RANK", "0") == "0"
-
-
 def judge_plan(plan: RunPlan, recipe: Recipe, machine: Machine, force: bool = False) -> RunPlan:
     """Return the plan with its verdict, and what it predicts, on this machine; rank 0 prints the warnings.
 
@@ -138,13 +71,23 @@ def check_plan(recipe: Recipe, ds_config: dict | None, world_size: int, machine:
     Raises:
         UserError: the ranks do not divide the recipe's step.
     """
-    kernels = _without_kernels(machine.gpu)
+    warnings: list[Objection | None] = []
+    if machine.gpu and machine.gpu.architecture == "Volta":
+        name = machine.gpu.name
+        what = f"CUDA 13, for which the pinned torch is built, has no kernels for {name} and its generation"
+        warnings.append(Objection(what, "install a build of torch for CUDA 12, or take a later GPU"))
     if machine.gpu and precision_of_products(recipe) not in machine.gpu.dense_peak_flops:
         # its speed in that precision is not known; its memory is, and still counts
         machine = replace(machine, gpu=None)
     case = _Case(recipe, ds_config, world_size, machine)
-    refusals = [_memory(case), _host(case), _disk(case), _gradients(case)]
-    return Verdict([each for each in refusals if each], [*kernels, *_mistakes(case)])
+    memory = _processor_memory if machine.trains_on_processor else _memory
+    refusals = [rule(case) for rule in (memory, _host, _disk, _gradients)]
+    # a checkpoint holds what these remedies change, and a run that continues with other values is refused
+    if not machine.continues:
+        warnings += [*_curve_warnings(case), _repeats(case), _unbalanced(case)]
+    warnings += [*_save_warnings(case), _placement(case), _links(case), _experts(case)]
+    warnings += [*_way_warnings(case), _checkpointing(case), _snapshot(case)]
+    return Verdict([each for each in refusals if each], [each for each in warnings if each])
 
 
 class _Case:
@@ -162,8 +105,6 @@ class _Case:
 
 
 def _memory(case: _Case) -> Objection | None:
-    if case.machine.trains_on_processor:
-        return _processor_memory(case)
     if case.limit is None or case.need.total <= case.limit:
         return None
     part, ranks = case.need.largest, case.world_size
@@ -226,9 +167,10 @@ def _disk(case: _Case) -> Objection | None:
         f"{kept} and one being written need {num_bytes(plan.checkpoint_disk_bytes)} of disk, "
         f"there is room for {num_bytes(room)}"
     )
-    fewer = _fewer_checkpoints(case, plan.checkpoints_kept, room)
-    if fewer:
-        return Objection(what, f"keep fewer: --set checkpoints.keep_last={fewer}")
+    for fewer in range(plan.checkpoints_kept - 1, 0, -1):
+        recipe = replace(case.recipe, checkpoints=replace(case.recipe.checkpoints, keep_last=fewer))
+        if build_run_plan(recipe, case.ds_config, case.world_size).checkpoint_disk_bytes <= room:
+            return Objection(what, f"keep fewer: --set checkpoints.keep_last={fewer}")
     return Objection(what, "fewer do not fit either: give --output_dir on a larger disk")
 
 
@@ -247,36 +189,6 @@ def _gradients(case: _Case) -> Objection | None:
         "ZeRO-2 frees its gradient while it is still being reduced, and nothing would say that it is wrong"
     )
     return Objection(what, f"{_larger_buckets(case, tensor.numel)}, or --deepspeed zero1")
-
-
-def _fewer_checkpoints(case: _Case, kept: int, room: float) -> int | None:
-    """Return the largest `checkpoints.keep_last` below `kept` for which there is room."""
-    for keep in range(kept - 1, 0, -1):
-        recipe = replace(case.recipe, checkpoints=replace(case.recipe.checkpoints, keep_last=keep))
-        if build_run_plan(recipe, case.ds_config, case.world_size).checkpoint_disk_bytes <= room:
-            return keep
-    return None
-
-
-def _mistakes(case: _Case) -> list[Objection]:
-    """Return every mistake whose remedy can still be applied."""
-    # a checkpoint holds what these remedies change, and a run that continues with other values is refused
-    of_the_curve = (_fp16, _no_bf16, _rate, _warm_up, _clipping, _repeats, _unbalanced)
-    rules = (
-        _no_checkpoint,
-        _close_checkpoints,
-        _placement,
-        _links,
-        _experts,
-        _tiny_batch,
-        _needless_zero_3,
-        _offload,
-        _buckets,
-        _checkpointing,
-        _snapshot,
-    )
-    rules = rules if case.machine.continues else (*of_the_curve, *rules)
-    return [objection for objection in (rule(case) for rule in rules) if objection]
 
 
 def _placement(case: _Case) -> Objection | None:
@@ -322,90 +234,65 @@ def _links(case: _Case) -> Objection | None:
     return Objection(f"{what}; a step of {duration(best.step_seconds)} fits", best.arguments)
 
 
-def _without_kernels(gpu: Gpu | None) -> list[Objection]:
-    """Warn about a GPU for which the pinned torch has no kernels, whatever the recipe."""
-    if gpu is None or gpu.architecture != "Volta":
-        return []
-    what = f"CUDA 13, for which the pinned torch is built, has no kernels for {gpu.name} and its generation"
-    return [Objection(what, "install a build of torch for CUDA 12, or take a later GPU")]
-
-
-def _fp16(case: _Case) -> Objection | None:
-    if not (case.recipe.training.fp16 and case.machine.has_bf16):
-        return None
-    what = "fp16 overflows above 65,504 and needs loss scaling, and this GPU has bf16"
-    return Objection(what, "--set training.fp16=false --set training.bf16=true")
-
-
-def _no_bf16(case: _Case) -> Objection | None:
-    training, size = case.recipe.training, model_size(case.recipe.model).total
-    if training.bf16 or training.fp16 or not case.machine.has_bf16 or size < BF16_FROM:
-        return None
-    what = "products in fp32 (TF32 at best) take several times as long as in bf16, which this GPU has"
-    return Objection(what, "--set training.bf16=true")
-
-
-def _rate(case: _Case) -> Objection | None:
-    """Warn about a learning rate that is probably a slip, such as 3e4."""
-    training = case.recipe.training
-    if training.optim not in ADAMW or training.learning_rate < HIGHEST_RATE:
-        return None
-    what = f"Adam moves a weight by up to the learning rate in a step, and {training.learning_rate:g} is more than "
-    return Objection(f"{what}weights are large at the start", "rates of 1e-5 to 1e-2 are usual")
-
-
-def _no_checkpoint(case: _Case) -> Objection | None:
-    """Warn about a run whose first checkpoint is its last step's."""
-    training, steps = case.recipe.training, case.recipe.num_steps
-    if training.save_strategy != "steps" or training.save_steps <= steps:
-        return None
-    what = f"the first checkpoint is that of the end: training.save_steps is {training.save_steps:,.0f}, the run has "
-    return Objection(f"{what}{several(steps, 'step')}", f"--set training.save_steps={max(1, steps // 10)}")
-
-
-def _close_checkpoints(case: _Case) -> Objection | None:
-    """Warn about many checkpoints which come far more often than failures ask for."""
-    if case.machine.gpu is None:
-        return None
-    seconds = step_time(case.recipe, case.ds_config, case.world_size, case.machine.gpu).seconds
-    plan = build_run_plan(case.recipe, case.ds_config, case.world_size)
-    saved = cost_of_checkpoints(plan, case.recipe, seconds, case.machine.gpu, case.world_size)
-    if (
-        saved is None
-        or saved.written < MANY_CHECKPOINTS
-        or saved.every_seconds > CLOSE_CHECKPOINTS * saved.best_every_seconds
-    ):
-        return None
-    what = f"{saved.written:,} checkpoints of {num_bytes(saved.bytes)}, one every {duration(saved.every_seconds)}"
-    return Objection(
-        f"{what}, where failures ask for one every {duration(saved.best_every_seconds)}",
-        f"--set training.save_steps={saved.best_every_steps}",
-    )
-
-
-def _warm_up(case: _Case) -> Objection | None:
-    """Warn about a warm-up that is too short, or that the scheduler does not have."""
+def _curve_warnings(case: _Case) -> Iterator[Objection]:
+    """Warn about the precision, the learning rate, its warm-up, and clipping."""
+    training, parameters = case.recipe.training, model_size(case.recipe.model).total
+    if training.fp16 and case.machine.has_bf16:
+        what = "fp16 overflows above 65,504 and needs loss scaling, and this GPU has bf16"
+        yield Objection(what, "--set training.fp16=false --set training.bf16=true")
+    in_fp32 = not training.bf16 and not training.fp16
+    if in_fp32 and case.machine.has_bf16 and parameters >= BF16_FROM:
+        what = "products in fp32 (TF32 at best) take several times as long as in bf16, which this GPU has"
+        yield Objection(what, "--set training.bf16=true")
+    # probably a slip, such as 3e4
+    if training.optim in ADAMW and training.learning_rate >= HIGHEST_RATE:
+        what = f"Adam moves a weight by up to the learning rate in a step, and {training.learning_rate:g} is more than "
+        yield Objection(f"{what}weights are large at the start", "rates of 1e-5 to 1e-2 are usual")
     steps = case.recipe.num_steps
-    given, kind = case.recipe.warmup_steps(steps), case.recipe.training.lr_scheduler_type
-    if given and kind in WITHOUT_WARMUP:
-        what = f"training.lr_scheduler_type {kind} has no warm-up: the rate is whole from the first step on"
-        return Objection(
-            f"{what}, whatever training.warmup_steps says", "write constant_with_warmup, or 0 steps"
-        )
-    if given >= steps:
-        what = f"the warm-up takes {given:,} of {steps:,} steps: the rate rises until the end"
-        return Objection(what, _warm_up_of(max(1, steps // 10), case.recipe))
+    given, kind = case.recipe.warmup_steps(steps), training.lr_scheduler_type
     # Ma and Yarats 2021, section 5: 2 / (1 - beta2) steps; `max` avoids a division by zero
-    needed = round(2 / max(1 - case.recipe.training.adam_beta2, 1e-9))
+    needed = round(2 / max(1 - training.adam_beta2, 1e-9))
     # from a billion parameters on, at least the tokens of GPT-3's warm-up
-    if model_size(case.recipe.model).total >= 1e9:
+    if parameters >= 1e9:
         needed = max(needed, WARM_UP_TOKENS // case.recipe.tokens_per_step)
     # a short run cannot spend more than a tenth of itself on it
     needed = min(needed, max(1, steps // 10))
-    if given >= needed:
-        return None
-    what = f"warm-up of {given} steps is short for this size: the optimizer's running means are not settled"
-    return Objection(what, _warm_up_of(needed, case.recipe))
+    if given and kind in WITHOUT_WARMUP:
+        what = f"training.lr_scheduler_type {kind} has no warm-up: the rate is whole from the first step on"
+        what = f"{what}, whatever training.warmup_steps says"
+        yield Objection(what, "write constant_with_warmup, or 0 steps")
+    elif given >= steps:
+        what = f"the warm-up takes {given:,} of {steps:,} steps: the rate rises until the end"
+        yield Objection(what, _warm_up_of(max(1, steps // 10), case.recipe))
+    elif given < needed:
+        what = (
+            f"warm-up of {given} steps is short for this size: the optimizer's running means are not settled"
+        )
+        yield Objection(what, _warm_up_of(needed, case.recipe))
+    if not training.max_grad_norm:
+        what = "gradients are not clipped: one bad batch can end the run"
+        yield Objection(what, "--set training.max_grad_norm=1.0")
+
+
+def _save_warnings(case: _Case) -> Iterator[Objection]:
+    """Warn about a first checkpoint that is the last step's, and about many that failures do not ask for."""
+    training, steps, gpu = case.recipe.training, case.recipe.num_steps, case.machine.gpu
+    if training.save_strategy == "steps" and training.save_steps > steps:
+        what = f"the first checkpoint is that of the end: training.save_steps is {training.save_steps:,.0f}"
+        what = f"{what}, the run has {several(steps, 'step')}"
+        yield Objection(what, f"--set training.save_steps={max(1, steps // 10)}")
+    if gpu is None:
+        return
+    seconds = step_time(case.recipe, case.ds_config, case.world_size, gpu).seconds
+    plan = build_run_plan(case.recipe, case.ds_config, case.world_size)
+    saved = cost_of_checkpoints(plan, case.recipe, seconds, gpu, case.world_size)
+    if saved is None or saved.written < MANY_CHECKPOINTS:
+        return
+    best = saved.best_every_seconds
+    if saved.every_seconds <= CLOSE_CHECKPOINTS * best:
+        what = f"{saved.written:,} checkpoints of {num_bytes(saved.bytes)}, one every {duration(saved.every_seconds)}"
+        what = f"{what}, where failures ask for one every {duration(best)}"
+        yield Objection(what, f"--set training.save_steps={saved.best_every_steps}")
 
 
 def _warm_up_of(steps: int, recipe: Recipe) -> str:
@@ -413,14 +300,6 @@ def _warm_up_of(steps: int, recipe: Recipe) -> str:
     if recipe.budget.warmup_tokens is not None:
         return f"--set budget.warmup_tokens={steps * recipe.tokens_per_step}"
     return f"--set training.warmup_steps={steps}"
-
-
-def _clipping(case: _Case) -> Objection | None:
-    if case.recipe.training.max_grad_norm:
-        return None
-    return Objection(
-        "gradients are not clipped: one bad batch can end the run", "--set training.max_grad_norm=1.0"
-    )
 
 
 def _experts(case: _Case) -> Objection | None:
@@ -452,63 +331,40 @@ def _unbalanced(case: _Case) -> Objection | None:
     return Objection("nothing balances the experts of this mixture: a few of them may get all tokens", remedy)
 
 
-def _tiny_batch(case: _Case) -> Objection | None:
-    if case.recipe.micro_batch > 1 or accumulation_steps(case.recipe, case.world_size, case.ds_config) > 1:
-        return None
-    what = "one sequence a GPU and step, without accumulation: small kernels, and a message after each"
-    return Objection(what, "use fewer GPUs, or a larger budget.tokens_per_step")
-
-
-def _needless_zero_3(case: _Case) -> Objection | None:
-    if (
-        case.limit is None
-        or zero_stage(case.ds_config) != 3
-        or case.world_size == 1
-        or degrees_of(case.ds_config).ranks_per_sample
-        > 1  # without the split other ranks would divide the step
-        or _offloads(case.ds_config)
-    ):
-        return None
-    simple = case.total_with(load_ds_config("zero1"))
-    # gathers that are hidden behind the products cost nothing
-    if _hidden(case):
-        return None
-    # the simpler way must fit with room to spare
-    if simple > ROOMY * case.limit:
-        return None
-    what = f"ZeRO-3 gathers the weights twice in every pass, and ZeRO-1 would fit ({num_bytes(simple)})"
-    return Objection(what, "--deepspeed zero1")
-
-
-def _offload(case: _Case) -> Objection | None:
-    split = degrees_of(case.ds_config).ranks_per_sample > 1
-    if case.limit is None or split or not _offloads(case.ds_config):
-        return None
-    # the shipped ds_config of the same stage, without offload
-    name = f"zero{zero_stage(case.ds_config)}"
-    here = case.total_with(load_ds_config(name))
-    if here > ROOMY * case.limit:
-        return None
-    return Objection(
-        f"offloading slows every step, and all of it fits the GPU ({num_bytes(here)})", f"--deepspeed {name}"
-    )
-
-
-def _offloads(config: dict | None) -> bool:
-    return optimizer_device(config) != "gpu" or parameter_device(config) != "gpu"
-
-
-def _buckets(case: _Case) -> Objection | None:
+def _way_warnings(case: _Case) -> Iterator[Objection]:
+    """Warn about a batch, a ZeRO stage, offload and buckets that slow every step and are not needed."""
+    recipe, config, on_gpus = case.recipe, case.ds_config, case.limit is not None
+    if recipe.micro_batch <= 1 and accumulation_steps(recipe, case.world_size, config) <= 1:
+        what = "one sequence a GPU and step, without accumulation: small kernels, and a message after each"
+        yield Objection(what, "use fewer GPUs, or a larger budget.tokens_per_step")
+    stage, several_gpus = zero_stage(config), case.world_size > 1
+    offloads = optimizer_device(config) != "gpu" or parameter_device(config) != "gpu"
+    # without the split other ranks would divide the step
+    if on_gpus and degrees_of(config).ranks_per_sample == 1:
+        # the simpler way, or the shipped ds_config of the same stage without offload, must fit with room to spare
+        name = f"zero{stage}" if offloads else "zero1"
+        if offloads or (stage == 3 and several_gpus and not _hides_messages(case)):
+            need = case.total_with(load_ds_config(name))
+            what = f"ZeRO-3 gathers the weights twice in every pass, and ZeRO-1 would fit ({num_bytes(need)})"
+            if offloads:
+                what = f"offloading slows every step, and all of it fits the GPU ({num_bytes(need)})"
+            if need <= ROOMY * case.limit:
+                yield Objection(what, f"--deepspeed {name}")
     # only messages between GPUs are slowed by latency
-    on_gpus = case.limit is not None and case.world_size > 1
-    if not on_gpus or zero_stage(case.ds_config) < 2:
-        return None
-    bucket = reduce_bucket(case.ds_config, value_of(case.recipe.model, "hidden_size"))
-    # four messages for the whole model are few, however small they are
-    if bucket >= min(SMALL_BUCKET, model_size(case.recipe.model).total / 4):
-        return None
-    what = f"reduce buckets of {bucket:,} elements send many small messages"
-    return Objection(what, _larger_buckets(case, 50_000_000))
+    if on_gpus and several_gpus and stage >= 2:
+        bucket = reduce_bucket(config, value_of(recipe.model, "hidden_size"))
+        # four messages for the whole model are few, however small they are
+        if bucket < min(SMALL_BUCKET, model_size(recipe.model).total / 4):
+            what = f"reduce buckets of {bucket:,} elements send many small messages"
+            yield Objection(what, _larger_buckets(case, 50_000_000))
+
+
+def _hides_messages(case: _Case) -> bool:
+    """Return whether the links are known and carry a step's messages well within the time of its products."""
+    if case.machine.gpu is None:
+        return False
+    time = step_time(case.recipe, case.ds_config, case.world_size, case.machine.gpu)
+    return time.communication_seconds <= HIDDEN * time.compute_seconds
 
 
 def _larger_buckets(case: _Case, elements: int) -> str:
@@ -559,14 +415,6 @@ def _repeats(case: _Case) -> Objection | None:
     return Objection(
         what, f"add text{fewer}; --set data.sources.0.max_epochs={math.ceil(tokens / there)} states it"
     )
-
-
-def _hidden(case: _Case) -> bool:
-    """Return whether the links are known and carry a step's messages well within the time of its products."""
-    if case.machine.gpu is None:
-        return False
-    time = step_time(case.recipe, case.ds_config, case.world_size, case.machine.gpu)
-    return time.communication_seconds <= HIDDEN * time.compute_seconds
 
 
 def _snapshot(case: _Case) -> Objection | None:

@@ -14,9 +14,10 @@ from typing import Any
 
 from pretraining.errors import UserError
 from pretraining.planning.constants import table
-from pretraining.planning.quantities import columns, dollars, facts, num_bytes, three_digits
+from pretraining.planning.quantities import dollars, num_bytes, three_digits
 from pretraining.runtime.durable_files import write_json
 from pretraining.runtime.run_folder import utc_now
+from pretraining.runtime.table import Column, facts, write_table
 
 FILE = "pretraining/planning/tables/gpus.json"
 NUMBERS = (
@@ -94,7 +95,20 @@ def all_gpus() -> dict[str, Gpu]:
     Raises:
         UserError: an entry lacks a key or holds a number that is not positive.
     """
-    return {name: _gpu(name, entry) for name, entry in table("gpus")["gpus"].items()}
+    return {
+        name: Gpu(
+            name=name,
+            aliases=tuple(entry.get("aliases", ())),
+            architecture=entry.get("architecture", ""),
+            # the table is in TFLOPS, as data sheets are
+            dense_peak_flops={key: 1e12 * peak for key, peak in entry["dense_peak_tflops"].items()},
+            link=entry.get("link", "link"),
+            source=entry.get("source", "no source given"),
+            assumed=tuple(entry.get("assumed", ())),
+            **{key: entry[key] for key in NUMBERS},
+        )
+        for name, entry in table("gpus")["gpus"].items()
+    }
 
 
 def find_gpu(name: str) -> Gpu:
@@ -123,8 +137,8 @@ def known_gpu(name: str) -> Gpu | None:
 
 def prices_of(gpu: Gpu) -> list[dict]:
     """Return entries of tables/prices.json for this GPU, cheapest first."""
-    found = [entry for entry in table("prices")["prices"] if entry["gpu"] == gpu.name]
-    return sorted(found, key=lambda entry: entry["dollars_per_gpu_hour"])
+    entries = [entry for entry in table("prices")["prices"] if entry["gpu"] == gpu.name]
+    return sorted(entries, key=lambda entry: entry["dollars_per_gpu_hour"])
 
 
 def cuda_needs(version: str | None) -> dict | None:
@@ -138,20 +152,6 @@ def cuda_needs(version: str | None) -> dict | None:
 def _plain(name: str) -> str:
     # torch says "NVIDIA H100 80GB HBM3", people write h100-80gb
     return re.sub(r"[^a-z0-9]", "", name.lower())
-
-
-def _gpu(name: str, entry: dict) -> Gpu:
-    return Gpu(
-        name=name,
-        aliases=tuple(entry.get("aliases", ())),
-        architecture=entry.get("architecture", ""),
-        # the table is in TFLOPS, as data sheets are
-        dense_peak_flops={precision: 1e12 * peak for precision, peak in entry["dense_peak_tflops"].items()},
-        link=entry.get("link", "link"),
-        source=entry.get("source", "no source given"),
-        assumed=tuple(entry.get("assumed", ())),
-        **{key: entry[key] for key in NUMBERS},
-    )
 
 
 def _rates_file() -> Path:
@@ -199,10 +199,9 @@ def _machine(gpu: str | None, num_gpus: int) -> str:
 
 
 def _read_rates(path: Path) -> dict:
-    """Return the content of the file; empty if it is missing or damaged."""
+    """Return the content of the file; empty if it is missing or damaged: measuring again takes a second."""
     try:
         state = path.stat()
-    # no error: measuring again takes a second
     except OSError:
         return {}
     return _rates_in(path, state.st_ino, state.st_mtime_ns, state.st_size)
@@ -211,10 +210,10 @@ def _read_rates(path: Path) -> dict:
 @cache  # of one state of the file, which a search asks for thousands of times
 def _rates_in(path: Path, inode: int, changed_ns: int, size: int) -> dict:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        rates = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return rates if isinstance(rates, dict) else {}
 
 
 def _is_rate(entry: Any) -> bool:
@@ -234,86 +233,63 @@ class GpusVerb:
   python -m pretraining.planning gpus --json"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Take `--gpu`, for one of them in full."""
         parser.add_argument("--gpu", metavar="NAME", help="one GPU in full, by any of its names")
 
     def answer(self, options: argparse.Namespace) -> dict:
         """Return every GPU of the table, or one."""
         chosen = all_gpus().values() if options.gpu is None else [find_gpu(options.gpu)]
-        return {"gpus": [_gpu_entry(gpu) for gpu in chosen]}
+        entries = []
+        for gpu in chosen:
+            lists = {"aliases": list(gpu.aliases), "assumed": list(gpu.assumed)}
+            entries.append({**vars(gpu), **lists, "prices": prices_of(gpu)})
+        return {"gpus": entries}
 
     def as_text(self, answer: dict) -> str:
         """Write a table, or one GPU line by line."""
-        gpus = answer["gpus"]
-        if len(gpus) == 1:
-            return _in_full(gpus[0])
-        header = [
-            "GPU",
-            "bf16",
-            "fp16",
-            "fp8",
-            "memory",
-            "bandwidth/s",
-            "link",
-            "per s",
-            "network/s",
-            "W",
-            "$/hour",
+        if len(answer["gpus"]) > 1:
+            return write_table(COLUMNS, answer["gpus"]) + "\n" + TABLE_NOTE
+        (gpu,) = answer["gpus"]
+        peaks = ", ".join(
+            f"{key} {three_digits(peak / 1e12)}" for key, peak in gpu["dense_peak_flops"].items()
+        )
+        memory, rate = gpu["memory_bytes"], gpu["memory_bandwidth_bytes_per_second"]
+        in_node = f"{gpu['gpus_per_node']} by {gpu['link']}, {num_bytes(gpu['link_bytes_per_second'])}/s"
+        rows = [
+            ("GPU", f"{gpu['name']} ({gpu['architecture']}); also {', '.join(gpu['aliases'])}"),
+            ("dense peak, TFLOPS", peaks),
+            ("memory", f"{num_bytes(memory)} at {num_bytes(rate)}/s"),
+            ("in a node", in_node),
+            ("to the host", f"{num_bytes(gpu['pcie_bytes_per_second'])}/s"),
+            ("between nodes", f"{num_bytes(gpu['network_bits_per_second'] / 8)}/s"),
+            ("power", f"{gpu['watts']} W"),
+            ("source", gpu["source"]),
+            ("assumed of its machine", ", ".join(gpu["assumed"]) or "nothing"),
         ]
-        return columns(header, [_row(gpu) for gpu in gpus]) + "\n" + TABLE_NOTE
+        for entry in gpu["prices"]:
+            where = f"{entry['provider']}, {entry['place']}, {entry['date']} ({entry['source']})"
+            rows.append(("price", f"{dollars(entry['dollars_per_gpu_hour'])} an hour: {where}"))
+        return facts(rows)
 
 
-def _gpu_entry(gpu: Gpu) -> dict:
-    return {
-        **vars(gpu),
-        "aliases": list(gpu.aliases),
-        "assumed": list(gpu.assumed),
-        "prices": prices_of(gpu),
-    }
+def _peak(precision: str) -> Column:
+    return Column(
+        precision,
+        lambda gpu: gpu["dense_peak_flops"].get(precision),
+        lambda peak: three_digits(peak / 1e12),
+    )
 
 
-def _row(gpu: dict) -> list[str]:
-    peaks = gpu["dense_peak_flops"]
-    prices = [entry["dollars_per_gpu_hour"] for entry in gpu["prices"]]
-    # the cheapest: prices are sorted
-    price = f"{prices[0]:.2f}" if prices else "-"
-    return [
-        gpu["name"],
-        *(three_digits(peaks[key] / 1e12) if key in peaks else "-" for key in ("bf16", "fp16", "fp8")),
-        num_bytes(gpu["memory_bytes"]),
-        num_bytes(gpu["memory_bandwidth_bytes_per_second"]),
-        gpu["link"],
-        num_bytes(gpu["link_bytes_per_second"]),
-        num_bytes(gpu["network_bits_per_second"] / 8),
-        str(gpu["watts"]),
-        price,
-    ]
-
-
-def _in_full(gpu: dict) -> str:
-    peaks = ", ".join(f"{key} {three_digits(peak / 1e12)}" for key, peak in gpu["dense_peak_flops"].items())
-    assumed = ", ".join(gpu["assumed"]) or "nothing"
-    rows = [
-        ("GPU", f"{gpu['name']} ({gpu['architecture']}); also {', '.join(gpu['aliases'])}"),
-        ("dense peak, TFLOPS", peaks),
-        (
-            "memory",
-            f"{num_bytes(gpu['memory_bytes'])} at {num_bytes(gpu['memory_bandwidth_bytes_per_second'])}/s",
-        ),
-        (
-            "in a node",
-            f"{gpu['gpus_per_node']} by {gpu['link']}, {num_bytes(gpu['link_bytes_per_second'])}/s",
-        ),
-        ("to the host", f"{num_bytes(gpu['pcie_bytes_per_second'])}/s"),
-        ("between nodes", f"{num_bytes(gpu['network_bits_per_second'] / 8)}/s"),
-        ("power", f"{gpu['watts']} W"),
-        ("source", gpu["source"]),
-        ("assumed of its machine", assumed),
-    ]
-    rows += [("price", _price_words(entry)) for entry in gpu["prices"]]
-    return facts(rows)
-
-
-def _price_words(entry: dict) -> str:
-    where = f"{entry['provider']}, {entry['place']}, {entry['date']}"
-    return f"{dollars(entry['dollars_per_gpu_hour'])} an hour: {where} ({entry['source']})"
+COLUMNS = (
+    Column("GPU", "name"),
+    *map(_peak, ("bf16", "fp16", "fp8")),
+    Column("memory", "memory_bytes", num_bytes),
+    Column("bandwidth/s", "memory_bandwidth_bytes_per_second", num_bytes),
+    Column("link", "link"),
+    Column("per s", "link_bytes_per_second", num_bytes),
+    Column("network/s", lambda gpu: gpu["network_bits_per_second"] / 8, num_bytes),
+    Column("W", "watts"),
+    # the cheapest price: they are sorted
+    Column(
+        "$/hour", lambda gpu: min((p["dollars_per_gpu_hour"] for p in gpu["prices"]), default=None), ".2f"
+    ),
+)

@@ -6,18 +6,11 @@ there. The names are those of Megatron-LM's pretrain_gpt.py (megatron/training/a
 order of samples are Megatron's own, so that the curve is another one.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from pretraining.errors import UserError
+from pretraining.planning.layout import ParallelLayout
 from pretraining.planning.shapes import widths_of
 from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.model import is_exact, value_of
-
-# it imports this module, for its verb
-if TYPE_CHECKING:
-    from pretraining.planning.parallelism import Layout
 
 STYLES = {"cosine": "cosine", "cosine_with_min_lr": "cosine", "linear": "linear", "constant": "constant"}
 STYLES |= {
@@ -32,24 +25,53 @@ PLACE = "DATA"
 """Folder that the data is converted to, and that the arguments name."""
 
 
-def megatron_arguments(recipe: Recipe, layout: Layout, gpus_per_node: int) -> list[str]:
+def megatron_arguments(recipe: Recipe, layout: ParallelLayout, gpus_per_node: int) -> list[str]:
     """Return the launcher and the arguments of pretrain_gpt.py for a recipe at a layout, one of them in each entry.
 
     Raises:
         UserError: the recipe asks for what Megatron-LM has no argument for.
     """
     _refuse(recipe)
+    training, length = recipe.training, recipe.sequence_length
     num_gpus = layout.data * layout.tensor * layout.pipeline * layout.context
     here = min(num_gpus, gpus_per_node)
-    return [
+    words = [
         f"torchrun --nnodes={num_gpus // here} --nproc_per_node={here} pretrain_gpt.py",
         *_shape(recipe),
-        *_parallel(layout),
-        *_batch(recipe, layout),
-        *_optimizer(recipe),
-        *_schedule(recipe),
-        *_data(recipe),
+        f"--tensor-model-parallel-size {layout.tensor}",
+        f"--pipeline-model-parallel-size {layout.pipeline}",
+        f"--context-parallel-size {layout.context}",
+        "--use-distributed-optimizer",
+        "--overlap-grad-reduce",
+        "--overlap-param-gather",
     ]
+    # the plan counts the residual stream as split over the tensor ranks
+    words += ["--sequence-parallel"] if layout.tensor > 1 else []
+    if layout.recompute:
+        words += ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
+    words += [
+        f"--seq-length {length}",
+        f"--max-position-embeddings {max(length, value_of(recipe.model, 'max_position_embeddings'))}",
+        f"--micro-batch-size {layout.micro_batch}",
+        f"--global-batch-size {recipe.samples_per_step}",
+        f"--train-samples {recipe.num_samples}",
+        f"--seed {training.seed}",
+        *[f"--{name}" for name in ("bf16", "fp16") if training.get(name)],
+        f"--lr {training.learning_rate:g}",
+        f"--weight-decay {training.weight_decay:g}",
+        f"--adam-beta1 {training.adam_beta1:g}",
+        f"--adam-beta2 {training.adam_beta2:g}",
+        f"--adam-eps {training.adam_epsilon:g}",
+        f"--clip-grad {training.max_grad_norm:g}",
+        *_schedule(recipe),
+        f"--train-data-path {PLACE}/train",
+        f"--valid-data-path {PLACE}/validation",
+        "--tokenizer-type HuggingFaceTokenizer",
+        f"--tokenizer-model {PLACE}/tokenizer",
+        f"--vocab-size {recipe.model.vocab_size}",
+    ]
+    masked = ["--reset-position-ids", "--reset-attention-mask"] if recipe.data.document_masking else []
+    return words + masked
 
 
 def _refuse(recipe: Recipe) -> None:
@@ -74,7 +96,7 @@ def _refuse(recipe: Recipe) -> None:
 
 def _shape(recipe: Recipe) -> list[str]:
     shape = model_with_defaults(recipe.model)
-    widths, gpt2 = widths_of(shape), shape["model_type"] == "gpt2"
+    widths = widths_of(shape)
     words = [
         f"--num-layers {widths.layers}",
         f"--hidden-size {widths.hidden}",
@@ -87,37 +109,27 @@ def _shape(recipe: Recipe) -> list[str]:
         words += ["--group-query-attention", f"--num-query-groups {widths.key_value_heads}"]
     if not shape["tie_word_embeddings"]:
         words.append("--untie-embeddings-and-output-weights")
-    if gpt2:
-        words += [
+    if shape["model_type"] == "gpt2":
+        return [
+            *words,
             "--position-embedding-type learned_absolute",
             f"--norm-epsilon {shape['layer_norm_epsilon']:g}",
-        ]
-        words += [
             f"--attention-dropout {shape['attn_pdrop']:g}",
             f"--hidden-dropout {shape['resid_pdrop']:g}",
         ]
-        return words
-    words += ["--normalization RMSNorm", f"--norm-epsilon {shape['rms_norm_eps']:g}", "--swiglu"]
-    words += ["--position-embedding-type rope", *_rope(shape)]
-    words += ["" if shape.get("attention_bias") or shape.get("mlp_bias") else "--disable-bias-linear"]
-    words += [f"--attention-dropout {shape['attention_dropout']:g}", "--hidden-dropout 0"]
-    words += ["--qk-layernorm"] if shape["model_type"].startswith("qwen3") else []
-    return [word for word in [*words, *_experts(recipe, shape)] if word]
-
-
-def _rope(shape: dict) -> list[str]:
     rope = shape.get("rope_parameters") or {}
     if rope.get("rope_type", "default") != "default":
         what = "Megatron-LM's own scaling differs by version; set it by hand beside these arguments"
         raise UserError(f"--megatron: model.rope_parameters.rope_type {rope['rope_type']}: {what}")
-    return [f"--rotary-base {rope.get('rope_theta') or shape.get('rope_theta') or 10000:.0f}"]
-
-
-def _experts(recipe: Recipe, shape: dict) -> list[str]:
-    widths = widths_of(shape)
+    base = rope.get("rope_theta") or shape.get("rope_theta") or 10000
+    words += ["--normalization RMSNorm", f"--norm-epsilon {shape['rms_norm_eps']:g}", "--swiglu"]
+    words += ["--position-embedding-type rope", f"--rotary-base {base:.0f}"]
+    words += [] if shape.get("attention_bias") or shape.get("mlp_bias") else ["--disable-bias-linear"]
+    words += [f"--attention-dropout {shape['attention_dropout']:g}", "--hidden-dropout 0"]
+    words += ["--qk-layernorm"] if shape["model_type"].startswith("qwen3") else []
     if not widths.experts:
-        return []
-    words = [
+        return words
+    words += [
         f"--num-experts {widths.experts}",
         f"--moe-router-topk {widths.chosen_experts}",
         f"--moe-ffn-hidden-size {widths.expert_inner}",
@@ -129,53 +141,8 @@ def _experts(recipe: Recipe, shape: dict) -> list[str]:
         words += ["--moe-router-load-balancing-type aux_loss", coefficient]
     else:
         words.append("--moe-router-load-balancing-type none")
-    return [
-        *words,
-        *([f"--moe-z-loss-coeff {recipe.loss.router_z_loss:g}"] if recipe.loss.router_z_loss else []),
-    ]
-
-
-def _parallel(layout: Layout) -> list[str]:
-    words = [
-        f"--tensor-model-parallel-size {layout.tensor}",
-        f"--pipeline-model-parallel-size {layout.pipeline}",
-        f"--context-parallel-size {layout.context}",
-        "--use-distributed-optimizer",
-        "--overlap-grad-reduce",
-        "--overlap-param-gather",
-    ]
-    # the plan counts the residual stream as split over the tensor ranks
-    words += ["--sequence-parallel"] if layout.tensor > 1 else []
-    if layout.recompute:
-        words += ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
-    return words
-
-
-def _batch(recipe: Recipe, layout: Layout) -> list[str]:
-    length = recipe.sequence_length
-    return [
-        f"--seq-length {length}",
-        f"--max-position-embeddings {max(length, value_of(recipe.model, 'max_position_embeddings'))}",
-        f"--micro-batch-size {layout.micro_batch}",
-        f"--global-batch-size {recipe.samples_per_step}",
-        f"--train-samples {recipe.num_samples}",
-        f"--seed {recipe.training.seed}",
-    ]
-
-
-def _optimizer(recipe: Recipe) -> list[str]:
-    training = recipe.training
-    precision = next((f"--{name}" for name in ("bf16", "fp16") if training.get(name)), "")
-    words = [
-        precision,
-        f"--lr {training.learning_rate:g}",
-        f"--weight-decay {training.weight_decay:g}",
-        f"--adam-beta1 {training.adam_beta1:g}",
-        f"--adam-beta2 {training.adam_beta2:g}",
-        f"--adam-eps {training.adam_epsilon:g}",
-        f"--clip-grad {training.max_grad_norm:g}",
-    ]
-    return [word for word in words if word]
+    z_loss = recipe.loss.router_z_loss
+    return words + ([f"--moe-z-loss-coeff {z_loss:g}"] if z_loss else [])
 
 
 def _schedule(recipe: Recipe) -> list[str]:
@@ -196,17 +163,4 @@ def _schedule(recipe: Recipe) -> list[str]:
         samples = tokens // recipe.sequence_length if tokens else keywords["num_decay_steps"] * unit
         words += [f"--lr-wsd-decay-style {DECAYS[keywords.get('decay_type', 'linear')]}"]
         words += [f"--lr-wsd-decay-samples {samples}"]
-    return words
-
-
-def _data(recipe: Recipe) -> list[str]:
-    words = [
-        f"--train-data-path {PLACE}/train",
-        f"--valid-data-path {PLACE}/validation",
-        "--tokenizer-type HuggingFaceTokenizer",
-        f"--tokenizer-model {PLACE}/tokenizer",
-        f"--vocab-size {recipe.model.vocab_size}",
-    ]
-    if recipe.data.document_masking:
-        words += ["--reset-position-ids", "--reset-attention-mask"]
     return words

@@ -50,7 +50,6 @@ class Message:
 
     @property
     def total(self) -> float:
-        """All bytes."""
         return self.inside_bytes + self.across_bytes
 
 
@@ -66,7 +65,6 @@ class Communication:
 
     @property
     def total(self) -> float:
-        """All bytes sent."""
         return self.gradients + self.parameters + self.inside_node
 
 
@@ -104,28 +102,6 @@ def stops_for_gradients(ds_config: dict | None) -> bool:
     return zero_stage(ds_config) == 2 and not zero.get("overlap_comm")
 
 
-def communication_seconds(volume: Communication, gpu: Gpu, num_ranks: int) -> float:
-    """Return seconds at the rate that the doctor measured on this machine, else at the peak of the links.
-
-    The peak is that of the link inside a node, else of the slower of link and network.
-    """
-    over_all = _zero_seconds(volume.gradients + volume.parameters, gpu, num_ranks)
-    return over_all + _zero_seconds(volume.inside_node, gpu, num_ranks, inside=True)
-
-
-def _zero_seconds(size: float, gpu: Gpu, num_ranks: int, inside: bool = False) -> float:
-    """Return the seconds of so many bytes; inside: they stay in a node, though the ranks may be on several."""
-    measured = kept_rates(gpu.name, num_ranks).get("all_reduce_bytes_per_second")
-    # a measured rate includes the slowest link already
-    if measured:
-        return size / measured["value"]
-    link = gpu.link_bytes_per_second
-    # a ring is as fast as its slowest link
-    return size / (
-        link if inside or num_ranks <= gpu.gpus_per_node else min(link, gpu.network_bytes_per_second)
-    )
-
-
 def step_messages(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu) -> list[Message]:
     """Return the messages of one optimizer step, without those that are empty.
 
@@ -133,18 +109,20 @@ def step_messages(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: 
         UserError: the ranks do not divide the recipe's step.
     """
     sent = [
-        *_of_zero(recipe, ds_config, world_size, gpu),
+        *_zero_messages(recipe, ds_config, world_size, gpu),
         *layer_messages(recipe, ds_config, world_size, gpu),
     ]
     return [message for message in sent if message.total]
 
 
-def _of_zero(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu) -> list[Message]:
+def _zero_messages(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu) -> list[Message]:
     """Return the messages that shard model states; the groups of a family reach over all nodes."""
     accumulation = accumulation_steps(recipe, world_size, ds_config)
     # gradients travel in the precision that holds the weights
     width, stage = precision_of(recipe, ds_config).weights, zero_stage(ds_config)
-    found = []
+    in_one_node, link = world_size <= gpu.gpus_per_node, gpu.link_bytes_per_second
+    measured = kept_rates(gpu.name, world_size).get("all_reduce_bytes_per_second")
+    sums: dict[str, Message] = {}
     for family in families(recipe, ds_config, world_size):
         volume = communication(
             family.numel, stage, family.ranks, accumulation, width, min(hpz_ranks(ds_config), family.ranks)
@@ -155,28 +133,22 @@ def _of_zero(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu) 
             (WEIGHTS, volume.parameters, family.ranks),
             (WEIGHTS_IN_NODE, volume.inside_node, hpz_ranks(ds_config)),
         ):
-            stays = name == WEIGHTS_IN_NODE
-            seconds = _zero_seconds(size, gpu, world_size, inside=stays)
-            inside = stays or world_size <= gpu.gpus_per_node
-            found.append(Message(name, ranks, size * inside, size * (not inside), seconds))
-    return _joined(found)
-
-
-def _joined(messages: list[Message]) -> list[Message]:
-    """Add up the messages of one name: those of dense parameters and of experts."""
-    names = dict.fromkeys(message.name for message in messages)
-    of_name = [[message for message in messages if message.name == name] for name in names]
-    return [
-        Message(
-            same[0].name,
-            same[0].ranks,
-            *(
-                sum(getattr(each, key) for each in same)
-                for key in ("inside_bytes", "across_bytes", "seconds")
-            ),
-        )
-        for same in of_name
-    ]
+            inside = in_one_node or name == WEIGHTS_IN_NODE
+            # a ring is as fast as its slowest link, which a measured rate includes already
+            rate = link if inside else min(link, gpu.network_bytes_per_second)
+            rate = measured["value"] if measured else rate
+            sent = Message(name, ranks, size * inside, size * (not inside), size / rate)
+            # those of dense parameters and of experts are added up
+            if before := sums.get(name):
+                sent = Message(
+                    name,
+                    before.ranks,
+                    before.inside_bytes + sent.inside_bytes,
+                    before.across_bytes + sent.across_bytes,
+                    before.seconds + sent.seconds,
+                )
+            sums[name] = sent
+    return list(sums.values())
 
 
 def layer_messages(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu) -> list[Message]:
@@ -201,8 +173,13 @@ def layer_messages(recipe: Recipe, ds_config: dict | None, world_size: int, gpu:
     sparse = sum(is_mixture(shape, layer) for layer in range(widths.layers)) if widths.experts else 0
     # each chosen expert's input there and its result back, and their gradients
     routed = width * tokens * widths.chosen_experts * widths.hidden * sparse * 2 * (2 + again)
+    # all-reduces over neighbouring ranks: a ring sends 2 (t - 1) / t of each message
+    sums *= 2 * (degrees.tensor - 1) / degrees.tensor
+    near = not spans_nodes(degrees.tensor, 1, gpu.gpus_per_node)
+    rate = gpu.link_bytes_per_second
+    rate = rate if near else min(gpu.network_bytes_per_second, rate)
     return [
-        _ring(TENSOR, sums, degrees.tensor, gpu),
+        Message(TENSOR, degrees.tensor, sums * near, sums * (not near), sums / rate),
         _all_to_all(SEQUENCE, exchanged, degrees.sequence, degrees.tensor, gpu),
         _all_to_all(EXPERT, routed, degrees.expert, degrees.tensor, gpu),
     ]
@@ -222,17 +199,6 @@ def spans_nodes(ranks: int, stride: int, gpus_per_node: int) -> bool:
     """Return whether a group of ranks, `stride` apart, has members in several nodes."""
     reach = ranks * stride
     return ranks > 1 and (reach > gpus_per_node or gpus_per_node % reach > 0)
-
-
-def _ring(name: str, size: float, ranks: int, gpu: Gpu) -> Message:
-    """Return all-reduces of `size` bytes over neighbouring ranks."""
-    # a ring sends 2 (t - 1) / t of each message
-    sent = size * 2 * (ranks - 1) / ranks
-    if spans_nodes(ranks, 1, gpu.gpus_per_node):
-        return Message(
-            name, ranks, 0.0, sent, sent / min(gpu.network_bytes_per_second, gpu.link_bytes_per_second)
-        )
-    return Message(name, ranks, sent, 0.0, sent / gpu.link_bytes_per_second)
 
 
 def _all_to_all(name: str, size: float, ranks: int, stride: int, gpu: Gpu) -> Message:

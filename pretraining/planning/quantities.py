@@ -2,8 +2,6 @@
 
 import argparse
 import math
-import textwrap
-from collections.abc import Callable
 
 SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12, "q": 1e15}
 LARGEST = 1e33
@@ -113,28 +111,6 @@ def num_bytes(number: float) -> str:
         if number >= scale:
             return f"{three_digits(number / scale)} {suffix}"
     return f"{number:.0f} B"
-
-
-def columns(header: list[str], rows: list[list[str]], left: int = 1) -> str:
-    """Write a table in plain text: the first `left` columns aligned left, the others right."""
-    widths = [max(len(row[place]) for row in [header, *rows]) for place in range(len(header))]
-
-    def line(row: list[str]) -> str:
-        align: list[Callable] = [str.ljust] * left + [str.rjust] * (len(row) - left)
-        return "  ".join(place(cell, width) for place, cell, width in zip(align, row, widths, strict=True))
-
-    return "\n".join(line(row).rstrip() for row in [header, *rows])
-
-
-def facts(rows: list[tuple[str, str]], line_width: int = 118) -> str:
-    """Write label and value, one pair per line; a long value continues on the next lines, below its start."""
-    width = max(len(label) for label, _ in rows) + 2
-    lines = []
-    for label, value in rows:
-        # an empty value still needs its line
-        parts = textwrap.wrap(value, line_width - width, break_on_hyphens=False) or [""]
-        lines += [f"{label:<{width}}{parts[0]}", *(" " * width + part for part in parts[1:])]
-    return "\n".join(lines)
 
 
 def recomputation_text(every_n_layers: int, recompute: str = "layers") -> str:

@@ -20,10 +20,10 @@ from pretraining.planning.gpus import Gpu, find_gpu, kept_rates
 from pretraining.planning.memory.activations import chunk_length, compiles_loss, logit_bytes
 from pretraining.planning.memory.need import recomputed_one_in, recomputed_share, skips_last_product
 from pretraining.planning.memory.split import families, rows_of_rank, widths_of_rank
-from pretraining.planning.memory.tensors import FP32, SIXTEEN_BIT, head_is_wide, precision_of, size_of_recipe
+from pretraining.planning.memory.tensors import FP32, SIXTEEN_BIT, head_is_wide, precision_of
 from pretraining.planning.messages import layer_messages
 from pretraining.planning.shapes import shape_of, widths_of
-from pretraining.planning.sizes import BACKWARD, ModelSize, flops_per_token
+from pretraining.planning.sizes import BACKWARD, flops_per_token, size_of_recipe
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.recipe.refusals import compiled_part
 from pretraining.schema import REPOSITORY, display_path
@@ -102,6 +102,13 @@ def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, p
     rates, size = sustained_rates(gpu, precision, world_size), size_of_recipe(recipe)
     behind, degrees = size.gradients, degrees_of(ds_config)
     tokens = recipe.micro_batch * recipe.sequence_length // degrees.sequence
+    # a head in fp32 is slower, by so many seconds for one FLOP on each weight that a token meets
+    wide_head = 0.0
+    if head_is_wide(recipe):
+        # in TF32 unless `training.tf32` is false (training/arguments.py), or the GPU has none
+        tf32 = "tf32" in gpu.dense_peak_flops and recipe.training.get("tf32") is not False
+        of_head = sustained_rates(gpu, "tf32" if tf32 else "fp32", world_size)
+        wide_head = (1 + BACKWARD) * size.head * (1 / of_head.product_flops - 1 / rates.product_flops)
     in_layers = (size.matmul - size.head) / degrees.tensor
     # the table's factors are for 16-bit numbers
     width = precision_of(recipe, ds_config).compute / SIXTEEN_BIT
@@ -112,7 +119,10 @@ def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, p
     forward = width * size.num_layers * _layer_bytes(recipe.model, mode, "forward", tokens, degrees)
     backward = behind.layers * _layer_bytes(recipe.model, mode, "backward", tokens, degrees)
     backward *= width * size.num_layers
-    outside = width * _outside_bytes(recipe.model, mode, tokens)
+    # embeddings and the last norm, forward and backward
+    shape = shape_of(recipe.model)
+    outside = table("kernels")["layers"][shape["model_type"]][mode]["outside"]
+    outside = width * (tokens * outside * layer_widths(shape, tokens)["hidden"])
     skipped = size.num_layers * last_product(recipe.model) if skips_last_product(recipe, ds_config) else 0
     # layers are recomputed, and the head belongs to none
     recomputed = 2 * (in_layers - skipped / degrees.tensor) * tokens
@@ -130,10 +140,7 @@ def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, p
     seconds = {
         "products": 2
         * tokens
-        * (
-            (size.matmul + behind.weights + behind.inputs) / rates.product_flops
-            + _wide_head_seconds(recipe, size, gpu, rates, world_size)
-        )
+        * ((size.matmul + behind.weights + behind.inputs) / rates.product_flops + wide_head)
         / degrees.tensor,
         "attention": (1 + ATTENTION_BACKWARD * behind.layers) * scores / rates.attention_flops,
         "other kernels": (forward + backward + outside) / rates.bytes,
@@ -158,16 +165,6 @@ def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, p
     return Ceiling(seconds, at_peak / total, without, rates.products_measured_on)
 
 
-def _wide_head_seconds(recipe: Recipe, size: ModelSize, gpu: Gpu, rates: Rates, world_size: int) -> float:
-    """Return by how many seconds a head in fp32 is slower, for one FLOP on each weight that a token meets."""
-    if not head_is_wide(recipe):
-        return 0.0
-    # in TF32 unless `training.tf32` is false (training/arguments.py), or the GPU has none
-    tf32 = "tf32" in gpu.dense_peak_flops and recipe.training.get("tf32") is not False
-    of_head = sustained_rates(gpu, "tf32" if tf32 else "fp32", world_size)
-    return (1 + BACKWARD) * size.head * (1 / of_head.product_flops - 1 / rates.product_flops)
-
-
 def expected_utilization(
     gpu: Gpu, parameters: int, results: Path = RESULTS, recomputation: float = 1.0
 ) -> Utilization:
@@ -179,10 +176,19 @@ def expected_utilization(
         recomputation: FLOPs with every layer recomputed, divided by those without. A measured MFU is raised by the
             part of it that the line's `recomputes` says, which is the share of recomputed layers.
     """
-    # the newest line counts: drivers and libraries change
-    found = [row for row in _measured_utilizations(results) if _is_like(row, gpu, parameters)]
-    if found:
-        row = max(found, key=lambda row: row.get("when", ""))
+    alike = []
+    for row in _measured_utilizations(results):
+        try:
+            device = find_gpu(row["environment"]["device"])
+        # a device that the table does not know, or a line without one, is like no GPU
+        except (UserError, KeyError):
+            continue
+        ratio = row["parameters"] / parameters
+        if device.name == gpu.name and 1 / SAME_SIZE <= ratio <= SAME_SIZE:
+            alike.append(row)
+    if alike:
+        # the newest line counts: drivers and libraries change
+        row = max(alike, key=lambda row: row.get("when", ""))
         source = f"measured by benchmarks/{row['benchmark']}.py on {row['environment']['device']}"
         mfu = row["mfu"] * (1 + row.get("recomputes", 0) * (recomputation - 1))
         return Utilization(mfu, f"{source}, {row.get('when', 'undated')}", assumed=False)
@@ -198,26 +204,20 @@ def _measured_utilizations(results: Path) -> tuple[dict, ...]:
     Raises:
         UserError: a line is not JSON.
     """
-    files = {path: path.read_text(encoding="utf-8").splitlines() for path in sorted(results.glob("*.jsonl"))}
-    # most lines are from other benchmarks: only those that name an MFU are parsed
-    rows = [_row(path, n, line) for path in files for n, line in enumerate(files[path], 1) if '"mfu"' in line]
-    return tuple(row for row in rows if row.get("mfu") and row.get("parameters"))
-
-
-def _row(path: Path, number: int, line: str) -> dict:
-    try:
-        return json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{display_path(path)}: line {number}: not JSON ({error}); remove it") from None
-
-
-def _is_like(row: dict, gpu: Gpu, parameters: int) -> bool:
-    try:
-        device = find_gpu(row["environment"]["device"])
-    # a device that the table does not know, or a line without one, is like no GPU
-    except (UserError, KeyError):
-        return False
-    return device.name == gpu.name and 1 / SAME_SIZE <= row["parameters"] / parameters <= SAME_SIZE
+    rows = []
+    for path in sorted(results.glob("*.jsonl")):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            # most lines are from other benchmarks: only those that name an MFU are parsed
+            if '"mfu"' not in line:
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                what = f"line {number}: not JSON ({error}); remove it"
+                raise UserError(f"{display_path(path)}: {what}") from None
+            if row.get("mfu") and row.get("parameters"):
+                rows.append(row)
+    return tuple(rows)
 
 
 def tokens_per_second(flops: float, num_gpus: int, peak_flops: float, mfu: float) -> float:
@@ -273,7 +273,8 @@ def _layer_bytes(model: dict, mode: str, direction: str, tokens: int, degrees: D
         layer_widths(shape, tokens, degrees),
     )
     # an activation function written in Python is several kernels, and each reads and writes all inner values
-    written_out = kernels["activations"].get(_activation(shape), {}).get(mode, {}).get(direction, 0.0)
+    activation = shape.get("activation_function") or shape.get("hidden_act") or ""
+    written_out = kernels["activations"].get(activation, {}).get(mode, {}).get(direction, 0.0)
     moved = sum(factor * widths[name] for name, factor in factors.items())
     return tokens * (moved + written_out * _inner_width(widths))
 
@@ -315,13 +316,6 @@ def last_product(model: dict) -> int:
     return round(widths["hidden"] * _inner_width(widths))
 
 
-def _outside_bytes(model: dict, mode: str, tokens: int) -> float:
-    """Return the bytes that embeddings and the last norm move for a micro-batch in 16 bit, forward and backward."""
-    shape = shape_of(model)
-    factor = table("kernels")["layers"][shape["model_type"]][mode]["outside"]
-    return tokens * factor * layer_widths(shape, tokens)["hidden"]
-
-
 def _loss_kernel_bytes(recipe: Recipe, tokens: int, gpu: Gpu, degrees: Degrees) -> float:
     """Return the bytes that the loss moves in 16 bit on one rank, without the head's products."""
     vocab_size, hidden = recipe.model.vocab_size, layer_widths(shape_of(recipe.model), tokens)["hidden"]
@@ -342,7 +336,3 @@ def _loss_kernel_bytes(recipe: Recipe, tokens: int, gpu: Gpu, degrees: Degrees) 
     # every chunk adds to the gradient of the whole head
     of_head = factors["head"] + factors["head a chunk"] * -(-tokens // chunk)
     return of_tokens + of_head * vocab_size * hidden
-
-
-def _activation(shape: dict) -> str:
-    return shape.get("activation_function") or shape.get("hidden_act") or ""

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from pretraining.ds_config import Degrees, degrees_of, zero_stage
 from pretraining.planning.memory.need import state_of_recipe
@@ -11,16 +10,13 @@ from pretraining.planning.memory.tensors import (
     FP32,
     frozen_tensors,
     precision_of,
-    size_of_recipe,
     trained_tensors,
     wide_tensors,
 )
-from pretraining.planning.sizes import ModelSize, flops_per_token, model_size
+from pretraining.planning.sizes import ModelSize, flops_per_token, model_size, size_of_recipe
+from pretraining.planning.verdict import Machine, Verdict
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.recipe.data import num_unique_tokens
-
-if TYPE_CHECKING:
-    from pretraining.planning.gate import Machine, Verdict
 
 
 @dataclass(frozen=True)
@@ -58,9 +54,9 @@ class RunPlan:
     data_bytes: int
     """Bytes of the token shards that the run reads, if it reads each token once."""
     ds_config: dict | None = None
-    machine: "Machine | None" = None
+    machine: Machine | None = None
     """Machine on which the run is; None for a plan on paper."""
-    verdict: "Verdict | None" = None
+    verdict: Verdict | None = None
     """Refusals and warnings of the plan on that machine."""
     predicted: dict = field(default_factory=dict)
     """Result of `comparison.predicted` on that machine; empty until the plan is judged (`gate.judge_plan`)."""
@@ -79,7 +75,6 @@ class RunPlan:
 
     @property
     def parameters(self) -> int:
-        """All parameters of the model."""
         return self.size.total
 
     @property
@@ -108,7 +103,6 @@ class RunPlan:
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of all parts of `disk`."""
         return sum(self.disk.values())
 
     def disk_bytes_of_node(self, ranks: int) -> int:
@@ -142,6 +136,8 @@ def build_run_plan(recipe: Recipe, ds_config: dict | None, world_size: int) -> R
     size = model_size(recipe.model)
     unique = num_unique_tokens(recipe.data, recipe.num_samples, recipe.sequence_length)
     tokens, kept, written = recipe.num_tokens, _checkpoints_kept(recipe), checkpoints_written(recipe)
+    width = precision_of(recipe, ds_config).weights
+    wide = sum(tensor.numel for tensor in wide_tensors(recipe, ds_config))
     return RunPlan(
         name=recipe.name,
         deepspeed=recipe.deepspeed,
@@ -163,20 +159,15 @@ def build_run_plan(recipe: Recipe, ds_config: dict | None, world_size: int) -> R
             trained_tensors(recipe),
             optimizer_states(recipe),
             frozen_tensors(recipe),
-            precision_of(recipe, ds_config).weights,
+            width,
         ),
         checkpoints_kept=kept,
         # every checkpoint that is not kept whole
         weights_kept=written - kept if recipe.checkpoints.demote_to_weights else 0,
-        export_bytes=_export_bytes(recipe, ds_config, size.total),
+        export_bytes=width * size.total + (FP32 - width) * wide,
         unique_tokens=unique,
         data_bytes=unique * token_bytes(recipe.model.vocab_size),
     )
-
-
-def _export_bytes(recipe: Recipe, ds_config: dict | None, parameters: int) -> int:
-    width = precision_of(recipe, ds_config).weights
-    return width * parameters + (FP32 - width) * sum(t.numel for t in wide_tensors(recipe, ds_config))
 
 
 def token_bytes(vocab_size: int) -> int:

@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass, fields
 
 from pretraining.errors import UserError
 from pretraining.planning.constants import table
-from pretraining.planning.quantities import columns, count, facts, short, three_digits
+from pretraining.planning.quantities import count, short, three_digits
 from pretraining.planning.workload import add_workload_arguments, workload_of
+from pretraining.runtime.table import Column, facts, write_table
 
 PF_DAY = 8.64e19
 """FLOPs of one petaFLOP/s for a day."""
@@ -15,6 +16,14 @@ CORRECTED = "approach 3 (corrected)"
 DEFAULT = CORRECTED
 FAR = 100
 """Factor beyond the fitted runs from which on a law says little."""
+
+COLUMNS = (
+    Column("compute-optimal by", "name"),
+    Column("parameters", "parameters", short),
+    Column("tokens", "tokens", short),
+    Column("FLOPs", "flops", ".2e"),
+    Column("tokens/parameter", "tokens_per_parameter", three_digits),
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,10 @@ class Allocation:
     def tokens_per_parameter(self) -> float:
         """D / N."""
         return self.tokens / self.parameters
+
+    def to_dict(self, source: str) -> dict:
+        numbers = {name: getattr(self, name) for name in ("parameters", "tokens", "flops")}
+        return {**numbers, "tokens_per_parameter": self.tokens_per_parameter, "source": source}
 
 
 @dataclass(frozen=True)
@@ -59,6 +72,13 @@ class Frontier:
         # D = C / 6N with N = scale x C^exponent, solved for C
         flops = (6 * self.scale * tokens) ** (1 / (1 - self.exponent))
         return Allocation(flops / (6 * tokens), tokens)
+
+    def at(self, given: dict) -> Allocation:
+        """Return the optimum for what is given; for a size and tokens, that of the same compute."""
+        flops, parameters, tokens = given["flops"], given["parameters"], given["tokens"]
+        if flops or (parameters and tokens):
+            return self.at_flops(flops or 6 * parameters * tokens)
+        return self.at_parameters(parameters) if parameters else self.at_tokens(tokens)
 
 
 @dataclass(frozen=True)
@@ -98,14 +118,17 @@ def parametric_loss(name: str = "besiroglu") -> ParametricLoss:
 def frontier(approach: str = DEFAULT) -> Frontier:
     """Return the frontier of an approach of Hoffmann et al. 2022, or of the correction of their third.
 
-    It is the power law through the approach's table of sizes, by least squares in logarithms.
+    It is the power law y = scale x^exponent through the approach's table of sizes, by least squares in logarithms.
     """
     # the others are fitted here: the paper prints their exponents to two digits and no coefficients
     if approach == CORRECTED:
         return parametric_loss("besiroglu").frontier()
     rows = table("scaling_laws")["frontiers"][approach]
-    scale, exponent = _power_law(rows["flops"], rows["parameters"])
-    return Frontier(scale, exponent, rows["source"])
+    log_x, log_y = ([math.log(value) for value in rows[name]] for name in ("flops", "parameters"))
+    mean_x, mean_y = sum(log_x) / len(log_x), sum(log_y) / len(log_y)
+    products = sum((x - mean_x) * (y - mean_y) for x, y in zip(log_x, log_y, strict=True))
+    exponent = products / sum((x - mean_x) ** 2 for x in log_x)
+    return Frontier(math.exp(mean_y - exponent * mean_x), exponent, rows["source"])
 
 
 def approaches() -> list[str]:
@@ -119,14 +142,6 @@ def kaplan_frontier() -> Frontier:
     scale, exponent = law["parameters"]["scale"], law["parameters"]["exponent"]
     # the paper counts compute in petaFLOP/s-days
     return Frontier(scale * PF_DAY**-exponent, exponent, law["source"])
-
-
-def _extrapolates(given: Allocation) -> str | None:
-    """Return what the laws were fitted on, if the allocation is far from it; else None."""
-    fitted = table("scaling_laws")["fitted_on"]
-    pairs = ((given.parameters, fitted["parameters"]), (given.tokens, fitted["tokens"]))
-    near = all(low / FAR <= value <= high * FAR for value, (low, high) in pairs)
-    return None if near else fitted["source"]
 
 
 def compute_overhead(law: ParametricLoss, given: Allocation) -> float:
@@ -169,15 +184,6 @@ def with_inference(law: ParametricLoss, loss: float, inference_tokens: float) ->
     return Allocation(parameters, law.tokens_for(loss, parameters))
 
 
-def _power_law(xs: list[float], ys: list[float]) -> tuple[float, float]:
-    """Return scale and exponent of y = scale x^exponent, by least squares in logarithms."""
-    log_x, log_y = [math.log(x) for x in xs], [math.log(y) for y in ys]
-    mean_x, mean_y = sum(log_x) / len(xs), sum(log_y) / len(ys)
-    products = sum((x - mean_x) * (y - mean_y) for x, y in zip(log_x, log_y, strict=True))
-    exponent = products / sum((x - mean_x) ** 2 for x in log_x)
-    return math.exp(mean_y - exponent * mean_x), exponent
-
-
 @dataclass(frozen=True)
 class Hint:
     """The choice of one source; None if it names none."""
@@ -194,12 +200,6 @@ def critical_batch_tokens(loss: float) -> float:
     """
     law = table("scaling_laws")["kaplan"]["critical_batch"]
     return law["scale_tokens"] / loss ** (1 / law["exponent"])
-
-
-def _critical_batch_growth(tokens_factor: float) -> float:
-    """Return the growth of the critical batch with `tokens_factor` times the tokens (Zhang et al. 2024)."""
-    # at any size: the model's is no part of the law
-    return tokens_factor ** table("scaling_laws")["zhang"]["exponent"]
 
 
 def extra_tokens(batch_tokens: float, critical: float) -> float:
@@ -264,7 +264,6 @@ class ChinchillaVerb:
   python -m pretraining.planning chinchilla --recipe 30b --json"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Take what is given, and how much the model will be used."""
         add_workload_arguments(parser)
         parser.add_argument("--flops", type=count, metavar="C", help="training budget in FLOPs: 1e23")
         parser.add_argument("--inference_tokens", type=count, metavar="D", help="tokens the model will serve")
@@ -272,69 +271,73 @@ class ChinchillaVerb:
     def answer(self, options: argparse.Namespace) -> dict:
         """Return every approach's optimum for what is given, and what follows for the chosen allocation."""
         given, name = _given(options)
-        optima = {approach: _optimum(frontier(approach), given) for approach in approaches()}
+        optima = {approach: frontier(approach).at(given) for approach in approaches()}
         best = optima[DEFAULT]
         has_both = given["parameters"] and given["tokens"]
         chosen = Allocation(given["parameters"], given["tokens"]) if has_both else best
-        law = parametric_loss()
+        law, fitted = parametric_loss(), table("scaling_laws")["fitted_on"]
+        pairs = ((chosen.parameters, fitted["parameters"]), (chosen.tokens, fitted["tokens"]))
+        near = all(low / FAR <= value <= high * FAR for value, (low, high) in pairs)
         loss = law.loss(chosen.parameters, chosen.tokens)
+        # a size given by --parameters has no known vocabulary
+        size = given["without_vocabulary"] or chosen.parameters
+        inference = None
+        if served := options.inference_tokens:
+            # the same loss, cheapest over training and use; serving a token is a forward pass: 2 N FLOPs
+            cheapest = with_inference(law, loss, served)
+            before, after = (each.flops + 2 * each.parameters * served for each in (chosen, cheapest))
+            inference = cheapest.to_dict("Sardana et al. 2024, equation 3")
+            inference |= {"inference_tokens": served, "saved": 1 - after / before}
         return {
             "given": {**given, "name": name},
             "optima": {
-                approach: _numbers(each, frontier(approach).source) for approach, each in optima.items()
+                approach: each.to_dict(frontier(approach).source) for approach, each in optima.items()
             },
-            "kaplan": _numbers(kaplan_frontier().at_flops(best.flops), kaplan_frontier().source),
-            "extrapolates": _extrapolates(chosen),
-            "chosen": _numbers(chosen, "given" if has_both else DEFAULT),
+            "kaplan": kaplan_frontier().at_flops(best.flops).to_dict(kaplan_frontier().source),
+            "extrapolates": None if near else fitted["source"],
+            "chosen": chosen.to_dict("given" if has_both else DEFAULT),
             "tokens_over_optimum": chosen.tokens / frontier().at_parameters(chosen.parameters).tokens,
             "loss": loss,
             "compute_over_optimum": compute_overhead(law, chosen),
-            "with_inference": _inference(law, chosen, loss, options.inference_tokens),
+            "with_inference": inference,
             "critical_batch_tokens": critical_batch_tokens(loss),
-            "hints": {source: asdict(hint) for source, hint in _hints(chosen, given).items()},
+            "hints": {name: asdict(hint) for name, hint in hints(size, chosen.tokens, chosen.flops).items()},
         }
 
     def as_text(self, answer: dict) -> str:
         """Write the optima as a table, then what they mean for the allocation."""
-        rows = [[name, *_cells(each)] for name, each in answer["optima"].items()]
-        rows.append(["Kaplan et al. 2020 (superseded)", *_cells(answer["kaplan"])])
-        table = columns(["compute-optimal by", "parameters", "tokens", "FLOPs", "tokens/parameter"], rows)
+        optima = {**answer["optima"], "Kaplan et al. 2020 (superseded)": answer["kaplan"]}
+        rows = [{"name": name, **each} for name, each in optima.items()]
         chosen, critical = answer["chosen"], answer["critical_batch_tokens"]
         what = f"{short(chosen['parameters'])} parameters on {short(chosen['tokens'])} tokens"
         lines = [
             ("given", answer["given"]["name"]),
-            *(
-                [("beware", f"far from what was fitted: {answer['extrapolates']}")]
-                if answer["extrapolates"]
-                else []
-            ),
             ("looked at", f"{what}, {three_digits(chosen['tokens_per_parameter'])} per parameter"),
             ("tokens", f"{answer['tokens_over_optimum']:.2f} times those for which that size is optimal"),
             ("predicted loss", f"{answer['loss']:.3f} nats a token (on Chinchilla's data and tokenizer)"),
             ("training compute", f"{answer['compute_over_optimum']:.2f} times the optimum for that loss"),
         ]
+        if answer["extrapolates"]:
+            lines.insert(1, ("beware", f"far from what was fitted: {answer['extrapolates']}"))
         if inference := answer["with_inference"]:
             words = f"{short(inference['parameters'])} parameters on {short(inference['tokens'])} tokens"
             served = short(inference["inference_tokens"])
             lines.append(
                 (f"with {served} tokens served", f"{words} reach it for {inference['saved']:.0%} less in all")
             )
-        growth = f"twice the tokens raise it {_critical_batch_growth(2):.2f} times (Zhang et al. 2024)"
+        # at any size: the model's is no part of the law
+        growth = 2 ** table("scaling_laws")["zhang"]["exponent"]
+        growth = f"twice the tokens raise it {growth:.2f} times (Zhang et al. 2024)"
         at_loss = f"{short(critical)} tokens at that loss (Kaplan et al. 2020, equation 1.4)"
         lines.append(("critical batch", f"{at_loss}; {growth}"))
         for name, hint in answer["hints"].items():
             batch = hint["batch_tokens"]
-            effect = " and ".join(
-                f"{three_digits(times)} x {what}"
-                for what, times in (
-                    ("tokens", extra_tokens(batch, critical)),
-                    ("steps", extra_steps(batch, critical)),
-                )
-            )
+            tokens, steps = extra_tokens(batch, critical), extra_steps(batch, critical)
+            effect = f"{three_digits(tokens)} x tokens and {three_digits(steps)} x steps"
             lines.append(
                 (name, f"learning rate {hint['learning_rate']:.2g}, batch {short(batch)} tokens ({effect})")
             )
-        return f"{table}\n\n{facts(lines)}"
+        return f"{write_table(COLUMNS, rows)}\n\n{facts(lines)}"
 
 
 def _given(options: argparse.Namespace) -> tuple[dict, str]:
@@ -359,48 +362,3 @@ def _given(options: argparse.Namespace) -> tuple[dict, str]:
         "tokens": workload.tokens,
     }
     return given, workload.name
-
-
-def _optimum(frontier: Frontier, given: dict) -> Allocation:
-    if given["flops"]:
-        return frontier.at_flops(given["flops"])
-    if given["parameters"] and given["tokens"]:
-        # both are given: compare with the optimum of the same compute
-        return frontier.at_flops(6 * given["parameters"] * given["tokens"])
-    if given["parameters"]:
-        return frontier.at_parameters(given["parameters"])
-    return frontier.at_tokens(given["tokens"])
-
-
-def _numbers(allocation: Allocation, source: str) -> dict:
-    return {
-        "parameters": allocation.parameters,
-        "tokens": allocation.tokens,
-        "flops": allocation.flops,
-        "tokens_per_parameter": allocation.tokens_per_parameter,
-        "source": source,
-    }
-
-
-def _inference(law: ParametricLoss, chosen: Allocation, loss: float, served: float | None) -> dict | None:
-    """Return the allocation with the same loss that is cheapest over training and use, and what it saves."""
-    if not served:
-        return None
-    best = with_inference(law, loss, served)
-    # serving a token is a forward pass: 2 N FLOPs
-    before, after = (each.flops + 2 * each.parameters * served for each in (chosen, best))
-    return {
-        **_numbers(best, "Sardana et al. 2024, equation 3"),
-        "inference_tokens": served,
-        "saved": 1 - after / before,
-    }
-
-
-def _hints(chosen: Allocation, given: dict) -> dict:
-    # a size given by --parameters has no known vocabulary
-    return hints(given["without_vocabulary"] or chosen.parameters, chosen.tokens, chosen.flops)
-
-
-def _cells(each: dict) -> list[str]:
-    numbers = [short(each["parameters"]), short(each["tokens"]), f"{each['flops']:.2e}"]
-    return [*numbers, three_digits(each["tokens_per_parameter"])]

@@ -11,7 +11,6 @@ from pretraining.planning.comparison import predicted
 from pretraining.planning.constants import table
 from pretraining.planning.costs import (
     NOT_COUNTED,
-    Forecast,
     disk_words,
     energy_words,
     estimated,
@@ -19,11 +18,10 @@ from pretraining.planning.costs import (
     mfu_words,
     scaling_rows,
 )
-from pretraining.planning.gate import Machine, check_plan
+from pretraining.planning.gate import check_plan
 from pretraining.planning.gpus import Gpu, all_gpus, find_gpu
 from pretraining.planning.memory.need import (
     PHASES,
-    MemoryNeed,
     host_words,
     memory_need,
     recomputed_one_in,
@@ -31,10 +29,8 @@ from pretraining.planning.memory.need import (
 )
 from pretraining.planning.memory.tensors import frozen_tensors
 from pretraining.planning.quantities import (
-    columns,
     dollars,
     duration,
-    facts,
     hours,
     num_bytes,
     recomputation_text,
@@ -45,11 +41,13 @@ from pretraining.planning.quantities import (
 from pretraining.planning.run_plan import RunPlan, build_run_plan
 from pretraining.planning.shapes import family_of
 from pretraining.planning.throughput import precision_of_products
+from pretraining.planning.verdict import Machine
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import Recipe
 from pretraining.recipe.model import value_of
 from pretraining.recipe.refusals import compiled_part
 from pretraining.runtime.exit_codes import USER_ERROR
+from pretraining.runtime.table import Column, facts, write_table
 
 WORLD_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 MOST_PRICES = 3
@@ -101,21 +99,38 @@ def full_plan(
     workload = workload_of_recipe(recipe, ds_config)
     # time and cost need the rates of a known GPU
     speed = forecast(workload, gpu, world_size) if gpu else None
+    # on paper: host memory, disk and data are not known
+    machine = Machine(there, gpu, "bf16" in gpu.dense_peak_flops) if gpu else Machine()
+    verdict = check_plan(recipe, ds_config, world_size, machine)
+    degrees = {**degrees_of(ds_config)._asdict(), "hpz": hpz_ranks(ds_config)}
+    # the table's GPUs with the recipe's precision and enough memory; the need depends on the GPU's memory alone (chunks
+    # of the loss), so that it is counted once for each size
+    precision = precision_of_products(recipe)
+    sizes = {
+        name: each.memory_bytes for name, each in all_gpus().items() if precision in each.dense_peak_flops
+    }
+    needs = {size: memory_need(recipe, ds_config, world_size, size).total for size in set(sizes.values())}
+    size, width = plan.size, value_of(recipe.model, "hidden_size")
+    model = f"{size.total:,} parameters{_parts_words(recipe, plan)}: {recipe.model['model_type']}, "
+    model += f"{size.num_layers} layers of width {width:,}"
+    if size.counted:
+        family = family_of(recipe.model)
+        model += f"; {size.counted}, activations as those of a {family} of these widths"
     return {
         **plan.to_dict(),
         "budget_tokens": recipe.budget.tokens,
         "disk_bytes_of_node": plan.disk_bytes_of_node(at_node),
         # the same values as in plan.json, so that a run can be compared with this plan
         "predicted": predicted(recipe, ds_config, world_size, gpu, gpu_memory=there),
-        "model": _model_words(recipe, plan),
-        "layout": _layout(ds_config),
-        "precision": precision_of_products(recipe),
+        "model": model,
+        "layout": {name: size for name, size in degrees.items() if size > 1},
+        "precision": precision,
         "keep_in_fp32": recipe.weights.keep_in_fp32,
         "compiles": compiled_part(recipe, ds_config),
         "recomputation": recomputation_text(recomputed_one_in(recipe), recipe.speed.recompute),
         "gpu": gpu.name if gpu else None,
         "gpu_memory_bytes": there,
-        "fitting_gpus": _fitting_gpus(recipe, ds_config, world_size),
+        "fitting_gpus": [name for name, size in sizes.items() if needs[size] <= size],
         "memory": {
             **need.to_dict(),
             "gpus_of_node": at_node,
@@ -125,14 +140,9 @@ def full_plan(
             "shrink": shrink(need, recipe, ds_config),
         },
         "forecast": speed.to_dict() if speed else None,
-        **_verdict(recipe, ds_config, world_size, gpu),
+        "refusals": [asdict(each) for each in verdict.refusals],
+        "warnings": [asdict(each) for each in verdict.warnings],
     }
-
-
-def _layout(ds_config: dict | None) -> dict[str, int]:
-    """Return the degrees above 1."""
-    degrees = {**degrees_of(ds_config)._asdict(), "hpz": hpz_ranks(ds_config)}
-    return {name: size for name, size in degrees.items() if size > 1}
 
 
 def fewest_ranks(ds_config: dict | None) -> int:
@@ -141,49 +151,30 @@ def fewest_ranks(ds_config: dict | None) -> int:
     return math.lcm(degrees.ranks_per_sample, degrees.tensor * degrees.expert, hpz_ranks(ds_config))
 
 
-def _fitting_gpus(recipe: Recipe, ds_config: dict | None, world_size: int) -> list[str]:
-    """Return the table's GPUs that have the recipe's precision and enough memory."""
-    precision = precision_of_products(recipe)
-    able = {name: gpu for name, gpu in all_gpus().items() if precision in gpu.dense_peak_flops}
-    sizes = {name: gpu.memory_bytes for name, gpu in able.items()}
-    # the need depends on the GPU's memory alone (chunks of the loss): count once for each size
-    needs = {size: memory_need(recipe, ds_config, world_size, size).total for size in set(sizes.values())}
-    return [name for name, size in sizes.items() if needs[size] <= size]
-
-
-def _verdict(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu | None) -> dict:
-    # on paper: host memory, disk and data are not known
-    found = Machine(gpu.memory_bytes, gpu, "bf16" in gpu.dense_peak_flops) if gpu else Machine()
-    verdict = check_plan(recipe, ds_config, world_size, found)
-    return {
-        "refusals": [asdict(each) for each in verdict.refusals],
-        "warnings": [asdict(each) for each in verdict.warnings],
-    }
-
-
-def _model_words(recipe: Recipe, plan: RunPlan) -> str:
-    model, size = recipe.model, plan.size
-    width = value_of(model, "hidden_size")
-    # only a mixture of experts uses a part of its parameters for a token
-    active = f", {short(size.active)} of them for each token" if size.active < size.total else ""
-    active += _frozen_words(recipe)
-    words = f"{size.total:,} parameters{active}: {model['model_type']}, {size.num_layers} layers of width {width:,}"
-    if size.counted is None:
-        return words
-    return f"{words}; {size.counted}, activations as those of a {family_of(model)} of these widths"
-
-
-def _frozen_words(recipe: Recipe) -> str:
+def _parts_words(recipe: Recipe, plan: RunPlan) -> str:
+    """Write how many of the parameters a token passes, in a mixture of experts, and how many are frozen."""
+    active = (
+        f", {short(plan.size.active)} of them for each token" if plan.size.active < plan.size.total else ""
+    )
     frozen = sum(tensor.numel for tensor in frozen_tensors(recipe))
-    return f", {frozen:,} frozen" if frozen else ""
+    return active + (f", {frozen:,} frozen" if frozen else "")
 
 
 def as_text(answer: dict) -> str:
     """Write one screen."""
     rows = [("in short", in_short(answer)), ("", ""), *_what(answer), ("", ""), *_memory(answer), ("", "")]
     rows += [*_time_and_money(answer), ("", "")]
-    title = f"plan of {answer['name']} on {_gpus(answer['world_size'], answer['gpu'])}"
-    return "\n".join([title, "", *(line.rstrip() for line in facts(rows + _tight(answer)).splitlines())])
+    judged = [("refused", each) for each in answer["refusals"]] + [
+        ("tight", each) for each in answer["warnings"]
+    ]
+    rows += [(label, f"{each['what']}; {each['remedy']}") for label, each in judged]
+    if not judged:
+        unknown = "nothing in the recipe; memory is judged with --gpu NAME"
+        rows.append(("tight", "nothing" if answer["gpu"] else unknown))
+    number, kind = answer["world_size"], answer["gpu"]
+    gpus = f"{number:,} x {kind}" if kind else several(number, "GPU")
+    lines = [line.rstrip() for line in facts(rows).splitlines()]
+    return "\n".join([f"plan of {answer['name']} on {gpus}", "", *lines])
 
 
 def in_short(answer: dict) -> str:
@@ -202,16 +193,13 @@ def in_short(answer: dict) -> str:
 
 def run_line(recipe: Recipe, plan: RunPlan, folder: str, device: str) -> str:
     """Describe a run in one line. folder, device: as they are shown."""
-    active = (
-        f", {short(plan.size.active)} of them for each token" if plan.size.active < plan.size.total else ""
-    )
     sharding = plan.deepspeed or "without DeepSpeed"
     # a file of the user's own need not be called after its stage
     if plan.zero_stage is not None and f"zero{plan.zero_stage}" not in sharding:
         sharding += f" (zero{plan.zero_stage})"
     parts = [
-        f"{recipe.name} in {folder}: {recipe.model.model_type} of {plan.parameters:,} parameters{active}"
-        + _frozen_words(recipe),
+        f"{recipe.name} in {folder}: {recipe.model.model_type} of {plan.parameters:,} parameters"
+        + _parts_words(recipe, plan),
         f"{several(plan.world_size, 'rank')} on {device}",
         sharding,
         precision_of_products(recipe),
@@ -249,16 +237,22 @@ def _what(answer: dict) -> list[tuple[str, str]]:
         # values of `refusals.compiled_part`; it adds nothing for "none"
         "deepcompile": ", DeepCompile",
     }.get(answer.get("compiles"), "")
-    # the name of the ds_config says hpZ
-    split = {name: size for name, size in answer["layout"].items() if name != "hpz"}
-    layout = [("layout", _layout_words(split))] if split else []
+    # over how many ranks each part is split, the innermost ranks first; the name of the ds_config says hpZ
+    words = {
+        "tensor": "matrices, embedding and head over {} neighbours",
+        "sequence": "each sequence over {} ranks",
+        "expert": "the experts over {} neighbours",
+    }
+    split = [words[name].format(size) for name, size in answer["layout"].items() if name != "hpz"]
     wide = f" ({' and '.join(answer['keep_in_fp32'])} in fp32)" if answer["keep_in_fp32"] else ""
     way = f"{sharding}, {answer['precision']}{wide}, {answer['recomputation']}{compiled}"
-    step = (
-        f"{_readers(answer)} x {several(answer['micro_batch'], 'sequence')} x "
-        f"{answer['sequence_length']:,} tokens "
-        f"x {answer['accumulation_steps']} accumulation"
-    )
+    # GPUs, or groups of GPUs, that read samples of their own
+    together = answer["layout"].get("tensor", 1) * answer["layout"].get("sequence", 1)
+    readers = several(answer["world_size"], "GPU")
+    if together > 1:
+        readers = f"{several(answer['world_size'] // together, 'group')} of {together} GPUs"
+    step = f"{readers} x {several(answer['micro_batch'], 'sequence')} x {answer['sequence_length']:,} tokens "
+    step += f"x {answer['accumulation_steps']} accumulation"
     if answer["ramp_steps"]:
         step += f"; the first {answer['ramp_steps']:,} are smaller"
     # steps are whole, and those of a ramp have several sizes
@@ -270,26 +264,8 @@ def _what(answer: dict) -> list[tuple[str, str]]:
         ("tokens", f"{tokens} (about 20 are compute-optimal); {answer['training_flops']:.3g} FLOPs"),
         ("steps", f"{answer['steps']:,} of {answer['tokens_per_step']:,} tokens: {step}"),
         ("how", way),
-        *layout,
+        *([("layout", ", ".join(split))] if split else []),
     ]
-
-
-def _readers(answer: dict) -> str:
-    """Write how many GPUs, or groups of GPUs, read samples of their own."""
-    together = answer["layout"].get("tensor", 1) * answer["layout"].get("sequence", 1)
-    if together == 1:
-        return several(answer["world_size"], "GPU")
-    return f"{several(answer['world_size'] // together, 'group')} of {together} GPUs"
-
-
-def _layout_words(layout: dict[str, int]) -> str:
-    """Write over how many ranks each part is split, the innermost ranks first."""
-    words = {
-        "tensor": "matrices, embedding and head over {} neighbours",
-        "sequence": "each sequence over {} ranks",
-        "expert": "the experts over {} neighbours",
-    }
-    return ", ".join(words[name].format(size) for name, size in layout.items())
 
 
 def _memory(answer: dict) -> list[tuple[str, str]]:
@@ -300,7 +276,15 @@ def _memory(answer: dict) -> list[tuple[str, str]]:
         assumed = num_bytes(table("memory")["processor_bytes"]["value"])
         words = f"{num_bytes(need['on_processor'])} for each process beyond its libraries, {assumed} of them assumed"
         rows += [("without GPUs", words)]
-    rows += [("memory of each GPU", _fits_words(answer))]
+    there, peak = answer["gpu_memory_bytes"], f"peak {PHASES[need['peak_phase']].partition(':')[0]}"
+    if there is None:
+        fitting = ", ".join(answer["fitting_gpus"]) or "none that the table knows"
+        fits = f"{num_bytes(need['total'])}, {peak}; fits {fitting}"
+    else:
+        fits = "fits" if need["total"] <= there else "does not fit"
+        used = f"{num_bytes(need['total'])} of {num_bytes(there)} ({need['total'] / there:.0%})"
+        fits = f"{used}: {fits}; {peak}"
+    rows.append(("memory of each GPU", fits))
     rows += [(f"  {name}", f"{num_bytes(size):<9}{size / need['total']:>5.0%}") for name, size in parts]
     rows.append(
         ("  CUDA, NCCL, allocator", f"{num_bytes(need['reserve']):<9}{need['reserve'] / need['total']:>5.0%}")
@@ -310,7 +294,7 @@ def _memory(answer: dict) -> list[tuple[str, str]]:
     node = node if need["gpus_of_node"] > 1 else ""
     host = f"{num_bytes(need['host_bytes'])} for each GPU ({host_words(need['host'])}){node}"
     rows.append(("host memory", host))
-    rows += _pinned(answer) if need["total"] <= (answer["gpu_memory_bytes"] or 0) else []
+    rows += _pinned(answer) if there and need["total"] <= there else []
     return rows + ([("NVMe", f"{num_bytes(need['nvme'])} for each GPU")] if need["nvme"] else [])
 
 
@@ -326,25 +310,6 @@ def _pinned(answer: dict) -> list[tuple[str, str]]:
             f"{num_bytes(need['host_node_bytes'])} of host memory every save stops training for {waits} instead"
         )
     return [("pinned", "; ".join(parts))] if parts else []
-
-
-def _fits_words(answer: dict) -> str:
-    need = answer["memory"]
-    peak = f"peak {PHASES[need['peak_phase']].partition(':')[0]}"
-    if answer["gpu"] is None:
-        fitting = ", ".join(answer["fitting_gpus"]) or "none that the table knows"
-        return f"{num_bytes(need['total'])}, {peak}; fits {fitting}"
-    there = answer["gpu_memory_bytes"]
-    verdict = "fits" if need["total"] <= there else "does not fit"
-    return (
-        f"{num_bytes(need['total'])} of {num_bytes(there)} ({need['total'] / there:.0%}): {verdict}; {peak}"
-    )
-
-
-def _is_notable(saved: dict | None, answer: dict) -> bool:
-    """Say if a plan that fits loses enough to failures and saves to mention it."""
-    fits = answer["memory"]["total"] <= (answer["gpu_memory_bytes"] or math.inf)
-    return fits and saved is not None and saved["lost_share"] > LEAST_LOST
 
 
 def _time_and_money(answer: dict) -> list[tuple[str, str]]:
@@ -369,18 +334,36 @@ def _time_and_money(answer: dict) -> list[tuple[str, str]]:
     rate = f"{speed['tokens_per_second']:,.0f} tokens/s ({each:,.0f} a GPU)"
     saved = step["checkpoints"]
     cadence = f"; a checkpoint every {duration(saved['every_seconds'])}{write_words(saved)}" if saved else ""
+    # where the time of a micro-batch goes, the largest part first; less than half a percent would be written as 0 %
+    spent = sum(step["kernel_seconds"].values())
+    kernels = sorted(step["kernel_seconds"].items(), key=lambda part: -part[1])
+    kernels = [f"{name} {part / spent:.0%}" for name, part in kernels if part >= 0.005 * spent]
+    # of a plan that fits, if it loses enough to failures and saves
+    fits = answer["memory"]["total"] <= (answer["gpu_memory_bytes"] or math.inf)
+    is_notable = fits and saved is not None and saved["lost_share"] > LEAST_LOST
+    money = f"{hours(cost['gpu_hours'])} GPU-hours"
+    # the cheapest ones: prices are sorted
+    prices = [
+        f"{dollars(price['dollars'])} at {price['provider']} ({dollars(price['dollars_per_gpu_hour'])} an hour, "
+        f"{price['date']})"
+        for price in cost["prices"][:MOST_PRICES]
+    ]
+    if prices:
+        money += f": {', '.join(prices)}"
+    else:
+        money += "; no price known: add yours to pretraining/planning/tables/prices.json"
     return [
         ("time", f"{duration(speed['seconds'])} at {rate}, {estimated(speed, 'estimated, ')}{NOT_COUNTED}"),
         *scaling_rows(speed["scaling"]),
         ("MFU", mfu_words(speed)),
-        ("kernels", _kernel_words(step["kernel_seconds"])),
+        ("kernels", ", ".join(kernels)),
         ("", KERNELS),
         ("step", f"{duration(step['seconds'])}, bound by {step['time']['bound_by']}; {links}"),
         *([("messages", _message_words(step["messages"]))] if answer["layout"] else []),
-        ("money", _money_words(cost)),
+        ("money", money),
         ("energy", energy_words(cost)),
         ("disk", f"{disk}{cadence}"),
-        *([("failures", failure_words(saved))] if _is_notable(saved, answer) else []),
+        *([("failures", failure_words(saved))] if is_notable else []),
         ("data", f"{read}; loaders read {num_bytes(step['loader_bytes_per_second'])}/s"),
     ]
 
@@ -396,42 +379,6 @@ def _message_words(messages: list[dict]) -> str:
     return "; ".join(parts)
 
 
-def _kernel_words(seconds: dict[str, float]) -> str:
-    """Write where the time of a micro-batch goes, the largest part first."""
-    total = sum(seconds.values())
-    parts = sorted(seconds.items(), key=lambda part: -part[1])
-    # a part below half a percent would be written as 0 %
-    return ", ".join(f"{name} {spent / total:.0%}" for name, spent in parts if spent >= 0.005 * total)
-
-
-def _money_words(cost: dict) -> str:
-    spent = f"{hours(cost['gpu_hours'])} GPU-hours"
-    if not cost["prices"]:
-        return f"{spent}; no price known: add yours to pretraining/planning/tables/prices.json"
-    prices = [
-        f"{dollars(price['dollars'])} at {price['provider']} ({dollars(price['dollars_per_gpu_hour'])} an hour, "
-        f"{price['date']})"
-        # the cheapest ones: prices are sorted
-        for price in cost["prices"][:MOST_PRICES]
-    ]
-    return f"{spent}: {', '.join(prices)}"
-
-
-def _tight(answer: dict) -> list[tuple[str, str]]:
-    words = [("refused", each) for each in answer["refusals"]] + [
-        ("tight", each) for each in answer["warnings"]
-    ]
-    if words:
-        return [(label, f"{each['what']}; {each['remedy']}") for label, each in words]
-    return [
-        ("tight", "nothing" if answer["gpu"] else "nothing in the recipe; memory is judged with --gpu NAME")
-    ]
-
-
-def _gpus(number: int, kind: str | None = None) -> str:
-    return f"{number:,} x {kind}" if kind else several(number, "GPU")
-
-
 def world_sizes(recipe: Recipe, ds_config: dict | None, gpu: Gpu | None) -> str:
     """Write a table of the numbers of GPUs that divide the step evenly."""
     at_once = recipe.micro_batch * recipe.sequence_length
@@ -439,20 +386,22 @@ def world_sizes(recipe: Recipe, ds_config: dict | None, gpu: Gpu | None) -> str:
     fitting = [size for size in WORLD_SIZES if size % fewest_ranks(ds_config) == 0]
     # with a batch-size ramp, every size of step must divide, not only the full one
     sizes = [size for size in fitting if not any(tokens % (size // together * at_once) for tokens in steps)]
-    header = ["GPUs", "accumulation", "memory of each", *(["fits", "time", "GPU-hours"] if gpu else [])]
-    rows = columns(header, [_world_size(recipe, ds_config, size, gpu) for size in sizes], left=0)
+    columns = [Column("GPUs", "GPUs", ","), Column("accumulation", "accumulation", ",")]
+    columns.append(Column("memory of each", "memory", num_bytes))
+    if gpu:
+        columns += [Column("fits", "fits"), Column("time", "seconds", duration)]
+        columns.append(Column("GPU-hours", "GPU-hours", hours))
+    rows = []
+    for size in sizes:
+        need = memory_need(recipe, ds_config, size, gpu.memory_bytes if gpu else None).total
+        accumulation = build_run_plan(recipe, ds_config, size).accumulation_steps
+        rows.append({"GPUs": size, "accumulation": accumulation, "memory": need})
+        if gpu:
+            speed = forecast(workload_of_recipe(recipe, ds_config), gpu, size)
+            rows[-1] |= {"seconds": speed.seconds, "GPU-hours": speed.cost.gpu_hours}
+            rows[-1]["fits"] = "yes" if need <= gpu.memory_bytes else "no"
+    text = write_table(columns, rows, left=0)
     # the note concerns rows with more than one node only
     if gpu is None or max(sizes, default=1) <= gpu.gpus_per_node:
-        return rows
-    return f"{rows}\nTimes of more than {gpu.gpus_per_node} GPUs, one node, assume perfect scaling."
-
-
-def _world_size(recipe: Recipe, ds_config: dict | None, size: int, gpu: Gpu | None) -> list[str]:
-    need: MemoryNeed = memory_need(recipe, ds_config, size, gpu.memory_bytes if gpu else None)
-    accumulation = build_run_plan(recipe, ds_config, size).accumulation_steps
-    cells = [f"{size:,}", f"{accumulation:,}", num_bytes(need.total)]
-    if gpu is None:
-        return cells
-    speed: Forecast = forecast(workload_of_recipe(recipe, ds_config), gpu, size)
-    fits = "yes" if need.total <= gpu.memory_bytes else "no"
-    return [*cells, fits, duration(speed.seconds), hours(speed.cost.gpu_hours)]
+        return text
+    return f"{text}\nTimes of more than {gpu.gpus_per_node} GPUs, one node, assume perfect scaling."

@@ -16,7 +16,6 @@ from pretraining.planning.memory.buffers import unprotected_gradient
 from pretraining.planning.memory.need import (
     ROOMY,
     TIGHT,
-    HeldByRank,
     MemoryNeed,
     checkpointing_of,
     held_by_rank,
@@ -26,7 +25,6 @@ from pretraining.planning.memory.need import (
 )
 from pretraining.planning.memory.split import families, held_tensors
 from pretraining.planning.quantities import (
-    columns,
     count,
     duration,
     gpu_count,
@@ -38,10 +36,11 @@ from pretraining.planning.quantities import (
 from pretraining.planning.run_plan import build_run_plan
 from pretraining.planning.shapes import shape_of, widths_of
 from pretraining.planning.throughput import scaling_over_nodes, step_time
-from pretraining.planning.workload import add_workload_arguments, workload_of
+from pretraining.planning.workload import add_cluster_arguments, add_workload_arguments, workload_of
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.recipe.model import value_of
 from pretraining.recipe.refusals import check_run
+from pretraining.runtime.table import Column, write_table
 
 WAYS = ("zero0", "zero1", "zero2", "zero3", "zero3_hpz", "zero2_offload", "zero3_offload", "zero3_nvme")
 """Names in ds_configs/, from the fewest messages to the most."""
@@ -66,9 +65,18 @@ the fewest layers recomputed, the fewest splits, the lowest stage and the larges
 memory is chosen only if nothing else fits. Time is the longest of products, messages and kernel launches, plus
 offload. `ac`: of how many layers one is recomputed (activation checkpointing)."""
 
+COLUMNS = (
+    Column("ds_config", lambda way: way["deepspeed"] or "none"),
+    Column("micro-batch", "micro_batch"),
+    Column("accumulation", "accumulation"),
+    Column("ac", lambda way: way["every_n_layers"] or "no"),
+    Column("memory", lambda way: way["memory"]["total"], num_bytes),
+    Column("step", "step_seconds", duration),
+)
+
 
 @dataclass(frozen=True)
-class Candidate:
+class Way:
     """One way to train the recipe on the GPUs."""
 
     deepspeed: str | None
@@ -91,19 +99,9 @@ class Candidate:
         return " ".join(self.changes)
 
     def to_dict(self) -> dict:
-        """Return plain JSON values."""
-        names = (
-            "deepspeed",
-            "micro_batch",
-            "accumulation",
-            "every_n_layers",
-            "step_seconds",
-            "offload_seconds",
-        )
-        return {
-            **{name: getattr(self, name) for name in (*names, "arguments", "why")},
-            "memory": self.need.to_dict(),
-        }
+        names = ("deepspeed", "micro_batch", "accumulation", "every_n_layers", "step_seconds")
+        names += ("offload_seconds", "arguments", "why")
+        return {**{name: getattr(self, name) for name in names}, "memory": self.need.to_dict()}
 
 
 def fitting(
@@ -113,7 +111,7 @@ def fitting(
     memory_bytes: float | None = None,
     mfu: float | None = None,
     own_ds_config: bool = False,
-) -> list[Candidate]:
+) -> list[Way]:
     """Return the candidates that fit, predicted fastest first. Those above TIGHT come after all others.
 
     Equally fast ones are sorted by free memory: first those that use at most ROOMY, then those that use less. The next
@@ -126,22 +124,41 @@ def fitting(
         UserError: nothing divides the step, or nothing fits (the message names the smallest need).
     """
     limit = memory_bytes or gpu.memory_bytes
-    found = list(candidates(recipe, world_size, gpu, mfu, limit, own_ds_config))
+    tried = list(candidates(recipe, world_size, gpu, mfu, limit, own_ds_config))
     # this raises with the reason: not even one sequence per GPU divides the step
-    if not found:
+    if not tried:
         accumulation_steps(_variant(recipe, recipe.deepspeed, 1, 0), world_size, _config(recipe.deepspeed))
-    fits = [each for each in found if each.need.total <= limit]
+    fits = [each for each in tried if each.need.total <= limit]
     if not fits:
-        raise UserError(_nothing_fits(recipe, found, world_size, limit, own_ds_config))
+        best = min(tried, key=lambda each: each.need.total)
+        largest, name = best.need.largest, best.deepspeed or "plain data parallel"
+        way = f"with {name}" if own_ds_config else "in any way"
+        instead = "leave --deepspeed out, " if own_ds_config else ""
+        raise UserError(
+            f"{recipe.name} does not fit {several(world_size, 'GPU')} of {num_bytes(limit)} {way}: the smallest, "
+            f"{name} with micro-batch {best.micro_batch}, needs {num_bytes(best.need.total)} "
+            f"({largest} {num_bytes(best.need.parts[largest])}); {instead}take more or larger GPUs, or a shorter "
+            "data.sequence_length"
+        )
     # a tight way is chosen only if all are, so the others are not compared with its speed
     safe = [each for each in fits if each.need.total <= TIGHT * limit]
     fastest = min(each.step_seconds for each in safe or fits)
-    return [
-        replace(each, why=_reason(each, fastest, limit)) for each in sorted(fits, key=_rank(fastest, limit))
-    ]
+
+    def order(each: Way) -> tuple:
+        slower, used = each.step_seconds / fastest, each.need.total / limit
+        # ways within SAME of the fastest are equal here, so that the keys behind decide between them
+        speed = 0 if slower <= SAME else slower
+        # more room than ROOMY leaves is worth nothing
+        crowded = 0 if used <= ROOMY else used
+        offloads, again, split, _ = _burdens(each)
+        stage = zero_stage(_config(each.deepspeed))
+        # a larger micro-batch has larger kernels, which are faster than predicted
+        return (used > TIGHT, speed, crowded, offloads, again, split, stage, -each.micro_batch)
+
+    return [replace(each, why=_reason(each, fastest, limit)) for each in sorted(fits, key=order)]
 
 
-def worth_choosing(ways: list[Candidate]) -> list[Candidate]:
+def worth_choosing(ways: list[Way]) -> list[Way]:
     """Return the ways that are worth a choice, the best first; `ways` has the order of `fitting`.
 
     No other way beats one of them, and each needs less memory than every one before it.
@@ -157,12 +174,12 @@ def worth_choosing(ways: list[Candidate]) -> list[Candidate]:
             for other, each in enumerate(ways)
         )
 
-    found: list[int] = []
+    chosen: list[int] = []
     for place in range(len(ways)):
         # each way is slower than those before it, so it must need clearly less memory
-        if (not found or SAME * totals[place] < totals[found[-1]]) and not beaten(place):
-            found.append(place)
-    return [ways[place] for place in found]
+        if (not chosen or SAME * totals[place] < totals[chosen[-1]]) and not beaten(place):
+            chosen.append(place)
+    return [ways[place] for place in chosen]
 
 
 def nearest_fit(
@@ -171,12 +188,12 @@ def nearest_fit(
     fits_in: Callable[[MemoryNeed], bool],
     gpu: Gpu | None = None,
     gpu_memory: float | None = None,
-) -> Candidate | None:
+) -> Way | None:
     """Return the candidate that `fits_in` accepts with the fewest changes to the recipe; among those, the fastest."""
     fits = [each for each in candidates(recipe, world_size, gpu, gpu_memory=gpu_memory) if fits_in(each.need)]
     order = {way: place for place, way in enumerate(WAYS)}
 
-    def distance(each: Candidate) -> tuple:
+    def distance(each: Way) -> tuple:
         return (
             len(each.changes),
             # without a known GPU there is no step time, and the number of messages decides
@@ -196,7 +213,7 @@ def candidates(
     mfu: float | None = None,
     gpu_memory: float | None = None,
     own_ds_config: bool = False,
-) -> Iterator[Candidate]:
+) -> Iterator[Way]:
     """Return every combination that divides the recipe's step, whether it fits or not.
 
     Args:
@@ -214,12 +231,23 @@ def candidates(
             # every step of a batch-size ramp must divide, not only the full one
             if any(size % at_once for size in recipe.step_sizes.all):
                 continue
-            held = None
+            held, config = None, _config(way)
             for every_n_layers in recomputed:
                 variant = _variant(recipe, way, micro_batch, every_n_layers)
                 # the same for all of them
-                held = held or held_by_rank(variant, _config(way), world_size)
-                yield _candidate(variant, recipe, world_size, gpu, mfu, gpu_memory, held)
+                held = held or held_by_rank(variant, config, world_size)
+                need = memory_need(variant, config, world_size, gpu_memory, held)
+                step = step_time(variant, config, world_size, gpu, mfu) if gpu else None
+                yield Way(
+                    deepspeed=way,
+                    micro_batch=micro_batch,
+                    accumulation=accumulation_steps(variant, world_size, config),
+                    every_n_layers=every_n_layers,
+                    need=need,
+                    step_seconds=step.seconds if step else None,
+                    offload_seconds=step.offload_seconds if step else 0.0,
+                    changes=_changes(variant, recipe),
+                )
 
 
 # a search asks for the same few files again for every candidate
@@ -231,23 +259,7 @@ def _config(way: str | None) -> dict | None:
 def _ways(recipe: Recipe, world_size: int, gpu: Gpu | None) -> list[str | None]:
     """Return the recipe's own ds_config and the shipped ones that `train.py` accepts with it (refusals.py)."""
     node = gpu.gpus_per_node if gpu else NODE
-    tried = [*WAYS, *_split_ways(recipe, world_size, node)]
-    # hpZ keeps a copy of the weights in each node: worth it only among several
-    if 1 < node < world_size and world_size % node == 0:
-        tried[tried.index("zero3_hpz")] = "zero3_hpz" if node == NODE else f"zero3:hpz={node}"
-    else:
-        tried.remove("zero3_hpz")
-    # DeepSpeed 0.19.8 cannot sum fp16 gradients in fp32 at stage 0
-    shipped = [
-        way
-        for way in tried
-        if not (recipe.training.fp16 and way == "zero0") and _is_accepted(recipe, way, world_size)
-    ]
-    return shipped if recipe.deepspeed in shipped else [recipe.deepspeed, *shipped]
-
-
-def _split_ways(recipe: Recipe, world_size: int, node: int) -> list[str]:
-    """Return ds_configs with degrees of parallelism whose groups fit into a node."""
+    # groups of split layers, sequences and experts fit into a node
     sizes = [2**n for n in range(1, 1 + min(node, world_size).bit_length()) if node % 2**n == 0]
     sizes = [size for size in sizes if world_size % size == 0]
     sequences = [size for size in sizes if recipe.sequence_length >= size * SHORTEST_PART]
@@ -257,19 +269,28 @@ def _split_ways(recipe: Recipe, world_size: int, node: int) -> list[str]:
     degrees += [f"tensor={tensor},sequence={sequence}" for tensor, sequence in both]
     if widths_of(shape_of(recipe.model)).experts:
         degrees += [f"expert={size}" for size in sizes]
-    return [f"{way}:{split}" for split in degrees for way in SPLIT_WAYS]
-
-
-def _is_accepted(recipe: Recipe, way: str, world_size: int) -> bool:
-    variant = replace(recipe, deepspeed=way)
-    try:
-        check_run(variant, _config(way))
-    except UserError:
-        return False
-    of_rank, width = families(variant, _config(way), world_size), value_of(recipe.model, "hidden_size")
-    ranks = max(family.ranks for family in of_rank)
-    # a run with such a gradient is refused (gate.py), so that the search must not offer it
-    return unprotected_gradient(_config(way), held_tensors(of_rank), width, ranks) is None
+    tried = [*WAYS, *(f"{way}:{split}" for split in degrees for way in SPLIT_WAYS)]
+    # hpZ keeps a copy of the weights in each node: worth it only among several
+    if 1 < node < world_size and world_size % node == 0:
+        tried[tried.index("zero3_hpz")] = "zero3_hpz" if node == NODE else f"zero3:hpz={node}"
+    else:
+        tried.remove("zero3_hpz")
+    # DeepSpeed 0.19.8 cannot sum fp16 gradients in fp32 at stage 0
+    if recipe.training.fp16:
+        tried.remove("zero0")
+    shipped, width = [], value_of(recipe.model, "hidden_size")
+    for way in tried:
+        variant = replace(recipe, deepspeed=way)
+        try:
+            check_run(variant, _config(way))
+        except UserError:
+            continue
+        of_rank = families(variant, _config(way), world_size)
+        ranks = max(family.ranks for family in of_rank)
+        # a run with such a gradient is refused (gate.py), so that the search must not offer it
+        if unprotected_gradient(_config(way), held_tensors(of_rank), width, ranks) is None:
+            shipped.append(way)
+    return shipped if recipe.deepspeed in shipped else [recipe.deepspeed, *shipped]
 
 
 def _variant(recipe: Recipe, way: str | None, micro_batch: int, every_n_layers: int) -> Recipe:
@@ -279,30 +300,6 @@ def _variant(recipe: Recipe, way: str | None, micro_batch: int, every_n_layers: 
         # other keywords of the recipe stay
         values["activation_checkpointing_kwargs"] = {**given, "every_n_layers": every_n_layers}
     return replace(recipe, deepspeed=way, training={**recipe.training, **values})
-
-
-def _candidate(
-    variant: Recipe,
-    recipe: Recipe,
-    world_size: int,
-    gpu: Gpu | None,
-    mfu: float | None,
-    gpu_memory: float | None,
-    held: HeldByRank,
-) -> Candidate:
-    config = _config(variant.deepspeed)
-    need = memory_need(variant, config, world_size, gpu_memory, held)
-    step = step_time(variant, config, world_size, gpu, mfu) if gpu else None
-    return Candidate(
-        deepspeed=variant.deepspeed,
-        micro_batch=variant.micro_batch,
-        accumulation=accumulation_steps(variant, world_size, config),
-        every_n_layers=recomputed_one_in(variant),
-        need=need,
-        step_seconds=step.seconds if step else None,
-        offload_seconds=step.offload_seconds if step else 0.0,
-        changes=_changes(variant, recipe),
-    )
 
 
 def _changes(variant: Recipe, recipe: Recipe) -> tuple[str, ...]:
@@ -319,7 +316,7 @@ def _changes(variant: Recipe, recipe: Recipe) -> tuple[str, ...]:
     return tuple(changes)
 
 
-def _burdens(each: Candidate) -> tuple[bool, float, int, int]:
+def _burdens(each: Way) -> tuple[bool, float, int, int]:
     """Return what a way costs beyond its predicted time: offload, layers computed twice, split layers, waits."""
     config = _config(each.deepspeed)
     offloads = optimizer_device(config) != "gpu" or parameter_device(config) != "gpu"
@@ -328,22 +325,7 @@ def _burdens(each: Candidate) -> tuple[bool, float, int, int]:
     return offloads, recomputed_share(each.every_n_layers), split, stage
 
 
-def _rank(fastest: float, limit: float) -> Callable[[Candidate], tuple]:
-    def key(each: Candidate) -> tuple:
-        slower, used = each.step_seconds / fastest, each.need.total / limit
-        # ways within SAME of the fastest are equal here, so that the keys behind decide between them
-        speed = 0 if slower <= SAME else slower
-        # more room than ROOMY leaves is worth nothing
-        crowded = 0 if used <= ROOMY else used
-        offloads, again, split, _ = _burdens(each)
-        stage = zero_stage(_config(each.deepspeed))
-        # a larger micro-batch has larger kernels, which are faster than predicted
-        return (used > TIGHT, speed, crowded, offloads, again, split, stage, -each.micro_batch)
-
-    return key
-
-
-def _reason(each: Candidate, fastest: float, limit: float) -> str:
+def _reason(each: Way, fastest: float, limit: float) -> str:
     """Write what this candidate pays for its memory, and how much slower it is than the fastest."""
     paid = [recomputation_text(each.every_n_layers)] if each.every_n_layers else []
     if each.offload_seconds:
@@ -355,21 +337,6 @@ def _reason(each: Candidate, fastest: float, limit: float) -> str:
     return ", ".join([speed, *paid])
 
 
-def _nothing_fits(
-    recipe: Recipe, found: list[Candidate], world_size: int, limit: float, own_ds_config: bool
-) -> str:
-    best = min(found, key=lambda each: each.need.total)
-    largest, name = best.need.largest, best.deepspeed or "plain data parallel"
-    way = f"with {name}" if own_ds_config else "in any way"
-    instead = "leave --deepspeed out, " if own_ds_config else ""
-    return (
-        f"{recipe.name} does not fit {several(world_size, 'GPU')} of {num_bytes(limit)} {way}: the smallest, "
-        f"{name} with micro-batch {best.micro_batch}, needs {num_bytes(best.need.total)} "
-        f"({largest} {num_bytes(best.need.parts[largest])}); {instead}take more or larger GPUs, or a shorter "
-        "data.sequence_length"
-    )
-
-
 class FitVerb:
     """The stage, layout, offload, micro-batch and activation checkpointing that fit, predicted fastest first."""
 
@@ -377,10 +344,8 @@ class FitVerb:
   python -m pretraining.planning fit --recipe 30b --world_size 8 --gpu H200 --top 3 --json"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Take the recipe, the GPUs, and which ways to show."""
         add_workload_arguments(parser)
-        parser.add_argument("--world_size", type=gpu_count, required=True, metavar="N", help="number of GPUs")
-        parser.add_argument("--gpu", required=True, metavar="NAME", help="which kind (see the verb gpus)")
+        add_cluster_arguments(parser)
         parser.add_argument(
             "--memory", type=count, metavar="BYTES", help="of one GPU, instead of the table's: 80e9"
         )
@@ -402,13 +367,18 @@ class FitVerb:
     def answer(self, options: argparse.Namespace) -> dict:
         """Return the fastest way, and those that need less memory; with `--deepspeed` those of that ds_config alone."""
         workload, gpu = workload_of(options), find_gpu(options.gpu)
-        if workload.recipe is None:
+        recipe = workload.recipe
+        if recipe is None:
             raise UserError("the search needs the model's shape: give --recipe NAME (and --set to change it)")
         limit = options.memory or gpu.memory_bytes
         own = options.deepspeed is not None
-        found = fitting(workload.recipe, options.world_size, gpu, limit, options.mfu, own)
-        chosen = worth_choosing(found)
-        shown = found if options.all else chosen
+        fits = fitting(recipe, options.world_size, gpu, limit, options.mfu, own)
+        chosen = worth_choosing(fits)
+        shown, best, saved = fits if options.all else chosen, chosen[0], None
+        if best.step_seconds is not None:
+            variant = _variant(recipe, best.deepspeed, best.micro_batch, best.every_n_layers)
+            plan = build_run_plan(variant, _config(best.deepspeed), options.world_size)
+            saved = cost_of_checkpoints(plan, variant, best.step_seconds, gpu, options.world_size)
         top = options.top or (len(shown) if options.all else MOST)
         return {
             "name": workload.name,
@@ -416,89 +386,47 @@ class FitVerb:
             "memory_bytes": limit,
             "world_size": options.world_size,
             "scaling": scaling_over_nodes(gpu, options.world_size),
-            "fitting": len(found),
+            "fitting": len(fits),
             "ways": [each.to_dict() for each in shown[:top]],
-            "checkpoints": _checkpoints(workload.recipe, chosen[0], options.world_size, gpu),
-            "command": _command(options, workload.recipe, chosen[0], gpu),
+            "checkpoints": saved.to_dict() if saved else None,
+            "command": _command(options, recipe, best, gpu),
         }
 
     def as_text(self, answer: dict) -> str:
         """Write a table, the best first, and what to type for it."""
-        header = ["ds_config", "micro-batch", "accumulation", "ac", "memory", "step", "why"]
-        rows = [_row(way) for way in answer["ways"]]
-        title = f"{answer['name']} on {answer['world_size']:,} x {answer['gpu']}: {_how_many(answer)}"
-        scaling = answer["scaling"]
+        number, shown = answer["fitting"], len(answer["ways"])
+        fits = f"{several(number, 'way')} {'fits' if number == 1 else 'fit'}"
+        if shown < number:
+            fits += f", {shown} worth a choice are shown; --all shows every one"
+        scaling, saved = answer["scaling"], answer["checkpoints"]
         note = NOTE.format(same=SAME - 1, room=1 - ROOMY, tight=TIGHT)
         note += f" {several(scaling['nodes'], 'node')}: {scaling['assumption']}." if scaling else ""
-        saved = answer["checkpoints"]
         note += f" Failures: {failure_words(saved)}." if saved else ""
+        note = textwrap.fill(" ".join(note.split()), 118, initial_indent="\n", break_on_hyphens=False)
         where = "on each node, with the name of the first in place of node0:\n" if scaling else ""
-        return f"{title}\n\n{_table(header, rows)}\n{_filled(note)}\n\n{where}{_wrapped(answer['command'])}"
+        # the reasons read from the left, also where they are padded to one width
+        width = max(len(way["why"]) for way in answer["ways"])
+        table = write_table([*COLUMNS, Column("why".ljust(width), "why", f"<{width}")], answer["ways"])
+        title = f"{answer['name']} on {answer['world_size']:,} x {answer['gpu']}: {fits}"
+        # for a shell, with one option of train.py on each line
+        words = [shlex.quote(word) for word in shlex.split(answer["command"])]
+        options = words.index("train.py") + 1
+        lines = [f" \\\n    {word}" if word.startswith("--") else f" {word}" for word in words[options:]]
+        command = "".join([" ".join(words[:options]), *lines])
+        return f"{title}\n\n{table}\n{note}\n\n{where}{command}"
 
 
-def _checkpoints(recipe: Recipe, best: Candidate, world_size: int, gpu: Gpu) -> dict | None:
-    """Return what checkpoints and failures cost at the speed of the best way; None if the recipe saves none."""
-    if best.step_seconds is None:
-        return None
-    variant = _variant(recipe, best.deepspeed, best.micro_batch, best.every_n_layers)
-    plan = build_run_plan(variant, _config(best.deepspeed), world_size)
-    saved = cost_of_checkpoints(plan, variant, best.step_seconds, gpu, world_size)
-    return saved.to_dict() if saved else None
-
-
-def _command(options: argparse.Namespace, recipe: Recipe, best: Candidate, gpu: Gpu) -> str:
-    """Write the command for the best way."""
+def _command(options: argparse.Namespace, recipe: Recipe, best: Way, gpu: Gpu) -> str:
+    """Write the command for the best way: for deepspeed on one node, for torchrun on each of several."""
+    number, name = options.world_size, recipe.name
+    # the fewest nodes with the same number of GPUs on each
+    nodes = next(n for n in range(-(-number // gpu.gpus_per_node), number + 1) if number % n == 0)
+    launcher = ["deepspeed", f"--num_gpus={number}"]
+    if nodes > 1:
+        launcher = ["torchrun", f"--nnodes={nodes}", f"--nproc_per_node={number // nodes}"]
+        launcher += ["--rdzv_backend=c10d", "--rdzv_endpoint=node0:29500", f"--rdzv_id={name}"]
     # `recipe.words` are the arguments that the user gave; what the search changes comes after them
-    given = [*_launcher(options.world_size, gpu.gpus_per_node, recipe.name), "train.py", *recipe.words]
+    given = [*launcher, "train.py", *recipe.words]
     if options.deepspeed and recipe.deepspeed == best.deepspeed:
         given += ["--deepspeed", options.deepspeed]
     return " ".join([shlex.join(given), *best.changes])
-
-
-def _launcher(num_gpus: int, gpus_per_node: int, name: str) -> list[str]:
-    """Return the launcher: deepspeed on one node; on several, torchrun, which is started on each of them."""
-    # the fewest nodes with the same number of GPUs on each
-    nodes = next(n for n in range(-(-num_gpus // gpus_per_node), num_gpus + 1) if num_gpus % n == 0)
-    if nodes == 1:
-        return ["deepspeed", f"--num_gpus={num_gpus}"]
-    ranks = [f"--nnodes={nodes}", f"--nproc_per_node={num_gpus // nodes}"]
-    return ["torchrun", *ranks, "--rdzv_backend=c10d", "--rdzv_endpoint=node0:29500", f"--rdzv_id={name}"]
-
-
-def _how_many(answer: dict) -> str:
-    fitting, shown = answer["fitting"], len(answer["ways"])
-    words = f"{several(fitting, 'way')} {'fits' if fitting == 1 else 'fit'}"
-    return words if shown == fitting else f"{words}, {shown} worth a choice are shown; --all shows every one"
-
-
-def _filled(text: str) -> str:
-    return textwrap.fill(" ".join(text.split()), 118, initial_indent="\n", break_on_hyphens=False)
-
-
-def _wrapped(command: str) -> str:
-    """Break a command for a shell, with one option of train.py on each line."""
-    words = [shlex.quote(word) for word in shlex.split(command)]
-    options = words.index("train.py") + 1
-    lines = [f" \\\n    {word}" if word.startswith("--") else f" {word}" for word in words[options:]]
-    return " ".join(words[:options]) + "".join(lines)
-
-
-def _table(header: list[str], rows: list[list[str]]) -> str:
-    """Write a table with names and reasons to the left and numbers to the right."""
-    # `columns` aligns the last column to the right: padded to one width it reads from the left
-    width = max(len(row[-1]) for row in rows)
-    return columns(
-        [*header[:-1], header[-1].ljust(width)], [[*row[:-1], row[-1].ljust(width)] for row in rows]
-    )
-
-
-def _row(way: dict) -> list[str]:
-    return [
-        way["deepspeed"] or "none",
-        str(way["micro_batch"]),
-        str(way["accumulation"]),
-        str(way["every_n_layers"] or "no"),
-        num_bytes(way["memory"]["total"]),
-        duration(way["step_seconds"]),
-        way["why"],
-    ]

@@ -138,13 +138,17 @@ def stand_in(model: dict) -> dict:
     full, facts = model_with_defaults(model), count_model(model)
     width, layers = value_of(full, "hidden_size"), facts.layers
     if facts.experts and facts.chosen_experts:
+        sparse = {layer for part, _, layer, *_ in facts.tensors if part == "experts"}
         # a gated expert has three matrices
-        expert = facts.of_part("experts") // (3 * width * facts.experts * _sparse_layers(facts))
-        return {**_grouped(full, width, layers, expert), **_mixture(facts)}
+        expert = facts.of_part("experts") // (3 * width * facts.experts * (len(sparse) or 1))
+        mixture = {"num_local_experts": facts.experts, "num_experts_per_tok": facts.chosen_experts}
+        return {**_grouped(full, width, layers, expert), "model_type": "mixtral", **mixture}
     # gated feed-forward layers have three matrices, others two; no model section says which
     # in units of width: a layer's number of matrices times its inner width
     matrices = facts.of_part("mlp", "experts") / layers / width
-    inner = _inner(full, matrices)
+    # the section's own if it has one, else that of two matrices
+    inner = value_of(full, "intermediate_size")
+    inner = inner if isinstance(inner, int) and inner else max(1, round(matrices / 2))
     if matrices / inner > GATED:
         return _grouped(full, width, layers, inner, "qwen3" if facts.normed_heads else "llama")
     own = {
@@ -154,12 +158,6 @@ def stand_in(model: dict) -> dict:
         "n_inner": inner,
     }
     return model_with_defaults({"model_type": "gpt2", **own, **_outside(full, "n_positions")})
-
-
-def _inner(full: dict, matrices: float) -> int:
-    """Return the inner width: the section's own if it has one, else that of two matrices."""
-    stated = value_of(full, "intermediate_size")
-    return stated if isinstance(stated, int) and stated else max(1, round(matrices / 2))
 
 
 def _grouped(full: dict, width: int, layers: int, inner: int, family: str = "llama") -> dict:
@@ -175,26 +173,13 @@ def _grouped(full: dict, width: int, layers: int, inner: int, family: str = "lla
 
 
 def _outside(full: dict, positions: str) -> dict:
-    kept = {"vocab_size": full["vocab_size"], positions: value_of(full, "max_position_embeddings")}
-    named = full.get("attn_implementation")
     return {
-        **kept,
+        "vocab_size": full["vocab_size"],
+        positions: value_of(full, "max_position_embeddings"),
         # it decides what a layer keeps (`memory/activations.py`)
-        "attn_implementation": named,
+        "attn_implementation": full.get("attn_implementation"),
         "tie_word_embeddings": bool(full.get("tie_word_embeddings")),
     }
-
-
-def _mixture(facts: CountedModel) -> dict:
-    return {
-        "model_type": "mixtral",
-        "num_local_experts": facts.experts,
-        "num_experts_per_tok": facts.chosen_experts,
-    }
-
-
-def _sparse_layers(facts: CountedModel) -> int:
-    return len({layer for part, _, layer, *_ in facts.tensors if part == "experts"}) or 1
 
 
 def _whole(value: Any) -> int | None:
@@ -213,27 +198,27 @@ def count_model(model: dict) -> CountedModel:
 
 @cache
 def _counted(section: str) -> CountedModel:
-    kept = _cache_file(section)
-    found = _read_counted(kept)
-    if found is None:
-        with _one_at_a_time(kept):
+    file = _cache_file(section)
+    count = _read_counted(file)
+    if count is None:
+        with _one_at_a_time(file):
             # another rank of this machine may have counted meanwhile
-            found = _read_counted(kept) or _built(section)
-            if "error" not in found:
-                _keep(kept, found)
+            count = _read_counted(file) or _built(section)
+            if "error" not in count:
+                _keep(file, count)
     model_type = json.loads(section)["model_type"]
-    if "error" in found:
+    if "error" in count:
         if extension := model_extension(model_type):
-            raise UserError(f"model: {display_path(extension.path)}: {found['error']}")
-        raise UserError(f"model: transformers cannot build this {model_type}: {found['error']}")
+            raise UserError(f"model: {display_path(extension.path)}: {count['error']}")
+        raise UserError(f"model: transformers cannot build this {model_type}: {count['error']}")
     # kept too, so that the next start refuses at once
-    if found["faults"]:
+    if count["faults"]:
         what = "weights would not be the same at every ZeRO stage"
         raise UserError(
-            f"model.model_type: {model_type} does not train here, its initial {what}: {found['faults'][0]}"
+            f"model.model_type: {model_type} does not train here, its initial {what}: {count['faults'][0]}"
         )
-    found["tensors"] = tuple(tuple(tensor) for tensor in found["tensors"])
-    return CountedModel(**{**found, "faults": tuple(found["faults"])})
+    count["tensors"] = tuple(tuple(tensor) for tensor in count["tensors"])
+    return CountedModel(**{**count, "faults": tuple(count["faults"])})
 
 
 def _built(section: str) -> dict:
@@ -272,10 +257,10 @@ def _cache_file(section: str) -> Path:
 
 def _cache_folder() -> Path:
     try:
-        own = Path.home() / ".cache"
+        cache = Path.home() / ".cache"
     except RuntimeError:  # a user of a container who has no home
-        own = Path(tempfile.gettempdir())
-    return Path(os.environ.get("PRETRAINING_MODEL_CACHE") or own / "pretraining" / "models")
+        cache = Path(tempfile.gettempdir())
+    return Path(os.environ.get("PRETRAINING_MODEL_CACHE") or cache / "pretraining" / "models")
 
 
 @contextlib.contextmanager
@@ -296,17 +281,17 @@ def _one_at_a_time(path: Path) -> Iterator[None]:
 
 def _read_counted(path: Path) -> dict | None:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        count = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and "tensors" in found else None
+    return count if isinstance(count, dict) and "tensors" in count else None
 
 
-def _keep(path: Path, found: dict) -> None:
+def _keep(path: Path, count: dict) -> None:
     """Keep the count for the next start; if it cannot be written, the next start counts again."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         # renamed when complete, so that no rank reads half a file
         aside = path.with_suffix(f".{os.getpid()}")
-        aside.write_text(json.dumps(found), encoding="utf-8")
+        aside.write_text(json.dumps(count), encoding="utf-8")
         aside.replace(path)

@@ -1,9 +1,22 @@
 """Parameters, part by part, and FLOPs per token, in every way the field counts them."""
 
-from dataclasses import asdict, dataclass, fields
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
 
-from pretraining.planning.shapes import HOW, CountedModel, Widths, count_model, is_mixture, widths_of
-from pretraining.recipe import model_with_defaults
+from pretraining.planning.memory.tensors import (
+    EMBEDDING,
+    HEAD,
+    HIDDEN,
+    ROUTER,
+    Tensor,
+    parameter_tensors,
+    trained_tensors,
+)
+from pretraining.planning.shapes import HOW, count_model, widths_of
+from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.model import ROUTER_COEFFICIENT, is_exact
 
 BACKWARD = 2
@@ -30,7 +43,6 @@ class PartSizes:
 
     @property
     def total(self) -> int:
-        """Sum of all parts."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
@@ -80,44 +92,84 @@ class ModelSize:
 
     @property
     def non_embedding(self) -> int:
-        """Total without the embedding tables."""
         return self.total - self.embedding
-
-
-@dataclass(frozen=True)
-class _Counted:
-    """The parts of a model, and the parameters that a token does not pass or is not multiplied with."""
-
-    parts: PartSizes
-    head: int
-    """The output projection, tied or not."""
-    idle_experts: int
-    biases: int
-    """Biases of the linear layers."""
-    attention_width: int
 
 
 def model_size(model: dict) -> ModelSize:
     """Return sizes of a recipe's model section, exactly as the class of the installed transformers builds it."""
-    # formulas exist only for the types that the recipe knows exactly
-    if not is_exact(model):
-        return _of_counted(count_model(model))
-    shape = model_with_defaults(model)
-    counted = _gpt2(shape) if shape["model_type"] == "gpt2" else _llama_like(shape)
-    parts, active = counted.parts, counted.parts.total - counted.idle_experts
-    # a tied head is no part of its own, yet a token is multiplied with it: `counted.head` is added below in both cases
-    in_layers = active - parts.embedding - parts.head - counted.biases - parts.norms
+    # a search asks for the same sizes hundreds of times
+    return _by_formula(json.dumps(model, sort_keys=True)) if is_exact(model) else _summed(model)
+
+
+@cache
+def _by_formula(section: str) -> ModelSize:
+    """section: the model section, written as JSON."""
+    return _summed(json.loads(section))
+
+
+def _summed(model: dict) -> ModelSize:
+    """Add up the tensors by part."""
+    tensors, numel = parameter_tensors(model), Counter()
+    for tensor in tensors:
+        numel[tensor.part] += tensor.numel
+    # PartSizes holds biases with their layers; only `matmul` leaves them out
+    biases = numel["attention bias"] + numel["mlp bias"]
+    parts = PartSizes(**{field.name: numel[field.name] for field in fields(PartSizes)})
+    parts = replace(
+        parts, attention=parts.attention + numel["attention bias"], mlp=parts.mlp + numel["mlp bias"]
+    )
+    if is_exact(model):
+        shape, how = model_with_defaults(model), None
+        widths, tied = widths_of(shape), bool(shape["tie_word_embeddings"])
+        layers, experts, chosen = widths.layers, widths.experts, widths.chosen_experts
+        # the table of the tokens comes first, and is the head too if that is tied
+        head, attention_width = parts.head or tensors[0].numel, widths.queries
+    else:
+        facts, how = count_model(model), HOW
+        tied, head, attention_width = facts.tied, facts.head, facts.attention_width
+        layers, experts, chosen = facts.layers, facts.experts, facts.chosen_experts
+    idle = parts.experts * (experts - chosen) // experts if experts and chosen else 0
+    active = parts.total - idle
+    # a tied head is no part of its own, yet a token is multiplied with it: it is added in both cases
+    in_layers = active - parts.embedding - parts.head - biases - parts.norms
     return ModelSize(
         total=parts.total,
         embedding=parts.embedding,
         active=active,
-        matmul=in_layers + counted.head,
-        head=counted.head,
-        num_layers=widths_of(shape).layers,
-        attention_width=counted.attention_width,
-        tied=bool(shape["tie_word_embeddings"]),
+        matmul=in_layers + head,
+        head=head,
+        num_layers=layers,
+        attention_width=attention_width,
+        tied=tied,
         parts=parts,
+        counted=how,
     )
+
+
+def size_of_recipe(recipe: Recipe) -> ModelSize:
+    """Return the sizes of the recipe's model, with what is left to the backward pass if parameters are frozen."""
+    size, trained = model_size(recipe.model), trained_tensors(recipe)
+    if not recipe.weights.frozen:
+        return size
+    tensors, first = parameter_tensors(recipe.model), trained[0]
+    behind = [tensor for tensor in tensors[tensors.index(first) :] if tensor.layer is not None]
+    layers = size.num_layers - behind[0].layer if behind else 0
+    # Of the experts of a layer a token meets some.
+    met = 1 - (size.total - size.active) / size.parts.experts if size.parts.experts else 1.0
+
+    def entries(chosen: Sequence[Tensor]) -> int:
+        matrices = [tensor for tensor in chosen if tensor.kind in (HIDDEN, ROUTER)]
+        return round(sum(each.numel * (met if ".experts." in each.name else 1) for each in matrices))
+
+    of_head = (HEAD, EMBEDDING) if size.tied else (HEAD,)
+    trains_head = any(tensor.kind in of_head and tensor.numel == size.head for tensor in trained)
+    backward = Backward(
+        trained=sum(tensor.numel for tensor in trained),
+        weights=entries(trained) + size.head * trains_head,
+        inputs=entries(behind) + size.head * (first.kind != HEAD),
+        layers=layers / size.num_layers,
+    )
+    return replace(size, backward=backward)
 
 
 def balance_of_experts(model: dict) -> str | None:
@@ -130,99 +182,6 @@ def balance_of_experts(model: dict) -> str | None:
     values = model_with_defaults(model)
     weight = values.get(ROUTER_COEFFICIENT) if values.get("output_router_logits") else None
     return f"a balancing loss, {ROUTER_COEFFICIENT} {weight:g}" if weight else ""
-
-
-def _of_counted(facts: CountedModel) -> ModelSize:
-    """Return the sizes of a model that was built on the meta device."""
-    attention_biases, mlp_biases = facts.of_part("attention bias"), facts.of_part("mlp bias")
-    named = {field.name: facts.of_part(field.name) for field in fields(PartSizes)}
-    # PartSizes holds biases with their layers; only `matmul` leaves them out
-    named["attention"] += attention_biases
-    named["mlp"] += mlp_biases
-    parts = PartSizes(**named)
-    idle = (
-        parts.experts * (facts.experts - facts.chosen_experts) // facts.experts if facts.chosen_experts else 0
-    )
-    active = parts.total - idle
-    in_layers = active - parts.embedding - parts.head - attention_biases - mlp_biases - parts.norms
-    return ModelSize(
-        total=parts.total,
-        embedding=parts.embedding,
-        active=active,
-        matmul=in_layers + facts.head,
-        head=facts.head,
-        num_layers=facts.layers,
-        attention_width=facts.attention_width,
-        tied=facts.tied,
-        parts=parts,
-        counted=HOW,
-    )
-
-
-def _gpt2(shape: dict) -> _Counted:
-    """Count GPT-2 (Radford et al. 2019): learned positions, biases everywhere, LayerNorm with bias."""
-    widths = widths_of(shape)
-    width, layers, inner = widths.hidden, widths.layers, widths.inner
-    head = shape["vocab_size"] * width
-    parts = PartSizes(
-        embedding=(shape["vocab_size"] + shape["n_positions"]) * width,
-        # queries, keys and values are one matrix
-        attention=layers * (_linear(width, 3 * width, bias=True) + _linear(width, width, bias=True)),
-        mlp=layers * (_linear(width, inner, bias=True) + _linear(inner, width, bias=True)),
-        experts=0,
-        router=0,
-        # two in each layer and a last one, each with weight and bias
-        norms=(2 * layers + 1) * 2 * width,
-        head=0 if shape["tie_word_embeddings"] else head,
-    )
-    # biases in the order of the matrices above
-    return _Counted(parts, head, 0, layers * (3 * width + width + inner + width), width)
-
-
-def _llama_like(shape: dict) -> _Counted:
-    """Count Llama, Qwen3, Mixtral and Qwen3-MoE: rotary positions, RMSNorm, gated MLPs, grouped-query attention."""
-    widths = widths_of(shape)
-    width, layers, experts = widths.hidden, widths.layers, widths.experts
-    sparse = sum(is_mixture(shape, layer) for layer in range(layers))
-    # three matrices: both halves of the gate, and the way back
-    expert, table = 3 * width * widths.expert_inner, shape["vocab_size"] * width
-    attention, attention_biases = _attention(shape, widths)
-    mlp, mlp_biases = _gated_mlp(shape, widths)
-    # one norm for all query heads and one for all key heads of a layer
-    head_norms = 2 * widths.head_size if shape["model_type"].startswith("qwen3") else 0
-    parts = PartSizes(
-        embedding=table,
-        attention=layers * attention,
-        mlp=(layers - sparse) * mlp,
-        experts=sparse * experts * expert,
-        router=sparse * experts * width,
-        # RMSNorm has no bias
-        norms=layers * (2 * width + head_norms) + width,
-        head=0 if shape["tie_word_embeddings"] else table,
-    )
-    idle = sparse * (experts - widths.chosen_experts) * expert
-    biases = layers * attention_biases + (layers - sparse) * mlp_biases
-    return _Counted(parts, table, idle, biases, widths.queries)
-
-
-def _attention(shape: dict, widths: Widths) -> tuple[int, int]:
-    """Return the parameters of one layer's projections, and how many of them are biases."""
-    hidden, queries, keys = widths.hidden, widths.queries, widths.keys
-    bias = bool(shape.get("attention_bias"))
-    parameters = _linear(hidden, queries, bias) + 2 * _linear(hidden, keys, bias)
-    parameters += _linear(queries, hidden, bias)
-    return parameters, bias * (queries + 2 * keys + hidden)
-
-
-def _gated_mlp(shape: dict, widths: Widths) -> tuple[int, int]:
-    """Return the parameters of one dense gated MLP, and how many of them are biases."""
-    hidden, inner, bias = widths.hidden, widths.inner, bool(shape.get("mlp_bias"))
-    parameters = 2 * _linear(hidden, inner, bias) + _linear(inner, hidden, bias)
-    return parameters, bias * (2 * inner + hidden)
-
-
-def _linear(inputs: int, outputs: int, bias: bool) -> int:
-    return inputs * outputs + (outputs if bias else 0)
 
 
 @dataclass(frozen=True)
@@ -248,7 +207,6 @@ class FlopsPerToken:
         return self.training + self.recomputed
 
     def to_dict(self) -> dict:
-        """Return the counts and their sum."""
         return {**asdict(self), "hardware": self.hardware}
 
 

@@ -1,22 +1,19 @@
 """Seconds of one optimizer step: its products, its messages, and what offloading moves."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from pretraining.ds_config import optimizer_device, parameter_device, zero_stage
+from pretraining.ds_config import optimizer_device, parameter_device
 from pretraining.planning.constants import table
 from pretraining.planning.gpus import Gpu
 from pretraining.planning.memory.need import recomputed_one_in, recomputed_share
-from pretraining.planning.memory.tensors import precision_of, size_of_recipe
 from pretraining.planning.messages import (
     GRADIENTS,
     LAYER_MESSAGES,
-    communication,
-    communication_seconds,
     step_messages,
     stops_for_gradients,
 )
-from pretraining.planning.roofline import ceiling, expected_utilization, recipe_utilization, tokens_per_second
-from pretraining.planning.sizes import ModelSize, flops_per_token, model_size
+from pretraining.planning.roofline import ceiling, recipe_utilization, tokens_per_second
+from pretraining.planning.sizes import flops_per_token, model_size, size_of_recipe
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.recipe.refusals import compiled_part
 
@@ -83,34 +80,29 @@ def step_time(
     if not mfu:
         at_best = ceiling(recipe, ds_config, world_size, gpu, precision)
         used = recipe_utilization(recipe, gpu, at_best)
-    time = predicted_step_seconds(
-        size_of_recipe(recipe),
-        recipe.sequence_length,
-        recipe.tokens_per_step,
-        world_size,
-        gpu,
-        stage=zero_stage(ds_config),
-        accumulation=accumulation,
-        mfu=used.mfu if used else mfu,
-        precision=precision,
-        # only products and attention are FLOPs that count
-        recomputed=0.0
-        if recipe.speed.recompute == "operators"
-        else recomputed_share(recomputed_one_in(recipe)),
-        width=precision_of(recipe, ds_config).weights,
-    )
+    counted = flops_per_token(size_of_recipe(recipe), recipe.sequence_length)
+    # the kernels of recomputed layers run as fast, on more FLOPs; only products and attention are FLOPs that count
+    again = 0.0 if recipe.speed.recompute == "operators" else recomputed_share(recomputed_one_in(recipe))
+    flops, peak = counted.training + again * counted.recomputed, gpu.peak_flops(precision)
+    rate = tokens_per_second(flops, world_size, peak, used.mfu if used else mfu)
+    compute, waiting = recipe.tokens_per_step / rate, 0.0
+    # a compiled model launches fewer kernels; how many is not known
+    launches = 0
+    if compiled_part(recipe, ds_config) == "none":
+        launches = accumulation * model_size(recipe.model).num_layers
     sent = step_messages(recipe, ds_config, world_size, gpu)
     alone = {*LAYER_MESSAGES, *([GRADIENTS] if stops_for_gradients(ds_config) else [])}
     if used and used.assumed:
         # the seconds of every kernel are counted: no need to derive them from FLOPs and an MFU
         kernels = sum(seconds for name, seconds in at_best.seconds.items() if name not in LAYER_MESSAGES)
         waiting = sum(message.seconds for message in sent if message.name in alone)
-        time = replace(time, compute_seconds=accumulation * kernels + waiting, waiting_seconds=waiting)
-    return replace(
-        time,
+        compute = accumulation * kernels + waiting
+    return StepTime(
+        compute_seconds=compute,
         communication_seconds=sum(message.seconds for message in sent if message.name not in LAYER_MESSAGES),
         offload_seconds=_offload_seconds(recipe, ds_config, world_size, accumulation, gpu),
-        launch_seconds=_launch_seconds(recipe, ds_config, accumulation),
+        waiting_seconds=waiting,
+        launch_seconds=launches * table("rates")["launch_seconds_per_layer"]["value"],
     )
 
 
@@ -118,38 +110,6 @@ def precision_of_products(recipe: Recipe) -> str:
     """Return bf16, fp16, tf32 or fp32, as the recipe's `training` says."""
     # tf32 last: it concerns the products of fp32 alone
     return next((name for name in ("bf16", "fp16", "tf32") if recipe.training.get(name)), "fp32")
-
-
-def predicted_step_seconds(
-    size: ModelSize,
-    sequence_length: int,
-    tokens_per_step: int,
-    num_gpus: int,
-    gpu: Gpu,
-    *,
-    stage: int = 0,
-    accumulation: int = 1,
-    mfu: float | None = None,
-    precision: str | None = None,
-    recomputed: float = 0.0,
-    width: int = 2,
-) -> StepTime:
-    """Return seconds of one optimizer step of data-parallel training.
-
-    Args:
-        mfu: share of the dense peak without recomputation; None for the expected one.
-        precision: that of the products; None for the GPU's training precision.
-        recomputed: share of the layers under activation checkpointing: the kernels run as fast, on more FLOPs.
-        width: bytes of each element that is sent; 4 if the weights are held in fp32, which includes autocast.
-    """
-    precision = precision or gpu.training_precision
-    counted = flops_per_token(size, sequence_length)
-    ratio = counted.hardware / counted.training
-    mfu = mfu or expected_utilization(gpu, size.total, recomputation=ratio).mfu
-    flops = counted.training + recomputed * counted.recomputed
-    rate = tokens_per_second(flops, num_gpus, gpu.peak_flops(precision), mfu)
-    volume = communication(size.total, stage, num_gpus, accumulation, width)
-    return StepTime(tokens_per_step / rate, communication_seconds(volume, gpu, num_gpus))
 
 
 def scaling_over_nodes(gpu: Gpu, num_gpus: int, utilization_is_assumed: bool = True) -> dict | None:
@@ -165,15 +125,6 @@ def scaling_over_nodes(gpu: Gpu, num_gpus: int, utilization_is_assumed: bool = T
         rate = f"{gpu.network_bytes_per_second / 1e9:g} GB/s a GPU"
         words += f", unless a step's messages at the network's peak ({rate}) take longer than its products"
     return {"nodes": nodes, "assumption": f"{words}; latency, congestion and slow nodes are not counted"}
-
-
-def _launch_seconds(recipe: Recipe, ds_config: dict | None, accumulation: int) -> float:
-    """Return the seconds to launch the kernels of all micro-batches of a rank; 0 if they are not known."""
-    # compiled models launch fewer kernels; how many is not known
-    if compiled_part(recipe, ds_config) != "none":
-        return 0.0
-    layers = model_size(recipe.model).num_layers
-    return accumulation * layers * table("rates")["launch_seconds_per_layer"]["value"]
 
 
 def _offload_seconds(

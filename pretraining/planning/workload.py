@@ -4,11 +4,11 @@ import argparse
 from dataclasses import asdict, dataclass, replace
 
 from pretraining.errors import UserError
-from pretraining.planning.memory.tensors import size_of_recipe
-from pretraining.planning.quantities import columns, count, facts, short, three_digits
-from pretraining.planning.sizes import FlopsPerToken, ModelSize, flops_per_token
+from pretraining.planning.quantities import count, gpu_count, short, three_digits
+from pretraining.planning.sizes import FlopsPerToken, ModelSize, flops_per_token, size_of_recipe
 from pretraining.recipe import Recipe, recipe_schema
 from pretraining.recipe.refusals import load_recipe_and_ds_config
+from pretraining.runtime.table import Column, facts, write_table
 
 COUNTS = {
     "parameters": "6 N, matrices a token meets",
@@ -48,6 +48,12 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=count, metavar="D", help="training tokens: 140b, 1.4t")
 
 
+def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `--world_size` and `--gpu`."""
+    parser.add_argument("--world_size", type=gpu_count, required=True, metavar="N", help="number of GPUs")
+    parser.add_argument("--gpu", required=True, metavar="NAME", help="which kind (see the verb gpus)")
+
+
 def workload_of(options: argparse.Namespace) -> Workload:
     """Read the workload that the options describe.
 
@@ -76,7 +82,18 @@ def workload_of_recipe(recipe: Recipe, ds_config: dict | None, tokens: float | N
     """
     if tokens is not None:
         # before anything is derived: the number of steps follows from the budget
-        recipe = _with_tokens(recipe, tokens)
+        least = recipe.step_sizes.all[0]
+        most = recipe_schema()["properties"]["budget"]["properties"]["tokens"]["maximum"]
+        if not least <= tokens <= most:
+            raise UserError(
+                f"--tokens {tokens:g}: {recipe.name} takes from {least:,}, its first step, to {most:g}; leave --tokens "
+                "out for its own budget"
+            )
+        # whole steps, as when a recipe is read; fewer tokens than a full step still pay for the first step of a ramp
+        whole = int(tokens // recipe.tokens_per_step * recipe.tokens_per_step) or int(tokens)
+        # a command that is written for this recipe must contain the tokens too
+        overrides = (*recipe.overrides, f"budget.tokens={whole}")
+        recipe = replace(recipe, budget=replace(recipe.budget, tokens=whole), overrides=overrides)
     size, length = size_of_recipe(recipe), recipe.sequence_length
     counted = flops_per_token(size, length)
     return Workload(
@@ -94,23 +111,6 @@ def workload_of_recipe(recipe: Recipe, ds_config: dict | None, tokens: float | N
     )
 
 
-def _with_tokens(recipe: Recipe, tokens: float) -> Recipe:
-    least, most = (
-        recipe.step_sizes.all[0],
-        recipe_schema()["properties"]["budget"]["properties"]["tokens"]["maximum"],
-    )
-    if not least <= tokens <= most:
-        raise UserError(
-            f"--tokens {tokens:g}: {recipe.name} takes from {least:,}, its first step, to {most:g}; leave --tokens out "
-            "for its own budget"
-        )
-    # whole steps, as when a recipe is read; fewer tokens than a full step still pay for the first step of a ramp
-    whole = int(tokens // recipe.tokens_per_step * recipe.tokens_per_step) or int(tokens)
-    # a command that is written for this recipe must contain the tokens too
-    overrides = (*recipe.overrides, f"budget.tokens={whole}")
-    return replace(recipe, budget=replace(recipe.budget, tokens=whole), overrides=overrides)
-
-
 class FlopsVerb:
     """Parameters by part and FLOPs per token, in every convention.
 
@@ -122,14 +122,16 @@ class FlopsVerb:
   python -m pretraining.planning flops --parameters 175b --tokens 300b"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Take a recipe, or a size and tokens."""
         add_workload_arguments(parser)
 
     def answer(self, options: argparse.Namespace) -> dict:
         """Return counts per token and over all tokens."""
         workload = workload_of(options)
-        per_token = _per_token(workload)
         tokens = workload.tokens
+        # a size alone has no attention, so that the other conventions cannot be counted
+        per_token = (
+            workload.counted.to_dict() if workload.counted else {"six_n_total": 6 * workload.parameters}
+        )
         return {
             "name": workload.name,
             "parameters": workload.parameters,
@@ -158,21 +160,10 @@ class FlopsVerb:
             rows.append(("petaFLOP/s-days", three_digits(answer["petaflop_days"])))
         if answer["sequence_length"]:
             rows.append(("sequence length", f"{answer['sequence_length']:,}"))
-        return facts(rows) + "\n\n" + _table(answer)
-
-
-def _per_token(workload: Workload) -> dict:
-    if workload.counted is None:
-        # a size alone has no attention, so that the other conventions cannot be counted
-        return {"six_n_total": 6 * workload.parameters}
-    return workload.counted.to_dict()
-
-
-def _table(answer: dict) -> str:
-    per_token, total = answer["flops_per_token"], answer["flops"]
-    lines = [
-        [words, short(per_token[name]), f"{total[name]:.3e}" if total else "-"]
-        for name, words in COUNTS.items()
-        if name in per_token
-    ]
-    return columns(["FLOPs, forward and backward", "per token", "all tokens"], lines)
+        per_token, total = answer["flops_per_token"], answer["flops"]
+        columns = (
+            Column("FLOPs, forward and backward", COUNTS.get),
+            Column("per token", per_token.get, short),
+            Column("all tokens", lambda name: total and total[name], ".3e"),
+        )
+        return f"{facts(rows)}\n\n{write_table(columns, [name for name in COUNTS if name in per_token])}"

@@ -33,11 +33,12 @@ from pretraining.data.streaming.remote_data import StreamedSplit
 from pretraining.data.tokenizer import refuse_missing_folder
 from pretraining.ds_config import degrees_of
 from pretraining.errors import UserError, fault_in_user_code, file_error
-from pretraining.planning.gate import Machine, check_plan
+from pretraining.planning.gate import check_plan
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.memory.need import memory_need
 from pretraining.planning.quantities import num_bytes, several
 from pretraining.planning.run_plan import RunPlan, build_run_plan
+from pretraining.planning.verdict import Machine
 from pretraining.recipe import Recipe
 from pretraining.recipe.curve import changes_of_run
 from pretraining.rehearsal.stand_in_data import StandInData, stand_in_data

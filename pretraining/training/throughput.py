@@ -20,8 +20,7 @@ import torch.distributed as dist
 from pretraining.errors import UserError
 from pretraining.planning.gpus import FILE, find_gpu
 from pretraining.planning.memory.need import recomputed_one_in, recomputed_share
-from pretraining.planning.memory.tensors import size_of_recipe
-from pretraining.planning.sizes import flops_per_token
+from pretraining.planning.sizes import flops_per_token, size_of_recipe
 from pretraining.recipe import Recipe
 from pretraining.recipe.progress import Progress
 from pretraining.runtime.process_group import rank_and_world_size

@@ -400,17 +400,19 @@ def test_a_key_of_no_table_is_named_with_the_nearest(tables):
 
 
 def test_the_command_exits_with_2_and_loads_nothing_heavy():
-    """The real process: one line on stderr, exit code 2; an answer needs neither torch nor numpy."""
+    """The real process: one line on stderr, exit code 2; neither an answer nor a plan needs torch or numpy."""
     command = [sys.executable, "-m", "pretraining.planning", "gpus", "--gpu", "H1000"]
     failed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert failed.returncode == 2 and not failed.stdout
     assert failed.stderr.startswith("error: --gpu H1000") and failed.stderr.count("\n") == 1
     code = (
-        "import sys\nfrom pretraining.planning.__main__ import main\n"
+        "import sys\nfrom pretraining.ds_config import load_ds_config\nfrom pretraining.planning.__main__ import main\n"
+        "from pretraining.planning.screen import print_plan\nfrom pretraining.recipe import load_recipe\n"
         "main('cost --recipe 30b --world_size 8 --gpu H200'.split())\n"
+        "print_plan(load_recipe('30b'), load_ds_config('zero3'), None, 'H200', False)\n"
         "heavy = {'torch', 'transformers', 'deepspeed', 'numpy', 'datasets', 'pyarrow'}\n"
         "sys.exit(' '.join(heavy & set(sys.modules)) or 0)"
     )
     answered = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
     assert answered.returncode == 0, answered.stderr
-    assert "GPU-hours" in answered.stdout
+    assert "GPU-hours" in answered.stdout and "plan of 30b" in answered.stdout

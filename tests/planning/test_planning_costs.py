@@ -12,19 +12,21 @@ from pretraining.planning import scaling_laws as laws
 from pretraining.planning.constants import table
 from pretraining.planning.costs import energy_words, forecast
 from pretraining.planning.gpus import all_gpus, find_gpu, prices_of
-from pretraining.planning.messages import communication, communication_seconds
-from pretraining.planning.parallelism import (
+from pretraining.planning.layout import (
+    Cluster,
+    Division,
     activation_bytes_per_token,
     gpu_parameters,
-    layer_shape,
     layout_memory,
-    layouts,
     pipeline_bubble,
 )
+from pretraining.planning.messages import communication, step_messages
+from pretraining.planning.parallelism import layouts
 from pretraining.planning.roofline import expected_utilization
 from pretraining.planning.scaling_laws import extra_steps, extra_tokens, step_law
+from pretraining.planning.shapes import shape_of
 from pretraining.planning.sizes import flops_per_token, model_size
-from pretraining.planning.throughput import predicted_step_seconds, step_time
+from pretraining.planning.throughput import step_time
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import load_recipe
 from tests.gear.runs import execute
@@ -135,20 +137,33 @@ def test_hpz_keeps_a_gather_inside_the_node():
     """ZeRO++: of stage 3's three messages, the backward gather no longer crosses the network."""
     plain, hpz = (communication(1000, 3, 64, hpz=width) for width in (1, 8))
     assert hpz.gradients + hpz.parameters == pytest.approx(2 / 3 * plain.total)
-    assert communication_seconds(hpz, H100, 64) < communication_seconds(plain, H100, 64)
-    assert communication_seconds(plain, H100, 64) == pytest.approx(plain.total / 50e9)
-    assert communication_seconds(plain, H100, 8) == pytest.approx(plain.total / 450e9)
+
+
+def test_messages_go_at_the_rate_of_the_slowest_link():
+    """Inside a node at the link's peak, over several at the network's; hpZ's own gathers stay in the node."""
+    recipe = load_recipe("7b")
+
+    def sent(way: str, ranks: int) -> tuple[float, float]:
+        messages = step_messages(recipe, load_ds_config(way), ranks, H100)
+        return sum(message.total for message in messages), sum(message.seconds for message in messages)
+
+    for ranks, rate in ((64, 50e9), (8, 450e9)):
+        size, seconds = sent("zero3", ranks)
+        assert seconds == pytest.approx(size / rate)
+    assert sent("zero3_hpz", 64)[1] < sent("zero3", 64)[1]
 
 
 def test_a_step_takes_the_longer_of_products_and_messages():
-    size = model_size(LLAMA)
-    plain = predicted_step_seconds(size, 4096, 2**22, 64, H100, mfu=0.4)
-    flops = flops_per_token(size, 4096).training * 2**22
+    recipe = load_recipe("7b", ["training.activation_checkpointing=false"])
+    plain = step_time(recipe, load_ds_config("zero1"), 64, H100, mfu=0.4)
+    flops = flops_per_token(model_size(LLAMA), recipe.sequence_length).training * recipe.tokens_per_step
     assert plain.compute_seconds == pytest.approx(flops / (64 * H100.peak_flops("bf16") * 0.4))
     assert plain.seconds == plain.compute_seconds and plain.bound_by == "compute"
-    chopped = predicted_step_seconds(size, 4096, 2**22, 64, H100, mfu=0.4, stage=3, accumulation=16)
+    small = load_recipe("7b", ["training.per_device_train_batch_size=1"])
+    chopped = step_time(small, load_ds_config("zero3"), 64, H100, mfu=0.4)
     assert chopped.seconds == chopped.communication_seconds and chopped.bound_by == "links"
-    recomputed = predicted_step_seconds(size, 4096, 2**22, 64, H100, mfu=0.4, recomputed=1.0)
+    again = load_recipe("7b", ["training.activation_checkpointing=true"])
+    recomputed = step_time(again, load_ds_config("zero1"), 64, H100, mfu=0.4)
     assert 1.25 < recomputed.compute_seconds / plain.compute_seconds < 4 / 3
 
 
@@ -315,8 +330,8 @@ def test_layouts_that_cannot_be_are_refused():
 
 def test_activations_and_shards_of_a_layout():
     """Korthikanti et al. 2022: 34 h bytes a token and layer for GPT, 32 h without the two dropout masks."""
-    shape = layer_shape(load_recipe("65b").model)
-    assert activation_bytes_per_token(shape) == 32 * shape.width
+    shape = shape_of(load_recipe("65b").model)
+    assert activation_bytes_per_token(shape) == 32 * shape["n_embd"]
     size = model_size(LLAMA)
     assert gpu_parameters(size, 1, 1) == size.total
     assert gpu_parameters(size, 8, 1) == size.total / 8
@@ -325,17 +340,18 @@ def test_activations_and_shards_of_a_layout():
 
 def test_memory_of_a_layout_by_component():
     """6 + 12 / shards bytes a parameter (Megatron-LM's distributed optimizer); activations by passes in flight."""
-    size, shape, tokens = model_size(LLAMA), layer_shape(LLAMA), 4096
-    alone = layout_memory(size, shape, tokens, 1, 1, shards=1, in_flight=1, recompute=False)
+    size, shape, tokens = model_size(LLAMA), shape_of(LLAMA), 4096
+    cluster = Cluster(size, shape, tokens, sequences=8, num_gpus=8, gpu=H100, flops_per_second=1.0)
+    alone = layout_memory(cluster, Division(), recompute=False)
     assert alone.weights_and_gradients + alone.optimizer == 18 * size.total
-    shared = layout_memory(size, shape, tokens, 1, 1, shards=8, in_flight=1, recompute=False)
+    shared = layout_memory(cluster, Division(data=8), recompute=False)
     assert shared.optimizer == alone.optimizer / 8
     assert shared.weights_and_gradients == alone.weights_and_gradients
     assert alone.activations == 32 * tokens * activation_bytes_per_token(shape)
-    recomputed = layout_memory(size, shape, tokens, 1, 1, shards=1, in_flight=1, recompute=True)
-    inputs = 32 * tokens * 2 * shape.width
+    recomputed = layout_memory(cluster, Division(), recompute=True)
+    inputs = 32 * tokens * 2 * shape["hidden_size"]
     assert recomputed.activations == inputs + tokens * activation_bytes_per_token(shape)
-    staged = layout_memory(size, shape, tokens, 2, 4, shards=1, in_flight=4, recompute=False)
+    staged = layout_memory(cluster, Division(tensor=2, pipeline=4), recompute=False)
     assert staged.activations == alone.activations / 2
     assert alone.logits == 12 * tokens * 32000 and alone.total > 18 * size.total + alone.activations
 

@@ -9,7 +9,7 @@ import pytest
 from pretraining.ds_config import Degrees, load_ds_config
 from pretraining.errors import UserError
 from pretraining.planning.__main__ import main
-from pretraining.planning.gate import Machine, check_plan
+from pretraining.planning.gate import check_plan
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.memory.activations import activations
 from pretraining.planning.memory.need import memory_need, state_of_recipe
@@ -21,6 +21,7 @@ from pretraining.planning.screen import as_text, fewest_ranks, full_plan
 from pretraining.planning.search import fitting
 from pretraining.planning.sizes import model_size
 from pretraining.planning.throughput import step_time
+from pretraining.planning.verdict import Machine
 from pretraining.recipe import RECIPES, load_recipe
 from pretraining.schema import REPOSITORY
 

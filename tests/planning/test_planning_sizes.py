@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from pretraining.planning.memory.tensors import size_of_recipe
-from pretraining.planning.sizes import flops_per_token, model_size
+from pretraining.planning.sizes import flops_per_token, model_size, size_of_recipe
 from pretraining.recipe.sections import Weights
+from tests.planning.test_planning import DENSE_MODELS, GPT2, MODELS, SHIPPED, build
 
 
 def gpt2(layers: int, width: int, heads: int) -> dict:
@@ -62,27 +62,29 @@ PARTS = {  # the last name in a parameter's path that tells its part, first matc
 }
 
 
-def build(model: dict, device: str = "meta"):
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device(device):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**model))
-
-
 def part_of(name: str) -> str:
     return next(part for word, part in PARTS.items() if word in name)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_models_are_counted_to_the_last_parameter(name):
-    """Difference 0 to the model that transformers builds, in total and in every part."""
-    model, total, _ = PUBLISHED[name]
-    size, counted = model_size(model), dict.fromkeys(vars(model_size(model).parts), 0)
+COUNTED = {name: model for name, (model, _, _) in PUBLISHED.items()} | MODELS | SHIPPED
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_models_are_counted_to_the_last_parameter(name):
+    """Difference 0 to the model that transformers builds, in total and in every part; of a mixture, what a token skips.
+
+    Published models have the size of their papers.
+    """
+    model = COUNTED[name]
+    size, counted, idle = model_size(model), dict.fromkeys(vars(model_size(model).parts), 0), 0
     for key, parameter in build(model).named_parameters():
         counted[part_of(key)] += parameter.numel()
+        if ".experts." in key:
+            experts = parameter.shape[0]
+            idle += parameter.numel() * (experts - model["num_experts_per_tok"]) // experts
     assert vars(size.parts) == counted
-    assert size.total == size.parts.total == total
+    assert size.total == size.parts.total == PUBLISHED.get(name, (model, size.total))[1]
+    assert size.active == size.total - idle and (idle > 0) == (counted["experts"] > 0)
     assert size.embedding + size.non_embedding == size.total
     assert size.tied == (size.parts.head == 0)
 
@@ -94,13 +96,7 @@ def test_published_active_parameters(name):
     assert model_size(model).active == pytest.approx(active, rel=0.02)
 
 
-SMALL = {
-    "gpt2": {**gpt2(2, 48, 4), "vocab_size": 640},
-    "gpt2 untied": {**gpt2(2, 48, 4), "vocab_size": 640, "tie_word_embeddings": False},
-    "llama": llama(3, 64, 176, 8, 2, 640),
-    "llama biases": {**llama(3, 64, 176, 8, 2, 640), "attention_bias": True, "mlp_bias": True},
-    "qwen3": {**llama(3, 64, 176, 8, 2, 640), "model_type": "qwen3", "head_dim": 16},
-}
+SMALL = {"gpt2": GPT2, **DENSE_MODELS}
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -87,9 +87,11 @@ def activations(
     # each rank has a part of every sequence; inside attention, all tokens of a part of the heads, which is as much
     tokens = micro_batch * sequence_length // degrees.sequence
     widths = widths_of_rank(widths_of(shape), degrees)
-    by_layer = [
-        _layer(shape, widths, index, sequence_length, precision, degrees) for index in range(widths.layers)
-    ]
+    # each dropout on the residual stream keeps a mask of one byte an element
+    dropouts = 2 if shape.get("resid_pdrop") else 0
+    attends = 2 * _norm(shape, widths.hidden, precision) + dropouts * widths.hidden
+    attends += _attention(shape, widths, sequence_length, precision, degrees)
+    by_layer = [attends + _feed_forward(shape, widths, index, precision) for index in range(widths.layers)]
     # the input of a layer, on the residual stream
     largest, boundary = max(by_layer), precision.residual * widths.hidden
     recomputes_last = every_n_layers > 0 and (widths.layers - 1) % every_n_layers == 0
@@ -105,8 +107,16 @@ def activations(
     if every_n_layers and shape.get("attn_implementation") == "eager":
         # the mask is an argument of every recomputed layer
         outside += precision.weights * sequence_length
-    # copies of weights do not grow with the tokens
-    copies = _cast_weights(model, every_n_layers > 0, degrees, wide_head) if precision.is_autocast else 0
+    copies = 0
+    if precision.is_autocast:
+        # autocast's 16-bit copies of the matrices do not grow with the tokens; a recomputed layer frees its own after
+        # its forward pass, the head's stays
+        size = model_size(model)
+        copies = 0 if wide_head else size.head / degrees.tensor
+        if not every_n_layers:
+            copies += (size.parts.attention + size.parts.mlp) / degrees.tensor
+            copies += size.parts.experts / degrees.expert + size.parts.router
+        copies *= SIXTEEN_BIT
     of_loss, read = precision, 0
     # a plain loss gathers them
     logits = shape["vocab_size"] if loss.kind == "plain" else rows_of_rank(shape["vocab_size"], degrees)
@@ -122,32 +132,6 @@ def activations(
         logits=read + loss_bytes(tokens, logits, widths.hidden, of_loss, loss, gpu_memory),
         backward=tokens * _backward(shape, widths, sequence_length, precision),
         recomputes_last=recomputes_last,
-    )
-
-
-def _cast_weights(model: dict, checkpointing: bool, degrees: Degrees, wide_head: bool = False) -> float:
-    """Return the bytes of autocast's 16-bit copies of the matrices."""
-    size = model_size(model)
-    layers = (size.parts.attention + size.parts.mlp) / degrees.tensor
-    layers += size.parts.experts / degrees.expert + size.parts.router
-    # a recomputed layer frees its copies after its forward pass; the head's copy stays
-    head = 0 if wide_head else size.head / degrees.tensor
-    return SIXTEEN_BIT * (head + (0 if checkpointing else layers))
-
-
-def _layer(
-    shape: dict, widths: Widths, index: int, length: int, precision: Precision, degrees: Degrees
-) -> float:
-    """Return the bytes that one layer keeps for a token."""
-    # each dropout on the residual stream keeps a mask of one byte an element
-    dropouts = 2 if shape.get("resid_pdrop") else 0
-    norms = 2 * _norm(shape, widths.hidden, precision) + dropouts * widths.hidden
-    attention = _attention(shape, widths, length, precision, degrees)
-    mixture = shape["model_type"] != "gpt2" and is_mixture(shape, index)
-    return (
-        norms
-        + attention
-        + (_experts(widths, precision) if mixture else _feed_forward(shape, widths, precision))
     )
 
 
@@ -182,7 +166,10 @@ def _attention(shape: dict, widths: Widths, length: int, precision: Precision, d
     casts = 1 if gpt2 or not precision.is_autocast else 3
     inputs = casts * width * widths.hidden
     if shape["model_type"].startswith("qwen3"):
-        inputs += _head_norms(shape, widths, precision)
+        # the norms of query and key heads read results of products, not the residual stream
+        narrow = Precision(precision.name, precision.weights, precision.compute, precision.compute)
+        inputs += _norm(shape, widths.queries, narrow, widths.heads)
+        inputs += _norm(shape, widths.keys, narrow, widths.key_value_heads)
     if shape.get("attn_implementation") != "eager":
         # flash and memory-efficient kernels keep one fp32 number per head and token (Dao et al. 2022, section 3)
         keys = widths.keys * key_value_copies(widths, degrees)
@@ -201,17 +188,14 @@ def _attention(shape: dict, widths: Widths, length: int, precision: Precision, d
     return inputs + 4 * width * widths.queries + probabilities
 
 
-def _head_norms(shape: dict, widths: Widths, precision: Precision) -> float:
-    """Return the bytes that Qwen3's norms of query and key heads keep for a token."""
-    # these norms read results of products, not the residual stream
-    narrow = Precision(precision.name, precision.weights, precision.compute, precision.compute)
-    of_queries = _norm(shape, widths.queries, narrow, widths.heads)
-    return of_queries + _norm(shape, widths.keys, narrow, widths.key_value_heads)
-
-
-def _feed_forward(shape: dict, widths: Widths, precision: Precision) -> float:
-    """Return the bytes that a dense feed-forward layer keeps for a token."""
+def _feed_forward(shape: dict, widths: Widths, index: int, precision: Precision) -> float:
+    """Return the bytes that a layer's feed-forward part keeps for a token."""
     width, gpt2 = precision.compute, shape["model_type"] == "gpt2"
+    if is_mixture(shape, index):
+        # once for each chosen expert, and the router's in fp32
+        of_expert = 2 * widths.hidden + 4 * widths.expert_inner
+        router = 2 * FP32 * widths.experts
+        return width * (widths.hidden + widths.chosen_experts * of_expert) + router
     saved = ELEMENTWISE_SAVED.get(shape["activation_function" if gpt2 else "hidden_act"], 1)
     if gpt2:
         # the input, what the activation function saves, and its result
@@ -220,13 +204,6 @@ def _feed_forward(shape: dict, widths: Widths, precision: Precision) -> float:
     casts = 2 if precision.is_autocast else 1
     # gated: also the other half and the product of both
     return width * (casts * widths.hidden + (saved + 3) * widths.inner)
-
-
-def _experts(widths: Widths, precision: Precision) -> float:
-    """Return the bytes that a mixture keeps for a token: once for each chosen expert, and the router's in fp32."""
-    width, router = precision.compute, 2 * FP32 * widths.experts
-    of_expert = 2 * widths.hidden + 4 * widths.expert_inner
-    return width * (widths.hidden + widths.chosen_experts * of_expert) + router
 
 
 def _backward(shape: dict, widths: Widths, length: int, precision: Precision) -> float:
@@ -281,18 +258,14 @@ def chunk_length(
     """
     if chunk_tokens:
         return min(tokens, chunk_tokens)
-    most = max(1, _chunk_bytes(gpu_memory) // (bytes_a_logit * vocab_size * MULTIPLE)) * MULTIPLE
+    chunk_bytes = ON_PROCESSOR
+    if gpu_memory is not None:
+        # a power of two, as GPUs of one kind report a little more or less memory than the table has
+        chunk_bytes = min(ON_GPU, 1 << (int(gpu_memory / GPU_SHARE).bit_length() - 1))
+    most = max(1, chunk_bytes // (bytes_a_logit * vocab_size * MULTIPLE)) * MULTIPLE
     # equal chunks: no small one at the end
     even = ceil(tokens / ceil(tokens / most))
     return min(tokens, ceil(even / MULTIPLE) * MULTIPLE)
-
-
-def _chunk_bytes(gpu_memory: float | None) -> int:
-    """Return the bytes of one chunk of the loss."""
-    if gpu_memory is None:
-        return ON_PROCESSOR
-    # a power of two, as GPUs of one kind report a little more or less memory than the table has
-    return min(ON_GPU, 1 << (int(gpu_memory / GPU_SHARE).bit_length() - 1))
 
 
 def loss_bytes(

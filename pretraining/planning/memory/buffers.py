@@ -4,7 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pretraining.ds_config import optimizer_device, zero_stage
-from pretraining.planning.memory.tensors import FP32, Precision, Tensor, layer_numel
+from pretraining.planning.memory.split import Family, held_tensors, wide_of
+from pretraining.planning.memory.tensors import FP32, Tensor, layer_numel, precision_of
+from pretraining.recipe import Recipe, accumulation_steps
+from pretraining.recipe.model import value_of
+from pretraining.recipe.refusals import gathers_blocks
 
 REDUCE_BUCKET = 500_000_000
 MAX_REUSE_DISTANCE = 1_000_000_000
@@ -28,45 +32,38 @@ class Buffers:
     """Copies of gradients that are made in the optimizer step."""
 
 
-def buffers(
-    config: dict | None,
-    tensors: Sequence[Tensor],
-    width: int,
-    world_size: int,
-    precision: Precision,
-    accumulation: int,
-    gathers_blocks: bool = False,
-    frozen: Sequence[Tensor] = (),
-    share: float | None = None,
-    wide: Sequence[Tensor] = (),
-) -> Buffers:
+def buffers(recipe: Recipe, config: dict | None, world_size: int, of_rank: Sequence[Family]) -> Buffers:
     """Return buffers of the stage.
 
-    tensors: of the size that one rank would hold without ZeRO.
-    width: the model's, which decides what `"auto"` becomes (transformers 5.23, integrations/deepspeed.py).
-    gathers_blocks: whether stage 3 gathers a block's weights as one and reduces its gradients together.
-    frozen: those of `tensors` that have no gradients.
-    share: elements that a rank steps; None: all ranks share all tensors.
-    wide: those of `tensors` that are in fp32 although the others are not.
+    of_rank: the parameters of one rank (`split.families`), of the size that it would hold without ZeRO.
     """
     if config is None:
         return Buffers(0, 0, 0, 0)
     stage, zero = zero_stage(config), config["zero_optimization"]
-    total, element = sum(t.numel for t in tensors) - sum(t.numel for t in frozen), precision.weights
-    share = total / world_size if share is None else share
+    precision, accumulation = precision_of(recipe, config), accumulation_steps(recipe, world_size, config)
+    # the model's width decides what `"auto"` becomes (transformers 5.23, integrations/deepspeed.py)
+    element, width = precision.weights, value_of(recipe.model, "hidden_size")
+    tensors, total = held_tensors(of_rank), sum(family.trained_numel for family in of_rank)
+    # elements that a rank steps
+    share = sum(family.trained_numel / family.ranks for family in of_rank)
+    wide = [tensor for family in of_rank for tensor in wide_of(family, recipe, config)]
     bucket = element * reduce_bucket(config, width)
     wider = (FP32 - element) * sum(tensor.numel for tensor in wide)
     if stage == 3:
+        # a block's weights may be gathered as one, and its gradients reduced together
+        as_one = gathers_blocks(recipe, config)
         return Buffers(
             buckets=bucket,
-            gathered=element * _gathered(zero, tensors, width, gathers_blocks) + wider,
+            gathered=element * _gathered(zero, tensors, width, as_one) + wider,
             # whole gradients: those of a block together, else one tensor at a time
             in_flight=max(
-                element * layer_numel(tensors) * gathers_blocks,
+                element * layer_numel(tensors) * as_one,
                 *((FP32 if tensor in wide else element) * tensor.numel for tensor in tensors),
             ),
             # stage 3 steps one sub-group after another; an offloaded optimizer copies in host memory
-            step=0 if optimizer_device(config) != "gpu" else FP32 * min(share, _sub_group(zero)),
+            step=0
+            if optimizer_device(config) != "gpu"
+            else FP32 * min(share, _elements(zero, "sub_group_size", SUB_GROUP, SUB_GROUP)),
         )
     # two buffers take turns if the backward pass goes on during a reduction (`setup_buckets`, stage_1_and_2.py)
     turns = 2 if zero.get("overlap_comm") else 1
@@ -119,13 +116,13 @@ def optimizer_copies(
     return FP32 * numel / (world_size if zero_stage(config) else 1)
 
 
-def _gathered(zero: dict, tensors: Sequence[Tensor], width: int, gathers_blocks: bool) -> float:
+def _gathered(zero: dict, tensors: Sequence[Tensor], width: int, as_one: bool) -> float:
     """Return the elements of whole weights that are held at a time.
 
     A weight stays gathered after its forward pass if it is used again within `stage3_max_reuse_distance` elements
     (zero/partitioned_param_coordinator.py). The layer at work and the prefetched weights come on top.
     """
-    if gathers_blocks:
+    if as_one:
         zero = {**zero, **block_gathering(zero, layer_numel(tensors))}
     reuse = _elements(zero, "stage3_max_reuse_distance", MAX_REUSE_DISTANCE, MAX_REUSE_DISTANCE)
     prefetch = _elements(zero, "stage3_prefetch_bucket_size", PREFETCH_BUCKET, 0.9 * width**2)
@@ -151,10 +148,6 @@ def block_gathering(zero: dict, block_numel: int) -> dict:
     if zero.get("stage3_max_live_parameters", "auto") == "auto":
         keys["stage3_max_live_parameters"] = max(MAX_LIVE_PARAMETERS, 3 * block_numel)
     return keys
-
-
-def _sub_group(zero: dict) -> float:
-    return _elements(zero, "sub_group_size", SUB_GROUP, SUB_GROUP)
 
 
 def _elements(zero: dict, key: str, default: float, automatic: float) -> float:

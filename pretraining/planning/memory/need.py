@@ -5,13 +5,13 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, field, replace
 
-from pretraining.ds_config import Degrees, degrees_of, optimizer_device, parameter_device, zero_stage
+from pretraining.ds_config import degrees_of, optimizer_device, parameter_device, zero_stage
 from pretraining.errors import UserError
 from pretraining.planning.constants import table
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.memory.activations import Activations, activations, validation_bytes
 from pretraining.planning.memory.buffers import Buffers, buffers, optimizer_copies
-from pretraining.planning.memory.split import Family, families, held_tensors
+from pretraining.planning.memory.split import Family, families, wide_of
 from pretraining.planning.memory.states import (
     ADAM,
     ModelState,
@@ -23,21 +23,18 @@ from pretraining.planning.memory.states import (
 from pretraining.planning.memory.tensors import (
     FP32,
     SIXTEEN_BIT,
-    Precision,
-    Tensor,
     frozen_tensors,
     head_is_wide,
     precision_of,
     trained_tensors,
     wide_tensors,
 )
-from pretraining.planning.quantities import columns, gpu_count, num_bytes, several
+from pretraining.planning.quantities import gpu_count, num_bytes, several
 from pretraining.planning.workload import add_workload_arguments, workload_of
 from pretraining.recipe import Recipe, accumulation_steps
-from pretraining.recipe.model import value_of
-from pretraining.recipe.refusals import gathers_blocks
 from pretraining.recipe.sections import Loss
 from pretraining.runtime.imports import MOST_ROUNDED_MIB
+from pretraining.runtime.table import aligned
 
 ROOMY = 0.85
 """Share of a GPU's memory up to which there is room for what the prediction does not include."""
@@ -82,7 +79,6 @@ class MemoryNeed:
 
     @property
     def peak_phase(self) -> str:
-        """The phase that needs most."""
         return max(self.phases, key=lambda phase: sum(self.phases[phase].values()))
 
     @property
@@ -138,28 +134,17 @@ class MemoryNeed:
 
     @property
     def largest(self) -> str:
-        """The part that takes most."""
         return max(self.parts, key=self.parts.get)
 
     @property
     def host_bytes(self) -> float:
         """Host memory of one rank, at its peak."""
-        return _most_at_once(self.host)
+        # the model has moved to the GPU before the first save: only the larger of the two counts
+        return sum(self.host.values()) - min(self.host.get(BUILT, 0), self.host.get(SNAPSHOT, 0))
 
     def to_dict(self) -> dict:
-        """Return plain JSON values, derived ones included."""
-        derived = (
-            "peak_phase",
-            "parts",
-            "allocated",
-            "reserve",
-            "total",
-            "largest",
-            "host",
-            "host_bytes",
-            "nvme",
-            "on_processor",
-        )
+        derived = ("peak_phase", "parts", "allocated", "reserve", "total", "largest", "host", "host_bytes")
+        derived += ("nvme", "on_processor")
         return {**{name: getattr(self, name) for name in derived}, "phases": self.phases}
 
 
@@ -214,10 +199,7 @@ def memory_need(
     """
     held = held or held_by_rank(recipe, ds_config, world_size)
     precision, of_rank, state = precision_of(recipe, ds_config), held.families, held.state
-    degrees, tensors = degrees_of(ds_config), held_tensors(of_rank)
-    frozen = [tensor for family in of_rank for tensor in family.frozen]
-    wide = [tensor for family in of_rank for tensor in _wide_of(family, recipe, ds_config)]
-    accumulation = accumulation_steps(recipe, world_size, ds_config)
+    degrees, accumulation = degrees_of(ds_config), accumulation_steps(recipe, world_size, ds_config)
     optimizer = optimizer_states(recipe)
     passing = activations(
         recipe.model,
@@ -231,12 +213,7 @@ def memory_need(
         degrees=degrees,
         wide_head=head_is_wide(recipe),
     )
-    width = value_of(recipe.model, "hidden_size")
-    as_one = gathers_blocks(recipe, ds_config)
-    share = sum(family.trained_numel / family.ranks for family in of_rank)
-    extra = buffers(
-        ds_config, tensors, width, world_size, precision, accumulation, as_one, frozen, share, wide
-    )
+    extra = buffers(recipe, ds_config, world_size, of_rank)
     copies = sum(
         optimizer_copies(ds_config, family.trained, family.ranks, optimizer.copied) for family in of_rank
     )
@@ -245,7 +222,15 @@ def memory_need(
     phases = _phases(state, passing, extra, zero_stage(ds_config), accumulation, optimizer.name)
     # with whole sequences, and logits, which training may never have
     if degrees.ranks_per_sample > 1 and recipe.training.eval_strategy != "no":
-        phases["validation"] = _validation(recipe, phases["loss"], precision, degrees)
+        # every rank reads a part of each sequence, and no activations are kept
+        tokens = recipe.training.per_device_eval_batch_size * recipe.sequence_length // degrees.sequence
+        kept = {
+            name: size
+            for name, size in phases["loss"].items()
+            if name not in ("activations", "logits and loss")
+        }
+        of_pass = validation_bytes(recipe.model, tokens, precision, degrees)
+        phases["validation"] = {**kept, "validation": of_pass}
     return MemoryNeed(
         phases=phases,
         num_gpus=world_size,
@@ -271,18 +256,12 @@ def state_of_recipe(recipe: Recipe, ds_config: dict | None, world_size: int) -> 
             family.trained,
             optimizer,
             family.frozen,
-            _wide_of(family, recipe, ds_config),
+            wide_of(family, recipe, ds_config),
         )
         for family in families(recipe, ds_config, world_size)
     ]
     # every part of one family comes on top of that of the other
     return ModelState(*(sum(parts) for parts in zip(*map(astuple, states), strict=True)))
-
-
-def _wide_of(family: Family, recipe: Recipe, ds_config: dict | None) -> tuple[Tensor, ...]:
-    """Return the trained parameters of a family that are in fp32 although others are not, as a rank holds them."""
-    names = {tensor.name for tensor in wide_tensors(recipe, ds_config)}
-    return tuple(tensor for tensor in family.tensors if tensor.name in names)
 
 
 def loss_of(recipe: Recipe) -> Loss:
@@ -354,16 +333,6 @@ def _phases(
     return phases
 
 
-def _validation(
-    recipe: Recipe, at_loss: dict[str, float], precision: Precision, degrees: Degrees
-) -> dict[str, float]:
-    """Return the parts in a validation: no activations are kept, and every rank reads a part of each sequence."""
-    num_sequences = recipe.training.per_device_eval_batch_size
-    tokens = num_sequences * recipe.sequence_length // degrees.sequence
-    without = {name: size for name, size in at_loss.items() if name not in ("activations", "logits and loss")}
-    return {**without, "validation": validation_bytes(recipe.model, tokens, precision, degrees)}
-
-
 def pinned_bytes(num_bytes: int) -> int:
     """Return the host memory that a pinned buffer of this many bytes takes."""
     # torch 2.13 rounds up to a power of two (ATen/core/CachingHostAllocator.h); runtime/imports.py limits this to
@@ -390,7 +359,19 @@ def _host_memory(
     host = {PROCESS: table("memory")["host_process_bytes"]["value"]}
     if state.host:
         host["offloaded states"] = state.host
-    if staging := _staging(config, [tensor for family in of_rank for tensor in family.trained]):
+    staging, numels = 0.0, [tensor.numel for family in of_rank for tensor in family.trained]
+    if optimizer_device(config) == "cpu" and zero_stage(config) < 3:
+        # temp_grad_buffer_for_cpu_offload, in 16 bit
+        staging += 2 * max(numels)
+    # NVMe is read into pinned buffers (deepspeed 0.19.8, runtime/zero/offload_config.py)
+    zero = (config or {}).get("zero_optimization", {})
+    if parameter_device(config) == "nvme":
+        settings = zero["offload_param"]
+        staging += 2 * settings.get("buffer_count", 5) * settings.get("buffer_size", 100_000_000)
+    if optimizer_device(config) == "nvme":
+        settings, group = zero["offload_optimizer"], zero.get("sub_group_size", 1_000_000_000)
+        staging += FP32 * settings.get("buffer_count", 4) * min(group, sum(numels))
+    if staging:
         host["staging buffers"] = staging
     # stage 3 builds its weights sharded; the others build them whole on every rank and move them to the GPU
     # (model/build.py)
@@ -412,36 +393,19 @@ def _host_memory(
     return host
 
 
-def _most_at_once(host: dict[str, float]) -> float:
-    """Return the bytes of a rank at their peak."""
-    # the model has moved to the GPU before the first save: only the larger of the two counts
-    return sum(host.values()) - min(host.get(BUILT, 0), host.get(SNAPSHOT, 0))
-
-
-def _staging(config: dict | None, tensors: Sequence[Tensor]) -> float:
-    zero = (config or {}).get("zero_optimization", {})
-    staging = 0.0
-    if optimizer_device(config) == "cpu" and zero_stage(config) < 3:
-        # temp_grad_buffer_for_cpu_offload, in 16 bit
-        staging += 2 * max(tensor.numel for tensor in tensors)
-    # NVMe is read into pinned buffers (deepspeed 0.19.8, runtime/zero/offload_config.py)
-    if parameter_device(config) == "nvme":
-        settings = zero["offload_param"]
-        staging += 2 * settings.get("buffer_count", 5) * settings.get("buffer_size", 100_000_000)
-    if optimizer_device(config) == "nvme":
-        settings, group = zero["offload_optimizer"], zero.get("sub_group_size", 1_000_000_000)
-        share = sum(tensor.numel for tensor in tensors)
-        staging += FP32 * settings.get("buffer_count", 4) * min(group, share)
-    return staging
-
-
 def shrink(need: MemoryNeed, recipe: Recipe, ds_config: dict | None) -> str:
     """Write what would shrink the largest part; do not offer what is on already."""
-    part = need.largest
+    part, stage = need.largest, zero_stage(ds_config)
     if part in FIXED:
         return FIXED[part]
     if part in SHARDED_FROM or part == need.optimizer_states:
-        return _shrink_state(SHARDED_FROM.get(part, 1), part, need, ds_config)
+        shared_from = SHARDED_FROM.get(part, 1)
+        if need.num_gpus > 1 and stage < shared_from:
+            return f"the GPUs share it from --deepspeed zero{shared_from} on"
+        more = "more GPUs" if stage >= shared_from else f"more GPUs and --deepspeed zero{shared_from}"
+        # zero3_offload moves the optimizer, not the weights
+        stays = optimizer_device(ds_config) != "gpu" or part == "weights"
+        return more if stays else f"{more}, or host memory takes it: --deepspeed zero3_offload"
     if part == "validation" and recipe.training.per_device_eval_batch_size > 1:
         return "--set training.per_device_eval_batch_size=1"
     if part == "activations" and not recomputed_one_in(recipe):
@@ -456,19 +420,6 @@ def shrink(need: MemoryNeed, recipe: Recipe, ds_config: dict | None) -> str:
     )
 
 
-def _shrink_state(stage: int, part: str, need: MemoryNeed, ds_config: dict | None) -> str:
-    if need.num_gpus > 1 and zero_stage(ds_config) < stage:
-        return f"the GPUs share it from --deepspeed zero{stage} on"
-    offloads = optimizer_device(ds_config) != "gpu"
-    # zero3_offload moves the optimizer, not the weights
-    away = "" if offloads or part == "weights" else ", or host memory takes it: --deepspeed zero3_offload"
-    return (
-        f"more GPUs{away}"
-        if zero_stage(ds_config) >= stage
-        else f"more GPUs and --deepspeed zero{stage}{away}"
-    )
-
-
 class MemoryVerb:
     """Memory per GPU by part, on the host and on NVMe, of a recipe on so many GPUs."""
 
@@ -476,7 +427,6 @@ class MemoryVerb:
   python -m pretraining.planning memory --recipe 1.5b --world_size 8 --deepspeed zero1 --json"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Take the recipe, the number of GPUs, and which kind."""
         add_workload_arguments(parser)
         parser.add_argument("--world_size", type=gpu_count, required=True, metavar="N", help="number of GPUs")
         parser.add_argument(
@@ -508,9 +458,18 @@ class MemoryVerb:
         phases = sorted(answer["phases"], key=lambda name: name != answer["peak_phase"])
         parts = dict.fromkeys(part for phase in phases for part in answer["phases"][phase])
         parts = [part for part in parts if any(answer["phases"][phase].get(part) for phase in phases)]
-        rows = [[part, *(_cell(answer["phases"][phase].get(part)) for phase in phases)] for part in parts]
+        rows = []
+        for part in parts:
+            sizes = [answer["phases"][phase].get(part) for phase in phases]
+            rows.append([part, *(num_bytes(size) if size else "-" for size in sizes)])
         rows.append(["allocated", *(num_bytes(sum(answer["phases"][phase].values())) for phase in phases)])
-        lines = [_title(answer), "", columns(["", *phases], rows), ""]
+        ranks, way = answer["world_size"], answer["deepspeed"] or "plain data parallel"
+        title = f"{answer['name']} on {several(ranks, 'GPU')}, {way}, micro-batch {answer['micro_batch']}"
+        title += f": {num_bytes(answer['total'])} on each"
+        if answer["gpu"]:
+            verdict = "fits" if answer["fits"] else "does not fit"
+            title += f", {verdict} {answer['gpu']} ({num_bytes(answer['gpu_memory_bytes'])})"
+        lines = [title, "", aligned([["", *phases], *rows]), ""]
         lines += [f"{phase}: {PHASES[phase]}" for phase in phases]
         lines += [f"largest: {answer['largest']}; less of it: {answer['shrink']}"]
         lines += [f"beside it: {num_bytes(answer['reserve'])} for CUDA, NCCL and the allocator (assumed)"]
@@ -519,25 +478,11 @@ class MemoryVerb:
         return "\n".join(lines + ([f"NVMe per GPU: {num_bytes(answer['nvme'])}"] if answer["nvme"] else []))
 
 
-def _title(answer: dict) -> str:
-    ranks, way = answer["world_size"], answer["deepspeed"] or "plain data parallel"
-    title = f"{answer['name']} on {several(ranks, 'GPU')}, {way}, micro-batch {answer['micro_batch']}"
-    need = f"{num_bytes(answer['total'])} on each"
-    if answer["gpu"]:
-        verdict = "fits" if answer["fits"] else "does not fit"
-        need += f", {verdict} {answer['gpu']} ({num_bytes(answer['gpu_memory_bytes'])})"
-    return f"{title}: {need}"
-
-
-def _cell(number: float | None) -> str:
-    return num_bytes(number) if number else "-"
-
-
 def host_words(parts: dict) -> str:
     """Write what host memory is for; what the process itself takes is assumed, not counted."""
     names = {name: name for name in parts} | {PROCESS: "assumed for the process"}
     words = {name: f"{num_bytes(size)} {names[name]}" for name, size in parts.items()}
     if BUILT in parts and SNAPSHOT in parts:
-        # the two are never held at once (`_most_at_once`)
+        # the two are never held at once (`MemoryNeed.host_bytes`)
         words[SNAPSHOT] = f"later {words[SNAPSHOT]}"
     return ", ".join(words.values())

@@ -13,7 +13,7 @@ from functools import cache
 from typing import NamedTuple
 
 from pretraining.ds_config import Degrees, degrees_of, zero_stage
-from pretraining.planning.memory.tensors import Tensor, frozen_tensors, parameter_tensors
+from pretraining.planning.memory.tensors import Tensor, frozen_tensors, parameter_tensors, wide_tensors
 from pretraining.planning.shapes import Widths, shape_of
 from pretraining.recipe import Recipe
 
@@ -42,7 +42,6 @@ class Family(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All of them."""
         return (*self.trained, *self.frozen)
 
 
@@ -52,8 +51,10 @@ def families(recipe: Recipe, ds_config: dict | None, world_size: int) -> list[Fa
     # stage 3 shards what every rank of a tensor group has over these too (deepspeed 0.19.8)
     ranks = (world_size // (1 if apart else degrees.tensor), world_size // degrees.tensor)
     ranks = (*ranks, world_size // (degrees.tensor * degrees.expert))
-    parts = zip(_of_rank(recipe, degrees, apart), ranks, strict=True)
-    held = [Family(*part, ranks=max(1, number)) for part, number in parts]
+    section = json.dumps(recipe.model, sort_keys=True)
+    frozen = frozenset(tensor.name for tensor in frozen_tensors(recipe))
+    parts = _parts_of(section, frozen, degrees._replace(sequence=1), apart)
+    held = [Family(*part, ranks=max(1, number)) for part, number in zip(parts, ranks, strict=True)]
     return [family for family in held if family.tensors]
 
 
@@ -62,16 +63,19 @@ def held_tensors(of_rank: Sequence[Family]) -> tuple[Tensor, ...]:
     return tuple(tensor for family in of_rank for tensor in family.tensors)
 
 
-def _of_rank(recipe: Recipe, degrees: Degrees, apart: bool) -> tuple:
-    """Return the fields of a `Family`, without its ranks, for each part of `_cut`."""
-    frozen = frozenset(tensor.name for tensor in frozen_tensors(recipe))
-    return _parts_of(json.dumps(recipe.model, sort_keys=True), frozen, degrees._replace(sequence=1), apart)
+def wide_of(family: Family, recipe: Recipe, ds_config: dict | None) -> tuple[Tensor, ...]:
+    """Return the parameters of a family that are in fp32 although others are not, as a rank holds them."""
+    names = {tensor.name for tensor in wide_tensors(recipe, ds_config)}
+    return tuple(tensor for tensor in family.tensors if tensor.name in names)
 
 
 # a search asks hundreds of times for the same few
 @cache
 def _parts_of(section: str, frozen: frozenset[str], degrees: Degrees, apart: bool) -> tuple:
-    """section: the recipe's model section, written as JSON."""
+    """Return the fields of a `Family`, without its ranks, for each part of `_cut`.
+
+    section: the recipe's model section, written as JSON.
+    """
     parts = []
     for tensors in _cut(json.loads(section), degrees, apart):
         trained = tuple(tensor for tensor in tensors if tensor.name not in frozen)

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import accumulate
 
 from pretraining.ds_config import hpz_ranks, offloaded_share, optimizer_device, parameter_device, zero_stage
-from pretraining.planning.memory.tensors import EMBEDDING, FP32, HIDDEN, Tensor
+from pretraining.planning.memory.tensors import EMBEDDING, FP32, HEAD, HIDDEN, ROUTER, VECTOR, Tensor
 from pretraining.recipe import Recipe
 from pretraining.recipe.refusals import own_groups
 
@@ -26,7 +26,6 @@ FAMILIES = {
     "sgd": ("SGD's momentum", 0),
 }
 """Part of a name of `training.optim` -> what its states are called, and how many numbers it keeps for each weight."""
-GIB = 2**30
 # bytes a parameter: both of Adam's
 MOMENTS = 2 * FP32
 ALIGNMENT = 2
@@ -68,9 +67,14 @@ def optimizer_states(recipe: Recipe) -> OptimizerStates:
     family = next((part for part in FAMILIES if part in optim), "adam")
     name, numbers = FAMILIES[family]
     if family == "adafactor":
-        return OptimizerStates(name, _factors)
+        # a mean of every row and of every column (Shazeer and Stern 2018); no first moment
+        return OptimizerStates(name, lambda tensor: FP32 * tensor.factors)
     if family in ("sgd", "rmsprop"):
-        numbers += _extra_buffers(recipe.training.optim_args or "")
+        words = (recipe.training.optim_args or "").replace(" ", "").lower().split(",")
+        given = dict(pair.partition("=")[::2] for pair in words)
+        # a momentum above 0 ("0", "0.0" and ".0" leave nothing), and RMSprop's centered mean are one more each
+        numbers += given.get("momentum", "0").strip("0.") != ""
+        numbers += given.get("centered") in ("true", "1", "yes")
     # the block sizes above are those of bitsandbytes
     if "8bit" in optim and "torch" not in optim:
         return OptimizerStates(f"8-bit {name}", partial(_in_8_bit, numbers=numbers))
@@ -90,30 +94,12 @@ def _in_8_bit(tensor: Tensor, numbers: int) -> float:
     return numbers * (tensor.numel + FP32 * -(-tensor.numel // ELEMENTS_A_SCALE))
 
 
-def _factors(tensor: Tensor) -> float:
-    """Return the bytes of a mean of every row and of every column (Shazeer and Stern 2018); no first moment."""
-    return FP32 * tensor.factors
-
-
-def _muon(tensor: Tensor) -> float:
-    """Return the bytes of a hidden matrix's momentum, or of AdamW's two moments for any other tensor."""
-    return _numbers_each(tensor, 1 if tensor.kind == HIDDEN else 2)
-
-
-def _extra_buffers(optim_args: str) -> int:
-    """Return how many more numbers `training.optim_args` asks for: a momentum above 0, and RMSprop's centered mean."""
-    given = dict(pair.partition("=")[::2] for pair in optim_args.replace(" ", "").lower().split(","))
-    # "0", "0.0" and ".0" leave nothing: no momentum, no buffer
-    return (given.get("momentum", "0").strip("0.") != "") + (given.get("centered") in ("true", "1", "yes"))
-
-
 ADAM = OptimizerStates(FAMILIES["adam"][0], partial(_numbers_each, numbers=2))
-
-
 MUON = OptimizerStates(
     "Muon's and Adam's moments",
-    _muon,
-    groups=(("embedding", "head", "router"), ("vector",), (HIDDEN,)),
+    # of a hidden matrix its momentum, of any other tensor AdamW's two moments
+    lambda tensor: _numbers_each(tensor, 1 if tensor.kind == HIDDEN else 2),
+    groups=((EMBEDDING, HEAD, ROUTER), (VECTOR,), (HIDDEN,)),
     copied=HIDDEN,
 )
 
@@ -148,11 +134,9 @@ class ModelState:
 
     @property
     def gpu(self) -> float:
-        """Bytes on the GPU."""
         return self.parameters + self.gradients + self.gradient_accumulation + self.master_and_moments
 
     def to_dict(self) -> dict:
-        """Return the parts and their sum."""
         return {**asdict(self), "master_and_moments": self.master_and_moments, "gpu": self.gpu}
 
 
@@ -196,7 +180,9 @@ def model_state(
     share = _share(parameters, world_size, stage, groups)
     shared_weights = share + _share(kept, world_size, 3, [list(frozen)])
     weights = width * (shared_weights if stage == 3 else parameters + kept)
-    weights += _hpz_copy(parameters + kept, config, world_size, width)
+    if (group := hpz_ranks(config)) > 1:
+        # the second copy of the weights, sharded inside a node (ZeRO++, Wang et al. 2023)
+        weights += width * (parameters + kept) / min(group, world_size)
     if stage == 3:
         # small tensors stay whole on every rank
         weights += width * _persistent(config, [*tensors, *frozen])
@@ -272,23 +258,17 @@ def _sums(
 
 def _fullest_straddle(groups: Groups, world_size: int) -> int:
     """Return the elements of all tensors that reach into a rank's slices, at the rank that has most."""
-    held = [_straddles(group, _slice(_numel(group), world_size), world_size) for group in groups]
-    return max(sum(group[rank] for group in held) for rank in range(world_size))
-
-
-def _straddles(tensors: Sequence[Tensor], size: int, world_size: int) -> list[int]:
-    if not tensors:
-        return [0] * world_size
-    group = [tensor.numel for tensor in tensors]
-    ends = list(accumulate(group))
-    held = []
-    for rank in range(world_size):
-        # the tensor that holds the slice's first element
-        first = bisect_right(ends, rank * size)
-        last = min(bisect_right(ends, (rank + 1) * size - 1), len(group) - 1)
-        # a last slice may hold padding alone
-        held.append(ends[last] - ends[first] + group[first] if first < len(group) else 0)
-    return held
+    held = [0] * world_size
+    for group in filter(None, groups):
+        sizes, size = [tensor.numel for tensor in group], _slice(_numel(group), world_size)
+        ends = list(accumulate(sizes))
+        for rank in range(world_size):
+            # the tensor that holds the slice's first element
+            first = bisect_right(ends, rank * size)
+            last = min(bisect_right(ends, (rank + 1) * size - 1), len(sizes) - 1)
+            # a last slice may hold padding alone
+            held[rank] += ends[last] - ends[first] + sizes[first] if first < len(sizes) else 0
+    return max(held)
 
 
 def _persistent(config: dict, tensors: Sequence[Tensor]) -> int:
@@ -299,12 +279,6 @@ def _persistent(config: dict, tensors: Sequence[Tensor]) -> int:
         outside = [t.numel for t in tensors if t.layer is None and not t.decays]
         threshold = 10 * max(outside, default=0)
     return sum(tensor.numel for tensor in tensors if tensor.numel <= threshold)
-
-
-def _hpz_copy(parameters: int, config: dict, world_size: int, width: int) -> float:
-    """Return the bytes of the second copy of the weights, which hpZ shards inside a node (ZeRO++, Wang et al. 2023)."""
-    group = hpz_ranks(config)
-    return width * parameters / min(group, world_size) if group > 1 else 0
 
 
 def _offloaded(

@@ -5,21 +5,27 @@ import fnmatch
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 from pretraining.ds_config import zero_stage
 from pretraining.errors import nearest_names
-from pretraining.planning.quantities import columns
 from pretraining.planning.shapes import count_model, is_mixture, widths_of
-from pretraining.planning.sizes import Backward, ModelSize, model_size
 from pretraining.recipe import Recipe, load_recipe, model_with_defaults
 from pretraining.recipe.model import is_exact
+from pretraining.runtime.table import Column, write_table
 from pretraining.schema import display_path, listed, problem
 
 # bytes an element
 SIXTEEN_BIT, FP32 = 2, 4
 EMBEDDING, HEAD, ROUTER, HIDDEN, VECTOR = "embedding", "head", "router", "hidden", "vector"
+COLUMNS = (
+    Column("name, or pattern of all layers", "name"),
+    Column("parameters", "number", ","),
+    Column("elements of each", "each"),
+    Column("of all", "all", ","),
+    Column("frozen", "frozen", ","),
+)
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,15 @@ class Tensor:
     """Sum of the rows and columns of its matrices; for a vector, its elements."""
     name: str = ""
     """What the model calls it."""
+    part: str = ""
+    """Its part of `sizes.PartSizes`; `attention bias` or `mlp bias` for the bias of a linear layer."""
+
+    @classmethod
+    def of_part(cls, part: str, numel: int, layer: int | None, factors: int | None, name: str) -> "Tensor":
+        """Return a parameter as `shapes.CountedModel` lists it; factors: None for a vector."""
+        if factors is None:
+            return cls(numel, VECTOR, layer, numel, name, part)
+        return cls(numel, part if part in (EMBEDDING, HEAD, ROUTER) else HIDDEN, layer, factors, name, part)
 
     @property
     def decays(self) -> bool:
@@ -74,14 +89,14 @@ class Tensor:
 def parameter_tensors(model: dict) -> tuple[Tensor, ...]:
     """Return every parameter of a recipe's model section, as transformers 5.23 orders them (modeling_<type>.py)."""
     if not is_exact(model):
-        return tuple(_counted(*tensor) for tensor in count_model(model).tensors)
+        return tuple(Tensor.of_part(*tensor) for tensor in count_model(model).tensors)
     return _by_formula(json.dumps(model, sort_keys=True))
 
 
 # a search asks for the same tensors hundreds of times
 @cache
 def _by_formula(section: str) -> tuple[Tensor, ...]:
-    """Return the tensors of a model section, written as JSON."""
+    """section: the model section, written as JSON."""
     shape = model_with_defaults(json.loads(section))
     return tuple(_gpt2(shape) if shape["model_type"] == "gpt2" else _llama_like(shape))
 
@@ -99,16 +114,13 @@ def frozen_tensors(recipe: Recipe) -> tuple[Tensor, ...]:
     for number, pattern in enumerate(recipe.weights.frozen):
         if not fnmatch.filter(names, pattern):
             what = f"is {json.dumps(pattern)}, which matches none of the {len(names)} parameters"
-            raise problem(where, f"model.frozen.{number}", f"{what}{_near_pattern(pattern, names)}")
+            kinds = list(dict.fromkeys(map(_in_every_layer, names)))
+            near = nearest_names(pattern, kinds) or f"; there are {listed(kinds)}"
+            raise problem(where, f"model.frozen.{number}", f"{what}{near}")
     frozen = tuple(tensor for tensor in tensors if recipe.weights.freezes(tensor.name))
     if len(frozen) == len(tensors):
         raise problem(where, "model.frozen", "matches every parameter: nothing is left to train")
     return frozen
-
-
-def _near_pattern(pattern: str, names: list[str]) -> str:
-    kinds = list(dict.fromkeys(map(_in_every_layer, names)))
-    return nearest_names(pattern, kinds) or f"; there are {listed(kinds)}"
 
 
 def _in_every_layer(name: str) -> str:
@@ -146,19 +158,18 @@ class ParametersVerb:
         families: dict[str, list[dict]] = {}
         for each in answer["parameters"]:
             families.setdefault(_in_every_layer(each["name"]), []).append(each)
-        header = ["name, or pattern of all layers", "parameters", "elements of each", "of all", "frozen"]
         rows = []
         for pattern, members in families.items():
             sizes = [each["elements"] for each in members]
             each = f"{sizes[0]:,}" if len(set(sizes)) == 1 else "differ"
-            frozen = sum(member["frozen"] for member in members)
+            frozen = sum(member["frozen"] for member in members) or None
             rows.append(
-                [pattern, f"{len(members):,}", each, f"{sum(sizes):,}", f"{frozen:,}" if frozen else "-"]
+                {"name": pattern, "number": len(members), "each": each, "all": sum(sizes), "frozen": frozen}
             )
         total = sum(each["elements"] for each in answer["parameters"])
-        kept = sum(each["elements"] for each in answer["parameters"] if each["frozen"])
-        words = f"{answer['name']}: {total:,} elements in {len(answer['parameters']):,} parameters, {kept:,} frozen"
-        return f"{words}\n\n{columns(header, rows)}"
+        frozen = sum(each["elements"] for each in answer["parameters"] if each["frozen"])
+        words = f"{total:,} elements in {len(answer['parameters']):,} parameters, {frozen:,} frozen"
+        return f"{answer['name']}: {words}\n\n{write_table(COLUMNS, rows)}"
 
 
 def wide_tensors(recipe: Recipe, ds_config: dict | None) -> tuple[Tensor, ...]:
@@ -191,32 +202,6 @@ def trained_tensors(recipe: Recipe) -> tuple[Tensor, ...]:
     return tuple(tensor for tensor in parameter_tensors(recipe.model) if tensor.name not in frozen)
 
 
-def size_of_recipe(recipe: Recipe) -> ModelSize:
-    """Return the sizes of the recipe's model, with what is left to the backward pass if parameters are frozen."""
-    size, trained = model_size(recipe.model), trained_tensors(recipe)
-    if not recipe.weights.frozen:
-        return size
-    tensors, first = parameter_tensors(recipe.model), trained[0]
-    behind = [tensor for tensor in tensors[tensors.index(first) :] if tensor.layer is not None]
-    layers = size.num_layers - behind[0].layer if behind else 0
-    # Of the experts of a layer a token meets some.
-    met = 1 - (size.total - size.active) / size.parts.experts if size.parts.experts else 1.0
-
-    def entries(chosen: Sequence[Tensor]) -> int:
-        matrices = [tensor for tensor in chosen if tensor.kind in (HIDDEN, ROUTER)]
-        return round(sum(each.numel * (met if ".experts." in each.name else 1) for each in matrices))
-
-    of_head = (HEAD, EMBEDDING) if size.tied else (HEAD,)
-    trains_head = any(tensor.kind in of_head and tensor.numel == size.head for tensor in trained)
-    backward = Backward(
-        trained=sum(tensor.numel for tensor in trained),
-        weights=entries(trained) + size.head * trains_head,
-        inputs=entries(behind) + size.head * (first.kind != HEAD),
-        layers=layers / size.num_layers,
-    )
-    return replace(size, backward=backward)
-
-
 def layer_numel(tensors: Sequence[Tensor]) -> int:
     """Return the number of parameters in the largest layer."""
     sizes: dict[int, int] = {}
@@ -226,88 +211,78 @@ def layer_numel(tensors: Sequence[Tensor]) -> int:
     return max(sizes.values())
 
 
-def _counted(part: str, numel: int, layer: int | None, factors: int | None, name: str) -> Tensor:
-    """Return a tensor of `CountedModel`."""
-    # only matrices have rows and columns
-    if factors is None:
-        return Tensor(numel, VECTOR, layer, numel, name)
-    return Tensor(numel, part if part in (EMBEDDING, HEAD, ROUTER) else HIDDEN, layer, factors, name)
-
-
 def _matrix(
-    name: str, layer: int | None, rows: int, columns: int, bias: bool = False, kind: str = HIDDEN
+    part: str, name: str, layer: int | None, rows: int, columns: int, bias: bool = False
 ) -> list[Tensor]:
-    """Return a layer's matrix and its bias; `name` is the module's."""
-    weight = [Tensor(rows * columns, kind, layer, rows + columns, f"{name}.weight")]
-    return [*weight, Tensor(columns, VECTOR, layer, columns, f"{name}.bias")] if bias else weight
-
-
-def _experts(name: str, layer: int, rows: int, columns: int, experts: int) -> Tensor:
-    """Return a matrix of each of a layer's experts, in one tensor."""
-    return Tensor(experts * rows * columns, HIDDEN, layer, experts * (rows + columns), name)
+    """Return a matrix and its bias; `name` is the module's."""
+    weight = Tensor.of_part(part, rows * columns, layer, rows + columns, f"{name}.weight")
+    if not bias:
+        return [weight]
+    return [weight, Tensor.of_part(f"{part} bias", columns, layer, None, f"{name}.bias")]
 
 
 def _norm(name: str, layer: int | None, width: int, bias: bool = False) -> list[Tensor]:
     # the bias is a vector of its own
     parts = ("weight", "bias") if bias else ("weight",)
-    return [Tensor(width, VECTOR, layer, width, f"{name}.{part}") for part in parts]
+    return [Tensor.of_part("norms", width, layer, None, f"{name}.{part}") for part in parts]
 
 
 def _gpt2(shape: dict) -> list[Tensor]:
+    """List GPT-2's (Radford et al. 2019): learned positions, biases everywhere, LayerNorm with bias."""
     widths, vocabulary = widths_of(shape), shape["vocab_size"]
     width, inner = widths.hidden, widths.inner
-    tensors = _matrix("transformer.wte", None, vocabulary, width, kind=EMBEDDING)
-    tensors += _matrix("transformer.wpe", None, shape["n_positions"], width, kind=EMBEDDING)
+    tensors = _matrix(EMBEDDING, "transformer.wte", None, vocabulary, width)
+    tensors += _matrix(EMBEDDING, "transformer.wpe", None, shape["n_positions"], width)
     for layer in range(widths.layers):
         at = f"transformer.h.{layer}"
         tensors += _norm(f"{at}.ln_1", layer, width, bias=True)
         # queries, keys and values are one matrix
-        tensors += _matrix(f"{at}.attn.c_attn", layer, width, 3 * width, bias=True)
-        tensors += _matrix(f"{at}.attn.c_proj", layer, width, width, bias=True)
+        tensors += _matrix("attention", f"{at}.attn.c_attn", layer, width, 3 * width, bias=True)
+        tensors += _matrix("attention", f"{at}.attn.c_proj", layer, width, width, bias=True)
         tensors += _norm(f"{at}.ln_2", layer, width, bias=True)
-        tensors += _matrix(f"{at}.mlp.c_fc", layer, width, inner, bias=True)
-        tensors += _matrix(f"{at}.mlp.c_proj", layer, inner, width, bias=True)
+        tensors += _matrix("mlp", f"{at}.mlp.c_fc", layer, width, inner, bias=True)
+        tensors += _matrix("mlp", f"{at}.mlp.c_proj", layer, inner, width, bias=True)
     return tensors + _norm("transformer.ln_f", None, width, bias=True) + _head(shape, width, vocabulary)
 
 
 def _head(shape: dict, width: int, vocabulary: int) -> list[Tensor]:
     # a tied head is the embedding, which is counted there
-    return [] if shape["tie_word_embeddings"] else _matrix("lm_head", None, width, vocabulary, kind=HEAD)
+    return [] if shape["tie_word_embeddings"] else _matrix(HEAD, "lm_head", None, width, vocabulary)
 
 
 def _llama_like(shape: dict) -> list[Tensor]:
-    width, vocabulary = shape["hidden_size"], shape["vocab_size"]
-    tensors = _matrix("model.embed_tokens", None, vocabulary, width, kind=EMBEDDING)
-    for layer in range(shape["num_hidden_layers"]):
-        at = f"model.layers.{layer}"
-        tensors += _attention(shape, layer, f"{at}.self_attn") + _feed_forward(shape, layer, f"{at}.mlp")
-        tensors += _norm(f"{at}.input_layernorm", layer, width)
-        tensors += _norm(f"{at}.post_attention_layernorm", layer, width)
+    """List those of Llama, Qwen3, Mixtral and Qwen3-MoE: RMSNorm, gated MLPs, grouped-query attention."""
+    widths, vocabulary = widths_of(shape), shape["vocab_size"]
+    width, queries, keys, bias = widths.hidden, widths.queries, widths.keys, bool(shape.get("attention_bias"))
+    tensors = _matrix(EMBEDDING, "model.embed_tokens", None, vocabulary, width)
+    for layer in range(widths.layers):
+        at = f"model.layers.{layer}.self_attn"
+        tensors += _matrix("attention", f"{at}.q_proj", layer, width, queries, bias)
+        tensors += _matrix("attention", f"{at}.k_proj", layer, width, keys, bias)
+        tensors += _matrix("attention", f"{at}.v_proj", layer, width, keys, bias)
+        tensors += _matrix("attention", f"{at}.o_proj", layer, queries, width, bias)
+        # one norm for all query heads of a layer, and one for all key heads
+        if shape["model_type"].startswith("qwen3"):
+            tensors += _norm(f"{at}.q_norm", layer, widths.head_size)
+            tensors += _norm(f"{at}.k_norm", layer, widths.head_size)
+        tensors += _feed_forward(shape, layer, f"model.layers.{layer}.mlp")
+        tensors += _norm(f"model.layers.{layer}.input_layernorm", layer, width)
+        tensors += _norm(f"model.layers.{layer}.post_attention_layernorm", layer, width)
     return tensors + _norm("model.norm", None, width) + _head(shape, width, vocabulary)
-
-
-def _attention(shape: dict, layer: int, at: str) -> list[Tensor]:
-    widths, bias = widths_of(shape), bool(shape.get("attention_bias"))
-    width, queries, keys = widths.hidden, widths.queries, widths.keys
-    tensors = _matrix(f"{at}.q_proj", layer, width, queries, bias)
-    tensors += _matrix(f"{at}.k_proj", layer, width, keys, bias)
-    tensors += _matrix(f"{at}.v_proj", layer, width, keys, bias)
-    tensors += _matrix(f"{at}.o_proj", layer, queries, width, bias)
-    if shape["model_type"].startswith("qwen3"):
-        tensors += _norm(f"{at}.q_norm", layer, widths.head_size)
-        tensors += _norm(f"{at}.k_norm", layer, widths.head_size)
-    return tensors
 
 
 def _feed_forward(shape: dict, layer: int, at: str) -> list[Tensor]:
     widths, bias = widths_of(shape), bool(shape.get("mlp_bias"))
     width, inner = widths.hidden, widths.inner
     if not is_mixture(shape, layer):
-        tensors = _matrix(f"{at}.gate_proj", layer, width, inner, bias)
-        tensors += _matrix(f"{at}.up_proj", layer, width, inner, bias)
-        return tensors + _matrix(f"{at}.down_proj", layer, inner, width, bias)
-    experts, inner = widths.experts, widths.expert_inner
-    router = _matrix(f"{at}.gate", layer, experts, width, kind=ROUTER)
+        tensors = _matrix("mlp", f"{at}.gate_proj", layer, width, inner, bias)
+        tensors += _matrix("mlp", f"{at}.up_proj", layer, width, inner, bias)
+        return tensors + _matrix("mlp", f"{at}.down_proj", layer, inner, width, bias)
     # transformers 5.23 keeps the experts of a layer in two tensors: both halves of the gate, and the way back
-    both = _experts(f"{at}.experts.gate_up_proj", layer, 2 * inner, width, experts)
-    return [*router, both, _experts(f"{at}.experts.down_proj", layer, width, inner, experts)]
+    tensors = _matrix(ROUTER, f"{at}.gate", layer, widths.experts, width)
+    inner, matrices = widths.expert_inner, {"gate_up_proj": 2, "down_proj": 1}
+    for name, halves in matrices.items():
+        numel, factors = halves * inner * width, halves * inner + width
+        numel, factors = widths.experts * numel, widths.experts * factors
+        tensors.append(Tensor.of_part("experts", numel, layer, factors, f"{at}.experts.{name}"))
+    return tensors
