@@ -1,8 +1,10 @@
 """Stand in for prepared data that is on another machine: as many tokens, sources and shards as the run reads."""
 
+from collections.abc import Callable
 from math import ceil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -55,6 +57,9 @@ class StandInData(PreparedData):
     """Data as the recipe would have it, with no file behind it."""
 
     tokenizer = StandInTokenizer()  # type: ignore[assignment]
+
+    def read_tokenizer(self, read: Callable[[Path], Any]) -> None:
+        """Read nothing: there is no file."""
 
 
 def stand_in_data(recipe: Recipe, folder: Path) -> StandInData:

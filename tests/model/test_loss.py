@@ -21,8 +21,8 @@ from pretraining.model.loss import build_loss, layers_balance, next_token_loss
 from pretraining.planning.memory.activations import chunk_length, loss_bytes
 from pretraining.planning.memory.tensors import Precision
 from pretraining.recipe.sections import Loss
-from pretraining.upstream.fake_gpu import fake_gpu
 from tests.gear.runs import EXPERTS, LLAMA, MODELS, REPOSITORY
+from tests.gear.watched_gpu import watched_gpu
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 from loss import peak_bytes
@@ -243,7 +243,7 @@ def test_a_loss_that_one_rank_alone_cannot_compile_says_which(nothing_compiled, 
 
 def test_the_loss_never_waits_for_the_device():
     """On a GPU that is none, in bf16: no number is fetched to the host, no tensor of the host is mixed in."""
-    with fake_gpu() as gpu:
+    with watched_gpu() as gpu:
         hidden, weight = (
             torch.empty(n, 8, dtype=torch.bfloat16, device="cuda").requires_grad_() for n in (90, 96)
         )
