@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback
 
 from pretraining.recipe import Recipe
 from pretraining.training.muon import compute_device, hidden_matrices
@@ -217,13 +217,7 @@ class Clipping(TrainerCallback):
         self.value, self.ratio = value, ratio
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any,
-        optimizer: Any,
-        **kwargs: Any,
+        self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, **kwargs: Any
     ) -> None:
         self.begin(model, getattr(optimizer, "optimizer", optimizer))
 

@@ -60,12 +60,7 @@ class MetricsCallback(TrainerCallback):
         self.run, self.speed, self.tokens_per_epoch, self.price = run, speed, tokens_per_epoch, price
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        optimizer: Any = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: Any, optimizer: Any = None, **kwargs: Any
     ) -> None:
         # On resume the Trainer restores the old run's intervals of logs and saves. Use the recipe's.
         state.compute_steps(args, state.max_steps)
@@ -93,7 +88,7 @@ class MetricsCallback(TrainerCallback):
             self._enter_pause(control)
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs: Any
+        self, args: Any, state: TrainerState, control: TrainerControl, logs: dict, **kwargs: Any
     ) -> None:
         if "train_runtime" in logs:  # the Trainer's closing summary repeats what the rows say
             return
@@ -111,9 +106,7 @@ class MetricsCallback(TrainerCallback):
         if "loss" in logs:
             self._enter_pause(control)
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
         self.speed.clock.enter("saving" if control.should_save else "other")
 
     def _enter_pause(self, control) -> None:
@@ -162,9 +155,7 @@ class ProgressCallback(TrainerCallback):
     def __init__(self) -> None:
         self.bar: tqdm | None = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             self.on_terminal = sys.stderr.isatty()
             self.bar = tqdm(
@@ -177,15 +168,11 @@ class ProgressCallback(TrainerCallback):
                 disable=not self.on_terminal,
             )
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.bar is not None:
             self.bar.update(1)
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict, **kwargs: Any) -> None:
         if self.bar is None or not ("loss" in logs or "eval_loss" in logs):
             return
         if "eval_loss" in logs:
@@ -202,9 +189,7 @@ class ProgressCallback(TrainerCallback):
                 f"{_clock(logs['throughput/seconds_left'])} left"
             )
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.bar is not None:
             self.bar.close()
 
@@ -267,9 +252,7 @@ class SourceLoss(TrainerCallback):
         self.sums.index_add_(0, self.sources.to(nats.device), torch.stack([nats, targets], 1).double())
         self.sources = None
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict, **kwargs: Any) -> None:
         if "loss" not in logs or self.sums is None:
             return
         flat, self.sums = sum_over_ranks(self.sums.flatten().tolist()), None
@@ -334,17 +317,13 @@ class ExpertLoad(TrainerCallback, ExportableState):
             experts = logits.topk(self.chosen, dim=-1, sorted=False).indices.flatten()
             layer.scatter_add_(0, experts, torch.ones_like(experts))
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         name = type(self).__name__
         saved = state.stateful_callbacks.get(name, self.state())
         self.starved = {(layer, expert): windows for layer, expert, windows in saved["attributes"]["starved"]}
         state.stateful_callbacks[name] = self.state()
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict, **kwargs: Any) -> None:
         if "loss" not in logs or self.counts is None:
             return
         counts = self._take_counts()

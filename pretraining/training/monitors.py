@@ -10,7 +10,7 @@ import gc
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 
 from pretraining.data.packed_dataset import PackedDataset, step_origins
 from pretraining.extend import all_of
@@ -109,9 +109,7 @@ class SettledCollector(TrainerCallback):
     has_frozen = False
     """Whether what existed when training began is left out of collections."""
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         gc.collect()
         # what exists now lives as long as the run: later collections need not look at it
         gc.freeze()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from pretraining.recipe.sections import Profile
 from pretraining.runtime.run_folder import RunFolder
@@ -35,21 +35,17 @@ class ProfileCallback(TrainerCallback):
         self.profiler: torch.profiler.profile | None = None
 
     def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
     ) -> None:
         traced = args.process_index == 0 or self.settings.every_rank
         if self.profiler is None and traced and self.first <= state.global_step + 1 <= self.last:
             self._start(state.global_step + 1)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self.profiler is not None and state.global_step >= self.last:
             self._finish(args, state.global_step)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self.profiler is not None:  # the run was asked to stop before the last traced step
             self._finish(args, state.global_step)
 

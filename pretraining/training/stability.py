@@ -65,7 +65,7 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         self,
         args: TrainingArguments,
         state: TrainerState,
-        control: TrainerControl,
+        control: Any,
         optimizer: Any,
         lr_scheduler: Any,
         **kwargs: Any,
@@ -86,7 +86,7 @@ class StabilityMonitor(TrainerCallback, ExportableState):
 
     def on_step_end(
         self,
-        args: TrainingArguments,
+        args: Any,
         state: TrainerState,
         control: TrainerControl,
         optimizer: Any,
@@ -105,9 +105,7 @@ class StabilityMonitor(TrainerCallback, ExportableState):
             # the caller returns to an earlier checkpoint, or ends the run
             control.should_save = control.should_evaluate = False
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict, **kwargs: Any) -> None:
         if "loss" in logs:
             for name in COUNTED:
                 logs[f"stability/{name}"] = getattr(self, name)

@@ -185,9 +185,7 @@ class SampleTexts(TrainerCallback):
         """callback: the tracker's own."""
         self.run, self.callback, self.show = run, callback, show
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         rows = read_rows(self.run.samples) if state.is_world_process_zero else []
         if now := [row for row in rows if row.get("step") == state.global_step]:
             self.show(self.callback, now)
@@ -206,7 +204,7 @@ class RunIdentity(TrainerCallback):
         self.run, self.run_name, self.names, self.project = run, run_name, names, project or PROJECT
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
     ) -> None:
         # `training.run_name`, else the recipe's name
         args.run_name, args.project = args.run_name or self.run_name, self.project
