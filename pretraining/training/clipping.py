@@ -134,14 +134,10 @@ def unit_layouts(model: PreTrainedModel, zero: Any = None) -> dict[int, Layout]:
         first, total = {}, 0
         for parameter in (each for each in partition.parameters if each in units):
             first[parameter], total = total, total + units[parameter].count
-        parts = [
-            part
-            for piece in partition.slices
-            if piece.parameter in first
-            for part in _parts(
-                units[piece.parameter], first[piece.parameter], piece.start, piece.numel, piece.offset
-            )
-        ]
+        parts: list[Part] = []
+        for piece in (each for each in partition.slices if each.parameter in first):
+            of_parameter = units[piece.parameter], first[piece.parameter]
+            parts += _parts(*of_parameter, piece.start, piece.numel, piece.offset)
         layouts[id(partition.tensor)] = Layout(parts, total, True)
     return layouts
 

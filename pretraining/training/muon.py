@@ -70,34 +70,25 @@ def plan_rounds(local: list[Fragment], costs: dict[int, int], round_numel: int =
         for fragment in sorted(Fragment(*each) for each in fragments):
             ranks = by_parameter.setdefault(fragment.parameter, [[] for _ in range(world_size)])
             ranks[number].append(fragment)
-    owners = _owners(by_parameter, costs)
-    rounds = _rounds({p: _numel(ranks) for p, ranks in by_parameter.items()}, round_numel)
-    return [_round_of(rank, each, by_parameter, owners) for each in rounds]
-
-
-def _owners(by_parameter: dict[int, list[list[Fragment]]], costs: dict[int, int]) -> dict[int, int]:
-    owners, busy = {}, None
+    owners, busy = {}, [0] * world_size
     # the largest first, so that the small ones even out the loads; every rank sorts alike
     for parameter in sorted(by_parameter, key=lambda p: (-costs[p], p)):
         shares = [_held(fragments) for fragments in by_parameter[parameter]]
-        busy = busy or [0] * len(shares)
         # Only ranks with more than half of the largest share: whole matrices hardly travel. If all ranks have equal
         # slices (ZeRO-3) or everything (no ZeRO), all are candidates and share the work.
         candidates = [rank for rank, share in enumerate(shares) if 2 * share > max(shares)]
         owners[parameter] = min(candidates, key=lambda rank: (busy[rank], rank))
         busy[owners[parameter]] += costs[parameter]
-    return owners
-
-
-def _rounds(numels: dict[int, int], round_numel: int) -> list[list[int]]:
-    rounds, room = [], 0
-    for parameter in sorted(numels):
-        if numels[parameter] > room:
+    rounds: list[list[int]] = []
+    room = 0
+    for parameter in sorted(by_parameter):
+        numel = _numel(by_parameter[parameter])
+        if numel > room:
             rounds.append([])
             room = round_numel
         rounds[-1].append(parameter)
-        room -= numels[parameter]
-    return rounds
+        room -= numel
+    return [_round_of(rank, each, by_parameter, owners) for each in rounds]
 
 
 def _round_of(rank: int, parameters: list[int], by_parameter: dict, owners: dict[int, int]) -> Round:
@@ -299,7 +290,16 @@ class Muon(torch.optim.Optimizer):
         # numbers, because fragments travel between ranks, where a tensor's id means nothing
         self._numbers = {id(parameter): number for number, parameter in enumerate(matrices)}
         self._costs = {number: each.cost for number, each in enumerate(self.matrices)}
-        self.bind(list(matrices), self._whole_parameters)
+
+        def whole_parameters(parameters: Sequence[torch.Tensor]) -> list[Fragment]:
+            # without ZeRO: every rank has every whole parameter, or all of its own experts
+            numbers = (self._numbers[id(parameter)] for parameter in parameters)
+            return [
+                Fragment(number, first_element(parameter), place, 0, parameter.numel())
+                for place, (number, parameter) in enumerate(zip(numbers, parameters, strict=True))
+            ]
+
+        self.bind(list(matrices), whole_parameters)
 
     def bind(
         self, tensors: Sequence[torch.Tensor], locate: Callable[[Sequence[torch.Tensor]], list[Fragment]]
@@ -333,7 +333,18 @@ class Muon(torch.optim.Optimizer):
         device = compute_device(updates[0])
         # the iteration is stable in bf16, and messages are half as large
         dtype = torch.bfloat16 if device.type == "cuda" else updates[0].dtype
-        work_on_whole(self._plan(parameters), updates, self._orthogonalized_by(group), dtype, device)
+        # planning is a collective: once for each set of parameters, not in each step
+        key = tuple(map(id, parameters))
+        if key not in self._plans:
+            self._plans[key] = plan_rounds(self._locate(parameters), self._costs)
+        scale, steps = SCALES[group["scale"]], group["newton_schulz_steps"]
+
+        def orthogonalized(whole: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+            batches = [self.matrices[number].of(flat) for number, flat in whole.items()]
+            results = zip(whole, orthogonalize_all(batches, steps), strict=True)
+            return {n: self.matrices[n].put(result * scale(self.matrices[n])) for n, result in results}
+
+        work_on_whole(self._plans[key], updates, orthogonalized, dtype, device)
         for parameter, update in zip(parameters, updates, strict=True):
             # decoupled weight decay, as in AdamW
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
@@ -352,31 +363,14 @@ class Muon(torch.optim.Optimizer):
         update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum.clone()
         return update.flatten()
 
-    def _plan(self, parameters: list[torch.Tensor]) -> list:
-        # planning is a collective: once for each set of parameters, not in each step
-        key = tuple(map(id, parameters))
-        if key not in self._plans:
-            self._plans[key] = plan_rounds(self._locate(parameters), self._costs)
-        return self._plans[key]
-
-    def _orthogonalized_by(self, group: dict) -> Callable:
-        scale, steps = SCALES[group["scale"]], group["newton_schulz_steps"]
-
-        def orthogonalized(whole: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-            batches = [self.matrices[number].of(flat) for number, flat in whole.items()]
-            results = zip(whole, orthogonalize_all(batches, steps), strict=True)
-            return {n: self.matrices[n].put(result * scale(self.matrices[n])) for n, result in results}
-
-        return orthogonalized
-
-    def _whole_parameters(self, parameters: Sequence[torch.Tensor]) -> list[Fragment]:
-        """Locate fragments without ZeRO: every rank has every whole parameter, or all of its own experts."""
-        placed = enumerate(parameters)
-        return [Fragment(self._numbers[id(p)], first_element(p), place, 0, p.numel()) for place, p in placed]
-
     def _step_adamw(self, group: dict) -> None:
         parameters = [p for p in group["params"] if p.grad is not None]
-        states = [self._adamw_state(parameter) for parameter in parameters]
+        states = [self.state[parameter] for parameter in parameters]
+        for parameter, state in zip(parameters, states, strict=True):
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
         beta1, beta2 = group["betas"]
         adamw(
             parameters,
@@ -394,14 +388,6 @@ class Muon(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
-
-    def _adamw_state(self, parameter: torch.Tensor) -> dict:
-        state = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
-        return state
 
 
 def compute_device(tensor: torch.Tensor) -> torch.device:

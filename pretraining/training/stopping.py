@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -43,10 +42,14 @@ class StopRequests:
         # all starts under one supervisor share one time limit
         started = float(os.environ.get(STARTED, time.time()))
         self._until = None if time_limit_hours is None else started + time_limit_hours * 3600
-        self._files, self._by_deepspeed = self._files_to_look_at(), started_by_deepspeed()
+        self._by_deepspeed = started_by_deepspeed()
+        # the run's file is looked for once per disk, the supervisor's once per machine
+        self._files = {run.stop_file: STOP_FILE} if run.disks.is_first else {}
+        if os.environ.get("LOCAL_RANK", "0") == "0" and (path := supervisor_file("STOP")):
+            self._files[path] = SUPERVISOR
 
     def agreed(self) -> bool:
-        """Say if all ranks stop now. The answer is the same on every rank. A collective, until they have agreed."""
+        """Return whether all ranks stop now, the same on every rank. A collective, until they have agreed."""
         if not self._agreed:
             self._agreed = self.agreement.largest(self._asked())
         return self._agreed != NOT_ASKED
@@ -74,7 +77,7 @@ class StopRequests:
         raise SystemExit(STOPPED)
 
     def _ends_with_the_others(self) -> bool:
-        """Say if this rank's launcher ends it because another rank has crashed; keep that for a look back."""
+        """Return whether this rank's launcher ends it after another rank's crash; keep that for a look back."""
         if self._agreed or not sibling_is_gone():
             return False
         keep_end_by_launcher(self.run)
@@ -103,12 +106,6 @@ class StopRequests:
             found = [asks for path, asks in self._files.items() if path.is_file()]
             self._seen = max(found, default=LAUNCHER_GONE if launcher_is_gone() else NOT_ASKED)
         return self._seen
-
-    def _files_to_look_at(self) -> dict[Path, int]:
-        """Return the files that this rank looks for: the run's once per disk, the supervisor's once per machine."""
-        files = {self.run.stop_file: STOP_FILE} if self.run.disks.is_first else {}
-        supervisors = supervisor_file("STOP") if os.environ.get("LOCAL_RANK", "0") == "0" else None
-        return {**files, supervisors: SUPERVISOR} if supervisors else files
 
 
 class StoppingCallback(TrainerCallback):

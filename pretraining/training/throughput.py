@@ -54,8 +54,10 @@ class StepClock:
     def enter(self, phase: str) -> str:
         """End the current phase and begin `phase`. Return the one that ended."""
         ended, mark = self.phase, self._now()
-        if self._mark is not None:
-            self._add(ended, self._mark, mark)
+        if self._mark is not None and self.on_gpu:
+            self._pending.append((ended, self._mark, mark))
+        elif self._mark is not None:
+            self.seconds[ended] += mark - self._mark
         self.phase, self._mark = phase, mark
         return ended
 
@@ -90,12 +92,6 @@ class StepClock:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-    def _add(self, phase: str, begin, end) -> None:
-        if self.on_gpu:
-            self._pending.append((phase, begin, end))
-        else:
-            self.seconds[phase] += end - begin
 
     def _fold(self, has_passed: Callable) -> None:
         # events of one stream pass in order: stop at the first that has not
@@ -310,14 +306,7 @@ class Stragglers:
                 self.named.discard(rank)
             elif self.slow_steps[rank] >= STEPS and rank not in self.named:
                 self.named.add(rank)
-                found.append(self._words(rank, own, median))
+                seconds = {"own_seconds": round(own, 6), "median_seconds": round(median, 6)}
+                steps_slow = self.slow_steps[rank]
+                found.append({"rank": rank, "host": self.hosts[rank], **seconds, "steps": steps_slow})
         return found
-
-    def _words(self, rank: int, own: float, median: float) -> dict:
-        return {
-            "rank": rank,
-            "host": self.hosts[rank],
-            "own_seconds": round(own, 6),
-            "median_seconds": round(median, 6),
-            "steps": self.slow_steps[rank],
-        }
