@@ -45,11 +45,17 @@ class Monitors:
 
     def begin(self, plan: RunPlan, start: Any, dataset: PackedDataset) -> None:
         """Watch an attempt that begins at `start` and reads `dataset`."""
-        run, recipe = self.run, self.recipe
+        run, recipe, self.start = self.run, self.recipe, start
         origins = step_origins(dataset, recipe, run, start.step)
         self.memory = PeakMemory()
         self.stability = StabilityMonitor(run, recipe.monitors, origins)
-        self.gradients, self.experts = self._gradient_monitors(), self._expert_monitors()
+        every = recipe.monitors.noise_scale_steps
+        noise = [] if every is None else [NoiseScaleCallback(every, recipe.sequence_length)]
+        # bound here: the monitor of a later attempt replaces self.stability
+        layers_every, alerted = recipe.monitors.layer_norms_steps, self.stability
+        self.gradients = [*noise, LayerNormsCallback(run, layers_every, lambda: alerted.alerted_step)]
+        chosen = experts_per_token(recipe) if recipe.monitors.expert_load else None
+        self.experts = [] if chosen is None else [ExpertLoad(run, chosen)]
         self.sources = source_losses(recipe)
         settings = recipe.monitors.profile
         self.profile = [] if settings is None else [ProfileCallback(run, settings)]
@@ -58,19 +64,6 @@ class Monitors:
         self.metrics = MetricsCallback(run, self.speed, lambda: dataset.tokens_per_epoch, price)
         report_to, project = recipe.training.report_to, recipe.training.get("project")
         self.trackers = build_trackers(report_to, run, recipe.name, project)
-
-    def _gradient_monitors(self) -> list[TrainerCallback]:
-        """Build what measures gradients on some steps."""
-        every = self.recipe.monitors.noise_scale_steps
-        noise = [] if every is None else [NoiseScaleCallback(every, self.recipe.sequence_length)]
-        # bound here: the monitor of a later attempt replaces self.stability
-        layers_every, alerted = self.recipe.monitors.layer_norms_steps, self.stability
-        return [*noise, LayerNormsCallback(self.run, layers_every, lambda: alerted.alerted_step)]
-
-    def _expert_monitors(self) -> list[ExpertLoad]:
-        """Build what counts the load of experts, if there are any."""
-        chosen = experts_per_token(self.recipe) if self.recipe.monitors.expert_load else None
-        return [] if chosen is None else [ExpertLoad(self.run, chosen)]
 
     def loss(self, loss: Callable) -> Callable:
         """Wrap the loss, so that the monitors see it before the backward pass."""
