@@ -225,10 +225,8 @@ class Rehearsal:
                 )
             return "none (checkpoints.upload)"
         # beside the run's own files, so that nothing of it is touched
-        store, began = (
-            RemoteRun(address, f"{self.run.path.name}.rehearsal").at_first_contact(),
-            time.perf_counter(),
-        )
+        store = RemoteRun(address, f"{self.run.path.name}.rehearsal").at_first_contact()
+        began = time.perf_counter()
         content = os.urandom(PROBE_BYTES)
         store.write_bytes("probe", content)
         written = time.perf_counter() - began
@@ -269,10 +267,8 @@ class Rehearsal:
         first = self.recipe.step_sizes.tokens_at(STEPS_COMPARED) // self.recipe.sequence_length
         count = min(first, len(dataset))
         blocks = dataset.block_numbers(np.arange(count))
-        different, reads = (
-            len(np.unique(blocks)),
-            self.world_size // degrees_of(self.ds_config).ranks_per_sample,
-        )
+        different = len(np.unique(blocks))
+        reads = self.world_size // degrees_of(self.ds_config).ranks_per_sample
         return (
             f"the first {STEPS_COMPARED} steps read {count:,} samples, {different:,} different blocks, "
             f"on {several(reads, 'group')} of ranks; no two groups share one"
@@ -292,8 +288,14 @@ class Rehearsal:
             part.notes.append(
                 f"{name}, the name of this host, leads to a loopback address: nodes like it cannot meet"
             )
-        if (port := os.environ.get("MASTER_PORT")) and not _is_free(port):
-            raise UserError(f"MASTER_PORT={port} is taken on this host, or is no port; choose another")
+        if port := os.environ.get("MASTER_PORT"):
+            try:
+                with socket.socket() as listener:
+                    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    listener.bind(("", int(port)))
+            except (OSError, ValueError, OverflowError):
+                what = f"MASTER_PORT={port} is taken on this host, or is no port; choose another"
+                raise UserError(what) from None
         trackers = named if isinstance(named, str) else ", ".join(named)
         return f"{several(len(self.recipe.extensions), 'extension')}; trackers: {trackers or 'none'}"
 
@@ -398,7 +400,10 @@ def _be(
         answer["peak_host_bytes"] = (
             1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         )  # Linux counts in KiB
-        answer["writes"] = _written(run.path, place.rank)
+        # of a checkpoint the files that have this rank's number, or none
+        mine, files = f"rank-{place.rank:05d}-of", (path for path in run.path.rglob("*") if path.is_file())
+        names = sorted(str(path.relative_to(run.path)) for path in files)
+        answer["writes"] = [name for name in names if "rank-" not in name or mine in name]
     except UserError as error:
         answer["fault"] = f"rank {place.rank}: {error}"
     except BaseException as error:
@@ -414,12 +419,6 @@ def _be(
     os._exit(0)  # torch's threads and groups need no farewell
 
 
-def _written(folder: Path, rank: int) -> list[str]:
-    """Return the files of a run folder that this rank writes: those of a checkpoint that have its number, or none."""
-    names = (str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file())
-    return [name for name in names if "rank-" not in name or f"rank-{rank:05d}-of" in name]
-
-
 def _check_store(split: StreamedSplit) -> None:
     """Raise `UserError` for the first shard that the store lacks, or has in another size."""
     store = split.remote.store
@@ -432,13 +431,3 @@ def _check_store(split: StreamedSplit) -> None:
                 f"{split.folder}/{shard['file']}: shard is {size:,} bytes, expected {shard['size']:,} bytes"
             )
             raise UserError(f"{what}; copy the data there again")
-
-
-def _is_free(port: str) -> bool:
-    try:
-        with socket.socket() as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(("", int(port)))
-    except (OSError, ValueError, OverflowError):
-        return False
-    return True

@@ -101,18 +101,12 @@ def _missing_fragments(tensors: Tensors, state: dict, shared: bool) -> dict[str,
         (BUFFER, name, prod(entry["shape"]), getattr(torch, entry["dtype"]))
         for name, entry in state["buffers"].items()
     ]
-    return {
-        fragment_key(kind, name, start): torch.empty(stop - start, dtype=dtype, device="meta")
-        for kind, name, numel, dtype in wanted
-        for start, stop in _gaps(spans[kind, name], numel)
-    }
-
-
-def _gaps(spans: list[tuple[int, int]], numel: int) -> list[tuple[int, int]]:
-    """Return the stretches of [0, numel) that no span covers."""
-    gaps, at = [], 0
-    for start, stop in sorted(spans):
-        if start > at:
-            gaps.append((at, start))
-        at = max(at, stop)
-    return [*gaps, (at, numel)] if at < numel else gaps
+    missing: dict[str, torch.Tensor] = {}
+    for kind, name, numel, dtype in wanted:
+        at = 0
+        # what no span covers
+        for start, stop in [*sorted(spans[kind, name]), (numel, numel)]:
+            if start > at:
+                missing[fragment_key(kind, name, at)] = torch.empty(start - at, dtype=dtype, device="meta")
+            at = max(at, stop)
+    return missing

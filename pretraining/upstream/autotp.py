@@ -64,7 +64,11 @@ def hold_rows(modules: Sequence[Any], group: dist.ProcessGroup) -> Rows:
     """
     weight = modules[0].weight
     if hasattr(weight, "ds_id"):
-        weight = _gathered(weight)
+        with deepspeed.zero.GatheredParameters([weight]):
+            whole = nn.Parameter(weight.data.clone(), requires_grad=weight.requires_grad)
+        if hasattr(weight, "is_wide"):  # `wide_weights.py`
+            whole.is_wide = weight.is_wide
+        weight = whole
         for module in modules:
             module.weight = weight
     is_trained = weight.requires_grad
@@ -79,11 +83,3 @@ def hold_rows(modules: Sequence[Any], group: dist.ProcessGroup) -> Rows:
     weight.requires_grad_(is_trained)  # the layer takes this for inference until there is an engine
     layer._mark_uc_metadata()
     return rows
-
-
-def _gathered(partitioned: nn.Parameter) -> nn.Parameter:
-    with deepspeed.zero.GatheredParameters([partitioned]):
-        whole = nn.Parameter(partitioned.data.clone(), requires_grad=partitioned.requires_grad)
-    if hasattr(partitioned, "is_wide"):  # `wide_weights.py`
-        whole.is_wide = partitioned.is_wide
-    return whole

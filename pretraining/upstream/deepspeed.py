@@ -397,15 +397,11 @@ def _of_sub_groups(zero: Any) -> Iterator[Partition]:
                 slices.append(Slice(parameter, start, tensor, offset, numel))
             offset += size  # with the padding
         group = zero.sub_group_to_group_id[index]
+        # with a part of the sub-groups offloaded, a second optimizer steps those on the GPU
+        is_second = zero.offload_optimizer and zero.subgroup_to_device[index] != "cpu"
+        stepping = zero.backup_optimizer if is_second else zero.optimizer
         # Stage 3 may cut one parameter group into several sub-groups.
-        yield Partition(tensor, group, _stepping(zero, index), list(parameters), slices)
-
-
-def _stepping(zero: Any, index: int) -> torch.optim.Optimizer:
-    """Return the optimizer of a sub-group: with a part of them offloaded, a second one steps those on the GPU."""
-    if zero.offload_optimizer and zero.subgroup_to_device[index] != "cpu":
-        return zero.backup_optimizer
-    return zero.optimizer
+        yield Partition(tensor, group, stepping, list(parameters), slices)
 
 
 def stepping_optimizers(zero: Any) -> list[torch.optim.Optimizer]:

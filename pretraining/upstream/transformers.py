@@ -191,7 +191,13 @@ class RuleTrace(TorchDispatchMode):
             elif not func.is_view:
                 self.read |= {self._key_of(tensor) for tensor in tensors} - {None}
         for tensor in written:
-            self._note_write(func, self._key_of(tensor), tensor.numel())
+            if (key := self._key_of(tensor)) is None:
+                continue
+            self.written.add(key)
+            if func._schema.name not in _FILLING or tensor.numel() != self._numel[key]:
+                self.read.add(key)
+            elif key not in self.read:
+                self.filled.add(key)
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.random |= {self._key_of(tensor) for tensor in written} or {None}
         if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
@@ -200,15 +206,6 @@ class RuleTrace(TorchDispatchMode):
 
     def _key_of(self, tensor: torch.Tensor) -> Any:
         return self._keys.get(tensor.untyped_storage()._cdata)
-
-    def _note_write(self, func: Any, key: Any, numel: int) -> None:
-        if key is None:
-            return
-        self.written.add(key)
-        if func._schema.name not in _FILLING or numel != self._numel[key]:
-            self.read.add(key)
-        elif key not in self.read:
-            self.filled.add(key)
 
 
 _FILLING = {f"aten::{name}_" for name in ("normal", "uniform", "fill", "zero", "copy")}
