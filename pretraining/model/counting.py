@@ -25,7 +25,6 @@ CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 
 
 def main() -> None:
-    """Read a `model` section on stdin and print what was counted."""
     print(json.dumps(counted(json.load(sys.stdin), sys.argv[1:])))
 
 

@@ -161,7 +161,7 @@ class WideLossHead(LossHead, WideLinear):
 
 
 def can_fuse(model: PreTrainedModel) -> bool:
-    """Say if the model's logits are a linear layer without bias, and nothing else."""
+    """Return whether the model's logits are a linear layer without bias, and nothing else."""
     # Other classes may scale or cap them.
     head = model.get_output_embeddings()
     is_known = isinstance(head, LossHead) or type(head) in (nn.Linear, WideLinear)
@@ -423,7 +423,7 @@ def _add_product(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
 
 @cache
 def _adds_in_fp32(device: torch.device) -> bool:
-    """Say if one call can add a product in 16 bits to sums in fp32: cuBLAS can, on Ampere or later."""
+    """Return whether one call can add a product in 16 bits to sums in fp32: cuBLAS can, on Ampere or later."""
     if device.type != "cuda" or torch.version.hip:
         return False
     return torch.cuda.get_device_capability(device)[0] >= 8

@@ -92,7 +92,6 @@ def rehearse(
 
 
 def rehearsed_ranks(world_size: int) -> list[int]:
-    """Return the first, a middle and the last rank."""
     return sorted({0, world_size // 2, world_size - 1})
 
 

@@ -26,16 +26,13 @@ class StandInSplit(TokenSplit):
         """Do nothing: there are no files."""
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return zeros."""
         return np.zeros(stop - start, self.dtype) if start < stop else self._no_tokens(start, stop)
 
     def document_ends(self, start: int, stop: int) -> np.ndarray:
-        """Return the multiples of a document's length."""
         first = start // DOCUMENT_TOKENS * DOCUMENT_TOKENS + DOCUMENT_TOKENS
         return np.arange(first, stop + 1, DOCUMENT_TOKENS, dtype=np.int64)
 
     def bytes_before(self, token: int) -> float:
-        """Return the same number of bytes for each token."""
         return float(BYTES_PER_TOKEN * token)
 
     def document_at(self, token: int) -> tuple[str, int]:

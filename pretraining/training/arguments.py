@@ -123,14 +123,14 @@ def build_arguments(
 
 
 def _processor_has_fp16() -> bool:
-    """Say if DeepSpeed can train in fp16 on this machine without a GPU."""
+    """Return whether DeepSpeed can train in fp16 on this machine without a GPU."""
     from deepspeed.accelerator import get_accelerator
 
     return bool(get_accelerator().is_fp16_supported())
 
 
 def fuses_with_liger(recipe: Recipe, ds_config: dict | None, on_gpu: bool) -> bool:
-    """Say if Liger's kernels are used by default: if `speed.compile: auto` compiles no blocks on this GPU.
+    """Return whether Liger's kernels are used by default: if `speed.compile: auto` compiles no blocks on this GPU.
 
     A recipe that sets `training.use_liger_kernel` decides for itself.
     """

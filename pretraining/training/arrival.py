@@ -86,7 +86,6 @@ class Arrival:
         return open_prepared(self.recipe, self.data_root).for_run(self.recipe)
 
     def _show(self, line: str) -> None:
-        """Print a line once."""
         if line not in self._shown:
             self._shown.add(line)
             print(line, flush=True)

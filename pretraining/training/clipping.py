@@ -56,7 +56,6 @@ class Units:
 
     @property
     def count(self) -> int:
-        """Units of the whole parameter."""
         return self.matrices * (self.columns if self.are_columns else self.rows)
 
     def blocks(self, start: int, numel: int) -> Iterator[Block]:
@@ -87,7 +86,6 @@ class Part(NamedTuple):
 
     @property
     def num_units(self) -> int:
-        """Units that the block has elements of."""
         return self.columns if self.are_columns else self.rows
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:

@@ -184,11 +184,9 @@ class NoiseScale:
         return self.noise / self.signal if self.signal > 0 and self.noise > 0 else None
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps, as JSON values."""
         return {"signal": self.signal, "noise": self.noise}
 
     def restore(self, state: dict[str, float]) -> None:
-        """Continue from what `state` returned."""
         self.signal, self.noise = state["signal"], state["noise"]
 
 
@@ -267,7 +265,6 @@ class NoiseScaleCallback(TrainerCallback, ExportableState):
             self.is_new = False
 
     def state(self) -> dict:
-        """Return what checkpoints keep."""
         return {"args": {}, "attributes": {} if self.scale is None else self.scale.state()}
 
 

@@ -135,7 +135,7 @@ class Watch:
         return places
 
     def _others_move(self, places: dict[int, Place | None]) -> bool:
-        """Say if a rank has moved forward in long work since the last call: this rank may wait for it."""
+        """Return whether a rank has moved forward in long work since the last call: this rank may wait for it."""
         seen = self._moves_seen
         self._moves_seen = {rank: place.moves for rank, place in places.items() if place is not None}
         return any(moves > seen.get(rank, moves) for rank, moves in self._moves_seen.items())

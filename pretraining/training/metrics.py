@@ -349,7 +349,6 @@ class ExpertLoad(TrainerCallback, ExportableState):
         ]
 
     def state(self) -> dict:
-        """What checkpoints keep of it."""
         starved = [[layer, expert, windows] for (layer, expert), windows in self.starved.items()]
         return {"args": {}, "attributes": {"starved": starved}}
 

@@ -187,7 +187,6 @@ class Matrices:
 
     @property
     def numel(self) -> int:
-        """Elements of the parameter."""
         return prod(self.shape)
 
     @property

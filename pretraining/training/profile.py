@@ -138,7 +138,6 @@ def _on_device(average) -> bool:
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of work for the name of an operation or kernel."""
     found = (kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE))
     return next(found, "everything else")
 

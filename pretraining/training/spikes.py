@@ -98,11 +98,9 @@ class SpikeScore:
         return self._judged_by
 
     def state(self) -> dict:
-        """What a checkpoint keeps, as JSON values."""
         return {name: list(getattr(self, name)) for name in ("values", "distances", "rejected")}
 
     def restore(self, state: dict) -> None:
-        """Continue from what `state` returned."""
         self.values = deque(state["values"], maxlen=RECENT)
         kept = islice(state["distances"], max(0, len(state["distances"]) - self.window), None)
         self.distances = deque(kept, maxlen=self.window)
@@ -138,11 +136,9 @@ class Plateau:
         return True
 
     def state(self) -> dict:
-        """What a checkpoint keeps, as JSON values."""
         return {"best": self.best, "best_step": self.best_step, "told": self.told}
 
     def restore(self, state: dict) -> None:
-        """Continue from what `state` returned."""
         self.best, self.best_step, self.told = state["best"], state["best_step"], state["told"]
 
 

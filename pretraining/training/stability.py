@@ -142,7 +142,7 @@ class StabilityMonitor(TrainerCallback, ExportableState):
             self._tell("plateau", state, **facts, since_step=self.plateau.best_step)
 
     def _overflowed(self, loss: float, refused: bool) -> bool:
-        """Say if the step was left out to find a loss scale (fp16), and count it."""
+        """Return whether the step was left out to find a loss scale (fp16), and count it."""
         overflows = refused and math.isfinite(loss) and self.loss_scale > 1 and self.is_scaled
         self.overflow_streak = self.overflow_streak + 1 if overflows else 0
         self.overflow_steps += overflows
@@ -306,7 +306,7 @@ class NonFiniteGuard:
                 parameter.grad = None
 
     def refused_last_step(self) -> bool:
-        """Say if the last step was not applied. The answer is the same on every rank."""
+        """Return whether the last step was not applied. The answer is the same on every rank."""
         took_away, self._took_away, self._norm = self._took_away, False, None
         refused = took_away or bool(getattr(self.optimizer, "step_was_skipped", False))
         if refused:

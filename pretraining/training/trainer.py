@@ -328,15 +328,12 @@ class PretrainingTrainer(TimedTrainer):
                 engine.compile(backend=self.recipe.speed.compile_backend)
 
     def save_checkpoint(self) -> None:
-        """Save through the run's checkpoints."""
         self.checkpoints.save(self)
 
     def load_state(self, checkpoint: Path) -> None:
-        """Load through the run's checkpoints."""
         self.checkpoints.load_state(self, checkpoint)
 
     def load_position(self, checkpoint: Path) -> None:
-        """Load random generators and the running loss through the run's checkpoints."""
         self.checkpoints.load_position(self, checkpoint)
 
     def closing_results(self) -> dict[str, float]:

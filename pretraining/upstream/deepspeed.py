@@ -347,12 +347,11 @@ class Partition(NamedTuple):
 
 
 def is_stage_3(optimizer: Any) -> bool:
-    """Say if the optimizer is DeepSpeed's of stage 3."""
     return isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3)
 
 
 def is_stage_1_or_2(optimizer: Any) -> bool:
-    """Say if the optimizer is DeepSpeed's of stage 1 or 2, that of bf16 weights included."""
+    """Return whether the optimizer is DeepSpeed's of stage 1 or 2, that of bf16 weights included."""
     return isinstance(optimizer, DeepSpeedZeroOptimizer | BF16_Optimizer)
 
 
@@ -411,7 +410,7 @@ def stepping_optimizers(zero: Any) -> list[torch.optim.Optimizer]:
 
 
 def is_on_nvme(zero: Any, index: int) -> bool:
-    """Say if stage 3 keeps this sub-group on NVMe, in memory only while it is swapped in."""
+    """Return whether stage 3 keeps this sub-group on NVMe, in memory only while it is swapped in."""
     return zero._swappable_optimizer_subgroup(index)
 
 

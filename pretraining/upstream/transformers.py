@@ -213,12 +213,12 @@ _FILLING = {f"aten::{name}_" for name in ("normal", "uniform", "fill", "zero", "
 
 
 def is_persistent(module: nn.Module, buffer: str) -> bool:
-    """Say if a buffer of the module itself belongs to its state."""
+    """Return whether a buffer of the module itself belongs to its state."""
     return buffer not in module._non_persistent_buffers_set
 
 
 def is_partitioned(parameter: nn.Parameter) -> bool:
-    """Say if ZeRO-3 has this parameter in shards."""
+    """Return whether ZeRO-3 has this parameter in shards."""
     return hasattr(parameter, "ds_id")
 
 
@@ -270,6 +270,6 @@ class Conversion:
 
 
 def is_not_loaded(model: PreTrainedModel, saved_name: str) -> bool:
-    """Say if the class ignores a saved tensor of this name: a mask or a table that older versions saved."""
+    """Return whether the class ignores a saved tensor of this name: a mask or a table that older versions saved."""
     patterns = model._keys_to_ignore_on_load_unexpected or ()
     return any(re.search(pattern, saved_name) for pattern in patterns)
