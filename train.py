@@ -1,6 +1,7 @@
 """Pretrain a causal language model: recipe x ds_config -> runs/<name>/."""
 
 import argparse
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from pretraining.command_line import on_one_node, parse_train_arguments
@@ -124,7 +125,8 @@ def attempt(job: "Job") -> bool:
     evaluator = Evaluator(recipe, data, data.tokenizer, progress.last_step, run, plan.degrees)
     monitors.begin(plan, start, dataset)  # measures memory from here on, so that the model is counted
     draw = start.checkpoint is None and job.device is None
-    model = build_from_recipe(recipe, data.tokenizer, arguments, draw, given, groups, job.device)
+    with job.device or nullcontext():
+        model = build_from_recipe(recipe, data.tokenizer, arguments, draw, given, groups)
     checkpoints = (job.checkpoints or CheckpointManager)(run, recipe, plan, data, start)
     trainer = PretrainingTrainer(
         recipe,

@@ -1,6 +1,5 @@
 """Build an `AutoModelForCausalLM` from the recipe's `model` section; under ZeRO-3 it is sharded from the start."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -66,9 +65,8 @@ def build_from_recipe(
     draw_weights: bool,
     given: GivenWeights | None = None,
     groups: RankGroups = ALONE,
-    device: torch.device | None = None,
 ) -> PreTrainedModel:
-    """Build the model (`build_model`) with all settings of the recipe, on the device or on the host."""
+    """Build the model (`build_model`) with all settings of the recipe."""
     masks_documents, speed, why_none = recipe.data.document_masking, recipe.speed, None
     on_gpu = torch.cuda.is_available()
     # Here and not in the recipe: what can be compiled depends on the ds_config and on this machine.
@@ -80,10 +78,9 @@ def build_from_recipe(
         print(describe_compilation(speed, why_none), flush=True)
     sections = {"speed": speed, "mup": recipe.mup, "weights": recipe.weights}
     shared = {"given": given, "groups": groups}
-    with device or nullcontext():
-        return build_model(
-            recipe.model, tokenizer, arguments, draw_weights, masks_documents, **shared, **sections
-        )
+    return build_model(
+        recipe.model, tokenizer, arguments, draw_weights, masks_documents, **shared, **sections
+    )
 
 
 def build_model(

@@ -134,7 +134,15 @@ class Arrival:
         began, waits = time.monotonic(), False
         try:
             with long_work():
-                while not self._can_read(samples, step):
+                while True:
+                    look = from_rank_0(lambda: self._look(samples, step))
+                    self._ready = look.ready
+                    if look.works:
+                        work_done()
+                    if samples <= look.ready:
+                        return True
+                    if look.failure is not None:
+                        raise UserError(look.failure)
                     waits = True
                     if self.stop.agreed():
                         return False
@@ -143,16 +151,6 @@ class Arrival:
             if waits and self._preparation is not None:
                 seconds = round(time.monotonic() - began, 3)
                 self.run.add_event("waited_for_data", step=step, seconds=seconds)
-        return True
-
-    def _can_read(self, samples: int, step: int) -> bool:
-        look = from_rank_0(lambda: self._look(samples, step))
-        self._ready = look.ready
-        if look.works:
-            work_done()
-        if samples > look.ready and look.failure is not None:
-            raise UserError(look.failure)
-        return samples <= look.ready
 
     def _look(self, samples: int, step: int) -> Look:
         """Look on rank 0."""

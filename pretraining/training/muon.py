@@ -236,20 +236,20 @@ def hidden_matrices(model: PreTrainedModel) -> dict[str, Matrices]:
         for name, parameter in module.named_parameters(recurse=False):
             # under ZeRO-3 the parameter itself is empty here
             shape = whole_shape(parameter)
-            if len(shape) >= 2:
-                full_name = f"{module_name}.{name}" if module_name else name
-                found[full_name] = _matrices(module, full_name, shape)
+            if len(shape) < 2:
+                continue
+            full_name = f"{module_name}.{name}" if module_name else name
+            if isinstance(module, Conv1D):
+                # queries, keys and values side by side: each is a matrix of its own
+                fused = full_name.endswith("c_attn.weight")
+                found[full_name] = Matrices(shape, split_dim=1, parts=3 if fused else 1, transposed=True)
+            elif name.endswith(
+                "gate_up_proj"
+            ):  # [experts, 2 x inner, hidden]: gate and up are separate matrices
+                found[full_name] = Matrices(shape, split_dim=1, parts=2)
+            else:
+                found[full_name] = Matrices(shape)
     return found
-
-
-def _matrices(module: nn.Module, name: str, shape: tuple[int, ...]) -> Matrices:
-    if isinstance(module, Conv1D):
-        # queries, keys and values side by side: each is a matrix of its own
-        fused = name.endswith("c_attn.weight")
-        return Matrices(shape, split_dim=1, parts=3 if fused else 1, transposed=True)
-    if name.endswith("gate_up_proj"):  # [experts, 2 x inner, hidden]: gate and up are separate matrices
-        return Matrices(shape, split_dim=1, parts=2)
-    return Matrices(shape)
 
 
 def spectral_scale(matrices: Matrices) -> float:

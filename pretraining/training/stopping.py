@@ -37,8 +37,15 @@ class StopRequests:
     def __init__(self, run: RunFolder, time_limit_hours: float | None) -> None:
         self._looked_at, self._seen, self._agreed = 0.0, NOT_ASKED, NOT_ASKED
         self.run, self.agreement = run, Agreement()
-        # If a rank has crashed, its launcher ends the others. An agreement with the crashed rank would never come.
-        self.signals = SignalListener(in_vain=self._ends_with_the_others)
+
+        def ends_with_the_others() -> bool:
+            # If a rank has crashed, its launcher ends the others. An agreement with the crashed rank would never come.
+            if self._agreed or not sibling_is_gone():
+                return False
+            keep_end_by_launcher(run)
+            return True
+
+        self.signals = SignalListener(in_vain=ends_with_the_others)
         # all starts under one supervisor share one time limit
         started = float(os.environ.get(STARTED, time.time()))
         self._until = None if time_limit_hours is None else started + time_limit_hours * 3600
@@ -75,13 +82,6 @@ class StopRequests:
         if final:
             tell_exit_code(STOPPED)
         raise SystemExit(STOPPED)
-
-    def _ends_with_the_others(self) -> bool:
-        """Return whether this rank's launcher ends it after another rank's crash; keep that for a look back."""
-        if self._agreed or not sibling_is_gone():
-            return False
-        keep_end_by_launcher(self.run)
-        return True
 
     @property
     def reason(self) -> str:
