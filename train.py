@@ -76,7 +76,7 @@ def train(
     from pretraining.runtime.notices import notices
     from pretraining.training.arrival import arriving_data
     from pretraining.training.job import Job
-    from pretraining.training.monitors import Monitors
+    from pretraining.training.monitors import RunMonitors
     from pretraining.training.ranks import joined_ranks
 
     load_extensions(recipe.extensions)  # the user's own modules, on every rank
@@ -88,7 +88,7 @@ def train(
         # Asked once more for several nodes: each may see a folder of its own, and rank 0's counts.
         if options.resume == "auto" and from_rank_0(lambda: run.is_finished(recipe.to_dict())):
             return from_rank_0(lambda: report_end(run))
-        monitors = Monitors(run, recipe)
+        monitors = RunMonitors(run, recipe)
         with arriving_data(recipe, options.data_dir, run, monitors.stop) as arrival:
             data = data or arrival.open(options.resume, options.allow_change)
             while not attempt(Job(recipe, plan, data, run, options, monitors, arrival)):

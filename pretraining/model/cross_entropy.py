@@ -34,7 +34,7 @@ from transformers import PreTrainedModel
 from pretraining.data.document_masking import IGNORED
 from pretraining.planning.memory.activations import chunk_length, compiles_loss, logit_bytes
 from pretraining.recipe.model import EXACT
-from pretraining.upstream.autotp import Rows
+from pretraining.upstream.autotp import HeldRows
 from pretraining.upstream.torch import fix_no_length, missing_compiler
 from pretraining.upstream.wide_weights import WideLinear
 
@@ -50,7 +50,7 @@ class Way:
     chunk_tokens: int | None = None
     compile: bool | None = None
     """The recipe's `loss.compile`."""
-    rows: Rows | None = None
+    rows: HeldRows | None = None
     """Of a head that is split over ranks, which rows are here; None: all."""
 
 
@@ -126,7 +126,7 @@ class LossHead(nn.Linear):
     """
 
     compute_dtype: torch.dtype
-    rows: Rows | None = None
+    rows: HeldRows | None = None
     """Of a head that is split over ranks: which rows are here."""
 
     def forward(
@@ -337,7 +337,9 @@ def _nats_and_gradient(
     return torch.where(labels != IGNORED, z_loss * log_z.square() - picked, 0)
 
 
-def _join(log_z: torch.Tensor, target_logit: torch.Tensor, split: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+def _join(
+    log_z: torch.Tensor, target_logit: torch.Tensor, split: HeldRows
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log of the whole normaliser and the target's logit, from those of each rank's rows, [tokens].
 
     target_logit: 0 if the target is another rank's. All ranks of the group get the same bits.

@@ -36,7 +36,7 @@ from pretraining.runtime.process_group import deciding_alone
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.arrival import arriving_data
 from pretraining.training.job import Job
-from pretraining.training.monitors import Monitors
+from pretraining.training.monitors import RunMonitors
 from pretraining.upstream.fake_gpu import GPU, fake_gpu
 from pretraining.upstream.fake_ranks import without_other_ranks
 
@@ -47,7 +47,7 @@ SOON_HOURS = 1e-9
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Where a rank is."""
 
     rank: int
@@ -57,7 +57,7 @@ class Place:
     ranks_of_node: int
 
     @classmethod
-    def of(cls, rank: int, world_size: int, nodes: int) -> "Place":
+    def of(cls, rank: int, world_size: int, nodes: int) -> "RankPlace":
         """Find the place of a rank. If the ranks do not divide among the nodes, the first nodes have one more."""
         fewest, fuller = divmod(world_size, nodes)
         in_fuller = fuller * (fewest + 1)
@@ -95,7 +95,7 @@ class Done:
 
 
 def start_as(
-    place: Place,
+    place: RankPlace,
     attempt: Callable[[Job], bool],
     recipe: Recipe,
     plan: RunPlan,
@@ -139,7 +139,7 @@ def shortened(recipe: Recipe) -> Recipe:
     return replace(recipe, training=training, checkpoints=checkpoints)
 
 
-class RankMonitors(Monitors):
+class RankMonitors(RunMonitors):
     """The monitors of a rank; they note too what it reads, and when the model is about to be built."""
 
     def __init__(self, run: RunFolder, recipe: Recipe, done: Done, without_data: bool) -> None:
@@ -179,7 +179,7 @@ class NotingGuard(BlockGuard):
 class RankCheckpoints(CheckpointManager):
     """Saves neither the bytes of tensors nor what other ranks would; loads as ever. Made when the model is built."""
 
-    def __init__(self, place: Place, done: Done, *of_run: Any) -> None:
+    def __init__(self, place: RankPlace, done: Done, *of_run: Any) -> None:
         done.seconds["build"] += time.perf_counter()
         super().__init__(*of_run)
         self.place, self.done = place, done
@@ -232,7 +232,7 @@ def choose_evenly(model: torch.nn.Module) -> None:
             experts.forward = EvenDispatch(experts.forward)
 
 
-def check_samples(done: Done, place: Place, recipe: Recipe, ranks_per_sample: int, first: int) -> None:
+def check_samples(done: Done, place: RankPlace, recipe: Recipe, ranks_per_sample: int, first: int) -> None:
     """Raise `UserError` unless a rank has read the samples that are its own: no other rank reads one of them."""
     groups, group = place.world_size // ranks_per_sample, place.rank // ranks_per_sample
     size = recipe.micro_batch

@@ -58,7 +58,7 @@ MOST_HOST_BYTES = 4 << 30
 
 
 @dataclass
-class Part:
+class RehearsedPart:
     """One part of a rehearsal: what was done, how long it took, and what is wrong."""
 
     name: str
@@ -105,7 +105,7 @@ class Rehearsal:
         self.is_elsewhere = options.rehearse == ELSEWHERE
         self.gpu = find_gpu(options.gpu) if options.gpu else None
         self.run = RunFolder(options.output_dir or REPOSITORY / "runs" / recipe.name)
-        self.parts: list[Part] = []
+        self.parts: list[RehearsedPart] = []
         self.ranks: list[dict] = []
         self.plan: RunPlan | None = None
         self._began = time.perf_counter()
@@ -143,8 +143,8 @@ class Rehearsal:
             part.found = self._ranks(data, attempt)
 
     @contextmanager
-    def _part(self, name: str) -> Iterator[Part]:
-        part, began = Part(name), time.perf_counter()
+    def _part(self, name: str) -> Iterator[RehearsedPart]:
+        part, began = RehearsedPart(name), time.perf_counter()
         self.parts.append(part)
         try:
             yield part
@@ -166,7 +166,7 @@ class Rehearsal:
         # with --json the answer alone is on stdout
         print(line, file=sys.stderr if self.options.json else sys.stdout, flush=True)
 
-    def _plan(self, part: Part) -> str:
+    def _plan(self, part: RehearsedPart) -> str:
         plan, gpu = build_run_plan(self.recipe, self.ds_config, self.world_size), self.gpu
         continues = not self.is_elsewhere and self.run.recipe.exists()
         machine = Machine(
@@ -214,7 +214,7 @@ class Rehearsal:
         free = num_bytes(disk_room_bytes(self.run.path, state == "goes on"))
         return f"{self.run.path}: {state}; room for {free}; 1 MB written in {1000 * seconds:.0f} ms"
 
-    def _store(self, part: Part) -> str:
+    def _store(self, part: RehearsedPart) -> str:
         address = self.recipe.checkpoints.upload
         if not address:
             if self.nodes > 1:
@@ -240,7 +240,7 @@ class Rehearsal:
             f"{store.where('')[:-1]}: 1 MB written in {1000 * written:.0f} ms, read in {1000 * read:.0f} ms"
         )
 
-    def _data(self, open_data: Callable[..., PreparedData], part: Part) -> tuple[PreparedData, str]:
+    def _data(self, open_data: Callable[..., PreparedData], part: RehearsedPart) -> tuple[PreparedData, str]:
         try:
             data = open_data(self.recipe, self.options)
         except UserError as error:
@@ -273,7 +273,7 @@ class Rehearsal:
             f"on {several(reads, 'group')} of ranks; no two groups share one"
         )
 
-    def _environment(self, part: Part) -> str:
+    def _environment(self, part: RehearsedPart) -> str:
         from pretraining.extend import load_extensions
         from pretraining.training.trackers import build_trackers
 
@@ -316,7 +316,7 @@ class Rehearsal:
         from pretraining.rehearsal import rank as rehearsed  # the libraries, once for all ranks
 
         folder = Path(tempfile.mkdtemp(prefix="rehearsal-"))
-        places = [rehearsed.Place.of(each, self.world_size, self.nodes) for each in ranks]
+        places = [rehearsed.RankPlace.of(each, self.world_size, self.nodes) for each in ranks]
         waiting, running = list(places), {}
         while waiting or running:
             while waiting and len(running) < at_once:

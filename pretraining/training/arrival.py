@@ -24,7 +24,7 @@ LOG_NAME = "preparation.log"
 LOOKS_AT_WORK_SECONDS = 5.0
 
 
-class Look(NamedTuple):
+class PreparationState(NamedTuple):
     """What rank 0 sees of the preparation, for all ranks."""
 
     ready: int
@@ -152,7 +152,7 @@ class Arrival:
                 seconds = round(time.monotonic() - began, 3)
                 self.run.add_event("waited_for_data", step=step, seconds=seconds)
 
-    def _look(self, samples: int, step: int) -> Look:
+    def _look(self, samples: int, step: int) -> PreparationState:
         """Look on rank 0."""
         assert self._order is not None and self._preparation is not None
         # In this order: what it finishes after the first question is seen by the second.
@@ -177,7 +177,7 @@ class Arrival:
             # it may have used the processor since it was last asked
             self._worked = time.monotonic(), self._preparation.seconds_worked()
             works = self._worked[1] != seconds
-        return Look(ready, failure, works)
+        return PreparationState(ready, failure, works)
 
     def close(self) -> None:
         """End the preparation; print how it goes on if it is not done."""

@@ -12,7 +12,7 @@ from pretraining.planning.run_plan import RunPlan
 from pretraining.recipe import Recipe
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.arrival import Arrival
-from pretraining.training.monitors import Monitors
+from pretraining.training.monitors import RunMonitors
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Job:
     run: RunFolder
     options: argparse.Namespace
     """The command line's."""
-    monitors: Monitors
+    monitors: RunMonitors
     arrival: Arrival
     device: torch.device | None = None
     """On which the model is built, without numbers, in a rehearsal; None: on the host, with its weights."""

@@ -28,13 +28,13 @@ from pretraining.training.metrics import (
     source_losses,
 )
 from pretraining.training.profile import PeakMemory, ProfileCallback
-from pretraining.training.stability import Finding, StabilityMonitor
+from pretraining.training.stability import Instability, StabilityMonitor
 from pretraining.training.stopping import StopRequests, early_stopping
 from pretraining.training.throughput import SpeedMeter
 from pretraining.training.trackers import build_trackers
 
 
-class Monitors:
+class RunMonitors:
     """The monitors of one run. `begin` starts an attempt. A run that rolls back has several attempts."""
 
     def __init__(self, run: RunFolder, recipe: Recipe) -> None:
@@ -83,7 +83,7 @@ class Monitors:
         return [SettledCollector(), self.hangs, *judging, *counting, *own, saves, *logging, *self.profile]
 
     @property
-    def finding(self) -> Finding | None:
+    def finding(self) -> Instability | None:
         """Why the attempt was ended early; None if it was not."""
         return self.stability.finding
 

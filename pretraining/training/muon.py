@@ -25,7 +25,7 @@ ROUND_NUMEL = 2**28
 """Elements of the matrices in one round. It limits the memory of the buffers in a step."""
 
 
-class Fragment(NamedTuple):
+class MatrixFragment(NamedTuple):
     """A contiguous part of one parameter in one of this rank's flat tensors."""
 
     parameter: int
@@ -44,17 +44,19 @@ class Round:
 
     owned: dict[int, int]
     """parameter -> number of its elements, for those that this rank works on."""
-    given: list[list[Fragment]]
+    given: list[list[MatrixFragment]]
     """This rank's fragments that another one works on."""
-    taken: list[list[Fragment]]
+    taken: list[list[MatrixFragment]]
     """The others' fragments that this rank works on."""
-    handed_back: list[list[Fragment]]
+    handed_back: list[list[MatrixFragment]]
     """The others' fragments that this rank has worked on."""
-    received_back: list[list[Fragment]]
+    received_back: list[list[MatrixFragment]]
     """This rank's fragments that another one has worked on."""
 
 
-def plan_rounds(local: list[Fragment], costs: dict[int, int], round_numel: int = ROUND_NUMEL) -> list[Round]:
+def plan_rounds(
+    local: list[MatrixFragment], costs: dict[int, int], round_numel: int = ROUND_NUMEL
+) -> list[Round]:
     """Agree with all ranks on who works on what; every rank must call it, with its own fragments.
 
     Args:
@@ -65,9 +67,9 @@ def plan_rounds(local: list[Fragment], costs: dict[int, int], round_numel: int =
     if world_size > 1:
         gathered = [None] * world_size
         dist.all_gather_object(gathered, [tuple(fragment) for fragment in local])
-    by_parameter: dict[int, list[list[Fragment]]] = {}
+    by_parameter: dict[int, list[list[MatrixFragment]]] = {}
     for number, fragments in enumerate(gathered):
-        for fragment in sorted(Fragment(*each) for each in fragments):
+        for fragment in sorted(MatrixFragment(*each) for each in fragments):
             ranks = by_parameter.setdefault(fragment.parameter, [[] for _ in range(world_size)])
             ranks[number].append(fragment)
     owners, busy = {}, [0] * world_size
@@ -113,11 +115,11 @@ def _round_of(rank: int, parameters: list[int], by_parameter: dict, owners: dict
     return Round(owned, given, taken, handed_back, received_back)
 
 
-def _held(fragments: list[Fragment]) -> int:
+def _held(fragments: list[MatrixFragment]) -> int:
     return sum(fragment.numel for fragment in fragments)
 
 
-def _numel(ranks: list[list[Fragment]]) -> int:
+def _numel(ranks: list[list[MatrixFragment]]) -> int:
     # ranks may hold the same elements, so a sum would count twice
     return max(fragment.start + fragment.numel for fragments in ranks for fragment in fragments)
 
@@ -135,7 +137,7 @@ def work_on_whole(
     Every rank must call it.
     """
 
-    def piece(fragment: Fragment) -> torch.Tensor:
+    def piece(fragment: MatrixFragment) -> torch.Tensor:
         return tensors[fragment.tensor][fragment.offset : fragment.offset + fragment.numel]
 
     for each in rounds:
@@ -149,16 +151,16 @@ def work_on_whole(
             piece(fragment).copy_(values)
 
 
-def _part(whole: dict[int, torch.Tensor], fragment: Fragment) -> torch.Tensor:
+def _part(whole: dict[int, torch.Tensor], fragment: MatrixFragment) -> torch.Tensor:
     return whole[fragment.parameter][fragment.start : fragment.start + fragment.numel]
 
 
 def _exchange(
     outgoing: list[list[torch.Tensor]],
-    incoming: list[list[Fragment]],
+    incoming: list[list[MatrixFragment]],
     dtype: torch.dtype,
     device: torch.device,
-) -> Iterator[tuple[Fragment, torch.Tensor]]:
+) -> Iterator[tuple[MatrixFragment, torch.Tensor]]:
     """Send `outgoing[r]` to each rank r. Yield what was received, in the order of `incoming`."""
     if len(outgoing) == 1:
         yield from zip(incoming[0], outgoing[0], strict=True)
@@ -290,18 +292,20 @@ class Muon(torch.optim.Optimizer):
         self._numbers = {id(parameter): number for number, parameter in enumerate(matrices)}
         self._costs = {number: each.cost for number, each in enumerate(self.matrices)}
 
-        def whole_parameters(parameters: Sequence[torch.Tensor]) -> list[Fragment]:
+        def whole_parameters(parameters: Sequence[torch.Tensor]) -> list[MatrixFragment]:
             # without ZeRO: every rank has every whole parameter, or all of its own experts
             numbers = (self._numbers[id(parameter)] for parameter in parameters)
             return [
-                Fragment(number, first_element(parameter), place, 0, parameter.numel())
+                MatrixFragment(number, first_element(parameter), place, 0, parameter.numel())
                 for place, (number, parameter) in enumerate(zip(numbers, parameters, strict=True))
             ]
 
         self.bind(list(matrices), whole_parameters)
 
     def bind(
-        self, tensors: Sequence[torch.Tensor], locate: Callable[[Sequence[torch.Tensor]], list[Fragment]]
+        self,
+        tensors: Sequence[torch.Tensor],
+        locate: Callable[[Sequence[torch.Tensor]], list[MatrixFragment]],
     ) -> None:
         """Set the tensors that hold the matrices from now on. `locate` finds this rank's fragments in some of them."""
         self._tensors, self._locate, self._plans = {id(tensor): tensor for tensor in tensors}, locate, {}
@@ -453,13 +457,13 @@ class BindPartitions(TrainerCallback):
 def bind_partitions(muon: Muon, zero: Any) -> None:
     """Bind Muon to the partitions of a DeepSpeed optimizer of stage 1, 2 or 3."""
     partitions = list(zero_partitions(zero))
-    by_tensor: dict[int, list[Fragment]] = {}
+    by_tensor: dict[int, list[MatrixFragment]] = {}
     for each in (each for partition in partitions for each in partition.slices):
         if (number := muon.number_of(each.parameter)) is not None:
-            fragment = Fragment(number, each.start, 0, each.offset, each.numel)
+            fragment = MatrixFragment(number, each.start, 0, each.offset, each.numel)
             by_tensor.setdefault(id(each.tensor), []).append(fragment)
 
-    def locate(tensors: Sequence[torch.Tensor]) -> list[Fragment]:
+    def locate(tensors: Sequence[torch.Tensor]) -> list[MatrixFragment]:
         return [
             fragment._replace(tensor=number)
             for number, tensor in enumerate(tensors)

@@ -30,7 +30,7 @@ MOST_OVERFLOWS = 100
 
 
 @dataclass(frozen=True)
-class Finding:
+class Instability:
     """Why training was ended early."""
 
     step: int
@@ -58,7 +58,7 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         self.non_finite_streak = self.refused_steps = self.spikes = self.non_finite_steps = 0
         self.overflow_steps = self.overflow_streak = 0
         self.is_scaled, self.loss_scale = False, 1.0
-        self.finding: Finding | None = None
+        self.finding: Instability | None = None
         self.alerted_step: int | None = None
 
     def on_train_begin(
@@ -174,7 +174,7 @@ class StabilityMonitor(TrainerCallback, ExportableState):
 
     def _leave(self, state, why: str, policies: tuple[str, ...] = ("rollback", "stop")) -> None:
         if self.policy in policies:
-            self.finding = Finding(state.global_step, f"step {state.global_step}: {why}")
+            self.finding = Instability(state.global_step, f"step {state.global_step}: {why}")
 
     def _tell(self, kind: str, state, score: float | None = None, **facts) -> None:
         # on every rank: the layer norms of the next step are a collective
@@ -200,7 +200,7 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         attributes = dict((saved or {}).get("attributes", {}))
         # It was saved at a request to stop, before the caller could act on it. The caller will after the next step.
         finding = attributes.pop("finding", None)
-        self.finding = None if finding is None else Finding(*finding)
+        self.finding = None if finding is None else Instability(*finding)
         for name, value in attributes.items():
             part = getattr(self, name)
             part.restore(value) if hasattr(part, "restore") else setattr(self, name, value)

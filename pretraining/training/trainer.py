@@ -35,7 +35,7 @@ from pretraining.runtime.rank_groups import ALONE, RankGroups
 from pretraining.runtime.signals import ignore_in_worker
 from pretraining.training.arguments import collate_blocks, training_refusals
 from pretraining.training.clipping import choose_clipping
-from pretraining.training.monitors import Monitors, SettledCollector, notify
+from pretraining.training.monitors import RunMonitors, SettledCollector, notify
 from pretraining.training.muon import BindPartitions, Muon
 from pretraining.training.optimizers import (
     choose_optimizer,
@@ -89,7 +89,7 @@ class PretrainingTrainer(TimedTrainer):
         train_dataset: Dataset | Sequence,
         evaluator: Any = None,
         checkpoints: Any = None,
-        monitors: Monitors | None = None,
+        monitors: RunMonitors | None = None,
         arrival: Any = None,
         callbacks: Sequence[TrainerCallback] = (),
         groups: RankGroups = ALONE,

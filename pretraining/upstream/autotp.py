@@ -22,7 +22,7 @@ from deepspeed.utils import groups
 from torch import nn
 
 
-class Rows(NamedTuple):
+class HeldRows(NamedTuple):
     """Which rows of a table this rank has."""
 
     first: int
@@ -56,7 +56,7 @@ def make_tensor_groups(degree: int) -> dist.ProcessGroup:
     return groups.get_tensor_model_parallel_group()
 
 
-def hold_rows(modules: Sequence[Any], group: dist.ProcessGroup) -> Rows:
+def hold_rows(modules: Sequence[Any], group: dist.ProcessGroup) -> HeldRows:
     """Leave to this rank its rows of the weight that these modules share. All ranks of the group call it.
 
     The first ranks have a row more if the degree does not divide them. If ZeRO-3 has the weight in shards, it is
@@ -77,7 +77,7 @@ def hold_rows(modules: Sequence[Any], group: dist.ProcessGroup) -> Rows:
         SimpleNamespace(weight=weight, bias=None), group, skip_partition=True, name="vocabulary"
     )
     numbers = layer._partition_sizes
-    rows = Rows(sum(numbers[: layer.tp_index]), numbers, group)
+    rows = HeldRows(sum(numbers[: layer.tp_index]), numbers, group)
     # a copy, or the whole would stay in memory
     weight.data = weight.data[rows.first : rows.first + rows.own].clone()
     weight.requires_grad_(is_trained)  # the layer takes this for inference until there is an engine

@@ -33,7 +33,7 @@ from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.runtime.rank_groups import rank_groups
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.arguments import build_arguments
-from pretraining.training.monitors import Monitors, SettledCollector
+from pretraining.training.monitors import RunMonitors, SettledCollector
 from pretraining.training.trainer import PretrainingTrainer
 from tests.gear.runs import EXPERTS, LLAMA
 from tests.gear.watched_gpu import Watch, watched_gpu
@@ -151,7 +151,7 @@ def make_trainer(machine, recipe_path: Path, split: TokenSplit, ds_config: str, 
     order = GlobalOrder(2 * split.num_blocks(LENGTH), 0, "faked")
     masks = recipe.data.document_masking
     dataset = PackedDataset((split, split), LENGTH, order, 0, recipe.num_samples, masks_documents=masks)
-    monitors = Monitors(run, recipe)
+    monitors = RunMonitors(run, recipe)
     monitors.begin(plan, start, dataset)
     validation = Validation.of(split, recipe)
     evaluator = SimpleNamespace(
