@@ -1,7 +1,7 @@
 """Measure throughput: how a step's time is spent, tokens per second against the device's peak, and slow ranks.
 
-`StepClock` is always in exactly one phase, so that the phases add up. `TimedTrainer` marks them, `SpeedMeter` turns
-them into metrics, and `Stragglers` compares the ranks. `runtime.wall_time` counts what is lost between the steps.
+`StepClock` is always in exactly one phase, so that the phases add up. The Trainer marks them, `SpeedMeter` turns them
+into metrics, and `Stragglers` compares the ranks. `runtime.wall_time` counts what is lost between the steps.
 """
 
 import socket
@@ -25,7 +25,6 @@ from pretraining.planning.sizes import flops_per_token
 from pretraining.recipe import Recipe
 from pretraining.recipe.progress import Progress
 from pretraining.runtime.process_group import rank_and_world_size
-from pretraining.upstream.transformers import OpenTrainer
 
 PAUSES = ("evaluation", "saving")
 """Phases that do not belong to a step."""
@@ -205,32 +204,6 @@ def device_memory() -> dict[str, float]:
         "memory/peak_bytes": torch.cuda.max_memory_allocated(),
         "memory/reserved_bytes": torch.cuda.max_memory_reserved(),
     }
-
-
-class TimedTrainer(OpenTrainer):
-    """Mark waiting for data, forward and backward on the clock. `time_optimizer` marks the optimizer."""
-
-    clock: StepClock
-
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, Any]:
-        """Return the step's micro-batches. The wait for them ends every pause."""
-        self.clock.enter("data_wait")
-        batches = super().get_batch_samples(*args, **kwargs)
-        self.clock.enter("other")
-        return batches
-
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run forward and backward of one micro-batch. Under DeepSpeed a step's last one runs the optimizer too."""
-        loss = super().training_step(*args, **kwargs)
-        self.clock.enter("other")
-        return loss
-
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Run forward pass and loss. In a training step the backward pass follows."""
-        self.clock.enter("forward")
-        loss = super().compute_loss(*args, **kwargs)
-        self.clock.enter("backward")
-        return loss
 
 
 def time_optimizer(optimizer: Any, clock: StepClock) -> None:

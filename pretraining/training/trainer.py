@@ -44,9 +44,10 @@ from pretraining.training.optimizers import (
 )
 from pretraining.training.schedule import follow_run, own_schedule
 from pretraining.training.stopping import StoppingCallback
-from pretraining.training.throughput import StepClock, TimedTrainer
+from pretraining.training.throughput import StepClock
 from pretraining.upstream.deepspeed import keep_norm_at_stage_0, mend_optimizer
 from pretraining.upstream.experts import expert_groups_of
+from pretraining.upstream.transformers import OpenTrainer
 from pretraining.upstream.wide_weights import split_by_type
 
 PLAIN_GROUPS = 2
@@ -57,7 +58,7 @@ ABSENT: dict = {}
 """A micro-batch that a smaller step does not have."""
 
 
-class PretrainingTrainer(TimedTrainer):
+class PretrainingTrainer(OpenTrainer):
     """Train a recipe from the present step of its run.
 
     The recipe's optimizer, clipping and learning rate are chosen here. The evaluator replaces the Trainer's evaluation
@@ -269,7 +270,9 @@ class PretrainingTrainer(TimedTrainer):
                 self._leave_if_stopped()
         sizes = self.progress.step_sizes
         wanted = num_batches * sizes.at(self.state.global_step) // sizes.full
+        self.clock.enter("data_wait")  # ends every pause
         batches, num_items = super().get_batch_samples(epoch_iterator, wanted, device)
+        self.clock.enter("other")
         # the Trainer counts a fixed number of micro-batches, and the last one closes the step: it must be a real one
         return [ABSENT] * (num_batches - wanted) + batches, num_items
 
@@ -280,17 +283,22 @@ class PretrainingTrainer(TimedTrainer):
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
 
     def training_step(self, model: Any, inputs: dict, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Run forward and backward, or nothing for an absent micro-batch."""
+        """Run forward and backward, or nothing for an absent micro-batch. DeepSpeed steps after a step's last one."""
         if inputs is ABSENT:
             return self.running_loss.new_zeros(())
-        return super().training_step(model, inputs, num_items_in_batch)
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.clock.enter("other")
+        return loss
 
     def compute_loss(self, model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Any:
         """Run forward pass and loss. The samples' sources go to the callbacks that use them, not to the model."""
         sources = inputs.pop("source", None)
         if sources is not None:
             notify(self.callback_handler.callbacks, "on_sources", sources)
-        return super().compute_loss(model, inputs, *args, **kwargs)
+        self.clock.enter("forward")
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        self.clock.enter("backward")  # which follows in a training step
+        return loss
 
     def floating_point_ops(self, inputs: dict) -> int:
         """Return the Trainer's estimate for a forward and backward pass; 0 for an absent micro-batch."""
