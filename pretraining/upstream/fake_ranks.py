@@ -105,8 +105,7 @@ class FakeRanks(dist.ProcessGroup):
     def name(self) -> str:
         return self.backend
 
-    def getBackendName(self) -> str:
-        return self.backend
+    getBackendName = name
 
     def _get_backend(self, device: torch.device) -> "FakeRanks":
         return self
@@ -126,29 +125,18 @@ class FakeRanks(dist.ProcessGroup):
         split._set_group_name(group_name)
         return split
 
-    def eager_connect_single_device(self, device: torch.device) -> None:
-        pass
+    def shutdown(self, *_: object) -> None:
+        """Do nothing, as what follows: there is nobody to connect to."""
 
-    perform_nocolor_split = eager_connect_single_device
-
-    def get_group_store(self) -> None:
-        pass
+    eager_connect_single_device = perform_nocolor_split = get_group_store = shutdown
+    _set_sequence_number_for_group = _start_coalescing = shutdown
 
     @property
     def _device_types(self) -> list[torch.device]:
         return [torch.device(MOVED_BY[self.backend])]
 
-    def _set_sequence_number_for_group(self) -> None:
-        pass
-
-    def _start_coalescing(self, device: torch.device) -> None:
-        pass
-
     def _end_coalescing(self, device: torch.device) -> FakeWork:
         return self.work
-
-    def shutdown(self) -> None:
-        pass
 
     def barrier(self, *_: object, **__: object) -> FakeWork:
         return self.network.hears(Collective("barrier", self.backend, self._size, 0, None), self, [])
