@@ -201,7 +201,7 @@ class RankCheckpoints(CheckpointManager):
                 return  # nobody continues from the second one
             shared = self.identity.layout["zero_stage"] in (None, 0)
             folder, ranks = self.run.checkpoint(step), (self.place.rank, self.place.world_size)
-            write_stand_in(folder, *ranks, *share._replace(files=files), marker, shared)
+            write_stand_in(folder, *ranks, share._replace(files=files), marker, shared)
 
     def load_state(self, trainer: Any, folder: Path) -> None:
         with self.done.timed("load"):

@@ -22,26 +22,19 @@ from pretraining.checkpoints.shard_files import (
     fragment_key,
     rank_file,
 )
+from pretraining.checkpoints.trainer_state import RankShare
 
 Tensors = Mapping[str, torch.Tensor]
 MOST_READ_BYTES = 1 << 30
 """Of a file that the marker lists: the next start compares all its bytes."""
 
 
-def write_stand_in(
-    folder: Path,
-    rank: int,
-    ranks: int,
-    tensors: Tensors,
-    files: Mapping[str, bytes],
-    receipt: Mapping,
-    marker: dict,
-    shared: bool,
-) -> None:
+def write_stand_in(folder: Path, rank: int, ranks: int, share: RankShare, marker: dict, shared: bool) -> None:
     """Write and commit it as rank `rank` of `ranks`; all other ranks are made up.
 
     shared: whether every rank needs all parameters, of which each saves a share.
     """
+    tensors, files, receipt = share
     folder.mkdir(parents=True)
     entries = {name: write_bytes(folder / name, content) for name, content in files.items()}
     held = _missing_fragments(tensors, json.loads(files[STATE_FILE]), shared)
