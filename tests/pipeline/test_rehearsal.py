@@ -137,7 +137,7 @@ def change_tokenizer(data: Path) -> None:
     ("damage", "named"),
     [
         (damage_shard, r"^data: .*\.arrow: shard is missing"),
-        (change_tokenizer, r"^data: .*not the one the shards"),
+        (change_tokenizer, r"^data: .*not the one the data was made with"),
     ],
 )
 def test_damaged_data_is_named(workshop, tmp_path, own_data, without_ranks, damage, named):
