@@ -68,15 +68,15 @@ def token_nats(
         each: [batch * length], receives every token's own nats.
     """
     precision = torch.promote_types(logits.dtype, torch.float32)
-    rows, targets = logits.flatten(0, 1).to(precision), labels.flatten()
-    nats = F.cross_entropy(rows, targets, ignore_index=IGNORED, reduction="sum")
+    flat, targets = logits.flatten(0, 1).to(precision), labels.flatten()
+    nats = F.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="sum")
     if z_loss:
-        nats = nats + z_loss * (rows.logsumexp(-1).square() * (targets != IGNORED)).sum()
+        nats = nats + z_loss * (flat.logsumexp(-1).square() * (targets != IGNORED)).sum()
     if each is not None:
-        rows = rows.detach()
-        each.copy_(F.cross_entropy(rows, targets, ignore_index=IGNORED, reduction="none"))
+        flat = flat.detach()
+        each.copy_(F.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="none"))
         if z_loss:
-            each.add_(z_loss * rows.logsumexp(-1).square() * (targets != IGNORED))
+            each.add_(z_loss * flat.logsumexp(-1).square() * (targets != IGNORED))
     return nats
 
 
@@ -138,8 +138,8 @@ class LossHead(nn.Linear):
     ) -> torch.Tensor:
         """Map [..., width] to [..., vocabulary]. In training return the input; with labels [...] return summed nats."""
         if labels is not None:
-            way, rows = replace(way, rows=self.rows), hidden.flatten(0, -2)
-            return fused_nats(rows, self.weight, labels.flatten(), way, self.compute_dtype, each)
+            way, flat = replace(way, rows=self.rows), hidden.flatten(0, -2)
+            return fused_nats(flat, self.weight, labels.flatten(), way, self.compute_dtype, each)
         if not (self.training and torch.is_grad_enabled()):
             return self.product(hidden)
         if isinstance(self, WideLinear):
@@ -186,8 +186,8 @@ class _ChunkedNats(torch.autograd.Function):
         chunk, space = _chunk(*logits.shape, logits, way)
         nats = torch.empty(len(logits), dtype=_precision(logits.dtype), device=logits.device)
         for start in range(0, len(logits), chunk):
-            rows = slice(start, start + chunk)
-            nats[rows] = _nats_and_gradient(logits[rows], labels[rows], way, ctx.needs_input_grad[0], space)
+            part = slice(start, start + chunk)
+            nats[part] = _nats_and_gradient(logits[part], labels[part], way, ctx.needs_input_grad[0], space)
         if each is not None:
             each.copy_(nats)
         ctx.gradient = (logits, labels != IGNORED) if ctx.needs_input_grad[0] else None
@@ -198,8 +198,8 @@ class _ChunkedNats(torch.autograd.Function):
         # Not kept after this pass: it is as large as the logits.
         gradient, ctx.gradient = ctx.gradient, None
         assert gradient is not None, "the logits' gradient has been handed on already"  # backward ran twice
-        rows, counted = gradient
-        return rows.mul_((upstream * counted)[:, None]), None, None, None
+        logits, counted = gradient
+        return logits.mul_((upstream * counted)[:, None]), None, None, None
 
 
 class _FusedNats(torch.autograd.Function):
@@ -220,17 +220,17 @@ class _FusedNats(torch.autograd.Function):
             # fp32: sums over many chunks would lose digits in 16 bits.
             sums = torch.zeros_like(matrix, dtype=_precision(dtype))
         for start in range(0, len(inputs), chunk):
-            rows = slice(start, start + chunk)
-            here = torch.mm(inputs[rows], matrix.t(), out=logits[: len(inputs[rows])])
-            nats[rows] = _nats_and_gradient(here, labels[rows], way, wants_gradient, space)
+            part = slice(start, start + chunk)
+            here = torch.mm(inputs[part], matrix.t(), out=logits[: len(inputs[part])])
+            nats[part] = _nats_and_gradient(here, labels[part], way, wants_gradient, space)
             if wants_gradient:
                 # The logits are their own gradient by now.
-                counted = (labels[rows] != IGNORED)[:, None]
-                of_rows = torch.mm(here, matrix, out=input_gradient[rows]).mul_(counted)
+                counted = (labels[part] != IGNORED)[:, None]
+                of_part = torch.mm(here, matrix, out=input_gradient[part]).mul_(counted)
                 if way.rows is not None:
                     # each rank has the part of its rows; the next chunk computes meanwhile
-                    on_the_way.append(dist.all_reduce(of_rows, group=way.rows.group, async_op=True))
-                _add_product(sums, here.t(), inputs[rows] * counted)
+                    on_the_way.append(dist.all_reduce(of_part, group=way.rows.group, async_op=True))
+                _add_product(sums, here.t(), inputs[part] * counted)
         for sum_of_ranks in on_the_way:
             sum_of_ranks.wait()
         if each is not None:
@@ -356,16 +356,16 @@ def _log_normaliser(logits: torch.Tensor) -> torch.Tensor:
 
     Inductor matches it (`prepare_softmax_pattern` of torch 2.13); in another form it would read the logits twice.
     """
-    rows = logits.to(_precision(logits.dtype))
-    largest = rows.amax(-1, keepdim=True)
-    return (largest + (rows - largest).exp().sum(-1, keepdim=True).log()).squeeze(1)
+    wide = logits.to(_precision(logits.dtype))
+    largest = wide.amax(-1, keepdim=True)
+    return (largest + (wide - largest).exp().sum(-1, keepdim=True).log()).squeeze(1)
 
 
 def _softmax_over(logits: torch.Tensor, log_z: torch.Tensor, weight: torch.Tensor) -> None:
     """Write `weight * softmax` over the logits."""
     # A separate graph: together with log_z, inductor would first write it to other memory.
-    rows = logits.to(log_z.dtype)
-    logits.copy_((rows - log_z[:, None]).exp() * weight[:, None])
+    wide = logits.to(log_z.dtype)
+    logits.copy_((wide - log_z[:, None]).exp() * weight[:, None])
 
 
 @cache
