@@ -315,10 +315,7 @@ class ExpertLoad(TrainerCallback, ExportableState):
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict, **kwargs: Any) -> None:
         if "loss" not in logs or self.counts is None:
             return
-        # of all ranks since the last log, [layers, experts]
-        num_experts, flat = self.counts.shape[1], sum_over_ranks(self.counts.flatten().tolist())
-        self.counts = None
-        counts = [flat[start : start + num_experts] for start in range(0, len(flat), num_experts)]
+        counts = self._take_counts()
         logs.update({f"{PREFIX}{name}": value for name, value in load_metrics(counts).items()})
         found = self._newly_starved(counts)
         if found and state.is_world_process_zero:
@@ -327,6 +324,12 @@ class ExpertLoad(TrainerCallback, ExportableState):
             first = f"expert {found[0]['expert']} of layer {found[0]['layer']}, {found[0]['share']:.1%} of its choices"
             line = f"step {state.global_step}: {several(len(found), 'expert')} starved, the first: {first}"
             print(f"{line}; try {advice(kind)['try'][0]}", file=sys.stderr, flush=True)
+
+    def _take_counts(self) -> list[list[float]]:
+        """Return the counts of all ranks since the last call, [layers, experts]; the host waits for the device here."""
+        num_experts, flat = self.counts.shape[1], sum_over_ranks(self.counts.flatten().tolist())
+        self.counts = None
+        return [flat[start : start + num_experts] for start in range(0, len(flat), num_experts)]
 
     def _newly_starved(self, counts: list[list[float]]) -> list[dict]:
         """Return the experts that have starved for exactly `WINDOWS` windows now. The same on every rank."""
