@@ -169,10 +169,12 @@ class FirstPass:
                 failure = f"{type(error).__name__}: {said[:300]}"
         rank, ranks = rank_and_world_size()
         # The first rank whose block failed. The number of ranks means no failure: it is larger than every rank.
-        failing = torch.tensor(ranks if failure is None else rank, device=device)
+        failing = ranks if failure is None else rank
         if dist.is_initialized():  # else one process without a launcher
-            dist.all_reduce(failing, dist.ReduceOp.MIN)
-        if (failing := failing.item()) < ranks:
+            first_failing = torch.tensor(failing, device=device)
+            dist.all_reduce(first_failing, dist.ReduceOp.MIN)
+            failing = first_failing.item()
+        if failing < ranks:
             # All ranks or none: gradients leave a compiled block in another order, and ZeRO-1 and 2 put them into
             # buckets as they come. If only some ranks compiled, gradients of different weights would be added up.
             self.has_failed = True
