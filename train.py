@@ -1,28 +1,38 @@
 """Pretrain a causal language model: recipe x ds_config -> runs/<name>/."""
 
 import argparse
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from pretraining.command_line import on_one_node, parse_train_arguments
+from pretraining.data.block_guard import open_guard
+from pretraining.data.packed_dataset import build_training_dataset
 from pretraining.data.prepared import PreparedData, note_repeats, open_prepared
 from pretraining.data.streaming.cache import ShardCache
+from pretraining.data.streaming.prefetch import prefetched
 from pretraining.errors import one_line_errors
+from pretraining.extend import load_extensions
+from pretraining.planning.comparison import measured
+from pretraining.planning.gate import judge_plan
 from pretraining.planning.run_plan import RunPlan, build_run_plan
 from pretraining.planning.screen import print_plan
 from pretraining.recipe import Recipe
 from pretraining.recipe.refusals import check_while_preparing, load_recipe_and_ds_config
 from pretraining.reporting.words import report_end
 from pretraining.runtime.console_log import kept_console
+from pretraining.runtime.durable_files import one_line_disk_errors
 from pretraining.runtime.failures import kept_failure
 from pretraining.runtime.imports import prepare_imports
+from pretraining.runtime.lock import lock_run
+from pretraining.runtime.process_group import from_rank_0
+from pretraining.runtime.rank_groups import rank_groups
 from pretraining.runtime.restarts import leave_again_if_stopped
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import REPOSITORY
 
 if TYPE_CHECKING:
     from pretraining.checkpoints.manager import CheckpointManager
-    from pretraining.training.arrival import Arrival
-    from pretraining.training.monitors import Monitors
+    from pretraining.training.job import Job
     from pretraining.training.trainer import PretrainingTrainer
 
 
@@ -63,14 +73,11 @@ def train(
     # Plan and errors answer at once: the imports below take seconds.
     prepare_imports()  # no garbage collection, no messages that help nobody
     from pretraining.checkpoints.live_files import live_files
-    from pretraining.extend import load_extensions
     from pretraining.reporting.live import live_report
-    from pretraining.runtime.durable_files import one_line_disk_errors
-    from pretraining.runtime.lock import lock_run
     from pretraining.runtime.notices import notices
-    from pretraining.runtime.process_group import from_rank_0
     from pretraining.training.arrival import arriving_data
-    from pretraining.training.monitors import Monitors
+    from pretraining.training.job import Job
+    from pretraining.training.monitors import RunMonitors
     from pretraining.training.ranks import joined_ranks
 
     load_extensions(recipe.extensions)  # the user's own modules, on every rank
@@ -82,46 +89,34 @@ def train(
         # Asked once more for several nodes: each may see a folder of its own, and rank 0's counts.
         if options.resume == "auto" and from_rank_0(lambda: run.is_finished(recipe.to_dict())):
             return from_rank_0(lambda: report_end(run))
-        monitors = Monitors(run, recipe)
+        monitors = RunMonitors(run, recipe)
         with arriving_data(recipe, options.data_dir, run, monitors.stop) as arrival:
             data = data or arrival.open(options.resume, options.allow_change)
-            while not attempt(recipe, plan, data, run, monitors, options, arrival):
+            while not attempt(Job(recipe, plan, data, run, options, monitors, arrival)):
                 # Rolled back: the run's journal names the step to go on from and the samples to leave out.
                 options.resume = "auto"
 
 
-def attempt(
-    recipe: Recipe,
-    plan: RunPlan,
-    data: PreparedData,
-    run: RunFolder,
-    monitors: "Monitors",
-    options: argparse.Namespace,
-    arrival: "Arrival",
-) -> bool:
+def attempt(job: "Job") -> bool:
     """Train from where the run is to its end; False after a rollback, for which a monitor found a reason."""
     from pretraining.checkpoints.manager import CheckpointManager
     from pretraining.checkpoints.resume import begin_run, find_start, roll_back
-    from pretraining.data.block_guard import open_guard
-    from pretraining.data.packed_dataset import build_training_dataset
-    from pretraining.data.streaming.prefetch import prefetched
     from pretraining.evaluation.evaluator import Evaluator
     from pretraining.model.build import build_from_recipe
     from pretraining.model.given_weights import open_given
     from pretraining.model.loss import build_loss
-    from pretraining.planning.gate import judge_plan
-    from pretraining.runtime.rank_groups import rank_groups
     from pretraining.training.arguments import build_arguments
     from pretraining.training.ranks import find_machine
     from pretraining.training.trainer import PretrainingTrainer
 
-    start = find_start(run, recipe, data, options.resume, options.allow_change, plan.layout)
+    recipe, data, run, monitors, options = job.recipe, job.data, job.run, job.monitors, job.options
+    start = find_start(run, recipe, data, options.resume, options.allow_change, job.plan.layout)
     progress = start.progress(recipe)
-    groups = rank_groups(plan.degrees)  # of ranks that work on the same samples
+    groups = rank_groups(job.plan.degrees)  # of ranks that work on the same samples
     given = None if start.checkpoint else open_given(recipe, data.tokenizer)
     start = start.with_given(run, given.facts if given else None)
-    machine = plan.machine or find_machine(run, start, data.known_tokens)  # a rehearsal has none of its own
-    plan = judge_plan(plan, recipe, machine, options.force)
+    machine = job.plan.machine or find_machine(run, start, data.known_tokens)  # a rehearsal brings its own
+    plan = judge_plan(job.plan, recipe, machine, options.force)
     arguments = build_arguments(recipe, plan.ds_config, run.path, plan.accumulation_steps, progress.last_step)
     # The guard looks for damaged or degenerate blocks; rollbacks leave samples out.
     guard = open_guard(run.flagged_blocks if groups.is_first_of_sample else None, data, recipe)
@@ -130,25 +125,23 @@ def attempt(
     )
     evaluator = Evaluator(recipe, data, data.tokenizer, progress.last_step, run, plan.degrees)
     monitors.begin(plan, start, dataset)  # measures memory from here on, so that the model is counted
-    model = build_from_recipe(
-        recipe, data.tokenizer, arguments, draw_weights=start.checkpoint is None, given=given, groups=groups
-    )
-    checkpoints = CheckpointManager(run, recipe, plan, data, start)
+    draw = start.checkpoint is None and job.device is None
+    with job.device or nullcontext():
+        model = build_from_recipe(recipe, data.tokenizer, arguments, draw, given, groups)
+    checkpoints = (job.checkpoints or CheckpointManager)(run, recipe, plan, data, start)
     trainer = PretrainingTrainer(
         recipe,
         model,
         arguments,
         loss=build_loss(model, recipe.loss, groups),
         train_dataset=prefetched(dataset),
-        progress=progress,
-        journal=start.journal,
         evaluator=evaluator,
         checkpoints=checkpoints,
         monitors=monitors,
         groups=groups,
-        arrival=arrival,
+        arrival=job.arrival,
     )
-    arrival.follow(dataset, progress)  # of data that is prepared meanwhile: waits for the first step's
+    job.arrival.follow(dataset, progress)  # of data that is prepared meanwhile: waits for the first step's
     # The first write of this attempt: all above may refuse.
     begin_run(run, plan, data, checkpoints.identity, model, dataset)
     trainer.train(resume_from_checkpoint=start.checkpoint)
@@ -157,29 +150,23 @@ def attempt(
         # raises `GaveUp` if the recipe allows no further attempt
         roll_back(run, start, monitors.finding, recipe)
         return False
-    finish(trainer, checkpoints, monitors, recipe, plan, data, run)
+    finish(job, plan, trainer, checkpoints)
     return True
 
 
 def finish(
-    trainer: "PretrainingTrainer",
-    checkpoints: "CheckpointManager",
-    monitors: "Monitors",
-    recipe: Recipe,
-    plan: RunPlan,
-    data: PreparedData,
-    run: RunFolder,
+    job: "Job", plan: RunPlan, trainer: "PretrainingTrainer", checkpoints: "CheckpointManager"
 ) -> None:
     """Measure the trained model once more, export it, and write down how the run went."""
     from pretraining.checkpoints.export import export_model, write_model_card
-    from pretraining.planning.comparison import measured
 
+    recipe, data, run = job.recipe, job.data, job.run
     results = trainer.closing_results()
     environment = checkpoints.identity.environment
     card = write_model_card(recipe.to_dict(), data.latest().manifest, results, environment)
     export_model(trainer, data.tokenizer, run.export, card)
     checkpoints.wait_for_upload()
-    peak_bytes = monitors.memory.of_fullest_rank()
+    peak_bytes = job.monitors.memory.of_fullest_rank()
     if trainer.is_world_process_zero():
         speed = measured(run, recipe, plan.world_size, plan.machine.gpu, peak_bytes)
         run.add_end({**results, "measured": speed})

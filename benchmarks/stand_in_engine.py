@@ -88,10 +88,10 @@ def initialised_engine(ds_config: dict | None, device: str):
 def count_waits(ds_config: dict | None, world_size: int) -> dict:
     """How often the host waits for the device in DeepSpeed's engine, and what a step sends, on a GPU that is none."""
     from pretraining.upstream.deepspeed import keep_norm_at_stage_0, mend_optimizer
-    from pretraining.upstream.fake_gpu import fake_gpu
+    from tests.gear.watched_gpu import watched_gpu
 
     name_ranks(world_size)
-    with fake_gpu(world_size) as machine:
+    with watched_gpu(world_size) as machine:
         engine = initialised_engine(ds_config, "cuda")
         keep_norm_at_stage_0(engine, lambda norm: None)
         mend_optimizer(engine.optimizer)

@@ -134,15 +134,15 @@ def train_with(callback, words: list[str]) -> None:
     """
     import train
     from pretraining.training.metrics import ProgressCallback
-    from pretraining.training.monitors import Monitors
+    from pretraining.training.monitors import RunMonitors
 
-    callbacks = Monitors.callbacks
+    callbacks = RunMonitors.callbacks
 
-    def with_ours(watch: Monitors, saves) -> list:
+    def with_ours(watch: RunMonitors, saves) -> list:
         callback.speed = watch.speed
         return [callback, *(c for c in callbacks(watch, saves) if not isinstance(c, ProgressCallback))]
 
-    Monitors.callbacks = with_ours
+    RunMonitors.callbacks = with_ours
     sys.argv = ["train.py", *words]
     train.main()
 

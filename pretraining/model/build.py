@@ -77,15 +77,9 @@ def build_from_recipe(
     if arguments.process_index == 0 and (on_gpu or speed.compile != "none"):
         print(describe_compilation(speed, why_none), flush=True)
     sections = {"speed": speed, "mup": recipe.mup, "weights": recipe.weights}
+    shared = {"given": given, "groups": groups}
     return build_model(
-        recipe.model,
-        tokenizer,
-        arguments,
-        draw_weights,
-        masks_documents,
-        given=given,
-        groups=groups,
-        **sections,
+        recipe.model, tokenizer, arguments, draw_weights, masks_documents, **shared, **sections
     )
 
 

@@ -69,7 +69,9 @@ def compile_model(model: nn.Module, speed: Speed, degrees: Degrees = NOT_SPLIT) 
         # ZeRO-3's hooks then gather a block's weights together, because a graph would end at each hook inside it.
         gather_as_one(modules)
     # All modules share it: if one of them fails, none stays compiled.
-    trial = torch.compile(_little, **options) if degrees != NOT_SPLIT else None
+    trial = None
+    if degrees != NOT_SPLIT:
+        trial = torch.compile(lambda numbers: (numbers.sin() * 2).sum(), **options)
     first_pass = FirstPass(_missing(speed), trial) if speed.compile == "auto" else None
     for module in modules:
         compiled = torch.compile(module.forward, **options)
@@ -114,10 +116,6 @@ def _in_training(module: nn.Module, compiled: Callable) -> Callable:
     return forward
 
 
-def _little(numbers: torch.Tensor) -> torch.Tensor:
-    return (numbers.sin() * 2).sum()
-
-
 class FirstPass:
     """The first training pass of every compiled block: if it fails on any rank, all ranks go on uncompiled.
 
@@ -138,7 +136,8 @@ class FirstPass:
             nonlocal is_known
             if is_known and not self.has_failed:
                 return compiled(*args, **kwargs)
-            device = _device_of((*args, *kwargs.values()))
+            tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+            device = next((tensor.device for tensor in tensors), torch.device("cpu"))
             if self.trial is not None:
                 numbers = torch.ones(2, device=device, requires_grad=True)
                 self._together(self.trial, device, numbers)
@@ -155,51 +154,34 @@ class FirstPass:
 
     def _together(self, compiled: Callable, device: torch.device, *args: Any, **kwargs: Any) -> Any:
         """Return what the first call returns; has_failed if it fails on any rank."""
-        result, failure = self._outcome(compiled_both_ways(compiled), args, kwargs)
-        failing = _first_failing(failure is not None, device)
-        if failing is not None:
+        first, result, failure = compiled_both_ways(compiled), None, None
+        if self.missing:
+            failure = f"inductor needs {self.missing}"
+        else:
+            try:
+                result = first(*args, **kwargs)
+            except torch.OutOfMemoryError:
+                raise  # another compiler's code would need as much
+            except Exception as error:
+                # Backends, Triton and the machine's C compiler may raise any exception. Its first lines say what
+                # failed, the later ones how to debug torch.
+                said = " ".join(str(error).strip().partition("\n\n")[0].split())
+                failure = f"{type(error).__name__}: {said[:300]}"
+        rank, ranks = rank_and_world_size()
+        # The first rank whose block failed. The number of ranks means no failure: it is larger than every rank.
+        failing = ranks if failure is None else rank
+        if dist.is_initialized():  # else one process without a launcher
+            first_failing = torch.tensor(failing, device=device)
+            dist.all_reduce(first_failing, dist.ReduceOp.MIN)
+            failing = first_failing.item()
+        if failing < ranks:
             # All ranks or none: gradients leave a compiled block in another order, and ZeRO-1 and 2 put them into
             # buckets as they come. If only some ranks compiled, gradients of different weights would be added up.
             self.has_failed = True
-            if failing == rank_and_world_size()[0]:
-                _warn(
-                    f"blocks run uncompiled on all ranks, as rank {failing} cannot compile them ({failure})"
-                )
+            if failing == rank:
+                what = f"blocks run uncompiled on all ranks, as rank {rank} cannot compile them ({failure})"
+                print(f"warning: {what}; mend that, or --set speed.compile=none", file=sys.stderr, flush=True)
         return result
-
-    def _outcome(self, first: Callable, args: tuple, kwargs: dict) -> tuple[object, str | None]:
-        """Try the first call: (what the block returned, why it failed), of which one is None."""
-        if self.missing:
-            return None, f"inductor needs {self.missing}"
-        try:
-            return first(*args, **kwargs), None
-        except torch.OutOfMemoryError:
-            raise  # another compiler's code would need as much
-        except Exception as error:
-            # Backends, Triton and the machine's C compiler may raise any exception. Its first lines say what failed,
-            # the later ones how to debug torch.
-            said = " ".join(str(error).strip().partition("\n\n")[0].split())
-            return None, f"{type(error).__name__}: {said[:300]}"
-
-
-def _first_failing(fails_here: bool, device: torch.device) -> int | None:
-    """Find the first rank whose block failed; None if no rank's did. All ranks call it together."""
-    rank, ranks = rank_and_world_size()
-    if not dist.is_initialized():  # one process without a launcher
-        return rank if fails_here else None
-    # The number of ranks means no failure: it is larger than every rank.
-    first = torch.tensor(rank if fails_here else ranks, device=device)
-    dist.all_reduce(first, dist.ReduceOp.MIN)
-    number = first.item()
-    return number if number < ranks else None
-
-
-def _device_of(values: tuple) -> torch.device:
-    return next((value.device for value in values if isinstance(value, torch.Tensor)), torch.device("cpu"))
-
-
-def _warn(what: str) -> None:
-    print(f"warning: {what}; mend that, or --set speed.compile=none", file=sys.stderr, flush=True)
 
 
 def check_fp8_hardware(speed: Speed) -> None:
@@ -230,8 +212,15 @@ def convert_products(model: PreTrainedModel, recipe_name: str, emulate: bool = F
     float8 = require("torchao.float8", "speed.fp8")
     config = float8.Float8LinearConfig.from_recipe_name(recipe_name)
     config = dataclasses.replace(config, emulate=emulate)
-    in_blocks = {id(layer) for block in blocks_of(model) for layer in block.modules() if _fits(layer)}
-    chosen = [name for name, layer in model.named_modules() if id(layer) in in_blocks]
+    in_blocks = {id(layer) for block in blocks_of(model) for layer in block.modules()}
+    chosen = [
+        name
+        for name, layer in model.named_modules()
+        # Not isinstance: a subclass may compute something else. The kernels take sides of such multiples.
+        if id(layer) in in_blocks
+        and type(layer) is nn.Linear
+        and not (layer.in_features % MULTIPLE or layer.out_features % MULTIPLE)
+    ]
     float8.convert_to_float8_training(model, module_filter_fn=lambda _, name: name in chosen, config=config)
     for layer in map(model.get_submodule, chosen):
         layer.__class__ = _fp8_in_training(type(layer))  # a wrapper would change the parameters' names
@@ -250,11 +239,3 @@ def _fp8_in_training(fp8_linear: type[nn.Linear]) -> type[nn.Linear]:
             )
 
     return Fp8InTraining
-
-
-def _fits(layer: nn.Module) -> bool:
-    """Say if it is a linear layer with sides that the kernels take."""
-    # Not isinstance: a subclass may compute something else.
-    if type(layer) is not nn.Linear:
-        return False
-    return layer.in_features % MULTIPLE == 0 and layer.out_features % MULTIPLE == 0

@@ -25,7 +25,6 @@ CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 
 
 def main() -> None:
-    """Read a `model` section on stdin and print what was counted."""
     print(json.dumps(counted(json.load(sys.stdin), sys.argv[1:])))
 
 
@@ -47,10 +46,15 @@ def describe(model: dict) -> dict:
     built, config = build_on_meta(model)
     tensors, head = list(parameters_by_part(built)), _head(built)
     experts = any(part == "experts" for part, *_ in tensors)
+    # the number of heads, times the mean width of a head's keys and values
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    parts = [getattr(config, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+    # Latent attention: keys have the first two sizes, values the last, and a mean is taken of the two.
+    latent = config.num_attention_heads * sum(parts) // 2 if all(parts) else None
     return {
         "tensors": tensors,
         "layers": config.num_hidden_layers,
-        "attention_width": _attention_width(config),
+        "attention_width": latent or config.num_attention_heads * size,
         "tied": head is built.get_input_embeddings().weight,
         "head": 0 if head is None else head.numel(),
         "normed_heads": any(
@@ -91,16 +95,12 @@ def parameters_by_part(
                 part = "head" if is_head else _part(module_name, name, module, has_experts)
                 layer = re.search(r"\.(\d+)(\.|$)", module_name)
                 place = int(layer[1]) if layer else None
-                full_name = f"{module_name}.{name}" if module_name else name
-                yield part, parameter.numel(), place, _rows_and_columns(parameter), full_name
-
-
-def _rows_and_columns(parameter: torch.Tensor) -> int | None:
-    if parameter.ndim < 2:
-        return None
-    rows, columns = parameter.shape[-2:]
-    # Experts may be stacked: [experts, rows, columns].
-    return parameter.numel() // (rows * columns) * (rows + columns)
+                full_name, sides = f"{module_name}.{name}" if module_name else name, None
+                if parameter.ndim >= 2:
+                    rows, columns = parameter.shape[-2:]
+                    # Experts may be stacked: [experts, rows, columns].
+                    sides = parameter.numel() // (rows * columns) * (rows + columns)
+                yield part, parameter.numel(), place, sides, full_name
 
 
 def _part(module_name: str, name: str, module: nn.Module, has_experts: bool) -> str:
@@ -129,15 +129,6 @@ def _first(config: PreTrainedConfig, names: tuple[str, ...]) -> int:
     """Read the first of these keys that is a number; 0 if there is none."""
     values = (getattr(config, name, None) for name in names)
     return next((value for value in values if isinstance(value, int) and value), 0)
-
-
-def _attention_width(config: PreTrainedConfig) -> int:
-    """Multiply the number of heads by the mean width of a head's keys and values."""
-    heads = config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    parts = [getattr(config, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
-    # Latent attention: keys have the first two sizes, values the last, and a mean is taken of the two.
-    return heads * sum(parts) // 2 if all(parts) else heads * size
 
 
 if __name__ == "__main__":

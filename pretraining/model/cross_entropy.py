@@ -21,6 +21,7 @@ two products read, 8 of the sum in fp32.
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -33,12 +34,27 @@ from transformers import PreTrainedModel
 from pretraining.data.document_masking import IGNORED
 from pretraining.planning.memory.activations import chunk_length, compiles_loss, logit_bytes
 from pretraining.recipe.model import EXACT
-from pretraining.upstream.autotp import Rows
+from pretraining.upstream.autotp import HeldRows
 from pretraining.upstream.torch import fix_no_length, missing_compiler
 from pretraining.upstream.wide_weights import WideLinear
 
 TRIAL_TOKENS = 1024
 """Rows that kernels are compiled with: so many that one program sums each row, as in a real chunk."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How nats are summed chunk by chunk."""
+
+    z_loss: float = 0.0
+    chunk_tokens: int | None = None
+    compile: bool | None = None
+    """The recipe's `loss.compile`."""
+    rows: HeldRows | None = None
+    """Of a head that is split over ranks, which rows are here; None: all."""
+
+
+DEFAULT = Way()
 
 
 def token_nats(
@@ -52,29 +68,23 @@ def token_nats(
         each: [batch * length], receives every token's own nats.
     """
     precision = torch.promote_types(logits.dtype, torch.float32)
-    rows, targets = logits.flatten(0, 1).to(precision), labels.flatten()
-    nats = F.cross_entropy(rows, targets, ignore_index=IGNORED, reduction="sum")
+    flat, targets = logits.flatten(0, 1).to(precision), labels.flatten()
+    nats = F.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="sum")
     if z_loss:
-        nats = nats + z_loss * (rows.logsumexp(-1).square() * (targets != IGNORED)).sum()
+        nats = nats + z_loss * (flat.logsumexp(-1).square() * (targets != IGNORED)).sum()
     if each is not None:
-        _note_each(rows.detach(), targets, z_loss, each)
+        flat = flat.detach()
+        each.copy_(F.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="none"))
+        if z_loss:
+            each.add_(z_loss * flat.logsumexp(-1).square() * (targets != IGNORED))
     return nats
-
-
-def _note_each(rows: torch.Tensor, targets: torch.Tensor, z_loss: float, each: torch.Tensor) -> None:
-    each.copy_(F.cross_entropy(rows, targets, ignore_index=IGNORED, reduction="none"))
-    if z_loss:
-        each.add_(z_loss * rows.logsumexp(-1).square() * (targets != IGNORED))
 
 
 def chunked_nats(
     logits: torch.Tensor,
     labels: torch.Tensor,
-    z_loss: float = 0.0,
-    chunk_tokens: int | None = None,
-    compile: bool | None = None,
+    way: Way = DEFAULT,
     each: torch.Tensor | None = None,
-    rows: Rows | None = None,
 ) -> torch.Tensor:
     """Sum the nats of the labels, in fp32 (fp64 for fp64 logits).
 
@@ -83,23 +93,18 @@ def chunked_nats(
     Args:
         logits: [tokens, vocabulary], contiguous; only the columns of this rank's rows if the head is split.
         labels: [tokens], -100 for no target.
-        compile: the recipe's `loss.compile`.
         each: [tokens], receives every token's own nats.
-        rows: of a head that is split over ranks, which rows are here; None: all.
     """
-    return _ChunkedNats.apply(logits, labels, z_loss, chunk_tokens, compile, each, rows)
+    return _ChunkedNats.apply(logits, labels, way, each)
 
 
 def fused_nats(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     labels: torch.Tensor,
-    z_loss: float = 0.0,
-    chunk_tokens: int | None = None,
-    compile: bool | None = None,
+    way: Way = DEFAULT,
     dtype: torch.dtype | None = None,
     each: torch.Tensor | None = None,
-    rows: Rows | None = None,
 ) -> torch.Tensor:
     """Sum the nats of the labels under the logits `hidden @ weight.T`; only one chunk of logits exists at a time.
 
@@ -107,14 +112,10 @@ def fused_nats(
         hidden: [tokens, width].
         weight: [vocabulary, width]; only this rank's rows if the head is split.
         labels: [tokens], -100 for no target.
-        compile: the recipe's `loss.compile`.
         dtype: the dtype of the product (autocast's). The gradient of `weight` is summed over the chunks in fp32.
         each: [tokens], receives every token's own nats.
-        rows: of a head that is split over ranks, which rows are here; None: all.
     """
-    return _FusedNats.apply(
-        hidden, weight, labels, z_loss, chunk_tokens, compile, dtype or hidden.dtype, each, rows
-    )
+    return _FusedNats.apply(hidden, weight, labels, way, dtype or hidden.dtype, each)
 
 
 class LossHead(nn.Linear):
@@ -125,23 +126,20 @@ class LossHead(nn.Linear):
     """
 
     compute_dtype: torch.dtype
-    rows: Rows | None = None
+    rows: HeldRows | None = None
     """Of a head that is split over ranks: which rows are here."""
 
     def forward(
         self,
         hidden: torch.Tensor,
         labels: torch.Tensor | None = None,
-        z_loss: float = 0.0,
-        chunk_tokens: int | None = None,
-        compile: bool | None = None,
+        way: Way = DEFAULT,
         each: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Map [..., width] to [..., vocabulary]. In training return the input; with labels [...] return summed nats."""
         if labels is not None:
-            rows, way = hidden.flatten(0, -2), (z_loss, chunk_tokens, compile)
-            way = (*way, self.compute_dtype, each, self.rows)
-            return fused_nats(rows, self.weight, labels.flatten(), *way)
+            way, flat = replace(way, rows=self.rows), hidden.flatten(0, -2)
+            return fused_nats(flat, self.weight, labels.flatten(), way, self.compute_dtype, each)
         if not (self.training and torch.is_grad_enabled()):
             return self.product(hidden)
         if isinstance(self, WideLinear):
@@ -163,7 +161,7 @@ class WideLossHead(LossHead, WideLinear):
 
 
 def can_fuse(model: PreTrainedModel) -> bool:
-    """Say if the model's logits are a linear layer without bias, and nothing else."""
+    """Return whether the model's logits are a linear layer without bias, and nothing else."""
     # Other classes may scale or cap them.
     head = model.get_output_embeddings()
     is_known = isinstance(head, LossHead) or type(head) in (nn.Linear, WideLinear)
@@ -183,15 +181,13 @@ class _ChunkedNats(torch.autograd.Function):
     """The gradient is found in the forward pass, over the logits; the backward pass only scales it."""
 
     @staticmethod
-    def forward(ctx, logits, labels, z_loss, chunk_tokens, compile, each, split):
+    def forward(ctx, logits, labels, way, each):
         logits = logits.detach()
-        chunk, space = _chunk(*logits.shape, logits, chunk_tokens, compile, split)
+        chunk, space = _chunk(*logits.shape, logits, way)
         nats = torch.empty(len(logits), dtype=_precision(logits.dtype), device=logits.device)
         for start in range(0, len(logits), chunk):
-            rows = slice(start, start + chunk)
-            nats[rows] = _nats_and_gradient(
-                logits[rows], labels[rows], z_loss, ctx.needs_input_grad[0], space, split
-            )
+            part = slice(start, start + chunk)
+            nats[part] = _nats_and_gradient(logits[part], labels[part], way, ctx.needs_input_grad[0], space)
         if each is not None:
             each.copy_(nats)
         ctx.gradient = (logits, labels != IGNORED) if ctx.needs_input_grad[0] else None
@@ -202,19 +198,19 @@ class _ChunkedNats(torch.autograd.Function):
         # Not kept after this pass: it is as large as the logits.
         gradient, ctx.gradient = ctx.gradient, None
         assert gradient is not None, "the logits' gradient has been handed on already"  # backward ran twice
-        rows, counted = gradient
-        return rows.mul_((upstream * counted)[:, None]), None, None, None, None, None, None
+        logits, counted = gradient
+        return logits.mul_((upstream * counted)[:, None]), None, None, None
 
 
 class _FusedNats(torch.autograd.Function):
     """Both gradients are found in the forward pass, chunk by chunk; the backward pass only scales them."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, labels, z_loss, chunk_tokens, compile, dtype, each, split):
+    def forward(ctx, hidden, weight, labels, way, dtype, each):
         wants_gradient = any(ctx.needs_input_grad[:2])
         inputs, matrix = hidden.detach().to(dtype), weight.detach().to(dtype)
         ctx.dtypes = hidden.dtype, weight.dtype
-        chunk, space = _chunk(len(inputs), len(matrix), inputs, chunk_tokens, compile, split)
+        chunk, space = _chunk(len(inputs), len(matrix), inputs, way)
         # One chunk of logits, which every chunk overwrites.
         logits = torch.empty(chunk, len(matrix), dtype=dtype, device=inputs.device)
         nats = torch.empty(len(inputs), dtype=_precision(dtype), device=inputs.device)
@@ -224,17 +220,17 @@ class _FusedNats(torch.autograd.Function):
             # fp32: sums over many chunks would lose digits in 16 bits.
             sums = torch.zeros_like(matrix, dtype=_precision(dtype))
         for start in range(0, len(inputs), chunk):
-            rows = slice(start, start + chunk)
-            here = torch.mm(inputs[rows], matrix.t(), out=logits[: len(inputs[rows])])
-            nats[rows] = _nats_and_gradient(here, labels[rows], z_loss, wants_gradient, space, split)
+            part = slice(start, start + chunk)
+            here = torch.mm(inputs[part], matrix.t(), out=logits[: len(inputs[part])])
+            nats[part] = _nats_and_gradient(here, labels[part], way, wants_gradient, space)
             if wants_gradient:
                 # The logits are their own gradient by now.
-                counted = (labels[rows] != IGNORED)[:, None]
-                of_rows = torch.mm(here, matrix, out=input_gradient[rows]).mul_(counted)
-                if split is not None:
+                counted = (labels[part] != IGNORED)[:, None]
+                of_part = torch.mm(here, matrix, out=input_gradient[part]).mul_(counted)
+                if way.rows is not None:
                     # each rank has the part of its rows; the next chunk computes meanwhile
-                    on_the_way.append(dist.all_reduce(of_rows, group=split.group, async_op=True))
-                _add_product(sums, here.t(), inputs[rows] * counted)
+                    on_the_way.append(dist.all_reduce(of_part, group=way.rows.group, async_op=True))
+                _add_product(sums, here.t(), inputs[part] * counted)
         for sum_of_ranks in on_the_way:
             sum_of_ranks.wait()
         if each is not None:
@@ -248,27 +244,21 @@ class _FusedNats(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         assert gradients is not None, "the gradients have been handed on already"
         scaled = [g.mul_(upstream).to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
-        return *scaled, None, None, None, None, None, None, None
+        return *scaled, None, None, None, None
 
 
-def _chunk(
-    tokens: int,
-    vocab_size: int,
-    like: torch.Tensor,
-    chunk_tokens: int | None,
-    compile: bool | None,
-    split: Rows | None = None,
-) -> tuple[int, torch.Tensor | None]:
+def _chunk(tokens: int, vocab_size: int, like: torch.Tensor, way: Way) -> tuple[int, torch.Tensor | None]:
     """Choose the tokens of a chunk, and allocate space in fp32 for log-probabilities, for every chunk in turn.
 
     The compiled functions need no space: it is None then.
     """
-    device, dtype = like.device, like.dtype
-    means = (device, dtype, vocab_size, compile)
+    device, dtype, split = like.device, like.dtype, way.rows
+    means = (device, dtype, vocab_size, way.compile)
     # Ranks of a split head exchange numbers of each chunk: what a length depends on is equal on all of them.
     compiled, memory = _means(*means) if split is None else _means_of_all(split.group, *means)
     most = vocab_size if split is None else split.most
-    chunk = chunk_length(tokens, most, logit_bytes(dtype.itemsize, compiled), memory or None, chunk_tokens)
+    num_bytes = logit_bytes(dtype.itemsize, compiled)
+    chunk = chunk_length(tokens, most, num_bytes, memory or None, way.chunk_tokens)
     if compiled:
         return chunk, None
     return chunk, torch.empty(chunk, vocab_size, dtype=_precision(dtype), device=device)
@@ -300,10 +290,9 @@ def _precision(dtype: torch.dtype) -> torch.dtype:
 def _nats_and_gradient(
     logits: torch.Tensor,
     labels: torch.Tensor,
-    z_loss: float,
+    way: Way,
     wants_gradient: bool,
     space: torch.Tensor | None,
-    split: Rows | None = None,
 ) -> torch.Tensor:
     """Compute every token's nats in fp32, and write the logits' gradient over the logits.
 
@@ -311,8 +300,8 @@ def _nats_and_gradient(
 
     Args:
         space: receives the log-probabilities; None for the compiled functions, which need none.
-        split: of a head that is split over ranks, which of its rows the logits are of.
     """
+    z_loss, split = way.z_loss, way.rows
     # -100 is no index; these rows do not count in the end.
     targets, is_here = labels.clamp_min(0)[:, None], None
     if split is not None:
@@ -348,7 +337,9 @@ def _nats_and_gradient(
     return torch.where(labels != IGNORED, z_loss * log_z.square() - picked, 0)
 
 
-def _join(log_z: torch.Tensor, target_logit: torch.Tensor, split: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+def _join(
+    log_z: torch.Tensor, target_logit: torch.Tensor, split: HeldRows
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log of the whole normaliser and the target's logit, from those of each rank's rows, [tokens].
 
     target_logit: 0 if the target is another rank's. All ranks of the group get the same bits.
@@ -365,16 +356,16 @@ def _log_normaliser(logits: torch.Tensor) -> torch.Tensor:
 
     Inductor matches it (`prepare_softmax_pattern` of torch 2.13); in another form it would read the logits twice.
     """
-    rows = logits.to(_precision(logits.dtype))
-    largest = rows.amax(-1, keepdim=True)
-    return (largest + (rows - largest).exp().sum(-1, keepdim=True).log()).squeeze(1)
+    wide = logits.to(_precision(logits.dtype))
+    largest = wide.amax(-1, keepdim=True)
+    return (largest + (wide - largest).exp().sum(-1, keepdim=True).log()).squeeze(1)
 
 
 def _softmax_over(logits: torch.Tensor, log_z: torch.Tensor, weight: torch.Tensor) -> None:
     """Write `weight * softmax` over the logits."""
     # A separate graph: together with log_z, inductor would first write it to other memory.
-    rows = logits.to(log_z.dtype)
-    logits.copy_((rows - log_z[:, None]).exp() * weight[:, None])
+    wide = logits.to(log_z.dtype)
+    logits.copy_((wide - log_z[:, None]).exp() * weight[:, None])
 
 
 @cache
@@ -434,7 +425,7 @@ def _add_product(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
 
 @cache
 def _adds_in_fp32(device: torch.device) -> bool:
-    """Say if one call can add a product in 16 bits to sums in fp32: cuBLAS can, on Ampere or later."""
+    """Return whether one call can add a product in 16 bits to sums in fp32: cuBLAS can, on Ampere or later."""
     if device.type != "cuda" or torch.version.hip:
         return False
     return torch.cuda.get_device_capability(device)[0] >= 8

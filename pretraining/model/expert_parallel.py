@@ -72,7 +72,7 @@ class ExpertDispatch:
         tokens, chosen = top_k_index.shape
         numbers = top_k_index.flatten()
         order = numbers.argsort(stable=True)  # by expert, thus by rank
-        counts, sent, received = self._agree(numbers)
+        counts, sent, received = self.agree(numbers)
         rows = _exchange(hidden_states[order // chosen], self.group, sent, received)
         rows = _exchange(self._computed(rows, counts), self.group, received, sent)
         back = torch.empty_like(order)
@@ -82,7 +82,7 @@ class ExpertDispatch:
         return weighted.sum(1).to(hidden_states.dtype)
 
     @torch.compiler.disable
-    def _agree(self, numbers: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
+    def agree(self, numbers: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
         """Return the rows that come here [ranks, own experts], and how many go to and come from each rank."""
         # not bincount, for which the host would wait
         ones = torch.ones_like(numbers)

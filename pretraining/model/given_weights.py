@@ -9,7 +9,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -128,21 +128,18 @@ class GivenWeights:
         origin = self.origins[name]
         end_of_rows = min(stop, prod(origin.saved_shape))
         if origin.is_converted:
-            yield start, self._converted(name).reshape(-1)[start:end_of_rows]
+            # Slices of a parameter are read one after another: what was made stays until another one is asked for.
+            if self._made[0] != name:
+                self._made = ("", None)
+                tensors = [(saved, pattern, self.files.tensor(saved)) for saved, pattern in origin.saved]
+                self._made = (name, self._conversion.convert(origin.loaded_under, tensors)[name])
+                self.files.release()
+            yield start, self._made[1].reshape(-1)[start:end_of_rows]
         else:
             yield from self.files.chunks(origin.saved[0][0], start, end_of_rows)
         if stop > end_of_rows:
             first = max(start, end_of_rows)
             yield first, self._new_rows(origin)[torch.arange(first, stop) % prod(origin.shape[1:])]
-
-    def _converted(self, name: str) -> torch.Tensor:
-        # Slices of a parameter are read one after another: what was made stays until another one is asked for.
-        if self._made[0] != name:
-            self._made, origin = ("", None), self.origins[name]
-            tensors = [(saved, pattern, self.files.tensor(saved)) for saved, pattern in origin.saved]
-            self._made = (name, self._conversion.convert(origin.loaded_under, tensors)[name])
-            self.files.release()
-        return self._made[1]
 
     def _new_rows(self, origin: Origin) -> torch.Tensor:
         """Return the row that every added one becomes: the mean of the source's."""
@@ -170,21 +167,22 @@ class GivenWeights:
         names = sorted({saved for origin in self.origins.values() for saved, _ in origin.saved})
         # the largest first, so that the ranks have equal work
         by_size = sorted(names, key=lambda name: (-prod(entries[name].shape), name))
+
+        def digest_of(saved: str) -> str:
+            digest = xxhash.xxh128()
+            for _, part in self.files.chunks(saved):
+                if not torch.isfinite(part).all():
+                    what = f"{saved} of {self.name} holds a NaN or an infinity"
+                    raise UserError(f"{what}: every loss would be one; name weights from before it")
+                digest.update(memoryview(part.contiguous().view(torch.uint8).numpy()))
+            return digest.hexdigest()
+
         with long_work():
-            own = together(lambda: {name: self._digest_of(name) for name in by_size[rank::ranks]})
+            own = together(lambda: {name: digest_of(name) for name in by_size[rank::ranks]})
         found = {name: value for part in gather_from_ranks(own) for name, value in part.items()}
         self.files.release()
         lines = [f"{name} {entries[name].dtype} {list(entries[name].shape)} {found[name]}" for name in names]
         return f"xxh128:{xxhash.xxh128('|'.join(lines).encode()).hexdigest()}"
-
-    def _digest_of(self, saved: str) -> str:
-        digest = xxhash.xxh128()
-        for _, part in self.files.chunks(saved):
-            if not torch.isfinite(part).all():
-                what = f"{saved} of {self.name} holds a NaN or an infinity"
-                raise UserError(f"{what}: every loss would be one; name weights from before it")
-            digest.update(memoryview(part.contiguous().view(torch.uint8).numpy()))
-        return digest.hexdigest()
 
 
 def open_given(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> GivenWeights | None:
@@ -296,9 +294,10 @@ def check_config(config: PreTrainedConfig, model: Model, name: str, where: str) 
     differing = []
     for key in sorted(model.with_defaults().keys() & theirs.keys()):
         mine, its = ours.get(key), theirs[key]
-        if _FREE.fullmatch(key) or (_ROPE.fullmatch(key) and key in model) or _computes_the_same(mine, its):
-            continue
-        differing.append((key, mine, its))
+        # equal, or two names of one function
+        same = mine == its or (isinstance(mine, str) and _SAME.get(mine, mine) == _SAME.get(its, its))
+        if not (same or _FREE.fullmatch(key) or (_ROPE.fullmatch(key) and key in model)):
+            differing.append((key, mine, its))
     if differing:
         settings = " ".join(
             f"--set {shlex.quote(f'model.{key}={_json(its)}')}" for key, _, its in differing[:6]
@@ -306,11 +305,6 @@ def check_config(config: PreTrainedConfig, model: Model, name: str, where: str) 
         key, mine, its = differing[0]
         what = f"is {_json(mine)}, and the weights of {name} were trained with {_json(its)}"
         raise problem(where, f"model.{key}", f"{what}; {settings}")
-
-
-def _computes_the_same(mine: Any, its: Any) -> bool:
-    """Whether two values of a config are equal, or two names of one function."""
-    return mine == its or (isinstance(mine, str) and _SAME.get(mine, mine) == _SAME.get(its, its))
 
 
 def _json(value: Any) -> str:
@@ -322,7 +316,13 @@ def _match(
 ) -> tuple[dict[str, Origin], list[str]]:
     """Return {parameter: its origin} of those that the source has, and the saved names that none is made of."""
     shapes = {key: tuple(parameter.shape) for key, parameter in model.named_parameters()}
-    wrapper = max(_WRAPPERS, key=lambda each: _hits(files, conversion, each, shapes.keys()))
+
+    def hits(wrapper: str) -> int:
+        """Count the saved names that are loaded as parameters if `wrapper` is taken from their beginning."""
+        saved = (name.removeprefix(wrapper) for name in files.entries if name.startswith(wrapper))
+        return sum(conversion.loaded_under(name).name in shapes for name in saved)
+
+    wrapper = max(_WRAPPERS, key=hits)
     groups: dict[str, list[tuple[str, str | None]]] = {}
     for saved in files.entries:
         # Beside a wrapped model its optimizer's states may be saved.
@@ -338,12 +338,6 @@ def _match(
             elif key not in model.all_tied_weights_keys and not is_not_loaded(model, key):
                 unused.append(key)
     return origins, sorted(unused)
-
-
-def _hits(files: WeightFiles, conversion: Conversion, wrapper: str, names: Collection[str]) -> int:
-    """Count the saved names that are loaded as parameters if `wrapper` is taken from their beginning."""
-    saved = (name.removeprefix(wrapper) for name in files.entries if name.startswith(wrapper))
-    return sum(conversion.loaded_under(name).name in names for name in saved)
 
 
 def _made_of(

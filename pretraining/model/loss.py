@@ -5,6 +5,7 @@
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 from pretraining.data.document_masking import IGNORED
 from pretraining.errors import UserError
 from pretraining.extend import named
-from pretraining.model.cross_entropy import can_fuse, chunked_nats, install_loss_head, token_nats
+from pretraining.model.cross_entropy import Way, can_fuse, chunked_nats, install_loss_head, token_nats
 from pretraining.model.vocabulary_parallel import SplitHead
 from pretraining.recipe.model import EXACT, ROUTER_COEFFICIENT
 from pretraining.recipe.sections import Loss
@@ -59,7 +60,7 @@ def _nats_of(model: PreTrainedModel, settings: Loss) -> Callable:
     if settings.function is not None:
         own = partial(named("loss", settings.function), **settings.arguments)
         return partial(own_loss, function=own, name=settings.function)
-    way = {"z_loss": z_loss, "chunk_tokens": settings.chunk_tokens, "compile": settings.compile}
+    way = Way(z_loss, settings.chunk_tokens, settings.compile)
     if kind == "auto":
         kind = "fused" if can_fuse(model) else "chunked"
     if kind == "plain":
@@ -68,13 +69,13 @@ def _nats_of(model: PreTrainedModel, settings: Loss) -> Callable:
     if kind == "fused":
         if isinstance(head, SplitHead):
             head.gives = "input"
-            return partial(head, **way)
+            return partial(head, way=way)
         # in training the model returns the head's input as logits
-        return partial(install_loss_head(model), **way)
+        return partial(install_loss_head(model), way=way)
     if isinstance(head, SplitHead):
         head.gives = "own logits"
-        way["rows"] = head.rows
-    return partial(_chunked, **way)
+        way = replace(way, rows=head.rows)
+    return lambda logits, labels, each: chunked_nats(logits.flatten(0, 1), labels.flatten(), way, each)
 
 
 def own_loss(
@@ -104,10 +105,6 @@ def own_loss(
     if each is not None:
         each.copy_(losses.detach())
     return losses.sum()
-
-
-def _chunked(logits: torch.Tensor, labels: torch.Tensor, **way: Any) -> torch.Tensor:
-    return chunked_nats(logits.flatten(0, 1), labels.flatten(), **way)
 
 
 def balance_of(model: PreTrainedModel, groups: RankGroups = ALONE) -> tuple[float, Callable] | None:

@@ -16,15 +16,14 @@ def keep_products(model: PreTrainedModel) -> None:
     """
     enable = model.activation_checkpointing_enable
 
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operator in DEAR_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
+
     def enable_selectively(activation_checkpointing_kwargs: dict | None = None, **keywords: Any) -> None:
-        contexts = partial(create_selective_checkpoint_contexts, _policy)
+        contexts = partial(create_selective_checkpoint_contexts, policy)
         enable(
             {"use_reentrant": False, **(activation_checkpointing_kwargs or {}), "context_fn": contexts},
             **keywords,
         )
 
     model.activation_checkpointing_enable = enable_selectively
-
-
-def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in DEAR_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE

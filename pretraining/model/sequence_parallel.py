@@ -70,7 +70,15 @@ class SplitAttention:
         """
         exchanges = module.training or splits_sequences
         if exchanges:
-            query, key, value = self._whole_sequences(query, key, value)
+            # [batch, heads, part of the length, width] becomes [batch, part of the heads, length, width], all three in
+            # one exchange; a rank has at least one head of each: with fewer key-value heads than ranks they are copied
+            parts = (query, key, value)
+            whole = [part.repeat_interleave(max(1, self.size // part.shape[1]), 1) for part in parts]
+            for_ranks = [part.unflatten(1, (self.size, -1)).transpose(0, 1) for part in whole]
+            counts = [part.shape[2] for part in for_ranks]
+            # [ranks, batch, heads, length, width]: what goes to each rank, then what came from each
+            received = exchange(torch.cat(for_ranks, 2), self.group)
+            query, key, value = received.permute(1, 2, 0, 3, 4).flatten(2, 3).split(counts, 1)
         if cu_seq_lens_q is not None:
             if self.kernel is sdpa_attention_forward:
                 attention_mask = document_mask(cu_seq_lens_q, len(query), query.shape[2])
@@ -78,24 +86,11 @@ class SplitAttention:
                 kwargs["cu_seq_lens_q"] = cu_seq_lens_q
         heads = HeadsHere(query.shape[1] // key.shape[1])
         attended, _ = self.kernel(heads, query, key, value, attention_mask, **kwargs)
-        return (self._whole_heads(attended) if exchanges else attended), None
-
-    def _whole_sequences(self, *parts: torch.Tensor) -> list[torch.Tensor]:
-        """Turn [batch, heads, part of the length, width] into [batch, part of the heads, length, width]."""
-        # one exchange for all three
-        # a rank has at least one head of each: with fewer key-value heads than ranks they are copied
-        whole = [part.repeat_interleave(max(1, self.size // part.shape[1]), 1) for part in parts]
-        for_ranks = [part.unflatten(1, (self.size, -1)).transpose(0, 1) for part in whole]
-        counts = [part.shape[2] for part in for_ranks]
-        # [ranks, batch, heads, length, width]: what goes to each rank, then what came from each
-        received = exchange(torch.cat(for_ranks, 2), self.group)
-        joined = received.permute(1, 2, 0, 3, 4).flatten(2, 3)
-        return list(joined.split(counts, 1))
-
-    def _whole_heads(self, attended: torch.Tensor) -> torch.Tensor:
-        """Turn [batch, length, part of the heads, width] into [batch, part of the length, heads, width]."""
-        received = exchange(attended.unflatten(1, (self.size, -1)).transpose(0, 1), self.group)
-        return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
+        if exchanges:
+            # [batch, length, part of the heads, width] becomes [batch, part of the length, heads, width]
+            received = exchange(attended.unflatten(1, (self.size, -1)).transpose(0, 1), self.group)
+            attended = received.permute(1, 2, 0, 3, 4).flatten(2, 3)
+        return attended, None
 
 
 def document_mask(borders: torch.Tensor, batch: int, length: int) -> torch.Tensor:

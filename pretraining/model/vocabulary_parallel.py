@@ -17,14 +17,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pretraining.model.cross_entropy import LossHead
-from pretraining.upstream.autotp import Rows, hold_rows, make_tensor_groups
+from pretraining.upstream.autotp import HeldRows, hold_rows, make_tensor_groups
 from pretraining.upstream.wide_weights import WideLinear
 
 
 class SplitEmbedding(nn.Embedding):
     """A table of which this rank has some rows."""
 
-    rows: Rows
+    rows: HeldRows
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Map token ids [...] to [..., width], the same on every rank of the group."""
@@ -107,7 +107,7 @@ class _Gather(torch.autograd.Function):
     """Lay the ranks' columns side by side. The loss on them is the same on every rank."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def forward(ctx: Any, logits: torch.Tensor, rows: HeldRows) -> torch.Tensor:
         ctx.rows = rows
         # equal parts, as not every backend can gather unequal ones
         own = F.pad(logits, (0, rows.most - logits.shape[-1])).contiguous()

@@ -136,7 +136,13 @@ class TorchFiles(WeightFiles):
             raise
         except Exception as error:  # an unpickler raises whatever damaged bytes lead it to
             raise ValueError(f"{type(error).__name__} while it was unpickled") from error
-        return _only_tensors(content)
+        # the saved dict, or the one that it keeps as its model
+        for key in ("model", "state_dict", "model_state_dict", "module"):
+            if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+                content = content[key]
+        if not isinstance(content, Mapping):
+            raise ValueError("it holds no dict of tensors")
+        return {name: value for name, value in content.items() if torch.is_tensor(value)}
 
     def _list(self, path: Path) -> Iterator[tuple[str, Entry]]:
         for name, tensor in self._open(path).items():
@@ -151,16 +157,6 @@ class TorchFiles(WeightFiles):
 def _unreadable(path: Path, error: BaseException) -> UserError:
     reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
     return UserError(f"{path}: cannot be read as weights ({reason}); fetch it again")
-
-
-def _only_tensors(content: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors of a saved dict, or of the one it keeps as its model."""
-    for key in ("model", "state_dict", "model_state_dict", "module"):
-        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
-            content = content[key]
-    if not isinstance(content, Mapping):
-        raise ValueError("it holds no dict of tensors")
-    return {name: value for name, value in content.items() if torch.is_tensor(value)}
 
 
 class _Metadata(pickle.Unpickler):
@@ -221,25 +217,21 @@ class DistributedFiles(WeightFiles):
         self._metadata, tensors = _read_metadata(path)
         yield from tensors.items()
 
-    def _reader(self) -> Any:
-        """Return torch's reader, which would unpickle any class, for what `_read_metadata` has read."""
-        from torch.distributed.checkpoint import FileSystemReader
-
-        reader = FileSystemReader(self.folder)
-        reader.read_metadata = lambda *_, **__: self._metadata  # type: ignore[method-assign]
-        return reader
-
     def tensor(self, name: str) -> torch.Tensor:
         import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint import FileSystemReader
         from torch.distributed.checkpoint.api import CheckpointException
 
         # Slices of a tensor are read one after another: the tensor stays until another one is asked for.
         if self._kept[0] != name:
             self._kept = ("", None)
             whole = torch.empty(self.entries[name].shape, dtype=self.entries[name].dtype)
+            # torch's reader would unpickle any class: it gets what `_read_metadata` has read
+            reader = FileSystemReader(self.folder)
+            reader.read_metadata = lambda *_, **__: self._metadata  # type: ignore[method-assign]
             with warnings.catch_warnings(action="ignore"):  # that no group is asked, as is meant
                 try:
-                    dcp.load({name: whole}, storage_reader=self._reader(), no_dist=True)
+                    dcp.load({name: whole}, storage_reader=reader, no_dist=True)
                 except CheckpointException as error:  # no Exception, as torch has it
                     cause = next((each for each, _ in error.failures.values()), error)
                     raise _unreadable(self.folder, cause) from None

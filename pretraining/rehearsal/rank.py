@@ -6,38 +6,38 @@ have shapes and no numbers (upstream/fake_gpu.py), and files of checkpoints have
 
 import argparse
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-import pretraining.checkpoints.choosing as choosing
-import pretraining.checkpoints.trainer_state as trainer_state
-import pretraining.data.block_guard as block_guard
-import pretraining.model.build as build
 from pretraining.checkpoints.identity import metrics_at
 from pretraining.checkpoints.live_state import live_state
 from pretraining.checkpoints.manager import CheckpointManager
+from pretraining.checkpoints.trainer_state import rank_share, shared_files
+from pretraining.data.block_guard import BlockGuard
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.prepared import PreparedData
+from pretraining.data.shards import TokenSplit
 from pretraining.errors import UserError
-from pretraining.model.expert_parallel import ExpertDispatch
+from pretraining.model.expert_parallel import ExpertDispatch, expert_modules
 from pretraining.planning.run_plan import RunPlan
 from pretraining.recipe import Recipe
-from pretraining.rehearsal.stand_in_checkpoint import changed_small_files, write_stand_in
+from pretraining.rehearsal.stand_in_checkpoint import write_stand_in
 from pretraining.rehearsal.stand_in_data import StandInData
 from pretraining.runtime.exit_codes import STOPPED
 from pretraining.runtime.process_group import deciding_alone
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.arrival import arriving_data
-from pretraining.training.monitors import Monitors
-from pretraining.upstream.fake_gpu import GPU, FakeGpu, fake_gpu
+from pretraining.training.job import Job
+from pretraining.training.monitors import RunMonitors
+from pretraining.upstream.fake_gpu import GPU, fake_gpu
 from pretraining.upstream.fake_ranks import without_other_ranks
 
 MOST_MICRO_BATCHES = 2
@@ -47,7 +47,7 @@ SOON_HOURS = 1e-9
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Where a rank is."""
 
     rank: int
@@ -57,7 +57,7 @@ class Place:
     ranks_of_node: int
 
     @classmethod
-    def of(cls, rank: int, world_size: int, nodes: int) -> "Place":
+    def of(cls, rank: int, world_size: int, nodes: int) -> "RankPlace":
         """Find the place of a rank. If the ranks do not divide among the nodes, the first nodes have one more."""
         fewest, fuller = divmod(world_size, nodes)
         in_fuller = fuller * (fewest + 1)
@@ -95,8 +95,8 @@ class Done:
 
 
 def start_as(
-    place: Place,
-    attempt: Callable[..., bool],
+    place: RankPlace,
+    attempt: Callable[[Job], bool],
     recipe: Recipe,
     plan: RunPlan,
     data: PreparedData,
@@ -113,25 +113,20 @@ def start_as(
     options = argparse.Namespace(
         **{**vars(options), "resume": "auto", "force": True, "while_preparing": False}
     )
-    here = place.local_rank, place.ranks_of_node
-    with ExitStack() as undone:
-        enter = undone.enter_context
-        machine = enter(fake_gpu(place.world_size, place.rank, here, **named))
-        enter(without_other_ranks())
-        enter(deciding_alone())
-        for patch in _stand_ins(done, place):
-            enter(patch)
-        if isinstance(data, StandInData):  # nothing can be learned from it
-            enter(mock.patch.object(block_guard, "open_guard", lambda *_: None))
-        recipe, plan = shortened(recipe), _with_few_micro_batches(recipe, plan)
-        monitors = Monitors(run, recipe)
-        arrival = enter(arriving_data(recipe, options.data_dir, run, monitors.stop))
-        try:
-            attempt(recipe, plan, data, run, monitors, options, arrival)
-        except SystemExit as left:
-            if left.code != STOPPED:
-                raise
-        done.sent = _sums(machine)
+    if not recipe.step_sizes.ramp_steps:  # else the first steps have a share of them
+        plan = replace(plan, accumulation_steps=min(plan.accumulation_steps, MOST_MICRO_BATCHES))
+    recipe, here = shortened(recipe), (place.local_rank, place.ranks_of_node)
+    gpu_of_none = fake_gpu(place.world_size, place.rank, here, **named)
+    with gpu_of_none as machine, without_other_ranks(), deciding_alone():
+        monitors = RankMonitors(run, recipe, done, isinstance(data, StandInData))
+        with arriving_data(recipe, options.data_dir, run, monitors.stop) as arrival:
+            checkpoints = partial(RankCheckpoints, place, done)
+            try:
+                attempt(Job(recipe, plan, data, run, options, monitors, arrival, GPU, checkpoints))
+            except SystemExit as left:
+                if left.code != STOPPED:
+                    raise
+        done.sent = machine.sent
     done.seconds["step"] = max(0.0, time.perf_counter() - began - sum(done.seconds.values()))
     return done
 
@@ -144,92 +139,100 @@ def shortened(recipe: Recipe) -> Recipe:
     return replace(recipe, training=training, checkpoints=checkpoints)
 
 
-def _with_few_micro_batches(recipe: Recipe, plan: RunPlan) -> RunPlan:
-    if recipe.step_sizes.ramp_steps:
-        return plan  # the first steps have a share of them
-    return replace(plan, accumulation_steps=min(plan.accumulation_steps, MOST_MICRO_BATCHES))
+class RankMonitors(RunMonitors):
+    """The monitors of a rank; they note too what it reads, and when the model is about to be built."""
+
+    def __init__(self, run: RunFolder, recipe: Recipe, done: Done, without_data: bool) -> None:
+        """without_data: nothing can be learned from the blocks."""
+        super().__init__(run, recipe)
+        self.done, self.without_data = done, without_data
+
+    def begin(self, plan: RunPlan, start: Any, dataset: PackedDataset) -> None:
+        super().begin(plan, start, dataset)
+        dataset.guard = NotingGuard(self.done, None if self.without_data else dataset.guard)
+        self.done.seconds["build"] = -time.perf_counter()
 
 
-def _stand_ins(done: Done, place: Place) -> Iterator[Any]:
-    """Yield the patches for what a rehearsal cannot do: draw billions of numbers, and write billions of bytes."""
-    build_model, read = build.build_model, PackedDataset.__getitems__
-    load_state = CheckpointManager.load_state
+class NotingGuard(BlockGuard):
+    """Notes each block that is read, and has it looked at by the guard, if there is one."""
 
-    def built_on_the_device(*args: Any, **keywords: Any) -> Any:
-        with done.timed("build"), torch.device(GPU):
-            return build_model(*args, **keywords)
+    def __init__(self, done: Done, guard: BlockGuard | None) -> None:
+        self.done, self.guard = done, guard
+        self.skips = guard is not None and guard.skips
 
-    def read_and_noted(dataset: PackedDataset, indices: list[int]) -> Any:
-        if dataset.order is not None:  # not a validation
-            _note(done, dataset, indices)
-        return read(dataset, indices)
-
-    def saved(manager: CheckpointManager, trainer: Any) -> None:
-        with done.timed("save"):
-            _save(manager, trainer, place, done)
-
-    def loaded(manager: CheckpointManager, trainer: Any, folder: Path) -> None:
-        with done.timed("load"):
-            load_state(manager, trainer, folder)
-
-    yield mock.patch.object(build, "build_model", built_on_the_device)
-    yield mock.patch.object(build, "initialise_weights", lambda *_: None)
-    yield mock.patch.object(choosing, "changed_files", changed_small_files)
-    yield mock.patch.object(PackedDataset, "__getitems__", read_and_noted)
-    yield mock.patch.object(CheckpointManager, "save", saved)
-    yield mock.patch.object(CheckpointManager, "load_state", loaded)
-    yield mock.patch.object(ExpertDispatch, "_agree", _agree_evenly)
-
-
-def _agree_evenly(
-    dispatch: ExpertDispatch, numbers: torch.Tensor
-) -> tuple[torch.Tensor, list[int], list[int]]:
-    """Do what `ExpertDispatch._agree` does, for routers that choose every expert equally often."""
-    each, more = divmod(len(numbers), dispatch.experts)
-    counts = [each + (expert < more) for expert in range(dispatch.experts)]
-    going = torch.tensor(counts, device=numbers.device)
-    dist.all_to_all_single(torch.empty_like(going), going, group=dispatch.group)
-    of_ranks = [counts[first : first + dispatch.local] for first in range(0, len(counts), dispatch.local)]
-    own = of_ranks[dist.get_rank(dispatch.group)]
-    coming = torch.tensor([own] * dispatch.ranks, device=numbers.device)
-    return coming, list(map(sum, of_ranks)), [sum(own)] * dispatch.ranks
-
-
-def _note(done: Done, dataset: PackedDataset, indices: list[int]) -> None:
-    done.samples += [dataset.first_sample + int(index) for index in indices]
-    for block in dataset.block_numbers(indices).tolist():
-        source, stretches = dataset.place(block)
-        split = dataset.splits[source]
+    def look(
+        self,
+        tokens: np.ndarray,
+        sample: int,
+        block: int,
+        source: int,
+        stretches: Sequence[tuple[int, int]],
+        split: TokenSplit,
+    ) -> dict[str, float]:
+        self.done.samples.append(sample)
         for start, stop in stretches:
             numbers = range(split.locate(start)[0], split.locate(stop - 1)[0] + 1)
-            done.shards |= {split.shard_entries[number]["file"] for number in numbers}
+            self.done.shards |= {split.shard_entries[number]["file"] for number in numbers}
+        return self.guard.look(tokens, sample, block, source, stretches, split) if self.guard else {}
 
 
-def _save(manager: CheckpointManager, trainer: Any, place: Place, done: Done) -> None:
-    """Do what `CheckpointManager.save` does, with a stand-in for the disk and for the other ranks."""
-    step = trainer.state.global_step
-    if done.step == step:
-        return
-    done.step = step
-    share = trainer_state.rank_share(trainer)
-    files = share.files or trainer_state.shared_files(trainer, live_state(trainer.model, trainer.optimizer))
-    marker = manager.identity.marker_at(step, metrics_at(step, trainer.state.log_history))
-    done.checkpoint_bytes = sum(tensor.nbytes for tensor in share.tensors.values())
-    folder = manager.run.checkpoint(step)
-    if manager.start.checkpoint is None:  # nobody continues from the second one
-        shared = manager.identity.layout["zero_stage"] in (None, 0)
-        write_stand_in(folder, place.rank, place.world_size, *share._replace(files=files), marker, shared)
+class RankCheckpoints(CheckpointManager):
+    """Saves neither the bytes of tensors nor what other ranks would; loads as ever. Made when the model is built."""
+
+    def __init__(self, place: RankPlace, done: Done, *of_run: Any) -> None:
+        done.seconds["build"] += time.perf_counter()
+        super().__init__(*of_run)
+        self.place, self.done = place, done
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        choose_evenly(model)
+
+    def save(self, trainer: Any) -> None:
+        step = trainer.state.global_step
+        if self.done.step == step:
+            return
+        self.done.step = step
+        with self.done.timed("save"):
+            share = rank_share(trainer)
+            files = share.files or shared_files(trainer, live_state(trainer.model, trainer.optimizer))
+            marker = self.identity.marker_at(step, metrics_at(step, trainer.state.log_history))
+            self.done.checkpoint_bytes = sum(tensor.nbytes for tensor in share.tensors.values())
+            if self.start.checkpoint is not None:
+                return  # nobody continues from the second one
+            shared = self.identity.layout["zero_stage"] in (None, 0)
+            folder, ranks = self.run.checkpoint(step), (self.place.rank, self.place.world_size)
+            write_stand_in(folder, *ranks, share._replace(files=files), marker, shared)
+
+    def load_state(self, trainer: Any, folder: Path) -> None:
+        with self.done.timed("load"):
+            super().load_state(trainer, folder)
 
 
-def _sums(machine: FakeGpu) -> dict[str, list[int]]:
-    times, sizes = Counter[str](), Counter[str]()
-    for each in machine.collectives:
-        times[each.name] += 1
-        sizes[each.name] += each.bytes
-    return {name: [times[name], sizes[name]] for name in times}
+class EvenDispatch(ExpertDispatch):
+    """Experts split over ranks, for routers that choose every expert equally often: on the device are no numbers."""
+
+    def __init__(self, dispatch: ExpertDispatch) -> None:
+        vars(self).update(vars(dispatch))
+
+    def agree(self, numbers: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
+        each, more = divmod(len(numbers), self.experts)
+        counts = [each + (expert < more) for expert in range(self.experts)]
+        going = torch.tensor(counts, device=numbers.device)
+        dist.all_to_all_single(torch.empty_like(going), going, group=self.group)
+        of_ranks = [counts[first : first + self.local] for first in range(0, len(counts), self.local)]
+        own = of_ranks[dist.get_rank(self.group)]
+        coming = torch.tensor([own] * self.ranks, device=numbers.device)
+        return coming, list(map(sum, of_ranks)), [sum(own)] * self.ranks
 
 
-def check_samples(done: Done, place: Place, recipe: Recipe, ranks_per_sample: int, first: int) -> None:
+def choose_evenly(model: torch.nn.Module) -> None:
+    """Let the routers of a model whose experts are split choose every expert equally often."""
+    for experts in expert_modules(model):
+        if isinstance(experts.forward, ExpertDispatch):
+            experts.forward = EvenDispatch(experts.forward)
+
+
+def check_samples(done: Done, place: RankPlace, recipe: Recipe, ranks_per_sample: int, first: int) -> None:
     """Raise `UserError` unless a rank has read the samples that are its own: no other rank reads one of them."""
     groups, group = place.world_size // ranks_per_sample, place.rank // ranks_per_sample
     size = recipe.micro_batch

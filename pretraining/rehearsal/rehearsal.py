@@ -59,7 +59,7 @@ MOST_HOST_BYTES = 4 << 30
 
 
 @dataclass
-class Part:
+class RehearsedPart:
     """One part of a rehearsal: what was done, how long it took, and what is wrong."""
 
     name: str
@@ -93,7 +93,6 @@ def rehearse(
 
 
 def rehearsed_ranks(world_size: int) -> list[int]:
-    """Return the first, a middle and the last rank."""
     return sorted({0, world_size // 2, world_size - 1})
 
 
@@ -107,7 +106,7 @@ class Rehearsal:
         self.is_elsewhere = options.rehearse == ELSEWHERE
         self.gpu = find_gpu(options.gpu) if options.gpu else None
         self.run = RunFolder(options.output_dir or REPOSITORY / "runs" / recipe.name)
-        self.parts: list[Part] = []
+        self.parts: list[RehearsedPart] = []
         self.ranks: list[dict] = []
         self.plan: RunPlan | None = None
         self._began = time.perf_counter()
@@ -145,8 +144,8 @@ class Rehearsal:
             part.found = self._ranks(data, attempt)
 
     @contextmanager
-    def _part(self, name: str) -> Iterator[Part]:
-        part, began = Part(name), time.perf_counter()
+    def _part(self, name: str) -> Iterator[RehearsedPart]:
+        part, began = RehearsedPart(name), time.perf_counter()
         self.parts.append(part)
         try:
             yield part
@@ -168,7 +167,7 @@ class Rehearsal:
         # with --json the answer alone is on stdout
         print(line, file=sys.stderr if self.options.json else sys.stdout, flush=True)
 
-    def _plan(self, part: Part) -> str:
+    def _plan(self, part: RehearsedPart) -> str:
         plan, gpu = build_run_plan(self.recipe, self.ds_config, self.world_size), self.gpu
         continues = not self.is_elsewhere and self.run.recipe.exists()
         machine = Machine(
@@ -216,7 +215,7 @@ class Rehearsal:
         free = num_bytes(disk_room_bytes(self.run.path, state == "goes on"))
         return f"{self.run.path}: {state}; room for {free}; 1 MB written in {1000 * seconds:.0f} ms"
 
-    def _store(self, part: Part) -> str:
+    def _store(self, part: RehearsedPart) -> str:
         address = self.recipe.checkpoints.upload
         if not address:
             if self.nodes > 1:
@@ -226,10 +225,8 @@ class Rehearsal:
                 )
             return "none (checkpoints.upload)"
         # beside the run's own files, so that nothing of it is touched
-        store, began = (
-            RemoteRun(address, f"{self.run.path.name}.rehearsal").at_first_contact(),
-            time.perf_counter(),
-        )
+        store = RemoteRun(address, f"{self.run.path.name}.rehearsal").at_first_contact()
+        began = time.perf_counter()
         content = os.urandom(PROBE_BYTES)
         store.write_bytes("probe", content)
         written = time.perf_counter() - began
@@ -244,7 +241,7 @@ class Rehearsal:
             f"{store.where('')[:-1]}: 1 MB written in {1000 * written:.0f} ms, read in {1000 * read:.0f} ms"
         )
 
-    def _data(self, open_data: Callable[..., PreparedData], part: Part) -> tuple[PreparedData, str]:
+    def _data(self, open_data: Callable[..., PreparedData], part: RehearsedPart) -> tuple[PreparedData, str]:
         try:
             data = open_data(self.recipe, self.options)
         except UserError as error:
@@ -270,16 +267,14 @@ class Rehearsal:
         first = self.recipe.step_sizes.tokens_at(STEPS_COMPARED) // self.recipe.sequence_length
         count = min(first, len(dataset))
         blocks = dataset.block_numbers(np.arange(count))
-        different, reads = (
-            len(np.unique(blocks)),
-            self.world_size // degrees_of(self.ds_config).ranks_per_sample,
-        )
+        different = len(np.unique(blocks))
+        reads = self.world_size // degrees_of(self.ds_config).ranks_per_sample
         return (
             f"the first {STEPS_COMPARED} steps read {count:,} samples, {different:,} different blocks, "
             f"on {several(reads, 'group')} of ranks; no two groups share one"
         )
 
-    def _environment(self, part: Part) -> str:
+    def _environment(self, part: RehearsedPart) -> str:
         from pretraining.extend import load_extensions
         from pretraining.training.trackers import build_trackers
 
@@ -293,8 +288,14 @@ class Rehearsal:
             part.notes.append(
                 f"{name}, the name of this host, leads to a loopback address: nodes like it cannot meet"
             )
-        if (port := os.environ.get("MASTER_PORT")) and not _is_free(port):
-            raise UserError(f"MASTER_PORT={port} is taken on this host, or is no port; choose another")
+        if port := os.environ.get("MASTER_PORT"):
+            try:
+                with socket.socket() as listener:
+                    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    listener.bind(("", int(port)))
+            except (OSError, ValueError, OverflowError):
+                what = f"MASTER_PORT={port} is taken on this host, or is no port; choose another"
+                raise UserError(what) from None
         trackers = named if isinstance(named, str) else ", ".join(named)
         return f"{several(len(self.recipe.extensions), 'extension')}; trackers: {trackers or 'none'}"
 
@@ -316,7 +317,7 @@ class Rehearsal:
         from pretraining.rehearsal import rank as rehearsed  # the libraries, once for all ranks
 
         folder = Path(tempfile.mkdtemp(prefix="rehearsal-"))
-        places = [rehearsed.Place.of(each, self.world_size, self.nodes) for each in ranks]
+        places = [rehearsed.RankPlace.of(each, self.world_size, self.nodes) for each in ranks]
         waiting, running = list(places), {}
         while waiting or running:
             while waiting and len(running) < at_once:
@@ -399,7 +400,10 @@ def _be(
         answer["peak_host_bytes"] = (
             1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         )  # Linux counts in KiB
-        answer["writes"] = _written(run.path, place.rank)
+        # of a checkpoint the files that have this rank's number, or none
+        mine, files = f"rank-{place.rank:05d}-of", (path for path in run.path.rglob("*") if path.is_file())
+        names = sorted(str(path.relative_to(run.path)) for path in files)
+        answer["writes"] = [name for name in names if "rank-" not in name or mine in name]
     except UserError as error:
         answer["fault"] = f"rank {place.rank}: {error}"
     except BaseException as error:
@@ -415,12 +419,6 @@ def _be(
     os._exit(0)  # torch's threads and groups need no farewell
 
 
-def _written(folder: Path, rank: int) -> list[str]:
-    """Return the files of a run folder that this rank writes: those of a checkpoint that have its number, or none."""
-    names = (str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file())
-    return [name for name in names if "rank-" not in name or f"rank-{rank:05d}-of" in name]
-
-
 def _check_store(split: StreamedSplit) -> None:
     """Raise `UserError` for the first shard that the store lacks, or has in another size."""
     store = split.remote.store
@@ -433,13 +431,3 @@ def _check_store(split: StreamedSplit) -> None:
                 f"{split.folder}/{shard['file']}: shard is {size:,} bytes, expected {shard['size']:,} bytes"
             )
             raise UserError(f"{what}; copy the data there again")
-
-
-def _is_free(port: str) -> bool:
-    try:
-        with socket.socket() as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(("", int(port)))
-    except (OSError, ValueError, OverflowError):
-        return False
-    return True

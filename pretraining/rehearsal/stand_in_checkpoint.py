@@ -1,8 +1,8 @@
 """Write a checkpoint of all ranks from what one rank holds, without the bytes of its tensors.
 
-Names, headers, sizes, receipts and the marker are those of a real checkpoint. The tensors are holes in the files, which
-take no room on the disk and are read as zeros. The other ranks' files hold what this rank's does not, so that a run can
-continue from it.
+Names, headers, sizes, receipts and the marker are those of a real checkpoint, except that the marker does not list a
+file of too many zeros to read them all. The tensors are holes in the files, which take no room on the disk and are read
+as zeros. The other ranks' files hold what this rank's does not, so that a run can continue from it.
 """
 
 import json
@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 from pretraining.checkpoints.format import commit_checkpoint, file_entry, receipt_name, write_bytes
-from pretraining.checkpoints.places import changed_files
 from pretraining.checkpoints.shard_files import (
     BUFFER,
     MASTER,
@@ -23,48 +22,35 @@ from pretraining.checkpoints.shard_files import (
     fragment_key,
     rank_file,
 )
+from pretraining.checkpoints.trainer_state import RankShare
 
 Tensors = Mapping[str, torch.Tensor]
 MOST_READ_BYTES = 1 << 30
-NOT_READ = "not read"
-"""The checksum of a larger file."""
+"""Of a file that the marker lists: the next start compares all its bytes."""
 
 
-def write_stand_in(
-    folder: Path,
-    rank: int,
-    ranks: int,
-    tensors: Tensors,
-    files: Mapping[str, bytes],
-    receipt: Mapping,
-    marker: dict,
-    shared: bool,
-) -> None:
+def write_stand_in(folder: Path, rank: int, ranks: int, share: RankShare, marker: dict, shared: bool) -> None:
     """Write and commit it as rank `rank` of `ranks`; all other ranks are made up.
 
     shared: whether every rank needs all parameters, of which each saves a share.
     """
+    tensors, files, receipt = share
     folder.mkdir(parents=True)
     entries = {name: write_bytes(folder / name, content) for name, content in files.items()}
-    own = rank_file(rank, ranks)
-    entries[own] = _write_with_holes(folder / own, tensors)
-    _write_receipt(folder, rank, ranks, {"files": entries, **receipt})
-    others = [other for other in range(ranks) if other != rank]
     held = _missing_fragments(tensors, json.loads(files[STATE_FILE]), shared)
-    for number, other in enumerate(others):
-        name = rank_file(other, ranks)
-        entry = _write_with_holes(folder / name, held if number == 0 else {})
-        _write_receipt(folder, other, ranks, {"files": {name: entry}, **receipt})
+    # the first of the others holds what is missing
+    content: dict[int, Tensors] = {rank: tensors, 0 if rank else 1: held}
+    for each in range(ranks):
+        entry = _write_with_holes(folder / rank_file(each, ranks), content.get(each, {}))
+        of_rank = {**(entries if each == rank else {}), **entry}
+        # not through the disk's cache and back, as a real one: a rehearsal has nothing to lose
+        receipt_text = json.dumps({"files": of_rank, **receipt})
+        (folder / receipt_name(each, ranks)).write_text(receipt_text, encoding="utf-8")
     commit_checkpoint(folder, marker)
 
 
-def _write_receipt(folder: Path, rank: int, ranks: int, content: dict) -> None:
-    # not through the disk's cache and back, as a real one: a rehearsal has nothing to lose
-    (folder / receipt_name(rank, ranks)).write_text(json.dumps(content), encoding="utf-8")
-
-
-def _write_with_holes(path: Path, tensors: Tensors) -> dict:
-    """Write the header, and make the file as long as if the tensors followed; returns its `file_entry`.
+def _write_with_holes(path: Path, tensors: Tensors) -> dict[str, dict]:
+    """Write the header, and make the file as long as if the tensors followed; returns {name: `file_entry`}, or {}.
 
     The rank's own tensors, the states of its random generators, are written: nobody could go on from zeros.
     """
@@ -76,14 +62,7 @@ def _write_with_holes(path: Path, tensors: Tensors) -> dict:
         for name in (name for name in tensors if "@" not in name):
             file.seek(len(header) + places[name]["data_offsets"][0])
             file.write(tensors[name].numpy().tobytes())
-    if len(header) + num_bytes > MOST_READ_BYTES:
-        return {"bytes": len(header) + num_bytes, "checksum": NOT_READ}
-    return file_entry(path)
-
-
-def changed_small_files(folder: Path, files: dict[str, dict], *_: object) -> dict[str, str]:
-    """Do what `changed_files` does, without the files that hold too many zeros to read them all."""
-    return changed_files(folder, {name: each for name, each in files.items() if each["checksum"] != NOT_READ})
+    return {} if len(header) + num_bytes > MOST_READ_BYTES else {path.name: file_entry(path)}
 
 
 def _missing_fragments(tensors: Tensors, state: dict, shared: bool) -> dict[str, torch.Tensor]:
@@ -115,18 +94,12 @@ def _missing_fragments(tensors: Tensors, state: dict, shared: bool) -> dict[str,
         (BUFFER, name, prod(entry["shape"]), getattr(torch, entry["dtype"]))
         for name, entry in state["buffers"].items()
     ]
-    return {
-        fragment_key(kind, name, start): torch.empty(stop - start, dtype=dtype, device="meta")
-        for kind, name, numel, dtype in wanted
-        for start, stop in _gaps(spans[kind, name], numel)
-    }
-
-
-def _gaps(spans: list[tuple[int, int]], numel: int) -> list[tuple[int, int]]:
-    """Return the stretches of [0, numel) that no span covers."""
-    gaps, at = [], 0
-    for start, stop in sorted(spans):
-        if start > at:
-            gaps.append((at, start))
-        at = max(at, stop)
-    return [*gaps, (at, numel)] if at < numel else gaps
+    missing: dict[str, torch.Tensor] = {}
+    for kind, name, numel, dtype in wanted:
+        at = 0
+        # what no span covers
+        for start, stop in [*sorted(spans[kind, name]), (numel, numel)]:
+            if start > at:
+                missing[fragment_key(kind, name, at)] = torch.empty(start - at, dtype=dtype, device="meta")
+            at = max(at, stop)
+    return missing

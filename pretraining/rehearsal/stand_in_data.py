@@ -1,8 +1,10 @@
 """Stand in for prepared data that is on another machine: as many tokens, sources and shards as the run reads."""
 
+from collections.abc import Callable
 from math import ceil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -29,12 +31,10 @@ class StandInSplit(TokenSplit):
         return np.zeros(stop - start, self.dtype) if start < stop else super().read(start, stop)
 
     def document_ends(self, start: int, stop: int) -> np.ndarray:
-        """Return the multiples of a document's length."""
         first = start // DOCUMENT_TOKENS * DOCUMENT_TOKENS + DOCUMENT_TOKENS
         return np.arange(first, stop + 1, DOCUMENT_TOKENS, dtype=np.int64)
 
     def bytes_before(self, token: int) -> float:
-        """Return the same number of bytes for each token."""
         return float(BYTES_PER_TOKEN * token)
 
     def document_at(self, token: int) -> tuple[str, int]:
@@ -56,6 +56,9 @@ class StandInData(PreparedData):
     """Data as the recipe would have it, with no file behind it."""
 
     tokenizer = StandInTokenizer()  # type: ignore[assignment]
+
+    def read_tokenizer(self, read: Callable[[Path], Any]) -> None:
+        """Read nothing: there is no file."""
 
 
 def stand_in_data(recipe: Recipe, folder: Path) -> StandInData:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from deepspeed.accelerator import get_accelerator
 from transformers import TrainingArguments, enable_full_determinism
 from transformers.utils import is_liger_kernel_available, is_torch_tf32_available
 
@@ -114,7 +115,8 @@ def build_arguments(
     if keywords.get("full_determinism"):
         # The Trainer does this too, but after the model is built. cuBLAS reads its setting at the first product.
         enable_full_determinism(keywords.get("seed", TrainingArguments.seed))
-    if keywords.get("fp16") and not on_gpu and not (ds_config and _processor_has_fp16()):
+    # without a GPU only DeepSpeed trains in fp16, on some processors
+    if keywords.get("fp16") and not on_gpu and not (ds_config and get_accelerator().is_fp16_supported()):
         what = "needs a GPU, or DeepSpeed and a processor that computes in it; set training.bf16, or neither"
         raise problem(display_path(recipe.path), "training.fp16", what)
     check_operators(ds_config)
@@ -122,15 +124,8 @@ def build_arguments(
         return TrainingArguments(**keywords, **FIXED, **owned)
 
 
-def _processor_has_fp16() -> bool:
-    """Say if DeepSpeed can train in fp16 on this machine without a GPU."""
-    from deepspeed.accelerator import get_accelerator
-
-    return bool(get_accelerator().is_fp16_supported())
-
-
 def fuses_with_liger(recipe: Recipe, ds_config: dict | None, on_gpu: bool) -> bool:
-    """Say if Liger's kernels are used by default: if `speed.compile: auto` compiles no blocks on this GPU.
+    """Return whether Liger's kernels are used by default: if `speed.compile: auto` compiles no blocks on this GPU.
 
     A recipe that sets `training.use_liger_kernel` decides for itself.
     """

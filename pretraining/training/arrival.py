@@ -24,7 +24,7 @@ LOG_NAME = "preparation.log"
 LOOKS_AT_WORK_SECONDS = 5.0
 
 
-class Look(NamedTuple):
+class PreparationState(NamedTuple):
     """What rank 0 sees of the preparation, for all ranks."""
 
     ready: int
@@ -67,47 +67,41 @@ class Arrival:
         if from_rank_0(lambda: is_prepared(self.recipe, self.data_root)):
             from_rank_0(lambda: self._show(f"{self._folder} is prepared: --while_preparing changes nothing"))
             return self._open_finished()
-        from_rank_0(self._start)
+
+        def start() -> None:
+            self._stale = _written(arrived_path(self._folder))
+            self._preparation = Alongside(self.recipe, self.data_root, self.run.path / LOG_NAME)
+            print(f"preparing {self._folder} beside the run; its output: {self._preparation.log}", flush=True)
+
+        from_rank_0(start)
         with long_work():
             while (found := from_rank_0(self._first_look)) is None:
                 if self.stop.agreed():
-                    self.stop.leave_if_agreed(from_rank_0(self._last_step))
+                    last = from_rank_0(lambda: (self.run.last_event("stopped") or {}).get("step", 0))
+                    self.stop.leave_if_agreed(last)
                 time.sleep(POLL_SECONDS)
         return ArrivingData.of(self.recipe, self.data_root, found) if found else self._open_finished()
 
     def _open_finished(self) -> PreparedData:
         return open_prepared(self.recipe, self.data_root).for_run(self.recipe)
 
-    def _last_step(self) -> int:
-        return (self.run.last_event("stopped") or {}).get("step", 0)
-
     def _show(self, line: str) -> None:
-        """Print a line once."""
         if line not in self._shown:
             self._shown.add(line)
             print(line, flush=True)
-
-    def _start(self) -> None:
-        self._stale = _written(arrived_path(self._folder))
-        self._preparation = Alongside(self.recipe, self.data_root, self.run.path / LOG_NAME)
-        print(f"preparing {self._folder} beside the run; its output: {self._preparation.log}", flush=True)
 
     def _first_look(self) -> dict | None:
         """Return the manifest of what is there, {} if all is there, None if it is too little to begin with."""
         assert self._preparation is not None
         if self._preparation.has_ended():
-            self._raise_failure()
+            if (failure := self._preparation.failure()) is not None:
+                raise UserError(_failed(failure))
             return {}
         # What a killed preparation has left counts only after this one has looked at it.
         if _written(arrived_path(self._folder)) == self._stale:
             return None
         found = read_arrived(self._folder)
         return found if found and found["splits"]["train"]["tokens"] > self.recipe.sequence_length else None
-
-    def _raise_failure(self) -> None:
-        assert self._preparation is not None
-        if (failure := self._preparation.failure()) is not None:
-            raise UserError(_failed(failure))
 
     def follow(self, dataset: PackedDataset, progress: Progress) -> None:
         """Wait for the first step's samples of this dataset, and from now on for those of every other step."""
@@ -130,7 +124,9 @@ class Arrival:
         """
         if self._order is None:
             return True
-        self._show_failure()
+        # on rank 0, also while there is still something to read
+        if self._preparation is not None and (failure := self._preparation.failure()) is not None:
+            self._show(f"the preparation failed: {failure}; training goes on with what is there")
         last = self._progress.samples_at(self._progress.last_step)
         samples = min(self._progress.samples_at(step + 1) + samples_ahead, last)
         if samples <= self._ready:
@@ -138,7 +134,15 @@ class Arrival:
         began, waits = time.monotonic(), False
         try:
             with long_work():
-                while not self._can_read(samples, step):
+                while True:
+                    look = from_rank_0(lambda: self._look(samples, step))
+                    self._ready = look.ready
+                    if look.works:
+                        work_done()
+                    if samples <= look.ready:
+                        return True
+                    if look.failure is not None:
+                        raise UserError(look.failure)
                     waits = True
                     if self.stop.agreed():
                         return False
@@ -147,23 +151,8 @@ class Arrival:
             if waits and self._preparation is not None:
                 seconds = round(time.monotonic() - began, 3)
                 self.run.add_event("waited_for_data", step=step, seconds=seconds)
-        return True
 
-    def _show_failure(self) -> None:
-        """Print on rank 0 that the preparation has failed, also while there is still something to read."""
-        if self._preparation is not None and (failure := self._preparation.failure()) is not None:
-            self._show(f"the preparation failed: {failure}; training goes on with what is there")
-
-    def _can_read(self, samples: int, step: int) -> bool:
-        look = from_rank_0(lambda: self._look(samples, step))
-        self._ready = look.ready
-        if look.works:
-            work_done()
-        if samples > look.ready and look.failure is not None:
-            raise UserError(look.failure)
-        return samples <= look.ready
-
-    def _look(self, samples: int, step: int) -> Look:
+    def _look(self, samples: int, step: int) -> PreparationState:
         """Look on rank 0."""
         assert self._order is not None and self._preparation is not None
         # In this order: what it finishes after the first question is seen by the second.
@@ -183,16 +172,12 @@ class Arrival:
             )
         elif failure is not None:
             failure = _failed(failure)
-        return Look(ready, failure, ready > self._ready or self._works())
-
-    def _works(self) -> bool:
-        """Say if the preparation has used the processor since the last look at it."""
-        at, seconds = self._worked
-        if time.monotonic() - at < LOOKS_AT_WORK_SECONDS:
-            return False
-        assert self._preparation is not None
-        self._worked = time.monotonic(), self._preparation.seconds_worked()
-        return self._worked[1] != seconds
+        works, (at, seconds) = ready > self._ready, self._worked
+        if not works and time.monotonic() - at >= LOOKS_AT_WORK_SECONDS:
+            # it may have used the processor since it was last asked
+            self._worked = time.monotonic(), self._preparation.seconds_worked()
+            works = self._worked[1] != seconds
+        return PreparationState(ready, failure, works)
 
     def close(self) -> None:
         """End the preparation; print how it goes on if it is not done."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback
 
 from pretraining.recipe import Recipe
 from pretraining.training.muon import compute_device, hidden_matrices
@@ -22,7 +22,7 @@ SMALLEST_NORM = 1e-3
 """The least norm of a unit's weights that counts, so that units can leave zero (Brock et al. 2021, section 4)."""
 
 
-class Block(NamedTuple):
+class UnitBlock(NamedTuple):
     """A rectangle of a parameter's elements: `rows` x `columns`, contiguous from `offset` in a flat tensor on."""
 
     offset: int
@@ -33,7 +33,7 @@ class Block(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Units:
+class UnitDivision:
     """How the elements of a parameter are divided into units.
 
     A unit is: in a matrix, the weights of one output; in an embedding, a row; a vector as a whole. The reference of
@@ -47,7 +47,7 @@ class Units:
     """A unit is a column: GPT-2 keeps its matrices [inputs, outputs]."""
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], is_transposed: bool) -> "Units":
+    def of(cls, shape: tuple[int, ...], is_transposed: bool) -> "UnitDivision":
         """Divide a parameter of this shape; the first dimensions of more than two count matrices."""
         if len(shape) < 2:
             return cls(1, 1, prod(shape), are_columns=False)
@@ -56,10 +56,9 @@ class Units:
 
     @property
     def count(self) -> int:
-        """Units of the whole parameter."""
         return self.matrices * (self.columns if self.are_columns else self.rows)
 
-    def blocks(self, start: int, numel: int) -> Iterator[Block]:
+    def blocks(self, start: int, numel: int) -> Iterator[UnitBlock]:
         """Cut the flattened parameter's elements [start, start + numel) into blocks."""
         position, end = start, start + numel
         while position < end:
@@ -72,11 +71,11 @@ class Units:
                 if self.are_columns:  # the next matrix has columns of its own
                     rows = min(rows, self.rows - row % self.rows)
             unit = row // self.rows * self.columns + column if self.are_columns else row
-            yield Block(position - start, rows, columns, unit)
+            yield UnitBlock(position - start, rows, columns, unit)
             position += rows * columns
 
 
-class Part(NamedTuple):
+class UnitPart(NamedTuple):
     """A block of a flat tensor, and where its units are among all of the tensor's parameters."""
 
     offset: int
@@ -87,7 +86,6 @@ class Part(NamedTuple):
 
     @property
     def num_units(self) -> int:
-        """Units that the block has elements of."""
         return self.columns if self.are_columns else self.rows
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
@@ -101,17 +99,17 @@ class Part(NamedTuple):
         return torch.linalg.vector_norm(self.of(flat), dim=dimension, dtype=dtype).square()
 
 
-class Layout(NamedTuple):
+class UnitLayout(NamedTuple):
     """The parts of a tensor that an optimizer steps."""
 
-    parts: list[Part]
+    parts: list[UnitPart]
     num_units: int
     """Units of all parameters that this tensor and its counterparts on the other ranks hold."""
     is_shared: bool
     """Other ranks hold the rest of its units."""
 
 
-def unit_layouts(model: PreTrainedModel, zero: Any = None) -> dict[int, Layout]:
+def unit_layouts(model: PreTrainedModel, zero: Any = None) -> dict[int, UnitLayout]:
     """Return {id(tensor): layout} of every tensor that is stepped; the head's units are not clipped.
 
     zero: DeepSpeed's optimizer of stage 1, 2 or 3; None if whole parameters are stepped.
@@ -119,14 +117,15 @@ def unit_layouts(model: PreTrainedModel, zero: Any = None) -> dict[int, Layout]:
     head, matrices = model.get_output_embeddings(), hidden_matrices(model)
     spared = None if head is None else head.weight
     units = {
-        parameter: Units.of(whole_shape(parameter), name in matrices and matrices[name].transposed)
+        parameter: UnitDivision.of(whole_shape(parameter), name in matrices and matrices[name].transposed)
         for name, parameter in model.named_parameters()
         if parameter is not spared
     }
     if zero is None:
         whole = {p: _parts(each, 0, first_element(p), p.numel(), 0) for p, each in units.items()}
         return {
-            id(parameter): Layout(parts, units[parameter].count, False) for parameter, parts in whole.items()
+            id(parameter): UnitLayout(parts, units[parameter].count, False)
+            for parameter, parts in whole.items()
         }
     layouts = {}
     for partition in zero_partitions(zero):
@@ -134,22 +133,18 @@ def unit_layouts(model: PreTrainedModel, zero: Any = None) -> dict[int, Layout]:
         first, total = {}, 0
         for parameter in (each for each in partition.parameters if each in units):
             first[parameter], total = total, total + units[parameter].count
-        parts = [
-            part
-            for piece in partition.slices
-            if piece.parameter in first
-            for part in _parts(
-                units[piece.parameter], first[piece.parameter], piece.start, piece.numel, piece.offset
-            )
-        ]
-        layouts[id(partition.tensor)] = Layout(parts, total, True)
+        parts: list[UnitPart] = []
+        for piece in (each for each in partition.slices if each.parameter in first):
+            of_parameter = units[piece.parameter], first[piece.parameter]
+            parts += _parts(*of_parameter, piece.start, piece.numel, piece.offset)
+        layouts[id(partition.tensor)] = UnitLayout(parts, total, True)
     return layouts
 
 
-def _parts(units: Units, first: int, start: int, numel: int, offset: int) -> list[Part]:
+def _parts(units: UnitDivision, first: int, start: int, numel: int, offset: int) -> list[UnitPart]:
     """Return the blocks of a slice that begins at `offset` of a flat tensor."""
     return [
-        Part(offset + block.offset, block.rows, block.columns, first + block.unit, units.are_columns)
+        UnitPart(offset + block.offset, block.rows, block.columns, first + block.unit, units.are_columns)
         for block in units.blocks(start, numel)
     ]
 
@@ -163,7 +158,7 @@ def clip_by_value(optimizer: torch.optim.Optimizer, value: float) -> None:
 
 
 @torch.no_grad()
-def clip_adaptively(optimizer: torch.optim.Optimizer, layouts: dict[int, Layout], ratio: float) -> None:
+def clip_adaptively(optimizer: torch.optim.Optimizer, layouts: dict[int, UnitLayout], ratio: float) -> None:
     """Limit each unit's gradient norm to `ratio` times its weights' norm (AGC: Brock et al. 2021, equation 3).
 
     A collective for tensors whose units are shared by the ranks.
@@ -185,7 +180,7 @@ def clip_adaptively(optimizer: torch.optim.Optimizer, layouts: dict[int, Layout]
             part.of(gradient).mul_(factor if part.are_columns else factor[:, None])
 
 
-def _unit_squares(weights: torch.Tensor, gradient: torch.Tensor | None, layout: Layout) -> torch.Tensor:
+def _unit_squares(weights: torch.Tensor, gradient: torch.Tensor | None, layout: UnitLayout) -> torch.Tensor:
     """Return the sums of squares [2, units] of the weights and of the gradient, over all ranks."""
     dtype = torch.promote_types(weights.dtype, torch.float32)
     squares = torch.zeros(2, layout.num_units, dtype=dtype, device=weights.device)
@@ -217,13 +212,7 @@ class Clipping(TrainerCallback):
         self.value, self.ratio = value, ratio
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any,
-        optimizer: Any,
-        **kwargs: Any,
+        self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, **kwargs: Any
     ) -> None:
         self.begin(model, getattr(optimizer, "optimizer", optimizer))
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from pretraining.runtime.process_group import sum_over_ranks
@@ -121,13 +121,7 @@ class LayerNormsCallback(TrainerCallback):
         self.measures, self.gradient_norm, self.latest = False, None, {}
 
     def on_step_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any,
-        optimizer: Any,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, control: Any, model: Any, optimizer: Any, **kwargs: Any
     ) -> None:
         step = state.global_step
         # global_step still counts finished steps: the one that begins is the next
@@ -143,9 +137,7 @@ class LayerNormsCallback(TrainerCallback):
         """Keep the norm of the whole step before clipping; None if nothing was clipped."""
         self.gradient_norm = norm
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if not self.measures:
             return
         whole = None if self.gradient_norm is None else float(self.gradient_norm)
@@ -155,9 +147,7 @@ class LayerNormsCallback(TrainerCallback):
         if self.follows_alert and found and state.is_world_process_zero:
             self.run.add_event("layer_norms", step=state.global_step, gradient_norms=found)
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict, **kwargs: Any) -> None:
         if "loss" in logs:
             logs.update({f"{PREFIX}{layer}": norm for layer, norm in self.latest.items()})
             self.latest = {}
@@ -194,11 +184,9 @@ class NoiseScale:
         return self.noise / self.signal if self.signal > 0 and self.noise > 0 else None
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps, as JSON values."""
         return {"signal": self.signal, "noise": self.noise}
 
     def restore(self, state: dict[str, float]) -> None:
-        """Continue from what `state` returned."""
         self.signal, self.noise = state["signal"], state["noise"]
 
 
@@ -219,7 +207,7 @@ class NoiseScaleCallback(TrainerCallback, ExportableState):
         self,
         args: TrainingArguments,
         state: TrainerState,
-        control: TrainerControl,
+        control: Any,
         model: Any,
         optimizer: Any,
         **kwargs: Any,
@@ -240,12 +228,7 @@ class NoiseScaleCallback(TrainerCallback, ExportableState):
         state.stateful_callbacks[name] = self.state()
 
     def on_step_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        optimizer: Any,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, control: Any, optimizer: Any, **kwargs: Any
     ) -> None:
         self.measures = self.norms is not None and (state.global_step + 1) % self.every_steps == 0
         if self.measures:
@@ -253,9 +236,7 @@ class NoiseScaleCallback(TrainerCallback, ExportableState):
             self.loss_scale = loss_scale(optimizer)
             self.norms.open()
 
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.measures:
             self.norms.fold()
 
@@ -263,9 +244,7 @@ class NoiseScaleCallback(TrainerCallback, ExportableState):
         """Keep the norm of the whole step before clipping; None if DeepSpeed does not report it."""
         self.gradient_norm = norm
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self.measures:
             return
         total, own_passes = self.norms.close()
@@ -280,15 +259,12 @@ class NoiseScaleCallback(TrainerCallback, ExportableState):
         self.scale.add(small_square, float(self.gradient_norm) ** 2, passes * self.scale.small)
         self.is_new = True
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict, **kwargs: Any) -> None:
         if "loss" in logs and self.is_new and self.scale.value is not None:
             logs["stability/gradient_noise_scale"] = round(self.scale.value, 3)
             self.is_new = False
 
     def state(self) -> dict:
-        """Return what checkpoints keep."""
         return {"args": {}, "attributes": {} if self.scale is None else self.scale.state()}
 
 

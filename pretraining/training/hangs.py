@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from pretraining.runtime.exit_codes import HANG, tell_exit_code
 from pretraining.runtime.heartbeat import Heartbeat, Place, heartbeat_path, read_place
@@ -36,9 +36,7 @@ class HangCallback(TrainerCallback):
         self.run, self.hang_minutes = run, hang_minutes
         self.watch: Watch | None = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         if self.hang_minutes is None or self.watch is not None:
             return  # no watch, or that of the attempt before a rollback
         if self.run.disks.is_first:
@@ -51,39 +49,25 @@ class HangCallback(TrainerCallback):
         if self.watch is not None:
             self.watch.heartbeat.arrive(phase, state.global_step)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._arrive("training", state)
 
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_substep_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._arrive("training", state)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._arrive("training", state)
 
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_prediction_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._arrive("validation", state)
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._arrive("validation", state)
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._arrive("save", state)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._arrive("end", state)
 
 
@@ -151,7 +135,7 @@ class Watch:
         return places
 
     def _others_move(self, places: dict[int, Place | None]) -> bool:
-        """Say if a rank has moved forward in long work since the last call: this rank may wait for it."""
+        """Return whether a rank has moved forward in long work since the last call: this rank may wait for it."""
         seen = self._moves_seen
         self._moves_seen = {rank: place.moves for rank, place in places.items() if place is not None}
         return any(moves > seen.get(rank, moves) for rank, moves in self._moves_seen.items())

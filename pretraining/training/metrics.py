@@ -5,6 +5,7 @@ metric_names.py groups the names (`loss` becomes `train/loss`).
 """
 
 import math
+import re
 import resource
 import statistics
 import sys
@@ -60,12 +61,7 @@ class MetricsCallback(TrainerCallback):
         self.run, self.speed, self.tokens_per_epoch, self.price = run, speed, tokens_per_epoch, price
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        optimizer: Any = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: Any, optimizer: Any = None, **kwargs: Any
     ) -> None:
         # On resume the Trainer restores the old run's intervals of logs and saves. Use the recipe's.
         state.compute_steps(args, state.max_steps)
@@ -93,7 +89,7 @@ class MetricsCallback(TrainerCallback):
             self._enter_pause(control)
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs: Any
+        self, args: Any, state: TrainerState, control: TrainerControl, logs: dict, **kwargs: Any
     ) -> None:
         if "train_runtime" in logs:  # the Trainer's closing summary repeats what the rows say
             return
@@ -111,9 +107,7 @@ class MetricsCallback(TrainerCallback):
         if "loss" in logs:
             self._enter_pause(control)
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
         self.speed.clock.enter("saving" if control.should_save else "other")
 
     def _enter_pause(self, control) -> None:
@@ -162,9 +156,7 @@ class ProgressCallback(TrainerCallback):
     def __init__(self) -> None:
         self.bar: tqdm | None = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             self.on_terminal = sys.stderr.isatty()
             self.bar = tqdm(
@@ -177,34 +169,33 @@ class ProgressCallback(TrainerCallback):
                 disable=not self.on_terminal,
             )
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.bar is not None:
             self.bar.update(1)
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict, **kwargs: Any) -> None:
         if self.bar is None or not ("loss" in logs or "eval_loss" in logs):
             return
         if "eval_loss" in logs:
             line = f"validation loss {logs['eval_loss']:.4f}, {logs['eval_bits_per_byte']:.4f} bits per byte"
-            self._print(f"step {state.global_step}: {line}{_by_source(logs)}")
+            # of each source, if the validation has several
+            names = [re.fullmatch(r"eval_(.+)_loss", name) for name in logs]
+            losses = [f"{name[1]} {logs[name[0]]:.4f}" for name in names if name]
+            line += f"; loss of {', '.join(losses)}" if losses else ""
+            self._print(f"step {state.global_step}: {line}")
         elif self.on_terminal:
             self.bar.set_postfix_str(
                 f"loss {logs['loss']:.4f}, {logs['throughput/tokens_per_second']:,.0f} tokens/s"
             )
         else:
+            minutes, seconds = divmod(round(logs["throughput/seconds_left"]), 60)
             self._print(
                 f"step {state.global_step}/{state.max_steps}  loss {logs['loss']:.4f}  "
                 f"{logs['throughput/tokens_per_second']:,.0f} tokens/s  "
-                f"{_clock(logs['throughput/seconds_left'])} left"
+                f"{minutes // 60}:{minutes % 60:02}:{seconds:02} left"
             )
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.bar is not None:
             self.bar.close()
 
@@ -212,21 +203,6 @@ class ProgressCallback(TrainerCallback):
         self.bar.write(line, file=sys.stderr) if self.on_terminal else print(
             line, file=sys.stderr, flush=True
         )
-
-
-def _by_source(logs: dict) -> str:
-    """Describe the loss of each source, if the validation has several."""
-    names = [
-        name for name in logs if name.startswith("eval_") and name.endswith("_loss") and name != "eval_loss"
-    ]
-    losses = [f"{name.removeprefix('eval_').removesuffix('_loss')} {logs[name]:.4f}" for name in names]
-    return f"; loss of {', '.join(losses)}" if losses else ""
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}"
 
 
 class SourceLoss(TrainerCallback):
@@ -254,22 +230,18 @@ class SourceLoss(TrainerCallback):
             # the loss fills this, so that the nats of each token are not computed twice
             each = torch.zeros(labels.shape, dtype=torch.float32, device=labels.device)
             loss = compute_loss(outputs, labels, num_items_in_batch=num_items_in_batch, each=each.view(-1))
-            self._add(each.sum(1), (labels != IGNORED).sum(1))
+            # nats and targets of each sample, [batch]
+            nats, targets = each.sum(1), (labels != IGNORED).sum(1)
+            if self.sums is None:
+                self.sums = torch.zeros(len(self.names), 2, dtype=torch.float64, device=nats.device)
+            # fp64 counts up to 2^53 targets exactly
+            self.sums.index_add_(0, self.sources.to(nats.device), torch.stack([nats, targets], 1).double())
+            self.sources = None
             return loss
 
         return watched
 
-    def _add(self, nats: torch.Tensor, targets: torch.Tensor) -> None:
-        """Add a micro-batch to the sums: nats and targets of each of its samples, [batch]."""
-        if self.sums is None:
-            self.sums = torch.zeros(len(self.names), 2, dtype=torch.float64, device=nats.device)
-        # fp64 counts up to 2^53 targets exactly
-        self.sums.index_add_(0, self.sources.to(nats.device), torch.stack([nats, targets], 1).double())
-        self.sources = None
-
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict, **kwargs: Any) -> None:
         if "loss" not in logs or self.sums is None:
             return
         flat, self.sums = sum_over_ranks(self.sums.flatten().tolist()), None
@@ -334,17 +306,13 @@ class ExpertLoad(TrainerCallback, ExportableState):
             experts = logits.topk(self.chosen, dim=-1, sorted=False).indices.flatten()
             layer.scatter_add_(0, experts, torch.ones_like(experts))
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         name = type(self).__name__
         saved = state.stateful_callbacks.get(name, self.state())
         self.starved = {(layer, expert): windows for layer, expert, windows in saved["attributes"]["starved"]}
         state.stateful_callbacks[name] = self.state()
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict, **kwargs: Any) -> None:
         if "loss" not in logs or self.counts is None:
             return
         counts = self._take_counts()
@@ -358,7 +326,7 @@ class ExpertLoad(TrainerCallback, ExportableState):
             print(f"{line}; try {advice(kind)['try'][0]}", file=sys.stderr, flush=True)
 
     def _take_counts(self) -> list[list[float]]:
-        """Return the counts of all ranks since the last call, [layers, experts]."""
+        """Return the counts of all ranks since the last call, [layers, experts]; the host waits for the device here."""
         num_experts, flat = self.counts.shape[1], sum_over_ranks(self.counts.flatten().tolist())
         self.counts = None
         return [flat[start : start + num_experts] for start in range(0, len(flat), num_experts)]
@@ -381,7 +349,6 @@ class ExpertLoad(TrainerCallback, ExportableState):
         ]
 
     def state(self) -> dict:
-        """What checkpoints keep of it."""
         starved = [[layer, expert, windows] for (layer, expert), windows in self.starved.items()]
         return {"args": {}, "attributes": {"starved": starved}}
 
@@ -393,16 +360,14 @@ def load_metrics(counts: list[list[float]]) -> dict[str, float]:
     that of the shares divided by that of even shares, 1 at best.
     """
     uneven = [max(row) * len(row) / sum(row) for row in counts]
-    entropies = [_entropy(row) / math.log(len(row)) if len(row) > 1 else 1.0 for row in counts]
+    entropies = []
+    for row in counts:
+        shares = [count / sum(row) for count in row if count]
+        nats = -sum(share * math.log(share) for share in shares)
+        entropies.append(nats / math.log(len(row)) if len(row) > 1 else 1.0)
     return {
         "max_over_mean": round(max(uneven), 4),
         "entropy": round(min(entropies), 4),
         **{f"max_over_mean/{layer}": round(value, 4) for layer, value in enumerate(uneven)},
         **{f"entropy/{layer}": round(value, 4) for layer, value in enumerate(entropies)},
     }
-
-
-def _entropy(counts: list[float]) -> float:
-    """Return the entropy of the shares, in nats."""
-    total = sum(counts)
-    return -sum(count / total * math.log(count / total) for count in counts if count)

@@ -10,7 +10,7 @@ import gc
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 
 from pretraining.data.packed_dataset import PackedDataset, step_origins
 from pretraining.extend import all_of
@@ -28,13 +28,13 @@ from pretraining.training.metrics import (
     source_losses,
 )
 from pretraining.training.profile import PeakMemory, ProfileCallback
-from pretraining.training.stability import Finding, StabilityMonitor
+from pretraining.training.stability import Instability, StabilityMonitor
 from pretraining.training.stopping import StopRequests, early_stopping
 from pretraining.training.throughput import SpeedMeter
 from pretraining.training.trackers import build_trackers
 
 
-class Monitors:
+class RunMonitors:
     """The monitors of one run. `begin` starts an attempt. A run that rolls back has several attempts."""
 
     def __init__(self, run: RunFolder, recipe: Recipe) -> None:
@@ -45,11 +45,17 @@ class Monitors:
 
     def begin(self, plan: RunPlan, start: Any, dataset: PackedDataset) -> None:
         """Watch an attempt that begins at `start` and reads `dataset`."""
-        run, recipe = self.run, self.recipe
+        run, recipe, self.start = self.run, self.recipe, start
         origins = step_origins(dataset, recipe, run, start.step)
         self.memory = PeakMemory()
         self.stability = StabilityMonitor(run, recipe.monitors, origins)
-        self.gradients, self.experts = self._gradient_monitors(), self._expert_monitors()
+        every = recipe.monitors.noise_scale_steps
+        noise = [] if every is None else [NoiseScaleCallback(every, recipe.sequence_length)]
+        # bound here: the monitor of a later attempt replaces self.stability
+        layers_every, alerted = recipe.monitors.layer_norms_steps, self.stability
+        self.gradients = [*noise, LayerNormsCallback(run, layers_every, lambda: alerted.alerted_step)]
+        chosen = experts_per_token(recipe) if recipe.monitors.expert_load else None
+        self.experts = [] if chosen is None else [ExpertLoad(run, chosen)]
         self.sources = source_losses(recipe)
         settings = recipe.monitors.profile
         self.profile = [] if settings is None else [ProfileCallback(run, settings)]
@@ -58,19 +64,6 @@ class Monitors:
         self.metrics = MetricsCallback(run, self.speed, lambda: dataset.tokens_per_epoch, price)
         report_to, project = recipe.training.report_to, recipe.training.get("project")
         self.trackers = build_trackers(report_to, run, recipe.name, project)
-
-    def _gradient_monitors(self) -> list[TrainerCallback]:
-        """Build what measures gradients on some steps."""
-        every = self.recipe.monitors.noise_scale_steps
-        noise = [] if every is None else [NoiseScaleCallback(every, self.recipe.sequence_length)]
-        # bound here: the monitor of a later attempt replaces self.stability
-        layers_every, alerted = self.recipe.monitors.layer_norms_steps, self.stability
-        return [*noise, LayerNormsCallback(self.run, layers_every, lambda: alerted.alerted_step)]
-
-    def _expert_monitors(self) -> list[ExpertLoad]:
-        """Build what counts the load of experts, if there are any."""
-        chosen = experts_per_token(self.recipe) if self.recipe.monitors.expert_load else None
-        return [] if chosen is None else [ExpertLoad(self.run, chosen)]
 
     def loss(self, loss: Callable) -> Callable:
         """Wrap the loss, so that the monitors see it before the backward pass."""
@@ -90,7 +83,7 @@ class Monitors:
         return [SettledCollector(), self.hangs, *judging, *counting, *own, saves, *logging, *self.profile]
 
     @property
-    def finding(self) -> Finding | None:
+    def finding(self) -> Instability | None:
         """Why the attempt was ended early; None if it was not."""
         return self.stability.finding
 
@@ -109,9 +102,7 @@ class SettledCollector(TrainerCallback):
     has_frozen = False
     """Whether what existed when training began is left out of collections."""
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         gc.collect()
         # what exists now lives as long as the run: later collections need not look at it
         gc.freeze()

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.adamw import adamw
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.pytorch_utils import Conv1D
 
 from pretraining.runtime.process_group import rank_and_world_size
@@ -25,7 +25,7 @@ ROUND_NUMEL = 2**28
 """Elements of the matrices in one round. It limits the memory of the buffers in a step."""
 
 
-class Fragment(NamedTuple):
+class MatrixFragment(NamedTuple):
     """A contiguous part of one parameter in one of this rank's flat tensors."""
 
     parameter: int
@@ -44,17 +44,19 @@ class Round:
 
     owned: dict[int, int]
     """parameter -> number of its elements, for those that this rank works on."""
-    given: list[list[Fragment]]
+    given: list[list[MatrixFragment]]
     """This rank's fragments that another one works on."""
-    taken: list[list[Fragment]]
+    taken: list[list[MatrixFragment]]
     """The others' fragments that this rank works on."""
-    handed_back: list[list[Fragment]]
+    handed_back: list[list[MatrixFragment]]
     """The others' fragments that this rank has worked on."""
-    received_back: list[list[Fragment]]
+    received_back: list[list[MatrixFragment]]
     """This rank's fragments that another one has worked on."""
 
 
-def plan_rounds(local: list[Fragment], costs: dict[int, int], round_numel: int = ROUND_NUMEL) -> list[Round]:
+def plan_rounds(
+    local: list[MatrixFragment], costs: dict[int, int], round_numel: int = ROUND_NUMEL
+) -> list[Round]:
     """Agree with all ranks on who works on what; every rank must call it, with its own fragments.
 
     Args:
@@ -65,39 +67,30 @@ def plan_rounds(local: list[Fragment], costs: dict[int, int], round_numel: int =
     if world_size > 1:
         gathered = [None] * world_size
         dist.all_gather_object(gathered, [tuple(fragment) for fragment in local])
-    by_parameter: dict[int, list[list[Fragment]]] = {}
+    by_parameter: dict[int, list[list[MatrixFragment]]] = {}
     for number, fragments in enumerate(gathered):
-        for fragment in sorted(Fragment(*each) for each in fragments):
+        for fragment in sorted(MatrixFragment(*each) for each in fragments):
             ranks = by_parameter.setdefault(fragment.parameter, [[] for _ in range(world_size)])
             ranks[number].append(fragment)
-    owners = _owners(by_parameter, costs)
-    rounds = _rounds({p: _numel(ranks) for p, ranks in by_parameter.items()}, round_numel)
-    return [_round_of(rank, each, by_parameter, owners) for each in rounds]
-
-
-def _owners(by_parameter: dict[int, list[list[Fragment]]], costs: dict[int, int]) -> dict[int, int]:
-    owners, busy = {}, None
+    owners, busy = {}, [0] * world_size
     # the largest first, so that the small ones even out the loads; every rank sorts alike
     for parameter in sorted(by_parameter, key=lambda p: (-costs[p], p)):
         shares = [_held(fragments) for fragments in by_parameter[parameter]]
-        busy = busy or [0] * len(shares)
         # Only ranks with more than half of the largest share: whole matrices hardly travel. If all ranks have equal
         # slices (ZeRO-3) or everything (no ZeRO), all are candidates and share the work.
         candidates = [rank for rank, share in enumerate(shares) if 2 * share > max(shares)]
         owners[parameter] = min(candidates, key=lambda rank: (busy[rank], rank))
         busy[owners[parameter]] += costs[parameter]
-    return owners
-
-
-def _rounds(numels: dict[int, int], round_numel: int) -> list[list[int]]:
-    rounds, room = [], 0
-    for parameter in sorted(numels):
-        if numels[parameter] > room:
+    rounds: list[list[int]] = []
+    room = 0
+    for parameter in sorted(by_parameter):
+        numel = _numel(by_parameter[parameter])
+        if numel > room:
             rounds.append([])
             room = round_numel
         rounds[-1].append(parameter)
-        room -= numels[parameter]
-    return rounds
+        room -= numel
+    return [_round_of(rank, each, by_parameter, owners) for each in rounds]
 
 
 def _round_of(rank: int, parameters: list[int], by_parameter: dict, owners: dict[int, int]) -> Round:
@@ -122,11 +115,11 @@ def _round_of(rank: int, parameters: list[int], by_parameter: dict, owners: dict
     return Round(owned, given, taken, handed_back, received_back)
 
 
-def _held(fragments: list[Fragment]) -> int:
+def _held(fragments: list[MatrixFragment]) -> int:
     return sum(fragment.numel for fragment in fragments)
 
 
-def _numel(ranks: list[list[Fragment]]) -> int:
+def _numel(ranks: list[list[MatrixFragment]]) -> int:
     # ranks may hold the same elements, so a sum would count twice
     return max(fragment.start + fragment.numel for fragments in ranks for fragment in fragments)
 
@@ -144,7 +137,7 @@ def work_on_whole(
     Every rank must call it.
     """
 
-    def piece(fragment: Fragment) -> torch.Tensor:
+    def piece(fragment: MatrixFragment) -> torch.Tensor:
         return tensors[fragment.tensor][fragment.offset : fragment.offset + fragment.numel]
 
     for each in rounds:
@@ -158,16 +151,16 @@ def work_on_whole(
             piece(fragment).copy_(values)
 
 
-def _part(whole: dict[int, torch.Tensor], fragment: Fragment) -> torch.Tensor:
+def _part(whole: dict[int, torch.Tensor], fragment: MatrixFragment) -> torch.Tensor:
     return whole[fragment.parameter][fragment.start : fragment.start + fragment.numel]
 
 
 def _exchange(
     outgoing: list[list[torch.Tensor]],
-    incoming: list[list[Fragment]],
+    incoming: list[list[MatrixFragment]],
     dtype: torch.dtype,
     device: torch.device,
-) -> Iterator[tuple[Fragment, torch.Tensor]]:
+) -> Iterator[tuple[MatrixFragment, torch.Tensor]]:
     """Send `outgoing[r]` to each rank r. Yield what was received, in the order of `incoming`."""
     if len(outgoing) == 1:
         yield from zip(incoming[0], outgoing[0], strict=True)
@@ -196,7 +189,6 @@ class Matrices:
 
     @property
     def numel(self) -> int:
-        """Elements of the parameter."""
         return prod(self.shape)
 
     @property
@@ -246,20 +238,20 @@ def hidden_matrices(model: PreTrainedModel) -> dict[str, Matrices]:
         for name, parameter in module.named_parameters(recurse=False):
             # under ZeRO-3 the parameter itself is empty here
             shape = whole_shape(parameter)
-            if len(shape) >= 2:
-                full_name = f"{module_name}.{name}" if module_name else name
-                found[full_name] = _matrices(module, full_name, shape)
+            if len(shape) < 2:
+                continue
+            full_name = f"{module_name}.{name}" if module_name else name
+            if isinstance(module, Conv1D):
+                # queries, keys and values side by side: each is a matrix of its own
+                fused = full_name.endswith("c_attn.weight")
+                found[full_name] = Matrices(shape, split_dim=1, parts=3 if fused else 1, transposed=True)
+            elif name.endswith(
+                "gate_up_proj"
+            ):  # [experts, 2 x inner, hidden]: gate and up are separate matrices
+                found[full_name] = Matrices(shape, split_dim=1, parts=2)
+            else:
+                found[full_name] = Matrices(shape)
     return found
-
-
-def _matrices(module: nn.Module, name: str, shape: tuple[int, ...]) -> Matrices:
-    if isinstance(module, Conv1D):
-        # queries, keys and values side by side: each is a matrix of its own
-        fused = name.endswith("c_attn.weight")
-        return Matrices(shape, split_dim=1, parts=3 if fused else 1, transposed=True)
-    if name.endswith("gate_up_proj"):  # [experts, 2 x inner, hidden]: gate and up are separate matrices
-        return Matrices(shape, split_dim=1, parts=2)
-    return Matrices(shape)
 
 
 def spectral_scale(matrices: Matrices) -> float:
@@ -299,10 +291,21 @@ class Muon(torch.optim.Optimizer):
         # numbers, because fragments travel between ranks, where a tensor's id means nothing
         self._numbers = {id(parameter): number for number, parameter in enumerate(matrices)}
         self._costs = {number: each.cost for number, each in enumerate(self.matrices)}
-        self.bind(list(matrices), self._whole_parameters)
+
+        def whole_parameters(parameters: Sequence[torch.Tensor]) -> list[MatrixFragment]:
+            # without ZeRO: every rank has every whole parameter, or all of its own experts
+            numbers = (self._numbers[id(parameter)] for parameter in parameters)
+            return [
+                MatrixFragment(number, first_element(parameter), place, 0, parameter.numel())
+                for place, (number, parameter) in enumerate(zip(numbers, parameters, strict=True))
+            ]
+
+        self.bind(list(matrices), whole_parameters)
 
     def bind(
-        self, tensors: Sequence[torch.Tensor], locate: Callable[[Sequence[torch.Tensor]], list[Fragment]]
+        self,
+        tensors: Sequence[torch.Tensor],
+        locate: Callable[[Sequence[torch.Tensor]], list[MatrixFragment]],
     ) -> None:
         """Set the tensors that hold the matrices from now on. `locate` finds this rank's fragments in some of them."""
         self._tensors, self._locate, self._plans = {id(tensor): tensor for tensor in tensors}, locate, {}
@@ -333,7 +336,18 @@ class Muon(torch.optim.Optimizer):
         device = compute_device(updates[0])
         # the iteration is stable in bf16, and messages are half as large
         dtype = torch.bfloat16 if device.type == "cuda" else updates[0].dtype
-        work_on_whole(self._plan(parameters), updates, self._orthogonalized_by(group), dtype, device)
+        # planning is a collective: once for each set of parameters, not in each step
+        key = tuple(map(id, parameters))
+        if key not in self._plans:
+            self._plans[key] = plan_rounds(self._locate(parameters), self._costs)
+        scale, steps = SCALES[group["scale"]], group["newton_schulz_steps"]
+
+        def orthogonalized(whole: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+            batches = [self.matrices[number].of(flat) for number, flat in whole.items()]
+            results = zip(whole, orthogonalize_all(batches, steps), strict=True)
+            return {n: self.matrices[n].put(result * scale(self.matrices[n])) for n, result in results}
+
+        work_on_whole(self._plans[key], updates, orthogonalized, dtype, device)
         for parameter, update in zip(parameters, updates, strict=True):
             # decoupled weight decay, as in AdamW
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
@@ -352,31 +366,14 @@ class Muon(torch.optim.Optimizer):
         update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum.clone()
         return update.flatten()
 
-    def _plan(self, parameters: list[torch.Tensor]) -> list:
-        # planning is a collective: once for each set of parameters, not in each step
-        key = tuple(map(id, parameters))
-        if key not in self._plans:
-            self._plans[key] = plan_rounds(self._locate(parameters), self._costs)
-        return self._plans[key]
-
-    def _orthogonalized_by(self, group: dict) -> Callable:
-        scale, steps = SCALES[group["scale"]], group["newton_schulz_steps"]
-
-        def orthogonalized(whole: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-            batches = [self.matrices[number].of(flat) for number, flat in whole.items()]
-            results = zip(whole, orthogonalize_all(batches, steps), strict=True)
-            return {n: self.matrices[n].put(result * scale(self.matrices[n])) for n, result in results}
-
-        return orthogonalized
-
-    def _whole_parameters(self, parameters: Sequence[torch.Tensor]) -> list[Fragment]:
-        """Locate fragments without ZeRO: every rank has every whole parameter, or all of its own experts."""
-        placed = enumerate(parameters)
-        return [Fragment(self._numbers[id(p)], first_element(p), place, 0, p.numel()) for place, p in placed]
-
     def _step_adamw(self, group: dict) -> None:
         parameters = [p for p in group["params"] if p.grad is not None]
-        states = [self._adamw_state(parameter) for parameter in parameters]
+        states = [self.state[parameter] for parameter in parameters]
+        for parameter, state in zip(parameters, states, strict=True):
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
         beta1, beta2 = group["betas"]
         adamw(
             parameters,
@@ -394,14 +391,6 @@ class Muon(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
-
-    def _adamw_state(self, parameter: torch.Tensor) -> dict:
-        state = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
-        return state
 
 
 def compute_device(tensor: torch.Tensor) -> torch.device:
@@ -458,13 +447,7 @@ class BindPartitions(TrainerCallback):
         self.muon = muon
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any,
-        optimizer: Any,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: Any, control: Any, model: Any, optimizer: Any, **kwargs: Any
     ) -> None:
         zero = getattr(optimizer, "optimizer", optimizer)
         if args.deepspeed and zero is not self.muon:
@@ -474,13 +457,13 @@ class BindPartitions(TrainerCallback):
 def bind_partitions(muon: Muon, zero: Any) -> None:
     """Bind Muon to the partitions of a DeepSpeed optimizer of stage 1, 2 or 3."""
     partitions = list(zero_partitions(zero))
-    by_tensor: dict[int, list[Fragment]] = {}
+    by_tensor: dict[int, list[MatrixFragment]] = {}
     for each in (each for partition in partitions for each in partition.slices):
         if (number := muon.number_of(each.parameter)) is not None:
-            fragment = Fragment(number, each.start, 0, each.offset, each.numel)
+            fragment = MatrixFragment(number, each.start, 0, each.offset, each.numel)
             by_tensor.setdefault(id(each.tensor), []).append(fragment)
 
-    def locate(tensors: Sequence[torch.Tensor]) -> list[Fragment]:
+    def locate(tensors: Sequence[torch.Tensor]) -> list[MatrixFragment]:
         return [
             fragment._replace(tensor=number)
             for number, tensor in enumerate(tensors)

@@ -13,8 +13,7 @@ import platform
 import shutil
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
@@ -61,9 +60,16 @@ def _kept(load: Callable) -> Callable:
         folder = folder_of_operators() / f"{name}-{_fingerprint(sources, keywords)}"
         library = folder / f"{name}{cpp_extension.LIB_EXT}"
         if not library.exists():
-            # A silent minute looks like a hang.
-            _say(f"compiling DeepSpeed's operator {name}: about a minute, once on this machine")
-            with _only_compile(folder):
+            if os.environ.get("LOCAL_RANK", "0") == "0":  # a silent minute looks like a hang
+                print(
+                    f"compiling DeepSpeed's operator {name}: about a minute, once on this machine", flush=True
+                )
+            folder.mkdir(parents=True, exist_ok=True)
+            # others wait until this process has compiled, and this one for them
+            with (folder / "compiling").open("w") as file:
+                # a filesystem without locks: nobody waits, the work is done twice, and the last result counts
+                with contextlib.suppress(OSError):
+                    fcntl.flock(file, fcntl.LOCK_EX)
                 if not library.exists():
                     # looked for again under the lock: another process may have compiled it meanwhile
                     return _compile(load, library, sources, verbose=verbose, **keywords)
@@ -89,31 +95,26 @@ def _compile(load: Callable, library: Path, sources: list[str], **keywords):
     return module
 
 
-@contextmanager
-def _only_compile(folder: Path) -> Iterator[None]:
-    """Wait until no other process compiles in `folder`, and make others wait until the end of the block."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "compiling").open("w") as file:
-        # a filesystem without locks: nobody waits, the work is done twice, and the last result counts
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def _fingerprint(sources: list[str], keywords: dict) -> str:
     """Return a digest of everything that the compiled operator depends on; DeepSpeed's own folder does not matter."""
     includes = [Path(path) for path in keywords.get("extra_include_paths") or []]
     own = [path for path in includes if path.is_relative_to(_HEADERS)]
     files = [Path(source) for source in sources]
     files += [file for folder in own for file in sorted(folder.rglob("*")) if file.is_file()]
+    try:  # what `-march=native` depends on
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+        processor = [
+            each for each in lines if each.startswith(("model name", "flags", "Features", "CPU part"))
+        ]
+    except OSError:
+        processor = [platform.machine(), platform.processor()]
     said = [
         (torch.__version__, torch.version.git_version, sysconfig.get_config_var("SOABI")),
         [str(path) for path in includes if path not in own],
         sorted((key, value) for key, value in keywords.items() if key != "extra_include_paths"),
-        # x
         [hashlib.blake2b(file.read_bytes()).hexdigest() for file in files],
         _identity(cpp_extension.get_cxx_compiler()),
-        _processor(),
+        processor,
     ]
     if keywords.get("with_cuda"):
         said += [_identity(f"{cpp_extension.CUDA_HOME}/bin/nvcc"), os.environ.get("TORCH_CUDA_ARCH_LIST")]
@@ -127,17 +128,3 @@ def _identity(compiler: str) -> tuple | None:
         return None
     status = Path(found).stat()
     return str(Path(found).resolve()), status.st_size, status.st_mtime_ns
-
-
-def _processor() -> list[str]:
-    """Return what `-march=native` depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-    except OSError:
-        return [platform.machine(), platform.processor()]
-    return [line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))]
-
-
-def _say(line: str) -> None:
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(line, flush=True)

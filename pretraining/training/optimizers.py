@@ -119,14 +119,13 @@ def by_scales(group: dict, scales: Mapping[str, Scales]) -> list[dict]:
     for name, parameter in group["params"].items():
         each = scales.get(name, Scales())
         found.setdefault((each.rate, each.decay, each.epsilon), []).append(parameter)
-    return [
-        {**group, "params": parameters, **_scaled(group, *factors)} for factors, parameters in found.items()
-    ]
-
-
-def _scaled(group: dict, rate: float, decay: float, epsilon: float) -> dict:
-    values = {"lr": group["lr"] * rate, "weight_decay": group["weight_decay"] * decay}
-    return {**values, "eps": group["eps"] * epsilon} if "eps" in group else values
+    groups = []
+    for (rate, decay, epsilon), parameters in found.items():
+        scaled = {"lr": group["lr"] * rate, "weight_decay": group["weight_decay"] * decay}
+        if "eps" in group:
+            scaled["eps"] = group["eps"] * epsilon
+        groups.append({**group, "params": parameters, **scaled})
+    return groups
 
 
 def describe_groups(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> list[str]:
@@ -180,10 +179,15 @@ class _CountsByTensor(torch.optim.Optimizer):
         return loss
 
     def _step_group(self, group: dict, stepped: list[torch.Tensor]) -> None:
-        counted, momentum = self.state[stepped[0]], _momentum(group)
+        counted = self.state[stepped[0]]
+        momentum = group["momentum"] if "momentum" in group else group["betas"][0]
         averaging = 1 - 1 / momentum
-        if counted.get(AVERAGING, averaging) != averaging:
-            self._take_over(stepped, counted[AVERAGING], momentum)
+        if (earlier := counted.get(AVERAGING, averaging)) != averaging:
+            # weights of another momentum: to the average, then to this momentum's
+            with torch.no_grad():
+                for tensor in stepped:
+                    z = self.state[tensor][Z]
+                    tensor.lerp_(z, earlier).lerp_(z, 1 - momentum)
         group.update({key: counted.get(key, self.defaults[key]) for key in COUNTS})
         # the package steps all of `param_groups`
         self.param_groups = [group]
@@ -191,17 +195,6 @@ class _CountsByTensor(torch.optim.Optimizer):
         counts = {key: group[key] for key in COUNTS} | {AVERAGING: averaging}
         for parameter in stepped:
             self.state[parameter].update(counts)
-
-    @torch.no_grad()
-    def _take_over(self, tensors: list[torch.Tensor], earlier: float, momentum: float) -> None:
-        """Convert weights of another momentum to the average, by its AVERAGING `earlier`, then to this momentum's."""
-        for tensor in tensors:
-            z = self.state[tensor][Z]
-            tensor.lerp_(z, earlier).lerp_(z, 1 - momentum)
-
-
-def _momentum(group: dict) -> float:
-    return group["momentum"] if "momentum" in group else group["betas"][0]
 
 
 @cache

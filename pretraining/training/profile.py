@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from pretraining.recipe.sections import Profile
 from pretraining.runtime.run_folder import RunFolder
@@ -35,26 +35,12 @@ class ProfileCallback(TrainerCallback):
         self.profiler: torch.profiler.profile | None = None
 
     def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
     ) -> None:
         traced = args.process_index == 0 or self.settings.every_rank
-        if self.profiler is None and traced and self.first <= state.global_step + 1 <= self.last:
-            self._start(state.global_step + 1)
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if self.profiler is not None and state.global_step >= self.last:
-            self._finish(args, state.global_step)
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if self.profiler is not None:  # the run was asked to stop before the last traced step
-            self._finish(args, state.global_step)
-
-    def _start(self, step: int) -> None:
-        self.began_at_step = step
+        if self.profiler is not None or not traced or not self.first <= state.global_step + 1 <= self.last:
+            return
+        self.began_at_step = state.global_step + 1
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
@@ -63,6 +49,14 @@ class ProfileCallback(TrainerCallback):
         self.profiler = torch.profiler.profile(activities=activities)
         self.profiler.start()
         self.began = time.perf_counter()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if self.profiler is not None and state.global_step >= self.last:
+            self._finish(args, state.global_step)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if self.profiler is not None:  # the run was asked to stop before the last traced step
+            self._finish(args, state.global_step)
 
     def _finish(self, args, step: int) -> None:
         if torch.cuda.is_available():
@@ -76,7 +70,10 @@ class ProfileCallback(TrainerCallback):
         stem = self.run.profile / f"step-{steps}-rank-{args.process_index:05}"
         files = [stem.with_name(f"{stem.name}.json.gz"), stem.with_name(f"{stem.name}.txt")]
         profiler.export_chrome_trace(str(files[0]))
-        files += self._memory_snapshot(stem)
+        if self.settings.memory and torch.cuda.is_available():
+            # every GPU allocation of these steps, for https://pytorch.org/memory_viz
+            files.append(stem.with_name(f"{stem.name}-memory.pickle"))
+            write_memory_history(files[-1])
         title = f"step {steps}, rank {args.process_index} of {args.world_size}"
         num_steps = step - self.began_at_step + 1
         table = cost_table(operations_of(profiler.key_averages()), title, num_steps, seconds)
@@ -84,14 +81,6 @@ class ProfileCallback(TrainerCallback):
         if args.process_index == 0:
             print(f"{table}\ntrace: {files[0]} (open it in https://ui.perfetto.dev)", flush=True)
             self.run.add_event("profile", step=step, files=[file.name for file in files])
-
-    def _memory_snapshot(self, stem: Path) -> list[Path]:
-        """Write every GPU allocation of these steps, for https://pytorch.org/memory_viz; nothing without a GPU."""
-        if not (self.settings.memory and torch.cuda.is_available()):
-            return []
-        path = stem.with_name(f"{stem.name}-memory.pickle")
-        write_memory_history(path)
-        return [path]
 
 
 MOST_OPERATIONS = 15
@@ -144,12 +133,11 @@ def operations_of(averages: Iterable) -> list[Operation]:
 
 
 def _on_device(average) -> bool:
-    """Say if a row describes work on the device, not on the host."""
+    """Return whether a row describes work on the device, not on the host."""
     return average.device_type.name == "CUDA"
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of work for the name of an operation or kernel."""
     found = (kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE))
     return next(found, "everything else")
 
@@ -170,9 +158,15 @@ def cost_table(operations: list[Operation], title: str, num_steps: int, seconds:
             by_kind[kind_of(each.name)][1] += each.calls
     costliest = sorted((each for each in operations if cost[each]), key=cost.get, reverse=True)
     kinds = sorted(by_kind.items(), key=lambda item: item[1][0], reverse=True)
+    share = total / seconds
+    busy = f"the GPU's kernels add up to {share:.0%} of that (more than 100% where they overlap)"
+    if not on_device:
+        busy = f"the processor spent {share:.0%} of that in the operations below, the rest in Python and in waiting"
+    elif share < 0.7:
+        busy = f"the GPU computed {share:.0%} of that: it waits for the host, for data or for other ranks"
     lines = [
         f"profile of {title}: {1e3 * seconds / num_steps:,.1f} ms a step",
-        _summary(on_device, total / seconds),
+        busy,
         "",
         _header("by kind of work"),
         *(_line(kind, spent, calls, num_steps, total) for kind, (spent, calls) in kinds),
@@ -184,14 +178,6 @@ def cost_table(operations: list[Operation], title: str, num_steps: int, seconds:
         ),
     ]
     return "\n".join(lines) + "\n"
-
-
-def _summary(on_device: bool, share: float) -> str:
-    if not on_device:
-        return f"the processor spent {share:.0%} of that in the operations below, the rest in Python and in waiting"
-    if share < 0.7:
-        return f"the GPU computed {share:.0%} of that: it waits for the host, for data or for other ranks"
-    return f"the GPU's kernels add up to {share:.0%} of that (more than 100% where they overlap)"
 
 
 def _header(words: str) -> str:

@@ -114,13 +114,23 @@ def prepare_rank() -> str:
     """
     launcher_is_gone()  # remembers the launcher; below, a plain process gets a launcher's variables
     if not started_by_launcher():
-        os.environ.update(_SINGLE_PROCESS, MASTER_PORT=str(_free_port()))
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))  # port 0: the system chooses a free one
+            os.environ.update(_SINGLE_PROCESS, MASTER_PORT=str(listener.getsockname()[1]))
     # If these two are set, accelerate configures DeepSpeed from its own file, too late for zero.Init.
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
     os.environ.pop("ACCELERATE_DEEPSPEED_CONFIG_FILE", None)
-    _raise_open_files()
+    # As many open files as this rank may have: its connections to hundreds of others count, and most shells allow 1,024
+    # until a program asks for more.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError):  # macOS says that there is no limit, and refuses that value
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    _share_cores(ranks_here())  # beside GPUs too: an offloaded Adam steps on them
+    # this rank's share of the cores, beside GPUs too: an offloaded Adam steps on them
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    num_threads = max(1, cores // ranks_here())
+    os.environ["OMP_NUM_THREADS"] = str(num_threads)  # overwritten on purpose: launchers set it to 1
+    torch.set_num_threads(num_threads)
     choose_vector_kernels()
     if backend == "nccl":
         _claim_gpu(int(os.environ["LOCAL_RANK"]))
@@ -234,16 +244,6 @@ def leave_ranks() -> None:
     torch.distributed.destroy_process_group()
 
 
-def _raise_open_files() -> None:
-    """Let this rank open as many files as it may: its connections to hundreds of others count.
-
-    Most shells allow 1,024 until a program asks for more.
-    """
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError):  # macOS says that there is no limit, and refuses that value
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
 def _claim_gpu(local_rank: int) -> None:
     num_gpus = torch.cuda.device_count()
     if local_rank >= num_gpus:
@@ -264,15 +264,6 @@ def _claim_gpu(local_rank: int) -> None:
         ) from error
 
 
-def _share_cores(local_world_size: int) -> None:
-    """Give each rank of this machine its share of the cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    num_threads = max(1, cores // local_world_size)
-    # overwritten on purpose: launchers set it to 1
-    os.environ["OMP_NUM_THREADS"] = str(num_threads)
-    torch.set_num_threads(num_threads)
-
-
 def choose_vector_kernels() -> None:
     """Let MKL choose the kernels of torch's vector functions now, in one thread. Call it before the first pass.
 
@@ -286,18 +277,11 @@ def choose_vector_kernels() -> None:
         function(one)
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        # port 0: the system chose a free one
-        return listener.getsockname()[1]
-
-
 _POLL_SECONDS = 0.05
 
 
 def shared_with_the_launcher() -> bool:
-    """Say if the ranks would meet in the launcher's own store, which outlives an attempt."""
+    """Return whether the ranks would meet in the launcher's own store, which outlives an attempt."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -313,18 +297,14 @@ def agree_on_name(store: Store, rank: int, ranks: int, timeout: timedelta) -> st
 
     Raises `TimeoutError` on rank 0 if a rank does not come.
     """
-    if rank == 0:
-        return _give_name(store, ranks, timeout)
-    # new in each attempt: the store still has the answers of earlier attempts
-    question = uuid.uuid4().hex
-    store.set(f"attempt/asks/{rank}", question)
-    name = store.get(f"attempt/answers/{question}").decode()
-    store.set(f"attempt/has/{name}/{rank}", "yes")
-    return name
-
-
-def _give_name(store: Store, ranks: int, timeout: timedelta) -> str:
-    """Answer the newest question of each rank, again and again, until all ranks have the name."""
+    if rank > 0:
+        # new in each attempt: the store still has the answers of earlier attempts
+        question = uuid.uuid4().hex
+        store.set(f"attempt/asks/{rank}", question)
+        name = store.get(f"attempt/answers/{question}").decode()
+        store.set(f"attempt/has/{name}/{rank}", "yes")
+        return name
+    # rank 0 answers the newest question of each rank, again and again, until all ranks have the name
     name, missing = uuid.uuid4().hex, set(range(1, ranks))
     until = time.monotonic() + timeout.total_seconds()
     while missing:
@@ -345,7 +325,7 @@ _DEEPSPEED_INNER = b"deepspeed.launcher.launch"
 
 
 def launcher_is_gone() -> bool:
-    """Say if a launcher started this process and has ended since the first call. Always False for plain python."""
+    """Return whether a launcher started this process and has ended since the first call; never for plain python."""
     # when a parent ends, the system gives its children another one
     return _ancestors() != _current_ancestors()
 
@@ -358,41 +338,36 @@ def _ancestors() -> tuple[int, ...]:
 
 @cache
 def started_by_deepspeed() -> bool:
-    """Say if the `deepspeed` command started this process. Make the first call while that command runs."""
+    """Return whether the `deepspeed` command started this process. Make the first call while that command runs."""
     return _launched() and _DEEPSPEED_INNER in _command(os.getppid())
 
 
 def sibling_is_gone() -> bool:
-    """Say if the launcher has fewer processes left than it started here. It then ends the others after a crash."""
+    """Return whether fewer processes of the launcher are left here than it started. After a crash it ends them."""
     if not _launched() or launcher_is_gone():
         return False
-    return len(_living_children(os.getppid())) < ranks_here()
-
-
-def _living_children(process: int) -> list[int]:
-    """Return the living children of a process."""
-    children = []
+    children: list[int] = []
     # each thread lists only the children that it started
-    for path in Path(f"/proc/{process}/task").glob("*/children"):
-        try:
-            children += [int(child) for child in path.read_text().split()]
-        except OSError:
-            continue
+    for path in Path(f"/proc/{os.getppid()}/task").glob("*/children"):
+        with suppress(OSError):
+            children += map(int, path.read_text().split())
     # a zombie has ended, and has no command line
-    return [child for child in children if _command(child)]
+    return sum(bool(_command(child)) for child in children) < ranks_here()
 
 
 def _current_ancestors() -> tuple[int, ...]:
     if not _launched():
         return ()
     parent = os.getppid()
-    inner = _DEEPSPEED_INNER in _command(parent)
-    return (parent, _parent_of(parent)) if inner else (parent,)
+    if _DEEPSPEED_INNER not in _command(parent):
+        return (parent,)
+    fields = process_fields(parent)
+    return parent, int(fields[1]) if fields else 0
 
 
 @cache
 def _launched() -> bool:
-    """Say if a launcher started this process."""
+    """Return whether a launcher started this process."""
     # cached from the first call, before `prepare_rank` sets the variables of a plain process
     return "WORLD_SIZE" in os.environ
 
@@ -402,11 +377,6 @@ def _command(process: int) -> bytes:
         return Path(f"/proc/{process}/cmdline").read_bytes()
     except OSError:
         return b""
-
-
-def _parent_of(process: int) -> int:
-    fields = process_fields(process)
-    return int(fields[1]) if fields else 0
 
 
 def find_machine(run: RunFolder, start: Any, data_tokens: int) -> Machine:

@@ -49,9 +49,12 @@ def follow_run(
         UserError: the schedule is no function of the step (`reduce_lr_on_plateau`), and something has to change it.
     """
     if isinstance(scheduler, LambdaLR):
-        scheduler.lr_lambdas = [
-            _of_run(each, progress, counts_tokens, journal) for each in scheduler.lr_lambdas
-        ]
+
+        def of_run(schedule: Schedule) -> Schedule:
+            # A plain function, because torch writes the attributes of any other callable into checkpoints.
+            return lambda step: share_of_peak(schedule, step, progress, counts_tokens, journal)
+
+        scheduler.lr_lambdas = [of_run(schedule) for schedule in scheduler.lr_lambdas]
         return
     # such a scheduler keeps rates of its own, which nothing here may multiply
     changed_by = {
@@ -81,11 +84,6 @@ def own_schedule(recipe: Recipe, num_steps: int) -> Schedule:
         what = f"{name} must return a share of the peak, a number, and returned {type(first).__name__}"
         raise UserError(f"training.lr_scheduler_type: {what}")
     return lambda step: function(step, **lengths, **keywords)
-
-
-def _of_run(schedule: Schedule, progress: Progress, counts_tokens: bool, journal: Journal) -> Schedule:
-    # A plain function, because torch writes the attributes of any other callable into checkpoints.
-    return lambda step: share_of_peak(schedule, step, progress, counts_tokens, journal)
 
 
 def apply_schedule_now(scheduler: LRScheduler) -> None:

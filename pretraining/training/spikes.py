@@ -7,6 +7,7 @@ compares and acts. An alert names likely causes in the order in which to look at
 import math
 from collections import deque
 from itertools import islice
+from statistics import median
 
 RECENT = 16
 """Steps whose median is the expected value; few enough to follow a falling loss."""
@@ -56,7 +57,7 @@ class SpikeScore:
     @property
     def expected(self) -> float | None:
         """The median of the last healthy values."""
-        return math.exp(_median(self.values)) if self.values else None
+        return math.exp(median(self.values)) if self.values else None
 
     def add(self, value: float, is_spike: bool) -> None:
         """Add a value. Spikes do not change the course, until many in a row show a new level."""
@@ -65,73 +66,50 @@ class SpikeScore:
         # one healthy value ends the row of spikes
         if not is_spike:
             self.rejected.clear()
-            self._accept(_log(value))
+            self._judged_by = None
+            if len(self.values) == RECENT:
+                # to the course without the value itself; it lags behind a falling loss, which costs sensitivity but
+                # raises no false alarm
+                self.distances.append(_log(value) - median(self.values))
+            self.values.append(_log(value))
             return
         self.rejected.append(_log(value))
         if len(self.rejected) >= max(FEWEST, self.window // 2):
-            self._begin_at_new_level()
-
-    def _accept(self, value: float) -> None:
-        self._judged_by = None
-        if len(self.values) == RECENT:
-            # to the course without the value itself; it lags behind a falling loss, which costs sensitivity but raises
-            # no false alarm
-            self.distances.append(value - _median(self.values))
-        self.values.append(value)
-
-    def _begin_at_new_level(self) -> None:
-        level, self.rejected, self._judged_by = self.rejected, [], None
-        self.values.clear()
-        self.values.extend(level)
+            level, self.rejected, self._judged_by = self.rejected, [], None
+            self.values.clear()
+            self.values.extend(level)
 
     def _course_and_scale(self) -> tuple[float, float]:
         """Return course and scale of the values so far."""
         # kept until a value is added: the limit of a step and the score after it must agree
-        self._judged_by = self._judged_by or self._measured()
+        if self._judged_by is None:
+            ordered = sorted(self.distances)
+            centre = median(ordered)
+            spread = NORMAL_MAD * median([abs(d - centre) for d in ordered])
+            # The value that the share RARE exceeds, if the tail is exponential: its scale is the mean excess of the
+            # largest values, which are the share TAIL_SHARE.
+            count = int(TAIL_SHARE * len(ordered))
+            threshold = ordered[-1 - count]
+            mean_excess = sum(ordered[-count:]) / count - threshold
+            tail = threshold + mean_excess * math.log(TAIL_SHARE / RARE) - centre
+            # a rising loss moves the course up; a falling one does not move it down
+            course = median(self.values) + max(0.0, centre)
+            self._judged_by = course, max(spread, tail / RARE_SCORE, self.smallest_scale)
         return self._judged_by
 
-    def _measured(self) -> tuple[float, float]:
-        ordered = sorted(self.distances)
-        centre = _median_of_sorted(ordered)
-        spread = NORMAL_MAD * _median([abs(d - centre) for d in ordered])
-        tail = _rare_value(ordered) - centre
-        # a rising loss moves the course up; a falling one does not move it down
-        return _median(self.values) + max(0.0, centre), max(spread, tail / RARE_SCORE, self.smallest_scale)
-
     def state(self) -> dict:
-        """What a checkpoint keeps, as JSON values."""
         return {name: list(getattr(self, name)) for name in ("values", "distances", "rejected")}
 
     def restore(self, state: dict) -> None:
-        """Continue from what `state` returned."""
         self.values = deque(state["values"], maxlen=RECENT)
         kept = islice(state["distances"], max(0, len(state["distances"]) - self.window), None)
         self.distances = deque(kept, maxlen=self.window)
         self.rejected, self._judged_by = list(state["rejected"]), None
 
 
-def _rare_value(ordered: list[float]) -> float:
-    """Return the value that the share `RARE` exceeds, if the tail is exponential.
-
-    The tail's scale is the mean excess of the largest values, which are the share `TAIL_SHARE`.
-    """
-    count = int(TAIL_SHARE * len(ordered))
-    threshold = ordered[-1 - count]
-    return threshold + (sum(ordered[-count:]) / count - threshold) * math.log(TAIL_SHARE / RARE)
-
-
 def _log(value: float) -> float:
     # a loss or norm of zero has no logarithm
     return math.log(max(value, 1e-300))
-
-
-def _median(values) -> float:
-    return _median_of_sorted(sorted(values))
-
-
-def _median_of_sorted(ordered: list[float]) -> float:
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
 LEAST_GAIN = 0.001
@@ -147,7 +125,7 @@ class Plateau:
         self.best, self.best_step, self.told = None, 0, False
 
     def shows(self, step: int, expected: float | None) -> bool:
-        """Say if a plateau is to be reported now. `expected` is the course's loss after `step`."""
+        """Return whether a plateau is to be reported now. `expected` is the course's loss after `step`."""
         if expected is None:
             return False
         if self.best is None or expected < self.best * (1 - LEAST_GAIN):
@@ -158,11 +136,9 @@ class Plateau:
         return True
 
     def state(self) -> dict:
-        """What a checkpoint keeps, as JSON values."""
         return {"best": self.best, "best_step": self.best_step, "told": self.told}
 
     def restore(self, state: dict) -> None:
-        """Continue from what `state` returned."""
         self.best, self.best_step, self.told = state["best"], state["best_step"], state["told"]
 
 

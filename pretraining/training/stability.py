@@ -30,7 +30,7 @@ MOST_OVERFLOWS = 100
 
 
 @dataclass(frozen=True)
-class Finding:
+class Instability:
     """Why training was ended early."""
 
     step: int
@@ -58,14 +58,14 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         self.non_finite_streak = self.refused_steps = self.spikes = self.non_finite_steps = 0
         self.overflow_steps = self.overflow_streak = 0
         self.is_scaled, self.loss_scale = False, 1.0
-        self.finding: Finding | None = None
+        self.finding: Instability | None = None
         self.alerted_step: int | None = None
 
     def on_train_begin(
         self,
         args: TrainingArguments,
         state: TrainerState,
-        control: TrainerControl,
+        control: Any,
         optimizer: Any,
         lr_scheduler: Any,
         **kwargs: Any,
@@ -86,7 +86,7 @@ class StabilityMonitor(TrainerCallback, ExportableState):
 
     def on_step_end(
         self,
-        args: TrainingArguments,
+        args: Any,
         state: TrainerState,
         control: TrainerControl,
         optimizer: Any,
@@ -105,9 +105,7 @@ class StabilityMonitor(TrainerCallback, ExportableState):
             # the caller returns to an earlier checkpoint, or ends the run
             control.should_save = control.should_evaluate = False
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict, **kwargs: Any) -> None:
         if "loss" in logs:
             for name in COUNTED:
                 logs[f"stability/{name}"] = getattr(self, name)
@@ -144,7 +142,7 @@ class StabilityMonitor(TrainerCallback, ExportableState):
             self._tell("plateau", state, **facts, since_step=self.plateau.best_step)
 
     def _overflowed(self, loss: float, refused: bool) -> bool:
-        """Say if the step was left out to find a loss scale (fp16), and count it."""
+        """Return whether the step was left out to find a loss scale (fp16), and count it."""
         overflows = refused and math.isfinite(loss) and self.loss_scale > 1 and self.is_scaled
         self.overflow_streak = self.overflow_streak + 1 if overflows else 0
         self.overflow_steps += overflows
@@ -176,7 +174,7 @@ class StabilityMonitor(TrainerCallback, ExportableState):
 
     def _leave(self, state, why: str, policies: tuple[str, ...] = ("rollback", "stop")) -> None:
         if self.policy in policies:
-            self.finding = Finding(state.global_step, f"step {state.global_step}: {why}")
+            self.finding = Instability(state.global_step, f"step {state.global_step}: {why}")
 
     def _tell(self, kind: str, state, score: float | None = None, **facts) -> None:
         # on every rank: the layer norms of the next step are a collective
@@ -202,7 +200,7 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         attributes = dict((saved or {}).get("attributes", {}))
         # It was saved at a request to stop, before the caller could act on it. The caller will after the next step.
         finding = attributes.pop("finding", None)
-        self.finding = None if finding is None else Finding(*finding)
+        self.finding = None if finding is None else Instability(*finding)
         for name, value in attributes.items():
             part = getattr(self, name)
             part.restore(value) if hasattr(part, "restore") else setattr(self, name, value)
@@ -308,7 +306,7 @@ class NonFiniteGuard:
                 parameter.grad = None
 
     def refused_last_step(self) -> bool:
-        """Say if the last step was not applied. The answer is the same on every rank."""
+        """Return whether the last step was not applied. The answer is the same on every rank."""
         took_away, self._took_away, self._norm = self._took_away, False, None
         refused = took_away or bool(getattr(self.optimizer, "step_was_skipped", False))
         if refused:

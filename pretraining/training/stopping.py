@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -38,15 +37,26 @@ class StopRequests:
     def __init__(self, run: RunFolder, time_limit_hours: float | None) -> None:
         self._looked_at, self._seen, self._agreed = 0.0, NOT_ASKED, NOT_ASKED
         self.run, self.agreement = run, Agreement()
-        # If a rank has crashed, its launcher ends the others. An agreement with the crashed rank would never come.
-        self.signals = SignalListener(in_vain=self._ends_with_the_others)
+
+        def ends_with_the_others() -> bool:
+            # If a rank has crashed, its launcher ends the others. An agreement with the crashed rank would never come.
+            if self._agreed or not sibling_is_gone():
+                return False
+            keep_end_by_launcher(run)
+            return True
+
+        self.signals = SignalListener(in_vain=ends_with_the_others)
         # all starts under one supervisor share one time limit
         started = float(os.environ.get(STARTED, time.time()))
         self._until = None if time_limit_hours is None else started + time_limit_hours * 3600
-        self._files, self._by_deepspeed = self._files_to_look_at(), started_by_deepspeed()
+        self._by_deepspeed = started_by_deepspeed()
+        # the run's file is looked for once per disk, the supervisor's once per machine
+        self._files = {run.stop_file: STOP_FILE} if run.disks.is_first else {}
+        if os.environ.get("LOCAL_RANK", "0") == "0" and (path := supervisor_file("STOP")):
+            self._files[path] = SUPERVISOR
 
     def agreed(self) -> bool:
-        """Say if all ranks stop now. The answer is the same on every rank. A collective, until they have agreed."""
+        """Return whether all ranks stop now, the same on every rank. A collective, until they have agreed."""
         if not self._agreed:
             self._agreed = self.agreement.largest(self._asked())
         return self._agreed != NOT_ASKED
@@ -73,13 +83,6 @@ class StopRequests:
             tell_exit_code(STOPPED)
         raise SystemExit(STOPPED)
 
-    def _ends_with_the_others(self) -> bool:
-        """Say if this rank's launcher ends it because another rank has crashed; keep that for a look back."""
-        if self._agreed or not sibling_is_gone():
-            return False
-        keep_end_by_launcher(self.run)
-        return True
-
     @property
     def reason(self) -> str:
         """The agreed reason, in words."""
@@ -104,12 +107,6 @@ class StopRequests:
             self._seen = max(found, default=LAUNCHER_GONE if launcher_is_gone() else NOT_ASKED)
         return self._seen
 
-    def _files_to_look_at(self) -> dict[Path, int]:
-        """Return the files that this rank looks for: the run's once per disk, the supervisor's once per machine."""
-        files = {self.run.stop_file: STOP_FILE} if self.run.disks.is_first else {}
-        supervisors = supervisor_file("STOP") if os.environ.get("LOCAL_RANK", "0") == "0" else None
-        return {**files, supervisors: SUPERVISOR} if supervisors else files
-
 
 class StoppingCallback(TrainerCallback):
     """Look for requests after every step. The step after which the ranks agree is saved, and is the last one."""
@@ -118,7 +115,7 @@ class StoppingCallback(TrainerCallback):
         self.stop = stop
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
     ) -> None:
         """Repeat the validation of the resumed step, if it was due and a stop cut it short."""
         measured = any(row["step"] == state.global_step for row in state.log_history if "eval_loss" in row)
@@ -127,9 +124,7 @@ class StoppingCallback(TrainerCallback):
         )
         args.eval_on_start = args.eval_on_start or bool(due and not measured)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
         if self.stop.agreed():
             control.should_save = control.should_training_stop = True
 
@@ -148,15 +143,11 @@ class EarlyStopping(TrainerCallback):
         self.run, self.metric = run, f"eval_{metric}"
         self.patience, self.min_improvement = patience, min_improvement
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._is_over(state):
             control.should_training_stop = True
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # after the last step training ends anyway: that is no early stop
         if state.global_step >= state.max_steps or not self._is_over(state):
             return

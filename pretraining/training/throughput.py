@@ -1,7 +1,7 @@
 """Measure throughput: how a step's time is spent, tokens per second against the device's peak, and slow ranks.
 
-`StepClock` is always in exactly one phase, so that the phases add up. `TimedTrainer` marks them, `SpeedMeter` turns
-them into metrics, and `Stragglers` compares the ranks. `runtime.wall_time` counts what is lost between the steps.
+`StepClock` is always in exactly one phase, so that the phases add up. The Trainer marks them, `SpeedMeter` turns them
+into metrics, and `Stragglers` compares the ranks. `runtime.wall_time` counts what is lost between the steps.
 """
 
 import socket
@@ -24,7 +24,6 @@ from pretraining.planning.sizes import flops_per_token, size_of_recipe
 from pretraining.recipe import Recipe
 from pretraining.recipe.progress import Progress
 from pretraining.runtime.process_group import rank_and_world_size
-from pretraining.upstream.transformers import OpenTrainer
 
 PAUSES = ("evaluation", "saving")
 """Phases that do not belong to a step."""
@@ -53,8 +52,10 @@ class StepClock:
     def enter(self, phase: str) -> str:
         """End the current phase and begin `phase`. Return the one that ended."""
         ended, mark = self.phase, self._now()
-        if self._mark is not None:
-            self._add(ended, self._mark, mark)
+        if self._mark is not None and self.on_gpu:
+            self._pending.append((ended, self._mark, mark))
+        elif self._mark is not None:
+            self.seconds[ended] += mark - self._mark
         self.phase, self._mark = phase, mark
         return ended
 
@@ -89,12 +90,6 @@ class StepClock:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-    def _add(self, phase: str, begin, end) -> None:
-        if self.on_gpu:
-            self._pending.append((phase, begin, end))
-        else:
-            self.seconds[phase] += end - begin
 
     def _fold(self, has_passed: Callable) -> None:
         # events of one stream pass in order: stop at the first that has not
@@ -210,32 +205,6 @@ def device_memory() -> dict[str, float]:
     }
 
 
-class TimedTrainer(OpenTrainer):
-    """Mark waiting for data, forward and backward on the clock. `time_optimizer` marks the optimizer."""
-
-    clock: StepClock
-
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, Any]:
-        """Return the step's micro-batches. The wait for them ends every pause."""
-        self.clock.enter("data_wait")
-        batches = super().get_batch_samples(*args, **kwargs)
-        self.clock.enter("other")
-        return batches
-
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run forward and backward of one micro-batch. Under DeepSpeed a step's last one runs the optimizer too."""
-        loss = super().training_step(*args, **kwargs)
-        self.clock.enter("other")
-        return loss
-
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Run forward pass and loss. In a training step the backward pass follows."""
-        self.clock.enter("forward")
-        loss = super().compute_loss(*args, **kwargs)
-        self.clock.enter("backward")
-        return loss
-
-
 def time_optimizer(optimizer: Any, clock: StepClock) -> None:
     """Mark every step of the prepared `optimizer` on the clock.
 
@@ -309,14 +278,7 @@ class Stragglers:
                 self.named.discard(rank)
             elif self.slow_steps[rank] >= STEPS and rank not in self.named:
                 self.named.add(rank)
-                found.append(self._words(rank, own, median))
+                seconds = {"own_seconds": round(own, 6), "median_seconds": round(median, 6)}
+                steps_slow = self.slow_steps[rank]
+                found.append({"rank": rank, "host": self.hosts[rank], **seconds, "steps": steps_slow})
         return found
-
-    def _words(self, rank: int, own: float, median: float) -> dict:
-        return {
-            "rank": rank,
-            "host": self.hosts[rank],
-            "own_seconds": round(own, 6),
-            "median_seconds": round(median, 6),
-            "steps": self.slow_steps[rank],
-        }

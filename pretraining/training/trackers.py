@@ -50,24 +50,20 @@ def build_trackers(
         os.environ.setdefault(FOLDERS[name], str(run.path / name))
     trackers = []
     for name in (name for name in names if name != "none"):
-        callback = _build_tracker(name)
+        try:
+            callback = get_reporting_integration_callbacks([name])[0]()
+        except (ImportError, RuntimeError) as error:
+            package = PACKAGES.get(name, name)
+            raise UserError(
+                f"training.report_to: the tracker {name!r} needs the package {package}, which is not installed; "
+                f"pip install {package}, or leave it out with --set training.report_to=none"
+            ) from error
+        except (KeyError, ValueError) as error:
+            raise UserError(f"training.report_to: {error}") from error
         trackers.append(Tracker(name, callback, run))
         if name in SHOW_TEXT:
             trackers.append(Tracker(name, SampleTexts(run, callback, SHOW_TEXT[name]), run))
     return [RunIdentity(run, run_name, names, project), Trackers(trackers)] if trackers else []
-
-
-def _build_tracker(name: str) -> TrainerCallback:
-    try:
-        return get_reporting_integration_callbacks([name])[0]()
-    except (ImportError, RuntimeError) as error:
-        package = PACKAGES.get(name, name)
-        raise UserError(
-            f"training.report_to: the tracker {name!r} needs the package {package}, which is not installed; "
-            f"pip install {package}, or leave it out with --set training.report_to=none"
-        ) from error
-    except (KeyError, ValueError) as error:
-        raise UserError(f"training.report_to: {error}") from error
 
 
 class Tracker:
@@ -95,7 +91,11 @@ class Tracker:
         error = self._try(event, args, state, control, **kwargs)
         error = error and self._try(event, args, state, control, **kwargs)
         if error is not None:
-            self._failed(event, error, state)
+            self.logs_to_pass = min(2**self.failures, self.LONGEST_PAUSE)
+            self.failures += 1
+            if self.failures == 1:
+                reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                self._tell(state, "tracker_failed", during=event.removeprefix("on_"), reason=reason)
         elif self.failures and event == "on_log":
             self.failures = 0
             self._tell(state, "tracker_recovered")
@@ -106,13 +106,6 @@ class Tracker:
         except Exception as error:  # whatever a tracker raises, training goes on
             return error
         return None
-
-    def _failed(self, event: str, error: Exception, state) -> None:
-        self.logs_to_pass = min(2**self.failures, self.LONGEST_PAUSE)
-        self.failures += 1
-        if self.failures == 1:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            self._tell(state, "tracker_failed", during=event.removeprefix("on_"), reason=reason)
 
     def _tell(self, state, kind: str, **details) -> None:
         if state.is_world_process_zero:
@@ -185,9 +178,7 @@ class SampleTexts(TrainerCallback):
         """callback: the tracker's own."""
         self.run, self.callback, self.show = run, callback, show
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         rows = read_rows(self.run.samples) if state.is_world_process_zero else []
         if now := [row for row in rows if row.get("step") == state.global_step]:
             self.show(self.callback, now)
@@ -206,35 +197,28 @@ class RunIdentity(TrainerCallback):
         self.run, self.run_name, self.names, self.project = run, run_name, names, project or PROJECT
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
     ) -> None:
         # `training.run_name`, else the recipe's name
         args.run_name, args.project = args.run_name or self.run_name, self.project
         self.run_name = args.run_name
-        if state.is_world_process_zero:
-            for key, value in self._variables().items():
-                os.environ.setdefault(key, value)
-
-    def _variables(self) -> dict[str, str]:
-        projects = {PROJECTS[name]: self.project for name in self.names if name in PROJECTS}
-        return {**projects, **(self._of_wandb() if "wandb" in self.names else {})}
-
-    def _of_wandb(self) -> dict[str, str]:
-        if not self.run.wandb_id.exists():
-            self.run.wandb_id.write_text(uuid.uuid4().hex[:12])
-        offline = {} if _has_wandb_account() else {"WANDB_MODE": "offline"}
-        return {
-            **offline,
-            "WANDB_RUN_ID": self.run.wandb_id.read_text().strip(),
-            "WANDB_RESUME": "allow",
-            "WANDB_NAME": self.run_name,
-            "WANDB_DIR": str(self.run.path),
-            "WANDB_LOG_MODEL": "false",
-        }
-
-
-def _has_wandb_account() -> bool:
-    """Say if there is a key for wandb."""
-    # not by wandb's own functions: they would fix its settings before ours are made
-    netrc = Path(os.environ.get("NETRC", Path.home() / ".netrc"))
-    return bool(os.environ.get("WANDB_API_KEY")) or (netrc.exists() and "wandb" in netrc.read_text())
+        if not state.is_world_process_zero:
+            return
+        variables = {PROJECTS[name]: self.project for name in self.names if name in PROJECTS}
+        if "wandb" in self.names:
+            if not self.run.wandb_id.exists():
+                self.run.wandb_id.write_text(uuid.uuid4().hex[:12])
+            variables |= {
+                "WANDB_RUN_ID": self.run.wandb_id.read_text().strip(),
+                "WANDB_RESUME": "allow",
+                "WANDB_NAME": self.run_name,
+                "WANDB_DIR": str(self.run.path),
+                "WANDB_LOG_MODEL": "false",
+            }
+            # its key, not by wandb's own functions: they would fix its settings before ours are made
+            netrc = Path(os.environ.get("NETRC", Path.home() / ".netrc"))
+            in_netrc = netrc.exists() and "wandb" in netrc.read_text()
+            if not (os.environ.get("WANDB_API_KEY") or in_netrc):
+                variables["WANDB_MODE"] = "offline"
+        for key, value in variables.items():
+            os.environ.setdefault(key, value)

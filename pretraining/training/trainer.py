@@ -5,11 +5,11 @@ The loop is transformers'. Only public methods are overridden here. upstream/tra
 
 import gc
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,12 +30,12 @@ from pretraining.errors import UserError
 from pretraining.extend import defined
 from pretraining.recipe import Recipe
 from pretraining.recipe.progress import Progress
-from pretraining.runtime.journal import NOTHING_HEALED, Journal
+from pretraining.runtime.journal import NOTHING_HEALED
 from pretraining.runtime.rank_groups import ALONE, RankGroups
 from pretraining.runtime.signals import ignore_in_worker
 from pretraining.training.arguments import collate_blocks, training_refusals
 from pretraining.training.clipping import choose_clipping
-from pretraining.training.monitors import Monitors, SettledCollector, notify
+from pretraining.training.monitors import RunMonitors, SettledCollector, notify
 from pretraining.training.muon import BindPartitions, Muon
 from pretraining.training.optimizers import (
     choose_optimizer,
@@ -44,9 +44,10 @@ from pretraining.training.optimizers import (
 )
 from pretraining.training.schedule import follow_run, own_schedule
 from pretraining.training.stopping import StoppingCallback
-from pretraining.training.throughput import StepClock, TimedTrainer
+from pretraining.training.throughput import StepClock
 from pretraining.upstream.deepspeed import keep_norm_at_stage_0, mend_optimizer
 from pretraining.upstream.experts import expert_groups_of
+from pretraining.upstream.transformers import OpenTrainer
 from pretraining.upstream.wide_weights import split_by_type
 
 PLAIN_GROUPS = 2
@@ -57,38 +58,7 @@ ABSENT: dict = {}
 """A micro-batch that a smaller step does not have."""
 
 
-class Checkpoints(Protocol):
-    """Saves and loads the state of a Trainer, as `CheckpointManager` does. All ranks call it together."""
-
-    def save(self, trainer: Trainer) -> None: ...
-
-    def load_state(self, trainer: Trainer, folder: Path) -> None: ...
-
-    def load_position(self, trainer: Trainer, folder: Path) -> None: ...
-
-    def averaged_weights(self, trainer: Trainer) -> AbstractContextManager: ...
-
-
-class Evaluation(Protocol):
-    """Measures a model in training, as `Evaluator` does. All ranks call it together."""
-
-    dataset: Dataset
-    callbacks: Sequence[TrainerCallback]
-
-    def measure(
-        self, model: torch.nn.Module, step: int, interrupted: Callable[[], bool]
-    ) -> dict[str, float] | None: ...
-
-    def unigram_bits_per_byte(self) -> float: ...
-
-
-class Arrivals(Protocol):
-    """Waits for data that is prepared meanwhile, as `Arrival` does. All ranks call it together."""
-
-    def wait_for(self, step: int, samples_ahead: int = 0) -> bool: ...
-
-
-class PretrainingTrainer(TimedTrainer):
+class PretrainingTrainer(OpenTrainer):
     """Train a recipe from the present step of its run.
 
     The recipe's optimizer, clipping and learning rate are chosen here. The evaluator replaces the Trainer's evaluation
@@ -99,10 +69,12 @@ class PretrainingTrainer(TimedTrainer):
     result. After the checkpoint is saved, the process ends with its exit code.
 
     Args:
-        groups: which ranks work on the same samples.
-        progress: the step at which the run begins or continues.
-        journal: what rollbacks have changed.
         loss: the Trainer's `compute_loss_func`.
+        evaluator: an `Evaluator`; None validates nothing.
+        checkpoints: a `CheckpointManager`; None saves nothing.
+        monitors: which have begun this attempt, and say where. None: it begins at the first step.
+        arrival: an `Arrival`, of data that is prepared meanwhile.
+        groups: which ranks work on the same samples.
 
     Raises:
         UserError: transformers refuses a value of the recipe's `training`, optimizer and schedule included.
@@ -116,19 +88,17 @@ class PretrainingTrainer(TimedTrainer):
         *,
         loss: Callable,
         train_dataset: Dataset | Sequence,
-        progress: Progress | None = None,
-        journal: Journal = NOTHING_HEALED,
-        evaluator: Evaluation | None = None,
-        checkpoints: Checkpoints | None = None,
-        monitors: Monitors | None = None,
-        arrival: Arrivals | None = None,
+        evaluator: Any = None,
+        checkpoints: Any = None,
+        monitors: RunMonitors | None = None,
+        arrival: Any = None,
         callbacks: Sequence[TrainerCallback] = (),
         groups: RankGroups = ALONE,
     ) -> None:
-        self.groups = groups
-        self.recipe, self.progress, self.journal = recipe, progress or Progress.of(recipe), journal
-        self.evaluator, self.checkpoints, self.monitors = evaluator, checkpoints, monitors
-        self.arrival = arrival
+        self.recipe, self.groups, self.arrival = recipe, groups, arrival
+        self.evaluator, self.checkpoints = evaluator, checkpoints
+        self.progress = monitors.start.progress(recipe) if monitors else Progress.of(recipe)
+        self.journal = monitors.start.journal if monitors else NOTHING_HEALED
         self.clock = monitors.speed.clock if monitors else StepClock()
         self.stop = monitors.stop if monitors else None
         with training_refusals(recipe.path):  # before anything of the run is written
@@ -229,31 +199,31 @@ class PretrainingTrainer(TimedTrainer):
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict:
         """Measure validation loss in nats per token, perplexity and bits per byte; every rank takes part."""
+
+        def interrupted() -> bool:
+            """Return whether the validation is to end, between two of its rounds."""
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+            return self.stop is not None and self.stop.agreed()
+
         # the weights are exchanged for their average, and back after the block
         averaged = self.checkpoints.averaged_weights(self) if self.checkpoints else nullcontext()
         with averaged:
-            measured = self.evaluator.measure(self.model_wrapped, self.state.global_step, self._interrupted)
+            measured = self.evaluator.measure(self.model_wrapped, self.state.global_step, interrupted)
             if measured is None:
-                return self._evaluation_cut_short()
+                # Save and stop. Nothing is logged, and the next start repeats the validation.
+                self.control.should_evaluate = (
+                    False  # else the Trainer begins another one when it leaves its loop
+                )
+                if self.state.global_step == self.first_step:
+                    self._leave_if_stopped()  # the checkpoint it came from holds all there is
+                self.control.should_save = self.control.should_training_stop = True
+                # the Trainer looks this metric up in what a validation returns
+                judged = (self.args.metric_for_best_model or "loss").removeprefix("eval_")
+                return {f"eval_{judged}": math.nan}
             metrics = {f"{metric_key_prefix}_{name}": value for name, value in measured.items()}
             self.log(metrics)
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
             return metrics
-
-    def _interrupted(self) -> bool:
-        """Say if the validation is to end, between two of its rounds."""
-        self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-        return self.stop is not None and self.stop.agreed()
-
-    def _evaluation_cut_short(self) -> dict:
-        """Save and stop. Nothing is logged, and the next start repeats the validation."""
-        self.control.should_evaluate = False  # else the Trainer begins another one when it leaves its loop
-        if self.state.global_step == self.first_step:
-            self._leave_if_stopped()  # the checkpoint it came from holds all there is
-        self.control.should_save = self.control.should_training_stop = True
-        # the Trainer looks this metric up in what a validation returns
-        judged = (self.args.metric_for_best_model or "loss").removeprefix("eval_")
-        return {f"eval_{judged}": math.nan}
 
     def _leave_if_stopped(self) -> None:
         if self.stop is not None:
@@ -266,52 +236,45 @@ class PretrainingTrainer(TimedTrainer):
             shape = (self.groups.data_ranks, together)
             mesh = init_device_mesh(self.args.device.type, shape, mesh_dim_names=("dp", "tp"))
             self.accelerator.state.ds_device_mesh = mesh
-        with self._groups_kept():
+        # accelerate would make a mesh of the ranks that split layers alone, for which it reads the ds_config
+        config = self.accelerator.deepspeed_plugin.deepspeed_config if self.is_deepspeed_enabled else {}
+        split = config.pop("tensor_parallel", None)
+        try:
             loader = super().get_train_dataloader()
+        finally:
+            if split is not None:
+                config["tensor_parallel"] = split
         if loader.num_workers:
             batches = loader.base_dataloader
             batches.worker_init_fn = _InWorker(batches.worker_init_fn)
         return loader
 
-    @contextmanager
-    def _groups_kept(self) -> Iterator[None]:
-        """Keep accelerate from making a mesh of the ranks that split layers alone, for which it reads the ds_config."""
-        config = self.accelerator.deepspeed_plugin.deepspeed_config if self.is_deepspeed_enabled else {}
-        split = config.pop("tensor_parallel", None)
-        try:
-            yield
-        finally:
-            if split is not None:
-                config["tensor_parallel"] = split
-
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: torch.device
     ) -> tuple[list, Any]:
         """Return the step's micro-batches. A ramp's smaller step has fewer: the others are absent and come first."""
-        self._wait_for_data()
+        if self.arrival is not None:
+            # A worker reads so many micro-batches ahead, and accelerate's loader one more.
+            workers = self.args.dataloader_num_workers
+            ahead = 1 + workers * (self.args.dataloader_prefetch_factor or PREFETCH_FACTOR)
+            samples = ahead * self.args.per_device_train_batch_size * self.args.world_size
+            # a run that is asked to stop meanwhile, or cannot go on, saves
+            try:
+                with self.clock.during("data_wait"):
+                    arrived = self.arrival.wait_for(self.state.global_step, samples)
+            except UserError:
+                self._save_before_leaving()
+                raise
+            if not arrived:
+                self._save_before_leaving()
+                self._leave_if_stopped()
         sizes = self.progress.step_sizes
         wanted = num_batches * sizes.at(self.state.global_step) // sizes.full
+        self.clock.enter("data_wait")  # ends every pause
         batches, num_items = super().get_batch_samples(epoch_iterator, wanted, device)
+        self.clock.enter("other")
         # the Trainer counts a fixed number of micro-batches, and the last one closes the step: it must be a real one
         return [ABSENT] * (num_batches - wanted) + batches, num_items
-
-    def _wait_for_data(self) -> None:
-        """Wait until the step's samples are prepared; a run that is asked to stop meanwhile, or cannot go on, saves."""
-        if self.arrival is None:
-            return
-        # A worker reads so many micro-batches ahead, and accelerate's loader one more.
-        workers = self.args.dataloader_num_workers
-        ahead = 1 + workers * (self.args.dataloader_prefetch_factor or PREFETCH_FACTOR)
-        samples = ahead * self.args.per_device_train_batch_size * self.args.world_size
-        try:
-            with self.clock.during("data_wait"):
-                arrived = self.arrival.wait_for(self.state.global_step, samples)
-        except UserError:
-            self._save_before_leaving()
-            raise
-        if not arrived:
-            self._save_before_leaving()
-            self._leave_if_stopped()
 
     def _save_before_leaving(self) -> None:
         """Save the steps that were done since the start, and end the callbacks, as after the last step."""
@@ -320,17 +283,22 @@ class PretrainingTrainer(TimedTrainer):
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
 
     def training_step(self, model: Any, inputs: dict, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Run forward and backward, or nothing for an absent micro-batch."""
+        """Run forward and backward, or nothing for an absent micro-batch. DeepSpeed steps after a step's last one."""
         if inputs is ABSENT:
             return self.running_loss.new_zeros(())
-        return super().training_step(model, inputs, num_items_in_batch)
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.clock.enter("other")
+        return loss
 
     def compute_loss(self, model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Any:
         """Run forward pass and loss. The samples' sources go to the callbacks that use them, not to the model."""
         sources = inputs.pop("source", None)
         if sources is not None:
             notify(self.callback_handler.callbacks, "on_sources", sources)
-        return super().compute_loss(model, inputs, *args, **kwargs)
+        self.clock.enter("forward")
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        self.clock.enter("backward")  # which follows in a training step
+        return loss
 
     def floating_point_ops(self, inputs: dict) -> int:
         """Return the Trainer's estimate for a forward and backward pass; 0 for an absent micro-batch."""
@@ -368,15 +336,12 @@ class PretrainingTrainer(TimedTrainer):
                 engine.compile(backend=self.recipe.speed.compile_backend)
 
     def save_checkpoint(self) -> None:
-        """Save through the run's checkpoints."""
         self.checkpoints.save(self)
 
     def load_state(self, checkpoint: Path) -> None:
-        """Load through the run's checkpoints."""
         self.checkpoints.load_state(self, checkpoint)
 
     def load_position(self, checkpoint: Path) -> None:
-        """Load random generators and the running loss through the run's checkpoints."""
         self.checkpoints.load_position(self, checkpoint)
 
     def closing_results(self) -> dict[str, float]:

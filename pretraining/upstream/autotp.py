@@ -22,7 +22,7 @@ from deepspeed.utils import groups
 from torch import nn
 
 
-class Rows(NamedTuple):
+class HeldRows(NamedTuple):
     """Which rows of a table this rank has."""
 
     first: int
@@ -56,7 +56,7 @@ def make_tensor_groups(degree: int) -> dist.ProcessGroup:
     return groups.get_tensor_model_parallel_group()
 
 
-def hold_rows(modules: Sequence[Any], group: dist.ProcessGroup) -> Rows:
+def hold_rows(modules: Sequence[Any], group: dist.ProcessGroup) -> HeldRows:
     """Leave to this rank its rows of the weight that these modules share. All ranks of the group call it.
 
     The first ranks have a row more if the degree does not divide them. If ZeRO-3 has the weight in shards, it is
@@ -64,7 +64,11 @@ def hold_rows(modules: Sequence[Any], group: dist.ProcessGroup) -> Rows:
     """
     weight = modules[0].weight
     if hasattr(weight, "ds_id"):
-        weight = _gathered(weight)
+        with deepspeed.zero.GatheredParameters([weight]):
+            whole = nn.Parameter(weight.data.clone(), requires_grad=weight.requires_grad)
+        if hasattr(weight, "is_wide"):  # `wide_weights.py`
+            whole.is_wide = weight.is_wide
+        weight = whole
         for module in modules:
             module.weight = weight
     is_trained = weight.requires_grad
@@ -73,17 +77,9 @@ def hold_rows(modules: Sequence[Any], group: dist.ProcessGroup) -> Rows:
         SimpleNamespace(weight=weight, bias=None), group, skip_partition=True, name="vocabulary"
     )
     numbers = layer._partition_sizes
-    rows = Rows(sum(numbers[: layer.tp_index]), numbers, group)
+    rows = HeldRows(sum(numbers[: layer.tp_index]), numbers, group)
     # a copy, or the whole would stay in memory
     weight.data = weight.data[rows.first : rows.first + rows.own].clone()
     weight.requires_grad_(is_trained)  # the layer takes this for inference until there is an engine
     layer._mark_uc_metadata()
     return rows
-
-
-def _gathered(partitioned: nn.Parameter) -> nn.Parameter:
-    with deepspeed.zero.GatheredParameters([partitioned]):
-        whole = nn.Parameter(partitioned.data.clone(), requires_grad=partitioned.requires_grad)
-    if hasattr(partitioned, "is_wide"):  # `wide_weights.py`
-        whole.is_wide = partitioned.is_wide
-    return whole

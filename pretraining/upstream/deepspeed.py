@@ -347,12 +347,11 @@ class Partition(NamedTuple):
 
 
 def is_stage_3(optimizer: Any) -> bool:
-    """Say if the optimizer is DeepSpeed's of stage 3."""
     return isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3)
 
 
 def is_stage_1_or_2(optimizer: Any) -> bool:
-    """Say if the optimizer is DeepSpeed's of stage 1 or 2, that of bf16 weights included."""
+    """Return whether the optimizer is DeepSpeed's of stage 1 or 2, that of bf16 weights included."""
     return isinstance(optimizer, DeepSpeedZeroOptimizer | BF16_Optimizer)
 
 
@@ -397,15 +396,11 @@ def _of_sub_groups(zero: Any) -> Iterator[Partition]:
                 slices.append(Slice(parameter, start, tensor, offset, numel))
             offset += size  # with the padding
         group = zero.sub_group_to_group_id[index]
+        # with a part of the sub-groups offloaded, a second optimizer steps those on the GPU
+        is_second = zero.offload_optimizer and zero.subgroup_to_device[index] != "cpu"
+        stepping = zero.backup_optimizer if is_second else zero.optimizer
         # Stage 3 may cut one parameter group into several sub-groups.
-        yield Partition(tensor, group, _stepping(zero, index), list(parameters), slices)
-
-
-def _stepping(zero: Any, index: int) -> torch.optim.Optimizer:
-    """Return the optimizer of a sub-group: with a part of them offloaded, a second one steps those on the GPU."""
-    if zero.offload_optimizer and zero.subgroup_to_device[index] != "cpu":
-        return zero.backup_optimizer
-    return zero.optimizer
+        yield Partition(tensor, group, stepping, list(parameters), slices)
 
 
 def stepping_optimizers(zero: Any) -> list[torch.optim.Optimizer]:
@@ -415,7 +410,7 @@ def stepping_optimizers(zero: Any) -> list[torch.optim.Optimizer]:
 
 
 def is_on_nvme(zero: Any, index: int) -> bool:
-    """Say if stage 3 keeps this sub-group on NVMe, in memory only while it is swapped in."""
+    """Return whether stage 3 keeps this sub-group on NVMe, in memory only while it is swapped in."""
     return zero._swappable_optimizer_subgroup(index)
 
 

@@ -2,39 +2,32 @@
 
 Inside `fake_gpu()` torch, transformers, accelerate and DeepSpeed find a GPU and NCCL, and this process is one rank of
 as many as wanted. Tensors of the device are torch's fake tensors: they have a shape, a type and a device, but no
-numbers. Tensors of the host are real. A step that mixes the two fails, as it would on a GPU. If the host would wait for
-the device, the wait is recorded and the answer is made up. Collectives are recorded too, and send nothing
-(`fake_ranks`).
+numbers. Tensors of the host are real. A step that mixes the two fails, as it would on a GPU. What the host would wait
+for is made up, and collectives send nothing (`fake_ranks`).
 
 A build of torch without CUDA has no CUDA device that autograd accepts. The meta device stands in for it: Python sees
 `cuda:0`, and torch's C++ sees `meta`. When the block ends, everything is as before.
 """
 
 import contextlib
-import sys
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
-from types import FrameType, SimpleNamespace
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import accelerate.state
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.accelerator import real_accelerator
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
-from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.utils import import_utils
 
-from pretraining.upstream.fake_ranks import Collective, fake_ranks, forget_values
+from pretraining.upstream.fake_ranks import Network, fake_ranks, forget_values
 
 aten = torch.ops.aten
 CUDA = torch.device("cuda")
@@ -42,49 +35,77 @@ INNER = torch.device("meta")
 """The device that torch's C++ sees."""
 MOST_KNOWN = 4096
 """Most elements of a tensor whose copy from the host is kept."""
-REPOSITORY = Path(__file__).parents[2]
-STANDARD_LIBRARY = str(Path(contextlib.__file__).parent)
-NEVER_THE_CAUSE = ("torch/", "deepspeed/accelerator/", "deepspeed/utils/nvtx.py", "deepspeed/comm/")
-"""Packages and files that only do what others ask for; the cause of a wait is their caller."""
-OWN_FILES = {str(Path(__file__).with_name(f"fake_{name}.py")) for name in ("gpu", "ranks")}
-
-
 GPU = torch.device("cuda", 0)
 # Name and bytes as of an H100, whose compute capability is 9.0.
 NAME, TOTAL_BYTES = "NVIDIA H100 80GB HBM3", 80 * 10**9
-_PROPERTIES = {
-    "name": NAME,
-    "total_memory": TOTAL_BYTES,
-    "major": 9,
-    "minor": 0,
-    "multi_processor_count": 132,
-}
 # Functions that return 0, and below functions that return nothing.
 _ZERO = ("current_device", "initial_seed", "utilization", "memory_allocated", "max_memory_allocated")
 _ZERO += ("memory_reserved", "max_memory_reserved")
 _NOTHING = ("_lazy_init", "set_device", "empty_cache", "ipc_collect", "manual_seed", "manual_seed_all")
 _NOTHING += ("set_rng_state", "reset_peak_memory_stats", "reset_max_memory_allocated")
 
-Clock = dict["FakeStream", int]
-"""{stream: how many of its operations are over} at a point of a stream or of the host's program (a vector clock)."""
+
+class FakeStream:
+    """A stream or an event, on which everything is over at once."""
+
+    device = GPU
+
+    def query(self) -> bool:
+        return True
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or self
+
+    def elapsed_time(self, end: Any) -> float:
+        """Return milliseconds, made up because nothing runs."""
+        return 1.0
+
+    def synchronize(self, *_: Any) -> None:
+        pass
+
+    record = wait = wait_stream = wait_event = synchronize
 
 
-def join(clock: Clock, other: Clock) -> None:
-    """Let all that is over in `other` be over in `clock` too."""
-    for stream, number in other.items():
-        if number > clock.get(stream, 0):
-            clock[stream] = number
+class FakeGpu(Network):
+    """What the libraries see of the GPU: here, nothing takes time. A test overrides the methods, to see more."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.current_stream: Any = FakeStream()
 
-class FakeCuda:
-    """The functions of `torch.cuda` that training calls."""
+    def stream(self) -> Any:
+        return FakeStream()
 
-    def __init__(self, machine: "FakeGpu", num_gpus: int, name: str = NAME, total_bytes: int = TOTAL_BYTES):
-        self.machine, self.num_gpus, self.name, self.total_bytes = machine, num_gpus, name, total_bytes
+    event = default_stream = stream
 
-    def attributes(self) -> dict[str, object]:
-        """Return {name in `torch.cuda`: its stand-in}."""
+    def on_stream(self, stream: Any) -> contextlib.AbstractContextManager:
+        """Make a stream the current one for the block."""
+        return contextlib.nullcontext()
+
+    def set_stream(self, stream: Any) -> None:
+        """Make a stream the current one."""
+
+    def launch(self) -> None:
+        """See that an operation of torch begins, on the current stream."""
+
+    def operator(self, function: Any, args: tuple, kwargs: dict, result: Any) -> None:
+        """See what it did."""
+
+    def used_on(self, tensor: torch.Tensor, stream: Any) -> None:
+        """See that the allocator is told of a stream that uses a tensor (`record_stream`)."""
+
+    def waits(self, kind: str) -> None:
+        """See that the host waits: item, nonzero, to host, to device (a blocking copy), device."""
+
+    def functions_of_cuda(self, num_gpus: int, name: str, total_bytes: int) -> dict[str, object]:
+        """Return {name in `torch.cuda`: its stand-in}, of those that training calls."""
         state = torch.zeros(16, dtype=torch.uint8)
+        properties = SimpleNamespace(
+            name=name, total_memory=total_bytes, major=9, minor=0, multi_processor_count=132
+        )
         return {
             **{name: lambda *_, **__: 0 for name in _ZERO},
             **{name: lambda *_, **__: None for name in _NOTHING},
@@ -92,13 +113,11 @@ class FakeCuda:
             "is_initialized": lambda: True,
             "is_bf16_supported": lambda *_, **__: True,
             "is_current_stream_capturing": lambda: False,
-            "device_count": lambda: self.num_gpus,
-            "get_device_name": lambda *_: self.name,
+            "device_count": lambda: num_gpus,
+            "get_device_name": lambda *_: name,
             "get_device_capability": lambda *_: (9, 0),
-            "get_device_properties": lambda *_: SimpleNamespace(
-                **{**_PROPERTIES, "name": self.name, "total_memory": self.total_bytes}
-            ),
-            "mem_get_info": lambda *_: (self.total_bytes, self.total_bytes),
+            "get_device_properties": lambda *_: properties,
+            "mem_get_info": lambda *_: (total_bytes, total_bytes),
             "memory_stats": lambda *_: {},
             "get_rng_state": lambda *_: state.clone(),
             "get_rng_state_all": lambda: [state.clone()],
@@ -107,212 +126,14 @@ class FakeCuda:
                 set_rng_state=lambda *_: None,
                 fork_rng=torch.random.fork_rng,
             ),
-            "synchronize": lambda *_: self.machine.waits("device"),
-            "Stream": lambda *_, **__: FakeStream(self.machine),
-            "Event": lambda *_, **__: FakeEvent(self.machine),
-            "current_stream": lambda *_: self.machine.current_stream,
-            "default_stream": lambda *_: self.machine.streams[0],
-            "stream": self.machine.on_stream,
-            "set_stream": self.machine.streams.append,
+            "synchronize": lambda *_: self.waits("device"),
+            "Stream": lambda *_, **__: self.stream(),
+            "Event": lambda *_, **__: self.event(),
+            "current_stream": lambda *_: self.current_stream,
+            "default_stream": lambda *_: self.default_stream(),
+            "stream": self.on_stream,
+            "set_stream": self.set_stream,
         }
-
-
-@dataclass(eq=False)
-class FakeEvent:
-    """An event: it has passed as soon as it is recorded, or, on a busy GPU, once the host has waited for it."""
-
-    machine: "FakeGpu"
-    clock: Clock = field(default_factory=dict)
-
-    def record(self, stream: "FakeStream | None" = None) -> None:
-        self.clock = dict((stream or self.machine.current_stream).clock)
-
-    def wait(self, stream: "FakeStream | None" = None) -> None:
-        (stream or self.machine.current_stream).wait_event(self)
-
-    def query(self) -> bool:
-        return self.machine.is_over(self.clock)
-
-    def synchronize(self) -> None:
-        self.machine.waits("event", self.clock)
-
-    def elapsed_time(self, end: "FakeEvent") -> float:
-        """Return milliseconds, made up because nothing runs."""
-        return 1.0
-
-
-@dataclass(eq=False)
-class FakeStream:
-    """A stream, which computes nothing: it knows what comes before its next operation."""
-
-    machine: "FakeGpu"
-    device: torch.device = GPU
-    clock: Clock = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.machine.made.append(self)
-
-    def wait_stream(self, stream: "FakeStream") -> None:
-        join(self.clock, stream.clock)
-
-    def wait_event(self, event: FakeEvent) -> None:
-        join(self.clock, event.clock)
-
-    def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
-        event = event or FakeEvent(self.machine)
-        event.record(self)
-        return event
-
-    def query(self) -> bool:
-        return self.machine.is_over(self.clock)
-
-    def is_capturing(self) -> bool:
-        return False
-
-    def synchronize(self) -> None:
-        self.machine.waits("stream", self.clock)
-
-
-@dataclass(frozen=True)
-class Synchronisation:
-    """One wait of the host for the device."""
-
-    kind: str
-    """item, nonzero, to host, to device (a blocking copy), device, stream, event, barrier."""
-    file: str
-    """File of the innermost frame that caused it, beginning with its package: `deepspeed/runtime/engine.py`."""
-    function: str
-    line: int
-
-    @property
-    def where(self) -> str:
-        """Return file and function."""
-        # Without the line, which changes with each edit of the file.
-        return f"{self.file}:{self.function}"
-
-
-@dataclass
-class FakeGpu:
-    """What has happened on the machine; both lists may be cleared between steps."""
-
-    world_size: int
-    rank: int
-    synchronisations: list[Synchronisation] = field(default_factory=list)
-    collectives: list[Collective] = field(default_factory=list)
-    object_of: Callable[[object, int], object] = lambda sent, rank: sent
-    """Takes the object that this rank sends and another rank; returns what that rank sends."""
-    busy: bool = False
-    """The device is as far behind the host as it may be: an event has passed only once the host has waited for it."""
-    watch: "Watch" = field(default_factory=lambda: Watch())
-    """Sees every operation of the device."""
-    made: list[FakeStream] = field(default_factory=list)
-    """Every stream; the first is the default stream."""
-    streams: list[FakeStream] = field(default_factory=list)
-    """The streams whose blocks have not ended: the last is the current one."""
-    host: Clock = field(default_factory=dict)
-    """What the host has waited for."""
-    communicators: dict[dist.ProcessGroup, FakeStream] = field(default_factory=dict)
-    """NCCL has a stream of its own for each group."""
-
-    def __post_init__(self) -> None:
-        self.streams.append(FakeStream(self))
-        self.watch.machine = self
-
-    @property
-    def current_stream(self) -> FakeStream:
-        return self.streams[-1]
-
-    @contextlib.contextmanager
-    def on_stream(self, stream: FakeStream | None) -> Iterator[None]:
-        """Make a stream the current one for the block."""
-        self.streams.append(stream or self.current_stream)
-        try:
-            yield
-        finally:
-            self.streams.pop()
-
-    def is_over(self, clock: Clock) -> bool:
-        """Return whether all of `clock` is over for somebody who asks without waiting."""
-        return not self.busy or all(self.host.get(stream, 0) >= number for stream, number in clock.items())
-
-    def launch(self) -> None:
-        """Begin an operation on the current stream: what the host has waited for is over before it begins."""
-        clock, stream = self.current_stream.clock, self.current_stream
-        join(clock, self.host)
-        clock[stream] = clock.get(stream, 0) + 1
-
-    def waits(self, kind: str, clock: Clock | None = None) -> None:
-        """Record that the host waits here: for all of `clock`, or for the current stream, or for the device."""
-        self.synchronisations.append(Synchronisation(kind, *_cause(sys._getframe(1))))
-        for stream in self.made if kind == "device" else ():
-            join(self.host, stream.clock)
-        join(self.host, self.current_stream.clock if clock is None else clock)
-
-    def hears(
-        self, collective: Collective, group: dist.ProcessGroup, sides: list[list[torch.Tensor]]
-    ) -> FakeWork:
-        """Record a collective, and the wait of the host if there is one; return what waits for its end."""
-        self.collectives.append(collective)
-        if collective.backend != "nccl":
-            return FakeWork()
-        # NCCL sends objects as tensors of the device: the host waits for them, as for a barrier.
-        if collective.dtype is None:
-            self.waits("barrier")
-        stream = self.communicators.setdefault(group, FakeStream(self))
-        stream.wait_stream(self.current_stream)
-        with self.on_stream(stream):
-            self.launch()
-            self.watch.collective(collective.name, sides)
-        return _Work(self, dict(stream.clock))
-
-
-class Watch:
-    """Sees what the device does; here, does nothing about it."""
-
-    machine: "FakeGpu"
-    """Set by it."""
-
-    def operator(self, function: Any, args: tuple, kwargs: dict, result: Any) -> None:
-        """See an operator of torch, on the current stream."""
-
-    def collective(self, name: str, sides: list[list[torch.Tensor]]) -> None:
-        """See a collective, on the stream of its group; sides: outputs, then inputs."""
-
-    def used_on(self, tensor: torch.Tensor, stream: FakeStream) -> None:
-        """See that the allocator is told of a stream that uses a tensor (`record_stream`)."""
-
-
-class _Work(FakeWork):
-    """The end of a collective of NCCL."""
-
-    def __init__(self, machine: FakeGpu, clock: Clock):
-        super().__init__()
-        self.machine, self.clock = machine, clock
-
-    def wait(self, *_: object) -> bool:
-        """Let the current stream wait for it, not the host."""
-        join(self.machine.current_stream.clock, self.clock)
-        return True
-
-
-def _cause(frame: FrameType) -> tuple[str, str, int]:
-    """Return (file, function, line) of the innermost frame that belongs neither to torch nor to this harness."""
-    while _file_of(frame.f_code.co_filename) is None and frame.f_back is not None:
-        frame = frame.f_back
-    code = frame.f_code
-    return _file_of(code.co_filename) or code.co_filename, code.co_name, frame.f_lineno
-
-
-@cache
-def _file_of(file: str) -> str | None:
-    """Return `.../site-packages/deepspeed/engine.py` as `deepspeed/engine.py`; None if it is never a cause."""
-    _, is_installed, inside = file.rpartition("site-packages/")
-    if is_installed:
-        return None if inside.startswith(NEVER_THE_CAUSE) else inside
-    if file in OWN_FILES or file.startswith((STANDARD_LIBRARY, "<")):
-        return None
-    path = Path(file)
-    return path.relative_to(REPOSITORY).as_posix() if path.is_relative_to(REPOSITORY) else path.name
 
 
 class _Calls(TorchFunctionMode):
@@ -364,7 +185,7 @@ def _fused_attention(
 
 
 class _Device(TorchDispatchMode):
-    """Computes only shapes for tensors of the device, and as usual for those of the host; records waits of the host."""
+    """Computes only shapes for tensors of the device, and as usual for those of the host."""
 
     def __init__(self, machine: FakeGpu):
         super().__init__()
@@ -386,7 +207,7 @@ class _Device(TorchDispatchMode):
         try:
             self.machine.launch()
             result = self._dispatch(func, args, kwargs := kwargs or {})
-            self.machine.watch.operator(func, args, kwargs, result)
+            self.machine.operator(func, args, kwargs, result)
             return result
         finally:
             self.depth -= 1
@@ -528,61 +349,28 @@ def fake_gpu(
     place: tuple[int, int] | None = None,
     name: str = NAME,
     total_bytes: int = TOTAL_BYTES,
-    busy: bool = False,
-    watch: Watch | None = None,
+    machine: FakeGpu | None = None,
 ) -> Iterator[FakeGpu]:
     """Give this process a GPU as rank `rank` of `world_size`, until the end of the block.
 
     place: (number of the rank in its node, ranks of the node); None puts all ranks into one node. name, total_bytes: of
-    the GPU; it computes as an H100 does. busy, watch: see `FakeGpu`.
+    the GPU; it computes as an H100 does. machine: one that sees more than `FakeGpu`.
 
     Raises:
         RuntimeError: this process is in a process group already.
     """
-    machine = FakeGpu(world_size, rank, busy=busy, watch=watch or Watch())
-    device = _Device(machine)
-    cuda = FakeCuda(machine, place[1] if place else world_size, name, total_bytes)
-    with contextlib.ExitStack() as undone:
-        enter = undone.enter_context
-        for owner, stand_ins in _stand_ins(machine, device, cuda).items():
-            for name, stand_in in stand_ins.items():
-                enter(mock.patch.object(owner, name, stand_in, create=True))
-        # accelerate keeps its state for the whole process: inside the block it starts empty.
-        for state in ("PartialState", "AcceleratorState", "GradientState"):
-            enter(mock.patch.dict(getattr(accelerate.state, state)._shared_state, clear=True))
-        enter(_answers_forgotten())
-        enter(_precision_kept())
-        enter(
-            torch.autograd.set_multithreading_enabled(False)
-        )  # another thread would be outside of the modes
-        enter(torch.compiler.set_stance("force_eager"))  # a compiler would ask the device for its kernels
-        enter(calls := _Calls())
-        # Hooks, and layers that are computed again, run inside a backward pass: their calls need the mode too.
-        enter(mock.patch.object(torch.autograd, "_engine_run_backward", _inside(calls)))
-        enter(device)
-        object_of = lambda sent, other: machine.object_of(sent, other)  # noqa: E731
-        enter(fake_ranks(rank, world_size, machine.hears, object_of, place))
-        torch._C._set_only_lift_cpu_tensors(
-            True
-        )  # torch.tensor(..., device="cuda") is a copy that the mode sees
-        undone.callback(torch._C._set_only_lift_cpu_tensors, False)
-        yield machine
+    machine = machine or FakeGpu()
+    device, run_backward = _Device(machine), torch.autograd._engine_run_backward
 
-
-def _inside(calls: _Calls) -> Callable:
-    run_backward = torch.autograd._engine_run_backward
-
-    def run(*args, **kwargs):
+    def run_inside(*args, **kwargs):
         with calls:
             return run_backward(*args, **kwargs)
 
-    return run
+    def is_pinned(tensor, *_) -> bool:
+        return _is_pinned(tensor)
 
-
-def _stand_ins(machine: FakeGpu, device: _Device, cuda: FakeCuda) -> dict[object, dict[str, object]]:
-    """Return {owner: its attributes inside the block}."""
-    return {
-        torch.cuda: cuda.attributes(),
+    stand_ins: dict[object, dict[str, object]] = {
+        torch.cuda: machine.functions_of_cuda(place[1] if place else world_size, name, total_bytes),
         torch._C: dict.fromkeys(("_get_accelerator", "_accelerator_getAccelerator"), lambda *_, **__: CUDA),
         torch.accelerator: {"current_stream": lambda *_: machine.current_stream},
         torch.cuda.nvtx: dict.fromkeys(("range_push", "range_pop"), lambda *_: 0),
@@ -591,7 +379,7 @@ def _stand_ins(machine: FakeGpu, device: _Device, cuda: FakeCuda) -> dict[object
         FakeTensor: {
             "device": property(device.device_of),
             "is_cuda": property(lambda tensor: True),
-            "record_stream": lambda tensor, stream: machine.watch.used_on(tensor, stream),
+            "record_stream": lambda tensor, stream: machine.used_on(tensor, stream),
             "type": _type_of,
             "tolist": lambda tensor: tensor.cpu().tolist(),
         },
@@ -599,11 +387,36 @@ def _stand_ins(machine: FakeGpu, device: _Device, cuda: FakeCuda) -> dict[object
         # A parameter stays the same object when a model moves it, also if others hold references to it.
         torch.__future__: {"get_swap_module_params_on_conversion": lambda: True},
         weakref: {"getweakrefs": lambda each: []},
-        torch.Tensor: {
-            "pin_memory": lambda tensor, *_: _pin(tensor.clone()),
-            "is_pinned": lambda tensor, *_: _is_pinned(tensor),
-        },
+        torch.Tensor: {"pin_memory": lambda tensor, *_: _pin(tensor.clone()), "is_pinned": is_pinned},
+        # Hooks, and layers that are computed again, run inside a backward pass: their calls need the mode too.
+        torch.autograd: {"_engine_run_backward": run_inside},
     }
+    with contextlib.ExitStack() as undone:
+        enter = undone.enter_context
+        for owner, attributes in stand_ins.items():
+            for attribute, stand_in in attributes.items():
+                enter(mock.patch.object(owner, attribute, stand_in, create=True))
+        # accelerate keeps its state for the whole process: inside the block it starts empty.
+        for state in ("PartialState", "AcceleratorState", "GradientState"):
+            enter(mock.patch.dict(getattr(accelerate.state, state)._shared_state, clear=True))
+        # What transformers remembers about the real machine would be wrong inside, and what it then remembers outside.
+        for each in vars(import_utils).values():
+            if hasattr(each, "cache_clear"):
+                each.cache_clear()
+                undone.callback(each.cache_clear)
+        # The precision of matrix products (TF32) is set for the whole process.
+        undone.callback(setattr, torch.backends, "fp32_precision", torch.backends.fp32_precision)
+        undone.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        # another thread would be outside of the modes
+        enter(torch.autograd.set_multithreading_enabled(False))
+        enter(torch.compiler.set_stance("force_eager"))  # a compiler would ask the device for its kernels
+        enter(calls := _Calls())
+        enter(device)
+        enter(fake_ranks(machine, rank, world_size, place))
+        # torch.tensor(..., device="cuda") is then a copy that the mode sees
+        torch._C._set_only_lift_cpu_tensors(True)
+        undone.callback(torch._C._set_only_lift_cpu_tensors, False)
+        yield machine
 
 
 def _type_of(tensor: FakeTensor, dtype=None, *args, **kwargs):
@@ -611,28 +424,3 @@ def _type_of(tensor: FakeTensor, dtype=None, *args, **kwargs):
     if dtype is None:
         return torch.Tensor.type(tensor).replace(INNER.type, "cuda")
     return torch.Tensor.type(tensor, dtype, *args, **kwargs)
-
-
-@contextlib.contextmanager
-def _answers_forgotten() -> Iterator[None]:
-    """Clear what transformers caches about the machine, before the block and after it."""
-    # Inside, answers of the real machine would be wrong; afterwards, those of the pretended one.
-    remembered = [each for each in vars(import_utils).values() if hasattr(each, "cache_clear")]
-    for each in remembered:
-        each.cache_clear()
-    try:
-        yield
-    finally:
-        for each in remembered:
-            each.cache_clear()
-
-
-@contextlib.contextmanager
-def _precision_kept() -> Iterator[None]:
-    """Put the precision of matrix products (TF32), which is set for the whole process, back after the block."""
-    before, products = torch.backends.fp32_precision, torch.get_float32_matmul_precision()
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(products)
-        torch.backends.fp32_precision = before

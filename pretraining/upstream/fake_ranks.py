@@ -1,7 +1,7 @@
 """Make process groups in which this process is one of many ranks, and the others do not exist.
 
-Collectives are recorded, and nothing is sent. What a rank receives is made up: every other rank sends what this one
-sends, and on the device there are no numbers.
+Collectives send nothing. What a rank receives is made up: every other rank sends what this one sends, and on the device
+there are no numbers.
 """
 
 import os
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -61,8 +61,24 @@ class Collective:
     """None if no tensors are moved."""
 
 
-Record = Callable[[Collective, dist.ProcessGroup, list[list[torch.Tensor]]], FakeWork]
-"""Takes a collective, its group, and its tensors (outputs, then inputs); returns what waits for its end."""
+class Network:
+    """What this rank and the others say to each other: here, what it sends is added up, and they send the same."""
+
+    def __init__(self) -> None:
+        self.sent: dict[str, list[int]] = {}
+        """{collective: [times, bytes]} of this rank."""
+
+    def hears(
+        self, collective: Collective, group: dist.ProcessGroup, sides: list[list[torch.Tensor]]
+    ) -> FakeWork:
+        """See a collective; sides: outputs, then inputs. Returns what waits for its end."""
+        times, num_bytes = self.sent.get(collective.name, (0, 0))
+        self.sent[collective.name] = [times + 1, num_bytes + collective.bytes]
+        return FakeWork()
+
+    def object_of(self, sent: object, rank: int) -> object:
+        """Return what another rank sends, where this one sends `sent`."""
+        return sent
 
 
 class FakeRanks(dist.ProcessGroup):
@@ -70,7 +86,7 @@ class FakeRanks(dist.ProcessGroup):
 
     Options = SimpleNamespace
     backend: str
-    record: Record
+    network: Network
     work: FakeWork
     """Of the last collective."""
 
@@ -89,8 +105,7 @@ class FakeRanks(dist.ProcessGroup):
     def name(self) -> str:
         return self.backend
 
-    def getBackendName(self) -> str:
-        return self.backend
+    getBackendName = name
 
     def _get_backend(self, device: torch.device) -> "FakeRanks":
         return self
@@ -110,32 +125,21 @@ class FakeRanks(dist.ProcessGroup):
         split._set_group_name(group_name)
         return split
 
-    def eager_connect_single_device(self, device: torch.device) -> None:
-        pass
+    def shutdown(self, *_: object) -> None:
+        """Do nothing, as what follows: there is nobody to connect to."""
 
-    perform_nocolor_split = eager_connect_single_device
-
-    def get_group_store(self) -> None:
-        pass
+    eager_connect_single_device = perform_nocolor_split = get_group_store = shutdown
+    _set_sequence_number_for_group = _start_coalescing = shutdown
 
     @property
     def _device_types(self) -> list[torch.device]:
         return [torch.device(MOVED_BY[self.backend])]
 
-    def _set_sequence_number_for_group(self) -> None:
-        pass
-
-    def _start_coalescing(self, device: torch.device) -> None:
-        pass
-
     def _end_coalescing(self, device: torch.device) -> FakeWork:
         return self.work
 
-    def shutdown(self) -> None:
-        pass
-
     def barrier(self, *_: object, **__: object) -> FakeWork:
-        return self.record(Collective("barrier", self.backend, self._size, 0, None), self, [])
+        return self.network.hears(Collective("barrier", self.backend, self._size, 0, None), self, [])
 
     def moves(self, name: str, *args: Any) -> FakeWork:
         """Record one collective.
@@ -144,7 +148,9 @@ class FakeRanks(dist.ProcessGroup):
             RuntimeError: a tensor lies where the backend cannot reach it.
         """
         # Outputs and inputs come as separate arguments.
-        sides = [_tensors(side) for side in args]
+        sides = [
+            [leaf for leaf in pytree.tree_leaves(side) if isinstance(leaf, torch.Tensor)] for side in args
+        ]
         tensors = [tensor for side in sides for tensor in side]
         wanted = MOVED_BY[self.backend]
         for tensor in tensors:
@@ -152,13 +158,16 @@ class FakeRanks(dist.ProcessGroup):
                 where = f"a tensor of {tensor.device.type} was given to {name}"
                 raise RuntimeError(f"{self.backend} moves tensors of {wanted} alone, and {where}")
         if name == "all_reduce":
-            # A mean or a maximum of equal values is the value itself.
-            _add_up(tensors, self._size if args[-1].reduceOp == dist.ReduceOp.SUM else 1)
+            # Every rank has the same values: their mean or maximum is the value itself.
+            times = self._size if args[-1].reduceOp == dist.ReduceOp.SUM else 1
+            for tensor in tensors:
+                known = getattr(tensor, "known_values", None)
+                tensor.known_values = None if known is None else known * times
         elif name != "broadcast":  # which keeps the values: every rank has the same
             forget_values(tensors)
         most = max((sum(tensor.nbytes for tensor in side) for side in sides), default=0)
         dtype = tensors[0].dtype if tensors else None
-        self.work = self.record(Collective(name, self.backend, self._size, most, dtype), self, sides)
+        self.work = self.network.hears(Collective(name, self.backend, self._size, most, dtype), self, sides)
         return self.work
 
 
@@ -166,17 +175,6 @@ def forget_values(tensors: list[torch.Tensor]) -> None:
     """Note that the tensors no longer hold what the host has written into them."""
     for tensor in tensors:
         tensor.known_values = None
-
-
-def _add_up(tensors: list[torch.Tensor], times: int) -> None:
-    """Multiply what the host has written into the tensors: every rank has the same values."""
-    for tensor in tensors:
-        known = getattr(tensor, "known_values", None)
-        tensor.known_values = None if known is None else known * times
-
-
-def _tensors(side) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(side) if isinstance(leaf, torch.Tensor)]
 
 
 def _method(name: str) -> Callable:
@@ -194,16 +192,12 @@ for _name, _methods in COLLECTIVES.items():
 
 @contextmanager
 def fake_ranks(
-    rank: int,
-    size: int,
-    record: Record,
-    object_of: Callable[[object, int], object],
-    place: tuple[int, int] | None = None,
+    network: Network, rank: int, size: int, place: tuple[int, int] | None = None
 ) -> Iterator[None]:
     """Make this process rank `rank` of `size` in torch's default group, by NCCL, and in DeepSpeed's.
 
-    No group is left behind. object_of: takes the object that this rank sends and another rank; returns what that rank
-    sends. place: (number of the rank in its node, ranks of the node); None: all ranks are in one node.
+    No group is left behind. place: (number of the rank in its node, ranks of the node); None: all ranks are in one
+    node.
 
     Raises:
         RuntimeError: this process is in a group already.
@@ -211,14 +205,14 @@ def fake_ranks(
     if dist.is_initialized():
         raise RuntimeError("this process is a rank of a real group: leave that one first")
     stand_ins = {
-        "ProcessGroupNCCL": type("ProcessGroupNCCL", (FakeRanks,), {"backend": "nccl", "record": record}),
-        "ProcessGroupGloo": type("ProcessGroupGloo", (FakeRanks,), {"backend": "gloo", "record": record}),
+        "ProcessGroupNCCL": type("ProcessGroupNCCL", (FakeRanks,), {"backend": "nccl", "network": network}),
+        "ProcessGroupGloo": type("ProcessGroupGloo", (FakeRanks,), {"backend": "gloo", "network": network}),
         "default_pg_nccl_timeout": timedelta(minutes=10),
         "is_nccl_available": lambda: True,
         "is_gloo_available": lambda: True,
         "get_debug_level": lambda: dist.DebugLevel.OFF,
     }
-    objects = _object_collectives(record, object_of)
+    objects = _object_collectives(network)
     local_rank, local_size = place or (rank, size)
     places = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": local_size}
     with ExitStack() as undone:
@@ -229,7 +223,13 @@ def fake_ranks(
         undone.enter_context(mock.patch.multiple(dist, **objects))
         # DeepSpeed keeps its groups in variables of these modules, and whether layers are split.
         for module in (deepspeed.comm.comm, deepspeed.utils.groups, layers, init_utils):
-            undone.enter_context(_kept(module))
+            # it keeps the groups of experts in dictionaries, which it fills
+            before = {
+                name: dict(value) if type(value) is dict and not name.startswith("__") else value
+                for name, value in vars(module).items()
+            }
+            undone.callback(vars(module).update, before)
+            undone.callback(vars(module).clear)
         # A store in memory: no other process will join.
         dist.init_process_group(
             "nccl", store=dist.HashStore(), rank=rank, world_size=size, device_id=torch.device("cuda", 0)
@@ -241,13 +241,13 @@ def fake_ranks(
         yield
 
 
-def _object_collectives(record: Record, object_of: Callable[[object, int], object]) -> dict[str, Callable]:
+def _object_collectives(network: Network) -> dict[str, Callable]:
     """Return stand-ins for the collectives of torch that pickle what they send."""
 
     def gathered(name: str, obj, group: dist.ProcessGroup | None) -> list:
         group = group or distributed_c10d._get_default_group()
-        record(Collective(name, group.name(), group.size(), 0, None), group, [])
-        return [obj if rank == group.rank() else object_of(obj, rank) for rank in range(group.size())]
+        network.hears(Collective(name, group.name(), group.size(), 0, None), group, [])
+        return [obj if rank == group.rank() else network.object_of(obj, rank) for rank in range(group.size())]
 
     def all_gather_object(object_list, obj, group=None):
         object_list[:] = gathered("all_gather_object", obj, group)
@@ -323,18 +323,3 @@ def _reduced_at_once(
     ]
     starts = [sum(parts[:number]) for number in range(len(parts))]
     return [received.narrow(0, start, numel) for start, numel in zip(starts, own, strict=True)]
-
-
-@contextmanager
-def _kept(module: ModuleType) -> Iterator[None]:
-    """Put the variables of the module back after the block."""
-    # DeepSpeed keeps the groups of experts in dictionaries, which it fills
-    before = {
-        name: dict(value) if type(value) is dict and not name.startswith("__") else value
-        for name, value in vars(module).items()
-    }
-    try:
-        yield
-    finally:
-        vars(module).clear()
-        vars(module).update(before)

@@ -89,7 +89,7 @@ def nvcc_release() -> str | None:
 
 
 def _links_libaio() -> bool:
-    """Say if a C program links with libaio; CFLAGS and LDFLAGS count.
+    """Return whether a C program links with libaio; CFLAGS and LDFLAGS count.
 
     DeepSpeed tries the same (`OpBuilder.has_function`). True without a C compiler, because then libaio is not what is
     missing.

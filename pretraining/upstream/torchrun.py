@@ -75,7 +75,7 @@ def forget_meeting(store: TCPStore, key: str, state: bytes) -> None:
 
 
 def _is_closed(state: bytes) -> bool:
-    """Say if a pickled state is that of a closed rendezvous; nothing is unpickled, because anybody may write there."""
+    """Return whether a pickled state is that of a closed rendezvous. Anybody may write there: nothing is unpickled."""
     if state == C10dRendezvousBackend._NULL_SENTINEL.encode():
         return False
     asked = False

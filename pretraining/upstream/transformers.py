@@ -191,7 +191,13 @@ class RuleTrace(TorchDispatchMode):
             elif not func.is_view:
                 self.read |= {self._key_of(tensor) for tensor in tensors} - {None}
         for tensor in written:
-            self._note_write(func, self._key_of(tensor), tensor.numel())
+            if (key := self._key_of(tensor)) is None:
+                continue
+            self.written.add(key)
+            if func._schema.name not in _FILLING or tensor.numel() != self._numel[key]:
+                self.read.add(key)
+            elif key not in self.read:
+                self.filled.add(key)
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.random |= {self._key_of(tensor) for tensor in written} or {None}
         if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
@@ -201,27 +207,18 @@ class RuleTrace(TorchDispatchMode):
     def _key_of(self, tensor: torch.Tensor) -> Any:
         return self._keys.get(tensor.untyped_storage()._cdata)
 
-    def _note_write(self, func: Any, key: Any, numel: int) -> None:
-        if key is None:
-            return
-        self.written.add(key)
-        if func._schema.name not in _FILLING or numel != self._numel[key]:
-            self.read.add(key)
-        elif key not in self.read:
-            self.filled.add(key)
-
 
 _FILLING = {f"aten::{name}_" for name in ("normal", "uniform", "fill", "zero", "copy")}
 """Operators after which nothing of their tensor's values is left. For others weights are gathered, which is slower."""
 
 
 def is_persistent(module: nn.Module, buffer: str) -> bool:
-    """Say if a buffer of the module itself belongs to its state."""
+    """Return whether a buffer of the module itself belongs to its state."""
     return buffer not in module._non_persistent_buffers_set
 
 
 def is_partitioned(parameter: nn.Parameter) -> bool:
-    """Say if ZeRO-3 has this parameter in shards."""
+    """Return whether ZeRO-3 has this parameter in shards."""
     return hasattr(parameter, "ds_id")
 
 
@@ -273,6 +270,6 @@ class Conversion:
 
 
 def is_not_loaded(model: PreTrainedModel, saved_name: str) -> bool:
-    """Say if the class ignores a saved tensor of this name: a mask or a table that older versions saved."""
+    """Return whether the class ignores a saved tensor of this name: a mask or a table that older versions saved."""
     patterns = model._keys_to_ignore_on_load_unexpected or ()
     return any(re.search(pattern, saved_name) for pattern in patterns)

@@ -67,7 +67,7 @@ def keep_in_fp32(model: PreTrainedModel, parts: Iterable[str], layers: torch.dty
 
 
 def is_wide(parameter: torch.Tensor) -> bool:
-    """Say if `keep_in_fp32` keeps the parameter in fp32."""
+    """Return whether `keep_in_fp32` keeps the parameter in fp32."""
     return getattr(parameter, "is_wide", False)
 
 

@@ -1,6 +1,6 @@
 """Find what no order holds on the GPU that is none: two streams, or a stream and the host, at the same memory.
 
-The clocks of `fake_gpu` say what is over when an operation begins. Two accesses to the same storage, one of them a
+The clocks of `watched_gpu` say what is over when an operation begins. Two accesses to the same storage, one of them a
 write, must be in an order: the same stream, an event, a wait of a stream, the wait of a collective, or a wait of the
 host between them. Memory that is freed goes back to the stream that it was made on, at once, as with CUDA's caching
 allocator: another stream that used it must be over before that stream's next allocation, or recorded on the tensor
@@ -18,9 +18,9 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from pretraining.upstream.fake_gpu import FakeStream, Watch, _file_of
+from tests.gear.watched_gpu import Watch, WatchedStream, file_of
 
-OWN_FILES = ("tests/gear/stream_order.py", "pretraining/upstream/fake_")
+OWN_FILES = ("tests/gear/stream_order.py",)
 FRAMES = 3
 """Of a place, those that are named."""
 NO_ACCESS = {
@@ -34,7 +34,7 @@ NO_ACCESS = {
 class Access(NamedTuple):
     """One operation that reads or writes a storage."""
 
-    stream: FakeStream | None
+    stream: WatchedStream | None
     """None: the host."""
     number: int
     """Of the stream's operation."""
@@ -49,20 +49,20 @@ class Access(NamedTuple):
 class Storage:
     """What is done with one storage of the device, or with pinned memory of the host."""
 
-    def __init__(self, stream: FakeStream):
+    def __init__(self, stream: WatchedStream):
         self.made_on = stream
         self.write: Access | None = None
-        self.reads: dict[FakeStream | None, Access] = {}
-        self.recorded: set[FakeStream] = set()
+        self.reads: dict[WatchedStream | None, Access] = {}
+        self.recorded: set[WatchedStream] = set()
         """The allocator knows of these."""
 
 
 class StreamOrder(Watch):
-    """Give it to `fake_gpu(watch=...)`; `unordered` then says which accesses have no order, and how often."""
+    """Give it to `watched_gpu(watch=...)`; `unordered` then says which accesses have no order, and how often."""
 
     def __init__(self) -> None:
         self.storages: dict[int, Storage] = {}
-        self.freed: list[tuple[FakeStream, Access]] = []
+        self.freed: list[tuple[WatchedStream, Access]] = []
         """(stream that gets the memory, last use on another one), until that stream's next allocation."""
         self.unordered: Counter[str] = Counter()
         self.num_accesses = 0
@@ -89,7 +89,7 @@ class StreamOrder(Watch):
                     storage.recorded.add(self.machine.current_stream)
                 self._access(tensor, self.machine.current_stream, name, writes=number == 0)
 
-    def used_on(self, tensor: torch.Tensor, stream: FakeStream) -> None:
+    def used_on(self, tensor: torch.Tensor, stream: WatchedStream) -> None:
         if (storage := self._storage(tensor)) is not None:
             storage.recorded.add(stream)
 
@@ -108,7 +108,7 @@ class StreamOrder(Watch):
                 self._allocate(self.machine.current_stream)
         return self.storages[key]
 
-    def _access(self, tensor: Any, stream: FakeStream | None, what: str, writes: bool) -> None:
+    def _access(self, tensor: Any, stream: WatchedStream | None, what: str, writes: bool) -> None:
         if (storage := self._storage(tensor)) is None:
             return
         self.num_accesses += 1
@@ -124,7 +124,7 @@ class StreamOrder(Watch):
                 self._report(access, "writes", "read", read)
         storage.write, storage.reads = access, {}
 
-    def _is_before(self, access: Access, stream: FakeStream | None) -> bool:
+    def _is_before(self, access: Access, stream: WatchedStream | None) -> bool:
         """Return whether an access is over when the next operation of a stream, or of the host, begins."""
         if access.stream in (
             stream,
@@ -143,7 +143,7 @@ class StreamOrder(Watch):
             if access is not None and access.stream not in (None, storage.made_on, *storage.recorded):
                 self.freed.append((storage.made_on, access))
 
-    def _allocate(self, stream: FakeStream) -> None:
+    def _allocate(self, stream: WatchedStream) -> None:
         for made_on, access in [each for each in self.freed if each[0] is stream]:
             self.freed.remove((made_on, access))
             if not self._is_before(access, stream):
@@ -160,7 +160,7 @@ def _arguments(function: OpOverload) -> list[tuple[str, bool]]:
 def _place(frame: Any) -> tuple[str, ...]:
     found: list[str] = []
     while frame is not None and len(found) < FRAMES:
-        file = _file_of(frame.f_code.co_filename)
+        file = file_of(frame.f_code.co_filename)
         if file is not None and not file.startswith(OWN_FILES):
             found.append(f"{file}:{frame.f_code.co_name}")
         frame = frame.f_back

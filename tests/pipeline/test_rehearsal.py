@@ -18,7 +18,7 @@ from pretraining.command_line import parse_train_arguments
 from pretraining.errors import UserError
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.rehearsal import rehearsal
-from pretraining.rehearsal.rank import Place
+from pretraining.rehearsal.rank import RankPlace
 from pretraining.rehearsal.rehearsal import Rehearsal, rehearse
 from tests.gear.runs import MODELS, Workshop, execute, forked_programs
 
@@ -137,7 +137,7 @@ def change_tokenizer(data: Path) -> None:
     ("damage", "named"),
     [
         (damage_shard, r"^data: .*\.arrow: shard is missing"),
-        (change_tokenizer, r"^data: .*not the one the shards"),
+        (change_tokenizer, r"^data: .*not the one the data was made with"),
     ],
 )
 def test_damaged_data_is_named(workshop, tmp_path, own_data, without_ranks, damage, named):
@@ -271,7 +271,7 @@ def test_data_and_disk_of_another_machine_may_be_missing(workshop, tmp_path, wit
 
 @pytest.mark.parametrize(("world_size", "nodes"), [(1000, 128), (1024, 128), (65_537, 8193), (3, 3)])
 def test_each_rank_has_a_place_of_its_own(world_size, nodes):
-    places = [Place.of(rank, world_size, nodes) for rank in range(world_size)]
+    places = [RankPlace.of(rank, world_size, nodes) for rank in range(world_size)]
     assert len({(each.node, each.local_rank) for each in places}) == world_size
     sizes = {each.node: each.ranks_of_node for each in places}
     assert len(sizes) == nodes and sum(sizes.values()) == world_size

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pretraining.recipe import load_recipe
-from pretraining.training.clipping import Units, choose_clipping
+from pretraining.training.clipping import UnitDivision, choose_clipping
 from tests.gear.runs import MODELS, execute
 from tests.training.test_muon import built
 
@@ -76,7 +76,7 @@ def test_nothing_more_is_clipped_unless_asked():
 def test_every_slice_knows_its_units(shape, transposed):
     """However a parameter is cut, each element is in one block, under the unit that the formula gives it."""
     numel = math.prod(shape)
-    table, units = torch.arange(numel).reshape(shape), Units.of(shape, transposed)
+    table, units = torch.arange(numel).reshape(shape), UnitDivision.of(shape, transposed)
     if len(shape) < 2:
         expected = torch.zeros(numel, dtype=torch.int64)
     else:

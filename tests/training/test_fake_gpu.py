@@ -33,10 +33,10 @@ from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.runtime.rank_groups import rank_groups
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.arguments import build_arguments
-from pretraining.training.monitors import Monitors, SettledCollector
+from pretraining.training.monitors import RunMonitors, SettledCollector
 from pretraining.training.trainer import PretrainingTrainer
-from pretraining.upstream.fake_gpu import Watch, fake_gpu
 from tests.gear.runs import EXPERTS, LLAMA
+from tests.gear.watched_gpu import Watch, watched_gpu
 
 LENGTH, STEPS, ACCUMULATION = 64, 2, 2
 TOKENIZER = SimpleNamespace(bos_token_id=0, eos_token_id=0)
@@ -153,7 +153,7 @@ def make_trainer(machine, recipe_path: Path, split: TokenSplit, ds_config: str, 
     order = GlobalOrder(2 * split.num_blocks(LENGTH), 0, "faked")
     masks = recipe.data.document_masking
     dataset = PackedDataset((split, split), LENGTH, order, 0, recipe.num_samples, masks_documents=masks)
-    monitors = Monitors(run, recipe)
+    monitors = RunMonitors(run, recipe)
     monitors.begin(plan, start, dataset)
     validation = Validation(split, recipe)
     evaluator = SimpleNamespace(
@@ -193,7 +193,7 @@ def last_step(
 ) -> LastStep:
     """Train a recipe for a few steps."""
     path = written_recipe(folder, model_section, **sections)
-    with fake_gpu(world_size, busy=busy, watch=watch) as machine:
+    with watched_gpu(world_size, busy=busy, watch=watch) as machine:
         if "zero3" in ds_config:
             machine.object_of = of_rank
         waits = LastStep(machine)
@@ -307,7 +307,7 @@ def test_validation_and_samples_run_on_the_device(tmp_path, split, monkeypatch):
     """A validation waits for its sums, HellaSwag for its scores, each once; batches are copied without a wait."""
     tokenizer = WordTokenizer()
     items = [Item("a b", ("c", "d", "e", "f"), 0)]
-    with fake_gpu(8) as machine:
+    with watched_gpu(8) as machine:
         trainer = make_trainer(machine, written_recipe(tmp_path, LLAMA), split, "zero1")
         trained = trainer.model.to("cuda")
         machine.synchronisations.clear()
@@ -343,7 +343,7 @@ class WordTokenizer:
 
 
 def test_nccl_moves_no_tensor_of_the_host():
-    with fake_gpu(8) as machine:
+    with watched_gpu(8) as machine:
         dist.all_reduce(torch.zeros(3, device="cuda"))
         done = [(each.name, each.backend, each.bytes, each.group_size) for each in machine.collectives]
         assert done == [("all_reduce", "nccl", 12, 8)]
@@ -354,12 +354,12 @@ def test_nccl_moves_no_tensor_of_the_host():
 
 
 def test_a_mask_of_the_host_is_an_error():
-    with fake_gpu(), pytest.raises(RuntimeError, match="same device"):
+    with watched_gpu(), pytest.raises(RuntimeError, match="same device"):
         torch.zeros(3, device="cuda").masked_fill(torch.zeros(3, dtype=torch.bool), 0.0)
 
 
 def test_each_read_of_the_device_is_recorded_with_its_place():
-    with fake_gpu() as machine:
+    with watched_gpu() as machine:
         tensor = torch.zeros(3, device="cuda")
         tensor.sum().item(), tensor.cpu(), bool(tensor[0]), tensor.nonzero(), tensor[tensor > 0]
         torch.cuda.synchronize(), torch.cuda.Event().synchronize(), torch.cuda.current_stream().synchronize()
@@ -383,7 +383,7 @@ def test_each_read_of_the_device_is_recorded_with_its_place():
 
 
 def test_afterwards_there_is_no_gpu():
-    with fake_gpu(8):
+    with watched_gpu(8):
         assert torch.cuda.is_available() and dist.get_world_size() == 8
         assert torch.empty(1, device="cuda").is_cuda
     assert not torch.cuda.is_available() and not dist.is_initialized()

@@ -14,7 +14,7 @@ from pretraining.recipe import load_recipe
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.recipe.sections import Optimizer
 from pretraining.training.muon import (
-    Fragment,
+    MatrixFragment,
     hidden_matrices,
     orthogonalize,
     orthogonalize_all,
@@ -191,7 +191,7 @@ def test_every_matrix_comes_together_on_one_rank_and_goes_back(monkeypatch, cut)
     for rank in range(world_size):
         fragments, offset = [], 0
         for parameter, start, numel in CUTS[cut](rank, numels):
-            fragments.append(Fragment(parameter, start, 0, offset, numel))
+            fragments.append(MatrixFragment(parameter, start, 0, offset, numel))
             offset += numel
         fragments = [fragment for fragment in fragments if fragment.numel]
         local.append(fragments)
@@ -230,7 +230,7 @@ def test_every_matrix_comes_together_on_one_rank_and_goes_back(monkeypatch, cut)
 def test_one_rank_works_in_place():
     """Without other ranks nothing travels; the same function, the same result."""
     tensors = [torch.arange(10.0), torch.arange(4.0)]
-    rounds = plan_rounds([Fragment(0, 0, 0, 2, 6), Fragment(1, 0, 1, 0, 4)], {0: 1, 1: 1})
+    rounds = plan_rounds([MatrixFragment(0, 0, 0, 2, 6), MatrixFragment(1, 0, 1, 0, 4)], {0: 1, 1: 1})
     work_on_whole(
         rounds, tensors, lambda whole: {p: -t for p, t in whole.items()}, torch.float32, torch.device("cpu")
     )

@@ -16,11 +16,11 @@ from pretraining.checkpoints.background import HostSnapshot
 from pretraining.checkpoints.export import averaged_weights
 from pretraining.ds_config import DS_CONFIGS
 from pretraining.model.expert_parallel import ExpertDispatch
-from pretraining.rehearsal.rank import _agree_evenly
+from pretraining.rehearsal.rank import EvenDispatch, choose_evenly
 from pretraining.upstream import deepspeed as upstream
-from pretraining.upstream.fake_gpu import FakeStream, fake_gpu
 from tests.gear.runs import EXPERTS, LLAMA
 from tests.gear.stream_order import StreamOrder
+from tests.gear.watched_gpu import WatchedStream, watched_gpu
 from tests.training import test_fake_gpu
 from tests.training.test_fake_gpu import (  # noqa: F401
     EVERY_MONITOR,
@@ -70,23 +70,25 @@ def ordered_steps(folder: Path, split, ds_config: str, changes: dict, model: dic
         path.write_text(json.dumps({key: value for key, value in values.items() if key != "$schema"}))
         ds_config = f"{path}{colon}{degrees}"
     sections = {**sections, "training": {**sections.get("training", {}), "logging_steps": 100}}
-    order, build, agree = StreamOrder(), test_fake_gpu.build_from_recipe, ExpertDispatch._agree
+    order, build, agree = StreamOrder(), test_fake_gpu.build_from_recipe, EvenDispatch.agree
 
     def built_on_the_device(*args, **keywords):  # a split layer's weights do not move there one by one
         with torch.device("cuda" if degrees.startswith("tensor") or "tp" in name else "cpu"):
-            return build(*args, **keywords)
+            model = build(*args, **keywords)
+        choose_evenly(model)
+        return model
 
     def agreed_evenly(*args):
-        agree(*args)  # made-up numbers choose no experts: of the real one only the order and the wait count
+        ExpertDispatch.agree(*args)  # made-up numbers choose no experts: of the real one order and wait count
         waits = list(order.machine.synchronisations)
-        answer = _agree_evenly(*args)
+        answer = agree(*args)
         order.machine.synchronisations[:] = waits
         return answer
 
     with (
         mock.patch.object(test_fake_gpu, "STEPS", 3),
         mock.patch.object(test_fake_gpu, "build_from_recipe", built_on_the_device),
-        mock.patch.object(ExpertDispatch, "_agree", agreed_evenly),
+        mock.patch.object(EvenDispatch, "agree", agreed_evenly),
     ):
         # two nodes of eight: hpZ keeps the weights whole in each
         waits = last_step(folder, split, ds_config, 16, model, watch=order, **sections, **fake)
@@ -111,13 +113,13 @@ def test_without_the_wait_of_the_gathering_stream_the_order_is_missed(tmp_path, 
 
 def test_without_a_wait_for_the_reductions_the_order_is_missed(tmp_path, split, monkeypatch):  # noqa: F811
     """The detector can fail: gradients that are reduced on their own stream, and the step that reads them."""
-    wait_stream = FakeStream.wait_stream
+    wait_stream = WatchedStream.wait_stream
 
-    def wait_for_none_but_gathers(later: FakeStream, earlier: FakeStream) -> None:
+    def wait_for_none_but_gathers(later: WatchedStream, earlier: WatchedStream) -> None:
         if earlier is later.machine.streams[0] or later is not later.machine.streams[0]:
             wait_stream(later, earlier)
 
-    monkeypatch.setattr(FakeStream, "wait_stream", wait_for_none_but_gathers)
+    monkeypatch.setattr(WatchedStream, "wait_stream", wait_for_none_but_gathers)
     unordered, _ = ordered_steps(tmp_path, split, *CASES["zero3"])
     assert any("stage3.py" in each for each in unordered)
 
@@ -170,7 +172,7 @@ def test_averaged_weights_are_gathered_as_they_were_set(tmp_path, split):  # noq
 def test_a_snapshot_is_taken_before_the_next_step_writes():
     """Promise: nothing committed is lost. A checkpoint holds one step's numbers, and is read once all are there."""
     order, snapshot = StreamOrder(), HostSnapshot()
-    with fake_gpu(watch=order):
+    with watched_gpu(watch=order):
         tensors = {"a": torch.zeros(64, device="cuda"), "b": torch.zeros(8, device="cuda")}
         assert snapshot.make_room(tensors)
         for _ in range(2):
@@ -187,7 +189,7 @@ def test_what_has_no_order_is_found():
 
     def unordered(work) -> list[str]:
         order = StreamOrder()
-        with fake_gpu(watch=order):
+        with watched_gpu(watch=order):
             work(torch.zeros(8, device="cuda"), torch.cuda.Stream())
         return [each.partition(" at ")[0] for each in order.unordered]
 
