@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -125,16 +126,23 @@ def is_first_to_report() -> bool:
     Not a collective: what a node lacks, a package or a compiler, ends its own ranks alone.
     """
     rank, key, until = rank_and_world_size()[0], "pretraining/reported", time.monotonic() + SILENT_SECONDS
-    try:
-        with (
-            _without_stderr()
-        ):  # if rank 0 leaves meanwhile, and its store with it, torch writes a page about that
+    first = [rank == 0]  # of a single rank, which has no store, and if rank 0 has taken the store along
+
+    def ask() -> None:
+        with suppress(IndexError, RuntimeError):
             store = _store[0].clone()
             while rank and not store.check([key]) and time.monotonic() < until:
                 time.sleep(_PAUSE_SECONDS)
-            return store.add(key, 1) == 1
-    except (IndexError, RuntimeError):  # a single rank has no store, and rank 0 has taken it along
-        return rank == 0
+            first[:] = [store.add(key, 1) == 1]
+
+    with (
+        _without_stderr()
+    ):  # if rank 0 leaves meanwhile, and its store with it, torch writes a page about that
+        # a thread: torch waits for a store that is gone as long as a collective may take
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(2 * SILENT_SECONDS)
+    return first[0]
 
 
 @contextmanager

@@ -127,7 +127,7 @@ def test_without_a_wait_for_the_reductions_the_order_is_missed(tmp_path, split, 
 BUSY = {
     "zero1": set(),
     "zero2": set(),
-    "zero2, split experts": {"pretraining/model/expert_parallel.py:_agree"},
+    "zero2, split experts": {"pretraining/model/expert_parallel.py:agree"},
     "zero2, overlapped": {"deepspeed/runtime/zero/stage_1_and_2.py:independent_gradient_partition_epilogue"},
     "zero3": {
         "deepspeed/runtime/zero/partitioned_param_coordinator.py:_fetch_sub_module_impl",
