@@ -90,7 +90,7 @@ def find_start(
     if resume == "never":
         return Start(starts_over=True)
     # The cheap check first: verifying a checkpoint reads all its bytes.
-    from_rank_0(lambda: changes_of_run(run, recipe.to_dict(), allowed))
+    from_rank_0(lambda: changes_of_run(run.path, recipe.to_dict(), allowed))
     journal, source = from_rank_0(lambda: Journal.read(run.journal)), None
     if in_parts:
         checkpoint, source = choose_on_disks(run, upload, resume, journal, layout)

@@ -1,19 +1,14 @@
 """What the loss curve belongs to: the parts of a recipe that a run folder may not change between two starts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from pretraining.errors import UserError
 from pretraining.outside.files import read_json_value
 from pretraining.recipe import recipe_schema
 from pretraining.recipe.model import other_model_types
 from pretraining.schema import differences, suggestion
-
-if TYPE_CHECKING:
-    from pretraining.runtime.run_folder import RunFolder  # which asks for the parts of the curve
 
 # `training` keys that change where the work happens or what is recorded, not the curve.
 NEUTRAL_TRAINING_KEYS = frozenset(
@@ -119,23 +114,24 @@ def changed_parts(recipe: dict, earlier: dict) -> list[Change]:
     return [Change(key, theirs.get(key), ours.get(key)) for key in changed]
 
 
-def changes_of_run(run: RunFolder, recipe: dict, allowed: Iterable[str] = ()) -> list[Change]:
-    """How a resolved recipe differs from that of the last start in this folder.
+def changes_of_run(folder: Path, recipe: dict, allowed: Iterable[str] = ()) -> list[Change]:
+    """How a resolved recipe differs from that of the last start in this run folder.
 
     Raises:
         UserError: it differs where that is not `allowed`, or the file that was kept is no recipe of a run.
     """
-    if not run.recipe.exists():
+    kept = folder / "recipe.json"
+    if not kept.exists():
         return []
     try:
-        changes = changed_parts(recipe, read_json_value(run.recipe))
+        changes = changed_parts(recipe, read_json_value(kept))
     # the file may be damaged, or another JSON file of that name
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         reason = error if isinstance(error, OSError | ValueError) else "it is no recipe of a run"
         raise UserError(
-            f"{run.recipe}: cannot be read ({reason}); remove it or choose another --output_dir"
+            f"{kept}: cannot be read ({reason}); remove it or choose another --output_dir"
         ) from error
-    refuse_changes(changes, allowed, run.path, "run")
+    refuse_changes(changes, allowed, folder, "run")
     return changes
 
 

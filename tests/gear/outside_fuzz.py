@@ -152,7 +152,9 @@ class OutsideFuzz:
         receipt = checkpoint / receipt_name(0, 1)
         return {
             **records,
-            "run's recipe": Reader(run.recipe, lambda: (self._look_back(), changes_of_run(run, resolved))),
+            "run's recipe": Reader(
+                run.recipe, lambda: (self._look_back(), changes_of_run(run.path, resolved))
+            ),
             "lock": Reader(self._lock(), lambda: (holder_of(run.path), lock_folder(run.path, 0).close())),
             "journal": Reader(run.journal, lambda: self._use_journal(Journal.read(run.journal))),
             "marker": Reader(marker, self._list, sealed),
@@ -306,7 +308,9 @@ class OutsideFuzz:
     def _outcome(self, name: str, reader: Reader, mutation: str) -> Outcome:
         signal.signal(signal.SIGALRM, _too_late)
         signal.alarm(SECONDS)
-        faulthandler.dump_traceback_later(10 * SECONDS, exit=True)  # what waits outside of Python sees no signal
+        faulthandler.dump_traceback_later(
+            10 * SECONDS, exit=True
+        )  # what waits outside of Python sees no signal
         before = resource.getrlimit(resource.RLIMIT_AS)
         in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (in_use + MOST_MORE_BYTES, before[1]))
