@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from pretraining.errors import USER_CODE, UserError, fault_in_user_code, nearest, require
-from pretraining.schema import display_path, problem, read_json
+from pretraining.schema import Wrong, display_path, problem, read_json
 
 Thing = TypeVar("Thing", bound=Callable)
 
@@ -266,13 +266,13 @@ def defined(extensions: Iterable[Extension], kind: str) -> list[str]:
     return [name for extension in extensions for name in extension.defines.get(kind, ())]
 
 
-def check_defined(extensions: Iterable[Extension], kind: str, name: str, where: str, key: str) -> None:
-    """Raise `UserError` if no extension defines this name."""
+def check_defined(extensions: Iterable[Extension], kind: str, name: str, key: str) -> Wrong:
+    """An extension defines this name."""
     names = defined(extensions, kind)
     if name not in names:
         there = nearest(name, names) or (f"; there are {', '.join(names)}" if names else "")
         what = f"is {name!r}, which no extension defines with @extend.{kind}{there}"
-        raise problem(where, key, what if names else f"{what}; name its module in extensions")
+        yield key, what if names else f"{what}; name its module in extensions"
 
 
 def load_extensions(extensions: Iterable[Extension]) -> None:

@@ -441,6 +441,16 @@ def problem(where: str, key: str, what: str) -> UserError:
     return UserError(": ".join(filter(None, (cut(where, 1000), key, what))))
 
 
+Wrong = Iterator[tuple[str, str]]
+"""What the checks of a recipe yield: dotted keys, and what is wrong with each. The first one ends the reading."""
+
+
+def refuse_first(wrong: Wrong, where: str) -> None:
+    """Raise `UserError` for the first thing that a check yields; what would come behind it is not looked at."""
+    for key, what in wrong:
+        raise problem(where, key, what)
+
+
 class Difference(NamedTuple):
     """One value in which two files differ."""
 

@@ -45,8 +45,8 @@ from pretraining.planning.sizes import balance_of_experts, model_size
 from pretraining.recipe import Recipe
 from pretraining.recipe.curve import DATA_FINGERPRINT, Change, changed_parts, changes_of_run, refuse_changes
 from pretraining.recipe.progress import RAMP, STEP_SIZE
-from pretraining.recipe.schedule import CONSTANT, DECAYING
 from pretraining.recipe.sections import Weights
+from pretraining.recipe.training import CONSTANT, DECAYING
 from pretraining.runtime.durable_files import write_json
 from pretraining.runtime.heartbeat import this_machine
 from pretraining.runtime.journal import NOTHING_HEALED, Journal, Rollback

@@ -33,8 +33,7 @@ from pretraining.planning.sizes import balance_of_experts, model_size
 from pretraining.planning.throughput import precision_of_products, step_time
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.recipe.model import ROUTER_COEFFICIENT, model_with_defaults, value_of
-from pretraining.recipe.schedule import WITHOUT_WARMUP
-from pretraining.recipe.training import ADAMW
+from pretraining.recipe.training import ADAMW, WITHOUT_WARMUP
 from pretraining.runtime.run_folder import RunFolder
 
 # up to four epochs are nearly as good as new text (Muennighoff et al. 2023, section 5)

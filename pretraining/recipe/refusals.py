@@ -25,8 +25,7 @@ from pretraining.recipe import Recipe, accumulation_steps, load_recipe, model_wi
 from pretraining.recipe.data import is_mixed
 from pretraining.recipe.model import DROPOUTS, EXACT, MIXTURES, is_exact
 from pretraining.recipe.refused_layouts import check_layout, check_ranks
-from pretraining.recipe.schedule import ELEMENTWISE
-from pretraining.recipe.training import ADAMW, DEFAULT_OPTIM
+from pretraining.recipe.training import ADAMW, DEFAULT_OPTIM, ELEMENTWISE
 from pretraining.schema import display_path, problem
 
 SOME_BLOCKS = 8192

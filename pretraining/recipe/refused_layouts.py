@@ -9,8 +9,7 @@ from pretraining.ds_config import degrees_of, hpz_ranks, optimizer_device, param
 from pretraining.errors import UserError
 from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.model import DROPOUTS, EXACT, EXPERTS, MIXTURES, is_exact, value_of
-from pretraining.recipe.schedule import ELEMENTWISE
-from pretraining.recipe.training import DEFAULT_OPTIM
+from pretraining.recipe.training import DEFAULT_OPTIM, ELEMENTWISE
 from pretraining.schema import display_path, problem
 
 SPLIT_KERNELS = ("sdpa", "sdpa_causal", "torch_varlen")

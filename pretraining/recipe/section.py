@@ -11,13 +11,13 @@ recipe.json holds of it.
 import json
 import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
 from typing import Any, ClassVar, Literal, Self, Union, dataclass_transform, get_args, get_origin
 
-from pretraining.schema import REPOSITORY, problem
+from pretraining.schema import REPOSITORY, Wrong
 
 JSON_TYPES = {
     int: "integer",
@@ -30,7 +30,6 @@ JSON_TYPES = {
 
 LONGEST_NAME = 200
 """Bytes of a folder's name: file systems take 255, and the names beside it (`.replaced-N`, `.building`) are longer."""
-Check = Callable[[Any, str, str], None]
 
 
 def key(
@@ -39,7 +38,6 @@ def key(
     default: Any = MISSING,
     default_factory: Any = MISSING,
     omitted: bool = False,
-    check: Check | None = None,
     **limits: Any,
 ) -> Any:
     """A field of a section.
@@ -49,11 +47,10 @@ def key(
         default: what the recipe means if it leaves the key out; without one the key is required.
         default_factory: the class of a section that is there, with its own defaults, if the recipe leaves it out.
         omitted: whether the key stays out of recipe.json, and of the schema's defaults, while it is None.
-        check: raises `UserError` for a value that the schema cannot judge; called with value, dotted key and file.
         limits: of the value, in the words of JSON Schema (minimum, minLength, ...); `schema` takes the place of
             what the annotation says.
     """
-    metadata = {"description": description, "omitted": omitted, "limits": limits, "check": check}
+    metadata = {"description": description, "omitted": omitted, "limits": limits}
     if isinstance(default, list | dict):  # one for each section, as dataclasses ask for
         kept, default = default, MISSING
         return field(default_factory=lambda: copy(kept), metadata=metadata)
@@ -109,21 +106,17 @@ class Section:
             schema["required"] = required
         return {**schema, "additionalProperties": False}
 
-    def check(self, where: str, at: str) -> None:
-        """Raise `UserError` for the first field, or the first that does not fit another one, that is wrong.
-
-        where: the file, for the message. at: the section's dotted key.
-        """
+    def check(self, at: str) -> Wrong:
+        """Yield what is wrong with the sections inside this one, then with this one. at: its dotted key."""
         for each in fields(self):
             value = getattr(self, each.name)
-            if each.metadata["check"] and value is not None:
-                each.metadata["check"](value, f"{at}.{each.name}", where)
             if isinstance(value, Section):
-                value.check(where, f"{at}.{each.name}")
-        self.check_together(where, at)
+                yield from value.check(f"{at}.{each.name}")
+        yield from self.check_together(at)
 
-    def check_together(self, where: str, at: str) -> None:
-        """Raise `UserError` for fields of this section that do not fit each other."""
+    def check_together(self, at: str) -> Iterable[tuple[str, str]]:
+        """Yield what the schema cannot judge: a value, or fields that do not fit each other."""
+        return ()
 
 
 def description_of(section: type[Section]) -> str:
@@ -205,14 +198,13 @@ def _without_null(schema: dict) -> dict:
     return {**schema, "type": names[0] if len(names) == 1 else names} if names else schema
 
 
-def check_folder_name(name: str, key: str, where: str) -> None:
-    """Raise `UserError` for a name that leads out of runs/ or data/: it would take over another folder."""
+def check_folder_name(name: str, key: str) -> Wrong:
+    """A name leads neither out of runs/ nor out of data/: it would take over another folder."""
     if not re.fullmatch(r"[^./\\\x00-\x1f\x7f][^/\\\x00-\x1f\x7f]*", name) or name != name.strip():
         what = f"is {json.dumps(name, ensure_ascii=False)}; it must be the name of one folder: no slash, no dot first"
-        raise problem(where, key, what)
+        yield key, what
     if (length := len(name.encode(errors="replace"))) > LONGEST_NAME:
-        what = f"has {length} bytes; it must have at most {LONGEST_NAME}: it names a folder"
-        raise problem(where, key, what)
+        yield key, f"has {length} bytes; it must have at most {LONGEST_NAME}: it names a folder"
 
 
 @cache

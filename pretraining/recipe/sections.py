@@ -8,23 +8,10 @@ from dataclasses import fields
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from pretraining.outside.addresses import refuse_slips
+from pretraining.outside.addresses import slip_in
 from pretraining.outside.masking import masked
 from pretraining.recipe.section import Section, key
-from pretraining.schema import problem
-
-
-def _check_address(address: str, key: str, where: str) -> None:
-    """No slip that makes a folder of it."""
-    refuse_slips(address, f"{where}: {key}")
-
-
-def _check_profiled_steps(steps: int | list[int], key: str, where: str) -> None:
-    """One step, or the first and the last."""
-    # the schema has checked that a list has two entries at least
-    chosen = steps if isinstance(steps, list) else [steps]
-    if len(chosen) > 2 or chosen[0] > chosen[-1]:
-        raise problem(where, key, f"is {steps}; write the first and the last step: [10, 12]")
+from pretraining.schema import Wrong
 
 
 class Weights(Section):
@@ -110,15 +97,17 @@ class Loss(Section):
         minimum=0,
     )
 
-    def check_together(self, where: str, at: str) -> None:
+    def check_together(self, at: str) -> Wrong:
         """A function of the user's own gets all logits, and is the whole loss of a token."""
-        if self.function is None and self.arguments:
-            raise problem(where, f"{at}.arguments", "is set without function; name one, or leave it out")
-        if self.function is not None and self.kind not in ("auto", "plain"):
+        if self.function is None:
+            if self.arguments:
+                yield f"{at}.arguments", "is set without function; name one, or leave it out"
+            return
+        if self.kind not in ("auto", "plain"):
             what = f"is {self.kind}, but {at}.function needs all logits; write plain, or leave it out"
-            raise problem(where, f"{at}.kind", what)
-        if self.function is not None and self.z_loss:
-            raise problem(where, f"{at}.z_loss", f"goes with the cross-entropy; add it in {self.function}")
+            yield f"{at}.kind", what
+        if self.z_loss:
+            yield f"{at}.z_loss", f"goes with the cross-entropy; add it in {self.function}"
 
 
 class Optimizer(Section):
@@ -240,30 +229,17 @@ class Profile(Section):
             ]
         },
         omitted=True,
-        check=_check_profiled_steps,
     )
     memory: bool = key("With a snapshot of every allocation on the GPU.", default=True)
     every_rank: bool = key("A trace of each rank; else of rank 0 alone.", default=False)
 
-    def check_together(self, where: str, at: str) -> None:
-        """The steps are named: there is no default."""
+    def check_together(self, at: str) -> Wrong:
+        """The steps are named, for there is no default: one, or the first and the last."""
         if self.steps is None:
-            what = "is missing; write one step, or the first and the last: [10, 12]"
-            raise problem(where, f"{at}.steps", what)
-
-
-def _check_variable(name: str, key: str, where: str) -> None:
-    """The name of a variable, not what it holds."""
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-        what = "is no name of a variable; put the address into one, as in export MY_WEBHOOK=..., and write MY_WEBHOOK"
-        raise problem(where, key, what)
-
-
-def _check_command(command: str, key: str, where: str) -> None:
-    """No secrets: the recipe is kept in files, and goes where checkpoints go."""
-    if masked(command) != command or re.search(r"hooks\.slack\.com/|/api/webhooks/", command):
-        what = "holds a secret, which would reach files and logs; put it into a variable and write $NAME in its place"
-        raise problem(where, key, what)
+            yield f"{at}.steps", "is missing; write one step, or the first and the last: [10, 12]"
+        # the schema has checked that a list has two entries at least
+        elif isinstance(self.steps, list) and (len(self.steps) > 2 or self.steps[0] > self.steps[-1]):
+            yield f"{at}.steps", f"is {self.steps}; write the first and the last step: [10, 12]"
 
 
 class Notify(Section):
@@ -292,19 +268,24 @@ class Notify(Section):
         "_MESSAGE. No secrets in it: the shell replaces $NAME.",
         default=None,
         minLength=1,
-        check=_check_command,
     )
     webhook_env: str | None = key(
         "Name of the environment variable with the address to which the notice is posted as JSON (Slack, Teams, "
         "Discord, your own).",
         default=None,
-        check=_check_variable,
     )
 
-    def check_together(self, where: str, at: str) -> None:
-        """Somebody receives the notices."""
-        if self.command is None and self.webhook_env is None:
-            raise problem(where, at, "has no receiver; give command or webhook_env")
+    def check_together(self, at: str) -> Wrong:
+        """Somebody receives the notices, and the recipe holds no secrets: it is kept in files and in stores."""
+        command, variable = self.command or "", self.webhook_env
+        if masked(command) != command or re.search(r"hooks\.slack\.com/|/api/webhooks/", command):
+            remedy = "put it into a variable and write $NAME in its place"
+            yield f"{at}.command", f"holds a secret, which would reach files and logs; {remedy}"
+        if variable is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
+            remedy = "put the address into one, as in export MY_WEBHOOK=..., and write MY_WEBHOOK"
+            yield f"{at}.webhook_env", f"is no name of a variable; {remedy}"
+        if self.command is None and variable is None:
+            yield at, "has no receiver; give command or webhook_env"
 
 
 class Monitors(Section):
@@ -390,7 +371,6 @@ class Checkpoints(Section):
         "environment holds them.",
         default=None,
         minLength=1,
-        check=_check_address,
     )
     upload_mirror: bool = key("Checkpoints that are removed here are removed there too.", default=True)
     time_limit_hours: float | None = key(
@@ -399,6 +379,11 @@ class Checkpoints(Section):
         default=None,
         exclusiveMinimum=0,
     )
+
+    def check_together(self, at: str) -> Wrong:
+        """No slip that makes a folder of an address."""
+        if slip := slip_in(self.upload or ""):
+            yield f"{at}.upload", slip
 
 
 class Sampling(Section):

@@ -28,7 +28,6 @@ from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe.curve import changes_of_run
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.runtime import host
-from pretraining.runtime.run_folder import RunFolder
 from tests.gear.local_hub import REPOSITORY_ID, local_hub
 from tests.gear.runs import SMALL_RECIPE, execute
 
