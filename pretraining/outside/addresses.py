@@ -10,7 +10,7 @@ _SLIPPED = re.compile(r"(s3|gs|gcs|hf|az|abfss?|https?)(?::/?|/)/?(?=[^/])", re.
 
 
 def is_remote(address: object) -> bool:
-    """Say if `address` names a store (`s3://`, `gs://`, `hf://`, `https://`) rather than a path of this machine."""
+    """Return whether `address` names a store (`s3://`, `hf://`, `https://`) rather than a path of this machine."""
     return isinstance(address, str) and "://" in address
 
 

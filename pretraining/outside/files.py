@@ -75,7 +75,7 @@ def read_json_value(path: Path) -> Any:
 
 
 def is_name(text: str) -> bool:
-    """Say if a text names one file of a folder."""
+    """Return whether a text names one file of a folder."""
     return re.fullmatch(NAME["pattern"], text) is not None
 
 
