@@ -126,9 +126,8 @@ class Hosts:
     def reach(self) -> None:
         """Start the agents, and find out who is missing."""
         if shutil.which("pdsh") is None:
-            raise UserError(
-                "pdsh is not installed here, through which DeepSpeed starts its hosts; install it"
-            )
+            what = "pdsh is not installed here, through which DeepSpeed starts its hosts; install it"
+            raise UserError(what)
         place = Path(__file__).resolve().parents[1]
         words = [sys.executable, "-m", "pretraining.supervise.host_agent", str(self.folder)]
         there = f"cd {shlex.quote(str(place))} && exec {shlex.join(words)}"
@@ -176,19 +175,20 @@ class Hosts:
 
         If one is lost, what runs on the others is ended: it would wait for the lost one.
         """
-        thread = threading.Thread(target=self._watch, args=(launcher, say), name="hosts", daemon=True)
+
+        def look() -> None:
+            while launcher.poll() is None:
+                lost = [host for host, agent in self.agents.items() if agent.poll() is not None]
+                if lost:
+                    rest = ", ".join(host for host in self.agents if host not in lost) or "no other"
+                    say(f"{', '.join(lost)} lost; the run is ended on {rest}")
+                    self.end(SECONDS_AFTER_A_LOSS)
+                    return
+                time.sleep(0.2)
+
+        thread = threading.Thread(target=look, name="hosts", daemon=True)
         thread.start()
         return thread
-
-    def _watch(self, launcher: subprocess.Popen, say: Callable[[str], None]) -> None:
-        while launcher.poll() is None:
-            lost = [host for host, agent in self.agents.items() if agent.poll() is not None]
-            if lost:
-                rest = ", ".join(host for host in self.agents if host not in lost) or "no other"
-                say(f"{', '.join(lost)} lost; the run is ended on {rest}")
-                self.end(SECONDS_AFTER_A_LOSS)
-                return
-            time.sleep(0.2)
 
     def end(self, seconds: float = SECONDS_TO_LEAVE) -> None:
         """Have every agent end what is left on its host, and collect the codes. A second call does nothing.
