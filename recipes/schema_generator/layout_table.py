@@ -117,7 +117,7 @@ def _cell(settings: tuple[str, ...], names: tuple[str, ...], column: str, reason
 
 
 def _refusal(settings: tuple[str, ...], name: str, column: str) -> str | None:
-    """Say why a run with these values is refused at this layout; None if it is not."""
+    """Return why a run with these values is refused at this layout; None if it is not."""
     shape = EXPERTS if column == "expert" and "model=" not in "".join(settings) else LLAMA
     values = [f"model={json.dumps(shape)}", "training.per_device_train_batch_size=1", *settings]
     try:
