@@ -356,11 +356,7 @@ def positive_number(text: str) -> float:
 
 
 def answer_one(
-    prog: str,
-    verbs: Mapping[str, Any],
-    description: str,
-    epilog: str,
-    arguments: list[str] | None = None,
+    prog: str, verbs: Mapping[str, Any], description: str, epilog: str, arguments: list[str] | None = None
 ) -> None:
     """Answer one command line on stdout; then raise `UserError` if the answer is a refusal."""
     # no abbreviations: a new option would change what an old command means

@@ -124,8 +124,7 @@ def check(value: Any, schema: dict, where: str, key: str = "", root: dict | None
         schema = root["$defs"][schema["$ref"].removeprefix("#/$defs/")]
     if "anyOf" in schema:
         return _check_any(value, schema["anyOf"], where, key, root)
-    value = _check_type(value, schema, where, key, root)
-    _check_value(value, schema, where, key)
+    value = _check_alone(value, schema, where, key, root)
     if isinstance(value, dict):
         value = _check_object(value, schema, where, key, root)
     if isinstance(value, list) and "items" in schema:
@@ -179,20 +178,37 @@ def _check_any(value: Any, branches: list[dict], where: str, key: str, root: dic
     return check(value, (same or branches)[-1], where, key, root)
 
 
-def _check_type(value: Any, schema: dict, where: str, key: str, root: dict) -> Any:
-    wanted = schema.get("type")
-    if wanted is None:
-        return value
+def _check_alone(value: Any, schema: dict, where: str, key: str, root: dict) -> Any:
+    """Check type, choices and limits: all but what is inside a list or an object."""
+    wanted = schema.get("type", [])
     names = [wanted] if isinstance(wanted, str) else wanted
-    if not any(_is_type(value, name) for name in names):
+    if names and not any(_is_type(value, name) for name in names):
         wish = " or ".join(TYPE_NAMES[name] for name in names)
         hint = _list_hint(value, schema, root) or _quote_hint(value, names)
         raise problem(where, key, f"is {_shown(value)} where {wish} is wanted{hint}")
     # 1e9 is an integer in JSON Schema, and a float to Python
     if isinstance(value, float) and "integer" in names and "number" not in names:
-        return int(value)
-    is_number = _is_type(value, "number")
-    return float(value) if schema.get("format") == "float" and is_number else value
+        value = int(value)
+    elif names and schema.get("format") == "float" and _is_type(value, "number"):
+        value = float(value)
+    choices = [schema["const"]] if "const" in schema else schema.get("enum")
+    # the type too, because 1 == True in Python
+    if choices is not None and not any(value == choice and type(value) is type(choice) for choice in choices):
+        texts = [choice for choice in choices if isinstance(choice, str)]
+        near = nearest(value, texts) if isinstance(value, str) else ""
+        shown = ", ".join(json.dumps(choice) for choice in choices[:MOST_CHOICES])
+        more = ", ..." * (len(choices) > MOST_CHOICES)
+        raise problem(where, key, f"is {_shown(value)}, not one of {shown}{more}{near}")
+    if isinstance(value, str) and len(value.strip()) < schema.get("minLength", 0):
+        raise problem(where, key, "is empty; write a name, or leave it out")
+    if isinstance(value, str) and "pattern" in schema and not re.fullmatch(schema["pattern"], value):
+        raise problem(where, key, f"is {_in_brief(value)}, which does not fit {schema['pattern']}")
+    if isinstance(value, list) and len(value) < schema.get("minItems", 0):
+        raise problem(where, key, f"must have at least {schema['minItems']} entry")
+    for name, (words, holds) in BOUNDS.items():
+        if name in schema and _is_type(value, "number") and not holds(value, schema[name]):
+            raise problem(where, key, f"is {value}; it must be {words} {schema[name]}")
+    return value
 
 
 def _is_type(value: Any, name: str) -> bool:
@@ -224,26 +240,6 @@ def _quote_hint(value: Any, names: list[str]) -> str:
         return ""
     fits = any(_is_type(meant, name) for name in names if name not in ("array", "object"))
     return f"; write {value.strip().lower()} without quotes" if fits else ""
-
-
-def _check_value(value: Any, schema: dict, where: str, key: str) -> None:
-    choices = [schema["const"]] if "const" in schema else schema.get("enum")
-    # the type too, because 1 == True in Python
-    if choices is not None and not any(value == choice and type(value) is type(choice) for choice in choices):
-        texts = [choice for choice in choices if isinstance(choice, str)]
-        near = nearest(value, texts) if isinstance(value, str) else ""
-        shown = ", ".join(json.dumps(choice) for choice in choices[:MOST_CHOICES])
-        more = ", ..." * (len(choices) > MOST_CHOICES)
-        raise problem(where, key, f"is {_shown(value)}, not one of {shown}{more}{near}")
-    if isinstance(value, str) and len(value.strip()) < schema.get("minLength", 0):
-        raise problem(where, key, "is empty; write a name, or leave it out")
-    if isinstance(value, str) and "pattern" in schema and not re.fullmatch(schema["pattern"], value):
-        raise problem(where, key, f"is {_in_brief(value)}, which does not fit {schema['pattern']}")
-    if isinstance(value, list) and len(value) < schema.get("minItems", 0):
-        raise problem(where, key, f"must have at least {schema['minItems']} entry")
-    for name, (words, holds) in BOUNDS.items():
-        if name in schema and _is_type(value, "number") and not holds(value, schema[name]):
-            raise problem(where, key, f"is {value}; it must be {words} {schema[name]}")
 
 
 def _check_object(value: dict, schema: dict, where: str, key: str, root: dict) -> dict:

@@ -37,8 +37,7 @@ class Ramp(Section):
         minimum=1,
     )
     lr_scaling: Literal["none", "sqrt", "linear"] = key(
-        "How the learning rate goes with the size of a step: not at all, as its root (Adam), "
-        "in proportion (SGD).",
+        "How the learning rate goes with the size of a step: not at all, as its root (Adam), in proportion (SGD).",
         default="none",
     )
 

@@ -248,8 +248,7 @@ class Data(Section):
     decontaminate: Decontaminate | None = key(default=None)
     mixture: Mixture | None = key(default=None)
     shuffle_shards: int | None = key(
-        "Shuffle inside groups of so many shards, so that a remote cache stays small; null: "
-        "over the whole epoch.",
+        "Shuffle inside groups of so many shards, so that a remote cache stays small; null: over the whole epoch.",
         default=None,
         minimum=1,
     )

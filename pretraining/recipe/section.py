@@ -75,22 +75,21 @@ class Section:
     def of(cls, values: Mapping) -> Self:
         """The section of a checked JSON object; what it leaves out has its default."""
         inner = _inner_sections(cls)
-        found = {name: _built(inner.get(name), value) for name, value in values.items()}
-        section = cls(**found)
+        section = cls(**{name: _built(inner.get(name), value) for name, value in values.items()})
         if cls.keeps_what_is_written:
             # the dataclass is frozen; the name is no field
-            object.__setattr__(section, "_written", frozenset(found))
+            object.__setattr__(section, "_written", frozenset(values))
         return section
 
     def to_dict(self) -> dict:
         """The JSON object that `of` builds this section from."""
         written = getattr(self, "_written", None)
-        found = {}
+        values = {}
         for each in fields(self):
             value = getattr(self, each.name)
             if not (value is None and each.metadata["omitted"]) and (written is None or each.name in written):
-                found[each.name] = _plain(value)
-        return found
+                values[each.name] = _plain(value)
+        return values
 
     @classmethod
     def schema(cls) -> dict:
@@ -127,16 +126,14 @@ def description_of(section: type[Section]) -> str:
 @cache
 def _inner_sections(section: type[Section]) -> dict[str, type[Section]]:
     """{name: class} of the keys that hold sections, or lists of them."""
-    found = {}
+    inner = {}
     for each in fields(section):
-        hints = [
-            each.type,
-            *get_args(each.type),
-            *(inner for hint in get_args(each.type) for inner in get_args(hint)),
-        ]
-        classes = [hint for hint in hints if isinstance(hint, type) and issubclass(hint, Section)]
-        found.update({each.name: classes[0]} if classes else {})
-    return found
+        hints = [each.type, *get_args(each.type)]
+        hints += [part for hint in get_args(each.type) for part in get_args(hint)]
+        for hint in hints:
+            if isinstance(hint, type) and issubclass(hint, Section):
+                inner[each.name] = hint
+    return inner
 
 
 def _built(section: type[Section] | None, value: Any) -> Any:
@@ -159,8 +156,10 @@ def _plain(value: Any) -> Any:
 def _field_schema(each: Field) -> dict:
     limits = dict(each.metadata["limits"])
     schema = limits.pop("schema", None) or _type_schema(each.type)
-    if each.metadata["omitted"]:
-        schema = _without_null(schema)
+    if each.metadata["omitted"] and "enum" in schema:
+        schema = {"enum": [choice for choice in schema["enum"] if choice is not None]}
+    elif each.metadata["omitted"] and (names := [name for name in schema.get("type", ()) if name != "null"]):
+        schema = {**schema, "type": names[0] if len(names) == 1 else names}
     if description := each.metadata["description"]:
         schema = {**schema, "description": description}
     if "items" in limits:
@@ -189,13 +188,6 @@ def _type_schema(hint: Any) -> dict:
         merged = {name: value for part in parts for name, value in part.items()}
         return {**merged, "type": [part["type"] for part in parts]}
     return {"type": JSON_TYPES[get_origin(hint) or hint]}
-
-
-def _without_null(schema: dict) -> dict:
-    if "enum" in schema:
-        return {"enum": [choice for choice in schema["enum"] if choice is not None]}
-    names = [name for name in schema.get("type", ()) if name != "null"]
-    return {**schema, "type": names[0] if len(names) == 1 else names} if names else schema
 
 
 def check_folder_name(name: str, key: str) -> Wrong:

@@ -68,8 +68,7 @@ class Loss(Section):
         default="auto",
     )
     chunk_tokens: int | None = key(
-        "Tokens in a chunk; null: as many as take a GiB, a 64th of a smaller GPU's memory, or"
-        " 256 MiB on a processor.",
+        "Tokens in a chunk; null: as many as take a GiB, a 64th of a smaller GPU's memory, or 256 MiB on a processor.",
         default=None,
         minimum=1,
     )
@@ -114,8 +113,7 @@ class Optimizer(Section):
     """Muon, and rates by kind of parameter; training.optim has the other optimizers by name."""
 
     name: Literal["adamw", "muon"] = key(
-        "muon: hidden matrices by Muon, embeddings, head, routers, norms and biases by AdamW;"
-        " adamw: training.optim.",
+        "muon: hidden matrices by Muon, embeddings, head, routers, norms and biases by AdamW; adamw: training.optim.",
         default="adamw",
     )
     matrix_learning_rate: float | None = key(
@@ -154,10 +152,9 @@ class Speed(Section):
     """What makes a step faster; fp8 alone changes what it computes."""
 
     compile: Literal["auto", "none", "blocks", "whole", "deepcompile"] = key(
-        "torch.compile of the training passes: of every block by itself (one graph, compiled "
-        "once for all layers) or of the whole model (not with ZeRO-3). auto: blocks on a GPU,"
-        " uncompiled where that fails. deepcompile: DeepSpeed's passes over the whole model, with "
-        "ZeRO-3 too; untested.",
+        "torch.compile of the training passes: of every block by itself (one graph, compiled once for all layers) or "
+        "of the whole model (not with ZeRO-3). auto: blocks on a GPU, uncompiled where that fails. deepcompile: "
+        "DeepSpeed's passes over the whole model, with ZeRO-3 too; untested.",
         default="auto",
     )
     compile_backend: Literal["inductor", "cudagraphs", "aot_eager", "eager"] = key(
@@ -201,8 +198,7 @@ class Spikes(Section):
         "Rollbacks in the whole run; then it stops with exit code 77.", default=3, minimum=0
     )
     skip_steps: int = key(
-        "With rollback: the samples of so many steps before the spike, and of as many from it"
-        " on, are left out.",
+        "With rollback: the samples of so many steps before the spike, and of as many from it on, are left out.",
         default=8,
         minimum=1,
         maximum=10000,
@@ -247,15 +243,7 @@ class Notify(Section):
 
     on: list[
         Literal[
-            "started",
-            "continued",
-            "stopped",
-            "hang",
-            "rollback",
-            "gave_up",
-            "failed",
-            "finished",
-            "alert",
+            "started", "continued", "stopped", "hang", "rollback", "gave_up", "failed", "finished", "alert"
         ]
     ] = key(
         "Of which events; alert: spikes, steps that are not finite, plateaus, starving experts, slow ranks, saves and "
@@ -293,9 +281,8 @@ class Monitors(Section):
 
     spikes: Spikes = key(default_factory=Spikes)
     hang_minutes: float | None = key(
-        "Minutes without progress (a step, a round of validation, a save) after which the run"
-        " names the ranks that stand still, dumps every rank's stacks and exits with code 76;"
-        " null: never.",
+        "Minutes without progress (a step, a round of validation, a save) after which the run names the ranks that "
+        "stand still, dumps every rank's stacks and exits with code 76; null: never.",
         default=20,
         minimum=0.25,
         maximum=43200,
@@ -337,9 +324,8 @@ class Checkpoints(Section):
 
     keep_last: int | None = key("Complete checkpoints to keep; null keeps all.", default=2, minimum=1)
     keep_best: int = key(
-        "So many more: the best by evaluation.metric, which is the validation loss unless "
-        "said otherwise; each save must then be validated (save_steps a multiple of "
-        "eval_steps).",
+        "So many more: the best by evaluation.metric, which is the validation loss unless said otherwise; each save "
+        "must then be validated (save_steps a multiple of eval_steps).",
         default=0,
         minimum=0,
     )
@@ -351,13 +337,11 @@ class Checkpoints(Section):
         default=False,
     )
     on_full_disk: Literal["stop", "continue"] = key(
-        "When a checkpoint finds no room: end the run in one line, or train on and try again "
-        "at the next save.",
+        "When a checkpoint finds no room: end the run in one line, or train on and try again at the next save.",
         default="stop",
     )
     background: bool = key(
-        "Write behind training from a copy in host memory; false: training stands still while"
-        " a checkpoint is written.",
+        "Write behind training from a copy in host memory; false: training stands still while a checkpoint is written.",
         default=True,
     )
     hours_between_failures: float | None = key(
@@ -366,16 +350,14 @@ class Checkpoints(Section):
         exclusiveMinimum=0,
     )
     upload: str | None = key(
-        "Where committed checkpoints also go, behind training: a folder, s3://bucket/runs, "
-        "hf://..., any fsspec address; below it, the run's name. No credentials in it: the "
-        "environment holds them.",
+        "Where committed checkpoints also go, behind training: a folder, s3://bucket/runs, hf://..., any fsspec "
+        "address; below it, the run's name. No credentials in it: the environment holds them.",
         default=None,
         minLength=1,
     )
     upload_mirror: bool = key("Checkpoints that are removed here are removed there too.", default=True)
     time_limit_hours: float | None = key(
-        "Wall-clock hours after which the run saves and stops (exit code 75); leave room for "
-        "the save. null: no limit.",
+        "Wall-clock hours after which the run saves and stops (exit code 75); leave room for the save. null: no limit.",
         default=None,
         exclusiveMinimum=0,
     )
@@ -416,9 +398,8 @@ class Evaluation(Section):
     sample_tokens: int = key("Length of a sample; 0: no samples.", default=128, minimum=0)
     sampling: Sampling = key(default_factory=Sampling)
     hellaswag: str | None = key(
-        "HellaSwag's validation set: a .jsonl file, or a dataset on the hub as "
-        "Rowan/hellaswag; scored with the validations as hellaswag/acc and "
-        "hellaswag/acc_norm. null: not.",
+        "HellaSwag's validation set: a .jsonl file, or a dataset on the hub as Rowan/hellaswag; scored with the "
+        "validations as hellaswag/acc and hellaswag/acc_norm. null: not.",
         default=None,
         minLength=1,
     )

@@ -11,11 +11,7 @@ from schema_generator.from_types import SCALARS, described, first_sentence, obje
 from pretraining.ds_config import DS_CONFIG_KEYS
 
 # The three keys that the Trainer fills from the hidden size when they say "auto".
-AUTO_KEYS = {
-    "reduce_bucket_size",
-    "stage3_prefetch_bucket_size",
-    "stage3_param_persistence_threshold",
-}
+AUTO_KEYS = {"reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"}
 
 # Top-level values that DeepSpeed reads without a block around them, with their defaults.
 TOP_LEVEL_VALUES = {

@@ -76,10 +76,7 @@ FEATURES = {
     "fp8 products": ("speed.fp8=tensorwise", "training.bf16=true"),
     "recomputed layers": (RECOMPUTED,),
     "recomputed but for their products": (RECOMPUTED, "speed.recompute=operators"),
-    "embeddings and head in fp32": (
-        'model.keep_in_fp32=["embeddings", "head"]',
-        "training.bf16=true",
-    ),
+    "embeddings and head in fp32": ('model.keep_in_fp32=["embeddings", "head"]', "training.bf16=true"),
     "frozen parameters": ('model.frozen=["*embed_tokens*"]',),
 }
 """{row: values over `tiny` with a Llama shape}"""
