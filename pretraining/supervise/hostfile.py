@@ -21,6 +21,7 @@ from typing import NoReturn
 from pretraining.errors import UserError
 from pretraining.outside.files import read_bytes
 from pretraining.runtime.exit_codes import GAVE_UP, HANG, STOPPED, USER_ERROR
+from pretraining.schema import REPOSITORY
 from pretraining.supervise.host_agent import NO_CODE, READY, SECONDS_TO_LEAVE
 
 SSH_OPTIONS = "-o ServerAliveInterval=15 -o ServerAliveCountMax=4 -o ConnectTimeout=10"
@@ -128,9 +129,8 @@ class Hosts:
         if shutil.which("pdsh") is None:
             what = "pdsh is not installed here, through which DeepSpeed starts its hosts; install it"
             raise UserError(what)
-        place = Path(__file__).resolve().parents[1]
         words = [sys.executable, "-m", "pretraining.supervise.host_agent", str(self.folder)]
-        there = f"cd {shlex.quote(str(place))} && exec {shlex.join(words)}"
+        there = f"cd {shlex.quote(str(REPOSITORY))} && exec {shlex.join(words)}"
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         started = {
             host: subprocess.Popen([*self.command.ssh(host), there], start_new_session=True, **pipes)
