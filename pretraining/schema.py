@@ -444,8 +444,8 @@ def differences(there: Any, here: Any, key: str = "") -> list[Difference]:
         pairs = [(str(number), *pair) for number, pair in enumerate(zip_longest(there, here))]
     else:
         return [] if there == here else [Difference(key, there, here)]
-    found = [differences(one, other, f"{key}.{name}" if key else name) for name, one, other in pairs]
-    return [difference for group in found for difference in group]
+    inner = [differences(one, other, f"{key}.{name}" if key else name) for name, one, other in pairs]
+    return [difference for group in inner for difference in group]
 
 
 def listed(texts: list, most: int = 3) -> str:

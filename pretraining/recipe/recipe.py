@@ -215,13 +215,13 @@ class Recipe:
     def training_keywords(self) -> Training:
         """`training`, with what the budget says of the schedule in tokens, in full steps."""
         # a copy: the recipe itself stays as it was written
-        found = Training(self.training)
+        keywords = Training(self.training)
         if (tokens := self.budget.warmup_tokens) is not None:
-            found["warmup_steps"] = tokens // self.tokens_per_step
+            keywords["warmup_steps"] = tokens // self.tokens_per_step
         if (tokens := self.budget.decay_tokens) is not None:
             given = self.training.lr_scheduler_kwargs or {}
-            found["lr_scheduler_kwargs"] = {**given, "num_decay_steps": tokens // self.tokens_per_step}
-        return found
+            keywords["lr_scheduler_kwargs"] = {**given, "num_decay_steps": tokens // self.tokens_per_step}
+        return keywords
 
     def to_dict(self) -> dict:
         """The resolved recipe: written to a file and loaded again, it is this recipe."""

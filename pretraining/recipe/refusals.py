@@ -21,9 +21,9 @@ from pretraining.ds_config import (
 )
 from pretraining.errors import UserError
 from pretraining.outside.addresses import is_remote
-from pretraining.recipe import Recipe, accumulation_steps, load_recipe, model_with_defaults
+from pretraining.recipe import Recipe, accumulation_steps, load_recipe
 from pretraining.recipe.data import is_mixed
-from pretraining.recipe.model import DROPOUTS, EXACT, MIXTURES, is_exact
+from pretraining.recipe.model import DROPOUTS, EXACT, MIXTURES
 from pretraining.recipe.refused_layouts import check_layout, check_ranks
 from pretraining.recipe.training import ADAMW, DEFAULT_OPTIM, ELEMENTWISE
 from pretraining.schema import Wrong, display_path, refuse_first
@@ -265,10 +265,10 @@ def why_not_compiled(recipe: Recipe, ds_config: dict | None, on_gpu: bool = True
     """Return why `speed.compile: auto` compiles nothing; None if it compiles the blocks."""
     if not on_gpu:
         return "no GPU"
-    model, training = model_with_defaults(recipe.model), recipe.training
+    model, training = recipe.model.with_defaults(), recipe.training
     recomputes = training.activation_checkpointing
-    if not is_exact(model):
-        return f"not tried with {model['model_type']}"
+    if not model.is_exact:
+        return f"not tried with {model.model_type}"
     if any(model.get(key) for key in DROPOUTS):
         return "dropout would draw other numbers"
     if training.use_liger_kernel:
@@ -277,7 +277,7 @@ def why_not_compiled(recipe: Recipe, ds_config: dict | None, on_gpu: bool = True
         return "recomputed layers keep their inputs on the host"
     if recomputes and recipe.speed.recompute == "operators":
         return "compiled code hides the products that recomputed layers keep"
-    if recomputes and model["model_type"] in MIXTURES:
+    if recomputes and model.model_type in MIXTURES:
         return "a mixture's recomputed layers hand router logits out"
     return _why_not_gathered_as_one(ds_config)
 

@@ -215,7 +215,7 @@ class Hosts:
 
 def _hosts_in(path: Path) -> dict[str, int]:
     """Read {host: number of GPUs}."""
-    found: dict[str, int] = {}
+    slots: dict[str, int] = {}
     try:
         lines = read_bytes(path).decode().splitlines()
     except UnicodeDecodeError as error:
@@ -228,12 +228,12 @@ def _hosts_in(path: Path) -> dict[str, int]:
         # ssh and pdsh would take other names for options, patterns or files
         if match is None or not re.fullmatch(r"(?:\w[\w.-]*@)?\w[\w.:-]*", match[1], re.ASCII):
             raise UserError(f"{path}: line {number} is not `NAME slots=NUMBER`: {line[:80]!r}")
-        if match[1] in found:
+        if match[1] in slots:
             raise UserError(f"{path}: line {number} names this host twice: {line[:80]}")
         if len(match[2]) > 4:
             raise UserError(f"{path}: line {number}: no host has so many GPUs: {line[:80]}")
-        found[match[1]] = int(match[2])
-    return found
+        slots[match[1]] = int(match[2])
+    return slots
 
 
 def _named(text: str, hostfile: str) -> dict[str, list[int]]:

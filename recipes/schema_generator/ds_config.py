@@ -41,11 +41,11 @@ SHARED_KEYS = {
 def field_docstrings(model_class: type) -> dict[str, str | None]:
     """name -> first sentence of the string beneath each field of a pydantic model."""
     body = ast.parse(textwrap.dedent(inspect.getsource(model_class))).body[0].body
-    found = {}
+    sentences = {}
     for node, after in itertools.pairwise(body):
         if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr):
-            found[node.target.id] = first_sentence(getattr(after.value, "value", None))
-    return found
+            sentences[node.target.id] = first_sentence(getattr(after.value, "value", None))
+    return sentences
 
 
 def pydantic_schema(model_class: type) -> dict:

@@ -160,7 +160,7 @@ def _limits(schema: dict) -> str:
 
 def _recipes_by_key(recipes: Path) -> dict[str, list[str]]:
     """{dotted key: recipes that use it}: features, of which the smallest come first, else one of the others."""
-    found: dict[str, list[str]] = {}
+    shown: dict[str, list[str]] = {}
     paths = [path for path in recipes.rglob("*.json") if path.name != "schema.json"]
     used = {path: list(_keys_used(_with_its_type(path, recipes))) for path in paths}
     # features before others, and `tiny` before larger ones
@@ -171,8 +171,8 @@ def _recipes_by_key(recipes: Path) -> dict[str, list[str]]:
             # `_with_its_type` may have added it
             if key == "model.model_type" and '"model_type"' not in path.read_text(encoding="utf-8"):
                 continue
-            found.setdefault(key, []).append(path.relative_to(recipes).with_suffix("").as_posix())
-    return {key: [name for name in names if "/" in name] or names[:1] for key, names in found.items()}
+            shown.setdefault(key, []).append(path.relative_to(recipes).with_suffix("").as_posix())
+    return {key: [name for name in names if "/" in name] or names[:1] for key, names in shown.items()}
 
 
 def _with_its_type(path: Path, recipes: Path) -> dict:
