@@ -145,9 +145,8 @@ def _folder_or_address(text: str) -> Path | str:
 def _local_folder(text: str) -> Path:
     address = _folder_or_address(text)
     if isinstance(address, str):
-        raise argparse.ArgumentTypeError(
-            f"{text} is not a local folder; prepare into one, then copy it there"
-        )
+        what = f"{text} is not a local folder; prepare into one, then copy it there"
+        raise argparse.ArgumentTypeError(what)
     return address
 
 
@@ -268,9 +267,8 @@ def started_by_launcher() -> bool:
         name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
     ]
     if missing:
-        raise UserError(
-            f"WORLD_SIZE is set without {', '.join(missing)}: use a launcher, or unset WORLD_SIZE"
-        )
+        what = f"WORLD_SIZE is set without {', '.join(missing)}: use a launcher, or unset WORLD_SIZE"
+        raise UserError(what)
     ranks, rank = world_size_here(), _number_of("RANK", least=0)
     if rank >= ranks:
         raise UserError(f"RANK={rank} is no rank of WORLD_SIZE={ranks}: they count from 0; use a launcher")
@@ -298,9 +296,8 @@ def _number_of(variable: str, least: int) -> int:
     text = os.environ.get(variable) or "1"
     # isdigit alone is true of digits such as a superscript 2, which int() refuses
     if not text.isascii() or not text.isdigit() or int(text) < least:
-        raise UserError(
-            f"{variable}={text}: is not a whole number of at least {least}; use a launcher, or unset it"
-        )
+        what = f"{variable}={text}: is not a whole number of at least {least}; use a launcher, or unset it"
+        raise UserError(what)
     return int(text)
 
 

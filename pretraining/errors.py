@@ -152,9 +152,8 @@ def _refuse_unspeakable_paths() -> None:
             text.encode()
         except UnicodeEncodeError:
             shown = os.fsencode(text).decode(errors="replace").encode("ascii", "backslashreplace").decode()
-            raise UserError(
-                f"{shown}: not a name in this locale; set LC_ALL=C.UTF-8 or PYTHONUTF8=1"
-            ) from None
+            what = f"{shown}: not a name in this locale; set LC_ALL=C.UTF-8 or PYTHONUTF8=1"
+            raise UserError(what) from None
 
 
 def file_error(error: BaseException, folder: Path | None = None) -> UserError | None:
@@ -244,6 +243,5 @@ def require(package: str, purpose: str) -> ModuleType:
     except ModuleNotFoundError as error:
         # The package may be there, and one that it imports missing.
         missing = error.name or package
-        raise UserError(
-            f"{purpose} needs the package {missing!r}, which is not installed: pip install {missing}"
-        ) from error
+        what = f"{purpose} needs the package {missing!r}, which is not installed: pip install {missing}"
+        raise UserError(what) from error

@@ -307,9 +307,8 @@ def named(kind: str, name: str) -> Any:
     extension = _declared.get((kind, name))
     if extension is None:
         near = nearest(name, [other for of, other in _declared if of == kind])
-        raise UserError(
-            f"no extension defines a {kind} {name!r}{near}; name its module in the recipe's extensions"
-        )
+        what = f"no extension defines a {kind} {name!r}{near}; name its module in the recipe's extensions"
+        raise UserError(what)
     return _thing(kind, name, extension)
 
 
@@ -404,9 +403,8 @@ def check_model_keys(model: dict, config_class: type, where: str = "model") -> N
         known = {*inspect.signature(config_class).parameters}
     for key in model.keys() - {"model_type", "attn_implementation", "use_cache"}:
         if key not in known:
-            raise UserError(
-                f"{where}.{key}: {config_class.__name__} has no such attribute{nearest(key, known)}"
-            )
+            what = f"{where}.{key}: {config_class.__name__} has no such attribute{nearest(key, known)}"
+            raise UserError(what)
 
 
 def copy_extensions(extensions: Iterable[Extension], run_folder: Path) -> None:

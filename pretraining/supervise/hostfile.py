@@ -84,9 +84,8 @@ class HostfileCommand:
         if options.num_gpus > 0:
             slots = {host: list(range(options.num_gpus)) for host in slots}
         if not (left := {host: numbers for host, numbers in slots.items() if numbers}):
-            raise UserError(
-                f"{options.hostfile}: no host with a GPU is left to start on; add `NAME slots=NUMBER`"
-            )
+            what = f"{options.hostfile}: no host with a GPU is left to start on; add `NAME slots=NUMBER`"
+            raise UserError(what)
         return left
 
     def on(self, slots: dict[str, list[int]]) -> list[str]:
