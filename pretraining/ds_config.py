@@ -207,7 +207,10 @@ def _with_degree(config: dict, text: str) -> dict:
     *blocks, key = DEGREES[name]
     values = config = dict(config)
     for block in blocks:
-        values[block] = dict(values.get(block) or {})
+        inner = values.get(block) or {}
+        if not isinstance(inner, dict):
+            return config  # the check of the whole file says what is wrong
+        values[block] = dict(inner)
         values = values[block]
     values[key] = int(value)
     if name == "expert":

@@ -11,6 +11,7 @@ from pretraining.ds_config import short_name
 from pretraining.errors import UserError, nearest, place_keys
 from pretraining.extend import MODEL, Extension, is_path, read_extensions
 from pretraining.outside.addresses import refuse_credentials
+from pretraining.recipe.budget import check_multiple
 from pretraining.recipe.limit import limited
 from pretraining.recipe.model import (
     EXACT,
@@ -23,7 +24,7 @@ from pretraining.recipe.recipe import KEYWORDS, RECIPES, SECTIONS, Recipe
 from pretraining.recipe.section import schema_file
 from pretraining.recipe.sections import Weights
 from pretraining.recipe.training import TRAINING_KEYS
-from pretraining.schema import check, display_path, load_json, problem, read_json
+from pretraining.schema import check, display_path, load_json, problem, read_json, refuse_first
 
 NO_DEEPSPEED = ("null", "none")
 OTHER_NAMES = {
@@ -109,6 +110,12 @@ def load_recipe(
     where += f" with --set {' '.join(overrides)}" if overrides else ""
     recipe = _built(values, path, where, tuple(overrides))
     if limit_tokens is not None:
+        length = recipe.sequence_length
+        if recipe.tokens_per_step < length:  # a step of less than a sequence cannot be made smaller
+            words = f"the sequence length {length}"
+            refuse_first(
+                check_multiple(recipe.tokens_per_step, "budget.tokens_per_step", length, words), where
+            )
         written = {override.partition("=")[0] for override in overrides}
         values = limited(values, recipe, limit_tokens, written, world_size or 1)
         where += f" with --limit_tokens {limit_tokens}"

@@ -468,5 +468,11 @@ def test_values_that_do_not_fit_each_other_are_refused(overrides, message):
     assert message in failing(overrides=list(overrides))
 
 
+def test_a_limit_does_not_hide_a_step_of_less_than_a_sequence():
+    """Bad input: smaller steps are looked for among the whole sequences of the full one."""
+    message = failing(overrides=["budget.tokens_per_step=8"], limit_tokens=100000)
+    assert "budget.tokens_per_step: 8 is not a multiple of the sequence length" in message
+
+
 def test_names_of_any_language_are_names():
     assert load_recipe("tiny", ["name=essai déjà 2.1", "data.name=данные"]).name == "essai déjà 2.1"
