@@ -67,9 +67,7 @@ def test_one_version_and_one_licence_everywhere():
     assert PROJECT["license"] == citation["license"] == "Apache-2.0"
     front = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     pins = dict(pin.split("==") for pin in PROJECT["dependencies"])
-    assert (
-        f"torch {pins['torch']}, transformers {pins['transformers']}, deepspeed {pins['deepspeed']}" in front
-    )
+    assert f"torch {pins['torch']}, transformers {pins['transformers']}, deepspeed {pins['deepspeed']}" in front
     assert "| licence | Apache-2.0 |" in front
     text = (REPOSITORY / "LICENSE").read_text(encoding="utf-8")
     assert "Apache License\n                           Version 2.0, January 2004" in text
