@@ -17,7 +17,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from textwrap import wrap
 from typing import Any, NoReturn
@@ -57,16 +57,6 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise `UserError` with the message and the command that shows the help."""
         raise UserError(f"{message} (see {self.prog} --help)")
-
-
-def _sections_text() -> str:
-    """List our own sections of a recipe, and what they hold."""
-    lines = ["sections of a recipe, beside model and training:"]
-    for name, section in SECTIONS.items():
-        lines += wrap(
-            description_of(section), 100, initial_indent=f"  {name:<13}", subsequent_indent=" " * 15
-        )
-    return "\n".join(lines)
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser, remote_data: bool = False) -> None:
@@ -132,8 +122,7 @@ def add_data_source(parser: argparse.ArgumentParser) -> None:
 
 
 def _not_empty(text: str) -> str:
-    """Refuse an empty argument."""
-    # An unset variable of the shell gives one, and Path("") would be the current folder.
+    # An unset variable of the shell gives an empty one, and Path("") would be the current folder.
     if not text.strip():
         raise argparse.ArgumentTypeError("is empty; name a folder, or leave the option out")
     return text
@@ -156,9 +145,8 @@ def _folder_or_address(text: str) -> Path | str:
 def _local_folder(text: str) -> Path:
     address = _folder_or_address(text)
     if isinstance(address, str):
-        raise argparse.ArgumentTypeError(
-            f"{text} is not a local folder; prepare into one, then copy it there"
-        )
+        what = f"{text} is not a local folder; prepare into one, then copy it there"
+        raise argparse.ArgumentTypeError(what)
     return address
 
 
@@ -168,10 +156,14 @@ def parse_train_arguments(arguments: list[str] | None = None) -> argparse.Namesp
     `world_size` is the number of processes that the launcher started. With --plan or --rehearse it is the number asked
     for; with --plan it may be None.
     """
+    sections = ["sections of a recipe, beside model and training:"]
+    for name, section in SECTIONS.items():
+        indents = {"initial_indent": f"  {name:<13}", "subsequent_indent": " " * 15}
+        sections += wrap(description_of(section), 100, **indents)
     parser = OneLineParser(
         prog="train.py",
         description="Pretrain a causal language model from a recipe.",
-        epilog=f"{_sections_text()}\n\n{TRAIN_EXAMPLES}",
+        epilog="\n".join([*sections, "", TRAIN_EXAMPLES]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -264,7 +256,7 @@ def _check_modes(options: argparse.Namespace) -> None:
 
 
 def started_by_launcher() -> bool:
-    """Say if a launcher started this process as one of its ranks.
+    """Return whether a launcher started this process as one of its ranks.
 
     Raises:
         UserError: only some of the variables that launchers set are there, or their values are no ranks.
@@ -275,9 +267,8 @@ def started_by_launcher() -> bool:
         name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
     ]
     if missing:
-        raise UserError(
-            f"WORLD_SIZE is set without {', '.join(missing)}: use a launcher, or unset WORLD_SIZE"
-        )
+        what = f"WORLD_SIZE is set without {', '.join(missing)}: use a launcher, or unset WORLD_SIZE"
+        raise UserError(what)
     ranks, rank = world_size_here(), _number_of("RANK", least=0)
     if rank >= ranks:
         raise UserError(f"RANK={rank} is no rank of WORLD_SIZE={ranks}: they count from 0; use a launcher")
@@ -290,7 +281,7 @@ def world_size_here() -> int:
 
 
 def on_one_node() -> bool:
-    """Say if all processes of this run are on this machine."""
+    """Return whether all processes of this run are on this machine."""
     return world_size_here() == ranks_here()
 
 
@@ -305,9 +296,8 @@ def _number_of(variable: str, least: int) -> int:
     text = os.environ.get(variable) or "1"
     # isdigit alone is true of digits such as a superscript 2, which int() refuses
     if not text.isascii() or not text.isdigit() or int(text) < least:
-        raise UserError(
-            f"{variable}={text}: is not a whole number of at least {least}; use a launcher, or unset it"
-        )
+        what = f"{variable}={text}: is not a whole number of at least {least}; use a launcher, or unset it"
+        raise UserError(what)
     return int(text)
 
 
@@ -319,64 +309,64 @@ def _part_of_the_curve(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def positive_integer(text: str) -> int:
-    """Read an argument that is a whole number of at least 1."""
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+def _whole_number(text: str, least: int) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
     return int(text)
 
 
-def number_of_tokens(text: str) -> int:
-    """Read an argument that is a whole number of at least 1, which may be written 5e6 or 5_000_000."""
+def _number(text: str, is_right: Callable[[float], bool], wanted: str) -> float:
     try:
         number = float(text)
     except ValueError:
         number = math.nan
-    if not 1 <= number < math.inf or number != int(number):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1, as 5e6")
-    return int(number)
+    # comparisons are false for NaN, which stands for a text that is no number too
+    if not is_right(number):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+    return number
+
+
+def positive_integer(text: str) -> int:
+    """Read an argument that is a whole number of at least 1."""
+    return _whole_number(text, least=1)
 
 
 def not_negative_integer(text: str) -> int:
     """Read an argument that is a whole number of at least 0."""
-    if not text.isascii() or not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
-    return int(text)
+    return _whole_number(text, least=0)
+
+
+def number_of_tokens(text: str) -> int:
+    """Read an argument that is a whole number of at least 1, which may be written 5e6 or 5_000_000."""
+    wanted = "a whole number of at least 1, as 5e6"
+    return int(_number(text, lambda number: 1 <= number < math.inf and number == int(number), wanted))
 
 
 def not_negative_number(text: str) -> float:
     """Read an argument that is a finite number of at least 0."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    # false for NaN too, which stands for a text that is no number
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
-    return number
+    return _number(text, lambda number: 0 <= number < math.inf, "a number of at least 0")
 
 
 def positive_number(text: str) -> float:
     """Read an argument that is a finite number above 0."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    # false for NaN too
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return number
+    return _number(text, lambda number: 0 < number < math.inf, "a number above 0")
 
 
 def answer_one(
-    prog: str,
-    verbs: Mapping[str, Any],
-    description: str,
-    epilog: str,
-    arguments: list[str] | None = None,
+    prog: str, verbs: Mapping[str, Any], description: str, epilog: str, arguments: list[str] | None = None
 ) -> None:
     """Answer one command line on stdout; then raise `UserError` if the answer is a refusal."""
-    options = _build_parser(prog, verbs, description, epilog).parse_args(arguments)
+    # no abbreviations: a new option would change what an old command means
+    shared: dict = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    parser = OneLineParser(prog, description=description, epilog=epilog, **shared)
+    parsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for name, verb in verbs.items():
+        text, examples = inspect.getdoc(verb) or "", f"examples:\n{verb.EXAMPLES}"
+        first_line = text.splitlines()[0]
+        of_verb = parsers.add_parser(name, help=first_line, description=text, epilog=examples, **shared)
+        verb.add_arguments(of_verb)
+        of_verb.add_argument("--json", action="store_true", help="the answer as JSON")
+    options = parser.parse_args(arguments)
     verb = verbs[options.verb]
     answer = verb.answer(options)
     print(json.dumps(answer, indent=2) if options.json else verb.as_text(answer), flush=True)
@@ -384,21 +374,3 @@ def answer_one(
     refusal = verb.refusal(answer) if hasattr(verb, "refusal") else None
     if refusal:
         raise UserError(refusal)
-
-
-def _build_parser(
-    prog: str, verbs: Mapping[str, Any], description: str, epilog: str
-) -> argparse.ArgumentParser:
-    # no abbreviations: a new option would change what an old command means
-    shared: dict = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-    parser = OneLineParser(prog, description=description, epilog=epilog, **shared)
-    parsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for name, verb in verbs.items():
-        text = inspect.getdoc(verb) or ""
-        examples = f"examples:\n{verb.EXAMPLES}"
-        options = parsers.add_parser(
-            name, help=text.splitlines()[0], description=text, epilog=examples, **shared
-        )
-        verb.add_arguments(options)
-        options.add_argument("--json", action="store_true", help="the answer as JSON")
-    return parser

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pretraining.errors import UserError, nearest
-from pretraining.schema import REPOSITORY, check, display_path, problem, read_json
+from pretraining.schema import REPOSITORY, Wrong, check, display_path, read_json, refuse_first
 
 DS_CONFIGS = REPOSITORY / "ds_configs"
 _OPTIMIZER = (
@@ -38,7 +38,7 @@ SHARED_KEYS = (
     "gradient_accumulation_steps",
     "gradient_clipping",
 )
-PRECISIONS = ("bf16", "fp16")
+BY_RECIPE = "the recipe decides it"
 _FP32_MASTERS = "checkpoints, plans and the curve count on master weights and optimizer states in fp32"
 SUPPORTED_VALUES = {
     "bf16.bf16_master_weights_and_grads": ((False,), _FP32_MASTERS),
@@ -98,10 +98,10 @@ NOT_SPLIT = Degrees()
 
 def degrees_of(config: dict | None) -> Degrees:
     """Return the degrees of parallelism that a ds_config asks for."""
-    found = {name: _degree(config, name) for name in Degrees._fields}
+    degrees = {name: _degree(config, name) for name in Degrees._fields}
     if not ((config or {}).get("expert_parallel") or {}).get("enabled", False):
-        found["expert"] = 1
-    return Degrees(**found)
+        degrees["expert"] = 1
+    return Degrees(**degrees)
 
 
 def hpz_ranks(config: dict | None) -> int:
@@ -127,17 +127,24 @@ def load_ds_config(name_or_path: str) -> dict:
             removed from DeepSpeed, an optimizer or scheduler block, a shared value that is not "auto".
     """
     name_or_path, _, degrees = str(name_or_path).partition(":")
-    path = _find(name_or_path)
-    where = display_path(path)
-    config = _with_degrees(read_json(path), degrees)
-    schema = ds_config_schema()
-    # These three first: they know the reason; the schema would only say that the key or value is unknown.
-    _check_removed(config, schema, where)
-    _check_owners(config, where)
-    _check_shared(config, where)
+    path = DS_CONFIGS / f"{name_or_path}.json"
+    if name_or_path.endswith(".json") or "/" in name_or_path:
+        path = Path(name_or_path)
+    # schema.json is in the same folder and is no ds_config
+    elif name_or_path == "schema" or not path.is_file():
+        names = ds_config_names()
+        raise UserError(
+            f"deepspeed {name_or_path}: no such ds_config{nearest(name_or_path, names)}; "
+            f"there are: {', '.join(names)} (or give a path that ends in .json)"
+        )
+    where, schema = display_path(path), ds_config_schema()
+    config = read_json(path)
+    for text in filter(None, degrees.split(",")):
+        config = _with_degree(config, text)
+    # These first: they know the reason; the schema would only say that the key or value is unknown.
+    refuse_first(_owned_elsewhere(config, schema), where)
     config = check(config, schema, where)
-    _check_offload(config["zero_optimization"], where)
-    _check_supported(config, where)
+    refuse_first(_unsupported(config), where)
     # "$schema" is for editors; DeepSpeed does not know it
     return {key: value for key, value in config.items() if key != "$schema"}
 
@@ -167,12 +174,12 @@ def zero_stage(config: dict | None) -> int:
 
 
 def optimizer_device(config: dict | None) -> str:
-    """Say where master weights and moments live: "gpu", "cpu" or "nvme"."""
+    """Return where master weights and moments live: "gpu", "cpu" or "nvme"."""
     return _device(config, "offload_optimizer")
 
 
 def parameter_device(config: dict | None) -> str:
-    """Say where the partitioned parameters live between uses: "gpu", "cpu" or "nvme"."""
+    """Return where the partitioned parameters live between uses: "gpu", "cpu" or "nvme"."""
     return _device(config, "offload_param")
 
 
@@ -189,116 +196,86 @@ def _device(config: dict | None, block: str) -> str:
     return "gpu" if device == "none" else device
 
 
-def _find(name_or_path: str) -> Path:
-    if name_or_path.endswith(".json") or "/" in name_or_path:
-        return Path(name_or_path)
-    path = DS_CONFIGS / f"{name_or_path}.json"
-    # schema.json is in the same folder and is no ds_config
-    if name_or_path == "schema" or not path.is_file():
-        names = ds_config_names()
-        raise UserError(
-            f"deepspeed {name_or_path}: no such ds_config{nearest(name_or_path, names)}; "
-            f"there are: {', '.join(names)} (or give a path that ends in .json)"
-        )
-    return path
-
-
-def _with_degrees(config: object, degrees: str) -> object:
-    if not isinstance(config, dict):
-        return config  # the check of the whole file says what is wrong
-    for text in filter(None, degrees.split(",")):
-        name, _, value = text.partition("=")
-        if name not in DEGREES:
-            known = f"there are {', '.join(DEGREES)}, as in zero3:sequence=4"
-            raise UserError(
-                f"deepspeed: {text}: there is no degree {name!r}{nearest(name, DEGREES)}; {known}"
-            )
-        if not value.isdecimal() or int(value) < 1:
-            raise UserError(f"deepspeed: {text}: {value!r} is no number of ranks; write {name}=2")
-        *blocks, key = DEGREES[name]
-        values = config = dict(config)
-        for block in blocks:
-            values[block] = dict(values.get(block) or {})
-            values = values[block]
-        values[key] = int(value)
-        if name == "expert":
-            values["enabled"] = int(value) > 1
+def _with_degree(config: dict, text: str) -> dict:
+    """Set a degree as `sequence=4` gives it."""
+    name, _, value = text.partition("=")
+    if name not in DEGREES:
+        known = f"there are {', '.join(DEGREES)}, as in zero3:sequence=4"
+        raise UserError(f"deepspeed: {text}: there is no degree {name!r}{nearest(name, DEGREES)}; {known}")
+    if not value.isdecimal() or int(value) < 1:
+        raise UserError(f"deepspeed: {text}: {value!r} is no number of ranks; write {name}=2")
+    *blocks, key = DEGREES[name]
+    values = config = dict(config)
+    for block in blocks:
+        inner = values.get(block) or {}
+        if not isinstance(inner, dict):
+            return config  # the check of the whole file says what is wrong
+        values[block] = dict(inner)
+        values = values[block]
+    values[key] = int(value)
+    if name == "expert":
+        values["enabled"] = int(value) > 1
     return config
 
 
-def _check_removed(config: dict, schema: dict, where: str) -> None:
-    zero = config.get("zero_optimization")
-    removed_zero = schema["properties"]["zero_optimization"]["removed"]
+def _owned_elsewhere(config: dict, schema: dict) -> Wrong:
+    """No key that DeepSpeed dropped, or that the recipe owns; "auto" for each that the recipe decides."""
+    zero, of_zero = config.get("zero_optimization"), schema["properties"]["zero_optimization"]
     for values, removed, prefix in (
         (config, schema["removed"], ""),
-        (zero, removed_zero, "zero_optimization."),
+        (zero, of_zero["removed"], "zero_optimization."),
     ):
         # a block of another type is left to the schema
         for key in values if isinstance(values, dict) else ():
             if key in removed:
-                raise problem(where, prefix + key, f"removed from DeepSpeed: {removed[key]}")
-
-
-def _check_owners(config: dict, where: str) -> None:
+                yield prefix + key, f"removed from DeepSpeed: {removed[key]}"
     for key in config:
         if key in DS_CONFIG_KEYS:
-            raise problem(where, key, f"does not belong here: {DS_CONFIG_KEYS[key]}")
-
-
-def _check_shared(config: dict, where: str) -> None:
-    """Require "auto" for each value that the recipe decides."""
+            yield key, f"does not belong here: {DS_CONFIG_KEYS[key]}"
     # A key that is left out would not do: DeepSpeed would take its own default.
     for key in SHARED_KEYS:
-        _check_auto(config, key, key, where)
-    for block in PRECISIONS:
-        if block == "bf16" or block in config:
-            _check_auto(config.get(block), "enabled", f"{block}.enabled", where)
+        yield from _must_be(config, key, key, "auto", BY_RECIPE)
+    for block in ("bf16", *(["fp16"] if "fp16" in config else [])):
+        yield from _must_be(config.get(block), "enabled", f"{block}.enabled", "auto", BY_RECIPE)
     fp16 = config.get("fp16")
     if isinstance(fp16, dict) and fp16.get("loss_scale") == 1:
         what = "is 1, which scales nothing: small gradients vanish in fp16; write 0, which finds the scale"
-        raise problem(where, "fp16.loss_scale", what)
-    data_types = config.get("data_types")
-    found = data_types.get("grad_accum_dtype") if isinstance(data_types, dict) else None
-    if found != "fp32":
-        is_found = "is missing" if found is None else f"is {json.dumps(found)}"
-        what = f'{is_found}; it must be "fp32": sums of bf16 gradients lose their small terms'
-        raise problem(where, "data_types.grad_accum_dtype", what)
+        yield "fp16.loss_scale", what
+    lost = "sums of bf16 gradients lose their small terms"
+    key = "grad_accum_dtype"
+    yield from _must_be(config.get("data_types"), key, f"data_types.{key}", "fp32", lost)
 
 
-def _check_auto(values: dict | None, key: str, dotted: str, where: str) -> None:
-    found = values.get(key) if isinstance(values, dict) else None
-    if found != "auto":
-        is_found = "is missing" if found is None else f"is {json.dumps(found)}"
-        raise problem(where, dotted, f'{is_found}; it must be "auto": the recipe decides it')
+def _must_be(values: dict | None, key: str, dotted: str, wanted: str, why: str) -> Wrong:
+    given = values.get(key) if isinstance(values, dict) else None
+    if given != wanted:
+        shown = "is missing" if given is None else f"is {json.dumps(given)}"
+        yield dotted, f'{shown}; it must be "{wanted}": {why}'
 
 
-def _check_supported(config: dict, where: str) -> None:
-    """Refuse what DeepSpeed would refuse only after everything is built, or would do in a way that breaks a promise."""
+def _unsupported(config: dict) -> Wrong:
+    """What DeepSpeed would ignore, would refuse only after everything is built, or would do against a promise."""
+    zero, key = config["zero_optimization"], "zero_optimization"
+    stage = zero["stage"]
+    weights, optimizer = (zero.get(block) or {} for block in ("offload_param", "offload_optimizer"))
+    if weights.get("device", "none") != "none" and stage != 3:
+        yield f"{key}.offload_param", f"needs stage 3, the stage is {stage}"
+    if optimizer.get("device", "none") != "none" and stage == 0:
+        yield f"{key}.offload_optimizer", "needs stage 1, 2 or 3, the stage is 0"
+    if zero.get("zero_hpz_partition_size", 1) > 1 and stage != 3:
+        yield f"{key}.zero_hpz_partition_size", f"needs stage 3, the stage is {stage}"
+    for block, values in (("offload_param", weights), ("offload_optimizer", optimizer)):
+        if values.get("device") == "nvme" and not values.get("nvme_path"):
+            yield f"{key}.{block}.nvme_path", "is missing; device is nvme"
     for dotted, (supported, why) in SUPPORTED_VALUES.items():
-        *blocks, key = dotted.split(".")
+        *blocks, name = dotted.split(".")
         values = config
         for block in blocks:
             values = values.get(block) or {}
-        if key in values and values[key] not in supported:
+        if name in values and values[name] not in supported:
             # a block (zenflow) is too long for one line
-            shown = "set" if isinstance(values[key], dict) else json.dumps(values[key])
-            raise problem(where, dotted, f"is {shown}, which is not supported: {why}; leave it out")
-    factor, stage = config.get("gradient_predivide_factor", 1.0), config["zero_optimization"]["stage"]
-    if factor != 1 and stage:
+            shown = "set" if isinstance(values[name], dict) else json.dumps(values[name])
+            yield dotted, f"is {shown}, which is not supported: {why}; leave it out"
+    if (factor := config.get("gradient_predivide_factor", 1.0)) != 1 and stage:
         what = f"is {factor:g}, and ZeRO-{stage} scatters gradients undivided; leave it out, or take stage 0"
-        raise problem(where, "gradient_predivide_factor", what)
-
-
-def _check_offload(zero: dict, where: str) -> None:
-    """Refuse combinations that DeepSpeed would ignore, or refuse at the start of the run."""
-    stage, key = zero["stage"], "zero_optimization"
-    if (zero.get("offload_param") or {}).get("device", "none") != "none" and stage != 3:
-        raise problem(where, f"{key}.offload_param", f"needs stage 3, the stage is {stage}")
-    if (zero.get("offload_optimizer") or {}).get("device", "none") != "none" and stage == 0:
-        raise problem(where, f"{key}.offload_optimizer", "needs stage 1, 2 or 3, the stage is 0")
-    if zero.get("zero_hpz_partition_size", 1) > 1 and stage != 3:
-        raise problem(where, f"{key}.zero_hpz_partition_size", f"needs stage 3, the stage is {stage}")
-    for block in ("offload_param", "offload_optimizer"):
-        values = zero.get(block) or {}
-        if values.get("device") == "nvme" and not values.get("nvme_path"):
-            raise problem(where, f"{key}.{block}.nvme_path", "is missing; device is nvme")
+        yield "gradient_predivide_factor", what

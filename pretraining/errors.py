@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from pretraining.outside.masking import escaped, masked
 from pretraining.runtime.exit_codes import FINISHED, GAVE_UP, INTERRUPTED, USER_ERROR, tell_exit_code
@@ -124,15 +123,13 @@ def one_line_errors(after_interrupt: str = "") -> Iterator[None]:
         # after BrokenPipeError, which is an OSError too
         told = fault_in_user_code(error) or file_error(error)
         if told is None:
-            sys.excepthook = _masked_traceback
+            sys.excepthook = lambda *error: sys.stderr.write(
+                masked("".join(traceback.format_exception(*error)))
+            )
             raise
         if os.environ.get("RANK", "0") != "0":
             time.sleep(SILENT_SECONDS)  # if rank 0 meets the same error, its line is the only one
         _leave(told)
-
-
-def _masked_traceback(*error: Any) -> None:
-    sys.stderr.write(masked("".join(traceback.format_exception(*error))))
 
 
 def fault_in_user_code(error: BaseException) -> UserError | None:
@@ -155,9 +152,8 @@ def _refuse_unspeakable_paths() -> None:
             text.encode()
         except UnicodeEncodeError:
             shown = os.fsencode(text).decode(errors="replace").encode("ascii", "backslashreplace").decode()
-            raise UserError(
-                f"{shown}: not a name in this locale; set LC_ALL=C.UTF-8 or PYTHONUTF8=1"
-            ) from None
+            what = f"{shown}: not a name in this locale; set LC_ALL=C.UTF-8 or PYTHONUTF8=1"
+            raise UserError(what) from None
 
 
 def file_error(error: BaseException, folder: Path | None = None) -> UserError | None:
@@ -180,7 +176,13 @@ def file_error(error: BaseException, folder: Path | None = None) -> UserError | 
 def _leave(error: UserError) -> None:
     """Report the error, on rank 0 only if all ranks meet it, and end the process with its exit code."""
     if os.environ.get("RANK", "0") == "0" or not error.on_every_rank:
-        print(f"error: {_placed(str(error))}", file=sys.stderr, flush=True)
+        line = str(error)
+        key, colon, _ = line.partition(": ")
+        # a line that begins with a dotted key: the recipe's file comes before it
+        file = _KEYS.get(key.partition(".")[0])
+        # a file may be called data.json
+        placed = f"{file}: {line}" if colon and file and not Path(key).exists() else line
+        print(f"error: {placed}", file=sys.stderr, flush=True)
     else:
         time.sleep(SILENT_SECONDS)
     sys.stdout.flush()
@@ -192,14 +194,6 @@ def _leave(error: UserError) -> None:
 def cut(text: str, most: int) -> str:
     """Leave the middle of a longer text out."""
     return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 2 :]}"
-
-
-def _placed(line: str) -> str:
-    """Put the recipe's file before a line that begins with a dotted key."""
-    key, colon, _ = line.partition(": ")
-    where = _KEYS.get(key.partition(".")[0])
-    # a file may be called data.json
-    return f"{where}: {line}" if colon and where and not Path(key).exists() else line
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str:
@@ -229,7 +223,7 @@ def abbreviated(word: str, names: Iterable[str]) -> list[str]:
 
 
 def _begin(parts: list[str], words: list[str]) -> bool:
-    """Say if the parts are the beginnings of words that follow each other."""
+    """Return whether the parts are the beginnings of words that follow each other."""
     starts = range(len(words) - len(parts) + 1)
     return any(all(map(str.startswith, words[start:], parts)) for start in starts)
 
@@ -249,6 +243,5 @@ def require(package: str, purpose: str) -> ModuleType:
     except ModuleNotFoundError as error:
         # The package may be there, and one that it imports missing.
         missing = error.name or package
-        raise UserError(
-            f"{purpose} needs the package {missing!r}, which is not installed: pip install {missing}"
-        ) from error
+        what = f"{purpose} needs the package {missing!r}, which is not installed: pip install {missing}"
+        raise UserError(what) from error

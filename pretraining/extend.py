@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from pretraining.errors import USER_CODE, UserError, fault_in_user_code, nearest, require
-from pretraining.schema import display_path, problem, read_json
+from pretraining.schema import Wrong, display_path, problem, read_json
 
 Thing = TypeVar("Thing", bound=Callable)
 
@@ -142,7 +142,7 @@ def read_extensions(
         UserError: no such file or module, a syntax error in it, other source than the recipe's digest says, or two
             of one name.
     """
-    found: list[Extension] = []
+    read: list[Extension] = []
     for number, entry in enumerate(entries):
         wanted = {"module": entry} if isinstance(entry, str) else entry
         key = f"extensions.{number}"
@@ -150,12 +150,21 @@ def read_extensions(
         if wanted.get("digest", extension.digest) != extension.digest:
             what = "has changed since its digest was written; bring the old one back, or remove the digest"
             raise problem(where, key, f"{display_path(extension.path)} {what}")
-        _refuse_doubles(extension, found, where, key)
-        found.append(extension)
-    refuse(found, where)
-    for extension in found:
-        declare(extension)
-    return tuple(found)
+        for other in read:
+            if other.to_dict()["module"] == extension.to_dict()["module"]:
+                what = "another extension has this name, and both are copied into one folder; rename one"
+                raise problem(where, key, f"is {extension.path.name}: {what}")
+            for kind, names in extension.defines.items():
+                if double := set(names) & set(other.defines.get(kind, ())):
+                    what = f"defines the {kind} {min(double)!r}, as {other.path.name} does; rename one"
+                    raise problem(where, key, what)
+        read.append(extension)
+    refuse(read, where)
+    # what each defines is found by its name in this process
+    for extension in read:
+        for kind, names in extension.defines.items():
+            _declared.update({(kind, name): extension for name in names})
+    return tuple(read)
 
 
 def extensions_of_run(folder: Path) -> tuple[Extension, ...]:
@@ -165,25 +174,8 @@ def extensions_of_run(folder: Path) -> tuple[Extension, ...]:
     return read_extensions(entries, folder, display_path(recipe))
 
 
-def declare(extension: Extension) -> None:
-    """Have what the extension defines found by its name in this process."""
-    for kind, names in extension.defines.items():
-        _declared.update({(kind, name): extension for name in names})
-
-
-def _refuse_doubles(extension: Extension, others: list[Extension], where: str, key: str) -> None:
-    for other in others:
-        if other.to_dict()["module"] == extension.to_dict()["module"]:
-            what = "another extension has this name, and both are copied into one folder; rename one"
-            raise problem(where, key, f"is {extension.path.name}: {what}")
-        for kind, names in extension.defines.items():
-            if double := set(names) & set(other.defines.get(kind, ())):
-                what = f"defines the {kind} {min(double)!r}, as {other.path.name} does; rename one"
-                raise problem(where, key, what)
-
-
 def is_path(module: str) -> bool:
-    """Say if an entry of `extensions` is a path; else it is a dotted name."""
+    """Return whether an entry of `extensions` is a path; else it is a dotted name."""
     return module.endswith(".py") or "/" in module
 
 
@@ -228,37 +220,23 @@ def _defined(source: bytes, file: Path) -> dict[str, list[str]]:
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError) as error:
-        line = getattr(error, "lineno", None) or 1
-        raise UserError(
-            f"{display_path(file)}: line {line}: {getattr(error, 'msg', error)}; mend the extension"
-        ) from None
+        place = f"{display_path(file)}: line {getattr(error, 'lineno', None) or 1}"
+        raise UserError(f"{place}: {getattr(error, 'msg', error)}; mend the extension") from None
     defines: dict[str, list[str]] = {}
     for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            for kind in _kinds_of(node):
-                defines.setdefault(kind, []).append(node.name)
-        if isinstance(node, ast.ClassDef):
-            defines.setdefault(MODEL, []).extend(_model_types(node))
-    return {kind: names for kind, names in defines.items() if names}
-
-
-def _kinds_of(node: ast.FunctionDef | ast.ClassDef) -> list[str]:
-    """List the kinds that the decorators of a definition name."""
-    named = [each.attr for each in node.decorator_list if isinstance(each, ast.Attribute)]
-    return [kind for kind in named if kind in DECORATED]
-
-
-def _model_types(node: ast.ClassDef) -> list[str]:
-    """Read `model_type = "..."` in the body of a configuration class."""
-    return [
-        each.value.value
-        for each in node.body
-        if isinstance(each, ast.Assign | ast.AnnAssign)
-        and isinstance(each.value, ast.Constant)
-        and isinstance(each.value.value, str)
-        and "model_type"
-        in {getattr(to, "id", "") for to in getattr(each, "targets", [getattr(each, "target", None)])}
-    ]
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+            continue
+        for decorator in node.decorator_list:
+            if isinstance(decorator, ast.Attribute) and decorator.attr in DECORATED:
+                defines.setdefault(decorator.attr, []).append(node.name)
+        for each in node.body if isinstance(node, ast.ClassDef) else ():
+            # model_type = "..." or model_type: str = "..."
+            if isinstance(each, ast.Assign | ast.AnnAssign) and isinstance(each.value, ast.Constant):
+                targets = each.targets if isinstance(each, ast.Assign) else [each.target]
+                is_type = "model_type" in [getattr(target, "id", "") for target in targets]
+                if is_type and isinstance(each.value.value, str):
+                    defines.setdefault(MODEL, []).append(each.value.value)
+    return defines
 
 
 def defined(extensions: Iterable[Extension], kind: str) -> list[str]:
@@ -266,13 +244,13 @@ def defined(extensions: Iterable[Extension], kind: str) -> list[str]:
     return [name for extension in extensions for name in extension.defines.get(kind, ())]
 
 
-def check_defined(extensions: Iterable[Extension], kind: str, name: str, where: str, key: str) -> None:
-    """Raise `UserError` if no extension defines this name."""
+def check_defined(extensions: Iterable[Extension], kind: str, name: str, key: str) -> Wrong:
+    """An extension defines this name."""
     names = defined(extensions, kind)
     if name not in names:
         there = nearest(name, names) or (f"; there are {', '.join(names)}" if names else "")
         what = f"is {name!r}, which no extension defines with @extend.{kind}{there}"
-        raise problem(where, key, what if names else f"{what}; name its module in extensions")
+        yield key, what if names else f"{what}; name its module in extensions"
 
 
 def load_extensions(extensions: Iterable[Extension]) -> None:
@@ -317,8 +295,11 @@ def load_pretrained(kind: str, place: str | Path, **settings: Any) -> Any:
 
 def all_of(extensions: Iterable[Extension], kind: str) -> dict[str, Any]:
     """Return {name: what was decorated} of this kind."""
-    found = [(name, extension) for extension in extensions for name in extension.defines.get(kind, ())]
-    return {name: _thing(kind, name, extension) for name, extension in found}
+    return {
+        name: _thing(kind, name, extension)
+        for extension in extensions
+        for name in extension.defines.get(kind, ())
+    }
 
 
 def named(kind: str, name: str) -> Any:
@@ -326,9 +307,8 @@ def named(kind: str, name: str) -> Any:
     extension = _declared.get((kind, name))
     if extension is None:
         near = nearest(name, [other for of, other in _declared if of == kind])
-        raise UserError(
-            f"no extension defines a {kind} {name!r}{near}; name its module in the recipe's extensions"
-        )
+        what = f"no extension defines a {kind} {name!r}{near}; name its module in the recipe's extensions"
+        raise UserError(what)
     return _thing(kind, name, extension)
 
 
@@ -423,9 +403,8 @@ def check_model_keys(model: dict, config_class: type, where: str = "model") -> N
         known = {*inspect.signature(config_class).parameters}
     for key in model.keys() - {"model_type", "attn_implementation", "use_cache"}:
         if key not in known:
-            raise UserError(
-                f"{where}.{key}: {config_class.__name__} has no such attribute{nearest(key, known)}"
-            )
+            what = f"{where}.{key}: {config_class.__name__} has no such attribute{nearest(key, known)}"
+            raise UserError(what)
 
 
 def copy_extensions(extensions: Iterable[Extension], run_folder: Path) -> None:

@@ -86,17 +86,6 @@ def open_command(words: list[str], patience: float = 2 * FORGET_SECONDS) -> list
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = _parse(arguments)
-    if options.open:
-        return print(json.dumps(open_command(options.open)))
-    point = MeetingPoint(options.port)
-    print(f"on every node: torchrun --rdzv_endpoint={socket.gethostname()}:{options.port} ...", flush=True)
-    while True:
-        time.sleep(_LOOK_SECONDS)
-        point.look()
-
-
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(
         prog="python -m pretraining.meeting_point",
         description="Keep the place where the torchruns of several nodes meet (docs/fleet.md). Ctrl-C ends it.",
@@ -106,7 +95,14 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--port", type=positive_integer, default=PORT, help=f"(default: {PORT})")
     # asked by a supervisor before it starts a torchrun again
     parser.add_argument("--open", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.open:
+        return print(json.dumps(open_command(options.open)))
+    point = MeetingPoint(options.port)
+    print(f"on every node: torchrun --rdzv_endpoint={socket.gethostname()}:{options.port} ...", flush=True)
+    while True:
+        time.sleep(_LOOK_SECONDS)
+        point.look()
 
 
 if __name__ == "__main__":

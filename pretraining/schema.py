@@ -18,6 +18,12 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 MOST_CHOICES = 30
 """That a message lists."""
 MOST_UNKNOWN = 10
+BOUNDS: dict[str, tuple[str, Callable]] = {
+    "minimum": ("at least", operator.ge),
+    "exclusiveMinimum": ("greater than", operator.gt),
+    "maximum": ("at most", operator.le),
+    "exclusiveMaximum": ("less than", operator.lt),
+}
 TYPE_NAMES = {
     "integer": "an integer",
     "number": "a number",
@@ -50,24 +56,24 @@ def read_json(path: Path) -> dict:
         raise UserError(f"{where}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: is not UTF-8 text (byte {error.start})") from None
-    value = _parse(text, where)
-    if not isinstance(value, dict):
-        raise UserError(f"{where}: must hold one JSON object, not {_shown(value)}")
-    return value
 
-
-def _parse(text: str, where: str) -> Any:
     def unique(pairs: list) -> dict:
         # json.loads would keep the last of two and say nothing
         for key, times in Counter(key for key, _ in pairs).items():
             if times > 1:
-                raise UserError(f"{where}: {_lines_of(text, key)}: key {key!r} is written twice")
+                written = re.compile(re.escape(json.dumps(key)) + r"\s*:")
+                lines = [str(n) for n, line in enumerate(text.splitlines(), 1) if written.search(line)]
+                place = f"line{'s' if len(lines) > 1 else ''} {', '.join(lines)}"
+                raise UserError(f"{where}: {place}: key {key!r} is written twice")
         return dict(pairs)
 
     try:
-        return load_json(text, where, object_pairs_hook=unique)
+        value = load_json(text, where, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: line {error.lineno} column {error.colno}: {error.msg}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{where}: must hold one JSON object, not {_shown(value)}")
+    return value
 
 
 def load_json(text: str, where: str, **options: Any) -> Any:
@@ -95,12 +101,6 @@ def load_json(text: str, where: str, **options: Any) -> Any:
         raise UserError(f"{where}: {error}") from None
 
 
-def _lines_of(text: str, key: str) -> str:
-    pattern = re.compile(re.escape(json.dumps(key)) + r"\s*:")
-    lines = [str(number) for number, line in enumerate(text.splitlines(), 1) if pattern.search(line)]
-    return f"line{'s' if len(lines) > 1 else ''} {', '.join(lines)}"
-
-
 def check(value: Any, schema: dict, where: str, key: str = "", root: dict | None = None) -> Any:
     """Return `value` as `schema` reads it, or raise one line that names the file, the dotted key and what is wrong.
 
@@ -124,8 +124,7 @@ def check(value: Any, schema: dict, where: str, key: str = "", root: dict | None
         schema = root["$defs"][schema["$ref"].removeprefix("#/$defs/")]
     if "anyOf" in schema:
         return _check_any(value, schema["anyOf"], where, key, root)
-    value = _check_type(value, schema, where, key, root)
-    _check_value(value, schema, where, key)
+    value = _check_alone(value, schema, where, key, root)
     if isinstance(value, dict):
         value = _check_object(value, schema, where, key, root)
     if isinstance(value, list) and "items" in schema:
@@ -179,54 +178,19 @@ def _check_any(value: Any, branches: list[dict], where: str, key: str, root: dic
     return check(value, (same or branches)[-1], where, key, root)
 
 
-def _check_type(value: Any, schema: dict, where: str, key: str, root: dict) -> Any:
-    wanted = schema.get("type")
-    if wanted is None:
-        return value
+def _check_alone(value: Any, schema: dict, where: str, key: str, root: dict) -> Any:
+    """Check type, choices and limits: all but what is inside a list or an object."""
+    wanted = schema.get("type", [])
     names = [wanted] if isinstance(wanted, str) else wanted
-    if not any(_is_type(value, name) for name in names):
+    if names and not any(_is_type(value, name) for name in names):
         wish = " or ".join(TYPE_NAMES[name] for name in names)
         hint = _list_hint(value, schema, root) or _quote_hint(value, names)
         raise problem(where, key, f"is {_shown(value)} where {wish} is wanted{hint}")
     # 1e9 is an integer in JSON Schema, and a float to Python
     if isinstance(value, float) and "integer" in names and "number" not in names:
-        return int(value)
-    is_number = _is_type(value, "number")
-    return float(value) if schema.get("format") == "float" and is_number else value
-
-
-def _is_type(value: Any, name: str) -> bool:
-    # first: a bool of Python is an int too
-    if isinstance(value, bool):
-        return name == "boolean"
-    if name == "integer":
-        return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-    types = {"number": (int, float), "string": str, "array": list, "object": dict, "null": type(None)}
-    return isinstance(value, types.get(name, ()))
-
-
-def _list_hint(value: Any, schema: dict, root: dict) -> str:
-    """Say what to write in place of a string that holds, with commas, what should be a list."""
-    if not isinstance(value, str):
-        return ""
-    meant = [part.strip() for part in value.split(",")]
-    return f"; write it as a list: {json.dumps(meant)}" if fits(meant, schema, root) else ""
-
-
-def _quote_hint(value: Any, names: list[str]) -> str:
-    """Say what to write instead, if only the quotes are wrong."""
-    if not isinstance(value, str):
-        scalar = isinstance(value, int | float) and "string" in names
-        return f'; write "{value}" with quotes' if scalar else ""
-    try:
-        meant = json.loads(value.strip().lower())
-    except ValueError:
-        return ""
-    fits = any(_is_type(meant, name) for name in names if name not in ("array", "object"))
-    return f"; write {value.strip().lower()} without quotes" if fits else ""
-
-
-def _check_value(value: Any, schema: dict, where: str, key: str) -> None:
+        value = int(value)
+    elif names and schema.get("format") == "float" and _is_type(value, "number"):
+        value = float(value)
     choices = [schema["const"]] if "const" in schema else schema.get("enum")
     # the type too, because 1 == True in Python
     if choices is not None and not any(value == choice and type(value) is type(choice) for choice in choices):
@@ -241,20 +205,41 @@ def _check_value(value: Any, schema: dict, where: str, key: str) -> None:
         raise problem(where, key, f"is {_in_brief(value)}, which does not fit {schema['pattern']}")
     if isinstance(value, list) and len(value) < schema.get("minItems", 0):
         raise problem(where, key, f"must have at least {schema['minItems']} entry")
-    if _is_type(value, "number"):
-        _check_bounds(value, schema, where, key)
-
-
-def _check_bounds(value: float, schema: dict, where: str, key: str) -> None:
-    bounds = {
-        "minimum": ("at least", operator.ge),
-        "exclusiveMinimum": ("greater than", operator.gt),
-        "maximum": ("at most", operator.le),
-        "exclusiveMaximum": ("less than", operator.lt),
-    }
-    for name, (words, holds) in bounds.items():
-        if name in schema and not holds(value, schema[name]):
+    for name, (words, holds) in BOUNDS.items():
+        if name in schema and _is_type(value, "number") and not holds(value, schema[name]):
             raise problem(where, key, f"is {value}; it must be {words} {schema[name]}")
+    return value
+
+
+def _is_type(value: Any, name: str) -> bool:
+    # first: a bool of Python is an int too
+    if isinstance(value, bool):
+        return name == "boolean"
+    if name == "integer":
+        return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    types = {"number": (int, float), "string": str, "array": list, "object": dict, "null": type(None)}
+    return isinstance(value, types.get(name, ()))
+
+
+def _list_hint(value: Any, schema: dict, root: dict) -> str:
+    """Return what to write in place of a string that holds, with commas, what should be a list."""
+    if not isinstance(value, str):
+        return ""
+    meant = [part.strip() for part in value.split(",")]
+    return f"; write it as a list: {json.dumps(meant)}" if fits(meant, schema, root) else ""
+
+
+def _quote_hint(value: Any, names: list[str]) -> str:
+    """Return what to write instead, if only the quotes are wrong."""
+    if not isinstance(value, str):
+        scalar = isinstance(value, int | float) and "string" in names
+        return f'; write "{value}" with quotes' if scalar else ""
+    try:
+        meant = json.loads(value.strip().lower())
+    except ValueError:
+        return ""
+    fits = any(_is_type(meant, name) for name in names if name not in ("array", "object"))
+    return f"; write {value.strip().lower()} without quotes" if fits else ""
 
 
 def _check_object(value: dict, schema: dict, where: str, key: str, root: dict) -> dict:
@@ -279,17 +264,24 @@ def _check_object(value: dict, schema: dict, where: str, key: str, root: dict) -
             raise problem(where, dotted, f"unknown key; {names['description']}")
         if name in properties:
             checked[name] = check(item, properties[name], where, dotted, root)
-        elif fits := fitting(name):
-            _, right, inner = fits
+        elif pattern := fitting(name):
+            _, right, inner = pattern
             checked[name] = item if right(item) else check(item, inner, where, dotted, root)
         else:
             checked[name] = check(item, others, where, dotted, root) if isinstance(others, dict) else item
     for name in schema.get("required", []):
         if name not in value:
             raise problem(where, f"{key}.{name}" if key else name, "is missing")
-    _check_one_of(value, schema, where, key)
+    one_of = [branch["required"][0] for branch in schema.get("oneOf", [])]
+    given = [name for name in one_of if name in value]
+    if one_of and len(given) != 1:
+        has = f"has {' and '.join(given)}" if given else "has none of them"
+        raise problem(where, key, f"needs exactly one of {', '.join(one_of)}; it {has}")
     _check_together(checked, schema, where, key)
-    return _check_conditions(checked, schema, where, key, root)
+    for condition in schema.get("allOf", []):
+        if fits(checked, condition["if"], root):
+            checked = check(checked, condition["then"], where, key, root)
+    return checked
 
 
 def _unknown_keys(unknown: list[str], properties: dict, where: str, key: str, root: dict) -> UserError:
@@ -299,17 +291,9 @@ def _unknown_keys(unknown: list[str], properties: dict, where: str, key: str, ro
         ((name, hint),) = hints.items()
         return problem(where, f"{key}.{name}" if key else name, f"unknown key{hint}")
     # all valid keys at every one of them would be too much
-    found = [f"{name!r} ({hint[2:]})" if "did you" in hint else repr(name) for name, hint in hints.items()]
+    listed = [f"{name!r} ({hint[2:]})" if "did you" in hint else repr(name) for name, hint in hints.items()]
     more = f", and {len(unknown) - MOST_UNKNOWN} more" if len(unknown) > MOST_UNKNOWN else ""
-    return problem(where, key, f"{len(unknown)} unknown keys: {', '.join(found)}{more}")
-
-
-def _check_one_of(value: dict, schema: dict, where: str, key: str) -> None:
-    names = [branch["required"][0] for branch in schema.get("oneOf", [])]
-    given = [name for name in names if name in value]
-    if names and len(given) != 1:
-        found = f"has {' and '.join(given)}" if given else "has none of them"
-        raise problem(where, key, f"needs exactly one of {', '.join(names)}; it {found}")
+    return problem(where, key, f"{len(unknown)} unknown keys: {', '.join(listed)}{more}")
 
 
 def _check_together(value: dict, schema: dict, where: str, key: str) -> None:
@@ -327,15 +311,8 @@ def _check_together(value: dict, schema: dict, where: str, key: str) -> None:
             raise problem(where, above + (name if name in value else other), what)
 
 
-def _check_conditions(value: dict, schema: dict, where: str, key: str, root: dict) -> dict:
-    for condition in schema.get("allOf", []):
-        if fits(value, condition["if"], root):
-            value = check(value, condition["then"], where, key, root)
-    return value
-
-
 def fits(value: Any, schema: dict, root: dict | None = None) -> bool:
-    """Say if `check` accepts the value."""
+    """Return whether `check` accepts the value."""
     try:
         check(value, schema, "", root=root)
     except UserError:
@@ -389,7 +366,13 @@ def _valid_keys(name: str, properties: dict, key: str, root: dict) -> str:
         section, _, inner = name.partition(".")
         near = suggestion(name, root)
         return f'; write it as an object: "{section}": {{"{inner}": ...}}' if near is None else near
-    close, places = get_close_matches(name, names, 1), _other_places(key, root)
+    # the dotted keys that end with each name, outermost first, without those of this place
+    places: dict[str, list[str]] = {}
+    for place in sorted(dict.fromkeys(_all_keys(root, root)), key=lambda place: place.count(".")):
+        at, _, last = place.rpartition(".")
+        if at != _of_first_entry(key):
+            places.setdefault(last, []).append(place)
+    close = get_close_matches(name, names, 1)
     # names of other frameworks, which a recipe's schema lists
     meant = root.get("other_names", {}).get(name.lower(), [])
     if name in places:
@@ -412,16 +395,6 @@ def _of_first_entry(key: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".0", key)
 
 
-def _other_places(key: str, root: dict) -> dict[str, list[str]]:
-    """Map each name to the dotted keys that end with it, outermost first, without those of the place `key`."""
-    places: dict[str, dict[str, None]] = {}
-    for place in sorted(_all_keys(root, root), key=lambda place: place.count(".")):
-        above, _, name = place.rpartition(".")
-        if above != _of_first_entry(key):
-            places.setdefault(name, {})[place] = None
-    return {name: list(found) for name, found in places.items()}
-
-
 def _all_keys(schema: dict, root: dict, key: str = "") -> Iterator[str]:
     """Yield every dotted key that a value of the schema may have; a list has its first entry only."""
     if "$ref" in schema:
@@ -439,6 +412,16 @@ def _all_keys(schema: dict, root: dict, key: str = "") -> Iterator[str]:
 def problem(where: str, key: str, what: str) -> UserError:
     """Make the one-line error: file, dotted key, what is wrong."""
     return UserError(": ".join(filter(None, (cut(where, 1000), key, what))))
+
+
+Wrong = Iterator[tuple[str, str]]
+"""What the checks of a recipe yield: dotted keys, and what is wrong with each. The first one ends the reading."""
+
+
+def refuse_first(wrong: Wrong, where: str) -> None:
+    """Raise `UserError` for the first thing that a check yields; what would come behind it is not looked at."""
+    for key, what in wrong:
+        raise problem(where, key, what)
 
 
 class Difference(NamedTuple):
@@ -461,8 +444,8 @@ def differences(there: Any, here: Any, key: str = "") -> list[Difference]:
         pairs = [(str(number), *pair) for number, pair in enumerate(zip_longest(there, here))]
     else:
         return [] if there == here else [Difference(key, there, here)]
-    found = [differences(one, other, f"{key}.{name}" if key else name) for name, one, other in pairs]
-    return [difference for group in found for difference in group]
+    inner = [differences(one, other, f"{key}.{name}" if key else name) for name, one, other in pairs]
+    return [difference for group in inner for difference in group]
 
 
 def listed(texts: list, most: int = 3) -> str:

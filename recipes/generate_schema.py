@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "recipes")]
 
 from schema_generator.ds_config import ds_config_schema  # noqa: E402
-from schema_generator.from_types import described, first_sentence, type_schema  # noqa: E402
+from schema_generator.from_types import described, first_sentence, object_schema, type_schema  # noqa: E402
 from schema_generator.keys_page import keys_page  # noqa: E402
 from schema_generator.layout_plans import with_plans  # noqa: E402
 from schema_generator.layout_table import with_table  # noqa: E402
@@ -84,6 +84,7 @@ PROJECT = {"description": "The project of every tracker of `report_to`.", "defau
 def training_schema() -> dict:
     """Every TrainingArguments field but those that TRAINING_KEYS gives to another owner."""
     from transformers import TrainingArguments
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
     fields = {field.name: field for field in dataclasses.fields(TrainingArguments)}
     gone = set(TRAINING_KEYS) - set(fields) - {"warmup_ratio"}  # which every older script has
@@ -104,32 +105,17 @@ def training_schema() -> dict:
     # an extension may define another one; `check_schedule` says what is wrong with any other name
     schedules = properties["lr_scheduler_type"].pop("enum")
     properties["lr_scheduler_type"]["anyOf"] = [{"enum": schedules}, {"type": "string"}]
-    properties["debug"] = debug_schema(properties["debug"])
-    properties["report_to"] |= tracker_schema()
+    # `debug` and `report_to` take one name, or a list of them
+    debug = properties["debug"]
+    events = debug.pop("items")["enum"]
+    del debug["type"]
+    debug["anyOf"] = [{"type": "array", "items": {"enum": events}}, {"enum": ["", *events]}]
+    trackers, report = sorted(INTEGRATION_TO_CALLBACK), properties["report_to"]
+    report["anyOf"] = [{"type": "array", "items": {"enum": trackers}}, {"enum": ["none", *trackers]}]
+    del report["type"], report["items"]
     properties["project"] |= PROJECT
-    del properties["report_to"]["type"], properties["report_to"]["items"]
-    return {
-        "type": "object",
-        "description": "TrainingArguments' keyword arguments, verbatim.",
-        "properties": properties,
-        "required": ["per_device_train_batch_size", "learning_rate"],
-        "additionalProperties": False,
-    }
-
-
-def debug_schema(schema: dict) -> dict:
-    """What `debug` takes, alone or in a list."""
-    names = schema["items"]["enum"]
-    kept = {key: value for key, value in schema.items() if key not in ("type", "items")}
-    return {**kept, "anyOf": [{"type": "array", "items": {"enum": names}}, {"enum": ["", *names]}]}
-
-
-def tracker_schema() -> dict:
-    """The names that `report_to` takes, alone or in a list."""
-    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-
-    names = sorted(INTEGRATION_TO_CALLBACK)
-    return {"anyOf": [{"type": "array", "items": {"enum": names}}, {"enum": ["none", *names]}]}
+    what = "TrainingArguments' keyword arguments, verbatim."
+    return object_schema(properties, ["per_device_train_batch_size", "learning_rate"], description=what)
 
 
 def model_schema(model_type: str) -> dict:
@@ -139,7 +125,11 @@ def model_schema(model_type: str) -> dict:
 
     config_class = type(AutoConfig.for_model(model_type))
     inherited = {field.name for field in dataclasses.fields(PreTrainedConfig)}
-    documented = argument_descriptions(config_class.__doc__ or "")
+    # in the layout of transformers' docstrings
+    described_keys = re.findall(
+        r"^ {4}(\w+) \(.*?\):\n((?: {8}.*\n?)+)", config_class.__doc__ or "", re.MULTILINE
+    )
+    documented = {name: first_sentence(text) for name, text in described_keys}
     properties = {"model_type": {"const": model_type}}
     for field in dataclasses.fields(config_class):
         if field.name not in inherited and not UNUSED.fullmatch(field.name):
@@ -152,8 +142,7 @@ def model_schema(model_type: str) -> dict:
         properties[name] |= {"minimum": 1, "maximum": largest(name)}
     properties.update(implementation_keys(properties))
     properties.update(Weights.schema()["properties"])
-    required = ["model_type", *SHAPE_KEYS[model_type]]
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    return object_schema(properties, ["model_type", *SHAPE_KEYS[model_type]])
 
 
 def implementation_keys(properties: dict) -> dict:
@@ -172,12 +161,6 @@ def implementation_keys(properties: dict) -> dict:
     return keys
 
 
-def argument_descriptions(docstring: str) -> dict[str, str | None]:
-    """name -> first sentence, from a docstring in the layout that transformers uses."""
-    pattern = re.compile(r"^ {4}(\w+) \(.*?\):\n((?: {8}.*\n?)+)", re.MULTILINE)
-    return {name: first_sentence(text) for name, text in pattern.findall(docstring)}
-
-
 def recipe_schema() -> dict:
     """The recipe's schema: our sections from their classes, the libraries' from theirs."""
     ours = sections_schema()
@@ -194,19 +177,14 @@ def recipe_schema() -> dict:
         },
         "required": ["model_type"],
         "allOf": [
-            {
-                "if": {"properties": {"model_type": {"const": name}}},
-                "then": {"$ref": f"#/$defs/{name}"},
-            }
+            {"if": {"properties": {"model_type": {"const": name}}}, "then": {"$ref": f"#/$defs/{name}"}}
             for name in model_types
         ],
     }
+    sections = {**TOP_LEVEL, "model": model, "training": training_schema(), **ours}
     return {
         "title": "What to train: a pretraining recipe",
-        "type": "object",
-        "properties": {**TOP_LEVEL, "model": model, "training": training_schema(), **ours},
-        "required": ["description", "model", "data", "budget", "training"],
-        "additionalProperties": False,
+        **object_schema(sections, ["description", "model", "data", "budget", "training"]),
         "$defs": {name: model_schema(name) for name in model_types},
     }
 
@@ -224,14 +202,8 @@ def variant_schema(recipe: dict) -> dict:
             properties[name] = {"if": {"required": ["model_type"]}, "then": {"$ref": reference}}
         elif "required" in section:
             inner = {key: {"$ref": f"{reference}/properties/{key}"} for key in section["properties"]}
-            properties[name] = {"type": "object", "properties": inner, "additionalProperties": False}
-    return {
-        "title": "A variant of a recipe",
-        "type": "object",
-        "properties": properties,
-        "required": ["base", "description"],
-        "additionalProperties": False,
-    }
+            properties[name] = object_schema(inner)
+    return {"title": "A variant of a recipe", **object_schema(properties, ["base", "description"])}
 
 
 def one_line_each(sections: dict[str, dict]) -> str:

@@ -21,7 +21,7 @@ from pretraining.recipe import Recipe, load_recipe, recipe_schema
 from pretraining.recipe.curve import changed_parts
 from pretraining.recipe.data import block_of
 from pretraining.recipe.refusals import load_recipe_and_ds_config
-from pretraining.recipe.schedule import DECAYING, SCHEDULE_FREE, STABLE
+from pretraining.recipe.training import DECAYING, SCHEDULE_FREE, STABLE
 from pretraining.runtime.durable_files import append_row, read_rows, write_json
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import display_path, problem, read_json, suggestion

@@ -1,7 +1,7 @@
 """Write exports, folders that load with `from_pretrained` anywhere, from a live Trainer or from a checkpoint's files.
 
 The logits are the same from any ZeRO stage. If the optimizer averages the weights that it trains
-(`pretraining/recipe/schedule.py`), the averaged ones are exported.
+(`pretraining/recipe/training.py`), the averaged ones are exported.
 """
 
 import copy
@@ -28,7 +28,7 @@ from pretraining.checkpoints.places import damage
 from pretraining.checkpoints.shard_files import BUFFER, CheckpointReader, assemble, read_state
 from pretraining.errors import UserError
 from pretraining.extend import MODEL, extensions_of_run, load_code_of_run, load_pretrained
-from pretraining.recipe.schedule import AVERAGING, Z
+from pretraining.recipe.training import AVERAGING, Z
 from pretraining.runtime.durable_files import one_line_disk_errors, sync_to_disk
 from pretraining.runtime.heartbeat import long_work, work_done
 from pretraining.runtime.run_folder import RunFolder

@@ -45,8 +45,8 @@ from pretraining.planning.sizes import balance_of_experts, model_size
 from pretraining.recipe import Recipe
 from pretraining.recipe.curve import DATA_FINGERPRINT, Change, changed_parts, changes_of_run, refuse_changes
 from pretraining.recipe.progress import RAMP, STEP_SIZE
-from pretraining.recipe.schedule import CONSTANT, DECAYING
 from pretraining.recipe.sections import Weights
+from pretraining.recipe.training import CONSTANT, DECAYING
 from pretraining.runtime.durable_files import write_json
 from pretraining.runtime.heartbeat import this_machine
 from pretraining.runtime.journal import Journal, Rollback
@@ -90,7 +90,7 @@ def find_start(
         changes_since(place, marker, recipe, data.manifest, allowed, recorded)
 
     def check_folder() -> None:
-        changes_of_run(run, recipe.to_dict(), allowed)
+        changes_of_run(run.path, recipe.to_dict(), allowed)
 
     if resume != "never":
         from_rank_0(check_folder)  # the cheap check first: verifying a checkpoint reads all its bytes

@@ -145,7 +145,7 @@ def check_earlier_start(launch: Launch) -> list[Finding]:
     if launch.recipe is None or not launch.continues:
         return []
     try:
-        changes_of_run(RunFolder(launch.run_folder), launch.recipe.to_dict(), launch.allowed)
+        changes_of_run(launch.run_folder, launch.recipe.to_dict(), launch.allowed)
     except UserError as error:
         return [Finding.of_error("run folder", error)]
     return [Finding("run folder", FINE, f"{launch.run_folder} holds a run of this recipe, which goes on")]

@@ -10,7 +10,7 @@ _SLIPPED = re.compile(r"(s3|gs|gcs|hf|az|abfss?|https?)(?::/?|/)/?(?=[^/])", re.
 
 
 def is_remote(address: object) -> bool:
-    """Say if `address` names a store (`s3://`, `gs://`, `hf://`, `https://`) rather than a path of this machine."""
+    """Return whether `address` names a store (`s3://`, `hf://`, `https://`) rather than a path of this machine."""
     return isinstance(address, str) and "://" in address
 
 
@@ -30,19 +30,23 @@ def refuse_credentials(value: object, where: str, key: str = "") -> None:
         )
 
 
-def refuse_slips(address: str, key: str) -> None:
-    """Raise `UserError` for an address with a slip, such as `s3//bucket`, which would be a folder of this machine.
+def slip_in(address: str) -> str | None:
+    """Return what is wrong with an address such as `s3//bucket`, which would be a folder of this machine.
 
-    Also for `memory://`, which fsspec would take: nothing there outlives its process.
-    key: what holds the address, for the message.
+    Also with `memory://`, which fsspec would take: nothing there outlives its process. None: nothing is wrong.
     """
     if address.rstrip("/").endswith(":"):
-        raise UserError(f"{key}: {address} names no place; write s3://bucket/folder, or the path of a folder")
+        return f"{address} names no place; write s3://bucket/folder, or the path of a folder"
     if address.startswith("memory://"):
-        raise UserError(
-            f"{key}: {address} is lost when its process ends; name a store, or a folder on a disk"
-        )
+        return f"{address} is lost when its process ends; name a store, or a folder on a disk"
     slip = _SLIPPED.match(address)
     if slip and not is_remote(address) and slip[0] != f"{slip[1]}/":
         meant = f"{slip[1]}://{address[slip.end() :]}"
-        raise UserError(f"{key}: {address} is no address; write {meant}, or ./{address} for a folder here")
+        return f"{address} is no address; write {meant}, or ./{address} for a folder here"
+    return None
+
+
+def refuse_slips(address: str, key: str) -> None:
+    """Raise `UserError` for an address with a slip. key: what holds it, for the message."""
+    if slip := slip_in(address):
+        raise UserError(f"{key}: {slip}")

@@ -94,7 +94,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def is_name(text: str) -> bool:
-    """Say if a text names one file of a folder."""
+    """Return whether a text names one file of a folder."""
     return re.fullmatch(NAME["pattern"], text) is not None
 
 

@@ -33,9 +33,9 @@ _SHORTEST_SECRET = 8
 
 def without_credentials(text: str) -> str:
     """Write `***` for users and signatures in addresses, and for tokens of a known shape."""
-    text = _USER.sub(lambda found: f"{found[1] or found[2]}***@", text)
+    text = _USER.sub(lambda match: f"{match[1] or match[2]}***@", text)
     secret = _SECRET_PARAMETER.search
-    text = _PARAMETER.sub(lambda found: f"{found[1]}***" if secret(found[2]) else found[0], text)
+    text = _PARAMETER.sub(lambda match: f"{match[1]}***" if secret(match[2]) else match[0], text)
     return _KNOWN_SHAPES.sub("***", text)
 
 

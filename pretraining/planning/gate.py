@@ -31,8 +31,7 @@ from pretraining.planning.throughput import precision_of_products, step_time
 from pretraining.planning.verdict import Machine, Objection, Verdict
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.recipe.model import ROUTER_COEFFICIENT, model_with_defaults, value_of
-from pretraining.recipe.schedule import WITHOUT_WARMUP
-from pretraining.recipe.training import ADAMW
+from pretraining.recipe.training import ADAMW, WITHOUT_WARMUP
 
 # up to four epochs are nearly as good as new text (Muennighoff et al. 2023, section 5)
 MANY_EPOCHS = 4

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from pretraining.recipe.section import Section, key
-from pretraining.schema import display_path, problem
+from pretraining.schema import Wrong, display_path, problem
 
 LR_POWERS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 """The learning rate goes as this power of a step's size over the full size."""
@@ -37,8 +37,7 @@ class Ramp(Section):
         minimum=1,
     )
     lr_scaling: Literal["none", "sqrt", "linear"] = key(
-        "How the learning rate goes with the size of a step: not at all, as its root (Adam), "
-        "in proportion (SGD).",
+        "How the learning rate goes with the size of a step: not at all, as its root (Adam), in proportion (SGD).",
         default="none",
     )
 
@@ -95,24 +94,40 @@ class Budget(Section):
             if (tokens := getattr(self, name)) not in (None, values.get(name))
         ]
 
-    def check_together(self, where: str, at: str) -> None:
+    def check_together(self, at: str) -> Wrong:
         """The run has a step, and warm-up and decay fit into it."""
         unit = self.tokens_per_step
-        check_multiple(self.tokens, f"{at}.tokens", unit, f"{at}.tokens_per_step {unit}", where)
+        yield from check_multiple(self.tokens, f"{at}.tokens", unit, f"{at}.tokens_per_step {unit}")
         spent = (self.warmup_tokens or 0) + (self.decay_tokens or 0)
         if spent > self.tokens:
             name = "decay_tokens" if self.decay_tokens else "warmup_tokens"
-            what = (
-                f"is {getattr(self, name)}; warm-up and decay together take {spent}, more than {at}.tokens "
-            )
-            raise problem(where, f"{at}.{name}", f"{what}{self.tokens}: shorten them")
+            what = f"is {getattr(self, name)}; warm-up and decay together take {spent}, more than {at}.tokens"
+            yield f"{at}.{name}", f"{what} {self.tokens}: shorten them"
 
-    def check_length(self, length: int, where: str) -> None:
-        """Raise `UserError` if a step, or a step of the ramp, is not whole sequences of `length` tokens."""
-        words = f"the sequence length {length}"
-        check_multiple(self.tokens_per_step, "budget.tokens_per_step", length, words, where)
-        if self.ramp is not None:
-            _check_ramp(self, self.ramp, length, where)
+    def check_length(self, length: int) -> Wrong:
+        """A step, and a step of the ramp, is whole sequences of `length` tokens; the stairs lead to a full step."""
+        full, words = self.tokens_per_step, f"the sequence length {length}"
+        yield from check_multiple(full, "budget.tokens_per_step", length, words)
+        if self.ramp is None:
+            return
+        at, first, increment = "budget.ramp", self.ramp.from_tokens_per_step, increment_of(self.ramp)
+        if first >= full:
+            what = f"is {first}, not below budget.tokens_per_step {full}; leave the ramp out, or begin lower"
+            yield f"{at}.from_tokens_per_step", what
+        yield from check_multiple(first, f"{at}.from_tokens_per_step", length, words)
+        yield from check_multiple(increment, f"{at}.increment", length, words)
+        if (full - first) % increment:
+            units = (full - first) // length
+            # increments that divide the way up into whole stairs of whole sequences
+            dividing = (unit * length for unit in range(1, min(units, MOST_UNITS) + 1) if units % unit == 0)
+            near = min(dividing, key=lambda each: abs(each - increment))
+            what = f"{increment} does not lead from {first} to {full} in whole stairs"
+            yield f"{at}.increment", f"{what}; the nearest that does is {near}"
+        if (stairs := (full - first) // increment) > MOST_STAIRS:
+            what = f"is {increment}, which makes {stairs} stairs from {first} to {full}"
+            yield f"{at}.increment", f"{what}; at most {MOST_STAIRS}: raise it"
+        if self.ramp.over_tokens > self.tokens:
+            yield f"{at}.over_tokens", f"is {self.ramp.over_tokens}, more than budget.tokens {self.tokens}"
 
 
 class Stair(NamedTuple):
@@ -198,29 +213,6 @@ def increment_of(ramp: Ramp) -> int:
     return ramp.increment or ramp.from_tokens_per_step
 
 
-def _check_ramp(budget: Budget, ramp: Ramp, length: int, where: str) -> None:
-    """The stairs lead to `tokens_per_step`, in whole sequences, within the budget."""
-    full, first, increment = budget.tokens_per_step, ramp.from_tokens_per_step, increment_of(ramp)
-    if first >= full:
-        what = f"is {first}, not below budget.tokens_per_step {full}; leave the ramp out, or begin lower"
-        raise problem(where, "budget.ramp.from_tokens_per_step", what)
-    for name, tokens in {"from_tokens_per_step": first, "increment": increment}.items():
-        check_multiple(tokens, f"budget.ramp.{name}", length, f"the sequence length {length}", where)
-    if (full - first) % increment:
-        units = (full - first) // length
-        # increments that divide the way up into whole stairs of whole sequences
-        dividing = (unit * length for unit in range(1, min(units, MOST_UNITS) + 1) if units % unit == 0)
-        near = min(dividing, key=lambda each: abs(each - increment))
-        what = f"{increment} does not lead from {first} to {full} in whole stairs; the nearest that does is {near}"
-        raise problem(where, "budget.ramp.increment", what)
-    if (stairs := (full - first) // increment) > MOST_STAIRS:
-        what = f"is {increment}, which makes {stairs} stairs from {first} to {full}; at most {MOST_STAIRS}: raise it"
-        raise problem(where, "budget.ramp.increment", what)
-    if ramp.over_tokens > budget.tokens:
-        what = f"is {ramp.over_tokens}, more than budget.tokens {budget.tokens}"
-        raise problem(where, "budget.ramp.over_tokens", what)
-
-
 def check_division(sizes: StepSizes, length: int, ranks: int, micro_batch: int, path: Path) -> None:
     """`UserError` of the recipe's file if ranks x micro-batch x length does not divide every step, with what would."""
     at_once = ranks * micro_batch
@@ -241,11 +233,10 @@ def check_division(sizes: StepSizes, length: int, ranks: int, micro_batch: int, 
     raise problem(display_path(path), "budget.ramp", what)
 
 
-def check_multiple(value: int, key: str, unit: int, unit_words: str, where: str) -> None:
-    """`UserError` with the nearest multiples if `value` is not a multiple of `unit`."""
+def check_multiple(value: int, key: str, unit: int, unit_words: str) -> Wrong:
+    """`value` is a multiple of `unit`; else the nearest multiples are named."""
     if value % unit:
-        what = f"{value} is not a multiple of {unit_words}; {nearest_multiples(value, unit)}"
-        raise problem(where, key, what)
+        yield key, f"{value} is not a multiple of {unit_words}; {nearest_multiples(value, unit)}"
 
 
 def nearest_multiples(value: int, unit: int) -> str:

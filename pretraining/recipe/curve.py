@@ -1,10 +1,8 @@
 """What the loss curve belongs to: the parts of a recipe that a run folder may not change between two starts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from pretraining.errors import UserError
 from pretraining.outside.files import read_json_value
@@ -12,49 +10,22 @@ from pretraining.recipe import recipe_schema
 from pretraining.recipe.model import other_model_types
 from pretraining.schema import differences, suggestion
 
-if TYPE_CHECKING:
-    from pretraining.runtime.run_folder import RunFolder  # which asks for the parts of the curve
-
 # `training` keys that change where the work happens or what is recorded, not the curve.
-NEUTRAL_TRAINING_KEYS = frozenset(
-    {
-        "activation_checkpointing",
-        "activation_checkpointing_kwargs",
-        "dataloader_num_workers",
-        "dataloader_persistent_workers",
-        "dataloader_pin_memory",
-        "dataloader_prefetch_factor",
-        "ddp_bucket_cap_mb",
-        "eval_delay",
-        "eval_on_start",
-        "eval_steps",
-        "eval_strategy",
-        "log_level",
-        "log_level_replica",
-        "logging_first_step",
-        "logging_steps",
-        "logging_strategy",
-        "per_device_eval_batch_size",
-        "per_device_train_batch_size",
-        "project",
-        "report_to",
-        "run_name",
-        "save_steps",
-        "save_strategy",
-        "skip_memory_metrics",
-        "torch_empty_cache_steps",
-    }
-)
-
+NEUTRAL_TRAINING_KEYS = """
+    activation_checkpointing activation_checkpointing_kwargs dataloader_num_workers dataloader_persistent_workers
+    dataloader_pin_memory dataloader_prefetch_factor ddp_bucket_cap_mb eval_delay eval_on_start eval_steps eval_strategy
+    log_level log_level_replica logging_first_step logging_steps logging_strategy per_device_eval_batch_size
+    per_device_train_batch_size project report_to run_name save_steps save_strategy skip_memory_metrics
+    torch_empty_cache_steps"""
 # `data` keys that say where the tokens are and how fast they were made: which ones they are, their fingerprint says.
-NEUTRAL_DATA_KEYS = frozenset({"name", "encoder", "prepare"})
+NEUTRAL_DATA_KEYS = ("name", "encoder", "prepare")
 # `loss` keys that say how the same loss is computed.
-NEUTRAL_LOSS_KEYS = frozenset({"kind", "chunk_tokens", "compile"})
-NEUTRAL_KEYS = frozenset(
-    {f"training.{key}" for key in NEUTRAL_TRAINING_KEYS}
-    | {f"data.{key}" for key in NEUTRAL_DATA_KEYS}
-    | {f"loss.{key}" for key in NEUTRAL_LOSS_KEYS}
-)
+NEUTRAL_LOSS_KEYS = ("kind", "chunk_tokens", "compile")
+NEUTRAL_KEYS = {
+    *(f"training.{key}" for key in NEUTRAL_TRAINING_KEYS.split()),
+    *(f"data.{key}" for key in NEUTRAL_DATA_KEYS),
+    *(f"loss.{key}" for key in NEUTRAL_LOSS_KEYS),
+}
 
 # The sections of ours whose keys the curve depends on. A run from before a key has none: the key's default is taken.
 OURS = ("data", "budget", "loss", "optimizer", "mup")
@@ -113,29 +84,27 @@ def curve_parts(recipe: dict) -> dict:
 def changed_parts(recipe: dict, earlier: dict) -> list[Change]:
     """What of the curve differs between two resolved recipes, by key."""
     ours, theirs = curve_parts(recipe), curve_parts(earlier)
-    changed = sorted(
-        key for key in ours.keys() | theirs.keys() if differences(theirs.get(key), ours.get(key))
-    )
-    return [Change(key, theirs.get(key), ours.get(key)) for key in changed]
+    changes = [Change(key, theirs.get(key), ours.get(key)) for key in sorted(ours.keys() | theirs.keys())]
+    return [change for change in changes if differences(change.earlier, change.now)]
 
 
-def changes_of_run(run: RunFolder, recipe: dict, allowed: Iterable[str] = ()) -> list[Change]:
-    """How a resolved recipe differs from that of the last start in this folder.
+def changes_of_run(folder: Path, recipe: dict, allowed: Iterable[str] = ()) -> list[Change]:
+    """How a resolved recipe differs from that of the last start in this run folder.
 
     Raises:
         UserError: it differs where that is not `allowed`, or the file that was kept is no recipe of a run.
     """
-    if not run.recipe.exists():
+    kept = folder / "recipe.json"
+    if not kept.exists():
         return []
     try:
-        changes = changed_parts(recipe, read_json_value(run.recipe))
+        changes = changed_parts(recipe, read_json_value(kept))
     # the file may be damaged, or another JSON file of that name
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         reason = error if isinstance(error, OSError | ValueError) else "it is no recipe of a run"
-        raise UserError(
-            f"{run.recipe}: cannot be read ({reason}); remove it or choose another --output_dir"
-        ) from error
-    refuse_changes(changes, allowed, run.path, "run")
+        what = f"{kept}: cannot be read ({reason}); remove it or choose another --output_dir"
+        raise UserError(what) from error
+    refuse_changes(changes, allowed, folder, "run")
     return changes
 
 

@@ -6,9 +6,9 @@ from fractions import Fraction
 from pathlib import PurePosixPath
 from typing import Literal, NamedTuple
 
-from pretraining.errors import UserError, nearest
-from pretraining.recipe.section import Section, check_folder_name, key
-from pretraining.schema import problem
+from pretraining.errors import nearest
+from pretraining.recipe.section import Section, key
+from pretraining.schema import Wrong, problem
 
 END_OF_TEXT = "<|endoftext|>"
 """What closes a document, in a tokenizer that is trained here."""
@@ -127,17 +127,15 @@ class MinHash(Section):
     rows: int | None = key("Hashes in a band; goes with bands.", default=None, minimum=1)
     seed: int = key("Picks the hash functions.", default=0, minimum=0)
 
-    def check_together(self, where: str, at: str) -> None:
+    def check_together(self, at: str) -> Wrong:
         """Bands have rows, and not too many of them."""
         if (self.bands is None) != (self.rows is None):
             there, missing = ("bands", "rows") if self.rows is None else ("rows", "bands")
-            what = (
-                f"is missing, and goes with {there}; give both, or neither to have them follow from threshold"
-            )
-            raise problem(where, f"{at}.{missing}", what)
+            remedy = "give both, or neither to have them follow from threshold"
+            yield f"{at}.{missing}", f"is missing, and goes with {there}; {remedy}"
         if (hashes := (self.bands or 0) * (self.rows or 0)) > MOST_HASHES:
             what = f"is {self.bands}; with rows {self.rows} that is {hashes} hashes a document; at most {MOST_HASHES}"
-            raise problem(where, f"{at}.bands", what)
+            yield f"{at}.bands", what
 
 
 class Dedup(Section):
@@ -164,14 +162,12 @@ class Decontaminate(Section):
     )
     validation: bool = key("The texts of data.validation are evaluation sets too.", default=False)
 
-    def check_together(self, where: str, at: str) -> None:
+    def check_together(self, at: str) -> Wrong:
         """There are evaluation sets, and none is looked for by more words than an n-gram has."""
         if self.shortest > self.ngram:
-            raise problem(where, f"{at}.shortest", f"is {self.shortest}, more than {at}.ngram {self.ngram}")
+            yield f"{at}.shortest", f"is {self.shortest}, more than {at}.ngram {self.ngram}"
         if self.folder is None and not self.tasks and not self.validation:
-            raise problem(
-                where, at, "names no evaluation sets; give folder or tasks, or set validation to true"
-            )
+            yield at, "names no evaluation sets; give folder or tasks, or set validation to true"
 
 
 class MixtureStage(Section):
@@ -205,10 +201,7 @@ class Mixture(Section):
 class Data(Section):
     """The text, how it becomes tokens, and how much of it validates."""
 
-    name: str = key(
-        "Folder below data/ that holds the prepared tokens; recipes with equal data share it.",
-        check=check_folder_name,
-    )
+    name: str = key("Folder below data/ that holds the prepared tokens; recipes with equal data share it.")
     sources: list[Source] = key("Where the text comes from, in this order.", minItems=1)
     tokenizer: str | dict = key(
         'A name or path, or {"train_vocab_size": N} to train byte-level BPE on the corpus.',
@@ -255,8 +248,7 @@ class Data(Section):
     decontaminate: Decontaminate | None = key(default=None)
     mixture: Mixture | None = key(default=None)
     shuffle_shards: int | None = key(
-        "Shuffle inside groups of so many shards, so that a remote cache stays small; null: "
-        "over the whole epoch.",
+        "Shuffle inside groups of so many shards, so that a remote cache stays small; null: over the whole epoch.",
         default=None,
         minimum=1,
     )
@@ -304,44 +296,40 @@ class Data(Section):
         represents_all = len(held_out + own) > 1 and set(training) <= set(held_out or own)
         return [*held_out, *own, *(["mixture"] if is_mixed(self) and represents_all else [])]
 
-    def check_together(self, where: str, at: str) -> None:
+    def check_together(self, at: str) -> Wrong:
         """One order, special tokens that differ, and text to validate on, whose sources have names of their own."""
-        _check_special_tokens(self.tokenizer, where, f"{at}.tokenizer")
+        trained = self.tokenizer if isinstance(self.tokenizer, dict) else None
+        tokens = [END_OF_TEXT, *((trained or {}).get("special_tokens", ()))]
+        for number, token in enumerate(tokens):
+            if token in tokens[:number]:
+                what = f"is {token!r}, which is there already; leave it out ({END_OF_TEXT} always has id 0)"
+                yield f"{at}.tokenizer.special_tokens.{number - 1}", what
+        fewest = 256 + len(tokens)
+        if trained and trained["train_vocab_size"] < fewest:
+            what = (
+                f"is {trained['train_vocab_size']}; 256 bytes and {len(tokens)} special tokens need {fewest}"
+            )
+            yield f"{at}.tokenizer.train_vocab_size", what
         if self.shuffle_blocks and self.shuffle_shards:
             what = "is an order of its own beside data.shuffle_shards; leave one of them out"
-            raise problem(where, f"{at}.shuffle_blocks", what)
+            yield f"{at}.shuffle_blocks", what
         if self.validation is None:
             if self.decontaminate and self.decontaminate.validation:
                 what = "is true, and there is no data.validation; name its sources, or leave this out"
-                raise problem(where, f"{at}.decontaminate.validation", what)
+                yield f"{at}.decontaminate.validation", what
             if not self.validation_share:
                 what = "is 0, and there is no data.validation; name its sources, or give a share above 0"
-                raise problem(where, f"{at}.validation_share", what)
+                yield f"{at}.validation_share", what
             return
         # Without a share, a validation source may have the name of the training source that it stands for.
         taken = {"mixture": "the run's mixture"} if is_mixed(self) else {}
-        if self.validation_share:
-            taken |= {
-                source.called: "a training source, whose own share is measured too" for source in self.sources
-            }
+        measured = self.sources if self.validation_share else ()
+        taken |= {each.called: "a training source, whose own share is measured too" for each in measured}
         for number, source in enumerate(self.validation.sources):
             if source.called in taken:
                 what = f"is {source.called!r} like that of {taken[source.called]}; give it another name"
-                raise problem(where, f"{at}.validation.sources.{number}.name", what)
+                yield f"{at}.validation.sources.{number}.name", what
             taken[source.called] = f"validation source {number}"
-
-
-def _check_special_tokens(tokenizer: str | dict, where: str, at: str) -> None:
-    """Each occurs once, and they leave the 256 bytes their ids."""
-    tokens = [END_OF_TEXT, *(tokenizer.get("special_tokens", ()) if isinstance(tokenizer, dict) else ())]
-    for number, token in enumerate(tokens):
-        if token in tokens[:number]:
-            what = f"is {token!r}, which is there already; leave it out ({END_OF_TEXT} always has id 0)"
-            raise problem(where, f"{at}.special_tokens.{number - 1}", what)
-    fewest = 256 + len(tokens)
-    if isinstance(tokenizer, dict) and tokenizer["train_vocab_size"] < fewest:
-        what = f"is {tokenizer['train_vocab_size']}; 256 bytes and {len(tokens)} special tokens need {fewest}"
-        raise problem(where, f"{at}.train_vocab_size", what)
 
 
 class WishedStage(NamedTuple):
@@ -362,14 +350,15 @@ def is_mixed(data: Data) -> bool:
 def source_names(section: Data, where: str) -> list[str]:
     """What the recipe calls its sources: the name, else the last part of the path or data set's name."""
     names = [source.called for source in section.sources]
-    for number, name in enumerate(names):
-        # without a mixture nothing refers to a source by its name
-        if name in names[:number] and is_mixed(section):
+    # without a mixture nothing refers to a source by its name
+    for number, name in enumerate(names if is_mixed(section) else ()):
+        key = f"data.sources.{number}.name"
+        if name in names[:number]:
             what = f"is {name!r} like that of source {names.index(name)}; give each a name of its own"
-            raise problem(where, f"data.sources.{number}.name", what)
-        if name == "mixture" and is_mixed(section):
+            raise problem(where, key, what)
+        if name == "mixture":
             what = "is 'mixture', which is what validations call the whole mixture; give it another name"
-            raise problem(where, f"data.sources.{number}.name", what)
+            raise problem(where, key, what)
     return names
 
 
@@ -383,15 +372,15 @@ def run_shares(wished: Sequence[WishedStage], num_samples: int) -> list[Fraction
     return [sum(column) / num_samples for column in zip(*drawn, strict=True)]
 
 
-def check_mixture(data: Data, num_samples: int, sequence_length: int, where: str) -> None:
-    """Raise `UserError` for what is wrong with a mixture before its data, and thus its sources' sizes, are there."""
+def check_mixture(data: Data, num_samples: int, sequence_length: int, where: str) -> Wrong:
+    """A mixture is right as far as that shows before its data, and thus its sources' sizes, are there."""
     names = source_names(data, where)
     if data.prepare == "budget" and not shares_are_written(data):
-        what = f"is budget, but the {len(names)} sources are read by size, which is known once all is prepared; give "
-        what += (
+        what = f"is budget, but the {len(names)} sources are read by size, which is known once all is prepared; give"
+        remedy = (
             "every source a weight, or set prepare to all (and max_tokens of the sources, if they are large)"
         )
-        raise problem(where, "data.prepare", what)
+        yield "data.prepare", f"{what} {remedy}"
     if is_mixed(data):
         # sizes are not known yet; any will do, since only the shares depend on them
         read_stages(data, names, [1] * len(names), num_samples, sequence_length, where)
@@ -431,28 +420,43 @@ def read_stages(
         UserError: a weight that is not a number above zero, names no source or is given for some sources only; a
             stage that does not begin where the one before it ends; a source that no stage reads.
     """
-    mixture = data.mixture or Mixture()
-    base = _base_shares(data, mixture, names, sizes, where)
-    stages = mixture.stages or [MixtureStage()]
+    base = _base_shares(data, names, sizes, where)
+    stages = (data.mixture and data.mixture.stages) or [MixtureStage()]
     wished, start = [], 0
     for number, stage in enumerate(stages):
-        key = f"data.mixture.stages.{number}"
-        is_last = number == len(stages) - 1
-        stop = _border(stage.until, start, is_last, num_samples, sequence_length, where, key)
-        weights = stage.weights
-        shares = base if weights is None else _named_shares(weights, names, where, f"{key}.weights")
+        key, until, stop = f"data.mixture.stages.{number}", stage.until, None
+        if number == len(stages) - 1:
+            # 1 and the run's tokens mean the end as well
+            if until not in (None, 1, num_samples * sequence_length):
+                what = f"is {until:g}, but the last stage goes on to the end of the run; leave it out or add a stage"
+                raise problem(where, f"{key}.until", what)
+        elif until is None:
+            raise problem(
+                where, f"{key}.until", "is missing: a share of the run below 1, or a number of tokens"
+            )
+        else:
+            # stages begin and end at whole blocks
+            stop = block_of(until, num_samples, sequence_length)
+            if not start < stop < num_samples:
+                what = f"is {until:g}: that is block {stop:,}, which must lie between the stage's start at {start:,}"
+                what += f" and the run's end at {num_samples:,} (blocks of {sequence_length:,} tokens)"
+                raise problem(where, f"{key}.until", what)
+        shares = (
+            base if stage.weights is None else _named_shares(stage.weights, names, where, f"{key}.weights")
+        )
         wished.append(WishedStage(start, stop, shares))
         start = stop
-    _check_every_source_is_read(wished, names, where)
+    for number, name in enumerate(names):
+        if not any(stage.shares[number] for stage in wished):
+            what = f"no stage reads the source {name!r}; name it in one"
+            raise problem(where, "data.mixture.stages", what)
     return wished
 
 
-def _base_shares(
-    data: Data, mixture: Mixture, names: list[str], sizes: list[int], where: str
-) -> list[Fraction]:
+def _base_shares(data: Data, names: list[str], sizes: list[int], where: str) -> list[Fraction]:
     """By the sources' own weights, or else by size and temperature."""
     weights = [source.weight for source in data.sources]
-    temperature = mixture.temperature or 1
+    temperature = (data.mixture and data.mixture.temperature) or 1
     for number, weight in enumerate(weights):
         if weight is not None:
             _check_weight(weight, where, f"data.sources.{number}.weight")
@@ -483,34 +487,8 @@ def _check_weight(weight, where: str, key: str) -> None:
     # a bool is an int in Python
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
     if not is_number or not 0 < weight < float("inf"):
-        shown = f"{weight!r}; a weight is a number above zero"
-        raise problem(where, key, f"is {shown} (leave a source out to have it not read)")
-
-
-def _border(
-    until, start: int, is_last: bool, num_samples: int, sequence_length: int, where: str, key: str
-) -> int | None:
-    """The sample before which a stage ends; None for the last, which goes on for as long as the run does."""
-    tokens = num_samples * sequence_length
-    if is_last:
-        # 1 and the run's tokens mean the end as well
-        if until not in (None, 1, tokens):
-            what = (
-                f"is {until:g}, but the last stage goes on to the end of the run; leave it out or add a stage"
-            )
-            raise problem(where, f"{key}.until", what)
-        return None
-    if until is None:
-        raise problem(where, f"{key}.until", "is missing: a share of the run below 1, or a number of tokens")
-    # stages begin and end at whole blocks
-    stop = block_of(until, num_samples, sequence_length)
-    if not start < stop < num_samples:
-        what = (
-            f"is {until:g}: that is block {stop:,}, which must lie between the stage's start at {start:,} and "
-            f"the run's end at {num_samples:,} (blocks of {sequence_length:,} tokens)"
-        )
-        raise problem(where, f"{key}.until", what)
-    return stop
+        what = f"is {weight!r}; a weight is a number above zero (leave a source out to have it not read)"
+        raise problem(where, key, what)
 
 
 def block_of(until: float, num_samples: int, sequence_length: int) -> int:
@@ -518,14 +496,6 @@ def block_of(until: float, num_samples: int, sequence_length: int) -> int:
     # by its decimal text: 0.1 is one tenth
     exact = Fraction(repr(until))
     return round(exact * num_samples if until < 1 else exact / sequence_length)
-
-
-def _check_every_source_is_read(stages: list[WishedStage], names: list[str], where: str) -> None:
-    for number, name in enumerate(names):
-        if not any(stage.shares[number] for stage in stages):
-            raise UserError(
-                f"{where}: data.mixture.stages: no stage reads the source {name!r}; name it in one"
-            )
 
 
 def exact_shares(weights: Sequence[float | int]) -> list[Fraction]:

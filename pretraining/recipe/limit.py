@@ -6,7 +6,7 @@ neither takes the place of the real ones.
 """
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pretraining.errors import UserError
 from pretraining.recipe.data import shares_are_written
@@ -43,7 +43,14 @@ def limited(values: dict, recipe: "Recipe", tokens: int, written: set[str], rank
     """
     if tokens >= recipe.budget.tokens:
         return values
-    step = _step_tokens(recipe, tokens, written)
+    # a step: a divisor of the full one, of which the limit holds `STEPS`
+    step = recipe.tokens_per_step
+    if "budget.tokens_per_step" not in written:
+        samples, sequences = recipe.samples_per_step, tokens // recipe.sequence_length
+        # a limit of a few sequences is one step at least
+        most = max(sequences // STEPS, min(STEP_SEQUENCES, sequences), 1)
+        fitting = next(size for size in range(min(most, samples), 0, -1) if samples % size == 0)
+        step = fitting * recipe.sequence_length
     if step > tokens:
         raise UserError(
             f"--limit_tokens {tokens}: is less than one step of {step:,} tokens; raise it, or lower "
@@ -53,32 +60,27 @@ def limited(values: dict, recipe: "Recipe", tokens: int, written: set[str], rank
     # A deep copy: lists and objects inside are changed.
     changed = json.loads(json.dumps(values))
     changed["name"] = f"{recipe.name}-limit-{tokens}"
-    _limit_budget(changed["budget"], recipe, steps, step)
-    _limit_data(changed["data"], recipe, tokens, written)
-    _limit_training(changed["training"], recipe, steps, step, written, ranks)
-    _limit_cadences(changed, steps)
-    return changed
-
-
-def _step_tokens(recipe: "Recipe", tokens: int, written: set[str]) -> int:
-    """Compute the tokens of a step: a divisor of the full one, of which the limit holds `STEPS`."""
-    if "budget.tokens_per_step" in written:
-        return recipe.tokens_per_step
-    samples, sequences = recipe.samples_per_step, tokens // recipe.sequence_length
-    # a limit of a few sequences is one step at least
-    most = max(sequences // STEPS, min(STEP_SEQUENCES, sequences), 1)
-    fitting = next(size for size in range(min(most, samples), 0, -1) if samples % size == 0)
-    return fitting * recipe.sequence_length
-
-
-def _limit_budget(budget: dict, recipe: "Recipe", steps: int, step: int) -> None:
-    share = steps * step / recipe.budget.tokens
+    budget, share = changed["budget"], steps * step / recipe.budget.tokens
     budget.update(tokens=steps * step, tokens_per_step=step)
     # There is no room for it: all steps are as small as its first ones.
     budget.pop("ramp", None)
     for key in ("warmup_tokens", "decay_tokens"):
-        if (tokens := getattr(recipe.budget, key)) is not None:
-            budget[key] = max(1, int(tokens * share) // step) * step
+        if (of_full := getattr(recipe.budget, key)) is not None:
+            budget[key] = max(1, int(of_full * share) // step) * step
+    _limit_data(changed["data"], recipe, tokens, written)
+    training, share = changed["training"], steps / recipe.num_steps
+    keywords = training.get("lr_scheduler_kwargs") or {}
+    keywords.update({key: _fewer(keywords[key], share) for key in SCHEDULE_STEPS if key in keywords})
+    if training.get("warmup_steps", 0) >= 1:
+        training["warmup_steps"] = _fewer(training["warmup_steps"], share)
+    if "training.per_device_train_batch_size" not in written:
+        samples = step // recipe.sequence_length
+        # Ranks that do not divide the step are refused later, with what would divide it.
+        mine = samples // ranks if samples % ranks == 0 else samples
+        micro = next(size for size in range(min(recipe.micro_batch, mine), 0, -1) if mine % size == 0)
+        training["per_device_train_batch_size"] = micro
+    _limit_cadences(changed, steps)
+    return changed
 
 
 def _limit_data(data: dict, recipe: "Recipe", tokens: int, written: set[str]) -> None:
@@ -98,30 +100,10 @@ def _limit_data(data: dict, recipe: "Recipe", tokens: int, written: set[str]) ->
             stage["until"] = stage["until"] / recipe.budget.tokens
 
 
-def _limit_training(
-    training: dict, recipe: "Recipe", steps: int, step: int, written: set[str], ranks: int
-) -> None:
-    share = steps / recipe.num_steps
-    if training.get("warmup_steps", 0) >= 1:
-        training["warmup_steps"] = _fewer(training["warmup_steps"], share)
-    keywords = training.get("lr_scheduler_kwargs") or {}
-    keywords.update({key: _fewer(keywords[key], share) for key in SCHEDULE_STEPS if key in keywords})
-    if "training.per_device_train_batch_size" not in written:
-        samples = step // recipe.sequence_length
-        # Ranks that do not divide the step are refused later, with what would divide it.
-        mine = samples // ranks if samples % ranks == 0 else samples
-        micro = next(size for size in range(min(recipe.micro_batch, mine), 0, -1) if mine % size == 0)
-        training["per_device_train_batch_size"] = micro
-
-
 def _limit_cadences(values: dict, steps: int) -> None:
     """Validate, save and log often enough to see each of them."""
     training, every = values["training"], max(1, steps // VALIDATIONS)
-    for key, most in {
-        "eval_steps": every,
-        "save_steps": every,
-        "logging_steps": max(1, steps // LOGS),
-    }.items():
+    for key, most in (("eval_steps", every), ("save_steps", every), ("logging_steps", max(1, steps // LOGS))):
         if (training.get(key) or 0) >= 1:
             training[key] = min(int(training[key]), most)
     evaluate, save = training.get("eval_steps") or 0, training.get("save_steps") or 0
@@ -131,13 +113,9 @@ def _limit_cadences(values: dict, steps: int) -> None:
     evaluation, monitors = values.get("evaluation") or {}, values.get("monitors") or {}
     if evaluation.get("task_steps") and evaluate >= 1:
         evaluation["task_steps"] = evaluate
-    if _last_profiled(monitors.get("profile")) > steps:
+    traced = (monitors.get("profile") or {}).get("steps") or 0
+    if (traced[-1] if isinstance(traced, list) else traced) > steps:
         monitors["profile"] = None
-
-
-def _last_profiled(profile: Any) -> int:
-    steps = (profile or {}).get("steps") or 0
-    return steps[-1] if isinstance(steps, list) else steps
 
 
 def _fewer(steps: int, share: float) -> int:

@@ -11,6 +11,7 @@ from pretraining.ds_config import short_name
 from pretraining.errors import UserError, nearest, place_keys
 from pretraining.extend import MODEL, Extension, is_path, read_extensions
 from pretraining.outside.addresses import refuse_credentials
+from pretraining.recipe.budget import check_multiple
 from pretraining.recipe.limit import limited
 from pretraining.recipe.model import (
     EXACT,
@@ -23,7 +24,7 @@ from pretraining.recipe.recipe import KEYWORDS, RECIPES, SECTIONS, Recipe
 from pretraining.recipe.section import schema_file
 from pretraining.recipe.sections import Weights
 from pretraining.recipe.training import TRAINING_KEYS
-from pretraining.schema import check, display_path, load_json, problem, read_json
+from pretraining.schema import check, display_path, load_json, problem, read_json, refuse_first
 
 NO_DEEPSPEED = ("null", "none")
 OTHER_NAMES = {
@@ -97,7 +98,11 @@ def load_recipe(
     refuse_names_of_others(values.get("model"), where)
     overrides = list(overrides)
     for override in overrides:
-        _check_override(override)
+        nested = _as_nested(override)
+        _check_owners(nested, f"--set {override}")
+        if "base" in nested:
+            what = "is named in a recipe's file alone; --recipe takes another"
+            raise problem(f"--set {override}", "base", what)
     # the file first: its errors must not name an override
     values = _apply_overrides(check(values, recipe_schema(), where), overrides, notes)
     if deepspeed is not None:
@@ -105,6 +110,12 @@ def load_recipe(
     where += f" with --set {' '.join(overrides)}" if overrides else ""
     recipe = _built(values, path, where, tuple(overrides))
     if limit_tokens is not None:
+        length = recipe.sequence_length
+        if recipe.tokens_per_step < length:  # a step of less than a sequence cannot be made smaller
+            words = f"the sequence length {length}"
+            refuse_first(
+                check_multiple(recipe.tokens_per_step, "budget.tokens_per_step", length, words), where
+            )
         written = {override.partition("=")[0] for override in overrides}
         values = limited(values, recipe, limit_tokens, written, world_size or 1)
         where += f" with --limit_tokens {limit_tokens}"
@@ -155,20 +166,15 @@ def _refuse_known_types(extensions: Sequence[Extension], where: str) -> None:
 @cache
 def recipe_schema() -> dict:
     """JSON Schema of a recipe: our sections from their classes, model and training from recipes/schema.json."""
-    found = schema_file()
-    properties = {**found["properties"], **sections_schema()}
+    written = schema_file()
+    properties = {**written["properties"], **sections_schema()}
     # Its rules have schemas of their own, which the file holds.
-    filters = found["properties"]["data"]["properties"]["filters"]
-    properties["data"]["properties"]["filters"] = filters
-    return {**found, "properties": properties, "other_names": _keys_by_other_name()}
-
-
-def _keys_by_other_name() -> dict[str, list[str]]:
-    keys: dict[str, list[str]] = {}
+    properties["data"]["properties"]["filters"] = written["properties"]["data"]["properties"]["filters"]
+    other_names: dict[str, list[str]] = {}
     for key, names in OTHER_NAMES.items():
         for name in names.split():
-            keys.setdefault(name, []).append(key)
-    return keys
+            other_names.setdefault(name, []).append(key)
+    return {**written, "properties": properties, "other_names": other_names}
 
 
 def sections_schema() -> dict[str, dict]:
@@ -182,7 +188,11 @@ def recipe_names() -> list[str]:
 
 
 def _read(path: Path) -> dict:
-    """The sections of a recipe's file, over those of the one base it may name."""
+    """The sections of a recipe's file, over those of the one base it may name, key by key in each section.
+
+    Lists and objects in a section replace the base's whole. A model that names its type is another model and inherits
+    nothing. The base's name and description stay its own.
+    """
     where, own = display_path(path), read_json(path)
     _check_owners(own, where)
     if "base" not in own:
@@ -199,7 +209,12 @@ def _read(path: Path) -> dict:
     if "extensions" in base:
         base["extensions"] = [_beside(base_path, each) for each in base["extensions"]]
     load_recipe(str(base_path))  # so that a mistake in the base is reported with the base's name
-    return _merged(base, own)
+    merged = {key: value for key, value in base.items() if key not in ("name", "description")}
+    for key, value in own.items():
+        inherited = merged.get(key)
+        extends = isinstance(value, dict) and isinstance(inherited, dict) and "model_type" not in value
+        merged[key] = {**inherited, **value} if extends else value
+    return merged
 
 
 def _beside(recipe_path: Path, extension: str | dict) -> str | dict:
@@ -209,26 +224,12 @@ def _beside(recipe_path: Path, extension: str | dict) -> str | dict:
     return str(recipe_path.parent.absolute() / extension) if is_path(extension) else extension
 
 
-def _merged(base: dict, own: dict) -> dict:
-    """`own` over `base`, key by key in each section; lists and objects in a section replace the base's whole.
-
-    A model that names its type is another model and inherits nothing. The base's name and description stay its own.
-    """
-    merged = {key: value for key, value in base.items() if key not in ("name", "description")}
-    for key, value in own.items():
-        inherited = merged.get(key)
-        extends = isinstance(value, dict) and isinstance(inherited, dict) and "model_type" not in value
-        merged[key] = {**inherited, **value} if extends else value
-    return merged
-
-
 def _find(name_or_path: str) -> Path:
+    path = RECIPES / f"{name_or_path}.json"
     if name_or_path.endswith(".json"):
         return Path(name_or_path)
     if "/" in name_or_path:  # a name in a folder of recipes/: features/muon
-        path = RECIPES / f"{name_or_path}.json"
         return path if path.is_file() else Path(name_or_path)
-    path = RECIPES / f"{name_or_path}.json"
     if name_or_path == "schema" or not path.is_file():
         names = recipe_names()
         raise UserError(
@@ -246,14 +247,6 @@ def _check_owners(values: dict, where: str) -> None:
     for key in training if isinstance(training, dict) else ():
         if key in TRAINING_KEYS:
             raise problem(where, f"training.{key}", f"does not belong here: {TRAINING_KEYS[key]}")
-
-
-def _check_override(override: str) -> None:
-    """A `--set` text names neither a key of another owner nor a base."""
-    nested, where = _as_nested(override), f"--set {override}"
-    _check_owners(nested, where)
-    if "base" in nested:
-        raise problem(where, "base", "is named in a recipe's file alone; --recipe takes another")
 
 
 def _as_nested(override: str) -> dict:
@@ -278,12 +271,15 @@ def _apply_overrides(recipe: dict, overrides: Iterable[str], notes: list[str]) -
         where = f"--set {override}"
         if not equals or not key:
             raise UserError(f"{where}: write --set section.key=value")
-        if key.startswith(
-            "model."
-        ):  # of the type that it has by now: an earlier text may have set another model
+        # of the type that it has by now: an earlier text may have set another model
+        if key.startswith("model."):
             kind = {"model_type": changed["model"]["model_type"]}
             refuse_names_of_others({**_as_nested(override)["model"], **kind}, where)
-        _set(changed, key.split("."), _parse(text, where), where)
+        try:
+            value = load_json(text, where)
+        except json.JSONDecodeError:
+            value = text
+        _set(changed, key.split("."), value, where)
         if key == "model":
             _read_model(changed, notes)
         # after each, so that the error names the text that is wrong
@@ -291,31 +287,21 @@ def _apply_overrides(recipe: dict, overrides: Iterable[str], notes: list[str]) -
     return changed
 
 
-def _parse(text: str, where: str) -> Any:
-    try:
-        return load_json(text, where)
-    except json.JSONDecodeError:
-        return text
-
-
 def _set(value: Any, path: list[str], new: Any, where: str) -> None:
     """Descend to the last part of `path`, making objects where there are none yet, and set it."""
     for depth, name in enumerate(path):
-        here = ".".join(path[:depth])
-        if not isinstance(value, dict | list):
+        here, place = ".".join(path[:depth]), name
+        if isinstance(value, list):
+            if not name.isdecimal() or int(name) > len(value):
+                what = f"{here} is a list of {len(value)}: {name!r} is not one of its indices"
+                raise UserError(f"{where}: {what}")
+            place = int(name)
+            if place == len(value):  # one past the end appends
+                value.append({})
+        elif not isinstance(value, dict):
             raise UserError(f"{where}: {here} is not an object, it has no {name!r}")
-        place: Any = _index(value, name, here, where) if isinstance(value, list) else name
         if depth == len(path) - 1:
             value[place] = new
         elif isinstance(value, dict) and value.get(place) is None:
             value[place] = {}
         value = value[place]
-
-
-def _index(items: list, name: str, here: str, where: str) -> int:
-    if not name.isdecimal() or int(name) > len(items):
-        raise UserError(f"{where}: {here} is a list of {len(items)}: {name!r} is not one of its indices")
-    if int(name) == len(items):
-        # one past the end appends; `_set` fills it
-        items.append({})
-    return int(name)

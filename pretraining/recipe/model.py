@@ -9,7 +9,7 @@ from typing import Any
 from pretraining.errors import did_you_mean, nearest, nearest_names
 from pretraining.extend import MODEL_KEYS, model_extension
 from pretraining.recipe.section import schema_file
-from pretraining.schema import check, problem
+from pretraining.schema import Wrong, check, problem
 
 EXACT = ("gpt2", "llama", "mixtral", "qwen3", "qwen3_moe")
 """Counted by formula in planning/sizes.py; what holds for them is tested for each."""
@@ -165,29 +165,31 @@ def checked_model(model: dict, where: str) -> dict:
     """
     if is_exact(model):
         return model  # the recipe's own schema has checked it
-    _check_type(model["model_type"], where)
+    kind, others = model["model_type"], other_model_types()
+    if model_extension(kind) is None:
+        if kind in others["refused"]:
+            what = f"is {kind!r}, which does not train here: {others['refused'][kind]}"
+            raise problem(where, "model.model_type", what)
+        known = [*EXACT, *others["types"]]
+        if kind not in known:
+            near = f"; known are {', '.join(EXACT)}, others of transformers, and your own, from a module in extensions"
+            what = f"is {kind!r}, which is no model type{nearest_names(kind, known) or near}"
+            raise problem(where, "model.model_type", what)
     # Its configuration class would take any key without a word.
-    entry = type_entry(model["model_type"])
+    entry = type_entry(kind)
     schema = {"type": "object", "properties": entry["properties"], "required": entry["required"]}
     # a class of the user's own is asked for its keys when it is counted
     return check(model, {**schema, "additionalProperties": "of_user" in entry}, where, "model", schema_file())
 
 
-def _check_type(model_type: str, where: str) -> None:
-    found = other_model_types()
-    if model_extension(model_type) is not None:
-        return
-    if model_type in found["refused"]:
-        reason = found["refused"][model_type]
-        raise problem(where, "model.model_type", f"is {model_type!r}, which does not train here: {reason}")
-    known = [*EXACT, *found["types"]]
-    if model_type not in known:
-        near = (
-            nearest_names(model_type, known)
-            or f"; known are {', '.join(EXACT)}, others of transformers, and your own, from a module in extensions"
-        )
-        what = f"is {model_type!r}, which is no model type{near}"
-        raise problem(where, "model.model_type", what)
+class Common:
+    """A key that every type has, under a name of its own."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, model: dict | None, owner: type) -> Any:
+        return self if model is None else value_of(model, self.name)
 
 
 class Model(dict):
@@ -196,9 +198,14 @@ class Model(dict):
     Attributes are what every type has, under the names that most of them use.
     """
 
+    vocab_size: int = Common()
+    hidden_size: int = Common()
+    num_hidden_layers: int = Common()
+    num_attention_heads: int = Common()
+    max_position_embeddings: int = Common()
+
     @property
     def model_type(self) -> str:
-        """A name of transformers."""
         return self["model_type"]
 
     @property
@@ -206,169 +213,113 @@ class Model(dict):
         """Whether planning counts the type by formula."""
         return is_exact(self)
 
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the embedding."""
-        return self["vocab_size"]
-
-    @property
-    def hidden_size(self) -> int:
-        """Width."""
-        return value_of(self, "hidden_size")
-
-    @property
-    def num_hidden_layers(self) -> int:
-        """Depth."""
-        return value_of(self, "num_hidden_layers")
-
-    @property
-    def num_attention_heads(self) -> int:
-        """Heads of queries."""
-        return value_of(self, "num_attention_heads")
-
-    @property
-    def max_position_embeddings(self) -> int:
-        """The longest sequence that the model is built for."""
-        return value_of(self, "max_position_embeddings")
-
     def with_defaults(self) -> "Model":
         """Over its configuration class's own defaults."""
         return Model(model_with_defaults(self))
 
-    def check(self, where: str) -> None:
-        """Raise `UserError` for the first key that does not fit another one, or that no model can be built with."""
+    def check(self) -> Wrong:
+        """Yield the first key that does not fit another one, or that no model can be built with."""
         model = self.with_defaults()
-        _check_heads(model, where)
-        _check_experts(model, where)
-        _check_rope(model, where)
-        _check_layer_types(model, where)
-        _check_special_ids(self, where)
-        _check_attention(model, where)
+        yield from _check_heads_and_experts(model)
+        if model["model_type"] in ROTARY:
+            yield from _check_rope(model)
+        yield from _check_layer_types(model)
+        # ids that the recipe names are rows of the embedding; those it leaves out are the tokenizer's
+        for key in SPECIAL_IDS:
+            # eos_token_id may be a list
+            for number in self[key] if isinstance(self.get(key), list) else [self.get(key)]:
+                if number is not None and number >= self.vocab_size:
+                    what = f"is {number}, beyond model.vocab_size {self.vocab_size}"
+                    yield f"model.{key}", f"{what}; leave it out: the tokenizer has it"
+        name, key = model.get("attn_implementation"), "model.attn_implementation"
+        # a name with a slash is a kernel of the hub
+        if name is not None and name not in ATTENTIONS and "/" not in name:
+            what = f"is {json.dumps(name)}, which is no attention{nearest(name, ATTENTIONS)}; known are"
+            yield key, f"{what} {', '.join(ATTENTIONS)}, or leave it out"
+        for key in ("attn_pdrop", "attention_dropout"):
+            if name == "flex_attention" and model.get(key):
+                yield f"model.{key}", "is not 0, and flex_attention has no dropout: set it to 0"
 
 
-def _check_heads(model: dict, where: str) -> None:
+def _check_heads_and_experts(model: dict) -> Wrong:
+    """Sizes that divide each other; a token's experts are among those there are, whose groups are of one size (as
+    DeepSeek-V3 routes)."""
     width_key, heads_key = own_key(model, "hidden_size"), own_key(model, "num_attention_heads")
     width, heads = model[width_key], model[heads_key]
     # Only some classes take a head_dim that the width does not follow from.
     must_divide = model["model_type"] in ("gpt2", "llama") or model.get("head_dim") is None
     if must_divide and width % heads:
-        raise problem(
-            where, f"model.{heads_key}", f"is {heads}, which does not divide model.{width_key} {width}"
-        )
+        yield f"model.{heads_key}", f"is {heads}, which does not divide model.{width_key} {width}"
     key_value_heads = value_of(model, "num_key_value_heads") or heads
     if heads % key_value_heads:
-        what = f"is {key_value_heads}, which does not divide model.{heads_key} {heads}"
-        raise problem(where, f"model.{own_key(model, 'num_key_value_heads')}", what)
-
-
-def _check_experts(model: dict, where: str) -> None:
-    """A token's experts are among those there are, whose groups are of one size (as DeepSeek-V3 routes)."""
+        key = own_key(model, "num_key_value_heads")
+        yield f"model.{key}", f"is {key_value_heads}, which does not divide model.{heads_key} {heads}"
     key = next((key for key in EXPERTS if model.get(key)), None)
     if key is None:
         return
     experts, chosen, groups = model[key], model.get("num_experts_per_tok") or 1, model.get("n_group") or 1
     if chosen > experts:
-        raise problem(where, "model.num_experts_per_tok", f"is {chosen}, more than model.{key} {experts}")
+        yield "model.num_experts_per_tok", f"is {chosen}, more than model.{key} {experts}"
     if experts % groups:
-        raise problem(where, "model.n_group", f"is {groups}, which does not divide model.{key} {experts}")
+        yield "model.n_group", f"is {groups}, which does not divide model.{key} {experts}"
     if (chosen := model.get("topk_group") or 1) > groups:
-        raise problem(where, "model.topk_group", f"is {chosen}, more than model.n_group {groups}")
+        yield "model.topk_group", f"is {chosen}, more than model.n_group {groups}"
     if model["model_type"] == "qwen3_moe":
-        _check_sparse_layers(model, where)
+        layers, step, dense = (
+            model[key] for key in ("num_hidden_layers", "decoder_sparse_step", "mlp_only_layers")
+        )
+        # a mixture is every `decoder_sparse_step`th layer that is not in `mlp_only_layers`
+        if not any((layer + 1) % step == 0 and layer not in (dense or ()) for layer in range(layers)):
+            key = "mlp_only_layers" if step <= layers else "decoder_sparse_step"
+            what = f"is {model[key]}, which leaves none of {layers} layers with experts"
+            yield f"model.{key}", f"{what}; change it, or take model_type qwen3"
 
 
-def _check_sparse_layers(model: dict, where: str) -> None:
-    """One layer at least is a mixture of experts: every `decoder_sparse_step`th that is not in `mlp_only_layers`."""
-    layers, step, dense = (
-        model["num_hidden_layers"],
-        model["decoder_sparse_step"],
-        model["mlp_only_layers"] or [],
-    )
-    if not any((layer + 1) % step == 0 and layer not in dense for layer in range(layers)):
-        key = "mlp_only_layers" if step <= layers else "decoder_sparse_step"
-        what = f"is {model[key]}, which leaves none of {layers} layers with experts"
-        raise problem(where, f"model.{key}", f"{what}; change it, or take model_type qwen3")
-
-
-def _check_rope(model: dict, where: str) -> None:
+def _check_rope(model: dict) -> Wrong:
     """Rotary positions of a known kind, with the keys that it needs, on heads of an even size."""
-    if model["model_type"] not in ROTARY:
-        return
     # as transformers derives it
     head_dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
     if head_dim % 2:
         what = f"makes heads of {head_dim}, and rotary positions turn pairs: choose an even size of a head"
-        raise problem(where, "model.head_dim" if model.get("head_dim") else "model.num_attention_heads", what)
-    given, key = model.get("rope_parameters"), "model.rope_parameters"
-    if not given:
-        return
+        yield "model.head_dim" if model.get("head_dim") else "model.num_attention_heads", what
+    given, key = model.get("rope_parameters") or {}, "model.rope_parameters"
     for name, value in given.items():
         if value is None:
-            raise problem(where, f"{key}.{name}", "is null; leave it out")
+            yield f"{key}.{name}", "is null; leave it out"
     kind = given.get("rope_type", "default")
     if kind not in ROPE:
         what = f"is {json.dumps(kind)}, not one of {', '.join(ROPE)}{nearest(kind, ROPE)}"
-        raise problem(where, f"{key}.rope_type", what)
+        yield f"{key}.rope_type", what
     needed, optional = ROPE[kind]
     for name in needed:
         if given.get(name) is None:
-            raise problem(where, f"{key}.{name}", f"is missing; rope_type {kind} needs it")
+            yield f"{key}.{name}", f"is missing; rope_type {kind} needs it"
     for name in given:
         if name not in (*needed, *optional, *ROPE_ALWAYS):
-            raise problem(where, f"{key}.{name}", f"is no key of rope_type {kind}; leave it out")
-    if kind == "longrope":
-        for name in needed:
-            # one factor for each pair that is turned
-            if len(given[name]) != head_dim // 2:
-                what = f"has {len(given[name])} numbers; half of a head needs {head_dim // 2}"
-                raise problem(where, f"{key}.{name}", what)
-    if kind == "llama3" and given["high_freq_factor"] <= given["low_freq_factor"]:
-        what = f"is {given['high_freq_factor']:g}; it must be greater than low_freq_factor {given['low_freq_factor']:g}"
-        raise problem(where, f"{key}.high_freq_factor", what)
+            yield f"{key}.{name}", f"is no key of rope_type {kind}; leave it out"
+    for name in needed if kind == "longrope" else ():
+        # one factor for each pair that is turned
+        if len(given[name]) != head_dim // 2:
+            yield f"{key}.{name}", f"has {len(given[name])} numbers; half of a head needs {head_dim // 2}"
+    if kind == "llama3" and (high := given["high_freq_factor"]) <= (low := given["low_freq_factor"]):
+        what = f"is {high:g}; it must be greater than low_freq_factor {low:g}"
+        yield f"{key}.high_freq_factor", what
 
 
-def _check_layer_types(model: dict, where: str) -> None:
+def _check_layer_types(model: dict) -> Wrong:
     """One kind of attention for every layer, a window where there is one to look back over."""
     given, key = model.get("layer_types"), "model.layer_types"
     if given is None:
         return
     layers = value_of(model, "num_hidden_layers")
     if len(given) != layers:
-        layers_key = own_key(model, "num_hidden_layers")
-        raise problem(
-            where, key, f"has {len(given)} entries, and model.{layers_key} is {layers}: name every layer's"
-        )
+        what = f"has {len(given)} entries, and model.{own_key(model, 'num_hidden_layers')} is {layers}"
+        yield key, f"{what}: name every layer's"
     if model["model_type"] != "qwen3":
         return
     for number, kind in enumerate(given):
         if kind not in ("full_attention", "sliding_attention"):
             what = f"is {json.dumps(kind)}; it must be full_attention or sliding_attention"
-            raise problem(where, f"{key}.{number}", what)
+            yield f"{key}.{number}", what
     if "sliding_attention" in given and not (model.get("use_sliding_window") and model.get("sliding_window")):
-        raise problem(
-            where, key, "has sliding_attention, which needs model.use_sliding_window true and sliding_window"
-        )
-
-
-def _check_special_ids(model: dict, where: str) -> None:
-    """Ids that the recipe names are rows of the embedding; those it leaves out are the tokenizer's."""
-    for key in SPECIAL_IDS:
-        given = model.get(key)
-        # eos_token_id may be a list
-        for number in given if isinstance(given, list) else [given]:
-            if number is not None and number >= model["vocab_size"]:
-                what = f"is {number}, beyond model.vocab_size {model['vocab_size']}; leave it out: the tokenizer has it"
-                raise problem(where, f"model.{key}", what)
-
-
-def _check_attention(model: dict, where: str) -> None:
-    """A kernel that there is."""
-    name, key = model.get("attn_implementation"), "model.attn_implementation"
-    if name is None:
-        return
-    if name not in ATTENTIONS and "/" not in name:
-        what = f"is {json.dumps(name)}, which is no attention{nearest(name, ATTENTIONS)}; known are "
-        raise problem(where, key, f"{what}{', '.join(ATTENTIONS)}, or leave it out")
-    if name == "flex_attention" and (model.get("attn_pdrop") or model.get("attention_dropout")):
-        dropout = "attn_pdrop" if model.get("attn_pdrop") else "attention_dropout"
-        raise problem(where, f"model.{dropout}", "is not 0, and flex_attention has no dropout: set it to 0")
+        yield key, "has sliding_attention, which needs model.use_sliding_window true and sliding_window"

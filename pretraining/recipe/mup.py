@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pretraining.recipe.section import Section, key
-from pretraining.schema import problem
+from pretraining.schema import Wrong
 
 FAMILIES = ("gpt2", "llama", "qwen3")
 _BLOCK = re.compile(r"\.(h|layers)\.\d+\.")
@@ -43,12 +43,11 @@ class Mup(Section):
         minimum=1,
     )
 
-    def check_together(self, where: str, at: str) -> None:
+    def check_together(self, at: str) -> Wrong:
         """The rest of a base needs its width."""
         for name in ("base_layers", "base_head_size"):
             if self.base_width is None and getattr(self, name) is not None:
-                what = f"is set without {at}.base_width; set that too, or leave both out"
-                raise problem(where, f"{at}.{name}", what)
+                yield f"{at}.{name}", f"is set without {at}.base_width; set that too, or leave both out"
 
 
 @dataclass(frozen=True)
@@ -87,10 +86,14 @@ class Growth:
     def scales(self, name: str, is_tied: bool, rule: str) -> Scales:
         """Of the parameter called `name`; `is_tied`: whether the head is the embedding; `rule`: a key of RULES."""
         if not _BLOCK.search(name):
-            return self._outside_blocks(name, is_tied)
+            scales = Scales(epsilon=1 / self.width)
+            # a tied head is the embedding, so the norm before it takes the multiplier
+            holds_output_multiplier = _FINAL_NORM.search(name) if is_tied else name == HEAD
+            return scales.times(1 / self.width) if holds_output_multiplier else scales
         epsilon = 1 / (self.width * self.depth)
         scales = Scales(epsilon=epsilon)
-        if self._is_matrix(name):
+        # norms are vectors; biases do not end with .weight
+        if name.endswith(".weight") and not re.search(r"(ln_\d|norm)\.weight$", name):
             power = RULES[rule]
             scales = Scales(self.width**-0.5, self.width**-power, self.width**power, epsilon)
         if _LEAVES_A_BRANCH.search(name):
@@ -101,17 +104,6 @@ class Growth:
         if self.queries != 1 and _QUERY[self.model_type].search(name):
             scales = scales.times(self.queries)
         return scales
-
-    def _outside_blocks(self, name: str, is_tied: bool) -> Scales:
-        scales = Scales(epsilon=1 / self.width)
-        # a tied head is the embedding, so the norm before it takes the multiplier
-        holds_output_multiplier = _FINAL_NORM.search(name) if is_tied else name == HEAD
-        return scales.times(1 / self.width) if holds_output_multiplier else scales
-
-    @staticmethod
-    def _is_matrix(name: str) -> bool:
-        # norms are vectors; biases do not end with .weight
-        return name.endswith(".weight") and not re.search(r"(ln_\d|norm)\.weight$", name)
 
 
 def shape_of(model: dict) -> tuple[int, int, int]:
@@ -135,20 +127,17 @@ def scales_by_name(names: Iterable[str], model: dict, mup: Mup, rule: str = "ada
     return {name: growth.scales(name, is_tied, rule) for name in names}
 
 
-def check_mup(mup: Mup, model: dict, where: str) -> None:
-    """Raise `UserError` for a base that this model has no rule from.
-
-    model: the section with its class's defaults.
-    """
+def check_mup(mup: Mup, model: dict) -> Wrong:
+    """This model has a rule from the base. model: the section with its class's defaults."""
+    kind = model["model_type"]
     if mup.base_width is None:
         return
-    if model["model_type"] not in FAMILIES:
-        what = f"is set, but muP has no rule here for the routers and experts of {model['model_type']}"
-        raise problem(where, "mup.base_width", f"{what}; leave it out, or choose {', '.join(FAMILIES)}")
-    size = shape_of(model)[2]
-    if model["model_type"] == "gpt2" and mup.base_head_size not in (None, size):
+    if kind not in FAMILIES:
         what = (
-            f"is {mup.base_head_size}, and heads here have {size}; gpt2 keeps queries, keys and values in one"
+            f"is set, but muP has no rule here for the routers and experts of {kind}; leave it out, or choose"
         )
-        what += " matrix of one rate: grow by more heads of the same size"
-        raise problem(where, "mup.base_head_size", what)
+        yield "mup.base_width", f"{what} {', '.join(FAMILIES)}"
+    size = shape_of(model)[2]
+    if kind == "gpt2" and mup.base_head_size not in (None, size):
+        what = f"is {mup.base_head_size}, and heads here have {size}; gpt2 keeps queries, keys and values in one matrix"
+        yield "mup.base_head_size", f"{what} of one rate: grow by more heads of the same size"

@@ -1,7 +1,6 @@
 """The recipe: what to train, with nothing stated twice and everything derivable derived.
 
-Below the class stands what its sections ask of each other; each check raises `UserError` for the first key that is
-wrong.
+Below the class stands what its sections ask of each other.
 """
 
 import json
@@ -18,7 +17,6 @@ from pretraining.recipe.budget import Budget, StepSizes, check_division, nearest
 from pretraining.recipe.data import Data, check_mixture
 from pretraining.recipe.model import CROSSES_DOCUMENTS, EXACT, ROUTER_COEFFICIENT, Model, own_key
 from pretraining.recipe.mup import Mup, check_mup
-from pretraining.recipe.schedule import check_schedule
 from pretraining.recipe.section import Section, check_folder_name
 from pretraining.recipe.sections import (
     Checkpoints,
@@ -30,9 +28,9 @@ from pretraining.recipe.sections import (
     Speed,
     Weights,
 )
-from pretraining.recipe.training import Training
+from pretraining.recipe.training import Training, check_judged, check_schedule
 from pretraining.runtime.metric_names import GROUPS, LOWER_IS_BETTER
-from pretraining.schema import REPOSITORY, display_path, problem
+from pretraining.schema import REPOSITORY, Wrong, display_path, problem, refuse_first
 
 RECIPES = REPOSITORY / "recipes"
 SECTIONS: dict[str, type[Section]] = {
@@ -217,13 +215,13 @@ class Recipe:
     def training_keywords(self) -> Training:
         """`training`, with what the budget says of the schedule in tokens, in full steps."""
         # a copy: the recipe itself stays as it was written
-        found = Training(self.training)
+        keywords = Training(self.training)
         if (tokens := self.budget.warmup_tokens) is not None:
-            found["warmup_steps"] = tokens // self.tokens_per_step
+            keywords["warmup_steps"] = tokens // self.tokens_per_step
         if (tokens := self.budget.decay_tokens) is not None:
             given = self.training.lr_scheduler_kwargs or {}
-            found["lr_scheduler_kwargs"] = {**given, "num_decay_steps": tokens // self.tokens_per_step}
-        return found
+            keywords["lr_scheduler_kwargs"] = {**given, "num_decay_steps": tokens // self.tokens_per_step}
+        return keywords
 
     def to_dict(self) -> dict:
         """The resolved recipe: written to a file and loaded again, it is this recipe."""
@@ -236,46 +234,75 @@ class Recipe:
         return values | {name: getattr(self, name).to_dict() for name in SECTIONS}
 
     def check(self, where: str) -> None:
-        """Raise `UserError` for the first value that its schema cannot judge: fields, then sections, then what these
-        ask of each other.
-        """
-        check_folder_name(self.name, "name", where)
-        model, length = self.model.with_defaults(), self.sequence_length
-        self.data.check(where, "data")
-        self.model.check(where)
-        check_documents(self.data, model, where)
-        check_loss(self.loss, model, where)
+        """Raise `UserError` for the first value that its schema cannot judge. where: the file, for the message."""
+        refuse_first(self._wrong(where), where)
+
+    def _wrong(self, where: str) -> Wrong:
+        """Fields, then sections, then what these ask of each other."""
+        yield from check_folder_name(self.name, "name")
+        model, length, extensions = self.model.with_defaults(), self.sequence_length, self.extensions
+        yield from check_folder_name(self.data.name, "data.name")
+        yield from self.data.check("data")
+        yield from self.model.check()
+        yield from check_documents(self.data, model)
+        yield from check_loss(self.loss, model)
         for number, rule in enumerate(self.data.filters):
             if rule["rule"] == "callable" and ":" not in rule["import"]:
                 at = f"data.filters.{number}.import"
-                check_defined(self.extensions, "filter", rule["import"], where, at)
+                yield from check_defined(extensions, "filter", rule["import"], at)
         if self.loss.function is not None:
-            check_defined(self.extensions, "loss", self.loss.function, where, "loss.function")
-        self.training.check(where)
-        check_kernels(self.training, model, where)
-        if length > self.model.max_position_embeddings:
-            positions = own_key(self.model, "max_position_embeddings")
-            what = f"is {length}, but the model has {self.model.max_position_embeddings} positions; shorten it, or "
-            what += f"--set model.{positions}={length}"
-            raise problem(where, "data.sequence_length", what)
-        self.budget.check_length(
-            length, where
-        )  # before its own checks: a wrong size of a step is the cause of others
+            yield from check_defined(extensions, "loss", self.loss.function, "loss.function")
+        yield from self.training.check(where)
+        if self.training.use_liger_kernel and model.model_type == "gpt2":
+            what = "is true, and Liger has no kernels for gpt2: set it to false, or take model_type llama"
+            yield "training.use_liger_kernel", what
+        if length > (longest := model.max_position_embeddings):
+            what = f"is {length}, but the model has {longest} positions; shorten it, or --set model."
+            yield "data.sequence_length", f"{what}{own_key(model, 'max_position_embeddings')}={length}"
+        # before the budget's own checks: a wrong size of a step is the cause of others
+        yield from self.budget.check_length(length)
         for name in SECTIONS:
-            getattr(self, name).check(where, name)
-        own = defined(self.extensions, "schedule")
-        check_schedule(
-            self.budget, self.training, self.training_keywords, self.monitors, self.num_steps, where, own
+            yield from getattr(self, name).check(name)
+        yield from check_schedule(
+            self.budget,
+            self.training,
+            self.training_keywords,
+            self.num_steps,
+            where,
+            defined(extensions, "schedule"),
         )
-        check_mixture(self.data, self.num_samples, length, where)
-        check_mup(self.mup, model, where)
-        check_vocabulary(self.data, model, where)
-        metrics = defined(self.extensions, "metric")
-        check_evaluation(
-            self.evaluation, self.checkpoints.keep_best, self.training, self.data, where, metrics
-        )
+        yield from check_judged(self.budget, self.training, self.monitors.spikes)
+        yield from check_mixture(self.data, self.num_samples, length, where)
+        yield from check_mup(self.mup, model)
+        # a tokenizer that is trained here has no more tokens than the model has rows
+        trained = self.data.tokenizer["train_vocab_size"] if isinstance(self.data.tokenizer, dict) else 0
+        if trained > model.vocab_size:
+            what = f"is {trained}, more than model.vocab_size {model.vocab_size}"
+            yield "data.tokenizer.train_vocab_size", what
+        yield from self._check_judgement(defined(extensions, "metric"))
         if self.monitors.profile is not None:
-            check_profile(self.monitors.profile.steps, self.num_steps, where)
+            steps = self.monitors.profile.steps
+            if (steps[-1] if isinstance(steps, list) else steps) > self.num_steps:
+                yield "monitors.profile.steps", f"is {steps}, but the run has {self.num_steps} steps"
+
+    def _check_judgement(self, metrics: Sequence[str]) -> Wrong:
+        """What is judged is measured, when it is judged. metrics: those of extensions."""
+        evaluation, training, keep_best = self.evaluation, self.training, self.checkpoints.keep_best
+        save, evaluate = training.save_steps, training.steps_between_validations
+        # a save between two validations has no loss of its own step
+        is_validated = training.save_strategy == training.eval_strategy == "steps" and not save % evaluate
+        if keep_best and not is_validated:
+            what = f"is {keep_best}, but not every save is validated: set eval_strategy and save_strategy to steps, and"
+            remedy = f"training.save_steps (now {save}) to a multiple of training.eval_steps (now {evaluate})"
+            yield "checkpoints.keep_best", f"{what} {remedy}"
+        if evaluation.patience is not None and training.eval_strategy == "no":
+            what = f"is {evaluation.patience}, but nothing is validated while training"
+            yield "evaluation.patience", f"{what}: set training.eval_strategy to steps"
+        yield from check_metric(evaluation, self.data, metrics)
+        task_steps = evaluation.task_steps
+        if task_steps is not None and training.eval_strategy == "steps" and task_steps % evaluate:
+            what = f"is {task_steps}, no multiple of training.eval_steps {evaluate}"
+            yield "evaluation.task_steps", f"{what}: scores come with the validations"
 
 
 def accumulation_steps(recipe: Recipe, world_size: int, ds_config: dict | None = None) -> int:
@@ -303,12 +330,9 @@ def accumulation_steps(recipe: Recipe, world_size: int, ds_config: dict | None =
             raise problem(where, "budget.tokens_per_step", what)
         # the largest micro-batch that divides, not above the one that was asked for
         fitting = next(size for size in range(min(micro_batch, per_rank), 0, -1) if per_rank % size == 0)
-        raise problem(
-            where,
-            "training.per_device_train_batch_size",
-            f"is {micro_batch}; {product} do not divide budget.tokens_per_step {recipe.tokens_per_step}; "
-            f"{fitting} does (or for tokens_per_step, {multiples})",
-        )
+        what = f"is {micro_batch}; {product} do not divide budget.tokens_per_step {recipe.tokens_per_step}"
+        remedy = f"{fitting} does (or for tokens_per_step, {multiples})"
+        raise problem(where, "training.per_device_train_batch_size", f"{what}; {remedy}")
     check_division(recipe.step_sizes, recipe.sequence_length, ranks, micro_batch, recipe.path)
     return steps
 
@@ -317,127 +341,57 @@ MOST_NAMES = 12
 """Metrics that a message lists."""
 
 
-def check_documents(data: Data, model: Model, where: str) -> None:
+def check_documents(data: Data, model: Model) -> Wrong:
     """Documents are kept apart only by a type and a kernel for which that is known to be exact."""
     if not data.document_masking:
         return
     name = model.get("attn_implementation")
     if not model.is_exact:
         what = f"is tested for {', '.join(EXACT)} alone, not for {model.model_type}; set it to false"
-        raise problem(where, "data.document_masking", what)
+        yield "data.document_masking", what
     # a name with a slash is a kernel of the hub, which nothing here has tested
     if name is not None and (name in CROSSES_DOCUMENTS or "/" in name):
         what = f"is {name}, which is not known to keep documents apart, as data.document_masking wants; leave it out"
-        raise problem(where, "model.attn_implementation", what)
+        yield "model.attn_implementation", what
 
 
-def check_vocabulary(data: Data, model: Model, where: str) -> None:
-    """A tokenizer that is trained here has no more tokens than the model has rows."""
-    trained = data.tokenizer["train_vocab_size"] if isinstance(data.tokenizer, dict) else 0
-    if trained > model.vocab_size:
-        what = f"is {trained}, more than model.vocab_size {model.vocab_size}"
-        raise problem(where, "data.tokenizer.train_vocab_size", what)
-
-
-def check_loss(loss: Loss, model: Model, where: str) -> None:
+def check_loss(loss: Loss, model: Model) -> Wrong:
     """The logits are a product that can be fused with their loss, and the routers' are there, if that is wanted."""
     if loss.kind == "fused" and not model.is_exact:
         what = f"is fused, which is for {', '.join(EXACT)}: others may scale or cap their logits; use chunked"
-        raise problem(where, "loss.kind", what)
+        yield "loss.kind", what
     if not loss.router_z_loss:
         return
     what, key = "needs a mixture of experts with model.output_router_logits true", "loss.router_z_loss"
     # the classes of transformers with the one return the other; one of the user's own is asked once it is built
     if ROUTER_COEFFICIENT not in model and model_extension(model.model_type) is None:
-        what += f" and model.{ROUTER_COEFFICIENT}, which {model.model_type} does not have; leave router_z_loss out"
-        raise problem(where, key, what)
+        what += f" and model.{ROUTER_COEFFICIENT}, which {model.model_type} does not have"
+        yield key, f"{what}; leave router_z_loss out"
     if not model.get("output_router_logits"):
-        raise problem(where, key, f"{what}; set it, or leave router_z_loss out")
+        yield key, f"{what}; set it, or leave router_z_loss out"
 
 
-def check_kernels(training: Training, model: Model, where: str) -> None:
-    """Liger has kernels for the type."""
-    if training.use_liger_kernel and model.model_type == "gpt2":
-        what = "is true, and Liger has no kernels for gpt2: set it to false, or take model_type llama"
-        raise problem(where, "training.use_liger_kernel", what)
-
-
-def check_profile(steps: int | list[int], num_steps: int, where: str) -> None:
-    """The steps to trace are among those that the run has."""
-    last = steps[-1] if isinstance(steps, list) else steps
-    if last > num_steps:
-        raise problem(where, "monitors.profile.steps", f"is {steps}, but the run has {num_steps} steps")
-
-
-def check_evaluation(
-    evaluation: Evaluation,
-    keep_best: int,
-    training: Training,
-    data: Data,
-    where: str,
-    metrics: Sequence[str] = (),
-) -> None:
-    """What is judged must be measured, when it is judged.
-
-    keep_best: `checkpoints.keep_best`. metrics: those of extensions.
-    """
-    _check_validated_saves(keep_best, training, where)
-    _check_patience(evaluation.patience, training, where)
-    _check_metric(evaluation, data, where, metrics)
-    _check_cadence(evaluation.task_steps, training, where)
-
-
-def _check_validated_saves(keep_best: int, training: Training, where: str) -> None:
-    """The best checkpoints are ranked by the validation loss of their own step, so each save needs a validation."""
-    strategies = {training.save_strategy, training.eval_strategy}
-    save, evaluate = training.save_steps, training.steps_between_validations
-    # a save between two validations has no loss of its own step
-    if keep_best and (strategies != {"steps"} or save % evaluate):
-        what = (
-            f"is {keep_best}, but not every save is validated: set eval_strategy and save_strategy to steps, and "
-            f"training.save_steps (now {save}) to a multiple of training.eval_steps (now {evaluate})"
-        )
-        raise problem(where, "checkpoints.keep_best", what)
-
-
-def _check_patience(patience: int | None, training: Training, where: str) -> None:
-    if patience is not None and training.eval_strategy == "no":
-        what = f"is {patience}, but nothing is validated while training: set training.eval_strategy to steps"
-        raise problem(where, "evaluation.patience", what)
-
-
-def _check_metric(evaluation: Evaluation, data: Data, where: str, own: Sequence[str]) -> None:
-    """It is measured by every validation."""
+def check_metric(evaluation: Evaluation, data: Data, metrics: Sequence[str]) -> Wrong:
+    """What evaluation.metric names is measured by every validation. metrics: those of extensions."""
     metric, task_steps = evaluation.metric, evaluation.task_steps
     # scores are <task>/<metric>
     is_score = "/" in metric and metric.partition("/")[0] not in GROUPS
     by_set = [f"{name}_{kind}" for name in data.validation_names for kind in LOWER_IS_BETTER]
-    names = [*LOWER_IS_BETTER, *by_set, *own]
+    names = [*LOWER_IS_BETTER, *by_set, *metrics]
     if not is_score and metric not in names:
         near = nearest(metric, (*names, "hellaswag/acc", "hellaswag/acc_norm"))
-        what = f"is {metric!r}, which no validation of this recipe measures"
         called = [source.called for source in data.sources]
         if len(called) == 1 and metric in [f"{called[0]}_{kind}" for kind in LOWER_IS_BETTER]:
             # a single source's loss is the whole validation's
             near = f"; with a single source that is {metric.removeprefix(called[0] + '_')!r}"
         shown = ", ".join(names if len(names) <= MOST_NAMES else [*names[:MOST_NAMES], "..."])
-        raise problem(
-            where, "evaluation.metric", f"{what}; there are {shown}, and scores as <task>/<metric>{near}"
-        )
+        what = f"is {metric!r}, which no validation of this recipe measures; there are {shown}"
+        yield "evaluation.metric", f"{what}, and scores as <task>/<metric>{near}"
     if is_score and task_steps is not None:
         what = f"is {task_steps}, but evaluation.metric {metric} is wanted at each validation: leave it out"
-        raise problem(where, "evaluation.task_steps", what)
+        yield "evaluation.task_steps", what
     if is_score and not evaluation.tasks and evaluation.hellaswag is None:
         what = (
             f"is {metric!r}, but nothing scores it: name evaluation.tasks, or data for evaluation.hellaswag"
         )
-        raise problem(where, "evaluation.metric", what)
-
-
-def _check_cadence(task_steps: int | None, training: Training, where: str) -> None:
-    every = training.steps_between_validations
-    if task_steps is not None and training.eval_strategy == "steps" and task_steps % every:
-        what = (
-            f"is {task_steps}, no multiple of training.eval_steps {every}: scores come with the validations"
-        )
-        raise problem(where, "evaluation.task_steps", what)
+        yield "evaluation.metric", what

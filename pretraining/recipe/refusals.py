@@ -21,13 +21,12 @@ from pretraining.ds_config import (
 )
 from pretraining.errors import UserError
 from pretraining.outside.addresses import is_remote
-from pretraining.recipe import Recipe, accumulation_steps, load_recipe, model_with_defaults
+from pretraining.recipe import Recipe, accumulation_steps, load_recipe
 from pretraining.recipe.data import is_mixed
-from pretraining.recipe.model import DROPOUTS, EXACT, MIXTURES, is_exact
+from pretraining.recipe.model import DROPOUTS, EXACT, MIXTURES
 from pretraining.recipe.refused_layouts import check_layout, check_ranks
-from pretraining.recipe.schedule import ELEMENTWISE
-from pretraining.recipe.training import ADAMW, DEFAULT_OPTIM
-from pretraining.schema import display_path, problem
+from pretraining.recipe.training import ADAMW, DEFAULT_OPTIM, ELEMENTWISE
+from pretraining.schema import Wrong, display_path, refuse_first
 
 SOME_BLOCKS = 8192
 """Blocks of a window that an error suggests."""
@@ -89,34 +88,37 @@ def load_recipe_and_ds_config(
 
 def check_while_preparing(recipe: Recipe, data_root: Path | str) -> None:
     """Raise `UserError` for what must be known of the whole text before training begins."""
-    data, where, option = recipe.data, display_path(recipe.path), "--while_preparing"
-    first = "or run data_prep.py before train.py"
     if is_remote(data_root):
-        raise UserError(f"{option}: --data_dir {data_root} is an address; give a folder that all ranks share")
+        what = f"--while_preparing: --data_dir {data_root} is an address; give a folder that all ranks share"
+        raise UserError(what)
+    refuse_first(_needs_the_whole_text(recipe), display_path(recipe.path))
+
+
+def _needs_the_whole_text(recipe: Recipe) -> Wrong:
+    data, option, first = recipe.data, "--while_preparing", "or run data_prep.py before train.py"
     if data.shuffle_blocks is None:
-        what = f"is missing: {option} reads the text in windows of blocks as they are prepared; --set "
-        raise problem(where, "data.shuffle_blocks", f"{what}data.shuffle_blocks={SOME_BLOCKS}, {first}")
+        what = f"is missing: {option} reads the text in windows of blocks as they are prepared"
+        yield "data.shuffle_blocks", f"{what}; --set data.shuffle_blocks={SOME_BLOCKS}, {first}"
     if data.dedup and (data.dedup.exact or data.dedup.minhash):
         what = (
             f"compares all documents before any is trained on, which {option} cannot; set it to null, {first}"
         )
-        raise problem(where, "data.dedup", what)
+        yield "data.dedup", what
     if is_mixed(data):
-        key = "data.mixture" if data.mixture else "data.sources.0.weight"
-        what = f"mixes sources, and with {option} the text of one is there long before that of another; leave the "
-        raise problem(where, key, f"{what}weights and the mixture out, {first}")
+        what = f"mixes sources, and with {option} the text of one is there long before that of another"
+        remedy = f"leave the weights and the mixture out, {first}"
+        yield "data.mixture" if data.mixture else "data.sources.0.weight", f"{what}; {remedy}"
     if data.validation_share:
-        what = (
-            f"is {data.validation_share:g}: which documents it keeps back is known once all are read; with "
-        )
-        what += f"{option} set it to 0 and name data.validation.sources, {first}"
-        raise problem(where, "data.validation_share", what)
+        what = f"is {data.validation_share:g}: which documents it keeps back is known once all are read"
+        remedy = f"with {option} set it to 0 and name data.validation.sources, {first}"
+        yield "data.validation_share", f"{what}; {remedy}"
 
 
 def check_run(recipe: Recipe, ds_config: dict | None, world_size: int | None = None) -> None:
     """Raise `UserError` for the first thing in CHECKS that is wrong, then for ranks that do not divide the step."""
+    _refuse_launcher_settings(recipe)
     for check in CHECKS:
-        check(recipe, ds_config, display_path(recipe.path))
+        refuse_first(check(recipe, ds_config), display_path(recipe.path))
     if world_size is not None:
         check_ranks(recipe.deepspeed, ds_config, world_size)
         accumulation_steps(recipe, world_size, ds_config)
@@ -131,141 +133,117 @@ def own_groups(recipe: Recipe) -> list[str]:
     return keys + [f"optimizer.{key}" for key in rates if getattr(settings, key) is not None]
 
 
-def _check_optim(recipe: Recipe, ds_config: dict | None, where: str) -> None:
-    """Refuse a `training.optim` that cannot work under this sharding."""
+def _check_optimizer(recipe: Recipe, ds_config: dict | None) -> Wrong:
+    """What makes the steps works under this sharding: `training.optim`, and groups of parameters of their own."""
     stage, optim, key = zero_stage(ds_config), recipe.training.optim, "training.optim"
+    offloads = optimizer_device(ds_config) != "gpu"
     # "galore" means galore_adamw and its variants
     for beginning, why in UNRESUMABLE.items():
         if optim.startswith(beginning):
-            raise problem(where, key, f"is {optim}, which {why}; --set {key}={DEFAULT_OPTIM}")
-    if optim not in ADAMW and optimizer_device(ds_config) != "gpu":
+            yield key, f"is {optim}, which {why}; --set {key}={DEFAULT_OPTIM}"
+    if optim not in ADAMW and offloads:
         what = f"is {optim}, but offloading the optimizer replaces it by DeepSpeed's CPU Adam"
-        raise problem(where, key, f"{what}; --set {key}={DEFAULT_OPTIM}, or --deepspeed zero{stage}")
+        yield key, f"{what}; --set {key}={DEFAULT_OPTIM}, or --deepspeed zero{stage}"
     if stage and optim not in ELEMENTWISE:
         what = f"is {optim}, whose update looks at whole parameters, and ZeRO-{stage} gives it slices"
-        raise problem(where, key, f"{what}; use --deepspeed null or zero0, or --set {key}={DEFAULT_OPTIM}")
+        yield key, f"{what}; use --deepspeed null or zero0, or --set {key}={DEFAULT_OPTIM}"
+    # Muon, muP and rates by kind of parameter are groups of AdamW or Muon, which step where the weights are
+    if keys := own_groups(recipe):
+        key, name = keys[0], {"mup.base_width": "muP", "optimizer.name": "muon"}.get(keys[0], "adamw")
+        if optim not in ADAMW:
+            what = f"groups of their own exclude training.optim {optim}; --set training.optim={DEFAULT_OPTIM}"
+            yield key, what
+        if offloads:
+            what = "runs where its weights are; offload_optimizer would replace it by DeepSpeed's CPU Adam"
+            yield key, f"{name} {what}; use --deepspeed zero1, zero2 or zero3"
+        if recipe.training.fp16 and ds_config and not stage:
+            what = "does not run in fp16 at stage 0, where DeepSpeed keeps copies of its own"
+            remedy = "--set training.fp16=false --set training.bf16=true, or --deepspeed zero1"
+            yield key, f"{name} {what}; {remedy}"
 
 
-def _check_own_groups(recipe: Recipe, ds_config: dict | None, where: str) -> None:
-    """Refuse Muon, muP and rates by kind of parameter if another optimizer would make the steps."""
-    # They are groups of AdamW or Muon, which step where the weights are.
-    keys, training = own_groups(recipe), recipe.training
-    if not keys:
-        return
-    key, name = keys[0], {"mup.base_width": "muP", "optimizer.name": "muon"}.get(keys[0], "adamw")
-    if training.optim not in ADAMW:
-        what = f"groups of their own exclude training.optim {training.optim}; --set training.optim={DEFAULT_OPTIM}"
-        raise problem(where, key, what)
-    if optimizer_device(ds_config) != "gpu":
-        what = "runs where its weights are; offload_optimizer would replace it by DeepSpeed's CPU Adam"
-        raise problem(where, key, f"{name} {what}; use --deepspeed zero1, zero2 or zero3")
-    if training.fp16 and ds_config and not zero_stage(ds_config):
-        what = "does not run in fp16 at stage 0, where DeepSpeed keeps copies of its own"
-        remedy = "--set training.fp16=false --set training.bf16=true, or --deepspeed zero1"
-        raise problem(where, key, f"{name} {what}; {remedy}")
-
-
-def _check_frozen(recipe: Recipe, ds_config: dict | None, where: str) -> None:
-    """Refuse frozen parameters where their part of a checkpoint is not in memory."""
-    nodes = hpz_ranks(ds_config) > 1
-    if recipe.weights.frozen and (parameter_device(ds_config) == "nvme" or nodes):
-        kept = "every node keeps a copy of them" if nodes else "they are on NVMe"
-        raise problem(
-            where, "model.frozen", f"saves parameters from memory, and {kept}; use --deepspeed zero3"
-        )
-
-
-def _check_keep_in_fp32(recipe: Recipe, ds_config: dict | None, where: str) -> None:
-    """Allow weights of two types only if embeddings and head are known, and DeepSpeed can hold them side by side."""
-    key, zero = "model.keep_in_fp32", (ds_config or {}).get("zero_optimization", {})
+def _check_weights(recipe: Recipe, ds_config: dict | None) -> Wrong:
+    """Frozen parameters are in memory when they are saved; weights of two types can be held side by side."""
+    zero, by_node = (ds_config or {}).get("zero_optimization", {}), hpz_ranks(ds_config) > 1
+    if recipe.weights.frozen and (parameter_device(ds_config) == "nvme" or by_node):
+        place = "every node keeps a copy of them" if by_node else "they are on NVMe"
+        yield "model.frozen", f"saves parameters from memory, and {place}; use --deepspeed zero3"
+    key = "model.keep_in_fp32"
     if not recipe.weights.keep_in_fp32:
         return
     if not recipe.model.is_exact:
         known = f"is for {', '.join(EXACT)}, not {recipe.model.model_type}"
-        raise problem(
-            where, key, f"{known}; leave it out, or --deepspeed zero0, which keeps all weights in fp32"
-        )
+        yield key, f"{known}; leave it out, or --deepspeed zero0, which keeps all weights in fp32"
     if not recipe.training.bf16:
-        what = "goes with training.bf16" + (
-            "; fp16 is not tried" if recipe.training.fp16 else ": all is in fp32"
-        )
-        raise problem(where, key, f"{what}; --set training.bf16=true, or leave it out")
+        why = "; fp16 is not tried" if recipe.training.fp16 else ": all is in fp32"
+        yield key, f"goes with training.bf16{why}; --set training.bf16=true, or leave it out"
     # DeepSpeed keeps all of these in one buffer of one type
     elsewhere = {
         "offloads the weights": parameter_device(ds_config) != "gpu",
         "keeps the optimizer on NVMe": optimizer_device(ds_config) == "nvme",
-        "keeps a second copy of the weights in each node (hpZ)": hpz_ranks(ds_config) > 1,
+        "keeps a second copy of the weights in each node (hpZ)": by_node,
         "sends quantized weights": zero.get("zero_quantized_weights"),
     }
     for what, is_so in elsewhere.items():
         if is_so:
-            raise problem(
-                where, key, f"deepspeed {recipe.deepspeed} {what}, in one type; use --deepspeed zero3"
-            )
+            yield key, f"deepspeed {recipe.deepspeed} {what}, in one type; use --deepspeed zero3"
     if recipe.speed.compile == "deepcompile":
-        raise problem(where, key, "is not tried with speed.compile deepcompile; --set speed.compile=auto")
+        yield key, "is not tried with speed.compile deepcompile; --set speed.compile=auto"
 
 
-def _check_clipping(recipe: Recipe, ds_config: dict | None, where: str) -> None:
-    """Refuse adaptive clipping if DeepSpeed hides which weights a gradient belongs to."""
+def _check_clipping(recipe: Recipe, ds_config: dict | None) -> Wrong:
+    """DeepSpeed shows which weights a gradient belongs to."""
     if recipe.optimizer.adaptive_clip and recipe.training.fp16 and ds_config and not zero_stage(ds_config):
         what = (
             "does not run in fp16 at stage 0, where DeepSpeed keeps copies of its own; use --deepspeed zero1"
         )
-        raise problem(where, "optimizer.adaptive_clip", what)
+        yield "optimizer.adaptive_clip", what
 
 
-def _check_compile(recipe: Recipe, ds_config: dict | None, where: str) -> None:
-    """Refuse what cannot be compiled under ZeRO-3, and modes that do not fit the backend or weights that move."""
+def _check_compile(recipe: Recipe, ds_config: dict | None) -> Wrong:
+    """The backend knows the mode, and what is compiled stays whole and in its place."""
     speed, stage = recipe.speed, zero_stage(ds_config)
+    backend, mode = speed.compile_backend, speed.compile_mode
     if speed.compile == "none":
         return
-    backend, mode = speed.compile_backend, speed.compile_mode
     # before ZeRO-3 is looked at: it is wrong at every stage
     if mode and backend != "inductor":
         what = f"is {mode}, a mode of inductor, but speed.compile_backend is {backend}"
-        raise problem(where, "speed.compile_mode", f"{what}; --set speed.compile_mode=null")
+        yield "speed.compile_mode", f"{what}; --set speed.compile_mode=null"
     if speed.compile == "deepcompile":
-        return _check_deepcompile(recipe, ds_config, where)
-    key, value, without = ("compile_mode", mode, "null") if mode else ("compile_backend", backend, "inductor")
-    degrees = degrees_of(ds_config)
+        yield from _check_deepcompile(recipe, ds_config)
+        return
+    name, value, without = ("mode", mode, "null") if mode else ("backend", backend, "inductor")
+    key, degrees = f"speed.compile_{name}", degrees_of(ds_config)
     if value in CUDA_GRAPHS and degrees != NOT_SPLIT:
-        what = f"is {value}, which records CUDA graphs, and with {degrees} ranks exchange inside of them, which is not"
-        raise problem(where, f"speed.{key}", f"{what} tried; --set speed.{key}={without}")
+        what = f"is {value}, which records CUDA graphs, and with {degrees} ranks exchange inside of them"
+        yield key, f"{what}, which is not tried; --set {key}={without}"
     if stage != 3:
         return
     if speed.compile == "whole":
         what = "is whole, and ZeRO-3 gathers the weights by hooks, at each of which a graph ends"
-        raise problem(
-            where, "speed.compile", f"{what}; --set speed.compile=blocks, or --deepspeed zero1 or zero2"
-        )
+        yield "speed.compile", f"{what}; --set speed.compile=blocks, or --deepspeed zero1 or zero2"
     if speed.compile == "blocks" and (why := _why_not_gathered_as_one(ds_config)):
-        raise problem(
-            where, "speed.compile", f"{why}; use --deepspeed zero3_offload, or --set speed.compile=none"
-        )
+        yield "speed.compile", f"{why}; use --deepspeed zero3_offload, or --set speed.compile=none"
     if value in CUDA_GRAPHS:
         what = f"is {value}, which records CUDA graphs of weights that stay where they are, and ZeRO-3 moves them"
-        raise problem(
-            where, f"speed.{key}", f"{what}; --set speed.{key}={without}, or --deepspeed zero1 or zero2"
-        )
+        yield key, f"{what}; --set {key}={without}, or --deepspeed zero1 or zero2"
 
 
-def _check_deepcompile(recipe: Recipe, ds_config: dict | None, where: str) -> None:
-    """Refuse what DeepSpeed's own compiler passes cannot handle."""
+def _check_deepcompile(recipe: Recipe, ds_config: dict | None) -> Wrong:
+    """DeepSpeed's own compiler passes can handle the rest."""
     # DeepSpeed 0.19.8 removes its hooks, and reduces only the gradients of the compiled graph of `model.forward`.
     key = "speed.compile"
     if not zero_stage(ds_config):
-        what = "is deepcompile, which needs ZeRO; --deepspeed zero1, zero2 or zero3"
-        raise problem(where, key, what)
+        yield key, "is deepcompile, which needs ZeRO; --deepspeed zero1, zero2 or zero3"
     if (parameter_device(ds_config), optimizer_device(ds_config)) != ("gpu", "gpu"):
-        raise problem(where, key, "is deepcompile, which is not tried with offload; --set speed.compile=auto")
+        yield key, "is deepcompile, which is not tried with offload; --set speed.compile=auto"
     if recipe.loss.kind != "plain":
         # A chunked or fused loss multiplies with the head outside of that graph: nobody would reduce its gradient.
         what = f"is deepcompile, and loss.kind {recipe.loss.kind} leaves the head out of its graph"
-        raise problem(where, key, f"{what}; --set loss.kind=plain")
+        yield key, f"{what}; --set loss.kind=plain"
     if keys := own_groups(recipe):
-        what = f"is deepcompile, which does not know the groups of {keys[0]}; --set speed.compile=auto"
-        raise problem(where, key, what)
+        yield key, f"is deepcompile, which does not know the groups of {keys[0]}; --set speed.compile=auto"
 
 
 def compiled_part(recipe: Recipe, ds_config: dict | None, on_gpu: bool = True) -> str:
@@ -279,18 +257,18 @@ def compiled_part(recipe: Recipe, ds_config: dict | None, on_gpu: bool = True) -
 
 
 def gathers_blocks(recipe: Recipe, ds_config: dict | None, on_gpu: bool = True) -> bool:
-    """Say if ZeRO-3 gathers all weights of a block at once, for its compiled code, and not module by module."""
+    """Return whether ZeRO-3 gathers all weights of a block at once, for its compiled code, and not module by module."""
     return zero_stage(ds_config) == 3 and compiled_part(recipe, ds_config, on_gpu) == "blocks"
 
 
 def why_not_compiled(recipe: Recipe, ds_config: dict | None, on_gpu: bool = True) -> str | None:
-    """Say why `speed.compile: auto` compiles nothing; None if it compiles the blocks."""
+    """Return why `speed.compile: auto` compiles nothing; None if it compiles the blocks."""
     if not on_gpu:
         return "no GPU"
-    model, training = model_with_defaults(recipe.model), recipe.training
+    model, training = recipe.model.with_defaults(), recipe.training
     recomputes = training.activation_checkpointing
-    if not is_exact(model):
-        return f"not tried with {model['model_type']}"
+    if not model.is_exact:
+        return f"not tried with {model.model_type}"
     if any(model.get(key) for key in DROPOUTS):
         return "dropout would draw other numbers"
     if training.use_liger_kernel:
@@ -299,7 +277,7 @@ def why_not_compiled(recipe: Recipe, ds_config: dict | None, on_gpu: bool = True
         return "recomputed layers keep their inputs on the host"
     if recomputes and recipe.speed.recompute == "operators":
         return "compiled code hides the products that recomputed layers keep"
-    if recomputes and model["model_type"] in MIXTURES:
+    if recomputes and model.model_type in MIXTURES:
         return "a mixture's recomputed layers hand router logits out"
     return _why_not_gathered_as_one(ds_config)
 
@@ -310,48 +288,40 @@ def _why_not_gathered_as_one(ds_config: dict | None) -> str | None:
     return "a compiled block needs all its weights at once, and they come from NVMe one by one"
 
 
-def _check_fp8(recipe: Recipe, ds_config: dict | None, where: str) -> None:
-    """Allow fp8 products only in bf16 training of linear layers without ZeRO-3."""
+def _check_fp8(recipe: Recipe, ds_config: dict | None) -> Wrong:
+    """fp8 products are in bf16 training of linear layers without ZeRO-3."""
     key, kind = "speed.fp8", recipe.speed.fp8
     if kind == "none":
         return
     # transformers' Conv1D, not nn.Linear
     if recipe.model.model_type == "gpt2":
         what = "is for linear layers, and gpt2 has convolutions in their place"
-        raise problem(where, key, f"{kind} {what}; --set {key}=none, or take model_type llama")
+        yield key, f"{kind} {what}; --set {key}=none, or take model_type llama"
     if zero_stage(ds_config) == 3:
         what = "keeps every weight it multiplied for the backward pass, and ZeRO-3 could not let go of any"
-        raise problem(where, key, f"{kind} {what}; use --deepspeed zero1 or zero2, or --set {key}=none")
+        yield key, f"{kind} {what}; use --deepspeed zero1 or zero2, or --set {key}=none"
     if not recipe.training.bf16:
-        raise problem(
-            where, key, f"{kind} goes with training.bf16; --set training.bf16=true, or --set {key}=none"
-        )
+        yield key, f"{kind} goes with training.bf16; --set training.bf16=true, or --set {key}=none"
 
 
-def _check_recomputation(recipe: Recipe, ds_config: dict | None, where: str) -> None:
-    """Allow layers that keep their products only if these can be seen, and their memory is known."""
-    training, key = recipe.training, "speed.recompute"
+def _check_recomputation(recipe: Recipe, ds_config: dict | None) -> Wrong:
+    """Layers that keep their products can see these, and their memory is known."""
+    training, key, remedy = recipe.training, "speed.recompute", "--set speed.recompute=layers"
     if recipe.speed.recompute != "operators" or not training.activation_checkpointing:
         return
-    remedy = f"--set {key}=layers"
     model_type = recipe.model.model_type
-    if not is_exact(model_with_defaults(recipe.model)) or model_type in MIXTURES:
-        raise problem(
-            where, key, f"is operators, which is for gpt2, llama and qwen3, not {model_type}; {remedy}"
-        )
-    given = training.activation_checkpointing_kwargs or {}
+    if not recipe.model.is_exact or model_type in MIXTURES:
+        yield key, f"is operators, which is for gpt2, llama and qwen3, not {model_type}; {remedy}"
     for name in ("use_reentrant", "offload"):
-        if given.get(name):
-            what = (
-                f"is operators, which does not go with activation_checkpointing_kwargs.{name}; leave that out"
-            )
-            raise problem(where, key, f"{what}, or {remedy}")
+        if (training.activation_checkpointing_kwargs or {}).get(name):
+            what = f"is operators, which does not go with activation_checkpointing_kwargs.{name}"
+            yield key, f"{what}; leave that out, or {remedy}"
     if recipe.speed.compile not in ("auto", "none"):
         what = f"is operators, and speed.compile {recipe.speed.compile} hides the products that are kept"
-        raise problem(where, key, f"{what}; --set speed.compile=none, or {remedy}")
+        yield key, f"{what}; --set speed.compile=none, or {remedy}"
 
 
-def _check_launcher_settings(recipe: Recipe, ds_config: dict | None, where: str) -> None:
+def _refuse_launcher_settings(recipe: Recipe) -> None:
     """Refuse settings of an accelerate config that would change the run although the recipe does not name them."""
     for variable, (asked_for, what) in LAUNCHER_SETTINGS.items():
         if os.environ.get(variable, "").lower() in ("true", "1", "yes", "y", "on"):
@@ -366,22 +336,20 @@ def _check_launcher_settings(recipe: Recipe, ds_config: dict | None, where: str)
         raise UserError(f"accelerate's config: dynamo_backend {backend}: {what}")
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if precision not in ("no", "") and not recipe.training.get(precision):
-        what = f"the recipe decides the precision: write 'no' there, or --set training.{precision}=true"
+        remedy = f", or --set training.{precision}=true"
         if precision == "fp8":
-            what = "the recipe decides the precision: write 'no' there; fp8 is the recipe's speed.fp8"
+            remedy = "; fp8 is the recipe's speed.fp8"
+        what = f"the recipe decides the precision: write 'no' there{remedy}"
         raise UserError(f"accelerate's config: mixed_precision {precision}: {what}")
 
 
-# In this order: the first error is the one that is shown.
 CHECKS = (
-    _check_launcher_settings,
     check_layout,
-    _check_optim,
-    _check_own_groups,
-    _check_frozen,
-    _check_keep_in_fp32,
+    _check_optimizer,
+    _check_weights,
     _check_clipping,
     _check_compile,
     _check_recomputation,
     _check_fp8,
 )
+"""In this order: the first error is the one that is shown."""

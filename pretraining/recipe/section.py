@@ -11,13 +11,13 @@ recipe.json holds of it.
 import json
 import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
 from typing import Any, ClassVar, Literal, Self, Union, dataclass_transform, get_args, get_origin
 
-from pretraining.schema import REPOSITORY, problem
+from pretraining.schema import REPOSITORY, Wrong
 
 JSON_TYPES = {
     int: "integer",
@@ -30,7 +30,6 @@ JSON_TYPES = {
 
 LONGEST_NAME = 200
 """Bytes of a folder's name: file systems take 255, and the names beside it (`.replaced-N`, `.building`) are longer."""
-Check = Callable[[Any, str, str], None]
 
 
 def key(
@@ -39,7 +38,6 @@ def key(
     default: Any = MISSING,
     default_factory: Any = MISSING,
     omitted: bool = False,
-    check: Check | None = None,
     **limits: Any,
 ) -> Any:
     """A field of a section.
@@ -49,11 +47,10 @@ def key(
         default: what the recipe means if it leaves the key out; without one the key is required.
         default_factory: the class of a section that is there, with its own defaults, if the recipe leaves it out.
         omitted: whether the key stays out of recipe.json, and of the schema's defaults, while it is None.
-        check: raises `UserError` for a value that the schema cannot judge; called with value, dotted key and file.
         limits: of the value, in the words of JSON Schema (minimum, minLength, ...); `schema` takes the place of
             what the annotation says.
     """
-    metadata = {"description": description, "omitted": omitted, "limits": limits, "check": check}
+    metadata = {"description": description, "omitted": omitted, "limits": limits}
     if isinstance(default, list | dict):  # one for each section, as dataclasses ask for
         kept, default = default, MISSING
         return field(default_factory=lambda: copy(kept), metadata=metadata)
@@ -78,22 +75,21 @@ class Section:
     def of(cls, values: Mapping) -> Self:
         """The section of a checked JSON object; what it leaves out has its default."""
         inner = _inner_sections(cls)
-        found = {name: _built(inner.get(name), value) for name, value in values.items()}
-        section = cls(**found)
+        section = cls(**{name: _built(inner.get(name), value) for name, value in values.items()})
         if cls.keeps_what_is_written:
             # the dataclass is frozen; the name is no field
-            object.__setattr__(section, "_written", frozenset(found))
+            object.__setattr__(section, "_written", frozenset(values))
         return section
 
     def to_dict(self) -> dict:
         """The JSON object that `of` builds this section from."""
         written = getattr(self, "_written", None)
-        found = {}
+        values = {}
         for each in fields(self):
             value = getattr(self, each.name)
             if not (value is None and each.metadata["omitted"]) and (written is None or each.name in written):
-                found[each.name] = _plain(value)
-        return found
+                values[each.name] = _plain(value)
+        return values
 
     @classmethod
     def schema(cls) -> dict:
@@ -109,21 +105,17 @@ class Section:
             schema["required"] = required
         return {**schema, "additionalProperties": False}
 
-    def check(self, where: str, at: str) -> None:
-        """Raise `UserError` for the first field, or the first that does not fit another one, that is wrong.
-
-        where: the file, for the message. at: the section's dotted key.
-        """
+    def check(self, at: str) -> Wrong:
+        """Yield what is wrong with the sections inside this one, then with this one. at: its dotted key."""
         for each in fields(self):
             value = getattr(self, each.name)
-            if each.metadata["check"] and value is not None:
-                each.metadata["check"](value, f"{at}.{each.name}", where)
             if isinstance(value, Section):
-                value.check(where, f"{at}.{each.name}")
-        self.check_together(where, at)
+                yield from value.check(f"{at}.{each.name}")
+        yield from self.check_together(at)
 
-    def check_together(self, where: str, at: str) -> None:
-        """Raise `UserError` for fields of this section that do not fit each other."""
+    def check_together(self, at: str) -> Iterable[tuple[str, str]]:
+        """Yield what the schema cannot judge: a value, or fields that do not fit each other."""
+        return ()
 
 
 def description_of(section: type[Section]) -> str:
@@ -134,16 +126,14 @@ def description_of(section: type[Section]) -> str:
 @cache
 def _inner_sections(section: type[Section]) -> dict[str, type[Section]]:
     """{name: class} of the keys that hold sections, or lists of them."""
-    found = {}
+    inner = {}
     for each in fields(section):
-        hints = [
-            each.type,
-            *get_args(each.type),
-            *(inner for hint in get_args(each.type) for inner in get_args(hint)),
-        ]
-        classes = [hint for hint in hints if isinstance(hint, type) and issubclass(hint, Section)]
-        found.update({each.name: classes[0]} if classes else {})
-    return found
+        hints = [each.type, *get_args(each.type)]
+        hints += [part for hint in get_args(each.type) for part in get_args(hint)]
+        for hint in hints:
+            if isinstance(hint, type) and issubclass(hint, Section):
+                inner[each.name] = hint
+    return inner
 
 
 def _built(section: type[Section] | None, value: Any) -> Any:
@@ -166,8 +156,10 @@ def _plain(value: Any) -> Any:
 def _field_schema(each: Field) -> dict:
     limits = dict(each.metadata["limits"])
     schema = limits.pop("schema", None) or _type_schema(each.type)
-    if each.metadata["omitted"]:
-        schema = _without_null(schema)
+    if each.metadata["omitted"] and "enum" in schema:
+        schema = {"enum": [choice for choice in schema["enum"] if choice is not None]}
+    elif each.metadata["omitted"] and (names := [name for name in schema.get("type", ()) if name != "null"]):
+        schema = {**schema, "type": names[0] if len(names) == 1 else names}
     if description := each.metadata["description"]:
         schema = {**schema, "description": description}
     if "items" in limits:
@@ -198,21 +190,13 @@ def _type_schema(hint: Any) -> dict:
     return {"type": JSON_TYPES[get_origin(hint) or hint]}
 
 
-def _without_null(schema: dict) -> dict:
-    if "enum" in schema:
-        return {"enum": [choice for choice in schema["enum"] if choice is not None]}
-    names = [name for name in schema.get("type", ()) if name != "null"]
-    return {**schema, "type": names[0] if len(names) == 1 else names} if names else schema
-
-
-def check_folder_name(name: str, key: str, where: str) -> None:
-    """Raise `UserError` for a name that leads out of runs/ or data/: it would take over another folder."""
+def check_folder_name(name: str, key: str) -> Wrong:
+    """A name leads neither out of runs/ nor out of data/: it would take over another folder."""
     if not re.fullmatch(r"[^./\\\x00-\x1f\x7f][^/\\\x00-\x1f\x7f]*", name) or name != name.strip():
         what = f"is {json.dumps(name, ensure_ascii=False)}; it must be the name of one folder: no slash, no dot first"
-        raise problem(where, key, what)
+        yield key, what
     if (length := len(name.encode(errors="replace"))) > LONGEST_NAME:
-        what = f"has {length} bytes; it must have at most {LONGEST_NAME}: it names a folder"
-        raise problem(where, key, what)
+        yield key, f"has {length} bytes; it must have at most {LONGEST_NAME}: it names a folder"
 
 
 @cache

@@ -8,23 +8,10 @@ from dataclasses import fields
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from pretraining.outside.addresses import refuse_slips
+from pretraining.outside.addresses import slip_in
 from pretraining.outside.masking import masked
 from pretraining.recipe.section import Section, key
-from pretraining.schema import problem
-
-
-def _check_address(address: str, key: str, where: str) -> None:
-    """No slip that makes a folder of it."""
-    refuse_slips(address, f"{where}: {key}")
-
-
-def _check_profiled_steps(steps: int | list[int], key: str, where: str) -> None:
-    """One step, or the first and the last."""
-    # the schema has checked that a list has two entries at least
-    chosen = steps if isinstance(steps, list) else [steps]
-    if len(chosen) > 2 or chosen[0] > chosen[-1]:
-        raise problem(where, key, f"is {steps}; write the first and the last step: [10, 12]")
+from pretraining.schema import Wrong
 
 
 class Weights(Section):
@@ -81,8 +68,7 @@ class Loss(Section):
         default="auto",
     )
     chunk_tokens: int | None = key(
-        "Tokens in a chunk; null: as many as take a GiB, a 64th of a smaller GPU's memory, or"
-        " 256 MiB on a processor.",
+        "Tokens in a chunk; null: as many as take a GiB, a 64th of a smaller GPU's memory, or 256 MiB on a processor.",
         default=None,
         minimum=1,
     )
@@ -110,23 +96,24 @@ class Loss(Section):
         minimum=0,
     )
 
-    def check_together(self, where: str, at: str) -> None:
+    def check_together(self, at: str) -> Wrong:
         """A function of the user's own gets all logits, and is the whole loss of a token."""
-        if self.function is None and self.arguments:
-            raise problem(where, f"{at}.arguments", "is set without function; name one, or leave it out")
-        if self.function is not None and self.kind not in ("auto", "plain"):
+        if self.function is None:
+            if self.arguments:
+                yield f"{at}.arguments", "is set without function; name one, or leave it out"
+            return
+        if self.kind not in ("auto", "plain"):
             what = f"is {self.kind}, but {at}.function needs all logits; write plain, or leave it out"
-            raise problem(where, f"{at}.kind", what)
-        if self.function is not None and self.z_loss:
-            raise problem(where, f"{at}.z_loss", f"goes with the cross-entropy; add it in {self.function}")
+            yield f"{at}.kind", what
+        if self.z_loss:
+            yield f"{at}.z_loss", f"goes with the cross-entropy; add it in {self.function}"
 
 
 class Optimizer(Section):
     """Muon, and rates by kind of parameter; training.optim has the other optimizers by name."""
 
     name: Literal["adamw", "muon"] = key(
-        "muon: hidden matrices by Muon, embeddings, head, routers, norms and biases by AdamW;"
-        " adamw: training.optim.",
+        "muon: hidden matrices by Muon, embeddings, head, routers, norms and biases by AdamW; adamw: training.optim.",
         default="adamw",
     )
     matrix_learning_rate: float | None = key(
@@ -165,10 +152,9 @@ class Speed(Section):
     """What makes a step faster; fp8 alone changes what it computes."""
 
     compile: Literal["auto", "none", "blocks", "whole", "deepcompile"] = key(
-        "torch.compile of the training passes: of every block by itself (one graph, compiled "
-        "once for all layers) or of the whole model (not with ZeRO-3). auto: blocks on a GPU,"
-        " uncompiled where that fails. deepcompile: DeepSpeed's passes over the whole model, with "
-        "ZeRO-3 too; untested.",
+        "torch.compile of the training passes: of every block by itself (one graph, compiled once for all layers) or "
+        "of the whole model (not with ZeRO-3). auto: blocks on a GPU, uncompiled where that fails. deepcompile: "
+        "DeepSpeed's passes over the whole model, with ZeRO-3 too; untested.",
         default="auto",
     )
     compile_backend: Literal["inductor", "cudagraphs", "aot_eager", "eager"] = key(
@@ -212,8 +198,7 @@ class Spikes(Section):
         "Rollbacks in the whole run; then it stops with exit code 77.", default=3, minimum=0
     )
     skip_steps: int = key(
-        "With rollback: the samples of so many steps before the spike, and of as many from it"
-        " on, are left out.",
+        "With rollback: the samples of so many steps before the spike, and of as many from it on, are left out.",
         default=8,
         minimum=1,
         maximum=10000,
@@ -240,30 +225,17 @@ class Profile(Section):
             ]
         },
         omitted=True,
-        check=_check_profiled_steps,
     )
     memory: bool = key("With a snapshot of every allocation on the GPU.", default=True)
     every_rank: bool = key("A trace of each rank; else of rank 0 alone.", default=False)
 
-    def check_together(self, where: str, at: str) -> None:
-        """The steps are named: there is no default."""
+    def check_together(self, at: str) -> Wrong:
+        """The steps are named, for there is no default: one, or the first and the last."""
         if self.steps is None:
-            what = "is missing; write one step, or the first and the last: [10, 12]"
-            raise problem(where, f"{at}.steps", what)
-
-
-def _check_variable(name: str, key: str, where: str) -> None:
-    """The name of a variable, not what it holds."""
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-        what = "is no name of a variable; put the address into one, as in export MY_WEBHOOK=..., and write MY_WEBHOOK"
-        raise problem(where, key, what)
-
-
-def _check_command(command: str, key: str, where: str) -> None:
-    """No secrets: the recipe is kept in files, and goes where checkpoints go."""
-    if masked(command) != command or re.search(r"hooks\.slack\.com/|/api/webhooks/", command):
-        what = "holds a secret, which would reach files and logs; put it into a variable and write $NAME in its place"
-        raise problem(where, key, what)
+            yield f"{at}.steps", "is missing; write one step, or the first and the last: [10, 12]"
+        # the schema has checked that a list has two entries at least
+        elif isinstance(self.steps, list) and (len(self.steps) > 2 or self.steps[0] > self.steps[-1]):
+            yield f"{at}.steps", f"is {self.steps}; write the first and the last step: [10, 12]"
 
 
 class Notify(Section):
@@ -271,15 +243,7 @@ class Notify(Section):
 
     on: list[
         Literal[
-            "started",
-            "continued",
-            "stopped",
-            "hang",
-            "rollback",
-            "gave_up",
-            "failed",
-            "finished",
-            "alert",
+            "started", "continued", "stopped", "hang", "rollback", "gave_up", "failed", "finished", "alert"
         ]
     ] = key(
         "Of which events; alert: spikes, steps that are not finite, plateaus, starving experts, slow ranks, saves and "
@@ -292,19 +256,24 @@ class Notify(Section):
         "_MESSAGE. No secrets in it: the shell replaces $NAME.",
         default=None,
         minLength=1,
-        check=_check_command,
     )
     webhook_env: str | None = key(
         "Name of the environment variable with the address to which the notice is posted as JSON (Slack, Teams, "
         "Discord, your own).",
         default=None,
-        check=_check_variable,
     )
 
-    def check_together(self, where: str, at: str) -> None:
-        """Somebody receives the notices."""
-        if self.command is None and self.webhook_env is None:
-            raise problem(where, at, "has no receiver; give command or webhook_env")
+    def check_together(self, at: str) -> Wrong:
+        """Somebody receives the notices, and the recipe holds no secrets: it is kept in files and in stores."""
+        command, variable = self.command or "", self.webhook_env
+        if masked(command) != command or re.search(r"hooks\.slack\.com/|/api/webhooks/", command):
+            remedy = "put it into a variable and write $NAME in its place"
+            yield f"{at}.command", f"holds a secret, which would reach files and logs; {remedy}"
+        if variable is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
+            remedy = "put the address into one, as in export MY_WEBHOOK=..., and write MY_WEBHOOK"
+            yield f"{at}.webhook_env", f"is no name of a variable; {remedy}"
+        if self.command is None and variable is None:
+            yield at, "has no receiver; give command or webhook_env"
 
 
 class Monitors(Section):
@@ -312,9 +281,8 @@ class Monitors(Section):
 
     spikes: Spikes = key(default_factory=Spikes)
     hang_minutes: float | None = key(
-        "Minutes without progress (a step, a round of validation, a save) after which the run"
-        " names the ranks that stand still, dumps every rank's stacks and exits with code 76;"
-        " null: never.",
+        "Minutes without progress (a step, a round of validation, a save) after which the run names the ranks that "
+        "stand still, dumps every rank's stacks and exits with code 76; null: never.",
         default=20,
         minimum=0.25,
         maximum=43200,
@@ -356,9 +324,8 @@ class Checkpoints(Section):
 
     keep_last: int | None = key("Complete checkpoints to keep; null keeps all.", default=2, minimum=1)
     keep_best: int = key(
-        "So many more: the best by evaluation.metric, which is the validation loss unless "
-        "said otherwise; each save must then be validated (save_steps a multiple of "
-        "eval_steps).",
+        "So many more: the best by evaluation.metric, which is the validation loss unless said otherwise; each save "
+        "must then be validated (save_steps a multiple of eval_steps).",
         default=0,
         minimum=0,
     )
@@ -370,13 +337,11 @@ class Checkpoints(Section):
         default=False,
     )
     on_full_disk: Literal["stop", "continue"] = key(
-        "When a checkpoint finds no room: end the run in one line, or train on and try again "
-        "at the next save.",
+        "When a checkpoint finds no room: end the run in one line, or train on and try again at the next save.",
         default="stop",
     )
     background: bool = key(
-        "Write behind training from a copy in host memory; false: training stands still while"
-        " a checkpoint is written.",
+        "Write behind training from a copy in host memory; false: training stands still while a checkpoint is written.",
         default=True,
     )
     hours_between_failures: float | None = key(
@@ -385,20 +350,22 @@ class Checkpoints(Section):
         exclusiveMinimum=0,
     )
     upload: str | None = key(
-        "Where committed checkpoints also go, behind training: a folder, s3://bucket/runs, "
-        "hf://..., any fsspec address; below it, the run's name. No credentials in it: the "
-        "environment holds them.",
+        "Where committed checkpoints also go, behind training: a folder, s3://bucket/runs, hf://..., any fsspec "
+        "address; below it, the run's name. No credentials in it: the environment holds them.",
         default=None,
         minLength=1,
-        check=_check_address,
     )
     upload_mirror: bool = key("Checkpoints that are removed here are removed there too.", default=True)
     time_limit_hours: float | None = key(
-        "Wall-clock hours after which the run saves and stops (exit code 75); leave room for "
-        "the save. null: no limit.",
+        "Wall-clock hours after which the run saves and stops (exit code 75); leave room for the save. null: no limit.",
         default=None,
         exclusiveMinimum=0,
     )
+
+    def check_together(self, at: str) -> Wrong:
+        """No slip that makes a folder of an address."""
+        if slip := slip_in(self.upload or ""):
+            yield f"{at}.upload", slip
 
 
 class Sampling(Section):
@@ -431,9 +398,8 @@ class Evaluation(Section):
     sample_tokens: int = key("Length of a sample; 0: no samples.", default=128, minimum=0)
     sampling: Sampling = key(default_factory=Sampling)
     hellaswag: str | None = key(
-        "HellaSwag's validation set: a .jsonl file, or a dataset on the hub as "
-        "Rowan/hellaswag; scored with the validations as hellaswag/acc and "
-        "hellaswag/acc_norm. null: not.",
+        "HellaSwag's validation set: a .jsonl file, or a dataset on the hub as Rowan/hellaswag; scored with the "
+        "validations as hellaswag/acc and hellaswag/acc_norm. null: not.",
         default=None,
         minLength=1,
     )

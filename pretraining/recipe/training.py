@@ -1,9 +1,17 @@
-"""The `training` section: TrainingArguments' keyword arguments, verbatim, but those that have another owner."""
+"""The `training` section: TrainingArguments' keyword arguments, verbatim, but those that have another owner.
+
+With the names, keywords and limits of the learning rate's schedules, which are those of the functions in
+transformers/optimization.py (a test compares the two), and of the optimizers with rules of their own.
+"""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
-from pretraining.schema import check, problem
+from pretraining.errors import nearest
+from pretraining.recipe.budget import Budget
+from pretraining.recipe.sections import Spikes
+from pretraining.schema import Wrong, check
 
 _ORDER = "data order is a pure function of (data, seed, position)"
 _EVALUATION = "evaluation computes the loss of the validation tokens and nothing else"
@@ -94,6 +102,78 @@ RECOMPUTATION = {
 }
 NOT_REENTRANT = ("determinism_check", "early_stop", "debug")
 
+CONSTANT = ("constant", "constant_with_warmup")
+DECAYING = "warmup_stable_decay"
+STABLE = (*CONSTANT, DECAYING)
+"""Schedules that hold their peak: a stage may begin there."""
+BY_METRIC = ("reduce_lr_on_plateau", "greedy")
+"""Schedules that follow the validation loss and not the number of steps."""
+WITHOUT_WARMUP = ("constant", *BY_METRIC)
+
+SCHEDULE_FREE = ("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd")
+"""Optimizers that average in place of a decay (Defazio et al. 2024, The Road Less Scheduled)."""
+# Such an optimizer takes gradients at y, but its result is the average x. It keeps a sequence z as a state, and
+# x = y + `AVERAGING` (z - y). It keeps this number too, for every tensor that it has stepped.
+Z = "z"
+AVERAGING = "averaging"
+"""Names of these two states."""
+ELEMENTWISE = (*ADAMW, *SCHEDULE_FREE, "sgd", "adagrad", "rmsprop", "lion_32bit", "adamw_bnb_32bit")
+"""Names of `training.optim` whose update of a weight uses no other weight, so that it may be cut anywhere."""
+
+_SHARE = {"type": "number", "minimum": 0, "maximum": 1}
+_RATE = {"type": "number", "minimum": 0}
+_POSITIVE = {"type": "number", "exclusiveMinimum": 0}
+_COUNT, _STEPS = {"type": "integer", "minimum": 0}, {"type": "integer", "minimum": 1}
+_SHAPE = {"enum": ["linear", "cosine", "1-sqrt"]}
+# either of the first two: see ONE_OF
+_LEAST_RATE = {"min_lr": _RATE, "min_lr_rate": _SHARE, "num_cycles": _POSITIVE}
+_FACTOR = {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}
+_JUDGING = {
+    "mode": {"enum": ["min"]},  # what is judged is the validation loss
+    "factor": _FACTOR,
+    "patience": _COUNT,
+    "threshold": _RATE,
+    "threshold_mode": {"enum": ["rel", "abs"]},
+    "cooldown": _COUNT,
+    "min_lr": _RATE,
+    "eps": _RATE,
+}
+KEYWORDS: dict[str, dict] = {
+    "linear": {},
+    "cosine": {"num_cycles": _POSITIVE},
+    "cosine_with_restarts": {"num_cycles": _STEPS},
+    "polynomial": {"lr_end": _RATE, "power": _POSITIVE},
+    "constant": {},
+    "constant_with_warmup": {},
+    "inverse_sqrt": {"timescale": _STEPS},
+    "reduce_lr_on_plateau": _JUDGING,
+    "cosine_with_min_lr": _LEAST_RATE,
+    "cosine_warmup_with_min_lr": {**_LEAST_RATE, "warmup_lr_rate": _SHARE},
+    DECAYING: {
+        "num_decay_steps": _STEPS,
+        "num_stable_steps": _COUNT,
+        "warmup_type": _SHAPE,
+        "decay_type": _SHAPE,
+        "min_lr_ratio": _SHARE,
+        "num_cycles": _POSITIVE,
+    },
+    "greedy": {
+        **_JUDGING,
+        "warmup": _COUNT,
+        "max_lr": _POSITIVE,
+        "verbose": {"type": "boolean"},
+        "smooth": {"type": "boolean"},
+        "window_size": _STEPS,
+        "reset_start": _COUNT,
+    },
+}
+"""Schema of every keyword that `training.lr_scheduler_kwargs` takes, by `training.lr_scheduler_type`."""
+ONE_OF = {
+    name: [{"required": ["min_lr"]}, {"required": ["min_lr_rate"]}]
+    for name in ("cosine_with_min_lr", "cosine_warmup_with_min_lr")
+}
+"""Keywords of which a schedule needs exactly one."""
+
 
 class Keyword:
     """A keyword that this package reads: the recipe's value, or what TrainingArguments takes if it is left out."""
@@ -152,41 +232,122 @@ class Training(dict):
         """Steps between validations: the Trainer takes `logging_steps` if `eval_steps` is left out."""
         return self.eval_steps or self.logging_steps
 
-    def check(self, where: str) -> None:
-        """Raise `UserError` for the first keyword that the Trainer would refuse late, or read otherwise."""
-        self._check_recomputation(where)
-        self._check_cadences(where)
-        self._check_optimizer_arguments(where)
-        if self.bf16 and self.fp16:
-            raise problem(where, "training.fp16", "and training.bf16 are both true; choose one")
-
-    def _check_recomputation(self, where: str) -> None:
-        """Keywords of activation_checkpointing_enable() and of torch.utils.checkpoint.checkpoint()."""
+    def check(self, where: str) -> Wrong:
+        """Yield the first keyword that the Trainer would refuse late, or read otherwise. where: the file."""
+        # keywords of activation_checkpointing_enable() and of torch.utils.checkpoint.checkpoint()
         given, key = self.activation_checkpointing_kwargs or {}, "training.activation_checkpointing_kwargs"
         schema = {"type": "object", "properties": RECOMPUTATION, "additionalProperties": False}
         check(given, schema, where, key)
-        # torch.utils.checkpoint refuses or ignores them with use_reentrant=True
-        if given.get("use_reentrant"):
-            for name in given:
-                if name in NOT_REENTRANT:
-                    what = "goes with use_reentrant false alone; leave one of them out"
-                    raise problem(where, f"{key}.{name}", what)
-
-    def _check_cadences(self, where: str) -> None:
-        """Steps between two logs, validations or saves: whole ones, or a share of the run below 1."""
-        for key in ("logging_steps", "eval_steps", "save_steps"):
+        for name in given if given.get("use_reentrant") else ():
+            # torch.utils.checkpoint refuses or ignores them with use_reentrant=True
+            if name in NOT_REENTRANT:
+                yield f"{key}.{name}", "goes with use_reentrant false alone; leave one of them out"
+        for name in ("logging_steps", "eval_steps", "save_steps"):
             # null and a missing key are left to TrainingArguments' own defaults
-            every = self.get(key) or 1
-            if every > 1 and every != int(every):
-                what = f"is {every:g}; write a whole number of steps, or a share of the run below 1"
-                raise problem(where, f"training.{key}", what)
-
-    def _check_optimizer_arguments(self, where: str) -> None:
-        """`optim_args` is a list of names and values, as transformers takes it apart."""
-        given = self.optim_args
+            yield from _check_steps(f"training.{name}", self.get(name) or 1)
         # transformers removes blanks, then splits at commas and at one "=" each
-        for pair in (given or "").replace(" ", "").split(",") if given else ():
+        for pair in self.optim_args.replace(" ", "").split(",") if self.optim_args else ():
             name, equals, value = pair.partition("=")
             if not (name and equals and value) or "=" in value:
-                what = f"is {json.dumps(given)}; write name=value, several with commas between them"
-                raise problem(where, "training.optim_args", what)
+                what = f"is {json.dumps(self.optim_args)}; write name=value, several with commas between them"
+                yield "training.optim_args", what
+        if self.bf16 and self.fp16:
+            yield "training.fp16", "and training.bf16 are both true; choose one"
+
+
+def _check_steps(key: str, given: float) -> Wrong:
+    """1 and above are steps, below 1 a share of the run."""
+    if given > 1 and given != int(given):
+        yield key, f"is {given:g}; write a whole number of steps, or a share of the run below 1"
+
+
+def check_schedule(
+    budget: Budget, training: Training, in_steps: Training, num_steps: int, where: str, others: Sequence[str]
+) -> Wrong:
+    """Yield what of a schedule transformers would refuse, or follow otherwise than it reads.
+
+    in_steps: `training`, with what the budget says of the schedule in tokens, in full steps. num_steps: of the whole
+    run. others: names of schedules of extensions.
+    """
+    kind, keywords = training.lr_scheduler_type, training.lr_scheduler_kwargs or {}
+    key, optim = "training.lr_scheduler_kwargs", training.optim
+    if kind not in (names := (*KEYWORDS, *others)):
+        near = f"; known are {', '.join(names)}, or one of your own, from a module in extensions"
+        yield "training.lr_scheduler_type", f"is {kind!r}, which is no schedule{nearest(kind, names) or near}"
+    # averaging takes the place of a decay, and needs a momentum to average over
+    if optim in SCHEDULE_FREE and kind not in CONSTANT:
+        what = f"is {kind}, but {optim} does without a decay; write {' or '.join(CONSTANT)}"
+        yield "training.lr_scheduler_type", what
+    if optim in SCHEDULE_FREE and not training.adam_beta1:
+        what = f"is 0: {optim} would train weights that do not tell their average; write 0.9"
+        yield "training.adam_beta1", what
+    yield from _check_tokens(budget, training)
+    yield from _check_steps("training.warmup_steps", training.warmup_steps)
+    if kind not in others:
+        known = KEYWORDS[kind]
+        for name in keywords:
+            if name not in known:
+                takes = nearest(name, known) or (
+                    f"; it takes {', '.join(known)}" if known else "; it takes none"
+                )
+                remedy = "" if known else f": --set {key}={{}}"
+                yield f"{key}.{name}", f"is no keyword of {kind}{takes}{remedy}"
+        one_of = {"oneOf": ONE_OF[kind]} if kind in ONE_OF else {}
+        check(keywords, {"type": "object", "properties": known, **one_of}, where, key)
+    # transformers refuses an end that is not below the peak; 1e-7 is its default
+    end, peak = keywords.get("lr_end", 1e-7), training.learning_rate
+    if kind == "polynomial" and end >= peak:
+        yield f"{key}.lr_end", f"is {end:g}, which is not below training.learning_rate {peak:g}: lower it"
+    if kind == DECAYING:
+        full_steps = num_steps if training == in_steps else budget.tokens // budget.tokens_per_step
+        yield from _check_decay(budget, in_steps, full_steps)
+
+
+def _check_tokens(budget: Budget, training: Training) -> Wrong:
+    """What the budget says of the schedule in tokens, `training` does not say in steps."""
+    kind = training.lr_scheduler_type
+    if budget.warmup_tokens is not None:
+        if training.warmup_steps:
+            what = "and training.warmup_steps are both there; leave one out, or set training.warmup_steps=0"
+            yield "budget.warmup_tokens", what
+        if kind in WITHOUT_WARMUP:
+            what = f"is set, but training.lr_scheduler_type {kind} has no warm-up; write constant_with_warmup"
+            yield "budget.warmup_tokens", what
+    if budget.decay_tokens is not None:
+        if kind != DECAYING:
+            what = f"is for training.lr_scheduler_type {DECAYING}, and that is {kind}"
+            yield "budget.decay_tokens", f"{what}; set that, or leave this out"
+        # either would fix the same border a second time, in steps
+        for name in ("num_decay_steps", "num_stable_steps"):
+            if name in (training.lr_scheduler_kwargs or {}):
+                what = f"and training.lr_scheduler_kwargs.{name} are both there; leave one out"
+                yield "budget.decay_tokens", what
+
+
+def _check_decay(budget: Budget, training: Training, num_steps: int) -> Wrong:
+    """The parts of a schedule in three parts fit into the run: it would begin in the middle of its decay."""
+    key, keywords = "training.lr_scheduler_kwargs.num_decay_steps", training.lr_scheduler_kwargs or {}
+    if "num_decay_steps" not in keywords:
+        yield key, f"is missing: {DECAYING} needs the number of its last steps, or budget.decay_tokens"
+    decay, stable = keywords["num_decay_steps"], keywords.get("num_stable_steps", 0)
+    given = training.warmup_steps
+    warmup = int(given) if given >= 1 else round(given * num_steps)
+    if warmup + stable + decay > num_steps:
+        parts = f"{warmup} steps of warm-up" + f", {stable} stable" * bool(stable)
+        what = f"is {decay} steps; with {parts} that is more than the run's {num_steps} steps: shorten them"
+        yield "budget.decay_tokens" if budget.decay_tokens else key, what
+
+
+def check_judged(budget: Budget, training: Training, spikes: Spikes) -> Wrong:
+    """A schedule that follows the validation loss is no function of the step: nothing can be multiplied with it."""
+    kind, ramp = training.lr_scheduler_type, budget.ramp
+    if kind not in BY_METRIC:
+        return
+    if training.eval_strategy == "no":
+        what = f"is {kind}, which follows the validation loss, and nothing is validated: set training.eval_strategy"
+        yield "training.lr_scheduler_type", what
+    remedy = f"the validation loss sets the rate of {kind}; leave it out, or choose another schedule"
+    if ramp is not None and ramp.lr_scaling != "none":
+        yield "budget.ramp.lr_scaling", f"is {ramp.lr_scaling}, but {remedy}"
+    if spikes.lr_factor != 1 and spikes.lr_steps:
+        yield "monitors.spikes.lr_factor", f"is {spikes.lr_factor:g}, but {remedy}"

@@ -196,7 +196,7 @@ class Rehearsal:
     def _run_folder(self) -> str:
         if self.is_elsewhere:
             return f"{self.run.path}: not looked at (the disk of the nodes is another)"
-        changes_of_run(self.run, self.recipe.to_dict(), self.options.allow_change)
+        changes_of_run(self.run.path, self.recipe.to_dict(), self.options.allow_change)
         if self.options.resume == "auto" and self.run.is_finished(self.recipe.to_dict()):
             raise UserError(
                 f"{self.run.path}: this run is finished: nothing would start; choose another --output_dir"

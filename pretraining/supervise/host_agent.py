@@ -26,14 +26,14 @@ def started_here(folder: Path) -> list[int]:
     """List the processes of this machine that the supervisor with this folder has started, children of children too."""
     # by the environment, which every child inherits: parents may have ended already
     wanted = f"{SUPERVISOR}={folder}".encode()
-    found = []
+    started = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if wanted in (process / "environ").read_bytes().split(b"\0"):
-                found.append(int(process.name))
+                started.append(int(process.name))
         except OSError:  # it has ended meanwhile, or belongs to another user
             continue
-    return found
+    return started
 
 
 def kill_all(folder: Path) -> None:

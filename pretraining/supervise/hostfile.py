@@ -21,6 +21,7 @@ from typing import NoReturn
 from pretraining.errors import UserError
 from pretraining.outside.files import read_bytes
 from pretraining.runtime.exit_codes import GAVE_UP, HANG, STOPPED, USER_ERROR
+from pretraining.schema import REPOSITORY
 from pretraining.supervise.host_agent import NO_CODE, READY, SECONDS_TO_LEAVE
 
 SSH_OPTIONS = "-o ServerAliveInterval=15 -o ServerAliveCountMax=4 -o ConnectTimeout=10"
@@ -83,9 +84,8 @@ class HostfileCommand:
         if options.num_gpus > 0:
             slots = {host: list(range(options.num_gpus)) for host in slots}
         if not (left := {host: numbers for host, numbers in slots.items() if numbers}):
-            raise UserError(
-                f"{options.hostfile}: no host with a GPU is left to start on; add `NAME slots=NUMBER`"
-            )
+            what = f"{options.hostfile}: no host with a GPU is left to start on; add `NAME slots=NUMBER`"
+            raise UserError(what)
         return left
 
     def on(self, slots: dict[str, list[int]]) -> list[str]:
@@ -126,12 +126,10 @@ class Hosts:
     def reach(self) -> None:
         """Start the agents, and find out who is missing."""
         if shutil.which("pdsh") is None:
-            raise UserError(
-                "pdsh is not installed here, through which DeepSpeed starts its hosts; install it"
-            )
-        place = Path(__file__).resolve().parents[1]
+            what = "pdsh is not installed here, through which DeepSpeed starts its hosts; install it"
+            raise UserError(what)
         words = [sys.executable, "-m", "pretraining.supervise.host_agent", str(self.folder)]
-        there = f"cd {shlex.quote(str(place))} && exec {shlex.join(words)}"
+        there = f"cd {shlex.quote(str(REPOSITORY))} && exec {shlex.join(words)}"
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         started = {
             host: subprocess.Popen([*self.command.ssh(host), there], start_new_session=True, **pipes)
@@ -176,19 +174,20 @@ class Hosts:
 
         If one is lost, what runs on the others is ended: it would wait for the lost one.
         """
-        thread = threading.Thread(target=self._watch, args=(launcher, say), name="hosts", daemon=True)
+
+        def look() -> None:
+            while launcher.poll() is None:
+                lost = [host for host, agent in self.agents.items() if agent.poll() is not None]
+                if lost:
+                    rest = ", ".join(host for host in self.agents if host not in lost) or "no other"
+                    say(f"{', '.join(lost)} lost; the run is ended on {rest}")
+                    self.end(SECONDS_AFTER_A_LOSS)
+                    return
+                time.sleep(0.2)
+
+        thread = threading.Thread(target=look, name="hosts", daemon=True)
         thread.start()
         return thread
-
-    def _watch(self, launcher: subprocess.Popen, say: Callable[[str], None]) -> None:
-        while launcher.poll() is None:
-            lost = [host for host, agent in self.agents.items() if agent.poll() is not None]
-            if lost:
-                rest = ", ".join(host for host in self.agents if host not in lost) or "no other"
-                say(f"{', '.join(lost)} lost; the run is ended on {rest}")
-                self.end(SECONDS_AFTER_A_LOSS)
-                return
-            time.sleep(0.2)
 
     def end(self, seconds: float = SECONDS_TO_LEAVE) -> None:
         """Have every agent end what is left on its host, and collect the codes. A second call does nothing.
@@ -215,7 +214,7 @@ class Hosts:
 
 def _hosts_in(path: Path) -> dict[str, int]:
     """Read {host: number of GPUs}."""
-    found: dict[str, int] = {}
+    slots: dict[str, int] = {}
     try:
         lines = read_bytes(path).decode().splitlines()
     except UnicodeDecodeError as error:
@@ -228,12 +227,12 @@ def _hosts_in(path: Path) -> dict[str, int]:
         # ssh and pdsh would take other names for options, patterns or files
         if match is None or not re.fullmatch(r"(?:\w[\w.-]*@)?\w[\w.:-]*", match[1], re.ASCII):
             raise UserError(f"{path}: line {number} is not `NAME slots=NUMBER`: {line[:80]!r}")
-        if match[1] in found:
+        if match[1] in slots:
             raise UserError(f"{path}: line {number} names this host twice: {line[:80]}")
         if len(match[2]) > 4:
             raise UserError(f"{path}: line {number}: no host has so many GPUs: {line[:80]}")
-        found[match[1]] = int(match[2])
-    return found
+        slots[match[1]] = int(match[2])
+    return slots
 
 
 def _named(text: str, hostfile: str) -> dict[str, list[int]]:

@@ -10,15 +10,13 @@ The hosts of DeepSpeed's hostfile are looked after too (`hostfile.py`).
 import argparse
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -52,9 +50,24 @@ SAME_REQUEST_SECONDS = 2.0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = _parse(arguments)
-    with _folder() as folder:
-        supervisor = Supervisor(options.command, folder, min_hosts=options.min_hosts)
+    parser = OneLineParser(
+        prog="python -m pretraining.supervise",
+        description="Start a run again when it crashes or hangs.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    most = "at most so many (default: 10) ..."
+    add("--restarts", type=not_negative_integer, default=10, metavar="N", help=most)
+    add("--within_hours", type=positive_number, default=24.0, metavar="HOURS", help="... in this time (24)")
+    fewer = (
+        "with `deepspeed --hostfile`: start without hosts that do not answer, if N answer (default: all must)"
+    )
+    add("--min_hosts", type=positive_integer, metavar="N", help=fewer)
+    add("command", nargs="+", metavar="COMMAND", help="after --: a launcher and train.py")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="supervise_", ignore_cleanup_errors=True) as folder:
+        supervisor = Supervisor(options.command, Path(folder), min_hosts=options.min_hosts)
         starts: list[float] = []
         while True:
             # not time.time(): a clock that is set back must not allow more starts
@@ -65,9 +78,8 @@ def main(arguments: list[str] | None = None) -> int:
             if supervisor.asked or code in NOT_RESTARTED:
                 return code
             if len(recent) > options.restarts:
-                _say(
-                    f"exit code {code}; started {len(recent)} times in {options.within_hours:g} hours: no more"
-                )
+                times = f"started {len(recent)} times in {options.within_hours:g} hours"
+                _say(f"exit code {code}; {times}: no more")
                 return code
             # doubles with each start: 5, 10, 20 ... seconds
             pause = min(FIRST_PAUSE_SECONDS * 2 ** (len(recent) - 1), LONGEST_PAUSE_SECONDS)
@@ -152,13 +164,13 @@ class Supervisor:
         return command
 
     def _enough(self, hosts: Hosts) -> bool:
-        """Say whether enough hosts answer for a start, and what is missing."""
+        """Return whether enough hosts answer for a start; report what is missing."""
         if not hosts.missing:
             return True
-        found, file = len(hosts.agents), hosts.command.options.hostfile
-        least = found + len(hosts.missing) if self.min_hosts is None else self.min_hosts
+        answer, file = len(hosts.agents), hosts.command.options.hostfile
+        least = answer + len(hosts.missing) if self.min_hosts is None else self.min_hosts
         gone = f"no answer through ssh from {', '.join(hosts.missing)}"
-        if found >= max(1, least):
+        if answer >= max(1, least):
             _say(f"{gone}; starting on {', '.join(hosts.agents)}")
             return True
         _say(f"{gone}; mend this, edit {file} (each start reads it), or allow fewer by --min_hosts")
@@ -213,41 +225,5 @@ class Supervisor:
             self._hosts.send(word)
 
 
-@contextmanager
-def _folder() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="supervise_"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def _say(line: str) -> None:
     print(f"supervise: {line}", file=sys.stderr, flush=True)
-
-
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(
-        prog="python -m pretraining.supervise",
-        description="Start a run again when it crashes or hangs.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--restarts",
-        type=not_negative_integer,
-        default=10,
-        metavar="N",
-        help="at most so many (default: 10) ...",
-    )
-    parser.add_argument(
-        "--within_hours", type=positive_number, default=24.0, metavar="HOURS", help="... in this time (24)"
-    )
-    parser.add_argument(
-        "--min_hosts",
-        type=positive_integer,
-        metavar="N",
-        help="with `deepspeed --hostfile`: start without hosts that do not answer, if N answer (default: all must)",
-    )
-    parser.add_argument("command", nargs="+", metavar="COMMAND", help="after --: a launcher and train.py")
-    return parser.parse_args(arguments)

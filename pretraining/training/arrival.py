@@ -63,7 +63,7 @@ class Arrival:
         """
         if resume != "never":
             # looked at again with the data; here, so that nobody waits for text to be refused
-            from_rank_0(lambda: changes_of_run(self.run, self.recipe.to_dict(), allowed))
+            from_rank_0(lambda: changes_of_run(self.run.path, self.recipe.to_dict(), allowed))
         if from_rank_0(lambda: is_prepared(self.recipe, self.data_root)):
             from_rank_0(lambda: self._show(f"{self._folder} is prepared: --while_preparing changes nothing"))
             return self._open_finished()

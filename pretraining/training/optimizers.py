@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.mup import Scales, scales_by_name
 from pretraining.recipe.refusals import own_groups
-from pretraining.recipe.schedule import AVERAGING, Z
 from pretraining.recipe.sections import Optimizer
+from pretraining.recipe.training import AVERAGING, Z
 from pretraining.training.muon import Muon, hidden_matrices
 from pretraining.upstream.deepspeed import whole_numel, whole_shape
 

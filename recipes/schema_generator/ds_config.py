@@ -6,16 +6,12 @@ import itertools
 import textwrap
 import typing
 
-from schema_generator.from_types import SCALARS, described, first_sentence, type_schema
+from schema_generator.from_types import SCALARS, described, first_sentence, object_schema, type_schema
 
 from pretraining.ds_config import DS_CONFIG_KEYS
 
 # The three keys that the Trainer fills from the hidden size when they say "auto".
-AUTO_KEYS = {
-    "reduce_bucket_size",
-    "stage3_prefetch_bucket_size",
-    "stage3_param_persistence_threshold",
-}
+AUTO_KEYS = {"reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"}
 
 # Top-level values that DeepSpeed reads without a block around them, with their defaults.
 TOP_LEVEL_VALUES = {
@@ -45,11 +41,11 @@ SHARED_KEYS = {
 def field_docstrings(model_class: type) -> dict[str, str | None]:
     """name -> first sentence of the string beneath each field of a pydantic model."""
     body = ast.parse(textwrap.dedent(inspect.getsource(model_class))).body[0].body
-    found = {}
+    sentences = {}
     for node, after in itertools.pairwise(body):
         if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr):
-            found[node.target.id] = first_sentence(getattr(after.value, "value", None))
-    return found
+            sentences[node.target.id] = first_sentence(getattr(after.value, "value", None))
+    return sentences
 
 
 def pydantic_schema(model_class: type) -> dict:
@@ -67,7 +63,7 @@ def pydantic_schema(model_class: type) -> dict:
         if key in AUTO_KEYS:
             schema = {"anyOf": [{"const": "auto"}, schema]}
         properties[key] = described(schema, documented.get(name), field.default)
-    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    schema = object_schema(properties)
     return {**schema, "removed": removed} if removed else schema
 
 
@@ -91,7 +87,7 @@ def block_schema(defaults: dict, **types_of_none: str) -> dict:
     for key, default in defaults.items():
         names = [types_of_none[key], "null"] if default is None else SCALARS[type(default)]
         properties[key] = {"type": names, "default": default}
-    return {"type": "object", "properties": properties, "additionalProperties": False}
+    return object_schema(properties)
 
 
 def precision_schema(model_class: type) -> dict:
@@ -102,109 +98,68 @@ def precision_schema(model_class: type) -> dict:
     return {**schema, "required": ["enabled"]}
 
 
-def ds_config_blocks() -> dict:
-    """The blocks of a DeepSpeed configuration that make sense below the Trainer."""
-    from deepspeed.comm.config import CommsLoggerConfig
-    from deepspeed.runtime.activation_checkpointing.config import ACT_CHKPT_DEFAULT
-    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-    from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    dtype = {"enum": ["fp32", "bf16", "fp16", None]}
-    data_types = {"grad_accum_dtype": {"const": "fp32"}, "param_dtype": dtype, "buffer_dtype": dtype}
-    return {
-        "zero_optimization": {**pydantic_schema(DeepSpeedZeroConfig), "required": ["stage"]},
-        "bf16": precision_schema(DeepSpeedBF16Config),
-        "fp16": precision_schema(DeepSpeedFP16Config),
-        "data_types": {"type": "object", "properties": data_types, "additionalProperties": False},
-        "activation_checkpointing": block_schema(ACT_CHKPT_DEFAULT, number_checkpoints="integer"),
-        "aio": block_schema(AIO_DEFAULT_DICT),
-        "comms_logger": pydantic_schema(CommsLoggerConfig),
-        "flops_profiler": flops_profiler_schema(),
-        "checkpoint": checkpoint_schema(),
-        "tensor_parallel": tensor_parallel_schema(),
-        "expert_parallel": expert_parallel_schema(),
-    }
-
-
 def degree_schema(description: str) -> dict:
     """A number of ranks."""
     return {"type": "integer", "minimum": 1, "default": 1, "description": description}
 
 
-def tensor_parallel_schema() -> dict:
-    """AutoTP's block: its size, and the rules for layers of a model that it does not know."""
-    return {
-        "type": "object",
-        "properties": {
-            "autotp_size": degree_schema(
-                "Ranks that split each layer's matrices, embedding and head; they are neighbours."
-            ),
-            "tp_overlap_comm": {"type": "boolean", "default": False},
-            "partition_config": {"type": ["object", "null"], "default": None},
-        },
-        "required": ["autotp_size"],
-        "additionalProperties": False,
-    }
+def ds_config_blocks() -> dict:
+    """The blocks of a DeepSpeed configuration that make sense below the Trainer."""
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.profiling import constants as profiler
+    from deepspeed.runtime.activation_checkpointing.config import ACT_CHKPT_DEFAULT
+    from deepspeed.runtime.model_checkpointing.constants import CHECKPOINT_TAG_VALIDATION_MODES
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-
-def expert_parallel_schema() -> dict:
-    """AutoEP's block: its size. The model's own experts compute."""
-    return {
-        "type": "object",
-        "properties": {
-            "enabled": {"type": "boolean", "default": False},
-            "autoep_size": degree_schema("Ranks that split the experts of each mixture layer."),
-        },
-        "required": ["enabled", "autoep_size"],
-        "additionalProperties": False,
-    }
-
-
-def flops_profiler_schema() -> dict:
-    """The profiler's block, from its constants."""
-    from deepspeed.profiling import constants
-
+    dtype, off = {"enum": ["fp32", "bf16", "fp16", None]}, {"type": "boolean", "default": False}
     names = ("enabled", "recompute_fwd_factor", "profile_step", "module_depth", "top_modules", "detailed")
-    defaults = {name: getattr(constants, f"FLOPS_PROFILER_{name.upper()}_DEFAULT") for name in names}
-    return block_schema({**defaults, "output_file": None}, output_file="string")
-
-
-def checkpoint_schema() -> dict:
-    """How DeepSpeed writes its checkpoints; loading a universal one is the resume's to decide."""
-    from deepspeed.runtime.model_checkpointing import constants
-
-    modes = [mode.capitalize() for mode in constants.CHECKPOINT_TAG_VALIDATION_MODES]
-    return {
-        "type": "object",
-        "properties": {
-            "tag_validation": {"enum": [*modes, *constants.CHECKPOINT_TAG_VALIDATION_MODES]},
-            "use_node_local_storage": {"type": "boolean", "default": False},
-            "load_universal": {"type": "boolean", "default": False},
-            "parallel_write": block_schema({"pipeline_stage": False}),
-        },
-        "additionalProperties": False,
+    profiled = {name: getattr(profiler, f"FLOPS_PROFILER_{name.upper()}_DEFAULT") for name in names}
+    # loading a universal checkpoint is the resume's to decide
+    modes = [mode.capitalize() for mode in CHECKPOINT_TAG_VALIDATION_MODES]
+    checkpoint = {
+        "tag_validation": {"enum": [*modes, *CHECKPOINT_TAG_VALIDATION_MODES]},
+        "use_node_local_storage": off,
+        "load_universal": off,
+        "parallel_write": block_schema({"pipeline_stage": False}),
     }
-
-
-def removed_keys() -> tuple[dict, dict]:
-    """What the installed DeepSpeed refuses to read: at the top level, inside zero_optimization."""
-    from deepspeed.runtime import config
-
-    top, zero = config._REMOVED_TOP_LEVEL_CONFIG_KEYS, config._REMOVED_ZERO_CONFIG_KEYS
-    return tuple({key: first_sentence(text) for key, text in keys.items()} for keys in (top, zero))
+    # AutoTP: its size, and the rules for layers of a model that it does not know
+    split = "Ranks that split each layer's matrices, embedding and head; they are neighbours."
+    tensor = {
+        "autotp_size": degree_schema(split),
+        "tp_overlap_comm": off,
+        "partition_config": {"type": ["object", "null"], "default": None},
+    }
+    # AutoEP: its size. The model's own experts compute.
+    size = degree_schema("Ranks that split the experts of each mixture layer.")
+    return {
+        "zero_optimization": {**pydantic_schema(DeepSpeedZeroConfig), "required": ["stage"]},
+        "bf16": precision_schema(DeepSpeedBF16Config),
+        "fp16": precision_schema(DeepSpeedFP16Config),
+        "data_types": object_schema(
+            {"grad_accum_dtype": {"const": "fp32"}, "param_dtype": dtype, "buffer_dtype": dtype}
+        ),
+        "activation_checkpointing": block_schema(ACT_CHKPT_DEFAULT, number_checkpoints="integer"),
+        "aio": block_schema(AIO_DEFAULT_DICT),
+        "comms_logger": pydantic_schema(CommsLoggerConfig),
+        "flops_profiler": block_schema({**profiled, "output_file": None}, output_file="string"),
+        "checkpoint": object_schema(checkpoint),
+        "tensor_parallel": object_schema(tensor, ["autotp_size"]),
+        "expert_parallel": object_schema({"enabled": off, "autoep_size": size}, ["enabled", "autoep_size"]),
+    }
 
 
 def ds_config_schema() -> dict:
-    """The whole schema of a file in ds_configs/."""
+    """The whole schema of a file in ds_configs/, with what the installed DeepSpeed refuses to read."""
+    from deepspeed.runtime import config
     from deepspeed.utils.logging import log_levels
 
     shared = {
         key: {"const": "auto", "description": f"Always auto: {why}."} for key, why in SHARED_KEYS.items()
     }
-    values = block_schema(TOP_LEVEL_VALUES, communication_data_type="string", log_level="string")[
-        "properties"
-    ]
+    of_none = {"communication_data_type": "string", "log_level": "string"}
+    values = block_schema(TOP_LEVEL_VALUES, **of_none)["properties"]
     for key, default in DATA_TYPES_OF_MESSAGES.items():
         values[key] = {"enum": ["fp32", "bf16", "fp16", None], "default": default}
     values["log_level"] = {"enum": [*log_levels, None], "default": None}
@@ -214,14 +169,12 @@ def ds_config_schema() -> dict:
     owned = sorted(set(properties) & set(DS_CONFIG_KEYS))
     if owned:
         raise SystemExit(f"keys both allowed and owned elsewhere: {owned}")
-    removed_top, removed_zero = removed_keys()
+    removed, removed_zero = (
+        {key: first_sentence(text) for key, text in keys.items()}
+        for keys in (config._REMOVED_TOP_LEVEL_CONFIG_KEYS, config._REMOVED_ZERO_CONFIG_KEYS)
+    )
     zero = properties["zero_optimization"]
     zero["removed"] = {**zero.get("removed", {}), **removed_zero}
-    return {
-        "title": "How to shard: a DeepSpeed configuration",
-        "type": "object",
-        "properties": properties,
-        "required": [*SHARED_KEYS, "zero_optimization", "bf16", "data_types"],
-        "additionalProperties": False,
-        "removed": removed_top,
-    }
+    title = "How to shard: a DeepSpeed configuration"
+    required = [*SHARED_KEYS, "zero_optimization", "bf16", "data_types"]
+    return {"title": title, **object_schema(properties, required), "removed": removed}

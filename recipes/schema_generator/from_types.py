@@ -6,7 +6,9 @@ import inspect
 import re
 import types
 import typing
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 SCALARS = {int: "integer", float: "number", bool: "boolean", str: "string", type(None): "null"}
 
@@ -31,8 +33,7 @@ def type_schema(annotation) -> dict:
         return {"type": "string"}
     if typing.is_typeddict(annotation):
         hints = typing.get_type_hints(annotation)
-        properties = {name: type_schema(hint) for name, hint in hints.items()}
-        return {"type": "object", "properties": properties, "additionalProperties": False}
+        return object_schema({name: type_schema(hint) for name, hint in hints.items()})
     if inspect.isclass(annotation) and issubclass(annotation, enum.Enum):
         return {"enum": [member.value for member in annotation]}
     if origin is list or annotation is list:
@@ -45,7 +46,8 @@ def type_schema(annotation) -> dict:
 def union_schema(arguments: tuple) -> dict:
     """One schema for a union; beside `str`, an enum of strings or an object is the stricter reading."""
     parts = [type_schema(argument) for argument in arguments]
-    if any(part.get("type") == "object" or _is_text_enum(part) for part in parts):
+    are_text = [all(isinstance(each, str) for each in part.get("enum", [None])) for part in parts]
+    if any(are_text) or any(part.get("type") == "object" for part in parts):
         parts = [part for part in parts if part.get("type") != "string"]
     if len(parts) == 1:
         return parts[0]
@@ -62,8 +64,10 @@ def union_schema(arguments: tuple) -> dict:
     return {**merged, **({"items": items[0]} if items else {})}
 
 
-def _is_text_enum(schema: dict) -> bool:
-    return "enum" in schema and all(isinstance(value, str) for value in schema["enum"])
+def object_schema(properties: dict, required: Iterable[str] = (), **more: Any) -> dict:
+    """An object that has no other keys; `more` comes before its properties."""
+    needed = {"required": list(required)} if required else {}
+    return {"type": "object", **more, "properties": properties, **needed, "additionalProperties": False}
 
 
 def described(schema: dict, description: str | None, default=dataclasses.MISSING) -> dict:

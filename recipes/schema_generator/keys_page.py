@@ -43,30 +43,30 @@ def keys_page(schema: dict, recipes: Path) -> str:
     sections = [name for name, each in properties.items() if "properties" in each]
     # "$schema" is for editors
     top = {name: each for name, each in properties.items() if name not in (*sections, "$schema")}
-    parts = [INTRODUCTION, "## Beside the sections\n", _table(_rows_of(top, "", schema["required"], shown))]
+    parts = [INTRODUCTION, "## Beside the sections\n", _table(top, "", schema["required"], shown)]
     for name in sections:
         section = properties[name]
         parts += [f"\n## {name}\n", f"{section['description']}\n" if "description" in section else ""]
-        parts.append(_table(_rows_of(section["properties"], f"{name}.", section.get("required", []), shown)))
+        parts.append(_table(section["properties"], f"{name}.", section.get("required", []), shown))
         if name == "model":
             parts += _model_tables(schema["$defs"], section["properties"], shown)
         if name == "data":
             parts += _filter_tables(section["properties"]["filters"], shown)
         if name == "training":
-            parts.append(_owned_elsewhere())
-    parts.append(_free_to_change(sections))
-    return "\n".join(part for part in parts if part).rstrip()
-
-
-def _free_to_change(sections: list[str]) -> str:
-    """Which keys the curve does not depend on."""
+            rows = [f"| `{key}` | {_cell(owner)} |" for key, owner in sorted(TRAINING_KEYS.items())]
+            parts += [
+                "\n### Keywords of TrainingArguments that another place owns\n",
+                "| keyword | its place |",
+            ]
+            parts += ["|---|---|", *rows]
     bound = ", ".join(f"`{name}`" for name in sections if name in {*CURVE_SECTIONS, *CURVE_OURS})
     free = ", ".join(f"`{key}`" for key in sorted(NEUTRAL_KEYS))
-    return f"""
+    parts.append(f"""
 ## What may change when a run continues
 
 The loss curve depends on the sections {bound} and on `speed.fp8`. They must stay as they were, or the start is
-refused; `--allow_change KEY` accepts one change. All other sections may change, and these keys too: {free}."""
+refused; `--allow_change KEY` accepts one change. All other sections may change, and these keys too: {free}.""")
+    return "\n".join(part for part in parts if part).rstrip()
 
 
 def _model_tables(definitions: dict, above: dict, shown: dict) -> Iterator[str]:
@@ -75,19 +75,18 @@ def _model_tables(definitions: dict, above: dict, shown: dict) -> Iterator[str]:
     for kind, definition in definitions.items():
         inner = {name: each for name, each in definition["properties"].items() if name not in above}
         yield f"\n### model of type {kind}\n"
-        yield _table(_rows_of(inner, "model.", definition["required"], _of_kind(shown, "model.", kind)))
+        yield _table(inner, "model.", definition["required"], _of_kind(shown, "model.", kind))
 
 
 def _filter_tables(filters: dict, shown: dict) -> Iterator[str]:
     for condition in filters["items"]["allOf"]:
-        rule = condition["then"]
-        own = {name: each for name, each in rule["properties"].items() if name != "rule"}
+        rule, at = condition["then"], "data.filters.0."
+        inner = {name: each for name, each in rule["properties"].items() if name != "rule"}
         named = rule["properties"]["rule"]
         yield f"\n### data.filters with rule {named['const']}\n"
         yield f"{named.get('description', '')}\n"
-        if own:
-            of_rule = _of_kind(shown, "data.filters.0.", named["const"])
-            yield _table(_rows_of(own, "data.filters.0.", rule.get("required", []), of_rule))
+        if inner:
+            yield _table(inner, at, rule.get("required", []), _of_kind(shown, at, named["const"]))
 
 
 def _of_kind(shown: dict, above: str, kind: str) -> dict:
@@ -98,39 +97,27 @@ def _of_kind(shown: dict, above: str, kind: str) -> dict:
     }
 
 
-def _owned_elsewhere() -> str:
-    rows = [f"| `{name}` | {_cell(owner)} |" for name, owner in sorted(TRAINING_KEYS.items())]
-    title = "\n### Keywords of TrainingArguments that another place owns\n"
-    return "\n".join([title, "| keyword | its place |", "|---|---|", *rows])
-
-
-def _table(rows: list[str]) -> str:
+def _table(properties: dict, above: str, required: list[str], shown: dict) -> str:
+    rows = _rows_of(properties, above, required, shown)
     return "\n".join([f"| {' | '.join(HEADS)} |", "|---" * len(HEADS) + "|", *rows])
 
 
-def _rows_of(properties: dict, above: str, required: list[str], shown: dict) -> list[str]:
-    rows = []
-    for name, each in properties.items():
+def _rows_of(properties: dict, above: str, required: list[str], shown: dict) -> Iterator[str]:
+    """A row for each key, and behind it those of the keys inside it."""
+    for name, schema in properties.items():
         key = f"{above}{name}"
-        rows += [_row(key, each, name in required, shown)]
-        for inner, dotted in ((each, key), (each.get("items", {}), f"{key}.0")):
-            rows += _rows_of(inner.get("properties", {}), f"{dotted}.", inner.get("required", []), shown)
-    return rows
-
-
-def _row(key: str, schema: dict, is_required: bool, shown: dict) -> str:
-    default = (
-        f"`{json.dumps(schema['default'])}`" if "default" in schema else "required" if is_required else ""
-    )
-    links = ", ".join(f"[`{name}`](../recipes/{name}.json)" for name in shown.get(key, ())[:MOST_SHOWN])
-    cells = (f"`{key}`", _type(schema), default, _limits(schema), _described(key, schema), links)
-    return f"| {' | '.join(map(_cell, cells))} |"
-
-
-def _described(key: str, schema: dict) -> str:
-    """The description, and what other frameworks call the key, for who searches the page for that."""
-    names = ", ".join(f"`{name}`" for name in OTHER_NAMES.get(key, "").split())
-    return " ".join(filter(None, [schema.get("description"), f"Elsewhere: {names}." if names else ""]))
+        default = "required" if name in required else ""
+        if "default" in schema:
+            default = f"`{json.dumps(schema['default'])}`"
+        # what other frameworks call the key, for who searches the page for that
+        elsewhere = ", ".join(f"`{other}`" for other in OTHER_NAMES.get(key, "").split())
+        description = [schema.get("description"), f"Elsewhere: {elsewhere}." if elsewhere else ""]
+        links = ", ".join(f"[`{each}`](../recipes/{each}.json)" for each in shown.get(key, ())[:MOST_SHOWN])
+        text = " ".join(filter(None, description))
+        cells = (f"`{key}`", _type(schema), default, _limits(schema), text, links)
+        yield f"| {' | '.join(map(_cell, cells))} |"
+        for inner, dotted in ((schema, key), (schema.get("items", {}), f"{key}.0")):
+            yield from _rows_of(inner.get("properties", {}), f"{dotted}.", inner.get("required", []), shown)
 
 
 def _cell(text: str) -> str:
@@ -160,8 +147,7 @@ def _type(schema: dict) -> str:
 
 def _limits(schema: dict) -> str:
     if "anyOf" in schema:
-        found = [_limits(branch) for branch in schema["anyOf"]]
-        return ", or ".join(dict.fromkeys(filter(None, found)))
+        return ", or ".join(dict.fromkeys(filter(None, map(_limits, schema["anyOf"]))))
     limits = [f"{phrase} {schema[name]:,}" for name, phrase in LIMITS.items() if name in schema]
     limits += ["not empty"] if schema.get("minLength") or schema.get("minItems") == 1 else []
     limits += [f"at least {schema['minItems']} entries"] if schema.get("minItems", 1) > 1 else []
@@ -174,7 +160,7 @@ def _limits(schema: dict) -> str:
 
 def _recipes_by_key(recipes: Path) -> dict[str, list[str]]:
     """{dotted key: recipes that use it}: features, of which the smallest come first, else one of the others."""
-    found: dict[str, list[str]] = {}
+    shown: dict[str, list[str]] = {}
     paths = [path for path in recipes.rglob("*.json") if path.name != "schema.json"]
     used = {path: list(_keys_used(_with_its_type(path, recipes))) for path in paths}
     # features before others, and `tiny` before larger ones
@@ -185,8 +171,8 @@ def _recipes_by_key(recipes: Path) -> dict[str, list[str]]:
             # `_with_its_type` may have added it
             if key == "model.model_type" and '"model_type"' not in path.read_text(encoding="utf-8"):
                 continue
-            found.setdefault(key, []).append(path.relative_to(recipes).with_suffix("").as_posix())
-    return {key: [name for name in names if "/" in name] or names[:1] for key, names in found.items()}
+            shown.setdefault(key, []).append(path.relative_to(recipes).with_suffix("").as_posix())
+    return {key: [name for name in names if "/" in name] or names[:1] for key, names in shown.items()}
 
 
 def _with_its_type(path: Path, recipes: Path) -> dict:

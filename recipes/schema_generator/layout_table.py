@@ -76,10 +76,7 @@ FEATURES = {
     "fp8 products": ("speed.fp8=tensorwise", "training.bf16=true"),
     "recomputed layers": (RECOMPUTED,),
     "recomputed but for their products": (RECOMPUTED, "speed.recompute=operators"),
-    "embeddings and head in fp32": (
-        'model.keep_in_fp32=["embeddings", "head"]',
-        "training.bf16=true",
-    ),
+    "embeddings and head in fp32": ('model.keep_in_fp32=["embeddings", "head"]', "training.bf16=true"),
     "frozen parameters": ('model.frozen=["*embed_tokens*"]',),
 }
 """{row: values over `tiny` with a Llama shape}"""
@@ -117,7 +114,7 @@ def _cell(settings: tuple[str, ...], names: tuple[str, ...], column: str, reason
 
 
 def _refusal(settings: tuple[str, ...], name: str, column: str) -> str | None:
-    """Say why a run with these values is refused at this layout; None if it is not."""
+    """Return why a run with these values is refused at this layout; None if it is not."""
     shape = EXPERTS if column == "expert" and "model=" not in "".join(settings) else LLAMA
     values = [f"model={json.dumps(shape)}", "training.per_device_train_batch_size=1", *settings]
     try:

@@ -171,7 +171,12 @@ def _entry(model_type: str) -> dict | str:
         for field in dataclasses.fields(config_class)
         if field.name not in inherited and not UNUSED.fullmatch(field.name)
     }
-    names = _names(fields, config_class.attribute_map)
+    # common name -> the class's own key, where it has one
+    names = {}
+    for name, others in {**dict.fromkeys(SHAPE, ()), **OPTIONAL}.items():
+        candidates = (name, config_class.attribute_map.get(name), *others)
+        if key := next((each for each in candidates if each in fields), None):
+            names[name] = key
     missing = [name for name in SHAPE if name not in names]
     if "text_config" in fields and missing:
         return "it is made of several models; its language model alone may have a type of its own, as gemma3_text"
@@ -179,30 +184,13 @@ def _entry(model_type: str) -> dict | str:
         return "it is the decoder of an encoder-decoder model"
     if missing or names["vocab_size"] != "vocab_size":
         return f"its configuration has no {' and no '.join(missing or ['vocab_size'])} of its own"
-    properties = {
-        "model_type": {"const": model_type},
-        **{key: _property(field) for key, field in fields.items()},
-    }
+    properties = {"model_type": {"const": model_type}}
+    for key, field in fields.items():
+        as_float = {"format": "float"} if field.type is float else {}
+        schema = {**type_schema(field.type), **as_float}
+        properties[key] = bounded(key, described(schema, None, field.default))
     for name in SHAPE:
         properties[names[name]] |= {"minimum": 1, "maximum": largest(names[name])}
     properties["attn_implementation"] = {"type": ["string", "null"], "default": None}
     other_names = {name: key for name, key in names.items() if name != key}
     return {"names": other_names, "required": [names[name] for name in SHAPE], "properties": properties}
-
-
-def _names(fields: dict, attribute_map: dict[str, str]) -> dict[str, str]:
-    """Common name -> the class's own key, where it has one."""
-    found = {}
-    for name, others in {**dict.fromkeys(SHAPE, ()), **OPTIONAL}.items():
-        candidates = (name, attribute_map.get(name), *others)
-        key = next((each for each in candidates if each in fields), None)
-        if key:
-            found[name] = key
-    return found
-
-
-def _property(field: dataclasses.Field) -> dict:
-    schema = type_schema(field.type)
-    if field.type is float:
-        schema["format"] = "float"
-    return bounded(field.name, described(schema, None, field.default))

@@ -29,7 +29,6 @@ from pretraining.recipe.curve import changes_of_run
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.runtime import host
 from pretraining.runtime.kernel_log import failing_gpus
-from pretraining.runtime.run_folder import RunFolder
 from tests.gear.local_hub import REPOSITORY_ID, local_hub
 from tests.gear.runs import SMALL_RECIPE, execute
 
@@ -424,10 +423,10 @@ def test_a_run_folder_is_read_as_a_start_reads_it(tmp_path, name):
     (tmp_path / "recipe.json").write_text(kept)
     (finding,) = check_earlier_start(Launch(gpus.Gpus(), 1, 1, tmp_path, Path("data"), recipe, ds_config))
     if said is None:
-        assert finding.verdict == FINE and changes_of_run(RunFolder(tmp_path), recipe.to_dict()) == []
+        assert finding.verdict == FINE and changes_of_run(tmp_path, recipe.to_dict()) == []
         return
     with pytest.raises(UserError) as refused:
-        changes_of_run(RunFolder(tmp_path), recipe.to_dict())
+        changes_of_run(tmp_path, recipe.to_dict())
     assert said in finding.message and finding.verdict == BREAKS
     assert str(refused.value) == f"{finding.message}; {finding.remedy}" and "--output_dir" in finding.remedy
 

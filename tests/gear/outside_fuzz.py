@@ -163,7 +163,9 @@ class OutsideFuzz:
         params.write_text('{"n_heads": 4, "n_kv_heads": 2, "norm_eps": 1e-6, "rope_theta": 1e4}')
         return {
             **records,
-            "run's recipe": Reader(run.recipe, lambda: (self._look_back(), changes_of_run(run, resolved))),
+            "run's recipe": Reader(
+                run.recipe, lambda: (self._look_back(), changes_of_run(run.path, resolved))
+            ),
             "lock": Reader(self._lock(), lambda: (holder_of(run.path), lock_folder(run.path, 0).close())),
             "journal": Reader(run.journal, lambda: self._use_journal(Journal.read(run.journal))),
             "marker": Reader(marker, self._list, sealed),

@@ -41,7 +41,29 @@ DRIVERS = {
 """Rooms that drive what other rooms of their layer hold, as train.py does."""
 HEAVY = {"torch", "transformers", "deepspeed", "accelerate"}
 
+CIRCLES: set[frozenset[str]] = {
+    frozenset(f"{room}.{name}" for name in names.split())
+    for room, names in (
+        ("data", "block_guard mixture packed_dataset prepared streaming.prefetch"),
+        ("data", "dedup.decontamination manifest shard_writer shards"),
+        ("data.quality", "text words"),
+        (
+            "data.preparation",
+            "cleaning execution finish prepare ray_cluster stages survey tokenizing workers",
+        ),
+        ("planning", "cadence comparison costs gate run_plan search"),
+        ("planning", "megatron parallelism"),
+        ("pipeline", "step steps training"),
+    )
+}
+"""Modules that still import each other. One that is untied leaves this list, and none may come."""
+
 MODULES = sorted(path.relative_to(REPOSITORY) for path in PACKAGE.rglob("*.py"))
+
+
+def dotted(module: Path) -> str:
+    """`pretraining/data/order.py` -> pretraining.data.order, and a package's `__init__.py` -> its folder."""
+    return ".".join(module.with_suffix("").parts).removesuffix(".__init__")
 
 
 def room_of(module: Path) -> str:
@@ -119,6 +141,47 @@ def test_nothing_imports_the_commands():
     """train.py and data_prep.py are where the rooms meet; nothing depends on them."""
     for module in MODULES:
         assert not {name.split(".")[0] for name in imports(module)} & {"train", "data_prep", "tests"}
+
+
+def circles() -> set[frozenset[str]]:
+    """Groups of modules that import each other, at their heads, in a function or for types; by Tarjan's algorithm."""
+    graph = {dotted(module): set() for module in MODULES}
+    for module in MODULES:
+        # `from pretraining.data import order` means the module, `from pretraining.errors import UserError` its owner
+        asked = {name if name in graph else name.rpartition(".")[0] for name in imports(module)}
+        graph[dotted(module)] = (asked & graph.keys()) - {dotted(module)}
+    index, low, stack, groups = {}, {}, [], set()
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in graph[name]:
+            if other not in index:
+                visit(other)
+            if other in stack:
+                low[name] = min(low[name], low[other])
+        if low[name] == index[name]:
+            group = stack[stack.index(name) :]
+            del stack[-len(group) :]
+            groups.add(frozenset(group))
+
+    for name in graph:
+        if name not in index:
+            visit(name)
+    return {
+        frozenset(each.removeprefix("pretraining.") for each in group) for group in groups if len(group) > 1
+    }
+
+
+def test_no_module_imports_one_that_imports_it():
+    """A circle is one module in several files, none of which can be read first; imports for types count."""
+    assert circles() == CIRCLES
+
+
+def test_few_modules_are_at_the_top():
+    """What two rooms share has a room of its own; at the top there is what every command begins with."""
+    at_top = [module.stem for module in MODULES if len(module.parts) == 2 and module.stem != "__init__"]
+    assert len(at_top) <= 9, at_top
 
 
 def test_commands_load_torch_only_once_everything_is_checked():

@@ -96,6 +96,14 @@ def test_an_unknown_name_lists_those_there_are():
     assert all(name in str(error.value) for name in NAMES)
 
 
+def test_a_degree_for_a_block_that_is_none_is_refused(tmp_path):
+    """Bad input: `:sequence=2` and its like are set in blocks, which a file may hold as another type."""
+    path = tmp_path / "changed.json"
+    path.write_text(json.dumps({**load_ds_config("zero3"), "tensor_parallel": 2}))
+    with pytest.raises(UserError, match="tensor_parallel: is 2 where an object is wanted"):
+        load_ds_config(f"{path}:tensor=2")
+
+
 WRONG = {
     "misspelt top-level key": (
         lambda c: c.update(gradient_cliping=1),

@@ -27,7 +27,7 @@ from tests.gear.runs import REPOSITORY, Run, Workshop, execute
 from tests.house.test_layers import HEAVY, modules_after
 
 PARTS, MODEL = (RECIPES / "features" / "files" / f"own_{name}.py" for name in ("parts", "model"))
-LOGGED_KEYS = REPOSITORY / "tests" / "logged_keys.py"
+LOGGED_KEYS = REPOSITORY / "tests" / "gear" / "logged_keys.py"
 SHAPE = {
     "model_type": "parallel",
     "vocab_size": 512,

@@ -10,9 +10,7 @@ from pretraining.errors import UserError
 from pretraining.recipe import accumulation_steps, load_recipe, recipe_names, recipe_schema
 from pretraining.recipe.data import Dedup
 from pretraining.recipe.loading import OTHER_NAMES as NAMES_ELSEWHERE
-from pretraining.recipe.loading import sections_schema
 from pretraining.recipe.refusals import load_recipe_and_ds_config
-from pretraining.recipe.section import schema_file
 from pretraining.recipe.training import TRAINING_KEYS, Keyword, Training
 from pretraining.schema import REPOSITORY, suggestion
 from tests.gear.runs import LLAMA, SMALL_RECIPE
@@ -103,16 +101,6 @@ def test_the_defaults_of_training_are_those_of_the_library():
     assert {name: each.default for name, each in keywords.items()} == {
         name: properties[name]["default"] for name in keywords
     }
-
-
-def test_the_schema_file_holds_what_the_sections_say():
-    """Editors and messages go by one schema: `python recipes/generate_schema.py` after a change of a section."""
-    written = schema_file()["properties"]
-    for name, schema in sections_schema().items():
-        properties = {**schema["properties"]}
-        if name == "data":  # the rules of filters have schemas of their own
-            properties["filters"] = written["data"]["properties"]["filters"]
-        assert {**schema, "properties": properties} == written[name]
 
 
 def test_a_section_written_and_read_again_is_the_same():
@@ -442,7 +430,11 @@ def test_what_would_fail_later_is_refused_at_once(override, message):
     assert message in failing(overrides=[override])
 
 
-EVALUATION = {
+def shape(**keys) -> str:
+    return f"model={json.dumps({**LLAMA, **keys})}"
+
+
+NOT_TOGETHER = {
     ("evaluation.metric=los",): "did you mean 'loss'",
     ("evaluation.metric=python_stdlib_loss",): "with a single source that is 'loss'",
     ("evaluation.metric=train/loss",): "no validation of this recipe measures; there are loss, perplexity",
@@ -458,40 +450,29 @@ EVALUATION = {
         "evaluation.task_steps=500",
     ): "arc/acc is wanted at each validation",
     ("evaluation.prompt=3",): 'write "3" with quotes',
+    ("training.bf16=true", "training.fp16=true"): "choose one",
+    (
+        shape(num_key_value_heads=3),
+    ): "num_key_value_heads: is 3, which does not divide model.num_attention_heads 4",
+    (shape(model_type="mixtral", num_local_experts=4, num_experts_per_tok=7),): "is 7, more than "
+    "model.num_local_experts 4",
+    (
+        shape(model_type="deepseek_v3", n_routed_experts=10, n_group=4),
+    ): "model.n_group: is 4, which does not divide model.n_routed_experts 10",
 }
 
 
-@pytest.mark.parametrize("overrides, message", EVALUATION.items(), ids=map(" ".join, EVALUATION))
-def test_what_is_judged_is_measured_when_it_is_judged(overrides, message):
-    """Early stopping and the best checkpoints need their metric at every validation."""
+@pytest.mark.parametrize("overrides, message", NOT_TOGETHER.items(), ids=map(" ".join, NOT_TOGETHER))
+def test_values_that_do_not_fit_each_other_are_refused(overrides, message):
+    """Early stopping and the best checkpoints need their metric at every validation; sizes divide each other."""
     assert message in failing(overrides=list(overrides))
+
+
+def test_a_limit_does_not_hide_a_step_of_less_than_a_sequence():
+    """Bad input: smaller steps are looked for among the whole sequences of the full one."""
+    message = failing(overrides=["budget.tokens_per_step=8"], limit_tokens=100000)
+    assert "budget.tokens_per_step: 8 is not a multiple of the sequence length" in message
 
 
 def test_names_of_any_language_are_names():
     assert load_recipe("tiny", ["name=essai déjà 2.1", "data.name=данные"]).name == "essai déjà 2.1"
-
-
-def test_key_value_heads_must_divide_heads():
-    message = failing("7b", ["model.num_key_value_heads=5"])
-    assert "model.num_key_value_heads: is 5, which does not divide model.num_attention_heads 32" in message
-
-
-@pytest.mark.parametrize(
-    "name, overrides, message",
-    [
-        ("moe-1.5b", ["model.num_experts_per_tok=7"], "is 7, more than model.num_local_experts 6"),
-        (
-            "tiny",
-            [
-                f"model={json.dumps({**LLAMA, 'model_type': 'deepseek_v3', 'n_routed_experts': 10, 'n_group': 4})}"
-            ],
-            "model.n_group: is 4, which does not divide model.n_routed_experts 10",
-        ),
-    ],
-)
-def test_experts_must_be_there_to_be_chosen(name, overrides, message):
-    assert message in failing(name, overrides)
-
-
-def test_bf16_and_fp16_exclude_each_other():
-    assert "choose one" in failing(overrides=["training.bf16=true", "training.fp16=true"])

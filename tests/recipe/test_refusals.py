@@ -11,7 +11,7 @@ import pytest
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
 from pretraining.recipe.refusals import load_recipe_and_ds_config
-from pretraining.recipe.schedule import KEYWORDS
+from pretraining.recipe.training import KEYWORDS
 from tests.gear.recipe_fuzz import RecipeFuzz, checked_recipes, is_looser, plan_outcome, training_outcome
 from tests.gear.runs import EXPERTS, LLAMA, execute
 

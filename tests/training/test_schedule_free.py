@@ -12,7 +12,7 @@ from pretraining.errors import UserError
 from pretraining.evaluation.validation import Validation
 from pretraining.recipe import load_recipe
 from pretraining.recipe.refusals import load_recipe_and_ds_config
-from pretraining.recipe.schedule import AVERAGING, Z
+from pretraining.recipe.training import AVERAGING, Z
 from pretraining.training.optimizers import counting_by_tensor
 from tests.checkpoints.test_reshard import stage_3_goes_on_in_one_process
 from tests.gear.runs import execute
