@@ -91,17 +91,17 @@ def prepared(way: str, options):
 
 def ours(way: str, head, chunk_tokens: int | None):
     """(head, hidden, labels) -> summed nats, as `loss.kind` and `loss.compile` say."""
-    from pretraining.model.cross_entropy import LossHead, Way, chunked_nats, token_nats
+    from pretraining.model.cross_entropy import LossHead, LossSettings, chunked_nats, token_nats
 
     compile = OURS[way]
     if way == "plain":
         return lambda head, hidden, labels: token_nats(head(hidden), labels)
     if way.startswith("chunked"):
         return lambda head, hidden, labels: chunked_nats(
-            head(hidden).flatten(0, 1), labels.flatten(), Way(0.0, chunk_tokens, compile)
+            head(hidden).flatten(0, 1), labels.flatten(), LossSettings(0.0, chunk_tokens, compile)
         )
     head.__class__ = LossHead
-    return lambda head, hidden, labels: head(head(hidden), labels, Way(0.0, chunk_tokens, compile))
+    return lambda head, hidden, labels: head(head(hidden), labels, LossSettings(0.0, chunk_tokens, compile))
 
 
 def another(way: str):

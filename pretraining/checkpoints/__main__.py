@@ -286,7 +286,7 @@ class Branch:
 
     def answer(self, options: argparse.Namespace) -> dict:
         """Return {"checkpoint", "step", "run": the new folder, "last_step", "command": what trains it}."""
-        from pretraining.checkpoints.branch import Stage, branch, read_stage
+        from pretraining.checkpoints.branch import StageChanges, branch, read_stage
 
         if options.min_lr_ratio > 1:
             raise UserError(f"--min_lr_ratio {options.min_lr_ratio:g}: the rate is to fall; give 1 at most")
@@ -298,7 +298,7 @@ class Branch:
         _refuse_existing(output, "--output")
         # --set comes after the file, so that it has the last word.
         settings, deepspeed = read_stage(options.stage) if options.stage else ((), None)
-        changes = Stage(
+        changes = StageChanges(
             options.steps, options.decay, options.min_lr_ratio, (*settings, *options.set), deepspeed
         )
         branch(checkpoint, changes, output)

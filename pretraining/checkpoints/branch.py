@@ -31,7 +31,7 @@ DECIDED |= {"budget": ("tokens", "warmup_tokens", "decay_tokens")}
 """Keys that a stage may not set, because --steps and --decay determine them."""
 
 
-class Stage(NamedTuple):
+class StageChanges(NamedTuple):
     """What follows the checkpoint."""
 
     steps: int
@@ -44,7 +44,7 @@ class Stage(NamedTuple):
     """Another ds_config; None: the run's own."""
 
 
-def branch(checkpoint: Path, stage: Stage, output: Path) -> dict:
+def branch(checkpoint: Path, stage: StageChanges, output: Path) -> dict:
     """Make `output` a run that continues from `checkpoint` for one stage; returns its recipe.
 
     The caller has verified the checkpoint. Its files are linked, or copied if the disk has no links, and its run is
@@ -105,7 +105,7 @@ def _link_checkpoint(folder: Path, target: Path) -> None:
 
 
 def read_stage(path: Path) -> tuple[tuple[str, ...], str | None]:
-    """Read a file of sections and keys that a stage changes (recipes/stages/): `Stage.settings` and `Stage.deepspeed`.
+    """Read a file of sections and keys that a stage changes (recipes/stages/): `StageChanges.settings` and `StageChanges.deepspeed`.
 
     A `base` in it makes the file a recipe too, which can be planned, and trained by itself.
 
@@ -129,7 +129,9 @@ def read_stage(path: Path) -> tuple[tuple[str, ...], str | None]:
     return tuple(settings), found.get("deepspeed")
 
 
-def _staged_recipe(earlier: Recipe, changed: Recipe, marker: dict, stage: Stage, checkpoint: Path) -> dict:
+def _staged_recipe(
+    earlier: Recipe, changed: Recipe, marker: dict, stage: StageChanges, checkpoint: Path
+) -> dict:
     """Return the recipe of the `stage.steps` steps after a checkpoint of recipe `earlier`.
 
     changed: `earlier` with the stage's settings.
@@ -166,7 +168,7 @@ def _staged_recipe(earlier: Recipe, changed: Recipe, marker: dict, stage: Stage,
     return values
 
 
-def _refuse_settings(earlier: Recipe, changed: Recipe, stage: Stage, checkpoint: Path) -> None:
+def _refuse_settings(earlier: Recipe, changed: Recipe, stage: StageChanges, checkpoint: Path) -> None:
     """Raise `UserError` for settings that the stage determines, or with which the checkpoint cannot be loaded."""
     for section, keys in DECIDED.items():
         for key in keys:

@@ -350,14 +350,14 @@ def _effect_on_rate(change: dict, recipe: Recipe, start: Start) -> str:
     )
 
 
-class Finding(Protocol):
+class RollbackCause(Protocol):
     """Why the attempt was stopped: the optimizer step whose loss was the reason, and a sentence."""
 
     step: int
     sentence: str
 
 
-def roll_back(run: RunFolder, start: Start, finding: Finding, recipe: Recipe) -> None:
+def roll_back(run: RunFolder, start: Start, finding: RollbackCause, recipe: Recipe) -> None:
     """Write a rollback into the journal, which the next `find_start` follows; every rank calls it.
 
     The samples of `monitors.spikes.skip_steps` steps before the step of the finding, and of as many steps from it on,

@@ -43,7 +43,7 @@ TRIAL_TOKENS = 1024
 
 
 @dataclass(frozen=True)
-class Way:
+class LossSettings:
     """How nats are summed chunk by chunk."""
 
     z_loss: float = 0.0
@@ -54,7 +54,7 @@ class Way:
     """Of a head that is split over ranks, which rows are here; None: all."""
 
 
-DEFAULT = Way()
+DEFAULT = LossSettings()
 
 
 def token_nats(
@@ -83,7 +83,7 @@ def token_nats(
 def chunked_nats(
     logits: torch.Tensor,
     labels: torch.Tensor,
-    way: Way = DEFAULT,
+    way: LossSettings = DEFAULT,
     each: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sum the nats of the labels, in fp32 (fp64 for fp64 logits).
@@ -102,7 +102,7 @@ def fused_nats(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     labels: torch.Tensor,
-    way: Way = DEFAULT,
+    way: LossSettings = DEFAULT,
     dtype: torch.dtype | None = None,
     each: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -133,7 +133,7 @@ class LossHead(nn.Linear):
         self,
         hidden: torch.Tensor,
         labels: torch.Tensor | None = None,
-        way: Way = DEFAULT,
+        way: LossSettings = DEFAULT,
         each: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Map [..., width] to [..., vocabulary]. In training return the input; with labels [...] return summed nats."""
@@ -247,7 +247,9 @@ class _FusedNats(torch.autograd.Function):
         return *scaled, None, None, None, None
 
 
-def _chunk(tokens: int, vocab_size: int, like: torch.Tensor, way: Way) -> tuple[int, torch.Tensor | None]:
+def _chunk(
+    tokens: int, vocab_size: int, like: torch.Tensor, way: LossSettings
+) -> tuple[int, torch.Tensor | None]:
     """Choose the tokens of a chunk, and allocate space in fp32 for log-probabilities, for every chunk in turn.
 
     The compiled functions need no space: it is None then.
@@ -290,7 +292,7 @@ def _precision(dtype: torch.dtype) -> torch.dtype:
 def _nats_and_gradient(
     logits: torch.Tensor,
     labels: torch.Tensor,
-    way: Way,
+    way: LossSettings,
     wants_gradient: bool,
     space: torch.Tensor | None,
 ) -> torch.Tensor:

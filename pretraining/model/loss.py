@@ -17,7 +17,13 @@ from transformers import PreTrainedModel
 from pretraining.data.document_masking import IGNORED
 from pretraining.errors import UserError
 from pretraining.extend import named
-from pretraining.model.cross_entropy import Way, can_fuse, chunked_nats, install_loss_head, token_nats
+from pretraining.model.cross_entropy import (
+    LossSettings,
+    can_fuse,
+    chunked_nats,
+    install_loss_head,
+    token_nats,
+)
 from pretraining.model.vocabulary_parallel import SplitHead
 from pretraining.recipe.model import EXACT, ROUTER_COEFFICIENT
 from pretraining.recipe.sections import Loss
@@ -60,7 +66,7 @@ def _nats_of(model: PreTrainedModel, settings: Loss) -> Callable:
     if settings.function is not None:
         own = partial(named("loss", settings.function), **settings.arguments)
         return partial(own_loss, function=own, name=settings.function)
-    way = Way(z_loss, settings.chunk_tokens, settings.compile)
+    way = LossSettings(z_loss, settings.chunk_tokens, settings.compile)
     if kind == "auto":
         kind = "fused" if can_fuse(model) else "chunked"
     if kind == "plain":

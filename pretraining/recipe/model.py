@@ -198,7 +198,6 @@ class Model(dict):
     Attributes are what every type has, under the names that most of them use.
     """
 
-    vocab_size: int = Common()
     hidden_size: int = Common()
     num_hidden_layers: int = Common()
     num_attention_heads: int = Common()
@@ -207,6 +206,11 @@ class Model(dict):
     @property
     def model_type(self) -> str:
         return self["model_type"]
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+        return self["vocab_size"]
 
     @property
     def is_exact(self) -> bool:

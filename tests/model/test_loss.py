@@ -16,7 +16,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from pretraining.data.document_masking import IGNORED
 from pretraining.errors import UserError
 from pretraining.model import cross_entropy
-from pretraining.model.cross_entropy import LossHead, Way, chunked_nats, fused_nats, token_nats
+from pretraining.model.cross_entropy import LossHead, LossSettings, chunked_nats, fused_nats, token_nats
 from pretraining.model.loss import build_loss, layers_balance, next_token_loss
 from pretraining.planning.memory.activations import chunk_length, loss_bytes
 from pretraining.planning.memory.tensors import Precision
@@ -92,11 +92,13 @@ def test_gradients_are_those_of_finite_differences():
     labels = torch.tensor([0, 10, 3, IGNORED, 5, 5, 1])
     pair = [torch.randn(n, 4, dtype=torch.float64, requires_grad=True) for n in (7, 11)]
     steps = [1e-5 * torch.randn_like(tensor) for tensor in pair]
-    fused_nats(*pair, labels, Way(0.1, 3)).backward()
+    fused_nats(*pair, labels, LossSettings(0.1, 3)).backward()
     with torch.no_grad():
         ahead, behind = (
             fused_nats(
-                *(tensor + sign * step for tensor, step in zip(pair, steps, strict=True)), labels, Way(0.1, 3)
+                *(tensor + sign * step for tensor, step in zip(pair, steps, strict=True)),
+                labels,
+                LossSettings(0.1, 3),
             )
             for sign in (1, -1)
         )
@@ -111,7 +113,8 @@ def test_z_loss_is_the_squared_log_of_the_normaliser():
     expected = sum(torch.logsumexp(logits[i], 0) ** 2 for i in (0, 1, 3, 4))
     for found in (
         token_nats(logits[None], labels[None], 0.1) - token_nats(logits[None], labels[None]),
-        chunked_nats(logits, labels, Way(0.1, 2)) - chunked_nats(logits, labels, Way(0.0, 2)),
+        chunked_nats(logits, labels, LossSettings(0.1, 2))
+        - chunked_nats(logits, labels, LossSettings(0.0, 2)),
     ):
         assert found.item() == pytest.approx(0.1 * expected.item(), rel=1e-9)
 
@@ -120,7 +123,7 @@ def test_nothing_is_written_over_logits_that_need_no_gradient():
     """Only a training step may consume its logits."""
     logits = torch.randn(6, 9)
     before = logits.clone()
-    chunked_nats(logits, torch.arange(6), Way(chunk_tokens=4))
+    chunked_nats(logits, torch.arange(6), LossSettings(chunk_tokens=4))
     assert torch.equal(logits, before)
 
 
@@ -132,7 +135,7 @@ def test_bf16_logits_are_summed_in_fp32():
     expected = token_nats(plain[None], labels[None])
     expected.backward()
     ours = logits.clone().requires_grad_()
-    found = chunked_nats(ours * 1, labels, Way(chunk_tokens=128))
+    found = chunked_nats(ours * 1, labels, LossSettings(chunk_tokens=128))
     found.backward()
     assert found.dtype == torch.float32 and found.item() == pytest.approx(expected.item(), rel=1e-6)
     torch.testing.assert_close(ours.grad, plain.grad, rtol=2**-8, atol=0)
@@ -158,9 +161,11 @@ def test_in_bf16_only_the_rounding_of_logits_and_gradients_shows(z_loss):
     pair, labels = [torch.randn(n, 64).bfloat16() for n in (300, 1003)], torch.randint(1003, (300,))
     labels[::7] = IGNORED
     errors = {}
-    exact = gradients_of(fused_nats, [tensor.double() for tensor in pair], labels, Way(z_loss, 70, False))
+    exact = gradients_of(
+        fused_nats, [tensor.double() for tensor in pair], labels, LossSettings(z_loss, 70, False)
+    )
     for compile in (False, True):
-        found = gradients_of(fused_nats, pair, labels, Way(z_loss, 70, compile))
+        found = gradients_of(fused_nats, pair, labels, LossSettings(z_loss, 70, compile))
         errors[compile] = [((a - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
     assert max(errors[False]) < 2**-6
     assert all(a <= 1.02 * b for a, b in zip(errors[True], errors[False], strict=True)), errors
@@ -179,8 +184,8 @@ def test_one_graph_a_kernel_serves_chunks_of_any_length(nothing_compiled):
     hidden, weight = torch.randn(200, 8, requires_grad=True), torch.randn(96, 8, requires_grad=True)
     for tokens in (200, 130, 67):
         labels = torch.randint(96, (tokens,))
-        fused_nats(hidden[:tokens], weight, labels, Way(1e-4, 64, True)).backward()
-        chunked_nats((hidden[:tokens] @ weight.T), labels, Way(1e-4, 50, True)).backward()
+        fused_nats(hidden[:tokens], weight, labels, LossSettings(1e-4, 64, True)).backward()
+        chunked_nats((hidden[:tokens] @ weight.T), labels, LossSettings(1e-4, 50, True)).backward()
     assert counters["stats"]["unique_graphs"] == 2
     assert not counters["graph_break"] and not counters["recompiles"]
 
@@ -208,9 +213,9 @@ def test_a_loss_that_cannot_be_compiled_says_so_once_and_goes_on(nothing_compile
     monkeypatch.setattr(torch, "compile", lambda function, **_: compile(function, backend=without_a_compiler))
     torch.manual_seed(0)
     pair, labels = [torch.randn(n, 8) for n in (40, 33)], torch.randint(33, (40,))
-    expected = gradients_of(fused_nats, pair, labels, Way(0.0, 16, False))
+    expected = gradients_of(fused_nats, pair, labels, LossSettings(0.0, 16, False))
     for _ in range(2):
-        found = gradients_of(fused_nats, pair, labels, Way(0.0, 16, True))
+        found = gradients_of(fused_nats, pair, labels, LossSettings(0.0, 16, True))
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     said = capsys.readouterr().err
     assert said.startswith("warning: the loss cannot be compiled") and said.count("\n") == 1
@@ -229,7 +234,7 @@ def test_a_loss_that_one_rank_alone_cannot_compile_says_which(nothing_compiled, 
     monkeypatch.setenv("RANK", "11")
     pair, labels = [torch.randn(n, 8) for n in (40, 33)], torch.randint(33, (40,))
     for _ in range(2):
-        gradients_of(fused_nats, pair, labels, Way(0.0, 16, True))
+        gradients_of(fused_nats, pair, labels, LossSettings(0.0, 16, True))
     said = capsys.readouterr().err
     assert said.startswith("warning: the loss cannot be compiled on rank 11 and ") and said.count("\n") == 1
     cross_entropy._can_compile.cache_clear()
@@ -237,7 +242,7 @@ def test_a_loss_that_one_rank_alone_cannot_compile_says_which(nothing_compiled, 
     for rank, lines in (("3", 0), ("0", 1)):
         monkeypatch.setenv("LOCAL_RANK", rank)
         cross_entropy._can_compile.cache_clear()
-        gradients_of(fused_nats, pair, labels, Way(0.0, 16, True))
+        gradients_of(fused_nats, pair, labels, LossSettings(0.0, 16, True))
         assert capsys.readouterr().err.count("cannot be compiled and is computed") == lines
 
 
@@ -249,8 +254,8 @@ def test_the_loss_never_waits_for_the_device():
         )
         labels, each = torch.empty(90, dtype=torch.long, device="cuda"), torch.empty(90, device="cuda")
         gpu.synchronisations.clear()
-        fused_nats(hidden, weight, labels, Way(1e-4, 64, False), each=each).backward()
-        chunked_nats(hidden @ weight.T, labels, Way(1e-4, 64, False), each=each).backward()
+        fused_nats(hidden, weight, labels, LossSettings(1e-4, 64, False), each=each).backward()
+        chunked_nats(hidden @ weight.T, labels, LossSettings(1e-4, 64, False), each=each).backward()
         assert cross_entropy._adds_in_fp32(hidden.device), "else this test would not see that product"
         assert not gpu.synchronisations and weight.grad.dtype == torch.bfloat16
 
@@ -388,9 +393,9 @@ def test_the_plan_counts_the_bytes_that_the_loss_takes(kind, compile):
 
     def step() -> None:
         if kind == "fused":
-            fused_nats(hidden, weight, labels, Way(0.0, 128, compile)).backward()
+            fused_nats(hidden, weight, labels, LossSettings(0.0, 128, compile)).backward()
         else:
-            chunked_nats(hidden @ weight.T, labels, Way(0.0, 128, compile)).backward()
+            chunked_nats(hidden @ weight.T, labels, LossSettings(0.0, 128, compile)).backward()
         hidden.grad = weight.grad = None
 
     section, precision = settings(kind, 128, compile=compile), Precision("fp32", 4, 4, 4)
