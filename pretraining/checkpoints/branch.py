@@ -105,7 +105,7 @@ def _link_checkpoint(folder: Path, target: Path) -> None:
 
 
 def read_stage(path: Path) -> tuple[tuple[str, ...], str | None]:
-    """Read a file of sections and keys that a stage changes (recipes/stages/): `StageChanges.settings` and `StageChanges.deepspeed`.
+    """Read a file of sections and keys that a stage changes (recipes/stages/), as `StageChanges` has them.
 
     A `base` in it makes the file a recipe too, which can be planned, and trained by itself.
 
