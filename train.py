@@ -98,7 +98,7 @@ def train(
 
 
 def attempt(job: "Job") -> bool:
-    """Train from where the run is to its end; False after a rollback, for which a monitor found a reason."""
+    """Train from where the run is to its end. Return False if a monitor wants a rollback: the caller tries again."""
     from pretraining.checkpoints.manager import CheckpointManager
     from pretraining.checkpoints.resume import begin_run, find_start, roll_back
     from pretraining.evaluation.evaluator import Evaluator
@@ -141,7 +141,9 @@ def attempt(job: "Job") -> bool:
         groups=groups,
         arrival=job.arrival,
     )
-    job.arrival.follow(dataset, progress)  # of data that is prepared meanwhile: waits for the first step's
+    job.arrival.follow(
+        dataset, progress
+    )  # if data is still prepared: waits until the first step's samples are there
     # The first write of this attempt: all above may refuse.
     begin_run(run, plan, data, checkpoints.identity, model, dataset)
     trainer.train(resume_from_checkpoint=start.checkpoint)

@@ -6,7 +6,8 @@ together verify the newest; if it is damaged and cannot be mended, it is passed 
 Nodes with run folders of their own hold the files of their own ranks: such a checkpoint is complete if the disks
 together hold all its files, or if the store holds its marker. Files that a disk holds are verified and stay; the others
 come from the store, or from the disk of another node. A node gets what its ranks need: their own files if the layout is
-that of the save, else all of them. Every function here is called by every rank.
+that of the save, else all of them. Ranks decide together: what one of them does alone is asked of it by `from_rank_0`
+or `disks.each`.
 """
 
 from __future__ import annotations
@@ -118,8 +119,8 @@ def choose_checkpoint(
 
     upload: the recipe's `checkpoints.upload`. layout: that of this start (`RunPlan.layout`), by which a node knows the
     files that it needs if it has a run folder of its own; None: it gets all. check: asked before anything of a
-    checkpoint is fetched. in_parts: whether the disk holds parts of checkpoints even if it is the only one, as that of
-    the last node which is left.
+    checkpoint is fetched. in_parts: whether this disk may hold parts of checkpoints only, also if it is the last one
+    that is left.
 
     Raises `UserError` if the store cannot be used and nothing is here; for a PATH or ADDRESS without a whole checkpoint
     or with later ones in the store, with which those of this start would mix; and for another version's checkpoint.
@@ -186,7 +187,7 @@ class _Chooser:
         newest, candidates, content = max(step for step, *_ in found.values()), [], None
         name = self.run.checkpoint(newest).name
         if newest >= 0:
-            # Disks hold different ones of a step only after a start that not all of them took part in.
+            # Disks differ at one step only if a node has missed an earlier start.
             count = Counter(each for each in found.values() if each[0] == newest)
             common = max(count, key=lambda each: (each[1] is None, count[each]))
             owner = min(first for first, each in found.items() if each == common)
@@ -198,7 +199,7 @@ class _Chooser:
         stored = from_rank_0(lambda: newest_unless_unreachable(self.run, remote, above, below, here))
         if stored is None:
             return candidates
-        there, fault = from_rank_0(lambda: read_remote_marker(remote, stored)[::2])
+        there, fault = from_rank_0(lambda: read_remote_marker(remote, stored))
         if fault is None:
             fault = step_fault(stored, parse_marker(there, remote.where(stored)))
         if step_in(stored) > newest:
@@ -206,7 +207,7 @@ class _Chooser:
         if there == content:
             return [Candidate(stored, there, on_disks=True, in_store=True, fault=fault)]
         candidates.append(Candidate(stored, there, in_store=True, fault=fault))
-        # What a shared disk holds was saved last; what one of several holds is a part.
+        # A shared disk first: its copy is the newer one. One of several disks holds a part: the store first.
         return candidates[::-1] if self.in_parts else candidates
 
     def pass_over(self, candidate: Candidate, reason: str) -> None:
@@ -254,7 +255,7 @@ class _Chooser:
     def at_address(self, resume: str) -> Chosen:
         """Return the checkpoint at an address, once it is here; `UserError` if it is not whole there."""
         remote, name = RemoteRun.of_checkpoint(resume)
-        content, wrong = from_rank_0(lambda: read_remote_marker(remote, name)[::2])
+        content, wrong = from_rank_0(lambda: read_remote_marker(remote, name))
         if wrong is None:
             if not self.in_parts:
                 from_rank_0(lambda: _refuse_another(self.run.path / name, content))
@@ -336,7 +337,7 @@ class _Chooser:
         from_rank_0(lambda: self.run.add_event("fetch", checkpoint=name, source=source, **details))
 
     def look_here(self, candidate: Candidate, files: Files) -> tuple[set[str], str | None]:
-        """Make this disk's folder without what is not of the checkpoint.
+        """Make the checkpoint's folder on this disk, and remove files from it that are not the checkpoint's.
 
         Returns the files that it holds in their sizes, and what is wrong with the first of the others.
         """

@@ -92,15 +92,16 @@ def newest_unless_unreachable(
         return None
 
 
-def read_remote_marker(remote: RemoteRun, name: str) -> tuple[bytes, dict, str | None]:
-    """Return the marker's bytes, the files it names, and what is wrong with it or None."""
+def read_remote_marker(remote: RemoteRun, name: str) -> tuple[bytes, str | None]:
+    """Return the marker's bytes, and what is wrong with it or None."""
     content = remote.read_if_there(f"{name}/{MARKER}")
     if content is None:
-        return b"", {}, f"no committed checkpoint there ({MARKER} is missing)"
+        return b"", f"no committed checkpoint there ({MARKER} is missing)"
     try:
-        return content, parse_marker(content, remote.where(name))["files"], None
+        parse_marker(content, remote.where(name))
     except ValueError as error:
-        return content, {}, str(error)
+        return content, str(error)
+    return content, None
 
 
 def fetch_share(remote: RemoteRun, name: str, folder: Path, files: dict) -> str | None:

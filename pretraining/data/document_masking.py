@@ -1,4 +1,7 @@
-"""Keep the documents of one block apart: positions start again at each, and no target crosses a border."""
+"""Keep the documents of one block apart: positions start again at each, and no target crosses a border.
+
+model/attention.py keeps attention inside of a document by these positions.
+"""
 
 import numpy as np
 

@@ -1,4 +1,7 @@
-"""Validation loss, perplexity and bits per byte: exact over the set, the same at any world size."""
+"""Validation loss, perplexity and bits per byte: exact over the set, the same at any world size.
+
+When it runs is the Trainer's to decide (`training.eval_strategy`, `eval_steps`); training/trainer.py calls it then.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,8 @@ Chunked and fused find the gradient while they find the loss, chunk by chunk, so
 vocabulary is kept for the backward pass. The z-loss, `weight * log(Z)^2` for each token, keeps the softmax's normaliser
 Z near 1 (PaLM: Chowdhery et al. 2022, section 5).
 
-Bytes that a logit of 16 bits moves on a GPU between the product that writes it (2) and the two that read its gradient
-(4), by the kernels' code:
+Bytes that a logit of 16 bits moves on a GPU by the kernels' code, without the product that writes it (2) and the two
+that read its gradient (4):
 
     eager        28  to fp32 6, log_softmax 8, exp_ 8, back to 16 bits 6
     compiled      6  torch.compile: an online softmax reads the logits once, the gradient is written over them
@@ -67,8 +67,7 @@ def token_nats(
         labels: [batch, length], already the next tokens; -100 is skipped.
         each: [batch * length], receives every token's own nats.
     """
-    precision = torch.promote_types(logits.dtype, torch.float32)
-    flat, targets = logits.flatten(0, 1).to(precision), labels.flatten()
+    flat, targets = logits.flatten(0, 1).to(_precision(logits.dtype)), labels.flatten()
     nats = F.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="sum")
     if z_loss:
         nats = nats + z_loss * (flat.logsumexp(-1).square() * (targets != IGNORED)).sum()
@@ -255,9 +254,9 @@ def _chunk(
     The compiled functions need no space: it is None then.
     """
     device, dtype, split = like.device, like.dtype, way.rows
-    means = (device, dtype, vocab_size, way.compile)
+    asked = (device, dtype, vocab_size, way.compile)
     # Ranks of a split head exchange numbers of each chunk: what a length depends on is equal on all of them.
-    compiled, memory = _means(*means) if split is None else _means_of_all(split.group, *means)
+    compiled, memory = _resources(*asked) if split is None else _least_resources(split.group, *asked)
     most = vocab_size if split is None else split.most
     num_bytes = logit_bytes(dtype.itemsize, compiled)
     chunk = chunk_length(tokens, most, num_bytes, memory or None, way.chunk_tokens)
@@ -266,7 +265,7 @@ def _chunk(
     return chunk, torch.empty(chunk, vocab_size, dtype=_precision(dtype), device=device)
 
 
-def _means(
+def _resources(
     device: torch.device, dtype: torch.dtype, vocab_size: int, compile: bool | None
 ) -> tuple[bool, int]:
     """Return whether the loss is compiled on this rank, and the bytes of its GPU; 0 if a processor trains."""
@@ -276,9 +275,9 @@ def _means(
 
 
 @cache
-def _means_of_all(group: dist.ProcessGroup, device: torch.device, *means: Any) -> tuple[bool, int]:
+def _least_resources(group: dist.ProcessGroup, device: torch.device, *asked: Any) -> tuple[bool, int]:
     """Return the least that any rank of the group has; all of them ask once, before their first chunk."""
-    least = torch.tensor(_means(device, *means), device=device)
+    least = torch.tensor(_resources(device, *asked), device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
     compiled, memory = least.tolist()
     return bool(compiled), memory

@@ -37,11 +37,13 @@ from pretraining.recipe.training import ADAMW, WITHOUT_WARMUP
 MANY_EPOCHS = 4
 HIDDEN = 0.5
 """Share of the products' time up to which messages at the links' peak are hidden behind them."""
-NOTABLY_LONGER, NOTABLY_SLOWER = 1.01, 1.2
-"""Steps, with recomputation and with other micro-batches, over those without."""
+NOTABLY_LONGER = 1.01
+"""A step with recomputation over one without."""
+NOTABLY_SLOWER = 1.2
+"""The recipe's step over that of its best other layout."""
 MANY_CHECKPOINTS = 100
 CLOSE_CHECKPOINTS = 0.1
-"""Share of the interval that loses least: closer checkpoints, and so many, keep the disk busy for nothing."""
+"""Of the interval that loses least time: so many checkpoints that are closer keep the disk busy for nothing."""
 SMALL_BUCKET = 5_000_000
 """Elements below which messages are bound by latency (DeepSpeed's own default is 500 million)."""
 BF16_FROM = 10_000_000
@@ -56,7 +58,8 @@ def judge_plan(plan: RunPlan, recipe: Recipe, machine: Machine, force: bool = Fa
     """Return the plan with its verdict, and what it predicts, on this machine; rank 0 prints the warnings.
 
     Raises:
-        UserError: the run does not fit, and `force` is not set.
+        UserError: the run does not fit, or ZeRO-2 could overwrite a gradient, and `force` is not set; or the ranks do
+            not divide the recipe's step.
     """
     verdict = check_plan(recipe, plan.ds_config, plan.world_size, machine).enforce(force)
     on_processor, gpu_memory = machine.trains_on_processor, machine.gpu_memory_bytes
@@ -65,7 +68,7 @@ def judge_plan(plan: RunPlan, recipe: Recipe, machine: Machine, force: bool = Fa
 
 
 def check_plan(recipe: Recipe, ds_config: dict | None, world_size: int, machine: Machine) -> Verdict:
-    """Judge a recipe on `world_size` ranks of the machine found. Pure: it reads no device and no file except tables.
+    """Judge a recipe on `world_size` ranks of the machine found. Reads no device, no file but tables and ds_configs.
 
     Raises:
         UserError: the ranks do not divide the recipe's step.
@@ -81,7 +84,7 @@ def check_plan(recipe: Recipe, ds_config: dict | None, world_size: int, machine:
     case = _Case(recipe, ds_config, world_size, machine)
     memory = _processor_memory if machine.trains_on_processor else _memory
     refusals = [rule(case) for rule in (memory, _host, _disk, _gradients)]
-    # a checkpoint holds what these remedies change, and a run that continues with other values is refused
+    # these remedies change the curve, which a run that continues may not
     if not machine.continues:
         warnings += [*_curve_warnings(case), _repeats(case), _unbalanced(case)]
     warnings += [*_save_warnings(case), _placement(case), _links(case), _experts(case)]
@@ -245,8 +248,8 @@ def _curve_warnings(case: _Case) -> Iterator[Objection]:
         yield Objection(what, "--set training.bf16=true")
     # probably a slip, such as 3e4
     if training.optim in ADAMW and training.learning_rate >= HIGHEST_RATE:
-        what = f"Adam moves a weight by up to the learning rate in a step, and {training.learning_rate:g} is more than "
-        yield Objection(f"{what}weights are large at the start", "rates of 1e-5 to 1e-2 are usual")
+        what = f"Adam moves a weight by up to the learning rate in a step, and {training.learning_rate:g} is larger "
+        yield Objection(f"{what}than the weights are at the start", "rates of 1e-5 to 1e-2 are usual")
     steps = case.recipe.num_steps
     given, kind = case.recipe.warmup_steps(steps), training.lr_scheduler_type
     # Ma and Yarats 2021, section 5: 2 / (1 - beta2) steps; `max` avoids a division by zero
@@ -256,10 +259,14 @@ def _curve_warnings(case: _Case) -> Iterator[Objection]:
         needed = max(needed, WARM_UP_TOKENS // case.recipe.tokens_per_step)
     # a short run cannot spend more than a tenth of itself on it
     needed = min(needed, max(1, steps // 10))
-    if given and kind in WITHOUT_WARMUP:
-        what = f"training.lr_scheduler_type {kind} has no warm-up: the rate is whole from the first step on"
-        what = f"{what}, whatever training.warmup_steps says"
-        yield Objection(what, "write constant_with_warmup, or 0 steps")
+    if kind in WITHOUT_WARMUP:
+        if given:
+            what = (
+                f"training.lr_scheduler_type {kind} has no warm-up: the rate is whole from the first step on"
+            )
+            what = f"{what}, whatever training.warmup_steps says"
+            remedy = "--set training.lr_scheduler_type=constant_with_warmup, or --set training.warmup_steps=0"
+            yield Objection(what, remedy)
     elif given >= steps:
         what = f"the warm-up takes {given:,} of {steps:,} steps: the rate rises until the end"
         yield Objection(what, _warm_up_of(max(1, steps // 10), case.recipe))

@@ -1,4 +1,7 @@
-"""Parameters, part by part, and FLOPs per token, in every way the field counts them."""
+"""Parameters, part by part, and FLOPs per token, in every way the field counts them.
+
+Which tensors a type has says memory/tensors.py.
+"""
 
 import json
 from collections import Counter

@@ -1,4 +1,7 @@
-"""The machine that a plan is judged on, and the verdict: refusals stop a run, warnings are printed."""
+"""The machine that a plan is judged on, and the verdict: refusals stop a run, warnings are printed as `tight`.
+
+The rules are in gate.py.
+"""
 
 import os
 import sys

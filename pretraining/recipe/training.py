@@ -5,6 +5,7 @@ transformers/optimization.py (a test compares the two), and of the optimizers wi
 """
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -331,7 +332,7 @@ def _check_decay(budget: Budget, training: Training, num_steps: int) -> Wrong:
         yield key, f"is missing: {DECAYING} needs the number of its last steps, or budget.decay_tokens"
     decay, stable = keywords["num_decay_steps"], keywords.get("num_stable_steps", 0)
     given = training.warmup_steps
-    warmup = int(given) if given >= 1 else round(given * num_steps)
+    warmup = int(given) if given >= 1 else math.ceil(given * num_steps)
     if warmup + stable + decay > num_steps:
         parts = f"{warmup} steps of warm-up" + f", {stable} stable" * bool(stable)
         what = f"is {decay} steps; with {parts} that is more than the run's {num_steps} steps: shorten them"

@@ -6,8 +6,8 @@
                     x what `budget.ramp.lr_scaling` makes of a step's size
                     x what rollbacks lower (`monitors.spikes.lr_factor`)
 
-The last three are `share_of_peak`. recipe/training.py checks the names and keywords of schedules. If a
-schedule follows the validation loss, it refuses the last two.
+The last three are `share_of_peak`. How many steps warm up is `Recipe.warmup_steps`. recipe/training.py checks the names
+and keywords of schedules. If a schedule follows the validation loss, it refuses the last two.
 """
 
 from collections.abc import Callable

@@ -65,8 +65,8 @@ class PretrainingTrainer(OpenTrainer):
     loop, whose mean is not exact. The checkpoints replace what the Trainer writes. The Trainer's own
     cadence (`eval_strategy`, `eval_steps`, `save_steps`) and its best-model bookkeeping stay in force.
 
-    The Trainer checks for a request to stop after every step and in every round of a validation, which then has no
-    result. After the checkpoint is saved, the process ends with its exit code.
+    This class looks for a request to stop after every step and between two rounds of a validation, which then has no
+    result. Once a checkpoint is saved, the process ends with 75 (runtime/exit_codes.py).
 
     Args:
         loss: the Trainer's `compute_loss_func`.
@@ -198,7 +198,7 @@ class PretrainingTrainer(OpenTrainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict:
-        """Measure validation loss in nats per token, perplexity and bits per byte; every rank takes part."""
+        """Measure validation loss in nats per token, perplexity and bits per byte, and tasks; every rank takes part."""
 
         def interrupted() -> bool:
             """Return whether the validation is to end, between two of its rounds."""
@@ -230,13 +230,16 @@ class PretrainingTrainer(OpenTrainer):
             self.stop.leave_if_agreed(self.state.global_step)
 
     def get_train_dataloader(self) -> DataLoader:
-        """Return the Trainer's loader. Its workers ignore the signals that launchers send to every process."""
+        """Return the Trainer's loader, which gives ranks that share a sample the same batches.
+
+        Its workers ignore the signals that launchers send to every process.
+        """
         if (together := self.groups.degrees.ranks_per_sample) > 1:
             # accelerate gives the ranks of one group the same batches if this mesh has their number
             shape = (self.groups.data_ranks, together)
             mesh = init_device_mesh(self.args.device.type, shape, mesh_dim_names=("dp", "tp"))
             self.accelerator.state.ds_device_mesh = mesh
-        # accelerate would make a mesh of the ranks that split layers alone, for which it reads the ds_config
+        # hidden while the loader is built: accelerate would make a mesh of its own from it, without split sequences
         config = self.accelerator.deepspeed_plugin.deepspeed_config if self.is_deepspeed_enabled else {}
         split = config.pop("tensor_parallel", None)
         try:
@@ -307,7 +310,7 @@ class PretrainingTrainer(OpenTrainer):
     def count_targets(self, batch_samples: list, count: Any) -> torch.Tensor | int | None:
         """Return this rank's targets of the step; if ranks may have different numbers, the mean of all ranks' numbers.
 
-        Each rank's loss is a sum over this count, and the step's loss the mean over the ranks.
+        Each rank's loss is a sum divided by this count, and the step's loss the mean of the ranks' losses.
         """
         skips = self.recipe.monitors.flagged_blocks == "skip"
         if not batch_samples or not (skips or self.recipe.data.document_masking):
@@ -346,12 +349,12 @@ class PretrainingTrainer(OpenTrainer):
 
     def closing_results(self) -> dict[str, float]:
         """Return the metrics of the last step, measured now unless the Trainer's cadence has just done so."""
+        assert self.evaluator is not None
         last = next((row for row in reversed(self.state.log_history) if "eval_loss" in row), {})
         if last.get("step") != self.state.global_step:
             last = self.evaluate()
             self._leave_if_stopped()
         metrics = {key: value for key, value in last.items() if key.startswith("eval_")}
-        assert self.evaluator is not None
         return {**metrics, "unigram_bits_per_byte": self.evaluator.unigram_bits_per_byte()}
 
 

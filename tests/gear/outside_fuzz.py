@@ -32,7 +32,14 @@ import torch.distributed.checkpoint as dcp
 
 from pretraining.checkpoints import __main__ as checkpoints
 from pretraining.checkpoints.fetch import fetch_share, newest_committed, read_remote_marker
-from pretraining.checkpoints.format import MARKER, _with_checksum, read_marker, read_receipt, receipt_name
+from pretraining.checkpoints.format import (
+    MARKER,
+    _with_checksum,
+    parse_marker,
+    read_marker,
+    read_receipt,
+    receipt_name,
+)
 from pretraining.checkpoints.identity import Start
 from pretraining.checkpoints.live_files import NODES, fetch_records
 from pretraining.checkpoints.places import COMMITTED, DiskPlace, health
@@ -320,8 +327,10 @@ class OutsideFuzz:
 
     def _fetch(self, remote: RemoteRun, name: str) -> None:
         newest_committed(remote, -1)
-        _, files, wrong = read_remote_marker(remote, name)
-        reason = fetch_share(remote, name, self.box / "fetched", files) if wrong is None else None
+        content, wrong = read_remote_marker(remote, name)
+        if wrong is not None:
+            return
+        reason = fetch_share(remote, name, self.box / "fetched", parse_marker(content, name)["files"])
         if reason is not None:
             raise UserError(reason)
 

@@ -139,7 +139,7 @@ def test_a_marker_and_a_receipt_name_no_file_elsewhere(run, precious):
         kept = {key: value for key, value in marker.items() if key not in ("format", "checksum")}
         write_marker(folder, {**kept, "files": {**marker["files"], name: entry}})
         remote = RemoteRun(run.path.parent.as_uri(), run.path.name)
-        assert "unknown key" in str(read_remote_marker(remote, folder.name)[2])
+        assert "unknown key" in str(read_remote_marker(remote, folder.name)[1])
         write_json(folder / "rank-00000-of-00001.json", {"files": {name: entry}})
         with pytest.raises(UserError, match="unknown key"):
             read_receipt(folder, 0, 1)
