@@ -26,8 +26,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from layouts import models, trainable
-from record import parser_of, record
+from gear import models, parser_of, record, trainable
 
 NOT_MEASURED = "monitors.noise_scale_steps=null"
 """Split sequences and experts have none."""

@@ -34,7 +34,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from record import REPOSITORY, parser_of, record
+from gear import REPOSITORY, parser_of, record
 
 from pretraining.checkpoints.fetch import fetch_newest
 from pretraining.checkpoints.folders import committed_checkpoints, damage

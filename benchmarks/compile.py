@@ -20,7 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
-from record import parser_of, record
+from gear import parser_of, record
 
 TOKENIZER = SimpleNamespace(bos_token_id=0, eos_token_id=0)
 LAYERS = {"gpt2": "n_layer"}

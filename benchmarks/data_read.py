@@ -25,7 +25,7 @@ from statistics import median
 from time import perf_counter
 
 import numpy as np
-from record import parser_of, record
+from gear import parser_of, record
 
 from pretraining.data.document_masking import masked_block
 from pretraining.data.packed_dataset import PackedDataset

@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from record import REPOSITORY, parser_of, record
+from gear import REPOSITORY, parser_of, record
 
 
 def main() -> None:

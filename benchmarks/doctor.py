@@ -14,7 +14,7 @@ import sys
 import time
 from collections import Counter
 
-from record import REPOSITORY, parser_of, record
+from gear import REPOSITORY, parser_of, record
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ import threading
 import time
 from pathlib import Path
 
-from record import REPOSITORY, parser_of, record
+from gear import REPOSITORY, parser_of, record
 
 STAGES = ("zero0", "zero1", "zero2", "zero3")
 STEPS = 10

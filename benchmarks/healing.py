@@ -13,10 +13,9 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from record import parser_of, record
+from gear import OFFLOADED, STAGES, largest_difference, parser_of, record
 
 POLICIES = ("rollback", "skip", "log")
-STAGES = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 
 
 def main() -> None:
@@ -67,9 +66,9 @@ def skipping(poisoned, precision: str) -> dict:
     settings = ("monitors.spikes.policy=skip", f"training.bf16={json.dumps(precision == 'bf16')}")
     plain = losses(poisoned.run("null", 1, "plain", settings))
     found = {}
-    for stage in STAGES:
+    for stage in (*STAGES, *OFFLOADED):
         run = poisoned.run(stage, settings=settings)
-        apart = max(abs(a - b) for a, b in zip(losses(run), plain, strict=True))
+        apart = largest_difference(losses(run), plain)
         found[stage] = {"refused": run.training_rows[-1]["stability/refused_steps"], "apart": round(apart, 7)}
     return found
 

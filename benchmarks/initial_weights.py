@@ -21,7 +21,7 @@ from statistics import median
 from types import SimpleNamespace
 from unittest import mock
 
-from record import REPOSITORY, parser_of, record
+from gear import REPOSITORY, parser_of, record
 
 RANKS = (8, 64, 1024)
 LEAST = 1_000_000_000

@@ -14,7 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from types import SimpleNamespace
 
-from record import REPOSITORY, parser_of
+from gear import REPOSITORY, parser_of
 from roofline import COMPILED, counted, counted_model
 
 TABLE = REPOSITORY / "pretraining" / "planning" / "tables" / "kernels.json"

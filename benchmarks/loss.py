@@ -16,7 +16,7 @@ what did before, on a CPU by torch's own count of allocations; `first_seconds` t
 import statistics
 import time
 
-from record import parser_of, record
+from gear import parser_of, record
 
 OURS = {
     "plain": None,

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 
-from record import parser_of, record
+from gear import parser_of, record
 
 RECIPES = ("124m", "1.5b", "7b")
 STEPS, ACCUMULATION = 3, 2

@@ -15,8 +15,8 @@ import json
 from itertools import product
 from pathlib import Path
 
+from gear import parser_of, record
 from held_bytes import held_bytes
-from record import parser_of, record
 
 WAYS = ("null", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero3_hpz")
 DEGREES = ("tensor=2", "tensor=4", "sequence=2", "sequence=4", "tensor=2,sequence=2")

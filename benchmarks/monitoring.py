@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from record import REPOSITORY, parser_of, record
+from gear import REPOSITORY, parser_of, record
 from train_step import SHAPES, recipe_arguments, start_ranks, train_with
 
 LAYERS = 80

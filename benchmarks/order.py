@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from record import parser_of, record
+from gear import parser_of, record
 
 from pretraining.data.block_guard import BlockGuard
 from pretraining.data.interleaving import InterleavedStage, Interleaving

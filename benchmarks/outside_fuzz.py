@@ -13,7 +13,7 @@ import tempfile
 from collections import Counter, defaultdict
 from pathlib import Path
 
-from record import parser_of, record
+from gear import parser_of, record
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from time import perf_counter
 
 import numpy as np
-from record import parser_of, record
+from gear import parser_of, record
 
 from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset

@@ -15,7 +15,7 @@ import tempfile
 import time
 from functools import partial
 
-from record import REPOSITORY, parser_of, record
+from gear import REPOSITORY, parser_of, record
 
 REPEATS = 5
 PLANNING = ("-m", "pretraining.planning")

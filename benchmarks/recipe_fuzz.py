@@ -16,7 +16,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from record import parser_of, record
+from gear import parser_of, record
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 
-from record import REPOSITORY, parser_of, record
+from gear import REPOSITORY, parser_of, record
 
 RECIPE = ("--recipe", "30b", "--set", "training.per_device_train_batch_size=2", "--gpu", "H100")
 

@@ -19,7 +19,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
-from record import parser_of, record
+from gear import parser_of, record
 
 TOKENIZER = SimpleNamespace(bos_token_id=0, eos_token_id=0)
 COMPILED = {"eager": "none", "compiled": "blocks"}

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
-from record import parser_of, record
+from gear import parser_of, record
 
 RANKS = (512, 1024, 2048, 4096)
 SHARDS = (12_500, 25_000, 50_000, 100_000)

@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from record import parser_of, record
+from gear import parser_of, record
 
 STAGES = ("zero0", "zero1", "zero2", "zero3")
 BATCH_SIZE = 8

@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from record import parser_of, record
+from gear import parser_of, record
 
 ROUNDS, CALLS = 10, 200
 LIMIT_SECONDS = 20.0
