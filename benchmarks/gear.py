@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -413,3 +414,88 @@ def on_forked_ranks(ranks: int, measure: Callable[[Path], dict], name: str) -> l
         if any(codes):
             sys.exit(f"{name} failed:\n{(folder / 'log').read_text()[-3000:]}")
         return [json.loads((folder / str(rank)).read_text()) for rank in range(ranks)]
+
+
+# train.py's own steps, measured inside one run
+
+
+class Shape(NamedTuple):
+    """What is trained, and how many optimizer steps make a block on a CPU."""
+
+    recipe: str
+    overrides: dict
+    block_steps: int
+
+
+SHAPES = {
+    # 4 layers, width 128: a step of some 60 ms on two CPU cores.
+    "small": Shape(
+        "tiny", {"model.n_layer": 4, "model.n_embd": 128, "model.n_head": 4, "model.n_positions": 128}, 20
+    ),
+    # The GPT-2 small shape on the tokens of the tiny corpus; one sequence a rank and step.
+    "124m": Shape("124m", {"model.n_positions": 1024}, 1),
+    "1.5b": Shape("1.5b", {}, 1),
+    "7b": Shape("7b", {"data.sequence_length": 2048}, 1),
+}
+
+
+def step_parser(description: str, pairs: int) -> argparse.ArgumentParser:
+    """Return a parser of what is trained."""
+    parser = parser_of(description)
+    parser.add_argument("--shape", choices=SHAPES, default="small")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--deepspeed", default="null", help="a ds_config, or null")
+    parser.add_argument("--micro_batch", type=int, default=4, help="sequences of a rank's step")
+    parser.add_argument("--pairs", type=int, default=pairs, help="measured blocks of either kind")
+    return parser
+
+
+def train_blocks(options: argparse.Namespace, block_steps: int, blocks: int, callback, changes: dict) -> None:
+    """Run train.py's own `main` for so many blocks of steps, `callback` before all others and no progress bar.
+
+    Nothing is logged, evaluated or saved inside the steps, except by `changes` of the recipe. The callback is given the
+    run's `speed`, its SpeedMeter.
+    """
+    import train
+    from pretraining.recipe import load_recipe
+    from pretraining.training.metrics import ProgressCallback
+    from pretraining.training.monitors import Monitors
+
+    shape = SHAPES[options.shape]
+    tiny = json.loads((REPOSITORY / "recipes" / "tiny.json").read_text())
+    settings = [f"{key}={json.dumps(value)}" for key, value in shape.overrides.items()]
+    length = load_recipe(shape.recipe, settings).sequence_length
+    per_step, num_steps = options.micro_batch * length * options.processes, block_steps * blocks
+    output = Path(tempfile.gettempdir()) / f"train_step_{os.getppid()}"
+    shutil.rmtree(output, ignore_errors=True)
+    values = {
+        **shape.overrides,
+        "data.name": "python-stdlib",
+        "data.sources": tiny["data"]["sources"],
+        "data.tokenizer": tiny["data"]["tokenizer"],
+        "data.validation_share": tiny["data"]["validation_share"],
+        "budget.tokens_per_step": per_step,
+        "budget.tokens": per_step * num_steps,
+        "training.per_device_train_batch_size": options.micro_batch,
+        "training.dataloader_num_workers": 0,
+        "training.bf16": False,
+        "training.logging_steps": num_steps,
+        "training.logging_first_step": False,
+        "training.eval_strategy": "no",
+        "training.save_strategy": "no",
+        "training.activation_checkpointing": False,
+        "training.report_to": "none",
+        "report.every_seconds": None,
+        "evaluation.max_validation_tokens": length,
+        **changes,
+    }
+    callbacks = Monitors.callbacks
+
+    def with_ours(watch: Monitors, saves) -> list:
+        callback.speed = watch.speed
+        return [callback, *(c for c in callbacks(watch, saves) if not isinstance(c, ProgressCallback))]
+
+    Monitors.callbacks = with_ours
+    words = ["--recipe", shape.recipe, "--deepspeed", options.deepspeed, "--output_dir", str(output)]
+    sys.argv = ["train.py", *words, *choices(values)]
+    train.main()

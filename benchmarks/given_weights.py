@@ -11,27 +11,36 @@ stage. Printed are the largest difference of the logits to transformers' own, an
 transformers alone: their model, AdamW, schedule and clipping, on the same samples. The largest difference of the loss.
 """
 
+import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
 
-from gear import REPOSITORY, parser_of, record
+from gear import (
+    STAGES,
+    as_ranks,
+    is_rank,
+    largest_difference,
+    leave_at_once,
+    parser_of,
+    proportional_bytes,
+    record,
+    run_command,
+)
 
-STAGES = ("zero0", "zero1", "zero2", "zero3")
 STEPS = 10
-RANK_FOLDER = "GIVEN_WEIGHTS_FOLDER"
 
 
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--width", type=int, default=768, help="of the Llama (default 768)")
     parser.add_argument("--layers", type=int, default=16, help="of the Llama (default 16)")
+    parser.add_argument("--rank_folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if is_rank():
+        return build_on_rank(options.rank_folder)
     with tempfile.TemporaryDirectory(prefix="given_weights_") as name:
         folder = Path(name)
         section, num_bytes = save_source(folder, options.width, options.layers)
@@ -81,11 +90,7 @@ def trial_ids():
 def on_two_ranks(folder: Path, section: dict, stage: str) -> dict:
     """Build at a stage on two ranks of a launch of their own; peaks are added up over the ranks."""
     (folder / "asked.json").write_text(json.dumps({"section": section, "stage": stage}))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__]
-    environment = {**os.environ, RANK_FOLDER: str(folder), "OMP_NUM_THREADS": "1"}
-    finished = subprocess.run(command, env=environment, capture_output=True, cwd=REPOSITORY, text=True)
-    if finished.returncode:
-        raise SystemExit(finished.stderr[-6000:])
+    run_command(*as_ranks(2, "--rank_folder", folder), OMP_NUM_THREADS="1")
     found = [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
     return {
         "difference": max(each["difference"] for each in found),
@@ -94,25 +99,20 @@ def on_two_ranks(folder: Path, section: dict, stage: str) -> dict:
     }
 
 
-def proportional_bytes() -> int:
-    """This process' memory; a page that several processes map counts once in their sum."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-
-
 class Peak:
     """The largest memory of this process while it is open."""
 
     def __enter__(self) -> "Peak":
         self.largest, self._open = proportional_bytes(), True
-        self._thread = threading.Thread(target=self._sample)
+
+        def sample() -> None:
+            while self._open:
+                self.largest = max(self.largest, proportional_bytes())
+                time.sleep(0.003)
+
+        self._thread = threading.Thread(target=sample)
         self._thread.start()
         return self
-
-    def _sample(self) -> None:
-        while self._open:
-            self.largest = max(self.largest, proportional_bytes())
-            time.sleep(0.003)
 
     def __exit__(self, *_) -> None:
         self._open = False
@@ -134,7 +134,7 @@ def build_on_rank(folder: Path) -> None:
     from pretraining.model.weight_files import open_weights
     from pretraining.recipe import load_recipe
     from pretraining.training.arguments import build_arguments
-    from pretraining.training.ranks import join_ranks, leave_ranks
+    from pretraining.training.ranks import join_ranks
 
     asked = json.loads((folder / "asked.json").read_text())
     section, stage = asked["section"], asked["stage"]
@@ -171,9 +171,7 @@ def build_on_rank(folder: Path) -> None:
         difference = (plain(trial_ids()).logits - torch.load(folder / "logits.pt")).abs().max().item()
     answer = {"difference": difference, "peak": peak.largest - before, "seconds": seconds}
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(answer))
-    leave_ranks()
-    sys.stdout.flush()
-    os._exit(0)
+    leave_at_once()
 
 
 def continued(folder: Path) -> dict[str, float]:
@@ -185,10 +183,7 @@ def continued(folder: Path) -> dict[str, float]:
     settings = (f"model.initial_weights={source}",)
     reference = plain_loop(workshop, source, settings)
     losses = {stage: workshop.run(stage, 2, settings=settings).losses for stage in STAGES}
-    return {
-        stage: max(abs(ours - theirs) for ours, theirs in zip(found, reference, strict=True))
-        for stage, found in losses.items()
-    }
+    return {stage: largest_difference(each, reference) for stage, each in losses.items()}
 
 
 def plain_loop(workshop, source: Path, settings: tuple[str, ...]) -> list[float]:
@@ -236,7 +231,4 @@ def plain_loop(workshop, source: Path, settings: tuple[str, ...]) -> list[float]
 
 
 if __name__ == "__main__":
-    if RANK_FOLDER in os.environ:
-        build_on_rank(Path(os.environ[RANK_FOLDER]))
-    else:
-        main()
+    main()
