@@ -114,6 +114,7 @@ def largest_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
 class Ended(NamedTuple):
     """A command that has ended as it should."""
 
+    code: int
     stdout: str
     stderr: str
     seconds: float
@@ -159,7 +160,7 @@ def run_command(*words, code: int | None = 0, watched: bool = False, **variables
     if code not in (None, process.returncode):
         sys.exit(f"{' '.join(map(str, words))}: ended with {process.returncode}: {said[-3000:]}")
     used = after.children_user - before.children_user + after.children_system - before.children_system
-    return Ended(output, said, seconds, used, peak)
+    return Ended(process.returncode, output, said, seconds, used, peak)
 
 
 def last_json(output: str) -> dict:

@@ -170,7 +170,7 @@ class PairedSteps(TrainerCallback):
         """Return medians over the pairs, the first (warming up) left out."""
 
         def rates(prefix: str, step_seconds: float) -> dict:
-            rate = self.speed.step_sizes.at(0) / step_seconds
+            rate = self.speed.tokens_at(1) / step_seconds
             mfu = self.speed.utilization(rate).get("throughput/mfu")
             return {f"{prefix}tokens_per_second": round(rate, 1), f"{prefix}mfu": mfu}
 
