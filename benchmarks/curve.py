@@ -16,10 +16,8 @@ is larger.
 """
 
 import random
-import tempfile
-from pathlib import Path
 
-from gear import STAGES, largest_difference, parser_of, record
+from gear import STAGES, largest_difference, parser_of, record, small_runs
 
 BATCHES = ((1, 1), (1, 4), (2, 2), (2, 4))  # (ranks, micro-batch) of eight samples a step
 
@@ -31,10 +29,7 @@ def main() -> None:
         "--adam_epsilon", type=float, default=0.001, metavar="E", help="of these longer runs (default 0.001)"
     )
     options = parser.parse_args()
-    from tests.gear.runs import Workshop
-
-    with tempfile.TemporaryDirectory(prefix="curve_") as folder:
-        workshop = Workshop(Path(folder))
+    with small_runs() as workshop:
         if options.steps:
             values = over_steps(workshop, options.steps, options.adam_epsilon)
             choices = {"steps": options.steps, "adam_epsilon": options.adam_epsilon}

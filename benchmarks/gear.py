@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
@@ -297,6 +298,15 @@ def digests(folder: Path) -> dict[str, str]:
 # Small runs of train.py (tests/gear/runs.py), and a few steps of its Trainer
 
 
+@contextmanager
+def small_runs() -> Iterator:
+    """Yield a Workshop: the small recipe, its corpus, and its runs, in a folder that goes afterwards."""
+    from tests.gear.runs import Workshop
+
+    with tempfile.TemporaryDirectory(prefix="small_runs_") as folder:
+        yield Workshop(Path(folder))
+
+
 def models() -> dict[str, dict]:
     """Return small shapes, with heads and experts that four ranks can split."""
     from tests.gear.runs import EXPERTS, LLAMA
@@ -328,6 +338,35 @@ def trainable(recipe: Path, settings: tuple[str, ...]) -> list[tuple[str, int]]:
     layouts = ["null", *(f"{stage}{each}" for stage in (*STAGES, *OFFLOADED) for each in degrees)]
     pairs = ((layout, ranks) for layout in layouts for ranks in (1, 2, 4))
     return [(layout, ranks) for layout, ranks in pairs if refusal(recipe, settings, layout, ranks) is None]
+
+
+def llama(width: int, layers: int) -> dict:
+    """Return the model section of a Llama with heads of 64, two of them to a key."""
+    return {
+        "model_type": "llama",
+        "vocab_size": 16384,
+        "max_position_embeddings": 256,
+        "hidden_size": width,
+        "intermediate_size": 3 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": width // 64,
+        "num_key_value_heads": width // 128,
+        "tie_word_embeddings": False,
+    }
+
+
+def short_recipe(name: str, values: dict, way: str | None, tokens_per_step: int, steps: int) -> tuple:
+    """Return a recipe of so many steps that neither validates nor saves, and its ds_config or None.
+
+    values: {dotted key: value}, over the recipe's; way: a ds_config over the recipe's.
+    """
+    from pretraining.ds_config import load_ds_config
+    from pretraining.recipe import load_recipe
+
+    values = {"training.eval_strategy": "no", "training.save_strategy": "no", **values}
+    values |= {"budget.tokens_per_step": tokens_per_step, "budget.tokens": tokens_per_step * steps}
+    recipe = load_recipe(name, [f"{key}={json.dumps(value)}" for key, value in values.items()], way)
+    return recipe, load_ds_config(recipe.deepspeed) if recipe.deepspeed else None
 
 
 def short_trainer(recipe, config: dict | None, folder: Path, accumulation: int, steps: int, callback):

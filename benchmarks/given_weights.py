@@ -13,7 +13,6 @@ transformers alone: their model, AdamW, schedule and clipping, on the same sampl
 
 import argparse
 import json
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -23,11 +22,14 @@ from gear import (
     as_ranks,
     is_rank,
     largest_difference,
+    last_json,
     leave_at_once,
+    llama,
     parser_of,
     proportional_bytes,
     record,
     run_command,
+    small_runs,
 )
 
 STEPS = 10
@@ -37,14 +39,16 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--width", type=int, default=768, help="of the Llama (default 768)")
     parser.add_argument("--layers", type=int, default=16, help="of the Llama (default 16)")
-    parser.add_argument("--rank_folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--stage", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if is_rank():
-        return build_on_rank(options.rank_folder)
-    with tempfile.TemporaryDirectory(prefix="given_weights_") as name:
-        folder = Path(name)
-        section, num_bytes = save_source(folder, options.width, options.layers)
-        found = {stage: on_two_ranks(folder, section, stage) for stage in STAGES}
+        return build_on_rank(options)
+    with small_runs() as workshop:
+        num_bytes, found = save_source(workshop.folder, options), {}
+        for stage in STAGES:
+            words = as_ranks(2, "--folder", workshop.folder, "--stage", stage)
+            found[stage] = last_json(run_command(*words, OMP_NUM_THREADS="1").stdout)
         values = {
             "ranks": 2,
             "model_bytes": num_bytes,
@@ -52,51 +56,29 @@ def main() -> None:
             "peak_over_model": {stage: round(each["peak"] / num_bytes, 3) for stage, each in found.items()},
             "seconds": {stage: round(each["seconds"], 2) for stage, each in found.items()},
             "steps": STEPS,
-            "max_abs_loss_difference": continued(folder / "runs"),
+            "max_abs_loss_difference": continued(workshop),
         }
     record("given_weights", values, options.keep)
 
 
-def save_source(folder: Path, width: int, layers: int) -> tuple[dict, int]:
-    """Save a drawn Llama and its logits; return its model section and its bytes."""
+def save_source(folder: Path, options: argparse.Namespace) -> int:
+    """Save a drawn Llama and its logits; return its bytes."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    section = {
-        "model_type": "llama",
-        "vocab_size": 16384,
-        "max_position_embeddings": 256,
-        "hidden_size": width,
-        "intermediate_size": 3 * width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": width // 64,
-        "num_key_value_heads": width // 128,
-        "tie_word_embeddings": False,
-    }
     torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**section)).eval()
+    config = AutoConfig.for_model(**llama(options.width, options.layers))
+    model = AutoModelForCausalLM.from_config(config).eval()
     model.save_pretrained(folder / "source")
     with torch.no_grad():
         torch.save(model(trial_ids()).logits, folder / "logits.pt")
-    return section, sum(each.numel() * each.element_size() for each in model.parameters())
+    return sum(each.numel() * each.element_size() for each in model.parameters())
 
 
 def trial_ids():
     import torch
 
     return (torch.arange(256).view(2, 128) * 97) % 16384
-
-
-def on_two_ranks(folder: Path, section: dict, stage: str) -> dict:
-    """Build at a stage on two ranks of a launch of their own; peaks are added up over the ranks."""
-    (folder / "asked.json").write_text(json.dumps({"section": section, "stage": stage}))
-    run_command(*as_ranks(2, "--rank_folder", folder), OMP_NUM_THREADS="1")
-    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
-    return {
-        "difference": max(each["difference"] for each in found),
-        "peak": sum(each["peak"] for each in found),
-        "seconds": max(each["seconds"] for each in found),
-    }
 
 
 class Peak:
@@ -119,8 +101,8 @@ class Peak:
         self._thread.join()
 
 
-def build_on_rank(folder: Path) -> None:
-    """One rank's part: build, measure, compute the logits."""
+def build_on_rank(options: argparse.Namespace) -> None:
+    """Do one rank's part: build, measure, compute the logits; rank 0 prints both ranks' answer."""
     from types import SimpleNamespace
 
     import deepspeed
@@ -136,8 +118,7 @@ def build_on_rank(folder: Path) -> None:
     from pretraining.training.arguments import build_arguments
     from pretraining.training.ranks import join_ranks
 
-    asked = json.loads((folder / "asked.json").read_text())
-    section, stage = asked["section"], asked["stage"]
+    folder, stage, section = options.folder, options.stage, llama(options.width, options.layers)
     join_ranks()
     recipe = load_recipe("tiny", ["speed.compile=none"])
     meta, _ = build_on_meta(section)
@@ -170,15 +151,16 @@ def build_on_rank(folder: Path) -> None:
     with torch.no_grad():
         difference = (plain(trial_ids()).logits - torch.load(folder / "logits.pt")).abs().max().item()
     answer = {"difference": difference, "peak": peak.largest - before, "seconds": seconds}
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(answer))
+    answers = [answer, answer]
+    dist.all_gather_object(answers, answer)
+    if dist.get_rank() == 0:
+        merged = {"difference": max, "peak": sum, "seconds": max}
+        print(json.dumps({key: of(each[key] for each in answers) for key, of in merged.items()}))
     leave_at_once()
 
 
-def continued(folder: Path) -> dict[str, float]:
+def continued(workshop) -> dict[str, float]:
     """Ten steps from an export at every stage, against the plain loop."""
-    from tests.gear.runs import Workshop
-
-    workshop = Workshop(folder)
     source = workshop.plain().folder / "export"
     settings = (f"model.initial_weights={source}",)
     reference = plain_loop(workshop, source, settings)

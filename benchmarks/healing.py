@@ -10,10 +10,8 @@ and precision skips the same steps; the largest difference of a training loss to
 
 import json
 import statistics
-import tempfile
-from pathlib import Path
 
-from gear import OFFLOADED, STAGES, largest_difference, parser_of, record
+from gear import OFFLOADED, STAGES, largest_difference, parser_of, record, small_runs
 
 POLICIES = ("rollback", "skip", "log")
 
@@ -24,12 +22,10 @@ def main() -> None:
     parser.add_argument("--only", choices=("healing", "skipping"))
     options = parser.parse_args()
     from tests.gear.poisoned import PoisonedWorkshop
-    from tests.gear.runs import Workshop
 
-    with tempfile.TemporaryDirectory(prefix="healing_") as folder:
-        plain = Workshop(Path(folder) / "plain")
-        (Path(folder) / "poisoned").mkdir()
-        poisoned = PoisonedWorkshop(Path(folder) / "poisoned", plain.folder / "corpus")
+    with small_runs() as plain:
+        (plain.folder / "poisoned").mkdir()
+        poisoned = PoisonedWorkshop(plain.folder / "poisoned", plain.folder / "corpus")
         if options.only != "skipping":
             record("healing", healing(poisoned, options.seeds), options.keep)
         if options.only != "healing":

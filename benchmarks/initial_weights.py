@@ -18,7 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-from gear import as_ranks, is_rank, leave_at_once, middle, parser_of, record, run_command
+from gear import as_ranks, is_rank, leave_at_once, llama, middle, parser_of, record, run_command
 
 RANKS = (8, 64, 1024)
 LEAST = 1_000_000_000
@@ -82,15 +82,7 @@ def draw_on_rank(options: argparse.Namespace) -> None:
     from pretraining.training.arguments import build_arguments
     from pretraining.training.ranks import join_ranks
 
-    width, turns = options.width, initial_weights.turns
-    section = {
-        "model_type": "llama",
-        "vocab_size": 16384,
-        "hidden_size": width,
-        "intermediate_size": 3 * width,
-        "num_hidden_layers": options.layers,
-        "num_attention_heads": width // 64,
-    }
+    section, turns = llama(options.width, options.layers), initial_weights.turns
     join_ranks()
     arguments = build_arguments(
         load_recipe("tiny", ["speed.compile=none"]), load_ds_config(options.stage), Path("unused"), 1

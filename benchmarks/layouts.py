@@ -13,10 +13,9 @@ the initial ones.
 
 import json
 import sys
-import tempfile
 from pathlib import Path
 
-from gear import COMPARED, SPLIT, STAGES, largest_difference, models, parser_of, record, refusal
+from gear import COMPARED, SPLIT, STAGES, largest_difference, models, parser_of, record, refusal, small_runs
 
 RANKS = 4
 PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
@@ -28,10 +27,7 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", choices=list(SPLIT), default=list(SPLIT))
     parser.add_argument("--precisions", nargs="+", choices=list(PRECISIONS), default=list(PRECISIONS))
     options = parser.parse_args()
-    from tests.gear.runs import Workshop
-
-    with tempfile.TemporaryDirectory(prefix="layouts_") as folder:
-        workshop = Workshop(Path(folder))
+    with small_runs() as workshop:
         for model in options.models:
             for precision in options.precisions:
                 found = by_layout(workshop, model, options.layouts, precision)

@@ -14,14 +14,13 @@ Llama whose layers and sequences real ranks split: what the tracker finds `kept`
 """
 
 import argparse
-import json
 import os
 import tempfile
 import warnings
 from itertools import product
 from pathlib import Path
 
-from gear import on_forked_ranks, parser_of, record, short_trainer
+from gear import on_forked_ranks, parser_of, record, short_recipe, short_trainer
 
 RECIPES = ("124m", "1.5b", "7b")
 STEPS, ACCUMULATION = 3, 2
@@ -185,19 +184,15 @@ def without_weights(snapshot: dict) -> int:
 
 def split_trace(degrees: str, every_n_layers: int) -> dict:
     """What the fullest of real ranks keeps of one micro-batch when its loss is computed, and the prediction."""
-    from pretraining.ds_config import degrees_of, load_ds_config
+    from pretraining.ds_config import degrees_of
     from pretraining.planning.memory.activations import activations
     from pretraining.planning.memory.tensors import precision_of
-    from pretraining.recipe import load_recipe
 
     micro_batch, length = 2, SMALL["max_position_embeddings"]
     values = {"model": SMALL, "training.per_device_train_batch_size": micro_batch, "training.bf16": True}
-    values |= {"budget.tokens_per_step": micro_batch * length, "budget.tokens": micro_batch * length}
-    values |= {"training.eval_strategy": "no", "training.save_strategy": "no", "loss.kind": "plain"}
-    values |= {"training.activation_checkpointing": every_n_layers > 0, "monitors.noise_scale_steps": None}
-    settings = [f"{key}={json.dumps(value)}" for key, value in values.items()]
-    recipe = load_recipe("tiny", settings, f"zero1:{degrees}")
-    config = load_ds_config(recipe.deepspeed)
+    values |= {"loss.kind": "plain", "monitors.noise_scale_steps": None}
+    values |= {"training.activation_checkpointing": every_n_layers > 0}
+    recipe, config = short_recipe("tiny", values, f"zero1:{degrees}", micro_batch * length, 1)
     split = degrees_of(config)
     ranks = on_forked_ranks(
         split.ranks_per_sample, lambda folder: {"kept": tracked(recipe, config, folder)}, degrees
@@ -244,7 +239,6 @@ def peaks(options: argparse.Namespace, name: str, every_n_layers: int):
     import torch
     from transformers import TrainerCallback
 
-    from pretraining.ds_config import load_ds_config
     from pretraining.planning.memory.need import memory_need
     from pretraining.recipe import load_recipe
 
@@ -253,14 +247,11 @@ def peaks(options: argparse.Namespace, name: str, every_n_layers: int):
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     length = load_recipe(name).sequence_length
     per_step = options.micro_batch * length * world_size * ACCUMULATION
-    values = {"training.per_device_train_batch_size": options.micro_batch, "training.save_strategy": "no"}
-    values |= {"budget.tokens_per_step": per_step, "budget.tokens": per_step * STEPS}
-    values |= {"training.eval_strategy": "no", "training.activation_checkpointing": every_n_layers > 0}
+    values = {"training.per_device_train_batch_size": options.micro_batch}
+    values |= {"training.activation_checkpointing": every_n_layers > 0}
     values |= {"training.activation_checkpointing_kwargs.every_n_layers": max(1, every_n_layers)}
     values |= {"training.dataloader_num_workers": 0}
-    settings = [f"{key}={json.dumps(value)}" for key, value in values.items()]
-    recipe = load_recipe(name, settings, options.deepspeed)
-    config = load_ds_config(recipe.deepspeed) if recipe.deepspeed else None
+    recipe, config = short_recipe(name, values, options.deepspeed, per_step, STEPS)
     need = memory_need(recipe, config, world_size, torch.cuda.get_device_properties(0).total_memory)
     torch.cuda.reset_peak_memory_stats()
     folder = Path(tempfile.mkdtemp())

@@ -12,13 +12,12 @@ ds_config, and walks the live tensors of every rank after the last but one micro
 """
 
 import gc
-import json
 import time
 from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
 
-from gear import OFFLOADED, STAGES, on_forked_ranks, parser_of, record, short_trainer
+from gear import OFFLOADED, STAGES, on_forked_ranks, parser_of, record, short_recipe, short_trainer
 
 DEGREES = ("tensor=2", "tensor=4", "sequence=2", "sequence=4", "tensor=2,sequence=2")
 DEGREES += ("expert=2", "expert=4", "expert=2,sequence=2")
@@ -110,26 +109,22 @@ def states_of(held: dict) -> int:
 def case_of(optimizer: str, way: str, precision: str, ranks: int):
     """The recipe and ds_config of a case."""
     from pretraining.ds_config import degrees_of, load_ds_config
-    from pretraining.recipe import load_recipe
 
     # ranks that work on the same samples count once
     degrees = degrees_of(load_ds_config(way) if way != "null" else None)
-    length, groups = MODEL["n_positions"], ranks // degrees.ranks_per_sample
+    per_step = MODEL["n_positions"] * (ranks // degrees.ranks_per_sample) * ACCUMULATION
     values = {f"model.{key}": value for key, value in MODEL.items()}
     if degrees.tensor > 1 or degrees.expert > 1:
         values = {"model": MIXTURE if degrees.expert > 1 else SPLIT}
     values |= {"training.bf16": precision != "fp32", "training.per_device_train_batch_size": 1}
-    values |= {"training.eval_strategy": "no", "training.save_strategy": "no", "training.logging_steps": 100}
-    values |= {"budget.tokens_per_step": length * groups * ACCUMULATION}
-    values |= {"budget.tokens": length * groups * ACCUMULATION * STEPS}
+    values |= {"training.logging_steps": 100}
     if precision == "wide":  # bf16, but for embeddings and head
         values |= {"model.keep_in_fp32": ["embeddings", "head"]}
     if optimizer != "adamw":
         values |= {"optimizer.name": "muon"} if optimizer == "muon" else {"training.optim": optimizer}
     if optimizer.startswith("schedule_free"):
         values |= {"training.lr_scheduler_type": "constant_with_warmup", "training.lr_scheduler_kwargs": None}
-    recipe = load_recipe("tiny", [f"{key}={json.dumps(value)}" for key, value in values.items()], way)
-    config = load_ds_config(recipe.deepspeed) if recipe.deepspeed else None
+    recipe, config = short_recipe("tiny", values, way, per_step, STEPS)
     zero = (config or {}).get("zero_optimization", {})
     if isinstance(zero.get("reduce_bucket_size"), int):
         zero["reduce_bucket_size"] = BUCKET

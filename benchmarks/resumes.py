@@ -16,12 +16,11 @@ import json
 import random
 import shutil
 import sys
-import tempfile
 import time
 from itertools import product
 from pathlib import Path
 
-from gear import COMPARED, OFFLOADED, STAGES, models, parser_of, record, trainable
+from gear import COMPARED, OFFLOADED, STAGES, models, parser_of, record, small_runs, trainable
 
 MODELS = ("llama", "qwen3_moe")
 SAVED_AFTER, STEPS, TOLERANCE = 5, 10, 1e-4
@@ -38,11 +37,8 @@ def main() -> None:
     parser.add_argument("--stages", nargs="+", choices=every, default=every, help="of --all")
     parser.add_argument("--ranks", nargs="+", type=int, default=(1, 2, 4), help="of --all")
     options = parser.parse_args()
-    from tests.gear.runs import Workshop
-
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="resumes_") as folder:
-        workshop = Workshop(Path(folder))
+    with small_runs() as workshop:
         layouts = list(product(options.stages, options.ranks))
         cases = [(MODELS[0], *pair) for pair in product(layouts, repeat=2)]
         if not options.all:

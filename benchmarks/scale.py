@@ -96,18 +96,6 @@ def marker(folder: Path, ranks: int) -> dict:
     return {**found, "bytes": (folder / MARKER).stat().st_size}
 
 
-def shares(folder: Path, ranks: int) -> dict:
-    """Which files a rank verifies at a resume."""
-    from pretraining.checkpoints.folders import share_of
-    from pretraining.checkpoints.shard_files import rank_file
-
-    files = {rank_file(rank, ranks): ENTRY for rank in range(ranks)}
-    found: dict = {}
-    with timed(found):
-        share_of(files, ranks // 2, ranks)
-    return found
-
-
 def resume(folder: Path, ranks: int) -> dict:
     """What one rank opens to read its own part of a checkpoint of all ranks."""
     import torch
@@ -237,7 +225,6 @@ def report(folder: Path, rows: int) -> dict:
 
 CURVES = {
     "marker of ranks": (RANKS, marker),
-    "files that a rank verifies": (RANKS, shares),
     "files that a rank opens": (RANKS, resume),
     "marker of files": (FILES, many_files),
     "manifest of shards": (SHARDS, manifest),

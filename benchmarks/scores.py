@@ -9,10 +9,9 @@ largest difference to one plain process of validation, HellaSwag and two lm-eval
 value is above 1; and how many samples differ.
 """
 
-import tempfile
 from pathlib import Path
 
-from gear import STAGES, largest_difference, middle, parser_of, record, timed
+from gear import STAGES, largest_difference, middle, parser_of, record, small_runs, timed
 
 BATCH_SIZE = 8
 
@@ -23,10 +22,10 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=200, help="questions (default 200)")
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds (default 3)")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="scores_") as folder:
+    with small_runs() as workshop:
         values = {
-            "hellaswag": against_lm_eval(options.export, options.items, options.rounds, Path(folder)),
-            "stages": against_plain(Path(folder)),
+            "hellaswag": against_lm_eval(options.export, options.items, options.rounds, workshop.folder),
+            "stages": against_plain(workshop),
         }
     record("scores", values, options.keep)
 
@@ -69,14 +68,12 @@ def against_lm_eval(export: Path, num_items: int, rounds: int, folder: Path) -> 
     }
 
 
-def against_plain(folder: Path) -> dict[str, dict]:
+def against_plain(workshop) -> dict[str, dict]:
     """{stage: {"max_difference", "samples_that_differ"}} of runs of ten steps, validated twice."""
-    from tests.gear.runs import Workshop
     from tests.gear.scored_tasks import write_items, write_tasks
 
-    workshop = Workshop(folder / "workshop")
-    items = write_items(folder / "items.jsonl", 20)
-    tasks = write_tasks(folder / "tasks", items)
+    items = write_items(workshop.folder / "items.jsonl", 20)
+    tasks = write_tasks(workshop.folder / "tasks", items)
     settings = (f"evaluation.hellaswag={items}", f'evaluation.tasks=["{tasks}"]')
     plain, found = workshop.plain(settings), {}
     for stage in STAGES:
