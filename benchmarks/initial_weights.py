@@ -103,12 +103,10 @@ def draw_on_rank(options: argparse.Namespace) -> None:
                 seconds[who].append(time.perf_counter() - began)
     if dist.get_rank() == 0:
         num_parameters = sum(getattr(each, "ds_numel", each.numel()) for each in model.parameters())
-        middle = {who: middle(each, 3) for who, each in seconds.items()}
-        shorter = round(middle["rank 0 alone"] / middle["all ranks"], 2)
-        print(
-            json.dumps({"parameters": num_parameters, "seconds": middle, "times_shorter": shorter}),
-            flush=True,
-        )
+        medians = {who: middle(each, 3) for who, each in seconds.items()}
+        shorter = round(medians["rank 0 alone"] / medians["all ranks"], 2)
+        answer = {"parameters": num_parameters, "seconds": medians, "times_shorter": shorter}
+        print(json.dumps(answer), flush=True)
     leave_at_once()
 
 
