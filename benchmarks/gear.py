@@ -340,7 +340,7 @@ def trainable(recipe: Path, settings: tuple[str, ...]) -> list[tuple[str, int]]:
     return [(layout, ranks) for layout, ranks in pairs if refusal(recipe, settings, layout, ranks) is None]
 
 
-def llama(width: int, layers: int) -> dict:
+def llama_of(width: int, layers: int) -> dict:
     """Return the model section of a Llama with heads of 64, two of them to a key."""
     return {
         "model_type": "llama",

@@ -24,7 +24,7 @@ from gear import (
     largest_difference,
     last_json,
     leave_at_once,
-    llama,
+    llama_of,
     parser_of,
     proportional_bytes,
     record,
@@ -67,7 +67,7 @@ def save_source(folder: Path, options: argparse.Namespace) -> int:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(5)
-    config = AutoConfig.for_model(**llama(options.width, options.layers))
+    config = AutoConfig.for_model(**llama_of(options.width, options.layers))
     model = AutoModelForCausalLM.from_config(config).eval()
     model.save_pretrained(folder / "source")
     with torch.no_grad():
@@ -118,7 +118,7 @@ def build_on_rank(options: argparse.Namespace) -> None:
     from pretraining.training.arguments import build_arguments
     from pretraining.training.ranks import join_ranks
 
-    folder, stage, section = options.folder, options.stage, llama(options.width, options.layers)
+    folder, stage, section = options.folder, options.stage, llama_of(options.width, options.layers)
     join_ranks()
     recipe = load_recipe("tiny", ["speed.compile=none"])
     meta, _ = build_on_meta(section)

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-from gear import as_ranks, is_rank, leave_at_once, llama, middle, parser_of, record, run_command
+from gear import as_ranks, is_rank, leave_at_once, llama_of, middle, parser_of, record, run_command
 
 RANKS = (8, 64, 1024)
 LEAST = 1_000_000_000
@@ -82,7 +82,7 @@ def draw_on_rank(options: argparse.Namespace) -> None:
     from pretraining.training.arguments import build_arguments
     from pretraining.training.ranks import join_ranks
 
-    section, turns = llama(options.width, options.layers), initial_weights.turns
+    section, turns = llama_of(options.width, options.layers), initial_weights.turns
     join_ranks()
     arguments = build_arguments(
         load_recipe("tiny", ["speed.compile=none"]), load_ds_config(options.stage), Path("unused"), 1
