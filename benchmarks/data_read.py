@@ -62,26 +62,17 @@ def write_split(folder: Path, options: argparse.Namespace) -> tuple[TokenSplit, 
 
 def measure_local(folder: Path, options: argparse.Namespace):
     split, entry = write_split(folder / "train", options)
-    maps = []
-    for shard in entry["shards"]:
-        with (split.folder / shard["file"]).open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        maps.append(np.frombuffer(mapped, np.uint16, shard["tokens"], shard["buffers"]["input_ids"]))
+    maps = [bare_map(split, shard) for shard in entry["shards"]]
     draw = np.random.default_rng(1)
     times: dict[str, list[float]] = {name: [] for name in WAYS}
     for _ in range(options.rounds):
         shards = draw.integers(0, options.shards, options.blocks).tolist()
         offsets = draw.integers(0, options.shard_tokens - LENGTH, options.blocks).tolist()
-        places = [(maps[shard], offset) for shard, offset in zip(shards, offsets, strict=True)]
         starts = [
-            (split, shard * options.shard_tokens + at) for shard, at in zip(shards, offsets, strict=True)
+            shard * options.shard_tokens + offset for shard, offset in zip(shards, offsets, strict=True)
         ]
-        for name, (way, reads_split) in WAYS.items():
-            chosen = starts if reads_split else places
-            begin = perf_counter()
-            for source, start in chosen:
-                way(source, start)
-            times[name].append(perf_counter() - begin)
+        for name, way in WAYS.items():
+            times[name].append(way(maps, split, shards, offsets, starts))
     us = {f"{name}_us": 1e6 * median(seconds[1:]) / options.blocks for name, seconds in times.items()}
     ratios = {
         "read_over_copy": us["read_copy_us"] / us["copy_us"],
@@ -93,19 +84,55 @@ def measure_local(folder: Path, options: argparse.Namespace):
     yield {"length": LENGTH, "shards": options.shards, "rounds": options.rounds, **rounded}
 
 
-def read_masked(split: TokenSplit, start: int) -> None:
-    tokens = split.read(start, start + LENGTH + 1).astype(np.int64)
-    masked_block(tokens, split.document_ends(start, start + LENGTH) - start)
+def copy(maps, split, shards, offsets, starts) -> float:
+    begin = perf_counter()
+    for shard, offset in zip(shards, offsets, strict=True):
+        maps[shard][offset : offset + LENGTH].copy()
+    return perf_counter() - begin
+
+
+def copy_int64(maps, split, shards, offsets, starts) -> float:
+    begin = perf_counter()
+    for shard, offset in zip(shards, offsets, strict=True):
+        maps[shard][offset : offset + LENGTH].astype(np.int64)
+    return perf_counter() - begin
+
+
+def read_copy(maps, split, shards, offsets, starts) -> float:
+    begin = perf_counter()
+    for start in starts:
+        split.read(start, start + LENGTH).copy()
+    return perf_counter() - begin
+
+
+def read_int64(maps, split, shards, offsets, starts) -> float:
+    begin = perf_counter()
+    for start in starts:
+        split.read(start, start + LENGTH).astype(np.int64)
+    return perf_counter() - begin
+
+
+def read_masked(maps, split, shards, offsets, starts) -> float:
+    begin = perf_counter()
+    for start in starts:
+        tokens = split.read(start, start + LENGTH + 1).astype(np.int64)
+        masked_block(tokens, split.document_ends(start, start + LENGTH) - start)
+    return perf_counter() - begin
 
 
 WAYS = {
-    "copy": (lambda tokens, start: tokens[start : start + LENGTH].copy(), False),
-    "copy_int64": (lambda tokens, start: tokens[start : start + LENGTH].astype(np.int64), False),
-    "read_copy": (lambda split, start: split.read(start, start + LENGTH).copy(), True),
-    "read_int64": (lambda split, start: split.read(start, start + LENGTH).astype(np.int64), True),
-    "read_masked": (read_masked, True),
+    "copy": copy,
+    "copy_int64": copy_int64,
+    "read_copy": read_copy,
+    "read_int64": read_int64,
+    "read_masked": read_masked,
 }
-"""Way -> (what is done at each place, whether it reads the split, or a bare map of a shard)."""
+
+
+def bare_map(split: TokenSplit, shard: dict) -> np.ndarray:
+    with (split.folder / shard["file"]).open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return np.frombuffer(mapped, np.uint16, shard["tokens"], shard["buffers"]["input_ids"])
 
 
 class GroupedPlaces:
