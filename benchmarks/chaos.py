@@ -22,12 +22,9 @@ which comes back seconds later. It also stops if the store lost a committed step
 
 import argparse
 import json
-import tempfile
 import time
-from pathlib import Path
 
-from layouts import models, trainable
-from record import parser_of, record
+from gear import models, parser_of, record, small_runs, trainable
 
 NOT_MEASURED = "monitors.noise_scale_steps=null"
 """Split sequences and experts have none."""
@@ -50,14 +47,12 @@ def main() -> None:
     if options.nodes:
         return without_shared_disk(options)
     from tests.gear.chaos import Chaos
-    from tests.gear.runs import Workshop
 
     forked = max(1, options.real_every - 2)
     launchers = ("forked",) * forked + (("deepspeed", "torchrun") if options.real_every else ())
     layouts, settings = [(options.stage, 2)], ()
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="chaos_") as folder:
-        workshop = Workshop(Path(folder))
+    with small_runs() as workshop:
         if options.mixed:
             settings, launchers = (f"model={json.dumps(models()[options.mixed])}", NOT_MEASURED), ("forked",)
             layouts = trainable(workshop.recipe, settings)
@@ -76,13 +71,11 @@ def without_shared_disk(options: argparse.Namespace) -> None:
     from tests.gear.hosts import hosts
     from tests.gear.node import NAMES
     from tests.gear.node_chaos import node_chaos
-    from tests.gear.runs import Workshop
 
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="chaos_") as name, hosts(Path(name), *NAMES) as made:
+    with small_runs() as workshop, hosts(workshop.folder, *NAMES) as made:
         assert made is not None, "may not make networks here: run it as root"
-        folder = Path(name)
-        with node_chaos(Workshop(folder / "workshop"), folder, made, options.seed) as chaos:
+        with node_chaos(workshop, workshop.folder, made, options.seed) as chaos:
             counts = chaos.endure(options.kills)
     values = {"seed": options.seed, "stage": "zero2", "ranks": 2, "nodes": 2, "counts": counts}
     values |= {"identical_runs": counts["runs"], "lost_steps_in_store": 0, "failing_requests": 0.1}

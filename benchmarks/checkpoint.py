@@ -30,11 +30,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from record import REPOSITORY, parser_of, record
+from gear import REPOSITORY, choices, middle, parser_of, record, run_command, timed
 
 from pretraining.checkpoints.choosing import choose_checkpoint
 from pretraining.checkpoints.folders import committed_checkpoints
@@ -60,47 +59,36 @@ STEP_TOKENS = 128
 
 
 def main() -> None:
-    options = parse_arguments()
+    parser = parser_of(__doc__)
+    parser.add_argument("what", choices=list(MEASURED))
+    parser.add_argument("--trials", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--starts", type=int, default=5, help="how many of the trials also start the run")
+    parser.add_argument("--gigabytes", type=float, default=2.0)
+    parser.add_argument("--files", type=int, default=4)
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument(
+        "--data_dir", type=Path, default=REPOSITORY / "data", help="where tiny's data are prepared"
+    )
+    parser.add_argument("--folder", type=Path, help="where temporary files go")
+    options = parser.parse_args()
+
+    def end(number: int, _: object) -> None:
+        """End as `timeout` asks, but without the run that was started and the gigabytes that were written."""
+        signal.signal(number, signal.SIG_IGN)  # a second one would cut the removal short
+        raise SystemExit(128 + number)
+
     signal.signal(signal.SIGTERM, end)
     # a process of a run that was killed may still write
     with tempfile.TemporaryDirectory(dir=options.folder, ignore_cleanup_errors=True) as folder:
-        work = {
-            "damage": run_damage,
-            "verify": run_verify,
-            "fetch": run_fetch,
-            "resume": run_resume,
-            "full_disk": run_full_disk,
-        }
-        values = work[options.what](options, Path(folder))
+        values = MEASURED[options.what](options, Path(folder))
     record(f"checkpoint_{options.what}", values, options.keep)
 
 
-def end(number: int, _: object) -> None:
-    """End as `timeout` asks, but without the run that was started and the gigabytes that were written."""
-    signal.signal(number, signal.SIG_IGN)  # a second one would cut the removal short
-    raise SystemExit(128 + number)
-
-
-def start(output: Path, data_dir: Path, *more: str) -> subprocess.CompletedProcess:
-    """One start of the small run."""
-    return subprocess.run(command(output, data_dir, *more), cwd=REPOSITORY, capture_output=True, text=True)
-
-
 def command(output: Path, data_dir: Path, *more: str) -> list[str]:
-    """The command of the small run; what comes later counts."""
+    """Return the command of the small run; what comes later counts."""
     words = [sys.executable, "train.py", "--recipe", "tiny", "--deepspeed", "null", *choices(SMALL)]
     return [*words, "--output_dir", str(output), "--data_dir", str(data_dir), *more]
-
-
-def choices(settings: dict) -> list[str]:
-    return [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
-
-
-def finished(output: Path, data_dir: Path, *more: str) -> None:
-    """A start that must succeed."""
-    ended = start(output, data_dir, *more)
-    if ended.returncode:
-        raise SystemExit(ended.stderr[-3000:])
 
 
 def run_damage(options: argparse.Namespace, folder: Path) -> dict:
@@ -108,7 +96,7 @@ def run_damage(options: argparse.Namespace, folder: Path) -> dict:
     from tests.gear.checkpoint_damage import damaged, judged_rightly
 
     run, chance = RunFolder(folder / "run"), random.Random(options.seed)
-    finished(run.path, options.data_dir)
+    run_command(*command(run.path, options.data_dir))
     shutil.rmtree(run.export)
     folders, kinds, wrong, starts = committed_checkpoints(run), collections.Counter(), 0, 0
     began = time.perf_counter()
@@ -135,44 +123,43 @@ def continues_from_whole(run: RunFolder, harmed: list[Path], copy: Path, data_di
     """Whether the run, started on a copy of the damaged folder, goes on from the newest whole one to its end."""
     shutil.copytree(run.path, copy)
     whole = [folder.name for folder in committed_checkpoints(run) if folder not in harmed]
-    finished(copy, data_dir)
+    run_command(*command(copy, data_dir))
     rows = read_rows(RunFolder(copy).events)
     begin = next(row for row in rows if row["event"] in ("start", "resume"))
     return begin["checkpoint"] == (whole[0] if whole else None) and rows[-1]["event"] == "end"
 
 
 def run_verify(options: argparse.Namespace, folder: Path) -> dict:
-    """Medians over pairs of reading and verifying in turn; the first pair warms up."""
-    checkpoint = big_checkpoint(folder, options.gigabytes, options.files)
-    values = {
-        "gigabytes": options.gigabytes,
-        "files": options.files,
-        "pairs": options.pairs,
-        "threads": THREADS,
-    }
+    """Return medians over pairs of reading and verifying in turn; the first pair warms up."""
+    checkpoint = big_checkpoint(folder, options)
+    values = {**chosen_sizes(options), "threads": THREADS}
     for state in ("warm", "cold"):
-        if state == "cold" and not hasattr(os, "posix_fadvise"):
-            continue
         pairs = []
         for _ in range(options.pairs + 1):
-            forget(checkpoint, state)
-            reading = timed(lambda: read_all(checkpoint))
-            forget(checkpoint, state)
-            pairs.append((reading, timed(lambda: verified(checkpoint))))
+            taken = []
+            for work in (lambda: read_all(checkpoint), lambda: verified(checkpoint)):
+                if state == "cold":
+                    forget(checkpoint)
+                taken.append(timed(work))
+            pairs.append(taken)
         reading, verifying = (statistics.median(each) for each in zip(*pairs[1:], strict=True))
         values |= {
             f"{state}_read_gb_per_second": round(options.gigabytes / reading, 2),
             f"{state}_verify_gb_per_second": round(options.gigabytes / verifying, 2),
-            f"{state}_share_of_reading": round(statistics.median(r / v for r, v in pairs[1:]), 3),
+            f"{state}_share_of_reading": middle((r / v for r, v in pairs[1:]), 3),
         }
     return values
+
+
+def chosen_sizes(options: argparse.Namespace) -> dict:
+    return {key: getattr(options, key) for key in ("gigabytes", "files", "pairs")}
 
 
 def run_fetch(options: argparse.Namespace, folder: Path) -> dict:
     """Medians over rounds of reading, copying (with fsync) and fetching in turn; the first round warms up."""
     store = folder / "store" / "run"
     store.mkdir(parents=True)
-    checkpoint = big_checkpoint(store, options.gigabytes, options.files)
+    checkpoint = big_checkpoint(store, options)
     rounds = []
     for number in range(options.pairs + 1):
         copy, run = folder / f"copy-{number}", RunFolder(folder / f"empty-{number}" / "run")
@@ -182,77 +169,30 @@ def run_fetch(options: argparse.Namespace, folder: Path) -> dict:
             lambda copy=copy: copy_all(checkpoint, copy),
             lambda run=run: choose_checkpoint(run, "auto", str(store.parent)),
         ):
-            forget(checkpoint, "cold")
+            forget(checkpoint)
             times.append(timed(work))
         rounds.append(times)
         assert damage(run.checkpoint(1)) is None
         shutil.rmtree(copy)
         shutil.rmtree(run.path)
-    reading, copying, fetching = (statistics.median(each) for each in zip(*rounds[1:], strict=True))
+    rounds = rounds[1:]
+    reading, copying, fetching = (middle(each, 3) for each in zip(*rounds, strict=True))
     return {
-        **{key: getattr(options, key) for key in ("gigabytes", "files", "pairs")},
-        "read_seconds": round(reading, 3),
-        "copy_seconds": round(copying, 3),
-        "fetch_seconds": round(fetching, 3),
-        "fetch_by_read": round(statistics.median(fetch / read for read, _, fetch in rounds[1:]), 2),
-        "fetch_by_copy": round(statistics.median(fetch / copied for _, copied, fetch in rounds[1:]), 2),
+        **chosen_sizes(options),
+        "read_seconds": reading,
+        "copy_seconds": copying,
+        "fetch_seconds": fetching,
+        "fetch_by_read": middle((fetch / read for read, _, fetch in rounds), 2),
+        "fetch_by_copy": middle((fetch / copied for _, copied, fetch in rounds), 2),
     }
 
 
 def run_resume(options: argparse.Namespace, folder: Path) -> dict:
-    """Medians over rounds of reading a checkpoint, of a start beside it, and of a start on an empty machine."""
-    run, store = RunFolder(folder / "run"), folder / "store"
-    words = resumed_words(options.gigabytes, store)
-    there = store / "run" / "checkpoint-1"
-    seconds_until(lambda: (there / MARKER).exists(), run.path, options.data_dir, *words)
-    # what the run did after its first step, until it was killed
-    for place in (run.path, there.parent):
-        for each in place.glob("checkpoint-*"):
-            if each.name != there.name:
-                shutil.rmtree(each)
-        metrics = place / run.metrics.name
-        rows = read_rows(metrics)
-        metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows if row.get("step", 0) <= 1))
-    rounds = []
-    for number in range(options.pairs + 1):
-        here, empty = folder / f"{number}" / "here" / "run", folder / f"{number}" / "empty" / "run"
-        shutil.copytree(run.path, here)
-        os.sync()
-        forget(there, "cold")
-        times = [timed(lambda: read_all(there))]
-        for output in (here, empty):
-            for place in filter(Path.is_dir, (there, output / "checkpoint-1")):
-                forget(place, "cold")
-            resumed = RunFolder(output)
-            times.append(
-                seconds_until(
-                    lambda resumed=resumed: any(row.get("step") == 2 for row in read_rows(resumed.metrics)),
-                    output,
-                    options.data_dir,
-                    *words,
-                )
-            )
-        rounds.append(times)
-        shutil.rmtree(folder / f"{number}", ignore_errors=True)  # a process of the run may still write
-    reading, beside, alone = (statistics.median(each) for each in zip(*rounds[1:], strict=True))
-    added = [empty - here for _, here, empty in rounds[1:]]
-    return {
-        "gigabytes": round(sum(path.stat().st_size for path in there.iterdir()) / 1e9, 3),
-        "pairs": options.pairs,
-        "read_seconds": round(reading, 3),
-        "to_first_step_beside_the_checkpoint_seconds": round(beside, 2),
-        "to_first_step_on_an_empty_machine_seconds": round(alone, 2),
-        "added_by_the_empty_disk_seconds": round(statistics.median(added), 2),
-        "added_by_read": round(
-            statistics.median(a / r[0] for a, r in zip(added, rounds[1:], strict=True)), 2
-        ),
-    }
-
-
-def resumed_words(gigabytes: float, store: Path) -> list[str]:
-    """Arguments of a run with a checkpoint of this size: 12 bytes for each parameter, in layers of 7.1 million."""
+    """Return medians over rounds of reading a checkpoint, of a start beside it, and of one on an empty machine."""
+    store, started = RunFolder(folder / "store" / "run"), RunFolder(folder / "run")
     settings = {
-        "model.n_layer": round(gigabytes * 1e9 / 12 / (12 * 768**2)),
+        # 12 bytes for each parameter, in layers of 7.1 million
+        "model.n_layer": round(options.gigabytes * 1e9 / 12 / (12 * 768**2)),
         "model.n_embd": 768,
         "model.n_head": 12,
         "data.sequence_length": 64,
@@ -260,27 +200,70 @@ def resumed_words(gigabytes: float, store: Path) -> list[str]:
         "training.per_device_train_batch_size": 1,
         "budget.tokens": 100 * STEP_TOKENS,
         "training.save_steps": 1,
-        "checkpoints.upload": str(store),
+        "checkpoints.upload": str(store.path.parent),
     }
-    return choices(settings)
+    words = [*choices(settings), "--force"]
+
+    def seconds_until(reached, run: RunFolder) -> float:
+        """Return the seconds from the command until something is reached; then the run is killed."""
+        began = time.perf_counter()
+        run_until(command(run.path, options.data_dir, *words), reached)
+        return time.perf_counter() - began
+
+    there = store.checkpoint(1)
+    seconds_until(lambda: (there / MARKER).exists(), started)
+    # what the run did after its first step, until it was killed
+    for place in (started, store):
+        for each in place.path.glob("checkpoint-*"):
+            if each.name != there.name:
+                shutil.rmtree(each)
+        rows = read_rows(place.metrics)
+        place.metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows if row.get("step", 0) <= 1))
+    rounds = []
+    for number in range(options.pairs + 1):
+        here, empty = (RunFolder(folder / str(number) / name / "run") for name in ("here", "empty"))
+        shutil.copytree(started.path, here.path)
+        os.sync()
+        forget(there)
+        times = [timed(lambda: read_all(there))]
+        for run in (here, empty):
+            for place in filter(Path.is_dir, (there, run.checkpoint(1))):
+                forget(place)
+            times.append(seconds_until(lambda run=run: 2 in steps_of(run), run))
+        rounds.append(times)
+        shutil.rmtree(folder / str(number), ignore_errors=True)  # a process of the run may still write
+    rounds = rounds[1:]
+    reading, beside, alone = zip(*rounds, strict=True)
+    added = [empty - here for _, here, empty in rounds]
+    return {
+        "gigabytes": round(sum(path.stat().st_size for path in there.iterdir()) / 1e9, 3),
+        "pairs": options.pairs,
+        "read_seconds": middle(reading, 3),
+        "to_first_step_beside_the_checkpoint_seconds": middle(beside, 2),
+        "to_first_step_on_an_empty_machine_seconds": middle(alone, 2),
+        "added_by_the_empty_disk_seconds": middle(added, 2),
+        "added_by_read": middle((a / read for a, read in zip(added, reading, strict=True)), 2),
+    }
 
 
-def seconds_until(reached: Callable[[], bool], output: Path, data_dir: Path, *words: str) -> float:
-    """Seconds from the command until something is reached; then the run is killed."""
-    typed = command(output, data_dir, *words, "--force")
-    began = time.perf_counter()
+def steps_of(run: RunFolder) -> list[int]:
+    """Return the steps that a run has logged."""
+    return [row["step"] for row in read_rows(run.metrics)]
+
+
+def run_until(words: list[str], reached) -> None:
+    """Run a command until something is reached; then kill it and the processes that it started."""
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(typed, cwd=REPOSITORY, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(words, cwd=REPOSITORY, stdout=log, stderr=log, start_new_session=True)
         try:
             while not reached():
                 if process.poll() is not None:
                     log.seek(0)
                     raise SystemExit(log.read().decode()[-3000:])
                 time.sleep(0.02)
-            return time.perf_counter() - began
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # also the processes that it started
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
@@ -295,15 +278,15 @@ def copy_all(checkpoint: Path, target: Path) -> None:
         list(threads.map(copy, checkpoint.iterdir()))
 
 
-def big_checkpoint(folder: Path, gigabytes: float, num_files: int) -> Path:
+def big_checkpoint(folder: Path, options: argparse.Namespace) -> Path:
     """A committed checkpoint of random bytes in files of one size."""
     checkpoint, chunk = folder / "checkpoint-1", os.urandom(1 << 24)
     checkpoint.mkdir()
     entries = {}
-    for number in range(num_files):
-        path = checkpoint / f"rank-{number:05d}-of-{num_files:05d}.safetensors"
+    for number in range(options.files):
+        path = checkpoint / f"rank-{number:05d}-of-{options.files:05d}.safetensors"
         with path.open("wb") as file:
-            for _ in range(int(gigabytes * 1e9 / num_files / len(chunk))):
+            for _ in range(int(options.gigabytes * 1e9 / options.files / len(chunk))):
                 file.write(chunk)
             file.flush()
             os.fsync(file.fileno())
@@ -312,17 +295,11 @@ def big_checkpoint(folder: Path, gigabytes: float, num_files: int) -> Path:
     return checkpoint
 
 
-def forget(checkpoint: Path, state: str) -> None:
-    """Cold: drop the files from the page cache."""
-    for path in checkpoint.iterdir() if state == "cold" else ():
+def forget(checkpoint: Path) -> None:
+    """Drop the files from the page cache."""
+    for path in checkpoint.iterdir():
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def timed(work) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
 
 
 def read_all(checkpoint: Path) -> None:
@@ -344,7 +321,7 @@ def verified(checkpoint: Path) -> None:
 
 def run_full_disk(options: argparse.Namespace, folder: Path) -> dict:
     """What the run says and does on a disk with room for one checkpoint, and whether that one still verifies."""
-    finished(folder / "measured", options.data_dir)
+    run_command(*command(folder / "measured", options.data_dir))
     one = sum(path.stat().st_size for path in (folder / "measured" / "checkpoint-8").rglob("*"))
     values = {"checkpoint_bytes": one}
     for policy in ("stop", "continue"):
@@ -355,15 +332,14 @@ def run_full_disk(options: argparse.Namespace, folder: Path) -> dict:
         try:
             # --force: the plan would refuse this disk before the first step.
             words = ["--force", "--set", f"checkpoints.on_full_disk={policy}"]
-            ended = start(disk / "run", options.data_dir, *words)
+            typed = command(disk / "run", options.data_dir, *words)
+            ended = subprocess.run(typed, cwd=REPOSITORY, capture_output=True, text=True)
             left = committed_checkpoints(RunFolder(disk / "run"))
             values[policy] = {
                 "exit_code": ended.returncode,
                 "said": [line for line in ended.stderr.splitlines() if "No space left" in line][:2],
                 "tracebacks": ended.stderr.count("Traceback"),
-                "last_step_trained": max(
-                    (row["step"] for row in read_rows(RunFolder(disk / "run").metrics)), default=0
-                ),
+                "last_step_trained": max(steps_of(RunFolder(disk / "run")), default=0),
                 "committed": [each.name for each in left],
                 "all_whole": all(damage(each) is None for each in left),
             }
@@ -372,21 +348,13 @@ def run_full_disk(options: argparse.Namespace, folder: Path) -> dict:
     return values
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__)
-    parser.add_argument("what", choices=("damage", "verify", "fetch", "resume", "full_disk"))
-    parser.add_argument("--trials", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--starts", type=int, default=5, help="how many of the trials also start the run")
-    parser.add_argument("--gigabytes", type=float, default=2.0)
-    parser.add_argument("--files", type=int, default=4)
-    parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument(
-        "--data_dir", type=Path, default=REPOSITORY / "data", help="where tiny's data are prepared"
-    )
-    parser.add_argument("--folder", type=Path, help="where temporary files go")
-    return parser.parse_args()
-
+MEASURED = {
+    "damage": run_damage,
+    "verify": run_verify,
+    "fetch": run_fetch,
+    "resume": run_resume,
+    "full_disk": run_full_disk,
+}
 
 if __name__ == "__main__":
     main()

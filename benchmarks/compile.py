@@ -14,16 +14,12 @@ cannot be compiled there.
 """
 
 import os
-import statistics
-import time
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
-from record import parser_of, record
+from gear import chosen, middle, parser_of, record, seconds_in_turns, timed
 
 TOKENIZER = SimpleNamespace(bos_token_id=0, eos_token_id=0)
-LAYERS = {"gpt2": "n_layer"}
 
 
 def main() -> None:
@@ -39,72 +35,67 @@ def main() -> None:
     names = ("none", "blocks") if options.zero3 else ("none", "blocks", "whole")
     ways = {way: {"compile": way, "fp8": "none"} for way in names}
     ways |= {f"blocks, {kind}": {"compile": "blocks", "fp8": kind} for kind in options.fp8}
-    values = {key: value for key, value in vars(options).items() if key not in ("keep", "fp8")}
-    for row in measure(ways, options):
-        record("compile", {**values, **row}, options.keep)
-
-
-def measure(ways: dict[str, dict], options) -> list[dict]:
-    """One row a way."""
     from torch._dynamo.utils import counters
 
     passes, first, graphs = {}, {}, {}
     for way, speed in ways.items():
         passes[way] = prepared({**speed, "compile_backend": options.backend, "compile_mode": None}, options)
         before = counters["stats"]["unique_graphs"]
-        first[way], _ = timed(passes[way])
+        first[way] = timed(passes[way])
         after_first = counters["stats"]["unique_graphs"]
         for _ in range(2):
             timed(passes[way])
         graphs[way] = after_first - before, counters["stats"]["unique_graphs"] - after_first
-    seconds, peaks = {way: [] for way in ways}, {}
-    for number in range(options.rounds):
-        for way in ways if number % 2 else reversed(ways):
-            taken, peaks[way] = timed(passes[way])
-            seconds[way].append(taken)
-    return [
-        {
+    seconds = seconds_in_turns(passes, options.rounds)
+    for way in ways:
+        row = {
             "way": way,
             "first_seconds": round(first[way], 3),
-            "seconds": round(statistics.median(seconds[way]), 5),
-            "time_ratio": round(
-                statistics.median(a / b for a, b in zip(seconds[way], seconds["none"], strict=True)), 4
-            ),
+            "seconds": middle(seconds[way], 5),
+            "time_ratio": middle(a / b for a, b in zip(seconds[way], seconds["none"], strict=True)),
             "graphs": graphs[way][0],
             "recompilations": graphs[way][1],
-            "peak_bytes": peaks[way],
+            "peak_bytes": peak_on_gpu(passes[way]),
         }
-        for way in ways
-    ]
+        record("compile", {**chosen(options, "fp8"), **row}, options.keep)
 
 
 def prepared(speed: dict, options):
-    """A function that runs one micro-batch forward and backward, through the repository's own model and loss."""
+    """Return a function that runs one micro-batch forward and backward, through the repository's own model and loss."""
     import torch
+    from transformers import TrainingArguments
 
     from pretraining.model.build import build_model
     from pretraining.model.loss import build_loss
     from pretraining.recipe import load_recipe
+    from pretraining.recipe.model import own_key
     from pretraining.recipe.sections import Speed
 
-    layers = [f"model.{_layers_key(options.recipe)}={options.layers}"] if options.layers else []
-    recipe = load_recipe(options.recipe, layers)
+    recipe = load_recipe(options.recipe)
+    if options.layers:
+        layers = f"model.{own_key(recipe.model, 'num_hidden_layers')}={options.layers}"
+        recipe = load_recipe(options.recipe, [layers])
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = (options.micro_batch or recipe.micro_batch, recipe.sequence_length)
     ids = torch.randint(recipe.model.vocab_size, shape, device=device)
-    born_sharded = stage_3(recipe, shape[0], device) if options.zero3 else None
+    config = stage_3(recipe, shape[0], device) if options.zero3 else None
     with TemporaryDirectory() as folder:
-        arguments = _arguments(Path(folder), device, born_sharded)
+        keywords = {"use_cpu": device != "cuda", "bf16": device == "cuda", "seed": 42, "deepspeed": config}
+        arguments = TrainingArguments(output_dir=folder, **keywords)
         model = build_model(recipe.model, TOKENIZER, arguments, speed=Speed(**speed))
     if not options.zero3:
         model = model.to(device, torch.bfloat16 if device == "cuda" else torch.float32)
     loss = build_loss(model.train(), recipe.loss)
     if options.zero3:
-        model = under_zero3(model, born_sharded)
+        import deepspeed
+
+        # its optimizer is never stepped
+        optimizer = torch.optim.AdamW(model.parameters())
+        model = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
     def step() -> None:
-        found = loss(model(input_ids=ids), ids)
-        model.backward(found) if options.zero3 else found.backward()
+        nats = loss(model(input_ids=ids), ids)
+        model.backward(nats) if options.zero3 else nats.backward()
         model.zero_grad()
 
     return step
@@ -112,11 +103,10 @@ def prepared(speed: dict, options):
 
 def stage_3(recipe, micro_batch: int, device: str) -> dict:
     """A config of ZeRO-3 whose only rank is this process, for models built after it."""
-    from model_states import free_port
-
     from pretraining.planning.memory.buffers import block_gathering
     from pretraining.planning.memory.tensors import layer_numel, parameter_tensors
     from pretraining.training.ranks import join_ranks
+    from tests.gear.runs import free_port
 
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     os.environ.update(alone, MASTER_PORT=os.environ.get("MASTER_PORT", str(free_port())))
@@ -127,42 +117,16 @@ def stage_3(recipe, micro_batch: int, device: str) -> dict:
     return {"train_micro_batch_size_per_gpu": micro_batch, "bf16": bf16, "zero_optimization": zero}
 
 
-def under_zero3(model, config: dict):
-    """DeepSpeed's engine around the model, its optimizer never stepped."""
-    import deepspeed
+def peak_on_gpu(step) -> int | None:
+    """Return the most bytes that one more call has allocated on a GPU beyond what was there."""
     import torch
 
-    optimizer = torch.optim.AdamW(model.parameters())
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
-
-
-def _layers_key(recipe: str) -> str:
-    from pretraining.recipe import load_recipe
-
-    return LAYERS.get(load_recipe(recipe).model.model_type, "num_hidden_layers")
-
-
-def _arguments(folder: Path, device: str, ds_config: dict | None):
-    from transformers import TrainingArguments
-
-    keywords = {"use_cpu": device != "cuda", "bf16": device == "cuda", "seed": 42}
-    return TrainingArguments(output_dir=str(folder), deepspeed=ds_config, **keywords)
-
-
-def timed(step) -> tuple[float, int | None]:
-    """Seconds of one call, and on a GPU the most bytes that it had allocated beyond what was there."""
-    import torch
-
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-        there = torch.cuda.memory_allocated()
-    began = time.perf_counter()
-    step()
-    if on_gpu:
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - began
-    return seconds, torch.cuda.max_memory_allocated() - there if on_gpu else None
+    if not torch.cuda.is_available():
+        return None
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    timed(step)
+    return torch.cuda.max_memory_allocated() - before
 
 
 if __name__ == "__main__":

@@ -15,13 +15,11 @@ plain PyTorch with another micro-batch: that changes nothing but the order of fp
 is larger.
 """
 
-import tempfile
-from pathlib import Path
+import random
 
-from record import parser_of, record
+from gear import STAGES, largest_difference, parser_of, record, small_runs
 
-STAGES = ("zero0", "zero1", "zero2", "zero3")
-LAYOUTS = ((1, 1), (1, 4), (2, 2), (2, 4))  # (ranks, micro-batch) of eight samples a step
+BATCHES = ((1, 1), (1, 4), (2, 2), (2, 4))  # (ranks, micro-batch) of eight samples a step
 
 
 def main() -> None:
@@ -31,10 +29,7 @@ def main() -> None:
         "--adam_epsilon", type=float, default=0.001, metavar="E", help="of these longer runs (default 0.001)"
     )
     options = parser.parse_args()
-    from tests.gear.runs import Workshop
-
-    with tempfile.TemporaryDirectory(prefix="curve_") as folder:
-        workshop = Workshop(Path(folder))
+    with small_runs() as workshop:
         if options.steps:
             values = over_steps(workshop, options.steps, options.adam_epsilon)
             choices = {"steps": options.steps, "adam_epsilon": options.adam_epsilon}
@@ -42,29 +37,30 @@ def main() -> None:
         values = {
             "fp32": by_stage(workshop, ()),
             "bf16": by_stage(workshop, ("training.bf16=true",)),
-            "layouts_fp32": by_layout(workshop),
+            "layouts_fp32": by_batches(workshop),
             "killed_and_resumed_fp32": {stage: after_kill(workshop, stage) for stage in ("zero2", "zero3")},
         }
     record("curve", {"steps": 10, "ranks": 2, "max_abs_loss_difference": values}, options.keep)
 
 
-def difference(run, reference) -> float:
-    return max(abs(a - b) for a, b in zip(run.losses, reference.losses, strict=True))
-
-
 def by_stage(workshop, settings: tuple[str, ...]) -> dict[str, float]:
     """Each stage on two ranks against one plain process."""
     plain = workshop.plain(settings)
-    return {stage: difference(workshop.run(stage, 2, settings=settings), plain) for stage in STAGES}
+    return {
+        stage: largest_difference(workshop.run(stage, 2, settings=settings).losses, plain.losses)
+        for stage in STAGES
+    }
 
 
-def by_layout(workshop) -> dict[str, float]:
+def by_batches(workshop) -> dict[str, float]:
     """ZeRO-2 with the step's eight samples laid out differently over ranks and micro-batches."""
     found = {}
-    for ranks, micro_batch in LAYOUTS:
+    for ranks, micro_batch in BATCHES:
         settings = (f"training.per_device_train_batch_size={micro_batch}",)
         run = workshop.run("zero2", ranks, settings=settings)
-        found[f"{ranks}x{micro_batch}x{8 // ranks // micro_batch}"] = difference(run, workshop.plain())
+        found[f"{ranks}x{micro_batch}x{8 // ranks // micro_batch}"] = largest_difference(
+            run.losses, workshop.plain().losses
+        )
     return found
 
 
@@ -80,28 +76,26 @@ def over_steps(workshop, steps: int, adam_epsilon: float) -> dict[str, dict[str,
     other = (*settings, "training.per_device_train_batch_size=8")
     runs = {"plain, micro-batch 8 for 2": workshop.plain(other)}
     runs |= {f"{stage} x {n}": workshop.run(stage, n, settings=settings) for stage in STAGES for n in (1, 2)}
-    return {name: differences_over(run, plain, steps) for name, run in runs.items()}
-
-
-def differences_over(run, reference, steps: int) -> dict[str, float]:
-    pairs = zip(run.training_rows, reference.training_rows, strict=True)
-    each = [abs(row["train/loss"] - other["train/loss"]) for row, other in pairs]
-    found = {f"first {n}": max(each[:n]) for n in sorted({n for n in (10, 100, 300) if n < steps} | {steps})}
-    last, other = run.validation_rows[-1], reference.validation_rows[-1]
-    return found | {"validation": abs(last["eval/loss"] - other["eval/loss"])}
+    found = {}
+    for name, run in runs.items():
+        pairs = zip(run.training_rows, plain.training_rows, strict=True)
+        each = [abs(row["train/loss"] - theirs["train/loss"]) for row, theirs in pairs]
+        lengths = sorted({n for n in (10, 100, 300) if n < steps} | {steps})
+        found[name] = {f"first {n}": max(each[:n]) for n in lengths}
+        ends = (of.validation_rows[-1]["eval/loss"] for of in (run, plain))
+        found[name]["validation"] = abs(next(ends) - next(ends))
+    return found
 
 
 def after_kill(workshop, stage: str) -> float:
     """A run killed by SIGKILL at a random step and started again by the same command; 0 means equal."""
-    import random
-
     from tests.gear.runs import Run, execute, start_and_kill
 
     step, output = random.randrange(2, 9), workshop.folder / f"killed-{stage}"
     command, run = workshop.command(output, stage), Run(output)
     start_and_kill(command, lambda: any(row["step"] >= step for row in run.rows))
     assert execute(command).code == 0
-    return difference(run, workshop.run(stage))
+    return largest_difference(run.losses, workshop.run(stage).losses)
 
 
 if __name__ == "__main__":

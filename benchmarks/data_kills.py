@@ -10,8 +10,6 @@ through is compared and begun anew. Last, single workers are killed, and the com
 with an error where a byte differs or a task that had finished begins again. Prints one JSON line.
 """
 
-import hashlib
-import json
 import os
 import random
 import shutil
@@ -22,7 +20,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from record import REPOSITORY, parser_of, record
+from gear import digests, library_modules, parser_of, record, tiny_recipe, write_corpus
 
 # Found by every process of the command: small pieces, so that there are many tasks, each written down as it begins.
 CUSTOMISED = """
@@ -68,7 +66,7 @@ class Preparation:
         self.folder, self.root, self.log = folder, folder / "data", folder / "tasks"
         (folder / "changes").mkdir()
         (folder / "changes" / "sitecustomize.py").write_text(CUSTOMISED)
-        self.recipe = write_recipe(folder)
+        self.prepared, self.recipe = self.root / "corpus", write_recipe(folder)
         self.variables = {"PYTHONPATH": str(folder / "changes"), "TASK_LOG": str(self.log)}
 
     def start(self, executor: str):
@@ -84,12 +82,7 @@ class Preparation:
         finished = self.start(executor).finish()
         if finished.code:
             sys.exit(f"a preparation failed: {finished.output}")
-        return self.bytes(), time.perf_counter() - began
-
-    def bytes(self) -> dict[str, str]:
-        """{file: digest} of the finished data set."""
-        files = (path for path in sorted((self.root / "corpus").rglob("*")) if path.is_file())
-        return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+        return digests(self.prepared), time.perf_counter() - began
 
     def finished_tasks(self) -> set[str]:
         """Those whose output is there."""
@@ -127,19 +120,12 @@ def main() -> None:
 
 def write_recipe(folder: Path) -> Path:
     """A corpus of about 3 MB, an evaluation set, and recipe `tiny` on them."""
-    modules = sorted(Path(json.__file__).parents[1].glob("*.py"))
-    texts = [path.read_text() for path in modules if 2000 < path.stat().st_size < 60000][:160]
+    texts = [text for text in library_modules() if 2000 < len(text) < 60000][:160]
     texts += [text.replace("self", "this", 2) for text in texts[::5]] + texts[::7]
-    (folder / "texts").mkdir()
-    for number in range(0, len(texts), 8):
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts[number : number + 8])
-        (folder / "texts" / f"{number:03d}.jsonl").write_text(lines)
+    write_corpus(folder / "texts", sum(len(text.encode()) for text in texts), len(texts) // 8, texts)
     (folder / "sets").mkdir()
     (folder / "sets" / "quiz.txt").write_text(texts[5][200:500])
-    recipe = json.loads((REPOSITORY / "recipes" / "tiny.json").read_text())
-    del recipe["$schema"]
-    recipe["data"] = {
-        "name": "corpus",
+    data = {
         "sources": [{"path": str(folder / "texts")}],
         "tokenizer": {"train_vocab_size": 512},
         "validation_share": 0.1,
@@ -147,8 +133,7 @@ def write_recipe(folder: Path) -> Path:
         "dedup": {"exact": True, "minhash": {}},
         "decontaminate": {"folder": str(folder / "sets")},
     }
-    (folder / "recipe.json").write_text(json.dumps(recipe))
-    return folder / "recipe.json"
+    return tiny_recipe(folder, data)
 
 
 def undisturbed(preparation: Preparation) -> tuple[dict, dict]:
@@ -182,7 +167,7 @@ def endure(
         check(not finished & set(preparation.begun_tasks()), f"a finished task began again after {landed}")
         finished = preparation.finished_tasks()
         if through:
-            check(preparation.bytes() == expected, "bytes differ")
+            check(digests(preparation.prepared) == expected, "bytes differ")
             runs, finished = runs + 1, set()
             preparation.clear()
         else:
@@ -215,7 +200,7 @@ def lose_workers(
         killed += started.process.poll() is None
         finished = started.finish()
         check(
-            finished.code == 0 and preparation.bytes() == expected,
+            finished.code == 0 and digests(preparation.prepared) == expected,
             f"after a worker's death: {finished.output}",
         )
     return {"workers_killed": killed, "commands_that_got_through": count}

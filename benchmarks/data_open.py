@@ -6,15 +6,13 @@ tokens take a few megabytes of disk. One JSON line on stdout; the files are remo
     python benchmarks/data_open.py --num_tokens 100000000000
 """
 
-import argparse
 import json
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from record import REPOSITORY, parser_of, record
+from gear import parser_of, record, run_command
 
 TOKENS_PER_DOCUMENT = 100_000
 MEASURED = """
@@ -44,21 +42,17 @@ print(json.dumps({"tokens": data.train.num_tokens, "seconds": seconds, "cpu_seco
 
 
 def main() -> None:
-    options = parse_arguments()
-    with tempfile.TemporaryDirectory(prefix="data_open_") as root:
-        num_shards = build_sparse_data(Path(root) / "sparse", options.num_tokens)
-        command = [sys.executable, "-c", MEASURED, root, str(options.sequence_length), str(options.batch)]
-        result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY)
-    layout = {"shards": num_shards, "sequence_length": options.sequence_length, "batch": options.batch}
-    record("data_open", {**json.loads(result.stdout), **layout}, options.keep)
-
-
-def parse_arguments() -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--num_tokens", type=int, default=10**11, help="tokens of the train split")
     parser.add_argument("--sequence_length", type=int, default=2048, help="tokens per sample")
     parser.add_argument("--batch", type=int, default=64, help="samples in the first batch")
-    return parser.parse_args()
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="data_open_") as root:
+        num_shards = build_sparse_data(Path(root) / "sparse", options.num_tokens)
+        words = [sys.executable, "-c", MEASURED, root, options.sequence_length, options.batch]
+        result = run_command(*words)
+    layout = {"shards": num_shards, "sequence_length": options.sequence_length, "batch": options.batch}
+    record("data_open", {**json.loads(result.stdout), **layout}, options.keep)
 
 
 def build_sparse_data(folder: Path, num_tokens: int) -> int:
@@ -110,10 +104,6 @@ def write_sparse_split(folder: Path, sizes: list[int]) -> dict:
     return {**totals, "dtype": "uint16", "checksum": "0" * 32, "shards": shards}
 
 
-def num_documents(num_tokens: int) -> int:
-    return max(1, num_tokens // TOKENS_PER_DOCUMENT)
-
-
 def shard_template(path: Path, num_tokens: int) -> tuple[bytes, bytes, dict]:
     """Bytes before and after the tokens of a real shard of zeros, and its entry of the manifest."""
     import numpy as np
@@ -122,7 +112,7 @@ def shard_template(path: Path, num_tokens: int) -> tuple[bytes, bytes, dict]:
 
     tokens = np.zeros(num_tokens, np.uint16)
     writer = SplitWriter(path, tokens.dtype, num_tokens)
-    for document in np.array_split(tokens, num_documents(num_tokens)):
+    for document in np.array_split(tokens, max(1, num_tokens // TOKENS_PER_DOCUMENT)):
         writer.append(document, 4 * len(document))
     entry = writer.finish()["shards"][0]
     shard = path / entry["file"]

@@ -25,7 +25,7 @@ from statistics import median
 from time import perf_counter
 
 import numpy as np
-from record import parser_of, record
+from gear import parser_of, record
 
 from pretraining.data.document_masking import masked_block
 from pretraining.data.packed_dataset import PackedDataset
@@ -37,14 +37,6 @@ TOKENS_PER_DOCUMENT = 1000
 
 
 def main() -> None:
-    options = parse_arguments()
-    with tempfile.TemporaryDirectory(prefix="data_read_") as folder:
-        measure = {"local": measure_local, "remote": measure_remote}[options.what]
-        for values in measure(Path(folder), options):
-            record(f"data_read_{options.what}", values, options.keep)
-
-
-def parse_arguments() -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("what", choices=["local", "remote"])
     parser.add_argument("--shards", type=int, default=8, help="shards of the data set")
@@ -52,7 +44,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=2000, help="blocks a round")
     parser.add_argument("--pace", type=int, default=2000, help="blocks a second that training takes")
     parser.add_argument("--rounds", type=int, default=15, help="rounds, the ways in turns")
-    return parser.parse_args()
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="data_read_") as folder:
+        measure = {"local": measure_local, "remote": measure_remote}[options.what]
+        for values in measure(Path(folder), options):
+            record(f"data_read_{options.what}", values, options.keep)
 
 
 def write_split(folder: Path, options: argparse.Namespace) -> tuple[TokenSplit, dict]:
@@ -84,7 +80,8 @@ def measure_local(folder: Path, options: argparse.Namespace):
         "read_int64_over_copy_int64": us["read_int64_us"] / us["copy_int64_us"],
         "read_masked_over_read_int64": us["read_masked_us"] / us["read_int64_us"],
     }
-    yield {"length": LENGTH, "shards": options.shards, "rounds": options.rounds, **rounded({**us, **ratios})}
+    rounded = {name: round(value, 3) for name, value in {**us, **ratios}.items()}
+    yield {"length": LENGTH, "shards": options.shards, "rounds": options.rounds, **rounded}
 
 
 def copy(maps, split, shards, offsets, starts) -> float:
@@ -136,10 +133,6 @@ def bare_map(split: TokenSplit, shard: dict) -> np.ndarray:
     with (split.folder / shard["file"]).open("rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     return np.frombuffer(mapped, np.uint16, shard["tokens"], shard["buffers"]["input_ids"])
-
-
-def rounded(values: dict) -> dict:
-    return {name: round(value, 3) for name, value in values.items()}
 
 
 class GroupedPlaces:

@@ -6,17 +6,14 @@ of the shards. Tokens are drawn by Zipf's law; documents are 600 tokens in the m
     python benchmarks/data_tools.py --num_tokens 200000000
 """
 
-import argparse
-import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from record import REPOSITORY, parser_of, record
+from gear import last_json, parser_of, record, repository_tokenizer, run_command
 
 MEASURED = """
 import json, shutil, sys, time
@@ -35,7 +32,11 @@ print(json.dumps({"seconds": seconds, "peak_bytes": peak}))
 
 
 def main() -> None:
-    options = parse_arguments()
+    parser = parser_of(__doc__)
+    parser.add_argument("--num_tokens", type=int, default=200_000_000, help="tokens of the data set")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of every verb")
+    parser.add_argument("--folder", help="where the temporary folder lies (default: the system's)")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="data_tools_", dir=options.folder) as root:
         measured = measure_all(Path(root), options.num_tokens, options.repeats)
     for verb, runs in measured.items():
@@ -51,21 +52,21 @@ def main() -> None:
         record("data_tools", values, options.keep)
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__)
-    parser.add_argument("--num_tokens", type=int, default=200_000_000, help="tokens of the data set")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of every verb")
-    parser.add_argument("--folder", help="where the temporary folder lies (default: the system's)")
-    return parser.parse_args()
-
-
 def measure_all(root: Path, num_tokens: int, repeats: int) -> dict[str, list[dict]]:
     """Runs by verb; what a verb writes is removed after its run."""
     write_foreign(root / "theirs.ds", num_tokens)
-    tokenizer = write_tokenizer(root / "tokenizer")
-    share = ("--tokenizer", tokenizer, "--validation_share", "0.01")
+    tokenizer = repository_tokenizer(root / "tokenizer", 512)
+    theirs = (
+        "--from",
+        "datatrove",
+        root / "theirs.ds",
+        "--tokenizer",
+        tokenizer,
+        "--validation_share",
+        "0.01",
+    )
     data, out = root / "data", root / "out"
-    run("convert", data, "--from", "datatrove", root / "theirs.ds", *share, "--json")
+    run("convert", data, *theirs, "--json")
     run("convert", data, "--to", "megatron", root / "megatron", "--json")
     verbs = {
         "copy": ("copy", data, out),
@@ -75,15 +76,7 @@ def measure_all(root: Path, num_tokens: int, repeats: int) -> dict[str, list[dic
         "convert --to megatron": ("convert", data, "--to", "megatron", out, "--json"),
         "convert --to datatrove": ("convert", data, "--to", "datatrove", out, "--json"),
         "convert --from megatron": ("convert", out, "--from", "megatron", root / "megatron", "--json"),
-        "convert --from datatrove": (
-            "convert",
-            out,
-            "--from",
-            "datatrove",
-            root / "theirs.ds",
-            *share,
-            "--json",
-        ),
+        "convert --from datatrove": ("convert", out, *theirs, "--json"),
     }
     measured: dict[str, list[dict]] = {verb: [] for verb in verbs}
     for _ in range(repeats):
@@ -96,9 +89,7 @@ def measure_all(root: Path, num_tokens: int, repeats: int) -> dict[str, list[dic
 def run(*words) -> dict:
     """Seconds and peak memory of one command in a fresh process."""
     os.sync()
-    command = [sys.executable, "-c", MEASURED, *map(str, words)]
-    finished = subprocess.run(command, check=True, capture_output=True, text=True, cwd=REPOSITORY)
-    return json.loads(finished.stdout.splitlines()[-1])
+    return last_json(run_command(sys.executable, "-c", MEASURED, *words).stdout)
 
 
 def write_foreign(path: Path, num_tokens: int) -> None:
@@ -114,15 +105,6 @@ def write_foreign(path: Path, num_tokens: int) -> None:
     tokens[ends - 1] = 0
     tokens.tofile(path)
     ends.tofile(path.with_name(f"{path.name}.index"))
-
-
-def write_tokenizer(folder: Path) -> Path:
-    """A byte-level BPE of 512 ids, trained on the repository's own text."""
-    from pretraining.data.tokenizer import train_tokenizer
-
-    texts = [path.read_text(encoding="utf-8") for path in sorted((REPOSITORY / "pretraining").rglob("*.py"))]
-    train_tokenizer(texts, 512, folder)
-    return folder
 
 
 if __name__ == "__main__":

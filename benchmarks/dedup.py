@@ -10,68 +10,129 @@ datatrove's default needs spacy; without it (`--ours_alone`) only this repositor
 
 import argparse
 import json
-import os
+import math
+import random
+import shutil
 import statistics
-import subprocess
 import sys
+import sysconfig
 import tempfile
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from dedup_truth import build_corpus, exact_similarities
-from record import REPOSITORY, parser_of, record
+from gear import SUFFIXES, machine_texts, parser_of, record, run_command
 
 NUM_PIECES = 8
 VALIDATION_SHARE = 0.02
 NUM_DRAWS = 25
+FEWEST_CHARACTERS, MOST_CHARACTERS = 200, 200_000
+EDITS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04)
+"""Share of words replaced in a planted copy; at 0.02 the Jaccard similarity of 5-grams is about 0.82."""
+
+LEAST_SIMILARITY = 0.7
+NGRAM = 5
+PATHS = sysconfig.get_paths()
+TEXT_ROOTS = ("/usr/share/doc", PATHS["stdlib"], PATHS["purelib"], "/usr/share", "/usr/lib")
 
 
 def main() -> None:
-    options = parse_arguments()
+    parser = parser_of(__doc__)
+    parser.add_argument("--megabytes", type=int, default=100)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--ours_alone", action="store_true", help="leave datatrove out")
+    parser.add_argument("--engine", choices=["ours", "datatrove"], help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
     if options.engine:
-        return ENGINES[options.engine](Path(options.folder))
+        return {"ours": run_ours, "datatrove": run_datatrove}[options.engine](options.folder)
     with tempfile.TemporaryDirectory(prefix="dedup_") as root:
         folder = Path(root)
         texts = build_corpus(folder / "pieces", options.megabytes * 10**6, NUM_PIECES)
         truth = exact_similarities(texts)
         engines = ["ours"] if options.ours_alone else ["ours", "datatrove"]
-        seconds = measure(engines, folder, options.repeats)
+        seconds: dict[str, list[float]] = {engine: [] for engine in engines}
+        for _ in range(options.repeats):
+            for engine in engines:
+                shutil.rmtree(folder / engine, ignore_errors=True)
+                ended = run_command(sys.executable, __file__, "--engine", engine, "--folder", root)
+                seconds[engine].append(ended.cpu_seconds)
+                print(f"{engine}: {ended.cpu_seconds:.1f} CPU seconds", file=sys.stderr, flush=True)
         corpus = {"documents": len(texts), "bytes": sum(len(text.encode()) for text in texts)}
         values = {**corpus, "pairs_at_0.8": sum(value >= 0.8 for value in truth.values())}
         for engine in engines:
             values[engine] = quality(truth, kept_by(folder / engine), len(texts))
             values[engine]["cpu_seconds"] = round(statistics.median(seconds[engine]), 2)
         values["ours"].update(details_of_ours(folder / "ours", truth, len(texts)))
-        values["repeats"] = options.repeats
-        record("dedup", values, options.keep)
+        record("dedup", {**values, "repeats": options.repeats}, options.keep)
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__)
-    parser.add_argument("--megabytes", type=int, default=100)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--ours_alone", action="store_true", help="leave datatrove out")
-    parser.add_argument("--engine", choices=["ours", "datatrove"], help=argparse.SUPPRESS)
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
-    return parser.parse_args()
+def build_corpus(folder: Path, num_bytes: int, num_pieces: int) -> list[str]:
+    """Texts in a shuffled order, a tenth of them edited copies of others; written as JSONL pieces."""
+    chance = random.Random(0)
+    texts, left = [], int(num_bytes * 0.9)
+    for text in machine_texts((*SUFFIXES, ".html"), TEXT_ROOTS):
+        if FEWEST_CHARACTERS <= len(text) <= MOST_CHARACTERS and left > 0:
+            texts.append(text)
+            left -= len(text.encode())
+        elif left <= 0:
+            break
+    words = [word for text in texts[:200] for word in text.split()]
+    originals = chance.sample(texts, len(texts) // 10)
+    texts += [
+        edited(text, EDITS[number % len(EDITS)], words, chance) for number, text in enumerate(originals)
+    ]
+    chance.shuffle(texts)
+    folder.mkdir(parents=True)
+    for piece, some in enumerate(np.array_split(np.arange(len(texts)), num_pieces)):
+        with (folder / f"{piece:05d}.jsonl").open("w") as file:
+            for number in some:
+                file.write(json.dumps({"text": texts[number], "id": str(number)}) + "\n")
+    return texts
 
 
-def measure(engines: list[str], folder: Path, repeats: int) -> dict[str, list[float]]:
-    """CPU seconds of each run of each engine, in alternation."""
-    seconds = {engine: [] for engine in engines}
-    for _ in range(repeats):
-        for engine in engines:
-            command = [sys.executable, __file__, "--engine", engine, "--folder", str(folder)]
-            subprocess.run(["rm", "-rf", str(folder / engine)], check=True)
-            before = os.times()
-            log = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
-            after = os.times()
-            if log.returncode:
-                sys.exit(f"{engine} failed:\n{log.stderr[-3000:]}")
-            used = after.children_user - before.children_user + after.children_system - before.children_system
-            seconds[engine].append(used)
-            print(f"{engine}: {used:.1f} CPU seconds", file=sys.stderr, flush=True)
-    return seconds
+def edited(text: str, share: float, words: list[str], chance: random.Random) -> str:
+    """`text` with `share` of its words (at least one) replaced at random places."""
+    parts = text.split(" ")
+    for _ in range(max(1, round(share * len(text.split())))):
+        parts[chance.randrange(len(parts))] = chance.choice(words)
+    return " ".join(parts)
+
+
+def exact_similarities(texts: list[str]) -> dict[tuple[int, int], float]:
+    """{(earlier, later): Jaccard similarity} of every pair at or above `LEAST_SIMILARITY`.
+
+    Prefix filter (Bayardo, Ma, Srikant: Scaling up all pairs similarity search, WWW 2007): such a pair shares
+    one of the rarest 1 - LEAST_SIMILARITY of the n-grams of each. Nothing is estimated.
+    """
+    from tests.gear.similar_texts import jaccard, ngram_sets
+
+    sets = ngram_sets(texts, NGRAM)
+    found, index = {}, {}
+    for number, prefix in enumerate(rarest(sets)):
+        lists = [index.setdefault(value, []) for value in prefix.tolist()]
+        for other in set().union(*lists):
+            small, large = sorted((len(sets[other]), len(sets[number])))
+            if small >= LEAST_SIMILARITY * large:
+                similarity = jaccard(sets[other], sets[number])
+                if similarity >= LEAST_SIMILARITY:
+                    found[other, number] = similarity
+        for values in lists:
+            values.append(number)
+    return found
+
+
+def rarest(sets: list[np.ndarray]) -> Iterator[np.ndarray]:
+    """The n-grams of each set that every similar set must share one of."""
+    bounds = np.cumsum([0] + [len(values) for values in sets])
+    flat = np.concatenate(sets)
+    _, inverse, counts = np.unique(flat, return_inverse=True, return_counts=True)
+    frequency = counts[inverse]
+    for first, end in pairwise(bounds):
+        order = np.lexsort((flat[first:end], frequency[first:end]))
+        length = end - first
+        yield flat[first:end][order[: length - math.ceil(LEAST_SIMILARITY * length) + 1]]
 
 
 def run_ours(folder: Path) -> None:
@@ -103,12 +164,15 @@ def rows_of(folder: Path, piece: int) -> list[dict]:
 
 def run_datatrove(folder: Path) -> None:
     """datatrove's four MinHash stages with their defaults, one process."""
+    import xxhash
     from datatrove.executor import LocalPipelineExecutor
     from datatrove.pipeline.dedup import minhash
     from datatrove.pipeline.readers import JsonlReader
     from datatrove.pipeline.writers import JsonlWriter
 
-    accept_text_in_xxhash()
+    # datatrove 0.10.1 hands its hash function str, which xxhash 4 no longer takes
+    digest = xxhash.xxh64_intdigest
+    xxhash.xxh64_intdigest = lambda text: digest(text.encode())
     work = folder / "datatrove"
     signatures, buckets, removed = (str(work / name) for name in ("signatures", "buckets", "removed"))
     reader = JsonlReader(str(folder / "pieces"))
@@ -127,17 +191,6 @@ def run_datatrove(folder: Path) -> None:
     ]
     for number, (tasks, pipeline) in enumerate(stages):
         LocalPipelineExecutor(pipeline, tasks=tasks, workers=1, logging_dir=str(work / f"log{number}")).run()
-
-
-def accept_text_in_xxhash() -> None:
-    """datatrove 0.10.1 hands its hash function str, which xxhash 4 no longer takes."""
-    import xxhash
-
-    digest = xxhash.xxh64_intdigest
-    xxhash.xxh64_intdigest = lambda text: digest(text.encode())
-
-
-ENGINES = {"ours": run_ours, "datatrove": run_datatrove}
 
 
 def kept_by(work: Path) -> set[int]:

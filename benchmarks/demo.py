@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from record import REPOSITORY, parser_of, record
+from gear import REPOSITORY, parser_of, record
 
 
 def main() -> None:
@@ -24,7 +24,10 @@ def main() -> None:
     subprocess.run([sys.executable, "data_prep.py", "--recipe", "tiny"], cwd=REPOSITORY, check=True)
     with tempfile.TemporaryDirectory(prefix="demo_") as folder:
         run = RunFolder(Path(folder) / "tiny")
-        seconds = train(run.path)
+        began = time.perf_counter()
+        command = ["deepspeed", "--num_gpus=2", "train.py", "--recipe", "tiny", "--output_dir", str(run.path)]
+        subprocess.run(command, cwd=REPOSITORY, check=True, stdout=sys.stderr)
+        seconds = time.perf_counter() - began
         end, rows = run.last_event("end"), read_rows(run.metrics)
         plan = json.loads(run.plan.read_text())
     logged = [row for row in rows if "train/loss" in row]
@@ -40,14 +43,6 @@ def main() -> None:
         "data_wait_share": round(wait / sum(row["throughput/step_seconds"] for row in logged), 5),
     }
     record("demo", values, options.keep)
-
-
-def train(output: Path) -> float:
-    """Seconds of the demo's training command."""
-    started = time.perf_counter()
-    command = ["deepspeed", "--num_gpus=2", "train.py", "--recipe", "tiny", "--output_dir", str(output)]
-    subprocess.run(command, cwd=REPOSITORY, check=True, stdout=sys.stderr)
-    return time.perf_counter() - started
 
 
 if __name__ == "__main__":

@@ -7,14 +7,10 @@ One JSON line for each way. `findings` counts its verdicts; `faults` are what it
 faults are named is what test_doctor.py and test_doctor_cluster.py hold it to.
 """
 
-import json
-import statistics
-import subprocess
 import sys
-import time
 from collections import Counter
 
-from record import REPOSITORY, parser_of, record
+from gear import middle, parser_of, record, run_command
 
 
 def main() -> None:
@@ -35,16 +31,14 @@ def main() -> None:
 
 def examined(command: list[str], rounds: int) -> dict:
     """Median seconds of a command, its exit code, and what it found."""
-    seconds = []
-    for _ in range(rounds):
-        began = time.perf_counter()
-        finished = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-        seconds.append(time.perf_counter() - began)
-    answer = json.JSONDecoder().raw_decode(finished.stdout[finished.stdout.index("{\n") :])[0]
+    from tests.gear.runs import answer_of
+
+    runs = [run_command(*command, code=None) for _ in range(rounds)]
+    answer = answer_of(runs[-1].stdout)
     findings = answer["findings"]
     return {
-        "seconds": round(statistics.median(seconds), 2),
-        "exit_code": finished.returncode,
+        "seconds": middle((run.seconds for run in runs), 2),
+        "exit_code": runs[-1].code,
         "findings": dict(Counter(each["verdict"] for each in findings)),
         "faults": [each["check"] for each in findings if each["verdict"] == "will break"],
     }

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
-from record import parser_of, record
+from gear import parser_of, record
 
 DATATROVE = {
     "gopher_quality": "GopherQualityFilter",
@@ -37,7 +37,10 @@ LARGEST_DOCUMENT = 100_000
 
 
 def main() -> None:
-    options = parse_arguments()
+    parser = parser_of(__doc__)
+    parser.add_argument("--megabytes", type=float, default=2.0, help="text to filter, about")
+    parser.add_argument("--rounds", type=int, default=3, help="measured rounds")
+    options = parser.parse_args()
     texts = texts_of_this_machine(int(options.megabytes * 1e6))
     num_bytes = sum(len(text.encode()) for text in texts)
     for name, spec in SPECS.items():
@@ -112,13 +115,6 @@ def compare(sides: dict[str, Callable], texts: list[str], rounds: int) -> tuple[
             kept[side] = apply(texts)
             seconds[side].append(time.process_time() - began)
     return {side: statistics.median(times[1:]) for side, times in seconds.items()}, kept
-
-
-def parse_arguments():
-    parser = parser_of(__doc__)
-    parser.add_argument("--megabytes", type=float, default=2.0, help="text to filter, about")
-    parser.add_argument("--rounds", type=int, default=3, help="measured rounds")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -11,31 +11,44 @@ stage. Printed are the largest difference of the logits to transformers' own, an
 transformers alone: their model, AdamW, schedule and clipping, on the same samples. The largest difference of the loss.
 """
 
+import argparse
 import json
-import os
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
 
-from record import REPOSITORY, parser_of, record
+from gear import (
+    STAGES,
+    as_ranks,
+    is_rank,
+    largest_difference,
+    last_json,
+    leave_at_once,
+    llama_of,
+    parser_of,
+    proportional_bytes,
+    record,
+    run_command,
+    small_runs,
+)
 
-STAGES = ("zero0", "zero1", "zero2", "zero3")
 STEPS = 10
-RANK_FOLDER = "GIVEN_WEIGHTS_FOLDER"
 
 
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--width", type=int, default=768, help="of the Llama (default 768)")
     parser.add_argument("--layers", type=int, default=16, help="of the Llama (default 16)")
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--stage", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="given_weights_") as name:
-        folder = Path(name)
-        section, num_bytes = save_source(folder, options.width, options.layers)
-        found = {stage: on_two_ranks(folder, section, stage) for stage in STAGES}
+    if is_rank():
+        return build_on_rank(options)
+    with small_runs() as workshop:
+        num_bytes, found = save_source(workshop.folder, options), {}
+        for stage in STAGES:
+            words = as_ranks(2, "--folder", workshop.folder, "--stage", stage)
+            found[stage] = last_json(run_command(*words, OMP_NUM_THREADS="1").stdout)
         values = {
             "ranks": 2,
             "model_bytes": num_bytes,
@@ -43,33 +56,23 @@ def main() -> None:
             "peak_over_model": {stage: round(each["peak"] / num_bytes, 3) for stage, each in found.items()},
             "seconds": {stage: round(each["seconds"], 2) for stage, each in found.items()},
             "steps": STEPS,
-            "max_abs_loss_difference": continued(folder / "runs"),
+            "max_abs_loss_difference": continued(workshop),
         }
     record("given_weights", values, options.keep)
 
 
-def save_source(folder: Path, width: int, layers: int) -> tuple[dict, int]:
-    """Save a drawn Llama and its logits; return its model section and its bytes."""
+def save_source(folder: Path, options: argparse.Namespace) -> int:
+    """Save a drawn Llama and its logits; return its bytes."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    section = {
-        "model_type": "llama",
-        "vocab_size": 16384,
-        "max_position_embeddings": 256,
-        "hidden_size": width,
-        "intermediate_size": 3 * width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": width // 64,
-        "num_key_value_heads": width // 128,
-        "tie_word_embeddings": False,
-    }
     torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**section)).eval()
+    config = AutoConfig.for_model(**llama_of(options.width, options.layers))
+    model = AutoModelForCausalLM.from_config(config).eval()
     model.save_pretrained(folder / "source")
     with torch.no_grad():
         torch.save(model(trial_ids()).logits, folder / "logits.pt")
-    return section, sum(each.numel() * each.element_size() for each in model.parameters())
+    return sum(each.numel() * each.element_size() for each in model.parameters())
 
 
 def trial_ids():
@@ -78,49 +81,28 @@ def trial_ids():
     return (torch.arange(256).view(2, 128) * 97) % 16384
 
 
-def on_two_ranks(folder: Path, section: dict, stage: str) -> dict:
-    """Build at a stage on two ranks of a launch of their own; peaks are added up over the ranks."""
-    (folder / "asked.json").write_text(json.dumps({"section": section, "stage": stage}))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__]
-    environment = {**os.environ, RANK_FOLDER: str(folder), "OMP_NUM_THREADS": "1"}
-    finished = subprocess.run(command, env=environment, capture_output=True, cwd=REPOSITORY, text=True)
-    if finished.returncode:
-        raise SystemExit(finished.stderr[-6000:])
-    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
-    return {
-        "difference": max(each["difference"] for each in found),
-        "peak": sum(each["peak"] for each in found),
-        "seconds": max(each["seconds"] for each in found),
-    }
-
-
-def proportional_bytes() -> int:
-    """This process' memory; a page that several processes map counts once in their sum."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-
-
 class Peak:
     """The largest memory of this process while it is open."""
 
     def __enter__(self) -> "Peak":
         self.largest, self._open = proportional_bytes(), True
-        self._thread = threading.Thread(target=self._sample)
+
+        def sample() -> None:
+            while self._open:
+                self.largest = max(self.largest, proportional_bytes())
+                time.sleep(0.003)
+
+        self._thread = threading.Thread(target=sample)
         self._thread.start()
         return self
-
-    def _sample(self) -> None:
-        while self._open:
-            self.largest = max(self.largest, proportional_bytes())
-            time.sleep(0.003)
 
     def __exit__(self, *_) -> None:
         self._open = False
         self._thread.join()
 
 
-def build_on_rank(folder: Path) -> None:
-    """One rank's part: build, measure, compute the logits."""
+def build_on_rank(options: argparse.Namespace) -> None:
+    """Do one rank's part: build, measure, compute the logits; rank 0 prints both ranks' answer."""
     from types import SimpleNamespace
 
     import deepspeed
@@ -134,10 +116,9 @@ def build_on_rank(folder: Path) -> None:
     from pretraining.model.weight_files import open_weights
     from pretraining.recipe import load_recipe
     from pretraining.training.arguments import build_arguments
-    from pretraining.training.ranks import join_ranks, leave_ranks
+    from pretraining.training.ranks import join_ranks
 
-    asked = json.loads((folder / "asked.json").read_text())
-    section, stage = asked["section"], asked["stage"]
+    folder, stage, section = options.folder, options.stage, llama_of(options.width, options.layers)
     join_ranks()
     recipe = load_recipe("tiny", ["speed.compile=none"])
     meta, _ = build_on_meta(section)
@@ -170,25 +151,21 @@ def build_on_rank(folder: Path) -> None:
     with torch.no_grad():
         difference = (plain(trial_ids()).logits - torch.load(folder / "logits.pt")).abs().max().item()
     answer = {"difference": difference, "peak": peak.largest - before, "seconds": seconds}
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(answer))
-    leave_ranks()
-    sys.stdout.flush()
-    os._exit(0)
+    answers = [answer, answer]
+    dist.all_gather_object(answers, answer)
+    if dist.get_rank() == 0:
+        merged = {"difference": max, "peak": sum, "seconds": max}
+        print(json.dumps({key: of(each[key] for each in answers) for key, of in merged.items()}))
+    leave_at_once()
 
 
-def continued(folder: Path) -> dict[str, float]:
+def continued(workshop) -> dict[str, float]:
     """Ten steps from an export at every stage, against the plain loop."""
-    from tests.gear.runs import Workshop
-
-    workshop = Workshop(folder)
     source = workshop.plain().folder / "export"
     settings = (f"model.initial_weights={source}",)
     reference = plain_loop(workshop, source, settings)
     losses = {stage: workshop.run(stage, 2, settings=settings).losses for stage in STAGES}
-    return {
-        stage: max(abs(ours - theirs) for ours, theirs in zip(found, reference, strict=True))
-        for stage, found in losses.items()
-    }
+    return {stage: largest_difference(each, reference) for stage, each in losses.items()}
 
 
 def plain_loop(workshop, source: Path, settings: tuple[str, ...]) -> list[float]:
@@ -236,7 +213,4 @@ def plain_loop(workshop, source: Path, settings: tuple[str, ...]) -> list[float]
 
 
 if __name__ == "__main__":
-    if RANK_FOLDER in os.environ:
-        build_on_rank(Path(os.environ[RANK_FOLDER]))
-    else:
-        main()
+    main()

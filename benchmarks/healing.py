@@ -10,13 +10,10 @@ and precision skips the same steps; the largest difference of a training loss to
 
 import json
 import statistics
-import tempfile
-from pathlib import Path
 
-from record import parser_of, record
+from gear import OFFLOADED, STAGES, largest_difference, parser_of, record, small_runs
 
 POLICIES = ("rollback", "skip", "log")
-STAGES = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 
 
 def main() -> None:
@@ -25,12 +22,10 @@ def main() -> None:
     parser.add_argument("--only", choices=("healing", "skipping"))
     options = parser.parse_args()
     from tests.gear.poisoned import PoisonedWorkshop
-    from tests.gear.runs import Workshop
 
-    with tempfile.TemporaryDirectory(prefix="healing_") as folder:
-        plain = Workshop(Path(folder) / "plain")
-        (Path(folder) / "poisoned").mkdir()
-        poisoned = PoisonedWorkshop(Path(folder) / "poisoned", plain.folder / "corpus")
+    with small_runs() as plain:
+        (plain.folder / "poisoned").mkdir()
+        poisoned = PoisonedWorkshop(plain.folder / "poisoned", plain.folder / "corpus")
         if options.only != "skipping":
             record("healing", healing(poisoned, options.seeds), options.keep)
         if options.only != "healing":
@@ -67,9 +62,9 @@ def skipping(poisoned, precision: str) -> dict:
     settings = ("monitors.spikes.policy=skip", f"training.bf16={json.dumps(precision == 'bf16')}")
     plain = losses(poisoned.run("null", 1, "plain", settings))
     found = {}
-    for stage in STAGES:
+    for stage in (*STAGES, *OFFLOADED):
         run = poisoned.run(stage, settings=settings)
-        apart = max(abs(a - b) for a, b in zip(losses(run), plain, strict=True))
+        apart = largest_difference(losses(run), plain)
         found[stage] = {"refused": run.training_rows[-1]["stability/refused_steps"], "apart": round(apart, 7)}
     return found
 

@@ -11,21 +11,17 @@ time of sending. Nothing is drawn for it.
 a run) and by rank 0 alone, which sends each to the others. Seconds of each are medians over the rounds.
 """
 
+import argparse
 import json
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
-from statistics import median
 from types import SimpleNamespace
 from unittest import mock
 
-from record import REPOSITORY, parser_of, record
+from gear import as_ranks, is_rank, leave_at_once, llama_of, middle, parser_of, record, run_command
 
 RANKS = (8, 64, 1024)
 LEAST = 1_000_000_000
-ASKED = "INITIAL_WEIGHTS_ASKED"
 
 
 def main() -> None:
@@ -36,8 +32,13 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8, help="of the Llama (default 8)")
     parser.add_argument("--rounds", type=int, default=3, help="of each of the two (default 3)")
     options = parser.parse_args()
+    if is_rank():
+        return draw_on_rank(options)
     record("initial_weights", {"part": "counted", "recipes": counted()}, options.keep)
-    record("initial_weights", {"part": "timed", **timed(vars(options))}, options.keep)
+    ended = run_command(*as_ranks(options.ranks), OMP_NUM_THREADS="1")
+    answer = next(line for line in ended.stdout.splitlines() if line.startswith("{"))
+    values = {key: getattr(options, key) for key in ("ranks", "stage", "rounds")}
+    record("initial_weights", {"part": "timed", **values, **json.loads(answer)}, options.keep)
 
 
 def counted() -> dict[str, dict]:
@@ -70,19 +71,7 @@ def counted() -> dict[str, dict]:
     return found
 
 
-def timed(asked: dict) -> dict:
-    """Seconds of both on ranks of a launch of their own."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc_per_node={asked['ranks']}", __file__]
-    environment = {**os.environ, ASKED: json.dumps(asked), "OMP_NUM_THREADS": "1"}
-    finished = subprocess.run(command, env=environment, capture_output=True, cwd=REPOSITORY, text=True)
-    if finished.returncode:
-        raise SystemExit(finished.stderr[-6000:])
-    answer = next(line for line in finished.stdout.splitlines() if line.startswith("{"))
-    return {**{key: asked[key] for key in ("ranks", "stage", "rounds")}, **json.loads(answer)}
-
-
-def draw_on_rank(asked: dict) -> None:
+def draw_on_rank(options: argparse.Namespace) -> None:
     """One rank's part: build without weights, then draw them in both ways, round after round."""
     import torch.distributed as dist
 
@@ -91,25 +80,17 @@ def draw_on_rank(asked: dict) -> None:
     from pretraining.model.build import build_model
     from pretraining.recipe import load_recipe
     from pretraining.training.arguments import build_arguments
-    from pretraining.training.ranks import join_ranks, leave_ranks
+    from pretraining.training.ranks import join_ranks
 
-    width, turns = asked["width"], initial_weights.turns
-    section = {
-        "model_type": "llama",
-        "vocab_size": 16384,
-        "hidden_size": width,
-        "intermediate_size": 3 * width,
-        "num_hidden_layers": asked["layers"],
-        "num_attention_heads": width // 64,
-    }
+    section, turns = llama_of(options.width, options.layers), initial_weights.turns
     join_ranks()
     arguments = build_arguments(
-        load_recipe("tiny", ["speed.compile=none"]), load_ds_config(asked["stage"]), Path("unused"), 1
+        load_recipe("tiny", ["speed.compile=none"]), load_ds_config(options.stage), Path("unused"), 1
     )
     tokens = SimpleNamespace(bos_token_id=0, eos_token_id=0)
     model = build_model(section, tokens, arguments, draw_weights=False)
     seconds: dict[str, list[float]] = {"all ranks": [], "rank 0 alone": []}
-    for number in range(asked["rounds"] + 1):
+    for number in range(options.rounds + 1):
         # one after the other and back, so that a machine which slows down favours none
         for who in sorted(seconds, reverse=number % 2 == 1):
             alone = mock.patch.object(initial_weights, "turns", lambda draws, ranks: turns(draws, 1))
@@ -122,19 +103,12 @@ def draw_on_rank(asked: dict) -> None:
                 seconds[who].append(time.perf_counter() - began)
     if dist.get_rank() == 0:
         num_parameters = sum(getattr(each, "ds_numel", each.numel()) for each in model.parameters())
-        middle = {who: round(median(each), 3) for who, each in seconds.items()}
-        shorter = round(middle["rank 0 alone"] / middle["all ranks"], 2)
-        print(
-            json.dumps({"parameters": num_parameters, "seconds": middle, "times_shorter": shorter}),
-            flush=True,
-        )
-    leave_ranks()
-    sys.stdout.flush()
-    os._exit(0)
+        medians = {who: middle(each, 3) for who, each in seconds.items()}
+        shorter = round(medians["rank 0 alone"] / medians["all ranks"], 2)
+        answer = {"parameters": num_parameters, "seconds": medians, "times_shorter": shorter}
+        print(json.dumps(answer), flush=True)
+    leave_at_once()
 
 
 if __name__ == "__main__":
-    if ASKED in os.environ:
-        draw_on_rank(json.loads(os.environ[ASKED]))
-    else:
-        main()
+    main()

@@ -14,8 +14,8 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from types import SimpleNamespace
 
-from record import REPOSITORY, parser_of
-from roofline import COMPILED, counted, counted_model
+from gear import REPOSITORY, parser_of
+from kernels import COMPILED, OTHER, count_engine, counted, counted_model
 
 TABLE = REPOSITORY / "pretraining" / "planning" / "tables" / "kernels.json"
 BATCH, LENGTH = 4, 1024
@@ -78,11 +78,7 @@ SHAPES["qwen3_moe"] = [
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--families", nargs="+", choices=SHAPES, default=list(SHAPES))
-    write_table(parser.parse_args().families)
-
-
-def write_table(families: list[str]) -> None:
-    """Count the factors of tables/kernels.json: the layers of these families, and all else."""
+    families = parser.parse_args().families
     values = json.loads(TABLE.read_text(encoding="utf-8"))
     layers = values["layers"]
     for family in families:
@@ -96,8 +92,6 @@ def write_table(families: list[str]) -> None:
 
 def layer_factors(family: str, compiles: str, **changes) -> dict:
     """Bytes for a token and each of its widths: those of a model's third layer, for several widths, solved."""
-    from kernels import OTHER
-
     from pretraining.planning.roofline import layer_widths
     from pretraining.planning.shapes import shape_of
 
@@ -181,13 +175,13 @@ def loss_factors() -> dict:
 def count_loss(kind: str, mode: str, vocab_size: int, hidden: int, chunk: int) -> float:
     """Bytes of the loss's kernels beside the head's products, forward and backward."""
     import torch
-    from kernels import OTHER
 
     from pretraining.model.loss import build_loss
+    from pretraining.recipe.sections import Loss
 
     section = {**gpt2(hidden, hidden), "vocab_size": vocab_size, "n_layer": 1}
     with counted_model(section, "none") as (model, kernels):
-        loss = build_loss(model, loss_settings(kind, chunk, mode == "compiled"))
+        loss = build_loss(model, Loss(kind=kind, chunk_tokens=chunk, compile=mode == "compiled"))
         labels = torch.zeros(BATCH, LENGTH, dtype=torch.long)
         states = torch.empty(BATCH, LENGTH, hidden, dtype=torch.bfloat16, requires_grad=True)
 
@@ -198,13 +192,6 @@ def count_loss(kind: str, mode: str, vocab_size: int, hidden: int, chunk: int) -
             states.grad = None
 
         return counted(run, kernels).sum(kind=OTHER).bytes
-
-
-def loss_settings(kind: str, chunk_tokens: int, compiled: bool):
-    """A recipe's `loss` section."""
-    from pretraining.recipe.sections import Loss
-
-    return Loss(kind=kind, chunk_tokens=chunk_tokens, compile=compiled)
 
 
 def engine_factors() -> dict:
@@ -225,8 +212,6 @@ def engine_factors() -> dict:
 
 def count_shipped_engine(stage: int, world_size: int) -> dict[str, float]:
     """`count_engine` of ds_configs/zero<stage>.json."""
-    from stand_in_engine import count_engine
-
     from pretraining.ds_config import load_ds_config
 
     return count_engine(load_ds_config(f"zero{stage}"), world_size)

@@ -8,13 +8,17 @@
 
 Nothing is computed and nothing takes memory, so a model of any size is counted in seconds on any machine. What
 torch.compile would run is counted as inductor's own scheduler fuses it; its kernels are not written.
+DeepSpeed's engine is counted around a few layers, without other ranks: bytes it moves, waits it makes, what it sends.
 """
 
 import contextlib
+import logging
+import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -32,6 +36,11 @@ from torch.utils._pytree import tree_leaves
 
 from pretraining.planning.roofline import ATTENTION_BACKWARD, CAUSAL
 
+TOKENIZER = SimpleNamespace(bos_token_id=0, eos_token_id=0)
+COMPILED = {"eager": "none", "compiled": "blocks"}
+"""What `speed.compile` says, by what the plan calls it."""
+WIDTH, DEPTH = 512, 8
+"""Of the layers that the engine is counted with."""
 PRODUCT, ATTENTION, OTHER = "product", "attention", "other"
 NO_KERNEL = {"_unsafe_view", "_reshape_alias", "detach", "empty", "empty_like", "empty_strided", "lift_fresh"}
 """Without data movement, though their schemas do not say that they are views."""
@@ -269,3 +278,136 @@ def _operators_of(node) -> str:
             name = packet.__name__ if packet else str(origin.target)
             names += [name] * (name not in names)
     return "fused " + " ".join(sorted(names)[:3])
+
+
+@contextlib.contextmanager
+def counted_model(section: dict, compiles: str) -> Iterator[tuple]:
+    """(the model on stand-in tensors in bf16, the Kernels that count it), compiled as a run's would be."""
+    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    from pretraining.model import cross_entropy
+    from pretraining.model.attention import SDPA_CAUSAL
+    from pretraining.model.build import build_config
+    from pretraining.model.compiling import compile_model
+    from pretraining.recipe.sections import Speed
+
+    AttentionInterface.register(SDPA_CAUSAL, sdpa_attention_forward)
+    kernels = Kernels()
+    as_on_gpu = mock.patch.object(cross_entropy, "_adds_in_fp32", lambda device: True)
+    with stand_in_tensors(), counting_compiler(kernels), as_on_gpu:
+        cross_entropy._can_compile.cache_clear()
+        cross_entropy._compiled.cache_clear()
+        config = build_config({**section, "attn_implementation": SDPA_CAUSAL}, TOKENIZER)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+        model.loss_type = None
+        compile_model(model, Speed(compile=compiles))
+        yield model, kernels
+
+
+def counted(run, kernels):
+    """`kernels` of a second call; the first one compiles, which asks for kernels of its own."""
+    run()
+    kernels.work.clear()
+    with kernels:
+        run()
+    return kernels
+
+
+def count_engine(ds_config: dict | None, world_size: int) -> dict[str, float]:
+    """Bytes for each parameter that DeepSpeed's engine moves on one of `world_size` ranks: a micro-batch, a step.
+
+    A small stack of layers is trained for real. The process group answers at once and sends nothing.
+    """
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    name_ranks(world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    engine, parameters = initialised_engine(ds_config, "cpu"), DEPTH * WIDTH**2
+    kernels, phases = Kernels(), ("first", "second", "last", "step")
+    for _ in range(3):  # the first two steps make buffers
+        kernels.work.clear()
+        with kernels:
+            list(train_step(engine, kernels, phases))
+    moved = {phase: kernels.sum(phase, OTHER).bytes / parameters for phase in phases}
+    micro_batch = moved["second"]
+    return {"micro-batch": micro_batch, "step": sum(moved.values()) - 3 * micro_batch}
+
+
+def train_step(engine, kernels, phases: tuple[str, ...]) -> Iterator[str]:
+    """One optimizer step; `phases` name its micro-batches, and last the step itself. Yields each when it is over."""
+    batch = torch.zeros(2, WIDTH, dtype=torch.bfloat16, device=engine.device)
+    *micro_batches, step = phases
+    for phase in micro_batches:
+        kernels.phase = phase
+        loss = engine(batch).float().sum()
+        engine.set_gradient_accumulation_boundary(phase == micro_batches[-1])
+        engine.backward(loss)
+        yield phase
+    kernels.phase = step
+    engine.step()
+    yield step
+
+
+def name_ranks(world_size: int) -> None:
+    """Set what a launcher tells a rank."""
+    os.environ.update(RANK="0", LOCAL_RANK="0", LOCAL_SIZE=str(world_size), WORLD_SIZE=str(world_size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+
+
+def initialised_engine(ds_config: dict | None, device: str):
+    """DeepSpeed's engine as a run configures it, around a stack of linear layers."""
+    import deepspeed
+
+    from pretraining.recipe import load_recipe
+    from pretraining.training.arguments import engine_config
+    from pretraining.upstream.deepspeed import leave_out_shared_memory
+
+    leave_out_shared_memory()
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    config = without_auto(engine_config(load_recipe("tiny", ["training.bf16=true"]), ds_config))
+    config |= {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 3,
+        "gradient_clipping": 1.0,
+    }
+    config["bf16"] = {**config.get("bf16", {}), "enabled": "torch_autocast" not in config}
+    dtype = torch.bfloat16 if config["bf16"]["enabled"] else torch.float32
+    stack = (torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH))
+    layers = torch.nn.Sequential(*stack).to(device, dtype)
+    optimizer = torch.optim.AdamW(layers.parameters(), fused=True)
+    return deepspeed.initialize(model=layers, optimizer=optimizer, config=config)[0]
+
+
+def count_waits(ds_config: dict | None, world_size: int) -> dict:
+    """How often the host waits for the device in DeepSpeed's engine, and what a step sends, on a GPU that is none."""
+    from pretraining.upstream.deepspeed import keep_norm_at_stage_0, mend_optimizer
+    from tests.gear.watched_gpu import watched_gpu
+
+    name_ranks(world_size)
+    with watched_gpu(world_size) as machine:
+        engine = initialised_engine(ds_config, "cuda")
+        keep_norm_at_stage_0(engine, lambda norm: None)
+        mend_optimizer(engine.optimizer)
+        counted_phases = SimpleNamespace(phase="")
+        waits: dict[str, int] = {}
+        for _ in range(3):
+            waits.clear()
+            machine.synchronisations.clear()
+            machine.collectives.clear()
+            for phase in train_step(engine, counted_phases, ("first", "second", "last", "step")):
+                waits[phase] = len(machine.synchronisations)
+        engine.destroy()
+    passes = waits["second"] - waits["first"]
+    sent = dict(Counter(collective.name for collective in machine.collectives))
+    return {"a micro-batch": passes, "a step": waits["step"] - 3 * passes, "collectives a step": sent}
+
+
+def without_auto(config: dict) -> dict:
+    """The ds_config without the values that the Trainer fills in, and without offloading, which is no kernel."""
+    return {
+        key: without_auto(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if value != "auto" and not key.startswith("offload_")
+    }

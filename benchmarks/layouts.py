@@ -13,24 +13,12 @@ the initial ones.
 
 import json
 import sys
-import tempfile
 from pathlib import Path
 
-from record import parser_of, record
+from gear import COMPARED, SPLIT, STAGES, largest_difference, models, parser_of, record, refusal, small_runs
 
-STAGES = ("zero0", "zero1", "zero2", "zero3")
-OFFLOADED = ("zero2_offload", "zero3_offload")
-SPLIT = {
-    "sequence": ("sequence=2", "sequence=4"),
-    "tensor": ("tensor=2", "tensor=4", "tensor=2,sequence=2"),
-    "expert": ("expert=2", "expert=4"),
-    "hpz": ("hpz=2",),
-}
 RANKS = 4
 PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
-SETTINGS = ("monitors.noise_scale_steps=null", "monitors.layer_norms_steps=null", "evaluation.prompt=")
-SETTINGS += ("training.eval_steps=10", "training.save_steps=1", "checkpoints.keep_every=1")
-"""No more than is compared, and a checkpoint of every step."""
 
 
 def main() -> None:
@@ -39,10 +27,7 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", choices=list(SPLIT), default=list(SPLIT))
     parser.add_argument("--precisions", nargs="+", choices=list(PRECISIONS), default=list(PRECISIONS))
     options = parser.parse_args()
-    from tests.gear.runs import Workshop
-
-    with tempfile.TemporaryDirectory(prefix="layouts_") as folder:
-        workshop = Workshop(Path(folder))
+    with small_runs() as workshop:
         for model in options.models:
             for precision in options.precisions:
                 found = by_layout(workshop, model, options.layouts, precision)
@@ -50,50 +35,14 @@ def main() -> None:
                 record("layouts", {**values, "differences": found}, options.keep)
 
 
-def trainable(recipe: Path, settings: tuple[str, ...], ranks: tuple[int, ...] = (1, 2, 4)) -> list[tuple]:
-    """List the layouts (ds_config with degrees, number of ranks) that the checks of a run accept."""
-    from pretraining.errors import UserError
-    from pretraining.recipe.refusals import load_recipe_and_ds_config
-
-    degrees = ["", *(f":{each}" for kind in SPLIT.values() for each in kind), ":expert=2,sequence=2"]
-    found = []
-    for layout in ("null", *(f"{stage}{each}" for stage in (*STAGES, *OFFLOADED) for each in degrees)):
-        for number in ranks:
-            try:
-                load_recipe_and_ds_config(str(recipe), settings, layout, number)
-            except UserError:
-                continue
-            found.append((layout, number))
-    return found
-
-
-def models() -> dict[str, dict]:
-    """Small shapes, with heads and experts that four ranks can split."""
-    from tests.gear.runs import EXPERTS, LLAMA
-
-    llama = {**LLAMA, "num_key_value_heads": 4}
-    qwen3_moe = {**EXPERTS, "num_key_value_heads": 4}
-    own = ("moe_intermediate_size", "head_dim", "num_experts")
-    mixtral = {key: value for key, value in qwen3_moe.items() if key not in own}
-    mixtral |= {"model_type": "mixtral", "num_local_experts": EXPERTS["num_experts"]}
-    qwen3 = {**llama, "model_type": "qwen3", "head_dim": 16}
-    return {"llama": llama, "qwen3": qwen3, "mixtral": mixtral, "qwen3_moe": qwen3_moe}
-
-
 def by_layout(workshop, model: str, kinds: list[str], precision: str) -> dict[str, dict | str]:
     """Compare each layout that is not refused with one plain process: {layout: differences, or why it is refused}."""
-    from pretraining.errors import UserError
-    from pretraining.recipe.refusals import load_recipe_and_ds_config
-
-    settings = (f"model={json.dumps(models()[model])}", *SETTINGS)
+    settings = (f"model={json.dumps(models()[model])}", *COMPARED)
     settings += (f"training.bf16={json.dumps(precision == 'bf16')}",)
     plain, found = workshop.plain(settings), {}
     for layout in (f"{stage}:{degrees}" for kind in kinds for degrees in SPLIT[kind] for stage in STAGES):
-        try:
-            load_recipe_and_ds_config(str(workshop.recipe), settings, layout, RANKS)
-        except UserError as error:
-            found[layout] = str(error)
-        else:
+        found[layout] = refusal(workshop.recipe, settings, layout, RANKS)
+        if found[layout] is None:
             run = workshop.run(layout, RANKS, settings=settings)
             found[layout] = differences(run, plain, PRECISIONS[precision])
             print(f"{model} {layout}: {found[layout]}", file=sys.stderr, flush=True)
@@ -104,13 +53,15 @@ def differences(run, reference, dtype: str) -> dict[str, float | bool]:
     """Return the largest differences of a run from another, row by row, and of what they saved and exported."""
     rows = list(zip(run.training_rows, reference.training_rows, strict=True))
     norms = [(ours["train/grad_norm"], theirs["train/grad_norm"]) for ours, theirs in rows]
-    validations = zip(run.validation_rows, reference.validation_rows, strict=True)
+    validations = ([row["eval/loss"] for row in each.validation_rows] for each in (run, reference))
     return {
         "loss": max(abs(ours["train/loss"] - theirs["train/loss"]) for ours, theirs in rows),
         "norm": max(abs(ours - theirs) / theirs for ours, theirs in norms),
-        "validation": max(abs(ours["eval/loss"] - theirs["eval/loss"]) for ours, theirs in validations),
-        "logits": largest(logits_of(run) - logits_of(reference)),
-        "logits_to_checkpoint": largest(logits_of(run) - logits_of(run, run.folder / "checkpoint-10")),
+        "validation": largest_difference(*validations),
+        "logits": float((logits_of(run) - logits_of(reference)).abs().max()),
+        "logits_to_checkpoint": float(
+            (logits_of(run) - logits_of(run, run.folder / "checkpoint-10")).abs().max()
+        ),
         # without ZeRO the masters are as drawn, with it they begin as what the 16-bit weights hold
         "same_start": same_weights(*(each.folder / "checkpoint-1" for each in (run, reference)), dtype),
         "same_export": files_of_export(run) == files_of_export(reference),
@@ -128,11 +79,6 @@ def same_weights(saved: Path, other: Path, dtype: str) -> bool:
         torch.equal(*(assemble(each, name).to(getattr(torch, dtype)) for each in (ours, theirs)))
         for name in theirs.parameters
     )
-
-
-def largest(differences) -> float:
-    """Return the largest absolute number."""
-    return float(differences.abs().max())
 
 
 def logits_of(run, checkpoint: Path | None = None):

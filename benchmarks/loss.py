@@ -13,10 +13,7 @@ what did before, on a CPU by torch's own count of allocations; `first_seconds` t
 `pip install liger-kernel`.
 """
 
-import statistics
-import time
-
-from record import parser_of, record
+from gear import chosen, middle, parser_of, record, seconds_in_turns, timed
 
 OURS = {
     "plain": None,
@@ -39,34 +36,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--ways", nargs="+", choices=(*OURS, *OTHERS), default=list(OURS))
     options = parser.parse_args()
-    values = {key: value for key, value in vars(options).items() if key not in ("keep", "ways")}
-    for row in measure(options):
-        record("loss", {**values, **row}, options.keep)
-
-
-def measure(options) -> list[dict]:
-    """One row a way."""
     steps = {way: prepared(way, options) for way in options.ways}
     first = {way: timed(step) for way, step in steps.items()}
     peaks = {way: peak_bytes(step) for way, step in steps.items()}
-    seconds = {way: [] for way in steps}
-    for number in range(options.rounds):
-        for way in steps if number % 2 else reversed(steps):
-            seconds[way].append(timed(steps[way]))
-    base = options.ways[0]
-    return [
-        {
+    seconds, base = seconds_in_turns(steps, options.rounds), options.ways[0]
+    for way in steps:
+        row = {
             "way": way,
-            "seconds": round(statistics.median(seconds[way]), 5),
+            "seconds": middle(seconds[way], 5),
             "first_seconds": round(first[way], 3),
             "peak_bytes": peaks[way],
-            "time_ratio": round(
-                statistics.median(a / b for a, b in zip(seconds[way], seconds[base], strict=True)), 4
-            ),
+            "time_ratio": middle(a / b for a, b in zip(seconds[way], seconds[base], strict=True)),
             "memory_ratio": round(peaks[base] / peaks[way], 2),
         }
-        for way in steps
-    ]
+        record("loss", {**chosen(options, "ways"), **row}, options.keep)
 
 
 def prepared(way: str, options):
@@ -80,7 +63,7 @@ def prepared(way: str, options):
     head = nn.Linear(options.width, options.vocab_size, bias=False, device=device, dtype=dtype)
     hidden = torch.randn(1, options.tokens, options.width, device=device, dtype=dtype, requires_grad=True)
     labels = torch.randint(options.vocab_size, (1, options.tokens), device=device)
-    summed_nats = another(way) if way in OTHERS else ours(way, head, options.chunk_tokens)
+    summed_nats = summed_by(way, head, options.chunk_tokens)
 
     def step() -> None:
         (summed_nats(head, hidden, labels) / options.tokens).backward()
@@ -89,25 +72,24 @@ def prepared(way: str, options):
     return step
 
 
-def ours(way: str, head, chunk_tokens: int | None):
-    """(head, hidden, labels) -> summed nats, as `loss.kind` and `loss.compile` say."""
+def summed_by(way: str, head, chunk_tokens: int | None):
+    """Return (head, hidden, labels) -> summed nats, as `loss.kind` and `loss.compile` say, or by torch or Liger."""
+    import torch
+
     from pretraining.model.cross_entropy import LossHead, LossSettings, chunked_nats, token_nats
 
-    compile = OURS[way]
+    compile = OURS.get(way)
     if way == "plain":
         return lambda head, hidden, labels: token_nats(head(hidden), labels)
     if way.startswith("chunked"):
         return lambda head, hidden, labels: chunked_nats(
             head(hidden).flatten(0, 1), labels.flatten(), LossSettings(0.0, chunk_tokens, compile)
         )
-    head.__class__ = LossHead
-    return lambda head, hidden, labels: head(head(hidden), labels, LossSettings(0.0, chunk_tokens, compile))
-
-
-def another(way: str):
-    """(head, hidden, labels) -> summed nats, by torch or Liger."""
-    import torch
-
+    if way in OURS:
+        head.__class__ = LossHead
+        return lambda head, hidden, labels: head(
+            head(hidden), labels, LossSettings(0.0, chunk_tokens, compile)
+        )
     if way == "torch":
         options = torch.nn.LinearCrossEntropyOptions()
         return lambda head, hidden, labels: torch.nn.functional.linear_cross_entropy(
@@ -117,17 +99,6 @@ def another(way: str):
 
     liger = LigerFusedLinearCrossEntropyLoss(reduction="sum", accum_dtype=torch.float32)
     return lambda head, hidden, labels: liger(head.weight, hidden.flatten(0, 1), labels.flatten())
-
-
-def timed(step) -> float:
-    """Seconds of one call."""
-    import torch
-
-    began = time.perf_counter()
-    step()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
 
 
 def peak_bytes(step) -> int:

@@ -8,7 +8,7 @@ Needs a run on a GPU of pretraining/planning/tables/gpus.json: its MFU is what c
 
 import json
 
-from record import RESULTS, parser_of
+from gear import RESULTS, parser_of
 
 QUANTITIES = ("mfu", "tokens_per_second", "step_seconds", "peak_memory_bytes", "checkpoint_bytes")
 

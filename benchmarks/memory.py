@@ -14,16 +14,13 @@ Llama whose layers and sequences real ranks split: what the tracker finds `kept`
 """
 
 import argparse
-import json
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 
-from record import parser_of, record
+from gear import on_forked_ranks, parser_of, record, short_recipe, short_trainer
 
 RECIPES = ("124m", "1.5b", "7b")
 STEPS, ACCUMULATION = 3, 2
@@ -87,6 +84,7 @@ def predict(
     from pretraining.planning.memory.activations import activations
     from pretraining.planning.memory.tensors import Precision, layer_numel, parameter_tensors
     from pretraining.planning.sizes import model_size
+    from pretraining.recipe.sections import Loss
 
     widths = {"bf16": (2, 2, 2), "fp32": (4, 4, 4), "autocast": (4, 2, 4)}[precision]
     held = activations(
@@ -95,7 +93,7 @@ def predict(
         length,
         Precision("", *widths),
         every_n_layers,
-        loss_settings(loss),
+        Loss(kind=loss),
         keeps_products=keeps_products,
     )
     tensors, size = parameter_tensors(model), model_size(model)
@@ -105,13 +103,6 @@ def predict(
     backward = gradients - to_come + held.per_layer + held.backward
     peak = max(held.kept + held.logits, backward, gradients)
     return {"kept": held.kept + held.logits / 3, "peak": peak} if loss == "plain" else {"peak": peak}
-
-
-def loss_settings(kind: str):
-    """A recipe's `loss` section of this kind."""
-    from pretraining.recipe.sections import Loss
-
-    return Loss(kind=kind)
 
 
 def trace(
@@ -132,19 +123,23 @@ def trace(
     import torch.distributed as dist
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
+    from torch.testing._internal.distributed.fake_pg import FakeStore
     from transformers.initialization import no_init_weights
 
     from pretraining.ds_config import Degrees
     from pretraining.model.loss import build_loss
+    from pretraining.recipe.sections import Loss
     from pretraining.runtime.rank_groups import RankGroups
 
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights(), absent_ranks(sequence):
+    if sequence > 1:
+        dist.init_process_group("fake", rank=0, world_size=sequence, store=FakeStore())
+    with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights():
         groups = RankGroups(
             Degrees(sequence=sequence), 0, sequence, dist.group.WORLD if sequence > 1 else None
         )
         network = fake_network(model, dtype, every_n_layers, keeps_products, groups)
-        loss_of = build_loss(network, loss_settings(loss), groups)
+        loss_of = build_loss(network, Loss(kind=loss), groups)
         ids = torch.zeros(micro_batch, length // sequence, dtype=torch.long)
         tracker = MemTracker()
         tracker.track_external(network, ids)
@@ -154,23 +149,9 @@ def trace(
             kept = without_weights(tracker.get_tracker_snapshot("current"))
             nats.backward()
         peak = without_weights(tracker.get_tracker_snapshot("peak"))
-        return {"kept": kept, "peak": peak} if loss == "plain" else {"peak": peak}
-
-
-@contextmanager
-def absent_ranks(size: int) -> Iterator[None]:
-    """Be the first rank of a group in which nothing is sent."""
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    if size == 1:
-        yield
-        return
-    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
-    try:
-        yield
-    finally:
+    if sequence > 1:
         dist.destroy_process_group()
+    return {"kept": kept, "peak": peak} if loss == "plain" else {"peak": peak}
 
 
 def fake_network(model: dict, dtype, every_n_layers: int, keeps_products: bool = False, groups=None):
@@ -203,41 +184,35 @@ def without_weights(snapshot: dict) -> int:
 
 def split_trace(degrees: str, every_n_layers: int) -> dict:
     """What the fullest of real ranks keeps of one micro-batch when its loss is computed, and the prediction."""
-    from short_run import on_ranks
-
-    from pretraining.ds_config import degrees_of, load_ds_config
+    from pretraining.ds_config import degrees_of
     from pretraining.planning.memory.activations import activations
     from pretraining.planning.memory.tensors import precision_of
-    from pretraining.recipe import load_recipe
 
     micro_batch, length = 2, SMALL["max_position_embeddings"]
     values = {"model": SMALL, "training.per_device_train_batch_size": micro_batch, "training.bf16": True}
-    values |= {"budget.tokens_per_step": micro_batch * length, "budget.tokens": micro_batch * length}
-    values |= {"training.eval_strategy": "no", "training.save_strategy": "no", "loss.kind": "plain"}
-    values |= {"training.activation_checkpointing": every_n_layers > 0, "monitors.noise_scale_steps": None}
-    settings = [f"{key}={json.dumps(value)}" for key, value in values.items()]
-    recipe = load_recipe("tiny", settings, f"zero1:{degrees}")
-    config = load_ds_config(recipe.deepspeed)
+    values |= {"loss.kind": "plain", "monitors.noise_scale_steps": None}
+    values |= {"training.activation_checkpointing": every_n_layers > 0}
+    recipe, config = short_recipe("tiny", values, f"zero1:{degrees}", micro_batch * length, 1)
     split = degrees_of(config)
-    ranks = on_ranks(
+    ranks = on_forked_ranks(
         split.ranks_per_sample, lambda folder: {"kept": tracked(recipe, config, folder)}, degrees
     )
     precision = precision_of(recipe, config)
     held = activations(SMALL, micro_batch, length, precision, every_n_layers, degrees=split)
     traced, foreseen = max(rank["kept"] for rank in ranks), held.kept + held.logits / 3
-    words = {
-        "model": "llama",
-        "degrees": degrees,
-        "precision": precision.name,
-        "every_n_layers": every_n_layers,
-    }
+    words = {"model": "llama", "degrees": degrees, "precision": precision.name}
     ratio = round(foreseen / traced, 4)
-    return {**words, "traced": {"kept": traced}, "predicted": {"kept": foreseen}, "kept_ratio": ratio}
+    return {
+        **words,
+        "every_n_layers": every_n_layers,
+        "traced": {"kept": traced},
+        "predicted": {"kept": foreseen},
+        "kept_ratio": ratio,
+    }
 
 
 def tracked(recipe, config: dict, folder: Path) -> int:
     """Bytes that one rank keeps in the first micro-batch, found by the tracker around the Trainer's own loss."""
-    from short_run import short_trainer
     from torch.distributed._tools.mem_tracker import MemTracker
     from transformers import TrainerCallback
 
@@ -262,10 +237,8 @@ def tracked(recipe, config: dict, folder: Path) -> int:
 def peaks(options: argparse.Namespace, name: str, every_n_layers: int):
     """One line: three real steps on this machine's GPUs."""
     import torch
-    from short_run import short_trainer
     from transformers import TrainerCallback
 
-    from pretraining.ds_config import load_ds_config
     from pretraining.planning.memory.need import memory_need
     from pretraining.recipe import load_recipe
 
@@ -274,14 +247,11 @@ def peaks(options: argparse.Namespace, name: str, every_n_layers: int):
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     length = load_recipe(name).sequence_length
     per_step = options.micro_batch * length * world_size * ACCUMULATION
-    values = {"training.per_device_train_batch_size": options.micro_batch, "training.save_strategy": "no"}
-    values |= {"budget.tokens_per_step": per_step, "budget.tokens": per_step * STEPS}
-    values |= {"training.eval_strategy": "no", "training.activation_checkpointing": every_n_layers > 0}
+    values = {"training.per_device_train_batch_size": options.micro_batch}
+    values |= {"training.activation_checkpointing": every_n_layers > 0}
     values |= {"training.activation_checkpointing_kwargs.every_n_layers": max(1, every_n_layers)}
     values |= {"training.dataloader_num_workers": 0}
-    settings = [f"{key}={json.dumps(value)}" for key, value in values.items()]
-    recipe = load_recipe(name, settings, options.deepspeed)
-    config = load_ds_config(recipe.deepspeed) if recipe.deepspeed else None
+    recipe, config = short_recipe(name, values, options.deepspeed, per_step, STEPS)
     need = memory_need(recipe, config, world_size, torch.cuda.get_device_properties(0).total_memory)
     torch.cuda.reset_peak_memory_stats()
     folder = Path(tempfile.mkdtemp())

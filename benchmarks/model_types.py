@@ -12,7 +12,7 @@ import sys
 import warnings
 from contextlib import redirect_stderr, redirect_stdout
 
-from record import REPOSITORY, parser_of, record
+from gear import REPOSITORY, parser_of, record
 
 sys.path.insert(0, str(REPOSITORY / "recipes"))
 

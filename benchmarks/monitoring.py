@@ -17,7 +17,6 @@ import os
 import random
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -25,8 +24,18 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from record import REPOSITORY, parser_of, record
-from train_step import SHAPES, recipe_arguments, start_ranks, train_with
+from gear import (
+    SHAPES,
+    as_ranks,
+    chosen,
+    is_rank,
+    middle,
+    record,
+    run_command,
+    step_parser,
+    timed,
+    train_blocks,
+)
 
 LAYERS = 80
 FEWEST_STEPS = 10
@@ -34,29 +43,31 @@ FEWEST_STEPS = 10
 
 
 def main() -> None:
-    options = parse_arguments()
-    if options.what == "overhead":
-        return start_ranks(__file__, run_alternating, options)
-    measure_report(options)
+    parser = step_parser(__doc__, pairs=20)
+    parser.add_argument("what", choices=("overhead", "report"))
+    parser.add_argument("--logging_steps", type=int, default=10)
+    parser.add_argument("--rows", type=int, default=1_000_000, help="logged steps of the report")
+    options = parser.parse_args()
+    if options.what == "report":
+        measure_report(options)
+    elif is_rank():
+        measure_overhead(options)
+    else:
+        subprocess.run(as_ranks(options.processes), check=True)
 
 
-def run_alternating(options: argparse.Namespace) -> None:
-    """Run train.py's own `main` with a callback that switches the monitoring."""
+def measure_overhead(options: argparse.Namespace) -> None:
+    """Train with a callback that switches the monitoring."""
     block_steps = SHAPES[options.shape].block_steps
-    switch = build_switch(block_steps)
-    words = recipe_arguments(options, 2 * block_steps)
-    every = block_steps if block_steps >= FEWEST_STEPS else None
+    switch, every = build_switch(block_steps), block_steps if block_steps >= FEWEST_STEPS else None
     monitored = {"training.logging_steps": options.logging_steps, "report.every_seconds": 5}
     monitored |= {"monitors.noise_scale_steps": every, "monitors.layer_norms_steps": every}
     # Two micro-batches a step, or the noise scale would have nothing to compare.
     monitored["training.per_device_train_batch_size"] = options.micro_batch // 2
-    for key, value in monitored.items():
-        words += ["--set", f"{key}={json.dumps(value)}"]
-    train_with(switch, words)
+    train_blocks(options, 2 * block_steps, options.pairs + 1, switch, monitored)
     if os.environ["RANK"] == "0":
-        chosen = {key: value for key, value in vars(options).items() if key not in ("keep", "what", "rows")}
-        chosen["gradients_measured_every_steps"] = every
-        record("monitoring", {**chosen, **switch.result()}, options.keep)
+        values = {**chosen(options, "what", "rows"), "gradients_measured_every_steps": every}
+        record("monitoring", {**values, **switch.result()}, options.keep)
 
 
 def monitoring_methods() -> dict[tuple[type, str], Callable]:
@@ -134,31 +145,28 @@ def build_switch(block_steps: int):
                 for seconds in (self.seconds, self.processor_seconds)
             )
             return {
-                "ratio": round(statistics.median(on / off for on, off in pairs), 4),
-                "step_seconds": round(statistics.median(off for _, off in pairs), 5),
-                "extra_milliseconds_a_step": _extra_milliseconds(pairs),
-                "extra_processor_milliseconds_a_step": _extra_milliseconds(processor),
+                "ratio": middle(on / off for on, off in pairs),
+                "step_seconds": middle((off for _, off in pairs), 5),
+                "extra_milliseconds_a_step": middle(1000 * (on - off) for on, off in pairs),
+                "extra_processor_milliseconds_a_step": middle(1000 * (on - off) for on, off in processor),
             }
 
     return Switch()
 
 
-def _extra_milliseconds(pairs: list[tuple[float, float]]) -> float:
-    return round(1000 * statistics.median(on - off for on, off in pairs), 4)
-
-
 def measure_report(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="report_") as folder:
         spikes = write_rows(Path(folder) / "run", options.rows)
-        began = time.perf_counter()
-        command = [sys.executable, "-m", "pretraining.reporting", f"{folder}/run"]
-        subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
+        ended = run_command(sys.executable, "-m", "pretraining.reporting", f"{folder}/run")
         page = Path(folder) / "run" / "report.html"
+        # those that are among the drawn points of the loss
+        text = page.read_text(encoding="utf-8").partition('id="data">')[2].partition("</script>")[0]
+        shown = spikes & set(json.loads(text)["runs"][0]["series"]["train/loss"]["step"])
         values = {
             "rows": options.rows,
-            "write_seconds": round(time.perf_counter() - began, 2),
+            "write_seconds": round(ended.seconds, 2),
             "megabytes": round(page.stat().st_size / 1e6, 3),
-            "spikes_shown": f"{spikes_in(page, spikes)} of {len(spikes)}",
+            "spikes_shown": f"{len(shown)} of {len(spikes)}",
             **opened(page),
         }
     record("monitoring_report", values, options.keep)
@@ -188,12 +196,6 @@ def write_rows(folder: Path, num_rows: int) -> set[int]:
     return spikes
 
 
-def spikes_in(page: Path, spikes: set[int]) -> int:
-    """How many of the spikes are among the drawn points of the loss."""
-    text = page.read_text(encoding="utf-8").partition('id="data">')[2].partition("</script>")[0]
-    return len(spikes & set(json.loads(text)["runs"][0]["series"]["train/loss"]["step"]))
-
-
 def opened(page: Path) -> dict:
     """Median of five openings in headless Chromium, until everything is drawn."""
     browser_path = shutil.which("chromium") or shutil.which("google-chrome")
@@ -205,35 +207,19 @@ def opened(page: Path) -> dict:
         return {}
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
-        seconds = [open_once(browser, page) for _ in range(5)]
         version = browser.version
+
+        def open_once() -> None:
+            tab.goto(page.as_uri())
+            tab.wait_for_selector("html[data-drawn]")
+
+        seconds = []
+        for _ in range(5):
+            tab = browser.new_page(viewport={"width": 1280, "height": 900})
+            seconds.append(timed(open_once))
+            tab.close()
         browser.close()
-    return {"open_seconds": round(statistics.median(seconds), 2), "chromium": version}
-
-
-def open_once(browser, page: Path) -> float:
-    tab = browser.new_page(viewport={"width": 1280, "height": 900})
-    began = time.perf_counter()
-    tab.goto(page.as_uri())
-    tab.wait_for_selector("html[data-drawn]")
-    seconds = time.perf_counter() - began
-    tab.close()
-    return seconds
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__)
-    parser.add_argument("what", choices=("overhead", "report"))
-    parser.add_argument("--shape", choices=SHAPES, default="small")
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--deepspeed", default="null", help="a ds_config, or null")
-    parser.add_argument(
-        "--micro_batch", type=int, default=4, help="sequences of a rank's step, in two halves"
-    )
-    parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument("--logging_steps", type=int, default=10)
-    parser.add_argument("--rows", type=int, default=1_000_000, help="logged steps of the report")
-    return parser.parse_args()
+    return {"open_seconds": middle(seconds, 2), "chromium": version}
 
 
 if __name__ == "__main__":

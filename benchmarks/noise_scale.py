@@ -9,7 +9,7 @@ measured ones over it, one a seed, and the largest distance from 1 of all.
 
 import math
 
-from record import parser_of, record
+from gear import parser_of, record
 
 
 def main() -> None:

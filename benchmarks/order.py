@@ -15,13 +15,11 @@ same            pairs from the same document, over what a full shuffle gives: th
 block, mean three). `guard_us` is BlockGuard's cost for 2,049 Zipf-distributed ids of 50,257.
 """
 
-import statistics
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from record import parser_of, record
+from gear import middle, parser_of, record, timed
 
 from pretraining.data.block_guard import BlockGuard
 from pretraining.data.interleaving import InterleavedStage, Interleaving
@@ -75,31 +73,14 @@ def measure_costs(repeats: int) -> dict[str, dict]:
     places = np.sort(np.random.default_rng(0).integers(0, 4 * 10**9, 40))
     for _ in range(repeats):
         for name, build in BUILDERS.items():
-            seconds, order = timed(lambda build=build: opened(build()))
-            found[name]["open_ms"].append(seconds * 1e3)
+            found[name]["open_ms"].append(1e3 * timed(lambda build=build: build().blocks(FAR)))
+            order = build()
+            order.blocks(FAR)
             for size in (8, 512):
-                seconds, _ = timed(lambda order=order, size=size: read_at(order, places, size))
+                batches = [np.arange(place, place + size) for place in places]
+                seconds = timed(lambda order=order, batches=batches: [*map(order.blocks, batches)])
                 found[name][f"us_per_sample_of_{size}"].append(seconds * 1e6 / size / len(places))
-    return {
-        name: {key: round(statistics.median(values), 3) for key, values in row.items()}
-        for name, row in found.items()
-    }
-
-
-def timed(work: Callable):
-    start = time.perf_counter()
-    result = work()
-    return time.perf_counter() - start, result
-
-
-def opened(order: Order) -> Order:
-    assert len(order.blocks(FAR)) == len(FAR)
-    return order
-
-
-def read_at(order: Order, places: np.ndarray, size: int) -> None:
-    for place in places:
-        order.blocks(np.arange(place, place + size))
+    return {name: {key: middle(values, 3) for key, values in row.items()} for name, row in found.items()}
 
 
 def measure_mixing() -> dict[str, dict]:
@@ -147,8 +128,13 @@ def mixing_quality(
     num_steps = num_steps or max(1, order.num_blocks // samples_per_step)
     samples = np.arange(first_sample, first_sample + num_steps * samples_per_step)
     steps = np.sort(documents[order.blocks(samples)].reshape(num_steps, samples_per_step), axis=1)
+    # pairs of equal documents inside a step: of a run of length c, c (c - 1) / 2
+    begins = np.ones(steps.shape, bool)
+    begins[:, 1:] = steps[:, 1:] != steps[:, :-1]
+    runs = np.diff(np.append(np.flatnonzero(begins), steps.size)).astype(float)
+    equal = float((runs * (runs - 1) / 2).sum())
     num_pairs = num_steps * samples_per_step * (samples_per_step - 1) / 2
-    return MixingQuality(_equal_pairs(steps) / num_pairs, full_shuffle_share(documents))
+    return MixingQuality(equal / num_pairs, full_shuffle_share(documents))
 
 
 def full_shuffle_share(documents: np.ndarray) -> float:
@@ -157,21 +143,13 @@ def full_shuffle_share(documents: np.ndarray) -> float:
     return float((blocks * (blocks - 1)).sum() / (len(documents) * (len(documents) - 1)))
 
 
-def _equal_pairs(rows: np.ndarray) -> float:
-    """Pairs of equal values inside the sorted rows, over all rows: of a run of length c, c (c - 1) / 2."""
-    starts = np.ones(rows.shape, bool)
-    starts[:, 1:] = rows[:, 1:] != rows[:, :-1]
-    runs = np.diff(np.append(np.flatnonzero(starts), rows.size)).astype(float)
-    return float((runs * (runs - 1) / 2).sum())
-
-
 def measure_guard(repeats: int) -> float:
     """Median microseconds of a block."""
     random = np.random.default_rng(2)
     blocks = [np.minimum(random.zipf(1.2, 2049), 50256).astype(np.uint16) for _ in range(50)]
     guard = BlockGuard("unused", [b"a"] * 50257)
-    rounds = [timed(lambda: [guard.reasons(block) for block in blocks])[0] for _ in range(10 * repeats)]
-    return round(statistics.median(rounds) / len(blocks) * 1e6, 1)
+    rounds = (timed(lambda: [guard.reasons(block) for block in blocks]) for _ in range(10 * repeats))
+    return middle((1e6 * seconds / len(blocks) for seconds in rounds), 1)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,9 @@ one JSON line of what came of them, in all and of each reader.
 """
 
 import sys
-import tempfile
 from collections import Counter, defaultdict
-from pathlib import Path
 
-from record import parser_of, record
+from gear import parser_of, record, small_runs
 
 
 def main() -> None:
@@ -22,11 +20,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     from tests.gear.outside_fuzz import DEFECTS, OutsideFuzz
-    from tests.gear.runs import Workshop
 
     counts, readers = Counter(), defaultdict(Counter)
-    with tempfile.TemporaryDirectory(prefix="fuzz_") as folder:
-        fuzz = OutsideFuzz(Workshop(Path(folder, "workshop")), Path(folder, "fuzz"), options.seed)
+    with small_runs() as workshop:
+        fuzz = OutsideFuzz(workshop, workshop.folder / "fuzz", options.seed)
         for _ in range(options.mutations):
             outcome = fuzz.try_one()
             counts[outcome.kind] += 1

@@ -8,11 +8,11 @@ packed where each block is the first of its window that is read.
 """
 
 import statistics
+from functools import partial
 from pathlib import Path
-from time import perf_counter
 
 import numpy as np
-from record import parser_of, record
+from gear import parser_of, record, seconds_in_turns, timed
 
 from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset
@@ -48,29 +48,18 @@ def microseconds(split: TokenSplit, length: int, num_blocks: int, rounds: int) -
         for packing in ("in_sequence", "best_fit")
     }
     samples = list(range(min(num_blocks, order.num_blocks)))
-    seconds: dict[str, list[float]] = {"in_sequence": [], "best_fit": []}
-    for dataset in ways.values():
-        dataset.__getitems__(samples)
-    for _ in range(rounds):
-        for packing, dataset in ways.items():
-            begin = perf_counter()
-            dataset.__getitems__(samples)
-            seconds[packing].append(perf_counter() - begin)
-    times = {f"{packing}_us": statistics.median(times) / len(samples) for packing, times in seconds.items()}
-    times["first_of_window_us"] = _first_of_window(split, length, rounds)
-    return {name: round(1e6 * value, 1) for name, value in times.items()}
-
-
-def _first_of_window(split: TokenSplit, length: int, rounds: int) -> float:
-    """Seconds of the first block that is read in each of up to ten windows, by a reader that knows none."""
-    firsts = np.arange(0, split.num_blocks(length), WINDOW_BLOCKS)[:10].tolist()
-    seconds = []
+    readings = {packing: partial(dataset.__getitems__, samples) for packing, dataset in ways.items()}
+    for read in readings.values():  # what a window is made of is known afterwards
+        read()
+    seconds = seconds_in_turns(readings, rounds)
+    times = {f"{packing}_us": statistics.median(each) / len(samples) for packing, each in seconds.items()}
+    # the first block that is read in each of up to ten windows, by a reader that knows none
+    firsts, unknown = np.arange(0, split.num_blocks(length), WINDOW_BLOCKS)[:10].tolist(), []
     for _ in range(rounds):
         dataset = PackedDataset(split, length, masks_documents=True, packing="best_fit")
-        begin = perf_counter()
-        dataset.__getitems__(firsts)
-        seconds.append((perf_counter() - begin) / len(firsts))
-    return statistics.median(seconds)
+        unknown.append(timed(partial(dataset.__getitems__, firsts)) / len(firsts))
+    times["first_of_window_us"] = statistics.median(unknown)
+    return {name: round(1e6 * value, 1) for name, value in times.items()}
 
 
 if __name__ == "__main__":

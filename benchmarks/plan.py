@@ -7,17 +7,12 @@ builds, and the next, which remembers.
 """
 
 import json
-import os
-import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from functools import partial
 
-from record import REPOSITORY, parser_of, record
+from gear import middle, parser_of, record, run_command
 
-REPEATS = 5
 PLANNING = ("-m", "pretraining.planning")
 LLAMA = ("--recipe", "llama-70b", "--world_size", "1024", "--gpu", "H100")
 TRILLION = [
@@ -54,9 +49,7 @@ QWEN2 = {
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument(
-        "--repeats", type=int, default=REPEATS, metavar="N", help="of which the median is taken"
-    )
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of which the median is taken")
     options = parser.parse_args()
     seconds_of = partial(seconds_until, repeats=options.repeats)
     from pretraining.recipe import recipe_names
@@ -78,17 +71,9 @@ def main() -> None:
 def seconds_until(
     *arguments: str, command: tuple[str, ...] = ("train.py",), repeats: int, code: int = 0, **variables
 ) -> float:
-    """Median wall seconds of `python <command> ...`, which has to end with `code`."""
-    taken, words = [], [sys.executable, *command, *arguments]
-    for _ in range(repeats):
-        started = time.perf_counter()
-        done = subprocess.run(
-            words, cwd=REPOSITORY, capture_output=True, text=True, env={**os.environ, **variables}
-        )
-        taken.append(time.perf_counter() - started)
-        if done.returncode != code:
-            sys.exit(f"{' '.join(arguments)}: ended with {done.returncode}: {done.stderr[-500:]}")
-    return round(statistics.median(taken), 3)
+    """Return the median wall seconds of `python <command> ...`, which has to end with `code`."""
+    words = [sys.executable, *command, *arguments]
+    return middle((run_command(*words, code=code, **variables).seconds for _ in range(repeats)), 3)
 
 
 def counted_seconds(repeats: int) -> dict[str, float]:
@@ -101,8 +86,8 @@ def counted_seconds(repeats: int) -> dict[str, float]:
 
 
 def imports_torch() -> bool:
-    command = [sys.executable, "-X", "importtime", "train.py", "--recipe", "30b", "--plan", "--gpu", "H200"]
-    lines = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True).stderr.splitlines()
+    words = ["-X", "importtime", "train.py", "--recipe", "30b", "--plan", "--gpu", "H200"]
+    lines = run_command(sys.executable, *words).stderr.splitlines()
     return any(line.rpartition("|")[2].strip() in ("torch", "transformers") for line in lines)
 
 

@@ -12,11 +12,10 @@ before it reads a text, and a start before its first step refuse. Prints one JSO
 
 import shutil
 import sys
-import tempfile
 from collections import Counter
 from pathlib import Path
 
-from record import parser_of, record
+from gear import parser_of, record, small_runs
 
 
 def main() -> None:
@@ -26,13 +25,10 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    from tests.gear.runs import Workshop
-
-    with tempfile.TemporaryDirectory(prefix="fuzz_") as folder:
-        workshop = Workshop(Path(folder))
+    with small_runs() as workshop:
         plans = fuzz_plans(workshop, options.plans, options.seed)
         checks = fuzz_checks(workshop, options.checks, options.seed)
-        runs = fuzz_runs(workshop, options.runs, options.seed, Path(folder))
+        runs = fuzz_runs(workshop, options.runs, options.seed, workshop.folder)
     counts = {name: dict(each) for name, each in {"plans": plans, "checks": checks, "runs": runs}.items()}
     counts["defects"] = sum(each["defect"] for each in (plans, checks, runs))
     record("recipe_fuzz", {"seed": options.seed, **counts}, options.keep)

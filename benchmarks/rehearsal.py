@@ -4,13 +4,10 @@ python benchmarks/rehearsal.py --keep
 """
 
 import json
-import resource
-import subprocess
 import sys
 import tempfile
-import time
 
-from record import REPOSITORY, parser_of, record
+from gear import parser_of, record, run_command
 
 RECIPE = ("--recipe", "30b", "--set", "training.per_device_train_batch_size=2", "--gpu", "H100")
 
@@ -23,22 +20,14 @@ def main() -> None:
     size = ("--world_size", str(options.world_size), "--nodes", str(options.nodes))
     with tempfile.TemporaryDirectory() as folder:
         words = [*RECIPE, "--rehearse", "elsewhere", "--json", *size, "--output_dir", f"{folder}/run"]
-        began = time.perf_counter()
-        done = subprocess.run(
-            [sys.executable, "train.py", *words],
-            cwd=REPOSITORY,
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        )
-        seconds = time.perf_counter() - began
-    answer, used = json.loads(done.stdout), resource.getrusage(resource.RUSAGE_CHILDREN)
+        ended = run_command(sys.executable, "train.py", *words)
+    answer = json.loads(ended.stdout)
     values = {
         "recipe": "30b",
         "world_size": options.world_size,
         "nodes": options.nodes,
-        "seconds": round(seconds, 1),
-        "processor_seconds": round(used.ru_utime + used.ru_stime, 1),
+        "seconds": round(ended.seconds, 1),
+        "processor_seconds": round(ended.cpu_seconds, 1),
         # two ranks at a time, and the process that has started them
         "peak_bytes": 3 * max(each["peak_host_bytes"] for each in answer["ranks"]),
         "rank_seconds": {

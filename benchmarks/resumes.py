@@ -1,61 +1,67 @@
 """Checkpoints of one layout, resumed at another: how far the next losses are from the undisturbed run's.
 
     python benchmarks/resumes.py --pairs 60 --seed 1 --keep
+    python benchmarks/resumes.py --all --keep
+    python benchmarks/resumes.py --all --stages zero2 zero3 --ranks 1 2
 
 A seed draws ordered pairs of layouts (ZeRO stage, offload, tensor, sequence and expert degree, hpZ, 1, 2 or 4 ranks)
-and a model, a Llama or a mixture of experts. The first layout trains ten steps in fp32 and saves after five; the second
-goes on from that checkpoint, by `train.py --resume`. Compared are both losses, and what both hold in the end: weights
-and moments, each difference as a share of the largest number of its kind. A control forgets the moments on the way: its
-losses show how much these five steps depend on them. Prints one JSON line a pair, on stderr, and one for all of them.
+and a model, a Llama or a mixture of experts; with `--all`, every pair of stage and number of ranks, a layout and itself
+among them, on the Llama. The first layout trains ten steps in fp32 and saves after five; the second goes on from that
+checkpoint, by `train.py --resume`. Compared are both losses, and what both hold in the end: weights and moments, each
+difference as a share of the largest number of its kind. A control forgets the moments on the way: its losses show how
+much these five steps depend on them. Prints one JSON line a pair, on stderr, and one for all of them.
 """
 
 import json
 import random
 import shutil
 import sys
-import tempfile
 import time
+from itertools import product
 from pathlib import Path
 
-from layouts import SETTINGS, models, trainable
-from record import parser_of, record
+from gear import COMPARED, OFFLOADED, STAGES, models, parser_of, record, small_runs, trainable
 
 MODELS = ("llama", "qwen3_moe")
 SAVED_AFTER, STEPS, TOLERANCE = 5, 10, 1e-4
 SAVERS = 12
 """Layouts of a model that save; each trains once."""
-EVERY_FIFTH = (f"training.save_steps={SAVED_AFTER}",)
 
 
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--pairs", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--all", action="store_true", help="all pairs of --stages and --ranks, none drawn")
+    every = (*STAGES, *OFFLOADED)
+    parser.add_argument("--stages", nargs="+", choices=every, default=every, help="of --all")
+    parser.add_argument("--ranks", nargs="+", type=int, default=(1, 2, 4), help="of --all")
     options = parser.parse_args()
-    from tests.gear.runs import Workshop
-
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="resumes_") as folder:
-        workshop = Workshop(Path(folder))
-        pairs = [compare(workshop, *pair) for pair in drawn(workshop.recipe, options.pairs, options.seed)]
+    with small_runs() as workshop:
+        layouts = list(product(options.stages, options.ranks))
+        cases = [(MODELS[0], *pair) for pair in product(layouts, repeat=2)]
+        if not options.all:
+            cases = drawn(workshop.recipe, options.pairs, options.seed)
+        pairs = [compare(workshop, *case) for case in cases]
         control = without_moments(workshop)
-    within = [pair for pair in pairs if pair["loss"] <= TOLERANCE and pair["loss_to_plain"] <= TOLERANCE]
-    values = {
-        "seed": options.seed,
-        "pairs": len(pairs),
-        "within_tolerance": len(within),
-        "tolerance": TOLERANCE,
-    }
+    values = {"stages": options.stages, "ranks": options.ranks} if options.all else {"seed": options.seed}
     values |= {
-        key: max(pair[key] for pair in pairs) for key in ("loss", "loss_to_plain", "weights", "moments")
+        "pairs": len(pairs),
+        "within_tolerance": sum(max(pair["loss"], pair["loss_to_plain"]) <= TOLERANCE for pair in pairs),
+        "tolerance": TOLERANCE,
+        **{key: max(pair[key] for pair in pairs) for key in ("loss", "loss_to_plain", "weights", "moments")},
+        "same_layout_loss": max((p["loss"] for p in pairs if p["saved"] == p["resumed"]), default=None),
+        "loss_if_moments_are_forgotten": control,
+        "of_pairs": pairs,
+        "minutes": round((time.monotonic() - began) / 60, 1),
     }
-    values |= {"loss_if_moments_are_forgotten": control, "of_pairs": pairs}
-    record("resumes", {**values, "minutes": round((time.monotonic() - began) / 60, 1)}, options.keep)
+    record("resumes", values, options.keep)
 
 
 def settings_of(model: str) -> tuple[str, ...]:
-    """The changes of the small recipe."""
-    return (f"model={json.dumps(models()[model])}", *SETTINGS, *EVERY_FIFTH)
+    """Return the changes of the small recipe."""
+    return (f"model={json.dumps(models()[model])}", *COMPARED, f"training.save_steps={SAVED_AFTER}")
 
 
 def drawn(recipe: Path, pairs: int, seed: int) -> list[tuple]:
@@ -63,13 +69,13 @@ def drawn(recipe: Path, pairs: int, seed: int) -> list[tuple]:
     chance = random.Random(seed)
     known = {model: trainable(recipe, settings_of(model)) for model in MODELS}
     saving = {model: chance.sample(layouts, SAVERS) for model, layouts in known.items()}
-    found: list[tuple] = []
-    while len(found) < pairs:
+    cases: list[tuple] = []
+    while len(cases) < pairs:
         model = chance.choice(MODELS)
-        pair = model, chance.choice(saving[model]), chance.choice(known[model])
-        if pair[1] != pair[2] and pair not in found:
-            found.append(pair)
-    return found
+        case = model, chance.choice(saving[model]), chance.choice(known[model])
+        if case[1] != case[2] and case not in cases:
+            cases.append(case)
+    return cases
 
 
 def compare(workshop, model: str, saved: tuple, resumed: tuple) -> dict:
@@ -77,21 +83,21 @@ def compare(workshop, model: str, saved: tuple, resumed: tuple) -> dict:
     whole = run_of(workshop, model, *saved)
     ours = go_on(workshop, model, resumed, whole.folder / f"checkpoint-{SAVED_AFTER}")
     ends = (each.folder / f"checkpoint-{STEPS}" for each in (ours, whole))
-    found = {
+    values = {
         "model": model,
         "saved": saved,
         "resumed": resumed,
-        "loss": largest_difference(ours, whole),
-        "loss_to_plain": largest_difference(ours, run_of(workshop, model, "null", 1)),
+        "loss": difference(ours, whole),
+        "loss_to_plain": difference(ours, run_of(workshop, model, "null", 1)),
         **differences_of_states(*ends),
     }
     shutil.rmtree(ours.folder)
-    print(json.dumps(found), file=sys.stderr, flush=True)
-    return found
+    print(json.dumps(values), file=sys.stderr, flush=True)
+    return values
 
 
 def run_of(workshop, model: str, layout: str, ranks: int):
-    """The undisturbed run of a layout; made once."""
+    """Return the undisturbed run of a layout; made once."""
     by = "plain" if (layout, ranks) == ("null", 1) else "forked"
     return workshop.run(layout, ranks, by, settings_of(model))
 
@@ -109,8 +115,8 @@ def go_on(workshop, model: str, layout: tuple, checkpoint: Path):
     return Run(folder)
 
 
-def largest_difference(ours, theirs) -> float:
-    """Of the losses after the checkpoint."""
+def difference(ours, theirs) -> float:
+    """Return the largest difference of the losses after the checkpoint."""
     later = [
         {row["step"]: row["train/loss"] for row in run.training_rows if row["step"] > SAVED_AFTER}
         for run in (ours, theirs)
@@ -120,7 +126,7 @@ def largest_difference(ours, theirs) -> float:
 
 
 def differences_of_states(ours: Path, theirs: Path) -> dict[str, float]:
-    """Of the weights and moments of two checkpoints: as a share of the largest number of their kind."""
+    """Return those of the weights and moments of two checkpoints, as a share of the largest number of their kind."""
     from pretraining.checkpoints.shard_files import MASTER, CheckpointReader, assemble
 
     readers = CheckpointReader(ours), CheckpointReader(theirs)
@@ -138,7 +144,7 @@ def differences_of_states(ours: Path, theirs: Path) -> dict[str, float]:
 
 
 def without_moments(workshop) -> float:
-    """Let one process go on with its weights alone; the largest difference of its losses."""
+    """Let one process go on with its weights alone; return the largest difference of its losses."""
     from safetensors.torch import load
 
     from pretraining.checkpoints.format import commit_checkpoint, read_marker, read_receipt, write_receipt
@@ -156,7 +162,7 @@ def without_moments(workshop) -> float:
     write_receipt(folder, 0, 1, files)
     marker = read_marker(folder)
     commit_checkpoint(folder, {key: value for key, value in marker.items() if key not in ("files", "format")})
-    return largest_difference(go_on(workshop, MODELS[0], ("null", 1), folder), whole)
+    return difference(go_on(workshop, MODELS[0], ("null", 1), folder), whole)
 
 
 if __name__ == "__main__":

@@ -13,17 +13,9 @@ which runs nothing; `waits_of_engine` how often DeepSpeed's engine lets the host
 """
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
-from unittest import mock
 
-from record import parser_of, record
-
-TOKENIZER = SimpleNamespace(bos_token_id=0, eos_token_id=0)
-COMPILED = {"eager": "none", "compiled": "blocks"}
-"""What `speed.compile` says, by what the plan calls it."""
+from gear import parser_of, record
 
 
 def main() -> None:
@@ -50,7 +42,7 @@ def main() -> None:
 
 def ceiling_of(options: argparse.Namespace) -> dict:
     """The counted ceiling of a recipe, which kernels cost it, and what the plan says."""
-    from stand_in_engine import count_engine, count_waits
+    from kernels import COMPILED, count_engine, count_waits
 
     from pretraining.planning.gpus import find_gpu
     from pretraining.planning.roofline import ceiling, layer_mode, sustained_rates
@@ -94,11 +86,7 @@ def ceiling_of(options: argparse.Namespace) -> dict:
         "launches": kernels.sum().launches,
         "waits_of_engine": waits,
         "kernels": [
-            {
-                **vars(kernel),
-                **vars(kernels.work[kernel]),
-                "seconds": round(seconds[kernel], 6),
-            }
+            {**vars(kernel), **vars(kernels.work[kernel]), "seconds": round(seconds[kernel], 6)}
             for kernel in costliest
         ],
     }
@@ -115,6 +103,7 @@ def seconds_of(kernel, work, rates) -> float:
 def count_pass(recipe, compiles: str, gpu):
     """The kernels of one micro-batch of the recipe, by phase: forward, loss, backward."""
     import torch
+    from kernels import counted, counted_model
 
     from pretraining.model.loss import build_loss
     from pretraining.planning.memory.activations import chunk_length, compiles_loss, logit_bytes
@@ -143,42 +132,6 @@ def count_pass(recipe, compiles: str, gpu):
             model.zero_grad()
 
         return counted(run, kernels)
-
-
-@contextmanager
-def counted_model(section: dict, compiles: str) -> Iterator[tuple]:
-    """(the model on stand-in tensors in bf16, the Kernels that count it), compiled as a run's would be."""
-    import torch
-    from kernels import Kernels, counting_compiler, stand_in_tensors
-    from transformers import AttentionInterface, AutoModelForCausalLM
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    from pretraining.model import cross_entropy
-    from pretraining.model.attention import SDPA_CAUSAL
-    from pretraining.model.build import build_config
-    from pretraining.model.compiling import compile_model
-    from pretraining.recipe.sections import Speed
-
-    AttentionInterface.register(SDPA_CAUSAL, sdpa_attention_forward)
-    kernels = Kernels()
-    as_on_gpu = mock.patch.object(cross_entropy, "_adds_in_fp32", lambda device: True)
-    with stand_in_tensors(), counting_compiler(kernels), as_on_gpu:
-        cross_entropy._can_compile.cache_clear()
-        cross_entropy._compiled.cache_clear()
-        config = build_config({**section, "attn_implementation": SDPA_CAUSAL}, TOKENIZER)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
-        model.loss_type = None
-        compile_model(model, Speed(compile=compiles))
-        yield model, kernels
-
-
-def counted(run, kernels):
-    """`kernels` of a second call; the first one compiles, which asks for kernels of its own."""
-    run()
-    kernels.work.clear()
-    with kernels:
-        run()
-    return kernels
 
 
 if __name__ == "__main__":

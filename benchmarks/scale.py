@@ -6,6 +6,7 @@ Four sizes each; `exponent` is the growth from the first size to the last (1: li
 what is asked of the disk, which is the same on every machine.
 """
 
+import contextlib
 import json
 import math
 import tempfile
@@ -16,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
-from record import parser_of, record
+from gear import parser_of, record
 
 RANKS = (512, 1024, 2048, 4096)
 SHARDS = (12_500, 25_000, 50_000, 100_000)
@@ -39,7 +40,7 @@ def main() -> None:
 
 
 def curve(sizes: tuple[int, ...], measure: Callable[[int], dict]) -> dict:
-    """What `measure` finds at each size, and the exponent of each number."""
+    """Return what `measure` finds at each size, and the exponent of each number."""
     rows = [measure(size) for size in sizes]
     growth = math.log(sizes[-1] / sizes[0])
     exponents = {
@@ -50,23 +51,21 @@ def curve(sizes: tuple[int, ...], measure: Callable[[int], dict]) -> dict:
 
 
 @contextmanager
-def timed(found: dict) -> Iterator[None]:
-    began = time.perf_counter()
-    yield
-    found["seconds"] = round(time.perf_counter() - began, 4)
+def measured(owner: object = None, name: str = "") -> Iterator[dict]:
+    """Yield what a block takes: `seconds`, and as `operations` the calls of a function, if one is named."""
+    values: dict = {}
+    with contextlib.ExitStack() as stack:
+        if name:
+            original, values["operations"] = getattr(owner, name), 0
 
+            def counting(*args, **keywords):
+                values["operations"] += 1
+                return original(*args, **keywords)
 
-@contextmanager
-def counted(found: dict, owner: object, name: str) -> Iterator[None]:
-    """Count the calls of a function inside the block."""
-    original, found["operations"] = getattr(owner, name), 0
-
-    def counting(*args, **keywords):
-        found["operations"] += 1
-        return original(*args, **keywords)
-
-    with mock.patch.object(owner, name, counting):
-        yield
+            stack.enter_context(mock.patch.object(owner, name, counting))
+        began = time.perf_counter()
+        yield values
+        values["seconds"] = round(time.perf_counter() - began, 4)
 
 
 def write_receipts(folder: Path, ranks: int, save: str = "save") -> None:
@@ -88,24 +87,11 @@ def marker(folder: Path, ranks: int) -> dict:
     from pretraining.checkpoints.format import MARKER, commit_checkpoint, read_marker
 
     write_receipts(folder, ranks)
-    found: dict = {}
-    with counted(found, Path, "open"), timed(found):
+    with measured(Path, "open") as found:
         wait_for_receipts(folder, ranks, "save", threading.Event())
         commit_checkpoint(folder, {"ranks": ranks, "step": 1})
     read_marker(folder)
     return {**found, "bytes": (folder / MARKER).stat().st_size}
-
-
-def shares(folder: Path, ranks: int) -> dict:
-    """Which files a rank verifies at a resume."""
-    from pretraining.checkpoints.places import share_of
-    from pretraining.checkpoints.shard_files import rank_file
-
-    files = {rank_file(rank, ranks): ENTRY for rank in range(ranks)}
-    found: dict = {}
-    with timed(found):
-        share_of(files, ranks // 2, ranks)
-    return found
 
 
 def resume(folder: Path, ranks: int) -> dict:
@@ -121,8 +107,8 @@ def resume(folder: Path, ranks: int) -> dict:
         save_file(tensors, folder / shard_files.rank_file(rank, ranks))
     state = {"format": shard_files.FORMAT, "parameters": {"weight": {"shape": [8 * ranks]}}}
     (folder / shard_files.STATE_FILE).write_text(json.dumps(state))
-    own, found = ranks // 2, {}
-    with counted(found, shard_files, "safe_open"), timed(found):
+    own = ranks // 2
+    with measured(shard_files, "safe_open") as found:
         reader = shard_files.CheckpointReader(folder, first=own)
         reader.read("master", "weight", 8 * own, 8)
     return found
@@ -135,8 +121,7 @@ def many_files(folder: Path, files: int) -> dict:
 
     folder.mkdir()
     named = {f"rank-{number:07d}.safetensors": ENTRY for number in range(files)}
-    found: dict = {}
-    with timed(found):
+    with measured() as found:
         write_marker(folder, {"files": named, "ranks": 4096})
         share_of(read_marker(folder)["files"], 7, 4096)
     return {**found, "bytes": (folder / MARKER).stat().st_size}
@@ -170,16 +155,15 @@ def manifest(folder: Path, shards: int) -> dict:
     }
     values |= {"data": {"sources": [], "tokenizer": "t"}}
     values |= {"tokenizer": {"vocab_size": 1, "fingerprint": "0" * 32}}
-    text, found = json.dumps(values), {"bytes": 0}
-    found["bytes"] = len(text)
-    with timed(found):
+    text = json.dumps(values)
+    with measured() as found:
         read = parse_manifest(text, "", "", "")["splits"]["train"]
         stream = StandInSplit(folder, read)
         open_by_source(stream)
         count = stream.num_blocks(LENGTH)
         first_blocks = blocks_starting(stream.token_starts, LENGTH, count)
         ShardNeeds(GroupedOrder(first_blocks, 64, 1, "f"), [first_blocks]).of(np.arange(4096))
-    return found
+    return {**found, "bytes": len(text)}
 
 
 def order(folder: Path, tokens: int) -> dict:
@@ -188,8 +172,8 @@ def order(folder: Path, tokens: int) -> dict:
 
     from pretraining.data.order import GlobalOrder
 
-    blocks, found = tokens // LENGTH, {}
-    with timed(found):
+    blocks = tokens // LENGTH
+    with measured() as found:
         GlobalOrder(blocks, 1, "f").blocks(np.arange(blocks - 4096, blocks))
     return found
 
@@ -202,19 +186,20 @@ def cache(folder: Path, shards: int) -> dict:
 
     size, kept = 1000, ShardCache(folder, 500 * shards)
     folder.mkdir()
-    listed, found = ShardCache._files, {"operations": 0}
+    listed, operations = ShardCache._files, 0
 
     def listing(self):
+        nonlocal operations
         for each in listed(self):
-            found["operations"] += 1
+            operations += 1
             yield each
 
-    with mock.patch.object(ShardCache, "_files", listing), mock.patch("os.fsync"), timed(found):
+    with mock.patch.object(ShardCache, "_files", listing), mock.patch("os.fsync"), measured() as found:
         for number in range(shards):
             content = number.to_bytes(8, "little") * (size // 8)
             shard = CachedShard("data", f"xxh128:{xxhash.xxh128(content).hexdigest()}", size)
             kept.fetch(shard, lambda content=content: [content]).close()
-    return found
+    return {**found, "operations": operations}
 
 
 def report(folder: Path, rows: int) -> dict:
@@ -229,15 +214,13 @@ def report(folder: Path, rows: int) -> dict:
             row = {"step": step, "time": 1e9 + step, "train/tokens": step * 4096, **values}
             file.write(json.dumps(row) + "\n")
     (folder / "events.jsonl").write_text('{"time": "2026-01-01T00:00:00Z", "event": "start", "step": 0}\n')
-    found: dict = {}
-    with timed(found):
+    with measured() as found:
         path = write_report([folder], folder / "report.html")
     return {**found, "bytes": path.stat().st_size}
 
 
 CURVES = {
     "marker of ranks": (RANKS, marker),
-    "files that a rank verifies": (RANKS, shares),
     "files that a rank opens": (RANKS, resume),
     "marker of files": (FILES, many_files),
     "manifest of shards": (SHARDS, manifest),

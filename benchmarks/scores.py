@@ -9,14 +9,10 @@ largest difference to one plain process of validation, HellaSwag and two lm-eval
 value is above 1; and how many samples differ.
 """
 
-import statistics
-import tempfile
-import time
 from pathlib import Path
 
-from record import parser_of, record
+from gear import STAGES, largest_difference, middle, parser_of, record, small_runs, timed
 
-STAGES = ("zero0", "zero1", "zero2", "zero3")
 BATCH_SIZE = 8
 
 
@@ -26,10 +22,10 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=200, help="questions (default 200)")
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds (default 3)")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="scores_") as folder:
+    with small_runs() as workshop:
         values = {
-            "hellaswag": against_lm_eval(options.export, options.items, options.rounds, Path(folder)),
-            "stages": against_plain(Path(folder)),
+            "hellaswag": against_lm_eval(options.export, options.items, options.rounds, workshop.folder),
+            "stages": against_plain(workshop),
         }
     record("scores", values, options.keep)
 
@@ -52,8 +48,8 @@ def against_lm_eval(export: Path, num_items: int, rounds: int, folder: Path) -> 
     ours = HellaSwag(read_items(str(items)), tokenizer, Passes(**shape))
     seconds: dict[str, list[float]] = {"ours": [], "lm_eval": []}
     for _ in range(rounds):
-        seconds["ours"].append(_seconds(lambda: ours.measure(model)))
-        seconds["lm_eval"].append(_seconds(lambda: evaluate(theirs, task, bootstrap_iters=0)))
+        seconds["ours"].append(timed(lambda: ours.measure(model)))
+        seconds["lm_eval"].append(timed(lambda: evaluate(theirs, task, bootstrap_iters=0)))
     samples = evaluate(theirs, task, bootstrap_iters=0)["samples"]["hellaswag"]
     samples.sort(key=lambda sample: sample["doc_id"])
     expected = [float(answer[0]) for sample in samples for answer in sample["filtered_resps"]]
@@ -66,44 +62,32 @@ def against_lm_eval(export: Path, num_items: int, rounds: int, folder: Path) -> 
     )
     return {
         "items": num_items,
-        "max_abs_difference_nats": max(abs(a - b) for a, b in zip(found, expected, strict=True)),
+        "max_abs_difference_nats": largest_difference(found, expected),
         "items_that_differ": differing,
-        "seconds": {name: round(statistics.median(times), 3) for name, times in seconds.items()},
+        "seconds": {name: middle(times, 3) for name, times in seconds.items()},
     }
 
 
-def _seconds(work) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
-
-
-def against_plain(folder: Path) -> dict[str, dict]:
+def against_plain(workshop) -> dict[str, dict]:
     """{stage: {"max_difference", "samples_that_differ"}} of runs of ten steps, validated twice."""
-    from tests.gear.runs import Workshop
     from tests.gear.scored_tasks import write_items, write_tasks
 
-    workshop = Workshop(folder / "workshop")
-    items = write_items(folder / "items.jsonl", 20)
-    tasks = write_tasks(folder / "tasks", items)
+    items = write_items(workshop.folder / "items.jsonl", 20)
+    tasks = write_tasks(workshop.folder / "tasks", items)
     settings = (f"evaluation.hellaswag={items}", f'evaluation.tasks=["{tasks}"]')
     plain, found = workshop.plain(settings), {}
     for stage in STAGES:
         run = workshop.run(stage, 2, settings=settings)
-        found[stage] = {
-            "max_difference": max(_differences(run.validation_rows, plain.validation_rows)),
-            "samples_that_differ": sum(a != b for a, b in zip(run.samples, plain.samples, strict=True)),
-        }
+        rows = zip(run.validation_rows, plain.validation_rows, strict=True)
+        differences = [
+            abs(row[name] - other[name]) / max(1.0, abs(other[name]))
+            for row, other in rows
+            for name in other
+            if name.startswith("eval/")
+        ]
+        differing = sum(a != b for a, b in zip(run.samples, plain.samples, strict=True))
+        found[stage] = {"max_difference": max(differences), "samples_that_differ": differing}
     return found
-
-
-def _differences(rows: list[dict], others: list[dict]) -> list[float]:
-    return [
-        abs(row[name] - other[name]) / max(1.0, abs(other[name]))
-        for row, other in zip(rows, others, strict=True)
-        for name in other
-        if name.startswith("eval/")
-    ]
 
 
 if __name__ == "__main__":

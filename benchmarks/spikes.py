@@ -9,7 +9,7 @@ warm-up cliffs, noise of several sizes and shapes, schedules that end in a decay
 import math
 import random
 
-from record import parser_of, record
+from gear import chosen, parser_of, record
 
 SCORE, WINDOW = 6.0, 128
 
@@ -20,21 +20,32 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000, help="of each curve")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    values = {key: value for key, value in vars(options).items() if key != "keep"}
-    record("spikes", {**values, **measure(options.curves, options.steps, options.seed)}, options.keep)
+    record(
+        "spikes", {**chosen(options), **measure(options.curves, options.steps, options.seed)}, options.keep
+    )
 
 
 def measure(num_curves: int, num_steps: int, seed: int) -> dict:
-    """Shares of planted spikes found within three steps, and false alarms in all healthy steps."""
+    """Return the share of planted spikes found within three steps, and the false alarms in all healthy steps."""
     draw = random.Random(seed)
     planted = found = alarms = healthy_steps = 0
     for _ in range(num_curves):
-        starts, wrong, curve_planted = _spiked(draw, num_steps)
-        planted, found = planted + curve_planted, found + starts
-        wrong_healthy, steps = wrong
-        alarms, healthy_steps = alarms + wrong_healthy, healthy_steps + steps
-        episodes = alarm_starts(healthy_curve(draw, num_steps))
-        alarms, healthy_steps = alarms + len(episodes), healthy_steps + num_steps
+        losses, spikes = healthy_curve(draw, num_steps), []
+        for start in range(150, num_steps - 50, 250):
+            start += draw.randrange(50)
+            length, factor = draw.randint(1, 20), draw.uniform(1.3, 5.0)
+            for step in range(start, start + length):
+                losses[step] *= 1 + (factor - 1) * (1 - (step - start) / length) ** 0.5
+            spikes.append((start, length))
+        raised = alarm_starts(losses)
+        inside = {step for start, length in spikes for step in range(start, start + length + 3)}
+        planted += len(spikes)
+        found += sum(any(start <= alarm < start + 3 for alarm in raised) for start, _ in spikes)
+        alarms += sum(alarm not in inside for alarm in raised)
+        healthy_steps += num_steps - len(inside)
+        # and as many curves without any
+        alarms += len(alarm_starts(healthy_curve(draw, num_steps)))
+        healthy_steps += num_steps
     return {
         "planted": planted,
         "found_within_3_steps": round(found / planted, 4),
@@ -42,22 +53,6 @@ def measure(num_curves: int, num_steps: int, seed: int) -> dict:
         "false_alarms": alarms,
         "false_alarms_per_100000_steps": round(alarms / healthy_steps * 1e5, 3),
     }
-
-
-def _spiked(draw: random.Random, num_steps: int) -> tuple[int, tuple[int, int], int]:
-    """(spikes found, (false alarms, healthy steps), spikes planted) of one curve."""
-    losses = healthy_curve(draw, num_steps)
-    starts = []
-    for start in range(150, num_steps - 50, 250):
-        start += draw.randrange(50)
-        length, factor = draw.randint(1, 20), draw.uniform(1.3, 5.0)
-        for step in range(start, start + length):
-            losses[step] *= 1 + (factor - 1) * (1 - (step - start) / length) ** 0.5
-        starts.append((start, length))
-    alarms = alarm_starts(losses)
-    found = sum(any(start <= alarm < start + 3 for alarm in alarms) for start, _ in starts)
-    inside = {step for start, length in starts for step in range(start, start + length + 3)}
-    return found, (sum(alarm not in inside for alarm in alarms), num_steps - len(inside)), len(starts)
 
 
 def alarm_starts(losses: list[float]) -> list[int]:

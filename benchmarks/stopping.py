@@ -10,32 +10,23 @@ of asking, the exit code that is left, the step it stopped at, whether that step
 
 import os
 import signal
-import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-from record import parser_of, record
+from gear import middle, parser_of, record
 
 ROUNDS, CALLS = 10, 200
 LIMIT_SECONDS = 20.0
-LAUNCHERS = {
-    "python": ("python",),
-    "deepspeed": ("deepspeed", "--num_gpus=2"),
-    "torchrun": ("torchrun", "--nproc_per_node=2"),
-    "accelerate": ("accelerate", "launch", "--config_file", "accelerate_configs/zero2.yaml"),
-}
 WAYS = ("stop file", "SIGTERM", "Ctrl-C")
 
 
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--only", choices=("agreement", "hang", "request"))
-    parser.add_argument("--as_rank", type=int, help="used by the benchmark itself")
+    parser.add_argument("--as_rank", action="store_true", help="used by the benchmark itself")
     options = parser.parse_args()
-    if options.as_rank is not None:
+    if options.as_rank:
         return measure_agreement()
     if options.only in (None, "agreement"):
         record("agreement", {"ranks": 2, "calls": ROUNDS * CALLS, **agreement()}, options.keep)
@@ -47,18 +38,12 @@ def main() -> None:
 
 
 def agreement() -> dict:
-    """Two processes of this file, as ranks; rank 0 answers."""
-    from tests.gear.runs import environment, free_port
+    """Measure in two processes of this file, as ranks."""
 
-    words = [sys.executable, __file__, "--as_rank"]
-    shared = {**environment(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [*words, str(rank)], env={**shared, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    return {"microseconds": float(ranks[0].communicate()[0].split()[-1]), "code": ranks[1].wait()}
+    from tests.gear.runs import execute
+
+    finished = execute(["forked", "2", __file__, "--as_rank"])
+    return {"microseconds": float(finished.stdout.split()[-1]), "code": finished.code}
 
 
 def measure_agreement() -> None:
@@ -75,7 +60,7 @@ def measure_agreement() -> None:
             shared.largest(0)
         rounds.append((time.perf_counter() - began) / CALLS * 1e6)
     dist.destroy_process_group()
-    print(round(statistics.median(rounds), 1))
+    print(middle(rounds, 1))
 
 
 def hang(folder: Path) -> dict:
@@ -95,7 +80,7 @@ def hang(folder: Path) -> dict:
     stopped = ranks_of(started)[1]
     os.kill(stopped, signal.SIGSTOP)
     began = time.monotonic()
-    while not _hang_of(run) and started.process.poll() is None:
+    while not run.dir.last_event("hang") and started.process.poll() is None:
         time.sleep(0.01)
     named_after = round(time.monotonic() - began, 1)
     finished = started.finish(600)
@@ -103,7 +88,7 @@ def hang(folder: Path) -> dict:
     return {
         "named_after_seconds": named_after,
         "stopped_process": stopped,
-        "named": _hang_of(run)["who"],
+        "named": run.dir.last_event("hang")["who"],
         "finished_after_seconds": round(time.monotonic() - began, 1),
         "same_losses": run.losses == reference.losses,
     }
@@ -111,17 +96,19 @@ def hang(folder: Path) -> dict:
 
 def requests(folder: Path) -> dict:
     """{launcher: {way of asking: what was left}}; `supervise` is around the deepspeed launcher."""
-    from tests.gear.runs import Workshop
+    from tests.gear.runs import Workshop, launcher
 
     workshop, found = Workshop(folder / "requests"), {}
-    supervise = ("python", "-m", "pretraining.supervise", "--")
-    for name, words in (*LAUNCHERS.items(), ("supervise", LAUNCHERS["deepspeed"])):
+    accelerate = ["accelerate", "launch", "--config_file", "accelerate_configs/zero2.yaml"]
+    launchers = {name: launcher(name, 2) for name in ("python", "deepspeed", "torchrun")}
+    launchers |= {"accelerate": accelerate, "supervise": launcher("deepspeed", 2)}
+    for name, words in launchers.items():
         for way in WAYS:
             output = folder / f"{name}-{way}"
             stage = ["--deepspeed", "null"] if name == "python" else []
-            longer = ["--set", "budget.tokens=512000"]
-            command = workshop.typed(list(words), [*stage, *longer], output)
-            command = [*(supervise if name == "supervise" else ()), *command]
+            command = workshop.typed(words, [*stage, "--set", "budget.tokens=512000"], output)
+            if name == "supervise":
+                command = ["python", "-m", "pretraining.supervise", "--", *command]
             found.setdefault(name, {})[way] = asked(command, output, way)
     return found
 
@@ -150,10 +137,6 @@ def asked(command: list, output: Path, way: str) -> dict:
         "seconds": round(seconds, 1),
         "strays": len(finished.strays),
     }
-
-
-def _hang_of(run) -> dict | None:
-    return run.dir.last_event("hang")
 
 
 if __name__ == "__main__":

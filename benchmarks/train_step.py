@@ -19,35 +19,23 @@ torch's fused AdamW, under autocast where the recipe is in bf16. On a CPU the sh
 import argparse
 import json
 import os
-import shutil
+import statistics
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
-from typing import NamedTuple
+import time
+from collections import Counter
+from contextlib import nullcontext
+from copy import deepcopy
 
-from record import REPOSITORY, parser_of, record
+import torch
+from gear import SHAPES, as_ranks, chosen, is_rank, record, step_parser, train_blocks
+from torch.nn.parallel import DistributedDataParallel
+from transformers import TrainerCallback
 
+from pretraining.model.loss import next_token_loss
+from pretraining.training.arguments import collate_blocks
 
-class Shape(NamedTuple):
-    """What is trained, and how many optimizer steps make a block on a CPU."""
-
-    recipe: str
-    overrides: dict
-    block_steps: int
-
-
-SHAPES = {
-    # 4 layers, width 128: a step of some 60 ms on two CPU cores.
-    "small": Shape(
-        "tiny", {"model.n_layer": 4, "model.n_embd": 128, "model.n_head": 4, "model.n_positions": 128}, 20
-    ),
-    # The GPT-2 small shape on the tokens of the tiny corpus; one sequence a rank and step.
-    "124m": Shape("124m", {"model.n_positions": 1024}, 1),
-    "1.5b": Shape("1.5b", {}, 1),
-    "7b": Shape("7b", {"data.sequence_length": 2048}, 1),
-}
+ON_GPU = torch.cuda.is_available()
 BLOCK_STEPS_ON_GPU = 10
 
 # Each is added to those before it.
@@ -63,34 +51,34 @@ LEVERS = {
 
 
 def main() -> None:
-    options = parse_arguments()
-    if options.levers and options.lever is None:
-        return measure_levers(options)
-    start_ranks(__file__, run_paired, options)
-
-
-def start_ranks(script: str, run: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> None:
-    """`run(options)` on each of `options.processes` ranks: torchrun starts this script again."""
-    if "BENCHMARK_WORKER" in os.environ:
-        return run(options)
-    subprocess.run(check=True, **on_ranks(script, options.processes))
-
-
-def on_ranks(script: str, processes: int, *more: str) -> dict:
-    """What `subprocess.run` takes to start a script again, as so many workers, with this command's arguments."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
-    return {
-        "args": [*launcher, script, *sys.argv[1:], *more],
-        "env": {**os.environ, "BENCHMARK_WORKER": "1"},
-    }
+    parser = step_parser(__doc__, pairs=15)
+    parser.add_argument(
+        "--layers", type=int, help="instead of the shape's, where it is too large for the machine"
+    )
+    parser.add_argument("--block_steps", type=int, help="steps of a block (default: by shape, 10 on a GPU)")
+    parser.add_argument(
+        "--bare",
+        choices=list(LOOPS),
+        default="plain",
+        help="a PyTorch loop, or one around DeepSpeed's engine",
+    )
+    parser.add_argument("--levers", action="store_true", help="what each lever brings, without the bare loop")
+    parser.add_argument("--lever", choices=LEVERS, help="used by --levers: the last one that is added")
+    options = parser.parse_args()
+    if is_rank():
+        run_paired(options)
+    elif options.levers and options.lever is None:
+        measure_levers(options)
+    else:
+        subprocess.run(as_ranks(options.processes), check=True)
 
 
 def measure_levers(options: argparse.Namespace) -> None:
-    """A run for each lever, on top of those before it; a line each as it ends, the table at the end."""
+    """Run each lever on top of those before it; print a line each as it ends, the table at the end."""
     rows = []
     for lever in LEVERS:
-        command = on_ranks(__file__, options.processes, "--lever", lever)
-        finished = subprocess.run(stdout=subprocess.PIPE, text=True, **command)
+        command = as_ranks(options.processes, "--lever", lever)
+        finished = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         lines = [line for line in finished.stdout.splitlines() if line.startswith('{"benchmark"')]
         print(*lines, sep="\n", flush=True)
         rows.append((lever, json.loads(lines[-1]) if finished.returncode == 0 else None))
@@ -113,119 +101,175 @@ def levers_table(rows: list[tuple[str, dict | None]]) -> str:
 
 
 def run_paired(options: argparse.Namespace) -> None:
-    """Run train.py's own `main` with a callback that interleaves the bare loop."""
-    import torch
-    from paired_steps import LOOPS, PairedSteps
-
-    on_gpu = torch.cuda.is_available()
-    block_steps = options.block_steps or (BLOCK_STEPS_ON_GPU if on_gpu else SHAPES[options.shape].block_steps)
-    paired = PairedSteps(block_steps, None if options.levers else LOOPS[options.bare])
-    train_with(paired, [*recipe_arguments(options, block_steps), *step_settings(options, on_gpu)])
-    if os.environ["RANK"] == "0":
-        names = ("shape", "layers", "processes", "deepspeed", "micro_batch", "pairs", "bare", "lever")
-        chosen = {name: getattr(options, name) for name in names}
-        record("train_step", {**chosen, **paired.result()}, options.keep)
-
-
-def train_with(callback, words: list[str]) -> None:
-    """train.py's own `main` with these words, `callback` before all others and no progress bar.
-
-    The callback is given the run's `speed`, its SpeedMeter.
-    """
-    import train
-    from pretraining.training.metrics import ProgressCallback
-    from pretraining.training.monitors import RunMonitors
-
-    callbacks = RunMonitors.callbacks
-
-    def with_ours(watch: RunMonitors, saves) -> list:
-        callback.speed = watch.speed
-        return [callback, *(c for c in callbacks(watch, saves) if not isinstance(c, ProgressCallback))]
-
-    RunMonitors.callbacks = with_ours
-    sys.argv = ["train.py", *words]
-    train.main()
-
-
-def recipe_arguments(options: argparse.Namespace, block_steps: int) -> list[str]:
-    """train.py's command line: no logging, evaluation or saving inside the measured steps."""
-    from pretraining.recipe import load_recipe
-
-    shape = SHAPES[options.shape]
-    tiny = json.loads((REPOSITORY / "recipes" / "tiny.json").read_text())
-    settings = [f"{key}={json.dumps(value)}" for key, value in shape.overrides.items()]
-    length = load_recipe(shape.recipe, settings).sequence_length
-    per_step = options.micro_batch * length * options.processes
-    num_steps = block_steps * (options.pairs + 1)
-    output = Path(tempfile.gettempdir()) / f"train_step_{os.getppid()}"
-    shutil.rmtree(output, ignore_errors=True)
-    values = {
-        **shape.overrides,
-        "data.name": "python-stdlib",
-        "data.sources": tiny["data"]["sources"],
-        "data.tokenizer": tiny["data"]["tokenizer"],
-        "data.validation_share": tiny["data"]["validation_share"],
-        "budget.tokens_per_step": per_step,
-        "budget.tokens": per_step * num_steps,
-        "training.per_device_train_batch_size": options.micro_batch,
-        "training.dataloader_num_workers": 0,
-        "training.bf16": False,
-        "training.logging_steps": num_steps,
-        "training.logging_first_step": False,
-        "training.eval_strategy": "no",
-        "training.save_strategy": "no",
-        "training.activation_checkpointing": False,
-        "training.report_to": "none",
-        "report.every_seconds": None,
-        "evaluation.max_validation_tokens": length,
-    }
-    words = ["--recipe", shape.recipe, "--deepspeed", options.deepspeed, "--output_dir", str(output)]
-    return words + _set(values)
-
-
-def step_settings(options: argparse.Namespace, on_gpu: bool) -> list[str]:
-    """Precision and data workers of a GPU, fewer layers, and the levers up to the one that is measured."""
+    """Train with a callback that interleaves the bare loop: precision, data workers and layers as the options say."""
     from pretraining.recipe import load_recipe
     from pretraining.recipe.model import own_key
 
-    values: dict = {}
-    if on_gpu:
-        values |= {"training.bf16": True, "training.dataloader_num_workers": 2}
+    shape, changes = SHAPES[options.shape], {}
+    if ON_GPU:
+        changes |= {"training.bf16": True, "training.dataloader_num_workers": 2}
     if options.layers:
-        model = load_recipe(SHAPES[options.shape].recipe).model
-        values[f"model.{own_key(model, 'num_hidden_layers')}"] = options.layers
-    if options.lever:
-        for name, lever in LEVERS.items():
-            values |= lever
-            if name == options.lever:
-                break
-    return _set(values)
+        model = load_recipe(shape.recipe).model
+        changes[f"model.{own_key(model, 'num_hidden_layers')}"] = options.layers
+    for name, lever in LEVERS.items() if options.lever else ():
+        changes |= lever
+        if name == options.lever:
+            break
+    block_steps = options.block_steps or (BLOCK_STEPS_ON_GPU if ON_GPU else shape.block_steps)
+    paired = PairedSteps(block_steps, None if options.levers else LOOPS[options.bare])
+    train_blocks(options, block_steps, options.pairs + 1, paired, changes)
+    if os.environ["RANK"] == "0":
+        record("train_step", {**chosen(options, "block_steps", "levers"), **paired.result()}, options.keep)
 
 
-def _set(values: dict) -> list[str]:
-    return [word for key, value in values.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+class PairedSteps(TrainerCallback):
+    """After every block of Trainer steps, as many bare steps on a copy of the model."""
+
+    speed = None
+    """The run's SpeedMeter: whoever starts training hands it over."""
+
+    def __init__(self, block_steps: int, bare_loop: "type[BareLoop] | None"):
+        self.block_steps, self.bare_loop = block_steps, bare_loop
+        self.bare = None
+
+    def on_train_begin(self, args, state, control, model, train_dataloader, **kwargs):
+        self.model, self.dataset, self.args = model, train_dataloader.dataset, args
+        self.trainer_seconds, self.bare_seconds, self.phases = [], [], Counter()
+        self.trainer_peak = self.bare_peak = None
+        peak_since_then()
+        self.began = now()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % self.block_steps:
+            return
+        ended = now()
+        self.trainer_seconds.append((ended - self.began) / self.block_steps)
+        taken = self.speed.clock.take()
+        if state.global_step > self.block_steps:  # the first block warms up
+            self.phases.update(taken)
+        if self.bare_loop:
+            with self.speed.clock.during("bare"):
+                self._bare_block()
+        else:
+            self.trainer_peak = peak_since_then()
+        self.began = now()
+
+    def _bare_block(self) -> None:
+        if self.bare is None:
+            self.trainer_peak = peak_since_then()
+            self.trainer_bytes = torch.cuda.memory_allocated() if ON_GPU else 0
+            self.bare = self.bare_loop(self.model, self.dataset, self.args)
+        began = now()
+        for _ in range(self.block_steps):
+            self.bare.step()
+        self.bare_seconds.append((now() - began) / self.block_steps)
+        if ON_GPU:
+            self.bare_peak = peak_since_then() - self.trainer_bytes
+
+    def result(self) -> dict:
+        """Return medians over the pairs, the first (warming up) left out."""
+
+        def rates(prefix: str, step_seconds: float) -> dict:
+            rate = self.speed.tokens_at(1) / step_seconds
+            mfu = self.speed.utilization(rate).get("throughput/mfu")
+            return {f"{prefix}tokens_per_second": round(rate, 1), f"{prefix}mfu": mfu}
+
+        seconds = statistics.median(self.trainer_seconds[1:])
+        steps = self.block_steps * (len(self.trainer_seconds) - 1)
+        phases = ("data_wait", "forward", "backward", "optimizer")
+        values = {
+            **rates("", seconds),
+            "peak_bytes": self.trainer_peak,
+            "step_seconds": round(seconds, 5),
+            **{f"{phase}_seconds": round(self.phases[phase] / steps, 6) for phase in phases},
+        }
+        if self.bare_loop:
+            pairs = list(zip(self.trainer_seconds, self.bare_seconds, strict=True))[1:]
+            bare_seconds = statistics.median(bare for _, bare in pairs)
+            ratios = sorted(trainer / bare for trainer, bare in pairs)
+            values |= {
+                "ratio": round(statistics.median(ratios), 4),
+                "ratio_lowest_quartile": round(ratios[len(pairs) // 4], 4),
+                "bare_step_seconds": round(bare_seconds, 5),
+                **rates("bare_", bare_seconds),
+                "bare_peak_bytes": self.bare_peak,
+            }
+        return {**values, "block_steps": self.block_steps, "num_threads": torch.get_num_threads()}
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="small")
-    parser.add_argument(
-        "--layers", type=int, help="instead of the shape's, where it is too large for the machine"
-    )
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--deepspeed", default="null", help="a ds_config, or null")
-    parser.add_argument("--micro_batch", type=int, default=4)
-    parser.add_argument("--pairs", type=int, default=15, help="measured blocks of either loop")
-    parser.add_argument("--block_steps", type=int, help="steps of a block (default: by shape, 10 on a GPU)")
-    parser.add_argument(
-        "--bare",
-        choices=("plain", "engine"),
-        default="plain",
-        help="a PyTorch loop, or one around DeepSpeed's engine",
-    )
-    parser.add_argument("--levers", action="store_true", help="what each lever brings, without the bare loop")
-    parser.add_argument("--lever", choices=LEVERS, help="used by --levers: the last one that is added")
-    return parser.parse_args()
+class BareLoop:
+    """The shortest loop that trains a copy of the model as it should be."""
+
+    def __init__(self, model, dataset, arguments):
+        self.dataset, self.batch_size, self.position = dataset, arguments.per_device_train_batch_size, 0
+        self.rank, self.world_size = arguments.process_index, arguments.world_size
+        self.device, bf16 = arguments.device, arguments.bf16
+        self.autocast = (lambda: torch.autocast(self.device.type, torch.bfloat16)) if bf16 else nullcontext
+        inner = getattr(model, "_orig_mod", model)
+        self.model = type(inner)(inner.config).float().to(self.device)
+        decayed = [p for p in self.model.parameters() if p.ndim >= 2]
+        others = [p for p in self.model.parameters() if p.ndim < 2]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), fused=True)
+        self.parameters = decayed + others
+        self.over_ranks(arguments)
+
+    def over_ranks(self, arguments) -> None:
+        """Share the gradients of all ranks."""
+        if self.world_size > 1:
+            self.model = DistributedDataParallel(self.model)
+
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and labels of the next micro-batch."""
+        first = (self.position * self.world_size + self.rank) * self.batch_size
+        self.position += 1
+        batch = collate_blocks(self.dataset.__getitems__(range(first, first + self.batch_size)))
+        return tuple(torch.as_tensor(batch[key]).to(self.device) for key in ("input_ids", "labels"))
+
+    def step(self) -> None:
+        """Forward, backward, clipping, AdamW."""
+        ids, labels = self.batch()
+        with self.autocast():
+            loss = next_token_loss(self.model(input_ids=ids), labels)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class EngineLoop(BareLoop):
+    """The shortest loop around a second DeepSpeed engine, configured as the run's."""
+
+    def over_ranks(self, arguments) -> None:
+        """Make the engine."""
+        import deepspeed
+
+        config = deepcopy(arguments.hf_deepspeed_config.config)
+        self.engine = deepspeed.initialize(model=self.model, optimizer=self.optimizer, config=config)[0]
+
+    def step(self) -> None:
+        """Forward, backward, and the engine's step, which clips."""
+        ids, labels = self.batch()
+        self.engine.backward(next_token_loss(self.engine(input_ids=ids), labels))
+        self.engine.step()
+
+
+LOOPS = {"plain": BareLoop, "engine": EngineLoop}
+
+
+def now() -> float:
+    if ON_GPU:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def peak_since_then() -> int | None:
+    """The most that was allocated since the last call."""
+    if not ON_GPU:
+        return None
+    peak = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return peak
 
 
 if __name__ == "__main__":
