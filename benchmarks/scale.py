@@ -186,15 +186,15 @@ def cache(folder: Path, shards: int) -> dict:
 
     size, kept = 1000, ShardCache(folder, 500 * shards)
     folder.mkdir()
-    listed, operations = ShardCache._files, 0
+    listed, operations = ShardCache._oldest_first, 0
 
     def listing(self):
         nonlocal operations
-        for each in listed(self):
-            operations += 1
-            yield each
+        files = listed(self)
+        operations += len(files)
+        return files
 
-    with mock.patch.object(ShardCache, "_files", listing), mock.patch("os.fsync"), measured() as found:
+    with mock.patch.object(ShardCache, "_oldest_first", listing), mock.patch("os.fsync"), measured() as found:
         for number in range(shards):
             content = number.to_bytes(8, "little") * (size // 8)
             shard = CachedShard("data", f"xxh128:{xxhash.xxh128(content).hexdigest()}", size)

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pretraining.checkpoints import background
 from pretraining.errors import UserError, one_line_errors
 from pretraining.evaluation.evaluator import check_alike
-from pretraining.evaluation.likelihood import HellaSwag, Item
+from pretraining.evaluation.likelihood import HellaSwag, Item, Passes
 from pretraining.model.expert_parallel import split_experts
 from pretraining.recipe import load_recipe
 from pretraining.recipe.sections import Monitors
@@ -106,7 +106,7 @@ def measured(folder: Path) -> str:
     data = SimpleNamespace(fingerprint="0")
     validation = SimpleNamespace(parts=[SimpleNamespace(dataset=range(7))])
     try:
-        check_alike(data, validation, [HellaSwag(items, tokenizer, 64, 1)])
+        check_alike(data, validation, [HellaSwag(items, tokenizer, Passes(64, 1))])
     except UserError as error:
         return str(error).replace(socket.gethostname(), "HOST")
     return ""
