@@ -320,7 +320,7 @@ class OutsideFuzz:
     def _start(self, checkpoint: Path) -> None:
         found = health(DiskPlace(checkpoint.parent), checkpoint.name)
         if found.word != COMMITTED:
-            raise UserError(found.reason)
+            raise UserError(found.reason or found.word)
         Start.at(checkpoint).progress(self.resolved)
         marker, manifest = read_marker(checkpoint), read_manifest(self.data)
         changes_since(checkpoint, marker, self.resolved, manifest, ["budget"], recorded_changes(self.run))

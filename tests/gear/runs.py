@@ -200,7 +200,7 @@ def environment() -> dict[str, str]:
     # Passive threads: on a busy machine spinning ones would wait for each other's time slices.
     own = {"PATH": path, "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "OMP_WAIT_POLICY": "PASSIVE"}
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-        own["PYTHONPATH"] = str(REPOSITORY / "tests" / "hidden_gpus")
+        own["PYTHONPATH"] = str(REPOSITORY / "tests" / "gear" / "hidden_gpus")
     own["PRETRAINING_MODEL_CACHE"] = str(Path(tempfile.gettempdir()) / "pretraining-tests-models")
     return {**kept, **own}
 
