@@ -11,7 +11,7 @@ from pretraining.command_line import (
     positive_integer,
 )
 from pretraining.data.counting import count_data
-from pretraining.data.preparation.execution import EXECUTORS, Execution, read_slurm_options
+from pretraining.data.preparation.execution import EXECUTORS, SLURM_KEYS, Execution, read_slurm_options
 from pretraining.data.preparation.prepare import prepare_data
 from pretraining.errors import one_line_errors
 from pretraining.recipe.refusals import load_recipe_and_ds_config
@@ -71,7 +71,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="of the jobs: partition, time, cpus_per_task, mem_per_cpu_gb, qos, max_array_size (repeatable)",
+        help=f"of the jobs: {', '.join(SLURM_KEYS)} (repeatable)",
     )
     parser.add_argument(
         "--replace",

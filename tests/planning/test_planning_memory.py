@@ -407,7 +407,7 @@ WARNED = {
         ["training.lr_scheduler_type=constant", "training.lr_scheduler_kwargs={}"],
         None,
         {},
-        "write constant_with_warmup",
+        "training.lr_scheduler_type=constant_with_warmup",
     ),
     "clipping": (["training.max_grad_norm=0"], None, {}, "training.max_grad_norm=1.0"),
     "stage": ([], "zero3", {"gpu_memory_bytes": 141e9}, "--deepspeed zero1"),

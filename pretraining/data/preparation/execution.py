@@ -45,6 +45,10 @@ class Execution:
     slurm: dict = field(default_factory=dict)
     """Values of `SLURM_KEYS`."""
 
+    def __post_init__(self) -> None:
+        if self.slurm and self.executor != "slurm":
+            raise UserError("--slurm: says how SLURM's jobs run; add --executor slurm, or leave it out")
+
     def chosen(self, num_pending: int) -> str:
         """Choose for `auto`: this process, unless a stage has many tasks left and there are cores for them."""
         if self.executor != "auto":
