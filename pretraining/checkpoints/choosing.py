@@ -284,6 +284,8 @@ class _Chooser:
         is_new = candidate.in_store and not candidate.on_disks
         if is_new:
             from_rank_0(check)
+            # of one that is here already, named by its address, the records of the run are here too, or another run's
+            is_new = not any(disks.each(lambda: _marker_here(folder) == candidate.marker).values())
         # by their sizes, without reading a byte
         looked = disks.each(lambda: self.look_here(candidate, files))
         held = {first: names for first, (names, _) in looked.items()}

@@ -69,7 +69,7 @@ class Evaluator:
     ) -> dict[str, float] | None:
         """Measure the model after `step`; every rank must call it, and gets the same metrics. None if interrupted."""
         metrics = self.validation.measure(model, interrupted)
-        # ScoringStopped: all ranks return here together.
+        # Interrupted: all ranks return here together.
         if metrics is None:
             return None
         due = self.task_steps is None or step % self.task_steps == 0 or step == self.last_step

@@ -521,6 +521,11 @@ def test_a_checkpoint_by_its_address_does_not_mix_with_newer_ones(tmp_path, conn
     (again.checkpoint(4) / rank_file(0, 2)).write_bytes(b"bad")
     choose_checkpoint(again, f"{upload}/{NAME}/checkpoint-4")
     assert bytes_of(again.checkpoint(4)) == bytes_of(run.checkpoint(4))
+    # what the other run left out meanwhile is not left out here
+    rollback = {"step": 12, "to_step": 8, "samples": [1, 2], "lr_factor": 0.5, "lr_steps": 4}
+    RemoteRun(f"{upload}/{NAME}").write_bytes("journal.jsonl", json.dumps(rollback).encode() + b"\n")
+    choose_checkpoint(again, f"{upload}/{NAME}/checkpoint-4")
+    assert not Journal.read(again.journal).rollbacks
 
 
 def test_a_checkpoint_of_another_recipe_is_refused_before_it_is_fetched(tmp_path):

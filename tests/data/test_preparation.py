@@ -283,6 +283,7 @@ def test_a_file_that_changes_meanwhile_is_named(corpus, tmp_path):
         (["--executor", "slurm", "--slurm", "cpus_per_task=many"], "takes a whole number"),
         (["--executor", "slurm"], "partition=NAME is missing"),
         (["--slurm", "partition=cpu"], "add --executor slurm"),
+        (["--executor", "slurm", "--slurm", "tasks_per_job=0"], "tasks_per_job is at least 1"),
     ],
 )
 def test_options_of_a_cluster_that_make_no_sense_are_one_line(corpus, tmp_path, words, said):

@@ -75,6 +75,9 @@ def read_slurm_options(words: list[str]) -> dict:
             options[key] = SLURM_KEYS[key](value)
         except ValueError as error:
             raise UserError(f"--slurm {word}: {key} takes a whole number") from error
+        no_limit = key == "max_array_size" and options[key] == -1
+        if isinstance(options[key], int) and options[key] < 1 and not no_limit:
+            raise UserError(f"--slurm {word}: {key} is at least 1")
     return options
 
 
