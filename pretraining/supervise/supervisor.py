@@ -24,6 +24,7 @@ from pretraining.command_line import OneLineParser, not_negative_integer, positi
 from pretraining.errors import UserError
 from pretraining.runtime.exit_codes import FINISHED, HANG, NOT_RESTARTED, STOPPED, SUPERVISOR
 from pretraining.runtime.restarts import RESTART, STARTED
+from pretraining.runtime.signals import ASKING
 from pretraining.supervise.host_agent import end_what_is_left, kill_all, told_code
 from pretraining.supervise.hostfile import HostfileCommand, Hosts
 
@@ -38,7 +39,6 @@ anything else is a crash. A crash and 76 are started again. Several machines: on
 --hostfile`, one where the command is typed."""
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 5.0, 300.0
-REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 CRASH = 1
 MEET_ANEW = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """Variable of torchrun, without which nodes that stay look for the ranks' store on a first node that may be gone
@@ -118,7 +118,7 @@ class Supervisor:
         self._asked_at, self._started = 0.0, time.time()
         # only the main thread may set handlers: elsewhere, nobody can ask
         if threading.current_thread() is threading.main_thread():
-            for number in REQUESTS:
+            for number in ASKING:
                 signal.signal(number, self._ask)
 
     def run(self, restarts: int) -> int:

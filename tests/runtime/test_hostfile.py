@@ -14,9 +14,10 @@ from pretraining.checkpoints.fetch import newest_committed
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.errors import UserError
 from pretraining.runtime.exit_codes import STOPPED
+from pretraining.runtime.signals import ASKING
 from pretraining.supervise import supervisor as supervise
 from pretraining.supervise.hostfile import SWITCHES, VALUES, HostfileCommand, Hosts
-from pretraining.supervise.supervisor import CRASH, REQUESTS, Supervisor
+from pretraining.supervise.supervisor import CRASH, Supervisor
 from tests.gear.object_store import Proxy, connect_to, s3_server, use_here
 from tests.gear.runs import REPOSITORY, Run, Started, Workshop, choices, committed, environment, free_port
 from tests.gear.ssh_hosts import SshHosts, installed, ssh_hosts
@@ -33,7 +34,7 @@ SOON = "-o ServerAliveInterval=1 -o ServerAliveCountMax=2 -o ConnectTimeout=2"
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
     """A supervisor sets handlers: those of the tests' own process come back."""
-    before = {number: signal.getsignal(number) for number in REQUESTS}
+    before = {number: signal.getsignal(number) for number in ASKING}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

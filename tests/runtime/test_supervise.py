@@ -11,6 +11,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from pretraining.runtime.exit_codes import FINISHED, GAVE_UP, HANG, STOPPED, USER_ERROR, tell_exit_code
+from pretraining.runtime.signals import ASKING
 from pretraining.supervise import host_agent
 from pretraining.supervise import supervisor as supervise
 from tests.gear.runs import Started, execute
@@ -20,7 +21,7 @@ from tests.gear.runs import Started, execute
 def quick(monkeypatch):
     """No pause between two starts; the handlers of the tests' own process stay as they are."""
     monkeypatch.setattr(supervise, "FIRST_PAUSE_SECONDS", 0.01)
-    before = {number: signal.getsignal(number) for number in supervise.REQUESTS}
+    before = {number: signal.getsignal(number) for number in ASKING}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
