@@ -32,7 +32,7 @@ from pretraining.schema import REPOSITORY
 
 if TYPE_CHECKING:
     from pretraining.checkpoints.manager import CheckpointManager
-    from pretraining.training.job import Job
+    from pretraining.training.monitors import Job
     from pretraining.training.trainer import PretrainingTrainer
 
 
@@ -76,8 +76,7 @@ def train(
     from pretraining.reporting.live import live_report
     from pretraining.runtime.notices import notices
     from pretraining.training.arrival import arriving_data
-    from pretraining.training.job import Job
-    from pretraining.training.monitors import RunMonitors
+    from pretraining.training.monitors import Job, RunMonitors
     from pretraining.training.ranks import joined_ranks
 
     load_extensions(recipe.extensions)  # the user's own modules, on every rank

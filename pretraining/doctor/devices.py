@@ -15,7 +15,7 @@ from pretraining.planning.quantities import num_bytes, several, three_digits
 from pretraining.planning.shapes import shape_of, widths_of
 from pretraining.planning.throughput import precision_of_products
 from pretraining.recipe import Recipe
-from pretraining.training.gpu_readings import GpuReadings
+from pretraining.training.throughput import GpuReadings
 
 SLOW_RANK = 0.9
 """Share of the median. GPUs of one kind differ by a few percent; a rank 10 % below it delays all others by as much."""

@@ -10,7 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import is_flash_attn_3_available
 
 from pretraining.errors import UserError
-from pretraining.model.sequence_parallel import SPLIT, register_split
+from pretraining.model.parallel import SPLIT, register_split
 from pretraining.recipe.model import is_exact
 from pretraining.runtime.rank_groups import RankGroups
 

@@ -29,8 +29,7 @@ from pretraining.errors import UserError, nearest
 from pretraining.extend import load_pretrained
 from pretraining.model.counting import build_on_meta
 from pretraining.model.initial_weights import fill
-from pretraining.model.native_weights import KEY, translated
-from pretraining.model.weight_files import CHUNK, WeightFiles, open_weights
+from pretraining.model.weight_files import CHUNK, KEY, WeightFiles, open_weights, translated
 from pretraining.recipe import Recipe
 from pretraining.recipe.model import Model
 from pretraining.runtime.heartbeat import long_work
@@ -54,7 +53,7 @@ _FREE = re.compile(
 _ROPE = re.compile(r"rope_\w+")
 """Keys that may differ if the recipe itself gives them: a longer context is trained with others."""
 _NATIVE = ("tok_embeddings.weight", "attention.wq.weight")
-"""How names end that Meta, torchtune and torchtitan use within; native_weights.py translates a Llama's."""
+"""How names end that Meta, torchtune and torchtitan use within; `translated` is for a Llama's."""
 _TRIAL = "def f(x):\n    return x**2 + 1  # Grüße, 123 4567"
 
 

@@ -26,7 +26,7 @@ from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.prepared import PreparedData
 from pretraining.data.shards import TokenSplit
 from pretraining.errors import UserError
-from pretraining.model.expert_parallel import ExpertDispatch, expert_modules
+from pretraining.model.parallel import ExpertDispatch, expert_modules
 from pretraining.planning.run_plan import RunPlan
 from pretraining.recipe import Recipe
 from pretraining.rehearsal.stand_in_checkpoint import write_stand_in
@@ -35,8 +35,7 @@ from pretraining.runtime.exit_codes import STOPPED
 from pretraining.runtime.process_group import deciding_alone
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.arrival import arriving_data
-from pretraining.training.job import Job
-from pretraining.training.monitors import RunMonitors
+from pretraining.training.monitors import Job, RunMonitors
 from pretraining.upstream.fake_gpu import GPU, fake_gpu
 from pretraining.upstream.fake_ranks import without_other_ranks
 

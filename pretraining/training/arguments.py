@@ -162,7 +162,7 @@ def engine_config(recipe: Recipe, ds_config: dict | None) -> dict | None:
     config = {**ds_config, "timers": {"throughput": {"enabled": False}}}
     # Sequences are split here. With its key, DeepSpeed 0.19.8 would count fewer ranks than it averages over.
     config.pop("sequence_parallel_size", None)
-    # Experts too (model/expert_parallel.py): DeepSpeed would replace the routers by its own.
+    # Experts too (model/parallel.py): DeepSpeed would replace the routers by its own.
     config.pop("expert_parallel", None)
     if degrees_of(ds_config).tensor > 1:
         config["tensor_parallel"] = {**ds_config["tensor_parallel"], "partition_config": split_layers()}
@@ -188,7 +188,7 @@ def engine_config(recipe: Recipe, ds_config: dict | None) -> dict | None:
 def split_layers() -> dict:
     """Return the rules by which AutoTP splits layers (`tensor_parallel.partition_config`).
 
-    Attention and MLP are split; norms are whole on every rank. Embedding and head are `model/vocabulary_parallel.py`'s.
+    Attention and MLP are split; norms are whole on every rank. Embedding and head are `model/parallel.py`'s.
     """
     columns = r".*\.self_attn\.[qkv]_proj\.(weight|bias)$", r".*\.mlp\.(gate|up)_proj\.(weight|bias)$"
     rows = r".*\.self_attn\.o_proj\.weight$", r".*\.mlp\.down_proj\.weight$"

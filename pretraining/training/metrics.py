@@ -29,9 +29,16 @@ from pretraining.runtime.metric_names import grouped_names, perplexity
 from pretraining.runtime.process_group import sum_over_ranks
 from pretraining.runtime.run_folder import RunFolder, keep_past_rows
 from pretraining.runtime.wall_time import Goodput, Price
-from pretraining.training.gpu_readings import GpuReadings, of_all_ranks
-from pretraining.training.spikes import advice
-from pretraining.training.throughput import PAUSES, SpeedMeter, Stragglers, device_memory, time_optimizer
+from pretraining.training.stability import advice
+from pretraining.training.throughput import (
+    PAUSES,
+    GpuReadings,
+    SpeedMeter,
+    Stragglers,
+    device_memory,
+    of_all_ranks,
+    time_optimizer,
+)
 
 
 def logged_number(name: str, value: Any) -> Any:

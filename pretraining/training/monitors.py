@@ -6,18 +6,23 @@ Callbacks may have two methods beside the Trainer's own events:
 - `on_sources(sources)`: [batch] numbers of the sources of the next micro-batch, before its forward pass.
 """
 
+import argparse
 import gc
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 
 from pretraining.data.packed_dataset import PackedDataset, step_origins
+from pretraining.data.prepared import PreparedData
 from pretraining.extend import all_of
 from pretraining.planning.costs import price_of
 from pretraining.planning.run_plan import RunPlan
 from pretraining.recipe import Recipe
 from pretraining.runtime.run_folder import RunFolder
+from pretraining.training.arrival import Arrival
 from pretraining.training.gradients import LayerNormsCallback, NoiseScaleCallback
 from pretraining.training.hangs import HangCallback
 from pretraining.training.metrics import (
@@ -108,3 +113,21 @@ class SettledCollector(TrainerCallback):
         gc.freeze()
         self.has_frozen = True
         gc.enable()
+
+
+@dataclass
+class Job:
+    """What this process trains, with what, and where to."""
+
+    recipe: Recipe
+    plan: RunPlan
+    data: PreparedData
+    run: RunFolder
+    options: argparse.Namespace
+    """The command line's."""
+    monitors: RunMonitors
+    arrival: Arrival
+    device: torch.device | None = None
+    """On which the model is built, without numbers, in a rehearsal; None: on the host, with its weights."""
+    checkpoints: Callable[..., Any] | None = None
+    """Makes what a rehearsal saves and loads with, in place of a `CheckpointManager`."""

@@ -34,15 +34,16 @@ from pretraining.runtime.journal import NOTHING_HEALED
 from pretraining.runtime.rank_groups import ALONE, RankGroups
 from pretraining.runtime.signals import ignore_in_worker
 from pretraining.training.arguments import collate_blocks, training_refusals
-from pretraining.training.clipping import choose_clipping
+from pretraining.training.gradients import choose_clipping
 from pretraining.training.monitors import RunMonitors, SettledCollector, notify
 from pretraining.training.muon import BindPartitions, Muon
 from pretraining.training.optimizers import (
     choose_optimizer,
     counting_by_tensor,
     describe_groups,
+    follow_run,
+    own_schedule,
 )
-from pretraining.training.schedule import follow_run, own_schedule
 from pretraining.training.stopping import StoppingCallback
 from pretraining.training.throughput import StepClock
 from pretraining.upstream.deepspeed import keep_norm_at_stage_0, mend_optimizer

@@ -2,7 +2,7 @@
 
 AutoTP cuts a weight in place, notes on it what was cut, and marks it, so that gradient norms count each part once and
 exports gather the whole. `hold_rows` has AutoTP's own layer write the note and the marks for a weight which our modules
-keep (`model/vocabulary_parallel.py`). All that reads them (`upstream/deepspeed.py`) then holds for these weights too.
+keep (`model/parallel.py`). All that reads them (`upstream/deepspeed.py`) then holds for these weights too.
 
 DeepSpeed has layers for it, `VocabParallelEmbedding` and `VocabParallelLinear`, which are not used. They take the place
 of the model's modules, install a loss of their own, without a z-loss and on all logits of a rank at once, and split the

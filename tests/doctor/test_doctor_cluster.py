@@ -128,7 +128,7 @@ def test_the_rate_of_products_is_that_of_a_gpu_under_load(monkeypatch):
 
     work = Devices(Products(64, 32, 128, "fp32"), on_gpu=True)
     monkeypatch.setattr(Devices, "_rounds", rounds)
-    monkeypatch.setattr("pretraining.training.gpu_readings.GpuReadings.under_load", lambda self: {})
+    monkeypatch.setattr("pretraining.training.throughput.GpuReadings.under_load", lambda self: {})
     assert work._rate(10.0, lambda: None) == (40.0, {})  # the median; the load before it does not count
     assert asked[0] == LOADED_SECONDS >= 20
 

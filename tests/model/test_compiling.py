@@ -13,8 +13,15 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
 from pretraining.model.attention import TORCH_VARLEN, register_kernels
-from pretraining.model.build import build_config, build_from_recipe, build_model
-from pretraining.model.compiling import blocks_of, check_compiler, compile_model, describe_compilation
+from pretraining.model.build import (
+    blocks_of,
+    build_config,
+    build_from_recipe,
+    build_model,
+    check_compiler,
+    compile_model,
+    describe_compilation,
+)
 from pretraining.model.loss import build_loss
 from pretraining.planning.memory.need import memory_need
 from pretraining.planning.memory.tensors import layer_numel, parameter_tensors

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from pretraining.errors import UserError
-from pretraining.model.build import build_model
-from pretraining.model.compiling import check_fp8_hardware, convert_products
+from pretraining.model.build import build_model, check_fp8_hardware, convert_products
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.recipe.sections import Speed
 from tests.gear.runs import LLAMA

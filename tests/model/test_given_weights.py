@@ -26,8 +26,7 @@ from pretraining.model.given_weights import (
     find_folder,
     revision_of,
 )
-from pretraining.model.native_weights import translated
-from pretraining.model.weight_files import open_weights
+from pretraining.model.weight_files import open_weights, translated
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.memory.need import state_of_recipe
 from pretraining.planning.memory.tensors import ParametersVerb, frozen_tensors, trained_tensors

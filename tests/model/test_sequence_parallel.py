@@ -10,7 +10,7 @@ from pretraining.data.document_masking import document_borders, part_of_sequence
 from pretraining.ds_config import Degrees, load_ds_config
 from pretraining.errors import UserError
 from pretraining.evaluation.validation import _batch
-from pretraining.model.sequence_parallel import document_mask
+from pretraining.model.parallel import document_mask
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.runtime.rank_groups import RankGroups
 from tests.checkpoints.test_reshard import unfinished

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pretraining.recipe import load_recipe
-from pretraining.training.clipping import UnitDivision, choose_clipping
+from pretraining.training.gradients import UnitDivision, choose_clipping
 from tests.gear.runs import MODELS, execute
 from tests.training.test_muon import built
 

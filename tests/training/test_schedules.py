@@ -12,7 +12,7 @@ from pretraining.recipe import load_recipe
 from pretraining.recipe.budget import Budget
 from pretraining.recipe.progress import Progress
 from pretraining.training.arguments import build_arguments
-from pretraining.training.schedule import follow_run
+from pretraining.training.optimizers import follow_run
 from tests.checkpoints.test_reshard import unfinished
 from tests.gear.runs import Run, execute
 from tests.training.test_batch_ramp import RAMPED

@@ -21,9 +21,8 @@ from pretraining.recipe.training import Training
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.journal import Journal, Rollback
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.training.schedule import apply_schedule_now, follow_run
-from pretraining.training.spikes import Plateau, SpikeScore
-from pretraining.training.stability import NonFiniteGuard
+from pretraining.training.optimizers import apply_schedule_now, follow_run
+from pretraining.training.stability import NonFiniteGuard, Plateau, SpikeScore
 from tests.gear.runs import SMALL_RECIPE, Started
 
 SPIKES = Spikes(non_finite_streak=3)
