@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from pretraining.recipe import Recipe
@@ -232,9 +232,7 @@ class Clipping(TrainerCallback):
     def __init__(self, value: float | None, ratio: float | None) -> None:
         self.value, self.ratio = value, ratio
 
-    def on_train_begin(
-        self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args, state, control, model, optimizer, **kwargs) -> None:
         self.begin(model, getattr(optimizer, "optimizer", optimizer))
 
     def begin(self, model: PreTrainedModel, optimizer: Any) -> None:
@@ -347,9 +345,7 @@ class LayerNormsCallback(TrainerCallback):
         self.norms: LayerNorms | None = None
         self.measures, self.gradient_norm, self.latest = False, None, {}
 
-    def on_step_begin(
-        self, args: Any, state: TrainerState, control: Any, model: Any, optimizer: Any, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args, state, control, model, optimizer, **kwargs) -> None:
         step = state.global_step
         # global_step still counts finished steps: the one that begins is the next
         self.is_due = self.every_steps is not None and (step + 1) % self.every_steps == 0
@@ -364,7 +360,7 @@ class LayerNormsCallback(TrainerCallback):
         """Keep the norm of the whole step before clipping; None if nothing was clipped."""
         self.gradient_norm = norm
 
-    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args, state, control, **kwargs) -> None:
         if not self.measures:
             return
         whole = None if self.gradient_norm is None else float(self.gradient_norm)
@@ -374,7 +370,7 @@ class LayerNormsCallback(TrainerCallback):
         if self.follows_alert and found and state.is_world_process_zero:
             self.run.add_event("layer_norms", step=state.global_step, gradient_norms=found)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict, **kwargs: Any) -> None:
+    def on_log(self, args, state, control, logs, **kwargs) -> None:
         if "loss" in logs:
             logs.update({f"{PREFIX}{layer}": norm for layer, norm in self.latest.items()})
             self.latest = {}
@@ -430,15 +426,7 @@ class NoiseScaleCallback(TrainerCallback, ExportableState):
         self.scale: NoiseScale | None = None
         self.measures, self.is_new, self.gradient_norm = False, False, None
 
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: Any,
-        model: Any,
-        optimizer: Any,
-        **kwargs: Any,
-    ) -> None:
+    def on_train_begin(self, args, state, control, model, optimizer, **kwargs) -> None:
         if args.gradient_accumulation_steps * args.world_size == 1:
             print(
                 "monitors.noise_scale_steps: a step is one micro-batch here, so there is nothing to compare it with; "
@@ -454,16 +442,14 @@ class NoiseScaleCallback(TrainerCallback, ExportableState):
             self.scale.restore(saved["attributes"])
         state.stateful_callbacks[name] = self.state()
 
-    def on_step_begin(
-        self, args: Any, state: TrainerState, control: Any, optimizer: Any, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args, state, control, optimizer, **kwargs) -> None:
         self.measures = self.norms is not None and (state.global_step + 1) % self.every_steps == 0
         if self.measures:
             # before the step, which may change the scale for the next one
             self.loss_scale = loss_scale(optimizer)
             self.norms.open()
 
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_substep_end(self, args, state, control, **kwargs) -> None:
         if self.measures:
             self.norms.fold()
 
@@ -471,7 +457,7 @@ class NoiseScaleCallback(TrainerCallback, ExportableState):
         """Keep the norm of the whole step before clipping; None if DeepSpeed does not report it."""
         self.gradient_norm = norm
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args, state, control, **kwargs) -> None:
         if not self.measures:
             return
         total, own_passes = self.norms.close()
@@ -486,7 +472,7 @@ class NoiseScaleCallback(TrainerCallback, ExportableState):
         self.scale.add(small_square, float(self.gradient_norm) ** 2, passes * self.scale.small)
         self.is_new = True
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict, **kwargs: Any) -> None:
+    def on_log(self, args, state, control, logs, **kwargs) -> None:
         if "loss" in logs and self.is_new and self.scale.value is not None:
             logs["stability/gradient_noise_scale"] = round(self.scale.value, 3)
             self.is_new = False

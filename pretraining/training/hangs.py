@@ -12,9 +12,8 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 
 from pretraining.runtime.exit_codes import HANG, tell_exit_code
 from pretraining.runtime.heartbeat import Heartbeat, Place, heartbeat_path, read_place
@@ -36,7 +35,7 @@ class HangCallback(TrainerCallback):
         self.run, self.hang_minutes = run, hang_minutes
         self.watch: Watch | None = None
 
-    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
         if self.hang_minutes is None or self.watch is not None:
             return  # no watch, or that of the attempt before a rollback
         if self.run.disks.is_first:
@@ -49,25 +48,25 @@ class HangCallback(TrainerCallback):
         if self.watch is not None:
             self.watch.heartbeat.arrive(phase, state.global_step)
 
-    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
         self._arrive("training", state)
 
-    def on_substep_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_substep_end(self, args, state, control, **kwargs) -> None:
         self._arrive("training", state)
 
-    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args, state, control, **kwargs) -> None:
         self._arrive("training", state)
 
-    def on_prediction_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_prediction_step(self, args, state, control, **kwargs) -> None:
         self._arrive("validation", state)
 
-    def on_evaluate(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_evaluate(self, args, state, control, **kwargs) -> None:
         self._arrive("validation", state)
 
-    def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_save(self, args, state, control, **kwargs) -> None:
         self._arrive("save", state)
 
-    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args, state, control, **kwargs) -> None:
         self._arrive("end", state)
 
 

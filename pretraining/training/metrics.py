@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from pretraining.data.document_masking import IGNORED
@@ -67,9 +67,7 @@ class MetricsCallback(TrainerCallback):
     ) -> None:
         self.run, self.speed, self.tokens_per_epoch, self.price = run, speed, tokens_per_epoch, price
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: Any, optimizer: Any = None, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args, state, control, optimizer=None, **kwargs) -> None:
         # On resume the Trainer restores the old run's intervals of logs and saves. Use the recipe's.
         state.compute_steps(args, state.max_steps)
         if state.is_world_process_zero:
@@ -82,9 +80,7 @@ class MetricsCallback(TrainerCallback):
         time_optimizer(optimizer, self.speed.clock)
         self.speed.clock.start()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args, state, control, **kwargs) -> None:
         # by tokens: the steps of a ramp differ in size
         if (tokens_per_epoch := self.tokens_per_epoch()) is not None:
             state.epoch = self.speed.tokens_at(state.global_step) / tokens_per_epoch
@@ -95,9 +91,7 @@ class MetricsCallback(TrainerCallback):
         if not control.should_log:
             self._enter_pause(control)
 
-    def on_log(
-        self, args: Any, state: TrainerState, control: TrainerControl, logs: dict, **kwargs: Any
-    ) -> None:
+    def on_log(self, args, state, control, logs, **kwargs) -> None:
         if "train_runtime" in logs:  # the Trainer's closing summary repeats what the rows say
             return
         # callbacks of a user's own come before this one
@@ -114,7 +108,7 @@ class MetricsCallback(TrainerCallback):
         if "loss" in logs:
             self._enter_pause(control)
 
-    def on_evaluate(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(self, args, state, control, **kwargs) -> None:
         self.speed.clock.enter("saving" if control.should_save else "other")
 
     def _enter_pause(self, control) -> None:
@@ -163,7 +157,7 @@ class ProgressCallback(TrainerCallback):
     def __init__(self) -> None:
         self.bar: tqdm | None = None
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
         if state.is_world_process_zero:
             self.on_terminal = sys.stderr.isatty()
             self.bar = tqdm(
@@ -176,11 +170,11 @@ class ProgressCallback(TrainerCallback):
                 disable=not self.on_terminal,
             )
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args, state, control, **kwargs) -> None:
         if self.bar is not None:
             self.bar.update(1)
 
-    def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict, **kwargs: Any) -> None:
+    def on_log(self, args, state, control, logs, **kwargs) -> None:
         if self.bar is None or not ("loss" in logs or "eval_loss" in logs):
             return
         if "eval_loss" in logs:
@@ -202,7 +196,7 @@ class ProgressCallback(TrainerCallback):
                 f"{minutes // 60}:{minutes % 60:02}:{seconds:02} left"
             )
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args, state, control, **kwargs) -> None:
         if self.bar is not None:
             self.bar.close()
 
@@ -248,7 +242,7 @@ class SourceLoss(TrainerCallback):
 
         return watched
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict, **kwargs: Any) -> None:
+    def on_log(self, args, state, control, logs, **kwargs) -> None:
         if "loss" not in logs or self.sums is None:
             return
         flat, self.sums = sum_over_ranks(self.sums.flatten().tolist()), None
@@ -313,13 +307,13 @@ class ExpertLoad(TrainerCallback, ExportableState):
             experts = logits.topk(self.chosen, dim=-1, sorted=False).indices.flatten()
             layer.scatter_add_(0, experts, torch.ones_like(experts))
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
         name = type(self).__name__
         saved = state.stateful_callbacks.get(name, self.state())
         self.starved = {(layer, expert): windows for layer, expert, windows in saved["attributes"]["starved"]}
         state.stateful_callbacks[name] = self.state()
 
-    def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict, **kwargs: Any) -> None:
+    def on_log(self, args, state, control, logs, **kwargs) -> None:
         if "loss" not in logs or self.counts is None:
             return
         counts = self._take_counts()

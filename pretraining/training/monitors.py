@@ -107,7 +107,7 @@ class SettledCollector(TrainerCallback):
     has_frozen = False
     """Whether what existed when training began is left out of collections."""
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
         gc.collect()
         # what exists now lives as long as the run: later collections need not look at it
         gc.freeze()

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.adamw import adamw
-from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.pytorch_utils import Conv1D
 
 from pretraining.runtime.process_group import rank_and_world_size
@@ -446,9 +446,7 @@ class BindPartitions(TrainerCallback):
     def __init__(self, muon: Muon) -> None:
         self.muon = muon
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: Any, control: Any, model: Any, optimizer: Any, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args, state, control, model, optimizer, **kwargs) -> None:
         zero = getattr(optimizer, "optimizer", optimizer)
         if args.deepspeed and zero is not self.muon:
             bind_partitions(self.muon, zero)

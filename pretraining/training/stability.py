@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.state import GradientState
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from pretraining.recipe.sections import Monitors
@@ -260,15 +260,7 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         self.finding: Instability | None = None
         self.alerted_step: int | None = None
 
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: Any,
-        optimizer: Any,
-        lr_scheduler: Any,
-        **kwargs: Any,
-    ) -> None:
+    def on_train_begin(self, args, state, control, optimizer, lr_scheduler, **kwargs) -> None:
         self.guard = NonFiniteGuard(optimizer)
         self.is_scaled = args.fp16
         self.loss_scale = loss_scale(optimizer)
@@ -283,15 +275,7 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         """Keep the step's norm before clipping. DeepSpeed reports it after the step, the Trainer before it."""
         self.guard.on_gradient_norm(norm)
 
-    def on_step_end(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        optimizer: Any,
-        lr_scheduler: Any,
-        **kwargs: Any,
-    ) -> None:
+    def on_step_end(self, args, state, control, optimizer, lr_scheduler, **kwargs) -> None:
         if getattr(optimizer, "step_was_skipped", False):
             # ZeRO or fp16 skipped it, so the Trainer did not advance the schedule. But the rate belongs to the step.
             step_schedule(lr_scheduler)
@@ -304,7 +288,7 @@ class StabilityMonitor(TrainerCallback, ExportableState):
             # the caller returns to an earlier checkpoint, or ends the run
             control.should_save = control.should_evaluate = False
 
-    def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict, **kwargs: Any) -> None:
+    def on_log(self, args, state, control, logs, **kwargs) -> None:
         if "loss" in logs:
             for name in COUNTED:
                 logs[f"stability/{name}"] = getattr(self, name)

@@ -8,9 +8,8 @@ import signal
 import sys
 import time
 from collections.abc import Iterable
-from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 
 from pretraining.recipe.sections import Evaluation
 from pretraining.runtime.exit_codes import STOPPED, supervisor_file, tell_exit_code
@@ -114,9 +113,7 @@ class StoppingCallback(TrainerCallback):
     def __init__(self, stop: StopRequests) -> None:
         self.stop = stop
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
         """Repeat the validation of the resumed step, if it was due and a stop cut it short."""
         measured = any(row["step"] == state.global_step for row in state.log_history if "eval_loss" in row)
         due = (
@@ -124,7 +121,7 @@ class StoppingCallback(TrainerCallback):
         )
         args.eval_on_start = args.eval_on_start or bool(due and not measured)
 
-    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args, state, control, **kwargs) -> None:
         if self.stop.agreed():
             control.should_save = control.should_training_stop = True
 
@@ -143,11 +140,11 @@ class EarlyStopping(TrainerCallback):
         self.run, self.metric = run, f"eval_{metric}"
         self.patience, self.min_improvement = patience, min_improvement
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
         if self._is_over(state):
             control.should_training_stop = True
 
-    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(self, args, state, control, **kwargs) -> None:
         # after the last step training ends anyway: that is no early stop
         if state.global_step >= state.max_steps or not self._is_over(state):
             return

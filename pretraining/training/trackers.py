@@ -178,7 +178,7 @@ class SampleTexts(TrainerCallback):
         """callback: the tracker's own."""
         self.run, self.callback, self.show = run, callback, show
 
-    def on_evaluate(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_evaluate(self, args, state, control, **kwargs) -> None:
         rows = read_rows(self.run.samples) if state.is_world_process_zero else []
         if now := [row for row in rows if row.get("step") == state.global_step]:
             self.show(self.callback, now)
@@ -196,9 +196,7 @@ class RunIdentity(TrainerCallback):
     def __init__(self, run: RunFolder, run_name: str, names: list[str], project: str | None = None) -> None:
         self.run, self.run_name, self.names, self.project = run, run_name, names, project or PROJECT
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
         # `training.run_name`, else the recipe's name
         args.run_name, args.project = args.run_name or self.run_name, self.project
         self.run_name = args.run_name
