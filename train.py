@@ -1,7 +1,7 @@
 """Pretrain a causal language model: recipe x ds_config -> runs/<name>/."""
 
 import argparse
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING
 
 from pretraining.command_line import on_one_node, parse_train_arguments
@@ -75,7 +75,7 @@ def train(
     from pretraining.checkpoints.live_files import live_files
     from pretraining.reporting.live import live_report
     from pretraining.runtime.notices import notices
-    from pretraining.training.arrival import arriving_data
+    from pretraining.training.arrival import Arrival
     from pretraining.training.monitors import Job, RunMonitors
     from pretraining.training.ranks import joined_ranks
 
@@ -89,7 +89,7 @@ def train(
         if options.resume == "auto" and from_rank_0(lambda: run.is_finished(recipe.to_dict())):
             return from_rank_0(lambda: report_end(run))
         monitors = RunMonitors(run, recipe)
-        with arriving_data(recipe, options.data_dir, run, monitors.stop) as arrival:
+        with closing(Arrival(recipe, options.data_dir, run, monitors.stop)) as arrival:
             data = data or arrival.open(options.resume, options.allow_change)
             while not attempt(Job(recipe, plan, data, run, options, monitors, arrival)):
                 # Rolled back: the run's journal names the step to go on from and the samples to leave out.

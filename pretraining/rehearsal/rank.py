@@ -7,7 +7,7 @@ have shapes and no numbers (upstream/fake_gpu.py), and files of checkpoints have
 import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from pretraining.rehearsal.stand_in_data import StandInData
 from pretraining.runtime.exit_codes import STOPPED
 from pretraining.runtime.process_group import deciding_alone
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.training.arrival import arriving_data
+from pretraining.training.arrival import Arrival
 from pretraining.training.monitors import Job, RunMonitors
 from pretraining.upstream.fake_gpu import GPU, fake_gpu
 from pretraining.upstream.fake_ranks import without_other_ranks
@@ -118,7 +118,7 @@ def start_as(
     gpu_of_none = fake_gpu(place.world_size, place.rank, here, **named)
     with gpu_of_none as machine, without_other_ranks(), deciding_alone():
         monitors = RankMonitors(run, recipe, done, isinstance(data, StandInData))
-        with arriving_data(recipe, options.data_dir, run, monitors.stop) as arrival:
+        with closing(Arrival(recipe, options.data_dir, run, monitors.stop)) as arrival:
             checkpoints = partial(RankCheckpoints, place, done)
             try:
                 attempt(Job(recipe, plan, data, run, options, monitors, arrival, GPU, checkpoints))

@@ -21,15 +21,12 @@ from transformers.trainer_callback import ExportableState
 from pretraining.data.document_masking import IGNORED
 from pretraining.errors import UserError
 from pretraining.planning.quantities import several
-from pretraining.recipe import Recipe, model_with_defaults
-from pretraining.recipe.data import is_mixed, source_names
-from pretraining.recipe.model import is_exact
 from pretraining.runtime.durable_files import append_row
 from pretraining.runtime.metric_names import grouped_names, perplexity
 from pretraining.runtime.process_group import sum_over_ranks
 from pretraining.runtime.run_folder import RunFolder, keep_past_rows
 from pretraining.runtime.wall_time import Goodput, Price
-from pretraining.training.stability import advice
+from pretraining.training.stability import ADVICE
 from pretraining.training.throughput import (
     PAUSES,
     GpuReadings,
@@ -201,9 +198,10 @@ class ProgressCallback(TrainerCallback):
             self.bar.close()
 
     def _print(self, line: str) -> None:
-        self.bar.write(line, file=sys.stderr) if self.on_terminal else print(
-            line, file=sys.stderr, flush=True
-        )
+        if self.on_terminal:
+            self.bar.write(line, file=sys.stderr)
+        else:
+            print(line, file=sys.stderr, flush=True)
 
 
 class SourceLoss(TrainerCallback):
@@ -219,7 +217,7 @@ class SourceLoss(TrainerCallback):
         self.sums: torch.Tensor | None = None
 
     def on_sources(self, sources: torch.Tensor) -> None:
-        """Keep the numbers of the next micro-batch's sources, [batch]."""
+
         self.sources = sources
 
     def around(self, compute_loss: Callable) -> Callable:
@@ -251,13 +249,6 @@ class SourceLoss(TrainerCallback):
                 logs[f"train/{name}_loss"] = nats / targets
 
 
-def source_losses(recipe: Recipe) -> list[SourceLoss]:
-    """Return one callback if the recipe mixes sources and does not switch it off; else none."""
-    if not (recipe.monitors.source_loss and is_mixed(recipe.data)):
-        return []
-    return [SourceLoss(source_names(recipe.data, str(recipe.path)))]
-
-
 PREFIX = "stability/expert_load/"
 STARVED = 0.1
 """An expert starves if it gets less than this part of an even share ..."""
@@ -265,13 +256,6 @@ WINDOWS = 3
 """... in so many logged windows in a row ..."""
 FEWEST = 100
 """... in each of which an even share was at least so many tokens."""
-
-
-def experts_per_token(recipe: Recipe) -> int | None:
-    """Return how many experts a token is sent to; None if the model is not known to output its routers' scores."""
-    model = model_with_defaults(recipe.model)
-    tells = is_exact(model) and model.get("output_router_logits")
-    return model["num_experts_per_tok"] if tells else None
 
 
 class ExpertLoad(TrainerCallback, ExportableState):
@@ -316,21 +300,20 @@ class ExpertLoad(TrainerCallback, ExportableState):
     def on_log(self, args, state, control, logs, **kwargs) -> None:
         if "loss" not in logs or self.counts is None:
             return
-        counts = self._take_counts()
+        num_experts = self.counts.shape[1]
+        flat, self.counts = (
+            sum_over_ranks(self.counts.flatten().tolist()),
+            None,
+        )  # the host waits for the device
+        counts = [flat[start : start + num_experts] for start in range(0, len(flat), num_experts)]
         logs.update({f"{PREFIX}{name}": value for name, value in load_metrics(counts).items()})
         found = self._newly_starved(counts)
         if found and state.is_world_process_zero:
-            kind = "starved_experts"
-            self.run.add_event(kind, step=state.global_step, experts=found, **advice(kind))
+            advice = ADVICE["starved_experts"]
+            self.run.add_event("starved_experts", step=state.global_step, experts=found, **advice)
             first = f"expert {found[0]['expert']} of layer {found[0]['layer']}, {found[0]['share']:.1%} of its choices"
             line = f"step {state.global_step}: {several(len(found), 'expert')} starved, the first: {first}"
-            print(f"{line}; try {advice(kind)['try'][0]}", file=sys.stderr, flush=True)
-
-    def _take_counts(self) -> list[list[float]]:
-        """Return the counts of all ranks since the last call, [layers, experts]; the host waits for the device here."""
-        num_experts, flat = self.counts.shape[1], sum_over_ranks(self.counts.flatten().tolist())
-        self.counts = None
-        return [flat[start : start + num_experts] for start in range(0, len(flat), num_experts)]
+            print(f"{line}; try {advice['try'][0]}", file=sys.stderr, flush=True)
 
     def _newly_starved(self, counts: list[list[float]]) -> list[dict]:
         """Return the experts that have starved for exactly `WINDOWS` windows now. The same on every rank."""

@@ -20,21 +20,17 @@ from pretraining.data.prepared import PreparedData
 from pretraining.extend import all_of
 from pretraining.planning.costs import price_of
 from pretraining.planning.run_plan import RunPlan
-from pretraining.recipe import Recipe
+from pretraining.recipe import Recipe, model_with_defaults
+from pretraining.recipe.data import is_mixed, source_names
+from pretraining.recipe.model import is_exact
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.arrival import Arrival
 from pretraining.training.gradients import LayerNormsCallback, NoiseScaleCallback
 from pretraining.training.hangs import HangCallback
-from pretraining.training.metrics import (
-    ExpertLoad,
-    MetricsCallback,
-    ProgressCallback,
-    experts_per_token,
-    source_losses,
-)
+from pretraining.training.metrics import ExpertLoad, MetricsCallback, ProgressCallback, SourceLoss
 from pretraining.training.profile import PeakMemory, ProfileCallback
 from pretraining.training.stability import Instability, StabilityMonitor
-from pretraining.training.stopping import StopRequests, early_stopping
+from pretraining.training.stopping import EarlyStopping, StopRequests
 from pretraining.training.throughput import SpeedMeter
 from pretraining.training.trackers import build_trackers
 
@@ -59,9 +55,12 @@ class RunMonitors:
         # bound here: the monitor of a later attempt replaces self.stability
         layers_every, alerted = recipe.monitors.layer_norms_steps, self.stability
         self.gradients = [*noise, LayerNormsCallback(run, layers_every, lambda: alerted.alerted_step)]
-        chosen = experts_per_token(recipe) if recipe.monitors.expert_load else None
-        self.experts = [] if chosen is None else [ExpertLoad(run, chosen)]
-        self.sources = source_losses(recipe)
+        model = model_with_defaults(recipe.model)
+        # other classes are not known to output their routers' scores
+        counts = recipe.monitors.expert_load and is_exact(model) and model.get("output_router_logits")
+        self.experts = [ExpertLoad(run, model["num_experts_per_tok"])] if counts else []
+        separate = recipe.monitors.source_loss and is_mixed(recipe.data)
+        self.sources = [SourceLoss(source_names(recipe.data, str(recipe.path)))] if separate else []
         settings = recipe.monitors.profile
         self.profile = [] if settings is None else [ProfileCallback(run, settings)]
         self.speed = SpeedMeter.of(recipe, plan.world_size, start.progress(recipe))
@@ -79,7 +78,7 @@ class RunMonitors:
 
     def callbacks(self, saves: TrainerCallback) -> list[TrainerCallback]:
         """Return the callbacks in the order in which the Trainer must call them."""
-        judging = [self.stability, *early_stopping(self.run, self.recipe.evaluation)]
+        judging = [self.stability, EarlyStopping(self.run, self.recipe.evaluation)]
         logging = [self.metrics, ProgressCallback(), *self.trackers]
         counting = [*self.gradients, *self.sources, *self.experts]
         # saving comes before metrics: the row of a step then includes the save before it

@@ -29,7 +29,6 @@ from pretraining.recipe.training import AVERAGING, Z
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
 from pretraining.training.muon import Muon, hidden_matrices
 from pretraining.upstream.deepspeed import whole_numel, whole_shape
-from pretraining.upstream.torch import rates_now, set_rates
 
 
 def choose_optimizer(recipe: Recipe) -> tuple[Callable, dict] | None:
@@ -281,15 +280,3 @@ def own_schedule(recipe: Recipe, num_steps: int) -> Schedule:
         what = f"{name} must return a share of the peak, a number, and returned {type(first).__name__}"
         raise UserError(f"training.lr_scheduler_type: {what}")
     return lambda step: function(step, **lengths, **keywords)
-
-
-def apply_schedule_now(scheduler: LRScheduler) -> None:
-    """Set the rate of the next step. A checkpoint has the rate from before the journal's last row."""
-    if isinstance(scheduler, LambdaLR):
-        set_rates(scheduler, rates_now(scheduler))
-
-
-def step_schedule(scheduler: LRScheduler) -> None:
-    """Advance the schedule after a step that was not applied: the Trainer does not. A schedule by metrics stays."""
-    if isinstance(scheduler, LambdaLR):
-        scheduler.step()

@@ -8,14 +8,14 @@ DeepSpeed. An alert names likely causes in the order in which to look at them.
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import islice
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from accelerate.state import GradientState
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
@@ -23,8 +23,8 @@ from pretraining.recipe.sections import Monitors
 from pretraining.runtime.process_group import sum_over_ranks
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.gradients import loss_scale
-from pretraining.training.optimizers import apply_schedule_now, step_schedule
 from pretraining.upstream.deepspeed import drop_refused_sums
+from pretraining.upstream.torch import rates_now, set_rates
 
 RECENT = 16
 """Steps whose median is the expected value; few enough to follow a falling loss."""
@@ -217,19 +217,13 @@ ADVICE = {
 }
 
 
-def advice(kind: str) -> dict[str, list[str]]:
-    """Return {"causes", "try"} for one kind of alert."""
-    return ADVICE[kind]
-
-
 COUNTED = ("spikes", "non_finite_steps", "refused_steps")
 """Counted since the beginning of the run; every row has them."""
 MOST_OVERFLOWS = 100
 """Steps in a row without a loss scale that fits: halving comes from 2^32 to 1 in fewer, each tried twice."""
 
 
-@dataclass(frozen=True)
-class Instability:
+class Instability(NamedTuple):
     """Why training was ended early."""
 
     step: int
@@ -268,7 +262,9 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         self._restore(state.stateful_callbacks.get(name))
         # the Trainer expects an entry when it saves, and an older checkpoint lacks it
         state.stateful_callbacks[name] = self.state()
-        apply_schedule_now(lr_scheduler)
+        if isinstance(lr_scheduler, LambdaLR):
+            # A checkpoint has the rate of the next step from before the journal's last row.
+            set_rates(lr_scheduler, rates_now(lr_scheduler))
         self._set_limit()
 
     def on_gradient_norm(self, norm: Any) -> None:
@@ -276,9 +272,10 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         self.guard.on_gradient_norm(norm)
 
     def on_step_end(self, args, state, control, optimizer, lr_scheduler, **kwargs) -> None:
-        if getattr(optimizer, "step_was_skipped", False):
+        if getattr(optimizer, "step_was_skipped", False) and isinstance(lr_scheduler, LambdaLR):
             # ZeRO or fp16 skipped it, so the Trainer did not advance the schedule. But the rate belongs to the step.
-            step_schedule(lr_scheduler)
+            # A schedule by metrics stays.
+            lr_scheduler.step()
         self._judge(self.watch.last_loss(), self.guard.refused_last_step(), state)
         if self.is_scaled:
             self.loss_scale = loss_scale(optimizer)  # of the next step
@@ -316,7 +313,11 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         self.loss_course.add(loss, is_spike or not finite)
         facts = {"loss": loss, "expected": expected, "applied": not refused}
         if not finite:
-            self._judge_non_finite(facts, state)
+            if self.non_finite_streak == 1:
+                self._tell("non_finite", state, **facts)
+            if self.non_finite_streak >= self.settings.non_finite_streak:
+                what = f"{self.non_finite_streak} steps in a row had a loss or gradients that are not finite"
+                self._leave(state, what, policies=("skip", "rollback", "stop"))
         elif is_spike and began:
             self.spikes += 1
             self._tell("spike", state, score=score, **facts)
@@ -330,16 +331,6 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         self.overflow_streak = self.overflow_streak + 1 if overflows else 0
         self.overflow_steps += overflows
         return overflows and self.overflow_streak <= MOST_OVERFLOWS
-
-    def _judge_non_finite(self, facts: dict, state) -> None:
-        if self.non_finite_streak == 1:
-            self._tell("non_finite", state, **facts)
-        if self.non_finite_streak >= self.settings.non_finite_streak:
-            self._leave(
-                state,
-                f"{self.non_finite_streak} steps in a row had a loss or gradients that are not finite",
-                policies=("skip", "rollback", "stop"),
-            )
 
     def _judge_norm(self, norm: float | None, state) -> None:
         if norm is None:
@@ -364,18 +355,20 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         self.alerted_step = state.global_step
         if state.is_world_process_zero:
             score = {} if score is None else {"score": round(score, 2)}
-            facts |= {"policy": self.policy, **self.origins(state.global_step), **advice(kind)}
+            facts |= {"policy": self.policy, **self.origins(state.global_step), **ADVICE[kind]}
             self.run.add_event(kind, step=state.global_step, **score, **facts)
 
     def _set_limit(self) -> None:
-        self.watch.set_limit(self.loss_course.limit(self.settings.score))
+        """Set the highest loss that is applied from now on, rounded to fp32, in which the device compares it."""
+        limit = self.loss_course.limit(self.settings.score)
+        self.watch.limit = torch.tensor(limit, dtype=torch.float32).item()
 
     def state(self) -> dict:
         """Return what checkpoints keep."""
         counts = ("in_spike", "norm_in_spike", "non_finite_streak", *COUNTED)
         counts += ("overflow_steps", "overflow_streak") if self.is_scaled else ()
         parts = {name: getattr(self, name).state() for name in ("loss_course", "norm_course", "plateau")}
-        finding = None if self.finding is None else [self.finding.step, self.finding.sentence]
+        finding = None if self.finding is None else list(self.finding)
         counted = {name: getattr(self, name) for name in counts}
         return {"args": {}, "attributes": {**parts, **counted, "finding": finding}}
 
@@ -449,10 +442,6 @@ class LossWatch:
             # finite, on all ranks and at every ZeRO stage alike.
             keep = torch.where(total <= self.limit, 1.0, math.nan)
             loss.register_hook(lambda gradient: gradient * keep)
-
-    def set_limit(self, limit: float) -> None:
-        """Set the highest loss that is applied from now on, rounded to fp32, in which the device compares it."""
-        self.limit = torch.tensor(limit, dtype=torch.float32).item()
 
     def last_loss(self) -> float:
         """Return the last step's loss in nats per token, as the mean of the ranks; NaN before the first step."""

@@ -132,13 +132,12 @@ class EarlyStopping(TrainerCallback):
     A run that was killed and started again therefore stops at the same step as an uninterrupted one. It does not go on
     from the checkpoint at which it had stopped. The numbers are the same on every rank, and so is the decision.
 
-    metric: a metric of the validation, such as `loss`. patience: the number of validations in
-    a row that are not better than the best before them by more than `min_improvement`.
+    section: its `patience` is the number of validations in a row that are not better in `metric` than the best before
+    them by more than `min_improvement`; None never stops.
     """
 
-    def __init__(self, run: RunFolder, metric: str, patience: int, min_improvement: float) -> None:
-        self.run, self.metric = run, f"eval_{metric}"
-        self.patience, self.min_improvement = patience, min_improvement
+    def __init__(self, run: RunFolder, section: Evaluation) -> None:
+        self.run, self.section, self.metric = run, section, f"eval_{section.metric}"
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         if self._is_over(state):
@@ -152,23 +151,21 @@ class EarlyStopping(TrainerCallback):
         if state.is_world_process_zero:
             values = self._values(state)
             best = best_step(values, self.metric)
-            details = {"metric": self.metric.removeprefix("eval_"), "best": values[best], "best_step": best}
-            self.run.add_event("early_stop", step=state.global_step, **details, patience=self.patience)
+            details = {"metric": self.section.metric, "best": values[best], "best_step": best}
+            self.run.add_event(
+                "early_stop", step=state.global_step, **details, patience=self.section.patience
+            )
 
     def _values(self, state) -> dict[int, float]:
         """Return {step: value} of the validations so far, in order. A repeated one counts once."""
         return {row["step"]: row[self.metric] for row in state.log_history if self.metric in row}
 
     def _is_over(self, state) -> bool:
-        worse = validations_without_gain(self._values(state).values(), self.metric, self.min_improvement)
-        return worse >= self.patience
-
-
-def early_stopping(run: RunFolder, section: Evaluation) -> list[EarlyStopping]:
-    """Return the callback that the recipe's `evaluation` section asks for, or none."""
-    if section.patience is None:
-        return []
-    return [EarlyStopping(run, section.metric, section.patience, section.min_improvement)]
+        if self.section.patience is None:
+            return False
+        values = self._values(state).values()
+        worse = validations_without_gain(values, self.metric, self.section.min_improvement)
+        return worse >= self.section.patience
 
 
 def validations_without_gain(values: Iterable[float], metric: str, min_improvement: float) -> int:

@@ -21,8 +21,9 @@ from pretraining.recipe.training import Training
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.journal import Journal, Rollback
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.training.optimizers import apply_schedule_now, follow_run
+from pretraining.training.optimizers import follow_run
 from pretraining.training.stability import NonFiniteGuard, Plateau, SpikeScore
+from pretraining.upstream.torch import rates_now, set_rates
 from tests.gear.runs import SMALL_RECIPE, Started
 
 SPIKES = Spikes(non_finite_streak=3)
@@ -151,7 +152,7 @@ def test_the_lowered_rate_is_a_function_of_the_step(tmp_path):
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         follow_run(scheduler, Progress.of(load_recipe("tiny")), journal=journal)
         scheduler.last_epoch = first_step
-        apply_schedule_now(scheduler)
+        set_rates(scheduler, rates_now(scheduler))
         seen = []
         for _ in range(first_step, 10):
             seen.append(optimizer.param_groups[0]["lr"])
