@@ -36,7 +36,8 @@ from pretraining.doctor.shared import (
 )
 from pretraining.planning.gpus import known_gpu
 from pretraining.planning.quantities import several
-from pretraining.training.ranks import device_name, join_ranks, leave_ranks, prepare_rank
+from pretraining.runtime.process_group import device_name
+from pretraining.training.ranks import join_ranks, leave_ranks, prepare_rank
 
 ARRIVAL_SECONDS = 60.0
 """Time between the imports of the first and of the last rank: importing torch from a cold network folder takes long."""

@@ -121,8 +121,7 @@ def build_model(
     Raises:
         UserError: transformers refuses the `model` section, or this machine has no such kernel or no compiler.
     """
-    check_compiler(speed)
-    check_fp8_hardware(speed)
+    check_speed(speed)
     attention = choose_attention(model, arguments, masks_documents)
     if groups.degrees.sequence > 1:
         attention = split_attention(attention, groups)
@@ -187,13 +186,18 @@ MULTIPLE = 16
 """Both sides of a matrix must be a multiple of this for fp8 kernels."""
 
 
-def check_compiler(speed: Speed) -> None:
-    """Raise `UserError` if the recipe names what to compile and this machine has no compiler for inductor."""
+def check_speed(speed: Speed) -> None:
+    """Raise `UserError` if this machine has no compiler for what the recipe names, or no kernels for fp8."""
     if speed.compile == "deepcompile" and not torch.cuda.is_available():
         what = "speed.compile: deepcompile needs a GPU, whose toolkit builds it"
         raise UserError(f"{what}, and there is none here; --set speed.compile=auto")
     if speed.compile in ("blocks", "whole") and (missing := _missing(speed)):
         raise UserError(f"speed.compile: inductor needs {missing}; install it, or --set speed.compile=none")
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    if speed.fp8 != "none" and (capability is None or capability < HOPPER):
+        has = "there is no GPU" if capability is None else f"this one has {capability[0]}.{capability[1]}"
+        needs = f"speed.fp8: {speed.fp8} needs a GPU of compute capability 9.0 (Hopper) or later"
+        raise UserError(f"{needs}, and {has} here; --set speed.fp8=none")
 
 
 def _missing(speed: Speed) -> str | None:
@@ -240,11 +244,7 @@ def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def describe_compilation(speed: Speed, why_none: str | None = None) -> str:
-    """Write what the log says at the start.
-
-    Args:
-        why_none: the reason if `auto` became none.
-    """
+    """Write what the log says at the start. why_none: the reason if `auto` became none."""
     if speed.compile == "none":
         return "compiled: nothing" + (f" ({why_none})" if why_none else "")
     if speed.compile == "deepcompile":
@@ -338,19 +338,6 @@ class FirstPass:
         return result
 
 
-def check_fp8_hardware(speed: Speed) -> None:
-    """Raise `UserError` if this machine has no kernels for fp8, before a model is built."""
-    if speed.fp8 == "none":
-        return
-    key = f"speed.fp8: {speed.fp8}"
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    if capability is None or capability < HOPPER:
-        has = "there is no GPU" if capability is None else f"this one has {capability[0]}.{capability[1]}"
-        raise UserError(
-            f"{key} needs a GPU of compute capability 9.0 (Hopper) or later, and {has} here; --set speed.fp8=none"
-        )
-
-
 def convert_products(model: PreTrainedModel, recipe_name: str, emulate: bool = False) -> int:
     """Let the linear layers of the blocks multiply in fp8 while they are trained; return how many there are.
 
@@ -387,10 +374,9 @@ def _fp8_in_training(fp8_linear: type[nn.Linear]) -> type[nn.Linear]:
 
     class Fp8InTraining(fp8_linear):
         def forward(self, rows: torch.Tensor) -> torch.Tensor:
-            """Multiply [..., in_features] to [..., out_features]."""
-            return (
-                super().forward(rows) if self.training else nn.functional.linear(rows, self.weight, self.bias)
-            )
+            if self.training:
+                return super().forward(rows)
+            return nn.functional.linear(rows, self.weight, self.bias)
 
     return Fp8InTraining
 

@@ -170,9 +170,8 @@ def can_fuse(model: PreTrainedModel) -> bool:
 def install_loss_head(model: PreTrainedModel) -> LossHead:
     """Make the model's own output projection a LossHead: the same parameter, name and tie."""
     head = model.get_output_embeddings()
-    head.__class__ = (
-        WideLossHead if isinstance(head, WideLinear) else LossHead
-    )  # in place: a new module would lose the tie to the embedding
+    # in place: a new module would lose the tie to the embedding
+    head.__class__ = WideLossHead if isinstance(head, WideLinear) else LossHead
     return head
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from pretraining.model.cross_entropy import LossHead
@@ -70,17 +70,6 @@ def _all_to_all(
     taken = rows.new_empty(shape)
     dist.all_to_all_single(taken, rows.contiguous(), received, sent, group=group)
     return taken
-
-
-SPLIT = "split_sequence_"
-"""How the names of these attentions begin, in `attn_implementation`."""
-
-
-def register_split(name: str, kernel: Callable, groups: RankGroups) -> str:
-    """Register a kernel of whole sequences as one of split sequences, and return its name for transformers."""
-    # It gets no mask function: transformers would make the mask of the rank's own part.
-    AttentionInterface.register(f"{SPLIT}{name}", SplitAttention(kernel, groups))
-    return f"{SPLIT}{name}"
 
 
 class HeadsHere(NamedTuple):

@@ -39,16 +39,6 @@ SMALLEST_NORM = 1e-3
 """The least norm of a unit's weights that counts, so that units can leave zero (Brock et al. 2021, section 4)."""
 
 
-class UnitBlock(NamedTuple):
-    """A rectangle of a parameter's elements: `rows` x `columns`, contiguous from `offset` in a flat tensor on."""
-
-    offset: int
-    rows: int
-    columns: int
-    unit: int
-    """The first of its units."""
-
-
 @dataclass(frozen=True)
 class UnitDivision:
     """How the elements of a parameter are divided into units.
@@ -75,8 +65,11 @@ class UnitDivision:
     def count(self) -> int:
         return self.matrices * (self.columns if self.are_columns else self.rows)
 
-    def blocks(self, start: int, numel: int) -> Iterator[UnitBlock]:
-        """Cut the flattened parameter's elements [start, start + numel) into blocks."""
+    def parts(self, start: int, numel: int, offset: int = 0, first: int = 0) -> "Iterator[UnitPart]":
+        """Cut the flattened parameter's elements [start, start + numel), which lie from `offset` on, into rectangles.
+
+        first: the number of the parameter's first unit.
+        """
         position, end = start, start + numel
         while position < end:
             row, column = divmod(position, self.columns)
@@ -88,17 +81,18 @@ class UnitDivision:
                 if self.are_columns:  # the next matrix has columns of its own
                     rows = min(rows, self.rows - row % self.rows)
             unit = row // self.rows * self.columns + column if self.are_columns else row
-            yield UnitBlock(position - start, rows, columns, unit)
+            yield UnitPart(offset + position - start, rows, columns, first + unit, self.are_columns)
             position += rows * columns
 
 
 class UnitPart(NamedTuple):
-    """A block of a flat tensor, and where its units are among all of the tensor's parameters."""
+    """A rectangle of a parameter's elements: `rows` x `columns`, contiguous from `offset` in a flat tensor on."""
 
     offset: int
     rows: int
     columns: int
     first: int
+    """Its first unit, among those of all of the tensor's parameters."""
     are_columns: bool
 
     @property
@@ -139,10 +133,11 @@ def unit_layouts(model: PreTrainedModel, zero: Any = None) -> dict[int, UnitLayo
         if parameter is not spared
     }
     if zero is None:
-        whole = {p: _parts(each, 0, first_element(p), p.numel(), 0) for p, each in units.items()}
         return {
-            id(parameter): UnitLayout(parts, units[parameter].count, False)
-            for parameter, parts in whole.items()
+            id(parameter): UnitLayout(
+                list(each.parts(first_element(parameter), parameter.numel())), each.count, False
+            )
+            for parameter, each in units.items()
         }
     layouts = {}
     for partition in zero_partitions(zero):
@@ -152,18 +147,10 @@ def unit_layouts(model: PreTrainedModel, zero: Any = None) -> dict[int, UnitLayo
             first[parameter], total = total, total + units[parameter].count
         parts: list[UnitPart] = []
         for piece in (each for each in partition.slices if each.parameter in first):
-            of_parameter = units[piece.parameter], first[piece.parameter]
-            parts += _parts(*of_parameter, piece.start, piece.numel, piece.offset)
+            place = piece.start, piece.numel, piece.offset, first[piece.parameter]
+            parts += units[piece.parameter].parts(*place)
         layouts[id(partition.tensor)] = UnitLayout(parts, total, True)
     return layouts
-
-
-def _parts(units: UnitDivision, first: int, start: int, numel: int, offset: int) -> list[UnitPart]:
-    """Return the blocks of a slice that begins at `offset` of a flat tensor."""
-    return [
-        UnitPart(offset + block.offset, block.rows, block.columns, first + block.unit, units.are_columns)
-        for block in units.blocks(start, numel)
-    ]
 
 
 @torch.no_grad()
@@ -216,12 +203,6 @@ def _stepped(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     return (tensor for group in optimizer.param_groups for tensor in group["params"])
 
 
-def choose_clipping(recipe: Recipe) -> "Clipping | None":
-    """Return what clips before each step; None if the recipe asks for nothing beyond `training.max_grad_norm`."""
-    value, ratio = recipe.optimizer.clip_value, recipe.optimizer.adaptive_clip
-    return Clipping(value, ratio) if value or ratio else None
-
-
 class Clipping(TrainerCallback):
     """Clips before every step of the optimizers that really step, which DeepSpeed may have made itself.
 
@@ -229,11 +210,12 @@ class Clipping(TrainerCallback):
     unit, two numbers for each, and no more.
     """
 
-    def __init__(self, value: float | None, ratio: float | None) -> None:
-        self.value, self.ratio = value, ratio
+    def __init__(self, recipe: Recipe) -> None:
+        self.value, self.ratio = recipe.optimizer.clip_value, recipe.optimizer.adaptive_clip
 
     def on_train_begin(self, args, state, control, model, optimizer, **kwargs) -> None:
-        self.begin(model, getattr(optimizer, "optimizer", optimizer))
+        if self.value or self.ratio:
+            self.begin(model, getattr(optimizer, "optimizer", optimizer))
 
     def begin(self, model: PreTrainedModel, optimizer: Any) -> None:
         """Clip from the next step on. optimizer: torch's, or DeepSpeed's of stage 1, 2 or 3."""
@@ -303,7 +285,7 @@ class LayerNorms:
     @torch.no_grad()
     def _see(self, optimizer: torch.optim.Optimizer, *_) -> None:
         norms, layers, copies = [], [], []
-        for tensor in (tensor for group in optimizer.param_groups for tensor in group["params"]):
+        for tensor in _stepped(optimizer):
             if tensor.grad is not None:
                 flat = tensor.grad.reshape(-1)
                 for layer, offset, numel, held_by in self.places.get(id(tensor), ()):

@@ -99,10 +99,8 @@ def _round_of(rank: int, parameters: list[int], by_parameter: dict, owners: dict
     owned = {}
     for parameter in parameters:
         ranks, owner = by_parameter[parameter], owners[parameter]
-        complete = _held(ranks[owner]) == _numel(
-            ranks
-        )  # the owner has all of it: nobody needs to send anything
-        sources = [owner] if complete else range(world_size)
+        # if the owner has all of it, nobody needs to send anything
+        sources = [owner] if _held(ranks[owner]) == _numel(ranks) else range(world_size)
         if rank in sources:
             given[owner] += ranks[rank]
         received_back[owner] += ranks[rank]
@@ -245,9 +243,8 @@ def hidden_matrices(model: PreTrainedModel) -> dict[str, Matrices]:
                 # queries, keys and values side by side: each is a matrix of its own
                 fused = full_name.endswith("c_attn.weight")
                 found[full_name] = Matrices(shape, split_dim=1, parts=3 if fused else 1, transposed=True)
-            elif name.endswith(
-                "gate_up_proj"
-            ):  # [experts, 2 x inner, hidden]: gate and up are separate matrices
+            elif name.endswith("gate_up_proj"):
+                # [experts, 2 x inner, hidden]: gate and up are separate matrices
                 found[full_name] = Matrices(shape, split_dim=1, parts=2)
             else:
                 found[full_name] = Matrices(shape)
@@ -310,9 +307,24 @@ class Muon(torch.optim.Optimizer):
         """Set the tensors that hold the matrices from now on. `locate` finds this rank's fragments in some of them."""
         self._tensors, self._locate, self._plans = {id(tensor): tensor for tensor in tensors}, locate, {}
 
-    def number_of(self, parameter: torch.Tensor) -> int | None:
-        """Return the number of a parameter in fragments; None for one that AdamW updates."""
-        return self._numbers.get(id(parameter))
+    def bind_partitions(self, zero: Any) -> None:
+        """Bind to the partitions of a DeepSpeed optimizer of stage 1, 2 or 3."""
+        partitions = list(zero_partitions(zero))
+        by_tensor: dict[int, list[MatrixFragment]] = {}
+        for each in (each for partition in partitions for each in partition.slices):
+            # None: AdamW updates it
+            if (number := self._numbers.get(id(each.parameter))) is not None:
+                fragment = MatrixFragment(number, each.start, 0, each.offset, each.numel)
+                by_tensor.setdefault(id(each.tensor), []).append(fragment)
+
+        def locate(tensors: Sequence[torch.Tensor]) -> list[MatrixFragment]:
+            return [
+                fragment._replace(tensor=number)
+                for number, tensor in enumerate(tensors)
+                for fragment in by_tensor.get(id(tensor), [])
+            ]
+
+        self.bind([partition.tensor for partition in partitions], locate)
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> float | None:
@@ -449,23 +461,4 @@ class BindPartitions(TrainerCallback):
     def on_train_begin(self, args, state, control, model, optimizer, **kwargs) -> None:
         zero = getattr(optimizer, "optimizer", optimizer)
         if args.deepspeed and zero is not self.muon:
-            bind_partitions(self.muon, zero)
-
-
-def bind_partitions(muon: Muon, zero: Any) -> None:
-    """Bind Muon to the partitions of a DeepSpeed optimizer of stage 1, 2 or 3."""
-    partitions = list(zero_partitions(zero))
-    by_tensor: dict[int, list[MatrixFragment]] = {}
-    for each in (each for partition in partitions for each in partition.slices):
-        if (number := muon.number_of(each.parameter)) is not None:
-            fragment = MatrixFragment(number, each.start, 0, each.offset, each.numel)
-            by_tensor.setdefault(id(each.tensor), []).append(fragment)
-
-    def locate(tensors: Sequence[torch.Tensor]) -> list[MatrixFragment]:
-        return [
-            fragment._replace(tensor=number)
-            for number, tensor in enumerate(tensors)
-            for fragment in by_tensor.get(id(tensor), [])
-        ]
-
-    muon.bind([partition.tensor for partition in partitions], locate)
+            self.muon.bind_partitions(zero)

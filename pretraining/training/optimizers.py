@@ -10,7 +10,7 @@ The last three are `share_of_peak`. How many steps warm up is `Recipe.warmup_ste
 and keywords of schedules. If a schedule follows the validation loss, it refuses the last two.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache, partial
 
 import torch
@@ -99,8 +99,17 @@ def build_optimizer(
         },
     ]
     layouts = hidden_matrices(model)
-    # a group all of whose parameters are frozen has no entry
-    scaled = [each for group in groups for each in by_scales(group, scales)]
+    scaled = []
+    for group in groups:
+        # one for each set of factors; a group all of whose parameters are frozen has no entry
+        alike: dict[tuple, list] = {}
+        for name, parameter in group["params"].items():
+            each = scales.get(name, Scales())
+            alike.setdefault((each.rate, each.decay, each.epsilon), []).append(parameter)
+        for (rate, decay, epsilon), parameters in alike.items():
+            factors = {"lr": rate, "weight_decay": decay, "eps": epsilon}
+            scaled_values = {key: group[key] * factor for key, factor in factors.items() if key in group}
+            scaled.append({**group, "params": parameters, **scaled_values})
     # Muon also without a group of "muon": it is then AdamW
     return Muon(scaled, {parameter: layouts[name] for name, parameter in matrices.items()})
 
@@ -122,21 +131,6 @@ def split_parameters(model: PreTrainedModel) -> tuple[Named, Named, Named]:
         home = matrices if name in hidden else tables if dimensions >= 2 else vectors
         home[name] = parameter
     return matrices, tables, vectors
-
-
-def by_scales(group: dict, scales: Mapping[str, Scales]) -> list[dict]:
-    """Split a group with named `params` into one group for each set of factors of rate, decay and epsilon."""
-    found: dict[tuple, list] = {}
-    for name, parameter in group["params"].items():
-        each = scales.get(name, Scales())
-        found.setdefault((each.rate, each.decay, each.epsilon), []).append(parameter)
-    groups = []
-    for (rate, decay, epsilon), parameters in found.items():
-        scaled = {"lr": group["lr"] * rate, "weight_decay": group["weight_decay"] * decay}
-        if "eps" in group:
-            scaled["eps"] = group["eps"] * epsilon
-        groups.append({**group, "params": parameters, **scaled})
-    return groups
 
 
 def describe_groups(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> list[str]:

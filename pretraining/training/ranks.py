@@ -51,17 +51,7 @@ _AFTER_A_HANG_MINUTES = 10
 _SHORTEST_MEETING_MINUTES = 5
 
 # ATen passes these to MKL's vector functions (ATen/cpu/vml.h), and a model or its loss may call them.
-_VECTOR_FUNCTIONS = (
-    torch.cos,
-    torch.erf,
-    torch.erfc,
-    torch.exp,
-    torch.log,
-    torch.log2,
-    torch.sin,
-    torch.sqrt,
-    torch.tanh,
-)
+_VECTOR_FUNCTIONS = ("cos", "erf", "erfc", "exp", "log", "log2", "sin", "sqrt", "tanh")
 
 _at_leaving: list[Callable[[], None]] = []
 
@@ -131,7 +121,12 @@ def prepare_rank() -> str:
     num_threads = max(1, cores // ranks_here())
     os.environ["OMP_NUM_THREADS"] = str(num_threads)  # overwritten on purpose: launchers set it to 1
     torch.set_num_threads(num_threads)
-    choose_vector_kernels()
+    # MKL (2024.2, in torch 2.13's builds for x86) detects the processor when one of its vector functions is first
+    # called, but not safely with several threads: another kernel may then compute a part of the tensor. In one of
+    # twelve runs on two cores, the first `tanh` of the first layer differed in its last bits, then all gradients of
+    # step 1 and, from step 6 on, the printed loss. So MKL chooses now: one element never goes to a second thread.
+    for function in _VECTOR_FUNCTIONS:
+        getattr(torch, function)(torch.ones(1))
     if backend == "nccl":
         _claim_gpu(int(os.environ["LOCAL_RANK"]))
     else:
@@ -209,11 +204,13 @@ def _meet(backend: str, timeout: timedelta, patience: timedelta) -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # torch by itself waits here as long as for a collective: if a rank ended during its imports, the others would wait
     # for half an hour
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     with _meeting(patience):
         if shared_with_the_launcher():
-            store = fresh_store(rank, ranks, patience)
+            # it outlives an attempt: a prefix for this one
+            shared = TCPStore(*place, world_size=ranks, is_master=False, timeout=patience)
+            store = PrefixStore(agree_on_name(shared, rank, ranks, patience), shared)
         else:
-            place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             store = TCPStore(*place, ranks, is_master=rank == 0, timeout=patience, multi_tenant=True)
     # everybody is here: from now on the time limit of collectives holds
     store.set_timeout(timeout)
@@ -264,32 +261,12 @@ def _claim_gpu(local_rank: int) -> None:
         ) from error
 
 
-def choose_vector_kernels() -> None:
-    """Let MKL choose the kernels of torch's vector functions now, in one thread. Call it before the first pass.
-
-    MKL (2024.2, in torch 2.13's builds for x86) detects the processor when one of them is first called, but this is
-    not safe with several threads. If the tensor is large enough for several threads, another kernel computes a part of
-    it. This happened in one of twelve runs on two cores: the first `tanh` of the first layer differed in its last bits.
-    Then all gradients of step 1 differed and, from step 6 on, the printed loss.
-    """
-    one = torch.ones(1)  # a single element never goes to a second thread
-    for function in _VECTOR_FUNCTIONS:
-        function(one)
-
-
 _POLL_SECONDS = 0.05
 
 
 def shared_with_the_launcher() -> bool:
     """Return whether the ranks would meet in the launcher's own store, which outlives an attempt."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def fresh_store(rank: int, ranks: int, timeout: timedelta) -> Store:
-    """Return the launcher's store with a prefix for this attempt. Every rank must call it."""
-    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = TCPStore(*place, world_size=ranks, is_master=False, timeout=timeout)
-    return PrefixStore(agree_on_name(store, rank, ranks, timeout), store)
 
 
 def agree_on_name(store: Store, rank: int, ranks: int, timeout: timedelta) -> str:

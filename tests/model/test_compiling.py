@@ -18,7 +18,7 @@ from pretraining.model.build import (
     build_config,
     build_from_recipe,
     build_model,
-    check_compiler,
+    check_speed,
     compile_model,
     describe_compilation,
 )
@@ -252,7 +252,7 @@ def test_deepcompile_is_started_by_its_switch(capsys):
     assert started == ["inductor"]
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="needs a GPU"):
-            check_compiler(recipe.speed)
+            check_speed(recipe.speed)
 
 
 AUTO = {
@@ -403,8 +403,8 @@ def test_a_compiler_that_is_asked_for_by_name_must_be_there(monkeypatch):
     monkeypatch.setattr("pretraining.upstream.toolchain.shutil.which", lambda name: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(UserError, match=r"inductor needs a C\+\+ compiler"):
-        check_compiler(Speed(compile="blocks"))
-    check_compiler(Speed())
+        check_speed(Speed(compile="blocks"))
+    check_speed(Speed())
 
 
 def test_autotuning_finds_one_answer_about_tf32(monkeypatch, tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pretraining.errors import UserError
-from pretraining.model.build import build_model, check_fp8_hardware, convert_products
+from pretraining.model.build import build_model, check_speed, convert_products
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.recipe.sections import Speed
 from tests.gear.runs import LLAMA
@@ -43,7 +43,7 @@ def test_validations_are_those_of_the_exported_weights(arguments):  # noqa: F811
 
 def refusal(speed: str) -> str:
     with pytest.raises(UserError) as error:
-        check_fp8_hardware(Speed(fp8=speed))
+        check_speed(Speed(fp8=speed))
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -56,7 +56,7 @@ def test_hardware_without_it_is_one_line(monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
     assert "this one has 8.0" in refusal("rowwise")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
-    check_fp8_hardware(Speed(fp8="rowwise"))
+    check_speed(Speed(fp8="rowwise"))
 
 
 UNFIT = {
