@@ -140,16 +140,16 @@ def attempt(job: "Job") -> bool:
         groups=groups,
         arrival=job.arrival,
     )
-    job.arrival.follow(
-        dataset, progress
-    )  # if data is still prepared: waits until the first step's samples are there
+    # If data is still prepared, this waits until the first step's samples are there.
+    job.arrival.follow(dataset, progress)
     # The first write of this attempt: all above may refuse.
     begin_run(run, plan, data, checkpoints.identity, model, dataset)
     trainer.train(resume_from_checkpoint=start.checkpoint)
     if monitors.finding is not None:
         trainer.release()
-        # raises `GaveUp` if the recipe allows no further attempt
-        roll_back(run, start, monitors.finding, recipe)
+        roll_back(
+            run, start, monitors.finding, recipe
+        )  # raises `GaveUp` if the recipe allows no further attempt
         return False
     finish(job, plan, trainer, checkpoints)
     return True

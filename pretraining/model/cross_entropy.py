@@ -80,10 +80,7 @@ def token_nats(
 
 
 def chunked_nats(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    way: LossSettings = DEFAULT,
-    each: torch.Tensor | None = None,
+    logits: torch.Tensor, labels: torch.Tensor, way: LossSettings = DEFAULT, each: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Sum the nats of the labels, in fp32 (fp64 for fp64 logits).
 

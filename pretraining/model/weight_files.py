@@ -444,9 +444,18 @@ def check_params(folder: Path, model: Model, name: str, where: str) -> None:
     ]
     if params.get("use_scaled_rope"):
         pairs.append(("rope_parameters.rope_type", rope.get("rope_type"), "llama3"))
-    differing = [pair for pair in pairs if pair[1] != pair[2]]
-    if differing:
-        key, mine, its = differing[0]
-        what = f"is {json.dumps(mine)}, and the weights of {name} were trained with {json.dumps(its)}"
-        remedy = " ".join(f"--set {shlex.quote(f'model.{k}={json.dumps(v)}')}" for k, _, v in differing)
-        raise problem(where, f"model.{key}", f"{what}; {remedy}")
+    refuse_differing([pair for pair in pairs if pair[1] != pair[2]], name, where)
+
+
+def refuse_differing(differing: list[tuple[str, Any, Any]], name: str, where: str) -> None:
+    """Raise `UserError` for the first of (key of the model, its value here, that of the weights `name`), if any."""
+    if not differing:
+        return
+
+    def written(value: Any) -> str:
+        return json.dumps(value, separators=(",", ":"), default=str)
+
+    remedy = " ".join(f"--set {shlex.quote(f'model.{key}={written(its)}')}" for key, _, its in differing[:6])
+    key, mine, its = differing[0]
+    what = f"is {written(mine)}, and the weights of {name} were trained with {written(its)}"
+    raise problem(where, f"model.{key}", f"{what}; {remedy}")

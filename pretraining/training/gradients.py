@@ -100,7 +100,6 @@ class UnitPart(NamedTuple):
         return self.columns if self.are_columns else self.rows
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """View the block's elements."""
         return flat[self.offset : self.offset + self.rows * self.columns].view(self.rows, self.columns)
 
     def squares(self, flat: torch.Tensor) -> torch.Tensor:
@@ -238,10 +237,7 @@ _BLOCK = re.compile(r".*?\.\d+(?=\.)")
 
 
 def layer_of(name: str) -> str:
-    """Return the layer of a parameter: `transformer.h.0.attn.c_attn.weight` -> `transformer.h.0`.
-
-    Outside the blocks each module is its own layer: `transformer.wte.weight` -> `transformer.wte`.
-    """
+    """`transformer.h.0.attn.c_attn.weight` -> `transformer.h.0`; outside the blocks each module is its own layer."""
     block = _BLOCK.match(name)
     return block[0] if block else name.rpartition(".")[0]
 
@@ -339,7 +335,6 @@ class LayerNormsCallback(TrainerCallback):
             self.norms.open()
 
     def on_gradient_norm(self, norm: Any) -> None:
-        """Keep the norm of the whole step before clipping; None if nothing was clipped."""
         self.gradient_norm = norm
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
@@ -368,10 +363,9 @@ class NoiseScale:
     The unit is that of the batch sizes.
     """
 
-    def __init__(self, small: float, memory: float = MEMORY) -> None:
+    def __init__(self, small: float) -> None:
         """small: the size of the smaller batch."""
-        self.small, self.memory = small, memory
-        self.signal = self.noise = 0.0
+        self.small, self.signal, self.noise = small, 0.0, 0.0
 
     def add(self, small_square: float, big_square: float, big: float) -> None:
         """Add a measurement: mean squared norm for the smaller batch, squared norm for a batch of size `big`."""
@@ -380,8 +374,8 @@ class NoiseScale:
         signal = (big * big_square - self.small * small_square) / (big - self.small)
         noise = (small_square - big_square) / (1 / self.small - 1 / big)
         # Both estimates are unbiased, but their ratio is not, and it is noisy: so each is smoothed before the division.
-        self.signal = self.memory * self.signal + (1 - self.memory) * signal
-        self.noise = self.memory * self.noise + (1 - self.memory) * noise
+        self.signal = MEMORY * self.signal + (1 - MEMORY) * signal
+        self.noise = MEMORY * self.noise + (1 - MEMORY) * noise
 
     @property
     def value(self) -> float | None:
@@ -436,7 +430,6 @@ class NoiseScaleCallback(TrainerCallback, ExportableState):
             self.norms.fold()
 
     def on_gradient_norm(self, norm: Any) -> None:
-        """Keep the norm of the whole step before clipping; None if DeepSpeed does not report it."""
         self.gradient_norm = norm
 
     def on_step_end(self, args, state, control, **kwargs) -> None:

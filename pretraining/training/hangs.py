@@ -20,7 +20,7 @@ from pretraining.runtime.exit_codes import HANG, tell_exit_code
 from pretraining.runtime.heartbeat import Heartbeat, Place, heartbeat_path, read_place
 from pretraining.runtime.process_group import Agreement, Messages
 from pretraining.runtime.run_folder import RunFolder, utc_now
-from pretraining.training.ranks import at_leaving
+from pretraining.training.ranks import AT_LEAVING
 
 LOOKS_PER_LIMIT = 20
 LONGEST_LOOK_SECONDS = 30.0
@@ -43,7 +43,7 @@ class HangCallback(TrainerCallback):
             clear(self.run.heartbeats)
         Agreement().largest(0)  # wait: a rank may write its file only after the folder has been cleared
         self.watch = Watch(self.run, self.hang_minutes * 60, args.process_index, args.world_size)
-        at_leaving(self.watch.close)
+        AT_LEAVING.append(self.watch.close)
 
     @staticmethod
     def _arrives(phase: str) -> Callable:
@@ -178,7 +178,6 @@ class Relay:
         threading.Thread(target=self._carry_again_and_again, name="heartbeats", daemon=True).start()
 
     def close(self) -> None:
-        """End the thread after what it does now."""
         self._closed.set()
 
     def _carry_again_and_again(self) -> None:

@@ -32,7 +32,6 @@ from pretraining.training.throughput import (
     GpuReadings,
     SpeedMeter,
     Stragglers,
-    device_memory,
     of_all_ranks,
     time_optimizer,
 )
@@ -121,7 +120,10 @@ class MetricsCallback(TrainerCallback):
         step_seconds = rates["throughput/step_seconds"]
         # the backward pass is left out: it waits for the other ranks' messages
         own = (seconds.get("data_wait", 0.0) + seconds.get("forward", 0.0)) / max(steps, 1)
-        device, gpu = device_memory(), self.gpu.read()
+        device, gpu = {}, self.gpu.read()
+        if torch.cuda.is_available():
+            device["memory/peak_bytes"] = torch.cuda.max_memory_allocated()
+            device["memory/reserved_bytes"] = torch.cuda.max_memory_reserved()
         # Linux reports ru_maxrss in KiB
         host_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         ranks = self.stragglers.gather([own, host_peak, *device.values(), *gpu.values()])

@@ -341,9 +341,7 @@ class Muon(torch.optim.Optimizer):
         updates = [self._momentum_update(parameter, group) for parameter in parameters]
         if any(id(parameter) not in self._tensors for parameter in parameters):
             # Not a tensor of the model: loading a checkpoint steps zeros, to find out which states there would be.
-            assert not any(update.any() for update in updates), (
-                "Muon was not told what lies in its partitions"
-            )
+            assert not any(update.any() for update in updates), "Muon was not told what is in its partitions"
             return
         device = compute_device(updates[0])
         # the iteration is stable in bf16, and messages are half as large

@@ -83,13 +83,7 @@ def build_optimizer(
             "weight_decay": chosen("embedding_weight_decay", weight_decay),
             **adamw,
         },
-        {
-            "name": "norms and biases",
-            "params": vectors,
-            "lr": learning_rate,
-            "weight_decay": 0.0,
-            **adamw,
-        },
+        {"name": "norms and biases", "params": vectors, "lr": learning_rate, "weight_decay": 0.0, **adamw},
         {
             "name": "hidden matrices",
             "params": matrices,

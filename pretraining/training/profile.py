@@ -28,7 +28,6 @@ class ProfileCallback(TrainerCallback):
     """
 
     def __init__(self, run: RunFolder, settings: Profile) -> None:
-        """settings: `monitors.profile` of the recipe."""
         steps = settings.steps
         self.run, self.settings = run, settings
         self.first, self.last = steps if isinstance(steps, list) else (steps, steps)

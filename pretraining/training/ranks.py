@@ -53,7 +53,8 @@ _SHORTEST_MEETING_MINUTES = 5
 # ATen passes these to MKL's vector functions (ATen/cpu/vml.h), and a model or its loss may call them.
 _VECTOR_FUNCTIONS = ("cos", "erf", "erfc", "exp", "log", "log2", "sin", "sqrt", "tanh")
 
-_at_leaving: list[Callable[[], None]] = []
+AT_LEAVING: list[Callable[[], None]] = []
+"""Called when this rank leaves the process group in order, the last first."""
 
 
 @contextmanager
@@ -225,19 +226,13 @@ def _meet(backend: str, timeout: timedelta, patience: timedelta) -> None:
     )
 
 
-def at_leaving(close: Callable[[], None]) -> None:
-    """Register `close`, which is called when this rank leaves the process group in order."""
-    _at_leaving.append(close)
-
-
 def leave_ranks() -> None:
     """Wait for every rank, then destroy the process group, so that torch reports no leak."""
     # torch warns if it has to guess the device, as for a single rank: its group is not bound to a device
     on_gpu = torch.distributed.get_backend() == "nccl"
     torch.distributed.barrier(device_ids=[torch.cuda.current_device()] if on_gpu else None)
-    while _at_leaving:
-        # the last registered first, and while the group still exists
-        _at_leaving.pop()()
+    while AT_LEAVING:
+        AT_LEAVING.pop()()  # while the group still exists
     torch.distributed.destroy_process_group()
 
 
@@ -304,13 +299,7 @@ _DEEPSPEED_INNER = b"deepspeed.launcher.launch"
 def launcher_is_gone() -> bool:
     """Return whether a launcher started this process and has ended since the first call; never for plain python."""
     # when a parent ends, the system gives its children another one
-    return _ancestors() != _current_ancestors()
-
-
-@cache
-def _ancestors() -> tuple[int, ...]:
-    """Return the processes that launched this one, nearest first, as they were at the first call."""
-    return _current_ancestors()
+    return _first_ancestors() != _ancestors()
 
 
 @cache
@@ -332,7 +321,8 @@ def sibling_is_gone() -> bool:
     return sum(bool(_command(child)) for child in children) < ranks_here()
 
 
-def _current_ancestors() -> tuple[int, ...]:
+def _ancestors() -> tuple[int, ...]:
+    """Return the processes that launched this one, nearest first."""
     if not _launched():
         return ()
     parent = os.getppid()
@@ -340,6 +330,9 @@ def _current_ancestors() -> tuple[int, ...]:
         return (parent,)
     fields = process_fields(parent)
     return parent, int(fields[1]) if fields else 0
+
+
+_first_ancestors = cache(_ancestors)
 
 
 @cache

@@ -73,7 +73,6 @@ class SpikeScore:
 
     @property
     def expected(self) -> float | None:
-        """The median of the last healthy values."""
         return math.exp(median(self.values)) if self.values else None
 
     def add(self, value: float, is_spike: bool) -> None:
@@ -134,10 +133,9 @@ LEAST_GAIN = 0.001
 
 
 class Plateau:
-    """Report once if the course has not gained `LEAST_GAIN` for so many steps, and again after a gain."""
+    """Report once if the course has not gained `LEAST_GAIN` for so many steps (None: never), and again after a gain."""
 
     def __init__(self, num_steps: int | None):
-        """num_steps: None never reports."""
         self.num_steps = num_steps
         self.best, self.best_step, self.told = None, 0, False
 
@@ -303,9 +301,11 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         is_spike = not loss <= self.watch.limit
         # the policy "skip" refuses a spike by NaN gradients: that refusal is no non-finite step
         finite = math.isfinite(loss) and (not refused or (is_spike and self.policy == "skip"))
-        if self._overflowed(loss, refused and not finite):
-            # the loss is as good as any; only its gradients, times the scale, did not fit into fp16
-            finite = True
+        # left out to find a loss scale (fp16): the loss is good, only its gradients, times the scale, did not fit
+        overflows = refused and not finite and math.isfinite(loss) and self.loss_scale > 1 and self.is_scaled
+        self.overflow_streak = self.overflow_streak + 1 if overflows else 0
+        self.overflow_steps += overflows
+        finite = finite or (overflows and self.overflow_streak <= MOST_OVERFLOWS)
         self.refused_steps += refused
         self.non_finite_streak = 0 if finite else self.non_finite_streak + 1
         self.non_finite_steps += not finite
@@ -324,13 +324,6 @@ class StabilityMonitor(TrainerCallback, ExportableState):
             self._leave(state, f"the loss is {loss:.4g}, {score:.1f} deviations above {expected:.4g}")
         if self.plateau.shows(state.global_step, self.loss_course.expected):
             self._tell("plateau", state, **facts, since_step=self.plateau.best_step)
-
-    def _overflowed(self, loss: float, refused: bool) -> bool:
-        """Return whether the step was left out to find a loss scale (fp16), and count it."""
-        overflows = refused and math.isfinite(loss) and self.loss_scale > 1 and self.is_scaled
-        self.overflow_streak = self.overflow_streak + 1 if overflows else 0
-        self.overflow_steps += overflows
-        return overflows and self.overflow_streak <= MOST_OVERFLOWS
 
     def _judge_norm(self, norm: float | None, state) -> None:
         if norm is None:
@@ -389,7 +382,6 @@ class NumberOnItsWay:
     """
 
     def __init__(self, number: torch.Tensor) -> None:
-        """number: a tensor of one element."""
         self._copy, self._arrival = number, None
         if number.is_cuda:
             # a copy is only asynchronous into pinned memory
@@ -399,7 +391,7 @@ class NumberOnItsWay:
             self._arrival.record()
 
     def read(self) -> float:
-        """Wait for the number and return it."""
+
         if self._arrival is not None:
             self._arrival.synchronize()
         return self._copy.item()
@@ -469,7 +461,10 @@ class NonFiniteGuard:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args, kwargs) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        norm = _norm_of(parameters) if self._norm is None else self._norm
+        norm = self._norm
+        if norm is None:  # one number is copied to the host
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients).item() if gradients else 0.0
         # gradients are the same on every rank by now, so every rank decides the same
         self._took_away = not math.isfinite(norm)
         if self._took_away:
@@ -484,9 +479,3 @@ class NonFiniteGuard:
         if refused:
             drop_refused_sums(getattr(self.optimizer, "optimizer", None))
         return refused
-
-
-def _norm_of(parameters: list[torch.Tensor]) -> float:
-    """Return the norm of all their gradients together. It copies one number to the host."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return torch.nn.utils.get_total_norm(gradients).item() if gradients else 0.0

@@ -120,15 +120,11 @@ class SpeedMeter:
         counted = flops_per_token(size_of_recipe(recipe), recipe.sequence_length)
         again = recomputed_share(recomputed_one_in(recipe)) * counted.recomputed
         return cls(
-            progress,
-            world_size,
-            counted.training,
-            counted.training + again,
-            device_peak_flops(recipe),
+            progress, world_size, counted.training, counted.training + again, device_peak_flops(recipe)
         )
 
     def tokens_at(self, step: int) -> int:
-        """Tokens that the run has seen after optimizer step `step`."""
+
         return self.progress.tokens_at(step)
 
     def rates(self, seconds: dict[str, float], before: int, step: int) -> dict[str, float]:
@@ -195,16 +191,6 @@ def _known_peak(name: str, precision: str) -> float | None:
         if rank_and_world_size()[0] == 0:
             print(f"no MFU: {name} {why} is not in {FILE}", flush=True)
         return None
-
-
-def device_memory() -> dict[str, float]:
-    """Return {metric: bytes} of this rank's device; empty without a GPU."""
-    if not torch.cuda.is_available():
-        return {}
-    return {
-        "memory/peak_bytes": torch.cuda.max_memory_allocated(),
-        "memory/reserved_bytes": torch.cuda.max_memory_reserved(),
-    }
 
 
 def time_optimizer(optimizer: Any, clock: StepClock) -> None:
@@ -342,10 +328,13 @@ class GpuReadings:
         """
         if not self.on_gpu:
             return {}
+        # the mean power since the last call; if the GPU does not count its energy, that of this moment
+        before, now = self._energy, self._joules()
+        counted = before is not None and now is not None and now[0] > before[0]
         readings = [
             self._ask(lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100),
             self._temperature(),
-            self._mean_watts(),
+            (now[1] - before[1]) / (now[0] - before[0]) if counted else self._watts(),
             self._clock_mhz(),
             self._ask(lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM)),
             self._ask(lambda nvml, gpu: bool(nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu) & HEAT)),
@@ -382,13 +371,6 @@ class GpuReadings:
 
     def _watts(self) -> float:
         return self._ask(lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3)  # milliwatts
-
-    def _mean_watts(self) -> float:
-        """Return the mean power since the last call; if the GPU does not count its energy, that of this moment."""
-        before, now = self._energy, self._joules()
-        if before is not None and now is not None and now[0] > before[0]:
-            return (now[1] - before[1]) / (now[0] - before[0])
-        return self._watts()
 
     def _joules(self) -> tuple[float, float] | None:
         """Read the GPU's counter of energy, and keep it with its time."""

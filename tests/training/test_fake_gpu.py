@@ -67,8 +67,7 @@ LOGGED = {
     "transformers/trainer_pt_utils.py:distributed_broadcast_scalars",
     f"{OURS}/throughput.py:take",
     f"{OURS}/throughput.py:gather",
-    f"{OURS}/metrics.py:_take_counts",
-    f"{OURS}/metrics.py:_take",
+    f"{OURS}/metrics.py:on_log",
     "pretraining/runtime/process_group.py:sum_over_ranks",
 }
 """On steps that are logged: the running loss and what else a row of metrics says."""
