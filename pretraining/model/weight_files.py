@@ -190,11 +190,7 @@ class _Metadata(pickle.Unpickler):
 
 
 def _read_metadata(folder: Path) -> tuple[Any, dict[str, Entry]]:
-    """Read what a torch.distributed.checkpoint holds, and its tensors.
-
-    Raises:
-        ValueError: it is none, or names files outside the folder.
-    """
+    """Read what a torch.distributed.checkpoint holds, and its tensors; `ValueError` if none or with files elsewhere."""
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
     content = read_bytes(folder / ".metadata")
@@ -253,11 +249,7 @@ class DistributedFiles(WeightFiles):
 
 
 def open_weights(folder: Path) -> WeightFiles:
-    """Open the weights of a folder, of whichever kind it holds.
-
-    Raises:
-        UserError: it holds none, with what it is instead.
-    """
+    """Open the weights of a folder, of whichever kind it holds; `UserError` if none, with what it is instead."""
     for index in _INDEXES:
         if (folder / index).is_file():
             try:

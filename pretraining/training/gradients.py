@@ -120,10 +120,7 @@ class UnitLayout(NamedTuple):
 
 
 def unit_layouts(model: PreTrainedModel, zero: Any = None) -> dict[int, UnitLayout]:
-    """Return {id(tensor): layout} of every tensor that is stepped; the head's units are not clipped.
-
-    zero: DeepSpeed's optimizer of stage 1, 2 or 3; None if whole parameters are stepped.
-    """
+    """Return {id(tensor): layout} of what `zero` steps (None: whole parameters); the head's units are not clipped."""
     head, matrices = model.get_output_embeddings(), hidden_matrices(model)
     spared = None if head is None else head.weight
     units = {
@@ -242,21 +239,41 @@ def layer_of(name: str) -> str:
     return block[0] if block else name.rpartition(".")[0]
 
 
-class LayerNorms:
-    """Measure the gradients that the optimizer gets, between `open` and `close`. At other times it costs nothing.
+class LayerNormsCallback(TrainerCallback):
+    """Measure every `every_steps`-th step for the next row of metrics, and the step after an alert as an event.
 
-    The gradients are summed over ranks and micro-batches by then. Under ZeRO they are in flat slices, and each rank
-    adds up the squares of its own. Ranks that hold the same elements each add their share of them.
+    Measured are the gradients that the optimizer gets, summed over ranks and micro-batches. Under ZeRO they are in flat
+    slices, and each rank adds up the squares of its own. Ranks that hold the same elements each add their share.
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
-        """optimizer: the Trainer's, as accelerate or DeepSpeed wrapped it."""
-        inner = getattr(optimizer, "optimizer", optimizer)
+    def __init__(
+        self, run: RunFolder, every_steps: int | None, alerted_step: Callable[[], int | None]
+    ) -> None:
+        """alerted_step: the last step with an alert, the same on every rank."""
+        self.run, self.every_steps, self.alerted_step = run, every_steps, alerted_step
+        self.places: dict[int, list[tuple[int, int, int, int]]] = {}
+        """id(tensor that is stepped) -> (layer, offset, elements, ranks with the same elements) of each part in it."""
+        self.measures, self.gradient_norm, self.latest = False, None, {}
+
+    def on_step_begin(self, args, state, control, model, optimizer, **kwargs) -> None:
+        step = state.global_step
+        # global_step still counts finished steps: the one that begins is the next
+        self.is_due = self.every_steps is not None and (step + 1) % self.every_steps == 0
+        self.follows_alert = step > 0 and self.alerted_step() == step
+        self.measures = self.is_due or self.follows_alert
+        if self.measures:
+            if not self.places:  # only now: without an interval and without an alert they are never needed
+                self._find_places(model, getattr(optimizer, "optimizer", optimizer))
+            self.squares = torch.zeros(len(self.layers), dtype=torch.float64)
+            self._hooks = [
+                hook_first(each, self._see) for each in self.optimizers
+            ]  # before clipping by value
+
+    def _find_places(self, model: torch.nn.Module, inner: Any) -> None:
+        """Find the parts of every layer. inner: torch's optimizer, or DeepSpeed's of stage 1, 2 or 3."""
         names = {id(parameter): layer_of(name) for name, parameter in model.named_parameters()}
         self.layers = list(dict.fromkeys(names.values()))
         numbers = {key: self.layers.index(layer) for key, layer in names.items()}
-        # id(tensor that is stepped) -> (layer, offset, elements, ranks with the same elements) of each part in it
-        self.places: dict[int, list[tuple[int, int, int, int]]] = {}
         if isinstance(inner, torch.optim.Optimizer):
             self.optimizers = [inner]
             parts = [(each, each, 0, each.numel()) for each in model.parameters()]
@@ -269,14 +286,6 @@ class LayerNorms:
             if (layer := numbers.get(id(parameter))) is not None:
                 copies = 1 if alone else holders(parameter, inner)[1]
                 self.places.setdefault(id(tensor), []).append((layer, offset, numel, copies))
-        self.squares = torch.zeros(len(self.layers), dtype=torch.float64)
-        self._hooks: list = []
-
-    def open(self) -> None:
-        """Measure the next step."""
-        self.squares.zero_()
-        for optimizer in self.optimizers:
-            self._hooks.append(hook_first(optimizer, self._see))  # before clipping by value
 
     @torch.no_grad()
     def _see(self, optimizer: torch.optim.Optimizer, *_) -> None:
@@ -295,53 +304,23 @@ class LayerNorms:
             squares = torch.stack(norms).double().square().cpu() / torch.tensor(copies)
             self.squares.index_add_(0, torch.tensor(layers), squares)
 
-    def close(self, whole_norm: float | None) -> dict[str, float]:
-        """Return {layer: gradient norm before clipping}; empty if the step had no finite gradients. A collective.
-
-        whole_norm: the norm of all layers together, before clipping; None if nothing was clipped.
-        """
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        squares = sum_over_ranks(self.squares.tolist())
-        total = math.sqrt(sum(squares))
-        if not 0 < total < math.inf or not math.isfinite(whole_norm or 0):
-            return {}
-        # clipping has multiplied all gradients with one factor; the norm before it undoes this
-        factor = 1.0 if whole_norm is None else whole_norm / total
-        return {layer: factor * math.sqrt(s) for layer, s in zip(self.layers, squares, strict=True)}
-
-
-class LayerNormsCallback(TrainerCallback):
-    """Measure every `every_steps`-th step for the next row of metrics, and the step after an alert as an event."""
-
-    def __init__(
-        self, run: RunFolder, every_steps: int | None, alerted_step: Callable[[], int | None]
-    ) -> None:
-        """alerted_step: the last step with an alert, the same on every rank."""
-        self.run, self.every_steps, self.alerted_step = run, every_steps, alerted_step
-        self.norms: LayerNorms | None = None
-        self.measures, self.gradient_norm, self.latest = False, None, {}
-
-    def on_step_begin(self, args, state, control, model, optimizer, **kwargs) -> None:
-        step = state.global_step
-        # global_step still counts finished steps: the one that begins is the next
-        self.is_due = self.every_steps is not None and (step + 1) % self.every_steps == 0
-        self.follows_alert = step > 0 and self.alerted_step() == step
-        self.measures = self.is_due or self.follows_alert
-        if self.measures:
-            # only now: without an interval and without an alert it is never needed
-            self.norms = self.norms or LayerNorms(model, optimizer)
-            self.norms.open()
-
     def on_gradient_norm(self, norm: Any) -> None:
         self.gradient_norm = norm
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if not self.measures:
             return
+        for hook in self._hooks:
+            hook.remove()
+        squares = sum_over_ranks(self.squares.tolist())
+        # the norm of all layers together: before clipping, None if nothing was clipped; and now
         whole = None if self.gradient_norm is None else float(self.gradient_norm)
-        found = {layer: round(norm, 8) for layer, norm in self.norms.close(whole).items()}
+        total, found = math.sqrt(sum(squares)), {}
+        if 0 < total < math.inf and math.isfinite(whole or 0):
+            # clipping has multiplied all gradients with one factor; the norm before it undoes this
+            factor = 1.0 if whole is None else whole / total
+            norms = zip(self.layers, squares, strict=True)
+            found = {layer: round(factor * math.sqrt(square), 8) for layer, square in norms}
         if self.is_due:
             self.latest = found
         if self.follows_alert and found and state.is_world_process_zero:
@@ -358,10 +337,7 @@ MEMORY = 0.9
 
 
 class NoiseScale:
-    """Estimate tr(Sigma) / |G|^2 from squared gradient norms at two batch sizes.
-
-    The unit is that of the batch sizes.
-    """
+    """Estimate tr(Sigma) / |G|^2 from squared gradient norms at two batch sizes, in the unit of these."""
 
     def __init__(self, small: float) -> None:
         """small: the size of the smaller batch."""
@@ -398,7 +374,6 @@ class NoiseScaleCallback(TrainerCallback, ExportableState):
 
     def __init__(self, every_steps: int, sequence_length: int) -> None:
         self.every_steps, self.sequence_length = every_steps, sequence_length
-        self.norms: MicroBatchNorms | None = None
         self.scale: NoiseScale | None = None
         self.measures, self.is_new, self.gradient_norm = False, False, None
 
@@ -410,7 +385,9 @@ class NoiseScaleCallback(TrainerCallback, ExportableState):
                 file=sys.stderr,
             )
             return
-        self.norms = MicroBatchNorms(model)
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        # ranks that split layers: each has the gradients of all parameters that are not split
+        self.degree = tensor_part_and_degree()[1]
         self.scale = NoiseScale(args.per_device_train_batch_size * self.sequence_length)
         name = type(self).__name__
         saved = state.stateful_callbacks.get(name)
@@ -419,15 +396,30 @@ class NoiseScaleCallback(TrainerCallback, ExportableState):
         state.stateful_callbacks[name] = self.state()
 
     def on_step_begin(self, args, state, control, optimizer, **kwargs) -> None:
-        self.measures = self.norms is not None and (state.global_step + 1) % self.every_steps == 0
+        self.measures = self.scale is not None and (state.global_step + 1) % self.every_steps == 0
         if self.measures:
             # before the step, which may change the scale for the next one
             self.loss_scale = loss_scale(optimizer)
-            self.norms.open()
+            self._norms, self._sum, self._passes = [], None, 0
+            # These hooks run before what accumulates, reduces or shards a gradient. They see that of one backward
+            # pass, whole and unreduced, at every ZeRO stage and under DDP.
+            self._hooks = [
+                parameter.register_hook(partial(self._see, is_split=bool(split_part(parameter))))
+                for parameter in self.parameters
+            ]
+
+    def _see(self, gradient: torch.Tensor, is_split: bool) -> None:
+        norm = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32)
+        # so that in the sum over these ranks every parameter is counted `degree` times
+        self._norms.append(norm * math.sqrt(self.degree) if is_split else norm)
 
     def on_substep_end(self, args, state, control, **kwargs) -> None:
-        if self.measures:
-            self.norms.fold()
+        if self.measures and self._norms:
+            # one number is kept of a backward pass instead of one for each parameter
+            square = torch.stack(self._norms).double().square().sum()
+            self._sum = square if self._sum is None else self._sum + square
+            self._norms.clear()
+            self._passes += 1
 
     def on_gradient_norm(self, norm: Any) -> None:
         self.gradient_norm = norm
@@ -435,15 +427,18 @@ class NoiseScaleCallback(TrainerCallback, ExportableState):
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if not self.measures:
             return
-        total, own_passes = self.norms.close()
-        total, passes = sum_over_ranks([total, own_passes])
+        self.on_substep_end(args, state, control)  # the last backward pass
+        for hook in self._hooks:
+            hook.remove()
+        total = 0.0 if self._sum is None else self._sum.item()  # waits for the device
+        total, passes = sum_over_ranks([total, self._passes])
         # ranks that split layers make a pass together
-        total, passes = total / self.norms.degree, passes / self.norms.degree
+        total, passes = total / self.degree, passes / self.degree
         # one micro-batch is the whole step: there are no two sizes to compare
         if self.gradient_norm is None or passes < 2:
             return
         # The backward pass of a micro-batch starts from its share of the step's mean loss, times the loss scale.
-        small_square = total / passes * (own_passes / self.loss_scale) ** 2
+        small_square = total / passes * (self._passes / self.loss_scale) ** 2
         self.scale.add(small_square, float(self.gradient_norm) ** 2, passes * self.scale.small)
         self.is_new = True
 
@@ -463,50 +458,3 @@ def loss_scale(optimizer: Any) -> float:
     if scaler is not None:
         return scaler.get_scale()
     return float(getattr(getattr(optimizer, "optimizer", optimizer), "loss_scale", 1.0))
-
-
-class MicroBatchNorms:
-    """Measure squared norms of this rank's micro-batch gradients, between `open` and `close`.
-
-    At other times it costs nothing.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.degree = tensor_part_and_degree()[1]
-        """Ranks that split layers. Each of them has the gradients of all parameters that are not split."""
-        self._norms: list[torch.Tensor] = []
-        self._sum: torch.Tensor | None = None
-        self._hooks: list = []
-        self._passes = 0
-
-    def open(self) -> None:
-        """Measure every backward pass from here on."""
-        # These hooks run before what accumulates, reduces or shards a gradient. They see that of one backward pass,
-        # whole and unreduced, at every ZeRO stage and under DDP.
-        self._hooks = [
-            parameter.register_hook(partial(self._see, is_split=bool(split_part(parameter))))
-            for parameter in self.parameters
-        ]
-
-    def _see(self, gradient: torch.Tensor, is_split: bool) -> None:
-        norm = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32)
-        # so that in the sum over these ranks every parameter is counted `degree` times
-        self._norms.append(norm * math.sqrt(self.degree) if is_split else norm)
-
-    def fold(self) -> None:
-        """Add up the norms of a backward pass: keep one number instead of one for each parameter."""
-        if self._norms:
-            square = torch.stack(self._norms).double().square().sum()
-            self._sum = square if self._sum is None else self._sum + square
-            self._norms.clear()
-            self._passes += 1
-
-    def close(self) -> tuple[float, int]:
-        """Return (sum of squared norms of the micro-batches since `open`, their number). Waits for the device."""
-        self.fold()
-        for hook in self._hooks:
-            hook.remove()
-        total, passes = self._sum, self._passes
-        self._sum, self._passes, self._hooks = None, 0, []
-        return 0.0 if total is None else total.item(), passes

@@ -57,11 +57,7 @@ class Round:
 def plan_rounds(
     local: list[MatrixFragment], costs: dict[int, int], round_numel: int = ROUND_NUMEL
 ) -> list[Round]:
-    """Agree with all ranks on who works on what; every rank must call it, with its own fragments.
-
-    Args:
-        costs: parameter -> work, equal on every rank.
-    """
+    """Agree with all ranks on who works on what. costs: {parameter: work}, equal on every rank. A collective."""
     rank, world_size = rank_and_world_size()
     gathered = [[tuple(fragment) for fragment in local]]
     if world_size > 1:
@@ -252,19 +248,13 @@ def hidden_matrices(model: PreTrainedModel) -> dict[str, Matrices]:
 
 
 def spectral_scale(matrices: Matrices) -> float:
-    """Return sqrt(max(1, outputs / inputs)): the update's effect on the outputs is then the same for every shape.
-
-    Jordan 2024.
-    """
+    """Return sqrt(max(1, outputs / inputs)): the same effect on the outputs for every shape (Jordan 2024)."""
     outputs, inputs = matrices.fan_out_in
     return max(1.0, outputs / inputs) ** 0.5
 
 
 def adamw_scale(matrices: Matrices) -> float:
-    """Return 0.2 sqrt(max(outputs, inputs)): updates are then as large as AdamW's, and its learning rates fit.
-
-    Liu et al. 2025, eq. 4.
-    """
+    """Return 0.2 sqrt(max(outputs, inputs)): updates as large as AdamW's (Liu et al. 2025, eq. 4)."""
     return 0.2 * max(matrices.fan_out_in) ** 0.5
 
 

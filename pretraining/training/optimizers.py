@@ -112,10 +112,7 @@ Named = dict[str, nn.Parameter]
 
 
 def split_parameters(model: PreTrainedModel) -> tuple[Named, Named, Named]:
-    """Return {name: parameter} for hidden matrices, for embeddings, head and routers, and for norms and biases.
-
-    Frozen parameters are left out.
-    """
+    """Return {name: trained parameter}: hidden matrices; embeddings, head and routers; norms and biases."""
     matrices, tables, vectors = {}, {}, {}
     hidden = hidden_matrices(model)
     for name, parameter in model.named_parameters():
@@ -128,10 +125,7 @@ def split_parameters(model: PreTrainedModel) -> tuple[Named, Named, Named]:
 
 
 def describe_groups(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> list[str]:
-    """Describe each parameter group in one line, and what is frozen in another.
-
-    Call it before DeepSpeed flattens the parameters.
-    """
+    """Describe each parameter group in a line, and what is frozen in another, before DeepSpeed flattens them."""
     frozen = [] if model is None else [each for each in model.parameters() if not each.requires_grad]
     lines = [f"frozen: {len(frozen)} tensors, {sum(map(whole_numel, frozen)):,} parameters"] if frozen else []
     types = {group["params"][0].dtype for group in optimizer.param_groups}
@@ -212,12 +206,7 @@ Schedule = Callable[[float], float]
 def share_of_peak(
     schedule: Schedule, finished_steps: int, progress: Progress, counts_tokens: bool, journal: Journal
 ) -> float:
-    """Return the rate of the step after `finished_steps`, as a share of its group's peak.
-
-    The schedule is read at this step, in steps of the size with which the schedule began; or at the tokens consumed if
-    it counts these. The result is multiplied with the factor of the step's size (`budget.ramp.lr_scaling`), and with
-    that of rollbacks (`monitors.spikes.lr_factor`).
-    """
+    """Return the rate of the step after `finished_steps`, as a share of its group's peak: the last three factors."""
     # tokens in units of full steps, so that the schedule's own lengths stay steps
     count = progress.full_steps_at if counts_tokens else progress.schedule_steps_at
     share = schedule(count(finished_steps))
@@ -255,11 +244,7 @@ def follow_run(
 
 
 def own_schedule(recipe: Recipe, num_steps: int) -> Schedule:
-    """Return the schedule of an extension that the recipe names.
-
-    Raises:
-        UserError: what it says of the first step is no number.
-    """
+    """Return the extension's schedule that the recipe names; `UserError` if its share at step 0 is no number."""
     name, keywords = recipe.training.lr_scheduler_type, recipe.training_keywords.lr_scheduler_kwargs or {}
     lengths = {"num_steps": num_steps, "warmup_steps": recipe.warmup_steps(num_steps)}
     function = named("schedule", name)

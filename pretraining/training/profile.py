@@ -22,10 +22,7 @@ MOST_ALLOCATIONS = 200_000
 
 
 class ProfileCallback(TrainerCallback):
-    """Trace the steps that `monitors.profile` names. On all others do nothing.
-
-    Traced steps are slower than others, and the rows of metrics show this.
-    """
+    """Trace the steps that `monitors.profile` names: they are slower than others, and the rows of metrics show it."""
 
     def __init__(self, run: RunFolder, settings: Profile) -> None:
         steps = settings.steps

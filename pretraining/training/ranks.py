@@ -197,11 +197,7 @@ def _check_own_name() -> None:
 
 
 def _meet(backend: str, timeout: timedelta, patience: timedelta) -> None:
-    """Make the process group before DeepSpeed does. DeepSpeed uses a group that exists.
-
-    Raises:
-        RanksMissing: a rank did not come within `patience`.
-    """
+    """Make the process group, which DeepSpeed then uses; `RanksMissing` if a rank does not come within `patience`."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # torch by itself waits here as long as for a collective: if a rank ended during its imports, the others would wait
     # for half an hour
@@ -265,10 +261,7 @@ def shared_with_the_launcher() -> bool:
 
 
 def agree_on_name(store: Store, rank: int, ranks: int, timeout: timedelta) -> str:
-    """Agree on a name that no earlier attempt has had. It is the same on every rank.
-
-    Raises `TimeoutError` on rank 0 if a rank does not come.
-    """
+    """Agree with all ranks on a name that no earlier attempt has had; `TimeoutError` on rank 0 if one does not come."""
     if rank > 0:
         # new in each attempt: the store still has the answers of earlier attempts
         question = uuid.uuid4().hex

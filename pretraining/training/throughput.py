@@ -128,10 +128,7 @@ class SpeedMeter:
         return self.progress.tokens_at(step)
 
     def rates(self, seconds: dict[str, float], before: int, step: int) -> dict[str, float]:
-        """Return metrics of the steps after `before`, up to `step`, which took {phase: seconds}.
-
-        They are means per step, and for pauses sums.
-        """
+        """Return metrics of the steps after `before`, up to `step`, from {phase: seconds}: means; of pauses sums."""
         steps = step - before
         in_steps = sum(value for phase, value in seconds.items() if phase not in PAUSES)
         step_seconds = in_steps / max(steps, 1)
@@ -322,10 +319,7 @@ class GpuReadings:
         self._joules()
 
     def read(self) -> dict[str, float]:
-        """Return {name: value} of all `NAMES`, NaN for what is not known; empty without a GPU.
-
-        The names are the same on every rank, because the ranks gather the values.
-        """
+        """Return {name: value} of all `NAMES`, the same on every rank, NaN for the unknown; empty without a GPU."""
         if not self.on_gpu:
             return {}
         # the mean power since the last call; if the GPU does not count its energy, that of this moment

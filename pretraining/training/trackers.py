@@ -41,10 +41,7 @@ name_logs_by(grouped_names)
 def build_trackers(
     report_to: str | list[str], run: RunFolder, run_name: str, project: str | None = None
 ) -> list[TrainerCallback]:
-    """Build the callbacks of the trackers. project: the recipe's `training.project`, if it has one.
-
-    Raises `UserError` for a tracker whose package is missing; writes nothing.
-    """
+    """Build the trackers' callbacks; `UserError` if a package is missing. project: the recipe's `training.project`."""
     names = [report_to] if isinstance(report_to, str) else report_to
     for name in FOLDERS.keys() & set(names):
         os.environ.setdefault(FOLDERS[name], str(run.path / name))
@@ -169,10 +166,7 @@ SHOW_TEXT: dict[str, Callable[[Any, list[dict]], None]] = {
 
 
 class SampleTexts(TrainerCallback):
-    """Show the samples of each validation as text in a tracker.
-
-    They are read from samples.jsonl, to which evaluation/sampling.py has just written them.
-    """
+    """Show the samples of each validation, which evaluation/sampling.py has just written, as text in a tracker."""
 
     def __init__(self, run: RunFolder, callback: Any, show: Callable[[Any, list[dict]], None]) -> None:
         """callback: the tracker's own."""

@@ -239,10 +239,7 @@ class PretrainingTrainer(OpenTrainer):
             self.stop.leave_if_agreed(self.state.global_step)
 
     def get_train_dataloader(self) -> DataLoader:
-        """Return the Trainer's loader, which gives ranks that share a sample the same batches.
-
-        Its workers ignore the signals that launchers send to every process.
-        """
+        """Return the Trainer's loader, whose workers ignore signals; ranks that share a sample get the same batches."""
         if (together := self.groups.degrees.ranks_per_sample) > 1:
             # accelerate gives the ranks of one group the same batches if this mesh has their number
             shape = (self.groups.data_ranks, together)

@@ -57,7 +57,7 @@ LOSS = {f"{OURS}/stability.py:read": 1}
 """Of the step, to judge it: its forward pass was over before the norm was known, so that nothing is waited for."""
 MEASURED = {
     f"{OURS}/gradients.py:_see",
-    f"{OURS}/gradients.py:close",
+    f"{OURS}/gradients.py:on_step_end",
     "pretraining/runtime/process_group.py:sum_over_ranks",
 }
 """On steps that a monitor measures, if the recipe asks for it."""
