@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch._dynamo.utils import counters
-from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers import AutoModelForCausalLM
 
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
@@ -42,11 +42,6 @@ from tests.model.test_attention import TOKENIZER
 IDS = torch.randint(512, (2, 64), generator=torch.Generator().manual_seed(0))
 NONE = Speed(compile="none")
 BLOCKS = ("speed.compile=blocks", "speed.compile_backend=aot_eager")
-
-
-@pytest.fixture
-def arguments(tmp_path):
-    return TrainingArguments(output_dir=str(tmp_path), use_cpu=True, seed=7)
 
 
 @pytest.fixture(autouse=True)

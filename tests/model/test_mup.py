@@ -15,7 +15,7 @@ from pretraining.training.optimizers import choose_optimizer, describe_groups
 from tests.checkpoints.test_reshard import stage_3_goes_on_in_one_process
 from tests.gear.finished_data import refusal
 from tests.gear.runs import MODELS
-from tests.model.test_compiling import TOKENIZER, arguments  # noqa: F401
+from tests.model.test_attention import TOKENIZER
 
 MUP = ("mup.base_width=16", "mup.base_layers=1")
 BASE = Mup(base_width=16, base_layers=1)
@@ -45,7 +45,7 @@ def train(model, optimizer, steps: int) -> list[torch.Tensor]:
     return found
 
 
-def model_of_the_paper(section: dict, arguments, m_n: float, m_l: float, base_head: float | None):  # noqa: F811
+def model_of_the_paper(section: dict, arguments, m_n: float, m_l: float, base_head: float | None):
     """Dey et al. 2025, table 1, alpha 1: a standard model, its multipliers as hooks, initial values by the table."""
     model = build_model(section, TOKENIZER, arguments).double()
     is_gpt2 = section["model_type"] == "gpt2"
@@ -91,7 +91,7 @@ def adamw_of_the_paper(model, m_n: float, m_l: float) -> torch.optim.AdamW:
     "name, base_head, tied",
     [("gpt2", None, True), ("gpt2", None, False), ("llama", None, True), ("llama", 4, False)],
 )
-def test_every_step_is_the_paper_s(name, base_head, tied, arguments):  # noqa: F811
+def test_every_step_is_the_paper_s(name, base_head, tied, arguments):
     """fp64, four times as wide as the base and twice as deep: the paper's multipliers, folded into weights, rates,
     decays and epsilons, give its logits at every step."""
     section = {**MODELS[name], "tie_word_embeddings": tied}
@@ -118,7 +118,7 @@ def test_the_base_itself_is_trained_as_without(name):
     assert set(scales_by_name(names, section, base).values()) == {Scales()}
 
 
-def change_of_logits(arguments, width: int, base: Mup | None, **settings) -> float:  # noqa: F811
+def change_of_logits(arguments, width: int, base: Mup | None, **settings) -> float:
     """Root mean square of what five steps at one rate change of the logits."""
     torch.manual_seed(0)
     section = {**MODELS["gpt2"], "n_embd": width, "n_head": width // 16}
@@ -132,7 +132,7 @@ RULES = {"adamw": {}, "muon": {"name": "muon"}, "muon, spectral": {"name": "muon
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_what_a_step_changes_does_not_grow_with_the_width(rule, arguments):  # noqa: F811
+def test_what_a_step_changes_does_not_grow_with_the_width(rule, arguments):
     """The coordinate check: four times the width, the same rate. Without muP the change grows."""
     base = Mup(base_width=32)
     narrow = change_of_logits(arguments, 32, base, **RULES[rule])
@@ -155,7 +155,7 @@ def test_a_checkpoint_goes_on_at_another_stage(workshop, tmp_path):
     stage_3_goes_on_in_one_process(workshop, tmp_path / "run", MUP)
 
 
-def test_groups_are_told_with_their_rates(arguments):  # noqa: F811
+def test_groups_are_told_with_their_rates(arguments):
     """Every parameter is in one group, at the rate its place asks for."""
     factory, keywords = choose_optimizer(load_recipe("tiny", ["mup.base_width=32"]))
     model = build_model(load_recipe("tiny").model, TOKENIZER, arguments)
