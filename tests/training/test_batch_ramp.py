@@ -29,25 +29,15 @@ RAMPED = (
 
 
 def sizes(first: int, full: int, over: int, **more) -> StepSizes:
-    ramp = {
-        "from_tokens_per_step": first,
-        "over_tokens": over,
-        "increment": None,
-        "lr_scaling": "none",
-        **more,
-    }
-    return StepSizes.of(full, Ramp.of(ramp))
+    ramp = {"from_tokens_per_step": first, "over_tokens": over, "increment": None, "lr_scaling": "none"}
+    return StepSizes.of(full, Ramp.of(ramp | more))
 
 
-@pytest.mark.parametrize(
-    "ramp",
-    [
-        sizes(128, 512, 1536),
-        sizes(2**15, 2**22, 1_200_000_000),
-        sizes(64, 640, 7000, increment=192),
-        sizes(1, 9, 3),
-    ],
-)
+RAMPS = [sizes(128, 512, 1536), sizes(2**15, 2**22, 1_200_000_000), sizes(1, 9, 3)]
+RAMPS.append(sizes(64, 640, 7000, increment=192))
+
+
+@pytest.mark.parametrize("ramp", RAMPS)
 def test_closed_formulas_count_what_the_steps_hold(ramp):
     """Against adding up step by step: tokens after n steps, and the steps that so many tokens pay for."""
     count = min(ramp.ramp_steps + 3, 2000)
@@ -128,6 +118,10 @@ def test_a_ramp_given_up_on_the_way_trains_the_rest_of_the_budget():
     assert start.progress(recipe).tokens_at(9) == 1792 + 1024
 
 
+LATER = shutil.ignore_patterns("checkpoint-8", "checkpoint-10", "export")
+"""What a run that ended after its sixth step has not."""
+
+
 @pytest.fixture(scope="module")
 def ramped(workshop) -> Run:
     """Ten steps on two ranks."""
@@ -154,10 +148,7 @@ def test_a_small_step_is_a_step_of_that_size(workshop, ramped):
 
 def test_resumed_in_mid_ramp_on_other_ranks_it_is_the_same_run(workshop, ramped, tmp_path):
     """From the checkpoint after four steps, on one plain process: the unbroken run's losses."""
-    output = tmp_path / "resumed"
-    shutil.copytree(ramped.folder, output)
-    for name in ("checkpoint-8", "checkpoint-10", "export"):
-        shutil.rmtree(output / name)
+    output = shutil.copytree(ramped.folder, tmp_path / "resumed", ignore=LATER)
     finished = execute(workshop.command(output, "null", 1, "plain", RAMPED))
     assert finished.code == 0, finished.output
     resumed = Run(output)
@@ -216,10 +207,7 @@ def test_a_schedule_of_ones_own_rolls_back_and_resumes_in_mid_ramp(workshop, tmp
     rates = [0.01 * (1 - step / STEPS) ** 2 * (size / FULL) ** 0.5 for step, size in enumerate(SIZES)]
     assert column(run, "train/learning_rate") == pytest.approx(rates)
     assert column(run, "train/tokens") == list(accumulate(SIZES))
-    again = tmp_path / "again"
-    shutil.copytree(healed, again)
-    for name in ("checkpoint-8", "checkpoint-10", "export"):
-        shutil.rmtree(again / name)
+    again = shutil.copytree(healed, tmp_path / "again", ignore=LATER)
     finished = execute(workshop.command(again, settings=settings))
     assert finished.code == 0 and "continued from checkpoint-4" in finished.stdout, finished.output
     for key in ("train/loss", "train/learning_rate", "train/tokens"):

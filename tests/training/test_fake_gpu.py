@@ -75,15 +75,9 @@ MOST_A_STEP = 2
 """Waits of the host, at every stage."""
 
 QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True}
-MIXTRAL = {
-    **{
-        key: value
-        for key, value in EXPERTS.items()
-        if key not in ("head_dim", "moe_intermediate_size", "num_experts")
-    },
-    "model_type": "mixtral",
-    "num_local_experts": 4,
-}
+OTHERS = ("head_dim", "moe_intermediate_size", "num_experts")
+MIXTRAL = {key: value for key, value in EXPERTS.items() if key not in OTHERS}
+MIXTRAL |= {"model_type": "mixtral", "num_local_experts": 4}
 GPT2 = {"model_type": "gpt2", "vocab_size": 512, "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 4}
 GPT2 |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 
@@ -93,12 +87,8 @@ def written_recipe(folder: Path, model_section: dict, **sections: dict) -> Path:
     values = load_recipe("tiny").to_dict() | {"name": "faked", "model": model_section}
     values["data"]["tokenizer"] = {"train_vocab_size": 512}
     values["training"] |= {"bf16": True, "logging_steps": 1, "per_device_train_batch_size": 2}
-    values["training"] |= {
-        "eval_strategy": "no",
-        "save_strategy": "no",
-        "warmup_steps": 0,
-        "logging_first_step": False,
-    }
+    values["training"] |= {"eval_strategy": "no", "save_strategy": "no", "warmup_steps": 0}
+    values["training"] |= {"logging_first_step": False}
     # nobody leaves the group of ranks here, which would end a watch: it would end this process after twenty minutes
     values["monitors"] = values.get("monitors", {}) | {"hang_minutes": None}
     for name, changed in sections.items():
@@ -216,35 +206,26 @@ FREE = {
     "lr_scheduler_kwargs": {},
 }
 MASKED, MUON = {"document_masking": True}, {"name": "muon"}
-TWO_SOURCES = {
-    "sources": [{"builtin": "python_stdlib", "name": "a"}, {"builtin": "python_stdlib", "name": "b"}]
-}
+TWO_SOURCES = {"sources": [{"builtin": "python_stdlib", "name": name} for name in "ab"]}
 EVERY_MONITOR = {"layer_norms_steps": 1, "noise_scale_steps": 1}
+Z_LOSS, CHUNKED = {"z_loss": 1e-4}, {"kind": "chunked", "chunk_tokens": 32}
+ROUTED, BY_UNITS = {"kind": "fused", "router_z_loss": 1e-3}, {"adaptive_clip": 0.01}
+PLAIN_LOSS = {"loss": {"kind": "plain"}, "optimizer": {"clip_value": 1.0}}
 CASES = {
     "gpt2, fused loss": ("zero1", 8, GPT2, {"monitors": EVERY_MONITOR}),
     "gpt2, documents apart, z-loss, muon": (
-        ("zero2", 8, GPT2, {"data": MASKED, "loss": {"z_loss": 1e-4}, "optimizer": MUON})
+        "zero2",
+        8,
+        GPT2,
+        {"data": MASKED, "loss": Z_LOSS, "optimizer": MUON},
     ),
-    "llama, chunked loss, sources": (
-        ("zero1", 1, LLAMA, {"loss": {"kind": "chunked", "chunk_tokens": 32}, "data": TWO_SOURCES})
-    ),
+    "llama, chunked loss, sources": ("zero1", 1, LLAMA, {"loss": CHUNKED, "data": TWO_SOURCES}),
     "llama, documents apart, muon": ("zero3", 8, LLAMA, {"data": MASKED, "optimizer": MUON}),
-    "llama, adaptive clipping": (
-        ("zero0", 8, LLAMA, {"optimizer": {"adaptive_clip": 0.01}, "monitors": EVERY_MONITOR})
-    ),
-    "qwen3, plain loss, clipping by value": (
-        (
-            "zero2",
-            8,
-            QWEN3,
-            {"loss": {"kind": "plain"}, "optimizer": {"clip_value": 1.0}, "monitors": EVERY_MONITOR},
-        )
-    ),
+    "llama, adaptive clipping": ("zero0", 8, LLAMA, {"optimizer": BY_UNITS, "monitors": EVERY_MONITOR}),
+    "qwen3, plain loss, clipping by value": ("zero2", 8, QWEN3, {**PLAIN_LOSS, "monitors": EVERY_MONITOR}),
     "qwen3, schedule-free": ("zero2", 1, QWEN3, {"training": FREE}),
     "qwen3 without DeepSpeed": ("null", 1, QWEN3, {}),
-    "mixtral, router z-loss, muon": (
-        ("zero2", 1, MIXTRAL, {"loss": {"kind": "fused", "router_z_loss": 1e-3}, "optimizer": MUON})
-    ),
+    "mixtral, router z-loss, muon": ("zero2", 1, MIXTRAL, {"loss": ROUTED, "optimizer": MUON}),
     "qwen3_moe, documents apart": ("zero1", 8, EXPERTS, {"data": MASKED, "loss": {"router_z_loss": 1e-3}}),
 }
 
@@ -311,18 +292,12 @@ def test_validation_and_samples_run_on_the_device(tmp_path, split, monkeypatch):
         trained = trainer.model.to("cuda")
         machine.synchronisations.clear()
         trainer.evaluator.measure(trained, 0, lambda: False)
-        assert [each.where for each in machine.synchronisations] == [
-            "pretraining/evaluation/validation.py:measure"
-        ]
-        machine.synchronisations.clear()
         HellaSwag(items, tokenizer, Passes(64, 4)).measure(trained)
-        assert [each.where for each in machine.synchronisations] == [
-            "pretraining/evaluation/likelihood.py:score"
-        ]
+        waits = [each.where.removeprefix("pretraining/evaluation/") for each in machine.synchronisations]
+        assert waits == ["validation.py:measure", "likelihood.py:score"]
         unfinished = iter((True, True, False))  # made-up numbers would never say that a text has ended
-        monkeypatch.setattr(
-            type(trained), "_has_unfinished_sequences", lambda *args, **kwargs: next(unfinished)
-        )
+        ended = lambda *args, **kwargs: next(unfinished)  # noqa: E731
+        monkeypatch.setattr(type(trained), "_has_unfinished_sequences", ended)
         assert sample_text(trained, tokenizer, "a", 4)
 
 
@@ -375,10 +350,10 @@ def test_each_read_of_the_device_is_recorded_with_its_place():
         "stream",
         "to device",
     ]
-    function = test_each_read_of_the_device_is_recorded_with_its_place.__name__
-    assert {each.where for each in machine.synchronisations} == {
-        f"tests/training/test_fake_gpu.py:{function}"
-    }
+    here = (
+        f"tests/training/test_fake_gpu.py:{test_each_read_of_the_device_is_recorded_with_its_place.__name__}"
+    )
+    assert {each.where for each in machine.synchronisations} == {here}
 
 
 def test_afterwards_there_is_no_gpu():

@@ -1,5 +1,6 @@
 """The schedules that recipes/README.md names, as the recipe's own keywords make them: the rate at every step."""
 
+import json
 import math
 import re
 from itertools import pairwise
@@ -36,25 +37,18 @@ def stable_then(decay, floor: float = 0.0):
     return factor
 
 
-WSD = ("warmup_stable_decay", {"num_decay_steps": DECAY})
+def wsd(decay, **keywords) -> tuple:
+    """A schedule with such a decay at its end, to `min_lr_ratio`."""
+    keywords = {"num_decay_steps": DECAY, **keywords}
+    return "warmup_stable_decay", keywords, stable_then(decay, keywords.get("min_lr_ratio", 0.0))
+
+
 SCHEDULES = {
     "cosine to a floor": ("cosine_with_min_lr", {"min_lr_rate": 0.1}, cosine_to_a_tenth),
-    "linear decay": (WSD[0], {**WSD[1], "decay_type": "linear"}, stable_then(lambda over: 1 - over)),
-    "cosine decay": (
-        WSD[0],
-        {**WSD[1], "decay_type": "cosine"},
-        stable_then(lambda over: 0.5 * (1 + math.cos(math.pi * over))),
-    ),
-    "1-sqrt decay": (
-        WSD[0],
-        {**WSD[1], "decay_type": "1-sqrt"},
-        stable_then(lambda over: 1 - math.sqrt(over)),
-    ),
-    "decay to a floor": (
-        WSD[0],
-        {**WSD[1], "decay_type": "linear", "min_lr_ratio": 0.1},
-        stable_then(lambda over: 1 - over, floor=0.1),
-    ),
+    "linear decay": wsd(lambda over: 1 - over, decay_type="linear"),
+    "cosine decay": wsd(lambda over: 0.5 * (1 + math.cos(math.pi * over)), decay_type="cosine"),
+    "1-sqrt decay": wsd(lambda over: 1 - math.sqrt(over), decay_type="1-sqrt"),
+    "decay to a floor": wsd(lambda over: 1 - over, decay_type="linear", min_lr_ratio=0.1),
     "inverse square root": ("inverse_sqrt", {}, lambda step: math.sqrt(WARMUP / step)),
     "constant": ("constant_with_warmup", {}, lambda step: 1.0),
 }
@@ -64,15 +58,12 @@ SCHEDULES = {
 def test_the_rate_at_every_step(name, tmp_path):
     """Linear warm-up from zero, then the formula; read from a recipe, strict keys and all."""
     kind, keywords, factor = SCHEDULES[name]
-    settings = [
-        f"training.{key}={value}" for key, value in (("lr_scheduler_type", kind), ("warmup_steps", WARMUP))
-    ]
-    settings += [f"training.lr_scheduler_kwargs={str(keywords).replace(chr(39), chr(34))}"]
+    settings = [f"training.lr_scheduler_type={kind}", f"training.warmup_steps={WARMUP}"]
+    settings += [f"training.lr_scheduler_kwargs={json.dumps(keywords)}"]
     training = load_recipe("tiny", settings).training
     keys = ("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path), use_cpu=True, **{key: training[key] for key in keys}
-    )
+    given = {key: training[key] for key in keys}
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **given)
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=arguments.learning_rate)
     schedule = get_scheduler(
         arguments.lr_scheduler_type,
@@ -104,7 +95,7 @@ IN_TOKENS = {
 def recipe_in_tokens(name: str, *more: str):
     (kind, keywords, _), budget = IN_TOKENS[name]
     settings = [f"training.lr_scheduler_type={kind}", f"budget.tokens={STEPS * STEP}", RISING, *budget]
-    settings += [f"training.lr_scheduler_kwargs={str(keywords).replace(chr(39), chr(34))}"]
+    settings += [f"training.lr_scheduler_kwargs={json.dumps(keywords)}"]
     return load_recipe("tiny", [*settings, "training.warmup_steps=0", *more])
 
 
@@ -155,6 +146,7 @@ def test_a_run_follows_its_tokens_and_so_does_one_that_goes_on(workshop, tmp_pat
     assert Run(folder).losses == run.losses
 
 
+STABLE_THEN_DECAY = ["training.lr_scheduler_type=warmup_stable_decay", "training.lr_scheduler_kwargs={}"]
 REFUSED = {
     "twice": (["budget.warmup_tokens=2048"], "and training.warmup_steps are both there"),
     "no warm-up": (
@@ -170,18 +162,13 @@ REFUSED = {
         "warm-up and decay together take 2050048, more than budget.tokens 2048000",
     ),
     "warm-up in steps and decay in tokens": (
-        [
-            "budget.decay_tokens=0.2",
-            "training.warmup_steps=900",
-            "training.lr_scheduler_type=warmup_stable_decay",
-            "training.lr_scheduler_kwargs={}",
-        ],
+        ["budget.decay_tokens=0.2", "training.warmup_steps=900", *STABLE_THEN_DECAY],
         "is 200 steps; with 900 steps of warm-up that is more than the run's 1000 steps",
     ),
     "decay twice": (
         [
             "budget.decay_tokens=2048",
-            "training.lr_scheduler_type=warmup_stable_decay",
+            *STABLE_THEN_DECAY[:1],
             'training.lr_scheduler_kwargs={"num_decay_steps": 1}',
         ],
         "and training.lr_scheduler_kwargs.num_decay_steps are both there",
@@ -222,8 +209,7 @@ ROUNDED = {
 @pytest.mark.parametrize("settings, expected, said", ROUNDED.values(), ids=ROUNDED)
 def test_budgets_are_written_as_people_say_them(settings, expected, said):
     """Tokens and shares are rounded to whole steps, and a note says to how many; a resolved recipe has none to say."""
-    wsd = ["training.lr_scheduler_type=warmup_stable_decay", "training.lr_scheduler_kwargs={}"]
-    recipe = load_recipe("tiny", [*settings, *(wsd if "decay" in str(settings) else [])])
+    recipe = load_recipe("tiny", [*settings, *(STABLE_THEN_DECAY if "decay" in str(settings) else [])])
     budget = recipe.budget
     assert (budget.tokens, budget.warmup_tokens, budget.decay_tokens) == expected
     assert any(said in note for note in recipe.notes)

@@ -38,16 +38,16 @@ from pretraining.training.throughput import (
 PHASES = ("data_wait", "forward_backward", "optimizer")
 
 
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("loss", "train/loss"),
-        ("eval_bits_per_byte", "eval/bits_per_byte"),
-        ("tokens_per_second", "throughput/tokens_per_second"),
-        ("stability/spike_score", "stability/spike_score"),
-        ("step", "step"),
-    ],
-)
+NAMES = {
+    "loss": "train/loss",
+    "eval_bits_per_byte": "eval/bits_per_byte",
+    "tokens_per_second": "throughput/tokens_per_second",
+    "stability/spike_score": "stability/spike_score",
+    "step": "step",
+}
+
+
+@pytest.mark.parametrize("name, told", NAMES.items())
 def test_every_metric_has_a_group_once(name, told):
     """One rule for files and trackers; naming twice changes nothing."""
     assert grouped(name) == told == grouped(told)
@@ -153,14 +153,9 @@ def test_goodput_charges_what_was_done_twice_and_the_time_between(tmp_path):
 def test_the_time_during_which_a_run_was_stopped_on_request_is_not_the_runs(tmp_path):
     """Stopped for 10,000 s and again for 20,000 s: goodput is of the hour in which it could train."""
     run = RunFolder(tmp_path / "run")
-    for kind, seconds_ago in (
-        ("start", 33_600),
-        ("stopped", 32_000),
-        ("resume", 22_000),
-        ("stopped", 21_000),
-    ):
+    times = {33_600: "start", 32_000: "stopped", 22_000: "resume", 21_000: "stopped", 1000: "resume"}
+    for seconds_ago, kind in times.items():
         append_row(run.events, event_of(kind, seconds_ago))
-    append_row(run.events, event_of("resume", 1000))
     kept = [{"step": 100, "throughput/step_seconds": 10.0}]
     assert Goodput(run, kept).add(20, 10.0) == pytest.approx(1 / 3, rel=1e-2)
 
@@ -250,15 +245,16 @@ def random_record(draw: random.Random) -> tuple[list[dict], list[dict]]:
         "resume",
         "resume",
     ]
+
+    def written() -> str:
+        return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now))
+
     if draw.random() < 0.8:
-        events.append(
-            {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now)), "event": "start", "step": 0}
-        )
+        events.append({"time": written(), "event": "start", "step": 0})
     for _ in range(draw.randrange(1, 60)):
         now += draw.choice([draw.random(), draw.random() * 100, draw.random() * 5000, -draw.random() * 3000])
         if draw.random() < 0.35:
-            when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now))
-            event = {"time": when, "event": draw.choice(kinds), "world_size": draw.randrange(1, 5)}
+            event = {"time": written(), "event": draw.choice(kinds), "world_size": draw.randrange(1, 5)}
             if draw.random() < 0.7:
                 event["step"] = step = draw.randrange(max(0, step - 30), step + 5)
             if draw.random() < 0.05:
@@ -268,11 +264,8 @@ def random_record(draw: random.Random) -> tuple[list[dict], list[dict]]:
             step += draw.randrange(1, 20)
             row = {"step": step, "time": now}
             if draw.random() < 0.8:
-                names = ("step", "data_wait", "slow_rank", "evaluation", "saving")
-                row |= {
-                    f"throughput/{name}_seconds": draw.random() * draw.choice([0.01, 1, 300])
-                    for name in names
-                }
+                for name in ("step", "data_wait", "slow_rank", "evaluation", "saving"):
+                    row[f"throughput/{name}_seconds"] = draw.random() * draw.choice([0.01, 1, 300])
             else:
                 row["eval/loss"] = 3.0
             rows.append(row)
