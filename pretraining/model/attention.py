@@ -9,7 +9,6 @@ from transformers import AttentionInterface, TrainingArguments
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import is_flash_attn_3_available
 
-from pretraining.errors import UserError
 from pretraining.model.parallel import SplitAttention
 from pretraining.recipe.model import is_exact
 from pretraining.runtime.rank_groups import RankGroups
@@ -81,16 +80,6 @@ def split_attention(name: str | None, groups: RankGroups) -> str:
     # It gets no mask function: transformers would make the mask of the rank's own part.
     AttentionInterface.register(f"{SPLIT}{name}", SplitAttention(kernels[name], groups))
     return f"{SPLIT}{name}"
-
-
-def missing_kernel(name: str, error: Exception) -> UserError:
-    """Write one line for an attention that the recipe asks for and this machine does not have."""
-    reason = " ".join(str(error).split())[:200]
-    install = INSTALL.get(name, "see its package")
-    return UserError(
-        f"model.attn_implementation: {name} cannot be used here ({install}), or leave it out to use "
-        f"torch's own kernels: {reason}"
-    )
 
 
 def describe_attention(name: str, masks_documents: bool = False) -> str:

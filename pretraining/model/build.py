@@ -30,7 +30,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from pretraining.ds_config import NOT_SPLIT, Degrees
 from pretraining.errors import UserError, require
 from pretraining.extend import load_extensions, model_extension
-from pretraining.model.attention import choose_attention, describe_attention, missing_kernel, split_attention
+from pretraining.model.attention import INSTALL, choose_attention, describe_attention, split_attention
 from pretraining.model.given_weights import GivenWeights
 from pretraining.model.initial_weights import initialise_weights
 from pretraining.model.parallel import split_experts, split_vocabulary
@@ -138,7 +138,10 @@ def build_model(
         if isinstance(error, ValueError) and "attn_implementation" not in str(error):
             raise UserError(f"model: {' '.join(str(error).split())}") from error
         # What remains is the attention: a package that is missing, or a name that transformers does not know.
-        raise missing_kernel(attention, error) from error
+        what = f"{attention} cannot be used here ({INSTALL.get(attention, 'see its package')})"
+        reason = " ".join(str(error).split())[:200]
+        remedy = "or leave it out to use torch's own kernels"
+        raise UserError(f"model.attn_implementation: {what}, {remedy}: {reason}") from error
     # On a processor there is one kernel, unless the recipe asks for more.
     chosen = torch.cuda.is_available() or masks_documents or "attn_implementation" in model
     if arguments.process_index == 0 and chosen:

@@ -29,11 +29,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from transformers import PreTrainedModel
 
 from pretraining.data.document_masking import IGNORED
 from pretraining.planning.memory.activations import chunk_length, compiles_loss, logit_bytes
-from pretraining.recipe.model import EXACT
 from pretraining.upstream.autotp import HeldRows
 from pretraining.upstream.torch import fix_no_length, missing_compiler
 from pretraining.upstream.wide_weights import WideLinear
@@ -154,22 +152,6 @@ class LossHead(nn.Linear):
 
 class WideLossHead(LossHead, WideLinear):
     """The same, multiplied in fp32."""
-
-
-def can_fuse(model: PreTrainedModel) -> bool:
-    """Return whether the model's logits are a linear layer without bias, and nothing else."""
-    # Other classes may scale or cap them.
-    head = model.get_output_embeddings()
-    is_known = isinstance(head, LossHead) or type(head) in (nn.Linear, WideLinear)
-    return model.config.model_type in EXACT and is_known and head.bias is None
-
-
-def install_loss_head(model: PreTrainedModel) -> LossHead:
-    """Make the model's own output projection a LossHead: the same parameter, name and tie."""
-    head = model.get_output_embeddings()
-    # in place: a new module would lose the tie to the embedding
-    head.__class__ = WideLossHead if isinstance(head, WideLinear) else LossHead
-    return head
 
 
 class _ChunkedNats(torch.autograd.Function):

@@ -201,7 +201,11 @@ def _draw(
         lent = {p: view.view(whole_shape(p)) for p, view in zip(draw.lent, views, strict=True)}
     # On the meta device nothing is drawn. On the CPU and in fp32, as a GPU, or 16 bits, would draw other numbers.
     own = _standing_in(draw.module, lambda parameter: lent.get(parameter, _on_meta(parameter)))
-    with own, _generator_of(seed, draw.name):
+    # Seeded by seed and module name, so that no weight depends on what was drawn before it.
+    digest = hashlib.blake2b(f"{seed}/{draw.name}".encode(), digest_size=8).digest()
+    with own, torch.random.fork_rng(devices=[]):
+        # 63 bits, because torch's seeds are signed
+        torch.random.default_generator.manual_seed(int.from_bytes(digest, "little") >> 1)
         draw_module(draw.owner, draw.module)
     values = {p: lent[p].view(-1).to(_sending_device(), p.dtype) for p in draw.kept}
     return {p: value if scales[p] == 1.0 else value.mul_(scales[p]) for p, value in values.items()}
@@ -246,16 +250,6 @@ def fill(parameter: nn.Parameter, read: Callable[[int, int], Chunks]) -> None:
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             if dist.get_rank(share.copies if share else None) == 0:
                 copy_chunks(read(start, start + parameter.numel()), parameter.view(-1), start)
-
-
-@contextmanager
-def _generator_of(seed: int, module_name: str) -> Iterator[None]:
-    """Seed torch's generator by seed and module name, so that no weight depends on what was drawn before it."""
-    digest = hashlib.blake2b(f"{seed}/{module_name}".encode(), digest_size=8).digest()
-    with torch.random.fork_rng(devices=[]):
-        # 63 bits, because torch's seeds are signed
-        torch.random.default_generator.manual_seed(int.from_bytes(digest, "little") >> 1)
-        yield
 
 
 @torch.no_grad()

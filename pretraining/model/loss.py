@@ -11,23 +11,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.nn.functional import all_reduce
 from transformers import PreTrainedModel
 
 from pretraining.data.document_masking import IGNORED
 from pretraining.errors import UserError
 from pretraining.extend import named
-from pretraining.model.cross_entropy import (
-    LossSettings,
-    can_fuse,
-    chunked_nats,
-    install_loss_head,
-    token_nats,
-)
+from pretraining.model.cross_entropy import LossHead, LossSettings, WideLossHead, chunked_nats, token_nats
 from pretraining.model.parallel import SplitHead
 from pretraining.recipe.model import EXACT, ROUTER_COEFFICIENT
 from pretraining.recipe.sections import Loss
 from pretraining.runtime.rank_groups import ALONE, RankGroups
+from pretraining.upstream.wide_weights import WideLinear
 
 PLAIN = Loss(kind="plain")
 """A `loss` section that asks for nothing."""
@@ -43,16 +39,20 @@ def build_loss(model: PreTrainedModel, settings: Loss = PLAIN, groups: RankGroup
     Raises:
         UserError: the model has no router.
     """
-    balanced = balance_of(model, groups)
-    if settings.router_z_loss and balanced is None:
+    config = model.config
+    is_balanced = getattr(config, "output_router_logits", False) and hasattr(config, ROUTER_COEFFICIENT)
+    if settings.router_z_loss and not is_balanced:
         raise UserError(
             "loss.router_z_loss: needs a mixture of experts with model.output_router_logits true; set it, or leave "
             "router_z_loss out"
         )
-    coefficient, balance = balanced or (0.0, transformers_balance)
+    balance: Callable = transformers_balance
+    if is_balanced and config.model_type in EXACT:
+        chosen = config.num_experts_per_tok
+        balance = partial(layers_balance, chosen=chosen, sequence_group=groups.sequence_group)
     return partial(
         next_token_loss,
-        router_coefficient=coefficient,
+        router_coefficient=getattr(config, ROUTER_COEFFICIENT) if is_balanced else 0.0,
         balance=balance,
         router_z_coefficient=settings.router_z_loss,
         sequence_group=groups.sequence_group,
@@ -66,18 +66,22 @@ def _nats_of(model: PreTrainedModel, settings: Loss) -> Callable:
     if settings.function is not None:
         own = partial(named("loss", settings.function), **settings.arguments)
         return partial(own_loss, function=own, name=settings.function)
-    way = LossSettings(z_loss, settings.chunk_tokens, settings.compile)
-    if kind == "auto":
-        kind = "fused" if can_fuse(model) else "chunked"
     if kind == "plain":
         return partial(token_nats, z_loss=z_loss)
-    head = model.get_output_embeddings()
+    way, head = LossSettings(z_loss, settings.chunk_tokens, settings.compile), model.get_output_embeddings()
+    if kind == "auto":
+        # a linear layer without bias, and nothing else: other classes may scale or cap the logits
+        is_known = isinstance(head, LossHead) or type(head) in (nn.Linear, WideLinear)
+        fuses = model.config.model_type in EXACT and is_known and head.bias is None
+        kind = "fused" if fuses else "chunked"
     if kind == "fused":
         if isinstance(head, SplitHead):
             head.gives = "input"
-            return partial(head, way=way)
+        else:
+            # in place: a new module would lose the name and the tie to the embedding
+            head.__class__ = WideLossHead if isinstance(head, WideLinear) else LossHead
         # in training the model returns the head's input as logits
-        return partial(install_loss_head(model), way=way)
+        return partial(head, way=way)
     if isinstance(head, SplitHead):
         head.gives = "own logits"
         way = replace(way, rows=head.rows)
@@ -111,17 +115,6 @@ def own_loss(
     if each is not None:
         each.copy_(losses.detach())
     return losses.sum()
-
-
-def balance_of(model: PreTrainedModel, groups: RankGroups = ALONE) -> tuple[float, Callable] | None:
-    """Find the config's coefficient, and the balancing loss that it multiplies; None if nothing is balanced."""
-    config = model.config
-    if not (getattr(config, "output_router_logits", False) and hasattr(config, ROUTER_COEFFICIENT)):
-        return None
-    of = transformers_balance
-    if config.model_type in EXACT:
-        of = partial(layers_balance, chosen=config.num_experts_per_tok, sequence_group=groups.sequence_group)
-    return getattr(config, ROUTER_COEFFICIENT), of
 
 
 def transformers_balance(outputs: Any) -> torch.Tensor:

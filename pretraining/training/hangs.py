@@ -100,8 +100,12 @@ class Watch:
             self.heartbeat.beat(number)
             waited = time.monotonic() - self.heartbeat.arrived_at
             # before half the limit there is no need to read the files of all ranks
-            if waited > self.limit_seconds / 2 and self._others_move(self._observe(number)):
-                self.heartbeat.arrived_at, waited = time.monotonic(), 0.0
+            if waited > self.limit_seconds / 2:
+                places, seen = self._observe(number), self._moves_seen
+                self._moves_seen = {rank: place.moves for rank, place in places.items() if place is not None}
+                # another rank has moved forward in long work since the last look: this one may wait for it
+                if any(moves > seen.get(rank, moves) for rank, moves in self._moves_seen.items()):
+                    self.heartbeat.arrived_at, waited = time.monotonic(), 0.0
             # one look early, or the next look would come after the limit; an alarm of another rank counts too
             if waited >= self.limit_seconds - self.look_seconds or (self.run.heartbeats / ALARM).exists():
                 self._raise_alarm(number)
@@ -117,12 +121,6 @@ class Watch:
             if self._beats_seen.get(rank, (None,))[0] != beats:
                 self._beats_seen[rank] = (beats, number)
         return places
-
-    def _others_move(self, places: dict[int, Place | None]) -> bool:
-        """Return whether a rank has moved forward in long work since the last call: this rank may wait for it."""
-        seen = self._moves_seen
-        self._moves_seen = {rank: place.moves for rank, place in places.items() if place is not None}
-        return any(moves > seen.get(rank, moves) for rank, moves in self._moves_seen.items())
 
     def _raise_alarm(self, number: int) -> None:
         """Write the stacks, report and exit. All running ranks come here within one look; the first one reports."""

@@ -192,11 +192,15 @@ class Matrices:
         # X X^T is formed on the shorter side, see `orthogonalize`
         return self.numel * min(rows, columns)
 
-    @property
-    def fan_out_in(self) -> tuple[int, int]:
-        """(outputs, inputs) of one of the matrices."""
+    def scale(self, rule: str) -> float:
+        """Return what the orthogonalised update is multiplied with (`optimizer.scale`).
+
+        spectral: the effect on the outputs is then the same for every shape (Jordan 2024). match_adamw: updates are as
+        large as AdamW's then, and its learning rates fit (Liu et al. 2025, eq. 4).
+        """
         rows, columns = self._one()
-        return (columns, rows) if self.transposed else (rows, columns)
+        outputs, inputs = (columns, rows) if self.transposed else (rows, columns)
+        return max(1.0, outputs / inputs) ** 0.5 if rule == "spectral" else 0.2 * max(outputs, inputs) ** 0.5
 
     def _one(self) -> tuple[int, int]:
         sizes = list(self.shape)
@@ -245,20 +249,6 @@ def hidden_matrices(model: PreTrainedModel) -> dict[str, Matrices]:
             else:
                 found[full_name] = Matrices(shape)
     return found
-
-
-def spectral_scale(matrices: Matrices) -> float:
-    """Return sqrt(max(1, outputs / inputs)): the same effect on the outputs for every shape (Jordan 2024)."""
-    outputs, inputs = matrices.fan_out_in
-    return max(1.0, outputs / inputs) ** 0.5
-
-
-def adamw_scale(matrices: Matrices) -> float:
-    """Return 0.2 sqrt(max(outputs, inputs)): updates as large as AdamW's (Liu et al. 2025, eq. 4)."""
-    return 0.2 * max(matrices.fan_out_in) ** 0.5
-
-
-SCALES = {"match_adamw": adamw_scale, "spectral": spectral_scale}
 
 
 class Muon(torch.optim.Optimizer):
@@ -340,12 +330,12 @@ class Muon(torch.optim.Optimizer):
         key = tuple(map(id, parameters))
         if key not in self._plans:
             self._plans[key] = plan_rounds(self._locate(parameters), self._costs)
-        scale, steps = SCALES[group["scale"]], group["newton_schulz_steps"]
+        rule, steps = group["scale"], group["newton_schulz_steps"]
 
         def orthogonalized(whole: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
             batches = [self.matrices[number].of(flat) for number, flat in whole.items()]
             results = zip(whole, orthogonalize_all(batches, steps), strict=True)
-            return {n: self.matrices[n].put(result * scale(self.matrices[n])) for n, result in results}
+            return {n: self.matrices[n].put(result * self.matrices[n].scale(rule)) for n, result in results}
 
         work_on_whole(self._plans[key], updates, orthogonalized, dtype, device)
         for parameter, update in zip(parameters, updates, strict=True):

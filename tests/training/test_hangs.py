@@ -9,22 +9,27 @@ import pytest
 
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.exit_codes import HANG
-from pretraining.runtime.heartbeat import long_work, work_done
+from pretraining.runtime.heartbeat import Place, long_work, read_place, work_done
 from pretraining.runtime.run_folder import RunFolder
 
 LIMIT_SECONDS = 3.0
 
 
 class Ranks:
-    """Processes with a watch each, as ranks of one run: what they do is a function of (watch, rank)."""
+    """Processes with a watch each, as ranks of one run: what they do is a function of (watch, rank).
 
-    def __init__(self, run: RunFolder, world_size: int, work: Callable):
+    They begin when the writing end of `gate` is closed: on a busy machine a fork may take as long as the limit.
+    """
+
+    def __init__(self, run: RunFolder, world_size: int, work: Callable, gate: tuple[int, int]):
         from pretraining.training.hangs import Watch
 
         self.dir, self.processes, self.codes = run, [], []
         for rank in range(world_size):
             process = os.fork()
             if process == 0:
+                os.close(gate[1])
+                os.read(gate[0], 1)
                 watch = Watch(run, LIMIT_SECONDS, rank, world_size)
                 work(watch, rank)
                 watch.close()
@@ -43,6 +48,14 @@ class Ranks:
         until = time.monotonic() + 60
         while not self.events and time.monotonic() < until:
             time.sleep(0.01)
+
+    def wait_for_arrivals(self) -> None:
+        """Until the heartbeat of each rank says that it has come to its first place."""
+        while not all(place and place.arrivals for place in map(self.place, range(len(self.processes)))):
+            time.sleep(0.01)
+
+    def place(self, rank: int) -> Place | None:
+        return read_place(self.dir.heartbeats, rank)
 
     @property
     def events(self) -> list[dict]:
@@ -116,10 +129,12 @@ def finished(tmp_path_factory) -> dict[Callable, Ranks]:
     """Runs of three ranks, all at the same time; of the first one rank is stopped, of the last all for a while."""
     works = (collective_without_end, rank_2_in_its_loader, slow_progress, one_long_step, rank_0_writes)
     works += (a_thread_writes_while_training_hangs, a_store_that_takes_nothing, a_library_writes)
-    runs = {work: Ranks(RunFolder(tmp_path_factory.mktemp("run")), 3, work) for work in works}
-    time.sleep(0.3)
-    runs[collective_without_end].kill(signal.SIGSTOP, 1)
-    runs[one_long_step].kill(signal.SIGSTOP, 0, 1, 2)
+    gate = os.pipe()
+    runs = {work: Ranks(RunFolder(tmp_path_factory.mktemp("run")), 3, work, gate) for work in works}
+    os.close(gate[1])
+    for work, stopped in ((one_long_step, (0, 1, 2)), (collective_without_end, (1,))):
+        runs[work].wait_for_arrivals()
+        runs[work].kill(signal.SIGSTOP, *stopped)
     time.sleep(LIMIT_SECONDS * 1.2)
     runs[one_long_step].kill(signal.SIGCONT, 0, 1, 2)
     runs[collective_without_end].wait_for_an_event()
@@ -180,7 +195,6 @@ def test_work_that_nobody_waits_for_or_that_does_not_move_is_no_progress(finishe
 @pytest.mark.parametrize("arrivals, expected", [([4, 4, 4], []), ([4, 3, 4], [1]), ([4, None, 3], [1, 2])])
 def test_who_did_not_arrive(arrivals, expected):
     """Less far than the furthest, or without a heartbeat."""
-    from pretraining.runtime.heartbeat import Place
     from pretraining.training.hangs import not_arrived
 
     places = {
