@@ -4,8 +4,8 @@ import calendar
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,8 +14,8 @@ from pretraining.outside.files import read_json_value
 from pretraining.outside.masking import masked_in
 from pretraining.recipe.curve import curve_parts
 from pretraining.recipe.sections import Evaluation
-from pretraining.runtime.disks import ONE_DISK
 from pretraining.runtime.durable_files import append_row, keep_rows, read_rows
+from pretraining.runtime.lock import ONE_DISK, lock_on_each_disk
 from pretraining.schema import REPOSITORY, fits
 
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
@@ -93,6 +93,12 @@ class RunFolder:
         """Say that how this rank fails is written here."""
         for call in self.at_failure:
             call()
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other runs out of this folder, and find which ranks see it; a `UserError` on all if one holds it."""
+        with lock_on_each_disk(self.path) as self.disks:
+            yield
 
     def is_finished(self, recipe: dict) -> bool:
         """Return whether this folder holds the finished run of this recipe, so that nothing is left to do.
