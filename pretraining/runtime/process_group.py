@@ -45,7 +45,6 @@ def rank_and_world_size() -> tuple[int, int]:
 
 
 def device_name() -> str:
-    """Return the name of this rank's GPU, or of the processor."""
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
@@ -258,7 +257,6 @@ class Messages:
         return content
 
     def remove(self, name: str) -> None:
-        """Remove a message, if it is there."""
         self._open().delete_key(self._key(name))
 
     def _key(self, name: str) -> str:
@@ -290,22 +288,18 @@ class RankGroups:
 
     @property
     def data_ranks(self) -> int:
-        """Number of groups that read samples of their own."""
         return self.world_size // self.degrees.ranks_per_sample
 
     @property
     def data_rank(self) -> int:
-        """Which of these groups this rank is in."""
         return self.rank // self.degrees.ranks_per_sample
 
     @property
     def sequence_part(self) -> int:
-        """Which part of each sequence this rank has."""
         return self.rank // self.degrees.tensor % self.degrees.sequence
 
     @property
     def tensor_part(self) -> int:
-        """Which part of each split layer this rank has."""
         return self.rank % self.degrees.tensor
 
     @property

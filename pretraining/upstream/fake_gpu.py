@@ -61,7 +61,6 @@ class FakeStream:
         return event or self
 
     def elapsed_time(self, end: Any) -> float:
-        """Return milliseconds, made up because nothing runs."""
         return 1.0
 
     def synchronize(self, *_: Any) -> None:
@@ -83,7 +82,6 @@ class FakeGpu(Network):
     event = default_stream = stream
 
     def on_stream(self, stream: Any) -> contextlib.AbstractContextManager:
-        """Make a stream the current one for the block."""
         return contextlib.nullcontext()
 
     def set_stream(self, stream: Any) -> None:

@@ -56,12 +56,10 @@ class HeldRows(NamedTuple):
 
     @property
     def own(self) -> int:
-        """Number of this rank's rows."""
         return self.numbers[dist.get_rank(self.group)]
 
     @property
     def most(self) -> int:
-        """Number of rows of the rank that has most."""
         return max(self.numbers)
 
     def find(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

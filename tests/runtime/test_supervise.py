@@ -14,7 +14,7 @@ from pretraining.runtime.exit_codes import FINISHED, GAVE_UP, HANG, STOPPED, USE
 from pretraining.runtime.processes import ASKING
 from pretraining.supervise import hosts
 from pretraining.supervise import supervisor as supervise
-from tests.gear.runs import Started, execute
+from tests.gear.runs import Started, environment, execute, forked_programs
 
 
 @pytest.fixture(autouse=True)
@@ -103,6 +103,8 @@ def test_a_meeting_that_is_over_is_not_waited_for_in_vain(tmp_path, monkeypatch,
     last = DynamicRendezvousHandler.from_backend("7-0", store, C10dRendezvousBackend(store, "7-0"), 1, 1)
     last.next_rendezvous()
     last.shutdown()
+    for name, value in {**environment(), **forked_programs()}.items():
+        monkeypatch.setenv(name, value)
     # the real one waits for longer than a meeting point takes to forget
     patient = "import json, sys; from pretraining.meeting_point import open_command; "
     patient += "print(json.dumps(open_command(sys.argv[1:], 0.0)))"
