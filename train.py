@@ -23,10 +23,8 @@ from pretraining.runtime.console_log import kept_console
 from pretraining.runtime.durable_files import one_line_disk_errors
 from pretraining.runtime.failures import kept_failure
 from pretraining.runtime.imports import prepare_imports
-from pretraining.runtime.lock import lock_run
-from pretraining.runtime.process_group import from_rank_0
-from pretraining.runtime.rank_groups import rank_groups
-from pretraining.runtime.restarts import leave_again_if_stopped
+from pretraining.runtime.process_group import from_rank_0, rank_groups
+from pretraining.runtime.processes import leave_again_if_stopped
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import REPOSITORY
 
@@ -85,7 +83,7 @@ def train(
     report = live_report(run, recipe.report.every_seconds)
     sent = notices(run, recipe.name, recipe.monitors.notify)
     copies = live_files(run, recipe.checkpoints.upload)
-    with ranks, lock_run(run), sent, one_line_disk_errors(run.path), copies, report:
+    with ranks, run.locked(), sent, one_line_disk_errors(run.path), copies, report:
         # Asked once more for several nodes: each may see a folder of its own, and rank 0's counts.
         if options.resume == "auto" and from_rank_0(lambda: run.is_finished(recipe.to_dict())):
             return from_rank_0(lambda: report_end(run))

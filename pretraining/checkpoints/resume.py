@@ -52,7 +52,7 @@ from pretraining.runtime.heartbeat import this_machine
 from pretraining.runtime.journal import Journal, Rollback
 from pretraining.runtime.lock import move_lock
 from pretraining.runtime.process_group import from_rank_0, gather_from_ranks, together
-from pretraining.runtime.restarts import launch_details, resume_after_restart
+from pretraining.runtime.processes import launch_details, resume_after_restart
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import check, differences, display_path, listed
 

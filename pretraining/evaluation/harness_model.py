@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from pretraining.evaluation.likelihood import Pair, Passes, Score, ScoringStopped, score
 from pretraining.evaluation.sampling import TokensCounted, encode, evaluation_mode, passes_together
 from pretraining.runtime.heartbeat import long_work
-from pretraining.runtime.rank_groups import rank_groups
+from pretraining.runtime.process_group import rank_groups
 
 PASSED_ON = ("do_sample", "top_k", "top_p")
 """Generation arguments of a task that `generate` takes unchanged."""

@@ -15,7 +15,7 @@ from pretraining.ds_config import NOT_SPLIT, Degrees
 from pretraining.errors import UserError, require
 from pretraining.evaluation.sampling import encode, evaluation_mode
 from pretraining.outside.files import COUNT, json_lines
-from pretraining.runtime.rank_groups import rank_groups
+from pretraining.runtime.process_group import rank_groups
 from pretraining.schema import fits
 
 HELLASWAG_FIELDS = ("activity_label", "ctx_a", "ctx_b", "endings", "label")

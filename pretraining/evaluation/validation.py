@@ -27,7 +27,7 @@ from pretraining.extend import all_of
 from pretraining.recipe import Recipe
 from pretraining.recipe.data import is_mixed, read_stages, run_shares, source_names
 from pretraining.runtime.metric_names import perplexity
-from pretraining.runtime.rank_groups import RankGroups, rank_groups
+from pretraining.runtime.process_group import RankGroups, rank_groups
 from pretraining.schema import display_path
 
 DEFAULT_BATCH_SIZE = 8  # of TrainingArguments

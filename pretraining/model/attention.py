@@ -12,7 +12,7 @@ from transformers.utils import is_flash_attn_3_available
 from pretraining.errors import UserError
 from pretraining.model.sequence_parallel import SPLIT, register_split
 from pretraining.recipe.model import is_exact
-from pretraining.runtime.rank_groups import RankGroups
+from pretraining.runtime.process_group import RankGroups
 
 SDPA_CAUSAL = "sdpa_causal"
 """torch's kernels, which know that the mask is causal. transformers' own `sdpa` looks for packed documents in every

@@ -32,8 +32,7 @@ from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.mup import Mup, scales_by_name
 from pretraining.recipe.refusals import why_not_compiled
 from pretraining.recipe.sections import Speed, Weights
-from pretraining.runtime.process_group import own_group
-from pretraining.runtime.rank_groups import ALONE, RankGroups
+from pretraining.runtime.process_group import ALONE, RankGroups, own_group
 from pretraining.upstream.deepspeed import groups_at_once, no_zero3_draw
 from pretraining.upstream.transformers import attention_of
 from pretraining.upstream.wide_weights import keep_in_fp32

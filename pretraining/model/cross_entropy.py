@@ -34,7 +34,7 @@ from transformers import PreTrainedModel
 from pretraining.data.document_masking import IGNORED
 from pretraining.planning.memory.activations import chunk_length, compiles_loss, logit_bytes
 from pretraining.recipe.model import EXACT
-from pretraining.upstream.autotp import HeldRows
+from pretraining.upstream.split_weights import HeldRows
 from pretraining.upstream.torch import fix_no_length, missing_compiler
 from pretraining.upstream.wide_weights import WideLinear
 

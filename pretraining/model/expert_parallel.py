@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pretraining.model.exchange import exchange
-from pretraining.upstream.experts import hold_experts, make_expert_groups
+from pretraining.upstream.split_weights import hold_experts, make_expert_groups
 from pretraining.upstream.torch import let_length_vary
 
 FEWEST_ROWS = 2

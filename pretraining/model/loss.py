@@ -27,7 +27,7 @@ from pretraining.model.cross_entropy import (
 from pretraining.model.vocabulary_parallel import SplitHead
 from pretraining.recipe.model import EXACT, ROUTER_COEFFICIENT
 from pretraining.recipe.sections import Loss
-from pretraining.runtime.rank_groups import ALONE, RankGroups
+from pretraining.runtime.process_group import ALONE, RankGroups
 
 PLAIN = Loss(kind="plain")
 """A `loss` section that asks for nothing."""

@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from pretraining.model.exchange import exchange
-from pretraining.runtime.rank_groups import RankGroups
+from pretraining.runtime.process_group import RankGroups
 
 SPLIT = "split_sequence_"
 """How the names of these attentions begin, in `attn_implementation`."""

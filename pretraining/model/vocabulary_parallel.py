@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pretraining.model.cross_entropy import LossHead
-from pretraining.upstream.autotp import HeldRows, hold_rows, make_tensor_groups
+from pretraining.upstream.split_weights import HeldRows, hold_rows, make_tensor_groups
 from pretraining.upstream.wide_weights import WideLinear
 
 

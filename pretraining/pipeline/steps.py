@@ -22,10 +22,10 @@ from pretraining.pipeline.training import Doctor, Train
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.quantities import num_bytes
 from pretraining.planning.screen import full_plan, in_short
-from pretraining.runtime.child import CommandEnded
 from pretraining.runtime.exit_codes import STOPPED
+from pretraining.runtime.processes import CommandEnded
 from pretraining.schema import REPOSITORY, display_path, listed
-from pretraining.supervise.hostfile import HostfileCommand
+from pretraining.supervise.hosts import HostfileCommand
 
 REPORTED = ("recipe", "plan", "environment", "metrics", "events", "samples", "mixture")
 """Files of a run that its report shows, as `RunFolder` names them."""

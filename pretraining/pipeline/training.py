@@ -12,8 +12,8 @@ from pretraining.errors import UserError
 from pretraining.outside.files import read_json_value
 from pretraining.pipeline.step import NOT_NEEDED, Decision, Step
 from pretraining.recipe.curve import changed_parts
-from pretraining.runtime.child import CommandEnded
 from pretraining.runtime.durable_files import read_rows
+from pretraining.runtime.processes import CommandEnded
 from pretraining.schema import differences, display_path, listed
 
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from pretraining.planning.quantities import several
 from pretraining.reporting.run_record import RunRecord
-from pretraining.runtime.failures import Failure, read_failures
+from pretraining.runtime.failures import NO_MEMORY, Failure, Fault, kernel_faults, read_failures
 from pretraining.runtime.heartbeat import is_gone, read_place
-from pretraining.runtime.kernel_log import NO_MEMORY, Fault, kernel_faults
 from pretraining.runtime.run_folder import event_seconds, unix_seconds
 from pretraining.runtime.wall_time import Attempt, attempts, start_rows
 from pretraining.schema import display_path

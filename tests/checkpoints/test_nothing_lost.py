@@ -234,14 +234,15 @@ def test_an_old_checkpoint_goes_only_after_a_new_one_is_committed(saved, monkeyp
 
 def test_rows_of_repeated_steps_are_dropped(tmp_path):
     """A line that a dying run left half-written is no row; later steps are written again."""
-    from pretraining.runtime.durable_files import append_row, keep_rows, read_rows
+    from pretraining.runtime.durable_files import append_row, read_rows
+    from pretraining.runtime.run_folder import keep_past_rows
 
     path = tmp_path / "metrics.jsonl"
     for step in range(1, 7):
         append_row(path, {"step": step, "loss": float(step)})
     with path.open("a") as file:
         file.write('{"step": 7, "lo')
-    keep_rows(path, lambda row: row["step"] <= 4)
+    keep_past_rows(path, 4, [], lambda row: False)
     append_row(path, {"step": 5, "loss": 0.5})
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4, 5]
     assert read_rows(path)[-1] == {"step": 5, "loss": 0.5}

@@ -28,7 +28,7 @@ from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe.curve import changes_of_run
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.runtime import host
-from pretraining.runtime.kernel_log import failing_gpus
+from pretraining.runtime.failures import failing_gpus
 from tests.gear.local_hub import REPOSITORY_ID, local_hub
 from tests.gear.runs import SMALL_RECIPE, execute
 

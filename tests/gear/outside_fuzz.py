@@ -70,7 +70,7 @@ from pretraining.reporting import __main__ as reporting
 from pretraining.runtime.journal import Journal
 from pretraining.runtime.lock import holder_of, lock_folder
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.supervise.hostfile import HostfileCommand, Hosts
+from pretraining.supervise.hosts import HostfileCommand, Hosts
 from tests.gear.runs import LLAMA, Workshop
 
 DEFECTS = ("traceback", "hang", "outside")

@@ -12,7 +12,7 @@ from pretraining.errors import UserError
 from pretraining.evaluation.validation import _batch
 from pretraining.model.sequence_parallel import document_mask
 from pretraining.recipe.refusals import load_recipe_and_ds_config
-from pretraining.runtime.rank_groups import RankGroups
+from pretraining.runtime.process_group import RankGroups
 from tests.checkpoints.test_reshard import unfinished
 from tests.gear.runs import EXPERTS, LLAMA, Run, execute
 from tests.training.test_curve import FP32, column, largest_difference

@@ -30,7 +30,7 @@ from pretraining.model.build import build_from_recipe
 from pretraining.planning.run_plan import build_run_plan
 from pretraining.recipe import load_recipe
 from pretraining.recipe.refusals import load_recipe_and_ds_config
-from pretraining.runtime.rank_groups import rank_groups
+from pretraining.runtime.process_group import rank_groups
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.arguments import build_arguments
 from pretraining.training.monitors import RunMonitors, SettledCollector
