@@ -27,7 +27,7 @@ from time import perf_counter
 import numpy as np
 from gear import parser_of, record
 
-from pretraining.data.document_masking import masked_block
+from pretraining.data.documents import masked_block
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shard_writer import SplitWriter
 from pretraining.data.shards import TokenSplit

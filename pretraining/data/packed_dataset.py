@@ -8,7 +8,7 @@ import numpy as np
 
 from pretraining.data.arriving import ArrivingOrder, ArrivingSplit
 from pretraining.data.block_guard import BlockGuard
-from pretraining.data.document_masking import IGNORED, masked_block
+from pretraining.data.documents import IGNORED, BestFit, Stretch, cut_shares, masked_block
 from pretraining.data.order import (
     ALL_SAMPLES,
     GlobalOrder,
@@ -21,7 +21,6 @@ from pretraining.data.order import (
     blocks_starting,
     shards_at_once,
 )
-from pretraining.data.packing import BestFit, Stretch, cut_shares
 from pretraining.data.shards import TokenSplit
 from pretraining.errors import UserError
 from pretraining.recipe.data import source_names
@@ -163,7 +162,7 @@ class PackedDataset:
         return read if len(self.splits) == 1 else {**read, "source": np.array(source)}
 
     def cut_shares(self) -> dict | None:
-        """Count what the ends of blocks cut around the first blocks (`packing.cut_shares`); None if not packed."""
+        """Count what the ends of blocks cut around the first blocks (`documents.cut_shares`); None if not packed."""
         if self._best_fits is None:
             return None
         # The first samples need their shards anyway, so nothing is fetched for this.

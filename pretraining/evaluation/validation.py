@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.data import ConcatDataset
 
-from pretraining.data.document_masking import IGNORED, part_of_sequences, stack_blocks
+from pretraining.data.documents import IGNORED, part_of_sequences, stack_blocks
 from pretraining.data.manifest import entropy_bits
 from pretraining.data.mixture import large_enough, open_by_source
 from pretraining.data.packed_dataset import PackedDataset

@@ -3,8 +3,8 @@
 import random
 from pathlib import Path
 
+from pretraining.data.documents import Stretch
 from pretraining.data.manifest import data_differences
-from pretraining.data.packing import Stretch
 from pretraining.data.tools.finished import FinishedData, SplitDocuments, open_finished
 from pretraining.errors import UserError
 from pretraining.outside.masking import escaped

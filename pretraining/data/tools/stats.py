@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pretraining.data.documents import cuts_of_split
 from pretraining.data.manifest import entropy_bits, num_shard_bytes, source_entries
-from pretraining.data.packing import cuts_of_split
 from pretraining.data.progress import ProgressBar
 from pretraining.data.tools.finished import (
     FinishedData,
