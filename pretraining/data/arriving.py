@@ -12,10 +12,9 @@ from typing import Self
 
 import numpy as np
 
-from pretraining.data.excerpt import excerpt_of
 from pretraining.data.manifest import POSITIONS_FILE, read_manifest
 from pretraining.data.order import ALL_SAMPLES, WindowedOrder
-from pretraining.data.portions import Portion, lacking
+from pretraining.data.portions import Portion, excerpt_of, lacking
 from pretraining.data.publishing import work_folder
 from pretraining.data.shards import Shard, TokenSplit, map_shard
 from pretraining.errors import UserError

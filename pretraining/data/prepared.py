@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pretraining.data.arriving import MOST_TRIES, PAUSE_SECONDS, ArrivingSplit
-from pretraining.data.excerpt import excerpt_of
 from pretraining.data.manifest import (
     POSITIONS_FILE,
     data_differences,
@@ -24,7 +23,7 @@ from pretraining.data.manifest import (
     verify,
 )
 from pretraining.data.mixture import SourceMixture, build_mixture
-from pretraining.data.portions import check_enough, lacking, portions_of
+from pretraining.data.portions import check_enough, excerpt_of, lacking, portions_of
 from pretraining.data.shards import TokenSplit
 from pretraining.data.streaming.cache import ShardCache
 from pretraining.data.tokenizer import check_vocabulary, tokenizer_fault
