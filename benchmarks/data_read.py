@@ -196,8 +196,8 @@ def compare(split: TokenSplit, entry: dict, order: GroupedPlaces, cache: Path, o
 
 def streamed(entry: dict, order: GroupedPlaces, cache: Path, max_bytes: int):
     """The same samples, from the store."""
+    from pretraining.data.packed_dataset import prefetched
     from pretraining.data.streaming.cache import ShardCache
-    from pretraining.data.streaming.prefetch import prefetched
     from pretraining.data.streaming.remote_data import RemoteData, StreamedSplit
 
     remote = RemoteData("s3://bucket/bench", ShardCache(cache, max_bytes))

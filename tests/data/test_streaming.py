@@ -18,11 +18,10 @@ import pytest
 import xxhash
 
 from pretraining.data.order import GlobalOrder
-from pretraining.data.packed_dataset import PackedDataset
+from pretraining.data.packed_dataset import PackedDataset, prefetched
 from pretraining.data.prepared import open_prepared
 from pretraining.data.streaming.cache import CachedShard, CacheFull, ShardCache, exclusive_lock
-from pretraining.data.streaming.prefetch import Prefetcher, Window, prefetched
-from pretraining.data.streaming.remote_data import RemoteData, StreamedSplit
+from pretraining.data.streaming.remote_data import Prefetcher, RemoteData, StreamedSplit, Window
 from pretraining.errors import UserError
 from tests.data.test_data_prep import make_texts, prepare, recipe_for, write_jsonl
 from tests.gear.object_store import CREDENTIALS, Proxy, connect_to, s3_server, shared_memory, upload, use_here
