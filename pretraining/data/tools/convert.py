@@ -20,12 +20,14 @@ from pretraining.data.shards import token_dtype
 from pretraining.data.tokenizer import TokenizerInfo, describe_tokenizer, save_tokenizer
 from pretraining.data.tools.finished import SplitDocuments, count_tokens, open_finished
 from pretraining.data.tools.formats import (
+    BinFile,
     DatatroveFile,
+    MdsFolder,
     MegatronFile,
+    named_splits,
     write_datatrove,
     write_megatron,
 )
-from pretraining.data.tools.streams import BinFile, MdsFolder, named_splits
 from pretraining.errors import UserError, file_error
 from pretraining.runtime.durable_files import replacing
 
