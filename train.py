@@ -100,7 +100,7 @@ def attempt(job: "Job") -> bool:
     """Train from where the run is to its end. Return False if a monitor wants a rollback: the caller tries again."""
     from pretraining.checkpoints.manager import CheckpointManager
     from pretraining.checkpoints.resume import begin_run, find_start, roll_back
-    from pretraining.evaluation.evaluator import Evaluator
+    from pretraining.evaluation.validation import Evaluator
     from pretraining.model.build import build_from_recipe
     from pretraining.model.given_weights import open_given
     from pretraining.model.loss import build_loss

@@ -57,7 +57,7 @@ from pretraining.data.tokenizer import describe_tokenizer
 from pretraining.data.tools.finished import open_finished, verify_data
 from pretraining.data.tools.formats import MdsFolder
 from pretraining.errors import UserError, file_error
-from pretraining.evaluation.likelihood import read_items
+from pretraining.evaluation.scores import read_items
 from pretraining.model.given_weights import _config_of
 from pretraining.model.native_weights import check_params
 from pretraining.model.weight_files import open_weights
