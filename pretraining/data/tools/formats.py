@@ -19,8 +19,6 @@ samples, both uint32, and a copy of the columns. A sample is the uint32 sizes of
 then the columns' bytes.
 """
 
-import bz2
-import gzip
 import math
 import mmap
 import re
@@ -329,19 +327,8 @@ _ARRAY_TYPES = {8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 32: "<u4", 33: "<i4", 64
 """Codes of integers in a column `ndarray` that does not name its type."""
 
 
-def _unzstd(content: bytes) -> bytes:
-    import pyarrow
-
-    with pyarrow.CompressedInputStream(pyarrow.BufferReader(content), "zstd") as stream:
-        return stream.read()
-
-
-_OPENERS: dict[str, Callable[[bytes], bytes]] = {
-    "zstd": _unzstd,
-    "gz": gzip.decompress,
-    "bz2": bz2.decompress,
-}
-
+_CODECS = {"zstd": "zstd", "gz": "gzip", "bz2": "bz2"}
+"""Arrow's names of what a shard is packed with."""
 
 _NAMES = {"type": "array", "items": {"type": "string"}}
 _MDS_FILE = {
@@ -349,35 +336,23 @@ _MDS_FILE = {
     "required": ["basename", "bytes"],
     "properties": {"basename": NAME, "bytes": COUNT},
 }
+_MDS_SHARD = {
+    "format": {"type": "string"},
+    "column_names": _NAMES,
+    "column_encodings": _NAMES,
+    "column_sizes": {"type": "array", "items": {"anyOf": [COUNT, {"type": "null"}]}},
+    "samples": COUNT,
+    "raw_data": _MDS_FILE,
+}
+_MDS_PACKED = {
+    "zip_data": {"anyOf": [_MDS_FILE, {"type": "null"}]},
+    "compression": {"type": ["string", "null"]},
+}
+_MDS_SHARDS = {"type": "object", "required": [*_MDS_SHARD], "properties": _MDS_SHARD | _MDS_PACKED}
 _MDS = {
     "type": "object",
     "required": ["shards", "version"],
-    "properties": {
-        "shards": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": [
-                    "format",
-                    "column_names",
-                    "column_encodings",
-                    "column_sizes",
-                    "samples",
-                    "raw_data",
-                ],
-                "properties": {
-                    "column_names": _NAMES,
-                    "column_encodings": _NAMES,
-                    "column_sizes": {"type": "array", "items": {"anyOf": [COUNT, {"type": "null"}]}},
-                    "samples": COUNT,
-                    "raw_data": _MDS_FILE,
-                    "zip_data": {"anyOf": [_MDS_FILE, {"type": "null"}]},
-                    "compression": {"type": ["string", "null"]},
-                    "format": {"type": "string"},
-                },
-            },
-        }
-    },
+    "properties": {"shards": {"type": "array", "items": _MDS_SHARDS}},
 }
 """What an index.json of MDS says that is read here."""
 
@@ -461,13 +436,16 @@ class MdsFolder:
         if not packed.is_file():
             raise UserError(f"{plain}: no such file, and {self.index} names it; copy it too")
         kind = (shard.get("compression") or "").partition(":")[0]
-        if kind not in _OPENERS:
+        if kind not in _CODECS:
             raise UserError(
-                f"{packed}: compressed with {kind}; convert reads {', '.join(_OPENERS)}; unpack it first"
+                f"{packed}: compressed with {kind}; convert reads {', '.join(_CODECS)}; unpack it first"
             )
+        import pyarrow
+
         try:
-            return memoryview(_OPENERS[kind](packed.read_bytes()))
-        except (OSError, ValueError, EOFError) as error:
+            with pyarrow.CompressedInputStream(pyarrow.OSFile(str(packed)), _CODECS[kind]) as stream:
+                return memoryview(stream.read())
+        except (OSError, ValueError) as error:
             raise UserError(f"{packed}: cannot be unpacked ({error}); copy it again") from error
 
 
@@ -493,3 +471,7 @@ def _decoder(encoding: str, dtype: str | None, where: str) -> Callable[[memoryvi
         return np.frombuffer(value[place:], array_type)
 
     return decode
+
+
+ForeignFile = MegatronFile | DatatroveFile | BinFile | MdsFolder
+"""Each has `size`, the bytes of its tokens, and `documents()`."""
