@@ -55,32 +55,31 @@ class Portion(NamedTuple):
 
 def portions_of(recipe: "Recipe") -> list[Portion | None]:
     """Compute what the recipe asks for of each source; None: all of it."""
-    needed = _needed_tokens(recipe) if recipe.data.prepare == "budget" else [None] * len(recipe.data.sources)
+    needed: list[int | None] = [None] * len(recipe.data.sources)
+    if recipe.data.prepare == "budget":
+        # The tokens of training that the run reads of each source if it repeats none.
+        samples, where = recipe.num_samples, display_path(recipe.path)
+        draws = [samples]
+        if len(recipe.data.sources) > 1:
+            # numpy takes a while to import, and most preparations are found finished.
+            from pretraining.data.interleaving import InterleavedStage, Interleaving
+
+            names = source_names(recipe.data, where)
+            # The shares are written in the recipe (`check_mixture`), so that any sizes will do.
+            sizes = [1] * len(names)
+            stages = read_stages(recipe.data, names, sizes, samples, recipe.sequence_length, where)
+            interleaving = Interleaving([InterleavedStage.of(*stage) for stage in stages])
+            # Shares are rounded to a grid: enough for them as written, and as they are drawn.
+            written = [ceil(share * samples) for share in run_shares(stages, samples)]
+            draws = [max(pair) for pair in zip(interleaving.realised(samples), written, strict=True)]
+        # One more than the inputs: the target of the last one.
+        needed = [int(blocks) * recipe.sequence_length + 1 for blocks in draws]
     portions: list[Portion | None] = []
     for source, tokens in zip(recipe.data.sources, needed, strict=True):
         limits = [limit for limit in (tokens, source.max_tokens) if limit is not None]
         portion = Portion(min(limits, default=None), source.max_documents)
         portions.append(None if portion == Portion() else portion)
     return portions
-
-
-def _needed_tokens(recipe: "Recipe") -> list[int | None]:
-    """Compute the training tokens that the run reads of each source if it repeats none."""
-    samples, length, where = recipe.num_samples, recipe.sequence_length, display_path(recipe.path)
-    draws = [samples]
-    if len(recipe.data.sources) > 1:
-        # numpy takes a while to import, and most preparations are found finished.
-        from pretraining.data.interleaving import InterleavedStage, Interleaving
-
-        names = source_names(recipe.data, where)
-        # The shares are written in the recipe (`check_mixture`), so that any sizes will do.
-        stages = read_stages(recipe.data, names, [1] * len(names), samples, length, where)
-        drawn = Interleaving([InterleavedStage.of(*stage) for stage in stages]).realised(samples).tolist()
-        # Shares are rounded to a grid: enough for them as written, and as they are drawn.
-        written = [ceil(share * samples) for share in run_shares(stages, samples)]
-        draws = [max(pair) for pair in zip(drawn, written, strict=True)]
-    # One more than the inputs: the target of the last one.
-    return [int(blocks) * length + 1 for blocks in draws]
 
 
 def lacking(manifest: dict, portions: list[Portion | None]) -> list[int]:

@@ -91,14 +91,6 @@ class MegatronFile:
                 raise UserError(
                     f"{path}: no such file; --from megatron takes PREFIX of PREFIX.bin and PREFIX.idx"
                 )
-        self._read_index()
-        self._check()
-
-    @property
-    def size(self) -> int:
-        return self.bin.stat().st_size
-
-    def _read_index(self) -> None:
         with self.idx.open("rb") as file:
             header = file.read(HEADER.size)
         if len(header) < HEADER.size or not header.startswith(MAGIC):
@@ -118,6 +110,11 @@ class MegatronFile:
         at = HEADER.size + self.lengths.nbytes
         self.offsets = np.frombuffer(content, "<i8", self.num_sequences, at)
         self.marks = np.frombuffer(content, "<i8", num_marks, at + self.offsets.nbytes)
+        self._check()
+
+    @property
+    def size(self) -> int:
+        return self.bin.stat().st_size
 
     def _check(self) -> None:
         """Check that every sequence is inside the .bin, and every mark inside the sequences."""
