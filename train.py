@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 from pretraining.command_line import on_one_node, parse_train_arguments
 from pretraining.data.block_guard import open_guard
-from pretraining.data.packed_dataset import build_training_dataset
+from pretraining.data.packed_dataset import build_training_dataset, prefetched
 from pretraining.data.prepared import PreparedData, note_repeats, open_prepared
 from pretraining.data.streaming.cache import ShardCache
-from pretraining.data.streaming.prefetch import prefetched
 from pretraining.errors import one_line_errors
 from pretraining.extend import load_extensions
 from pretraining.planning.comparison import measured
@@ -99,7 +98,7 @@ def attempt(job: "Job") -> bool:
     """Train from where the run is to its end. Return False if a monitor wants a rollback: the caller tries again."""
     from pretraining.checkpoints.manager import CheckpointManager
     from pretraining.checkpoints.resume import begin_run, find_start, roll_back
-    from pretraining.evaluation.evaluator import Evaluator
+    from pretraining.evaluation.validation import Evaluator
     from pretraining.model.build import build_from_recipe
     from pretraining.model.given_weights import open_given
     from pretraining.model.loss import build_loss

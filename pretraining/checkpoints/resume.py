@@ -31,9 +31,9 @@ from pretraining.checkpoints.identity import GIVEN, Identity, Start, described_d
 from pretraining.checkpoints.places import COMMITTED, DiskPlace, health
 from pretraining.checkpoints.shard_files import read_state
 from pretraining.data.arriving import is_from_origin
+from pretraining.data.documents import cuts_text
 from pretraining.data.mixture import format_table
 from pretraining.data.packed_dataset import PackedDataset
-from pretraining.data.packing import cuts_text
 from pretraining.data.prepared import PreparedData
 from pretraining.errors import GaveUp, UserError
 from pretraining.extend import copy_extensions

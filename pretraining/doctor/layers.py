@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import TrainerCallback
 
-from pretraining.data.document_masking import masked_block
+from pretraining.data.documents import masked_block
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.doctor.messages import largest_of_ranks, now_of_device
 from pretraining.ds_config import load_ds_config

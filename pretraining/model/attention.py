@@ -123,7 +123,7 @@ def varlen_attention_forward(
     Args:
         query, key, value: [batch, heads, length, width]; key and value may have fewer heads.
         cu_seq_lens_q: int32 [documents + 1], borders in the batch written as one row, which come with the batch
-            (`data.document_masking.document_borders`): no layer waits for the device to find them. Without them every
+            (`data.documents.document_borders`): no layer waits for the device to find them. Without them every
             row is one document.
     """
     if cu_seq_lens_q is None:

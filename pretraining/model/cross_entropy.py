@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from pretraining.data.document_masking import IGNORED
+from pretraining.data.documents import IGNORED
 from pretraining.planning.memory.activations import chunk_length, compiles_loss, logit_bytes
 from pretraining.recipe.model import EXACT
 from pretraining.upstream.split_weights import HeldRows

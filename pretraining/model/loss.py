@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.nn.functional import all_reduce
 from transformers import PreTrainedModel
 
-from pretraining.data.document_masking import IGNORED
+from pretraining.data.documents import IGNORED
 from pretraining.errors import UserError
 from pretraining.extend import named
 from pretraining.model.cross_entropy import (

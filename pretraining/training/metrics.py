@@ -18,7 +18,7 @@ from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from pretraining.data.document_masking import IGNORED
+from pretraining.data.documents import IGNORED
 from pretraining.errors import UserError
 from pretraining.planning.quantities import several
 from pretraining.recipe import Recipe, model_with_defaults

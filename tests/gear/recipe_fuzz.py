@@ -30,7 +30,7 @@ from pretraining.data.prepared import open_prepared
 from pretraining.data.sources import open_sources
 from pretraining.ds_config import ds_config_names
 from pretraining.errors import UserError
-from pretraining.evaluation.evaluator import Evaluator
+from pretraining.evaluation.validation import Evaluator
 from pretraining.extend import load_extensions
 from pretraining.model.build import build_from_recipe
 from pretraining.model.counting import counted

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pretraining.data.document_masking import document_borders, part_of_sequences
+from pretraining.data.documents import document_borders, part_of_sequences
 from pretraining.ds_config import Degrees, load_ds_config
 from pretraining.errors import UserError
 from pretraining.evaluation.validation import _batch

@@ -22,8 +22,8 @@ from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shard_writer import SplitWriter
 from pretraining.data.shards import TokenSplit
-from pretraining.evaluation.likelihood import HellaSwag, Item, Passes
 from pretraining.evaluation.sampling import sample_text
+from pretraining.evaluation.scores import HellaSwag, Item, Passes
 from pretraining.evaluation.validation import Validation
 from pretraining.model import loss as losses
 from pretraining.model.build import build_from_recipe
@@ -317,9 +317,7 @@ def test_validation_and_samples_run_on_the_device(tmp_path, split, monkeypatch):
         ]
         machine.synchronisations.clear()
         HellaSwag(items, tokenizer, Passes(64, 4)).measure(trained)
-        assert [each.where for each in machine.synchronisations] == [
-            "pretraining/evaluation/likelihood.py:score"
-        ]
+        assert [each.where for each in machine.synchronisations] == ["pretraining/evaluation/scores.py:score"]
         unfinished = iter((True, True, False))  # made-up numbers would never say that a text has ended
         monkeypatch.setattr(
             type(trained), "_has_unfinished_sequences", lambda *args, **kwargs: next(unfinished)

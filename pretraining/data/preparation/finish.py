@@ -15,7 +15,6 @@ import numpy as np
 
 from pretraining.data.arriving import ARRIVED_NAME, from_origin
 from pretraining.data.checksums import checksum_of_file, content_fingerprint, digest_of
-from pretraining.data.excerpt import rows_of
 from pretraining.data.manifest import (
     FORMAT,
     MANIFEST_NAME,
@@ -26,6 +25,7 @@ from pretraining.data.manifest import (
     reading_options,
     report_text,
 )
+from pretraining.data.portions import rows_of
 from pretraining.data.preparation.cleaning import CleanedCorpus, merged_reports
 from pretraining.data.preparation.plan import Preparation
 from pretraining.data.preparation.split_sizes import SplitSizes, check_blocks
