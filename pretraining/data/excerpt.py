@@ -10,8 +10,7 @@ import numpy as np
 
 from pretraining.data.checksums import content_fingerprint, digest_of_documents
 from pretraining.data.portions import Portion
-from pretraining.data.shard_writer import summed_entry
-from pretraining.data.shards import TokenSplit
+from pretraining.data.shards import TokenSplit, summed_entry
 
 
 def excerpt_of(

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from pretraining.data.counting import count_data
+from pretraining.data.preparation.prepare import count_data
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
 from tests.data.test_data_prep import make_texts, prepare, recipe_for, refusal, write_jsonl

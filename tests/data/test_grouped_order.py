@@ -18,8 +18,7 @@ from pretraining.data.order import (
     shards_at_once,
 )
 from pretraining.data.packed_dataset import PackedDataset
-from pretraining.data.shard_writer import SplitWriter
-from pretraining.data.shards import TokenSplit
+from pretraining.data.shards import SplitWriter, TokenSplit
 from pretraining.schema import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))

@@ -7,8 +7,7 @@ import pytest
 
 from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset
-from pretraining.data.shard_writer import SplitWriter
-from pretraining.data.shards import TokenSplit
+from pretraining.data.shards import SplitWriter, TokenSplit
 
 LENGTH = 8
 

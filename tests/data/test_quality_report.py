@@ -6,8 +6,7 @@ import pickle
 
 import pytest
 
-from pretraining.data.quality.chain import RULES, FilterChain, filters_schema
-from pretraining.data.quality.report import FilterReport
+from pretraining.data.quality.chain import RULES, FilterChain, FilterReport, filters_schema
 from pretraining.schema import check
 from tests.gear.quality_texts import PROSE, chain_of, many_texts
 
@@ -56,9 +55,7 @@ def test_the_report_does_not_depend_on_workers(texts):
     merged = FilterReport.merged(reports)
     assert merged.to_dict() == whole.report.to_dict()
     assert json.dumps(merged.to_dict()) == json.dumps(whole.report.to_dict())
-    assert FilterReport.from_dict(json.loads(json.dumps(merged.to_dict()))).as_text(True) == merged.as_text(
-        True
-    )
+    assert FilterReport(**json.loads(json.dumps(merged.to_dict()))).as_text(True) == merged.as_text(True)
 
 
 def test_the_report_shows_the_first_examples():

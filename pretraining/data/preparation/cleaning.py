@@ -21,14 +21,6 @@ import numpy as np
 
 from pretraining.data.checksums import digest_of
 from pretraining.data.corpus import Batch, Corpus, TextPiece, read_batches
-from pretraining.data.dedup.clusters import (
-    TRAIN,
-    VALIDATION,
-    assign_fates,
-    cluster,
-    count_fates,
-    duplicates_report,
-)
 from pretraining.data.dedup.decontamination import (
     ContaminationIndex,
     DecontaminationSpec,
@@ -37,19 +29,23 @@ from pretraining.data.dedup.decontamination import (
     merge_reports,
     read_evaluation_sets,
 )
-from pretraining.data.dedup.minhash import MinHashSpec, sign_piece
-from pretraining.data.dedup.pairs import (
+from pretraining.data.dedup.duplicates import (
+    TRAIN,
+    VALIDATION,
     HashParts,
     SignatureParts,
+    assign_fates,
+    cluster,
+    duplicates_report,
     exact_pairs,
     hash_texts,
     match_slice,
     write_array,
 )
+from pretraining.data.dedup.signatures import MinHashSpec, sign_piece
 from pretraining.data.preparation.stage import Stage
 from pretraining.data.progress import ProgressBar
-from pretraining.data.quality.chain import FilterChain
-from pretraining.data.quality.report import FilterReport
+from pretraining.data.quality.chain import FilterChain, FilterReport
 from pretraining.data.text_files import Document
 from pretraining.errors import UserError
 from pretraining.recipe.data import Data, Dedup
@@ -354,13 +350,7 @@ class Fates(Stage):
         for piece, own in enumerate(fates):
             write_array(folder / f"{piece:05d}.npy", own)
         sources = [piece.source for piece in self.clean.corpus.pieces]
-        num_documents = [len(draws) for draws in drawn]
-        report = duplicates_report(clusters, num_documents, sources, self.source_names)
-        write_json(folder / REPORT_NAME, {**report, "fates": count_fates(fates)})
-
-    def of_piece(self, number: int) -> np.ndarray:
-        """Read the fates of a piece: uint8 [documents]."""
-        return np.load(self.outputs()[0] / f"{number:05d}.npy")
+        write_json(folder / REPORT_NAME, duplicates_report(clusters, fates, sources, self.source_names))
 
     def report(self) -> dict:
         return json.loads((self.outputs()[0] / REPORT_NAME).read_text(encoding="utf-8"))
@@ -433,7 +423,7 @@ class CleanedCorpus(_Cleaned):
 
     def _kept_documents(self, number: int, kept: list[int | None]) -> Iterator[Document]:
         """Read the documents that stay; the fate of each is appended to `kept` as it is read."""
-        fates = self.fates.of_piece(number) if self.fates else None
+        fates = np.load(self.fates.outputs()[0] / f"{number:05d}.npy") if self.fates else None
         for row, document in enumerate(self.clean.texts(number)):
             fate = None if fates is None else int(fates[row])
             if fate in (None, TRAIN, VALIDATION):
@@ -479,6 +469,6 @@ class CleanedAsRead(_Cleaned):
 
 def merged_reports(reports: list[dict]) -> dict:
     """Merge what cleaners report of neighbouring texts: {"filters", "decontamination": one or none}."""
-    filters = FilterReport.merged([FilterReport.from_dict(report["filters"]) for report in reports])
+    filters = FilterReport.merged([FilterReport(**report["filters"]) for report in reports])
     found = [each for report in reports for each in report["decontamination"]]
     return {"filters": filters.to_dict(), "decontamination": [merge_reports(found)] if found else []}

@@ -20,6 +20,7 @@ from pretraining.data.manifest import (
     FORMAT,
     MANIFEST_NAME,
     POSITIONS_FILE,
+    check_blocks,
     deciding_section,
     entropy_bits,
     read_manifest,
@@ -27,13 +28,17 @@ from pretraining.data.manifest import (
     report_text,
 )
 from pretraining.data.preparation.cleaning import CleanedCorpus, merged_reports
-from pretraining.data.preparation.plan import Preparation
-from pretraining.data.preparation.split_sizes import SplitSizes, check_blocks
-from pretraining.data.preparation.survey import Begun, Survey
-from pretraining.data.preparation.tokenizing import COUNTS_NAME, POSITIONS_NAME, SPLITS
+from pretraining.data.preparation.plan import Begun, Preparation, Survey
+from pretraining.data.preparation.tokenizing import COUNTS_NAME, POSITIONS_NAME, SPLITS, SplitSizes
 from pretraining.data.publishing import discard, publish, start_building
-from pretraining.data.shard_writer import SplitWriter, split_entry, summed_entry
-from pretraining.data.shards import TokenSplit, open_shard, token_dtype
+from pretraining.data.shards import (
+    SplitWriter,
+    TokenSplit,
+    open_shard,
+    split_entry,
+    summed_entry,
+    token_dtype,
+)
 from pretraining.errors import UserError
 from pretraining.runtime.durable_files import replacing
 
@@ -198,7 +203,7 @@ def finish(preparation: Preparation, show_progress: bool = False) -> Path | None
         reports = preparation.cleaned.reports(accounts) if preparation.cleaned else {}
         sizes = SplitSizes.joined([output for part in trained for output, _ in part.done])
         try:
-            check_blocks(splits, preparation.data, preparation.sequence_length, sizes)
+            check_blocks(splits, preparation.data, preparation.sequence_length, sizes.workable_share)
         except UserError:
             # If cleaning left too little, the reports say what it took out.
             if reports and show_progress:
@@ -244,7 +249,7 @@ def _validation_parts(preparation: Preparation) -> list[_SourcePart]:
     stage, first = preparation.tokenize_validation, len(preparation.data.sources)
     if stage is None:
         return []
-    done = list(zip(stage.outputs(), stage.results(), strict=True))
+    done = [(folder, stage.result(number)) for number, folder in enumerate(stage.outputs())]
     return [
         _SourcePart(number, [task for task in done if task[1]["source"] == number - first])
         for number in range(first, len(preparation.data.text_origins))

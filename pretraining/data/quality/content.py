@@ -14,13 +14,15 @@ from ipaddress import ip_address
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pretraining.data.quality.rule import Changed, Rejection, Rule, parameter
-from pretraining.data.quality.text import TextView
 from pretraining.errors import UserError, fault_in_user_code, nearest, require
 from pretraining.extend import named
 from pretraining.outside.files import read_json_value
+
+if TYPE_CHECKING:
+    from pretraining.data.quality.text import TextView
 
 _CODES = (
     "af als am an ar arz as ast av az azb ba bar bcl be bg bh bn bo bpy br bs bxr ca cbk ce ceb ckb co cs "
@@ -69,7 +71,7 @@ class Language(Rule):
         if find_spec("fasttext") is None:
             require("fasttext", _PURPOSE)
 
-    def judge(self, view: TextView) -> Rejection | None:
+    def judge(self, view: "TextView") -> Rejection | None:
         """Reject under the most probable language, or as `low_score` if that is one to keep."""
         # fastText takes one line at a time.
         line = view.text[: self.max_characters].replace("\n", " ") + "\n"
@@ -184,7 +186,7 @@ class Blocklist(Rule):
             for entry, pattern in spaced.items()
         }
 
-    def judge(self, view: TextView) -> Rejection | None:
+    def judge(self, view: "TextView") -> Rejection | None:
         """Reject with an example that begins shortly before the first occurrence."""
         lowered, hits = view.text.lower(), []
         if not self._single_words.isdisjoint(_WORD.findall(lowered)):
@@ -281,7 +283,7 @@ class PersonalData(Rule):
     ip: str = parameter("192.0.2.1", "What stands for an IP address (RFC 5737).")
     phone: str = parameter("+1 202-555-0100", "What stands for a telephone number (reserved for fiction).")
 
-    def judge(self, view: TextView) -> Changed | None:
+    def judge(self, view: "TextView") -> Changed | None:
         """Put in the placeholders; None if there is nothing to mask."""
         text, counts = view.text, {}
         for kind, find in _FINDERS.items():
@@ -344,7 +346,7 @@ class Custom(Rule):
             raise UserError(f"import: {module_name} has no {name!r}{near}")
         return getattr(module, name)
 
-    def judge(self, view: TextView) -> Rejection | Changed | None:
+    def judge(self, view: "TextView") -> Rejection | Changed | None:
         """Keep, change or reject as the function says; UserError if it returns no bool, text or None."""
         try:
             answer = self._function(view.text, **self.arguments)

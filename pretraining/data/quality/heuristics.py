@@ -1,15 +1,18 @@
 """The published rules that measure a text's form: length, Gopher's quality and repetition, C4's and FineWeb's.
 
-A new rule is registered in chain.py.
+A new rule is registered in chain.py. `text` is imported when a rule judges, so that a check of a recipe does not wait
+for numpy.
 """
 
 import re
 from collections import Counter
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pretraining.data.quality.rule import Changed, Rejection, Rule, above, below, from_one_to, parameter
-from pretraining.data.quality.text import TERMINAL, TextView, count_sentences, repeated
+
+if TYPE_CHECKING:
+    from pretraining.data.quality.text import TextView
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class Length(Rule):
     min_characters: int | None = parameter(None, "Fewest characters; null: no limit.", minimum=1)
     max_characters: int | None = parameter(None, "Most characters; null: no limit.", minimum=1)
 
-    def judge(self, view: TextView) -> Rejection | None:
+    def judge(self, view: "TextView") -> Rejection | None:
         # Characters first: most texts then need no words.
         characters = len(view.text)
         found = below("too_few_characters", characters, self.min_characters)
@@ -48,7 +51,7 @@ class Alphabetic(Rule):
     min_share: float | None = from_one_to(0.25, "Least share of the characters")
     max_share: float | None = from_one_to(None, "Greatest share of the characters")
 
-    def judge(self, view: TextView) -> Rejection | None:
+    def judge(self, view: "TextView") -> Rejection | None:
         share = view.words.num_letters / max(1, len(view.text))
         return below("too_few_letters", share, self.min_share) or above(
             "too_many_letters", share, self.max_share
@@ -82,7 +85,7 @@ class GopherQuality(Rule):
         ["the", "be", "to", "of", "and", "that", "have", "with"], "Words of ordinary text, lower case."
     )
 
-    def judge(self, view: TextView) -> Rejection | None:
+    def judge(self, view: "TextView") -> Rejection | None:
         """Reject by the first of the paper's rules that the text breaks."""
         # The shares below divide by the number of words.
         if not len(view.words):
@@ -145,13 +148,15 @@ class GopherRepetition(Rule):
         **_NGRAM_SHARES,
     )
 
-    def judge(self, view: TextView) -> Rejection | None:
+    def judge(self, view: "TextView") -> Rejection | None:
         """Reject by the first row of the table that the text breaks."""
+        from pretraining.data.quality import text
+
         if not view.text:
             return Rejection("empty", 0, "at least 1")
         # Paragraphs before lines, as in the table of the paper.
         for kind, parts in (("paragraph", view.paragraphs), ("line", view.lines)):
-            count, characters = repeated(parts)
+            count, characters = text.repeated(parts)
             most, most_characters = (
                 getattr(self, f"max_duplicate_{name}") for name in (f"{kind}s", f"{kind}_characters")
             )
@@ -160,16 +165,13 @@ class GopherRepetition(Rule):
             )
             if broken:
                 return broken
-        # Imported here, so that a check of a recipe does not wait for numpy.
-        from pretraining.data.quality import words
-
         measures = (
-            ("top", self.max_top_ngrams, words.characters_of_most_frequent),
-            ("duplicate", self.max_duplicate_ngrams, words.characters_in_duplicates),
+            ("top", self.max_top_ngrams, text.characters_of_most_frequent),
+            ("duplicate", self.max_duplicate_ngrams, text.characters_in_duplicates),
         )
         largest = max(map(int, [*self.max_top_ngrams, *self.max_duplicate_ngrams]), default=0)
         # Once for all sizes: each n looks only where the n-gram before it repeats.
-        for ngrams in words.repeated_ngrams(view.words, largest):
+        for ngrams in text.repeated_ngrams(view.words, largest):
             for kind, limits, characters_of in measures:
                 share = limits.get(str(ngrams.n))
                 if share is not None:
@@ -211,8 +213,10 @@ class C4(Rule):
     reject_curly_brackets: bool = parameter(True, "Reject texts with a curly bracket: they are code.")
     min_sentences: int | None = parameter(5, "Fewest sentences left in a text; null: no limit.", minimum=0)
 
-    def judge(self, view: TextView) -> Rejection | Changed | None:
+    def judge(self, view: "TextView") -> Rejection | Changed | None:
         """Reject the text, or keep the lines that pass, stripped and joined by newlines."""
+        from pretraining.data.quality.text import count_sentences
+
         kept, gone = [], Counter()
         for line in view.text.splitlines():
             line, cause = self._line(line.strip())
@@ -272,8 +276,10 @@ class FineWeb(Rule):
     max_duplicate_line_characters: float | None = from_one_to(0.01, "Share of characters in repeated lines")
     max_newlines_per_word: float | None = parameter(0.3, "Lists have many; null: no limit.", minimum=0)
 
-    def judge(self, view: TextView) -> Rejection | None:
+    def judge(self, view: "TextView") -> Rejection | None:
         """Reject by the first of the four rules that the text breaks; empty lines do not count."""
+        from pretraining.data.quality.text import TERMINAL, repeated
+
         lines = [line for line in view.text.split("\n") if line and not line.isspace()]
         if not lines:
             return Rejection("empty", 0, "at least 1")

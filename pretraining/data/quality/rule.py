@@ -6,9 +6,10 @@ and the identity of a preparation all follow from it.
 
 import types
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
-from typing import Any, ClassVar, NamedTuple, Self, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, get_args, get_origin, get_type_hints
 
-from pretraining.data.quality.text import TextView
+if TYPE_CHECKING:
+    from pretraining.data.quality.text import TextView
 
 _JSON_TYPES = {
     int: "integer",
@@ -83,7 +84,7 @@ class Rule:
     together: ClassVar[dict] = {}
     """What its keys ask of each other, in the words of `pretraining.schema`."""
 
-    def judge(self, view: TextView) -> Rejection | Changed | None:
+    def judge(self, view: "TextView") -> Rejection | Changed | None:
         """Reject the text, change it, or return None to keep it as it is. A function of the text alone."""
         raise NotImplementedError
 

@@ -15,8 +15,7 @@ from pretraining.data.corpus import draw_of
 from pretraining.data.manifest import FORMAT, MANIFEST_NAME, entropy_bits, num_shard_bytes
 from pretraining.data.progress import ProgressBar
 from pretraining.data.publishing import discard, preparation_lock, publish, start_building
-from pretraining.data.shard_writer import SplitWriter
-from pretraining.data.shards import token_dtype
+from pretraining.data.shards import SplitWriter, token_dtype
 from pretraining.data.tokenizer import TokenizerInfo, describe_tokenizer, save_tokenizer
 from pretraining.data.tools.finished import SplitDocuments, count_tokens, open_finished
 from pretraining.data.tools.formats import (

@@ -8,8 +8,7 @@ import numpy as np
 from pretraining.data.checksums import checksum_of_file, content_fingerprint
 from pretraining.data.manifest import MANIFEST_NAME, num_shard_bytes
 from pretraining.data.progress import ProgressBar
-from pretraining.data.shard_writer import buffer_positions
-from pretraining.data.shards import Shard
+from pretraining.data.shards import Shard, buffer_positions
 from pretraining.data.tokenizer import describe_tokenizer, tokenizer_fault
 from pretraining.data.tools.finished import CHUNK_TOKENS, FinishedData, open_finished
 from pretraining.errors import UserError
