@@ -99,7 +99,10 @@ def test_the_identity_changes_with_all_that_verdicts_depend_on(tmp_path):
     specs.append({"rule": "language", "languages": ["en"]})
     before = FilterChain.of(specs).identity
     assert FilterChain.of(specs).identity == before and json.dumps(before)
-    assert before[2]["model"] == hashlib.sha256(RULES["language"](["en"])._path.read_bytes()).hexdigest()
+    assert (
+        before[2]["model"]
+        == hashlib.sha256(RULES["language"](languages=["en"])._path.read_bytes()).hexdigest()
+    )
     words.write_text("two")
     own_rule.write_text("def keep(text):\n    return True\n")
     after = FilterChain.of(specs).identity
