@@ -142,9 +142,11 @@ def run_ours(folder: Path) -> None:
     from tests.gear.similar_texts import write_signatures
 
     spec, work = MinHashSpec(), folder / "ours"
-    for piece in range(NUM_PIECES):
-        write_signatures(work, piece, sign_piece([row["text"] for row in rows_of(folder, piece)], spec))
-    parts = SignatureParts(work, NUM_PIECES)
+    pieces = [
+        write_signatures(work / str(piece), sign_piece([row["text"] for row in rows_of(folder, piece)], spec))
+        for piece in range(NUM_PIECES)
+    ]
+    parts = SignatureParts(pieces)
     pairs = match_slice(parts, spec)
     write_array(work / "pairs.npy", pairs)
     dropped = np.zeros(len(parts.documents), bool)

@@ -3,6 +3,7 @@
 import json
 import random
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,19 +11,18 @@ import pytest
 from pretraining.data.dedup import duplicates
 from pretraining.data.dedup.duplicates import (
     DUPLICATE,
+    HASHES_NAME,
     NEIGHBOURS,
     PAIR,
     TRAIN,
     TWIN,
     VALIDATION,
     Clusters,
-    HashParts,
     SignatureParts,
     assign_fates,
     cluster,
     duplicates_report,
     exact_pairs,
-    hash_file,
     hash_texts,
     match_slice,
     unique_pairs,
@@ -60,16 +60,22 @@ def planted(num_documents: int = 300) -> tuple[list[str], dict[tuple[int, int], 
     return texts, {pair: value for pair, value in truth.items() if value > 0.5}
 
 
+def pieces_of(folder, texts: list[str], num_pieces: int) -> list[tuple[Path, list[str]]]:
+    """The texts in pieces, and the folder of each."""
+    parts = np.array_split(np.arange(len(texts)), num_pieces)
+    return [(folder / str(n), [texts[number] for number in part]) for n, part in enumerate(parts)]
+
+
 def signed(folder, texts: list[str], spec: MinHashSpec, num_pieces: int) -> SignatureParts:
-    for piece, some in enumerate(np.array_split(np.arange(len(texts)), num_pieces)):
-        write_signatures(folder, piece, sign_piece([texts[number] for number in some], spec))
-    return SignatureParts(folder, num_pieces)
+    pieces = pieces_of(folder, texts, num_pieces)
+    return SignatureParts([write_signatures(path, sign_piece(some, spec)) for path, some in pieces])
 
 
-def hashed(folder, texts: list[str], num_pieces: int) -> HashParts:
-    for piece, some in enumerate(np.array_split(np.arange(len(texts)), num_pieces)):
-        write_array(hash_file(folder, piece), hash_texts([texts[number] for number in some]))
-    return HashParts(folder, num_pieces)
+def hashed(folder, texts: list[str], num_pieces: int) -> list[Path]:
+    pieces = pieces_of(folder, texts, num_pieces)
+    for path, some in pieces:
+        write_array(path / HASHES_NAME, hash_texts(some))
+    return [path for path, _ in pieces]
 
 
 def as_set(found: np.ndarray, least: float = 0.0) -> set[tuple[int, int]]:

@@ -23,6 +23,9 @@ from pretraining.runtime.durable_files import replacing
 PAIR = np.dtype([("first", "<i8"), ("second", "<i8"), ("similarity", "<f4")])
 """Two document numbers, the earlier first, and their estimated Jaccard similarity (1 for equal texts)."""
 
+HASHES_NAME, KEYS_NAME, SKETCH_NAME = "hashes.npy", "keys.npy", "sketch.npy"
+"""Files of a piece: the hashes of its texts, and both parts of their signatures."""
+
 NEIGHBOURS = 16
 """Documents before it in its bucket that each document is checked against."""
 
@@ -55,30 +58,17 @@ class DocumentNumbers:
         return np.split(values, self.first[1:-1])
 
 
-class HashParts:
-    """The text hashes of all pieces."""
-
-    def __init__(self, folder: Path, num_pieces: int):
-        self._files = _MappedFiles([hash_file(folder, piece) for piece in range(num_pieces)])
-        self.documents = DocumentNumbers([len(self._files[piece]) for piece in range(num_pieces)])
-
-    def columns(self) -> Iterator[np.ndarray]:
-        """Yield the hashes of each piece in turn: uint64 [documents, 2]."""
-        return (self._files[piece] for piece in range(len(self._files.paths)))
-
-
 class SignatureParts:
-    """The signatures of all pieces."""
+    """The signatures of all pieces, each in a folder of its own."""
 
-    def __init__(self, folder: Path, num_pieces: int):
-        paths = [signature_files(folder, piece) for piece in range(num_pieces)]
-        self._keys = _MappedFiles([keys for keys, _ in paths])
-        self._sketches = _MappedFiles([sketch for _, sketch in paths])
-        self.documents = DocumentNumbers([self._keys[piece].shape[1] for piece in range(num_pieces)])
+    def __init__(self, folders: Sequence[Path]):
+        self._keys = _MappedFiles([folder / KEYS_NAME for folder in folders])
+        self._sketches = _MappedFiles([folder / SKETCH_NAME for folder in folders])
+        self.documents = DocumentNumbers([keys.shape[1] for keys in self._keys])
 
     def columns(self, band: int) -> Iterator[np.ndarray]:
         """Yield the keys of one band of each piece in turn: uint64 [documents]."""
-        return (self._keys[piece][band] for piece in range(len(self._keys.paths)))
+        return (keys[band] for keys in self._keys)
 
     def sketches(self, documents: np.ndarray) -> np.ndarray:
         """Read the sketches of the given document numbers, in their order: uint8 [documents, hashes]."""
@@ -95,9 +85,12 @@ class SignatureParts:
 class _MappedFiles:
     """.npy files opened as memory maps when needed, at most `_OPEN_FILES` at a time."""
 
-    def __init__(self, paths: Sequence[Path]):
-        self.paths = list(paths)
+    def __init__(self, paths: list[Path]):
+        self.paths = paths
         self._open: OrderedDict[int, np.ndarray] = OrderedDict()
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return (self[number] for number in range(len(self.paths)))
 
     def __getitem__(self, number: int) -> np.ndarray:
         if number not in self._open:
@@ -110,14 +103,6 @@ class _MappedFiles:
                 self._open[number] = np.load(self.paths[number])
         self._open.move_to_end(number)
         return self._open[number]
-
-
-def hash_file(folder: Path, piece: int) -> Path:
-    return folder / f"{piece:05d}.hashes.npy"
-
-
-def signature_files(folder: Path, piece: int) -> tuple[Path, Path]:
-    return folder / f"{piece:05d}.keys.npy", folder / f"{piece:05d}.sketch.npy"
 
 
 def write_array(path: Path, array: np.ndarray) -> None:
@@ -135,12 +120,16 @@ def hash_texts(texts: Sequence[str]) -> np.ndarray:
     return np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
 
 
-def exact_pairs(parts: HashParts, part: int = 0, num_slices: int = 1) -> np.ndarray:
-    """Pair each text that occurred before with its first occurrence, in one slice of the hashes: PAIR [pairs]."""
-    ranges = _num_ranges(len(parts.documents))
+def exact_pairs(folders: Sequence[Path], part: int = 0, num_slices: int = 1) -> np.ndarray:
+    """Pair each text that occurred before with its first occurrence, in one slice of the hashes: PAIR [pairs].
+
+    folders: of the pieces, each with the hashes of its texts: uint64 [documents, 2].
+    """
+    pieces = _MappedFiles([folder / HASHES_NAME for folder in folders])
+    ranges = _num_ranges(sum(map(len, pieces)))
     batches = []
     for number in range(part, ranges, num_slices):
-        hashes, documents = _collect_range(parts.columns(), number, ranges)
+        hashes, documents = _collect_range(pieces, number, ranges)
         # Equal hashes side by side, each run of them in the order of documents.
         order = np.lexsort((documents, hashes[:, 1], hashes[:, 0]))
         hashes, documents = hashes[order], documents[order]

@@ -24,7 +24,6 @@ from pretraining.data.preparation.cleaning import (
     EvaluationSets,
     Fates,
     Match,
-    SignatureLinks,
 )
 from pretraining.data.preparation.stage import Stage
 from pretraining.data.preparation.tokenizing import (
@@ -221,10 +220,8 @@ class Preparation:
             return CleanedAsRead(self.corpus, cleaned_by, clean)
         fates = None
         if dedup:
-            signatures = SignatureLinks(self.work, clean)
-            match = Match(self.work, signatures, dedup, len(self.corpus.pieces))
             names = [spec.called for spec in data.sources]
-            fates = Fates(self.work, clean, match, dedup, data.validation_share, names)
+            fates = Fates(self.work, Match(self.work, clean, dedup), data.validation_share, names)
         return CleanedCorpus(self.corpus, cleaned_by, clean, fates, data.validation_share)
 
     @cached_property
