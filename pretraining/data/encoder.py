@@ -96,7 +96,6 @@ class Gigatoken:
 
 
 def join_flat(documents: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Join arrays of ids, one a text, into flat ids and offsets."""
     offsets = np.zeros(len(documents) + 1, np.int64)
     np.cumsum([len(document) for document in documents], out=offsets[1:])
     # The empty array sets the type if there are no documents.

@@ -298,7 +298,7 @@ def test_count_agrees_with_the_sources_and_writes_nothing(folder: Path, tmp_path
         data=Data.of({**data, "validation_share": 0.1}), model=Model(vocab_size=None), sequence_length=8
     )
     before = sorted(tmp_path.rglob("*"))
-    counts, first = (count_data(recipe, limit, False).to_dict() for limit in (None, 4))
+    counts, first = (count_data(recipe, limit, False) for limit in (None, 4))
     reference = open_encoder(folder, "tokenizers")
     for row, lines in zip(counts["sources"], texts, strict=True):
         assert row["tokens"] == len(reference.encode(lines, lines)[0])

@@ -49,12 +49,10 @@ class DocumentNumbers:
         return int(self.first[-1])
 
     def locate(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return piece and row within it of each document number."""
         pieces = np.searchsorted(self.first, documents, side="right") - 1
         return pieces, documents - self.first[pieces]
 
     def split(self, values: np.ndarray) -> list[np.ndarray]:
-        """Cut an array over all documents into one array a piece."""
         return np.split(values, self.first[1:-1])
 
 

@@ -333,7 +333,6 @@ class _Cleaned:
 
     @cached_property
     def keys(self) -> list[str]:
-        """Make a digest for each piece, of its text as the tokenizer gets it."""
         fates = self.fates.keys if self.fates else []
         return [digest_of(key, fates) for key in self.clean.keys]
 
@@ -406,7 +405,6 @@ class CleanedAsRead(_Cleaned):
 
     @property
     def stages(self) -> list[Stage]:
-        """The stages that run before a text is read."""
         return [*filter(None, [self.clean.evaluation_sets])]
 
     def batches(self, numbers: range, account: dict) -> Iterator[Batch]:

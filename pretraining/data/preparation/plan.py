@@ -163,7 +163,6 @@ class Preparation:
         return replace(planned, begun=begun)
 
     def keys_of(self, source: int) -> list[list[str]]:
-        """List the keys of the texts of each task of a source."""
         tasks = [task for task in self.texts.tasks if self.source_of(task) == source]
         return [self.texts.keys[task.start : task.stop] for task in tasks]
 

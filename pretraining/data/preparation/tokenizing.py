@@ -124,7 +124,6 @@ class Tokenize(Stage):
 
     @cached_property
     def keys(self) -> list[str]:
-        """Make a key for each task, which depends on the tokenizer and on the texts of its pieces."""
         return [self._key(number) for number in range(len(self.texts.tasks))]
 
     def _key(self, number: int) -> str:
@@ -134,7 +133,7 @@ class Tokenize(Stage):
         return digest_of(shared, self.texts.keys[task.start : task.stop], *self.bounds.get(number, ()))
 
     def folder(self, number: int) -> Path:
-        """Name the folder of one task's output. A survey asks for many, each with bounds of its own."""
+        # A survey asks for many, each with bounds of its own: no key of the others is made.
         return self.work / self.name / f"{number:05d}-{self._key(number)[:12]}"
 
     def run(self, number: int, folder: Path, progress: ProgressBar) -> None:

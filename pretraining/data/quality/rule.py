@@ -32,14 +32,12 @@ class Changed(NamedTuple):
 
 
 def below(cause: str, measured: float, minimum: float | None) -> Rejection | None:
-    """Reject if there is a minimum and `measured` is below it."""
     if minimum is None or measured >= minimum:
         return None
     return Rejection(cause, _rounded(measured), f"at least {minimum:g}")
 
 
 def above(cause: str, measured: float, maximum: float | None) -> Rejection | None:
-    """Reject if there is a maximum and `measured` is above it."""
     if maximum is None or measured <= maximum:
         return None
     return Rejection(cause, _rounded(measured), f"at most {maximum:g}")

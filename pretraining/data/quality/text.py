@@ -34,7 +34,6 @@ class TextView:
 
     @cached_property
     def paragraphs(self) -> list[str]:
-        """Stretches between empty lines."""
         # Of three or more newlines in a row, the ones left over begin the next part.
         parts = [part.lstrip("\n") for part in self.text.strip().split("\n\n")]
         # At least one, because the rules divide by their number.
@@ -178,7 +177,6 @@ class Words:
 
     @property
     def num_letters(self) -> int:
-        """Alphabetic characters of the text, of any script."""
         return int(np.count_nonzero(self._flags & ALPHABETIC))
 
     @property
@@ -194,12 +192,10 @@ class Words:
 
     @cached_property
     def is_alphabetic(self) -> np.ndarray:
-        """Whether each word holds an alphabetic character."""
         return (self._kinds_of_characters & ALPHABETIC) != 0
 
     @cached_property
     def is_more_than_punctuation(self) -> np.ndarray:
-        """Whether a word holds a character other than punctuation."""
         return (self._kinds_of_characters & NOT_PUNCTUATION) != 0
 
     @cached_property
@@ -219,13 +215,11 @@ class Words:
         return hashes ^ (hashes >> np.uint64(32))
 
     def count_distinct(self, wanted: tuple[str, ...]) -> int:
-        """Count the distinct words of `wanted` that occur."""
         return int(sum((self.hashes == wish).any() for wish in _hashes_of(wanted)))
 
 
 @lru_cache
 def _hashes_of(words: tuple[str, ...]) -> np.ndarray:
-    """Hash some words as `Words.hashes` does."""
     views = map(Words, words)
     # 0: a word that the splitter divides never occurs.
     return np.array([view.hashes[0] if len(view) == 1 else 0 for view in views], np.uint64)
