@@ -14,7 +14,8 @@ from pretraining.command_line import (
     not_negative_integer,
     positive_integer,
 )
-from pretraining.data.preparation.execution import EXECUTORS, read_slurm_options
+from pretraining.data.preparation.execution import EXECUTORS
+from pretraining.data.preparation.slurm import read_slurm_options
 from pretraining.doctor.gpus import read_gpus
 from pretraining.errors import UserError, one_line_errors
 from pretraining.pipeline.step import Decision, Pipeline
