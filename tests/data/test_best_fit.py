@@ -8,13 +8,6 @@ import pytest
 from pretraining.data.documents import IGNORED, WINDOW_BLOCKS, BestFit, cut_shares, cuts_of_split, pack
 from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset
-from pretraining.data.shards import SplitWriter
-from pretraining.data.shards import TokenSplit
-from pretraining.data.documents import WINDOW_BLOCKS
-from pretraining.data.documents import BestFit
-from pretraining.data.documents import cut_shares
-from pretraining.data.documents import cuts_of_split
-from pretraining.data.documents import pack
 from pretraining.data.shards import SplitWriter, TokenSplit
 
 LENGTH = 32

@@ -24,7 +24,6 @@ from tests.data.test_shards import write_split
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 from order import full_shuffle_share, mixing_quality
-from pretraining.data.shards import SplitWriter, TokenSplit
 
 LENGTH = 8
 GROUP_SIZE = 4

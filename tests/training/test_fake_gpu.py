@@ -20,12 +20,7 @@ from pretraining.checkpoints.export import averaged_weights
 from pretraining.checkpoints.identity import Start
 from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset
-from pretraining.data.shards import SplitWriter
-from pretraining.data.shards import TokenSplit
 from pretraining.data.shards import SplitWriter, TokenSplit
-from pretraining.evaluation.scores import HellaSwag
-from pretraining.evaluation.scores import Item
-from pretraining.evaluation.scores import Passes
 from pretraining.evaluation.sampling import sample_text
 from pretraining.evaluation.scores import HellaSwag, Item, Passes
 from pretraining.evaluation.validation import Validation
