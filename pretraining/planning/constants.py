@@ -73,7 +73,7 @@ def _value(kind: Kind) -> dict:
 
 
 def _layers(*widths: str) -> dict:
-    """Return the shape of one model type's factors, by the widths that `roofline.layer_widths` gives it."""
+    """Return the shape of one model type's factors, by the widths that `throughput.layer_widths` gives it."""
     # fitted factors, which may be negative
     moved = dict.fromkeys(widths, NUMBER)
     mode = {"forward": moved, "backward": moved, "outside": POSITIVE}
@@ -85,10 +85,10 @@ def _loss(*names: str) -> dict:
     return {"eager": mode, "compiled": mode}
 
 
-# the names of `roofline.layer_widths`
+# the names of `throughput.layer_widths`
 _DENSE = ("hidden", "queries", "keys", "inner")
 _MIXTURE = ("hidden", "queries", "keys", "routed hidden", "routed inner", "routed", "expert weights")
-# a missing one counts as 0 (`roofline._layer_bytes`)
+# a missing one counts as 0 (`throughput._layer_bytes`)
 _PASSES = {"forward": Optional(NOT_NEGATIVE), "backward": Optional(NOT_NEGATIVE)}
 _ENGINE = dict.fromkeys(("micro-batch", "step", "step of its share"), NOT_NEGATIVE)
 _FIT = {"E": POSITIVE, "A": POSITIVE, "B": POSITIVE, "alpha": POSITIVE, "beta": POSITIVE, "source": TEXT}

@@ -16,19 +16,23 @@ from pretraining.ds_config import (
     parameter_device,
     zero_stage,
 )
-from pretraining.planning.cadence import cost_of_checkpoints
 from pretraining.planning.comparison import predicted
-from pretraining.planning.memory.buffers import reduce_bucket, unprotected_gradient
+from pretraining.planning.costs import cost_of_checkpoints
 from pretraining.planning.memory.need import ROOMY, TIGHT, memory_need, recomputed_one_in
-from pretraining.planning.memory.split import families, held_tensors
-from pretraining.planning.memory.tensors import ROUTER, parameter_tensors, precision_of
+from pretraining.planning.memory.states import reduce_bucket, unprotected_gradient
+from pretraining.planning.memory.tensors import (
+    ROUTER,
+    families,
+    held_tensors,
+    parameter_tensors,
+    precision_of,
+)
 from pretraining.planning.messages import TENSOR, layer_messages, misplaced
 from pretraining.planning.quantities import duration, num_bytes, several
-from pretraining.planning.run_plan import RunPlan, build_run_plan
+from pretraining.planning.run_plan import Machine, Objection, RunPlan, Verdict, build_run_plan
 from pretraining.planning.search import fitting, nearest_fit
 from pretraining.planning.sizes import balance_of_experts, model_size
 from pretraining.planning.throughput import precision_of_products, step_time
-from pretraining.planning.verdict import Machine, Objection, Verdict
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.recipe.model import ROUTER_COEFFICIENT, model_with_defaults, value_of
 from pretraining.recipe.training import ADAMW, WITHOUT_WARMUP
@@ -177,7 +181,7 @@ def _disk(case: _Case) -> Objection | None:
 
 
 def _gradients(case: _Case) -> Objection | None:
-    """Refuse a gradient that GPUs may overwrite before it is reduced (`buffers.unprotected_gradient`)."""
+    """Refuse a gradient that GPUs may overwrite before it is reduced (`states.unprotected_gradient`)."""
     if case.machine.trains_on_processor:
         return None
     of_rank = families(case.recipe, case.ds_config, case.world_size)

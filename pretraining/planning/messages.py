@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pretraining.ds_config import NOT_SPLIT, Degrees, degrees_of, hpz_ranks, zero_stage
 from pretraining.planning.gpus import Gpu, kept_rates
 from pretraining.planning.memory.need import recomputed_one_in, recomputed_share, skips_last_product
-from pretraining.planning.memory.split import families, key_value_copies, widths_of_rank
-from pretraining.planning.memory.tensors import precision_of
+from pretraining.planning.memory.tensors import families, key_value_copies, precision_of, widths_of_rank
 from pretraining.planning.shapes import is_mixture, shape_of, widths_of
 from pretraining.recipe import Recipe, accumulation_steps
 

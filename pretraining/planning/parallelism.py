@@ -1,25 +1,235 @@
-"""Layouts of data x tensor x pipeline x context parallelism that fit a cluster, fastest first."""
+"""Layouts of data x tensor x pipeline x context parallelism that fit a cluster, fastest first.
+
+Pipeline stages cannot be trained here: neither the Trainer nor DeepSpeed cuts a model of Transformers into them. Who
+needs them can take the prepared data along (`python -m pretraining.data convert --to megatron`), and train the same
+shape, batch and schedule with Megatron-LM (`--megatron ROW`). Initial weights and the order of samples are Megatron's
+own, so that the curve is another one.
+"""
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
 from pretraining.planning.constants import table
 from pretraining.planning.gpus import Gpu, find_gpu
-from pretraining.planning.layout import FP32, Cluster, Division, ParallelLayout, layout_of
-from pretraining.planning.megatron import megatron_arguments
 from pretraining.planning.memory.states import checkpoint_bytes, optimizer_states
 from pretraining.planning.memory.tensors import parameter_tensors
 from pretraining.planning.quantities import duration, gpu_count, num_bytes, share
-from pretraining.planning.roofline import model_flops_utilization
 from pretraining.planning.shapes import shape_of, widths_of
-from pretraining.planning.sizes import model_size
-from pretraining.planning.workload import add_cluster_arguments, add_workload_arguments, workload_of
-from pretraining.recipe import Recipe
+from pretraining.planning.sizes import (
+    ModelSize,
+    add_cluster_arguments,
+    add_workload_arguments,
+    flops_per_token,
+    model_size,
+    workload_of,
+)
+from pretraining.planning.throughput import model_flops_utilization
+from pretraining.recipe import Recipe, model_with_defaults
+from pretraining.recipe.model import is_exact, value_of
 from pretraining.recipe.refusals import check_run
 from pretraining.runtime.table import Column, write_table
+
+# bytes an element
+BF16, FP32 = 2, 4
+RESERVES = ("fragmentation", "cuda_context_bytes", "nccl_bytes")
+
+
+class Division(NamedTuple):
+    """How many GPUs each part of the work is divided over."""
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    micro_batch: int = 1
+    """Sequences per pipeline and pass."""
+
+
+@dataclass(frozen=True)
+class LayoutMemory:
+    """Bytes on the fullest GPU of a layout."""
+
+    weights_and_gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+
+    @property
+    def total(self) -> float:
+        """Bytes of all parts, with the allocator's and the framework's reserve."""
+        held = self.weights_and_gradients + self.optimizer + self.activations + self.logits
+        # fragmentation grows with what is held; the context and NCCL take the same for every layout
+        assumed = {name: table("memory")[name]["value"] for name in RESERVES}
+        return held * (1 + assumed["fragmentation"]) + assumed["cuda_context_bytes"] + assumed["nccl_bytes"]
+
+    def to_dict(self) -> dict:
+        return {**asdict(self), "total": self.total}
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """One way to split a model over data x tensor x pipeline x context GPUs."""
+
+    data: int
+    tensor: int
+    pipeline: int
+    context: int
+    micro_batch: int
+    """Sequences per pipeline and pass."""
+    microbatches: int
+    """Per pipeline and optimizer step."""
+    recompute: bool
+    """Activation checkpointing of every layer."""
+    layers_per_stage: int
+    bubble: float
+    """The pipeline's idle time over its ideal time."""
+    memory: LayoutMemory
+    compute_seconds: float
+    """Seconds of one step, bubble included."""
+    tensor_seconds: float
+    context_seconds: float
+    pipeline_seconds: float
+    data_seconds: float
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of an optimizer step, nothing overlapped."""
+        messages = self.tensor_seconds + self.context_seconds + self.pipeline_seconds + self.data_seconds
+        return self.compute_seconds + messages
+
+    def to_dict(self) -> dict:
+        return {**asdict(self), "memory": self.memory.to_dict(), "step_seconds": self.step_seconds}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The model, the step and the GPUs that all layouts of one question share."""
+
+    size: ModelSize
+    shape: dict
+    """Of `shapes.shape_of`."""
+    sequence_length: int
+    sequences: int
+    """Per optimizer step."""
+    num_gpus: int
+    gpu: Gpu
+    flops_per_second: float
+    """FLOPs that the kernels of one GPU reach in a second."""
+    optimizer_width: float = 3 * FP32
+    """Bytes of master weights and optimizer states per parameter."""
+
+
+def layout_of(cluster: Cluster, division: Division, recompute: bool) -> ParallelLayout:
+    """Return the layout of a division that divides the model, the step and the GPUs."""
+    data, tensor, pipeline, context, micro_batch = division
+    size, gpu, widths = cluster.size, cluster.gpu, widths_of(cluster.shape)
+    microbatches, layers = cluster.sequences // (data * micro_batch), widths.layers // pipeline
+    # per GPU and pass: context parallelism splits each sequence
+    tokens = micro_batch * cluster.sequence_length / context
+    bubble = pipeline_bubble(pipeline, microbatches)
+    counted = flops_per_token(size, cluster.sequence_length)
+    per_token = counted.hardware if recompute else counted.training
+    # seconds without bubbles and messages
+    ideal = per_token * cluster.sequences * cluster.sequence_length
+    ideal /= cluster.num_gpus * cluster.flops_per_second
+    # the bubble counts as extra passes, in messages as in products
+    passes = microbatches * (1 + bubble)
+    memory = layout_memory(cluster, division, recompute)
+    # all-reduces of a layer (Megatron-LM, Shoeybi et al. 2019, figure 4): two forward, two backward, two more if the
+    # forward pass is repeated; a ring sends 2 (t - 1) / t of each
+    tensor_bytes = (6 if recompute else 4) * BF16 * widths.hidden * tokens * 2 * (tensor - 1) / tensor
+    # a layer's keys and values go round the ring once forward, and twice as much backward (Liu et al. 2023)
+    context_bytes = 3 * (BF16 * 2 * widths.keys / tensor * tokens) * (context - 1)
+    # a micro-batch's activations to the next stage and its gradients back, shared by a stage's tensor ranks
+    pipeline_bytes = 2 * BF16 * widths.hidden * tokens / tensor if pipeline > 1 else 0.0
+    # once a step: reduce-scatter of the fp32 gradients, all-gather of the bf16 weights (ZeRO, section 7); context ranks
+    # hold the same weights as data ranks
+    shards = data * context
+    data_bytes = memory.weights_and_gradients * (shards - 1) / shards
+
+    def link(group: int) -> float:
+        """Return bytes per second of the slowest link in a group of neighbouring GPUs."""
+        inside = gpu.link_bytes_per_second
+        return inside if group <= gpu.gpus_per_node else min(inside, gpu.network_bytes_per_second)
+
+    return ParallelLayout(
+        **division._asdict(),
+        microbatches=microbatches,
+        recompute=recompute,
+        layers_per_stage=layers,
+        bubble=bubble,
+        memory=memory,
+        compute_seconds=ideal * (1 + bubble),
+        # tensor ranks are neighbours inside a node (`parallelism._divisions`)
+        tensor_seconds=passes * layers * tensor_bytes / gpu.link_bytes_per_second,
+        context_seconds=passes * layers * context_bytes / link(tensor * context),
+        # stages are the outermost dimension: with several nodes, some neighbours are in different ones
+        pipeline_seconds=passes * pipeline_bytes / link(cluster.num_gpus),
+        data_seconds=data_bytes / link(shards * tensor),
+    )
+
+
+def layout_memory(cluster: Cluster, division: Division, recompute: bool) -> LayoutMemory:
+    """Return memory of the fullest GPU in bytes: the model states, the activations and the logits."""
+    data, tensor, pipeline, context, micro_batch = division
+    tokens, widths = micro_batch * cluster.sequence_length / context, widths_of(cluster.shape)
+    held = gpu_parameters(cluster.size, tensor, pipeline)
+    # with sequence parallelism, tensor ranks divide all activations (Korthikanti et al. 2022, table 2)
+    one_layer = activation_bytes_per_token(cluster.shape) * tokens / tensor
+    # with recomputation only each layer's input stays
+    kept = BF16 * widths.hidden * tokens / tensor if recompute else one_layer
+    # 1F1B: the first stage begins as many micro-batches as there are stages before the first returns (Narayanan et al.
+    # 2021, section 2.2); the recomputed activations exist for one layer at a time
+    in_flight = min(pipeline, cluster.sequences // (data * micro_batch))
+    activations = in_flight * (widths.layers / pipeline) * kept
+    return LayoutMemory(
+        # bf16 weights, fp32 gradients
+        weights_and_gradients=held * (BF16 + FP32),
+        # shared as by Megatron-LM's distributed optimizer (ZeRO stage 1), over context ranks too
+        optimizer=held * cluster.optimizer_width / (data * context),
+        activations=activations + (one_layer if recompute else 0),
+        # as a plain loss in memory/activations.py: fp32 log-probabilities, their gradient, the logits' gradient
+        logits=3 * FP32 * tokens * cluster.shape["vocab_size"] / tensor,
+    )
+
+
+def gpu_parameters(size: ModelSize, tensor: int, pipeline: int) -> float:
+    """Return the parameters on one GPU of the fuller end of the pipeline: its layers and a table."""
+    # the first stage holds the embedding, the last one the head
+    vocabulary = max(size.embedding, size.parts.head)
+    layers = size.total - size.embedding - size.parts.head
+    return (size.total if pipeline == 1 else layers / pipeline + vocabulary) / tensor
+
+
+def activation_bytes_per_token(shape: dict) -> int:
+    """Return bytes one layer keeps per token for its backward pass, in bf16 with fused attention.
+
+    Korthikanti et al. 2022, section 4.1, without dropout masks: 32 h for GPT. A layer keeps the inputs of its two
+    norms, the input of the attention, queries, keys, values and their result, the input of the feed-forward
+    layer, and that layer's inner values.
+    """
+    widths = widths_of(shape)
+    attention = widths.hidden + 2 * widths.queries + 2 * widths.keys
+    # inner values before and after the activation function; a gated layer keeps four
+    kept = 2 if shape["model_type"] == "gpt2" else 4
+    # a mixture's: of all experts that a token is routed to; a dense model counts as one expert
+    feed_forward = widths.hidden + kept * widths.expert_inner * widths.chosen_experts
+    return BF16 * (2 * widths.hidden + attention + feed_forward)
+
+
+def pipeline_bubble(stages: int, microbatches: int, chunks: int = 1) -> float:
+    """Return idle time over ideal time of a pipeline, (p - 1) / (v m): Narayanan et al. 2021, section 2.2.
+
+    Args:
+        microbatches: m, per pipeline and optimizer step.
+        chunks: v, model chunks per GPU of the interleaved schedule.
+    """
+    return (stages - 1) / (chunks * microbatches)
+
 
 SHORTEST_CONTEXT_SHARD = 4096
 """Tokens below which splitting a sequence over GPUs is not considered."""
@@ -217,3 +427,157 @@ def way_here(layout: ParallelLayout, recipe: Recipe) -> str | None:
     except UserError:
         return None
     return way
+
+
+STYLES = {"cosine": "cosine", "cosine_with_min_lr": "cosine", "linear": "linear", "constant": "constant"}
+STYLES |= {
+    "constant_with_warmup": "constant",
+    "inverse_sqrt": "inverse-square-root",
+    "warmup_stable_decay": "WSD",
+}
+"""`training.lr_scheduler_type` -> Megatron's `--lr-decay-style`."""
+DECAYS = {"linear": "linear", "cosine": "cosine", "1-sqrt": "minus_sqrt"}
+"""`decay_type` of a warmup_stable_decay -> Megatron's `--lr-wsd-decay-style`."""
+PLACE = "DATA"
+"""Folder that the data is converted to, and that the arguments name."""
+
+
+def megatron_arguments(recipe: Recipe, layout: ParallelLayout, gpus_per_node: int) -> list[str]:
+    """Return the launcher and the arguments of pretrain_gpt.py for a recipe at a layout, one of them in each entry.
+
+    Raises:
+        UserError: the recipe asks for what Megatron-LM has no argument for.
+    """
+    _refuse(recipe)
+    training, length = recipe.training, recipe.sequence_length
+    num_gpus = layout.data * layout.tensor * layout.pipeline * layout.context
+    here = min(num_gpus, gpus_per_node)
+    words = [
+        f"torchrun --nnodes={num_gpus // here} --nproc_per_node={here} pretrain_gpt.py",
+        *_shape(recipe),
+        f"--tensor-model-parallel-size {layout.tensor}",
+        f"--pipeline-model-parallel-size {layout.pipeline}",
+        f"--context-parallel-size {layout.context}",
+        "--use-distributed-optimizer",
+        "--overlap-grad-reduce",
+        "--overlap-param-gather",
+    ]
+    # the plan counts the residual stream as split over the tensor ranks
+    words += ["--sequence-parallel"] if layout.tensor > 1 else []
+    if layout.recompute:
+        words += ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
+    words += [
+        f"--seq-length {length}",
+        f"--max-position-embeddings {max(length, value_of(recipe.model, 'max_position_embeddings'))}",
+        f"--micro-batch-size {layout.micro_batch}",
+        f"--global-batch-size {recipe.samples_per_step}",
+        f"--train-samples {recipe.num_samples}",
+        f"--seed {training.seed}",
+        *[f"--{name}" for name in ("bf16", "fp16") if training.get(name)],
+        f"--lr {training.learning_rate:g}",
+        f"--weight-decay {training.weight_decay:g}",
+        f"--adam-beta1 {training.adam_beta1:g}",
+        f"--adam-beta2 {training.adam_beta2:g}",
+        f"--adam-eps {training.adam_epsilon:g}",
+        f"--clip-grad {training.max_grad_norm:g}",
+        *_schedule(recipe),
+        f"--train-data-path {PLACE}/train",
+        f"--valid-data-path {PLACE}/validation",
+        "--tokenizer-type HuggingFaceTokenizer",
+        f"--tokenizer-model {PLACE}/tokenizer",
+        f"--vocab-size {recipe.model.vocab_size}",
+    ]
+    masked = ["--reset-position-ids", "--reset-attention-mask"] if recipe.data.document_masking else []
+    return words + masked
+
+
+def _refuse(recipe: Recipe) -> None:
+    """Raise for what would silently train something else."""
+    model, training = recipe.model, recipe.training
+    reasons = {
+        f"model.model_type {model.model_type}": not is_exact(model),
+        f"optimizer.name {recipe.optimizer.name}": recipe.optimizer.name != "adamw",
+        f"training.optim {training.optim}": not training.optim.startswith("adamw_torch"),
+        f"training.lr_scheduler_type {training.lr_scheduler_type}": training.lr_scheduler_type not in STYLES,
+        "mup": recipe.mup.base_width is not None,
+        "model.mlp_only_layers": bool(model.get("mlp_only_layers")),
+        "model.decoder_sparse_step": model.get("decoder_sparse_step", 1) != 1,
+        "budget.ramp": recipe.budget.ramp is not None,
+        "loss.function": recipe.loss.function is not None,
+        "model.frozen": bool(recipe.weights.frozen),
+        "model.initial_weights": recipe.weights.initial_weights is not None,
+    }
+    if found := [name for name, is_so in reasons.items() if is_so]:
+        raise UserError(f"--megatron: {found[0]}: Megatron-LM has no arguments for it; leave it out")
+
+
+def _shape(recipe: Recipe) -> list[str]:
+    shape = model_with_defaults(recipe.model)
+    widths = widths_of(shape)
+    words = [
+        f"--num-layers {widths.layers}",
+        f"--hidden-size {widths.hidden}",
+        f"--ffn-hidden-size {widths.inner}",
+        f"--num-attention-heads {widths.heads}",
+        f"--kv-channels {widths.head_size}",
+        f"--init-method-std {shape['initializer_range']:g}",
+    ]
+    if widths.key_value_heads != widths.heads:
+        words += ["--group-query-attention", f"--num-query-groups {widths.key_value_heads}"]
+    if not shape["tie_word_embeddings"]:
+        words.append("--untie-embeddings-and-output-weights")
+    if shape["model_type"] == "gpt2":
+        return [
+            *words,
+            "--position-embedding-type learned_absolute",
+            f"--norm-epsilon {shape['layer_norm_epsilon']:g}",
+            f"--attention-dropout {shape['attn_pdrop']:g}",
+            f"--hidden-dropout {shape['resid_pdrop']:g}",
+        ]
+    rope = shape.get("rope_parameters") or {}
+    if rope.get("rope_type", "default") != "default":
+        what = "Megatron-LM's own scaling differs by version; set it by hand beside these arguments"
+        raise UserError(f"--megatron: model.rope_parameters.rope_type {rope['rope_type']}: {what}")
+    base = rope.get("rope_theta") or shape.get("rope_theta") or 10000
+    words += ["--normalization RMSNorm", f"--norm-epsilon {shape['rms_norm_eps']:g}", "--swiglu"]
+    words += ["--position-embedding-type rope", f"--rotary-base {base:.0f}"]
+    words += [] if shape.get("attention_bias") or shape.get("mlp_bias") else ["--disable-bias-linear"]
+    words += [f"--attention-dropout {shape['attention_dropout']:g}", "--hidden-dropout 0"]
+    words += ["--qk-layernorm"] if shape["model_type"].startswith("qwen3") else []
+    if not widths.experts:
+        return words
+    words += [
+        f"--num-experts {widths.experts}",
+        f"--moe-router-topk {widths.chosen_experts}",
+        f"--moe-ffn-hidden-size {widths.expert_inner}",
+        "--moe-grouped-gemm",
+        "--moe-token-dispatcher-type alltoall",
+    ]
+    if shape.get("output_router_logits"):
+        coefficient = f"--moe-aux-loss-coeff {shape['router_aux_loss_coef']:g}"
+        words += ["--moe-router-load-balancing-type aux_loss", coefficient]
+    else:
+        words.append("--moe-router-load-balancing-type none")
+    z_loss = recipe.loss.router_z_loss
+    return words + ([f"--moe-z-loss-coeff {z_loss:g}"] if z_loss else [])
+
+
+def _schedule(recipe: Recipe) -> list[str]:
+    """Return the schedule in samples, which Megatron counts as `--train-samples` does."""
+    training, unit = recipe.training, recipe.samples_per_step
+    keywords, kind = training.lr_scheduler_kwargs or {}, training.lr_scheduler_type
+    lowest = keywords.get("min_lr") or training.learning_rate * (
+        keywords.get("min_lr_rate") or keywords.get("min_lr_ratio") or 0.0
+    )
+    words = [
+        f"--lr-decay-style {STYLES[kind]}",
+        f"--min-lr {lowest:g}",
+        f"--lr-warmup-samples {recipe.warmup_steps(recipe.num_steps) * unit}",
+        f"--lr-decay-samples {recipe.num_samples}",
+    ]
+    if kind == "warmup_stable_decay":
+        tokens = recipe.budget.decay_tokens
+        samples = tokens // recipe.sequence_length if tokens else keywords["num_decay_steps"] * unit
+        words += [f"--lr-wsd-decay-style {DECAYS[keywords.get('decay_type', 'linear')]}"]
+        words += [f"--lr-wsd-decay-samples {samples}"]
+    return words

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from pretraining.errors import UserError
 from pretraining.planning.constants import table
 from pretraining.planning.quantities import count, short, three_digits
-from pretraining.planning.workload import add_workload_arguments, workload_of
+from pretraining.planning.sizes import add_workload_arguments, workload_of
 from pretraining.runtime.table import Column, facts, write_table
 
 PF_DAY = 8.64e19

@@ -12,22 +12,20 @@ from pretraining.planning import scaling_laws as laws
 from pretraining.planning.constants import table
 from pretraining.planning.costs import energy_words, forecast
 from pretraining.planning.gpus import all_gpus, find_gpu, prices_of
-from pretraining.planning.layout import (
+from pretraining.planning.messages import communication, step_messages
+from pretraining.planning.parallelism import (
     Cluster,
     Division,
     activation_bytes_per_token,
     gpu_parameters,
     layout_memory,
+    layouts,
     pipeline_bubble,
 )
-from pretraining.planning.messages import communication, step_messages
-from pretraining.planning.parallelism import layouts
-from pretraining.planning.roofline import expected_utilization
 from pretraining.planning.scaling_laws import extra_steps, extra_tokens, step_law
 from pretraining.planning.shapes import shape_of
-from pretraining.planning.sizes import flops_per_token, model_size
-from pretraining.planning.throughput import step_time
-from pretraining.planning.workload import workload_of_recipe
+from pretraining.planning.sizes import flops_per_token, model_size, workload_of_recipe
+from pretraining.planning.throughput import expected_utilization, step_time
 from pretraining.recipe import load_recipe
 from tests.gear.runs import execute
 

@@ -7,8 +7,8 @@ from pretraining.planning.constants import table
 from pretraining.planning.costs import energy_kwh, gpu_hours
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.parallelism import layouts
-from pretraining.planning.roofline import model_flops_utilization, tokens_per_second
 from pretraining.planning.sizes import ModelSize, PartSizes, flops_per_token, model_size
+from pretraining.planning.throughput import model_flops_utilization, tokens_per_second
 
 WITHIN = 0.05
 DAY = 86400

@@ -7,9 +7,9 @@ import pytest
 
 from pretraining.ds_config import ds_config_names, load_ds_config
 from pretraining.planning.gate import check_plan
-from pretraining.planning.memory.buffers import unprotected_gradient
+from pretraining.planning.memory.states import unprotected_gradient
 from pretraining.planning.memory.tensors import EMBEDDING, Tensor
-from pretraining.planning.verdict import Machine
+from pretraining.planning.run_plan import Machine
 from pretraining.recipe import load_recipe, recipe_names
 from tests.gear.freed_gradients import NUMEL, WAYS, stage_2
 from tests.gear.runs import execute

@@ -10,27 +10,31 @@ from pretraining.errors import UserError
 from pretraining.planning.constants import table
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.memory.activations import Activations, activations, validation_bytes
-from pretraining.planning.memory.buffers import Buffers, buffers, optimizer_copies
-from pretraining.planning.memory.split import Family, families, wide_of
 from pretraining.planning.memory.states import (
     ADAM,
+    Buffers,
     ModelState,
+    buffers,
     checkpoint_bytes,
     model_state,
+    optimizer_copies,
     optimizer_states,
     pinned_by_offload,
 )
 from pretraining.planning.memory.tensors import (
     FP32,
     SIXTEEN_BIT,
+    Family,
+    families,
     frozen_tensors,
     head_is_wide,
     precision_of,
     trained_tensors,
+    wide_of,
     wide_tensors,
 )
 from pretraining.planning.quantities import gpu_count, num_bytes, several
-from pretraining.planning.workload import add_workload_arguments, workload_of
+from pretraining.planning.sizes import add_workload_arguments, workload_of
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.recipe.sections import Loss
 from pretraining.runtime.imports import MOST_ROUNDED_MIB
