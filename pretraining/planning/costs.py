@@ -26,7 +26,7 @@ from pretraining.planning.run_plan import (
     save_every,
     token_bytes,
 )
-from pretraining.planning.sizes import Workload, add_cluster_arguments, add_workload_arguments, workload_of
+from pretraining.planning.sizes import Workload, add_workload_arguments, workload_of
 from pretraining.planning.throughput import (
     ESTIMATED,
     Ceiling,
@@ -400,8 +400,7 @@ class CostVerb:
   python -m pretraining.planning cost --parameters 65b --tokens 1.4t --world_size 2048 --gpu A100 --json"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add_workload_arguments(parser)
-        add_cluster_arguments(parser)
+        add_workload_arguments(parser, on_cluster=True)
         parser.add_argument(
             "--mfu",
             type=share,

@@ -35,7 +35,7 @@ from pretraining.planning.quantities import (
 )
 from pretraining.planning.run_plan import build_run_plan
 from pretraining.planning.shapes import shape_of, widths_of
-from pretraining.planning.sizes import add_cluster_arguments, add_workload_arguments, workload_of
+from pretraining.planning.sizes import add_workload_arguments, workload_of
 from pretraining.planning.throughput import scaling_over_nodes, step_time
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.recipe.model import value_of
@@ -344,8 +344,7 @@ class FitVerb:
   python -m pretraining.planning fit --recipe 30b --world_size 8 --gpu H200 --top 3 --json"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add_workload_arguments(parser)
-        add_cluster_arguments(parser)
+        add_workload_arguments(parser, on_cluster=True)
         parser.add_argument(
             "--memory", type=count, metavar="BYTES", help="of one GPU, instead of the table's: 80e9"
         )

@@ -78,7 +78,7 @@ class ModelSize:
     embedding: int
     """Token and learned-position tables (a separate head is not among them)."""
     active: int
-    """Parameters that one token passes through; of a layer's experts, only those it is routed to."""
+    """Those that one token passes through; of a layer's experts, only those it is routed to."""
     matmul: int
     """Entries of the matrices that a token is multiplied with: layers and head, without biases and norms."""
     head: int
@@ -99,35 +99,24 @@ class ModelSize:
         """What the backward pass computes."""
         return self.backward or Backward(self.total, self.matmul, self.matmul, 1.0)
 
-    @property
-    def non_embedding(self) -> int:
-        return self.total - self.embedding
-
 
 def model_size(model: dict) -> ModelSize:
     """Return sizes of a recipe's model section, exactly as the class of the installed transformers builds it."""
-    # a search asks for the same sizes hundreds of times
-    return _by_formula(json.dumps(model, sort_keys=True)) if is_exact(model) else _summed(model)
+    return _added_up(json.dumps(model, sort_keys=True), is_exact(model))
 
 
+# a search asks for the same sizes hundreds of times
 @cache
-def _by_formula(section: str) -> ModelSize:
-    """section: the model section, written as JSON."""
-    return _summed(json.loads(section))
-
-
-def _summed(model: dict) -> ModelSize:
-    """Add up the tensors by part."""
+def _added_up(section: str, exact: bool) -> ModelSize:
+    """Add up the tensors by part. section: the model section, written as JSON."""
+    model = json.loads(section)
     tensors, numel = parameter_tensors(model), Counter()
     for tensor in tensors:
-        numel[tensor.part] += tensor.numel
-    # PartSizes holds biases with their layers; only `matmul` leaves them out
-    biases = numel["attention bias"] + numel["mlp bias"]
+        # PartSizes holds biases with their layers; only `matmul` leaves them out
+        numel[tensor.part.removesuffix(" bias")] += tensor.numel
+    biases = sum(tensor.numel for tensor in tensors if tensor.part.endswith(" bias"))
     parts = PartSizes(**{field.name: numel[field.name] for field in fields(PartSizes)})
-    parts = replace(
-        parts, attention=parts.attention + numel["attention bias"], mlp=parts.mlp + numel["mlp bias"]
-    )
-    if is_exact(model):
+    if exact:
         shape, how = model_with_defaults(model), None
         widths, tied = widths_of(shape), bool(shape["tie_word_embeddings"])
         layers, experts, chosen = widths.layers, widths.experts, widths.chosen_experts
@@ -215,9 +204,6 @@ class FlopsPerToken:
         """Training with every layer recomputed: what hardware FLOPs utilization (HFU) counts."""
         return self.training + self.recomputed
 
-    def to_dict(self) -> dict:
-        return {**asdict(self), "hardware": self.hardware}
-
 
 def flops_per_token(size: ModelSize, sequence_length: int) -> FlopsPerToken:
     """Count the FLOPs of a token in a sequence of `sequence_length` tokens.
@@ -267,15 +253,17 @@ class Workload:
     training_flops_per_token: float
     hardware_flops_per_token: float
     """FLOPs with every layer recomputed."""
-    recipe: Recipe | None
-    ds_config: dict | None
-    size: ModelSize | None
-    counted: FlopsPerToken | None
-    sequence_length: int | None
+    recipe: Recipe | None = None
+    ds_config: dict | None = None
+    size: ModelSize | None = None
+    counted: FlopsPerToken | None = None
 
 
-def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `--recipe` with `--set` and `--deepspeed`, or `--parameters` and `--tokens`."""
+def add_workload_arguments(parser: argparse.ArgumentParser, on_cluster: bool = False) -> None:
+    """Add `--recipe` with `--set` and `--deepspeed`, or `--parameters` and `--tokens`.
+
+    on_cluster: add `--world_size` and `--gpu` too.
+    """
     parser.add_argument("--recipe", metavar="NAME|PATH", help="a file of recipes/, or a path")
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="change a value"
@@ -283,12 +271,9 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--deepspeed", metavar="NAME|PATH", help="a file of ds_configs/ over the recipe's")
     parser.add_argument("--parameters", type=count, metavar="N", help="instead of a recipe: 7b, 6.7e9")
     parser.add_argument("--tokens", type=count, metavar="D", help="training tokens: 140b, 1.4t")
-
-
-def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `--world_size` and `--gpu`."""
-    parser.add_argument("--world_size", type=gpu_count, required=True, metavar="N", help="number of GPUs")
-    parser.add_argument("--gpu", required=True, metavar="NAME", help="which kind (see the verb gpus)")
+    if on_cluster:
+        parser.add_argument("--world_size", type=gpu_count, required=True, metavar="N", help="number of GPUs")
+        parser.add_argument("--gpu", required=True, metavar="NAME", help="which kind (see the verb gpus)")
 
 
 def workload_of(options: argparse.Namespace) -> Workload:
@@ -306,9 +291,7 @@ def workload_of(options: argparse.Namespace) -> Workload:
         raise UserError("--set and --deepspeed change a recipe: give --recipe NAME instead of --parameters")
     n = options.parameters
     # 6 N (Kaplan et al. 2020), and 2 N more for another forward pass if the layers are recomputed
-    return Workload(
-        f"{short(n)} parameters", n, n, options.tokens, 6 * n, 8 * n, None, None, None, None, None
-    )
+    return Workload(f"{short(n)} parameters", n, n, options.tokens, 6 * n, 8 * n)
 
 
 def workload_of_recipe(recipe: Recipe, ds_config: dict | None, tokens: float | None = None) -> Workload:
@@ -331,8 +314,8 @@ def workload_of_recipe(recipe: Recipe, ds_config: dict | None, tokens: float | N
         # a command that is written for this recipe must contain the tokens too
         overrides = (*recipe.overrides, f"budget.tokens={whole}")
         recipe = replace(recipe, budget=replace(recipe.budget, tokens=whole), overrides=overrides)
-    size, length = size_of_recipe(recipe), recipe.sequence_length
-    counted = flops_per_token(size, length)
+    size = size_of_recipe(recipe)
+    counted = flops_per_token(size, recipe.sequence_length)
     return Workload(
         name=recipe.name,
         parameters=size.total,
@@ -344,7 +327,6 @@ def workload_of_recipe(recipe: Recipe, ds_config: dict | None, tokens: float | N
         ds_config=ds_config,
         size=size,
         counted=counted,
-        sequence_length=length,
     )
 
 
@@ -366,16 +348,16 @@ class FlopsVerb:
         workload = workload_of(options)
         tokens = workload.tokens
         # a size alone has no attention, so that the other conventions cannot be counted
-        per_token = (
-            workload.counted.to_dict() if workload.counted else {"six_n_total": 6 * workload.parameters}
-        )
+        per_token: dict = {"six_n_total": 6 * workload.parameters}
+        if counted := workload.counted:
+            per_token = {**asdict(counted), "hardware": counted.hardware}
         return {
             "name": workload.name,
             "parameters": workload.parameters,
             "active_parameters": workload.active,
             "parts": asdict(workload.size.parts) if workload.size else None,
             "tied": workload.size.tied if workload.size else None,
-            "sequence_length": workload.sequence_length,
+            "sequence_length": workload.recipe.sequence_length if workload.recipe else None,
             "tokens": tokens,
             "flops_per_token": per_token,
             "flops": {name: flops * tokens for name, flops in per_token.items()} if tokens else None,
