@@ -23,7 +23,6 @@ from pretraining.planning.memory.states import reduce_bucket, unprotected_gradie
 from pretraining.planning.memory.tensors import (
     ROUTER,
     families,
-    held_tensors,
     parameter_tensors,
     precision_of,
 )
@@ -185,8 +184,7 @@ def _gradients(case: _Case) -> Objection | None:
     if case.machine.trains_on_processor:
         return None
     of_rank = families(case.recipe, case.ds_config, case.world_size)
-    width, ranks = value_of(case.recipe.model, "hidden_size"), max(family.ranks for family in of_rank)
-    tensor = unprotected_gradient(case.ds_config, held_tensors(of_rank), width, ranks)
+    tensor = unprotected_gradient(case.ds_config, of_rank, value_of(case.recipe.model, "hidden_size"))
     if tensor is None:
         return None
     place = "" if tensor.layer is None else f" of layer {tensor.layer}"

@@ -23,7 +23,7 @@ from pretraining.planning.memory.need import (
     recomputed_share,
 )
 from pretraining.planning.memory.states import unprotected_gradient
-from pretraining.planning.memory.tensors import families, held_tensors
+from pretraining.planning.memory.tensors import families
 from pretraining.planning.quantities import (
     count,
     duration,
@@ -285,10 +285,8 @@ def _ways(recipe: Recipe, world_size: int, gpu: Gpu | None) -> list[str | None]:
             check_run(variant, _config(way))
         except UserError:
             continue
-        of_rank = families(variant, _config(way), world_size)
-        ranks = max(family.ranks for family in of_rank)
         # a run with such a gradient is refused (gate.py), so that the search must not offer it
-        if unprotected_gradient(_config(way), held_tensors(of_rank), width, ranks) is None:
+        if unprotected_gradient(_config(way), families(variant, _config(way), world_size), width) is None:
             shipped.append(way)
     return shipped if recipe.deepspeed in shipped else [recipe.deepspeed, *shipped]
 

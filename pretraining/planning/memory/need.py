@@ -17,7 +17,6 @@ from pretraining.planning.memory.states import (
     buffers,
     checkpoint_bytes,
     model_state,
-    optimizer_copies,
     optimizer_states,
     pinned_by_offload,
 )
@@ -218,10 +217,14 @@ def memory_need(
         wide_head=head_is_wide(recipe),
     )
     extra = buffers(recipe, ds_config, world_size, of_rank)
+    # the optimizer's own fp32 copies exist at the same moment as ZeRO's; without ZeRO, and at stage 0, each rank steps
+    # all weights
     copies = sum(
-        optimizer_copies(ds_config, family.trained, family.ranks, optimizer.copied) for family in of_rank
+        FP32
+        * sum(tensor.numel for tensor in family.trained if tensor.kind == optimizer.copied)
+        / (family.ranks if zero_stage(ds_config) else 1)
+        for family in of_rank
     )
-    # the optimizer's own copies exist at the same moment as ZeRO's
     extra = replace(extra, step=extra.step + copies)
     phases = _phases(state, passing, extra, zero_stage(ds_config), accumulation, optimizer.name)
     # with whole sequences, and logits, which training may never have
@@ -252,15 +255,7 @@ def state_of_recipe(recipe: Recipe, ds_config: dict | None, world_size: int) -> 
     sixteen_bit = precision_of(recipe, ds_config).weights == SIXTEEN_BIT
     states = [
         model_state(
-            family.trained_numel,
-            ds_config,
-            family.ranks,
-            sixteen_bit,
-            accumulation,
-            family.trained,
-            optimizer,
-            family.frozen,
-            wide_of(family, recipe, ds_config),
+            family, ds_config, sixteen_bit, accumulation, optimizer, wide_of(family, recipe, ds_config)
         )
         for family in families(recipe, ds_config, world_size)
     ]

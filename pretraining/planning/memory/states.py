@@ -3,7 +3,6 @@
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import accumulate
 
 from pretraining.ds_config import hpz_ranks, offloaded_share, optimizer_device, parameter_device, zero_stage
@@ -40,13 +39,9 @@ FAMILIES = {
     "sgd": ("SGD's momentum", 0),
 }
 """Part of a name of `training.optim` -> what its states are called, and how many numbers it keeps for each weight."""
-# bytes a parameter: both of Adam's
-MOMENTS = 2 * FP32
 ALIGNMENT = 2
 """Elements to a multiple of which a rank's share is padded (`nccl_start_alignment_factor`, deepspeed 0.19.8)."""
-
-
-Groups = list[list[Tensor]]
+Groups = Sequence[Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -54,9 +49,9 @@ class OptimizerStates:
     """The states of one optimizer."""
 
     name: str
-    """Name of the states in the plan."""
+    """As the plan calls them."""
     bytes_of: Callable[[Tensor], float]
-    """Bytes for a whole tensor."""
+    """For a whole tensor."""
     groups: tuple[tuple[str, ...], ...] | None = None
     """Kinds of tensors in each parameter group; None: the Trainer's two groups, with and without weight decay."""
     copied: str | None = None
@@ -91,28 +86,23 @@ def optimizer_states(recipe: Recipe) -> OptimizerStates:
         numbers += given.get("centered") in ("true", "1", "yes")
     # the block sizes above are those of bitsandbytes
     if "8bit" in optim and "torch" not in optim:
-        return OptimizerStates(f"8-bit {name}", partial(_in_8_bit, numbers=numbers))
-    return OptimizerStates(name, partial(_numbers_each, numbers=numbers))
+
+        def in_8_bit(tensor: Tensor) -> float:
+            # embeddings stay fp32 (transformers 5.23, trainer.py), as small tensors do
+            if tensor.numel < SMALLEST_IN_8_BIT or tensor.kind == EMBEDDING:
+                return FP32 * numbers * tensor.numel
+            # one byte for each number, and an fp32 scale for each group of them
+            return numbers * (tensor.numel + FP32 * -(-tensor.numel // ELEMENTS_A_SCALE))
+
+        return OptimizerStates(f"8-bit {name}", in_8_bit)
+    return OptimizerStates(name, lambda tensor: FP32 * numbers * tensor.numel)
 
 
-def _numbers_each(tensor: Tensor, numbers: int) -> float:
-    return FP32 * numbers * tensor.numel
-
-
-def _in_8_bit(tensor: Tensor, numbers: int) -> float:
-    """Return the bytes of a tensor's 8-bit states; small tensors and embeddings stay fp32."""
-    # embeddings stay fp32: transformers 5.23, trainer.py
-    if tensor.numel < SMALLEST_IN_8_BIT or tensor.kind == EMBEDDING:
-        return _numbers_each(tensor, numbers)
-    # one byte for each number, and an fp32 scale for each group of them
-    return numbers * (tensor.numel + FP32 * -(-tensor.numel // ELEMENTS_A_SCALE))
-
-
-ADAM = OptimizerStates(FAMILIES["adam"][0], partial(_numbers_each, numbers=2))
+ADAM = OptimizerStates(FAMILIES["adam"][0], lambda tensor: 2 * FP32 * tensor.numel)
 MUON = OptimizerStates(
     "Muon's and Adam's moments",
     # of a hidden matrix its momentum, of any other tensor AdamW's two moments
-    lambda tensor: _numbers_each(tensor, 1 if tensor.kind == HIDDEN else 2),
+    lambda tensor: FP32 * (1 if tensor.kind == HIDDEN else 2) * tensor.numel,
     groups=((EMBEDDING, HEAD, ROUTER), (VECTOR,), (HIDDEN,)),
     copied=HIDDEN,
 )
@@ -155,17 +145,14 @@ class ModelState:
 
 
 def model_state(
-    parameters: int,
+    family: Family,
     config: dict | None,
-    world_size: int,
     sixteen_bit: bool,
     accumulation: int = 1,
-    tensors: Sequence[Tensor] = (),
     optimizer: OptimizerStates = ADAM,
-    frozen: Sequence[Tensor] = (),
     wide: Sequence[Tensor] = (),
 ) -> ModelState:
-    """Return model state of the fullest rank.
+    """Return model state of the fullest rank of those that share a family of parameters.
 
     The stages shard as in ZeRO (Rajbhandari et al. 2020, section 5 and figure 1): stage 1 the optimizer states,
     stage 2 also the gradients, stage 3 also the parameters. The paper counts 2 + 2 + 12 = 16 bytes per parameter.
@@ -173,64 +160,64 @@ def model_state(
     ranks. Without DeepSpeed, weights stay fp32 (autocast), and every rank holds 4 + 4 + 8.
 
     Args:
-        parameters: number of parameters of the whole model, frozen ones left out.
         config: the ds_config, or None for training without DeepSpeed.
-        world_size: number of data-parallel ranks.
         sixteen_bit: 16-bit weights, else fp32.
         accumulation: micro-batches per step.
-        tensors: the parameters one by one; needed to count padding, and tensors that reach into two ranks.
-        optimizer: its states; without `tensors`, Adam's are counted.
-        frozen: parameters that have weights and nothing else.
-        wide: parameters whose weights are in fp32 although the others are not.
+        wide: those of the family whose weights are in fp32 although the others are not.
     """
-    groups, kept = optimizer.in_groups(tensors), _numel(frozen)
+    parameters, world_size = family.trained_numel, family.ranks
+    groups = optimizer.in_groups(family.trained)
     if config is None:
         # DistributedDataParallel keeps its buckets beside the sums while it accumulates (torch 2.13, reducer.cpp)
         gradients = 2 if world_size > 1 and accumulation > 1 else 1
-        moments = _moments(optimizer, groups, parameters, world_size, 0)
+        moments = _moments(optimizer, groups, world_size, 0)
         # no masters: under autocast the fp32 weights are the masters
-        return ModelState(FP32 * (parameters + kept), gradients * FP32 * parameters, 0, 0, moments, 0)
+        return ModelState(FP32 * family.numel, gradients * FP32 * parameters, 0, 0, moments, 0)
     stage, width = zero_stage(config), 2 if sixteen_bit else FP32
-    share = _share(parameters, world_size, stage, groups)
-    shared_weights = share + _share(kept, world_size, 3, [list(frozen)])
-    weights = width * (shared_weights if stage == 3 else parameters + kept)
-    if (group := hpz_ranks(config)) > 1:
-        # the second copy of the weights, sharded inside a node (ZeRO++, Wang et al. 2023)
-        weights += width * (parameters + kept) / min(group, world_size)
+    share, of_wide = _share(world_size, stage, groups), FP32 - width
     if stage == 3:
         # small tensors stay whole on every rank
-        weights += width * _persistent(config, [*tensors, *frozen])
-    wide_held = _share(_numel(wide), world_size, 3, [list(wide)]) if stage == 3 else _numel(wide)
-    weights += (FP32 - width) * (wide_held + (_persistent(config, wide) if stage == 3 else 0))
+        elements = share + _share(world_size, 3, [family.frozen]) + _persistent(config, family.tensors)
+        of_wide *= _share(world_size, 3, [wide]) + _persistent(config, wide)
+        weights = float(width * elements + of_wide)
+    else:
+        weights = width * family.numel + of_wide * _numel(wide)
+    if (group := hpz_ranks(config)) > 1:
+        # the second copy of the weights, sharded inside a node (ZeRO++, Wang et al. 2023)
+        weights += width * family.numel / min(group, world_size)
     # from stage 1 on, each rank keeps masters for its share alone
     held = share if stage else parameters
+    if stage == 3:
+        sums = FP32 * share
+    elif stage == 2:
+        # in fp32 a rank holds the whole sum of every tensor that reaches into its slice, so that several ranks hold a
+        # large table (`get_all_grad_tensors`, deepspeed 0.19.8 zero/stage_1_and_2.py); in 16 bit it holds the slice
+        # alone (`_use_compact_grad_partition_buffer`)
+        sums = FP32 * (share if sixteen_bit else _fullest_straddle(groups, world_size))
+    else:
+        # whole at stage 1 in 16 bit (BF16_Optimizer); else the gradients themselves are the sums
+        sums = FP32 * parameters if stage == 1 and sixteen_bit else 0
     state = ModelState(
         parameters=weights,
         gradients=width * parameters if stage == 0 or (stage == 1 and not sixteen_bit) else 0,
-        gradient_accumulation=_sums(parameters, share, world_size, stage, sixteen_bit, groups),
+        gradient_accumulation=sums,
         masters=FP32 * held if sixteen_bit or stage > 0 else 0,
-        moments=_moments(optimizer, groups, parameters, world_size, stage),
+        moments=_moments(optimizer, groups, world_size, stage),
         host=0,
     )
     weight_share = width * share + (FP32 - width) * _numel(wide) / world_size
     return _offloaded(state, config, FP32 * share, weight_share, accumulation)
 
 
-def _share(parameters: int, world_size: int, stage: int, groups: Groups) -> float:
+def _share(world_size: int, stage: int, groups: Groups) -> int:
     """Return the elements of one rank: a slice of each flat group at stages 1 and 2, of each tensor at stage 3."""
-    if not any(groups):
-        return parameters / world_size
     if stage == 3:
         return sum(-(-tensor.numel // world_size) for group in groups for tensor in group)
     return sum(_slice(_numel(group), world_size) for group in groups)
 
 
-def _moments(
-    optimizer: OptimizerStates, groups: Groups, parameters: int, world_size: int, stage: int
-) -> float:
+def _moments(optimizer: OptimizerStates, groups: Groups, world_size: int, stage: int) -> float:
     """Return the bytes of the optimizer's states for one rank's share, padding included."""
-    if not any(groups):
-        return MOMENTS * (parameters / world_size if stage else parameters)
     if stage == 0:
         return sum(optimizer.bytes_of(tensor) for group in groups for tensor in group)
     if stage == 3:
@@ -252,22 +239,6 @@ def _slice(numel: int, world_size: int) -> int:
     # the group is padded until all ranks have equal, aligned slices
     unit = ALIGNMENT * world_size
     return -(-numel // unit) * unit // world_size
-
-
-def _sums(
-    parameters: int, share: float, world_size: int, stage: int, sixteen_bit: bool, groups: Groups
-) -> float:
-    """Return the bytes of the fp32 sums on one rank; 0 if the gradients themselves are the sums."""
-    if stage == 3:
-        return FP32 * share
-    if stage == 2:
-        # in fp32 a rank holds the whole sum of every tensor that reaches into its slice, so that several ranks hold a
-        # large table (`get_all_grad_tensors`, deepspeed 0.19.8 zero/stage_1_and_2.py); in 16 bit it holds the slice
-        # alone (`_use_compact_grad_partition_buffer`)
-        whole = any(groups) and not sixteen_bit
-        return FP32 * (_fullest_straddle(groups, world_size) if whole else share)
-    # whole at stage 1 in 16 bit (BF16_Optimizer)
-    return FP32 * parameters if stage == 1 and sixteen_bit else 0
 
 
 def _fullest_straddle(groups: Groups, world_size: int) -> int:
@@ -332,7 +303,7 @@ def pinned_by_offload(config: dict | None, world_size: int, width: int, groups: 
         largest = max(tensor.numel for group in groups for tensor in group)
         return [*(size * held for held in slices for size in (FP32, FP32, width)), width * largest]
     # the gradient sums in one buffer, and one buffer for the gradients of each sub-group (stage3.py)
-    share = int(_share(0, world_size, 3, groups))
+    share = _share(world_size, 3, groups)
     size = int(config["zero_optimization"].get("sub_group_size", 1_000_000_000))
     return [FP32 * share, *(FP32 * min(size, share - start) for start in range(0, share, size))]
 
@@ -430,9 +401,7 @@ def reduce_bucket(config: dict, width: int) -> float:
     return _elements(config["zero_optimization"], "reduce_bucket_size", REDUCE_BUCKET, width**2)
 
 
-def unprotected_gradient(
-    config: dict | None, tensors: Sequence[Tensor], width: int, world_size: int
-) -> Tensor | None:
+def unprotected_gradient(config: dict | None, of_rank: Sequence[Family], width: int) -> Tensor | None:
     """Return the largest gradient that ZeRO-2 frees on a GPU while another stream may still read it.
 
     A gradient that is larger than the bucket is reduced in its own place. With `overlap_comm` this happens on a stream
@@ -441,20 +410,12 @@ def unprotected_gradient(
     `clear_grad_attribute`).
     """
     # with an offloaded optimizer DeepSpeed notifies the allocator; a single rank keeps all gradients
-    if zero_stage(config) != 2 or optimizer_device(config) != "gpu" or world_size == 1:
+    several = any(family.ranks > 1 for family in of_rank)
+    if zero_stage(config) != 2 or optimizer_device(config) != "gpu" or not several:
         return None
-    zero, largest = config["zero_optimization"], max(tensors, key=lambda tensor: tensor.numel)
+    zero, largest = config["zero_optimization"], max(held_tensors(of_rank), key=lambda tensor: tensor.numel)
     frees_at_once = zero.get("overlap_comm") and zero.get("contiguous_gradients", True)
     return largest if frees_at_once and largest.numel > reduce_bucket(config, width) else None
-
-
-def optimizer_copies(
-    config: dict | None, tensors: Sequence[Tensor], world_size: int, copied: str | None
-) -> float:
-    """Return the bytes of the fp32 copies that an optimizer's step makes of a rank's share of these tensors."""
-    numel = sum(tensor.numel for tensor in tensors if tensor.kind == copied)
-    # without ZeRO, and at stage 0, each rank steps all weights
-    return FP32 * numel / (world_size if zero_stage(config) else 1)
 
 
 def _gathered(zero: dict, tensors: Sequence[Tensor], width: int, as_one: bool) -> float:

@@ -94,15 +94,15 @@ class Tensor:
 
 def parameter_tensors(model: dict) -> tuple[Tensor, ...]:
     """Return every parameter of a recipe's model section, as transformers 5.23 orders them (modeling_<type>.py)."""
-    if not is_exact(model):
-        return tuple(Tensor.of_part(*tensor) for tensor in count_model(model).tensors)
-    return _by_formula(json.dumps(model, sort_keys=True))
+    return _tensors_of(json.dumps(model, sort_keys=True), is_exact(model))
 
 
 # a search asks for the same tensors hundreds of times
 @cache
-def _by_formula(section: str) -> tuple[Tensor, ...]:
+def _tensors_of(section: str, exact: bool) -> tuple[Tensor, ...]:
     """section: the model section, written as JSON."""
+    if not exact:
+        return tuple(Tensor.of_part(*tensor) for tensor in count_model(json.loads(section)).tensors)
     shape = model_with_defaults(json.loads(section))
     return tuple(_gpt2(shape) if shape["model_type"] == "gpt2" else _llama_like(shape))
 
@@ -130,7 +130,6 @@ def frozen_tensors(recipe: Recipe) -> tuple[Tensor, ...]:
 
 
 def _in_every_layer(name: str) -> str:
-    """Write the pattern of a parameter of all layers."""
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
@@ -141,7 +140,6 @@ class ParametersVerb:
   python -m pretraining.planning parameters --recipe features/frozen-layers --json"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Take a recipe."""
         parser.add_argument(
             "--recipe", required=True, metavar="NAME|PATH", help="a file of recipes/, or a path"
         )
@@ -235,9 +233,9 @@ def _norm(name: str, layer: int | None, width: int, bias: bool = False) -> list[
 
 def _gpt2(shape: dict) -> list[Tensor]:
     """List GPT-2's (Radford et al. 2019): learned positions, biases everywhere, LayerNorm with bias."""
-    widths, vocabulary = widths_of(shape), shape["vocab_size"]
+    widths = widths_of(shape)
     width, inner = widths.hidden, widths.inner
-    tensors = _matrix(EMBEDDING, "transformer.wte", None, vocabulary, width)
+    tensors = _matrix(EMBEDDING, "transformer.wte", None, shape["vocab_size"], width)
     tensors += _matrix(EMBEDDING, "transformer.wpe", None, shape["n_positions"], width)
     for layer in range(widths.layers):
         at = f"transformer.h.{layer}"
@@ -248,19 +246,19 @@ def _gpt2(shape: dict) -> list[Tensor]:
         tensors += _norm(f"{at}.ln_2", layer, width, bias=True)
         tensors += _matrix("mlp", f"{at}.mlp.c_fc", layer, width, inner, bias=True)
         tensors += _matrix("mlp", f"{at}.mlp.c_proj", layer, inner, width, bias=True)
-    return tensors + _norm("transformer.ln_f", None, width, bias=True) + _head(shape, width, vocabulary)
+    return tensors + _norm("transformer.ln_f", None, width, bias=True) + _head(shape, width)
 
 
-def _head(shape: dict, width: int, vocabulary: int) -> list[Tensor]:
+def _head(shape: dict, width: int) -> list[Tensor]:
     # a tied head is the embedding, which is counted there
-    return [] if shape["tie_word_embeddings"] else _matrix(HEAD, "lm_head", None, width, vocabulary)
+    return [] if shape["tie_word_embeddings"] else _matrix(HEAD, "lm_head", None, width, shape["vocab_size"])
 
 
 def _llama_like(shape: dict) -> list[Tensor]:
     """List those of Llama, Qwen3, Mixtral and Qwen3-MoE: RMSNorm, gated MLPs, grouped-query attention."""
-    widths, vocabulary = widths_of(shape), shape["vocab_size"]
+    widths = widths_of(shape)
     width, queries, keys, bias = widths.hidden, widths.queries, widths.keys, bool(shape.get("attention_bias"))
-    tensors = _matrix(EMBEDDING, "model.embed_tokens", None, vocabulary, width)
+    tensors = _matrix(EMBEDDING, "model.embed_tokens", None, shape["vocab_size"], width)
     for layer in range(widths.layers):
         at = f"model.layers.{layer}.self_attn"
         tensors += _matrix("attention", f"{at}.q_proj", layer, width, queries, bias)
@@ -271,27 +269,21 @@ def _llama_like(shape: dict) -> list[Tensor]:
         if shape["model_type"].startswith("qwen3"):
             tensors += _norm(f"{at}.q_norm", layer, widths.head_size)
             tensors += _norm(f"{at}.k_norm", layer, widths.head_size)
-        tensors += _feed_forward(shape, layer, f"model.layers.{layer}.mlp")
+        at = f"model.layers.{layer}.mlp"
+        if is_mixture(shape, layer):
+            tensors += _matrix(ROUTER, f"{at}.gate", layer, widths.experts, width)
+            # transformers 5.23 keeps a layer's experts in two tensors: both halves of the gate, and the way back
+            for name, rows in (("gate_up_proj", 2 * widths.expert_inner), ("down_proj", widths.expert_inner)):
+                numel, factors = widths.experts * rows * width, widths.experts * (rows + width)
+                tensors.append(Tensor.of_part("experts", numel, layer, factors, f"{at}.experts.{name}"))
+        else:
+            bias_inside = bool(shape.get("mlp_bias"))
+            tensors += _matrix("mlp", f"{at}.gate_proj", layer, width, widths.inner, bias_inside)
+            tensors += _matrix("mlp", f"{at}.up_proj", layer, width, widths.inner, bias_inside)
+            tensors += _matrix("mlp", f"{at}.down_proj", layer, widths.inner, width, bias_inside)
         tensors += _norm(f"model.layers.{layer}.input_layernorm", layer, width)
         tensors += _norm(f"model.layers.{layer}.post_attention_layernorm", layer, width)
-    return tensors + _norm("model.norm", None, width) + _head(shape, width, vocabulary)
-
-
-def _feed_forward(shape: dict, layer: int, at: str) -> list[Tensor]:
-    widths, bias = widths_of(shape), bool(shape.get("mlp_bias"))
-    width, inner = widths.hidden, widths.inner
-    if not is_mixture(shape, layer):
-        tensors = _matrix("mlp", f"{at}.gate_proj", layer, width, inner, bias)
-        tensors += _matrix("mlp", f"{at}.up_proj", layer, width, inner, bias)
-        return tensors + _matrix("mlp", f"{at}.down_proj", layer, inner, width, bias)
-    # transformers 5.23 keeps the experts of a layer in two tensors: both halves of the gate, and the way back
-    tensors = _matrix(ROUTER, f"{at}.gate", layer, widths.experts, width)
-    inner, matrices = widths.expert_inner, {"gate_up_proj": 2, "down_proj": 1}
-    for name, halves in matrices.items():
-        numel, factors = halves * inner * width, halves * inner + width
-        numel, factors = widths.experts * numel, widths.experts * factors
-        tensors.append(Tensor.of_part("experts", numel, layer, factors, f"{at}.experts.{name}"))
-    return tensors
+    return tensors + _norm("model.norm", None, width) + _head(shape, width)
 
 
 # AutoTP cuts the outputs of the first line and the inputs of the second; a bias of the second stays whole
@@ -330,7 +322,7 @@ def families(recipe: Recipe, ds_config: dict | None, world_size: int) -> list[Fa
     ranks = (*ranks, world_size // (degrees.tensor * degrees.expert))
     section = json.dumps(recipe.model, sort_keys=True)
     frozen = frozenset(tensor.name for tensor in frozen_tensors(recipe))
-    parts = _parts_of(section, frozen, degrees._replace(sequence=1), apart)
+    parts = _cut(section, frozen, degrees._replace(sequence=1), apart)
     held = [Family(*part, ranks=max(1, number)) for part, number in zip(parts, ranks, strict=True)]
     return [family for family in held if family.tensors]
 
@@ -348,42 +340,33 @@ def wide_of(family: Family, recipe: Recipe, ds_config: dict | None) -> tuple[Ten
 
 # a search asks hundreds of times for the same few
 @cache
-def _parts_of(section: str, frozen: frozenset[str], degrees: Degrees, apart: bool) -> tuple:
-    """Return the fields of a `Family`, without its ranks, for each part of `_cut`.
+def _cut(section: str, frozen: frozenset[str], degrees: Degrees, apart: bool) -> tuple:
+    """Return the fields of a `Family`, without its ranks: of dense tensors, parts of split ones, and split experts.
 
-    section: the recipe's model section, written as JSON.
+    Args:
+        section: the recipe's model section, written as JSON.
+        apart: whether parts that tensor parallelism leaves to a rank are not among the dense ones.
     """
-    parts = []
-    for tensors in _cut(json.loads(section), degrees, apart):
-        trained = tuple(tensor for tensor in tensors if tensor.name not in frozen)
-        kept = tuple(tensor for tensor in tensors if tensor.name in frozen)
-        numel = [sum(tensor.numel for tensor in each) for each in (trained, kept)]
-        parts.append((trained, kept, numel[0], sum(numel)))
-    return tuple(parts)
-
-
-def _cut(model: dict, degrees: Degrees, apart: bool) -> tuple[list[Tensor], ...]:
-    """Return the parameters of one rank: dense ones, parts of split ones, and its experts if these are split.
-
-    apart: whether parts that tensor parallelism leaves to a rank are not among the dense ones.
-    """
+    model = json.loads(section)
     dense, parts, experts = [], [], []
     for tensor in parameter_tensors(model):
         if degrees.expert > 1 and _EXPERTS.search(tensor.name):
-            experts.append(_part(tensor, degrees.expert))
+            experts.append(replace(tensor, numel=tensor.numel // degrees.expert))
         elif degrees.tensor > 1 and _CUT.search(tensor.name):
-            (parts if apart else dense).append(_part(tensor, degrees.tensor))
+            (parts if apart else dense).append(replace(tensor, numel=tensor.numel // degrees.tensor))
         elif degrees.tensor > 1 and tensor.name in _TABLES:
             size = shape_of(model)["vocab_size"]
             rows = rows_of_rank(size, degrees)
             (parts if apart else dense).append(replace(tensor, numel=tensor.numel // size * rows))
         else:
             dense.append(tensor)
-    return dense, parts, experts
-
-
-def _part(tensor: Tensor, degree: int) -> Tensor:
-    return replace(tensor, numel=tensor.numel // degree)
+    fields = []
+    for tensors in (dense, parts, experts):
+        trained = tuple(tensor for tensor in tensors if tensor.name not in frozen)
+        kept = tuple(tensor for tensor in tensors if tensor.name in frozen)
+        numel = [sum(tensor.numel for tensor in each) for each in (trained, kept)]
+        fields.append((trained, kept, numel[0], sum(numel)))
+    return tuple(fields)
 
 
 def rows_of_rank(vocab_size: int, degrees: Degrees) -> int:
