@@ -246,7 +246,7 @@ class GpusVerb:
 
     def as_text(self, answer: dict) -> str:
         """Write a table, or one GPU line by line."""
-        if len(answer["gpus"]) > 1:
+        if len(answer["gpus"]) != 1:
             return write_table(COLUMNS, answer["gpus"]) + "\n" + TABLE_NOTE
         (gpu,) = answer["gpus"]
         peaks = ", ".join(
