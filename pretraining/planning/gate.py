@@ -26,7 +26,7 @@ from pretraining.planning.memory.tensors import (
     parameter_tensors,
     precision_of,
 )
-from pretraining.planning.messages import TENSOR, layer_messages, misplaced
+from pretraining.planning.messages import EXPERT, SEQUENCE, TENSOR, layer_messages, spans_nodes
 from pretraining.planning.quantities import duration, num_bytes, several
 from pretraining.planning.run_plan import Machine, Objection, RunPlan, Verdict, build_run_plan
 from pretraining.planning.search import fitting, nearest_fit
@@ -203,7 +203,15 @@ def _placement(case: _Case) -> Objection | None:
     # the machine found may have fewer GPUs than those that are sold with this one
     node = case.machine.ranks_per_host if case.machine.ranks_per_host > 1 else gpu.gpus_per_node
     gpu = replace(gpu, gpus_per_node=node)
-    outside = misplaced(degrees, node) if case.world_size > node else []
+    # the ranks of the groups that wait, and how far apart they are
+    groups = {
+        TENSOR: (degrees.tensor, 1),
+        SEQUENCE: (degrees.sequence, degrees.tensor),
+        EXPERT: (degrees.expert, degrees.tensor),
+    }
+    outside = [name for name, group in groups.items() if spans_nodes(*group, node)]
+    if case.world_size <= node:
+        return None
     # long sequences may need more ranks than a node has, layers never do
     if degrees.ranks_per_sample > node:
         outside = [name for name in outside if name == TENSOR]
