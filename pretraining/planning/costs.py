@@ -103,7 +103,6 @@ class CheckpointCost:
         return self.lost_share(self.every_seconds) - best > NOTABLE
 
     def to_dict(self) -> dict:
-        """Return plain JSON values, derived ones included."""
         return {
             **asdict(self),
             "lost_share": self.lost_share(self.every_seconds),
@@ -117,10 +116,7 @@ class CheckpointCost:
 def cost_of_checkpoints(
     plan: RunPlan, recipe: Recipe, step_seconds: float, gpu: Gpu, num_gpus: int
 ) -> CheckpointCost | None:
-    """Return what the checkpoints of a recipe cost; None if it saves none.
-
-    step_seconds: of one optimizer step.
-    """
+    """Return what the checkpoints of a recipe cost; None if it saves none. step_seconds: of one optimizer step."""
     every = save_every(recipe)
     if every is None:
         return None
@@ -175,27 +171,17 @@ PRECISIONS = ("bf16", "fp16", "tf32", "fp32", "fp8")
 
 
 @dataclass(frozen=True)
-class ProviderPrice:
-    """Dollars of a run at one provider."""
-
-    provider: str
-    place: str
-    dollars_per_gpu_hour: float
-    dollars: float
-    date: str | None
-    """Day of the price; None if the user gave it."""
-    source: str
-
-
-@dataclass(frozen=True)
 class Cost:
     """GPU-hours, and the dollars and energy that follow from them."""
 
     gpu_hours: float
-    prices: tuple[ProviderPrice, ...]
-    """Cheapest first; empty if the table has no price for the GPU."""
+    prices: tuple[dict, ...]
+    """Entries of tables/prices.json with the run's `dollars`, cheapest first; empty if it has none for the GPU.
+
+    A price that the user gave has the date None.
+    """
     energy_kwh: float
-    """GPUs at their rated power, times the data centre's overhead."""
+    """GPUs at their rated power, times the data centre's overhead (PUE)."""
 
 
 @dataclass(frozen=True)
@@ -253,7 +239,6 @@ class RunForecast:
         return self.tokens / self.tokens_per_second
 
     def to_dict(self) -> dict:
-        """Return plain JSON values, derived ones included."""
         return {
             **asdict(self),
             "seconds": self.seconds,
@@ -298,9 +283,7 @@ def forecast(
         used = expected_utilization(gpu, int(workload.parameters), recomputation=recomputation)
     # tokens per second at an MFU of 1
     at_peak = tokens_per_second(flops, num_gpus, gpu.peak_flops(precision), 1.0)
-    time = None
-    if recipe:
-        time = step_time(recipe, ds_config, num_gpus, gpu, None if used.assumed else used.mfu, precision)
+    time = step_time(recipe, ds_config, num_gpus, gpu, mfu, precision) if recipe else None
     if time and mfu:
         # a given utilization is that of whole steps, so recomputation is not taken off again
         seconds = flops * recipe.tokens_per_step / (num_gpus * gpu.peak_flops(precision) * mfu)
@@ -321,7 +304,7 @@ def forecast(
         # derived from the rate, so that it includes messages and offload
         mfu=rate / at_peak,
         tokens_per_second=rate,
-        cost=_run_cost(gpu, gpu_hours(num_gpus, workload.tokens / rate), price),
+        cost=run_cost(gpu, num_gpus * (workload.tokens / rate) / SECONDS_PER_HOUR, price),
         scaling=scaling_over_nodes(gpu, num_gpus, used.assumed),
         step=_step(workload, gpu, num_gpus, at_best, rate, time) if time else None,
     )
@@ -347,33 +330,22 @@ def _step(
     )
 
 
-def _run_cost(gpu: Gpu, hours: float, own_price: float | None = None) -> Cost:
-    """Return dollars at every known provider and the energy of `hours` GPU-hours.
+def run_cost(gpu: Gpu, hours: float, own_price: float | None = None) -> Cost:
+    """Return dollars at every known provider and the energy of `hours` GPU-hours (Touvron et al. 2023, section 6).
 
-    Args:
-        own_price: dollars per GPU-hour, used instead of the table's.
+    own_price: dollars per GPU-hour, used instead of the table's.
     """
     entries = prices_of(gpu)
     # a price of the user's own replaces the whole table
     if own_price:
-        given = {"provider": "your price", "place": "given", "source": "given"}
+        given = {"provider": "your price", "place": "given", "source": "given", "date": None}
         entries = [{**given, "dollars_per_gpu_hour": own_price}]
-    prices = tuple(
-        ProviderPrice(
-            provider=entry["provider"],
-            place=entry["place"],
-            dollars_per_gpu_hour=entry["dollars_per_gpu_hour"],
-            dollars=hours * entry["dollars_per_gpu_hour"],
-            date=entry.get("date"),
-            source=entry["source"],
-        )
-        for entry in entries
-    )
-    return Cost(hours, prices, energy_kwh(gpu.watts, hours))
-
-
-def gpu_hours(num_gpus: int, seconds: float) -> float:
-    return num_gpus * seconds / SECONDS_PER_HOUR
+    names = ("provider", "place", "dollars_per_gpu_hour", "dollars", "date", "source")
+    prices = [{**entry, "dollars": hours * entry["dollars_per_gpu_hour"]} for entry in entries]
+    overhead = table("rates")["power_usage_effectiveness"]["value"]
+    # watts to kilowatts
+    energy_kwh = gpu.watts * hours * overhead / 1000
+    return Cost(hours, tuple({name: price[name] for name in names} for price in prices), energy_kwh)
 
 
 def price_of(own: float | None, gpu: Gpu | None) -> wall_time.Price | None:
@@ -383,13 +355,6 @@ def price_of(own: float | None, gpu: Gpu | None) -> wall_time.Price | None:
     for entry in prices_of(gpu) if gpu else ():
         return wall_time.Price(entry["dollars_per_gpu_hour"], f"{entry['provider']}, {entry['date']}")
     return None
-
-
-def energy_kwh(watts: float, hours: float, overhead: float | None = None) -> float:
-    """Return energy of `hours` GPU-hours at rated power times the overhead (PUE) (Touvron et al. 2023, section 6)."""
-    overhead = overhead or table("rates")["power_usage_effectiveness"]["value"]
-    # watts to kilowatts
-    return watts * hours * overhead / 1000
 
 
 class CostVerb:

@@ -222,7 +222,7 @@ def plan_line(recipe: Recipe, plan: RunPlan, left: float = 1.0) -> str:
         speed = forecast(workload_of_recipe(recipe, plan.ds_config), machine.gpu, plan.world_size)
         rest = "" if left == 1 else " for what is left"
         rate = f"{foreseen['tokens_per_second']:,.0f} tokens/s, MFU {foreseen['mfu']:.0%}"
-        prices = [price.dollars for price in speed.cost.prices]
+        prices = [price["dollars"] for price in speed.cost.prices]
         parts += [f"{duration(left * foreseen['training_seconds'])}{rest} at {rate}"]
         parts += [dollars(left * min(prices))] if prices else []
         parts[-1] += estimated(speed.to_dict(), " ({})")
