@@ -18,7 +18,7 @@ from pretraining.ds_config import (
 )
 from pretraining.planning.comparison import predicted
 from pretraining.planning.costs import cost_of_checkpoints
-from pretraining.planning.memory.need import ROOMY, TIGHT, memory_need, recomputed_one_in
+from pretraining.planning.memory.need import BUILT, ROOMY, TIGHT, memory_need, recomputed_one_in
 from pretraining.planning.memory.states import reduce_bucket, unprotected_gradient
 from pretraining.planning.memory.tensors import (
     ROUTER,
@@ -436,7 +436,9 @@ def _repeats(case: _Case) -> Objection | None:
 def _snapshot(case: _Case) -> Objection | None:
     """Warn if training must wait during a save, as host memory has no room for a copy (`checkpoints/background.py`)."""
     ranks, there, need = case.machine.ranks_per_host, case.machine.host_memory_bytes, case.need
-    held = need.on_processor if case.machine.trains_on_processor else need.host_running
+    # the model that was built in host memory is on the GPU by then
+    held = need.host_counted - need.host.get(BUILT, 0)
+    held = need.on_processor if case.machine.trains_on_processor else held
     if there is None or not need.snapshot or ranks * (held + need.snapshot) <= there:
         return None
     copies = f"{num_bytes(ranks * need.snapshot)} for {several(ranks, 'rank')}"
