@@ -30,9 +30,8 @@ from pretraining.planning.comparison import predicted
 from pretraining.planning.gpus import known_gpu
 from pretraining.planning.memory.need import memory_need
 from pretraining.planning.quantities import duration, num_bytes, several, three_digits
-from pretraining.planning.roofline import model_flops_utilization
 from pretraining.planning.sizes import flops_per_token, model_size
-from pretraining.planning.throughput import precision_of_products
+from pretraining.planning.throughput import model_flops_utilization, precision_of_products
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.recipe.budget import Budget
 from pretraining.recipe.model import is_exact, own_key, value_of

@@ -120,7 +120,9 @@ def run_steps(pipeline: Pipeline, names: tuple[str, ...], rows: list[dict]) -> i
             continue
         began = time.monotonic()
         try:
-            facts = step.do()
+            facts = step.run()
+            # after the step: training changes what its own inputs are compared with
+            pipeline.record.add(name, {"inputs": step.kept_inputs(), "facts": facts})
         except CommandEnded as ended:
             state = "stopped" if ended.code in (STOPPED, INTERRUPTED) else "failed"
             row |= {"state": state, "code": ended.code, "error": ended.reason}

@@ -17,7 +17,7 @@ from pretraining.data.documents import part_of_sequences, stack_blocks
 from pretraining.ds_config import degrees_of, zero_stage
 from pretraining.errors import UserError, require
 from pretraining.extend import defined
-from pretraining.planning.memory.buffers import block_gathering
+from pretraining.planning.memory.states import block_gathering
 from pretraining.planning.memory.tensors import layer_numel, parameter_tensors
 from pretraining.planning.shapes import shape_of, widths_of
 from pretraining.recipe import Recipe

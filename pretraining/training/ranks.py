@@ -24,7 +24,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from pretraining.command_line import ranks_here, started_by_launcher
 from pretraining.errors import UserError
 from pretraining.planning.gpus import cuda_needs, known_gpu
-from pretraining.planning.verdict import Machine
+from pretraining.planning.run_plan import Machine
 from pretraining.runtime.exit_codes import HANG
 from pretraining.runtime.heartbeat import process_fields
 from pretraining.runtime.host import GLOO_INTERFACE, disk_room_bytes, host_memory_bytes, loopback_name

@@ -20,11 +20,10 @@ from pretraining.doctor import disks, gpus, machine, reach
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding, as_lines, summary, summary_line
 from pretraining.doctor.launch import Launch, check_earlier_start, plan_launch
 from pretraining.errors import UserError
-from pretraining.planning.cadence import write_words
-from pretraining.planning.costs import forecast
+from pretraining.planning.costs import forecast, write_words
 from pretraining.planning.gpus import FOLDER_VARIABLE, find_gpu, keep_rates, kept_rates
 from pretraining.planning.memory.need import memory_need
-from pretraining.planning.workload import workload_of_recipe
+from pretraining.planning.sizes import workload_of_recipe
 from pretraining.recipe.curve import changes_of_run
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.runtime import host

@@ -37,9 +37,8 @@ from pretraining.model.counting import counted
 from pretraining.model.loss import build_loss
 from pretraining.planning import shapes
 from pretraining.planning.gate import judge_plan
-from pretraining.planning.run_plan import build_run_plan
+from pretraining.planning.run_plan import Machine, build_run_plan
 from pretraining.planning.screen import as_text, full_plan
-from pretraining.planning.verdict import Machine
 from pretraining.recipe import load_recipe, recipe_schema
 from pretraining.recipe.model import type_entry
 from pretraining.recipe.refusals import load_recipe_and_ds_config
