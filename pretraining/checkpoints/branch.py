@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pretraining.checkpoints.folders import files_in
-from pretraining.checkpoints.format import MARKER, flush_folder, read_marker
-from pretraining.checkpoints.identity import Start
+from pretraining.checkpoints.format import MARKER, Start, flush_folder, read_marker
 from pretraining.errors import UserError
 from pretraining.extend import FOLDER
 from pretraining.planning.memory.tensors import parameter_tensors
@@ -137,7 +136,7 @@ def _staged_recipe(
     changed: `earlier` with the stage's settings.
     """
     _refuse_settings(earlier, changed, stage, checkpoint)
-    start = Start(checkpoint, marker["step"], marker["tokens"], tuple(marker["changes"]))
+    start = Start.at(checkpoint)
     sizes, values = changed.step_sizes, changed.to_dict()
     if start.step < sizes.ramp_steps:
         raise UserError(

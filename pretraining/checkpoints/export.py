@@ -1,7 +1,7 @@
-"""Write exports, folders that load with `from_pretrained` anywhere, from a live Trainer or from a checkpoint's files.
+"""Make something of a checkpoint: an export, which loads with `from_pretrained` anywhere, or the same in other files.
 
-The logits are the same from any ZeRO stage. If the optimizer averages the weights that it trains
-(`pretraining/recipe/training.py`), the averaged ones are exported.
+A live Trainer is exported too. The logits are the same from any ZeRO stage. If the optimizer averages the weights that
+it trains (`pretraining/recipe/training.py`), the averaged ones are exported.
 """
 
 import copy
@@ -20,12 +20,28 @@ from transformers import (
     Trainer,
 )
 from transformers.initialization import no_init_weights
+from transformers.trainer import TRAINER_STATE_NAME
 
-from pretraining.checkpoints.folders import files_in
-from pretraining.checkpoints.format import flush_folder, read_marker
+from pretraining.checkpoints.folders import damage, files_in
+from pretraining.checkpoints.format import (
+    commit_checkpoint,
+    file_entry,
+    flush_folder,
+    read_marker,
+    write_receipt,
+)
 from pretraining.checkpoints.live_state import live_state
-from pretraining.checkpoints.places import damage
-from pretraining.checkpoints.shard_files import BUFFER, CheckpointReader, assemble, read_state
+from pretraining.checkpoints.shard_files import (
+    BUFFER,
+    STATE_FILE,
+    CheckpointReader,
+    assemble,
+    fragment_key,
+    mean_running_loss,
+    rank_file,
+    read_state,
+    write_rank_file,
+)
 from pretraining.errors import UserError
 from pretraining.extend import MODEL, extensions_of_run, load_code_of_run, load_pretrained
 from pretraining.recipe.training import AVERAGING, Z
@@ -250,3 +266,59 @@ Recipe:
 {json.dumps(recipe, indent=2, ensure_ascii=False)}
 ```
 """
+
+
+_OWN_KEYS = ("format", "checksum", "files", "ranks")
+"""Keys of a marker that describe its own files and not the run."""
+
+
+def reshard(folder: Path, target_folder: Path, num_files: int) -> None:
+    """Write `folder`, whole and verified, as a checkpoint of `num_files` equal files to `target_folder`.
+
+    No resume needs this, because any number of ranks reads any files. Takes memory for one slice of a parameter. The
+    random states of the ranks that saved are left out, as if the run had continued with another number of ranks; of
+    their running losses it keeps the mean.
+    """
+    reader, marker = CheckpointReader(folder), read_marker(folder)
+    loss = mean_running_loss(folder, range(reader.ranks), reader.ranks)
+    kept = {"running_loss": loss} if loss else {}
+    target_folder.mkdir(parents=True)
+    copied = [name for name in (STATE_FILE, TRAINER_STATE_NAME) if (folder / name).exists()]
+    for name in copied:
+        shutil.copyfile(folder / name, target_folder / name)
+    for index in range(num_files):
+        name = rank_file(index, num_files)
+        files = {name: _write_share(reader, target_folder / name, index, num_files)}
+        files |= {each: file_entry(target_folder / each) for each in copied if index == 0}
+        write_receipt(target_folder, index, num_files, files, **kept)
+    content = {key: value for key, value in marker.items() if key not in _OWN_KEYS}
+    commit_checkpoint(target_folder, {**content, "ranks": num_files})
+
+
+def _write_share(reader: CheckpointReader, path: Path, index: int, num_files: int) -> dict:
+    per_element = [
+        (state, name, reader.numel(name))
+        for name in reader.parameters
+        for state in reader.states(name)
+        if state != BUFFER
+    ]
+    buffers = reader.state.get("buffers", {}).items()
+    per_element += [(BUFFER, name, torch.Size(entry["shape"]).numel()) for name, entry in buffers]
+    slices, shapes = {}, {}
+    for state, name, total in per_element:
+        # Shares of every parameter, so that the files are of equal size; a small one may have none in this file.
+        start, end = total * index // num_files, total * (index + 1) // num_files
+        if end > start:
+            key = fragment_key(state, name, start)
+            slices[key] = (state, name, start, end - start)
+            # `meta` takes no memory: each slice is read when it is written.
+            shapes[key] = torch.empty(end - start, dtype=reader.dtype(state, name), device="meta")
+    whole = {}
+    if index == 0:  # small: factors of moments
+        names = [(state, name) for name in reader.parameters for state in reader.whole_states(name)]
+        whole = {fragment_key(state, name, None): reader.read_whole(state, name) for state, name in names}
+
+    def read(key: str) -> torch.Tensor:
+        return whole[key] if key in whole else reader.read(*slices[key])
+
+    return write_rank_file(path, {**shapes, **whole}, read)

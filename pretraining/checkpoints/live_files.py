@@ -17,10 +17,8 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from pretraining.checkpoints.fetch import newest_committed
 from pretraining.checkpoints.format import MARKER
-from pretraining.checkpoints.remote import RemoteRun
-from pretraining.checkpoints.upload import RUN_FILES
+from pretraining.checkpoints.remote import RUN_FILES, RemoteRun, newest_committed
 from pretraining.data.streaming.store import Patience
 from pretraining.errors import UserError
 from pretraining.outside.addresses import is_remote
@@ -153,23 +151,6 @@ class LiveFiles:
                 except (UserError, OSError):  # an upload that fails is an event; the copy of a log is none
                     return
                 self._sent[name] = state
-
-
-def send_export(run: RunFolder, remote: RemoteRun) -> None:
-    """Send the export to the run's store, and compare the sizes there. A store that fails is an event."""
-    began = time.perf_counter()
-    sizes = {path.name: path.stat().st_size for path in sorted(run.export.iterdir()) if path.is_file()}
-    try:
-        for name in sizes:
-            remote.write_file(f"{run.export.name}/{name}", run.export / name)
-        arrived = remote.sizes(run.export.name)
-        if arrived is not None and {name: arrived.get(name) for name in sizes} != sizes:
-            raise UserError(f"{remote.where(run.export.name)}: not what was sent; copy {run.export} there")
-    except (UserError, OSError) as error:
-        return run.add_event("export_upload_failed", reason=str(error))
-    seconds = round(time.perf_counter() - began, 3)
-    to = remote.where(run.export.name)
-    run.add_event("export_upload", to=to, bytes=sum(sizes.values()), seconds=seconds)
 
 
 def fetch_records(address: str, folder: Path) -> RunFolder:

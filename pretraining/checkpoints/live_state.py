@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-from pretraining.checkpoints.cuts import Cut
-from pretraining.checkpoints.shard_files import MASTER, CheckpointReader
+from pretraining.checkpoints.shard_files import MASTER, CheckpointReader, Cut
 from pretraining.errors import UserError
 from pretraining.upstream import deepspeed
 

@@ -2,7 +2,7 @@
 
 Each rank writes one file. A key is `<state>/<parameter>@<start>`: a 1-D tensor that holds the elements [start,
 start + numel) of the flattened parameter. If a layer is split over ranks, these may not follow each other there: the
-key then names the cut as well (cuts.py), `<state>/<parameter>@<row>:<rows>:<column>:<columns>:<width>@<start>`, and
+key then names the cut as well (`Cut`), `<state>/<parameter>@<row>:<rows>:<column>:<columns>:<width>@<start>`, and
 `start` counts in the cut. `<state>/<parameter>@whole` is a state with a shape of its own, such as a row factor. Keys
 without `@` are the rank's own tensors, such as `rng/torch`.
 """
@@ -10,9 +10,8 @@ without `@` are the rank's own tensors, such as `rng/torch`.
 import json
 import os
 import re
-import shutil
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -20,16 +19,10 @@ from typing import NamedTuple
 import torch
 import xxhash
 from safetensors import safe_open
-from transformers.trainer import TRAINER_STATE_NAME
 
-from pretraining.checkpoints.cuts import Cut, rows_of, split_key
 from pretraining.checkpoints.format import (
-    commit_checkpoint,
     digest_entry,
-    file_entry,
-    read_marker,
     read_receipt,
-    write_receipt,
 )
 from pretraining.errors import UserError
 from pretraining.outside.files import COUNT, read_json_value
@@ -45,6 +38,7 @@ BUFFER = "buffer"
 
 _CHUNK_BYTES = 1 << 24
 _MAPPED_BYTES = 1 << 28  # resident pages of the mapped files stay below this
+_IN_KEY = re.compile(r"(.*)@(\d+):(\d+):(\d+):(\d+):(\d+)", re.DOTALL)
 _RANK_FILE = re.compile(r"rank-(\d{5})-of-(\d{5})\.safetensors")
 # safetensors' names of types, in the order in which the library lays tensors out.
 _TYPES = {
@@ -59,6 +53,100 @@ _TYPES = {
     torch.int8: "I8",
     torch.bool: "BOOL",
 }
+
+
+class Cut(NamedTuple):
+    """Rows and columns of a parameter whose elements are seen as a matrix with `width` columns.
+
+    The elements of a cut are numbered row by row, as they are in the memory of a rank that holds the cut alone.
+    """
+
+    row: int
+    rows: int
+    column: int
+    columns: int
+    width: int
+
+    @classmethod
+    def of(cls, shape: Sequence[int], parts: Mapping[int, tuple[int, int]]) -> "Cut":
+        """Return the cut of a parameter of `shape` that has the elements [start, start + length) of some dimensions.
+
+        parts: {dimension: (start, length)}. Besides the last of them, only the first dimension may be cut.
+        """
+        whole = {dimension: (0, size) for dimension, size in enumerate(shape)}
+        cut = {dimension: part for dimension, part in parts.items() if part != whole[dimension]}
+        last = max(cut, default=0)
+        if any(0 < dimension < last for dimension in cut):
+            raise ValueError(f"no such cut of {list(shape)}: {dict(parts)}")
+        inner, between = prod(shape[last + 1 :]), prod(shape[1:last])
+        start, length = cut.get(last, whole.get(last, (0, 1)))
+        first, count = cut.get(0, whole[0]) if last else (0, 1)
+        return cls(first * between, count * between, start * inner, length * inner, prod(shape[last:]))
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def start(self) -> int | None:
+        """Place of the first element in the flattened parameter; None if the others do not follow it directly."""
+        follows = self.rows <= 1 or self.columns == self.width
+        return self.row * self.width + self.column if follows else None
+
+    def key(self, parameter: str) -> str:
+        """Return the parameter's name with the cut, as it is in the key of a fragment."""
+        return f"{parameter}@{self.row}:{self.rows}:{self.column}:{self.columns}:{self.width}"
+
+    def rectangles(self, start: int, numel: int) -> Iterator["Rectangle"]:
+        """Yield the elements [start, start + numel) of the cut: a part of a row, whole rows, a part of a row."""
+        end = start + numel
+        while start < end:
+            row, column = divmod(start, self.columns)
+            whole_rows = (end - start) // self.columns if column == 0 else 0
+            rows = max(1, whole_rows)
+            columns = self.columns if whole_rows else min(self.columns - column, end - start)
+            yield Rectangle(self.row + row, rows, self.column + column, columns)
+            start += rows * columns
+
+    def place(self, row: int, column: int) -> int:
+        """Return the number of an element of the cut by its place in the whole matrix."""
+        return (row - self.row) * self.columns + column - self.column
+
+
+class Rectangle(NamedTuple):
+    """Rows and columns of the whole matrix."""
+
+    row: int
+    rows: int
+    column: int
+    columns: int
+
+    def common(self, other: "Rectangle") -> "Rectangle | None":
+        """Return what both have, or None."""
+        row, column = max(self.row, other.row), max(self.column, other.column)
+        rows = min(self.row + self.rows, other.row + other.rows) - row
+        columns = min(self.column + self.columns, other.column + other.columns) - column
+        return Rectangle(row, rows, column, columns) if rows > 0 and columns > 0 else None
+
+    def some_rows(self, at_once: int) -> Iterator["Rectangle"]:
+        """Yield it in pieces of `at_once` rows."""
+        for row in range(self.row, self.row + self.rows, at_once):
+            yield self._replace(row=row, rows=min(at_once, self.row + self.rows - row))
+
+
+def split_key(text: str) -> tuple[str, Cut | None]:
+    """Return the parameter's name and the cut of which `Cut.key` made a text; None if it is the name alone."""
+    if (found := _IN_KEY.fullmatch(text)) is None:
+        return text, None
+    name, *numbers = found.groups()
+    return name, Cut(*map(int, numbers))
+
+
+def rows_of(flat: torch.Tensor, cut: Cut, start: int, rectangle: Rectangle) -> torch.Tensor:
+    """Return a rectangle as a view [rows, columns] of a flat tensor whose first element is number `start` of a cut."""
+    offset = cut.place(rectangle.row, rectangle.column) - start
+    sizes, strides = (rectangle.rows, rectangle.columns), (cut.columns, 1)
+    return flat.as_strided(sizes, strides, flat.storage_offset() + offset)
 
 
 def rank_file(rank: int, ranks: int) -> str:
@@ -407,33 +495,6 @@ def _rank_files(folder: Path, incomplete: bool = False) -> list[str]:
     return files
 
 
-_OWN_KEYS = ("format", "checksum", "files", "ranks")
-"""Keys of a marker that describe its own files and not the run."""
-
-
-def reshard(folder: Path, target_folder: Path, num_files: int) -> None:
-    """Write `folder`, whole and verified, as a checkpoint of `num_files` equal files to `target_folder`.
-
-    No resume needs this, because any number of ranks reads any files. Takes memory for one slice of a parameter. The
-    random states of the ranks that saved are left out, as if the run had continued with another number of ranks; of
-    their running losses it keeps the mean.
-    """
-    reader, marker = CheckpointReader(folder), read_marker(folder)
-    loss = mean_running_loss(folder, range(reader.ranks), reader.ranks)
-    kept = {"running_loss": loss} if loss else {}
-    target_folder.mkdir(parents=True)
-    copied = [name for name in (STATE_FILE, TRAINER_STATE_NAME) if (folder / name).exists()]
-    for name in copied:
-        shutil.copyfile(folder / name, target_folder / name)
-    for index in range(num_files):
-        name = rank_file(index, num_files)
-        files = {name: _write_share(reader, target_folder / name, index, num_files)}
-        files |= {each: file_entry(target_folder / each) for each in copied if index == 0}
-        write_receipt(target_folder, index, num_files, files, **kept)
-    content = {key: value for key, value in marker.items() if key not in _OWN_KEYS}
-    commit_checkpoint(target_folder, {**content, "ranks": num_files})
-
-
 def mean_running_loss(folder: Path, savers: Iterable[int], ranks: int) -> dict | None:
     """Return the mean over savers of the losses since the last logged step, and these steps; None if none has any.
 
@@ -444,34 +505,3 @@ def mean_running_loss(folder: Path, savers: Iterable[int], ranks: int) -> dict |
     if not saved:
         return None
     return {"sum": sum(loss["sum"] for loss in saved) / len(saved), "steps": saved[0]["steps"]}
-
-
-def _write_share(reader: CheckpointReader, path: Path, index: int, num_files: int) -> dict:
-    slices, shapes = {}, {}
-    for state, name, total in _states(reader):
-        # Shares of every parameter, so that the files are of equal size; a small one may have none in this file.
-        start, end = total * index // num_files, total * (index + 1) // num_files
-        if end > start:
-            key = fragment_key(state, name, start)
-            slices[key] = (state, name, start, end - start)
-            # `meta` takes no memory: each slice is read when it is written.
-            shapes[key] = torch.empty(end - start, dtype=reader.dtype(state, name), device="meta")
-    whole = {}
-    if index == 0:  # small: factors of moments
-        names = [(state, name) for name in reader.parameters for state in reader.whole_states(name)]
-        whole = {fragment_key(state, name, None): reader.read_whole(state, name) for state, name in names}
-
-    def read(key: str) -> torch.Tensor:
-        return whole[key] if key in whole else reader.read(*slices[key])
-
-    return write_rank_file(path, {**shapes, **whole}, read)
-
-
-def _states(reader: CheckpointReader) -> Iterator[tuple[str, str, int]]:
-    """Yield (state, name, number of elements) of every per-element state and persistent buffer."""
-    for name in reader.parameters:
-        for state in reader.states(name):
-            if state != BUFFER:
-                yield state, name, reader.numel(name)
-    for name, entry in reader.state.get("buffers", {}).items():
-        yield BUFFER, name, torch.Size(entry["shape"]).numel()

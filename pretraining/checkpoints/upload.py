@@ -18,17 +18,16 @@ from pathlib import Path
 
 import xxhash
 
-from pretraining.checkpoints.folders import committed_checkpoints, step_in, step_in_name
+from pretraining.checkpoints.folders import Retention, committed_checkpoints, step_in, step_in_name
 from pretraining.checkpoints.format import (
     MARKER,
     digest_entry,
-    is_receipt,
+    is_of_rank,
     parse_marker,
     parse_receipt,
     receipt_name,
 )
-from pretraining.checkpoints.remote import RemoteRun
-from pretraining.checkpoints.retention import Committed, Retention, metric_of
+from pretraining.checkpoints.remote import RUN_FILES, RemoteRun
 from pretraining.errors import UserError
 from pretraining.outside.files import read_bytes
 from pretraining.outside.masking import masked
@@ -39,9 +38,6 @@ from pretraining.runtime.run_folder import RunFolder, unix_seconds
 _PAUSE_SECONDS = 0.05  # between two exchanges of the ranks
 _CHUNK_BYTES = 256 << 10  # it stays in the processor's cache between hashing and sending
 
-RUN_FILES = ("recipe.json", "changes.json", "journal.jsonl", "flagged_blocks.jsonl", "metrics.jsonl")
-RUN_FILES += ("samples.jsonl", "events.jsonl", "wandb_id")
-"""Files of the run folder that a start on an empty machine needs besides the checkpoint."""
 _SEND, _SENT = b"send", b"sent"
 """Messages: what rank 0 finds is to be done with a checkpoint, and that a rank has done it."""
 
@@ -164,8 +160,7 @@ class Uploader:
 
     def _make_way(self, parcel: Parcel) -> bool:
         """Return whether the store holds this checkpoint already; the marker of another one of its step is removed."""
-        path = f"{parcel.name}/{MARKER}"
-        if (marker := self.remote.read_if_there(path)) in (None, parcel.marker):
+        if (marker := self.remote.marker(parcel.name)) in (None, parcel.marker):
             return marker is not None
         saved = None
         with suppress(UserError, ValueError):
@@ -176,7 +171,7 @@ class Uploader:
                 "checkpoints.upload"
             )
         # It must go before any rank changes a file.
-        self.remote.remove(path)
+        self.remote.remove(f"{parcel.name}/{MARKER}")
         return False
 
     def _send_own(self, parcel: Parcel) -> None:
@@ -206,18 +201,15 @@ class Uploader:
 
     def _lost_here(self, rule: Retention, newest: int) -> list[str]:
         """List the committed checkpoints up to a step that the store alone holds and the rule does not keep."""
-        names, committed = {}, []
-        for name in self.remote.folders():
-            if not 0 <= step_in(name) <= newest:
-                continue
-            content = self.remote.read_if_there(f"{name}/{MARKER}")
+        markers = {}
+        for name in self.remote.checkpoints():
             # none, a damaged one, or a newer version's: not ours to judge
             with suppress(UserError, ValueError):
-                measured = metric_of(parse_marker(content or b"", self.remote.where(name)), rule.metric)
-                committed.append(Committed(step_in(name), measured))
-                names[step_in(name)] = name
-        kept = rule.kept_steps(committed) | set(map(step_in_name, committed_checkpoints(self.run)))
-        return [name for step, name in names.items() if step not in kept]
+                if step_in(name) <= newest:
+                    markers[name] = parse_marker(self.remote.marker(name) or b"", self.remote.where(name))
+        kept = rule.kept_steps((step_in(name), marker) for name, marker in markers.items())
+        kept |= set(map(step_in_name, committed_checkpoints(self.run)))
+        return [name for name in markers if step_in(name) not in kept]
 
     def _mirror_removals(self, newest: int) -> None:
         if self.mirror and self.rule is not None:
@@ -242,7 +234,9 @@ class Parcel:
         content = parse_marker(self.marker, folder)
         self.files = content["files"]
         self.num_bytes = sum(
-            entry["bytes"] for name, entry in content["files"].items() if not is_receipt(name)
+            entry["bytes"]
+            for name, entry in content["files"].items()
+            if not (is_of_rank(name) and name.endswith(".json"))  # receipts
         )
         names = [receipt_name(saver, content["ranks"]) for saver in range(rank, content["ranks"], ranks)]
         # A node's own disk lacks what it did not need; the store, from which the rest came, then holds all.
@@ -280,3 +274,20 @@ class Parcel:
     def close(self) -> None:
         """Close the files, so that the disk gets back the room of removed ones."""
         self._open.close()
+
+
+def send_export(run: RunFolder, remote: RemoteRun) -> None:
+    """Send the export to the run's store, and compare the sizes there. A store that fails is an event."""
+    began = time.perf_counter()
+    sizes = {path.name: path.stat().st_size for path in sorted(run.export.iterdir()) if path.is_file()}
+    try:
+        for name in sizes:
+            remote.write_file(f"{run.export.name}/{name}", run.export / name)
+        arrived = remote.sizes(run.export.name)
+        if arrived is not None and {name: arrived.get(name) for name in sizes} != sizes:
+            raise UserError(f"{remote.where(run.export.name)}: not what was sent; copy {run.export} there")
+    except (UserError, OSError) as error:
+        return run.add_event("export_upload_failed", reason=str(error))
+    seconds = round(time.perf_counter() - began, 3)
+    to = remote.where(run.export.name)
+    run.add_event("export_upload", to=to, bytes=sum(sizes.values()), seconds=seconds)

@@ -10,8 +10,7 @@ import torch
 from transformers import get_scheduler
 
 from pretraining.checkpoints.__main__ import main
-from pretraining.checkpoints.format import read_marker
-from pretraining.checkpoints.identity import Identity, Start
+from pretraining.checkpoints.format import Identity, Start, read_marker
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
 from pretraining.planning.run_plan import build_run_plan
@@ -169,7 +168,8 @@ def test_the_stages_here_continue_their_recipes(tmp_path, capsys, path):
         ["training.lr_scheduler_type=constant", "training.lr_scheduler_kwargs={}"],
     )
     recipe = load_recipe(base, settings)
-    identity = Identity.of(recipe, build_run_plan(recipe, None, 1), MANIFEST, {"versions": {}}, Start())
+    layout = build_run_plan(recipe, None, 1).layout
+    identity = Identity(recipe, MANIFEST, layout, {"versions": {}}, Start())
     run.recipe.parent.mkdir()
     run.recipe.write_text(json.dumps(recipe.to_dict()))
     save(run, 800, identity=identity)

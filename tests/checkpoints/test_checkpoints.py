@@ -10,12 +10,16 @@ from pathlib import Path
 import pytest
 
 from pretraining.checkpoints.choosing import choose_checkpoint
-from pretraining.checkpoints.folders import committed_checkpoints, remove_uncommitted, set_aside_after
-from pretraining.checkpoints.format import FORMAT, MARKER, read_marker, receipt_name, write_marker
-from pretraining.checkpoints.identity import Start
-from pretraining.checkpoints.places import damage, share_of
+from pretraining.checkpoints.folders import (
+    Retention,
+    committed_checkpoints,
+    damage,
+    remove_uncommitted,
+    set_aside_after,
+    share_of,
+)
+from pretraining.checkpoints.format import FORMAT, MARKER, Start, read_marker, receipt_name, write_marker
 from pretraining.checkpoints.resume import changes_since, record_changes, recorded_changes
-from pretraining.checkpoints.retention import Committed, Retention
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
 from pretraining.recipe.progress import Progress
@@ -102,7 +106,11 @@ def test_ranks_share_the_reading():
     assert max(loads) - min(loads) <= 200
 
 
-KEPT = [Committed(step, loss) for step, loss in ((2, 5.0), (4, 1.0), (6, None), (8, float("nan")), (10, 3.0))]
+SCORES = {2: 5.0, 4: 1.0, 6: None, 8: float("nan"), 10: 3.0}
+KEPT = [
+    (step, {"metrics": {"eval_loss": score, "eval_hellaswag/acc_norm": score}})
+    for step, score in SCORES.items()
+]
 RULES = {
     "the last": (Retention(2), {8, 10}),
     "all": (Retention(None), {2, 4, 6, 8, 10}),

@@ -6,9 +6,9 @@ import random
 import pytest
 import torch
 
-from pretraining.checkpoints.cuts import Cut
 from pretraining.checkpoints.shard_files import (
     CheckpointReader,
+    Cut,
     assemble,
     fragment_key,
     rank_file,

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,21 +17,19 @@ import torch
 
 from pretraining.checkpoints import remote
 from pretraining.checkpoints.__main__ import main
-from pretraining.checkpoints.choosing import choose_checkpoint, refuse_newer
-from pretraining.checkpoints.fetch import fetching_bar, newest_committed
-from pretraining.checkpoints.folders import committed_checkpoints, step_in, step_in_name
+from pretraining.checkpoints.choosing import choose_checkpoint
+from pretraining.checkpoints.folders import Retention, committed_checkpoints, step_in_name
 from pretraining.checkpoints.format import (
     MARKER,
-    _sealed,
     commit_checkpoint,
     read_marker,
     receipt_name,
     write_bytes,
+    write_marker,
     write_receipt,
 )
-from pretraining.checkpoints.remote import RemoteRun
+from pretraining.checkpoints.remote import RemoteRun, fetching_bar, newest_committed
 from pretraining.checkpoints.resume import changes_in
-from pretraining.checkpoints.retention import Retention
 from pretraining.checkpoints.shard_files import rank_file, write_rank_file
 from pretraining.checkpoints.upload import Uploader
 from pretraining.data.streaming.store import Patience
@@ -160,7 +159,7 @@ def test_stores_behave_alike(tmp_path, store):
     for step in (4, 8):
         uploader.offer(commit(run, step))
         uploader.wait()
-    assert {"checkpoint-4", "checkpoint-8"} <= set(remote.folders())
+    assert {"checkpoint-4", "checkpoint-8"} <= set(remote.checkpoints())
     got = fetched(tmp_path, store)
     assert bytes_of(got.checkpoint(8)) == bytes_of(run.checkpoint(8))
     assert remote.create("one", b"first") and remote.create("one", b"first")
@@ -255,8 +254,7 @@ def test_files_removed_here_still_go_up_and_removals_follow(tmp_path, connected,
             path.unlink()
         uploader.wait()
         uploader.remove(["checkpoint-1"] if step == 2 else [])
-    there = [name for name in RemoteRun(upload, NAME).folders() if name.startswith("checkpoint")]
-    assert sorted(there) == ["checkpoint-2", "checkpoint-3"]
+    assert RemoteRun(upload, NAME).checkpoints() == ["checkpoint-3", "checkpoint-2"]
     same = commit(run_in(tmp_path / "same"), 3)
     assert bytes_of(fetched(tmp_path, upload).checkpoint(3)) == bytes_of(same)
 
@@ -278,11 +276,11 @@ def test_the_store_keeps_what_the_rule_keeps_after_a_lost_disk(tmp_path, store):
         uploader.wait()
     assert "upload_failed" not in events(run)
     there = RemoteRun(store, NAME)
-    assert sorted(filter(lambda name: step_in(name) >= 0, there.folders())) == [
-        "checkpoint-2",  # the best
-        "checkpoint-4",  # the rule was applied when 5 was the newest
-        "checkpoint-5",
+    assert there.checkpoints() == [
         "checkpoint-6",
+        "checkpoint-5",
+        "checkpoint-4",  # the rule was applied when 5 was the newest
+        "checkpoint-2",  # the best
     ]
     assert set(there.sizes("checkpoint-5")) == {path.name for path in run.checkpoint(5).iterdir()}
 
@@ -362,7 +360,7 @@ def test_no_listing_from_before_decides(tmp_path, connected, upload):
     """Two clients, as two machines: what the other one has written, and removed, since the last look."""
     here = RemoteRun(upload, NAME)
     here.write_bytes("folder/first", b"1")
-    assert here.sizes("folder") == {"first": 1} and here.folders() == ["folder"]
+    assert here.sizes("folder") == {"first": 1} and list(here.sizes("")) == ["folder"]
     other = (
         "import sys; from pretraining.checkpoints.remote import RemoteRun; there = RemoteRun(*sys.argv[1:])\n"
     )
@@ -370,10 +368,10 @@ def test_no_listing_from_before_decides(tmp_path, connected, upload):
     other += "there.remove('folder/first')"
     finished = execute([sys.executable, "-c", other, upload, NAME])
     assert finished.code == 0, finished.output
-    assert here.sizes("folder") == {"second": 2} and here.folders() == ["folder", "new"]
+    assert here.sizes("folder") == {"second": 2} and list(here.sizes("")) == ["folder", "new"]
     assert here.read("folder/second") == b"22" and here.read_if_there("folder/first") is None
     here.remove_checkpoint("folder")
-    assert here.folders() == ["new"]
+    assert list(here.sizes("")) == ["new"]
 
 
 def test_one_damaged_on_disk_is_not_sent_as_whole(tmp_path, connected, upload):
@@ -390,14 +388,17 @@ def test_one_damaged_on_disk_is_not_sent_as_whole(tmp_path, connected, upload):
     assert newest_committed(RemoteRun(upload, NAME), -1) is None
 
 
+def marker_of_a_file_elsewhere() -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        write_marker(Path(folder), {"files": {"../../evil": {"bytes": 1, "checksum": ""}}})
+        return (Path(folder) / MARKER).read_bytes()
+
+
 DAMAGES = {
     "bit": lambda remote: remote.write_bytes(f"checkpoint-8/{rank_file(1, 2)}", b"x" * 4096),
     "gone": lambda remote: remote.remove(f"checkpoint-8/{rank_file(1, 2)}"),
     "marker": lambda remote: remote.write_bytes(f"checkpoint-8/{MARKER}", b"{"),
-    "outside": lambda remote: remote.write_bytes(
-        f"checkpoint-8/{MARKER}",
-        _sealed({"format": 1, "files": {"../../evil": {"bytes": 1, "checksum": ""}}}),
-    ),
+    "outside": lambda remote: remote.write_bytes(f"checkpoint-8/{MARKER}", marker_of_a_file_elsewhere()),
     "edited": lambda remote: remote.write_bytes(
         f"checkpoint-8/{MARKER}", remote.read(f"checkpoint-8/{MARKER}").replace(b'"step": 8', b'"step": 9')
     ),
@@ -435,8 +436,8 @@ def test_the_newer_one_wins_and_what_is_here_is_not_fetched(tmp_path, connected,
     got = fetched(tmp_path, upload, newest_here=4)
     assert bytes_of(got.checkpoint(8)) == bytes_of(run.checkpoint(8)) and whole.stat().st_mtime_ns == before
     with pytest.raises(UserError, match="checkpoint-8 is newer"):
-        refuse_newer(RemoteRun(upload, NAME), 4, "never")
-    refuse_newer(RemoteRun(upload, NAME), 8, "runs/tiny/checkpoint-8")
+        choose_checkpoint(run, "never", upload)
+    assert choose_checkpoint(run, str(run.checkpoint(8)), upload).folder == run.checkpoint(8)
 
 
 def test_damaged_files_of_a_checkpoint_here_come_from_the_store(tmp_path, store, capsys):
@@ -615,22 +616,19 @@ def test_a_bucket_that_is_not_there_or_not_ours_is_told_at_once(tmp_path, connec
         RemoteRun("https://127.0.0.1:9/runs", NAME).check_writable()
 
 
-def test_credentials_reach_no_file_no_event_no_message(tmp_path, connected, monkeypatch, capsys):
+def test_credentials_reach_no_file_no_event_no_message(tmp_path, monkeypatch, capsys):
     """A secret in the environment, or in an address, is never repeated."""
     secret = "wJalrXUtnFEMI/K7MDENG"
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
     monkeypatch.setenv("AWS_SESSION_TOKEN", secret[::-1])
     run = run_in(tmp_path)
-    with Proxy(connected, lambda number, path: "deny") as proxy:
-        use_here(monkeypatch, proxy.address)
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
-        remote = RemoteRun(UPLOAD, NAME)
-        monkeypatch.setattr(
-            remote, "_send", lambda *_: (_ for _ in ()).throw(PermissionError(f"key {secret} refused"))
-        )
-        uploader = Uploader(run, remote)
-        uploader.offer(commit(run, 4))
-        uploader.wait()
+    remote = RemoteRun(UPLOAD, NAME)
+    monkeypatch.setattr(
+        remote, "_filesystem", lambda: (_ for _ in ()).throw(PermissionError(f"key {secret} refused"))
+    )
+    uploader = Uploader(run, remote)
+    uploader.offer(commit(run, 4))
+    uploader.wait()
     assert events(run) == ["upload_failed"]
     said = "".join(capsys.readouterr())
     written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())

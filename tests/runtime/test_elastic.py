@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pretraining.checkpoints.fetch import newest_committed
-from pretraining.checkpoints.remote import RemoteRun
+from pretraining.checkpoints.remote import RemoteRun, newest_committed
 from pretraining.runtime.run_folder import STARTS
 from pretraining.supervise.supervisor import MEET_ANEW
 from tests.gear.hosts import Hosts, hosts
