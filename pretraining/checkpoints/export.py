@@ -90,7 +90,14 @@ def export_checkpoint(
     tokenizer = load_pretrained("AutoTokenizer", description)
     results = {"step": marker["step"], "tokens": marker["tokens"], **marker["metrics"]}
     card = write_model_card(marker["recipe"], marker["data"], results, marker["environment"])
-    write_model_folder(model, read_weights(checkpoint), tokenizer, folder, card)
+    reader = CheckpointReader(checkpoint)
+    weights = {}
+    for name, entry in reader.state["parameters"].items():
+        weights[name] = averaged(reader, name).to(getattr(torch, entry["dtype"]))
+    for name, entry in reader.state.get("buffers", {}).items():
+        weights[name] = reader.read(BUFFER, name, 0, torch.Size(entry["shape"]).numel()).view(entry["shape"])
+    reader.close()
+    write_model_folder(model, weights, tokenizer, folder, card)
 
 
 def demote_checkpoint(run: RunFolder, checkpoint: Path, folder: Path) -> bool:
@@ -122,9 +129,24 @@ def describe_model(run: RunFolder, model: PreTrainedModel, tokenizer: PreTrained
 def write_model_folder(
     model: PreTrainedModel, weights: dict, tokenizer: PreTrainedTokenizerBase, folder: Path, model_card: str
 ) -> None:
-    """Write weights, tokenizer and card; an older `folder` is replaced. `model` itself may hold no weights."""
+    """Write weights, tokenizer and card; an older `folder` is replaced. `model` itself may hold no weights.
+
+    A forward pass of the export computes the same as the run's validations; `generate` still uses a cache.
+    """
     with _replacing_folder(folder) as partial, long_work(growing=partial):
-        _save(model, weights, partial)
+        # Tied weights are stored once, under the name that they are tied to.
+        tied = set(model.all_tied_weights_keys)
+        model.save_pretrained(partial, state_dict={k: v for k, v in weights.items() if k not in tied})
+        config, generation = copy.deepcopy(model.config), copy.deepcopy(model.generation_config)
+        # With a cache, transformers does not keep packed documents apart.
+        config.use_cache, generation.use_cache = False, True
+        # transformers writes the type of the first weight, which `model.keep_in_fp32` may keep in a wider one.
+        config.dtype = _narrowest(each.dtype for each in weights.values() if each.is_floating_point())
+        if hasattr(config, "output_router_logits"):
+            # `loss` is the cross-entropy alone: the loss that balances a router is only for training.
+            config.output_router_logits = False
+        config.save_pretrained(partial)
+        generation.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         (partial / "README.md").write_text(model_card, encoding="utf-8")
         # safetensors makes its files 0600: they get the mode that the user's umask asks for. The umask can only be
@@ -151,38 +173,6 @@ def _replacing_folder(folder: Path) -> Iterator[Path]:
 
 def _partial(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.partial")
-
-
-def _save(model: PreTrainedModel, state_dict: dict, folder: Path) -> None:
-    """Write safetensors, the config and the generation config.
-
-    A forward pass of the export computes the same as the run's validations; `generate` still uses a cache.
-    """
-    # Tied weights are stored once, under the name that they are tied to.
-    tied = set(model.all_tied_weights_keys)
-    model.save_pretrained(folder, state_dict={k: v for k, v in state_dict.items() if k not in tied})
-    config, generation = copy.deepcopy(model.config), copy.deepcopy(model.generation_config)
-    # With a cache, transformers does not keep packed documents apart.
-    config.use_cache, generation.use_cache = False, True
-    # transformers writes the type of the first weight, which `model.keep_in_fp32` may keep in a wider one.
-    config.dtype = _narrowest(each.dtype for each in state_dict.values() if each.is_floating_point())
-    if hasattr(config, "output_router_logits"):
-        # `loss` is the cross-entropy alone: the loss that balances a router is only for training.
-        config.output_router_logits = False
-    config.save_pretrained(folder)
-    generation.save_pretrained(folder)
-
-
-def read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Return {name: tensor} of every parameter (averaged) and persistent buffer, in the precision of the run."""
-    reader = CheckpointReader(checkpoint)
-    weights = {}
-    for name, entry in reader.state["parameters"].items():
-        weights[name] = averaged(reader, name).to(getattr(torch, entry["dtype"]))
-    for name, entry in reader.state.get("buffers", {}).items():
-        weights[name] = reader.read(BUFFER, name, 0, torch.Size(entry["shape"]).numel()).view(entry["shape"])
-    reader.close()
-    return weights
 
 
 def _narrowest(dtypes: Iterable[torch.dtype]) -> torch.dtype:

@@ -185,7 +185,10 @@ def records_of(run: str) -> Iterator[tuple[Path, str]]:
     if not is_remote(run) and (Path(run) / NODES).is_dir():
         run = address = str(Path(run).absolute())  # the run's place in a store that is mounted here
     else:
-        address = run if is_remote(run) else store_of_parts(Path(run))
+        address = run if is_remote(run) else None
+        # the store's, if this folder is that of one node among several
+        if address is None and (folder := RunFolder(Path(run))).holds_parts():
+            address = _node(folder).get("store")
     if address is None:
         yield Path(run), run
         return
@@ -198,12 +201,6 @@ def records_of(run: str) -> Iterator[tuple[Path, str]]:
             print(f"{error}: what follows is from this node alone", file=sys.stderr)
             found, shown = Path(run), run
         yield found, shown
-
-
-def store_of_parts(folder: Path) -> str | None:
-    """Return the address of a run's store if this folder of it is that of one node among several, else None."""
-    run = RunFolder(folder)
-    return _node(run).get("store") if run.holds_parts() else None
 
 
 def _bring_together(remote: RemoteRun, run: RunFolder) -> None:

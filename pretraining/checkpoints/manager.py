@@ -10,7 +10,7 @@ rank. On loading, each rank reads the slices that it needs, for any number of ra
 
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
@@ -97,13 +97,63 @@ class CheckpointManager(TrainerCallback):
         self._last_saved = step, len(rows)
         self.writer.save(step, *rank_share(trainer), self.identity.marker_at(step, rows))
 
-    def load_state(self, trainer: Trainer, folder: Path) -> None:
-        """Set weights, optimizer, schedule and loss scaler of a prepared Trainer from a checkpoint."""
-        load_state(trainer, folder, self.start.fetch or (None if self.run.disks.shared else fetch_nothing))
+    def load_state(self, trainer: OpenTrainer, folder: Path) -> None:
+        """Set weights, optimizer states, schedule and loss scaler of a prepared Trainer from a checkpoint, in place.
 
-    def load_position(self, trainer: Trainer, folder: Path) -> None:
-        # Called after the Trainer's loop has reset its own counters: they would overwrite these.
-        load_position(trainer, folder)
+        Takes memory for the largest piece of a parameter that this rank holds. Raises `UserError` if the checkpoint
+        does not fit the model or the optimizer.
+        """
+        fetch = self.start.fetch or (None if self.run.disks.shared else fetch_nothing)
+        reader = CheckpointReader(folder, fetch, first=dist.get_rank())
+        live = live_state(trainer.model, trainer.optimizer)
+        ours, theirs = {name: whole_shape(p) for p, name in live.names.items()}, reader.parameters
+        if changed := [name for name in ours.keys() | theirs if ours.get(name) != theirs.get(name)]:
+            name = min(changed)
+            raise UserError(
+                f"{folder} is of another model: {name} is {theirs.get(name)} there and {ours.get(name)} here"
+            )
+        with torch.no_grad(), long_work():
+            for block in live.blocks:
+                with live.held(block, changed=True):
+                    set_block(block, reader)
+            live.set_weights()  # once all masters are set
+            live.set_frozen(reader)
+            for name, buffer in _persistent_buffers(live.model).items():
+                buffer.copy_(reader.read(BUFFER, name, 0, buffer.numel()).view_as(buffer))
+        reader.close()
+        set_schedule(trainer.lr_scheduler, reader.state["schedule"])
+        scaler: Any = live.loss_scaler() or trainer.accelerator.scaler
+        saved = reader.state["loss_scaler"] or {}
+        # values that this scaler does not have are left out
+        if hasattr(scaler, "load_state_dict"):
+            scaler.load_state_dict({**scaler.state_dict(), **saved})
+        elif scaler is not None:
+            vars(scaler).update({key: value for key, value in saved.items() if key in vars(scaler)})
+        if trainer.is_deepspeed_enabled:
+            trainer.model_wrapped.skipped_steps = reader.state["skipped_steps"]
+
+    def load_position(self, trainer: OpenTrainer, folder: Path) -> None:
+        """Set the random generators and the running loss, after the Trainer's loop has reset its own counters."""
+        rank, reader = dist.get_rank(), CheckpointReader(folder, fetch_nothing, first=dist.get_rank())
+        same_ranks = reader.ranks == dist.get_world_size()
+        # With another number of ranks no saved generator fits: each rank keeps the one of its seed.
+        if same_ranks and (numbers := read_receipt(folder, rank, reader.ranks).get("rng")):
+            tensors = reader.own_tensors(rank)
+            version, internal, gauss = numbers["python"]
+            random.setstate((version, tuple(internal), gauss))
+            kind, keys, *rest = numbers["numpy"]
+            np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+            torch.random.set_rng_state(tensors["rng/torch"])
+            if torch.cuda.is_available() and "rng/cuda" in tensors:
+                torch.cuda.random.set_rng_state(tensors["rng/cuda"])
+        # The sum of losses since the last logged step goes on: the next row is the same as in a run without a break.
+        # With another number of ranks each takes the mean: only the mean over ranks is logged.
+        savers = [rank] if same_ranks else range(reader.ranks)
+        if saved := mean_running_loss(
+            folder, savers, reader.ranks
+        ):  # an earlier version's `reshard` left it out
+            trainer.running_loss.fill_(saved["sum"])
+            trainer.last_logged_step = trainer.state.global_step - saved["steps"]
 
     def averaged_weights(self, trainer: Trainer) -> AbstractContextManager:
         """Put the averaged weights in place inside the block, if the optimizer averages the weights that it trains."""
@@ -194,12 +244,17 @@ def shared_files(trainer: OpenTrainer, live: LiveState) -> dict[str, bytes]:
         # the shape of the whole tensor, even if ZeRO-3 has partitioned it
         return {"shape": list(whole_shape(tensor)), "dtype": str(tensor.dtype).removeprefix("torch.")}
 
+    scaler = live.loss_scaler() or trainer.accelerator.scaler
+    # DeepSpeed's scaler has no state of its own: its attributes are its state.
+    numbers = {}
+    if scaler is not None:
+        numbers = scaler.state_dict() if hasattr(scaler, "state_dict") else vars(scaler)
     state = {
         "format": FORMAT,
         "optimizer": type(live.torch_optimizer).__name__,
         "scalars": scalars,
         "schedule": schedule_state(trainer.lr_scheduler),
-        "loss_scaler": scaler_state(live.loss_scaler() or trainer.accelerator.scaler),
+        "loss_scaler": {k: v for k, v in numbers.items() if isinstance(v, int | float | bool)} or None,
         "skipped_steps": getattr(trainer.model_wrapped, "skipped_steps", 0),
         "parameters": {name: described(parameter) for parameter, name in live.names.items()},
         "buffers": {name: described(buffer) for name, buffer in _persistent_buffers(live.model).items()},
@@ -232,7 +287,10 @@ def rank_tensors(live: LiveState) -> Iterator[tuple[str, torch.Tensor]]:
     if dist.get_rank() == 0:  # buffers are the same on every rank
         for name, buffer in _persistent_buffers(live.model).items():
             yield fragment_key(BUFFER, name, 0), buffer.detach().reshape(-1)
-    yield from random_tensors().items()
+    # uint8 states of torch's generators
+    yield "rng/torch", torch.random.get_rng_state()
+    if torch.cuda.is_available():
+        yield "rng/cuda", torch.cuda.random.get_rng_state()
 
 
 def _persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -243,51 +301,6 @@ def _persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             if is_persistent(module, name.rpartition(".")[2]):
                 found[name] = buffer
     return found
-
-
-def load_state(trainer: OpenTrainer, folder: Path, fetch: Callable[[str], bool] | None = None) -> None:
-    """Set weights, optimizer states, schedule and loss scaler of a prepared Trainer, in place.
-
-    Takes memory for the largest piece of a parameter that this rank holds. fetch: brings a file that is not in the
-    folder (`CheckpointReader`). Raises `UserError` if the checkpoint does
-    not fit the model or the optimizer.
-    """
-    reader = CheckpointReader(folder, fetch, first=dist.get_rank())
-    live = live_state(trainer.model, trainer.optimizer)
-    ours, theirs = {name: whole_shape(p) for p, name in live.names.items()}, reader.parameters
-    if changed := [name for name in ours.keys() | theirs if ours.get(name) != theirs.get(name)]:
-        name = min(changed)
-        raise UserError(
-            f"{folder} is of another model: {name} is {theirs.get(name)} there and {ours.get(name)} here"
-        )
-    with torch.no_grad(), long_work():
-        for block in live.blocks:
-            with live.held(block, changed=True):
-                set_block(block, reader)
-        live.set_weights()  # once all masters are set
-        live.set_frozen(reader)
-        for name, buffer in _persistent_buffers(live.model).items():
-            buffer.copy_(reader.read(BUFFER, name, 0, buffer.numel()).view_as(buffer))
-    reader.close()
-    set_schedule(trainer.lr_scheduler, reader.state["schedule"])
-    set_scaler(live.loss_scaler() or trainer.accelerator.scaler, reader.state["loss_scaler"])
-    if trainer.is_deepspeed_enabled:
-        trainer.model_wrapped.skipped_steps = reader.state["skipped_steps"]
-
-
-def load_position(trainer: OpenTrainer, folder: Path) -> None:
-    """Set the random generators and the running loss, after the Trainer's loop has reset its own counters."""
-    rank, reader = dist.get_rank(), CheckpointReader(folder, fetch_nothing, first=dist.get_rank())
-    same_ranks = reader.ranks == dist.get_world_size()
-    # With another number of ranks no saved generator fits: each rank keeps the one of its seed.
-    if same_ranks and (numbers := read_receipt(folder, rank, reader.ranks).get("rng")):
-        set_random_state(reader.own_tensors(rank), numbers)
-    # The sum of losses since the last logged step goes on: the next row is the same as in a run without a break. With
-    # another number of ranks each takes the mean: only the mean over ranks is logged.
-    savers = [rank] if same_ranks else range(reader.ranks)
-    if saved := mean_running_loss(folder, savers, reader.ranks):  # an earlier version's `reshard` left it out
-        trainer.running_loss.fill_(saved["sum"])
-        trainer.last_logged_step = trainer.state.global_step - saved["steps"]
 
 
 def schedule_state(scheduler: LRScheduler) -> dict:
@@ -307,46 +320,8 @@ def set_schedule(scheduler: LRScheduler, saved: dict) -> None:
     set_rates(scheduler, rates_now(scheduler) if isinstance(scheduler, LambdaLR) else rates)
 
 
-def scaler_state(scaler: object | None) -> dict | None:
-    """Return the numbers of a loss scaler, torch's GradScaler or DeepSpeed's; None if there is none."""
-    if scaler is None:
-        return None
-    # DeepSpeed's scaler has no state of its own: its attributes are its state.
-    values = scaler.state_dict() if hasattr(scaler, "state_dict") else vars(scaler)
-    return {key: value for key, value in values.items() if isinstance(value, int | float | bool)}
-
-
-def set_scaler(scaler: Any | None, saved: dict | None) -> None:
-    """Set what `scaler_state` returned; values that this scaler does not have are left out."""
-    if scaler is None or not saved:
-        return
-    if hasattr(scaler, "load_state_dict"):
-        scaler.load_state_dict({**scaler.state_dict(), **saved})
-    else:
-        vars(scaler).update({key: value for key, value in saved.items() if key in vars(scaler)})
-
-
-def random_tensors() -> dict[str, torch.Tensor]:
-    """Return {"rng/torch", "rng/cuda"}: uint8 states of torch's generators, the device's only if there is one."""
-    found = {"rng/torch": torch.random.get_rng_state()}
-    if torch.cuda.is_available():
-        found["rng/cuda"] = torch.cuda.random.get_rng_state()
-    return found
-
-
 def random_numbers() -> dict:
     """Return the states of Python's and numpy's generators, for JSON."""
     kind, keys, *rest = np.random.get_state()
     version, internal, gauss = random.getstate()
     return {"python": [version, list(internal), gauss], "numpy": [kind, keys.tolist(), *rest]}
-
-
-def set_random_state(tensors: dict[str, torch.Tensor], numbers: dict) -> None:
-    """Set what `random_tensors` and `random_numbers` returned."""
-    version, internal, gauss = numbers["python"]
-    random.setstate((version, tuple(internal), gauss))
-    kind, keys, *rest = numbers["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-    torch.random.set_rng_state(tensors["rng/torch"])
-    if torch.cuda.is_available() and "rng/cuda" in tensors:
-        torch.cuda.random.set_rng_state(tensors["rng/cuda"])

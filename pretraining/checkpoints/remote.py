@@ -203,25 +203,23 @@ class RemoteRun(Store):
 
         return self.patience.ask(write, self.where(path))
 
-    def remove(self, path: str) -> None:
-        """Remove one file, if it is there."""
+    def remove(self, path: str, is_folder: bool = False) -> None:
+        """Remove one file, or a folder with its files, if it is there."""
 
         def remove() -> None:
+            system = self._filesystem()
             with suppress(FileNotFoundError):
-                self._filesystem().rm_file(self.where(path))
+                if is_folder:
+                    system.rm(self.where(path), recursive=True)
+                else:
+                    system.rm_file(self.where(path))
 
         self.patience.ask(remove, self.where(path))
 
     def remove_checkpoint(self, name: str) -> None:
-        """Remove a checkpoint."""
         # The marker first: if the process is killed in between, what is left does not count.
         self.remove(f"{name}/{MARKER}")
-
-        def remove() -> None:
-            with suppress(FileNotFoundError):
-                self._filesystem().rm(self.where(name), recursive=True)
-
-        self.patience.ask(remove, self.where(name))
+        self.remove(name, is_folder=True)
 
     def checkpoints(self) -> list[str]:
         """List the names of the checkpoints, committed or not, newest step first."""
@@ -304,19 +302,12 @@ def newest_committed(remote: RemoteRun, above: int) -> str | None:
     return found and found[0]
 
 
-class Ranges:
-    """Reads ranges of files of a store, several at once; of all files together, a few are in memory."""
+class Ranges(ThreadPoolExecutor):
+    """Threads that read ranges of files of a store; of all files together, a few ranges are in memory."""
 
     def __init__(self, remote: RemoteRun):
-        self.remote = remote
-        self._threads = ThreadPoolExecutor(THREADS)
-        self._room = threading.BoundedSemaphore(THREADS)
-
-    def __enter__(self) -> "Ranges":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._threads.shutdown()
+        super().__init__(THREADS)
+        self.remote, self._room = remote, threading.BoundedSemaphore(THREADS)
 
     def in_order(self, where: str, size: int) -> Iterator[bytes | memoryview]:
         """Yield the content of a file from its beginning; what is yielded is valid until the next."""
@@ -333,7 +324,7 @@ class Ranges:
                         self._room.release()
                         break
                     stop = min(start + _RANGE_BYTES, size)
-                    waiting.append(self._threads.submit(self.remote.read_range, where, start, stop))
+                    waiting.append(self.submit(self.remote.read_range, where, start, stop))
                 if not waiting:
                     return
                 yield waiting[0].result()

@@ -9,6 +9,7 @@ import socket
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -106,34 +107,32 @@ def find_start(
     if resume == "never":
         return Start(starts_over=True)
     from_rank_0(check_folder)  # the recipe may have come from the store meanwhile
-    start = from_rank_0(lambda: _start_at(checkpoint, run, recipe, data.manifest, allowed))
+
+    def start_at_checkpoint() -> Start:
+        journal = Journal.read(run.journal)
+        if checkpoint is None:
+            return Start(journal=journal)
+        read_state(checkpoint)  # refuses another format before the model is built
+        marker, start = read_marker(checkpoint), Start.at(checkpoint)
+        changes = changes_since(checkpoint, marker, recipe, data.manifest, allowed, recorded_changes(run))
+        refuse_lost_rollbacks(checkpoint, run, journal)
+        accepted = [
+            {"step": start.step, "key": each.key, "from": each.earlier, "to": each.now} for each in changes
+        ]
+        if accepted and start.step >= start.progress(recipe).last_step:
+            keys = ", ".join(each["key"] for each in accepted)
+            raise UserError(
+                f"{run.path}: all {start.step:,} steps are done, so that changing {keys} would change none of them; "
+                "make a run of its own (python -m pretraining.checkpoints branch), or start over with --resume never"
+            )
+        return replace(start, changes=(*start.changes, *accepted), journal=journal)
+
+    start = from_rank_0(start_at_checkpoint)
     return replace(start, fetch=source and partial(fetch_absent, source, checkpoint))
 
 
-def _start_at(
-    checkpoint: Path | None, run: RunFolder, recipe: Recipe, manifest: dict, allowed: Sequence[str]
-) -> Start:
-    journal = Journal.read(run.journal)
-    if checkpoint is None:
-        return Start(journal=journal)
-    read_state(checkpoint)  # refuses another format before the model is built
-    marker = read_marker(checkpoint)
-    changes = changes_since(checkpoint, marker, recipe, manifest, allowed, recorded_changes(run))
-    start = Start.at(checkpoint)
-    _refuse_lost_rollbacks(checkpoint, run, journal)
-    accepted = [
-        {"step": start.step, "key": each.key, "from": each.earlier, "to": each.now} for each in changes
-    ]
-    if accepted and start.step >= start.progress(recipe).last_step:
-        keys = ", ".join(each["key"] for each in accepted)
-        raise UserError(
-            f"{run.path}: all {start.step:,} steps are done, so that changing {keys} would change none of them; make a "
-            "run of its own (python -m pretraining.checkpoints branch), or start over with --resume never"
-        )
-    return replace(start, changes=(*start.changes, *accepted), journal=journal)
-
-
-def _refuse_lost_rollbacks(checkpoint: Path, run: RunFolder, journal: Journal) -> None:
+def refuse_lost_rollbacks(checkpoint: Path, run: RunFolder, journal: Journal) -> None:
+    """Raise `UserError` if a checkpoint was trained after rollbacks that the journal does not hold."""
     # The journal says which samples each rollback left out: without it the data would be another from here on.
     known = read_marker(checkpoint).get("rollbacks", 0)
     if known > len(journal.rollbacks):
@@ -363,9 +362,8 @@ def refuse_lone_disks(run: RunFolder, recipe: Recipe) -> None:
     if run.disks.shared or recipe.training.save_strategy == "no":
         return
     upload = recipe.checkpoints.upload
-    what = (
-        f"{run.path} is a folder of its own on {several(run.disks.count, 'disk')}, and ranks see only theirs"
-    )
+    disks = several(run.disks.count, "disk")
+    what = f"{run.path} is a folder of its own on {disks}, and ranks see only theirs"
     if upload is None:
         raise UserError(
             f"{what}: a lost node would take its part of every checkpoint with it; set checkpoints.upload to a store "
@@ -380,11 +378,10 @@ def refuse_lone_disks(run: RunFolder, recipe: Recipe) -> None:
     remote, token = RemoteRun(upload, run.path.name).at_first_contact(), uuid.uuid4().hex.encode()
 
     def write() -> bool:
-        try:
+        with suppress(UserError):
             remote.write_bytes(_MEETING, token)
             return True
-        except UserError:
-            return False
+        return False
 
     # A store that does not answer is another matter: the run may continue from what the disks hold.
     if not from_rank_0(write):
@@ -410,10 +407,9 @@ def bring_history(run: RunFolder, upload: str | None) -> None:
         return sum(row.get("event") in STARTS for row in rows)
 
     def starts_in_store() -> int:
-        try:
+        with suppress(UserError):  # it does not answer, which the search for a checkpoint reports
             return num_starts(remote.read_if_there(run.events.name) or b"")
-        except UserError:  # it does not answer, which the search for a checkpoint reports
-            return 0
+        return 0
 
     def write(history: dict[str, bytes | None]) -> None:
         for name, content in history.items():
@@ -468,7 +464,23 @@ def roll_back(run: RunFolder, start: Start, finding: RollbackCause, recipe: Reci
                 "says what happened and what to try; the committed checkpoints are kept, and the same command "
                 "continues from the newest"
             )
-        rollback = _planned(run, start, finding.step, recipe)
+        # Counted from 0, `step - 1` is the step whose loss was the reason. At the first steps of a run there are fewer
+        # before it.
+        step, progress = finding.step, start.progress(recipe)
+        first_step, last_step = max(0, step - 1 - spikes.skip_steps), step - 1 + spikes.skip_steps
+        first, last = progress.samples_at(first_step), progress.samples_at(last_step)
+        # Positions in the global order, from which earlier rollbacks have left out samples already.
+        positions = start.journal.position(first), start.journal.position(last - 1) + 1
+        place, to_step = DiskPlace(run.path), 0
+        for folder in committed_checkpoints(run):
+            if step_in_name(folder) > first_step or is_left_behind(folder, start.journal):
+                continue
+            # Marker and sizes suffice here: the next start compares the bytes, and takes an earlier one if they have
+            # changed. What other disks hold of it shows then, too.
+            if health(place, folder.name, is_part=not run.disks.shared).word == COMMITTED:
+                to_step = step_in_name(folder)
+                break
+        rollback = Rollback(step, to_step, positions, spikes.lr_factor, spikes.lr_steps)
         # The journal first: if the process is killed after it, the next start still follows it.
         start.journal.with_rollback(rollback).write(run.journal)
         run.add_event("rollback", **asdict(rollback), why=why, rollback=done + 1, of=allowed)
@@ -477,26 +489,3 @@ def roll_back(run: RunFolder, start: Start, finding: RollbackCause, recipe: Reci
 
     if (last_words := from_rank_0(write)) is not None:
         raise GaveUp(last_words)
-
-
-def _planned(run: RunFolder, start: Start, step: int, recipe: Recipe) -> Rollback:
-    """Plan the rollback from the loss of optimizer step `step`."""
-    spikes = recipe.monitors.spikes
-    # Counted from 0, `step - 1` is the step whose loss was the reason.
-    # At the first steps of a run there are fewer before it.
-    first_step = max(0, step - 1 - spikes.skip_steps)
-    last_step = step - 1 + spikes.skip_steps
-    progress = start.progress(recipe)
-    first, last = progress.samples_at(first_step), progress.samples_at(last_step)
-    # Positions in the global order, from which earlier rollbacks have left out samples already.
-    positions = start.journal.position(first), start.journal.position(last - 1) + 1
-    place, to_step = DiskPlace(run.path), 0
-    for folder in committed_checkpoints(run):
-        if step_in_name(folder) > first_step or is_left_behind(folder, start.journal):
-            continue
-        # Marker and sizes suffice here: the next start compares the bytes, and takes an earlier one if they have
-        # changed. What other disks hold of it shows then, too.
-        if health(place, folder.name, is_part=not run.disks.shared).word == COMMITTED:
-            to_step = step_in_name(folder)
-            break
-    return Rollback(step, to_step, positions, spikes.lr_factor, spikes.lr_steps)

@@ -93,10 +93,6 @@ class Cut(NamedTuple):
         follows = self.rows <= 1 or self.columns == self.width
         return self.row * self.width + self.column if follows else None
 
-    def key(self, parameter: str) -> str:
-        """Return the parameter's name with the cut, as it is in the key of a fragment."""
-        return f"{parameter}@{self.row}:{self.rows}:{self.column}:{self.columns}:{self.width}"
-
     def rectangles(self, start: int, numel: int) -> Iterator["Rectangle"]:
         """Yield the elements [start, start + numel) of the cut: a part of a row, whole rows, a part of a row."""
         end = start + numel
@@ -128,19 +124,6 @@ class Rectangle(NamedTuple):
         columns = min(self.column + self.columns, other.column + other.columns) - column
         return Rectangle(row, rows, column, columns) if rows > 0 and columns > 0 else None
 
-    def some_rows(self, at_once: int) -> Iterator["Rectangle"]:
-        """Yield it in pieces of `at_once` rows."""
-        for row in range(self.row, self.row + self.rows, at_once):
-            yield self._replace(row=row, rows=min(at_once, self.row + self.rows - row))
-
-
-def split_key(text: str) -> tuple[str, Cut | None]:
-    """Return the parameter's name and the cut of which `Cut.key` made a text; None if it is the name alone."""
-    if (found := _IN_KEY.fullmatch(text)) is None:
-        return text, None
-    name, *numbers = found.groups()
-    return name, Cut(*map(int, numbers))
-
 
 def rows_of(flat: torch.Tensor, cut: Cut, start: int, rectangle: Rectangle) -> torch.Tensor:
     """Return a rectangle as a view [rows, columns] of a flat tensor whose first element is number `start` of a cut."""
@@ -158,7 +141,7 @@ def fragment_key(state: str, parameter: str, start: int | None, cut: Cut | None 
     """Return the key of a fragment; `start` is None for a state with a shape of its own, and counts in the cut."""
     if cut is not None and start is not None:
         if cut.start is None:
-            parameter = cut.key(parameter)
+            parameter += f"@{cut.row}:{cut.rows}:{cut.column}:{cut.columns}:{cut.width}"
         else:
             start += cut.start
     return f"{state}/{parameter}@{'whole' if start is None else start}"
@@ -223,17 +206,6 @@ class Fragment(NamedTuple):
     """In which `start` counts; None: in the flattened parameter."""
 
 
-def _without_nested(fragments: list[Fragment]) -> list[Fragment]:
-    """Sort so that starts and ends both ascend in each cut, and leave out fragments that are inside another one."""
-    # `read` then finds its first fragment by bisection.
-    kept: list[Fragment] = []
-    for fragment in sorted(fragments, key=lambda each: (each.cut or (), each.start, -each.numel)):
-        last = kept[-1] if kept and kept[-1].cut == fragment.cut else None
-        if last is None or fragment.start + fragment.numel > last.start + last.numel:
-            kept.append(fragment)
-    return kept
-
-
 class _Missing(UserError):
     """The files that were read so far do not hold a slice."""
 
@@ -289,29 +261,37 @@ class CheckpointReader:
         return True
 
     def _index(self, files: list[str]) -> None:
-        found = {key for file in files for key in self._index_file(file)}
-        opened = set(files)
-        self._later = [file for file in self._later if file not in opened]
-        for state, parameter in found:
-            self._fragments[state, parameter] = _without_nested(self._fragments[state, parameter])
-            self._states[parameter] = sorted({*self.states(parameter), state})
-
-    def _index_file(self, file: str) -> Iterator[tuple[str, str]]:
-        """Note what is in a file; yields (state, parameter) of its fragments."""
-        opened = self._opened(file)
-        for key in opened.keys():  # noqa: SIM118 (safe_open is no mapping)
-            if "@" not in key:
-                continue
-            # Names of states have no slash; names of parameters may hold any character.
-            state, _, rest = key.partition("/")
-            parameter, _, start = rest.rpartition("@")
-            if start == "whole":
-                self._whole[state, parameter] = Fragment(0, 0, file, key)
-            else:
-                parameter, cut = split_key(parameter)
+        """Note what is in these files."""
+        found, indexed = set(), set(files)
+        self._later = [file for file in self._later if file not in indexed]
+        for file in files:
+            opened = self._opened(file)
+            for key in opened.keys():  # noqa: SIM118 (safe_open is no mapping)
+                if "@" not in key:
+                    continue
+                # Names of states have no slash; names of parameters may hold any character.
+                state, _, rest = key.partition("/")
+                parameter, _, start = rest.rpartition("@")
+                if start == "whole":
+                    self._whole[state, parameter] = Fragment(0, 0, file, key)
+                    continue
+                cut = None
+                if of_cut := _IN_KEY.fullmatch(parameter):
+                    parameter, cut = of_cut[1], Cut(*map(int, of_cut.groups()[1:]))
                 fragment = Fragment(int(start), prod(opened.get_slice(key).get_shape()), file, key, cut)
                 self._fragments.setdefault((state, parameter), []).append(fragment)
-                yield state, parameter
+                found.add((state, parameter))
+        for state, parameter in found:
+            self._states[parameter] = sorted({*self.states(parameter), state})
+            # Starts and ends both ascend in each cut, without fragments that are inside another one: `read` then finds
+            # its first fragment by bisection.
+            kept: list[Fragment] = []
+            fragments = self._fragments[state, parameter]
+            for fragment in sorted(fragments, key=lambda each: (each.cut or (), each.start, -each.numel)):
+                last = kept[-1] if kept and kept[-1].cut == fragment.cut else None
+                if last is None or fragment.start + fragment.numel > last.start + last.numel:
+                    kept.append(fragment)
+            self._fragments[state, parameter] = kept
 
     def states(self, parameter: str) -> list[str]:
         """Return the names of a parameter's per-element states: `master`, `exp_avg`, ..."""
@@ -397,9 +377,13 @@ class CheckpointReader:
             for fragment in fragments:
                 its = fragment.cut or whole
                 for held in its.rectangles(fragment.start, fragment.numel):
-                    common = wanted.common(held)
+                    if (common := wanted.common(held)) is None:
+                        continue
+                    end = common.row + common.rows
                     # a few rows at once: `_part` reads what is between their columns too
-                    for some in common.some_rows(max(1, _CHUNK_BYTES // its.columns)) if common else ():
+                    at_once = max(1, _CHUNK_BYTES // its.columns)
+                    for row in range(common.row, end, at_once):
+                        some = common._replace(row=row, rows=min(at_once, end - row))
                         first = its.place(some.row, some.column) - fragment.start
                         last = its.place(some.row + some.rows - 1, some.column) - fragment.start
                         part = self._part(fragment, first, last + some.columns)

@@ -79,7 +79,7 @@ class Uploader:
         """Upload a committed checkpoint now, or next if another one is under way. All ranks call this."""
         if self._waiting is not None:
             self._add_event("upload_left_out", checkpoint=self._waiting.name)
-            self._waiting.close()
+            self._waiting.open_files.close()
         # Opens the files now, because retention may remove them before their upload begins.
         self._waiting = Parcel(folder, self.rank, self.ranks)
         self._proceed()
@@ -111,24 +111,25 @@ class Uploader:
         parcel, self._waiting = self._waiting, None
         self._given_up.clear()
         self._num_uploads += 1
-        self._thread = threading.Thread(target=self._work, args=(parcel,), name="upload", daemon=True)
+
+        def work() -> None:
+            try:
+                self._send(parcel)
+            except _GivenUp:
+                pass  # the other rank reports why
+            except Exception as error:  # any error: training goes on, and the run reports it
+                # It is printed too. An address in it may hold credentials.
+                self._failure = masked(f"{parcel.name}: {str(error) or type(error).__name__}")
+            finally:
+                parcel.open_files.close()  # so that the disk gets back the room of removed ones
+
+        self._thread = threading.Thread(target=work, name="upload", daemon=True)
         self._thread.start()
         return False
 
     def _add_event(self, kind: str, **details) -> None:
         if self.rank == 0:
             self.run.add_event(kind, **details)
-
-    def _work(self, parcel: Parcel) -> None:
-        try:
-            self._send(parcel)
-        except _GivenUp:
-            pass  # the other rank reports why
-        except Exception as error:  # any error: training goes on, and the run reports it
-            # It is printed too. An address in it may hold credentials.
-            self._failure = masked(f"{parcel.name}: {str(error) or type(error).__name__}")
-        finally:
-            parcel.close()
 
     def _send(self, parcel: Parcel) -> None:
         """Send this rank's part, without what an interrupted upload has sent already."""
@@ -156,7 +157,13 @@ class Uploader:
         seconds = round(time.perf_counter() - began, 3)
         to = self.remote.where(parcel.name)
         self._sent = {"checkpoint": parcel.name, "to": to, "bytes": parcel.num_bytes, "seconds": seconds}
-        self._mirror_removals(step_in(parcel.name))
+        if self.mirror and self.rule is not None:
+            self._removed_here += self._lost_here(self.rule, step_in(parcel.name))
+            self.rule = None
+        # A name leaves the list only after its removal: if the store fails, the next upload tries again.
+        while self._removed_here:
+            self.remote.remove_checkpoint(self._removed_here[0])
+            self._removed_here.pop(0)
 
     def _make_way(self, parcel: Parcel) -> bool:
         """Return whether the store holds this checkpoint already; the marker of another one of its step is removed."""
@@ -211,15 +218,6 @@ class Uploader:
         kept |= set(map(step_in_name, committed_checkpoints(self.run)))
         return [name for name in markers if step_in(name) not in kept]
 
-    def _mirror_removals(self, newest: int) -> None:
-        if self.mirror and self.rule is not None:
-            self._removed_here += self._lost_here(self.rule, newest)
-            self.rule = None
-        # A name leaves the list only after its removal: if the store fails, the next upload tries again.
-        while self._removed_here:
-            self.remote.remove_checkpoint(self._removed_here[0])
-            self._removed_here.pop(0)
-
 
 class Parcel:
     """What one rank sends of a committed checkpoint.
@@ -242,9 +240,9 @@ class Parcel:
         # A node's own disk lacks what it did not need; the store, from which the rest came, then holds all.
         self.receipts = {name: (folder / name).read_bytes() for name in names if (folder / name).exists()}
         # Open files can still be read after retention has removed them here.
-        self._open = ExitStack()
+        self.open_files = ExitStack()
         self._files = {
-            name: self._open.enter_context((folder / name).open("rb", buffering=0))
+            name: self.open_files.enter_context((folder / name).open("rb", buffering=0))
             for receipt in self.receipts
             for name in self.files_of(receipt)
             if (folder / name).exists()
@@ -270,10 +268,6 @@ class Parcel:
         if digest_entry(entry["bytes"], digest) != entry:
             raise UserError(f"{name} of {self.name} has changed since it was committed")
         yield last
-
-    def close(self) -> None:
-        """Close the files, so that the disk gets back the room of removed ones."""
-        self._open.close()
 
 
 def send_export(run: RunFolder, remote: RemoteRun) -> None:

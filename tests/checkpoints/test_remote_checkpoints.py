@@ -41,7 +41,7 @@ from pretraining.runtime.durable_files import read_rows, write_json
 from pretraining.runtime.journal import Journal, Rollback
 from pretraining.runtime.run_folder import RunFolder, utc_now
 from tests.gear.object_store import OTHER_CREDENTIALS, OtherServer, Proxy, s3_server, use_here
-from tests.gear.runs import contents, execute
+from tests.gear.runs import bytes_of, execute
 
 NAME = "tiny"
 UPLOAD = "s3://bucket/runs"
@@ -87,12 +87,15 @@ def commit(run: RunFolder, step: int, ranks: int = 2, rollbacks: int = 0, **mark
     return folder
 
 
+def send(run: RunFolder, address: str, *folders: Path, **choices) -> None:
+    uploader = Uploader(run, RemoteRun(address, NAME), **choices)
+    for folder in folders:
+        uploader.offer(folder)
+        uploader.wait()
+
+
 def events(run: RunFolder) -> list[str]:
     return [row["event"] for row in read_rows(run.events)]
-
-
-def bytes_of(folder: Path) -> dict[str, bytes]:
-    return {name: content for name, (content, _) in contents(folder).items()}
 
 
 def one_in_five(number: int, path: str) -> str | None:
@@ -121,10 +124,7 @@ def test_a_store_that_fails_one_request_in_five_gets_all_and_gives_all(
     run = run_in(tmp_path)
     with Proxy(connected, one_in_five) as proxy:
         use_here(monkeypatch, proxy.address)
-        uploader = Uploader(run, RemoteRun(upload, NAME))
-        for step in (4, 8):
-            uploader.offer(commit(run, step))
-            uploader.wait()
+        send(run, upload, commit(run, 4), commit(run, 8))
         sent = [line.split()[1] for line in proxy.changes if line.endswith("passed on")]
         got = fetched(tmp_path, upload)
         assert proxy.mistreated > 5
@@ -155,17 +155,13 @@ def store(request, tmp_path, monkeypatch) -> Iterator[str]:
 def test_stores_behave_alike(tmp_path, store):
     """Up, down, listed, replaced and removed; of a name that must be new the first content stays, if the store can."""
     run, remote = run_in(tmp_path), RemoteRun(store, NAME)
-    uploader = Uploader(run, remote)
-    for step in (4, 8):
-        uploader.offer(commit(run, step))
-        uploader.wait()
+    send(run, store, commit(run, 4), commit(run, 8))
     assert {"checkpoint-4", "checkpoint-8"} <= set(remote.checkpoints())
     got = fetched(tmp_path, store)
     assert bytes_of(got.checkpoint(8)) == bytes_of(run.checkpoint(8))
     assert remote.create("one", b"first") and remote.create("one", b"first")
-    if (
-        os.environ.get("AWS_ACCESS_KEY_ID") != OTHER_CREDENTIALS["AWS_ACCESS_KEY_ID"]
-    ):  # it knows no conditions
+    # that one knows no conditions
+    if os.environ.get("AWS_ACCESS_KEY_ID") != OTHER_CREDENTIALS["AWS_ACCESS_KEY_ID"]:
         assert not remote.create("one", b"second") and remote.read_if_there("one") == b"first"
     remote.remove_checkpoint("checkpoint-8")
     assert newest_committed(remote, -1) == "checkpoint-4"
@@ -199,17 +195,13 @@ def test_an_interrupted_upload_goes_on_where_it_stopped(tmp_path, connected, mon
     monkeypatch.setenv("PRETRAINING_DATA_PATIENCE_SECONDS", "0.5")
     with Proxy(connected, lambda number, path: "deny" if rank_file(1, 2) in path else None) as proxy:
         use_here(monkeypatch, proxy.address)
-        failing = Uploader(run, RemoteRun(upload, NAME))
-        failing.offer(folder)
-        failing.wait()
+        send(run, upload, folder)
         assert events(run) == ["upload_failed"]
     use_here(monkeypatch, connected)
     assert newest_committed(RemoteRun(upload, NAME), -1) is None
     with Proxy(connected, lambda number, path: None) as proxy:
         use_here(monkeypatch, proxy.address)
-        again = Uploader(run, RemoteRun(upload, NAME))
-        again.offer(folder)
-        again.wait()
+        send(run, upload, folder)
         sent = [path.split()[1].rpartition("/")[2] for path in proxy.changes]
     assert rank_file(0, 2) not in sent and rank_file(1, 2) in sent and sent[-1] == MARKER
     use_here(monkeypatch, connected)
@@ -220,8 +212,7 @@ def test_what_a_rollback_left_behind_is_not_fetched(tmp_path):
     """Steps 4 and 8 went up, then a rollback to step 4: the store alone, or the newer journal, knows it at once."""
     run, mounted = run_in(tmp_path), str(tmp_path / "mounted")
     folders = [commit(run, step) for step in (4, 8)]
-    for folder in folders:
-        send(run, mounted, folder)
+    send(run, mounted, *folders)
     assert [path.name for path in fetched(tmp_path / "before", mounted).path.glob("checkpoint-*")] == [
         "checkpoint-8"
     ]
@@ -235,12 +226,6 @@ def test_what_a_rollback_left_behind_is_not_fetched(tmp_path):
     send(run, mounted, commit(run, 6, rollbacks=1))
     late = fetched(tmp_path / "before", mounted, newest_here=4)  # its own journal is older
     assert late.checkpoint(6).exists() and Journal.read(late.journal) == journal
-
-
-def send(run: RunFolder, address: str, folder: Path) -> None:
-    uploader = Uploader(run, RemoteRun(address, NAME))
-    uploader.offer(folder)
-    uploader.wait()
 
 
 def test_files_removed_here_still_go_up_and_removals_follow(tmp_path, connected, upload):
@@ -264,16 +249,13 @@ def test_the_store_keeps_what_the_rule_keeps_after_a_lost_disk(tmp_path, store):
 
     Of a step that is saved again with other files, the old files go.
     """
-    lost, rule = run_in(tmp_path / "lost"), Retention(keep_last=2, keep_best=1)
+    lost = run_in(tmp_path / "lost")
     for step, loss in {1: 3.0, 2: 2.0, 3: 4.0, 4: 5.0, 5: 6.0}.items():
         send(lost, store, commit(lost, step, ranks=3, metrics={"eval_loss": loss}))
     run = fetched(tmp_path, store)
     shutil.rmtree(run.checkpoint(5))
     commit(run, 5, ranks=2, metrics={"eval_loss": 6.0})
-    uploader = Uploader(run, RemoteRun(store, NAME), rule=rule)
-    for folder in (run.checkpoint(5), commit(run, 6)):
-        uploader.offer(folder)
-        uploader.wait()
+    send(run, store, run.checkpoint(5), commit(run, 6), rule=Retention(keep_last=2, keep_best=1))
     assert "upload_failed" not in events(run)
     there = RemoteRun(store, NAME)
     assert there.checkpoints() == [
@@ -290,8 +272,7 @@ def test_a_store_is_listed_and_verified_as_a_disk_is(tmp_path, store, capsys):
     if not is_remote(store):
         store = f"file://{store}"
     store, run = f"{store}/listed", run_in(tmp_path)
-    for step in (4, 8):
-        send(run, store, commit(run, step, metrics={"loss": 3.0, "eval_loss": 2.0}))
+    send(run, store, *(commit(run, step, metrics={"loss": 3.0, "eval_loss": 2.0}) for step in (4, 8)))
 
     def said(*words: str) -> dict:
         main([*words, "--json"])
@@ -380,9 +361,7 @@ def test_one_damaged_on_disk_is_not_sent_as_whole(tmp_path, connected, upload):
     folder = commit(run, 4)
     path = folder / rank_file(1, 2)
     path.write_bytes(path.read_bytes()[:-1] + b"?")
-    uploader = Uploader(run, RemoteRun(upload, NAME))
-    uploader.offer(folder)
-    uploader.wait()
+    send(run, upload, folder)
     (event,) = read_rows(run.events)
     assert event["event"] == "upload_failed" and "has changed since it was committed" in event["reason"]
     assert newest_committed(RemoteRun(upload, NAME), -1) is None
@@ -409,10 +388,7 @@ DAMAGES = {
 def test_a_damaged_one_in_the_store_is_passed_over(tmp_path, connected, upload, damage):
     """The next older one is taken, with an event; the damaged one never gets a marker here."""
     run = run_in(tmp_path)
-    uploader = Uploader(run, RemoteRun(upload, NAME))
-    for step in (4, 8):
-        uploader.offer(commit(run, step))
-        uploader.wait()
+    send(run, upload, commit(run, 4), commit(run, 8))
     damage(RemoteRun(upload, NAME))
     got = fetched(tmp_path, upload)
     assert bytes_of(got.checkpoint(4)) == bytes_of(run.checkpoint(4))
@@ -423,9 +399,7 @@ def test_a_damaged_one_in_the_store_is_passed_over(tmp_path, connected, upload, 
 def test_the_newer_one_wins_and_what_is_here_is_not_fetched(tmp_path, connected, upload):
     """`--resume auto`: remote newer than local is fetched; older is not; a fetch begun is not begun anew."""
     run = run_in(tmp_path)
-    uploader = Uploader(run, RemoteRun(upload, NAME))
-    uploader.offer(commit(run, 8))
-    uploader.wait()
+    send(run, upload, commit(run, 8))
     got = fetched(tmp_path, upload, newest_here=8)
     assert "fetch" not in events(got)
     got = fetched(tmp_path, upload, newest_here=4)
@@ -443,8 +417,7 @@ def test_the_newer_one_wins_and_what_is_here_is_not_fetched(tmp_path, connected,
 def test_damaged_files_of_a_checkpoint_here_come_from_the_store(tmp_path, store, capsys):
     """A bad disk, or a power cut after a fetch: the newest checkpoint is mended, and no older one takes its place."""
     run, store = run_in(tmp_path), f"{store}/mended"
-    for step in (4, 8):
-        send(run, store, commit(run, step))
+    send(run, store, commit(run, 4), commit(run, 8))
     before = bytes_of(run.checkpoint(8))
     newest, whole = run.checkpoint(8), run.checkpoint(8) / rank_file(1, 2)
     written = whole.stat().st_mtime_ns
@@ -472,8 +445,7 @@ def test_what_cannot_be_mended_here_gives_way_to_the_newest_whole_one_of_the_sto
 ):
     """A damaged marker, or a damaged file that the store lacks or has damaged too: no step is trained again for it."""
     run, there = run_in(tmp_path), RemoteRun(upload, NAME)
-    for step in (4, 8):
-        send(run, upload, commit(run, step))
+    send(run, upload, commit(run, 4), commit(run, 8))
     shutil.rmtree(run.checkpoint(4))
     damaged, of_rank_0 = run.checkpoint(8), rank_file(0, 2)
     if harm == "marker":
@@ -512,8 +484,7 @@ def test_two_runs_of_one_name_do_not_overwrite_each_other(tmp_path, connected, u
 def test_a_checkpoint_by_its_address_does_not_mix_with_newer_ones(tmp_path, connected, upload):
     """As one by its path: a later start would go on from the store's newest, of another course."""
     run = run_in(tmp_path)
-    for step in (4, 8):
-        send(run, upload, commit(run, step))
+    send(run, upload, commit(run, 4), commit(run, 8))
     with pytest.raises(UserError, match="checkpoint-8 is newer"):
         choose_checkpoint(run, f"{upload}/{NAME}/checkpoint-4", upload)
     again = RunFolder(tmp_path / "again" / NAME)

@@ -18,11 +18,11 @@ SPLIT = {"documents": 1, "tokens": 1000}
 MANIFEST = {"fingerprint": "xxh128:0", "splits": {"train": SPLIT, "validation": SPLIT}}
 
 
-def identity_of(*settings: str, start: Start | None = None, manifest: dict = MANIFEST) -> Identity:
-    """What a one-process start of recipe `tiny` writes into its markers."""
-    recipe = load_recipe("tiny", settings)
+def identity_of(*settings: str, start: Start | None = None, base: str = "tiny") -> Identity:
+    """What a one-process start of a recipe writes into its markers."""
+    recipe = load_recipe(base, settings)
     layout = build_run_plan(recipe, None, 1).layout
-    return Identity(recipe, manifest, layout, {"versions": {}}, start or Start())
+    return Identity(recipe, MANIFEST, layout, {"versions": {}}, start or Start())
 
 
 def save(
