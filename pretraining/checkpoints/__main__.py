@@ -28,8 +28,8 @@ from pretraining.checkpoints.folders import (
     step_of,
 )
 from pretraining.checkpoints.format import MARKER, marker_or_nothing
-from pretraining.checkpoints.publish import Push
 from pretraining.checkpoints.remote import RemoteRun
+from pretraining.checkpoints.upload import Push
 from pretraining.command_line import (
     add_trust,
     answer_one,

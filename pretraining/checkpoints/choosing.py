@@ -119,8 +119,17 @@ def choose_checkpoint(
     """
     remote = None if upload is None else RemoteRun(upload, run.path.name)
     chooser = _Chooser(run, remote, layout, check, in_parts or not run.disks.shared)
+    below = sys.maxsize
+    while resume == "auto" and (candidates := chooser.newest(below)):
+        for candidate in candidates:
+            reason = candidate.fault or chooser.bring(candidate)
+            if reason is None:
+                needs_store = candidate.in_store and chooser.in_parts
+                return Chosen(run.path / candidate.name, remote if needs_store else None)
+            from_rank_0(partial(chooser.pass_over, candidate, reason))
+        below = step_in(candidates[0].name)
     if resume == "auto":
-        return chooser.newest_whole()
+        return Chosen()
 
     def refuse_newer() -> None:
         # The run will save steps which the store may already hold from another course of the run.
@@ -153,19 +162,6 @@ class _Chooser:
     check: Check
     in_parts: bool
     """Whether a disk may hold a part of a checkpoint."""
-
-    def newest_whole(self) -> Chosen:
-        """Return the newest whole checkpoint; each damaged one before it is passed over."""
-        below = sys.maxsize
-        while candidates := self.newest(below):
-            for candidate in candidates:
-                reason = candidate.fault or self.bring(candidate)
-                if reason is None:
-                    needs_store = candidate.in_store and self.in_parts
-                    return Chosen(self.run.path / candidate.name, self.remote if needs_store else None)
-                from_rank_0(partial(self.pass_over, candidate, reason))
-            below = step_in(candidates[0].name)
-        return Chosen()
 
     def newest(self, below: int) -> list[Candidate]:
         """Return the newest checkpoint below a step: two candidates if disks and store hold another one each."""

@@ -64,18 +64,33 @@ def live_files(run: RunFolder, upload: str | None) -> Iterator[None]:
 
         run.at_beginning.append(name_node)
     of_others = run.disks.is_first or rank == 0
-    files = LiveFiles(run, remote, partial(_files_to_send, run, rank, of_others))
+    files, closed = LiveFiles(run, remote, partial(_files_to_send, run, rank, of_others)), threading.Event()
+
+    def send_last() -> None:
+        thread = threading.Thread(target=files.send, name="last files", daemon=True)
+        thread.start()
+        thread.join(_FAILING_SECONDS)
+
+    def send_again_and_again() -> None:
+        pause = _LIVE_SECONDS
+        while not closed.wait(pause):
+            began = time.monotonic()
+            files.send(LIVE_LOG_BYTES)
+            # Long files take their time: at most a tenth of it.
+            pause = max(_LIVE_SECONDS, 9 * (time.monotonic() - began))
+        files.send()
+
     # It is called after the block too, once the failure is written.
-    run.at_failure.append(lambda: files.send_within(_FAILING_SECONDS))
+    run.at_failure.append(send_last)
     if not of_others:
         yield
         return
-    thread = threading.Thread(target=files.send_again_and_again, name="live files", daemon=True)
+    thread = threading.Thread(target=send_again_and_again, name="live files", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        files.closed.set()
+        closed.set()
         thread.join(_LAST_SECONDS)
 
 
@@ -112,25 +127,8 @@ class LiveFiles:
 
     def __init__(self, run: RunFolder, remote: RemoteRun, files_to_send: Callable[[], dict[str, Path]]):
         self.run, self.remote, self.files_to_send = run, remote.at_first_contact(), files_to_send
-        self.closed = threading.Event()
         self._sent: dict[str, tuple] = {}
         self._lock = threading.Lock()
-
-    def send_again_and_again(self) -> None:
-        """Send them until `closed` is set, and then once more."""
-        pause = _LIVE_SECONDS
-        while not self.closed.wait(pause):
-            began = time.monotonic()
-            self.send(LIVE_LOG_BYTES)
-            # Long files take their time: at most a tenth of it.
-            pause = max(_LIVE_SECONDS, 9 * (time.monotonic() - began))
-        self.send()
-
-    def send_within(self, seconds: float) -> None:
-        """Send them, but wait no longer than this."""
-        thread = threading.Thread(target=self.send, name="last files", daemon=True)
-        thread.start()
-        thread.join(seconds)
 
     def send(self, log_bytes: int = MOST_BYTES) -> None:
         """Send what has changed. log_bytes: how much of the end of a log."""

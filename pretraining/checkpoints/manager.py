@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
@@ -79,7 +79,7 @@ class CheckpointManager(TrainerCallback):
         self.writer = CheckpointWriter(
             run,
             commit_checkpoint,
-            after_commit=self._apply_retention,
+            after_commit=self._remove_old,
             on_committed=self._upload,
             background=section.background,
             on_full_disk=section.on_full_disk,
@@ -167,21 +167,15 @@ class CheckpointManager(TrainerCallback):
         with long_work():
             from_rank_0(lambda: send_export(self.run, self.uploader.remote))
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
         # The upload of the one from which the run continues may have been interrupted.
         if self.start.checkpoint is not None:
             self._upload(self.start.checkpoint)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, *_: Any, **__: Any) -> None:
         self.writer.poll()
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs: Any
-    ) -> None:
+    def on_log(self, *_: Any, logs: dict, **__: Any) -> None:
         """Add to the first row after a save how long it blocked training, and the bytes of its copy."""
         # Rows of validations have no `loss`; they do not count as the first row.
         if "loss" in logs and self.writer.last is not self._last_logged:
@@ -189,9 +183,7 @@ class CheckpointManager(TrainerCallback):
             logs["save_blocked_seconds"] = self._last_logged["blocked_seconds"]
             logs["save_snapshot_bytes"] = self._last_logged["snapshot_bytes"]
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         self.writer.wait()
 
     def _upload(self, folder: Path) -> None:
@@ -199,7 +191,7 @@ class CheckpointManager(TrainerCallback):
         if self.uploader is not None and folder.parent == self.run.path:
             self.uploader.offer(folder)
 
-    def _apply_retention(self) -> None:
+    def _remove_old(self) -> None:
         removed = self.retention.apply(self.run)
         if self.uploader is not None:
             self.uploader.remove([folder.name for folder in removed])
