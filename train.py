@@ -17,7 +17,7 @@ from pretraining.planning.run_plan import RunPlan, build_run_plan
 from pretraining.planning.screen import print_plan
 from pretraining.recipe import Recipe
 from pretraining.recipe.refusals import check_while_preparing, load_recipe_and_ds_config
-from pretraining.reporting.words import report_end
+from pretraining.reporting.analysis import report_end
 from pretraining.runtime.console_log import kept_console
 from pretraining.runtime.durable_files import one_line_disk_errors
 from pretraining.runtime.failures import kept_failure

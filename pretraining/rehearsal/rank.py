@@ -17,10 +17,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from pretraining.checkpoints.identity import metrics_at
 from pretraining.checkpoints.live_state import live_state
-from pretraining.checkpoints.manager import CheckpointManager
-from pretraining.checkpoints.trainer_state import rank_share, shared_files
+from pretraining.checkpoints.manager import CheckpointManager, rank_share, shared_files
 from pretraining.data.block_guard import BlockGuard
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.prepared import PreparedData
@@ -195,7 +193,7 @@ class RankCheckpoints(CheckpointManager):
         with self.done.timed("save"):
             share = rank_share(trainer)
             files = share.files or shared_files(trainer, live_state(trainer.model, trainer.optimizer))
-            marker = self.identity.marker_at(step, metrics_at(step, trainer.state.log_history))
+            marker = self.identity.marker_at(step, trainer.state.log_history)
             self.done.checkpoint_bytes = sum(tensor.nbytes for tensor in share.tensors.values())
             if self.start.checkpoint is not None:
                 return  # nobody continues from the second one

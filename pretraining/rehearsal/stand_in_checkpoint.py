@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from pretraining.checkpoints.format import commit_checkpoint, file_entry, receipt_name, write_bytes
+from pretraining.checkpoints.manager import RankShare
 from pretraining.checkpoints.shard_files import (
     BUFFER,
     MASTER,
@@ -22,7 +23,6 @@ from pretraining.checkpoints.shard_files import (
     fragment_key,
     rank_file,
 )
-from pretraining.checkpoints.trainer_state import RankShare
 
 Tensors = Mapping[str, torch.Tensor]
 MOST_READ_BYTES = 1 << 30

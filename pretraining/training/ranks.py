@@ -382,7 +382,7 @@ def _command(process: int) -> bytes:
 def find_machine(run: RunFolder, start: Any, data_tokens: int) -> Machine:
     """Return on every rank what rank 0 finds, so that all ranks decide the same.
 
-    start: where the run begins (checkpoints/identity.py). If it starts over, the checkpoints of the earlier run in this
+    start: where the run begins (`Start`). If it starts over, the checkpoints of the earlier run in this
     folder stay beside the new ones. Else new ones replace them.
     """
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from pretraining.checkpoints.export import averaged_weights
-from pretraining.checkpoints.identity import Start
+from pretraining.checkpoints.format import Start
 from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shards import SplitWriter, TokenSplit
