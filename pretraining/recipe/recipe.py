@@ -320,9 +320,8 @@ def accumulation_steps(recipe: Recipe, world_size: int, ds_config: dict | None =
     tokens_at_once = ranks * micro_batch * length
     steps, rest = divmod(recipe.tokens_per_step, tokens_at_once)
     if rest:
-        product = (
-            f"{tokens_at_once} = {ranks_words} x {micro_batch} per_device_train_batch_size x {length} tokens"
-        )
+        product = f"{tokens_at_once} = {ranks_words} x {micro_batch} per_device_train_batch_size "
+        product += f"x {length} tokens"
         multiples = nearest_multiples(recipe.tokens_per_step, tokens_at_once)
         where, per_rank = display_path(recipe.path), recipe.samples_per_step // ranks
         if recipe.samples_per_step % ranks:
@@ -391,7 +390,6 @@ def check_metric(evaluation: Evaluation, data: Data, metrics: Sequence[str]) -> 
         what = f"is {task_steps}, but evaluation.metric {metric} is wanted at each validation: leave it out"
         yield "evaluation.task_steps", what
     if is_score and not evaluation.tasks and evaluation.hellaswag is None:
-        what = (
-            f"is {metric!r}, but nothing scores it: name evaluation.tasks, or data for evaluation.hellaswag"
-        )
+        what = f"is {metric!r}, but nothing scores it: name evaluation.tasks, or data for "
+        what += "evaluation.hellaswag"
         yield "evaluation.metric", what

@@ -427,7 +427,6 @@ def _check_store(split: StreamedSplit) -> None:
         # a web server lists no sizes, and often nothing: asked for each file
         size = sizes.get(shard["file"]) or store.size(f"{split.name}/{shard['file']}")
         if size not in (None, shard["size"]):
-            what = (
-                f"{split.folder}/{shard['file']}: shard is {size:,} bytes, expected {shard['size']:,} bytes"
-            )
+            what = f"{split.folder}/{shard['file']}: shard is {size:,} bytes, "
+            what += f"expected {shard['size']:,} bytes"
             raise UserError(f"{what}; copy the data there again")

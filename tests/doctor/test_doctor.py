@@ -16,9 +16,9 @@ from types import SimpleNamespace
 import pytest
 
 from pretraining.doctor import __main__ as doctor
-from pretraining.doctor import disks, gpus, machine, reach
+from pretraining.doctor import gpus, machine, reach
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding, as_lines, summary, summary_line
-from pretraining.doctor.launch import Launch, check_earlier_start, plan_launch
+from pretraining.doctor.launch import Launch, check_earlier_start, needs_of, plan_launch
 from pretraining.errors import UserError
 from pretraining.planning.cadence import write_words
 from pretraining.planning.costs import forecast
@@ -563,10 +563,10 @@ def test_prepared_data_needs_no_source_any_more(tmp_path):
     text.unlink()
     options = doctor.parse_arguments(["--recipe", str(recipe), "--data_dir", str(tmp_path / "data")])
     launch, refused = plan_launch(options, gpus.Gpus())
-    (finding,) = reach.ask_around(launch).findings()
+    (finding,) = reach.ask_all(reach.questions_of(launch))()
     assert not refused and finding.verdict == FINE and finding.message.startswith("prepared: "), finding
     next((tmp_path / "data" / "corpus" / "train").glob("*.arrow")).unlink()
-    (finding,) = reach.ask_around(launch).findings()
+    (finding,) = reach.ask_all(reach.questions_of(launch))()
     assert finding.verdict == BREAKS
 
 
@@ -584,11 +584,11 @@ def test_an_answer_that_does_not_come_is_not_waited_for(monkeypatch):
     """All questions together take no longer than their limit."""
     monkeypatch.setattr(reach, "SECONDS", 0.05)
     never = threading.Event()
-    inquiry = reach.Inquiry({("data", name): never.wait for name in ("one", "other")})
-    assert ["no answer" in each.message for each in inquiry.findings()] == [True, True]
+    answers = reach.ask_all({("data", name): never.wait for name in ("one", "other")})
+    assert ["no answer" in each.message for each in answers()] == [True, True]
     never.set()
     with pytest.raises(ZeroDivisionError):
-        reach.Inquiry({("data", "fault of ours"): lambda: 1 / 0}).findings()
+        reach.ask_all({("data", "fault of ours"): lambda: 1 / 0})()
 
 
 @pytest.mark.parametrize(
@@ -704,21 +704,21 @@ def test_a_filesystem_that_lacks_what_a_commit_needs(monkeypatch, tmp_path):
     def refuse(*_):
         raise OSError("not supported")
 
-    assert disks.missing_operations(tmp_path) == [] and not list(tmp_path.iterdir())
-    monkeypatch.setattr(disks.os, "link", refuse)
-    monkeypatch.setattr(disks.fcntl, "flock", refuse)
-    assert disks.missing_operations(tmp_path) == ["file locks", "hard links"]
-    monkeypatch.setattr(disks, "filesystem_of", lambda _: ("/bucket", "fuse.bucket"))
-    assert "fuse.bucket at /bucket has no file locks" in disks.check_filesystem(tmp_path).message
+    assert machine.missing_operations(tmp_path) == [] and not list(tmp_path.iterdir())
+    monkeypatch.setattr(machine.os, "link", refuse)
+    monkeypatch.setattr(machine.fcntl, "flock", refuse)
+    assert machine.missing_operations(tmp_path) == ["file locks", "hard links"]
+    monkeypatch.setattr(machine, "filesystem_of", lambda _: ("/bucket", "fuse.bucket"))
+    assert "fuse.bucket at /bucket has no file locks" in machine.check_filesystem(tmp_path).message
 
 
 def test_a_disk_with_room_but_without_inodes(monkeypatch, tmp_path):
     """Free bytes are not all that a checkpoint needs."""
     launch = replace(on_gpus(1, 1), run_folder=tmp_path)
-    assert only("inodes", disks.check_disks(launch)) is None
+    assert only("inodes", machine.check_disks(launch)) is None
     status = SimpleNamespace(f_files=1000, f_favail=20, f_frsize=4096, f_blocks=0, f_bfree=0, f_bavail=0)
-    monkeypatch.setattr(disks.os, "statvfs", lambda _: status)
-    assert only("inodes", disks.check_disks(launch)).verdict == BREAKS
+    monkeypatch.setattr(machine.os, "statvfs", lambda _: status)
+    assert only("inodes", machine.check_disks(launch)).verdict == BREAKS
 
 
 def test_what_an_upload_needs_is_tried(tmp_path):
@@ -739,10 +739,10 @@ def test_packages_are_asked_for_by_the_key_that_needs_them():
     ]
     recipe, ds_config = load_recipe_and_ds_config("124m", settings, "zero1")
     launch = Launch(gpus.Gpus(), 1, 1, Path("runs"), Path("data"), recipe, ds_config)
-    modules = {needed.module for needed in machine.needs_of(launch)}
+    modules = {needed.module for needed in needs_of(launch)}
     assert {"trackio", "bitsandbytes", "s3fs"} <= modules
     recipe, ds_config = load_recipe_and_ds_config("tiny")
-    assert machine.needs_of(Launch(gpus.Gpus(), 1, 1, Path("runs"), Path("data"), recipe, ds_config)) == []
+    assert needs_of(Launch(gpus.Gpus(), 1, 1, Path("runs"), Path("data"), recipe, ds_config)) == []
 
 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="no nvidia-smi")

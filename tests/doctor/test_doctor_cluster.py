@@ -8,18 +8,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pretraining.doctor import layers, messages, shared
-from pretraining.doctor.devices import (
-    LOADED_SECONDS,
-    Devices,
-    Products,
-    _products,
-    slow_ranks,
-    state_in_words,
-)
+from pretraining.doctor import layers, rates, shared
+from pretraining.doctor.cluster import pair_remedy, rounds_of, tournament
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding, of_all_nodes
 from pretraining.doctor.layers import Trained, _curve, reduced_recipe
-from pretraining.doctor.messages import _pair_remedy, bus_bandwidth, link_peak, rounds_of, tournament
+from pretraining.doctor.rates import Products, bus_bandwidth, judge_messages, judge_products, link_peak
 from pretraining.doctor.roll_call import Rank
 from pretraining.doctor.shared import compare_ranks, judge_clocks
 from pretraining.planning.gpus import find_gpu
@@ -94,48 +87,45 @@ def test_half_of_the_link_is_told_beside_its_peak():
     """In one node NVLink's; between nodes that of the network cards of a node, if they carry less."""
     gpu, call = find_gpu("H100"), ranks_on(8)
     healthy = {1024: 2e-5, 1 << 28: (1 << 28) * 1.75 / 360e9}
-    assert messages._judge(call, "all-reduce", healthy, gpu, True).verdict == FINE
-    slow = messages._judge(call, "all-reduce", {1024: 2e-5, 1 << 28: 1e-2}, gpu, True)
+    assert judge_messages(call, "all-reduce", healthy, gpu, True).verdict == FINE
+    slow = judge_messages(call, "all-reduce", {1024: 2e-5, 1 << 28: 1e-2}, gpu, True)
     assert slow.verdict == COSTS and gpu.link in slow.message and "topo" in slow.remedy
     assert slow.values["all_reduce_bytes_per_second"] == pytest.approx((1 << 28) * 1.75 / 1e-2)
-    assert messages._judge(call, "all-reduce", {1024: 5e-3, 1 << 28: 1e-3}, gpu, True).verdict == COSTS
+    assert judge_messages(call, "all-reduce", {1024: 5e-3, 1 << 28: 1e-3}, gpu, True).verdict == COSTS
     assert link_peak(gpu, [[0, 1]])[0] == gpu.link_bytes_per_second
     assert link_peak(gpu, [[0], [1]]) == (gpu.network_bytes_per_second, "the network")
-    assert messages._judge(call, "all-reduce", {1024: 1.0}, None, False).verdict == FINE
+    assert judge_messages(call, "all-reduce", {1024: 1.0}, None, False).verdict == FINE
 
 
 def test_a_slow_rank_is_named_with_the_state_of_its_gpu():
     """10 % below the median; of two ranks the faster one is the median."""
-    assert slow_ranks([100, 99, 98, 88], 0.9) == [3] and slow_ranks([100, 89], 0.9) == [1]
+    assert rates.slow_ranks([100, 99, 98, 88], 0.9) == [3] and rates.slow_ranks([100, 89], 0.9) == [1]
     state = {"clock_hz": 1.2e9, "temperature_celsius": 91, "watts": 350.4, "held_back_by": ["heat (driver)"]}
     found = [{"flops_per_second": 7e14, "state": {}}, {"flops_per_second": 5e14, "state": state}]
     products = Products(16384, 4096, 14336, "bf16")
-    whole, slow = _products(ranks_on(2), products, find_gpu("H100"), True, found)
+    whole, slow = judge_products(ranks_on(2), products, find_gpu("H100"), True, found)
     assert whole.verdict == FINE and whole.values["product_flops"] == 7e14
     assert slow.verdict == COSTS and slow.where == "rank 1 on node0"
     assert "29% below the median (1,200 MHz, 91 C, 350 W, held back by heat (driver))" in slow.message
-    assert state_in_words({}) == ""
+    assert rates.state_in_words({}) == ""
 
 
 def test_the_rate_of_products_is_that_of_a_gpu_under_load(monkeypatch):
     """Plans use it for weeks: neither a clock that is still high nor the shape that suits a library best may decide."""
-    rates = iter([9.0, 5.0, 4.0, 3.0, 4.0, 8.0])
-    asked = []
+    each, asked = iter([9.0, 5.0, 4.0, 3.0, 4.0, 8.0]), []
 
-    def rounds(self, multiply, seconds):
+    def rounds(seconds, multiply, on_gpu):
         asked.append(seconds)
-        return next(rates), 1.0
+        return next(each), 1.0
 
-    work = Devices(Products(64, 32, 128, "fp32"), on_gpu=True)
-    monkeypatch.setattr(Devices, "_rounds", rounds)
-    monkeypatch.setattr("pretraining.training.gpu_readings.GpuReadings.under_load", lambda self: {})
-    assert work._rate(10.0, lambda: None) == (40.0, {})  # the median; the load before it does not count
-    assert asked[0] == LOADED_SECONDS >= 20
+    monkeypatch.setattr(rates, "rounds_within", rounds)
+    assert rates.rounds_a_second(lambda: None, on_gpu=True) == 4.0  # the load before it does not count
+    assert asked[0] == rates.LOADED_SECONDS >= 20
 
 
 def test_the_measured_products_are_those_of_a_training_pass():
     """A third of them is the gradient of a weight: summed over the tokens, into a small output."""
-    flops, multiply = Devices(Products(64, 32, 128, "fp32"), on_gpu=False)._products()
+    flops, multiply = rates.round_of_products(Products(64, 32, 128, "fp32"), on_gpu=False)
     seen = []
 
     class Watch(TorchDispatchMode):
@@ -187,8 +177,8 @@ def test_a_clock_is_wrong_only_beyond_what_the_way_there_explains():
 
 
 def test_the_remedy_follows_the_library_that_failed():
-    assert "firewall" in _pair_remedy(["cannot connect to 10.0.0.2 (TCP, port 1): timed out"])
-    assert "NCCL_IB_DISABLE" in _pair_remedy(["nccl does not work: RuntimeError: unhandled system error"])
+    assert "firewall" in pair_remedy(["cannot connect to 10.0.0.2 (TCP, port 1): timed out"])
+    assert "NCCL_IB_DISABLE" in pair_remedy(["nccl does not work: RuntimeError: unhandled system error"])
 
 
 @pytest.mark.parametrize("name", recipe_names())
