@@ -99,7 +99,6 @@ class RollCall:
 
     @property
     def missing(self) -> list[int]:
-        """List the ranks that never came."""
         return [rank for rank, came in enumerate(self.ranks) if came is None]
 
     @property

@@ -43,7 +43,6 @@ class TextOrigin(Section):
 
     @property
     def called(self) -> str:
-        """Its own name, else the last part of what it is read from."""
         return source_name(self.to_dict())
 
 
@@ -97,7 +96,6 @@ class ValidationSource(TextOrigin):
 
     @property
     def is_capped(self) -> bool:
-        """Whether only its first documents are taken."""
         return (self.max_tokens, self.max_documents) != (None, None)
 
 

@@ -1,4 +1,7 @@
-"""Read a recipe: its file, `--set section.key=value` over it, every key checked, what is left out filled in."""
+"""Read a recipe: its file, `--set section.key=value` over it, every key checked, what is left out filled in.
+
+`--limit_tokens` shrinks it, to try all of a run in minutes: see `_limited`.
+"""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -69,7 +72,7 @@ OTHER_NAMES = {
 }
 """{dotted key: what other frameworks call it}"""
 
-STEPS = 100
+LIMITED_STEPS = 100
 """A limited run has at least so many steps, as long as a step still has `STEP_SEQUENCES`."""
 STEP_SEQUENCES = 8
 """A step keeps about so many sequences, so that the ranks of one machine can share it."""
@@ -82,9 +85,6 @@ VALIDATION_DOCUMENTS, LONG_DOCUMENT = 5, 10_000
 none of few documents."""
 LEAST_VALIDATION, MOST_VALIDATION = 0.02, 0.2
 """Share of the documents that validation gets, unless the recipe gives it more."""
-
-SCHEDULE_STEPS = ("num_decay_steps", "num_stable_steps")
-"""Keywords of `training.lr_scheduler_kwargs` that count steps."""
 
 
 def load_recipe(
@@ -100,7 +100,7 @@ def load_recipe(
         name_or_path: `tiny`, `features/muon`, or a path that ends in .json.
         overrides: `section.key=value` texts, applied in order.
         deepspeed: takes the place of the recipe's `deepspeed`; "null" means none.
-        limit_tokens: the most that the run may train on; see `limit`.
+        limit_tokens: the most that the run may train on.
         world_size: number of ranks, to which a limited recipe's micro-batch is fitted; None if it is not known.
 
     Raises:
@@ -130,9 +130,8 @@ def load_recipe(
         length = recipe.sequence_length
         if recipe.tokens_per_step < length:  # a step of less than a sequence cannot be made smaller
             words = f"the sequence length {length}"
-            refuse_first(
-                check_multiple(recipe.tokens_per_step, "budget.tokens_per_step", length, words), where
-            )
+            wrong = check_multiple(recipe.tokens_per_step, "budget.tokens_per_step", length, words)
+            refuse_first(wrong, where)
         written = {override.partition("=")[0] for override in overrides}
         values = _limited(values, recipe, limit_tokens, written, world_size or 1)
         where += f" with --limit_tokens {limit_tokens}"
@@ -152,7 +151,6 @@ def _read_model(values: dict, notes: list[str]) -> None:
 
 
 def _built(values: dict, path: Path, where: str, overrides: tuple[str, ...]) -> Recipe:
-    """The recipe of a checked JSON object."""
     sharding = values.get("deepspeed")
     model, weights = Weights.split(values["model"])
     # before the model, whose type they may define
@@ -195,12 +193,10 @@ def recipe_schema() -> dict:
 
 
 def sections_schema() -> dict[str, dict]:
-    """JSON Schema of each of our own sections."""
     return {name: section.schema() for name, section in SECTIONS.items()}
 
 
 def recipe_names() -> list[str]:
-    """Names of the recipes in recipes/."""
     return sorted(path.stem for path in RECIPES.glob("*.json") if path.name != "schema.json")
 
 
@@ -327,6 +323,10 @@ def _set(value: Any, path: list[str], new: Any, where: str) -> None:
 def _limited(values: dict, recipe: Recipe, tokens: int, written: set[str], ranks: int = 1) -> dict:
     """Return the values of a recipe for a run of at most `tokens` tokens; the same values if it has no more.
 
+    The model stays what it is. Steps become smaller, so that there are still enough of them for a schedule, validations
+    and checkpoints. What is counted in steps or tokens shrinks in proportion. Data and run get names of their own, so
+    that neither takes the place of the real ones.
+
     recipe: built from `values`. written: dotted keys that the command line sets; what it says of the size of a step and
     of cadences stays.
 
@@ -335,12 +335,12 @@ def _limited(values: dict, recipe: Recipe, tokens: int, written: set[str], ranks
     """
     if tokens >= recipe.budget.tokens:
         return values
-    # a step: a divisor of the full one, of which the limit holds `STEPS`
+    # a step: a divisor of the full one, of which the limit holds `LIMITED_STEPS`
     step = recipe.tokens_per_step
     if "budget.tokens_per_step" not in written:
         samples, sequences = recipe.samples_per_step, tokens // recipe.sequence_length
         # a limit of a few sequences is one step at least
-        most = max(sequences // STEPS, min(STEP_SEQUENCES, sequences), 1)
+        most = max(sequences // LIMITED_STEPS, min(STEP_SEQUENCES, sequences), 1)
         fitting = next(size for size in range(min(most, samples), 0, -1) if samples % size == 0)
         step = fitting * recipe.sequence_length
     if step > tokens:
@@ -362,9 +362,11 @@ def _limited(values: dict, recipe: Recipe, tokens: int, written: set[str], ranks
     _limit_data(changed["data"], recipe, tokens, written)
     training, share = changed["training"], steps / recipe.num_steps
     keywords = training.get("lr_scheduler_kwargs") or {}
-    keywords.update({key: _fewer(keywords[key], share) for key in SCHEDULE_STEPS if key in keywords})
-    if training.get("warmup_steps", 0) >= 1:
-        training["warmup_steps"] = _fewer(training["warmup_steps"], share)
+    in_steps = [(keywords, "num_decay_steps"), (keywords, "num_stable_steps")]
+    in_steps += [(training, "warmup_steps")] if training.get("warmup_steps", 0) >= 1 else []
+    for place, key in in_steps:
+        if key in place:
+            place[key] = max(1, int(place[key] * share))
     if "training.per_device_train_batch_size" not in written:
         samples = step // recipe.sequence_length
         # Ranks that do not divide the step are refused later, with what would divide it.
@@ -408,7 +410,3 @@ def _limit_cadences(values: dict, steps: int) -> None:
     traced = (monitors.get("profile") or {}).get("steps") or 0
     if (traced[-1] if isinstance(traced, list) else traced) > steps:
         monitors["profile"] = None
-
-
-def _fewer(steps: int, share: float) -> int:
-    return max(1, int(steps * share))

@@ -157,7 +157,6 @@ class Recipe:
 
     @cached_property
     def step_sizes(self) -> StepSizes:
-        """Tokens of each optimizer step."""
         return self.budget.step_sizes
 
     @property
@@ -167,7 +166,6 @@ class Recipe:
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps of the whole run."""
         return self.step_sizes.steps_within(self.budget.tokens)
 
     @property
@@ -187,7 +185,6 @@ class Recipe:
 
     @property
     def num_samples(self) -> int:
-        """Sequences of the whole run."""
         return self.num_tokens // self.sequence_length
 
     @property

@@ -1,4 +1,4 @@
-"""Refuse what recipe, ds_config and number of ranks alone show to be wrong.
+"""Refuse what recipe, ds_config and number of ranks alone show to be wrong, degrees of parallelism among it.
 
 The plan, `data_prep.py`, `train.py` and `branch` read their recipe through `load_recipe_and_ds_config`, so none of them
 accepts a recipe that training would refuse. What a recipe shows by itself is checked when it is read
@@ -138,6 +138,9 @@ def _check_optimizer(recipe: Recipe, ds_config: dict | None) -> Wrong:
     """What makes the steps works under this sharding: `training.optim`, and groups of parameters of their own."""
     stage, optim, key = zero_stage(ds_config), recipe.training.optim, "training.optim"
     offloads = optimizer_device(ds_config) != "gpu"
+    in_fp16 = ""
+    if recipe.training.fp16 and ds_config and not stage:
+        in_fp16 = "does not run in fp16 at stage 0, where DeepSpeed keeps copies of its own"
     # "galore" means galore_adamw and its variants
     for beginning, why in UNRESUMABLE.items():
         if optim.startswith(beginning):
@@ -157,10 +160,11 @@ def _check_optimizer(recipe: Recipe, ds_config: dict | None) -> Wrong:
         if offloads:
             what = "runs where its weights are; offload_optimizer would replace it by DeepSpeed's CPU Adam"
             yield key, f"{name} {what}; use --deepspeed zero1, zero2 or zero3"
-        if recipe.training.fp16 and ds_config and not stage:
-            what = "does not run in fp16 at stage 0, where DeepSpeed keeps copies of its own"
+        if in_fp16:
             remedy = "--set training.fp16=false --set training.bf16=true, or --deepspeed zero1"
-            yield key, f"{name} {what}; {remedy}"
+            yield key, f"{name} {in_fp16}; {remedy}"
+    if recipe.optimizer.adaptive_clip and in_fp16:
+        yield "optimizer.adaptive_clip", f"{in_fp16}; use --deepspeed zero1"
 
 
 def _check_weights(recipe: Recipe, ds_config: dict | None) -> Wrong:
@@ -190,14 +194,6 @@ def _check_weights(recipe: Recipe, ds_config: dict | None) -> Wrong:
             yield key, f"deepspeed {recipe.deepspeed} {what}, in one type; use --deepspeed zero3"
     if recipe.speed.compile == "deepcompile":
         yield key, "is not tried with speed.compile deepcompile; --set speed.compile=auto"
-
-
-def _check_clipping(recipe: Recipe, ds_config: dict | None) -> Wrong:
-    """DeepSpeed shows which weights a gradient belongs to."""
-    if recipe.optimizer.adaptive_clip and recipe.training.fp16 and ds_config and not zero_stage(ds_config):
-        what = "does not run in fp16 at stage 0, where DeepSpeed keeps copies of its own; "
-        what += "use --deepspeed zero1"
-        yield "optimizer.adaptive_clip", what
 
 
 def _check_compile(recipe: Recipe, ds_config: dict | None) -> Wrong:
@@ -353,9 +349,8 @@ def _check_layout(recipe: Recipe, ds_config: dict | None) -> Wrong:
                 yield "speed.compile", what
     for name, check in (("tensor", _check_tensor), ("sequence", _check_sequence), ("expert", _check_expert)):
         if (size := getattr(degrees, name)) > 1:
-            yield from check(
-                recipe, model, ds_config or {}, degrees, f"deepspeed {recipe.deepspeed}: {name} {size}"
-            )
+            place = f"deepspeed {recipe.deepspeed}: {name} {size}"
+            yield from check(recipe, model, ds_config or {}, degrees, place)
 
 
 def _check_tensor(recipe: Recipe, model: Model, ds_config: dict, degrees: Degrees, name: str) -> Wrong:
@@ -480,9 +475,8 @@ def _check_ranks(name: str | None, ds_config: dict | None, world_size: int) -> N
         if world_size % size:
             fitting = ", ".join(str(each) for each in range(1, world_size + 1) if not world_size % each)
             remedy = f"; degrees that divide {world_size}: {fitting}" if world_size > 1 else ""
-            raise UserError(
-                f"deepspeed {name}: {what}: needs a multiple of {size} ranks, and {there}{remedy}"
-            )
+            what += f": needs a multiple of {size} ranks, and {there}{remedy}"
+            raise UserError(f"deepspeed {name}: {what}")
     if world_size % group:
         what = f"zero_optimization.zero_hpz_partition_size is {group}, "
         what += f"which does not divide {world_size} ranks"
@@ -494,7 +488,6 @@ CHECKS = (
     _check_layout,
     _check_optimizer,
     _check_weights,
-    _check_clipping,
     _check_compile,
     _check_recomputation,
     _check_fp8,

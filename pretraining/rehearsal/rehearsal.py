@@ -113,7 +113,6 @@ class Rehearsal:
 
     @property
     def faults(self) -> list[str]:
-        """What would have ended the run."""
         return [f"{part.name}: {part.fault}" for part in self.parts if part.fault]
 
     def do(self, open_data: Callable[..., PreparedData], attempt: Callable[..., bool]) -> None:
