@@ -1,7 +1,7 @@
 """Pretrain a causal language model: recipe x ds_config -> runs/<name>/."""
 
 import argparse
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING
 
 from pretraining.command_line import on_one_node, parse_train_arguments
@@ -29,7 +29,7 @@ from pretraining.schema import REPOSITORY
 
 if TYPE_CHECKING:
     from pretraining.checkpoints.manager import CheckpointManager
-    from pretraining.training.job import Job
+    from pretraining.training.monitors import Job
     from pretraining.training.trainer import PretrainingTrainer
 
 
@@ -72,9 +72,8 @@ def train(
     from pretraining.checkpoints.live_files import live_files
     from pretraining.reporting.live import live_report
     from pretraining.runtime.notices import notices
-    from pretraining.training.arrival import arriving_data
-    from pretraining.training.job import Job
-    from pretraining.training.monitors import RunMonitors
+    from pretraining.training.arrival import Arrival
+    from pretraining.training.monitors import Job, RunMonitors
     from pretraining.training.ranks import joined_ranks
 
     load_extensions(recipe.extensions)  # the user's own modules, on every rank
@@ -87,7 +86,7 @@ def train(
         if options.resume == "auto" and from_rank_0(lambda: run.is_finished(recipe.to_dict())):
             return from_rank_0(lambda: report_end(run))
         monitors = RunMonitors(run, recipe)
-        with arriving_data(recipe, options.data_dir, run, monitors.stop) as arrival:
+        with closing(Arrival(recipe, options.data_dir, run, monitors.stop)) as arrival:
             data = data or arrival.open(options.resume, options.allow_change)
             while not attempt(Job(recipe, plan, data, run, options, monitors, arrival)):
                 # Rolled back: the run's journal names the step to go on from and the samples to leave out.
@@ -138,16 +137,16 @@ def attempt(job: "Job") -> bool:
         groups=groups,
         arrival=job.arrival,
     )
-    job.arrival.follow(
-        dataset, progress
-    )  # if data is still prepared: waits until the first step's samples are there
+    # If data is still prepared, this waits until the first step's samples are there.
+    job.arrival.follow(dataset, progress)
     # The first write of this attempt: all above may refuse.
     begin_run(run, plan, data, checkpoints.identity, model, dataset)
     trainer.train(resume_from_checkpoint=start.checkpoint)
     if monitors.finding is not None:
         trainer.release()
-        # raises `GaveUp` if the recipe allows no further attempt
-        roll_back(run, start, monitors.finding, recipe)
+        roll_back(
+            run, start, monitors.finding, recipe
+        )  # raises `GaveUp` if the recipe allows no further attempt
         return False
     finish(job, plan, trainer, checkpoints)
     return True

@@ -37,9 +37,9 @@ from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.recipe.budget import Budget
 from pretraining.recipe.model import is_exact, own_key, value_of
 from pretraining.recipe.refusals import check_run
+from pretraining.runtime.process_group import device_name
 from pretraining.training.arguments import build_arguments
 from pretraining.training.profile import PeakMemory
-from pretraining.training.ranks import device_name
 from pretraining.training.trainer import PretrainingTrainer
 
 STAGES = ("zero0", "zero1", "zero2", "zero3")

@@ -228,7 +228,7 @@ def _batch(blocks: list[dict[str, np.ndarray]], groups: RankGroups, device: torc
     parts = groups.degrees.sequence
     batch = part_of_sequences(stack_blocks(blocks), groups.sequence_part, parts)
     if parts > 1:
-        batch["splits_sequences"] = True  # for the attention of split sequences (model/sequence_parallel.py)
+        batch["splits_sequences"] = True  # for the attention of split sequences (model/parallel.py)
     return {
         key: torch.from_numpy(x).to(device, non_blocking=True) if isinstance(x, np.ndarray) else x
         for key, x in batch.items()

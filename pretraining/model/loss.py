@@ -24,7 +24,7 @@ from pretraining.model.cross_entropy import (
     install_loss_head,
     token_nats,
 )
-from pretraining.model.vocabulary_parallel import SplitHead
+from pretraining.model.parallel import SplitHead
 from pretraining.recipe.model import EXACT, ROUTER_COEFFICIENT
 from pretraining.recipe.sections import Loss
 from pretraining.runtime.process_group import ALONE, RankGroups

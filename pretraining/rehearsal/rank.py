@@ -9,7 +9,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -36,16 +36,15 @@ from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.prepared import PreparedData
 from pretraining.data.shards import TokenSplit
 from pretraining.errors import UserError
-from pretraining.model.expert_parallel import ExpertDispatch, expert_modules
+from pretraining.model.parallel import ExpertDispatch, expert_modules
 from pretraining.planning.run_plan import RunPlan
 from pretraining.recipe import Recipe
 from pretraining.rehearsal.stand_in_data import StandInData
 from pretraining.runtime.exit_codes import STOPPED
 from pretraining.runtime.process_group import deciding_alone
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.training.arrival import arriving_data
-from pretraining.training.job import Job
-from pretraining.training.monitors import RunMonitors
+from pretraining.training.arrival import Arrival
+from pretraining.training.monitors import Job, RunMonitors
 from pretraining.upstream.fake_gpu import GPU, fake_gpu
 from pretraining.upstream.fake_ranks import without_other_ranks
 
@@ -131,7 +130,7 @@ def start_as(
     gpu_of_none = fake_gpu(place.world_size, place.rank, here, **named)
     with gpu_of_none as machine, without_other_ranks(), deciding_alone():
         monitors = RankMonitors(run, recipe, done, isinstance(data, StandInData))
-        with arriving_data(recipe, options.data_dir, run, monitors.stop) as arrival:
+        with closing(Arrival(recipe, options.data_dir, run, monitors.stop)) as arrival:
             checkpoints = partial(RankCheckpoints, place, done)
             try:
                 attempt(Job(recipe, plan, data, run, options, monitors, arrival, GPU, checkpoints))

@@ -57,8 +57,7 @@ from pretraining.data.tools.formats import MdsFolder
 from pretraining.errors import UserError, file_error
 from pretraining.evaluation.scores import read_items
 from pretraining.model.given_weights import _config_of
-from pretraining.model.native_weights import check_params
-from pretraining.model.weight_files import open_weights
+from pretraining.model.weight_files import check_params, open_weights
 from pretraining.planning.comparison import measured_beside_planned
 from pretraining.postmortem import as_text, look_back
 from pretraining.recipe import load_recipe

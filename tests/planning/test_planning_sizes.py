@@ -165,7 +165,7 @@ def test_layers_that_keep_their_products_multiply_nothing_again():
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from pretraining.model.recomputation import keep_products
+    from pretraining.model.build import keep_products
 
     built = build({**SMALL["llama"], "attn_implementation": "sdpa"}, "cpu").train()
     tokens, flops, gradients = torch.arange(128).reshape(2, 64), {}, {}

@@ -56,7 +56,7 @@ LOSS = {f"{OURS}/stability.py:read": 1}
 """Of the step, to judge it: its forward pass was over before the norm was known, so that nothing is waited for."""
 MEASURED = {
     f"{OURS}/gradients.py:_see",
-    f"{OURS}/gradients.py:close",
+    f"{OURS}/gradients.py:on_step_end",
     "pretraining/runtime/process_group.py:sum_over_ranks",
 }
 """On steps that a monitor measures, if the recipe asks for it."""
@@ -66,8 +66,7 @@ LOGGED = {
     "transformers/trainer_pt_utils.py:distributed_broadcast_scalars",
     f"{OURS}/throughput.py:take",
     f"{OURS}/throughput.py:gather",
-    f"{OURS}/metrics.py:_take_counts",
-    f"{OURS}/metrics.py:_take",
+    f"{OURS}/metrics.py:on_log",
     "pretraining/runtime/process_group.py:sum_over_ranks",
 }
 """On steps that are logged: the running loss and what else a row of metrics says."""
