@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 from pretraining.command_line import on_one_node, parse_train_arguments
 from pretraining.data.block_guard import open_guard
-from pretraining.data.packed_dataset import build_training_dataset
+from pretraining.data.packed_dataset import build_training_dataset, prefetched
 from pretraining.data.prepared import PreparedData, note_repeats, open_prepared
 from pretraining.data.streaming.cache import ShardCache
-from pretraining.data.streaming.prefetch import prefetched
 from pretraining.errors import one_line_errors
 from pretraining.extend import load_extensions
 from pretraining.planning.comparison import measured
@@ -18,15 +17,13 @@ from pretraining.planning.run_plan import RunPlan, build_run_plan
 from pretraining.planning.screen import print_plan
 from pretraining.recipe import Recipe
 from pretraining.recipe.refusals import check_while_preparing, load_recipe_and_ds_config
-from pretraining.reporting.words import report_end
+from pretraining.reporting.analysis import report_end
 from pretraining.runtime.console_log import kept_console
 from pretraining.runtime.durable_files import one_line_disk_errors
 from pretraining.runtime.failures import kept_failure
 from pretraining.runtime.imports import prepare_imports
-from pretraining.runtime.lock import lock_run
-from pretraining.runtime.process_group import from_rank_0
-from pretraining.runtime.rank_groups import rank_groups
-from pretraining.runtime.restarts import leave_again_if_stopped
+from pretraining.runtime.process_group import from_rank_0, rank_groups
+from pretraining.runtime.processes import leave_again_if_stopped
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import REPOSITORY
 
@@ -84,7 +81,7 @@ def train(
     report = live_report(run, recipe.report.every_seconds)
     sent = notices(run, recipe.name, recipe.monitors.notify)
     copies = live_files(run, recipe.checkpoints.upload)
-    with ranks, lock_run(run), sent, one_line_disk_errors(run.path), copies, report:
+    with ranks, run.locked(), sent, one_line_disk_errors(run.path), copies, report:
         # Asked once more for several nodes: each may see a folder of its own, and rank 0's counts.
         if options.resume == "auto" and from_rank_0(lambda: run.is_finished(recipe.to_dict())):
             return from_rank_0(lambda: report_end(run))
@@ -100,7 +97,7 @@ def attempt(job: "Job") -> bool:
     """Train from where the run is to its end. Return False if a monitor wants a rollback: the caller tries again."""
     from pretraining.checkpoints.manager import CheckpointManager
     from pretraining.checkpoints.resume import begin_run, find_start, roll_back
-    from pretraining.evaluation.evaluator import Evaluator
+    from pretraining.evaluation.validation import Evaluator
     from pretraining.model.build import build_from_recipe
     from pretraining.model.given_weights import open_given
     from pretraining.model.loss import build_loss

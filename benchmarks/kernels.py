@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pretraining.planning.roofline import ATTENTION_BACKWARD, CAUSAL
+from pretraining.planning.throughput import ATTENTION_BACKWARD, CAUSAL
 
 TOKENIZER = SimpleNamespace(bos_token_id=0, eos_token_id=0)
 COMPILED = {"eager": "none", "compiled": "blocks"}

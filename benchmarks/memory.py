@@ -129,7 +129,7 @@ def trace(
     from pretraining.ds_config import Degrees
     from pretraining.model.loss import build_loss
     from pretraining.recipe.sections import Loss
-    from pretraining.runtime.rank_groups import RankGroups
+    from pretraining.runtime.process_group import RankGroups
 
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     if sequence > 1:

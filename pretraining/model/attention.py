@@ -11,7 +11,7 @@ from transformers.utils import is_flash_attn_3_available
 
 from pretraining.model.parallel import SplitAttention
 from pretraining.recipe.model import is_exact
-from pretraining.runtime.rank_groups import RankGroups
+from pretraining.runtime.process_group import RankGroups
 
 SDPA_CAUSAL = "sdpa_causal"
 """torch's kernels, which know that the mask is causal. transformers' own `sdpa` looks for packed documents in every
@@ -116,7 +116,7 @@ def varlen_attention_forward(
     Args:
         query, key, value: [batch, heads, length, width]; key and value may have fewer heads.
         cu_seq_lens_q: int32 [documents + 1], borders in the batch written as one row, which come with the batch
-            (`data.document_masking.document_borders`): no layer waits for the device to find them. Without them every
+            (`data.documents.document_borders`): no layer waits for the device to find them. Without them every
             row is one document.
     """
     if cu_seq_lens_q is None:

@@ -38,8 +38,7 @@ from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.mup import Mup, scales_by_name
 from pretraining.recipe.refusals import why_not_compiled
 from pretraining.recipe.sections import Speed, Weights
-from pretraining.runtime.process_group import own_group, rank_and_world_size
-from pretraining.runtime.rank_groups import ALONE, RankGroups
+from pretraining.runtime.process_group import ALONE, RankGroups, own_group, rank_and_world_size
 from pretraining.upstream.deepspeed import gather_as_one, groups_at_once, no_zero3_draw
 from pretraining.upstream.torch import (
     DEAR_OPERATORS,

@@ -30,9 +30,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from pretraining.data.document_masking import IGNORED
+from pretraining.data.documents import IGNORED
 from pretraining.planning.memory.activations import chunk_length, compiles_loss, logit_bytes
-from pretraining.upstream.autotp import HeldRows
+from pretraining.upstream.split_weights import HeldRows
 from pretraining.upstream.torch import fix_no_length, missing_compiler
 from pretraining.upstream.wide_weights import WideLinear
 

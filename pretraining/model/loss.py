@@ -15,14 +15,14 @@ from torch import nn
 from torch.distributed.nn.functional import all_reduce
 from transformers import PreTrainedModel
 
-from pretraining.data.document_masking import IGNORED
+from pretraining.data.documents import IGNORED
 from pretraining.errors import UserError
 from pretraining.extend import named
 from pretraining.model.cross_entropy import LossHead, LossSettings, WideLossHead, chunked_nats, token_nats
 from pretraining.model.parallel import SplitHead
 from pretraining.recipe.model import EXACT, ROUTER_COEFFICIENT
 from pretraining.recipe.sections import Loss
-from pretraining.runtime.rank_groups import ALONE, RankGroups
+from pretraining.runtime.process_group import ALONE, RankGroups
 from pretraining.upstream.wide_weights import WideLinear
 
 PLAIN = Loss(kind="plain")

@@ -26,9 +26,14 @@ from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from pretraining.model.cross_entropy import LossHead
-from pretraining.runtime.rank_groups import RankGroups
-from pretraining.upstream.autotp import HeldRows, hold_rows, make_tensor_groups
-from pretraining.upstream.experts import hold_experts, make_expert_groups
+from pretraining.runtime.process_group import RankGroups
+from pretraining.upstream.split_weights import (
+    HeldRows,
+    hold_experts,
+    hold_rows,
+    make_expert_groups,
+    make_tensor_groups,
+)
 from pretraining.upstream.torch import let_length_vary
 from pretraining.upstream.wide_weights import WideLinear
 

@@ -13,11 +13,11 @@ from transformers import TrainingArguments, enable_full_determinism
 from transformers.utils import is_liger_kernel_available, is_torch_tf32_available
 
 from pretraining.command_line import ranks_here
-from pretraining.data.document_masking import part_of_sequences, stack_blocks
+from pretraining.data.documents import part_of_sequences, stack_blocks
 from pretraining.ds_config import degrees_of, zero_stage
 from pretraining.errors import UserError, require
 from pretraining.extend import defined
-from pretraining.planning.memory.buffers import block_gathering
+from pretraining.planning.memory.states import block_gathering
 from pretraining.planning.memory.tensors import layer_numel, parameter_tensors
 from pretraining.planning.shapes import shape_of, widths_of
 from pretraining.recipe import Recipe

@@ -5,11 +5,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from pretraining.data.arriving import POLL_SECONDS, ArrivingSplit, arrived_path, read_arrived
+from pretraining.data.arriving import POLL_SECONDS, Alongside, ArrivingSplit, arrived_path, read_arrived
 from pretraining.data.order import ALL_SAMPLES, Order
 from pretraining.data.packed_dataset import PackedDataset
-from pretraining.data.preparation.alongside import Alongside
-from pretraining.data.prepared import ArrivingData, PreparedData, is_prepared, open_prepared
+from pretraining.data.prepared import (
+    ArrivingData,
+    PreparedData,
+    is_prepared,
+    open_prepared,
+    preparing_command,
+)
 from pretraining.errors import UserError
 from pretraining.recipe import Recipe
 from pretraining.recipe.curve import changes_of_run
@@ -69,7 +74,8 @@ class Arrival:
 
         def start() -> None:
             self._stale = _written(arrived_path(self._folder))
-            self._preparation = Alongside(self.recipe, self.data_root, self.run.path / LOG_NAME)
+            command = preparing_command(self.recipe, self.data_root)
+            self._preparation = Alongside(command, self.run.path / LOG_NAME)
             print(f"preparing {self._folder} beside the run; its output: {self._preparation.log}", flush=True)
 
         from_rank_0(start)

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from pretraining.data.document_masking import IGNORED
+from pretraining.data.documents import IGNORED
 from pretraining.errors import UserError
 from pretraining.planning.quantities import several
 from pretraining.runtime.durable_files import append_row

@@ -24,7 +24,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from pretraining.command_line import ranks_here, started_by_launcher
 from pretraining.errors import UserError
 from pretraining.planning.gpus import cuda_needs, known_gpu
-from pretraining.planning.verdict import Machine
+from pretraining.planning.run_plan import Machine
 from pretraining.runtime.exit_codes import HANG
 from pretraining.runtime.heartbeat import process_fields
 from pretraining.runtime.host import GLOO_INTERFACE, disk_room_bytes, host_memory_bytes, loopback_name
@@ -345,7 +345,7 @@ def _command(process: int) -> bytes:
 def find_machine(run: RunFolder, start: Any, data_tokens: int) -> Machine:
     """Return on every rank what rank 0 finds, so that all ranks decide the same.
 
-    start: where the run begins (checkpoints/identity.py). If it starts over, the checkpoints of the earlier run in this
+    start: where the run begins (`Start`). If it starts over, the checkpoints of the earlier run in this
     folder stay beside the new ones. Else new ones replace them.
     """
 

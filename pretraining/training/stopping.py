@@ -16,9 +16,8 @@ from pretraining.runtime.exit_codes import STOPPED, supervisor_file, tell_exit_c
 from pretraining.runtime.failures import keep_end_by_launcher
 from pretraining.runtime.metric_names import is_better, worst_value
 from pretraining.runtime.process_group import Agreement
-from pretraining.runtime.restarts import STARTED, launch_details, starts_again_after_a_signal
+from pretraining.runtime.processes import STARTED, SignalListener, launch_details, starts_again_after_a_signal
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.runtime.signals import SignalListener
 from pretraining.training.ranks import launcher_is_gone, sibling_is_gone, started_by_deepspeed
 
 NOT_ASKED, LAUNCHER_GONE, STOP_FILE, SUPERVISOR, TIME_LIMIT, A_SIGNAL = 0, 1, 2, 3, 4, 64

@@ -31,8 +31,8 @@ from pretraining.extend import defined
 from pretraining.recipe import Recipe
 from pretraining.recipe.progress import Progress
 from pretraining.runtime.journal import NOTHING_HEALED
-from pretraining.runtime.rank_groups import ALONE, RankGroups
-from pretraining.runtime.signals import ignore_in_worker
+from pretraining.runtime.process_group import ALONE, RankGroups
+from pretraining.runtime.processes import ignore_in_worker
 from pretraining.training.arguments import collate_blocks, training_refusals
 from pretraining.training.gradients import Clipping
 from pretraining.training.monitors import RunMonitors, SettledCollector, notify
@@ -47,7 +47,7 @@ from pretraining.training.optimizers import (
 from pretraining.training.stopping import StoppingCallback
 from pretraining.training.throughput import StepClock
 from pretraining.upstream.deepspeed import keep_norm_at_stage_0, mend_optimizer
-from pretraining.upstream.experts import expert_groups_of
+from pretraining.upstream.split_weights import expert_groups_of
 from pretraining.upstream.transformers import OpenTrainer
 from pretraining.upstream.wide_weights import split_by_type
 

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from pretraining.data.document_masking import IGNORED
+from pretraining.data.documents import IGNORED
 from pretraining.model import cross_entropy
 from pretraining.model.loss import build_loss
 from pretraining.model.parallel import split_vocabulary

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pretraining.data.document_masking import document_borders
+from pretraining.data.documents import document_borders
 from pretraining.errors import UserError
 from pretraining.model import attention
 from pretraining.model.build import build_model

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
-from pretraining.data.document_masking import IGNORED, document_borders
+from pretraining.data.documents import IGNORED, document_borders
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.model import attention
 from pretraining.model.build import build_model

@@ -10,11 +10,11 @@ from pretraining.model.build import build_model, check_speed, convert_products
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.recipe.sections import Speed
 from tests.gear.runs import LLAMA
-from tests.model.test_compiling import IDS, TOKENIZER, arguments  # noqa: F401
+from tests.model.test_compiling import IDS, TOKENIZER
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
-def test_a_converted_model_is_the_model_within_fp8_s_rounding(arguments, name):  # noqa: F811
+def test_a_converted_model_is_the_model_within_fp8_s_rounding(arguments, name):
     """Emulated: the same parameters under the same names, logits and gradients a few percent off, the head exact."""
     pytest.importorskip("torchao")
     whole = build_model(LLAMA, TOKENIZER, arguments).bfloat16()
@@ -31,7 +31,7 @@ def test_a_converted_model_is_the_model_within_fp8_s_rounding(arguments, name): 
     assert 0 < (ours - theirs).norm() / theirs.norm() < 0.1
 
 
-def test_validations_are_those_of_the_exported_weights(arguments):  # noqa: F811
+def test_validations_are_those_of_the_exported_weights(arguments):
     """Promise: honest numbers. Only training multiplies in fp8: the logits of a validation are the plain model's."""
     pytest.importorskip("torchao")
     whole, fp8 = (build_model(LLAMA, TOKENIZER, arguments).bfloat16() for _ in range(2))
@@ -76,7 +76,7 @@ def test_what_it_does_not_go_with_is_one_line(name):
     assert "\n" not in str(error.value)
 
 
-def test_a_missing_package_is_one_line(arguments, monkeypatch):  # noqa: F811
+def test_a_missing_package_is_one_line(arguments, monkeypatch):
     for name in [name for name in sys.modules if name.startswith("torchao.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torchao", None)

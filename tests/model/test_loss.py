@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from pretraining.data.document_masking import IGNORED
+from pretraining.data.documents import IGNORED
 from pretraining.errors import UserError
 from pretraining.model import cross_entropy
 from pretraining.model.cross_entropy import LossHead, LossSettings, chunked_nats, fused_nats, token_nats

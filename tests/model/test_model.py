@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 from transformers.initialization import no_init_weights
 
-from pretraining.data.document_masking import IGNORED
+from pretraining.data.documents import IGNORED
 from pretraining.errors import UserError
 from pretraining.model import initial_weights
 from pretraining.model.build import build_config, build_model

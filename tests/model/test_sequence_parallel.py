@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from pretraining.data.document_masking import document_borders, part_of_sequences
+from pretraining.data.documents import document_borders, part_of_sequences
 from pretraining.ds_config import Degrees, load_ds_config
 from pretraining.evaluation.validation import _batch
 from pretraining.model.parallel import document_mask
 from pretraining.recipe.refusals import load_recipe_and_ds_config
-from pretraining.runtime.rank_groups import RankGroups
+from pretraining.runtime.process_group import RankGroups
 from tests.checkpoints.test_reshard import unfinished
 from tests.gear.finished_data import refusal
 from tests.gear.runs import EXPERTS, LLAMA, Run, execute

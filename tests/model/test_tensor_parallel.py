@@ -6,8 +6,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from pretraining.checkpoints.places import damage
-from pretraining.checkpoints.shard_files import CheckpointReader, assemble, reshard
+from pretraining.checkpoints.export import reshard
+from pretraining.checkpoints.folders import damage
+from pretraining.checkpoints.shard_files import CheckpointReader, assemble
 from pretraining.ds_config import load_ds_config
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from tests.checkpoints.test_reshard import unfinished

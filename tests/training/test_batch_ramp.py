@@ -6,8 +6,7 @@ from itertools import accumulate
 
 import pytest
 
-from pretraining.checkpoints.format import read_marker
-from pretraining.checkpoints.identity import Start
+from pretraining.checkpoints.format import Start, read_marker
 from pretraining.recipe import accumulation_steps, load_recipe
 from pretraining.recipe.budget import Ramp, StepSizes
 from pretraining.recipe.curve import changed_parts

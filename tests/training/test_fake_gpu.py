@@ -17,20 +17,19 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from pretraining.checkpoints.export import averaged_weights
-from pretraining.checkpoints.identity import Start
+from pretraining.checkpoints.format import Start
 from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset
-from pretraining.data.shard_writer import SplitWriter
-from pretraining.data.shards import TokenSplit
-from pretraining.evaluation.likelihood import HellaSwag, Item, Passes
+from pretraining.data.shards import SplitWriter, TokenSplit
 from pretraining.evaluation.sampling import sample_text
+from pretraining.evaluation.scores import HellaSwag, Item, Passes
 from pretraining.evaluation.validation import Validation
 from pretraining.model import loss as losses
 from pretraining.model.build import build_from_recipe
 from pretraining.planning.run_plan import build_run_plan
 from pretraining.recipe import load_recipe
 from pretraining.recipe.refusals import load_recipe_and_ds_config
-from pretraining.runtime.rank_groups import rank_groups
+from pretraining.runtime.process_group import rank_groups
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.arguments import build_arguments
 from pretraining.training.monitors import RunMonitors, SettledCollector
@@ -294,7 +293,7 @@ def test_validation_and_samples_run_on_the_device(tmp_path, split, monkeypatch):
         trainer.evaluator.measure(trained, 0, lambda: False)
         HellaSwag(items, tokenizer, Passes(64, 4)).measure(trained)
         waits = [each.where.removeprefix("pretraining/evaluation/") for each in machine.synchronisations]
-        assert waits == ["validation.py:measure", "likelihood.py:score"]
+        assert waits == ["validation.py:measure", "scores.py:score"]
         unfinished = iter((True, True, False))  # made-up numbers would never say that a text has ended
         ended = lambda *args, **kwargs: next(unfinished)  # noqa: E731
         monkeypatch.setattr(type(trained), "_has_unfinished_sequences", ended)

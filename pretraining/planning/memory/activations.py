@@ -8,8 +8,14 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from pretraining.ds_config import NOT_SPLIT, Degrees
-from pretraining.planning.memory.split import key_value_copies, rows_of_rank, widths_of_rank
-from pretraining.planning.memory.tensors import FP32, SIXTEEN_BIT, Precision
+from pretraining.planning.memory.tensors import (
+    FP32,
+    SIXTEEN_BIT,
+    Precision,
+    key_value_copies,
+    rows_of_rank,
+    widths_of_rank,
+)
 from pretraining.planning.shapes import Widths, is_mixture, shape_of, widths_of
 from pretraining.planning.sizes import model_size
 from pretraining.recipe.sections import Loss
