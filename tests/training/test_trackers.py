@@ -165,27 +165,31 @@ def test_a_failing_tracker_stops_nothing_and_is_told_once(tmp_path):
     assert [logs["loss"] for logs in moody.seen][:5] == [0, 1, 2, 3, 4] and moody.seen[-1] == {"loss": 39}
 
 
+TRACKED = """
+import sys
+from types import SimpleNamespace
+from transformers import TrainerState, TrainingArguments
+from pretraining.runtime.run_folder import RunFolder
+from pretraining.training.trackers import build_trackers
+args = TrainingArguments(output_dir=sys.argv[1], use_cpu=True)
+state = TrainerState(is_world_process_zero=True, global_step=3)
+given = args, state, None
+model = SimpleNamespace(config=None, num_parameters=lambda: 1)
+for callback in build_trackers("trackio", RunFolder(sys.argv[1]), "small"):
+    callback.on_train_begin(*given, model=model)
+    callback.on_log(*given, model=model, logs={"loss": 2.5, "eval_loss": 3.0})
+    callback.on_evaluate(*given, model=model)
+    callback.on_train_end(*given, model=model)
+"""
+
+
 def test_trackio_holds_the_names_of_metrics_jsonl(tmp_path):
     """Local, inside the run folder, without an account."""
     pytest.importorskip("trackio", reason="trackio is not installed (requirements-trackers.txt)")
-    program = (
-        "import sqlite3, sys\n"
-        "from types import SimpleNamespace\n"
-        "from transformers import TrainerState, TrainingArguments\n"
-        "from pretraining.runtime.run_folder import RunFolder\n"
-        "from pretraining.training.trackers import build_trackers\n"
-        "args = TrainingArguments(output_dir=sys.argv[1], use_cpu=True)\n"
-        "state = TrainerState(is_world_process_zero=True, global_step=3)\n"
-        "model = SimpleNamespace(config=None, num_parameters=lambda: 1)\n"
-        "for callback in build_trackers('trackio', RunFolder(sys.argv[1]), 'small'):\n"
-        "    callback.on_train_begin(args, state, None, model=model)\n"
-        "    callback.on_log(args, state, None, model=model, logs={'loss': 2.5, 'eval_loss': 3.0})\n"
-        "    callback.on_evaluate(args, state, None, model=model)\n"
-        "    callback.on_train_end(args, state, None, model=model)\n"
-    )
     (tmp_path / "run").mkdir()
+    (tmp_path / "program.py").write_text(TRACKED)
     (tmp_path / "run" / "samples.jsonl").write_text(json.dumps(SAMPLE) + "\n")
-    finished = execute([sys.executable, "-c", program, tmp_path / "run"])
+    finished = execute(["forked", "0", tmp_path / "program.py", tmp_path / "run"])
     assert finished.code == 0, finished.output
     assert not (tmp_path / "run" / "events.jsonl").exists(), read_rows(tmp_path / "run" / "events.jsonl")
     (database,) = (tmp_path / "run" / "trackio").glob("*.db")
