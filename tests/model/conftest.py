@@ -1,9 +1,23 @@
-"""What tests of models build with."""
+"""What tests of models build and count with."""
+
+import json
 
 import pytest
 from transformers import TrainingArguments
+
+from pretraining.model.counting import describe
+from pretraining.planning import shapes
 
 
 @pytest.fixture
 def arguments(tmp_path) -> TrainingArguments:
     return TrainingArguments(output_dir=str(tmp_path), use_cpu=True, seed=7)
+
+
+@pytest.fixture
+def counts_here(monkeypatch):
+    """Counts in this process, which has torch: the program's own function, without the seconds of its imports."""
+    monkeypatch.setattr(shapes, "_built", lambda section: describe(json.loads(section)))
+    monkeypatch.setattr(shapes, "_read_counted", lambda path: None)
+    monkeypatch.setattr(shapes, "_keep", lambda path, found: None)
+    shapes._counted.cache_clear()

@@ -22,13 +22,7 @@ from tests.planning.test_planning import MODELS
 QWEN2 = {**LLAMA, "model_type": "qwen2", "use_cache": False}
 
 
-@pytest.fixture(autouse=True)
-def counts_here(monkeypatch):
-    """Counts in this process, which has torch: the program's own function, without the seconds of its imports."""
-    monkeypatch.setattr(shapes, "_built", lambda section: describe(json.loads(section)))
-    monkeypatch.setattr(shapes, "_read_counted", lambda path: None)
-    monkeypatch.setattr(shapes, "_keep", lambda path, found: None)
-    shapes._counted.cache_clear()
+pytestmark = pytest.mark.usefixtures("counts_here")
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
