@@ -25,6 +25,7 @@ from pretraining.model.cross_entropy import (
     token_nats,
 )
 from pretraining.model.parallel import SplitHead
+from pretraining.model.routing import Routing, routing_of
 from pretraining.recipe.model import EXACT, ROUTER_COEFFICIENT
 from pretraining.recipe.sections import Loss
 from pretraining.runtime.process_group import ALONE, RankGroups
@@ -43,13 +44,14 @@ def build_loss(model: PreTrainedModel, settings: Loss = PLAIN, groups: RankGroup
     Raises:
         UserError: the model has no router.
     """
-    balanced = balance_of(model, groups)
-    if settings.router_z_loss and balanced is None:
+    if settings.router_z_loss and not getattr(model.config, "output_router_logits", False):
         raise UserError(
             "loss.router_z_loss: needs a mixture of experts with model.output_router_logits true; set it, or leave "
             "router_z_loss out"
         )
-    coefficient, balance = balanced or (0.0, transformers_balance)
+    if getattr(model.config, "output_router_logits", False) and model.config.model_type not in EXACT:
+        routing_of(model)  # the load of its experts, and what moves their biases, is read there
+    coefficient, balance = balance_of(model, settings, groups) or (0.0, transformers_balance)
     return partial(
         next_token_loss,
         router_coefficient=coefficient,
@@ -113,24 +115,72 @@ def own_loss(
     return losses.sum()
 
 
-def balance_of(model: PreTrainedModel, groups: RankGroups = ALONE) -> tuple[float, Callable] | None:
-    """Find the config's coefficient, and the balancing loss that it multiplies; None if nothing is balanced."""
+def balance_of(
+    model: PreTrainedModel, settings: Loss = PLAIN, groups: RankGroups = ALONE
+) -> tuple[float, Callable] | None:
+    """Find the balancing loss (outputs, labels) -> scalar and what multiplies it; None if no loss balances.
+
+    The weight is that of the config if its class has one, else the recipe's. A router with a correction bias needs
+    no more than the small loss over each sequence; `RouterBias` does the rest.
+    """
     config = model.config
-    if not (getattr(config, "output_router_logits", False) and hasattr(config, ROUTER_COEFFICIENT)):
+    if settings.balance == "none" or not getattr(config, "output_router_logits", False):
         return None
-    of = transformers_balance
     if config.model_type in EXACT:
-        of = partial(layers_balance, chosen=config.num_experts_per_tok, sequence_group=groups.sequence_group)
-    return getattr(config, ROUTER_COEFFICIENT), of
+        sequence_group, chosen = groups.sequence_group, config.num_experts_per_tok
+        return getattr(config, ROUTER_COEFFICIENT), partial(
+            layers_balance, chosen=chosen, sequence_group=sequence_group
+        )
+    if hasattr(config, ROUTER_COEFFICIENT):
+        return getattr(config, ROUTER_COEFFICIENT), transformers_balance
+    routing = routing_of(model)
+    if routing is None:
+        return None
+    if any(bias is not None for bias in routing.biases):
+        return settings.sequence_balance, partial(sequence_balance, routing=routing)
+    return settings.balance_weight, partial(chosen_balance, routing=routing)
 
 
-def transformers_balance(outputs: Any) -> torch.Tensor:
+def transformers_balance(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
     """Return the balancing loss that the model class computes itself."""
+    if outputs.aux_loss is None:
+        raise UserError(
+            "loss.balance: this model_type has router_aux_loss_coef, and computes no such loss; set loss.balance to none"
+        )
     return outputs.aux_loss
 
 
+def chosen_balance(outputs: Any, labels: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """Average E sum_i f_i P_i over the layers, f by what the routers chose, limited to groups or not."""
+    losses = []
+    for logits, chosen in zip(outputs.router_logits, routing.chosen, strict=True):
+        probabilities = logits.softmax(-1, dtype=torch.float32).mean(0)
+        ones = torch.ones_like(chosen.flatten(), dtype=torch.float32)
+        sent = torch.zeros_like(probabilities).scatter_add_(0, chosen.flatten(), ones) / len(chosen)
+        losses.append(len(sent) * (sent * probabilities).sum())
+    return torch.stack(losses).mean()
+
+
+def sequence_balance(outputs: Any, labels: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """Add E/k sum_i f_i P_i over the layers, each a mean over sequences (DeepSeek-V3, equations 17 to 20).
+
+    f counts the k highest scores without the correction bias; P is the mean of sigmoid scores divided by their sum.
+    """
+    losses = []
+    for logits, chosen in zip(outputs.router_logits, routing.chosen, strict=True):
+        scores = logits.view(*labels.shape, -1).sigmoid()
+        experts, length = scores.shape[-1], labels.shape[-1]
+        highest = scores.topk(chosen.shape[-1], dim=-1, sorted=False).indices.flatten(1)
+        sent = torch.zeros_like(scores[:, 0]).scatter_add_(
+            1, highest, torch.ones_like(highest, dtype=scores.dtype)
+        )
+        probabilities = (scores / scores.sum(-1, keepdim=True)).mean(1)
+        losses.append(experts / chosen.shape[-1] * (sent / length * probabilities).sum(-1).mean())
+    return torch.stack(losses).sum()
+
+
 def layers_balance(
-    outputs: Any, chosen: int, sequence_group: dist.ProcessGroup | None = None
+    outputs: Any, labels: torch.Tensor, chosen: int, sequence_group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
     """Average E sum_i f_i P_i over the layers (Fedus et al. 2021, equations 4 to 6): `chosen` if all experts are equal.
 
@@ -200,7 +250,7 @@ def next_token_loss(
     if sequence_group is not None and (router_coefficient or router_z_coefficient):
         share = mean_over(share, sequence_group)  # of whole sequences: every rank has the same
     if router_coefficient:
-        loss = loss + share * router_coefficient * balance(outputs)
+        loss = loss + share * router_coefficient * balance(outputs, labels)
     if router_z_coefficient:
         loss = loss + share * router_z_coefficient * router_z_loss(outputs.router_logits)
     return loss
