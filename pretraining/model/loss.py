@@ -144,21 +144,14 @@ def balance_of(
 def transformers_balance(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
     """Return the balancing loss that the model class computes itself."""
     if outputs.aux_loss is None:
-        raise UserError(
-            "loss.balance: this model_type has router_aux_loss_coef, and computes no such loss; set loss.balance to none"
-        )
+        what = "has router_aux_loss_coef and computes no such loss; take another model_type, or set loss.balance to none"
+        raise UserError(f"model.model_type: {what}")
     return outputs.aux_loss
 
 
 def chosen_balance(outputs: Any, labels: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """Average E sum_i f_i P_i over the layers, f by what the routers chose, limited to groups or not."""
-    losses = []
-    for logits, chosen in zip(outputs.router_logits, routing.chosen, strict=True):
-        probabilities = logits.softmax(-1, dtype=torch.float32).mean(0)
-        ones = torch.ones_like(chosen.flatten(), dtype=torch.float32)
-        sent = torch.zeros_like(probabilities).scatter_add_(0, chosen.flatten(), ones) / len(chosen)
-        losses.append(len(sent) * (sent * probabilities).sum())
-    return torch.stack(losses).mean()
+    """Compute the loss for a class that has none; how many experts a token takes is seen in the forward pass."""
+    return layers_balance(outputs, labels, chosen=routing.chosen[0].shape[-1])
 
 
 def sequence_balance(outputs: Any, labels: torch.Tensor, routing: Routing) -> torch.Tensor:

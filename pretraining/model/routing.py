@@ -32,7 +32,7 @@ class Routing:
 
     @property
     def biases(self) -> list[torch.Tensor | None]:
-        """Each layer's correction bias, None if its router has none; asked anew, because a move to a device replaces it."""
+        """Each layer's correction bias, None if its router has none. Asked anew: a move to a device replaces them."""
         return [None if name is None else self._model.get_buffer(name) for name in self._biases]
 
     def _keeper(self, layer: int) -> Callable:

@@ -24,7 +24,7 @@ FEWEST = 100
 
 
 class RouterBias(TrainerCallback):
-    """Move the correction bias of each expert by `rate` a step: up if it had fewer tokens than an even share, else down.
+    """Move each expert's correction bias by `rate` a step: up if it had fewer tokens than an even share, down if more.
 
     Wang et al. 2024 (arXiv 2408.15664), algorithm 1, as DeepSeek-V3 does. The load is that of the whole step, all ranks
     and micro-batches, so that the biases do not depend on how a step is divided. They are buffers of the model: in
