@@ -144,7 +144,7 @@ def balance_of(
 def transformers_balance(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
     """Return the balancing loss that the model class computes itself."""
     if outputs.aux_loss is None:
-        what = "has router_aux_loss_coef and computes no such loss; take another model_type, or set loss.balance to none"
+        what = "has router_aux_loss_coef and computes no such loss; take another type, or set loss.balance to none"
         raise UserError(f"model.model_type: {what}")
     return outputs.aux_loss
 
