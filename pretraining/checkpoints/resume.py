@@ -287,7 +287,7 @@ def start_text(run: RunFolder, identity: Identity, plan: RunPlan) -> str:
         folders = f"{run.disks.count} run folders, each with the files of its own ranks"
         rows.append(("disks", f"no shared disk: {folders}; {where}"))
     rows.append(("start", _start_line(run, start, progress.last_step)))
-    if (balance := balance_of_experts(recipe.model)) is not None:
+    if (balance := balance_of_experts(recipe)) is not None:
         rows.append(("router", balance or "not balanced"))
     rows.append(("plan", plan_line(recipe, plan, left)))
     return "\n".join(f"{label:<7}{line}" for label, line in rows)

@@ -34,7 +34,9 @@ from pretraining.model.attention import INSTALL, choose_attention, describe_atte
 from pretraining.model.given_weights import GivenWeights
 from pretraining.model.initial_weights import initialise_weights
 from pretraining.model.parallel import split_experts, split_vocabulary
+from pretraining.model.routing import CORRECTION_BIASES
 from pretraining.recipe import Recipe, model_with_defaults
+from pretraining.recipe.model import is_mixture
 from pretraining.recipe.mup import Mup, scales_by_name
 from pretraining.recipe.refusals import why_not_compiled
 from pretraining.recipe.sections import Speed, Weights
@@ -62,6 +64,8 @@ def build_config(model: dict, tokenizer: PreTrainedTokenizerBase) -> PreTrainedC
         load_extensions([own])  # transformers knows the type from here on
     keywords = {k: v for k, v in model.items() if k != "model_type"}
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    if own is None and is_mixture(model):
+        special["output_router_logits"] = True  # of balance and load, unless the recipe says otherwise
     try:
         return AutoConfig.for_model(model["model_type"], **{"use_cache": False, **special, **keywords})
     except Exception as error:
@@ -146,6 +150,8 @@ def build_model(
     if arguments.process_index == 0 and chosen:
         print(describe_attention(attention_of(built), masks_documents), flush=True)
     built.tie_weights()
+    # A step of 0.001 is lost in a bias of 16 bits. DeepSpeed keeps the buffers that the model names (0.19.8).
+    built._keep_in_fp32_modules_strict = {*(built._keep_in_fp32_modules_strict or ()), *CORRECTION_BIASES}
     if weights.keep_in_fp32:
         keep_in_fp32(built, weights.keep_in_fp32, _parameter_dtype(arguments))
     if groups.degrees.expert > 1:

@@ -20,6 +20,7 @@ from pretraining.errors import UserError
 from pretraining.extend import named
 from pretraining.model.cross_entropy import LossHead, LossSettings, WideLossHead, chunked_nats, token_nats
 from pretraining.model.parallel import SplitHead
+from pretraining.model.routing import Routing, routing_of
 from pretraining.recipe.model import EXACT, ROUTER_COEFFICIENT
 from pretraining.recipe.sections import Loss
 from pretraining.runtime.process_group import ALONE, RankGroups
@@ -39,20 +40,17 @@ def build_loss(model: PreTrainedModel, settings: Loss = PLAIN, groups: RankGroup
     Raises:
         UserError: the model has no router.
     """
-    config = model.config
-    is_balanced = getattr(config, "output_router_logits", False) and hasattr(config, ROUTER_COEFFICIENT)
-    if settings.router_z_loss and not is_balanced:
+    if settings.router_z_loss and not getattr(model.config, "output_router_logits", False):
         raise UserError(
             "loss.router_z_loss: needs a mixture of experts with model.output_router_logits true; set it, or leave "
             "router_z_loss out"
         )
-    balance: Callable = transformers_balance
-    if is_balanced and config.model_type in EXACT:
-        chosen = config.num_experts_per_tok
-        balance = partial(layers_balance, chosen=chosen, sequence_group=groups.sequence_group)
+    if getattr(model.config, "output_router_logits", False) and model.config.model_type not in EXACT:
+        routing_of(model)  # the load of its experts, and what moves their biases, is read there
+    coefficient, balance = balance_of(model, settings, groups) or (0.0, transformers_balance)
     return partial(
         next_token_loss,
-        router_coefficient=getattr(config, ROUTER_COEFFICIENT) if is_balanced else 0.0,
+        router_coefficient=coefficient,
         balance=balance,
         router_z_coefficient=settings.router_z_loss,
         sequence_group=groups.sequence_group,
@@ -117,13 +115,65 @@ def own_loss(
     return losses.sum()
 
 
-def transformers_balance(outputs: Any) -> torch.Tensor:
+def balance_of(
+    model: PreTrainedModel, settings: Loss = PLAIN, groups: RankGroups = ALONE
+) -> tuple[float, Callable] | None:
+    """Find the balancing loss (outputs, labels) -> scalar and what multiplies it; None if no loss balances.
+
+    The weight is that of the config if its class has one, else the recipe's. A router with a correction bias needs
+    no more than the small loss over each sequence; `RouterBias` does the rest.
+    """
+    config = model.config
+    if settings.balance == "none" or not getattr(config, "output_router_logits", False):
+        return None
+    if config.model_type in EXACT:
+        sequence_group, chosen = groups.sequence_group, config.num_experts_per_tok
+        return getattr(config, ROUTER_COEFFICIENT), partial(
+            layers_balance, chosen=chosen, sequence_group=sequence_group
+        )
+    if hasattr(config, ROUTER_COEFFICIENT):
+        return getattr(config, ROUTER_COEFFICIENT), transformers_balance
+    routing = routing_of(model)
+    if routing is None:
+        return None
+    if any(bias is not None for bias in routing.biases):
+        return settings.sequence_balance, partial(sequence_balance, routing=routing)
+    return settings.balance_weight, partial(chosen_balance, routing=routing)
+
+
+def transformers_balance(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
     """Return the balancing loss that the model class computes itself."""
+    if outputs.aux_loss is None:
+        what = "has router_aux_loss_coef and computes no such loss; take another type, or set loss.balance to none"
+        raise UserError(f"model.model_type: {what}")
     return outputs.aux_loss
 
 
+def chosen_balance(outputs: Any, labels: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """Compute the loss for a class that has none; how many experts a token takes is seen in the forward pass."""
+    return layers_balance(outputs, labels, chosen=routing.chosen[0].shape[-1])
+
+
+def sequence_balance(outputs: Any, labels: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """Add E/k sum_i f_i P_i over the layers, each a mean over sequences (DeepSeek-V3, equations 17 to 20).
+
+    f counts the k highest scores without the correction bias; P is the mean of sigmoid scores divided by their sum.
+    """
+    losses = []
+    for logits, chosen in zip(outputs.router_logits, routing.chosen, strict=True):
+        scores = logits.view(*labels.shape, -1).sigmoid()
+        experts, length = scores.shape[-1], labels.shape[-1]
+        highest = scores.topk(chosen.shape[-1], dim=-1, sorted=False).indices.flatten(1)
+        sent = torch.zeros_like(scores[:, 0]).scatter_add_(
+            1, highest, torch.ones_like(highest, dtype=scores.dtype)
+        )
+        probabilities = (scores / scores.sum(-1, keepdim=True)).mean(1)
+        losses.append(experts / chosen.shape[-1] * (sent / length * probabilities).sum(-1).mean())
+    return torch.stack(losses).sum()
+
+
 def layers_balance(
-    outputs: Any, chosen: int, sequence_group: dist.ProcessGroup | None = None
+    outputs: Any, labels: torch.Tensor, chosen: int, sequence_group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
     """Average E sum_i f_i P_i over the layers (Fedus et al. 2021, equations 4 to 6): `chosen` if all experts are equal.
 
@@ -193,7 +243,7 @@ def next_token_loss(
     if sequence_group is not None and (router_coefficient or router_z_coefficient):
         share = mean_over(share, sequence_group)  # of whole sequences: every rank has the same
     if router_coefficient:
-        loss = loss + share * router_coefficient * balance(outputs)
+        loss = loss + share * router_coefficient * balance(outputs, labels)
     if router_z_coefficient:
         loss = loss + share * router_z_coefficient * router_z_loss(outputs.router_logits)
     return loss

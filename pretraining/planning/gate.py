@@ -34,7 +34,7 @@ from pretraining.planning.search import fitting, nearest_fit
 from pretraining.planning.sizes import balance_of_experts, model_size
 from pretraining.planning.throughput import StepTime, precision_of_products, step_time
 from pretraining.recipe import Recipe, accumulation_steps
-from pretraining.recipe.model import ROUTER_COEFFICIENT, model_with_defaults, value_of
+from pretraining.recipe.model import ROUTER_COEFFICIENT, value_of
 from pretraining.recipe.training import ADAMW, WITHOUT_WARMUP
 
 # up to four epochs are nearly as good as new text (Muennighoff et al. 2023, section 5)
@@ -334,15 +334,10 @@ def _experts(case: _Case) -> Objection | None:
 
 def _unbalanced(case: _Case) -> Objection | None:
     """Warn about a mixture whose routers may come to send all tokens to a few experts."""
-    if balance_of_experts(case.recipe.model) != "":
+    if balance_of_experts(case.recipe) != "":
         return None
-    keys = model_with_defaults(case.recipe.model)
-    has_loss = ROUTER_COEFFICIENT in keys and "output_router_logits" in keys
-    remedy = (
-        f"--set model.output_router_logits=true --set model.{ROUTER_COEFFICIENT}=0.01"
-        if has_loss
-        else f"take a model_type with model.{ROUTER_COEFFICIENT}, as qwen3_moe"
-    )
+    asked = case.recipe.loss.balance == "none"
+    remedy = "--set loss.balance=auto" if asked else f"--set model.{ROUTER_COEFFICIENT}=0.01"
     return Objection("nothing balances the experts of this mixture: a few of them may get all tokens", remedy)
 
 

@@ -511,7 +511,7 @@ def _shape(recipe: Recipe) -> list[str]:
         "--moe-grouped-gemm",
         "--moe-token-dispatcher-type alltoall",
     ]
-    if shape.get("output_router_logits"):
+    if recipe.loss.balance == "auto" and shape.get("output_router_logits"):
         coefficient = f"--moe-aux-loss-coeff {shape['router_aux_loss_coef']:g}"
         words += ["--moe-router-load-balancing-type aux_loss", coefficient]
     else:

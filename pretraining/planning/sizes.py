@@ -170,16 +170,18 @@ def size_of_recipe(recipe: Recipe) -> ModelSize:
     return replace(size, backward=backward)
 
 
-def balance_of_experts(model: dict) -> str | None:
-    """Say what evens out the use of a mixture's experts; empty if nothing does, None for a model without experts.
-
-    A bias of the routers, as DeepSeek-V3 has it, is updated by nobody here.
-    """
-    if not model_size(model).parts.experts:
+def balance_of_experts(recipe: Recipe) -> str | None:
+    """Return what evens out the use of a mixture's experts; empty if nothing does, None for a model without experts."""
+    if not model_size(recipe.model).parts.experts:
         return None
-    values = model_with_defaults(model)
-    weight = values.get(ROUTER_COEFFICIENT) if values.get("output_router_logits") else None
-    return f"a balancing loss, {ROUTER_COEFFICIENT} {weight:g}" if weight else ""
+    values, loss = model_with_defaults(recipe.model), recipe.loss
+    if loss.balance == "none" or not values.get("output_router_logits"):
+        return ""
+    if ROUTER_COEFFICIENT in values:
+        weight = values[ROUTER_COEFFICIENT]
+        return f"a balancing loss, {ROUTER_COEFFICIENT} {weight:g}" if weight else ""
+    bias = f"correction biases that follow the load by {loss.bias_rate:g} a step"
+    return f"{bias}; if its routers have none, a balancing loss, loss.balance_weight {loss.balance_weight:g}"
 
 
 @dataclass(frozen=True)

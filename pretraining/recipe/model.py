@@ -55,7 +55,7 @@ OLD_ROPE = ("rope_scaling", "rope_theta", "partial_rotary_factor")
 ROPE_ALWAYS = ("rope_type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 ROTARY = ("llama", "mixtral", "qwen3", "qwen3_moe")
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """What configuration classes call a layer's number of experts."""
 
 ROUTER_COEFFICIENT = "router_aux_loss_coef"
@@ -65,6 +65,16 @@ ROUTER_COEFFICIENT = "router_aux_loss_coef"
 def is_exact(model: dict) -> bool:
     """Whether the model section is of a type that planning counts by formula."""
     return model["model_type"] in EXACT
+
+
+def is_mixture(model: dict) -> bool:
+    """Return whether routers of this model of transformers send each token to some of several experts."""
+    return model_extension(model["model_type"]) is None and _has_experts(model_with_defaults(model))
+
+
+def _has_experts(values: dict) -> bool:
+    experts = next((values[key] for key in EXPERTS if values.get(key)), 0)
+    return experts > 1 and values.get("is_moe", True)  # Doge is a mixture only where it says so
 
 
 @cache
@@ -149,11 +159,21 @@ def other_properties(model: dict) -> dict:
 
 
 def model_with_defaults(model: dict) -> dict:
-    """A model section over its configuration class's own defaults, as the schemas record them."""
+    """A model section over its configuration class's own defaults, as the schemas record them.
+
+    But for one: a mixture returns its routers' scores, by which it is balanced and its load is counted.
+    """
     exact = schema_file()["$defs"]
     properties = exact[model["model_type"]]["properties"] if is_exact(model) else other_properties(model)
     defaults = {key: value["default"] for key, value in properties.items() if "default" in value}
-    return {**defaults, **model}
+    values = {**defaults, **model}
+    if (
+        "output_router_logits" not in model
+        and _has_experts(values)
+        and model_extension(model["model_type"]) is None
+    ):
+        values["output_router_logits"] = True
+    return values
 
 
 def checked_model(model: dict, where: str) -> dict:
@@ -232,6 +252,9 @@ class Model(dict):
                 if number is not None and number >= self.vocab_size:
                     what = f"is {number}, beyond model.vocab_size {self.vocab_size}"
                     yield f"model.{key}", f"{what}; leave it out: the tokenizer has it"
+        if self.get("num_mtp_layers"):
+            what = f"is {self['num_mtp_layers']}, and nothing here trains layers that predict further tokens"
+            yield "model.num_mtp_layers", f"{what}; leave it out, or set it to 0"
         name, key = model.get("attn_implementation"), "model.attn_implementation"
         # a name with a slash is a kernel of the hub
         if name is not None and name not in ATTENTIONS and "/" not in name:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from pretraining.ds_config import degrees_of
 from pretraining.errors import nearest
-from pretraining.extend import Extension, check_defined, defined, model_extension
+from pretraining.extend import Extension, check_defined, defined
 from pretraining.recipe.budget import Budget, StepSizes, check_division, nearest_multiples
 from pretraining.recipe.data import Data, check_mixture
-from pretraining.recipe.model import CROSSES_DOCUMENTS, EXACT, ROUTER_COEFFICIENT, Model, own_key
+from pretraining.recipe.model import CROSSES_DOCUMENTS, EXACT, Model, is_mixture, own_key
 from pretraining.recipe.mup import Mup, check_mup
 from pretraining.recipe.section import Section, check_folder_name
 from pretraining.recipe.sections import (
@@ -356,15 +356,13 @@ def check_loss(loss: Loss, model: Model) -> Wrong:
     if loss.kind == "fused" and not model.is_exact:
         what = f"is fused, which is for {', '.join(EXACT)}: others may scale or cap their logits; use chunked"
         yield "loss.kind", what
-    if not loss.router_z_loss:
-        return
-    what, key = "needs a mixture of experts with model.output_router_logits true", "loss.router_z_loss"
-    # the classes of transformers with the one return the other; one of the user's own is asked once it is built
-    if ROUTER_COEFFICIENT not in model and model_extension(model.model_type) is None:
-        what += f" and model.{ROUTER_COEFFICIENT}, which {model.model_type} does not have"
-        yield key, f"{what}; leave router_z_loss out"
-    if not model.get("output_router_logits"):
-        yield key, f"{what}; set it, or leave router_z_loss out"
+    if is_mixture(model) and model.get("output_router_logits") is False and loss.balance == "auto":
+        what = "is false, so that nothing balances the experts; leave it out, or set loss.balance to none"
+        yield "model.output_router_logits", what
+    # a model of the user's own is asked again once it is built
+    if loss.router_z_loss and not model.get("output_router_logits"):
+        what = "needs a mixture of experts with model.output_router_logits true"
+        yield "loss.router_z_loss", f"{what}; set it, or leave router_z_loss out"
 
 
 def check_metric(evaluation: Evaluation, data: Data, metrics: Sequence[str]) -> Wrong:

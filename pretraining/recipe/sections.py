@@ -86,6 +86,27 @@ class Loss(Section):
         minLength=1,
     )
     arguments: dict = key("Keyword arguments of function.", default={})
+    balance: Literal["auto", "none"] = key(
+        "What keeps the experts of a mixture equally used. auto: model.router_aux_loss_coef if the type has it; a "
+        "correction bias follows the load if its routers have one; else balance_weight. none: nothing.",
+        default="auto",
+    )
+    balance_weight: float = key(
+        "Weight of the balancing loss (Fedus et al. 2021) of a type without router_aux_loss_coef and correction bias.",
+        default=0.001,
+        minimum=0,
+    )
+    bias_rate: float = key(
+        "What a step adds to the correction bias of an expert with less than an even share of the tokens, and takes "
+        "from one with more (Wang et al. 2024; 0.001 in DeepSeek-V3).",
+        default=0.001,
+        minimum=0,
+    )
+    sequence_balance: float = key(
+        "Weight of the balancing loss over each sequence, beside a correction bias (1e-4 in DeepSeek-V3).",
+        default=0.0001,
+        minimum=0,
+    )
     router_z_loss: float = key(
         "The same for a mixture's routers (1e-3 in ST-MoE), a mean over tokens and layers; "
         "needs model.output_router_logits.",

@@ -4,29 +4,25 @@ The loss of each source and the load of each expert come from the forward passes
 metric_names.py groups the names (`loss` becomes `train/loss`).
 """
 
-import math
 import re
 import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from tqdm import tqdm
 from transformers import TrainerCallback
-from transformers.trainer_callback import ExportableState
 
 from pretraining.data.documents import IGNORED
 from pretraining.errors import UserError
-from pretraining.planning.quantities import several
 from pretraining.runtime.durable_files import append_row
 from pretraining.runtime.metric_names import grouped_names, perplexity
 from pretraining.runtime.process_group import sum_over_ranks
 from pretraining.runtime.run_folder import RunFolder, keep_past_rows
 from pretraining.runtime.wall_time import Goodput, Price
-from pretraining.training.stability import ADVICE
 from pretraining.training.throughput import (
     PAUSES,
     GpuReadings,
@@ -249,111 +245,3 @@ class SourceLoss(TrainerCallback):
         for name, nats, targets in zip(self.names, flat[::2], flat[1::2], strict=True):
             if targets:
                 logs[f"train/{name}_loss"] = nats / targets
-
-
-PREFIX = "stability/expert_load/"
-STARVED = 0.1
-"""An expert starves if it gets less than this part of an even share ..."""
-WINDOWS = 3
-"""... in so many logged windows in a row ..."""
-FEWEST = 100
-"""... in each of which an even share was at least so many tokens."""
-
-
-class ExpertLoad(TrainerCallback, ExportableState):
-    """Count on the device how many tokens each expert gets. At logging the ranks' counts are added up.
-
-    Nothing waits before that. Any loss function works, because the routers' scores come with the model's outputs.
-    A starving expert is reported once, and again only after it has recovered.
-    """
-
-    def __init__(self, run: RunFolder, chosen: int) -> None:
-        """chosen: how many experts a token is sent to."""
-        self.run, self.chosen = run, chosen
-        self.counts: torch.Tensor | None = None
-        self.starved: dict[tuple[int, int], int] = {}
-
-    def around(self, compute_loss: Callable) -> Callable:
-        """Wrap the Trainer's `compute_loss_func`: count the model's outputs first."""
-
-        def counted(outputs, labels, num_items_in_batch=None):
-            self.count(outputs.router_logits)
-            return compute_loss(outputs, labels, num_items_in_batch=num_items_in_batch)
-
-        return counted
-
-    @torch.no_grad()
-    def count(self, router_logits: Sequence[torch.Tensor]) -> None:
-        """Count the chosen experts. router_logits: [tokens, experts] of every mixture layer."""
-        if self.counts is None:
-            shape = len(router_logits), router_logits[0].shape[-1]
-            self.counts = torch.zeros(shape, dtype=torch.int64, device=router_logits[0].device)
-        for layer, logits in zip(self.counts, router_logits, strict=True):
-            # the order does not matter for a count, and sorting costs
-            experts = logits.topk(self.chosen, dim=-1, sorted=False).indices.flatten()
-            layer.scatter_add_(0, experts, torch.ones_like(experts))
-
-    def on_train_begin(self, args, state, control, **kwargs) -> None:
-        name = type(self).__name__
-        saved = state.stateful_callbacks.get(name, self.state())
-        self.starved = {(layer, expert): windows for layer, expert, windows in saved["attributes"]["starved"]}
-        state.stateful_callbacks[name] = self.state()
-
-    def on_log(self, args, state, control, logs, **kwargs) -> None:
-        if "loss" not in logs or self.counts is None:
-            return
-        num_experts = self.counts.shape[1]
-        flat, self.counts = (
-            sum_over_ranks(self.counts.flatten().tolist()),
-            None,
-        )  # the host waits for the device
-        counts = [flat[start : start + num_experts] for start in range(0, len(flat), num_experts)]
-        logs.update({f"{PREFIX}{name}": value for name, value in load_metrics(counts).items()})
-        found = self._newly_starved(counts)
-        if found and state.is_world_process_zero:
-            advice = ADVICE["starved_experts"]
-            self.run.add_event("starved_experts", step=state.global_step, experts=found, **advice)
-            first = f"expert {found[0]['expert']} of layer {found[0]['layer']}, {found[0]['share']:.1%} of its choices"
-            line = f"step {state.global_step}: {several(len(found), 'expert')} starved, the first: {first}"
-            print(f"{line}; try {advice['try'][0]}", file=sys.stderr, flush=True)
-
-    def _newly_starved(self, counts: list[list[float]]) -> list[dict]:
-        """Return the experts that have starved for exactly `WINDOWS` windows now. The same on every rank."""
-        now = {}
-        for layer, row in enumerate(counts):
-            even = sum(row) / len(row)
-            for expert, count in enumerate(row):
-                if even >= FEWEST and count < STARVED * even:
-                    now[layer, expert] = self.starved.get((layer, expert), 0) + 1
-        # an expert that has recovered is not in it, and counts from 0 again
-        self.starved = now
-        return [
-            {"layer": layer, "expert": expert, "share": counts[layer][expert] / sum(counts[layer])}
-            for (layer, expert), windows in now.items()
-            # not ">=": each expert is reported once
-            if windows == WINDOWS
-        ]
-
-    def state(self) -> dict:
-        starved = [[layer, expert, windows] for (layer, expert), windows in self.starved.items()]
-        return {"args": {}, "attributes": {"starved": starved}}
-
-
-def load_metrics(counts: list[list[float]]) -> dict[str, float]:
-    """Return {"max_over_mean", "entropy"} of the least even layer, and of every mixture layer, numbered from 0.
-
-    counts: [layers, experts]. max_over_mean: the busiest expert's load divided by an even share, 1 at best. entropy:
-    that of the shares divided by that of even shares, 1 at best.
-    """
-    uneven = [max(row) * len(row) / sum(row) for row in counts]
-    entropies = []
-    for row in counts:
-        shares = [count / sum(row) for count in row if count]
-        nats = -sum(share * math.log(share) for share in shares)
-        entropies.append(nats / math.log(len(row)) if len(row) > 1 else 1.0)
-    return {
-        "max_over_mean": round(max(uneven), 4),
-        "entropy": round(min(entropies), 4),
-        **{f"max_over_mean/{layer}": round(value, 4) for layer, value in enumerate(uneven)},
-        **{f"entropy/{layer}": round(value, 4) for layer, value in enumerate(entropies)},
-    }

@@ -20,14 +20,15 @@ from pretraining.data.prepared import PreparedData
 from pretraining.extend import all_of
 from pretraining.planning.costs import price_of
 from pretraining.planning.run_plan import RunPlan
-from pretraining.recipe import Recipe, model_with_defaults
+from pretraining.recipe import Recipe
 from pretraining.recipe.data import is_mixed, source_names
-from pretraining.recipe.model import is_exact
+from pretraining.recipe.model import is_mixture
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.arrival import Arrival
+from pretraining.training.experts import ExpertLoad, RouterBias
 from pretraining.training.gradients import LayerNormsCallback, NoiseScaleCallback
 from pretraining.training.hangs import HangCallback
-from pretraining.training.metrics import ExpertLoad, MetricsCallback, ProgressCallback, SourceLoss
+from pretraining.training.metrics import MetricsCallback, ProgressCallback, SourceLoss
 from pretraining.training.profile import PeakMemory, ProfileCallback
 from pretraining.training.stability import Instability, StabilityMonitor
 from pretraining.training.stopping import EarlyStopping, StopRequests
@@ -55,10 +56,16 @@ class RunMonitors:
         # bound here: the monitor of a later attempt replaces self.stability
         layers_every, alerted = recipe.monitors.layer_norms_steps, self.stability
         self.gradients = [*noise, LayerNormsCallback(run, layers_every, lambda: alerted.alerted_step)]
-        model = model_with_defaults(recipe.model)
-        # other classes are not known to output their routers' scores
-        counts = recipe.monitors.expert_load and is_exact(model) and model.get("output_router_logits")
-        self.experts = [ExpertLoad(run, model["num_experts_per_tok"])] if counts else []
+        self.experts: list[ExpertLoad | RouterBias] = []
+        if is_mixture(recipe.model):
+            # the exact types say it by their routers' scores, under any split of their experts
+            exact = recipe.model.is_exact
+            if recipe.monitors.expert_load and (
+                not exact or recipe.model.with_defaults()["output_router_logits"]
+            ):
+                self.experts.append(ExpertLoad(run, recipe.model["num_experts_per_tok"] if exact else None))
+            if recipe.loss.balance == "auto" and not exact:
+                self.experts.append(RouterBias(recipe.loss.bias_rate))
         separate = recipe.monitors.source_loss and is_mixed(recipe.data)
         self.sources = [SourceLoss(source_names(recipe.data, str(recipe.path)))] if separate else []
         settings = recipe.monitors.profile

@@ -12,7 +12,7 @@ from pretraining.ds_config import degrees_of, load_ds_config
 from pretraining.planning.memory.need import BUILT, memory_need
 from pretraining.recipe import load_recipe
 from pretraining.recipe.refusals import load_recipe_and_ds_config
-from pretraining.training.metrics import PREFIX
+from pretraining.training.experts import PREFIX
 from tests.checkpoints.test_reshard import unfinished
 from tests.gear.finished_data import refusal
 from tests.gear.runs import EXPERTS, Run, execute

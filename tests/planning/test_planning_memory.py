@@ -526,12 +526,13 @@ WITHOUT_LOSS = {
 @pytest.mark.parametrize(
     "settings, remedy",
     [
+        (["loss.balance=none"], "--set loss.balance=auto"),
         (
-            ["model.output_router_logits=false", "loss.router_z_loss=0"],
-            "--set model.output_router_logits=true",
+            ["loss.balance=none", "model.output_router_logits=false", "loss.router_z_loss=0"],
+            "--set loss.balance=auto",
         ),
         (["model.router_aux_loss_coef=0"], "model.router_aux_loss_coef=0.01"),
-        ([f"model={json.dumps(WITHOUT_LOSS)}", "loss.router_z_loss=0"], "take a model_type with"),
+        ([f"model={json.dumps(WITHOUT_LOSS)}", "loss.balance=none"], "--set loss.balance=auto"),
     ],
 )
 def test_a_mixture_that_nothing_balances_is_warned_of_at_its_first_start(settings, remedy):

@@ -245,8 +245,12 @@ data.decontaminate={}
     data.decontaminate.shortest: is 20, more than data.decontaminate.ngram 13
 data.name={"x" * 201}
     data.name: has 201 bytes; it must have at most 200
-llama model.model_type=deepseek_v3 model.output_router_logits=true loss.router_z_loss=0.1
-    model.router_aux_loss_coef, which deepseek_v3 does not have; leave router_z_loss out
+llama loss.router_z_loss=0.1
+    loss.router_z_loss: needs a mixture of experts with model.output_router_logits true; set it
+llama model.model_type=deepseek_v3 model.output_router_logits=false
+    model.output_router_logits: is false, so that nothing balances the experts; leave it out
+llama model.model_type=deepseek_v3 model.num_mtp_layers=1
+    model.num_mtp_layers: is 1, and nothing here trains layers that predict further tokens; leave it out, or set it to 0
 llama model.model_type=granite loss.kind=fused
     loss.kind: is fused, which is for gpt2, llama, mixtral, qwen3, qwen3_moe: others may scale
 llama model.model_type=deepseek_v3 model.n_group=2 model.topk_group=4

@@ -61,12 +61,9 @@ def test_a_start_says_in_three_lines_what_it_is_where_it_begins_and_what_is_plan
         r" MB of 80.0 GB .* for what is left at [\d,]+ tokens/s, MFU \d+%, \$.* \(estimated from assumed rates\)",
         planned,
     )
-    for settings, balance in (
-        ((), "a balancing loss, router_aux_loss_coef 0.01"),
-        (("false",), "not balanced"),
-    ):
-        words = [f"model.output_router_logits={each}" for each in settings] + ["loss.router_z_loss=0"]
-        mixture = replace(first, recipe=load_recipe("moe-1.5b", words))
+    balances = {"auto": "a balancing loss, router_aux_loss_coef 0.01", "none": "not balanced"}
+    for asked, balance in balances.items():
+        mixture = replace(first, recipe=load_recipe("moe-1.5b", [f"loss.balance={asked}"]))
         plan_of_it = judge_plan(build_run_plan(mixture.recipe, None, 8), mixture.recipe, h100, force=True)
         said = start_text(run, mixture, plan_of_it).splitlines()
         assert said[2] == f"router {balance}", said

@@ -10,7 +10,7 @@ import torch
 from pretraining.model.loss import PLAIN, build_loss
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.training.metrics import FEWEST, PREFIX, WINDOWS, ExpertLoad, load_metrics
+from pretraining.training.experts import FEWEST, PREFIX, WINDOWS, ExpertLoad, load_metrics
 from tests.gear.runs import EXPERTS
 from tests.training.test_muon import built
 
