@@ -105,8 +105,7 @@ def main(arguments: list[str] | None = None) -> None:
 def look_back(folder: Path) -> Postmortem:
     """Read a run folder.
 
-    Raises:
-        UserError: there is no such folder, or no run has written to it.
+    Raises `UserError` if there is no such folder, or no run has written to it.
     """
     record = RunRecord(folder)
     standing = record.standing()
@@ -366,7 +365,6 @@ def short(error: str) -> str:
 
 
 def clock(when: float) -> str:
-    """Write UNIX seconds as a date and a time."""
     return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(when))} UTC"
 
 

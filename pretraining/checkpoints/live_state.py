@@ -148,7 +148,6 @@ class LiveState:
             parameter.detach().view(-1).copy_(read)
 
     def own(self, piece: Piece) -> Piece:
-        """Return the part of a piece that this rank saves."""
         return _share_of(piece, *self.holders[piece.parameter])
 
     def owns_whole(self) -> bool:
@@ -243,8 +242,7 @@ class PartitionedParameters(PartitionedOptimizer):
 def set_block(block: Block, reader: CheckpointReader) -> None:
     """Set a block's master weights and optimizer states; only one piece of a parameter is in memory at a time.
 
-    Raises:
-        UserError: the checkpoint does not keep what this optimizer needs.
+    Raises `UserError` if the checkpoint does not keep what this optimizer needs.
     """
     for piece in block.pieces:
         elements = reader.read(MASTER, piece.parameter, piece.start, piece.numel, piece.cut)

@@ -296,7 +296,6 @@ def _persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def schedule_state(scheduler: LRScheduler) -> dict:
-    """Return the schedule's own state, and the rate of each parameter group."""
     rates = [group["lr"] for group in scheduler.optimizer.param_groups]
     return {"state": scheduler.state_dict(), "rates": [float(rate) for rate in rates]}
 

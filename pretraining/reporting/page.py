@@ -196,11 +196,9 @@ def run_payload(
 ) -> dict:
     """Collect everything that the page shows of one run.
 
-    Args:
-        live: True if a process of the run writes the page again and again, False if it writes the last one, None if
-            the page is written from outside.
-        track_record: relative errors of forecasts of finished runs, for the sentences.
-        name: what the page calls the run; None for its recipe's name.
+    live: True if a process of the run writes the page again and again, False if it writes the last one, None if the
+    page is written from outside. track_record: relative errors of forecasts of finished runs, for the sentences. name:
+    what the page calls the run; None for its recipe's name.
     """
     found, metrics = analyze(record, track_record), record.metrics
     times = [event_seconds(event) for event in record.events[:1]] + list(metrics.times[:1])
