@@ -508,6 +508,7 @@ def test_the_report_is_written_while_training_and_once_more_at_its_end(workshop,
     """By a process of its own that ends with the run: nothing is left behind, and the page says finished.
 
     Its end is not the run's: a supervisor starts a run that was killed again, also if the report's process ends well.
+    It takes two starts from nothing, and the pause of the supervisor between them.
     """
     output = tmp_path / "run"
     settings = ("report.every_seconds=0.2", "training.eval_strategy=no", "training.logging_steps=1")
