@@ -19,7 +19,8 @@ SECRET = "wJalrXUtnFEMIK7MDENG"
 def test_a_run_goes_on_from_the_store_on_an_empty_machine(workshop, tmp_path, monkeypatch):
     """Two ranks, ZeRO-2, a real S3 server. The newest marker there is damaged: steps 9 and 10 are trained again.
 
-    A slow machine may leave out checkpoint-8 while an older one is under way: it is offered once more.
+    A slow machine may leave out checkpoint-8 while an older one is under way: it is offered once more. It takes four
+    starts: two that train, and two that are refused.
     """
     reference, output = workshop.run("zero2"), tmp_path / "run"
     with s3_server(tmp_path / "log") as address:
