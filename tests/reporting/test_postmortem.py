@@ -49,7 +49,7 @@ PRICE = "report.dollars_per_gpu_hour=3.6"
 def failed(workshop, tmp_path_factory) -> dict:
     """One run that is killed, then dies in C code, then fails in Python, then ends; what was found after each.
 
-    It takes four starts of two ranks, on which six tests look back.
+    It takes four starts of two ranks, on which four tests look back.
     """
     folder = tmp_path_factory.mktemp("failed")
     (folder / "failing.py").write_text(FAILING)
