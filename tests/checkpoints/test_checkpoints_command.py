@@ -122,7 +122,7 @@ def test_a_benchmark_that_is_ended_leaves_no_files(tmp_path):
     while not list(tmp_path.glob("*/checkpoint-1/*")):
         assert started.process.poll() is None, started.finish().output
         time.sleep(0.01)
-    _, rank = started.process.processes()
+    _, rank, *_ = started.process.processes()
     os.kill(rank, signal.SIGTERM)
     assert started.finish().code == 128 + signal.SIGTERM
     assert not list(tmp_path.iterdir())
