@@ -82,7 +82,7 @@ def monitoring_methods() -> dict[tuple[type, str], Callable]:
         StepClock: ("enter", "settle"),
         MetricsCallback: ("on_log", "on_step_end"),
         StabilityMonitor: ("on_log", "on_step_end"),
-        HangCallback: ("_arrive",),
+        HangCallback: ("on_step_begin", "on_substep_end", "on_step_end"),
         NoiseScaleCallback: (
             "on_step_begin",
             "on_substep_end",

@@ -21,9 +21,8 @@ from pretraining.errors import one_line_errors
 from pretraining.planning.quantities import dollars, duration, several
 from pretraining.reporting.analysis import lost_words
 from pretraining.reporting.run_record import RunRecord
-from pretraining.runtime.failures import Failure, read_failures
+from pretraining.runtime.failures import NO_MEMORY, Failure, kernel_faults, read_failures
 from pretraining.runtime.heartbeat import gone_ranks, is_gone, read_place
-from pretraining.runtime.kernel_log import NO_MEMORY, kernel_faults
 from pretraining.runtime.run_folder import RunFolder, event_seconds, unix_seconds
 from pretraining.runtime.table import facts
 from pretraining.runtime.wall_time import Attempt, attempts, start_rows

@@ -48,7 +48,7 @@ from pretraining.recipe.training import AVERAGING, Z
 from pretraining.runtime.durable_files import one_line_disk_errors, sync_to_disk
 from pretraining.runtime.heartbeat import long_work, work_done
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.upstream.experts import whole_experts
+from pretraining.upstream.split_weights import whole_experts
 
 
 def export_model(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: Path, model_card: str) -> None:

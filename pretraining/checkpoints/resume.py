@@ -32,9 +32,9 @@ from pretraining.checkpoints.format import GIVEN, MARKER, Identity, Start, descr
 from pretraining.checkpoints.remote import RUN_FILES, RemoteRun, fetch_absent
 from pretraining.checkpoints.shard_files import read_state
 from pretraining.data.arriving import is_from_origin
+from pretraining.data.documents import cuts_text
 from pretraining.data.mixture import format_table
 from pretraining.data.packed_dataset import PackedDataset
-from pretraining.data.packing import cuts_text
 from pretraining.data.prepared import PreparedData
 from pretraining.errors import GaveUp, UserError
 from pretraining.extend import copy_extensions
@@ -59,7 +59,7 @@ from pretraining.runtime.process_group import (
     rank_and_world_size,
     together,
 )
-from pretraining.runtime.restarts import launch_details, resume_after_restart
+from pretraining.runtime.processes import launch_details, resume_after_restart
 from pretraining.runtime.run_folder import STARTS, RunFolder
 from pretraining.schema import check, differences, display_path, listed
 

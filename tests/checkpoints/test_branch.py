@@ -17,7 +17,7 @@ from pretraining.planning.run_plan import build_run_plan
 from pretraining.recipe import RECIPES, Recipe, load_recipe, recipe_names
 from pretraining.recipe.progress import Progress
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.training.schedule import follow_run
+from pretraining.training.optimizers import follow_run
 from tests.gear.runs import LLAMA, Run, bytes_of, contents, execute, launcher, on_own_port
 from tests.gear.small_checkpoints import identity_of, save
 from tests.training.test_batch_ramp import RAMPED

@@ -12,8 +12,8 @@ from pretraining.checkpoints.choosing import choose_checkpoint
 from pretraining.checkpoints.folders import step_of
 from pretraining.checkpoints.format import read_marker, write_marker
 from pretraining.errors import UserError
-from pretraining.runtime.durable_files import append_row, keep_rows, read_rows
-from pretraining.runtime.run_folder import RunFolder
+from pretraining.runtime.durable_files import append_row, read_rows
+from pretraining.runtime.run_folder import RunFolder, keep_past_rows
 from tests.gear.runs import Run, bytes_of, committed, contents, execute, start_and_kill
 from tests.gear.small_checkpoints import Retention, save
 
@@ -189,7 +189,7 @@ def test_rows_of_repeated_steps_are_dropped(tmp_path):
         append_row(path, {"step": step, "loss": float(step)})
     with path.open("a") as file:
         file.write('{"step": 7, "lo')
-    keep_rows(path, lambda row: row["step"] <= 4)
+    keep_past_rows(path, 4, [], lambda row: False)
     append_row(path, {"step": 5, "loss": 0.5})
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4, 5]
     assert read_rows(path)[-1] == {"step": 5, "loss": 0.5}

@@ -26,7 +26,6 @@ from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
 from pretraining.runtime.durable_files import append_row, read_rows
 from pretraining.runtime.heartbeat import Heartbeat, read_place
-from pretraining.runtime.lock import lock_run
 from pretraining.runtime.process_group import gather_from_ranks
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.hangs import ALARM, Relay
@@ -207,11 +206,11 @@ def _heartbeats(rank: Rank) -> dict:
 def main(folder: Path) -> None:
     number, _ = join_ranks()
     together = RunFolder(folder / "shared")
-    with lock_run(together):
+    with together.locked():
         shared = together.disks.shared
     os.environ["LOCAL_RANK"] = "0"  # each is the first rank of its node
     run = RunFolder(place_of(folder, number))
-    with lock_run(run):
+    with run.locked():
         found = {"shared": shared, **scenes(Rank(folder, run, number))}
         (folder / f"found-{number}.json").write_text(json.dumps(found))
     leave_ranks()

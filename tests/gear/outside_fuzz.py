@@ -52,14 +52,12 @@ from pretraining.data.streaming.cache import ShardCache
 from pretraining.data.streaming.store import PATIENCE_VARIABLE
 from pretraining.data.text_files import local_file, read_documents
 from pretraining.data.tokenizer import describe_tokenizer
-from pretraining.data.tools.finished import open_finished
-from pretraining.data.tools.streams import MdsFolder
-from pretraining.data.tools.verify import verify_data
+from pretraining.data.tools.finished import open_finished, verify_data
+from pretraining.data.tools.formats import MdsFolder
 from pretraining.errors import UserError, file_error
-from pretraining.evaluation.likelihood import read_items
+from pretraining.evaluation.scores import read_items
 from pretraining.model.given_weights import _config_of
-from pretraining.model.native_weights import check_params
-from pretraining.model.weight_files import open_weights
+from pretraining.model.weight_files import check_params, open_weights
 from pretraining.planning.comparison import measured_beside_planned
 from pretraining.postmortem import as_text, look_back
 from pretraining.recipe import load_recipe
@@ -68,7 +66,7 @@ from pretraining.reporting import __main__ as reporting
 from pretraining.runtime.journal import Journal
 from pretraining.runtime.lock import holder_of, lock_folder
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.supervise.hostfile import HostfileCommand, Hosts
+from pretraining.supervise.hosts import HostfileCommand, Hosts
 from tests.gear.runs import LLAMA, Workshop
 
 DEFECTS = ("traceback", "hang", "outside")

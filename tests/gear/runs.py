@@ -437,7 +437,7 @@ def start_and_kill(command: list[str], reached: Callable[[], bool]) -> None:
         while started.process.poll() is None and not reached():
             if time.monotonic() - looked_at > 2:
                 known, looked_at = started.processes(), time.monotonic()
-            time.sleep(0.001)
+            time.sleep(0.002)
         assert started.process.poll() is None, "the run ended before it could be killed"
         send_kill(known)
     finally:

@@ -13,15 +13,14 @@ from pretraining.checkpoints.background import CheckpointWriter
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.upload import Uploader
 from pretraining.ds_config import Degrees
-from pretraining.runtime.process_group import Agreement, host_group, own_group
-from pretraining.runtime.rank_groups import rank_groups
+from pretraining.runtime.process_group import Agreement, host_group, own_group, rank_groups
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.runtime.wall_time import attempts
 from pretraining.schema import REPOSITORY
 from pretraining.training import stopping
 from pretraining.upstream.deepspeed import groups_at_once
-from pretraining.upstream.experts import make_expert_groups
 from pretraining.upstream.fake_gpu import fake_gpu
+from pretraining.upstream.split_weights import make_expert_groups
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 
