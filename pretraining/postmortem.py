@@ -94,7 +94,16 @@ class Postmortem:
 
 def main(arguments: list[str] | None = None) -> None:
     """Print what is known about the end of a run."""
-    options = _parse(arguments)
+    parser = OneLineParser(
+        prog="python -m pretraining.postmortem",
+        description=(__doc__ or "").partition("\n")[0],
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = "a run folder, such as runs/tiny, or its address in the store of its checkpoints"
+    parser.add_argument("run", metavar="RUN", help=what)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
     with records_of(options.run) as (folder, shown):
         found = look_back(folder)
         text = json.dumps(asdict(found), indent=2) if options.json else as_text(found)
@@ -104,8 +113,7 @@ def main(arguments: list[str] | None = None) -> None:
 def look_back(folder: Path) -> Postmortem:
     """Read a run folder.
 
-    Raises:
-        UserError: there is no such folder, or no run has written to it.
+    Raises `UserError` if there is no such folder, or no run has written to it.
     """
     record = RunRecord(folder)
     standing = record.standing()
@@ -365,21 +373,7 @@ def short(error: str) -> str:
 
 
 def clock(when: float) -> str:
-    """Write UNIX seconds as a date and a time."""
     return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(when))} UTC"
-
-
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(
-        prog="python -m pretraining.postmortem",
-        description=(__doc__ or "").partition("\n")[0],
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    what = "a run folder, such as runs/tiny, or its address in the store of its checkpoints"
-    parser.add_argument("run", metavar="RUN", help=what)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser.parse_args(sys.argv[1:] if arguments is None else arguments)
 
 
 if __name__ == "__main__":

@@ -149,11 +149,8 @@ class Verify:
         # A node without a shared disk holds the files of its own ranks.
         of_run = chosen[0] != options.run
         is_part = of_run and RunFolder(options.run).holds_parts()
-        return {
-            "checkpoints": [
-                self._verified(DiskPlace(folder.parent), folder.name, of_run, is_part) for folder in chosen
-            ]
-        }
+        place = DiskPlace(chosen[0].parent)
+        return {"checkpoints": [self._verified(place, each.name, of_run, is_part) for each in chosen]}
 
     def _verified(self, place: Place, name: str, of_run: bool = True, is_part: bool = False) -> dict:
         began = time.perf_counter()
@@ -213,9 +210,8 @@ class Export:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         _add_run(parser, or_checkpoint=True)
         _add_step(parser, "default: the newest")
-        parser.add_argument(
-            "--to", type=Path, metavar="DIR", help="a new folder (default: RUN/export-<step>)"
-        )
+        what = "a new folder (default: RUN/export-<step>)"
+        parser.add_argument("--to", type=Path, metavar="DIR", help=what)
         what = "config and tokenizer (default: RUN/model, written by train.py)"
         parser.add_argument("--model", type=Path, metavar="DIR", help=what)
         add_trust(parser)
@@ -234,12 +230,8 @@ class Export:
 
         logging.disable_progress_bar()
         export_checkpoint(checkpoint, options.model or run.model, folder, options.trust_extensions)
-        return {
-            "checkpoint": str(checkpoint),
-            "step": step,
-            "export": str(folder),
-            "bytes": _bytes_in(folder),
-        }
+        size = sum(path.stat().st_size for path in folder.iterdir())
+        return {"checkpoint": str(checkpoint), "step": step, "export": str(folder), "bytes": size}
 
     def as_text(self, answer: dict) -> str:
         return f"{answer['export']}: the model after {answer['step']:,} steps, {num_bytes(answer['bytes'])}"
@@ -263,12 +255,10 @@ class Branch:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         _add_run(parser, or_checkpoint=True)
         parser.add_argument("--at", type=not_negative_integer, metavar="STEP", help="default: the newest")
-        parser.add_argument(
-            "--steps", type=positive_integer, required=True, metavar="N", help="how many more"
-        )
-        parser.add_argument(
-            "--decay", choices=self.SHAPES, help="the rate falls over them (default: it stays)"
-        )
+        what = "how many more"
+        parser.add_argument("--steps", type=positive_integer, required=True, metavar="N", help=what)
+        what = "the rate falls over them (default: it stays)"
+        parser.add_argument("--decay", choices=self.SHAPES, help=what)
         what = "of the stable rate (0)"
         parser.add_argument("--min_lr_ratio", type=not_negative_number, default=0.0, metavar="R", help=what)
         what = (
@@ -294,18 +284,15 @@ class Branch:
         _refuse_existing(output, "--output")
         # --set comes after the file, so that it has the last word.
         settings, deepspeed = read_stage(options.stage) if options.stage else ((), None)
-        changes = StageChanges(
-            options.steps, options.decay, options.min_lr_ratio, (*settings, *options.set), deepspeed
+        settings = (*settings, *options.set)
+        branch(
+            checkpoint,
+            StageChanges(options.steps, options.decay, options.min_lr_ratio, settings, deepspeed),
+            output,
         )
-        branch(checkpoint, changes, output)
         words = ["train.py", "--recipe", str(RunFolder(output).recipe), "--output_dir", str(output)]
-        return {
-            "checkpoint": str(checkpoint),
-            "step": step,
-            "run": str(output),
-            "last_step": step + options.steps,
-            "command": shlex.join(words),
-        }
+        answer = {"checkpoint": str(checkpoint), "step": step, "run": str(output)}
+        return {**answer, "last_step": step + options.steps, "command": shlex.join(words)}
 
     def as_text(self, answer: dict) -> str:
         return (
@@ -353,7 +340,18 @@ class Prune:
             if plan["demote_to_weights"]:
                 load_code_of_run(extensions_of_run(run.path), [MODEL], options.trust_extensions)
             for entry in plan["checkpoints"]:
-                self._remove(run, entry, demote=plan["demote_to_weights"])
+                folder, weights = run.path / entry["folder"], run.weights(entry["step"])
+                if plan["demote_to_weights"] and entry["state"] == COMMITTED and not weights.exists():
+                    from pretraining.checkpoints.export import demote_checkpoint
+
+                    if not demote_checkpoint(run, folder, weights):
+                        continue  # it stays: its weights could not be written
+                # No start looks below aside/, so the order of removal does not matter there.
+                if entry["state"] == "set aside":
+                    shutil.rmtree(folder)
+                else:
+                    remove_checkpoint(folder)
+                run.add_event("checkpoint_pruned", checkpoint=entry["folder"], state=entry["state"])
         return {**plan, "removed": True}
 
     def _plan(self, run: RunFolder, options: argparse.Namespace) -> dict:
@@ -391,20 +389,6 @@ class Prune:
             "checkpoints": going,
         }
 
-    def _remove(self, run: RunFolder, entry: dict, demote: bool) -> None:
-        folder: Path = run.path / entry["folder"]
-        if demote and entry["state"] == COMMITTED and not run.weights(entry["step"]).exists():
-            from pretraining.checkpoints.export import demote_checkpoint
-
-            if not demote_checkpoint(run, folder, run.weights(entry["step"])):
-                return  # it stays: its weights could not be written
-        # No start looks below aside/, so the order of removal does not matter there.
-        if entry["state"] == "set aside":
-            shutil.rmtree(folder)
-        else:
-            remove_checkpoint(folder)
-        run.add_event("checkpoint_pruned", checkpoint=entry["folder"], state=entry["state"])
-
     def as_text(self, answer: dict) -> str:
         going = answer["checkpoints"]
         kept = f"kept: {', '.join(map(str, answer['kept'])) or 'none'}"
@@ -441,18 +425,13 @@ class Reshard:
         from pretraining.checkpoints.export import reshard
 
         reshard(checkpoint, options.to, options.files)
-        return {
-            "checkpoint": str(checkpoint),
-            "step": step_of(checkpoint),
-            "to": str(options.to),
-            "files": options.files,
-            "bytes": _bytes_in(options.to),
-        }
+        size = sum(path.stat().st_size for path in options.to.iterdir())
+        answer = {"checkpoint": str(checkpoint), "step": step_of(checkpoint), "to": str(options.to)}
+        return {**answer, "files": options.files, "bytes": size}
 
     def as_text(self, answer: dict) -> str:
-        return (
-            f"{answer['to']}: {answer['checkpoint']} in {answer['files']} files, {num_bytes(answer['bytes'])}"
-        )
+        files = f"{answer['files']} files, {num_bytes(answer['bytes'])}"
+        return f"{answer['to']}: {answer['checkpoint']} in {files}"
 
 
 VERBS = {
@@ -538,10 +517,6 @@ def _whole_checkpoint(folder: Path, step: int | None, option: str) -> Path:
 def _refuse_existing(folder: Path, option: str) -> None:
     if folder.exists():
         raise UserError(f"{folder}: is there already; remove it, or choose another with {option}")
-
-
-def _bytes_in(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.iterdir())
 
 
 if __name__ == "__main__":

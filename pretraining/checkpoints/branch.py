@@ -50,9 +50,8 @@ def branch(checkpoint: Path, stage: StageChanges, output: Path) -> dict:
     only read. The new recipe is that of the checkpoint with another name, schedule and budget, and with the settings of
     the stage, whose changes count as accepted. `output` appears complete or not at all.
 
-    Raises:
-        UserError: the rate is not stable at that step, the step's size still rises, a setting is wrong, or the
-            checkpoint could not be loaded with it.
+    Raises `UserError` if the rate is not stable at that step, the step's size still rises, a setting is wrong, or the
+    checkpoint could not be loaded with it.
     """
     marker, folder = read_marker(checkpoint), output.absolute().parent
     folder.mkdir(parents=True, exist_ok=True)
@@ -101,8 +100,7 @@ def read_stage(path: Path) -> tuple[tuple[str, ...], str | None]:
 
     A `base` in it makes the file a recipe too, which can be planned, and trained by itself.
 
-    Raises:
-        UserError: it is no JSON object of a recipe's sections.
+    Raises `UserError` if it is no JSON object of a recipe's sections.
     """
     where, settings, found = display_path(path), [], read_json(path)
     sections = recipe_schema()["properties"]

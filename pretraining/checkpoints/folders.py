@@ -73,7 +73,6 @@ def step_of(checkpoint: Path) -> int:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Return every file below `folder`, by name."""
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
@@ -126,9 +125,7 @@ def move_aside(run: RunFolder, folder: Path) -> Path:
 class Place(Protocol):
     """Where checkpoints are: a run folder or another folder (`DiskPlace`), or a store (`RemoteRun`)."""
 
-    def where(self, name: str, /) -> str:
-        """Return the path or the address of a checkpoint."""
-
+    def where(self, name: str, /) -> str: ...
     def marker(self, name: str, /) -> bytes | None:
         """Read a checkpoint's marker; None if it has none."""
 

@@ -84,7 +84,7 @@ class MarkerDamage(ValueError):
 
 
 def no_progress(num_bytes: int) -> None:
-    """Count nothing."""
+    pass
 
 
 def file_entry(path: Path, progress: Callable[[int], None] = no_progress) -> dict:
@@ -147,7 +147,6 @@ def write_receipt(folder: Path, rank: int, ranks: int, files: dict[str, dict], *
 
 
 def read_receipt(folder: Path, rank: int, ranks: int) -> dict:
-    """Read what a rank wrote with `write_receipt`."""
     name = receipt_name(rank, ranks)
     return parse_receipt(read_bytes(folder / name), folder / name)
 
@@ -167,8 +166,7 @@ def commit_checkpoint(folder: Path, content: dict) -> None:
 
     The marker's files are those of the receipts, and the receipts themselves.
 
-    Raises:
-        FileNotFoundError: a receipt is missing.
+    Raises `FileNotFoundError` if a receipt is missing.
     """
     files, receipts, ranks = {}, {}, content["ranks"]
     for rank in range(ranks):
@@ -205,10 +203,8 @@ def place_marker(folder: Path, sealed: bytes) -> None:
 def read_marker(folder: Path) -> dict:
     """Read the marker of a committed checkpoint.
 
-    Raises:
-        FileNotFoundError: there is none, so that the folder does not count as a checkpoint.
-        MarkerDamage: it was edited or damaged.
-        UserError: a newer version wrote it, or one from before this format.
+    Raises `FileNotFoundError` if there is none, so that the folder does not count as a checkpoint, `MarkerDamage` if it
+    was edited or damaged, and `UserError` if a newer version wrote it, or one from before this format.
     """
     return parse_marker(read_bytes(folder / MARKER), folder)
 
@@ -301,7 +297,6 @@ class Start:
         return replace(self, initial_weights=facts)
 
     def progress(self, recipe: Recipe) -> Progress:
-        """Return how far the run is in this recipe's budget."""
         return Progress.of(recipe, self.step, self.tokens, self.changes)
 
 

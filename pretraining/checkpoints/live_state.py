@@ -107,9 +107,18 @@ def live_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Live
 class LiveState:
     """The blocks of this rank if no parameter is sharded: plain PyTorch, DDP and stage 0."""
 
+    is_partitioned = False
+
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer):
         self.names = {parameter: name for name, parameter in model.named_parameters()}
         self.model, self.optimizer = model, optimizer
+        self.torch_optimizer = optimizer.optimizer if self.is_partitioned else optimizer
+        """The one that keeps the states, without what DeepSpeed wraps around it."""
+        self.loss_scaler = getattr(optimizer, "loss_scaler", None) if self.is_partitioned else None
+        """DeepSpeed's own (fp16), or None."""
+        # Without a partition, states that have a shape of their own are the same on every rank.
+        self.owns_whole = self.is_partitioned or dist.get_rank() == 0
+        """Whether this rank saves those states."""
         # what this rank holds of a parameter whose layer is split over ranks; None: all of it
         self.cuts = {
             name: Cut.of(deepspeed.whole_shape(parameter), parts) if parts else None
@@ -120,11 +129,6 @@ class LiveState:
         self.blocks = list(self._blocks())
         trained = {name for block in self.blocks for name in block.parameters}
         self.frozen = {name: parameter for parameter, name in self.names.items() if name not in trained}
-
-    @property
-    def torch_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer that keeps the states, without what DeepSpeed wraps around it."""
-        return self.optimizer
 
     def _blocks(self) -> Iterator[Block]:
         for group, values in enumerate(self.optimizer.param_groups):
@@ -148,13 +152,7 @@ class LiveState:
             parameter.detach().view(-1).copy_(read)
 
     def own(self, piece: Piece) -> Piece:
-        """Return the part of a piece that this rank saves."""
         return _share_of(piece, *self.holders[piece.parameter])
-
-    def owns_whole(self) -> bool:
-        """Return whether this rank saves the states that have a shape of their own."""
-        # Here they are the same on every rank.
-        return dist.get_rank() == 0
 
     def is_swapped(self, block: Block) -> bool:
         """Return whether the block is on NVMe, and in memory only while it is `held`."""
@@ -168,17 +166,11 @@ class LiveState:
     def set_weights(self) -> None:
         """Set the weights that the model computes with from the masters; here they are the same tensors."""
 
-    def loss_scaler(self) -> object | None:
-        """Return DeepSpeed's own loss scaler (fp16), or None."""
-        return None
-
 
 class PartitionedOptimizer(LiveState):
     """ZeRO-1 and 2: each parameter group is one flat vector, of which each rank optimizes a partition."""
 
-    @property
-    def torch_optimizer(self) -> torch.optim.Optimizer:
-        return self.optimizer.optimizer
+    is_partitioned = True
 
     def _blocks(self) -> Iterator[Block]:
         for tensor, group, optimizer, parameters, slices in deepspeed.zero_partitions(self.optimizer):
@@ -190,14 +182,8 @@ class PartitionedOptimizer(LiveState):
             ]
             yield Block(tensor, group, optimizer, pieces, [self.names[parameter] for parameter in parameters])
 
-    def owns_whole(self) -> bool:
-        return True
-
     def set_weights(self) -> None:
         deepspeed.set_weights(self.optimizer)
-
-    def loss_scaler(self) -> object | None:
-        return getattr(self.optimizer, "loss_scaler", None)
 
 
 class PartitionedParameters(PartitionedOptimizer):
@@ -243,8 +229,7 @@ class PartitionedParameters(PartitionedOptimizer):
 def set_block(block: Block, reader: CheckpointReader) -> None:
     """Set a block's master weights and optimizer states; only one piece of a parameter is in memory at a time.
 
-    Raises:
-        UserError: the checkpoint does not keep what this optimizer needs.
+    Raises `UserError` if the checkpoint does not keep what this optimizer needs.
     """
     for piece in block.pieces:
         elements = reader.read(MASTER, piece.parameter, piece.start, piece.numel, piece.cut)

@@ -122,7 +122,7 @@ class CheckpointManager(TrainerCallback):
                 buffer.copy_(reader.read(BUFFER, name, 0, buffer.numel()).view_as(buffer))
         reader.close()
         set_schedule(trainer.lr_scheduler, reader.state["schedule"])
-        scaler: Any = live.loss_scaler() or trainer.accelerator.scaler
+        scaler: Any = live.loss_scaler or trainer.accelerator.scaler
         saved = reader.state["loss_scaler"] or {}
         # values that this scaler does not have are left out
         if hasattr(scaler, "load_state_dict"):
@@ -236,7 +236,7 @@ def shared_files(trainer: OpenTrainer, live: LiveState) -> dict[str, bytes]:
         # the shape of the whole tensor, even if ZeRO-3 has partitioned it
         return {"shape": list(whole_shape(tensor)), "dtype": str(tensor.dtype).removeprefix("torch.")}
 
-    scaler = live.loss_scaler() or trainer.accelerator.scaler
+    scaler = live.loss_scaler or trainer.accelerator.scaler
     # DeepSpeed's scaler has no state of its own: its attributes are its state.
     numbers = {}
     if scaler is not None:
@@ -269,7 +269,7 @@ def rank_tensors(live: LiveState) -> Iterator[tuple[str, torch.Tensor]]:
                         key = fragment_key(state, piece.parameter, piece.start, piece.cut)
                         yield key, copied(piece.of(tensor))
             # A state with its own shape must belong to one parameter: that of a flat partition fits no other partition.
-            if len(block.parameters) == 1 and live.owns_whole():
+            if len(block.parameters) == 1 and live.owns_whole:
                 for state, tensor in block.whole().items():
                     yield fragment_key(state, block.parameters[0], None), copied(tensor.detach())
     for name in live.frozen:
@@ -296,7 +296,6 @@ def _persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def schedule_state(scheduler: LRScheduler) -> dict:
-    """Return the schedule's own state, and the rate of each parameter group."""
     rates = [group["lr"] for group in scheduler.optimizer.param_groups]
     return {"state": scheduler.state_dict(), "rates": [float(rate) for rate in rates]}
 

@@ -227,7 +227,6 @@ class RemoteRun(Store):
         return sorted(found, key=step_in, reverse=True)
 
     def marker(self, name: str) -> bytes | None:
-        """Read a checkpoint's marker; None if it has none."""
         return self.read_if_there(f"{name}/{MARKER}")
 
     def verdicts(self, name: str, files: Files, progress: Progress = no_progress) -> dict[str, str | None]:

@@ -448,8 +448,7 @@ def roll_back(run: RunFolder, start: Start, finding: RollbackCause, recipe: Reci
 
     start: where this attempt began.
 
-    Raises:
-        GaveUp: on every rank, if the policy is another one or has no rollback left.
+    Raises `GaveUp` on every rank, if the policy is another one or has no rollback left.
     """
 
     def write() -> str | None:

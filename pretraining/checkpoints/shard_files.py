@@ -105,7 +105,6 @@ class Cut(NamedTuple):
             start += rows * columns
 
     def place(self, row: int, column: int) -> int:
-        """Return the number of an element of the cut by its place in the whole matrix."""
         return (row - self.row) * self.columns + column - self.column
 
 
@@ -224,8 +223,7 @@ class CheckpointReader:
     cannot. It is called only for what the files here do not hold. first: the number of the file that holds most of what
     will be read: the others are opened only for what it lacks. None opens all of them.
 
-    Raises:
-        UserError: `folder` is no checkpoint of this format, or files of it are missing.
+    Raises `UserError` if `folder` is no checkpoint of this format, or files of it are missing.
     """
 
     def __init__(self, folder: Path, fetch: Callable[[str], bool] | None = None, first: int | None = None):
@@ -315,7 +313,6 @@ class CheckpointReader:
         return prod(self.parameters[parameter])
 
     def dtype(self, state: str, parameter: str) -> torch.dtype:
-        """Return the type in which a per-element state was saved."""
         fragment = self._fragments[state, parameter][0]
         kind = self._opened(fragment.file).get_slice(fragment.key).get_dtype()
         return next(dtype for dtype, name in _TYPES.items() if name == kind)

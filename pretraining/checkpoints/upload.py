@@ -95,7 +95,6 @@ class Uploader:
         self._proceed()
 
     def wait(self) -> None:
-        """Wait until all offered uploads are done or have failed."""
         with long_work():
             while not self._proceed():
                 time.sleep(_PAUSE_SECONDS)

@@ -118,8 +118,7 @@ class Analysis:
 def analyze(record: RunRecord, track_record: Sequence[float] = ()) -> Analysis:
     """Read the curve of a run.
 
-    Args:
-        track_record: relative errors of forecasts of finished runs (`track_record_of`).
+    track_record: relative errors of forecasts of finished runs (`track_record_of`).
     """
     rows, losses = record.metrics.column("train/loss")
     tokens = record.tokens[rows] if len(rows) else np.array([])
@@ -472,8 +471,7 @@ def report_end(run: RunFolder) -> None:
 def standing_text(standing: Standing, now: float) -> str:
     """Say in which state a run is, and since when; empty for a finished or running one.
 
-    Args:
-        now: UNIX seconds, because the state depends on the clock.
+    now: UNIX seconds, because the state depends on the clock.
     """
     since = f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime(standing.since))} UTC"
     # never 0 or less, whatever the two clocks say

@@ -35,8 +35,7 @@ def live_report(run: RunFolder, every_seconds: float | None) -> Iterator[None]:
     A block that adds nothing to metrics or events, such as a refused run, leaves the page as it was. The writer ends
     with the run, however the run ends: its standard input is a pipe that no other process holds.
 
-    Args:
-        every_seconds: shortest time between two pages; None for no report.
+    every_seconds: shortest time between two pages; None for no report.
     """
     is_wanted = every_seconds and os.environ.get("RANK", "0") == "0"
     writer = start_writer(run, every_seconds) if is_wanted else None
@@ -77,8 +76,7 @@ def start_writer(run: RunFolder, every_seconds: float) -> subprocess.Popen | Non
 def watch(folder: Path, output: Path, every_seconds: float, since: float = 0.0) -> None:
     """Write a page at most every `every_seconds`, in at most a tenth of the time, until standard input ends.
 
-    Args:
-        since: UNIX seconds; the first page is written after the run has written something later than this.
+    since: UNIX seconds; the first page is written after the run has written something later than this.
     """
     set_priority(os.getpid(), LAST)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):

@@ -196,14 +196,16 @@ def run_payload(
 ) -> dict:
     """Collect everything that the page shows of one run.
 
-    Args:
-        live: True if a process of the run writes the page again and again, False if it writes the last one, None if
-            the page is written from outside.
-        track_record: relative errors of forecasts of finished runs, for the sentences.
-        name: what the page calls the run; None for its recipe's name.
+    live: True if a process of the run writes the page again and again, False if it writes the last one, None if the
+    page is written from outside. track_record: relative errors of forecasts of finished runs, for the sentences. name:
+    what the page calls the run; None for its recipe's name.
     """
     found, metrics = analyze(record, track_record), record.metrics
     times = [event_seconds(event) for event in record.events[:1]] + list(metrics.times[:1])
+    # the last events; routine ones, which are many, fill at most half of the list
+    routine = [event.get("event") in ROUTINE for event in record.events]
+    halves = ([n for n, each in enumerate(routine) if each == kind] for kind in (False, True))
+    listed = sorted(n for half in halves for n in half[-MOST_EVENTS // 2 :])
     return {
         "name": name or record.name,
         "folder": str(record.run.path),
@@ -241,7 +243,9 @@ def run_payload(
         "plan": plan_beside_measured(record),
         "scores": _scores(record),
         "sources": [row.get("source") for row in record.mixture.get("run", {}).get("sources", [])],
-        "events": _events(record),
+        "events": [
+            {**_plain(record.events[n]), "step": record.event_steps[n], "routine": routine[n]} for n in listed
+        ],
         "samples": _samples(record),
         "console": console_tail(record.run.console_log, LAST_CONSOLE_BYTES),
         "recipe": record.recipe,
@@ -344,17 +348,6 @@ def plan_beside_measured(record: RunRecord) -> dict:
             pairs.append(pair)
     facts = {name: record.plan[name] for name in FACTS if record.plan.get(name) is not None}
     return {"facts": facts, "pairs": pairs}
-
-
-def _events(record: RunRecord) -> list[dict]:
-    """List the last events, each with its step; routine ones, which are many, fill at most half of the list."""
-    routine = [event.get("event") in ROUTINE for event in record.events]
-    notable = [number for number, is_routine in enumerate(routine) if not is_routine][-MOST_EVENTS // 2 :]
-    saves = [number for number, is_routine in enumerate(routine) if is_routine][-MOST_EVENTS // 2 :]
-    return [
-        {**_plain(record.events[n]), "step": record.event_steps[n], "routine": routine[n]}
-        for n in sorted(notable + saves)
-    ]
 
 
 def _samples(record: RunRecord) -> dict:

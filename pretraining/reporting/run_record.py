@@ -56,8 +56,7 @@ class Standing:
 class RunRecord:
     """What the files of one run say; `refresh` reads what has changed.
 
-    Raises:
-        UserError: there is no such folder, or no run has written to it.
+    Raises `UserError` if there is no such folder, or no run has written to it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -72,7 +71,6 @@ class RunRecord:
         self.refresh()
 
     def refresh(self) -> "RunRecord":
-        """Read what is new; return this record."""
         self.metrics.read()
         self.events = read_events(self.run.events)
         self.samples = [row for row in read_rows(self.run.samples) if isinstance(row.get("step"), int)]
@@ -173,7 +171,6 @@ class RunRecord:
 
     @property
     def newest_place(self) -> dict[str, float]:
-        """Give the newest step that rows and events know: an event may be newer than the last logged step."""
         return self.at_step(self.newest_step)
 
     @property
@@ -223,7 +220,6 @@ class RunRecord:
         return Standing("silent" if silent else "running", self.last_written, step, checkpoint=checkpoint)
 
     def checkpoint_steps(self) -> list[int]:
-        """List the steps of the committed checkpoints in the run folder, rising."""
         folders = [path.parent.name for path in self.run.path.glob("checkpoint-*/committed.json")]
         return sorted(int(name.rpartition("-")[2]) for name in folders if name.rpartition("-")[2].isdigit())
 
@@ -331,11 +327,9 @@ class MetricsFile:
         return np.array(rows, dtype=np.int64), np.array(values, dtype=np.float64)
 
     def names(self) -> list[str]:
-        """List the metrics that some row has, sorted."""
         return sorted(self.columns)
 
     def last(self, name: str) -> float | None:
-        """Give the newest value of a metric; None if no row has it."""
         return self.columns[name][1][-1] if name in self.columns else None
 
     def _add(self, line: bytes) -> None:

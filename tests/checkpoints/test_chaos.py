@@ -10,7 +10,10 @@ OF_SEVERAL = (("zero2:sequence=2", 2), ("zero3", 2), ("null", 1))
 
 
 def test_killed_at_random_moments_and_left_to_finish(workshop):
-    """Weights, losses and validation of every run are those of the undisturbed one, to the last bit."""
+    """Weights, losses and validation of every run are those of the undisturbed one, to the last bit.
+
+    It takes a start for each of the kills: fewer would seldom meet a save.
+    """
     seed = int(os.environ.get("CHAOS_SEED") or random.SystemRandom().randrange(10**6))
     print(f"to repeat these kills: CHAOS_SEED={seed}")
     counts = Chaos(workshop, seed).endure(KILLS)

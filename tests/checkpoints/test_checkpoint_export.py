@@ -5,6 +5,7 @@ import shutil
 import sys
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from pretraining.checkpoints.format import read_marker
 from pretraining.runtime.run_folder import RunFolder
@@ -15,17 +16,8 @@ from tests.gear.runs import Run, execute
 def test_the_export_of_the_last_checkpoint_is_the_runs_own(workshop, tmp_path, stage):
     """Same weights and config to the byte, from two ranks' fragments; the card tells the step."""
     run = workshop.run(stage)
-    command = [
-        "forked",
-        "0",
-        "-m",
-        "pretraining.checkpoints",
-        "export",
-        run.folder,
-        "--to",
-        tmp_path / "export",
-    ]
-    finished = execute(command)
+    verb = ["-m", "pretraining.checkpoints", "export", run.folder, "--to", tmp_path / "export"]
+    finished = execute(["forked", "0", *verb])
     assert finished.code == 0, finished.output
     for name in ("model.safetensors", "config.json", "generation_config.json", "tokenizer.json"):
         assert (tmp_path / "export" / name).read_bytes() == (run.dir.export / name).read_bytes()
@@ -34,8 +26,6 @@ def test_the_export_of_the_last_checkpoint_is_the_runs_own(workshop, tmp_path, s
 
 def test_pruning_can_keep_the_weights(workshop, tmp_path):
     """`--demote_to_weights`: what goes stays as a model that loads."""
-    from transformers import AutoModelForCausalLM
-
     run = RunFolder(shutil.copytree(workshop.plain().folder, tmp_path / "run"))
     options = ["--keep_last", "1", "--demote_to_weights", "--yes"]
     finished = execute(["forked", "0", "-m", "pretraining.checkpoints", "prune", run.path, *options])
@@ -68,16 +58,3 @@ def test_an_accepted_change_is_recorded(workshop, tmp_path):
     assert json.loads(run.dir.recipe.read_text())["budget"]["tokens_per_step"] == 1024
     verified = execute([sys.executable, "-m", "pretraining.checkpoints", "verify", run.folder])
     assert verified.code == 0, verified.output
-
-
-def test_a_resharded_copy_is_a_checkpoint_like_any_other(workshop, tmp_path):
-    """Three files of two ranks' two: committed, whole, and exported to the same bytes."""
-    run, words = workshop.run("zero2"), ["forked", "0", "-m", "pretraining.checkpoints"]
-    finished = execute([*words, "reshard", run.folder, "--files", "3", "--to", tmp_path / "copy"])
-    assert finished.code == 0, finished.output
-    assert len(list((tmp_path / "copy").glob("*.safetensors"))) == 3
-    export = ["export", tmp_path / "copy", "--model", run.dir.model, "--to", tmp_path / "export"]
-    finished = execute([*words, *export])
-    assert finished.code == 0, finished.output
-    weights = [folder / "model.safetensors" for folder in (tmp_path / "export", run.dir.export)]
-    assert weights[0].read_bytes() == weights[1].read_bytes()

@@ -208,24 +208,21 @@ CHANGES = {
 @pytest.mark.parametrize("setting, key", CHANGES.values(), ids=CHANGES)
 def test_a_changed_recipe_is_refused_by_name_or_accepted(run, setting, key):
     """--allow_change takes the key or its section, and no other."""
-    with pytest.raises(
-        UserError, match=rf"another recipe: {key}.*: .* there, .* here.* --allow_change {key}"
-    ):
+    said = rf"another recipe: {key}.*: .* there, .* here.* --allow_change {key}"
+    with pytest.raises(UserError, match=said):
         accepted(run, setting)
     with pytest.raises(UserError, match=key):
         accepted(run, setting, allowed=["training.learning_rate"])
-    assert (
-        accepted(run, setting, allowed=[key]) == accepted(run, setting, allowed=[key.split(".")[0]]) == [key]
-    )
+    for allowed in (key, key.split(".")[0]):
+        assert accepted(run, setting, allowed=[allowed]) == [key]
     write_json(run.changes, [{"step": 12, "key": key, "from": None, "to": json.loads(setting.split("=")[1])}])
     assert accepted(run, setting) == [key], "what an earlier start accepted is asked for once"
 
 
 def test_what_no_key_names_is_compared_too(run):
     """Weights of sources down to the number, other tokens, other shapes; another name of the same tokens is none."""
-    with pytest.raises(
-        UserError, match=r"data\.sources\.0\.weight: null there, 0\.7 here.*--allow_change data\.sources"
-    ):
+    said = r"data\.sources\.0\.weight: null there, 0\.7 here.*--allow_change data\.sources"
+    with pytest.raises(UserError, match=said):
         accepted(run, "data.sources.0.weight=0.7")
     assert accepted(run, "data.sources.0.weight=0.7", allowed=["data.sources"]) == ["data.sources"]
     assert accepted(run, "data.name=python-stdlib.replaced-1", "data.encoder=tokenizers") == []
@@ -237,9 +234,15 @@ def test_what_no_key_names_is_compared_too(run):
         accepted(run, "model.n_layer=5", allowed=["model"])
 
 
+LARGER, BY_TOKENS = "budget.tokens_per_step=4096", ("budget.warmup_tokens=102400", "training.warmup_steps=0")
+FLAT = ("training.lr_scheduler_type=constant", "training.lr_scheduler_kwargs={}", "training.warmup_steps=0")
+DECAYING = (
+    "training.lr_scheduler_type=warmup_stable_decay",
+    'training.lr_scheduler_kwargs={"num_decay_steps": 100}',
+)
 ACCEPTED = {
     "steps counted": (
-        ("budget.tokens_per_step=4096",),
+        (LARGER,),
         "the learning rate stays where it was: the schedule cosine_with_min_lr goes on in steps of 2,048 tokens",
     ),
     "a ramp": (
@@ -247,26 +250,11 @@ ACCEPTED = {
         "the learning rate moves by it: the schedule cosine_with_min_lr counts steps",
     ),
     "a decay counted in steps": (
-        (
-            "budget.tokens_per_step=4096",
-            "training.lr_scheduler_type=warmup_stable_decay",
-            'training.lr_scheduler_kwargs={"num_decay_steps": 100}',
-        ),
+        (LARGER, *DECAYING),
         "budget.warmup_tokens (in place of training.warmup_steps) or budget.decay_tokens says the same",
     ),
-    "tokens counted": (
-        ("budget.tokens_per_step=4096", "budget.warmup_tokens=102400", "training.warmup_steps=0"),
-        "",
-    ),
-    "a flat rate": (
-        (
-            "budget.tokens_per_step=4096",
-            "training.lr_scheduler_type=constant",
-            "training.lr_scheduler_kwargs={}",
-            "training.warmup_steps=0",
-        ),
-        "",
-    ),
+    "tokens counted": ((LARGER, *BY_TOKENS), ""),
+    "a flat rate": ((LARGER, *FLAT), ""),
     "another key": (("training.seed=8",), ""),
 }
 
@@ -306,15 +294,8 @@ def test_a_schedule_of_steps_goes_on_where_it_was_when_their_size_changes():
 
 def test_with_tokens_counted_the_rate_stays_where_it_was():
     """As large a share of the schedule is done as before the steps grew."""
-    before, now = (
-        load_recipe("tiny", [f"budget.tokens_per_step={size}", *settings])
-        for size, settings in (
-            (2048, ()),
-            (4096, ("budget.warmup_tokens=102400", "training.warmup_steps=0")),
-        )
-    )
-    start = Start(None, 400, 400 * 2048)
-    progress = start.progress(now)
+    before, now = load_recipe("tiny"), load_recipe("tiny", [LARGER, *BY_TOKENS])
+    progress = Start(None, 400, 400 * 2048).progress(now)
     clock, last = progress.full_steps_at, progress.last_step
     assert clock(400) / clock(last) == 400 / before.num_steps
     assert now.warmup_steps(last) / clock(last) == before.warmup_steps(before.num_steps) / before.num_steps
@@ -322,12 +303,12 @@ def test_with_tokens_counted_the_rate_stays_where_it_was():
 
 def test_changed_tokens_per_step_keep_the_budget_and_the_position(run):
     """12 steps of 2,048 tokens, then steps of 4,096: no sample twice, and the run ends with its budget."""
-    recipe = identity_of("budget.tokens_per_step=4096").recipe
+    recipe = identity_of(LARGER).recipe
     start = Start.at(run.checkpoint(12))
     assert start.tokens == 12 * 2048 and start.progress(recipe).first_sample * 128 == start.tokens
     last = start.progress(recipe).last_step
     assert start.progress(recipe).tokens_at(last) == recipe.budget.tokens and last == 12 + (1000 - 12) // 2
-    again = save(run, 20, identity=replace(identity_of("budget.tokens_per_step=4096"), start=start))
+    again = save(run, 20, identity=replace(identity_of(LARGER), start=start))
     assert Start.at(again).progress(recipe).last_step == last
     assert read_marker(again)["tokens"] == 12 * 2048 + 8 * 4096
 

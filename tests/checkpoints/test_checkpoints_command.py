@@ -1,17 +1,18 @@
 """`python -m pretraining.checkpoints`: what it shows, finds and removes, on small files."""
 
 import json
+import os
 import shutil
 import signal
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from pretraining.checkpoints.__main__ import main
 from pretraining.checkpoints.format import MARKER
 from pretraining.errors import UserError
+from pretraining.runtime.lock import lock_idle_run
 from pretraining.runtime.run_folder import RunFolder
 from tests.gear.runs import Started, committed, contents, execute
 from tests.gear.small_checkpoints import identity_of, save
@@ -44,13 +45,8 @@ def states(answer: dict) -> list[tuple]:
 
 def test_list_tells_the_state_of_each(run, capsys):
     """From markers and sizes alone: a changed byte is for `verify`, a cut file is seen at once."""
-    everything = [
-        (8, "uncommitted"),
-        (6, "committed"),
-        (4, "committed"),
-        (2, "committed"),
-        (1, "weights only"),
-    ]
+    whole = [(step, "committed") for step in (6, 4, 2)]
+    everything = [(8, "uncommitted"), *whole, (1, "weights only")]
     answer = answered(capsys, "list", run.path)
     assert states(answer) == [*everything, (2, "set aside")]
     newest = answer["checkpoints"][1]
@@ -67,16 +63,9 @@ def test_verify_reads_every_byte(run, capsys):
     """Each file's verdict, then one line and exit code 2; a whole one alone is fine."""
     with pytest.raises(UserError, match=r"1 of 3 checkpoints damaged: .*checkpoint-4: state_1\.bin has"):
         main(["verify", str(run.path), "--json"])
-    found = {
-        Path(each["checkpoint"]).name: each for each in json.loads(capsys.readouterr().out)["checkpoints"]
-    }
-    assert {name: each["whole"] for name, each in found.items()} == {
-        "checkpoint-6": True,
-        "checkpoint-4": False,
-        "checkpoint-2": True,
-    }
-    bad = {name: reason for name, reason in found["checkpoint-4"]["files"].items() if reason}
-    assert list(bad) == ["state_1.bin"]
+    answer = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [each["whole"] for each in answer] == [True, False, True]
+    assert [name for name, reason in answer[1]["files"].items() if reason] == ["state_1.bin"]
     main(["verify", str(run.path), "--step", "6"])
     assert "checkpoint-6: whole" in capsys.readouterr().out
     main(["verify", str(run.checkpoint(2))])
@@ -93,19 +82,14 @@ def test_prune_shows_first_and_removes_when_told(run, capsys):
     assert "kept: 6, 4, 2" in capsys.readouterr().out
     done = answered(capsys, "prune", run.path, "--yes")
     assert done["removed"] and committed(run.path) == ["checkpoint-6"]
-    assert sorted(path.name for path in run.path.iterdir() if path.is_dir()) == [
-        "aside",
-        "checkpoint-6",
-        "weights-1",
-    ]
+    left = sorted(path.name for path in run.path.iterdir() if path.is_dir())
+    assert left == ["aside", "checkpoint-6", "weights-1"]
     main(["prune", str(run.path)])
     assert "nothing to remove" in capsys.readouterr().out
 
 
 def test_prune_leaves_a_run_that_is_writing_alone(run):
     """What looks uncommitted may be on its way."""
-    from pretraining.runtime.lock import lock_idle_run
-
     with lock_idle_run(run.path):
         before = contents(run.path)
         with pytest.raises(UserError, match="another run is writing there"):
@@ -116,10 +100,7 @@ def test_prune_leaves_a_run_that_is_writing_alone(run):
 MISTAKES = {
     "no such folder": (["list", "/nowhere"], "/nowhere: no such folder"),
     "no run": (["list", "{empty}"], "no run folder"),
-    "no such step": (
-        ["verify", "{run}", "--step", "5"],
-        "no committed checkpoint of step 5; there are those of 2, 4",
-    ),
+    "no such step": (["verify", "{run}", "--step", "5"], "checkpoint of step 5; there are those of 2, 4"),
     "unknown verb": (["check", "{run}"], "invalid choice: 'check'"),
     "damaged": (["export", "{run}", "--step", "4"], "damaged: state_1.bin has changed"),
     "there already": (["export", "{run}", "--step", "6", "--to", "{empty}"], "is there already"),
@@ -136,21 +117,13 @@ def test_each_mistake_is_one_line(run, tmp_path, words, message):
 
 def test_a_benchmark_that_is_ended_leaves_no_files(tmp_path):
     """As `timeout` ends it: what it has written of a checkpoint may be gigabytes."""
-    words = [
-        "benchmarks/checkpoint.py",
-        "verify",
-        "--gigabytes",
-        "0.07",
-        "--pairs",
-        "100000",
-        "--folder",
-        tmp_path,
-    ]
-    started = Started([sys.executable, *words])
+    words = ["verify", "--gigabytes", "0.07", "--pairs", "100000", "--folder", tmp_path]
+    started = Started(["forked", "0", "benchmarks/checkpoint.py", *words])
     while not list(tmp_path.glob("*/checkpoint-1/*")):
         assert started.process.poll() is None, started.finish().output
         time.sleep(0.01)
-    started.process.terminate()
+    _, rank, *_ = started.process.processes()
+    os.kill(rank, signal.SIGTERM)
     assert started.finish().code == 128 + signal.SIGTERM
     assert not list(tmp_path.iterdir())
 

@@ -3,10 +3,17 @@
 import json
 import math
 
+import datasets
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from pretraining.evaluation.sampling import sample_text
+from pretraining.recipe import load_recipe
+from pretraining.recipe.sections import Sampling
 from tests.gear.runs import MODELS, SMALL_RECIPE, STEPS, execute
 from tests.training.test_curve import BALANCED, IN_BF16, STAGES, stage_run
 
@@ -24,8 +31,6 @@ def tokens() -> torch.Tensor:
 
 
 def loaded(run):
-    from transformers import AutoModelForCausalLM
-
     return AutoModelForCausalLM.from_pretrained(run.dir.export).eval()
 
 
@@ -38,8 +43,6 @@ def test_every_stage_exports_the_same_model(workshop, run, tokens):
 
 def test_tied_weights_are_stored_once(run):
     """One safetensors file, no lm_head beside the embedding it is."""
-    from safetensors import safe_open
-
     assert sorted(path.name for path in run.dir.export.glob("*.safetensors")) == ["model.safetensors"]
     with safe_open(run.dir.export / "model.safetensors", "pt") as file:
         names = set(file.keys())
@@ -49,8 +52,6 @@ def test_tied_weights_are_stored_once(run):
 
 def test_a_bf16_run_exports_bf16_weights(workshop):
     """`dtype` says what is stored."""
-    from safetensors.torch import load_file
-
     for stage in ("zero2", "zero3"):
         run = workshop.run(stage, settings=IN_BF16)
         weights = load_file(run.dir.export / "model.safetensors")
@@ -60,13 +61,10 @@ def test_a_bf16_run_exports_bf16_weights(workshop):
 
 def test_the_tokenizer_comes_along(workshop):
     """AutoTokenizer of the export encodes as the data was encoded, and can generate at once."""
-    from transformers import AutoTokenizer
-
     export = workshop.run("zero2", by="deepspeed").dir.export
     text = "def f(x):\n    return x + 1\n"
-    prepared, exported = (
-        AutoTokenizer.from_pretrained(p) for p in (workshop.data / "corpus/tokenizer", export)
-    )
+    folders = workshop.data / "corpus/tokenizer", export
+    prepared, exported = map(AutoTokenizer.from_pretrained, folders)
     assert exported(text)["input_ids"] == prepared(text)["input_ids"]
     assert exported.decode(exported(text)["input_ids"]) == text
     config = json.loads((export / "config.json").read_text())
@@ -87,8 +85,6 @@ def test_the_model_card_says_what_it_is(run):
 
 def test_the_recipe_of_the_run_folder_repeats_the_run(run):
     """Strictly read, it is the recipe that made it."""
-    from pretraining.recipe import load_recipe
-
     recipe = load_recipe(str(run.dir.recipe))
     assert recipe.to_dict() == json.loads(run.dir.recipe.read_text())
     assert recipe.deepspeed == ("null" if run.events[0]["zero_stage"] is None else recipe.deepspeed)
@@ -103,9 +99,6 @@ def spelled_bytes(tokenizer) -> dict[int, int]:
 @torch.no_grad()
 def independent_validation(workshop, run) -> tuple[float, float]:
     """(nats per token, bits per byte) by a plain loop over the public formats: load_from_disk and the export."""
-    import datasets
-    from transformers import AutoTokenizer
-
     rows = datasets.load_from_disk(str(workshop.data / "corpus"))["validation"]
     stream = np.concatenate([row["input_ids"] for row in rows])
     num_bytes = spelled_bytes(AutoTokenizer.from_pretrained(run.dir.export))
@@ -148,17 +141,17 @@ def test_the_evaluation_command_repeats_the_numbers_and_shows_a_sample(workshop)
     assert found["sample"].startswith("class A") and len(found["sample"]) > len("class A")
 
 
-def test_the_evaluation_command_repeats_the_numbers_of_a_mixture_of_experts(workshop):
-    """Cross-entropy alone, in the run and by the command: neither counts the balance of the router."""
-    run = workshop.run("zero2", settings=(f"model={json.dumps(BALANCED)}",))
-    found = evaluated(workshop, run, "--no-sample")
-    assert found["loss"] == pytest.approx(run.validation_rows[-1]["eval/loss"], abs=1e-5)
+OTHERS = [(None, IN_BF16), ("zero0", IN_BF16), ("zero2", IN_BF16)]
+OTHERS += [("zero2", (f"model={json.dumps(BALANCED)}",))]
 
 
-@pytest.mark.parametrize("stage", [None, "zero0", "zero2"])
-def test_the_evaluation_command_repeats_the_numbers_of_a_bf16_run(workshop, stage):
-    """Weights kept in fp32 are multiplied in bf16, as by the run; weights in bf16 are taken as they are."""
-    run = workshop.run(stage, settings=IN_BF16) if stage else workshop.plain(IN_BF16)
+@pytest.mark.parametrize(("stage", "settings"), OTHERS)
+def test_the_evaluation_command_repeats_the_numbers_of_other_runs(workshop, stage, settings):
+    """Weights kept in fp32 are multiplied in bf16, as by the run; weights in bf16 are taken as they are.
+
+    Of a mixture of experts it is the cross-entropy alone: neither counts the balance of the router.
+    """
+    run = workshop.run(stage, settings=settings) if stage else workshop.plain(settings)
     found, end = evaluated(workshop, run, "--no-sample"), run.events[-1]
     for name in ("loss", "bits_per_byte"):
         assert found[name] == pytest.approx(end[f"eval_{name}"], abs=1e-5)
@@ -167,10 +160,6 @@ def test_the_evaluation_command_repeats_the_numbers_of_a_bf16_run(workshop, stag
 
 def test_the_last_sample_of_a_run_is_that_of_its_export(workshop):
     """The live model under ZeRO-3 writes what the exported one writes, drawn with the same seed."""
-    from transformers import AutoTokenizer
-
-    from pretraining.evaluation.sampling import sample_text
-
     run = workshop.run("zero3")
     last = run.samples[-1]
     tokenizer, num_tokens = (
@@ -184,11 +173,6 @@ def test_the_last_sample_of_a_run_is_that_of_its_export(workshop):
 @pytest.mark.parametrize("name", MODELS)
 def test_a_sample_leaves_no_trace(workshop, name):
     """Random generators, training mode and config are as they were, so that the curve does not see it."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    from pretraining.evaluation.sampling import sample_text
-    from pretraining.recipe.sections import Sampling
-
     settings = {key: value for key, value in MODELS[name].items() if key != "model_type"}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **settings)).train()
     tokenizer = AutoTokenizer.from_pretrained(workshop.data / "corpus/tokenizer")

@@ -33,12 +33,12 @@ def found(tmp_path_factory) -> dict:
     return told[0]
 
 
-def test_one_folder_or_two_is_found_by_itself(found):
-    assert found["shared"] is True and found["disks"] == [0, 1]
-
-
 def test_what_the_disks_hold_together_is_whole(found):
-    """The newest, of which no store has anything: small files that all need go over, shards do not."""
+    """The newest, of which no store has anything: small files that all need go over, shards do not.
+
+    Whether the ranks have one folder or two is found out.
+    """
+    assert found["shared"] is True and found["disks"] == [0, 1]
     whole = found["whole on the disks"]
     assert (whole["checkpoint"], whole["from_store"], whole["fetched"]) == ("checkpoint-12", False, None)
     assert whole["disks"] == [sorted([*COMMON, *OWN[0], OWN[1][0]]), sorted([*COMMON, *OWN[1]])]
@@ -59,38 +59,31 @@ def test_nodes_may_come_back_in_another_order(found):
     assert all(set(names) >= {*COMMON, *own} for names, own in zip(swapped["disks"], OWN, strict=True))
 
 
-def test_damage_on_a_disk_makes_the_checkpoint_before_count(found):
-    damaged = found["damaged on its disk"]
-    assert damaged["checkpoint"] == "checkpoint-8" and damaged["events"][0] == "checkpoint_passed_over"
-
-
 def test_an_empty_node_fetches_what_its_ranks_need(found):
-    """And the node that holds its shards fetches nothing."""
+    """And the node that holds its shards fetches nothing. At another layout every node gets all files."""
     empty = found["an empty node"]
     assert (empty["checkpoint"], empty["from_store"]) == ("checkpoint-8", True)
     assert empty["disks"][1] == sorted([*COMMON, *OWN[1]])
     assert [each["files"] for each in empty["fetched"]] == [0, 4]
+    assert found["another layout"]["disks"] == [sorted([*COMMON, *OWN[0], *OWN[1]])] * 2
 
 
-def test_another_layout_brings_all_files_to_every_node(found):
-    everything = sorted([*COMMON, *OWN[0], *OWN[1]])
-    assert found["another layout"]["disks"] == [everything, everything]
-
-
-def test_a_shard_that_is_gone_from_the_store_makes_the_checkpoint_before_count(found):
-    """On empty disks: the marker names it, the store lacks it."""
+def test_damage_makes_the_checkpoint_before_count(found):
+    """Of a file on a disk; and on empty disks, of one that the marker names and the store lacks."""
+    damaged = found["damaged on its disk"]
+    assert damaged["checkpoint"] == "checkpoint-8" and damaged["events"][0] == "checkpoint_passed_over"
     gone = found["a shard is gone from the store"]
     assert (gone["checkpoint"], gone["from_store"]) == ("checkpoint-4", True)
     (why,) = found["why it is passed over"]
     assert "checkpoint-8/rank-00001-of-00002.safetensors" in why and "\n" not in why
 
 
-def test_the_newest_history_is_continued(found):
-    """The node that rank 0 was on may be gone: the journal, metrics and events of the last start count."""
+def test_the_newest_history_and_the_signs_of_life_reach_rank_0(found):
+    """The node that it was on may be gone: the journal, metrics and events of the last start count.
+
+    Heartbeats and the alarm of other nodes arrive too.
+    """
     assert found["history"] == [2, 3, 4, 4]
-
-
-def test_heartbeats_and_the_alarm_reach_other_nodes(found):
     assert found["heartbeats"] == {"phase": "save", "step": 11}
 
 
@@ -154,7 +147,10 @@ def test_an_offloaded_optimizer_reaches_an_empty_node(nodes, tmp_path):
 
 
 def test_each_node_is_lost_once_and_the_end_is_the_undisturbed_one(nodes, tmp_path, monkeypatch):
-    """ZeRO-2, a real S3 server that fails one request in ten: beta is replaced by an empty node, then alpha."""
+    """ZeRO-2, a real S3 server that fails one request in ten: beta is replaced by an empty node, then alpha.
+
+    It takes six starts of two ranks, which must live until a checkpoint is in the store.
+    """
     (tmp_path / "slow.py").write_text(SLOW)
     reference = nodes.workshop.run("zero2")
     settings = ("training.save_steps=2", f'extensions=["{tmp_path / "slow.py"}"]')

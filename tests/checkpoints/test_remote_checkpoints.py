@@ -213,9 +213,8 @@ def test_what_a_rollback_left_behind_is_not_fetched(tmp_path):
     run, mounted = run_in(tmp_path), str(tmp_path / "mounted")
     folders = [commit(run, step) for step in (4, 8)]
     send(run, mounted, *folders)
-    assert [path.name for path in fetched(tmp_path / "before", mounted).path.glob("checkpoint-*")] == [
-        "checkpoint-8"
-    ]
+    before = fetched(tmp_path / "before", mounted)
+    assert [path.name for path in before.path.glob("checkpoint-*")] == ["checkpoint-8"]
     journal = Journal((Rollback(7, 4, (30, 60)),))
     journal.write(run.journal)
     send(run, mounted, folders[0])  # as the start after a rollback offers it
@@ -289,10 +288,8 @@ def test_a_store_is_listed_and_verified_as_a_disk_is(tmp_path, store, capsys):
         said("verify", f"{store}/{NAME}")
     capsys.readouterr()
     remote.remove(f"checkpoint-8/{MARKER}")
-    assert [each["state"] for each in said("list", f"{store}/{NAME}")["checkpoints"]] == [
-        "uncommitted",
-        "committed",
-    ]
+    states = [each["state"] for each in said("list", f"{store}/{NAME}")["checkpoints"]]
+    assert states == ["uncommitted", "committed"]
     for words, complaint in {
         ("verify", f"{store}/{NAME}", "--step", "8"): "no committed checkpoint of step 8",
         ("list", f"{store}/none"): "no checkpoint-\\* there",
@@ -326,10 +323,9 @@ def test_the_bar_of_a_fetch_shows_the_whole_checkpoint_and_no_byte_twice(
     for name in (rank_file(0, 2), rank_file(1, 2)):
         with fetching_bar("what two ranks bring", other, files):
             shutil.copy(folder / name, other)
-        share = sum(files[each.name]["bytes"] for each in other.iterdir()) / sum(
-            entry["bytes"] for entry in files.values()
-        )
-        assert shown_last(capsys) == f"{100 * share:.0f}%"
+        arrived = [each.name for each in other.iterdir()]
+        here, whole = (sum(files[name]["bytes"] for name in names) for names in (arrived, files))
+        assert shown_last(capsys) == f"{100 * here / whole:.0f}%"
 
 
 def shown_last(capsys) -> str:
@@ -342,9 +338,7 @@ def test_no_listing_from_before_decides(tmp_path, connected, upload):
     here = RemoteRun(upload, NAME)
     here.write_bytes("folder/first", b"1")
     assert here.sizes("folder") == {"first": 1} and list(here.sizes("")) == ["folder"]
-    other = (
-        "import sys; from pretraining.checkpoints.remote import RemoteRun; there = RemoteRun(*sys.argv[1:])\n"
-    )
+    other = "import sys; from pretraining.checkpoints.remote import RemoteRun as Run; there = Run(*sys.argv[1:])\n"
     other += "there.write_bytes('folder/second', b'22'); there.write_bytes('new/file', b'')\n"
     other += "there.remove('folder/first')"
     finished = execute([sys.executable, "-c", other, upload, NAME])
@@ -523,13 +517,9 @@ def test_what_waiting_cannot_mend_is_answered_at_once(tmp_path):
     run = run_in(tmp_path)
     send(run, str(tmp_path / "there"), commit(run, 4))
     (tmp_path / "there" / NAME / "checkpoint-4" / "state.json").unlink()
-    with pytest.raises(
-        UserError, match=f"a file that its {MARKER} names is not there .*state.json"
-    ) as refused:
-        choose_checkpoint(
-            RunFolder(tmp_path / "x" / NAME),
-            f"{tmp_path}/there/{NAME}/checkpoint-4".replace("/", "file:///", 1),
-        )
+    lacking = f"a file that its {MARKER} names is not there .*state.json"
+    with pytest.raises(UserError, match=lacking) as refused:
+        choose_checkpoint(RunFolder(tmp_path / "x" / NAME), f"file://{tmp_path}/there/{NAME}/checkpoint-4")
     assert "upload" not in str(refused.value)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="no such bucket or folder"):
@@ -594,9 +584,11 @@ def test_credentials_reach_no_file_no_event_no_message(tmp_path, monkeypatch, ca
     monkeypatch.setenv("AWS_SESSION_TOKEN", secret[::-1])
     run = run_in(tmp_path)
     remote = RemoteRun(UPLOAD, NAME)
-    monkeypatch.setattr(
-        remote, "_filesystem", lambda: (_ for _ in ()).throw(PermissionError(f"key {secret} refused"))
-    )
+
+    def refuse() -> None:
+        raise PermissionError(f"key {secret} refused")
+
+    monkeypatch.setattr(remote, "_filesystem", refuse)
     uploader = Uploader(run, remote)
     uploader.offer(commit(run, 4))
     uploader.wait()

@@ -19,7 +19,8 @@ SECRET = "wJalrXUtnFEMIK7MDENG"
 def test_a_run_goes_on_from_the_store_on_an_empty_machine(workshop, tmp_path, monkeypatch):
     """Two ranks, ZeRO-2, a real S3 server. The newest marker there is damaged: steps 9 and 10 are trained again.
 
-    A slow machine may leave out checkpoint-8 while an older one is under way: it is offered once more.
+    A slow machine may leave out checkpoint-8 while an older one is under way: it is offered once more. It takes four
+    starts: two that train, and two that are refused.
     """
     reference, output = workshop.run("zero2"), tmp_path / "run"
     with s3_server(tmp_path / "log") as address:
@@ -48,17 +49,18 @@ def test_a_run_goes_on_from_the_store_on_an_empty_machine(workshop, tmp_path, mo
     assert (refused.code, refused.stderr.count("\n")) == (2, 1), refused.output
     assert "checkpoint-10 is newer" in refused.stderr
     # a run of another recipe under the same name is refused before anything is fetched
-    assert (
-        stranger.code == 2
-        and "s3://bucket/runs/run/checkpoint-10 holds a checkpoint of another recipe" in stranger.stderr
-    )
+    assert stranger.code == 2
+    assert "s3://bucket/runs/run/checkpoint-10 holds a checkpoint of another recipe" in stranger.stderr
     assert not list(tmp_path.glob("another/run/checkpoint-*"))
     written = [path for path in output.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
     assert not written and SECRET not in first.output + second.output
 
 
 def test_the_last_upload_may_take_longer_than_a_hang_as_long_as_it_gets_on(workshop, tmp_path):
-    """Promise: what stands still is found, what is slow is not. Two runs at once, each with a store of its own."""
+    """Promise: what stands still is found, what is slow is not. Two runs at once, each with a store of its own.
+
+    Takes longer than the limit, which a loaded machine must not reach between two signs of life.
+    """
     seconds = {"slow": 3.5, "stuck": 120.0}  # for each request that is about the checkpoint
     over, limit = threading.Event(), 0.25
     settings = ("training.save_steps=10", f"monitors.hang_minutes={limit}")

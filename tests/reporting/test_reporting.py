@@ -55,19 +55,11 @@ def made_run(folder, losses, finished=False, events=(), budget=None, **more) -> 
     """A run folder of these logged losses, 1,000 tokens and a tenth of a second a step."""
     run = RunFolder(folder)
     folder.mkdir(parents=True)
-    recipe = {
-        "name": folder.name,
-        "budget": {"tokens": budget or 1000 * len(losses), "tokens_per_step": 1000},
-    }
-    write_json(run.recipe, {**recipe, **more})
+    budget = {"tokens": budget or 1000 * len(losses), "tokens_per_step": 1000}
+    write_json(run.recipe, {"name": folder.name, "budget": budget, **more})
     run.add_event("start", checkpoint=None)
-    rows = [
-        {"step": k, "time": time.time() + k / 10, "train/loss": loss, "train/tokens": 1000 * k}
-        | {"train/learning_rate": min(k, 20) / 20}
-        | {"throughput/step_seconds": 0.1, "throughput/tokens_per_second": 10_000}
-        for k, loss in enumerate(losses, 1)
-    ]
-    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    speed = {"throughput/step_seconds": 0.1, "throughput/tokens_per_second": 10_000}
+    write_rows(run, losses, time.time(), lambda k: speed | {"train/learning_rate": min(k, 20) / 20})
     for event in events:
         append_row(run.events, event)
     if finished:
@@ -75,15 +67,33 @@ def made_run(folder, losses, finished=False, events=(), budget=None, **more) -> 
     return run
 
 
-def write_rows(run: RunFolder, losses, began: float, seconds_a_row: float = 0.1) -> None:
+def write_rows(run: RunFolder, losses, began: float, more=lambda k: {}, seconds_a_row: float = 0.1) -> None:
     """Logged losses at these times."""
-    rows = [{"step": k, "time": began + k * seconds_a_row, "train/loss": x} for k, x in enumerate(losses, 1)]
+    rows = [
+        {
+            "step": k,
+            "time": began + k * seconds_a_row,
+            "train/loss": loss,
+            "train/tokens": 1000 * k,
+            **more(k),
+        }
+        for k, loss in enumerate(losses, 1)
+    ]
     run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def noisy_law(num_rows=2000, seed=0, **law):
     tokens = 1000.0 * np.arange(1, num_rows + 1)
     return power_law(tokens, **law) + np.random.default_rng(seed).normal(0, 0.02, num_rows)
+
+
+def payload_of(run: RunFolder, **choices) -> dict:
+    """What the page shows of a run."""
+    return run_payload(RunRecord(run.path), **choices)
+
+
+def analyzed(run: RunFolder) -> list[str]:
+    return sentences(analyze(RunRecord(run.path)))
 
 
 def embedded(page: str) -> dict:
@@ -108,26 +118,17 @@ def test_no_spike_is_lost_by_drawing_fewer_points(num_rows):
 
 def test_a_page_shows_text_as_text(tmp_path):
     """Names, descriptions, samples and events that hold markup leave the page's structure alone."""
-    run = made_run(
-        tmp_path / "run",
-        noisy_law(50),
-        description=SCRIPT,
-        events=[{"event": SCRIPT, "step": 3, "x": SCRIPT}],
-    )
+    event = {"event": SCRIPT, "step": 3, "x": SCRIPT}
+    run = made_run(tmp_path / "run", noisy_law(50), description=SCRIPT, events=[event])
     append_row(run.samples, {"step": 40, "prompt": SCRIPT, "text": SCRIPT})
     run.console_log.write_text(SCRIPT, encoding="utf-8")
-    page = page_text(page_payload([run_payload(RunRecord(run.path))], None), SCRIPT)
+    page = page_text(page_payload([payload_of(run)], None), SCRIPT)
     plain = page_text(page_payload([], None), "x")
-    assert page.count("<script") == plain.count("<script") and page.count("</script") == plain.count(
-        "</script"
-    )
+    for tag in ("<script", "</script"):
+        assert page.count(tag) == plain.count(tag)
     (shown,) = embedded(page)["runs"]
-    assert (
-        shown["samples"] == {"prompts": [SCRIPT], "steps": [[40, SCRIPT]]}
-        and shown["description"] == SCRIPT
-        and shown["console"] == SCRIPT
-        and shown["events"][1]["event"] == SCRIPT
-    )
+    assert shown["samples"] == {"prompts": [SCRIPT], "steps": [[40, SCRIPT]]}
+    assert shown["description"] == shown["console"] == shown["events"][1]["event"] == SCRIPT
     assert "innerHTML" not in page and "http-equiv" in page and "default-src 'none'" in page
 
 
@@ -143,7 +144,7 @@ def test_marks_stand_where_the_events_happened(tmp_path):
     run = made_run(tmp_path / "run", losses, events=events)
     (run.checkpoint(380)).mkdir()
     write_json(run.checkpoint(380) / "committed.json", {})
-    payload = run_payload(RunRecord(run.path))
+    payload = payload_of(run)
     found = {(mark["kind"], mark["level"]): mark["step"] for mark in payload["marks"]}
     assert found[("resume", "note")] == 120 and found[("rollback", "bad")] == 300
     assert found[("brand_new_kind", "warn")] == 310 and found[("checkpoint", "good")] == 380
@@ -155,23 +156,20 @@ def test_a_run_has_come_as_far_as_its_newest_row_or_event(tmp_path, capsys):
     """Stopped between two logged rows: one step in the state, the bar, the sentences and the marks."""
     moments = [f"2001-01-01T00:00:{second:02}Z" for second in (0, 5, 6, 9)]
     run = made_run(tmp_path / "run", [3.0] * 25, budget=100_000)
-    run.metrics.write_text(
-        "".join(
-            json.dumps(
-                {"step": step, "time": unix_seconds(moments[0]) + step / 100} | {"train/loss": 3.0} | row
-            )
-            + "\n"
-            for step in (1, 10, 20)
-            for row in [{"train/tokens": 1000 * step, "throughput/budget_share": step / 100}]
-        )
-    )
-    kinds = [{"event": "start"}, {"event": "stopped", "step": 25}]
+    began = unix_seconds(moments[0])
+    write_rows(run, [3.0] * 20, began, lambda k: {"throughput/budget_share": k / 100}, seconds_a_row=0.01)
+    kept = read_rows(run.metrics)
+    run.metrics.write_text("".join(json.dumps(kept[step - 1]) + "\n" for step in (1, 10, 20)))
     run.events.write_text("")
-    for moment, event in zip(
-        moments, [*kinds, {"event": "warning"}, {"event": "upload_failed"}], strict=True
-    ):
+    kinds = (
+        {"event": "start"},
+        {"event": "stopped", "step": 25},
+        {"event": "warning"},
+        {"event": "upload_failed"},
+    )
+    for moment, event in zip(moments, kinds, strict=True):
         append_row(run.events, {"time": moment, **event})
-    payload = run_payload(RunRecord(run.path))
+    payload = payload_of(run)
     assert payload["at_step"] == 25 and payload["budget_share"] == pytest.approx(0.25)
     assert (payload["last_place"]["step"], payload["last_place"]["tokens"]) == (25, 25_000)
     assert [(mark["step"], mark["tokens"]) for mark in payload["marks"][1:]] == [(25, 25_000)] * 3
@@ -251,8 +249,8 @@ CURVES = {
 def test_the_phase_is_said_in_words(tmp_path, phase):
     """One curve of each kind."""
     losses, told = CURVES[phase]
-    found = analyze(RunRecord(made_run(tmp_path / "run", losses, budget=10_000_000).path))
-    assert told in sentences(found)[0], sentences(found)
+    said = analyzed(made_run(tmp_path / "run", losses, budget=10_000_000))
+    assert told in said[0], said
 
 
 FLAT = np.concatenate([noisy_law(300), np.linspace(6.0, 4.5, 300), np.linspace(4.5, 4.6, 200)])
@@ -261,8 +259,7 @@ FLAT = np.concatenate([noisy_law(300), np.linspace(6.0, 4.5, 300), np.linspace(4
 def test_no_sentence_takes_back_another(tmp_path):
     """A quarter that rose and a half that fell are told of their times; what cannot be done is not advised."""
     running, finished = (
-        sentences(analyze(RunRecord(made_run(tmp_path / name, FLAT, finished=name == "over").path)))
-        for name in ("now", "over")
+        analyzed(made_run(tmp_path / name, FLAT, finished=name == "over")) for name in ("now", "over")
     )
     (rate,), (last,) = ([each for each in said if "quarter" in each] for said in (running, finished))
     assert re.search(
@@ -291,20 +288,14 @@ def test_a_run_is_analyzed_from_its_store_too(tmp_path, capsys):
 
 def test_a_short_run_is_not_said_to_have_just_begun(tmp_path):
     """Few rows are no sign of a beginning: a finished run is finished, another has spent what it has spent."""
-    over = [{"time": "2001-01-01T00:00:00Z", "event": "end", "eval_loss": 3.0}]
-    for events, told in (
-        (over, "The run is finished; too few"),
-        ([], "Too few rows are logged to judge the curve."),
-    ):
-        run = made_run(tmp_path / told[:3], noisy_law(4), events=events)
-        assert sentences(analyze(RunRecord(run.path)))[0].startswith(told)
+    for finished, told in {True: "The run is finished; too few", False: "Too few rows are logged"}.items():
+        run = made_run(tmp_path / told[:3], noisy_law(4), finished=finished)
+        assert analyzed(run)[0].startswith(told)
 
 
+STOPPED = {"event": "stopped", "step": 90, "reason": "SIGTERM"}
 ENDINGS = {
-    "stopped": (
-        {"event": "stopped", "step": 90, "reason": "SIGTERM"},
-        "Stopped at step 90 since 2001-01-01 00:00 UTC",
-    ),
+    "stopped": (STOPPED, "Stopped at step 90 since 2001-01-01 00:00 UTC"),
     "hang": ({"event": "hang", "minutes": 5}, "It hung after step"),
     "gave up": ({"event": "gave_up", "step": 80, "why": "spikes"}, "It gave up at step 80"),
     "finished": ({"event": "end", "eval_loss": 3.0}, ""),
@@ -333,19 +324,16 @@ def test_a_killed_run_is_silent_by_the_clock_of_its_reader(tmp_path, capsys):
     run.events.write_text("")
     record = RunRecord(run.path)
     assert record.last_written == pytest.approx(killed_at, abs=11), (
-        "not the time of the file, which a copy changes"
+        "not the file's time, which a copy changes"
     )
     assert record.standing(killed_at + 60).state == "running" and record.standing().state == "silent"
     assert record.standing(killed_at + 60).step == 100
     main(["analyze", str(run.path)])
-    assert "Nothing was written since" in (told := capsys.readouterr().out) and "10.0 minutes ago" in told, (
-        told
-    )
+    told = capsys.readouterr().out
+    assert "Nothing was written since" in told and "10.0 minutes ago" in told, told
     live, last, later = (run_payload(record, live=live) for live in (True, False, None))
     assert live["alive"] == pytest.approx(time.time(), abs=30), "its writer is alive"
-    assert (
-        last["silent_after"] == 0 and later["silent_after"] == 120 and later["alive"] == record.last_written
-    )
+    assert (last["silent_after"], later["silent_after"], later["alive"]) == (0, 120, record.last_written)
     write_rows(run, [3.0] * 100, killed_at - 40_000, seconds_a_row=400.0)
     assert RunRecord(run.path).state == "running", "it has paused for so long before"
 
@@ -367,10 +355,10 @@ def test_a_run_whose_processes_are_gone_is_killed_at_once(tmp_path, capsys):
     run = made_run(tmp_path / "run", noisy_law(100))
     (run.checkpoint(75)).mkdir()
     write_json(run.checkpoint(75) / "committed.json", {})
-    command = [sys.executable, "-c", BEATING, run.heartbeats]
-    ranks = [
-        subprocess.Popen([*command, str(rank)], cwd=REPOSITORY, stdout=subprocess.PIPE) for rank in (0, 1)
-    ]
+    ranks = []
+    for rank in ("0", "1"):
+        command = [sys.executable, "-c", BEATING, run.heartbeats, rank]
+        ranks.append(subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE))
     for rank in ranks:
         rank.stdout.readline()
     assert RunRecord(run.path).state == "running"
@@ -384,15 +372,10 @@ def test_a_run_whose_processes_are_gone_is_killed_at_once(tmp_path, capsys):
     ranks[1].wait()
     main(["analyze", str(run.path)])
     told = capsys.readouterr().out
-    assert (
-        told.startswith("Killed after step 110") and "The same command continues from checkpoint-75." in told
-    )
-    record = RunRecord(run.path)
-    assert [run_payload(record, live=live)["state"] for live in (None, False, True)] == [
-        "killed",
-        "killed",
-        "running",
-    ]
+    assert told.startswith("Killed after step 110")
+    assert "The same command continues from checkpoint-75." in told
+    states = [payload_of(run, live=live)["state"] for live in (None, False, True)]
+    assert states == ["killed", "killed", "running"]
     for beat in run.heartbeats.iterdir():
         os.utime(beat, (0, time.time() - 10))
     append_row(run.events, {"time": utc_now(), "event": "resume", "checkpoint": "checkpoint-75"})
@@ -409,22 +392,18 @@ def test_only_what_is_certain_of_a_process_counts(tmp_path):
     assert not is_gone(replace(place, began=place.began - 1, machine="")), "a heartbeat that does not say"
 
 
-def test_the_two_training_losses_are_told_apart(tmp_path):
-    """The last row's, which the page's tile shows too, and the median of the last rows."""
+def test_the_losses_are_told_apart(tmp_path):
+    """The last row's, which the page's tile shows too, the median of the last rows, and the one of validation.
+
+    A mixture that validation does not have is told beside it, in the run's own sentence, of mixture.json.
+    """
     losses = noisy_law(200)
     losses[-1] = 4.5
-    found = analyze(RunRecord(made_run(tmp_path / "run", losses).path))
-    (told,) = [each for each in sentences(found) if each.startswith("Training loss")]
-    assert told.startswith("Training loss 4.5000 nats a token at step 200 (median of the last 10 rows: ")
-
-
-def test_a_mixture_that_validation_does_not_have_is_told_beside_the_two_losses(tmp_path):
-    """The run's own sentence, of mixture.json; in the page as in `analyze`."""
-    run = made_run(tmp_path / "run", noisy_law(50))
-    append_row(run.metrics, {"step": 50, "time": time.time(), "eval/loss": 3.4})
+    run = made_run(tmp_path / "run", losses)
+    append_row(run.metrics, {"step": 200, "time": time.time(), "eval/loss": 3.4})
     write_json(run.mixture, {"validation_note": "Training and validation differ."})
-    payload = run_payload(RunRecord(run.path))
-    (told,) = [each for each in payload["sentences"] if "validation loss 3.4000" in each]
+    (told,) = [each for each in payload_of(run)["sentences"] if each.startswith("Training loss")]
+    assert told.startswith("Training loss 4.5000 nats a token at step 200 (median of the last 10 rows: ")
     assert told.endswith("validation loss 3.4000. Training and validation differ.")
 
 
@@ -457,11 +436,14 @@ def test_the_end_of_a_run_says_what_it_took(tmp_path, monkeypatch, capsys):
     assert not capsys.readouterr().out
 
 
-@pytest.mark.parametrize("began", ["branch", "resume"])
+@pytest.mark.parametrize("began", ["branch", "resume", "at its end"])
 def test_a_run_that_began_from_anothers_checkpoint_took_its_own_steps(tmp_path, capsys, began):
-    """A branch, or `--resume` into a new folder: rows 21 to 30 of 1,000 tokens each are ten steps."""
+    """A branch, or `--resume` into a new folder: rows 21 to 30 of 1,000 tokens each are ten steps.
+
+    From a checkpoint of the last step a run validates, exports, and has no rows.
+    """
     run = made_run(tmp_path / "run", [3.0] * 30)
-    own = read_rows(run.metrics)[20:]
+    own = [] if began == "at its end" else read_rows(run.metrics)[20:]
     run.metrics.write_text("".join(json.dumps(row) + "\n" for row in own))
     run.events.write_text("")
     if began == "branch":
@@ -469,16 +451,7 @@ def test_a_run_that_began_from_anothers_checkpoint_took_its_own_steps(tmp_path, 
     run.add_event("resume", checkpoint="checkpoint-20")
     run.add_event("end", eval_loss=3.5, eval_bits_per_byte=2.0, unigram_bits_per_byte=4.0)
     report_end(run)
-    assert "took      10 steps, 10,000 tokens in" in capsys.readouterr().out
-
-
-def test_a_run_continued_at_its_end_has_taken_no_steps(tmp_path, capsys):
-    """From a checkpoint of the last step: it validates, exports, and has no rows."""
-    run = made_run(tmp_path / "run", [3.0])
-    run.metrics.write_text("")
-    run.add_event("end", eval_loss=3.5, eval_bits_per_byte=2.0, unigram_bits_per_byte=4.0)
-    report_end(run)
-    assert "0 steps, 0 tokens in" in capsys.readouterr().out
+    assert f"took      {len(own)} steps, {len(own) * 1000:,} tokens in" in capsys.readouterr().out
 
 
 def test_every_speed_is_of_all_steps_together(tmp_path):
@@ -492,14 +465,10 @@ def test_every_speed_is_of_all_steps_together(tmp_path):
     run.add_event("branch", step=8000)
     run.add_event("resume", step=8000, checkpoint="checkpoint-8000")
     write_json(run.plan, {})
-    payload = run_payload(RunRecord(run.path))
+    payload = payload_of(run)
     speed = payload["speed"]
-    assert speed == {
-        "tokens_per_second": 2000.0,
-        "step_seconds": 0.5,
-        "training_seconds": 20.0,
-        "mfu": pytest.approx(0.2),
-    }
+    expected = {"tokens_per_second": 2000.0, "step_seconds": 0.5, "training_seconds": 20.0}
+    assert speed == {**expected, "mfu": pytest.approx(0.2)}
     shown = {pair["quantity"]: pair["measured"] for pair in payload["plan"]["pairs"]}
     assert shown == {name: speed[name] for name in ("tokens_per_second", "step_seconds", "mfu")}
     compared = compare_run(run.path)
@@ -510,7 +479,7 @@ def test_routine_events_do_not_crowd_out_the_others(tmp_path):
     """A thousand saves, each with its step, and the start is still listed; no save is a mark."""
     saves = [{"event": "save", "checkpoint": f"checkpoint-{k}", "bytes": 9067900} for k in range(1, 1001)]
     run = made_run(tmp_path / "run", noisy_law(50), events=[{"event": "alert", "step": 3}, *saves])
-    payload = run_payload(RunRecord(run.path))
+    payload = payload_of(run)
     assert [event["event"] for event in payload["events"] if not event["routine"]] == ["start", "alert"]
     assert payload["events"][-1]["step"] == 1000 and "save" not in {mark["kind"] for mark in payload["marks"]}
 
@@ -539,6 +508,7 @@ def test_the_report_is_written_while_training_and_once_more_at_its_end(workshop,
     """By a process of its own that ends with the run: nothing is left behind, and the page says finished.
 
     Its end is not the run's: a supervisor starts a run that was killed again, also if the report's process ends well.
+    It takes two starts from nothing, and the pause of the supervisor between them.
     """
     output = tmp_path / "run"
     settings = ("report.every_seconds=0.2", "training.eval_strategy=no", "training.logging_steps=1")
@@ -594,19 +564,11 @@ def test_the_writer_is_the_last_in_line_for_the_processor(tmp_path, monkeypatch)
 
 def test_overlaid_runs_show_the_settings_that_differ(tmp_path):
     """By dotted key, with defaults for what a recipe leaves out, ranks and versions; in the legend, the first ones."""
-    recipes = {
-        "one": {
-            "training": {"learning_rate": 1e-3},
-            "deepspeed": "zero1",
-            "data": {"sources": [{"path": "a"}]},
-        },
-        "two": {
-            "training": {"learning_rate": 2e-3, "weight_decay": 0.0},
-            "data": {"sources": [{"path": "b"}]},
-        },
-    }
+    one = {"deepspeed": "zero1", "training": {"learning_rate": 1e-3}, "data": {"sources": [{"path": "a"}]}}
+    two = {"training": {"learning_rate": 2e-3, "weight_decay": 0.0}, "data": {"sources": [{"path": "b"}]}}
+    recipes = {"one": one, "two": {"deepspeed": None, **two}}
     for name, recipe in recipes.items():
-        run = made_run(tmp_path / name, noisy_law(20), **{"deepspeed": None} | recipe)
+        run = made_run(tmp_path / name, noisy_law(20), **recipe)
         write_json(run.plan, {"world_size": len(name)})
         write_json(run.environment, {"versions": {"torch": name}, "git_commit": "same"})
     payload = page_payload([run_payload(RunRecord(tmp_path / name)) for name in recipes], None)
@@ -625,9 +587,8 @@ def test_overlaid_runs_show_the_settings_that_differ(tmp_path):
 
 def test_runs_of_one_name_are_told_apart(tmp_path):
     """By their folders; by a number if these have one name too."""
-    records = [
-        RunRecord(made_run(tmp_path / folder, [3.0], name="tiny").path) for folder in ("a/x", "b/y", "c/y")
-    ]
+    folders = [tmp_path / folder for folder in ("a/x", "b/y", "c/y")]
+    records = [RunRecord(made_run(folder, [3.0], name="tiny").path) for folder in folders]
     assert names_of(records[:1]) == ["tiny"] and names_of(records[:2]) == ["x", "y"]
     assert names_of(records) == ["x", "y (1)", "y (2)"]
 
@@ -643,13 +604,8 @@ def test_every_row_is_written_as_csv(tmp_path, capsys):
     main(["csv", str(tmp_path / "one"), str(run.path), "--output", str(both)])
     with both.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    shown = [(row["run"], row["step"], row["train/loss"], row["eval/loss"]) for row in rows]
-    assert shown == [
-        ("one", "1", "3.0", ""),
-        ("one", "2", "NaN", ""),
-        ("two", "1", "5.0", ""),
-        ("two", "2", "", "4.5"),
-    ]
+    shown = [" ".join(row[key] for key in ("run", "step", "train/loss", "eval/loss")) for row in rows]
+    assert shown == ["one 1 3.0 ", "one 2 NaN ", "two 1 5.0 ", "two 2  4.5"]
 
 
 def test_samples_are_tabled_by_step_and_prompt(tmp_path):
@@ -659,7 +615,7 @@ def test_samples_are_tabled_by_step_and_prompt(tmp_path):
         for prompt in ("a", "b"):
             append_row(run.samples, {"step": step, "prompt": prompt, "text": f"{prompt}{step}"})
     append_row(run.samples, {"step": 200, "prompt": "b", "text": "again"})
-    samples = run_payload(RunRecord(run.path))["samples"]
+    samples = payload_of(run)["samples"]
     assert samples["prompts"] == ["a", "b"] and len(samples["steps"]) == 60
     assert samples["steps"][0] == [1, "a1", "b1"] and samples["steps"][-1] == [200, "a200", "again"]
 
