@@ -179,9 +179,8 @@ def is_path(module: str) -> bool:
 def _read(module: str, folder: Path, where: str, key: str) -> Extension:
     path = folder / module if is_path(module) else _installed(module, where, key)
     if path.is_dir() and not (path / "__init__.py").is_file():
-        raise problem(
-            where, key, f"{display_path(path)} is a folder without __init__.py; name a file that ends in .py"
-        )
+        what = "is a folder without __init__.py; name a file that ends in .py"
+        raise problem(where, key, f"{display_path(path)} {what}")
     files = [path] if path.suffix == ".py" else sorted(path.rglob("*.py"))
     digest, defines = hashlib.sha256(), {}
     for file in files:
@@ -194,9 +193,8 @@ def _read(module: str, folder: Path, where: str, key: str) -> Extension:
         digest.update(f"{name}\0{len(source)}\0".encode() + source)
         for kind, names in _defined(source, file).items():
             defines.setdefault(kind, []).extend(names)
-    return Extension(
-        module, path, f"sha256:{digest.hexdigest()}", {kind: tuple(n) for kind, n in defines.items()}
-    )
+    kinds = {kind: tuple(names) for kind, names in defines.items()}
+    return Extension(module, path, f"sha256:{digest.hexdigest()}", kinds)
 
 
 def _installed(module: str, where: str, key: str) -> Path:

@@ -80,9 +80,8 @@ class RollCall:
         server = _connect(rank, arrival_seconds)
         # torchrun starts its ranks again with the same store, in which the old keys still are.
         attempt = f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        client = TCPStore(
-            server.host, server.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
-        )
+        limit = timedelta(seconds=60)
+        client = TCPStore(server.host, server.port, is_master=False, wait_for_workers=False, timeout=limit)
         self._store, self.work_store = PrefixStore(attempt, server), PrefixStore(attempt, client)
         """Of both, the second is for use inside a step: one that waits keeps others from using its connection."""
         self._worker = _Worker()
@@ -145,10 +144,9 @@ class RollCall:
 
     def failures(self, check: str, answers: list[Answer]) -> list[Finding]:
         """Make one finding for each of the first ranks on which a step failed; none if it failed nowhere."""
-        failed = [
-            (rank, each) for rank, each in zip(self.ranks, answers, strict=True) if each.state == FAILED
-        ]
-        return [Finding.of_error(check, each.error, where=str(rank)) for rank, each in failed[:MOST_REFUSED]]
+        by_rank = zip(self.ranks, answers, strict=True)
+        failed = [(rank, each.error) for rank, each in by_rank if each.state == FAILED]
+        return [Finding.of_error(check, error, where=str(rank)) for rank, error in failed[:MOST_REFUSED]]
 
     def gather(self, name: str, value: Any) -> list:
         """Return the value of every rank, on every rank, at once.
