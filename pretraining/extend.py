@@ -250,8 +250,7 @@ def check_defined(extensions: Iterable[Extension], kind: str, name: str, key: st
 def load_extensions(extensions: Iterable[Extension]) -> None:
     """Run the modules, each once in a process, in the recipe's order. Models are registered with transformers.
 
-    Raises:
-        UserError: the file and line of an exception in a module.
+    `UserError` has the file and line of an exception in a module.
     """
     for extension in extensions:
         _load(extension)
@@ -274,8 +273,7 @@ def load_code_of_run(extensions: Iterable[Extension], kinds: Collection[str], tr
 def load_pretrained(kind: str, place: str | Path, **settings: Any) -> Any:
     """Load with the class of transformers that is called `kind`, and never run Python code that is at the place.
 
-    Raises:
-        UserError: it can be loaded by such code alone.
+    `UserError` if it can be loaded by such code alone.
     """
     transformers = require("transformers", f"reading {place}")
     try:
