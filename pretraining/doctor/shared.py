@@ -203,7 +203,7 @@ class ProbedFolder:
         return missing
 
     def write_and_read(self, num_bytes: int) -> dict:
-        """Write, flush to the disk and read again: {"bytes", "write_seconds", "read_seconds"}; `UserError` if that fails.
+        """Write, flush to the disk and read again: {"bytes", "write_seconds", "read_seconds"}; `UserError` if it fails.
 
         The file stays until `remove_data`, so that the disk must hold those of all ranks at once.
         """
