@@ -177,7 +177,17 @@ def is_path(module: str) -> bool:
 
 
 def _read(module: str, folder: Path, where: str, key: str) -> Extension:
-    path = folder / module if is_path(module) else _installed(module, where, key)
+    path = folder / module
+    if not is_path(module):  # the source of a module by its dotted name
+        try:
+            spec = importlib.util.find_spec(module)
+        except (ImportError, ValueError):
+            spec = None
+        if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+            what = "is no module of Python source here; put its folder on PYTHONPATH, or write a path that ends in .py"
+            raise problem(where, key, f"{module} {what}")
+        path = Path(spec.origin)
+        path = path.parent if path.name == "__init__.py" else path
     if path.is_dir() and not (path / "__init__.py").is_file():
         what = "is a folder without __init__.py; name a file that ends in .py"
         raise problem(where, key, f"{display_path(path)} {what}")
@@ -195,19 +205,6 @@ def _read(module: str, folder: Path, where: str, key: str) -> Extension:
             defines.setdefault(kind, []).extend(names)
     kinds = {kind: tuple(names) for kind, names in defines.items()}
     return Extension(module, path, f"sha256:{digest.hexdigest()}", kinds)
-
-
-def _installed(module: str, where: str, key: str) -> Path:
-    """Find the source of a module by its dotted name."""
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        spec = None
-    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-        what = "is no module of Python source here; put its folder on PYTHONPATH, or write a path that ends in .py"
-        raise problem(where, key, f"{module} {what}")
-    origin = Path(spec.origin)
-    return origin.parent if origin.name == "__init__.py" else origin
 
 
 def _defined(source: bytes, file: Path) -> dict[str, list[str]]:

@@ -261,9 +261,16 @@ class Rehearsal:
         found = f"{data.manifest['name']}: {tokens:,} tokens in {several(len(shards), 'shard')}"
         if isinstance(data, StandInData):
             return data, f"{found}, none of which exists"
-        for split in (data.train, data.validation):
-            if isinstance(split, StreamedSplit):
-                _check_store(split)
+        for split in (each for each in (data.train, data.validation) if isinstance(each, StreamedSplit)):
+            sizes = split.remote.store.sizes(split.name) or {}
+            for shard in split.shard_entries:
+                # a web server lists no sizes, and often nothing: asked for each file
+                name = f"{split.name}/{shard['file']}"
+                size = sizes.get(shard["file"]) or split.remote.store.size(name)
+                if size not in (None, shard["size"]):
+                    what = f"{split.folder}/{shard['file']}: shard is {size:,} bytes, "
+                    what += f"expected {shard['size']:,} bytes"
+                    raise UserError(f"{what}; copy the data there again")
         fingerprint = data.manifest["tokenizer"]["fingerprint"]
         return data, f"{found}, all there; its tokenizer is {fingerprint}, of {len(data.tokenizer):,} tokens"
 
@@ -396,16 +403,3 @@ def _be(rehearsal: Rehearsal, folder: Path, place: Any, attempt: Callable, data:
     (folder / f"{place.rank}.json").write_text(json.dumps(answer))
     sys.stdout.flush()
     os._exit(0)  # torch's threads and groups need no farewell
-
-
-def _check_store(split: StreamedSplit) -> None:
-    """Raise `UserError` for the first shard that the store lacks, or has in another size."""
-    store = split.remote.store
-    sizes = store.sizes(split.name) or {}
-    for shard in split.shard_entries:
-        # a web server lists no sizes, and often nothing: asked for each file
-        size = sizes.get(shard["file"]) or store.size(f"{split.name}/{shard['file']}")
-        if size not in (None, shard["size"]):
-            what = f"{split.folder}/{shard['file']}: shard is {size:,} bytes, "
-            what += f"expected {shard['size']:,} bytes"
-            raise UserError(f"{what}; copy the data there again")
