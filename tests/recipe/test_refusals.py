@@ -387,16 +387,6 @@ def test_a_stage_in_an_accelerate_config_is_refused_and_what_it_says_as_the_reci
     load_recipe_and_ds_config("tiny", ["training.bf16=true"])
 
 
-def test_accelerate_launch_with_fsdp_is_refused(tmp_path):
-    """Bad input: the one line comes through the launcher. accelerate itself sets the variable on GPUs only."""
-    config = tmp_path / "fsdp.yaml"
-    fsdp = "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nnum_processes: 1\nuse_cpu: true\n"
-    config.write_text(fsdp)
-    command = ["accelerate", "launch", "--config_file", config, "train.py", "--recipe", "tiny", "--plan"]
-    finished = execute(command, ACCELERATE_USE_FSDP="true")
-    assert finished.code != 0 and "error: accelerate's config: distributed_type FSDP" in finished.stderr
-
-
 def test_ranks_that_cannot_be_grouped_are_refused():
     """Hierarchical ZeRO-3 keeps its second copy of the weights in groups of equal size."""
     with pytest.raises(UserError, match="zero_hpz_partition_size is 8, which does not divide 12 ranks"):
