@@ -13,7 +13,7 @@ from pathlib import Path
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.planning.gpus import Gpu, cuda_needs, known_gpu
 from pretraining.planning.quantities import num_bytes, several
-from pretraining.runtime.kernel_log import failing_gpus
+from pretraining.runtime.failures import failing_gpus
 
 FIELDS = """
     index uuid name driver_version pci.bus_id memory.total memory.used compute_cap mig.mode.current

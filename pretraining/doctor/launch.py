@@ -23,10 +23,9 @@ from pretraining.planning.gate import check_plan
 from pretraining.planning.memory.activations import compiles_loss
 from pretraining.planning.memory.need import MemoryNeed, memory_need
 from pretraining.planning.quantities import num_bytes, several
-from pretraining.planning.run_plan import RunPlan, build_run_plan
+from pretraining.planning.run_plan import Machine, RunPlan, build_run_plan
+from pretraining.planning.sizes import workload_of_recipe
 from pretraining.planning.throughput import precision_of_products
-from pretraining.planning.verdict import Machine
-from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import Recipe
 from pretraining.recipe.curve import changes_of_run
 from pretraining.recipe.refusals import compiled_part, load_recipe_and_ds_config

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import TrainerCallback
 
-from pretraining.data.document_masking import masked_block
+from pretraining.data.documents import masked_block
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.doctor.rates import largest_of_ranks, now_of_device
 from pretraining.ds_config import load_ds_config
@@ -31,16 +31,15 @@ from pretraining.planning.comparison import predicted
 from pretraining.planning.gpus import known_gpu
 from pretraining.planning.memory.need import memory_need
 from pretraining.planning.quantities import duration, num_bytes, several, three_digits
-from pretraining.planning.roofline import model_flops_utilization
 from pretraining.planning.sizes import flops_per_token, model_size
-from pretraining.planning.throughput import precision_of_products
+from pretraining.planning.throughput import model_flops_utilization, precision_of_products
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.recipe.budget import Budget
 from pretraining.recipe.model import is_exact, own_key, value_of
 from pretraining.recipe.refusals import check_run
+from pretraining.runtime.process_group import device_name
 from pretraining.training.arguments import build_arguments
 from pretraining.training.profile import PeakMemory
-from pretraining.training.ranks import device_name
 from pretraining.training.trainer import PretrainingTrainer
 
 STAGES = ("zero0", "zero1", "zero2", "zero3")

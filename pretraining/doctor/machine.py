@@ -14,7 +14,7 @@ from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.doctor.launch import Launch
 from pretraining.planning.gate import check_plan
 from pretraining.planning.quantities import duration, num_bytes, several
-from pretraining.planning.verdict import Machine
+from pretraining.planning.run_plan import Machine
 from pretraining.runtime.durable_files import sync_to_disk
 from pretraining.runtime.host import (
     container_memory_bytes,

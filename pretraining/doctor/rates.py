@@ -20,7 +20,7 @@ from pretraining.planning.quantities import duration, num_bytes, several, three_
 from pretraining.planning.shapes import shape_of, widths_of
 from pretraining.planning.throughput import precision_of_products
 from pretraining.recipe import Recipe
-from pretraining.training.gpu_readings import GpuReadings
+from pretraining.training.throughput import GpuReadings
 
 SIZES_ON_GPU = tuple(1 << power for power in range(10, 30, 2))
 """1 KiB to 256 MiB: from a grad norm to a bucket of gradients."""

@@ -20,9 +20,9 @@ from pretraining.doctor.roll_call import Answer, RollCall, named
 from pretraining.errors import file_error
 from pretraining.planning.quantities import duration, num_bytes, several
 from pretraining.runtime.host import system_text
+from pretraining.runtime.process_group import device_name
 from pretraining.runtime.run_folder import describe_environment
 from pretraining.schema import REPOSITORY
-from pretraining.training.ranks import device_name
 
 LIBRARIES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_", "DS_")
 LIBRARIES += ("PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX")

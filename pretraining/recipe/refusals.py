@@ -234,7 +234,7 @@ def _check_deepcompile(recipe: Recipe, ds_config: dict | None) -> Wrong:
 def compiled_part(recipe: Recipe, ds_config: dict | None, on_gpu: bool = True) -> str:
     """Decide which part training passes compile, for `speed.compile: auto` too: "blocks", "whole" or "none".
 
-    The plan assumes that the compiler works. If it does not, `auto` trains uncompiled (model/compiling.py).
+    The plan assumes that the compiler works. If it does not, `auto` trains uncompiled (model/build.py).
     """
     if recipe.speed.compile != "auto":
         return recipe.speed.compile

@@ -9,7 +9,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -21,9 +21,8 @@ import torch
 import torch.distributed as dist
 
 from pretraining.checkpoints.format import commit_checkpoint, file_entry, receipt_name, write_bytes
-from pretraining.checkpoints.identity import metrics_at
 from pretraining.checkpoints.live_state import live_state
-from pretraining.checkpoints.manager import CheckpointManager
+from pretraining.checkpoints.manager import CheckpointManager, RankShare, rank_share, shared_files
 from pretraining.checkpoints.shard_files import (
     BUFFER,
     MASTER,
@@ -32,22 +31,20 @@ from pretraining.checkpoints.shard_files import (
     fragment_key,
     rank_file,
 )
-from pretraining.checkpoints.trainer_state import RankShare, rank_share, shared_files
 from pretraining.data.block_guard import BlockGuard
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.prepared import PreparedData
 from pretraining.data.shards import TokenSplit
 from pretraining.errors import UserError
-from pretraining.model.expert_parallel import ExpertDispatch, expert_modules
+from pretraining.model.parallel import ExpertDispatch, expert_modules
 from pretraining.planning.run_plan import RunPlan
 from pretraining.recipe import Recipe
 from pretraining.rehearsal.stand_in_data import StandInData
 from pretraining.runtime.exit_codes import STOPPED
 from pretraining.runtime.process_group import deciding_alone
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.training.arrival import arriving_data
-from pretraining.training.job import Job
-from pretraining.training.monitors import RunMonitors
+from pretraining.training.arrival import Arrival
+from pretraining.training.monitors import Job, RunMonitors
 from pretraining.upstream.fake_gpu import GPU, fake_gpu
 from pretraining.upstream.fake_ranks import without_other_ranks
 
@@ -136,7 +133,7 @@ def start_as(
     gpu_of_none = fake_gpu(place.world_size, place.rank, here, **named)
     with gpu_of_none as machine, without_other_ranks(), deciding_alone():
         monitors = RankMonitors(run, recipe, done, isinstance(data, StandInData))
-        with arriving_data(recipe, options.data_dir, run, monitors.stop) as arrival:
+        with closing(Arrival(recipe, options.data_dir, run, monitors.stop)) as arrival:
             manager = partial(RankCheckpoints, place, done)
             try:
                 attempt(Job(recipe, plan, data, run, options, monitors, arrival, GPU, manager))
@@ -204,7 +201,7 @@ class RankCheckpoints(CheckpointManager):
         with self.done.timed("save"):
             share = rank_share(trainer)
             files = share.files or shared_files(trainer, live_state(trainer.model, trainer.optimizer))
-            marker = self.identity.marker_at(step, metrics_at(step, trainer.state.log_history))
+            marker = self.identity.marker_at(step, trainer.state.log_history)
             self.done.checkpoint_bytes = sum(tensor.nbytes for tensor in share.tensors.values())
             if self.start.checkpoint is not None:
                 return  # nobody continues from the second one

@@ -37,8 +37,7 @@ from pretraining.planning.gate import check_plan
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.memory.need import memory_need
 from pretraining.planning.quantities import num_bytes, several
-from pretraining.planning.run_plan import RunPlan, build_run_plan
-from pretraining.planning.verdict import Machine
+from pretraining.planning.run_plan import Machine, RunPlan, build_run_plan
 from pretraining.recipe import Recipe
 from pretraining.recipe.curve import changes_of_run
 from pretraining.rehearsal.stand_in_data import StandInData, stand_in_data

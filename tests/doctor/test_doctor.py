@@ -20,15 +20,14 @@ from pretraining.doctor import gpus, machine, reach
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding, as_lines, summary, summary_line
 from pretraining.doctor.launch import Launch, check_earlier_start, needs_of, plan_launch
 from pretraining.errors import UserError
-from pretraining.planning.cadence import write_words
-from pretraining.planning.costs import forecast
+from pretraining.planning.costs import forecast, write_words
 from pretraining.planning.gpus import FOLDER_VARIABLE, find_gpu, keep_rates, kept_rates
 from pretraining.planning.memory.need import memory_need
-from pretraining.planning.workload import workload_of_recipe
+from pretraining.planning.sizes import workload_of_recipe
 from pretraining.recipe.curve import changes_of_run
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.runtime import host
-from pretraining.runtime.kernel_log import failing_gpus
+from pretraining.runtime.failures import failing_gpus
 from tests.gear.local_hub import REPOSITORY_ID, local_hub
 from tests.gear.runs import SMALL_RECIPE, execute
 

@@ -55,7 +55,7 @@ def failing(tmp_path, change: str) -> str:
     return message.removeprefix(f"{path}: ")
 
 
-@pytest.mark.parametrize("name", {*NAMES, *STAGES})
+@pytest.mark.parametrize("name", sorted({*NAMES, *STAGES}))
 def test_stage_and_offload_are_what_the_name_says(name):
     config = load_ds_config(name)
     assert (zero_stage(config), optimizer_device(config), parameter_device(config)) == STAGES[name]
