@@ -46,11 +46,16 @@ SECTIONS: dict[str, type[Section]] = {
     "report": Report,
 }
 """Our own."""
+_TEXT = {"type": "string", "minLength": 1}
+_MODULE = {
+    "type": "object",
+    "properties": {"module": _TEXT, "digest": {"type": "string"}},
+    "required": ["module"],
+}
 TOP_LEVEL = {
     "$schema": {"type": "string"},
     "base": {
-        "type": "string",
-        "minLength": 1,
+        **_TEXT,
         "description": "Another recipe, by name or by its path from this file, without a base of its own: its keys "
         "hold where this file says nothing. Lists and objects in a section replace the base's; so does a model with a "
         "model_type.",
@@ -66,20 +71,7 @@ TOP_LEVEL = {
     "extensions": {
         "type": "array",
         "default": [],
-        "items": {
-            "anyOf": [
-                {
-                    "type": "object",
-                    "properties": {
-                        "module": {"type": "string", "minLength": 1},
-                        "digest": {"type": "string"},
-                    },
-                    "required": ["module"],
-                    "additionalProperties": False,
-                },
-                {"type": "string", "minLength": 1},
-            ]
-        },
+        "items": {"anyOf": [{**_MODULE, "additionalProperties": False}, _TEXT]},
         "description": "Modules of your own with callbacks, metrics, losses, schedules, filters or models: paths from "
         "this file, or names that can be imported. A run's recipe.json adds the digest of each.",
     },
