@@ -20,7 +20,7 @@ from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.rehearsal import rehearsal
 from pretraining.rehearsal.rank import RankPlace
 from pretraining.rehearsal.rehearsal import Rehearsal, rehearse
-from tests.gear.runs import MODELS, Workshop, execute, forked_programs
+from tests.gear.runs import LAUNCHED, MODELS, Workshop, execute, forked_programs
 
 RANKS = 60
 MANY = ("--world_size", RANKS, "--nodes", 7)
@@ -271,14 +271,7 @@ def test_options_that_do_not_go_together_are_refused(words, named):
 
 
 def test_a_rehearsal_is_one_process(workshop, tmp_path, without_ranks, monkeypatch):
-    launcher = {
-        "WORLD_SIZE": "2",
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
-    }
-    for name, value in launcher.items():
+    for name, value in LAUNCHED.items():
         monkeypatch.setitem(os.environ, name, value)
     with pytest.raises(UserError, match=r"^environment: a rehearsal is one process"):
         rehearsed(workshop, tmp_path)
