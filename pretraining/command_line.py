@@ -200,8 +200,7 @@ def parse_train_arguments(arguments: list[str] | None = None) -> argparse.Namesp
 def started_by_launcher() -> bool:
     """Return whether a launcher started this process as one of its ranks.
 
-    Raises:
-        UserError: only some of the variables that launchers set are there, or their values are no ranks.
+    `UserError` if only some of the variables that launchers set are there, or their values are no ranks.
     """
     if "WORLD_SIZE" not in os.environ:
         return False

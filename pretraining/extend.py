@@ -177,11 +177,20 @@ def is_path(module: str) -> bool:
 
 
 def _read(module: str, folder: Path, where: str, key: str) -> Extension:
-    path = folder / module if is_path(module) else _installed(module, where, key)
+    path = folder / module
+    if not is_path(module):  # the source of a module by its dotted name
+        try:
+            spec = importlib.util.find_spec(module)
+        except (ImportError, ValueError):
+            spec = None
+        if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+            what = "is no module of Python source here; put its folder on PYTHONPATH, or write a path that ends in .py"
+            raise problem(where, key, f"{module} {what}")
+        path = Path(spec.origin)
+        path = path.parent if path.name == "__init__.py" else path
     if path.is_dir() and not (path / "__init__.py").is_file():
-        raise problem(
-            where, key, f"{display_path(path)} is a folder without __init__.py; name a file that ends in .py"
-        )
+        what = "is a folder without __init__.py; name a file that ends in .py"
+        raise problem(where, key, f"{display_path(path)} {what}")
     files = [path] if path.suffix == ".py" else sorted(path.rglob("*.py"))
     digest, defines = hashlib.sha256(), {}
     for file in files:
@@ -194,22 +203,8 @@ def _read(module: str, folder: Path, where: str, key: str) -> Extension:
         digest.update(f"{name}\0{len(source)}\0".encode() + source)
         for kind, names in _defined(source, file).items():
             defines.setdefault(kind, []).extend(names)
-    return Extension(
-        module, path, f"sha256:{digest.hexdigest()}", {kind: tuple(n) for kind, n in defines.items()}
-    )
-
-
-def _installed(module: str, where: str, key: str) -> Path:
-    """Find the source of a module by its dotted name."""
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        spec = None
-    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-        what = "is no module of Python source here; put its folder on PYTHONPATH, or write a path that ends in .py"
-        raise problem(where, key, f"{module} {what}")
-    origin = Path(spec.origin)
-    return origin.parent if origin.name == "__init__.py" else origin
+    kinds = {kind: tuple(names) for kind, names in defines.items()}
+    return Extension(module, path, f"sha256:{digest.hexdigest()}", kinds)
 
 
 def _defined(source: bytes, file: Path) -> dict[str, list[str]]:
@@ -252,8 +247,7 @@ def check_defined(extensions: Iterable[Extension], kind: str, name: str, key: st
 def load_extensions(extensions: Iterable[Extension]) -> None:
     """Run the modules, each once in a process, in the recipe's order. Models are registered with transformers.
 
-    Raises:
-        UserError: the file and line of an exception in a module.
+    `UserError` has the file and line of an exception in a module.
     """
     for extension in extensions:
         _load(extension)
@@ -276,8 +270,7 @@ def load_code_of_run(extensions: Iterable[Extension], kinds: Collection[str], tr
 def load_pretrained(kind: str, place: str | Path, **settings: Any) -> Any:
     """Load with the class of transformers that is called `kind`, and never run Python code that is at the place.
 
-    Raises:
-        UserError: it can be loaded by such code alone.
+    `UserError` if it can be loaded by such code alone.
     """
     transformers = require("transformers", f"reading {place}")
     try:

@@ -257,7 +257,18 @@ def _check_object(value: dict, schema: dict, where: str, key: str, root: dict) -
     checked = {}
     others_allowed = others is not False
     if unknown := [each for each in value if not (others_allowed or each in properties or fitting(each))]:
-        raise _unknown_keys(unknown, properties, where, key, root)
+        # all of them at once, with what each was meant to be
+        hints = {name: _valid_keys(name, properties, key, root) for name in unknown[:MOST_UNKNOWN]}
+        if len(unknown) == 1:
+            raise problem(
+                where, f"{key}.{unknown[0]}" if key else unknown[0], f"unknown key{hints[unknown[0]]}"
+            )
+        # all valid keys at every one of them would be too much
+        named = [
+            f"{name!r} ({hint[2:]})" if "did you" in hint else repr(name) for name, hint in hints.items()
+        ]
+        more = f", and {len(unknown) - MOST_UNKNOWN} more" if len(unknown) > MOST_UNKNOWN else ""
+        raise problem(where, key, f"{len(unknown)} unknown keys: {', '.join(named)}{more}")
     for name, item in value.items():
         dotted = f"{key}.{name}" if key else name
         if names and not re.fullmatch(names["pattern"], name):
@@ -282,18 +293,6 @@ def _check_object(value: dict, schema: dict, where: str, key: str, root: dict) -
         if fits(checked, condition["if"], root):
             checked = check(checked, condition["then"], where, key, root)
     return checked
-
-
-def _unknown_keys(unknown: list[str], properties: dict, where: str, key: str, root: dict) -> UserError:
-    """Make the error that names all of them, with what each was meant to be."""
-    hints = {name: _valid_keys(name, properties, key, root) for name in unknown[:MOST_UNKNOWN]}
-    if len(unknown) == 1:
-        ((name, hint),) = hints.items()
-        return problem(where, f"{key}.{name}" if key else name, f"unknown key{hint}")
-    # all valid keys at every one of them would be too much
-    listed = [f"{name!r} ({hint[2:]})" if "did you" in hint else repr(name) for name, hint in hints.items()]
-    more = f", and {len(unknown) - MOST_UNKNOWN} more" if len(unknown) > MOST_UNKNOWN else ""
-    return problem(where, key, f"{len(unknown)} unknown keys: {', '.join(listed)}{more}")
 
 
 def _check_together(value: dict, schema: dict, where: str, key: str) -> None:

@@ -71,18 +71,13 @@ Pair = tuple[int, int]
 
 
 def examine_cluster(options: Namespace, machine: list[Finding]) -> tuple[list[Finding], list[Finding]]:
-    """Examine the ranks that a launcher started, together; every rank calls it.
+    """Examine the ranks that a launcher started, together; every rank calls it; `UserError` if rank 0 is not reached.
 
     Rank 0 reports its progress on stderr. What libraries print goes there too, from all ranks.
+    machine: what this rank has found about its node, if it is the node's first; else empty.
 
     Returns:
         The findings of all nodes about themselves, and those about the ranks together; complete on rank 0 only.
-
-    Args:
-        machine: what this rank has found about its node, if it is the node's first; else empty.
-
-    Raises:
-        UserError: rank 0 cannot be reached.
     """
     # its GPUs, and a recipe that is refused, are lines of the machine: the ranks can be examined without
     launch, _ = plan_launch(options, Gpus())
@@ -318,11 +313,7 @@ def bound_address() -> dict:
 def meet_in_pairs(call: RollCall, address: str, on_gpu: bool) -> list[Finding]:
     """Let all pairs meet; return one finding for those that met, and one for each two hosts that could not.
 
-    Args:
-        address: the one on which this rank listens, as `bound_address` says.
-
-    Raises:
-        Stuck: a pair hangs inside a library; the error holds the ranks that did not answer.
+    address: the one on which this rank listens, as `bound_address` says.
     """
     began, failed, met, slowest = time.monotonic(), {}, 0, 0.0
     # Rounds that meet between nodes come first: what is left out are pairs inside a node.
@@ -418,8 +409,7 @@ class _Meeting:
     def of(self, pair: Pair) -> dict:
         """Meet the other rank of the pair; return {"round_trip_seconds": of one byte there and back}.
 
-        Raises:
-            ConnectionError: one way is closed; the message says which.
+        `ConnectionError` says which way is closed.
         """
         seconds = self._connect(pair[1] if self.rank == pair[0] else pair[0])
         self._reduce(pair, "gloo", "cpu")

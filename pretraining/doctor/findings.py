@@ -58,10 +58,7 @@ def of_all_nodes(hosts: list[str], found: list[list[Finding]]) -> list[Finding]:
     """Merge the lines of all nodes, so that each is there once; a line that not every node has names its nodes.
 
     Lines that differ only in numbers, or in the node's own name, count as one; the first node's is shown.
-
-    Args:
-        hosts: the name of each node, rank 0's first.
-        found: what each node found about itself.
+    hosts: the name of each node, rank 0's first. found: what each node found about itself.
     """
     lines: dict[tuple, dict[int, Finding]] = {}
     for node, (host, findings) in enumerate(zip(hosts, found, strict=True)):

@@ -5,6 +5,7 @@ import re
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -218,16 +219,13 @@ def pins(path: Path) -> dict[str, str]:
     return {match[1]: match[2] for match in found if match}
 
 
-def installed(name: str) -> str | None:
-    """Return the version of a package without the mark of its build (2.13.0 for 2.13.0+cu130); None if missing."""
-    try:
-        return version(name).partition("+")[0]
-    except PackageNotFoundError:
-        return None
-
-
 def versions() -> dict[str, str | None]:
-    return {name: installed(name) for name in pins(REPOSITORY / "requirements.txt")}
+    """Return what is installed of requirements.txt, without the mark of a build (2.13.0+cu130); None if missing."""
+    here: dict[str, str | None] = dict.fromkeys(pins(REPOSITORY / "requirements.txt"))
+    for name in here:
+        with suppress(PackageNotFoundError):
+            here[name] = version(name).partition("+")[0]
+    return here
 
 
 def _tested() -> Iterator[Finding]:

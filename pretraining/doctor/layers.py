@@ -132,8 +132,7 @@ def examine_layers(
 def reduced_recipe(recipe: Recipe, world_size: int, on_gpu: bool) -> Recipe:
     """Reduce the recipe to as many of its layers as fit, and to a short budget; on a processor make it narrower too.
 
-    Raises:
-        UserError: one layer is already too much.
+    `UserError` if one layer is already too much.
     """
     model, length, micro_batch = dict(recipe.model), recipe.sequence_length, recipe.micro_batch
     if on_gpu:

@@ -77,14 +77,12 @@ def _memory(launch: Launch) -> Iterator[Finding]:
     what = f"{num_bytes(total)}, {num_bytes(free)} free"
     what += ", as much as the container allows" if container == total else ""
     # More than there is at all is refused by the plan; here it would fit if others did not hold a part of it.
-    needed = launch.need and launch.ranks_here * (
-        launch.need.host_counted if launch.trains_on_gpus else launch.need.on_processor
-    )
-    if needed and free < needed <= total:
+    need, on_gpus = launch.need, launch.trains_on_gpus
+    needed = launch.ranks_here * (need.host_counted if on_gpus else need.on_processor) if need else 0
+    if free < needed <= total:
         what += f": {several(launch.ranks_here, 'rank')} here need {num_bytes(needed)}"
-        yield Finding(
-            "host memory", COSTS, what, "end other processes: the kernel would end one of the ranks"
-        )
+        remedy = "end other processes: the kernel would end one of the ranks"
+        yield Finding("host memory", COSTS, what, remedy)
     else:
         yield Finding("host memory", FINE, what)
     swapped = (kernel_bytes("SwapTotal") or 0) - (kernel_bytes("SwapFree") or 0)

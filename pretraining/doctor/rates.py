@@ -127,8 +127,7 @@ def largest_of_ranks(*values: float) -> list[float]:
 def bus_bandwidth(kind: str, size: int, seconds: float, ranks: int) -> float:
     """Compute the bytes per second that each link carries, for any number of ranks (nccl-tests, PERFORMANCE.md).
 
-    Args:
-        size: bytes of the whole message; for an all-gather, what every rank has at the end.
+    size: bytes of the whole message; for an all-gather, what every rank has at the end.
     """
     share = (ranks - 1) / ranks
     # an all-reduce passes each part around the ring twice, to sum it and to share it

@@ -68,21 +68,19 @@ def named(came: list[Rank], ranks: list[int]) -> str:
 
 
 class RollCall:
-    """Hold the store, the ranks that came, and one thread for work that may hang. Every rank makes the same calls."""
+    """Hold the store, the ranks that came, and one thread for work that may hang. Every rank makes the same calls.
+
+    If a rank does not answer, or its work does not come back, each call raises `Stuck`, on every rank.
+    """
 
     def __init__(self, rank: int, size: int, arrival_seconds: float) -> None:
-        """Meet in the store.
-
-        Raises:
-            UserError: rank 0 cannot be reached from here.
-        """
+        """Meet in the store; `UserError` if rank 0 cannot be reached from here."""
         self.rank, self.size = rank, size
         server = _connect(rank, arrival_seconds)
         # torchrun starts its ranks again with the same store, in which the old keys still are.
         attempt = f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        client = TCPStore(
-            server.host, server.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
-        )
+        limit = timedelta(seconds=60)
+        client = TCPStore(server.host, server.port, is_master=False, wait_for_workers=False, timeout=limit)
         self._store, self.work_store = PrefixStore(attempt, server), PrefixStore(attempt, client)
         """Of both, the second is for use inside a step: one that waits keeps others from using its connection."""
         self._worker = _Worker()
@@ -117,11 +115,7 @@ class RollCall:
         return nodes
 
     def step(self, name: str, work: Callable[[], object], seconds: float) -> list[Answer]:
-        """Do `work` on every rank at once; return the answers of all ranks, on every rank.
-
-        Raises:
-            Stuck: on every rank, if the work did not come back on one of them.
-        """
+        """Do `work` on every rank at once; return the answers of all ranks, on every rank."""
         until = time.monotonic() + seconds + GRACE_SECONDS
         mine = self._worker.run(work, seconds)
         gathered = self._collect_from_all(name, asdict(mine), until)
@@ -132,11 +126,7 @@ class RollCall:
         return answers
 
     def values(self, name: str, work: Callable[[], object], seconds: float) -> list:
-        """Do `step`, and return what the work returned on every rank, on every rank.
-
-        Raises:
-            RuntimeError: it failed on some ranks; the first of them is named.
-        """
+        """Do `step`, and return what the work returned on every rank; `RuntimeError` names the first that failed."""
         answers = self.step(name, work, seconds)
         for rank, answer in zip(self.ranks, answers, strict=True):
             if answer.error:
@@ -145,17 +135,12 @@ class RollCall:
 
     def failures(self, check: str, answers: list[Answer]) -> list[Finding]:
         """Make one finding for each of the first ranks on which a step failed; none if it failed nowhere."""
-        failed = [
-            (rank, each) for rank, each in zip(self.ranks, answers, strict=True) if each.state == FAILED
-        ]
-        return [Finding.of_error(check, each.error, where=str(rank)) for rank, each in failed[:MOST_REFUSED]]
+        by_rank = zip(self.ranks, answers, strict=True)
+        failed = [(rank, each.error) for rank, each in by_rank if each.state == FAILED]
+        return [Finding.of_error(check, error, where=str(rank)) for rank, error in failed[:MOST_REFUSED]]
 
     def gather(self, name: str, value: Any) -> list:
-        """Return the value of every rank, on every rank, at once.
-
-        Raises:
-            Stuck: on every rank, if one sends none.
-        """
+        """Return the value of every rank, on every rank, at once."""
         gathered = self._collect_from_all(name, [value], time.monotonic() + GRACE_SECONDS)
         if None in gathered:
             answers = [Answer(SILENT if each is None else DONE) for each in gathered]
@@ -163,11 +148,7 @@ class RollCall:
         return [value for (value,) in gathered]
 
     def collect(self, name: str, value: Any) -> list:
-        """Return the value of every rank on rank 0 only, an empty list elsewhere: for values that are large.
-
-        Raises:
-            Stuck: on every rank, if one sends none.
-        """
+        """Return the value of every rank on rank 0 only, an empty list elsewhere: for values that are large."""
         self._store.set(f"{name}/{self.rank}", json.dumps(value))
         # returns when every rank has set its value
         self.gather(name, None)
@@ -175,11 +156,7 @@ class RollCall:
         return [json.loads(self._store.get(f"{name}/{rank}")) for rank in ranks]
 
     def _collect_from_all(self, name: str, value, until: float) -> list:
-        """Return the value of every rank, on every rank; None for those that sent none by then (`time.monotonic()`).
-
-        Raises:
-            Stuck: rank 0, which collects them, does not answer.
-        """
+        """Return the value of every rank, on every rank; None for those that sent none by then (`time.monotonic()`)."""
         self._calls += 1
         # numbered: keys stay in the store, and a step may be made twice
         name = f"{self._calls}/{name}"

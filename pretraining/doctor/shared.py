@@ -185,11 +185,7 @@ class ProbedFolder:
         self._data = self.probe / f"data-{rank}"
 
     def leave_token(self) -> None:
-        """Write this rank's token.
-
-        Raises:
-            UserError: the folder cannot be written.
-        """
+        """Write this rank's token; `UserError` if the folder cannot be written."""
         try:
             self.probe.mkdir(parents=True, exist_ok=True)
             self._token(self.rank).write_text("here")
@@ -207,12 +203,9 @@ class ProbedFolder:
         return missing
 
     def write_and_read(self, num_bytes: int) -> dict:
-        """Write, flush to the disk and read again: {"bytes", "write_seconds", "read_seconds"}.
+        """Write, flush to the disk and read again: {"bytes", "write_seconds", "read_seconds"}; `UserError` if it fails.
 
         The file stays until `remove_data`, so that the disk must hold those of all ranks at once.
-
-        Raises:
-            UserError: the disk is full, or refuses otherwise.
         """
         try:
             # nothing that a filesystem could compress
@@ -235,7 +228,6 @@ class ProbedFolder:
             raise file_error(error, self.folder) or error from error
 
     def remove_data(self) -> None:
-        """Remove what `write_and_read` has written."""
         self._data.unlink(missing_ok=True)
 
     def clear(self) -> None:
@@ -250,10 +242,7 @@ class ProbedFolder:
 
 
 def look_at_run_folder(call: RollCall, probed: ProbedFolder, upload: str | None = None) -> list[Finding]:
-    """Check whether all ranks write into one and the same folder, or each node into its own beside a store.
-
-    upload: the recipe's `checkpoints.upload`.
-    """
+    """Check whether all ranks write into one and the same folder, or each node into its own beside a store."""
     steps = {"tokens": probed.leave_token, "tokens of others": lambda: probed.look_for(call.size)}
     for name, work in steps.items():
         answers = call.step(f"run folder: {name}", work, LOOK_SECONDS + 5)

@@ -1,15 +1,13 @@
 """Tokens of every optimizer step: the same throughout, or rising in stairs while a run is young (`budget.ramp`)."""
 
-import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 from pretraining.recipe.section import Section, key
-from pretraining.schema import Wrong, display_path, problem
+from pretraining.schema import Wrong
 
 LR_POWERS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 """The learning rate goes as this power of a step's size over the full size."""
@@ -207,26 +205,6 @@ class StepSizes:
 def increment_of(ramp: Ramp) -> int:
     """By how much a stair is higher than the one before: the first one's size where the recipe does not say."""
     return ramp.increment or ramp.from_tokens_per_step
-
-
-def check_division(sizes: StepSizes, length: int, ranks: int, micro_batch: int, path: Path) -> None:
-    """`UserError` of the recipe's file if ranks x micro-batch x length does not divide every step, with what would."""
-    at_once = ranks * micro_batch
-    size = next((size for size in sizes.all if size % (at_once * length)), None)
-    if size is None:
-        return
-    what = (
-        f"a step of {size // length} sequences is not a multiple of {at_once} = {ranks} ranks x {micro_batch} "
-        "per_device_train_batch_size; "
-    )
-    # what divides every size divides their greatest common divisor
-    shared, rest = divmod(math.gcd(*sizes.all) // length, ranks)
-    if rest:
-        what += f"make from_tokens_per_step and increment multiples of {ranks * length}, or take fewer ranks"
-    else:
-        fitting = next(micro for micro in range(min(micro_batch, shared), 0, -1) if shared % micro == 0)
-        what += f"training.per_device_train_batch_size={fitting} divides every step"
-    raise problem(display_path(path), "budget.ramp", what)
 
 
 def check_multiple(value: int, key: str, unit: int, unit_words: str) -> Wrong:

@@ -24,27 +24,17 @@ GPT2_NAMES = {
     "max_position_embeddings": "n_positions",
     "intermediate_size": "n_inner",
 }
-ATTENTIONS = (
-    "eager",
-    "sdpa",
-    "sdpa_causal",
-    "torch_varlen",
-    "flash_attention_2",
-    "flash_attention_3",
-    "flash_attention_4",
-    "flex_attention",
-)
+FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+ATTENTIONS = ("eager", "sdpa", "sdpa_causal", "torch_varlen", *FLASH, "flex_attention")
 """What `model.attn_implementation` names, beside a kernel of the hub (kernels-community/...)."""
 CROSSES_DOCUMENTS = ("sdpa_causal",)
 """Those of them that cannot keep documents apart."""
+YARN = ("attention_factor", "beta_fast", "beta_slow")
 ROPE = {
     "default": ((), ()),
     "linear": (("factor",), ()),
     "dynamic": (("factor",), ()),
-    "yarn": (
-        ("factor",),
-        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-    ),
+    "yarn": (("factor",), (*YARN, "mscale", "mscale_all_dim", "truncate")),
     "longrope": (("short_factor", "long_factor"), ("attention_factor", "factor")),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),
     "proportional": (("rope_theta",), ()),

@@ -65,47 +65,6 @@ class Scales:
         return Scales(self.initial * c, self.rate * c, self.decay / c, self.epsilon / c)
 
 
-@dataclass(frozen=True)
-class Growth:
-    """How many times as wide and as deep as its base a model is; its queries' multiplier."""
-
-    model_type: str
-    width: float
-    depth: float
-    queries: float
-
-    @classmethod
-    def of(cls, model: dict, mup: Mup) -> "Growth":
-        """Of a model section with its class's defaults."""
-        width, layers, head_size = shape_of(model)
-        depth = layers / (mup.base_layers or layers)
-        # attention divides by the root of a head's size; this brings it to the size itself
-        queries = ((mup.base_head_size or head_size) / head_size) ** 0.5
-        return cls(model["model_type"], width / mup.base_width, depth, queries)
-
-    def scales(self, name: str, is_tied: bool, rule: str) -> Scales:
-        """Of the parameter called `name`; `is_tied`: whether the head is the embedding; `rule`: a key of RULES."""
-        if not _BLOCK.search(name):
-            scales = Scales(epsilon=1 / self.width)
-            # a tied head is the embedding, so the norm before it takes the multiplier
-            holds_output_multiplier = _FINAL_NORM.search(name) if is_tied else name == HEAD
-            return scales.times(1 / self.width) if holds_output_multiplier else scales
-        epsilon = 1 / (self.width * self.depth)
-        scales = Scales(epsilon=epsilon)
-        # norms are vectors; biases do not end with .weight
-        if name.endswith(".weight") and not re.search(r"(ln_\d|norm)\.weight$", name):
-            power = RULES[rule]
-            scales = Scales(self.width**-0.5, self.width**-power, self.width**power, epsilon)
-        if _LEAVES_A_BRANCH.search(name):
-            scales = scales.times(1 / self.depth)
-            # Drawn with 1 / sqrt(2 layers) already, as the base's are.
-            if self.model_type == "gpt2":
-                scales = Scales(scales.initial * self.depth**0.5, scales.rate, scales.decay, scales.epsilon)
-        if self.queries != 1 and _QUERY[self.model_type].search(name):
-            scales = scales.times(self.queries)
-        return scales
-
-
 def shape_of(model: dict) -> tuple[int, int, int]:
     """(width, layers, size of a head) of a model section with its class's defaults."""
     if model["model_type"] == "gpt2":
@@ -122,9 +81,36 @@ def scales_by_name(names: Iterable[str], model: dict, mup: Mup, rule: str = "ada
     """
     if mup.base_width is None:
         return {}
-    names = list(names)
-    growth, is_tied = Growth.of(model, mup), HEAD not in names
-    return {name: growth.scales(name, is_tied, rule) for name in names}
+    names, kind = list(names), model["model_type"]
+    is_tied = HEAD not in names
+    own_width, layers, head_size = shape_of(model)
+    # how many times as wide and as deep as its base the model is
+    width, depth = own_width / mup.base_width, layers / (mup.base_layers or layers)
+    # attention divides by the root of a head's size; this brings it to the size itself
+    queries = ((mup.base_head_size or head_size) / head_size) ** 0.5
+
+    def scales_of(name: str) -> Scales:
+        if not _BLOCK.search(name):
+            scales = Scales(epsilon=1 / width)
+            # a tied head is the embedding, so the norm before it takes the multiplier
+            holds_output_multiplier = _FINAL_NORM.search(name) if is_tied else name == HEAD
+            return scales.times(1 / width) if holds_output_multiplier else scales
+        epsilon = 1 / (width * depth)
+        scales = Scales(epsilon=epsilon)
+        # norms are vectors; biases do not end with .weight
+        if name.endswith(".weight") and not re.search(r"(ln_\d|norm)\.weight$", name):
+            power = RULES[rule]
+            scales = Scales(width**-0.5, width**-power, width**power, epsilon)
+        if _LEAVES_A_BRANCH.search(name):
+            scales = scales.times(1 / depth)
+            # Drawn with 1 / sqrt(2 layers) already, as the base's are.
+            if kind == "gpt2":
+                scales = Scales(scales.initial * depth**0.5, scales.rate, scales.decay, scales.epsilon)
+        if queries != 1 and _QUERY[kind].search(name):
+            scales = scales.times(queries)
+        return scales
+
+    return {name: scales_of(name) for name in names}
 
 
 def check_mup(mup: Mup, model: dict) -> Wrong:

@@ -19,20 +19,6 @@ class Resize(NamedTuple):
     now: int
 
 
-def resizes_in(changes: Sequence[dict], recipe: Recipe) -> tuple[Resize, ...]:
-    """Return the changes of the step's size through which a schedule that counts steps keeps its place.
-
-    changes: what the run has accepted, in order: {"step", "key", "from", "to"} each. A schedule that was itself changed
-    counts the steps as they are from there on. So does one that met a change while the steps' size rose by a ramp.
-    """
-    if any(change["key"] == RAMP for change in changes):
-        return ()
-    renewed = max((change["step"] for change in changes if change["key"] in SCHEDULE_KEYS), default=-1)
-    first = max(renewed + 1, recipe.step_sizes.ramp_steps)
-    sizes = [change for change in changes if change["key"] == STEP_SIZE and change["step"] >= first]
-    return tuple(Resize(change["step"], change["from"], change["to"]) for change in sizes)
-
-
 @dataclass(frozen=True)
 class Progress:
     """Steps, tokens and samples of a run that begins, or goes on, after `step` steps and `tokens` tokens.
@@ -50,9 +36,21 @@ class Progress:
 
     @classmethod
     def of(cls, recipe: Recipe, step: int = 0, tokens: int = 0, changes: Sequence[dict] = ()) -> "Progress":
-        """Take sizes, length and budget from the recipe. changes: what the run has accepted on the way."""
-        sizes, resizes = recipe.step_sizes, resizes_in(changes, recipe)
-        return cls(sizes, recipe.sequence_length, recipe.budget.tokens, step, tokens, resizes)
+        """Take sizes, length and budget from the recipe.
+
+        changes: what the run has accepted on the way, in order: {"step", "key", "from", "to"} each. Those of the step's
+        size are kept through which a schedule that counts steps keeps its place. A schedule that was itself changed
+        counts the steps as they are from there on. So does one that met a change while the size rose by a ramp.
+        """
+        sizes, resizes = recipe.step_sizes, []
+        if not any(change["key"] == RAMP for change in changes):
+            renewed = max(
+                (change["step"] for change in changes if change["key"] in SCHEDULE_KEYS), default=-1
+            )
+            first = max(renewed + 1, sizes.ramp_steps)
+            kept = [change for change in changes if change["key"] == STEP_SIZE and change["step"] >= first]
+            resizes = [Resize(change["step"], change["from"], change["to"]) for change in kept]
+        return cls(sizes, recipe.sequence_length, recipe.budget.tokens, step, tokens, tuple(resizes))
 
     @property
     def extra_tokens(self) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 from pretraining.ds_config import degrees_of
 from pretraining.errors import nearest
 from pretraining.extend import Extension, check_defined, defined
-from pretraining.recipe.budget import Budget, StepSizes, check_division, nearest_multiples
+from pretraining.recipe.budget import Budget, StepSizes, nearest_multiples
 from pretraining.recipe.data import Data, check_mixture
 from pretraining.recipe.model import CROSSES_DOCUMENTS, EXACT, Model, is_mixture, own_key
 from pretraining.recipe.mup import Mup, check_mup
@@ -46,11 +46,16 @@ SECTIONS: dict[str, type[Section]] = {
     "report": Report,
 }
 """Our own."""
+_TEXT = {"type": "string", "minLength": 1}
+_MODULE = {
+    "type": "object",
+    "properties": {"module": _TEXT, "digest": {"type": "string"}},
+    "required": ["module"],
+}
 TOP_LEVEL = {
     "$schema": {"type": "string"},
     "base": {
-        "type": "string",
-        "minLength": 1,
+        **_TEXT,
         "description": "Another recipe, by name or by its path from this file, without a base of its own: its keys "
         "hold where this file says nothing. Lists and objects in a section replace the base's; so does a model with a "
         "model_type.",
@@ -66,20 +71,7 @@ TOP_LEVEL = {
     "extensions": {
         "type": "array",
         "default": [],
-        "items": {
-            "anyOf": [
-                {
-                    "type": "object",
-                    "properties": {
-                        "module": {"type": "string", "minLength": 1},
-                        "digest": {"type": "string"},
-                    },
-                    "required": ["module"],
-                    "additionalProperties": False,
-                },
-                {"type": "string", "minLength": 1},
-            ]
-        },
+        "items": {"anyOf": [{**_MODULE, "additionalProperties": False}, _TEXT]},
         "description": "Modules of your own with callbacks, metrics, losses, schedules, filters or models: paths from "
         "this file, or names that can be imported. A run's recipe.json adds the digest of each.",
     },
@@ -314,13 +306,13 @@ def accumulation_steps(recipe: Recipe, world_size: int, ds_config: dict | None =
     together = degrees_of(ds_config).ranks_per_sample
     ranks, micro_batch, length = world_size // together, recipe.micro_batch, recipe.sequence_length
     ranks_words = f"{ranks} ranks" if together == 1 else f"{ranks} groups of {together} ranks"
-    tokens_at_once = ranks * micro_batch * length
+    tokens_at_once, where = ranks * micro_batch * length, display_path(recipe.path)
     steps, rest = divmod(recipe.tokens_per_step, tokens_at_once)
     if rest:
         product = f"{tokens_at_once} = {ranks_words} x {micro_batch} per_device_train_batch_size "
         product += f"x {length} tokens"
         multiples = nearest_multiples(recipe.tokens_per_step, tokens_at_once)
-        where, per_rank = display_path(recipe.path), recipe.samples_per_step // ranks
+        per_rank = recipe.samples_per_step // ranks
         if recipe.samples_per_step % ranks:
             what = f"{recipe.tokens_per_step} is not a multiple of {product}; {multiples}"
             raise problem(where, "budget.tokens_per_step", what)
@@ -329,7 +321,20 @@ def accumulation_steps(recipe: Recipe, world_size: int, ds_config: dict | None =
         what = f"is {micro_batch}; {product} do not divide budget.tokens_per_step {recipe.tokens_per_step}"
         remedy = f"{fitting} does (or for tokens_per_step, {multiples})"
         raise problem(where, "training.per_device_train_batch_size", f"{what}; {remedy}")
-    check_division(recipe.step_sizes, recipe.sequence_length, ranks, micro_batch, recipe.path)
+    for size in recipe.step_sizes.all:
+        if size % tokens_at_once:
+            what = f"a step of {size // length} sequences is not a multiple of {ranks * micro_batch} = {ranks} ranks x "
+            what += f"{micro_batch} per_device_train_batch_size; "
+            # what divides every size divides their greatest common divisor
+            shared, rest = divmod(math.gcd(*recipe.step_sizes.all) // length, ranks)
+            if rest:
+                what += f"make from_tokens_per_step and increment multiples of {ranks * length}, or take fewer ranks"
+            else:
+                fitting = next(
+                    micro for micro in range(min(micro_batch, shared), 0, -1) if shared % micro == 0
+                )
+                what += f"training.per_device_train_batch_size={fitting} divides every step"
+            raise problem(where, "budget.ramp", what)
     return steps
 
 

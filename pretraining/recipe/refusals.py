@@ -68,18 +68,7 @@ def load_recipe_and_ds_config(
     world_size: int | None = None,
     limit_tokens: int | None = None,
 ) -> tuple[Recipe, dict | None]:
-    """Read a recipe and its ds_config, and refuse what cannot work with them and the number of ranks.
-
-    Args:
-        name_or_path: `tiny`, or a path that ends in .json.
-        overrides: `section.key=value` texts.
-        deepspeed: replaces the recipe's `deepspeed`; "null" means none.
-        world_size: number of ranks; None if it is not known yet.
-        limit_tokens: the most that the run may train on.
-
-    Raises:
-        UserError: one line that names the file, the dotted key, what is wrong, and what to do.
-    """
+    """Read a recipe (see `load_recipe`) and its ds_config; `UserError` if they and the number of ranks cannot work."""
     recipe = load_recipe(name_or_path, overrides, deepspeed, limit_tokens, world_size)
     if os.environ.get("RANK", "0") == "0":
         print(*(f"note: {note}\n" for note in recipe.notes), sep="", end="", file=sys.stderr, flush=True)

@@ -121,33 +121,28 @@ def start_as(
     done, began = Done(), time.perf_counter()
     gpu = plan.machine.gpu if plan.machine else None
     named = {"name": gpu.name, "total_bytes": gpu.memory_bytes} if gpu else {}
-    options = argparse.Namespace(
-        **{**vars(options), "resume": "auto", "force": True, "while_preparing": False}
-    )
+    typed = {**vars(options), "resume": "auto", "force": True, "while_preparing": False}
+    options = argparse.Namespace(**typed)
     if not recipe.step_sizes.ramp_steps:  # else the first steps have a share of them
         plan = replace(plan, accumulation_steps=min(plan.accumulation_steps, MOST_MICRO_BATCHES))
-    recipe, here = shortened(recipe), (place.local_rank, place.ranks_of_node)
+    # the recipe of a run that ends after its first step and reports to nobody
+    checkpoints = replace(recipe.checkpoints, time_limit_hours=SOON_HOURS, upload=None, background=False)
+    alone = {**recipe.training, "report_to": "none", "dataloader_num_workers": 0}
+    recipe = replace(recipe, training=alone, checkpoints=checkpoints)
+    here = place.local_rank, place.ranks_of_node
     gpu_of_none = fake_gpu(place.world_size, place.rank, here, **named)
     with gpu_of_none as machine, without_other_ranks(), deciding_alone():
         monitors = RankMonitors(run, recipe, done, isinstance(data, StandInData))
         with closing(Arrival(recipe, options.data_dir, run, monitors.stop)) as arrival:
-            checkpoints = partial(RankCheckpoints, place, done)
+            manager = partial(RankCheckpoints, place, done)
             try:
-                attempt(Job(recipe, plan, data, run, options, monitors, arrival, GPU, checkpoints))
+                attempt(Job(recipe, plan, data, run, options, monitors, arrival, GPU, manager))
             except SystemExit as left:
                 if left.code != STOPPED:
                     raise
         done.sent = machine.sent
     done.seconds["step"] = max(0.0, time.perf_counter() - began - sum(done.seconds.values()))
     return done
-
-
-def shortened(recipe: Recipe) -> Recipe:
-    """Return the recipe of a run that ends after its first step and reports to nobody."""
-    checkpoints = replace(recipe.checkpoints, time_limit_hours=SOON_HOURS, upload=None, background=False)
-    own = {"report_to": "none", "dataloader_num_workers": 0}
-    training = type(recipe.training)({**recipe.training, **own})
-    return replace(recipe, training=training, checkpoints=checkpoints)
 
 
 class RankMonitors(RunMonitors):

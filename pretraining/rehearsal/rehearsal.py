@@ -83,9 +83,20 @@ def rehearse(
     """
     rehearsal = Rehearsal(recipe, ds_config, options)
     rehearsal.do(open_data, attempt)
-    if options.json:
-        print(json.dumps(rehearsal.answer(), indent=2), flush=True)
     faults = rehearsal.faults
+    if options.json:
+        answer = {
+            "recipe": recipe.name,
+            "world_size": rehearsal.world_size,
+            "nodes": rehearsal.nodes,
+            "gpu": rehearsal.gpu.name if rehearsal.gpu else None,
+            "seconds": round(time.perf_counter() - rehearsal.began, 2),
+            "faults": faults,
+            "parts": [asdict(part) for part in rehearsal.parts],
+            "ranks": rehearsal.ranks,
+            "memory_bytes": memory_need(recipe, ds_config, rehearsal.world_size).parts,
+        }
+        print(json.dumps(answer, indent=2), flush=True)
     if faults:
         more = f" (and {several(len(faults) - 1, 'fault')} more, above)" if len(faults) > 1 else ""
         raise UserError(f"{faults[0]}{more}")
@@ -108,7 +119,7 @@ class Rehearsal:
         self.parts: list[RehearsedPart] = []
         self.ranks: list[dict] = []
         self.plan: RunPlan | None = None
-        self._began = time.perf_counter()
+        self.began = time.perf_counter()
 
     @property
     def faults(self) -> list[str]:
@@ -159,7 +170,7 @@ class Rehearsal:
             self._print(f"{'':>24}note: {note}")
 
     def _now(self) -> str:
-        return f"[{time.perf_counter() - self._began:6.1f} s]"
+        return f"[{time.perf_counter() - self.began:6.1f} s]"
 
     def _print(self, line: str) -> None:
         # with --json the answer alone is on stdout
@@ -196,9 +207,8 @@ class Rehearsal:
             return f"{self.run.path}: not looked at (the disk of the nodes is another)"
         changes_of_run(self.run.path, self.recipe.to_dict(), self.options.allow_change)
         if self.options.resume == "auto" and self.run.is_finished(self.recipe.to_dict()):
-            raise UserError(
-                f"{self.run.path}: this run is finished: nothing would start; choose another --output_dir"
-            )
+            what = f"{self.run.path}: this run is finished: nothing would start; choose another --output_dir"
+            raise UserError(what)
         state = "goes on" if self.run.recipe.exists() else "new"
         began, folder = time.perf_counter(), existing_folder(self.run.path)
         try:
@@ -217,10 +227,8 @@ class Rehearsal:
         address = self.recipe.checkpoints.upload
         if not address:
             if self.nodes > 1:
-                part.notes.append(
-                    f"unless all nodes share the disk of {self.run.path}, a lost node takes its part of every "
-                    "checkpoint along: --set checkpoints.upload=s3://bucket/runs"
-                )
+                what = f"unless all nodes share the disk of {self.run.path}, a lost node takes its part of every "
+                part.notes.append(f"{what}checkpoint along: --set checkpoints.upload=s3://bucket/runs")
             return "none (checkpoints.upload)"
         # beside the run's own files, so that nothing of it is touched
         store = RemoteRun(address, f"{self.run.path.name}.rehearsal").at_first_contact()
@@ -232,12 +240,10 @@ class Rehearsal:
         read = time.perf_counter() - began - written
         store.remove("probe")
         if found != content:
-            raise UserError(
-                f"{store.where('probe')}: what was written was not read back; check checkpoints.upload"
-            )
-        return (
-            f"{store.where('')[:-1]}: 1 MB written in {1000 * written:.0f} ms, read in {1000 * read:.0f} ms"
-        )
+            what = f"{store.where('probe')}: what was written was not read back; check checkpoints.upload"
+            raise UserError(what)
+        took = f"1 MB written in {1000 * written:.0f} ms, read in {1000 * read:.0f} ms"
+        return f"{store.where('')[:-1]}: {took}"
 
     def _data(self, open_data: Callable[..., PreparedData], part: RehearsedPart) -> tuple[PreparedData, str]:
         try:
@@ -254,9 +260,16 @@ class Rehearsal:
         found = f"{data.manifest['name']}: {tokens:,} tokens in {several(len(shards), 'shard')}"
         if isinstance(data, StandInData):
             return data, f"{found}, none of which exists"
-        for split in (data.train, data.validation):
-            if isinstance(split, StreamedSplit):
-                _check_store(split)
+        for split in (each for each in (data.train, data.validation) if isinstance(each, StreamedSplit)):
+            sizes = split.remote.store.sizes(split.name) or {}
+            for shard in split.shard_entries:
+                # a web server lists no sizes, and often nothing: asked for each file
+                name = f"{split.name}/{shard['file']}"
+                size = sizes.get(shard["file"]) or split.remote.store.size(name)
+                if size not in (None, shard["size"]):
+                    what = f"{split.folder}/{shard['file']}: shard is {size:,} bytes, "
+                    what += f"expected {shard['size']:,} bytes"
+                    raise UserError(f"{what}; copy the data there again")
         fingerprint = data.manifest["tokenizer"]["fingerprint"]
         return data, f"{found}, all there; its tokenizer is {fingerprint}, of {len(data.tokenizer):,} tokens"
 
@@ -264,8 +277,7 @@ class Rehearsal:
         dataset = build_training_dataset(data, self.recipe, 0)
         first = self.recipe.step_sizes.tokens_at(STEPS_COMPARED) // self.recipe.sequence_length
         count = min(first, len(dataset))
-        blocks = dataset.block_numbers(np.arange(count))
-        different = len(np.unique(blocks))
+        different = len(np.unique(dataset.block_numbers(np.arange(count))))
         reads = self.world_size // degrees_of(self.ds_config).ranks_per_sample
         return (
             f"the first {STEPS_COMPARED} steps read {count:,} samples, {different:,} different blocks, "
@@ -283,9 +295,8 @@ class Rehearsal:
         with mock.patch.dict(os.environ):  # trackers name their folders in variables
             build_trackers(named, self.run, self.recipe.name, self.recipe.training.get("project"))
         if self.nodes > 1 and not self.is_elsewhere and (name := loopback_name()):
-            part.notes.append(
-                f"{name}, the name of this host, leads to a loopback address: nodes like it cannot meet"
-            )
+            what = f"{name}, the name of this host, leads to a loopback address: nodes like it cannot meet"
+            part.notes.append(what)
         if port := os.environ.get("MASTER_PORT"):
             try:
                 with socket.socket() as listener:
@@ -301,17 +312,15 @@ class Rehearsal:
         assert self.plan is not None
         need = memory_need(self.recipe, self.ds_config, self.world_size)
         if need.state and need.state.host > MOST_HOST_BYTES:
-            what = f"each rank keeps {num_bytes(need.state.host)} of offloaded states in host memory"
-            raise UserError(
-                f"{what}, and so would a rehearsal; rehearse the same recipe without offload, or on more ranks"
-            )
+            what = f"each rank keeps {num_bytes(need.state.host)} of offloaded states in host memory, and so would a "
+            what += "rehearsal; rehearse the same recipe without offload, or on more ranks"
+            raise UserError(what)
         ranks = rehearsed_ranks(self.world_size)
         # forked: a rank begins with what this process has imported
         context, at_once = multiprocessing.get_context("fork"), max(1, min(AT_ONCE, int(cores())))
         shown = ", ".join(f"{each:,}" for each in ranks)
-        self._print(
-            f"{self._now()} {'ranks':<12} {shown}, {at_once} at a time: two starts each, which take minutes"
-        )
+        said = f"{shown}, {at_once} at a time: two starts each, which take minutes"
+        self._print(f"{self._now()} {'ranks':<12} {said}")
         from pretraining.rehearsal import rank as rehearsed  # the libraries, once for all ranks
 
         folder = Path(tempfile.mkdtemp(prefix="rehearsal-"))
@@ -320,8 +329,7 @@ class Rehearsal:
         while waiting or running:
             while waiting and len(running) < at_once:
                 place = waiting.pop(0)
-                work = (self, folder, place, attempt, data)
-                running[place] = context.Process(target=_be, args=work)
+                running[place] = context.Process(target=_be, args=(self, folder, place, attempt, data))
                 running[place].start()
             ended = [process.sentinel for process in running.values()]
             if not multiprocessing.connection.wait(ended, SAYS_EVERY_SECONDS):
@@ -330,14 +338,12 @@ class Rehearsal:
             for place in [place for place, process in running.items() if not process.is_alive()]:
                 running.pop(place).join()
                 self._take(folder, place)
-        unexpected = any(each.get("log") for each in self.ranks)
-        if not unexpected:
+        if not any(each.get("log") for each in self.ranks):
             shutil.rmtree(folder)
         self.ranks.sort(key=lambda each: each["rank"])
         if fault := next((each["fault"] for each in self.ranks if each["fault"]), None):
             raise UserError(fault)
-        names = ", ".join(f"{place.rank:,}" for place in places)
-        return f"{names}: two starts each, a step and a save in both; the second from the marker of the first"
+        return f"{shown}: two starts each, a step and a save in both; the second from the marker of the first"
 
     def _take(self, folder: Path, place: Any) -> None:
         """Read what a rank has left, and print it."""
@@ -361,24 +367,8 @@ class Rehearsal:
             f"writes {num_bytes(first['checkpoint_bytes'])} a checkpoint; moves {num_bytes(sent)}"
         )
 
-    def answer(self) -> dict:
-        """Return all that was found, as plain JSON values."""
-        return {
-            "recipe": self.recipe.name,
-            "world_size": self.world_size,
-            "nodes": self.nodes,
-            "gpu": self.gpu.name if self.gpu else None,
-            "seconds": round(time.perf_counter() - self._began, 2),
-            "faults": self.faults,
-            "parts": [asdict(part) for part in self.parts],
-            "ranks": self.ranks,
-            "memory_bytes": memory_need(self.recipe, self.ds_config, self.world_size).parts,
-        }
 
-
-def _be(
-    rehearsal: Rehearsal, folder: Path, place: Any, attempt: Callable[..., bool], data: PreparedData
-) -> None:
+def _be(rehearsal: Rehearsal, folder: Path, place: Any, attempt: Callable, data: PreparedData) -> None:
     """Be a rank, in a process of its own: start twice, and leave an answer."""
     from pretraining.rehearsal import rank as rehearsed
 
@@ -390,14 +380,12 @@ def _be(
     run = RunFolder(folder / f"run-{place.rank}")
     recipe, plan, degrees = rehearsal.recipe, rehearsal.plan, degrees_of(rehearsal.ds_config)
     try:
-        starts = [
-            rehearsed.start_as(place, attempt, recipe, plan, data, run, rehearsal.options) for _ in range(2)
-        ]
+        work = place, attempt, recipe, plan, data, run, rehearsal.options
+        starts = [rehearsed.start_as(*work) for _ in range(2)]
         rehearsed.check_samples(starts[0], place, recipe, degrees.ranks_per_sample, 0)
         answer["starts"] = [{**asdict(each), "shards": sorted(each.shards)} for each in starts]
-        answer["peak_host_bytes"] = (
-            1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        )  # Linux counts in KiB
+        # Linux counts in KiB
+        answer["peak_host_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         # of a checkpoint the files that have this rank's number, or none
         mine, files = f"rank-{place.rank:05d}-of", (path for path in run.path.rglob("*") if path.is_file())
         names = sorted(str(path.relative_to(run.path)) for path in files)
@@ -408,23 +396,9 @@ def _be(
         traceback.print_exc()
         known = fault_in_user_code(error) or file_error(error)
         first_line = (str(error).splitlines() or [""])[0]
-        answer["fault"] = (
-            f"rank {place.rank}: {known or f'{type(error).__name__}: {first_line}; its output is {log}'}"
-        )
+        unknown = f"{type(error).__name__}: {first_line}; its output is {log}"
+        answer["fault"] = f"rank {place.rank}: {known or unknown}"
         answer["log"] = None if known else str(log)
     (folder / f"{place.rank}.json").write_text(json.dumps(answer))
     sys.stdout.flush()
     os._exit(0)  # torch's threads and groups need no farewell
-
-
-def _check_store(split: StreamedSplit) -> None:
-    """Raise `UserError` for the first shard that the store lacks, or has in another size."""
-    store = split.remote.store
-    sizes = store.sizes(split.name) or {}
-    for shard in split.shard_entries:
-        # a web server lists no sizes, and often nothing: asked for each file
-        size = sizes.get(shard["file"]) or store.size(f"{split.name}/{shard['file']}")
-        if size not in (None, shard["size"]):
-            what = f"{split.folder}/{shard['file']}: shard is {size:,} bytes, "
-            what += f"expected {shard['size']:,} bytes"
-            raise UserError(f"{what}; copy the data there again")

@@ -64,7 +64,17 @@ class StandInData(PreparedData):
 def stand_in_data(recipe: Recipe, folder: Path) -> StandInData:
     """Make data of which the recipe's run reads as much as it may, in shards that only have names."""
     dtype = str(token_dtype(recipe.model.vocab_size))
-    train = _entry("train", _tokens_by_source(recipe), dtype)
+    # {source: the tokens that the run needs of it}, with `max_epochs` and rounding allowed for
+    length, total = recipe.sequence_length, recipe.num_samples
+    if is_mixed(recipe.data):
+        names = source_names(recipe.data, "")
+        stages = read_stages(recipe.data, names, [1] * len(names), total, length, "")
+        read = zip(run_shares(stages, total), recipe.data.sources, strict=True)
+        blocks = [ceil(total * float(share) / (source.max_epochs or 1)) + 2 for share, source in read]
+    else:
+        limits = [source.max_epochs for source in recipe.data.sources if source.max_epochs]
+        blocks = [ceil(total / min([1, *limits]) + 2)]
+    train = _entry("train", {number: count * length for number, count in enumerate(blocks)}, dtype)
     held_out = max(recipe.evaluation.max_validation_tokens or 0, 64 * (recipe.sequence_length + 1))
     own = recipe.data.validation.sources if recipe.data.validation else []
     # the sources of validation are numbered behind those of training
@@ -80,19 +90,6 @@ def stand_in_data(recipe: Recipe, folder: Path) -> StandInData:
     }
     opened = {name: StandInSplit(folder / name, entry) for name, entry in splits.items()}
     return StandInData(folder, manifest, opened["train"], opened["validation"])
-
-
-def _tokens_by_source(recipe: Recipe) -> dict[int, int]:
-    """Return {source: the tokens that the run needs of it}, with `max_epochs` and rounding allowed for."""
-    length, total = recipe.sequence_length, recipe.num_samples
-    if not is_mixed(recipe.data):
-        limits = [source.max_epochs for source in recipe.data.sources if source.max_epochs]
-        return {0: ceil(total / min([1, *limits]) + 2) * length}
-    names = source_names(recipe.data, "")
-    shares = run_shares(read_stages(recipe.data, names, [1] * len(names), total, length, ""), total)
-    epochs = [source.max_epochs or 1 for source in recipe.data.sources]
-    blocks = [ceil(total * float(share) / times) + 2 for share, times in zip(shares, epochs, strict=True)]
-    return {number: count * length for number, count in enumerate(blocks)}
 
 
 def _entry(split: str, tokens_by_source: dict[int, int], dtype: str) -> dict:

@@ -29,7 +29,7 @@ from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.runtime import host
 from pretraining.runtime.failures import failing_gpus
 from tests.gear.local_hub import REPOSITORY_ID, local_hub
-from tests.gear.runs import SMALL_RECIPE, execute
+from tests.gear.runs import LAUNCHED, SMALL_RECIPE, execute
 
 NVIDIA_SMI = """#!{python}
 import sys
@@ -340,12 +340,7 @@ def test_only_rank_0_speaks_under_a_launcher(monkeypatch, capsys):
     together = SimpleNamespace(examine_cluster=examine_cluster, end_rank=lambda code: None)
     monkeypatch.setattr(doctor, "examine", examine)
     monkeypatch.setitem(sys.modules, "pretraining.doctor.cluster", together)
-    launched = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
-        "WORLD_SIZE": "4",
-        "LOCAL_WORLD_SIZE": "2",
-    }
+    launched = {**LAUNCHED, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
     for rank in range(4):
         for name, value in {**launched, "RANK": str(rank), "LOCAL_RANK": str(rank % 2)}.items():
             monkeypatch.setenv(name, value)

@@ -35,6 +35,12 @@ LEAVING_SECONDS = 60
 PORTS = range(20_000, 29_000)
 """Below those that the system gives to whoever asks for any."""
 
+LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"} | {
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+"""Variables that a launcher sets."""
+
 SMALL_RECIPE = {
     "description": "A GPT-2 of two layers for tests: eight sequences of 64 tokens a step, ten steps.",
     "model": {

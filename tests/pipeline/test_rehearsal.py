@@ -20,7 +20,7 @@ from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.rehearsal import rehearsal
 from pretraining.rehearsal.rank import RankPlace
 from pretraining.rehearsal.rehearsal import Rehearsal, rehearse
-from tests.gear.runs import MODELS, Workshop, execute, forked_programs
+from tests.gear.runs import LAUNCHED, MODELS, Workshop, execute, forked_programs
 
 RANKS = 60
 MANY = ("--world_size", RANKS, "--nodes", 7)
@@ -59,7 +59,8 @@ def own_data(workshop, tmp_path) -> Path:
 
 
 def test_a_sound_run_passes_on_uneven_nodes(workshop, tmp_path):
-    """60 ranks on 7 nodes, by the real command line: all that a start does is done twice by three ranks."""
+    """60 ranks on 7 nodes, by the real command line: all that a start does is done twice by three ranks, which takes
+    over ten seconds: six starts of the real Trainer and engine."""
     words = workshop.options(
         "--output_dir", tmp_path / "run", "--rehearse", "--json", *MANY, "--deepspeed", "zero3"
     )
@@ -84,7 +85,8 @@ def test_a_sound_run_passes_on_uneven_nodes(workshop, tmp_path):
 def test_split_experts_are_rehearsed_with_routers_that_choose_all_alike(
     workshop, tmp_path, monkeypatch, capsys
 ):
-    """Rank 0 of 60, ZeRO-2, four ranks a group: its share of the experts, and the exchange of rows."""
+    """Rank 0 of 60, ZeRO-2, four ranks a group: its share of the experts, and the exchange of rows. Two starts of the
+    real engine take their ten seconds."""
     monkeypatch.setattr(rehearsal, "rehearsed_ranks", lambda world_size: [0])
     monkeypatch.setattr(rehearsal, "SAYS_EVERY_SECONDS", 0.5)
     settings = [
@@ -269,14 +271,7 @@ def test_options_that_do_not_go_together_are_refused(words, named):
 
 
 def test_a_rehearsal_is_one_process(workshop, tmp_path, without_ranks, monkeypatch):
-    launcher = {
-        "WORLD_SIZE": "2",
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
-    }
-    for name, value in launcher.items():
+    for name, value in LAUNCHED.items():
         monkeypatch.setitem(os.environ, name, value)
     with pytest.raises(UserError, match=r"^environment: a rehearsal is one process"):
         rehearsed(workshop, tmp_path)

@@ -16,15 +16,7 @@ from pretraining.data.prepared import open_prepared
 from pretraining.data.streaming.cache import ShardCache
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
-from tests.gear.runs import REPOSITORY, Finished, Started, Workshop, contents, execute
-
-LAUNCHED = {
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": "2",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29500",
-}
+from tests.gear.runs import LAUNCHED, REPOSITORY, Finished, Started, Workshop, contents, execute
 
 
 def refused(finished: Finished, *fragments: str) -> str:

@@ -23,26 +23,10 @@ training.learnin_rate=1
     did you mean 'training.learning_rate'?
 data.tokenizer.train_vocab=9
     did you mean 'data.tokenizer.train_vocab_size'?
-data.sources.0.builtins=1
-    did you mean 'data.sources.0.builtin'?
 learning_rate=0.1
     learning_rate: unknown key; did you mean 'training.learning_rate'?
-training.lr=1
-    training.lr: unknown key; did you mean 'training.learning_rate'?
-wd=1
-    wd: unknown key; did you mean 'training.weight_decay'?
-prefetch_factor=4
-    did you mean 'training.dataloader_prefetch_factor'?
-training.grad_clip=1
-    did you mean 'training.max_grad_norm'?
-betas=1
-    did you mean 'training.adam_beta1' or 'training.adam_beta2'?
-seq_len=64
-    seq_len: unknown key; did you mean 'data.sequence_length'?
 data.learning_rate=0.1
     did you mean 'training.learning_rate'?
-n_layer=3
-    did you mean 'model.n_layer'?
 data.weight=1
     did you mean 'data.sources.0.weight'?
 data.sources[0].weight=1
@@ -392,7 +376,7 @@ def test_what_an_accelerate_config_asks_for_beside_the_recipe_is_refused(variabl
     assert words in str(error.value)
 
 
-def test_a_stage_in_an_accelerate_config_is_refused(monkeypatch):
+def test_a_stage_in_an_accelerate_config_is_refused_and_what_it_says_as_the_recipe_does_is_taken(monkeypatch):
     """Its ds_config is a file: what stands beside it would be left out by the plan and refused by accelerate."""
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
@@ -400,25 +384,11 @@ def test_a_stage_in_an_accelerate_config_is_refused(monkeypatch):
         load_recipe_and_ds_config("tiny")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "ds_configs/zero3.json")
     load_recipe_and_ds_config("tiny")
-
-
-def test_what_an_accelerate_config_says_as_the_recipe_does_is_taken(monkeypatch):
     for variable in LAUNCHER:
         monkeypatch.setenv(variable, "no" if "USE" not in variable else "false")
     load_recipe_and_ds_config("tiny")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     load_recipe_and_ds_config("tiny", ["training.bf16=true"])
-
-
-def test_accelerate_launch_with_fsdp_is_refused(tmp_path):
-    """Bad input: the one line comes through the launcher. accelerate itself sets the variable on GPUs only."""
-    config = tmp_path / "fsdp.yaml"
-    config.write_text(
-        "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nnum_processes: 1\nuse_cpu: true\n"
-    )
-    command = ["accelerate", "launch", "--config_file", config, "train.py", "--recipe", "tiny", "--plan"]
-    finished = execute(command, ACCELERATE_USE_FSDP="true")
-    assert finished.code != 0 and "error: accelerate's config: distributed_type FSDP" in finished.stderr
 
 
 def test_ranks_that_cannot_be_grouped_are_refused():
@@ -443,7 +413,7 @@ def test_schedules_take_the_keywords_that_transformers_takes():
 def test_random_recipes_get_a_plan_or_one_line(workshop):
     """No traceback from a recipe. The short version of benchmarks/recipe_fuzz.py."""
     fuzz = RecipeFuzz(_seed(), trains=False)
-    for _ in range(300):
+    for _ in range(200):
         settings, stage = fuzz.draw(), fuzz.draw_stage()
         outcome = plan_outcome(workshop, settings, stage, fuzz.random.choice((1, 2)))
         assert outcome.kind != "defect", (settings, stage, outcome.said)
@@ -455,27 +425,26 @@ def test_plan_preparation_and_start_agree_on_random_recipes(workshop):
     Fifteen types of models, all filters. The short version of benchmarks/recipe_fuzz.py.
     """
     kinds = Counter()
-    for settings, stage, planned, wrong in checked_recipes(workshop, 150, _seed()):
+    for settings, stage, planned, wrong in checked_recipes(workshop, 100, _seed()):
         assert not wrong, (settings, stage, wrong)
         kinds[planned.kind] += 1
-    assert min(kinds["ran"], kinds["refused"]) > 20
+    assert min(kinds["ran"], kinds["refused"]) > 12
 
 
 def test_random_recipes_train_or_are_refused_by_the_plan_too(workshop, tmp_path):
-    """Three real steps each: a run, or one line that the plan says as well unless this machine is the reason."""
+    """Three real steps each: a run, or one line that the plan says as well unless this machine is the reason.
+
+    Over ten seconds, for it builds and trains eight models; benchmarks/recipe_fuzz.py trains hundreds.
+    """
     fuzz = RecipeFuzz(_seed(), trains=True)
-    for number in range(12):
+    for number in range(8):
         settings, stage, ranks = fuzz.draw(), fuzz.draw_stage(), 2 * (number % 3 == 0)
         planned = plan_outcome(workshop, settings, stage, max(1, ranks))
         if planned.kind == "refused":
             continue
         trained = training_outcome(workshop, settings, stage, ranks, tmp_path / str(number))
-        assert trained.kind != "defect" and not is_looser(planned, trained), (
-            settings,
-            stage,
-            ranks,
-            trained.said,
-        )
+        drawn = settings, stage, ranks, trained.said
+        assert trained.kind != "defect" and not is_looser(planned, trained), drawn
 
 
 def _seed() -> int:
