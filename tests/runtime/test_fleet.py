@@ -180,7 +180,10 @@ def test_a_node_without_power_is_done_without_and_taken_back_and_a_report_says_w
         assert newest_committed(remote, -1) == "checkpoint-10"
         report, found = remote.read("report.html").decode(), look_back()
     name = max(nodes.hosts.names, key=lambda name: len(nodes.starts(name)))
-    run, starts = nodes.disk(name), nodes.starts(name)[-3:]  # the first may have begun with the quicker of them
+    run, starts = (
+        nodes.disk(name),
+        nodes.starts(name)[-3:],
+    )  # the first may have begun with the quicker of them
     assert [ranks for _, ranks in starts] == [2, 1, 2] and starts[1][0] == committed
     assert largest_difference(run, reference) <= 1e-4
     hangs = [row for row in read_rows(nodes.disk("beta").dir.node_events) if row["event"] == "hang"]
