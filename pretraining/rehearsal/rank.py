@@ -117,7 +117,7 @@ def start_as(
         plan = replace(plan, accumulation_steps=min(plan.accumulation_steps, MOST_MICRO_BATCHES))
     recipe, here = shortened(recipe), (place.local_rank, place.ranks_of_node)
     gpu_of_none = fake_gpu(place.world_size, place.rank, here, **named)
-    with gpu_of_none as machine, without_other_ranks(), deciding_alone():
+    with gpu_of_none as network, without_other_ranks(), deciding_alone():
         monitors = RankMonitors(run, recipe, done, isinstance(data, StandInData))
         with arriving_data(recipe, options.data_dir, run, monitors.stop) as arrival:
             checkpoints = partial(RankCheckpoints, place, done)
@@ -126,7 +126,7 @@ def start_as(
             except SystemExit as left:
                 if left.code != STOPPED:
                     raise
-        done.sent = machine.sent
+        done.sent = network.sent
     done.seconds["step"] = max(0.0, time.perf_counter() - began - sum(done.seconds.values()))
     return done
 
