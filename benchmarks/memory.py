@@ -159,7 +159,7 @@ def fake_network(model: dict, dtype, every_n_layers: int, keeps_products: bool =
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from pretraining.model.attention import SDPA_CAUSAL, register_kernels, split_attention
-    from pretraining.model.recomputation import keep_products
+    from pretraining.model.build import keep_products
 
     register_kernels()
     attention = "eager" if model.get("attn_implementation") == "eager" else SDPA_CAUSAL

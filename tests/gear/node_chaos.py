@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pretraining.checkpoints.fetch import newest_committed, step_in
-from pretraining.checkpoints.places import damage
-from pretraining.checkpoints.remote import RemoteRun
+from pretraining.checkpoints.folders import damage, step_in
+from pretraining.checkpoints.remote import RemoteRun, newest_committed
 from pretraining.runtime.run_folder import unix_seconds
 from tests.gear.chaos import MOMENTS, SETTINGS, Folder, came, ends_as, have_fallen, ranks_of
 from tests.gear.hosts import Hosts

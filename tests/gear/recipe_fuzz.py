@@ -30,16 +30,15 @@ from pretraining.data.prepared import open_prepared
 from pretraining.data.sources import open_sources
 from pretraining.ds_config import ds_config_names
 from pretraining.errors import UserError
-from pretraining.evaluation.evaluator import Evaluator
+from pretraining.evaluation.validation import Evaluator
 from pretraining.extend import load_extensions
 from pretraining.model.build import build_from_recipe
 from pretraining.model.counting import counted
 from pretraining.model.loss import build_loss
 from pretraining.planning import shapes
 from pretraining.planning.gate import judge_plan
-from pretraining.planning.run_plan import build_run_plan
+from pretraining.planning.run_plan import Machine, build_run_plan
 from pretraining.planning.screen import as_text, full_plan
-from pretraining.planning.verdict import Machine
 from pretraining.recipe import load_recipe, recipe_schema
 from pretraining.recipe.model import type_entry
 from pretraining.recipe.refusals import load_recipe_and_ds_config

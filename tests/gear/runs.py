@@ -472,3 +472,7 @@ def contents(folder: Path) -> dict[str, tuple]:
     """{file: (bytes, time of the last change)}."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     return {str(f.relative_to(folder)): (f.read_bytes(), f.stat().st_mtime_ns) for f in files}
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {name: content for name, (content, _) in contents(folder).items()}

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import groups as deepspeed_groups
 
-from pretraining.checkpoints import background, places
+from pretraining.checkpoints import background, folders
 from pretraining.checkpoints.background import CheckpointWriter
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.upload import Uploader
@@ -48,10 +48,10 @@ def test_a_full_cache_is_not_listed_at_each_fetch(tmp_path):
 
 
 def test_a_share_of_the_files_costs_one_look_at_each(monkeypatch):
-    looks, replace = [], places.heapreplace
-    monkeypatch.setattr(places, "heapreplace", lambda *each: looks.append(1) or replace(*each))
+    looks, replace = [], folders.heapreplace
+    monkeypatch.setattr(folders, "heapreplace", lambda *each: looks.append(1) or replace(*each))
     files = {f"rank-{number}": {"bytes": 1 + number % 7} for number in range(4096)}
-    shares = [places.share_of(files, rank, 64) for rank in (0, 63)]
+    shares = [folders.share_of(files, rank, 64) for rank in (0, 63)]
     assert len(looks) == 2 * len(files) and not shares[0].keys() & shares[1].keys()
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pretraining.checkpoints.fetch import newest_committed, step_in
-from pretraining.checkpoints.remote import RemoteRun
+from pretraining.checkpoints.folders import step_in
+from pretraining.checkpoints.remote import RemoteRun, newest_committed
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.run_folder import STARTS
 from tests.gear.hosts import hosts

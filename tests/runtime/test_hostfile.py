@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pretraining.checkpoints.fetch import newest_committed
-from pretraining.checkpoints.remote import RemoteRun
+from pretraining.checkpoints.remote import RemoteRun, newest_committed
 from pretraining.errors import UserError
 from pretraining.runtime.exit_codes import STOPPED
 from pretraining.runtime.processes import ASKING
