@@ -481,7 +481,7 @@ def roll_back(run: RunFolder, start: Start, finding: RollbackCause, recipe: Reci
                 break
         rollback = Rollback(step, to_step, positions, spikes.lr_factor, spikes.lr_steps)
         # The journal first: if the process is killed after it, the next start still follows it.
-        start.journal.with_rollback(rollback).write(run.journal)
+        Journal((*start.journal.rollbacks, rollback)).write(run.journal)
         run.add_event("rollback", **asdict(rollback), why=why, rollback=done + 1, of=allowed)
         print(f"rollback {done + 1} of {allowed}: {why}; back to step {rollback.to_step}", flush=True)
         return None

@@ -131,7 +131,7 @@ def start_as(
     recipe = replace(recipe, training=alone, checkpoints=checkpoints)
     here = place.local_rank, place.ranks_of_node
     gpu_of_none = fake_gpu(place.world_size, place.rank, here, **named)
-    with gpu_of_none as machine, without_other_ranks(), deciding_alone():
+    with gpu_of_none as network, without_other_ranks(), deciding_alone():
         monitors = RankMonitors(run, recipe, done, isinstance(data, StandInData))
         with closing(Arrival(recipe, options.data_dir, run, monitors.stop)) as arrival:
             manager = partial(RankCheckpoints, place, done)
@@ -140,7 +140,7 @@ def start_as(
             except SystemExit as left:
                 if left.code != STOPPED:
                     raise
-        done.sent = machine.sent
+        done.sent = network.sent
     done.seconds["step"] = max(0.0, time.perf_counter() - began - sum(done.seconds.values()))
     return done
 

@@ -69,10 +69,6 @@ class Journal:
             tuple(Rollback(**{**row, "samples": pair}) for row, pair in zip(checked, samples, strict=True))
         )
 
-    def with_rollback(self, rollback: Rollback) -> "Journal":
-        """Return this journal with one more row."""
-        return Journal((*self.rollbacks, rollback))
-
     def write(self, path: Path) -> None:
         with replacing(path) as file:
             file.writelines(json.dumps(asdict(row)) + "\n" for row in self.rollbacks)

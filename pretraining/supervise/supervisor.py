@@ -23,7 +23,7 @@ from types import MappingProxyType
 from pretraining.command_line import OneLineParser, not_negative_integer, positive_integer, positive_number
 from pretraining.errors import UserError
 from pretraining.runtime.exit_codes import FINISHED, HANG, NOT_RESTARTED, STOPPED, SUPERVISOR
-from pretraining.runtime.processes import ASKING, RESTART, STARTED
+from pretraining.runtime.processes import ASKING, RESTART, SAME_REQUEST_SECONDS, STARTED
 from pretraining.supervise.hosts import HostfileCommand, Hosts, end_what_is_left, kill_all, told_code
 
 EXAMPLES = """examples:
@@ -43,8 +43,6 @@ MEET_ANEW = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 (upstream/torchrun.py)."""
 OPEN_COMMAND = (sys.executable, "-m", "pretraining.meeting_point", "--open")
 """Finds a meeting that is not over, in a process of its own: it imports torch."""
-SAME_REQUEST_SECONDS = 2.0
-"""A second signal within this time is the same request, which arrived by another way."""
 
 
 def main(arguments: list[str] | None = None) -> int:

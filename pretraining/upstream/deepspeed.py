@@ -4,7 +4,7 @@ Mended (each may go once its test passes without it):
 
 - The gradient norm (`read_norm_once`): the device is asked up to four times a step if a gradient overflows, if
   the norm is finite, how much to clip by, and how long it is; and numbers are copied to the device in between. The norm
-  alone answers all of it. Held by test_fake_gpu.py and tests/gear/norms_read_once.py.
+  alone answers all of it. Held by test_fake_gpu.py and test_clipping.py.
 - Stage 3 (`order_on_the_device`): the host waits for the reductions of every micro-batch, and after every step for the
   gather of the parameters that stay whole; without such parameters nothing orders a step before the next gather.
   Streams can wait for each other. Held by test_stream_order.py.

@@ -43,7 +43,13 @@ NAME, TOTAL_BYTES = "NVIDIA H100 80GB HBM3", 80 * 10**9
 _ZERO = ("current_device", "initial_seed", "utilization", "memory_allocated", "max_memory_allocated")
 _ZERO += ("memory_reserved", "max_memory_reserved")
 _NOTHING = ("_lazy_init", "set_device", "empty_cache", "ipc_collect", "manual_seed", "manual_seed_all")
-_NOTHING += ("set_rng_state", "reset_peak_memory_stats", "reset_max_memory_allocated")
+_NOTHING += (
+    "set_rng_state",
+    "reset_peak_memory_stats",
+    "reset_max_memory_allocated",
+    "synchronize",
+    "set_stream",
+)
 
 
 class FakeStream:
@@ -69,70 +75,37 @@ class FakeStream:
     record = wait = wait_stream = wait_event = synchronize
 
 
-class FakeGpu(Network):
-    """What the libraries see of the GPU: here, nothing takes time. A test overrides the methods, to see more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.current_stream: Any = FakeStream()
-
-    def stream(self) -> Any:
-        return FakeStream()
-
-    event = default_stream = stream
-
-    def on_stream(self, stream: Any) -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext()
-
-    def set_stream(self, stream: Any) -> None:
-        """Make a stream the current one."""
-
-    def launch(self) -> None:
-        """See that an operation of torch begins, on the current stream."""
-
-    def operator(self, function: Any, args: tuple, kwargs: dict, result: Any) -> None:
-        """See what it did."""
-
-    def used_on(self, tensor: torch.Tensor, stream: Any) -> None:
-        """See that the allocator is told of a stream that uses a tensor (`record_stream`)."""
-
-    def waits(self, kind: str) -> None:
-        """See that the host waits: item, nonzero, to host, to device (a blocking copy), device."""
-
-    def functions_of_cuda(self, num_gpus: int, name: str, total_bytes: int) -> dict[str, object]:
-        """Return {name in `torch.cuda`: its stand-in}, of those that training calls."""
-        state = torch.zeros(16, dtype=torch.uint8)
-        properties = SimpleNamespace(
-            name=name, total_memory=total_bytes, major=9, minor=0, multi_processor_count=132
-        )
-        return {
-            **{name: lambda *_, **__: 0 for name in _ZERO},
-            **{name: lambda *_, **__: None for name in _NOTHING},
-            "is_available": lambda: True,
-            "is_initialized": lambda: True,
-            "is_bf16_supported": lambda *_, **__: True,
-            "is_current_stream_capturing": lambda: False,
-            "device_count": lambda: num_gpus,
-            "get_device_name": lambda *_: name,
-            "get_device_capability": lambda *_: (9, 0),
-            "get_device_properties": lambda *_: properties,
-            "mem_get_info": lambda *_: (total_bytes, total_bytes),
-            "memory_stats": lambda *_: {},
-            "get_rng_state": lambda *_: state.clone(),
-            "get_rng_state_all": lambda: [state.clone()],
-            "random": SimpleNamespace(
-                get_rng_state=lambda *_: state.clone(),
-                set_rng_state=lambda *_: None,
-                fork_rng=torch.random.fork_rng,
-            ),
-            "synchronize": lambda *_: self.waits("device"),
-            "Stream": lambda *_, **__: self.stream(),
-            "Event": lambda *_, **__: self.event(),
-            "current_stream": lambda *_: self.current_stream,
-            "default_stream": lambda *_: self.default_stream(),
-            "stream": self.on_stream,
-            "set_stream": self.set_stream,
-        }
+def _functions_of_cuda(num_gpus: int, name: str, total_bytes: int) -> dict[str, object]:
+    """Return {name in `torch.cuda`: its stand-in}, of those that training calls."""
+    state, stream = torch.zeros(16, dtype=torch.uint8), FakeStream()
+    properties = SimpleNamespace(
+        name=name, total_memory=total_bytes, major=9, minor=0, multi_processor_count=132
+    )
+    return {
+        **{name: lambda *_, **__: 0 for name in _ZERO},
+        **{name: lambda *_, **__: None for name in _NOTHING},
+        **{name: lambda *_, **__: stream for name in ("current_stream", "default_stream")},
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "is_bf16_supported": lambda *_, **__: True,
+        "is_current_stream_capturing": lambda: False,
+        "device_count": lambda: num_gpus,
+        "get_device_name": lambda *_: name,
+        "get_device_capability": lambda *_: (9, 0),
+        "get_device_properties": lambda *_: properties,
+        "mem_get_info": lambda *_: (total_bytes, total_bytes),
+        "memory_stats": lambda *_: {},
+        "get_rng_state": lambda *_: state.clone(),
+        "get_rng_state_all": lambda: [state.clone()],
+        "random": SimpleNamespace(
+            get_rng_state=lambda *_: state.clone(),
+            set_rng_state=lambda *_: None,
+            fork_rng=torch.random.fork_rng,
+        ),
+        "Stream": lambda *_, **__: FakeStream(),
+        "Event": lambda *_, **__: FakeStream(),
+        "stream": lambda _: contextlib.nullcontext(),
+    }
 
 
 class _Calls(TorchFunctionMode):
@@ -183,12 +156,11 @@ def _fused_attention(
     return efficient(query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale)[0]
 
 
-class _Device(TorchDispatchMode):
+class Device(TorchDispatchMode):
     """Computes only shapes for tensors of the device, and as usual for those of the host."""
 
-    def __init__(self, machine: FakeGpu):
+    def __init__(self) -> None:
         super().__init__()
-        self.machine = machine
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
         # Above 0 while this mode is at work: then torch asks for the device, and not a caller.
         self.depth = 0
@@ -204,12 +176,12 @@ class _Device(TorchDispatchMode):
             return INNER
         self.depth += 1
         try:
-            self.machine.launch()
-            result = self._dispatch(func, args, kwargs := kwargs or {})
-            self.machine.operator(func, args, kwargs, result)
-            return result
+            return self._dispatch(func, args, kwargs or {})
         finally:
             self.depth -= 1
+
+    def waits(self, kind: str) -> None:
+        """Called where the host waits: item, nonzero, to host, to device (a blocking copy); here that takes no time."""
 
     def _dispatch(self, func, args, kwargs):
         tensors = [leaf for leaf in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(leaf, torch.Tensor)]
@@ -251,14 +223,14 @@ class _Device(TorchDispatchMode):
         if from_device and target is not None and target.type == "cpu":
             non_blocking = kwargs.pop("non_blocking", False) or (into is not None and args[2:] == (True,))
             if not (non_blocking and (into is None or _is_pinned(into))):
-                self.machine.waits("to host")
+                self.waits("to host")
             if into is not None:
                 return into.copy_(_values(source, into.dtype))
             return _values(source, kwargs.get("dtype") or source.dtype)
         if to_device and not from_device:
             non_blocking = kwargs.get("non_blocking", False) or (into is not None and args[2:] == (True,))
             if not non_blocking and not (into is not None and source.ndim == 0):
-                self.machine.waits("to device")
+                self.waits("to device")
             if into is None:
                 dtype = kwargs.get("dtype") or source.dtype
                 with self.fakes:
@@ -277,12 +249,12 @@ class _Device(TorchDispatchMode):
         """Answer what the host cannot know without waiting: a number, or how many elements there are."""
         tensor = args[0]
         if func is aten._local_scalar_dense.default:
-            self.machine.waits("item")
+            self.waits("item")
             return _values(tensor, tensor.dtype).item()
         if func is aten.equal.default:
-            self.machine.waits("item")
+            self.waits("item")
             return True  # made up: there are no numbers to compare
-        self.machine.waits("nonzero")
+        self.waits("nonzero")
         # How many elements there are is not known: all of them, the largest answer.
         with self.fakes:
             if func is aten.masked_select.default:
@@ -294,11 +266,11 @@ class _Device(TorchDispatchMode):
         indices = []
         for index in args[1]:
             if index is not None and not isinstance(index, FakeTensor):
-                self.machine.waits("to device")
+                self.waits("to device")
                 with self.fakes:
                     index = torch.empty(index.shape, dtype=index.dtype, device=INNER)
             if index is not None and index.dtype in (torch.bool, torch.uint8):
-                self.machine.waits("nonzero")
+                self.waits("nonzero")
                 with self.fakes:
                     columns = [index.new_empty(index.numel(), dtype=torch.int64) for _ in range(index.ndim)]
                 indices += columns
@@ -348,18 +320,22 @@ def fake_gpu(
     place: tuple[int, int] | None = None,
     name: str = NAME,
     total_bytes: int = TOTAL_BYTES,
-    machine: FakeGpu | None = None,
-) -> Iterator[FakeGpu]:
+    network: Network | None = None,
+    device: Device | None = None,
+) -> Iterator[Network]:
     """Give this process a GPU as rank `rank` of `world_size`, until the end of the block.
 
     place: (number of the rank in its node, ranks of the node); None puts all ranks into one node. name, total_bytes: of
-    the GPU; it computes as an H100 does. machine: one that sees more than `FakeGpu`.
+    the GPU; it computes as an H100 does. network, device: those of a test, which see what they are asked.
 
     Raises:
         RuntimeError: this process is in a process group already.
     """
-    machine = machine or FakeGpu()
-    device, run_backward = _Device(machine), torch.autograd._engine_run_backward
+    network, device, run_backward = (
+        network or Network(),
+        device or Device(),
+        torch.autograd._engine_run_backward,
+    )
 
     def run_inside(*args, **kwargs):
         with calls:
@@ -369,16 +345,16 @@ def fake_gpu(
         return _is_pinned(tensor)
 
     stand_ins: dict[object, dict[str, object]] = {
-        torch.cuda: machine.functions_of_cuda(place[1] if place else world_size, name, total_bytes),
+        torch.cuda: _functions_of_cuda(place[1] if place else world_size, name, total_bytes),
         torch._C: dict.fromkeys(("_get_accelerator", "_accelerator_getAccelerator"), lambda *_, **__: CUDA),
-        torch.accelerator: {"current_stream": lambda *_: machine.current_stream},
+        torch.accelerator: {"current_stream": lambda *_: torch.cuda.current_stream()},
         torch.cuda.nvtx: dict.fromkeys(("range_push", "range_pop"), lambda *_: 0),
         torch.cuda.nccl: {"version": lambda: (2, 29, 7)},
         real_accelerator: {"ds_accelerator": CUDA_Accelerator()},
         FakeTensor: {
             "device": property(device.device_of),
             "is_cuda": property(lambda tensor: True),
-            "record_stream": lambda tensor, stream: machine.used_on(tensor, stream),
+            "record_stream": lambda tensor, stream: None,
             "type": _type_of,
             "tolist": lambda tensor: tensor.cpu().tolist(),
         },
@@ -411,11 +387,11 @@ def fake_gpu(
         enter(torch.compiler.set_stance("force_eager"))  # a compiler would ask the device for its kernels
         enter(calls := _Calls())
         enter(device)
-        enter(fake_ranks(machine, rank, world_size, place))
+        enter(fake_ranks(network, rank, world_size, place))
         # torch.tensor(..., device="cuda") is then a copy that the mode sees
         torch._C._set_only_lift_cpu_tensors(True)
         undone.callback(torch._C._set_only_lift_cpu_tensors, False)
-        yield machine
+        yield network
 
 
 def _type_of(tensor: FakeTensor, dtype=None, *args, **kwargs):

@@ -130,7 +130,8 @@ def hold_experts(module: nn.Module, name: str, size: int) -> None:
     size: number of ranks that split the experts; their groups are made already.
     """
     whole = module.get_parameter(name)
-    group, copies = groups._get_expert_parallel_group(_name_of(size)), _copies(size)
+    group = groups._get_expert_parallel_group(_name_of(size))
+    copies = groups._get_expert_data_parallel_group(_name_of(size))
     total, *others = own_shape(whole)
     rows = total // size
     empty = torch.empty(rows, *others, dtype=whole.dtype, device="meta" if whole.is_meta else "cpu")
@@ -145,10 +146,6 @@ def hold_experts(module: nn.Module, name: str, size: int) -> None:
         # DeepSpeed's mark of a parameter whose gradients are not those of all ranks
         part.allreduce = False
     module.register_parameter(name, part)
-
-
-def _copies(size: int) -> dist.ProcessGroup:
-    return groups._get_expert_data_parallel_group(_name_of(size))
 
 
 def expert_groups_of(param_groups: Iterable[dict]) -> list[dict]:

@@ -10,8 +10,10 @@ import pytest
 
 from pretraining.checkpoints.remote import RemoteRun, newest_committed
 from pretraining.runtime.durable_files import read_rows
+from tests.gear.disk_ranks import found_by_rank
 from tests.gear.nodes import SLOW, Nodes, two_nodes, wait_until
 from tests.gear.object_store import Proxy, connect_to, s3_server, use_here
+from tests.gear.on_ranks import on_ranks
 from tests.gear.runs import Workshop, execute
 
 OWN = [["rank-00000-of-00002.json", "rank-00000-of-00002.safetensors"]]
@@ -22,10 +24,7 @@ COMMON = ["committed.json", "state.json", "trainer_state.json"]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict:
     """What two ranks with a run folder each found, scene by scene (`tests/gear/disk_ranks.py`)."""
-    folder = tmp_path_factory.mktemp("disks")
-    finished = execute(["forked", "2", "-m", "tests.gear.disk_ranks", folder])
-    assert finished.code == 0, finished.output
-    told = [json.loads((folder / f"found-{rank}.json").read_text()) for rank in (0, 1)]
+    told = on_ranks(2, found_by_rank, tmp_path_factory.mktemp("disks"))
     for scene, answer in told[0].items():
         if isinstance(answer, dict) and "checkpoint" in answer:
             for key in ("checkpoint", "from_store", "disks"):

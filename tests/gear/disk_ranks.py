@@ -1,4 +1,4 @@
-"""What two ranks with a run folder each do: `python -m tests.gear.disk_ranks FOLDER`; it keeps what they find.
+"""What two ranks with a run folder each do and find.
 
 No training: checkpoints are two small tensors, saved, uploaded and brought back by the parts that do it in a run.
 """
@@ -6,7 +6,6 @@ No training: checkpoints are two small tensors, saved, uploaded and brought back
 import json
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -29,7 +28,6 @@ from pretraining.runtime.heartbeat import Heartbeat, read_place
 from pretraining.runtime.process_group import gather_from_ranks
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.hangs import ALARM, Relay
-from pretraining.training.ranks import join_ranks, leave_ranks
 
 RANKS = 2
 STATE = json.dumps({"format": 1, "parameters": {"weight": {"shape": [2000]}}}).encode()
@@ -96,7 +94,7 @@ class Rank:
 
 def scenes(rank: Rank) -> dict:
     """Save and lose, again and again; {scene: what the ranks found}."""
-    found = {"disks": rank.run.disks.first_ranks}
+    found = {"disks": [*rank.run.disks.first_ranks]}
     rank.save(4)
     rank.upload(4)
     rank.save(8, 12)
@@ -203,18 +201,13 @@ def _heartbeats(rank: Rank) -> dict:
     return {"phase": place.phase, "step": place.step}
 
 
-def main(folder: Path) -> None:
-    number, _ = join_ranks()
+def found_by_rank(folder: Path) -> dict:
+    """Whether both see one folder, and what each scene comes to with a folder each."""
+    number = int(os.environ["RANK"])
     together = RunFolder(folder / "shared")
     with together.locked():
         shared = together.disks.shared
     os.environ["LOCAL_RANK"] = "0"  # each is the first rank of its node
     run = RunFolder(place_of(folder, number))
     with run.locked():
-        found = {"shared": shared, **scenes(Rank(folder, run, number))}
-        (folder / f"found-{number}.json").write_text(json.dumps(found))
-    leave_ranks()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+        return {"shared": shared, **scenes(Rank(folder, run, number))}

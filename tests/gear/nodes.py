@@ -84,12 +84,12 @@ class Nodes:
         return {name: each.finish() for name, each in started.items()}
 
 
-def wait_until(started: dict[str, Started], reached: Callable[[], bool]) -> None:
+def wait_until(started: dict[str, Started], reached: Callable[[], bool], pause: float = 0.01) -> None:
     """Look again and again; an error where a node ends first."""
     while not reached():
         for each in started.values():
             assert each.process.poll() is None, each.finish().output
-        time.sleep(0.01)
+        time.sleep(pause)
 
 
 @contextmanager

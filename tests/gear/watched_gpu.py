@@ -11,10 +11,12 @@ from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensor
 
 from pretraining.upstream import fake_gpu as device
 from pretraining.upstream import fake_ranks
@@ -118,7 +120,7 @@ class Watch:
         """See that the allocator is told of a stream that uses a tensor (`record_stream`)."""
 
 
-class WatchedGpu(device.FakeGpu):
+class WatchedGpu(fake_ranks.Network):
     """What has happened on the machine; both lists may be cleared between steps.
 
     busy: the device is as far behind the host as it may be: an event has passed only once the host has waited for it.
@@ -143,15 +145,6 @@ class WatchedGpu(device.FakeGpu):
     def current_stream(self) -> WatchedStream:
         return self.streams[-1]
 
-    def default_stream(self) -> WatchedStream:
-        return self.streams[0]
-
-    def stream(self) -> WatchedStream:
-        return WatchedStream(self)
-
-    def event(self) -> WatchedEvent:
-        return WatchedEvent(self)
-
     @contextlib.contextmanager
     def on_stream(self, stream: WatchedStream | None) -> Iterator[None]:
         self.streams.append(stream or self.current_stream)
@@ -159,9 +152,6 @@ class WatchedGpu(device.FakeGpu):
             yield
         finally:
             self.streams.pop()
-
-    def set_stream(self, stream: WatchedStream) -> None:
-        self.streams.append(stream)
 
     def is_over(self, clock: Clock) -> bool:
         """Return whether all of `clock` is over for somebody who asks without waiting."""
@@ -173,11 +163,17 @@ class WatchedGpu(device.FakeGpu):
         join(clock, self.host)
         clock[stream] = clock.get(stream, 0) + 1
 
-    def operator(self, function: Any, args: tuple, kwargs: dict, result: Any) -> None:
-        self.watch.operator(function, args, kwargs, result)
-
-    def used_on(self, tensor: torch.Tensor, stream: WatchedStream) -> None:
-        self.watch.used_on(tensor, stream)
+    def functions_of_cuda(self) -> dict[str, object]:
+        """{name in `torch.cuda`: its stand-in}, of those by which streams order what is done."""
+        return {
+            "Stream": lambda *_, **__: WatchedStream(self),
+            "Event": lambda *_, **__: WatchedEvent(self),
+            "current_stream": lambda *_: self.current_stream,
+            "default_stream": lambda *_: self.streams[0],
+            "stream": self.on_stream,
+            "set_stream": self.streams.append,
+            "synchronize": lambda *_: self.waits("device"),
+        }
 
     def waits(self, kind: str, clock: Clock | None = None) -> None:
         """Record that the host waits here: for all of `clock`, or for the current stream, or for the device."""
@@ -217,6 +213,30 @@ class _Work(FakeWork):
         return True
 
 
+class _WatchedDevice(device.Device):
+    """Has the machine see each operator, and each wait of the host."""
+
+    def __init__(self, machine: WatchedGpu):
+        super().__init__()
+        self.machine = machine
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.prim.device.default:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        kwargs = kwargs or {}
+        self.depth += 1
+        try:
+            self.machine.launch()
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            self.machine.watch.operator(func, args, kwargs, result)
+            return result
+        finally:
+            self.depth -= 1
+
+    def waits(self, kind: str) -> None:
+        self.machine.waits(kind)
+
+
 def _cause(frame: FrameType) -> tuple[str, str, int]:
     """Return (file, function, line) of the innermost frame that belongs neither to torch nor to this harness."""
     while file_of(frame.f_code.co_filename) is None and frame.f_back is not None:
@@ -242,5 +262,14 @@ def watched_gpu(
     world_size: int = 1, rank: int = 0, busy: bool = False, watch: Watch | None = None
 ) -> Iterator[WatchedGpu]:
     """Give this process a GPU (`fake_gpu`) that is watched; busy, watch: see `WatchedGpu`."""
-    with device.fake_gpu(world_size, rank, machine=(machine := WatchedGpu(world_size, busy, watch))):
+    machine = WatchedGpu(world_size, busy, watch)
+
+    def record_stream(tensor: FakeTensor, stream: WatchedStream) -> None:
+        machine.watch.used_on(tensor, stream)
+
+    with (
+        device.fake_gpu(world_size, rank, network=machine, device=_WatchedDevice(machine)),
+        mock.patch.multiple(torch.cuda, **machine.functions_of_cuda()),
+        mock.patch.object(FakeTensor, "record_stream", record_stream),
+    ):
         yield machine

@@ -34,20 +34,8 @@ from tests.gear.outside_fuzz import DEFECTS, OutsideFuzz
 from tests.gear.runs import REPOSITORY, execute
 
 MUTATIONS = 250
-ELSEWHERE = [
-    "../victim",
-    "x/../../victim",
-    "/tmp/victim",
-    "..",
-    ".",
-    "",
-    "a/b",
-    "a\\b",
-    "a\x00b",
-    "a\nb",
-    7,
-    None,
-]
+ELSEWHERE = ["../victim", "x/../../victim", "/tmp/victim", "..", ".", ""]
+ELSEWHERE += ["a/b", "a\\b", "a\x00b", "a\nb", 7, None]
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,68 @@ def succeeded(finished: Finished, said: str) -> None:
     assert said in finished.stdout
 
 
+# What a command names -> what a test gives it; what is written goes elsewhere.
+PLACES: dict[str, Callable[[Workshop], object]] = {
+    "runs/tiny": lambda workshop: workshop.run("zero2", by="deepspeed").folder,
+    "s3://bucket/runs/30b": lambda workshop: workshop.plain().folder,
+    "runs/tiny-zero1": lambda workshop: workshop.plain().folder,
+    "runs/qk-norm": lambda workshop: workshop.run("zero3", settings=RAMPED).folder,
+    "data/python-stdlib": lambda workshop: workshop.data / "corpus",
+    "tiny": lambda workshop: workshop.recipe,
+    "Rowan/hellaswag": lambda workshop: write_items(workshop.folder / "items.jsonl"),
+    "arc_easy,piqa": lambda workshop: write_tasks(
+        workshop.folder / "tasks", write_items(workshop.folder / "items.jsonl")
+    ),
+    "out/megatron": lambda workshop: workshop.folder / "megatron",
+    "both.html": lambda workshop: workshop.folder / "both.html",
+    "both.csv": lambda workshop: workshop.folder / "both.csv",
+}
+FEWER = {"1000": "10", "200": "2", "8000": "8", "2000": "4"}
+SAID = {
+    r"data ": "document|files",
+    r"checkpoints list": "committed",
+    r"checkpoints verify": "whole",
+    r"checkpoints prune": "would free",
+    r"checkpoints push .*--dry_run": "would publish",
+    r"planning ": "",
+    r"postmortem ": "finished at step",
+    r"reporting analyze": "Training loss",
+    r"reporting .*both": r"both\.",
+    r"reporting ": r"report\.html",
+    r"evaluation .*--tasks": r"hellaswag/acc_norm(.|\n)*read_line/bits_per_byte",
+    r"evaluation .*--json": "bits_per_byte",
+    r"evaluation ": "bits per byte",
+}
+"""Verb and options of `python -m pretraining.` -> what is said of the small run or data set."""
+
+
+def small_of(workshop: Workshop, words: list[str]) -> list[str]:
+    """The words, with small things in the places of those that a page names."""
+    return [str(PLACES[word](workshop)) if word in PLACES else FEWER.get(word, word) for word in words]
+
+
+def run_small(workshop: Workshop, words: list[str]) -> None:
+    """`python -m pretraining.VERB`: of the small run or data set, which it leaves as it is."""
+    verb = " ".join(words)[len("python -m pretraining.") :]
+    said = next(said for pattern, said in SAID.items() if re.match(pattern, verb))
+    if verb.startswith("evaluation"):
+        if "--tasks" in words:
+            pytest.importorskip("lm_eval", reason="lm-eval is not installed (requirements-eval.txt)")
+        else:
+            words = [*words, "--data_dir", str(workshop.data)]
+        words = ["forked", "0", *words[1:]]
+    finished = execute(small_of(workshop, words))
+    assert finished.code == 0 and re.search(said, finished.stdout), finished.output
+    assert "both.html" not in words or PLACES["both.html"](workshop).exists()
+
+
+def run_branch(workshop: Workshop, words: list[str]) -> None:
+    """`... branch runs/qk-norm`: of a small run with a stable rate, whose folder nothing is written to."""
+    output = workshop.folder / "branch"
+    succeeded(execute([*small_of(workshop, words), "--output", output]), "train it")
+    assert (output / "checkpoint-8").is_dir()
+
+
 def run_prepare(workshop: Workshop, words: list[str]) -> None:
     """`data_prep.py`: the built-in text as it stands in a small shape; hub data without a network is one line."""
     recipe = option(words, "--recipe")
@@ -68,37 +131,6 @@ def run_prepare(workshop: Workshop, words: list[str]) -> None:
     assert finished.stderr.startswith("error: ") and re.search(
         "cannot be re|can be reached", finished.stderr
     ), finished.output
-
-
-def run_data(workshop: Workshop, words: list[str]) -> None:
-    """`python -m pretraining.data VERB data/python-stdlib`: of the small data set; what is written goes elsewhere."""
-    places = {"data/python-stdlib": workshop.data / "corpus", "tiny": workshop.recipe}
-    places |= {"out/megatron": workshop.folder / "megatron", "1000": "10"}
-    finished = execute([places.get(word, word) for word in words])
-    assert finished.code == 0 and re.search("document|files", finished.stdout), finished.output
-
-
-def run_checkpoints(workshop: Workshop, words: list[str]) -> None:
-    """`python -m pretraining.checkpoints VERB runs/tiny`: of the small run, which it leaves as it is."""
-    if words[3] == "branch":
-        return run_branch(workshop, words)
-    run = workshop.run("zero2", by="deepspeed").folder
-    said = {"list": "committed", "verify": "whole", "prune": "would free"}[words[3]]
-    succeeded(execute([str(run) if word == "runs/tiny" else word for word in words]), said)
-
-
-def run_branch(workshop: Workshop, words: list[str]) -> None:
-    """`... branch runs/qk-norm`: of a small run with a stable rate, whose folder nothing is written to."""
-    places = {"runs/qk-norm": workshop.run("zero3", settings=RAMPED).folder, "8000": "8", "2000": "4"}
-    output = workshop.folder / "branch"
-    succeeded(execute([*(places.get(word, word) for word in words), "--output", output]), "train it")
-    assert (output / "checkpoint-8").is_dir()
-
-
-def run_verb(workshop: Workshop, words: list[str]) -> None:
-    """`python -m pretraining.planning VERB`: as it stands, of the small run where one is named."""
-    small = str(workshop.run("zero2", by="deepspeed").folder) if "runs/tiny" in words else ""
-    assert execute([word.replace("runs/tiny", small) for word in words]).code == 0
 
 
 def parse_rehearsal(workshop: Workshop, words: list[str]) -> None:
@@ -128,21 +160,6 @@ def run_train(workshop: Workshop, words: list[str]) -> None:
     assert run.dir.export.exists() and run.events[-1]["event"] == "end"
 
 
-def run_evaluation(workshop: Workshop, words: list[str]) -> None:
-    """`python -m pretraining.evaluation runs/tiny`: of the small run; what is scored comes from files."""
-    items = write_items(workshop.folder / "items.jsonl")
-    places = {"runs/tiny": workshop.run("zero2", by="deepspeed").folder, "Rowan/hellaswag": items, "200": "2"}
-    places["arc_easy,piqa"] = write_tasks(workshop.folder / "tasks", items)
-    small = [str(places.get(word, word)) for word in words]
-    if "--tasks" in words:
-        pytest.importorskip("lm_eval", reason="lm-eval is not installed (requirements-eval.txt)")
-        finished = execute(["forked", "0", *small[1:]])
-        succeeded(finished, "hellaswag/acc_norm")
-        return succeeded(finished, "read_line/bits_per_byte")
-    warm = ["forked", "0", *small[1:], "--data_dir", str(workshop.data)]
-    succeeded(execute(warm), "bits_per_byte" if "--json" in words else "bits per byte")
-
-
 def run_doctor(workshop: Workshop, words: list[str]) -> None:
     """`python -m pretraining.doctor`: of this machine, as it stands; the text of `tiny` may not be prepared here."""
     finished = execute(words)
@@ -158,24 +175,6 @@ def run_doctor_together(workshop: Workshop, words: list[str]) -> None:
     assert (
         words[2:4] == ["--module", "pretraining.doctor"] and workshop.examined()["summary"]["will_break"] == 0
     )
-
-
-def run_reporting(workshop: Workshop, words: list[str]) -> None:
-    """`python -m pretraining.reporting`: of small runs, into the workshop."""
-    small = workshop.run("zero2", by="deepspeed").folder
-    places = {"runs/tiny": small, "runs/tiny-zero1": workshop.plain().folder}
-    places |= {name: workshop.folder / name for name in ("both.html", "both.csv")}
-    finished = execute([places.get(word, word) for word in words])
-    if "analyze" in words:
-        return succeeded(finished, "Training loss")
-    page = places[words[-1]] if "--output" in words else small / "report.html"
-    succeeded(finished, str(page))
-    assert page.exists()
-
-
-def run_postmortem(workshop: Workshop, words: list[str]) -> None:
-    """`python -m pretraining.postmortem`: of a small run that ended well."""
-    succeeded(execute([*words[:-1], workshop.plain().folder]), "finished at step")
 
 
 def run_make(workshop: Workshop, words: list[str]) -> None:
@@ -212,13 +211,6 @@ def run_pipeline(workshop: Workshop, words: list[str]) -> None:
     folders = ["--output_dir", workshop.folder / "pipeline"]
     finished = execute([*words, *folders, *([] if "--show" in words else ["--show"])])
     assert finished.code == 0 and re.match("plan +would run: ", finished.stdout), finished.output
-
-
-def run_push(workshop: Workshop, words: list[str]) -> None:
-    """`python -m pretraining.checkpoints push`: of the small run, sending nothing."""
-    run = workshop.run("zero2", by="deepspeed").folder
-    assert "--dry_run" in words
-    succeeded(execute([str(run) if word == "runs/tiny" else word for word in words]), "would publish")
 
 
 def run_flow(workshop: Workshop, words: list[str]) -> None:
@@ -261,23 +253,18 @@ SCALED = {
     r"python data_prep\.py .*--executor ray": run_ray,
     r"python data_prep\.py ": run_prepare,
     r"python -m pretraining\.pipeline ": run_pipeline,
-    r"python -m pretraining\.checkpoints push ": run_push,
     r"pyflyte run ": run_flow,
     r"pip install -r requirements-": run_install,
     r"python train\.py .*--plan": run_plan,
     r"python train\.py .*--rehearse": parse_rehearsal,
     r"(deepspeed|torchrun|accelerate launch) .*train\.py ": run_train,
     r"python train\.py ": run_train,
-    r"python -m pretraining\.evaluation runs/tiny": run_evaluation,
-    r"python -m pretraining\.data ": run_data,
-    r"python -m pretraining\.planning ": run_verb,
     r"python -m pretraining\.supervise ": run_supervised,
     r"python -m pretraining\.sweep ": run_sweep,
     r"touch runs/": run_stop_file,
     r"RUN=\S+ (PROGRAM=\"[^\"]+\" )?sbatch ": run_sbatch,
-    r"python -m pretraining\.checkpoints ": run_checkpoints,
-    r"python -m pretraining\.reporting ": run_reporting,
-    r"python -m pretraining\.postmortem ": run_postmortem,
+    r"python -m pretraining\.checkpoints branch ": run_branch,
+    r"python -m pretraining\.(data|planning|checkpoints|evaluation|reporting|postmortem) ": run_small,
     r"python -m pretraining\.doctor ": run_doctor,
     r"deepspeed .*--module pretraining\.doctor ": run_doctor_together,
 }

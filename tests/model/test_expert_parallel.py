@@ -1,20 +1,28 @@
 """Promise: ranks may split the experts, and curve, checkpoints and exports stay the recipe's."""
 
+import copy
 import json
+from itertools import product
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from pretraining.checkpoints.shard_files import CheckpointReader, assemble
 from pretraining.ds_config import degrees_of, load_ds_config
+from pretraining.model.parallel import split_experts
 from pretraining.planning.memory.need import BUILT, memory_need
 from pretraining.recipe import load_recipe
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.training.experts import PREFIX
+from pretraining.upstream.deepspeed import own_rows
 from tests.checkpoints.test_reshard import unfinished
 from tests.gear.finished_data import refusal
+from tests.gear.on_ranks import on_ranks
 from tests.gear.runs import EXPERTS, Run, execute
 from tests.training.test_curve import FP32, column, largest_difference
 
@@ -91,12 +99,53 @@ def test_an_export_holds_all_experts_under_the_same_names(workshop, stage, ranks
         assert torch.equal(loaded[name], assemble(saved, name)), name
 
 
-def test_a_rank_to_which_no_token_comes_takes_part(tmp_path):
+CHOICES = {"all": [0, 1, 2, 3], "those of the first rank": [0, 1], "those of the second": [3, 2], "one": [2]}
+IMPLEMENTATIONS = ("eager", "grouped_mm")
+TOKENS, CHOSEN = 24, 2
+
+
+def split_and_whole_differ_by(choices: list[int], implementation: str) -> float:
+    """Between outputs, and gradients of tokens, weights and scores, of whole and of split experts."""
+    config = AutoConfig.for_model(**MIXTRAL)
+    config._experts_implementation = implementation
+    torch.manual_seed(0)
+    whole = nn.ModuleDict({"layer": nn.ModuleDict({"experts": MixtralExperts(config)})})
+    for parameter in whole.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    split = copy.deepcopy(whole)
+    split_experts(split, 2)
+    for ours, theirs in zip(split.parameters(), whole.parameters(), strict=True):
+        ours.data.copy_(own_rows(ours, theirs.data))
+    torch.manual_seed(dist.get_rank())
+    tokens, scores = torch.randn(TOKENS, config.hidden_size), torch.rand(TOKENS, CHOSEN)
+    chosen = torch.tensor(choices)[torch.randint(len(choices), (TOKENS, CHOSEN))]
+    found = []
+    for model in (whole, split):
+        inputs = [tokens.clone().requires_grad_(), scores.clone().requires_grad_()]
+        output = model["layer"]["experts"](inputs[0], chosen, inputs[1])
+        (output**2).sum().backward()
+        weights = [parameter.grad for parameter in model.parameters()]
+        if model is whole:
+            for gradient in weights:
+                dist.all_reduce(gradient)
+            weights = [own_rows(p, each) for p, each in zip(split.parameters(), weights, strict=True)]
+        found.append([output.detach(), *(each.grad for each in inputs), *weights])
+    return max(
+        float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-6))
+        for theirs, ours in zip(*found, strict=True)
+    )
+
+
+def largest_differences() -> dict[str, float]:
+    """Of this rank, case by case."""
+    cases = product(CHOICES.items(), IMPLEMENTATIONS)
+    return {f"{name}, {how}": split_and_whole_differ_by(choices, how) for (name, choices), how in cases}
+
+
+def test_a_rank_to_which_no_token_comes_takes_part():
     """Outputs and gradients of split experts, on ranks that are all, some or none of them chosen."""
-    finished = execute(["forked", "2", "-m", "tests.gear.expert_ranks", tmp_path / "found.json"])
-    assert finished.code == 0, finished.output
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert len(found) == 8 and all(difference < 1e-5 for difference in found.values()), found
+    for found in on_ranks(2, largest_differences):
+        assert len(found) == 8 and all(difference < 1e-5 for difference in found.values()), found
 
 
 NOISE, GRAPHS = ("monitors.noise_scale_steps=5",), ("speed.compile_mode=reduce-overhead",)

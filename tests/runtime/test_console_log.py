@@ -67,25 +67,22 @@ def test_lines_are_whole_and_hold_no_secret(run, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "error", [UserError("a line for the user"), ValueError("a bug"), KeyboardInterrupt()]
+    "error, last, is_traced",
+    [
+        (UserError("a line for the user"), "error: a line", False),
+        (ValueError("a bug"), "ValueError: a bug", True),
+        (KeyboardInterrupt(), "KeyboardInterrupt", True),
+        (SystemExit(75), "stopped on request", False),
+    ],
 )
-def test_the_error_that_ends_a_run_is_its_last_line(run, error):
-    """One line of what a user can mend, else the traceback."""
+def test_the_error_that_ends_a_run_is_its_last_line(run, error, last, is_traced):
+    """One line of what a user can mend, else the traceback; an exit code is none: a stop has said why already."""
     with pytest.raises(type(error)), kept_console(run):
         run.begin()
+        print("stopped on request")
         raise error
     kept = run.console_log.read_text(encoding="utf-8")
-    assert kept.splitlines()[-1].startswith(("error: a line", "ValueError: a bug", "KeyboardInterrupt"))
-    assert ("Traceback" in kept) == (not isinstance(error, UserError))
-
-
-def test_an_exit_code_is_no_error(run):
-    """A stop on request has said why already."""
-    with pytest.raises(SystemExit), kept_console(run):
-        run.begin()
-        print("stopped on request")
-        raise SystemExit(75)
-    assert run.console_log.read_text(encoding="utf-8").splitlines()[1:] == ["stopped on request"]
+    assert kept.splitlines()[-1].startswith(last) and ("Traceback" in kept) == is_traced
 
 
 def test_the_log_is_bounded(run, monkeypatch):

@@ -5,7 +5,6 @@ Nodes under torchrun share nothing but a store. A report there says what the los
 
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,7 +17,7 @@ from pretraining.checkpoints.remote import RemoteRun, newest_committed
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.run_folder import STARTS
 from tests.gear.hosts import hosts
-from tests.gear.nodes import HERE, SLOW, Nodes
+from tests.gear.nodes import HERE, SLOW, Nodes, wait_until
 from tests.gear.object_store import Proxy, connect_to, s3_server, use_here
 from tests.gear.runs import (
     Finished,
@@ -90,10 +89,7 @@ class TorchrunNodes(Nodes):
 
     def wait_until(self, reached: Callable[[], bool]) -> None:
         """Look again and again; an error where a node ends first."""
-        while not reached():
-            for each in self.started.values():
-                assert each.process.poll() is None, each.finish().output
-            time.sleep(0.05)
+        wait_until(self.started, reached, pause=0.05)
 
     def finish(self) -> dict[str, Finished]:
         """Wait for the end on every node that is there."""

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from pretraining.runtime.processes import ASKING
 from pretraining.supervise import supervisor as supervise
 from pretraining.supervise.hosts import SWITCHES, VALUES, HostfileCommand, Hosts
 from pretraining.supervise.supervisor import CRASH, Supervisor
+from tests.gear.nodes import wait_until
 from tests.gear.object_store import Proxy, connect_to, s3_server, use_here
 from tests.gear.runs import REPOSITORY, Run, Started, Workshop, choices, committed, environment, free_port
 from tests.gear.ssh_hosts import SshHosts, installed, ssh_hosts
@@ -71,23 +71,12 @@ def test_hosts_are_those_that_deepspeed_would_choose(hostfile, words):
 
     def chosen_by_deepspeed(command: list[str]) -> dict:
         options = parse_args(command[1:])
-        assert (
-            options.user_args == ["--recipe", "30b", "--num_nodes", "9"] and options.user_script == "train.py"
-        )
+        assert [options.user_script, *options.user_args] == script
         found = parse_inclusion_exclusion(fetch_hostfile(options.hostfile), options.include, options.exclude)
         return dict(apply_num_nodes_and_gpus(found, options.num_nodes, options.num_gpus))
 
-    command = [
-        "deepspeed",
-        "--hostfile",
-        str(hostfile),
-        *words,
-        "train.py",
-        "--recipe",
-        "30b",
-        "--num_nodes",
-        "9",
-    ]
+    script = ["train.py", "--recipe", "30b", "--num_nodes", "9"]
+    command = ["deepspeed", "--hostfile", str(hostfile), *words, *script]
     read = HostfileCommand.of(command)
     slots = read.slots()
     assert slots == chosen_by_deepspeed(command) and len(slots) > 1
@@ -183,13 +172,10 @@ def test_the_doctor_of_hosts_that_do_not_answer_is_one_line(hostfile, programs, 
     assert "supervise: no answer through ssh from gamma; mend this" in said and "Traceback" not in said
 
 
-def test_without_pdsh_it_is_one_line(hostfile, programs, tmp_path):
+def test_hosts_without_pdsh_and_min_hosts_without_a_hostfile_are_one_line(hostfile, programs, tmp_path):
     (programs / "pdsh").unlink()
     with pytest.raises(UserError, match="pdsh is not installed here"):
         Supervisor(["deepspeed", "-H", str(hostfile), "train.py"], tmp_path).run(0)
-
-
-def test_min_hosts_is_for_a_hostfile_alone(tmp_path):
     with pytest.raises(UserError, match="--min_hosts is for `deepspeed --hostfile FILE`"):
         Supervisor(["torchrun", "train.py"], tmp_path, min_hosts=1).run(0)
 
@@ -229,15 +215,12 @@ def test_a_lost_host_is_left_out_and_a_stop_reaches_all(tmp_path):
             pytest.skip("may not make networks here")
         supervise = [sys.executable, "-m", "pretraining.supervise", "--min_hosts", "1", "--"]
         command = ["deepspeed", "--hostfile", str(file), "tests/gear/host_program.py", str(shared), *WORDS]
-        variables = {
-            "TMPDIR": str(place),
-            "DS_ENV_FILE": str(shared / "variables"),
-            "PDSH_SSH_ARGS_APPEND": SOON,
-        }
+        variables = {"TMPDIR": str(place), "DS_ENV_FILE": str(shared / "variables")}
+        variables["PDSH_SSH_ARGS_APPEND"] = SOON
         started = Started(made.words("alpha", *supervise, *command), **variables)
-        wait_for(started, lambda: len(list(shared.glob("0-*"))) == 3)
+        wait_until({"alpha": started}, lambda: len(list(shared.glob("0-*"))) == 3)
         made.hosts.pull_plug("gamma")
-        wait_for(started, lambda: len(list(shared.glob("1-*"))) == 2)
+        wait_until({"alpha": started}, lambda: len(list(shared.glob("1-*"))) == 2)
         os.kill(started.process.pid, signal.SIGTERM)
         finished = started.finish()
         found = {path.name: json.loads(path.read_text()) for path in shared.glob("[01]-*")}
@@ -250,13 +233,6 @@ def test_a_lost_host_is_left_out_and_a_stop_reaches_all(tmp_path):
     assert "supervise: no answer through ssh from gamma; starting on beta" in finished.stderr
     left = [name for name, folder in own.items() if any(folder.iterdir())]
     assert left == ["gamma"], "the supervisor's folder is removed where it can be"
-
-
-def wait_for(started: Started, reached: Callable[[], bool]) -> None:
-    """Look again and again; an error if the command ends first."""
-    while not reached():
-        assert started.process.poll() is None, started.finish().output
-        time.sleep(0.002)
 
 
 @pytest.fixture(scope="module")
@@ -291,13 +267,8 @@ class Typed:
         return Started(command, DS_ENV_FILE=str(self.variables), PDSH_SSH_ARGS_APPEND=SOON)
 
     def deepspeed(self, *words: str) -> list[str]:
-        return [
-            "deepspeed",
-            "--hostfile",
-            str(self.folder / "hosts.txt"),
-            *words,
-            f"--master_port={free_port()}",
-        ]
+        hosts = str(self.folder / "hosts.txt")
+        return ["deepspeed", "--hostfile", hosts, *words, f"--master_port={free_port()}"]
 
     def lose(self, host: str) -> None:
         self.made.hosts.pull_plug(host)
@@ -344,12 +315,12 @@ def test_the_launcher_comes_back_and_the_run_goes_on_without_the_lost_host(works
     reference, run = workshop.run("zero2", settings=LONG), Run(two_hosts.hosts.table.parent / "shared")
     typed = Typed(workshop, two_hosts, run.folder)
     started = typed.start("alpha", *typed.deepspeed("--include", "beta@alpha"))
-    wait_for(started, lambda: committed(run.folder))
+    wait_until({"alpha": started}, lambda: committed(run.folder))
     run.dir.stop_file.touch()
     assert started.finish().code == STOPPED
     started = typed.start("alpha", *typed.deepspeed())
     stopped = newest_of(run)
-    wait_for(started, lambda: newest_of(run) > stopped)
+    wait_until({"alpha": started}, lambda: newest_of(run) > stopped)
     typed.lose("beta")
     finished = started.finish()
     # of the two, 76 of alpha's ranks and 255 of the ssh to beta, pdsh returns the largest
@@ -377,7 +348,7 @@ def test_the_supervisor_goes_on_with_what_the_bucket_holds(workshop, two_hosts, 
         remote = RemoteRun("s3://bucket/runs", "run")
         supervise = [sys.executable, "-m", "pretraining.supervise", "--min_hosts", "1", "--"]
         started = typed.start("alpha", *supervise, *typed.deepspeed())
-        wait_for(started, lambda: newest_committed(remote, 3) is not None)
+        wait_until({"alpha": started}, lambda: newest_committed(remote, 3) is not None)
         typed.lose("beta")
         finished = started.finish()
     typed.bring_back("beta")
@@ -403,7 +374,7 @@ def test_accelerate_on_two_machines_loses_one(workshop, two_hosts):
     reference, run = workshop.run("zero2", settings=LONG), Run(two_hosts.hosts.table.parent / "accelerated")
     typed = Typed(workshop, two_hosts, run.folder)
     alpha, beta, _ = on_both(typed)
-    wait_for(alpha, lambda: newest_of(run) > 0)
+    wait_until({"alpha": alpha}, lambda: newest_of(run) > 0)
     typed.lose("beta")
     finished = alpha.finish()
     beta.finish()
@@ -422,7 +393,7 @@ def test_accelerate_under_a_supervisor_waits_for_the_machine_that_is_back(worksh
     reference, run = workshop.run("zero2", settings=LONG), Run(two_hosts.hosts.table.parent / "supervised")
     typed = Typed(workshop, two_hosts, run.folder)
     alpha, beta, again = on_both(typed, sys.executable, "-m", "pretraining.supervise", "--")
-    wait_for(alpha, lambda: newest_of(run) > 0)
+    wait_until({"alpha": alpha}, lambda: newest_of(run) > 0)
     typed.lose("beta")
     beta.finish()
     typed.bring_back("beta")

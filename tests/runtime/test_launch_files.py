@@ -120,15 +120,10 @@ def check_command(command: list[str], variables: dict[str, str], folder: Path, u
     finished = execute(command, timeout=60, **variables)
     assert finished.code == 0, finished.output
     read = get_args_parser().parse_args((folder / "words").read_text().splitlines())
-    assert (read.nnodes, read.node_rank, read.nproc_per_node, read.training_script) == (
-        "2",
-        1,
-        "8",
-        "train.py",
-    )
+    found = (read.nnodes, read.node_rank, read.nproc_per_node, read.training_script)
+    assert found == ("2", 1, "8", "train.py")
     assert read.master_addr and read.master_port
-    planned = execute(
-        ["python", "train.py", *read.training_script_args, "--plan", "--world_size", "16", "--json"]
-    )
+    plan = ["python", "train.py", *read.training_script_args, "--plan", "--world_size", "16", "--json"]
+    planned = execute(plan)
     assert planned.code == 0, planned.output
     assert f"checkpoints.upload={upload}" in read.training_script_args

@@ -16,6 +16,7 @@ import pytest
 from pretraining.checkpoints.format import Start, read_marker
 from pretraining.checkpoints.resume import start_text
 from pretraining.errors import UserError
+from pretraining.evaluation import __main__ as evaluation
 from pretraining.planning.gate import judge_plan
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.run_plan import Machine, build_run_plan
@@ -264,20 +265,13 @@ def test_a_run_is_finished_for_all_settings_that_change_no_result(tmp_path):
         assert not run.is_finished(load_recipe("tiny", [setting]).to_dict())
 
 
-ARGUMENTS = (
-    "--temperature=-1",
-    "--temperature=nan",
-    "--top-k=-5",
-    "--top-p=1.5",
-    "--tokens=-5",
-    "--tokens=many",
+@pytest.mark.parametrize(
+    "argument",
+    ["--temperature=-1", "--temperature=nan", "--top-k=-5", "--top-p=1.5", "--tokens=-5", "--tokens=many"],
 )
-
-
-@pytest.mark.parametrize("argument", ARGUMENTS)
 def test_arguments_of_the_evaluation_are_checked_before_the_measuring(tmp_path, argument):
-    finished = execute([sys.executable, "-m", "pretraining.evaluation", tmp_path, argument])
-    assert finished.code == 2 and argument.partition("=")[2] in finished.stderr.splitlines()[-1]
+    with pytest.raises(UserError, match=re.escape(argument.partition("=")[2])):
+        evaluation.main([str(tmp_path), argument])
 
 
 def test_a_path_that_the_locale_cannot_name(tmp_path):

@@ -1,14 +1,19 @@
 """Clipping by value and adaptive clipping: their papers' formulas, and the same at every stage."""
 
-import json
+import contextlib
 import math
 
+import deepspeed
 import pytest
 import torch
+from deepspeed.runtime import bf16_optimizer
+from deepspeed.runtime.zero import stage3
 
 from pretraining.recipe import load_recipe
 from pretraining.training.gradients import Clipping, UnitDivision
-from tests.gear.runs import MODELS, execute
+from pretraining.upstream.deepspeed import read_norm_once
+from tests.gear.on_ranks import on_ranks
+from tests.gear.runs import MODELS
 from tests.training.test_muon import built
 
 CLIPPED = ("optimizer.adaptive_clip=0.002", "optimizer.clip_value=0.0005", "training.max_grad_norm=0")
@@ -108,10 +113,59 @@ def test_the_stage_does_not_change_what_is_clipped(workshop, stage):
     assert max(abs(a - b) for a, b in zip(plain, workshop.plain().losses, strict=True)) > 1e-3
 
 
-def test_the_norm_that_is_read_once_makes_the_same_steps(tmp_path):
+THEIRS = (bf16_optimizer.get_global_norm_of_tensors, stage3.combine_grad_norm_groups)
+STAGES = (1, 2, 3)
+STEPS, NOT_FINITE = 4, 2
+
+
+def stepped(stage: int, in_bf16: bool, reads_once: bool) -> list:
+    """[norms, whether each step was refused, weights after the last] of a model with clipping, one step not finite."""
+    bf16_optimizer.get_global_norm_of_tensors, stage3.combine_grad_norm_groups = THEIRS
+    torch.manual_seed(1)
+    dtype = torch.bfloat16 if in_bf16 else torch.float32
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)).to(dtype)
+    groups = [
+        {"params": [p for p in model.parameters() if (p.ndim > 1) == matrices]} for matrices in (True, False)
+    ]
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.05,
+        "bf16": {"enabled": in_bf16},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 50_000},
+    }
+    engine, optimizer, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.AdamW(groups), config=config
+    )
+    if reads_once:
+        read_norm_once(engine.optimizer)
+    norms, refused = [], []
+    for step in range(STEPS):
+        inputs = torch.randn(3, 8, generator=torch.Generator().manual_seed(step)).to(dtype)
+        inputs[0, 0] += float("nan") if step == NOT_FINITE else 0.0
+        engine.backward(engine(inputs).float().square().mean())
+        engine.step()
+        norms.append(float(engine.get_global_grad_norm()))
+        refused.append(bool(optimizer.overflow))
+    parameters = list(model.parameters())
+    with deepspeed.zero.GatheredParameters(parameters) if stage == 3 else contextlib.nullcontext():
+        weights = [parameter.tolist() for parameter in parameters]
+    engine.destroy()
+    return [norms, refused, weights]
+
+
+def stepped_both_ways() -> dict[str, list]:
+    """{stage and type: what `stepped` returns of their way and of ours}."""
+    return {
+        f"zero{stage}{' in bf16' * in_bf16}": [stepped(stage, in_bf16, once) for once in (False, True)]
+        for stage in STAGES
+        for in_bf16 in (True, False)
+    }
+
+
+def test_the_norm_that_is_read_once_makes_the_same_steps():
     """To the last digit at every stage, and a step that is not finite is refused as DeepSpeed refuses it."""
-    finished = execute(["forked", "1", "-m", "tests.gear.norms_read_once", tmp_path / "found"])
-    assert finished.code == 0, finished.output
-    for name, (theirs, ours) in json.loads((tmp_path / "found").read_text()).items():
+    (found,) = on_ranks(1, stepped_both_ways)
+    for name, (theirs, ours) in found.items():
         assert ours == theirs, name
         assert ours[1] == [False, False, True, False], name

@@ -7,9 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import deepspeed
 import numpy as np
 import pytest
 import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from pretraining.data.order import GlobalOrder, OrderWithout
 from pretraining.errors import UserError
@@ -37,7 +39,8 @@ from pretraining.training.stability import (
 from pretraining.training.throughput import SpeedMeter
 from pretraining.training.trainer import PretrainingTrainer
 from pretraining.upstream.torch import rates_now, set_rates
-from tests.gear.runs import SMALL_RECIPE, Started
+from tests.gear.on_ranks import on_ranks
+from tests.gear.runs import SMALL_RECIPE
 
 SPIKES = Spikes(non_finite_streak=3)
 WEIGHT = "transformer.h.0.mlp.c_fc.weight"
@@ -343,10 +346,51 @@ def test_rollback_and_stop_leave_training_at_the_spike(tmp_path):
     assert len(watched.weights) == 61
 
 
-def test_one_refused_step_does_not_refuse_the_next(tmp_path):
+WAYS = {
+    "zero1": {"stage": 1},
+    "zero2": {"stage": 2},
+    "zero3": {"stage": 3},
+    "zero2_offload": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    "zero3_offload": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+}
+FACTORS = (1.0, float("inf"), 1.0, float("nan"), 1.0)
+"""Of the loss of each step."""
+
+
+def refused_steps(zero: dict) -> list[bool]:
+    """Which of the steps were refused, by bf16 weights with fp32 sums of two micro-batches."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+    choose = DeepSpeedCPUAdam if "offload_optimizer" in zero else torch.optim.AdamW
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True, "check_grad_overflow": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": {**zero, "reduce_bucket_size": 1000},
+    }
+    engine, optimizer, _, _ = deepspeed.initialize(
+        model=model, optimizer=choose(model.parameters(), lr=0.01), config=config
+    )
+    wrapped = SimpleNamespace(optimizer=optimizer, step_was_skipped=False)  # as accelerate wraps it
+    guard, refused = NonFiniteGuard(wrapped), []
+    for factor in FACTORS:
+        for _ in range(2):
+            loss = engine(torch.ones(2, 8, dtype=torch.bfloat16)).float().mean() * factor
+            engine.backward(loss)
+            engine.step()
+        wrapped.step_was_skipped = optimizer.overflow
+        refused.append(guard.refused_last_step())
+    return refused
+
+
+def refused_steps_of_all() -> dict[str, list[bool]]:
+    return {name: refused_steps(zero) for name, zero in WAYS.items()}
+
+
+def test_one_refused_step_does_not_refuse_the_next():
     """A step that is not finite costs itself alone, at every stage: bf16 weights, fp32 sums of gradients."""
-    finished = Started(["forked", "1", "-m", "tests.gear.refusing_rank", tmp_path / "story"]).finish()
-    assert finished.code == 0, finished.output
-    story = json.loads((tmp_path / "story").read_text())
+    (story,) = on_ranks(1, refused_steps_of_all)
     assert len(story) == 5
     assert all(refused == [False, True, False, True, False] for refused in story.values()), story

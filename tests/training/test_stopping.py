@@ -16,10 +16,10 @@ from tests.gear.runs import REPOSITORY, TIMEOUT_SECONDS, Run, Started, committed
 
 LISTENING = (
     "import os, sys, time\n"
-    "sys.path.append('pretraining/runtime')\n"  # without the room's seconds of imports
-    "import signals\n"
-    "signals.SAME_REQUEST_SECONDS = 0.3\n"
-    "listener = signals.SignalListener()\n"
+    "sys.path.append('.')\n"
+    "from pretraining.runtime import processes\n"
+    "processes.SAME_REQUEST_SECONDS = 0.3\n"
+    "listener = processes.SignalListener()\n"
     "print('ready', flush=True)\n"
 )
 IN_A_COLLECTIVE = (

@@ -1,0 +1,33 @@
+"""Call a function on forked ranks that have met each other; each of them is `python -m tests.gear.on_ranks`."""
+
+import os
+import pickle
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.gear.runs import execute
+
+
+def on_ranks(ranks: int, function: Callable, *arguments: Any) -> list:
+    """What the function, which may be a test file's own, returns on each rank, in their order."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "call").write_bytes(pickle.dumps((function, arguments)))
+        finished = execute(["forked", str(ranks), "-m", "tests.gear.on_ranks", folder])
+        assert finished.code == 0, finished.output
+        return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(ranks)]
+
+
+def main(folder: Path) -> None:
+    from pretraining.training.ranks import joined_ranks
+
+    function, arguments = pickle.loads((folder / "call").read_bytes())
+    with joined_ranks(None):
+        (folder / os.environ["RANK"]).write_bytes(pickle.dumps(function(*arguments)))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
