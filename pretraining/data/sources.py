@@ -21,7 +21,7 @@ from pretraining.data.text_files import (
     local_file,
     read_documents,
 )
-from pretraining.errors import UserError, nearest, require
+from pretraining.errors import UserError, require
 from pretraining.outside.addresses import is_remote
 from pretraining.recipe.data import Data, Source, TextOrigin
 
@@ -187,18 +187,13 @@ def open_source(spec: TextOrigin, key: str = "data.sources.0") -> TextSource:
     """Open the source that the entry at `key` of the recipe describes; UserError if there is nothing to read."""
     column = TextColumn(spec.text_column, f"{key}.text_column")
     if isinstance(spec, Source) and spec.builtin is not None:
-        if spec.builtin != "python_stdlib":
-            near = nearest(spec.builtin, ["python_stdlib"])
-            raise UserError(
-                f"{key}.builtin: unknown builtin {spec.builtin!r}{near} (there is: python_stdlib)"
-            )
         root = Path(sysconfig.get_path("stdlib"))
         return FileSource([local_file(path, root) for path in sorted(_stdlib_files(root))])
     if spec.dataset is not None:
         return HubSource(spec.dataset, spec.config, spec.split, spec.revision, column, key)
-    if spec.path is not None:
-        return FileSource(list_files(spec.path, key=f"{key}.path"), column)
-    raise UserError(f"{key}: names no source; give one of builtin, path, dataset")
+    return FileSource(
+        list_files(str(spec.path), key=f"{key}.path"), column
+    )  # the recipe names one of the three
 
 
 def open_sources(data: Data) -> list[TextSource]:

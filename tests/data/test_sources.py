@@ -229,7 +229,7 @@ def test_a_folder_lists_only_what_can_be_read(tmp_path):
 
 
 # The columns of the published data sets, for stand-ins of them.
-WEB = (
+WEB = [
     "text",
     "id",
     "dump",
@@ -240,7 +240,7 @@ WEB = (
     "token_count",
     "score",
     "int_score",
-)
+]
 ROW = dict.fromkeys(WEB, "x") | {"language_score": 0.9, "token_count": 7, "score": 3.1, "int_score": 3}
 
 
