@@ -28,15 +28,8 @@ from tests.gear.finished_data import change_manifest, cut_into_shards, refusal
 
 FILTER = {"rule": "length", "min_words": 5}
 READING_KEYS = (
-    "name",
-    "encoder",
-    "mixture",
-    "shuffle_shards",
-    "shuffle_blocks",
-    "sequence_length",
-    "document_masking",
-    "packing",
-    "prepare",
+    *("name", "encoder", "mixture", "shuffle_shards", "shuffle_blocks", "sequence_length"),
+    *("document_masking", "packing", "prepare"),
 )
 READING_SOURCE_KEYS = ("name", "weight", "max_epochs", "max_tokens", "max_documents")
 

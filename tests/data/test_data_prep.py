@@ -19,14 +19,16 @@ import pytest
 
 from pretraining.data.corpus import prefetch
 from pretraining.data.manifest import report_text
-from pretraining.data.preparation.prepare import prepare_data
+from pretraining.data.preparation.prepare import count_data, prepare_data
 from pretraining.data.prepared import open_prepared
 from pretraining.data.progress import ProgressBar
 from pretraining.errors import UserError
+from pretraining.recipe import load_recipe
 from pretraining.recipe.data import Data, Source
 from pretraining.recipe.model import Model
+from tests.gear.local_hub import local_hub
+from tests.gear.runs import REPOSITORY, execute
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 WORDS = [
     "café",
     "naïve",
@@ -513,3 +515,67 @@ def test_prefetch_keeps_order_and_raises_where_it_is_read():
         for number in prefetch(numbers()):
             found.append(number)
     assert found == list(range(50))
+
+
+def test_a_folder_of_somebody_s_files_is_not_replaced(root, corpus):
+    """Only what a preparation made is ever removed; an empty folder is no obstacle."""
+    (root / "corpus").mkdir(parents=True)
+    (root / "corpus" / "thesis.tex").write_text("precious")
+    with pytest.raises(UserError, match="holds files that are no prepared data"):
+        prepare(root, recipe_for(corpus))
+    assert (root / "corpus" / "thesis.tex").read_text() == "precious"
+    (root / "corpus" / "thesis.tex").unlink()
+    assert (prepare(root, recipe_for(corpus)) / "manifest.json").exists()
+
+
+HUB = {
+    "gated": ("someone/gated", ["accept them at https://huggingface.co/someone/gated", "HF_TOKEN"]),
+    "missing": ("gpt3", ["the hub has no model gpt3 that this account may see"]),
+}
+
+
+@pytest.mark.parametrize("name, said", HUB.values(), ids=HUB)
+def test_a_tokenizer_that_the_hub_does_not_give_is_named_before_text_is_read(tmp_path, corpus, name, said):
+    """In one line, and no folder is made: cleaning comes before the tokenizer is needed, and may take hours."""
+    sources = json.dumps([{"path": str(corpus)}])
+    command = [sys.executable, "data_prep.py", "--recipe", "tiny", "--data_dir", tmp_path / "data"]
+    command += ["--set", f"data.tokenizer={name}", "--set", f"data.sources={sources}"]
+    with local_hub() as hub:
+        hub.gated.add("someone/gated")
+        hub.missing.add("gpt3")
+        refused = execute(command, **{**hub.environment, "HF_TOKEN": "", "HF_HOME": tmp_path / "hub"})
+    assert refused.code == 2 and refused.stderr.count("\n") == 1
+    assert "data.tokenizer: " in refused.stderr and all(words in refused.stderr for words in said)
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_link_is_followed_to_another_disk(root, corpus, tmp_path):
+    """The data lies where the link leads, and the link stays."""
+    root.mkdir()
+    (root / "corpus").symlink_to(tmp_path / "large" / "corpus")
+    for share in (0.2, 0.3):
+        prepare(root, recipe_for(corpus, validation_share=share), replace=True)
+    assert (root / "corpus").is_symlink() and (tmp_path / "large" / "corpus" / "manifest.json").exists()
+    assert (tmp_path / "large" / "corpus.replaced-1" / "manifest.json").exists()
+
+
+def test_a_byte_order_mark_before_json_lines_is_no_text(root, corpus):
+    """As Windows' editors write it."""
+    corpus.write_bytes(b"\xef\xbb\xbf" + corpus.read_bytes())
+    prepare(root, recipe_for(corpus))
+
+
+def test_a_count_needs_nothing_cleaned(corpus):
+    """With a tokenizer that is to be trained: on the texts as they are read."""
+    recipe = recipe_for(corpus, dedup={"exact": True, "minhash": None}, filters=[{"rule": "pii"}])
+    counts = count_data(recipe, None, show_progress=False)
+    assert counts["total"]["documents"] == 80 and counts["before_cleaning"]
+
+
+def test_a_mixture_is_refused_before_its_data_is_prepared(tmp_path):
+    values = json.loads((REPOSITORY / "recipes" / "tiny.json").read_text())
+    sources = [{"path": "x.txt", "name": name, "weight": 1} for name in ("notes", "web")]
+    values["data"] |= {"sources": sources, "mixture": {"stages": [{"weights": {"nots": 1}}]}}
+    (tmp_path / "mixed.json").write_text(json.dumps(values))
+    with pytest.raises(UserError, match="names no source; did you mean 'notes'"):
+        load_recipe(str(tmp_path / "mixed.json"))
