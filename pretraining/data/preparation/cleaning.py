@@ -23,7 +23,6 @@ from pretraining.data.checksums import digest_of
 from pretraining.data.corpus import Batch, Corpus, TextPiece, read_batches
 from pretraining.data.dedup.decontamination import (
     ContaminationIndex,
-    DecontaminationSpec,
     build_index,
     fingerprint_of_sets,
     merge_reports,
@@ -50,7 +49,7 @@ from pretraining.data.progress import ProgressBar
 from pretraining.data.quality.chain import FilterChain, FilterReport
 from pretraining.data.text_files import Document
 from pretraining.errors import UserError
-from pretraining.recipe.data import Data, Dedup
+from pretraining.recipe.data import Data, Decontaminate, Dedup
 from pretraining.runtime.durable_files import write_json
 
 TEXTS_NAME, DRAWS_NAME, REPORT_NAME, INDEX_NAME = "texts.arrow", "draws.npy", "report.json", "index.json"
@@ -83,9 +82,7 @@ class EvaluationSets(Stage):
     """One task: the n-grams of the evaluation sets."""
 
     name = "evaluation-sets"
-    sets_folder: str | None
-    lm_eval_tasks: list[str]
-    spec: DecontaminationSpec
+    section: Decontaminate
     own: Corpus | None = None
     """The texts of `data.validation`, if no training text may hold a stretch of them."""
     own_names: tuple[str, ...] = ()
@@ -99,29 +96,25 @@ class EvaluationSets(Stage):
         section = data.decontaminate
         if section is None:
             return None
-        spec = DecontaminationSpec(section.ngram, section.shortest, section.share)
         if not section.validation or validation is None or data.validation is None:
-            return cls(work, section.folder, section.tasks, spec)
+            return cls(work, section)
         names = tuple(source.called for source in data.validation.sources)
         # What filters leave, and how many tokens it has, is not known yet: all documents count.
         filters = data.validation.filters and data.filters
         most = tuple(None if filters else source.max_documents for source in data.validation.sources)
-        return cls(work, section.folder, section.tasks, spec, validation, names, most)
+        return cls(work, section, validation, names, most)
 
     @cached_property
     def keys(self) -> list[str]:
-        """Make one key, of the files of the folder and the names of the tasks."""
-        spec = asdict(self.spec)
-        if self.own is None:
-            return [digest_of(spec, fingerprint_of_sets(self.sets_folder, self.lm_eval_tasks))]
-        named = self.sets_folder is not None or self.lm_eval_tasks
-        files = fingerprint_of_sets(self.sets_folder, self.lm_eval_tasks) if named else None
-        return [digest_of(spec, files, self.own.keys, self.own_names, self.own_documents)]
+        """Make one key, of the files of the folder, the names of the tasks and the texts of `data.validation`."""
+        section, own = self.section, self.own and [self.own.keys, self.own_names, self.own_documents]
+        files = fingerprint_of_sets(section.folder, section.tasks)
+        return [digest_of(section.ngram, section.shortest, section.share, files, own)]
 
     def run(self, number: int, folder: Path, progress: ProgressBar) -> None:
         """Write the index: its arrays as .npy, all else as JSON."""
-        sets = read_evaluation_sets(self.sets_folder, self.lm_eval_tasks)
-        index = build_index(chain(sets, self._own_texts()), self.spec)
+        sets = read_evaluation_sets(self.section.folder, self.section.tasks)
+        index = build_index(chain(sets, self._own_texts()), self.section)
         for length, hashes in index.hashes.items():
             write_array(folder / f"{length}.hashes.npy", hashes)
             write_array(folder / f"{length}.owners.npy", index.owners[length])
@@ -150,7 +143,7 @@ class EvaluationSets(Stage):
             {length: np.load(folder / f"{length}.{kind}.npy") for length in lengths}
             for kind in ("hashes", "owners")
         )
-        return ContaminationIndex(self.spec, hashes=hashes, owners=owners, **values)
+        return ContaminationIndex(self.section, hashes=hashes, owners=owners, **values)
 
 
 @dataclass(frozen=True)
