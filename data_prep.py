@@ -15,7 +15,7 @@ from pretraining.data.preparation.prepare import count_data, counts_text, prepar
 from pretraining.data.preparation.slurm import SLURM_KEYS, read_slurm_options
 from pretraining.errors import one_line_errors
 from pretraining.recipe.refusals import load_recipe_and_ds_config
-from pretraining.runtime.signals import end_with_standard_input
+from pretraining.runtime.processes import end_with_standard_input
 
 LOW_PRIORITY = 10
 

@@ -15,7 +15,7 @@ from pretraining.data.block_guard import (
     short_period,
     tokens_of_file,
 )
-from pretraining.data.document_masking import IGNORED
+from pretraining.data.documents import IGNORED
 from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shards import SplitWriter, TokenSplit

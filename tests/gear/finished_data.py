@@ -56,9 +56,10 @@ def copy_of(folder: Path, target: Path) -> Path:
 
 
 def refusal(action, *arguments, **options) -> str:
-    """The message of the UserError that the action must raise."""
+    """The one line of the UserError that the action must raise."""
     with pytest.raises(UserError) as caught:
         action(*arguments, **options)
+    assert "\n" not in str(caught.value)
     return str(caught.value)
 
 

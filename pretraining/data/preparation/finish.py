@@ -15,7 +15,6 @@ import numpy as np
 
 from pretraining.data.arriving import ARRIVED_NAME, from_origin
 from pretraining.data.checksums import checksum_of_file, content_fingerprint, digest_of
-from pretraining.data.excerpt import rows_of
 from pretraining.data.manifest import (
     FORMAT,
     MANIFEST_NAME,
@@ -27,6 +26,7 @@ from pretraining.data.manifest import (
     reading_options,
     report_text,
 )
+from pretraining.data.portions import rows_of
 from pretraining.data.preparation.cleaning import CleanedCorpus, merged_reports
 from pretraining.data.preparation.plan import Begun, Preparation, Survey
 from pretraining.data.preparation.tokenizing import COUNTS_NAME, POSITIONS_NAME, SPLITS, SplitSizes
