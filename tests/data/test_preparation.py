@@ -299,7 +299,10 @@ exec "$@"
 
 
 def test_jobs_of_a_cluster_give_the_same_bytes_without_a_pickle(reference, tmp_path):
-    """What sbatch is given, kept by a program that stands in for it, then run: several arrays a stage."""
+    """What sbatch is given, kept by a program that stands in for it, then run: several arrays a stage.
+
+    A process for each job, as on a cluster, takes ten seconds together.
+    """
     recipe, expected = reference
     programs, jobs, root = (tmp_path / name for name in ("programs", "jobs", "data"))
     for folder in (programs, jobs):

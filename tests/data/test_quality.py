@@ -202,12 +202,8 @@ def test_the_report_shows_the_first_examples():
     chain.apply(["short text", PROSE, *["another one"] * 5], [f"file:{n}" for n in range(7)])
     entry = chain.report.rules[0]["rejected"]["too_few_words"]
     assert [example["where"] for example in entry["examples"]] == ["file:0", "file:2", "file:3"]
-    assert entry["examples"][0] == {
-        "where": "file:0",
-        "text": "short text",
-        "measured": 2,
-        "wanted": "at least 5",
-    }
+    first = {"where": "file:0", "text": "short text", "measured": 2, "wanted": "at least 5"}
+    assert entry["examples"][0] == first
     shown = chain.report.as_text(examples=True)
     row = next(line for line in shown.splitlines() if line.startswith("length: too_few_words "))
     assert row.split()[2:4] == ["6", "85.71%"] and "file:0: 2, wanted at least 5" in shown
