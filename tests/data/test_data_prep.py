@@ -30,12 +30,15 @@ from tests.gear.local_hub import local_hub
 from tests.gear.runs import REPOSITORY, execute
 
 WORDS = [
-    "café",
-    "naïve",
-    "ранг",
-    "模型",
-    "🙂",
-    *["def", "return", "tensor", "shard", "import", "x", "==", "loss"],
+    "def",
+    "return",
+    "tensor",
+    "shard",
+    *["café", "naïve", "ранг", "模型", "🙂"],
+    "import",
+    "x",
+    "==",
+    "loss",
 ]
 
 
