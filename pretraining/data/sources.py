@@ -21,11 +21,11 @@ from pretraining.data.text_files import (
     local_file,
     read_documents,
 )
-from pretraining.errors import UserError, nearest, require
+from pretraining.errors import UserError, require
 from pretraining.outside.addresses import is_remote
 from pretraining.recipe.data import Data, Source, TextOrigin
 
-# Folders of other packages, tests and bytecode: none is text of the library.
+# Folders of packages installed beside the library, of tests and bytecode: none is text of the library.
 STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -187,18 +187,18 @@ def open_source(spec: TextOrigin, key: str = "data.sources.0") -> TextSource:
     """Open the source that the entry at `key` of the recipe describes; UserError if there is nothing to read."""
     column = TextColumn(spec.text_column, f"{key}.text_column")
     if isinstance(spec, Source) and spec.builtin is not None:
-        if spec.builtin != "python_stdlib":
-            near = nearest(spec.builtin, ["python_stdlib"])
-            raise UserError(
-                f"{key}.builtin: unknown builtin {spec.builtin!r}{near} (there is: python_stdlib)"
-            )
         root = Path(sysconfig.get_path("stdlib"))
-        return FileSource([local_file(path, root) for path in sorted(_stdlib_files(root))])
+        paths = []
+        for folder, subfolders, names in os.walk(root):
+            # In place: `os.walk` enters only the subfolders that are left in this list.
+            subfolders[:] = [name for name in subfolders if name not in STDLIB_LEFT_OUT]
+            paths += [Path(folder, name) for name in names if name.endswith(WHOLE_FILE_SUFFIXES)]
+        return FileSource([local_file(path, root) for path in sorted(paths)])
     if spec.dataset is not None:
         return HubSource(spec.dataset, spec.config, spec.split, spec.revision, column, key)
-    if spec.path is not None:
-        return FileSource(list_files(spec.path, key=f"{key}.path"), column)
-    raise UserError(f"{key}: names no source; give one of builtin, path, dataset")
+    return FileSource(
+        list_files(str(spec.path), key=f"{key}.path"), column
+    )  # the recipe names one of the three
 
 
 def open_sources(data: Data) -> list[TextSource]:
@@ -215,11 +215,3 @@ def source_from_json(values: dict) -> TextSource:
     # All tasks go by the commit that was there at the start.
     source.__dict__["_fingerprint"] = values["fingerprint"]
     return source
-
-
-def _stdlib_files(root: Path) -> Iterator[Path]:
-    """List sources and documentation, without tests and without packages installed beside the library."""
-    for folder, subfolders, names in os.walk(root):
-        # In place: `os.walk` enters only the subfolders that are left in this list.
-        subfolders[:] = [name for name in subfolders if name not in STDLIB_LEFT_OUT]
-        yield from (Path(folder, name) for name in names if name.endswith(WHOLE_FILE_SUFFIXES))

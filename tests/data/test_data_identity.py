@@ -28,15 +28,8 @@ from tests.gear.finished_data import change_manifest, cut_into_shards, refusal
 
 FILTER = {"rule": "length", "min_words": 5}
 READING_KEYS = (
-    "name",
-    "encoder",
-    "mixture",
-    "shuffle_shards",
-    "shuffle_blocks",
-    "sequence_length",
-    "document_masking",
-    "packing",
-    "prepare",
+    *("name", "encoder", "mixture", "shuffle_shards", "shuffle_blocks", "sequence_length"),
+    *("document_masking", "packing", "prepare"),
 )
 READING_SOURCE_KEYS = ("name", "weight", "max_epochs", "max_tokens", "max_documents")
 
@@ -287,7 +280,7 @@ def test_what_filters_and_decontamination_read_is_a_part_of_the_identity(made, t
     prepare(tmp_path / "data", recipe)
 
 
-def test_a_folder_read_as_a_dataset_is_known_by_its_files(tmp_path):
+def test_a_dataset_is_known_by_its_commit_and_a_folder_by_its_files(tmp_path, monkeypatch):
     """It has no commit: another file in it is another source; data of an earlier version knew none of them."""
     (tmp_path / "rows").mkdir()
     write_jsonl(tmp_path / "rows" / "a.jsonl", make_texts(60))
@@ -302,25 +295,15 @@ def test_a_folder_read_as_a_dataset_is_known_by_its_files(tmp_path):
 
     change_manifest(folder, as_before)
     prepare(tmp_path / "data", recipe)
-
-
-def test_a_silent_hub_has_what_was_prepared_from_it(tmp_path, monkeypatch):
-    """Offline the commit is not known; another one than that of the data is named."""
-    (tmp_path / "rows").mkdir()
-    write_jsonl(tmp_path / "rows" / "a.jsonl", make_texts(60))
-    recipe = recipe_for({"dataset": str(tmp_path / "rows"), "split": "train"})
-    folder = prepare(tmp_path / "data", recipe)
+    # A silent hub has what was prepared from it: offline the commit is not known. Another one than the data's is named.
     change_manifest(folder, lambda manifest: manifest["sources"][0].update(commit="abc"))
     known = {"dataset": str(tmp_path / "rows"), "config": None, "split": "train"}
-    monkeypatch.setattr(
-        "pretraining.data.sources.HubSource.fingerprint", lambda self: {**known, "commit": None}
-    )
-    prepare(tmp_path / "data", recipe)
-    monkeypatch.setattr(
-        "pretraining.data.sources.HubSource.fingerprint", lambda self: {**known, "commit": "def"}
-    )
-    said = refusal(prepare, tmp_path / "data", recipe)
-    assert 'data.sources.0.commit: "abc" there, "def" here' in said
+    for commit in (None, "def"):
+        now = {**known, "commit": commit}
+        monkeypatch.setattr("pretraining.data.sources.HubSource.fingerprint", lambda self, now=now: dict(now))
+        if commit is None:
+            prepare(tmp_path / "data", recipe)
+    assert 'data.sources.0.commit: "abc" there, "def" here' in refusal(prepare, tmp_path / "data", recipe)
 
 
 def test_a_run_never_reads_the_tokens_of_the_next_data_set(made, root):

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from pretraining.data.dedup.decontamination import (
-    DecontaminationSpec,
     build_index,
     merge_reports,
     read_evaluation_sets,
 )
 from pretraining.errors import UserError
+from pretraining.recipe.data import Decontaminate
 
 CHANCE = random.Random(0)
 VOCABULARY = [f"v{number}" for number in range(5000)]
@@ -27,7 +27,7 @@ def prose(num_words: int) -> str:
 
 
 def index_of(*texts: str, **settings):
-    return build_index([("quiz", text) for text in texts], DecontaminationSpec(**settings))
+    return build_index([("quiz", text) for text in texts], Decontaminate(**settings))
 
 
 def shout(text: str) -> str:
@@ -142,5 +142,5 @@ def test_a_task_of_lm_eval_is_read(tmp_path, monkeypatch):
     )
     found = list(read_evaluation_sets(tasks=[str(task)]))
     assert [text for _, text in found] == [QUESTION, "a pebble", "Question: " + QUESTION]
-    index = build_index(found, DecontaminationSpec())
+    index = build_index(found, Decontaminate())
     assert np.all(index.check([prose(10) + QUESTION, prose(40)])[0] == [True, False])

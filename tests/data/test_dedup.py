@@ -1,7 +1,12 @@
-"""Deduplication: what is found is right, whatever the number of workers, and nothing is dropped for less."""
+"""Deduplication: what is found is right, whatever the number of workers, and nothing is dropped for less.
+
+N-gram hashes stand for the n-grams of the stated normalisation, and for nothing else.
+"""
 
 import json
 import random
+import re
+import unicodedata
 from functools import cache
 from pathlib import Path
 
@@ -28,7 +33,14 @@ from pretraining.data.dedup.duplicates import (
     unique_pairs,
     write_array,
 )
-from pretraining.data.dedup.signatures import MinHashSpec, agreement, bands_and_rows, recall_at, sign_piece
+from pretraining.data.dedup.signatures import (
+    BATCH_CHARACTERS,
+    MinHashSpec,
+    agreement,
+    bands_and_rows,
+    recall_at,
+    sign_piece,
+)
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
 from tests.gear.similar_texts import jaccard, ngram_sets, write_signatures
@@ -246,3 +258,59 @@ def test_settings_that_do_not_fit_are_refused_in_one_line(section, named):
     """The message names the key."""
     with pytest.raises(UserError, match=f"data.dedup.minhash.*{named}"):
         load_recipe("tiny", [f"data.dedup={json.dumps({'minhash': section})}"])
+
+
+# N-grams.
+
+
+def plain_words(text: str) -> list[str]:
+    """The stated normalisation, written a second time: character by character."""
+    text = unicodedata.normalize("NFKC", text)
+    kept = "".join(c.lower() if unicodedata.category(c)[0] in "LMN" else " " for c in text)
+    return re.sub(r"([\u0e00-\u0eff\u3040-\u30ff\u4e00-\u9fff])", r" \1 ", kept).split()
+
+
+def plain_characters(text: str) -> str:
+    """Words with one space between; letters of a script without spaces stand beside their neighbours."""
+    text = unicodedata.normalize("NFKC", text)
+    kept = "".join(c.lower() if unicodedata.category(c)[0] in "LMN" else " " for c in text)
+    return " ".join(kept.split())
+
+
+@pytest.mark.parametrize("unit", ["words", "characters"])
+@pytest.mark.parametrize("n", [1, 5, 13])
+def test_ngrams_are_those_of_the_stated_normalisation(unit, n):
+    """Two texts share hashes exactly where they share n-grams, counted by plain Python sets."""
+    chance = random.Random(n)
+    texts = [
+        "",
+        "a",
+        "!?",
+        "Hello, World! foo_bar 12",
+        "日本語 text です。と",
+        "ﬁne Ünïcode ① x",
+        " a b ",
+        "a b c d e f g",
+    ]
+    texts += ["".join(chance.choices("aB ,.é語3_\n", k=chance.randrange(60))) for _ in range(200)]
+    sets = ngram_sets(texts, n, unit)
+    plain = [plain_words(text) if unit == "words" else plain_characters(text) for text in texts]
+    expected = [
+        {tuple(units[i : i + n]) for i in range(max(len(units) - n + 1, 1))} if units else set()
+        for units in plain
+    ]
+    assert [len(found) for found in sets] == [len(truth) for truth in expected]
+    for first in range(0, len(sets), 3):
+        for second in range(len(sets)):
+            shared = len(np.intersect1d(sets[first], sets[second]))
+            assert shared == len(expected[first] & expected[second])
+
+
+def test_a_text_hashes_alike_alone_and_among_others():
+    """Batches, neighbours and wide characters beside a text leave its n-grams what they are."""
+    chance = random.Random(1)
+    long = prose(chance, BATCH_CHARACTERS // 4)
+    texts = [prose(chance, 40), "日本", long, "", "two words", "x" * 5000]
+    together = ngram_sets(texts, 5)
+    for text, found in zip(texts, together, strict=True):
+        assert np.array_equal(ngram_sets([text], 5)[0], found)

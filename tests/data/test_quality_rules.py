@@ -75,17 +75,9 @@ def test_personal_data_is_masked_and_nothing_else():
 
 def test_hostile_texts_are_masked_too():
     """Addresses behind what makes naive patterns run for hours are found: time grows with length alone."""
-    for start in (
-        "a+" * 200_000,
-        "a@" * 200_000,
-        "1." * 200_000,
-        "+1" * 200_000,
-        "2001:" * 99_999,
-        "x" * 400_000,
-    ):
-        verdict = verdict_of(
-            {"rule": "pii", "mask": ["email", "ip", "phone"]}, f"{start} jo@mail.org 8.8.8.8"
-        )
+    for unit in ("a+", "a@", "1.", "+1", "2001:", "x"):
+        text = unit * 200_000 + " jo@mail.org 8.8.8.8"
+        verdict = verdict_of({"rule": "pii", "mask": ["email", "ip", "phone"]}, text)
         assert verdict.text.endswith(" email@example.com 192.0.2.1")
 
 
@@ -108,15 +100,9 @@ def test_a_function_of_ones_own(own_rule):
     chain = chain_of(spec, {"rule": "callable", "import": f"{own_rule}:louder"})
     assert chain.apply(["abc", "abcd"], ["1", "2"]) == [None, "ABCD"]
     assert list(chain.report.rules[0]["rejected"]) == ["keep"]
-    assert chain_of({"rule": "callable", "import": "keyword:iskeyword"}).apply(["if", "of"], "ab") == [
-        "if",
-        None,
-    ]
-
-
-def test_a_function_of_a_builtin_type_has_an_identity():
-    """It has no module, and is part of what a preparation depends on all the same."""
-    (identity,) = chain_of({"rule": "callable", "import": "keyword:iskeyword"}).identity
+    chain = chain_of({"rule": "callable", "import": "keyword:iskeyword"})
+    assert chain.apply(["if", "of"], "ab") == ["if", None]
+    (identity,) = chain.identity  # a function of a builtin type has no module
     assert identity["import"] == "keyword:iskeyword" and identity["source"] is None
 
 
@@ -131,45 +117,24 @@ def test_a_failing_function_names_itself_and_the_document(own_rule, name, said):
 
 
 MISTAKES = {
-    "rule": ({"rule": "gopher_qualty"}, 'data.filters.0.rule: is the string "gopher_qualty", not one of'),
+    "rule": ({"rule": "gopher_qualty"}, 'rule: is the string "gopher_qualty", not one of'),
     "nearest rule": ({"rule": "gopher_qualty"}, "did you mean 'gopher_quality'?"),
     "no rule": ({"min_words": 5}, "data.filters.0.rule: is missing"),
-    "parameter": (
-        {"rule": "length", "min_wrods": 5},
-        "data.filters.0.min_wrods: unknown key; did you mean 'data.filters.0.min_words'?",
-    ),
+    "parameter": ({"rule": "length", "min_wrods": 5}, "did you mean 'data.filters.0.min_words'?"),
     "type": ({"rule": "length", "min_words": "5"}, "write 5 without quotes"),
     "share": ({"rule": "gopher_quality", "max_bullet_lines": 90}, "must be at most 1"),
     "no limit": ({"rule": "length"}, "needs at least one of min_words, max_words"),
-    "no text could stay": (
-        {"rule": "length", "min_words": 9, "max_words": 3},
-        "min_words is 9, more than max_words 3",
-    ),
-    "least above the default": (
-        {"rule": "gopher_quality", "min_words": 200_000},
-        "data.filters.0.min_words: min_words is 200000, more than max_words 100000",
-    ),
-    "n-gram": (
-        {"rule": "gopher_repetition", "max_top_ngrams": {"two": 0.1}},
-        "max_top_ngrams.two: unknown key; write a size of n-grams, 2 to 99",
-    ),
-    "share of n-grams": (
-        {"rule": "gopher_repetition", "max_top_ngrams": {"2": True}},
-        "max_top_ngrams.2: is true where a number is wanted",
-    ),
+    "no text": ({"rule": "length", "min_words": 9, "max_words": 3}, "min_words is 9, more than max_words 3"),
+    "default": ({"rule": "gopher_quality", "min_words": 200_000}, "is 200000, more than max_words 100000"),
+    "n-gram": ({"rule": "gopher_repetition", "max_top_ngrams": {"two": 0.1}}, "a size of n-grams, 2 to 99"),
+    "of n-grams": ({"rule": "gopher_repetition", "max_top_ngrams": {"2": True}}, "is true where a number"),
     "required": ({"rule": "language"}, "data.filters.0.languages: is missing"),
     "language": ({"rule": "language", "languages": ["eng"]}, "did you mean 'en'?"),
     "model": ({"rule": "language", "languages": ["en"], "model": "none.bin"}, "none.bin: no such file"),
     "no words": ({"rule": "blocklist"}, "needs at least one of words, path, languages"),
-    "list of words": (
-        {"rule": "blocklist", "languages": ["xx"]},
-        'languages.0: is the string "xx", not one of "ar", ',
-    ),
+    "list of words": ({"rule": "blocklist", "languages": ["xx"]}, 'is the string "xx", not one of "ar", '),
     "no share": ({"rule": "alphabetic", "min_share": None}, "needs at least one of min_share, max_share"),
-    "no share could stay": (
-        {"rule": "alphabetic", "max_share": 0.1},
-        "data.filters.0.max_share: min_share is 0.25, more than max_share 0.1",
-    ),
+    "shares": ({"rule": "alphabetic", "max_share": 0.1}, "max_share: min_share is 0.25, more than max_share"),
     "blocklist": ({"rule": "blocklist", "path": "none.txt"}, "path: none.txt: cannot be read"),
     "kind": ({"rule": "pii", "mask": ["emial"]}, "did you mean 'email'?"),
     "module": ({"rule": "callable", "import": "no_such_module:f"}, "cannot import no_such_module"),

@@ -1,4 +1,7 @@
-"""`data_prep.py --executor ray`: a real Ray cluster on this machine gives the bytes of one process."""
+"""`data_prep.py --executor ray`: a real Ray cluster on this machine gives the bytes of one process.
+
+Its start and its workers, which import what a task needs, take more than ten seconds.
+"""
 
 import os
 

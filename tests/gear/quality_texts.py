@@ -62,12 +62,8 @@ def many_texts() -> list[str]:
         PROSE,
         *OTHER_ALPHABETS,
     ]
-    return [
-        *real,
-        *(damaged(text, draw) for text in real),
-        *corners,
-        *(PROSE + text for text in OTHER_ALPHABETS),
-    ]
+    broken = [damaged(text, draw) for text in real]
+    return [*real, *broken, *corners, *(PROSE + text for text in OTHER_ALPHABETS)]
 
 
 def chain_of(*specs: dict) -> FilterChain:

@@ -19,6 +19,7 @@ from pretraining.data.dedup.signatures import TextUnits, batches_of, ngrams_of, 
 from pretraining.data.text_files import local_file, read_documents
 from pretraining.errors import UserError, require
 from pretraining.outside.files import json_lines
+from pretraining.recipe.data import Decontaminate
 
 _FILTER_BITS = 24
 """A table of 2**24 bytes shows for most n-grams that they are in no evaluation set."""
@@ -28,23 +29,11 @@ _NUM_EXAMPLES = 5
 _READ_SUFFIXES = (".txt", ".jsonl", ".jsonl.gz")
 
 
-@dataclass(frozen=True)
-class DecontaminationSpec:
-    """When a document counts as holding a part of an evaluation set."""
-
-    ngram: int = 13
-    """Words in an n-gram."""
-    shortest: int = 8
-    """Evaluation texts of fewer words than `ngram` are looked for whole, down to this many words."""
-    share: float = 0.0
-    """Share of a document's n-grams that must be found before it is dropped; 0 means any one."""
-
-
 @dataclass
 class ContaminationIndex:
     """The n-grams of all evaluation sets, which are searched for in training documents."""
 
-    spec: DecontaminationSpec
+    spec: Decontaminate
     names: list[str]
     hashes: dict[int, np.ndarray]
     """{words in the n-gram: uint64, ascending}."""
@@ -114,7 +103,7 @@ class ContaminationIndex:
         return finds[np.lexsort((finds[:, 1], finds[:, 0]))]
 
 
-def build_index(texts: Iterable[tuple[str, str]], spec: DecontaminationSpec) -> ContaminationIndex:
+def build_index(texts: Iterable[tuple[str, str]], spec: Decontaminate) -> ContaminationIndex:
     """Index (evaluation set, text) pairs; a set is counted in the order of its first text."""
     names: dict[str, int] = {}
     hashes, owners = {}, {}

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,7 +22,6 @@ from pretraining.data.checksums import digest_of
 from pretraining.data.corpus import Batch, Corpus, TextPiece, read_batches
 from pretraining.data.dedup.decontamination import (
     ContaminationIndex,
-    DecontaminationSpec,
     build_index,
     fingerprint_of_sets,
     merge_reports,
@@ -50,7 +48,7 @@ from pretraining.data.progress import ProgressBar
 from pretraining.data.quality.chain import FilterChain, FilterReport
 from pretraining.data.text_files import Document
 from pretraining.errors import UserError
-from pretraining.recipe.data import Data, Dedup
+from pretraining.recipe.data import Data, Decontaminate, Dedup
 from pretraining.runtime.durable_files import write_json
 
 TEXTS_NAME, DRAWS_NAME, REPORT_NAME, INDEX_NAME = "texts.arrow", "draws.npy", "report.json", "index.json"
@@ -61,31 +59,12 @@ PIECES_PER_SLICE = 32
 """Pieces for each slice of the comparison: a slice then needs the memory of some hundred pieces of text."""
 
 
-class Deduplication(NamedTuple):
-    """What `data.dedup` asks for."""
-
-    exact: bool
-    minhash: MinHashSpec | None
-    remove: bool
-
-    @classmethod
-    def from_recipe(cls, section: Dedup | None) -> "Deduplication | None":
-        """Read `data.dedup`; None if no documents are compared."""
-        if section is None or not (section.exact or section.minhash):
-            return None
-        # `"minhash": {}` asks for near duplicates too, by the defaults.
-        minhash = MinHashSpec.from_recipe(section.minhash.to_dict()) if section.minhash else None
-        return cls(section.exact, minhash, section.remove)
-
-
 @dataclass(frozen=True)
 class EvaluationSets(Stage):
     """One task: the n-grams of the evaluation sets."""
 
     name = "evaluation-sets"
-    sets_folder: str | None
-    lm_eval_tasks: list[str]
-    spec: DecontaminationSpec
+    section: Decontaminate
     own: Corpus | None = None
     """The texts of `data.validation`, if no training text may hold a stretch of them."""
     own_names: tuple[str, ...] = ()
@@ -99,29 +78,25 @@ class EvaluationSets(Stage):
         section = data.decontaminate
         if section is None:
             return None
-        spec = DecontaminationSpec(section.ngram, section.shortest, section.share)
         if not section.validation or validation is None or data.validation is None:
-            return cls(work, section.folder, section.tasks, spec)
+            return cls(work, section)
         names = tuple(source.called for source in data.validation.sources)
         # What filters leave, and how many tokens it has, is not known yet: all documents count.
         filters = data.validation.filters and data.filters
         most = tuple(None if filters else source.max_documents for source in data.validation.sources)
-        return cls(work, section.folder, section.tasks, spec, validation, names, most)
+        return cls(work, section, validation, names, most)
 
     @cached_property
     def keys(self) -> list[str]:
-        """Make one key, of the files of the folder and the names of the tasks."""
-        spec = asdict(self.spec)
-        if self.own is None:
-            return [digest_of(spec, fingerprint_of_sets(self.sets_folder, self.lm_eval_tasks))]
-        named = self.sets_folder is not None or self.lm_eval_tasks
-        files = fingerprint_of_sets(self.sets_folder, self.lm_eval_tasks) if named else None
-        return [digest_of(spec, files, self.own.keys, self.own_names, self.own_documents)]
+        """Make one key, of the files of the folder, the names of the tasks and the texts of `data.validation`."""
+        section, own = self.section, self.own and [self.own.keys, self.own_names, self.own_documents]
+        files = fingerprint_of_sets(section.folder, section.tasks)
+        return [digest_of(section.ngram, section.shortest, section.share, files, own)]
 
     def run(self, number: int, folder: Path, progress: ProgressBar) -> None:
         """Write the index: its arrays as .npy, all else as JSON."""
-        sets = read_evaluation_sets(self.sets_folder, self.lm_eval_tasks)
-        index = build_index(chain(sets, self._own_texts()), self.spec)
+        sets = read_evaluation_sets(self.section.folder, self.section.tasks)
+        index = build_index(chain(sets, self._own_texts()), self.section)
         for length, hashes in index.hashes.items():
             write_array(folder / f"{length}.hashes.npy", hashes)
             write_array(folder / f"{length}.owners.npy", index.owners[length])
@@ -150,7 +125,7 @@ class EvaluationSets(Stage):
             {length: np.load(folder / f"{length}.{kind}.npy") for length in lengths}
             for kind in ("hashes", "owners")
         )
-        return ContaminationIndex(self.spec, hashes=hashes, owners=owners, **values)
+        return ContaminationIndex(self.section, hashes=hashes, owners=owners, **values)
 
 
 @dataclass(frozen=True)
@@ -164,12 +139,19 @@ class Clean(Stage):
     consulted: dict
     """What the filters use, with checksums of the files they read."""
     evaluation_sets: EvaluationSets | None
-    dedup: Deduplication | None
+    dedup: Dedup | None
+    """`data.dedup` of the recipe, if documents are compared."""
+
+    @cached_property
+    def minhash(self) -> MinHashSpec | None:
+        # `"minhash": {}` asks for near duplicates too, by the defaults.
+        asked = self.dedup and self.dedup.minhash
+        return MinHashSpec.from_recipe(asked.to_dict()) if asked else None
 
     @cached_property
     def keys(self) -> list[str]:
         evaluation = self.evaluation_sets.keys if self.evaluation_sets else []
-        compared = [self.dedup.exact, self.dedup.minhash and asdict(self.dedup.minhash)] if self.dedup else []
+        compared = [self.dedup.exact, self.minhash and asdict(self.minhash)] if self.dedup else []
         return [digest_of(self.consulted, evaluation, compared, key) for key in self.corpus.keys]
 
     def run(self, number: int, folder: Path, progress: ProgressBar) -> None:
@@ -200,8 +182,8 @@ class Clean(Stage):
                 columns[DRAWS_NAME].append(np.array(batch.draws, np.float64))
                 if self.dedup and self.dedup.exact:
                     columns[HASHES_NAME].append(hash_texts(batch.texts))
-                if self.dedup and self.dedup.minhash:
-                    signatures = sign_piece(batch.texts, self.dedup.minhash)
+                if self.minhash:
+                    signatures = sign_piece(batch.texts, self.minhash)
                     columns[KEYS_NAME].append(signatures.keys)
                     columns[SKETCH_NAME].append(signatures.sketch)
         for name, parts in columns.items():
@@ -261,7 +243,6 @@ class Match(Stage):
 
     name = "match"
     clean: Clean
-    dedup: Deduplication
 
     @cached_property
     def keys(self) -> list[str]:
@@ -272,11 +253,10 @@ class Match(Stage):
     def run(self, number: int, folder: Path, progress: ProgressBar) -> None:
         """Write the pairs of one slice."""
         pieces, position = self.clean.outputs(), (number, len(self.keys))
-        if self.dedup.exact:
+        if self.clean.dedup and self.clean.dedup.exact:
             write_array(folder / "exact.npy", exact_pairs(pieces, *position))
-        if self.dedup.minhash:
-            signatures = SignatureParts(pieces)
-            write_array(folder / "similar.npy", match_slice(signatures, self.dedup.minhash, *position))
+        if minhash := self.clean.minhash:
+            write_array(folder / "similar.npy", match_slice(SignatureParts(pieces), minhash, *position))
 
 
 @dataclass(frozen=True)
@@ -285,25 +265,27 @@ class Fates(Stage):
 
     name = "fates"
     match: Match
+    remove: bool
+    """`data.dedup.remove` of the recipe."""
     validation_share: float
     source_names: list[str]
 
     @cached_property
     def keys(self) -> list[str]:
-        return [digest_of(self.match.keys, self.match.dedup.remove, self.validation_share)]
+        return [digest_of(self.match.keys, self.remove, self.validation_share)]
 
     def run(self, number: int, folder: Path, progress: ProgressBar) -> None:
         """Write what becomes of every document, a file a piece, and a report."""
-        clean, dedup = self.match.clean, self.match.dedup
+        clean = self.match.clean
         paths = [path for output in self.match.outputs() for path in sorted(output.glob("*.npy"))]
         # Loaded when asked for, one at a time: all pairs may not fit into memory.
         pairs = [lambda path=path: np.load(path) for path in paths]
         # Without similar pairs only equal texts (similarity 1) are in question.
-        accepted = dedup.minhash.accepted if dedup.minhash else 1.0
+        accepted = clean.minhash.accepted if clean.minhash else 1.0
         clusters = cluster(pairs, accepted)
         # Which documents the draw puts into validation.
         drawn = [np.load(output / DRAWS_NAME) < self.validation_share for output in clean.outputs()]
-        fates = assign_fates(drawn, clusters, pairs, dedup.remove)
+        fates = assign_fates(drawn, clusters, pairs, self.remove)
         for piece, own in enumerate(fates):
             write_array(folder / f"{piece:05d}.npy", own)
         sources = [piece.source for piece in clean.corpus.pieces]

@@ -5,8 +5,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from math import inf
 from pathlib import Path
@@ -51,8 +50,9 @@ class _SourcePart:
     done: list[tuple[Path, dict]]
     """The tasks: the folder of each one's output, and what it reports about it."""
     begun: Begun | None = None
-    earlier: "_Earlier | None" = None
-    """The data set that `begun` is about."""
+    earlier: dict[str, TokenSplit] = field(default_factory=dict)
+    """The splits of the data set that `begun` is about: that in the place of the new one, which holds less of the
+    same."""
 
     @property
     def results(self) -> list[dict]:
@@ -60,11 +60,11 @@ class _SourcePart:
 
     def train_shards(self) -> Iterator[tuple[Path, dict]]:
         """List the shards of training, each with its entry."""
-        if self.begun and self.earlier:
-            shards = self.earlier.manifest["splits"]["train"]["shards"]
-            of_source = [shard for shard in shards if shard["source"] == self.source]
+        if self.begun:
+            train = self.earlier["train"]
+            of_source = [shard for shard in train.shard_entries if shard["source"] == self.source]
             for shard in of_source[: self.begun.shards]:
-                yield self.earlier.folder / "train" / shard["file"], dict(shard)
+                yield train.folder / shard["file"], dict(shard)
         for output, result in self.done:
             for shard in result["splits"]["train"]["shards"]:
                 if shard["documents"]:
@@ -73,9 +73,10 @@ class _SourcePart:
     def positions(self) -> np.ndarray:
         """Join the places of the validation documents: [documents] int64."""
         positions, tokens = [np.empty(0, np.int64)], 0
-        if self.begun and self.earlier:
-            rows = rows_of(self.earlier.validation.shard_entries, self.source)
-            before = np.load(self.earlier.folder / POSITIONS_FILE)[rows]
+        if self.begun:
+            validation = self.earlier["validation"]
+            rows = rows_of(validation.shard_entries, self.source)
+            before = np.load(validation.folder.parent / POSITIONS_FILE)[rows]
             positions.append(before[: self.begun.validation_documents])
             tokens = self.begun.tokens
         for output, result in self.done:
@@ -108,30 +109,6 @@ class _SourcePart:
             encoding=_encoding(accounts),
             cleaned=merged_reports(cleaned) if cleaned else None,
         )
-
-
-class _Earlier:
-    """The data set in the place of the new one, which holds less of the same."""
-
-    def __init__(self, folder: Path, manifest: dict):
-        self.folder, self.manifest = folder, manifest
-
-    @cached_property
-    def validation(self) -> TokenSplit:
-        return TokenSplit(self.folder / "validation", self.manifest["splits"]["validation"])
-
-    def add_validation(self, source: int, count: int, writer: SplitWriter) -> np.ndarray:
-        """Write the first `count` documents of validation of a source; return their tokens."""
-        read = []
-        for number, entry in enumerate(self.validation.shard_entries):
-            if entry["source"] == source and count:
-                shard, documents = self.validation.map_anew(number), min(count, entry["documents"])
-                ends = shard.ends[:documents]
-                tokens = shard.tokens[: ends[-1] if documents else 0]
-                writer.extend(tokens, ends, shard.num_bytes[:documents])
-                read.append(tokens)
-                count -= documents
-        return np.concatenate(read) if read else np.empty(0, self.validation.dtype)
 
 
 def keep_arrived(preparation: Preparation) -> None:
@@ -231,7 +208,8 @@ def _train_parts(preparation: Preparation, survey: Survey) -> list[_SourcePart]:
     """List what there is of each source."""
     stage = preparation.bounded(survey.bounds).tokenize
     manifest = read_manifest(preparation.folder) if preparation.goes_on else None
-    earlier = _Earlier(preparation.folder, manifest) if manifest else None
+    entries = manifest["splits"] if manifest else {}
+    earlier = {name: TokenSplit(preparation.folder / name, entry) for name, entry in entries.items()}
     parts = []
     for number, source in enumerate(survey.sources):
         done = [(stage.folder(task), stage.result(task)) for task in source.used]
@@ -276,9 +254,16 @@ def _join_validation(parts: list[_SourcePart], results: list[dict], target: Path
     counts = np.sum([np.load(output / COUNTS_NAME) for part in parts for output, _ in part.done], axis=0)
     for part in parts:
         writer.begin_source(part.source)
-        if part.begun and part.earlier:
-            tokens = part.earlier.add_validation(part.source, part.begun.validation_documents, writer)
-            counts += np.bincount(tokens, minlength=len(counts))
+        if part.begun:
+            earlier, left = part.earlier["validation"], part.begun.validation_documents
+            for number, entry in enumerate(earlier.shard_entries):
+                if entry["source"] == part.source and left:
+                    shard, documents = earlier.map_anew(number), min(left, entry["documents"])
+                    ends = shard.ends[:documents]
+                    tokens = shard.tokens[: ends[-1] if documents else 0]
+                    writer.extend(tokens, ends, shard.num_bytes[:documents])
+                    counts += np.bincount(tokens, minlength=len(counts))
+                    left -= documents
         for output, result in part.done:
             for entry in result["splits"]["validation"]["shards"]:
                 if not entry["documents"]:

@@ -20,7 +20,6 @@ from pretraining.data.preparation.cleaning import (
     CleanedAsRead,
     CleanedCorpus,
     CleanValidation,
-    Deduplication,
     EvaluationSets,
     Fates,
     Match,
@@ -206,7 +205,9 @@ class Preparation:
     @cached_property
     def cleaned(self) -> CleanedCorpus | CleanedAsRead | None:
         """Plan what cleaning leaves of the corpus; None if the recipe asks for no cleaning."""
-        data, dedup = self.data, Deduplication.from_recipe(self.data.dedup)
+        data, dedup = self.data, self.data.dedup
+        if dedup and not (dedup.exact or dedup.minhash):
+            dedup = None
         # For the error of an empty corpus: these keys may have left nothing.
         cleaned_by = [key for key in CLEANING_KEYS if getattr(data, key)]
         if not (dedup or data.filters or data.decontaminate):
@@ -220,7 +221,7 @@ class Preparation:
         fates = None
         if dedup:
             names = [spec.called for spec in data.sources]
-            fates = Fates(self.work, Match(self.work, clean, dedup), data.validation_share, names)
+            fates = Fates(self.work, Match(self.work, clean), dedup.remove, data.validation_share, names)
         return CleanedCorpus(self.corpus, cleaned_by, clean, fates, data.validation_share)
 
     @cached_property

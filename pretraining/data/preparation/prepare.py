@@ -144,7 +144,13 @@ def prepare_data(
     not allow it; finished tasks are kept.
     """
     data, named = recipe.data.to_dict(), Path(data_root) / recipe.data.name
-    folder = _place(named)
+    # A rename would replace a link, not the folder that it leads to.
+    folder = Path(os.path.realpath(named)) if named.is_symlink() else named
+    if folder.is_dir() and any(folder.iterdir()) and read_manifest(folder) is None:
+        raise UserError(
+            f"{folder}: holds files that are no prepared data (there is no manifest.json); choose another data.name, "
+            "or move them"
+        )
     sources = open_sources(recipe.data)
     fingerprints, portions = [source.fingerprint() for source in sources], portions_of(recipe)
     kept, jobs = None, ()
@@ -179,18 +185,6 @@ def prepare_data(
         # Also for data of an earlier run, as sequence length and model may be others now.
         check_blocks(manifest["splits"], recipe.data, recipe.sequence_length)
     return Outcome(folder, Path(data_root), recipe.data.sources, manifest, kept, jobs)
-
-
-def _place(folder: Path) -> Path:
-    """Follow a link, else take the folder itself; UserError if it holds other files than prepared data."""
-    # A rename would replace the link, not the folder that it leads to.
-    folder = Path(os.path.realpath(folder)) if folder.is_symlink() else folder
-    if folder.is_dir() and any(folder.iterdir()) and read_manifest(folder) is None:
-        raise UserError(
-            f"{folder}: holds files that are no prepared data (there is no manifest.json); choose another data.name, "
-            "or move them"
-        )
-    return folder
 
 
 def _refuse_unreadable(recipe: Recipe) -> None:

@@ -26,32 +26,23 @@ if TYPE_CHECKING:
 FINISH = "finish"
 """Name of the last job, which publishes."""
 
-SLURM_KEYS = {
-    "partition": str,
-    "time": str,
-    "qos": str,
-    "cpus_per_task": int,
-    "mem_per_cpu_gb": int,
-    "max_array_size": int,
-    "tasks_per_job": int,
-    "mail_user": str,
-    "env_command": str,
-}
-"""What `--slurm` takes."""
-
-DEFAULTS: dict = {
+SLURM_KEYS: dict = {
+    "partition": None,
     "time": "24:00:00",
+    "qos": None,
     "cpus_per_task": 1,
     "mem_per_cpu_gb": 2,
     "max_array_size": 1001,
     "tasks_per_job": 1,
+    "mail_user": None,
+    "env_command": None,
 }
-"""Of `SLURM_KEYS`. A max_array_size of -1 is no limit."""
+"""What `--slurm` takes, and its defaults. A max_array_size of -1 is no limit."""
 
 
 def read_slurm_options(words: list[str]) -> dict:
     """Read `key=value` words as arguments of the jobs; UserError for one that is unknown or no number."""
-    options = {}
+    options: dict = {}
     for word in words:
         key, separator, value = word.partition("=")
         if not separator or key not in SLURM_KEYS:
@@ -59,13 +50,14 @@ def read_slurm_options(words: list[str]) -> dict:
             raise UserError(
                 f"--slurm {word}: expected KEY=VALUE{nearest(key, SLURM_KEYS)}; there are: {known}"
             )
-        try:
-            options[key] = SLURM_KEYS[key](value)
-        except ValueError as error:
-            raise UserError(f"--slurm {word}: {key} takes a whole number") from error
-        no_limit = key == "max_array_size" and options[key] == -1
-        if isinstance(options[key], int) and options[key] < 1 and not no_limit:
-            raise UserError(f"--slurm {word}: {key} is at least 1")
+        options[key] = value
+        if isinstance(SLURM_KEYS[key], int):
+            try:
+                options[key] = number = int(value)
+            except ValueError as error:
+                raise UserError(f"--slurm {word}: {key} takes a whole number") from error
+            if number < 1 and (key, number) != ("max_array_size", -1):
+                raise UserError(f"--slurm {word}: {key} is at least 1")
     return options
 
 
@@ -92,7 +84,7 @@ def _submit(
     preparation: "Preparation", name: str, pending: list[int], execution: Execution, after: str | None
 ) -> str:
     """Submit the tasks of one stage as array jobs, one after the other; return the id of the last one."""
-    options, logs = DEFAULTS | execution.slurm, preparation.work / "logs" / name
+    options, logs = SLURM_KEYS | execution.slurm, preparation.work / "logs" / name
     # Here, as SLURM makes no folder for what a job prints.
     (logs / "slurm_logs").mkdir(parents=True, exist_ok=True)
     write_json(logs / "tasks.json", {"tasks": pending, "tasks_per_job": options["tasks_per_job"]})
@@ -138,9 +130,9 @@ def _script(options: dict, logs: Path, job_name: str, array: str, command: str) 
         "output": log,
         "error": log,
         "array": array,
-        "qos": options.get("qos"),
-        "mail-user": options.get("mail_user"),
-        "mail-type": "ALL" if options.get("mail_user") else None,
+        "qos": options["qos"],
+        "mail-user": options["mail_user"],
+        "mail-type": "ALL" if options["mail_user"] else None,
     }
     # This interpreter's packages and this repository.
     bin_folder = shlex.quote(str(Path(sys.executable).parent))
@@ -150,7 +142,7 @@ def _script(options: dict, logs: Path, job_name: str, array: str, command: str) 
         *(f"#SBATCH --{key}={value}" for key, value in directives.items() if value),
         # A node that is lost, or taken back: the job is queued again.
         "#SBATCH --requeue",
-        options.get("env_command") or environment,
+        options["env_command"] or environment,
         "set -xe",
         "export PYTHONUNBUFFERED=TRUE",
         # Some settings of a cluster start two tasks in a job.

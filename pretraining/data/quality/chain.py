@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from pretraining.data.quality.content import Blocklist, Custom, Language, PersonalData
 from pretraining.data.quality.heuristics import (
@@ -15,6 +16,9 @@ from pretraining.data.quality.heuristics import (
 from pretraining.data.quality.rule import Changed, Rejection, Rule
 from pretraining.errors import UserError
 from pretraining.schema import check, problem
+
+if TYPE_CHECKING:
+    from pretraining.data.quality.text import TextView
 
 _CLASSES = (
     Length,
@@ -78,13 +82,13 @@ class FilterChain:
             texts: in the order in which examples are to be reported.
             wheres: where each text comes from.
         """
-        return [self._apply(text, where) for text, where in zip(texts, wheres, strict=True)]
-
-    def _apply(self, text: str, where: str) -> str | None:
         # Imported here, so that a check of a recipe does not wait for numpy.
         from pretraining.data.quality.text import TextView
 
-        report, view = self.report, TextView(text)
+        return [self._apply(TextView(text), where) for text, where in zip(texts, wheres, strict=True)]
+
+    def _apply(self, view: "TextView", where: str) -> str | None:
+        report, text = self.report, view.text
         report.documents += 1
         report.num_bytes += _num_bytes(text)
         for number, rule in enumerate(self.rules):
@@ -96,7 +100,7 @@ class FilterChain:
             if isinstance(verdict, Changed):
                 for kind, times in verdict.counts.items():
                     report.add_change(number, kind, 1, times)
-                view = TextView(verdict.text)  # later rules see the text as this one left it
+                view = type(view)(verdict.text)  # later rules see the text as this one left it
                 # A rule may mask or remove all of a text: then nothing is left to train on.
                 verdict = None if verdict.text else Rejection("nothing_left", 0, "a text")
             if verdict is not None:

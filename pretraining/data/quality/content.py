@@ -12,7 +12,6 @@ from importlib.util import find_spec
 from ipaddress import ip_address
 from itertools import chain
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pretraining.data.quality.rule import Changed, Rejection, Rule
@@ -331,9 +330,18 @@ class Custom(Rule):
             except UserError as error:
                 raise UserError(f"import: {error}; or write package.module:function") from error
         try:
-            module = (
-                _load_file(Path(module_name)) if module_name.endswith(".py") else import_module(module_name)
-            )
+            if not module_name.endswith(".py"):
+                module = import_module(module_name)
+            elif not (path := Path(module_name)).is_file():
+                raise UserError(f"import: {path}: no such file")
+            else:
+                # The name depends on the whole path, so that two files of the same name are two modules.
+                own_name = f"filters_of_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
+                spec = importlib.util.spec_from_file_location(own_name, path)
+                module = importlib.util.module_from_spec(spec)
+                # Before the code runs: dataclasses look up their module by name.
+                sys.modules[own_name] = module
+                spec.loader.exec_module(module)
         except UserError:
             raise
         except Exception as error:
@@ -369,16 +377,3 @@ class Custom(Rule):
         file = getattr(module, "__file__", None)
         digest = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
         return {**super().identity(), "source": digest}
-
-
-def _load_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise UserError(f"import: {path}: no such file")
-    # The name depends on the whole path, so that two files of the same name are two modules.
-    name = f"filters_of_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    # Before the code runs: dataclasses look up their module by name.
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module

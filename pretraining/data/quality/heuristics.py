@@ -1,7 +1,6 @@
 """The published rules that measure a text's form: length, Gopher's quality and repetition, C4's and FineWeb's.
 
-A new rule is registered in chain.py. `text` is imported when a rule judges, so that a check of a recipe does not wait
-for numpy.
+A new rule is registered in chain.py.
 """
 
 import re
@@ -149,13 +148,11 @@ class GopherRepetition(Rule):
 
     def judge(self, view: "TextView") -> Rejection | None:
         """Reject by the first row of the table that the text breaks."""
-        from pretraining.data.quality import text
-
         if not view.text:
             return Rejection("empty", 0, "at least 1")
         # Paragraphs before lines, as in the table of the paper.
         for kind, parts in (("paragraph", view.paragraphs), ("line", view.lines)):
-            count, characters = text.repeated(parts)
+            count, characters = view.repeated(parts)
             most, most_characters = (
                 getattr(self, f"max_duplicate_{name}") for name in (f"{kind}s", f"{kind}_characters")
             )
@@ -164,6 +161,9 @@ class GopherRepetition(Rule):
             )
             if broken:
                 return broken
+        # Imported here, so that a check of a recipe does not wait for numpy.
+        from pretraining.data.quality import text
+
         measures = (
             ("top", self.max_top_ngrams, text.characters_of_most_frequent),
             ("duplicate", self.max_duplicate_ngrams, text.characters_in_duplicates),
@@ -213,8 +213,6 @@ class C4(Rule):
 
     def judge(self, view: "TextView") -> Rejection | Changed | None:
         """Reject the text, or keep the lines that pass, stripped and joined by newlines."""
-        from pretraining.data.quality.text import count_sentences
-
         kept, gone = [], Counter()
         for line in view.text.splitlines():
             line, cause = self._line(line.strip())
@@ -228,7 +226,7 @@ class C4(Rule):
         if self.min_sentences:
             count = 0
             for line in kept:
-                count += count_sentences(line)
+                count += view.count_sentences(line)
                 # Enough are found after a few lines of most texts.
                 if count >= self.min_sentences:
                     break
@@ -275,12 +273,10 @@ class FineWeb(Rule):
 
     def judge(self, view: "TextView") -> Rejection | None:
         """Reject by the first of the four rules that the text breaks; empty lines do not count."""
-        from pretraining.data.quality.text import TERMINAL, repeated
-
         lines = [line for line in view.text.split("\n") if line and not line.isspace()]
         if not lines:
             return Rejection("empty", 0, "at least 1")
-        terminal = sum(line[-1] in TERMINAL for line in lines) / len(lines)
+        terminal = sum(line[-1] in view.terminal for line in lines) / len(lines)
         short = sum(len(line) <= self.short_line_characters for line in lines) / len(lines)
         broken = below("lines_with_terminal", terminal, self.min_lines_with_terminal)
         broken = broken or above("short_lines", short, self.max_short_lines)
@@ -288,7 +284,7 @@ class FineWeb(Rule):
             return broken
         newlines = view.text.count("\n")
         # Both divisors are positive: a line that is not blank holds a character and a word.
-        duplicate = repeated(lines)[1] / (len(view.text) - newlines)
+        duplicate = view.repeated(lines)[1] / (len(view.text) - newlines)
         return above("duplicate_line_characters", duplicate, self.max_duplicate_line_characters) or above(
             "newlines_per_word", newlines / len(view.words), self.max_newlines_per_word
         )

@@ -1,6 +1,6 @@
 """A text as the rules see it: its lines, paragraphs and sentences, its words as arrays, and what repeats in it.
 
-It needs numpy. A check of a recipe does not, so the rules import this when they judge.
+It needs numpy. A check of a recipe does not: so rules reach this through the view that they judge.
 """
 
 import string
@@ -10,34 +10,6 @@ from functools import cache, cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
-
-
-class TextView:
-    """A text with its words, lines and paragraphs, each found once, when a rule first asks."""
-
-    def __init__(self, text: str):
-        self.text = text
-
-    @cached_property
-    def words(self) -> "Words":
-        # Imported here, so that a check of a recipe does not wait for numpy.
-        from pretraining.data.quality.text import Words
-
-        return Words(self.text)
-
-    @cached_property
-    def lines(self) -> list[str]:
-        """Stretches between newlines, empty ones left out; a newline at either end adds one empty block."""
-        # As datatrove's split by `\n+` gives them: its repetition shares count the empty block.
-        beyond = self.text.startswith("\n") + self.text.endswith("\n")
-        return [line for line in self.text.split("\n") if line] + [""] * beyond
-
-    @cached_property
-    def paragraphs(self) -> list[str]:
-        # Of three or more newlines in a row, the ones left over begin the next part.
-        parts = [part.lstrip("\n") for part in self.text.strip().split("\n\n")]
-        # At least one, because the rules divide by their number.
-        return [part for part in parts if part] or [""]
 
 
 def repeated(parts: list[str]) -> tuple[int, int]:
@@ -322,3 +294,36 @@ def characters_in_duplicates(words: Words, ngrams: RepeatedNgrams) -> int:
         else:
             seen.add(key)
     return total
+
+
+class TextView:
+    """A text with its words, lines and paragraphs, each found once, when a rule first asks."""
+
+    # For the rules, which do not import this module.
+    terminal = TERMINAL
+    repeated = staticmethod(repeated)
+    count_sentences = staticmethod(count_sentences)
+
+    def __init__(self, text: str):
+        self.text = text
+
+    @cached_property
+    def words(self) -> Words:
+        # Imported here, so that a check of a recipe does not wait for numpy.
+        from pretraining.data.quality.text import Words
+
+        return Words(self.text)
+
+    @cached_property
+    def lines(self) -> list[str]:
+        """Stretches between newlines, empty ones left out; a newline at either end adds one empty block."""
+        # As datatrove's split by `\n+` gives them: its repetition shares count the empty block.
+        beyond = self.text.startswith("\n") + self.text.endswith("\n")
+        return [line for line in self.text.split("\n") if line] + [""] * beyond
+
+    @cached_property
+    def paragraphs(self) -> list[str]:
+        # Of three or more newlines in a row, the ones left over begin the next part.
+        parts = [part.lstrip("\n") for part in self.text.strip().split("\n\n")]
+        # At least one, because the rules divide by their number.
+        return [part for part in parts if part] or [""]
