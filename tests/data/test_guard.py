@@ -18,10 +18,10 @@ from pretraining.data.block_guard import (
 from pretraining.data.documents import IGNORED
 from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset
-from pretraining.data.shard_writer import SplitWriter
 from pretraining.data.shards import TokenSplit
 from pretraining.recipe import load_recipe
 from pretraining.recipe.curve import changed_parts, check_allowed
+from tests.data.test_shards import write_split
 
 LENGTH = 512
 
@@ -133,13 +133,16 @@ def test_the_period_found_is_the_shortest():
     assert short_period(np.arange(5), 0.9) is None
 
 
-def test_a_flag_says_where_the_block_lies(tmp_path):
+@pytest.fixture
+def split(tmp_path) -> TokenSplit:
+    """Ten documents of 1,000 tokens, three in a shard; the fifth is one token alone."""
+    documents = list(RANDOM.integers(0, 2000, (10, 1000), np.uint16))
+    documents[4][:] = 7
+    return write_split(tmp_path / "train", documents, 3000)
+
+
+def test_a_flag_says_where_the_block_lies(split, tmp_path):
     """Position in the run, block, source, shard and document; samples are returned as they are."""
-    writer = SplitWriter(tmp_path / "train", np.dtype(np.uint16), 3000)
-    for number in range(10):
-        sound = RANDOM.integers(0, 2000, 1000)
-        writer.append((np.full(1000, 7) if number == 4 else sound).astype(np.uint16), 1000)
-    split = TokenSplit(writer.folder, writer.finish())
     guard = BlockGuard(tmp_path / "run" / "flags.jsonl", source_names=["web"])
     order = GlobalOrder(split.num_blocks(100), 1, "data")
     guarded = PackedDataset(split, 100, order, first_sample=30, guard=guard)
@@ -156,13 +159,8 @@ def test_a_flag_says_where_the_block_lies(tmp_path):
 
 
 @pytest.mark.parametrize("masks", [False, True])
-def test_what_is_skipped_is_no_target_wherever_a_run_begins(tmp_path, masks):
+def test_what_is_skipped_is_no_target_wherever_a_run_begins(split, tmp_path, masks):
     """Flagged blocks keep their place and inputs and lose all labels; every other sample is as it was."""
-    writer = SplitWriter(tmp_path / "train", np.dtype(np.uint16), 3000)
-    for number in range(10):
-        sound = RANDOM.integers(0, 2000, 1000)
-        writer.append((np.full(1000, 7) if number == 4 else sound).astype(np.uint16), 1000)
-    split = TokenSplit(writer.folder, writer.finish())
     order = GlobalOrder(split.num_blocks(100), 1, "data")
     plain = PackedDataset(split, 100, order, masks_documents=masks).__getitems__(range(90))
     for first in (0, 17):

@@ -1,6 +1,7 @@
 """Two ranks of which one differs from the other in a decision: `python -m tests.gear.ranks_apart FILE`."""
 
 import json
+import os
 import shutil
 import socket
 import sys
@@ -11,12 +12,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from deepspeed import comm
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pretraining.checkpoints import background
 from pretraining.errors import UserError, one_line_errors
 from pretraining.evaluation.scores import HellaSwag, Item, Passes
-from pretraining.evaluation.validation import check_alike
+from pretraining.evaluation.validation import Validation, check_alike
 from pretraining.model.expert_parallel import split_experts
 from pretraining.recipe import load_recipe
 from pretraining.recipe.sections import Monitors
@@ -25,9 +27,11 @@ from pretraining.training import arguments as run_arguments
 from pretraining.training.ranks import joined_ranks
 from pretraining.training.stability import StabilityMonitor
 from pretraining.training.stopping import TIME_LIMIT, StopRequests
+from tests.evaluation.test_validation import Bigrams, by_source, recipe_of, sets_of, three_sources
 from tests.gear.runs import EXPERTS
 
 STEPS = 50
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def prefetched(folder: Path) -> int:
@@ -111,7 +115,30 @@ def measured(folder: Path) -> str:
     return ""
 
 
-CASES = [prefetched, alerted, saved, stopped, measured, *([continued] if find_spec("lm_eval") else [])]
+def validated(folder: Path) -> dict[str, float]:
+    """The metrics of batches that two ranks cannot share evenly, and in how many forward passes each took part."""
+    entry, model, passes = three_sources(folder / str(dist.get_rank())), Bigrams(), []
+    model.register_forward_hook(lambda *_: passes.append(1))
+    found = Validation(sets_of(by_source(entry)), recipe_of(batch_size=3)).measure(model)
+    return {**found, "passes": len(passes)}
+
+
+def reduced(folder: Path) -> list[float]:
+    """A sum over the ranks, and how many buffers of DeepSpeed's are in shared memory.
+
+    One would take 66 MiB until the machine starts anew.
+    """
+    rank = dist.get_rank()
+    named = list(SHARED_MEMORY.glob(f"deepspeed_allreduce_buffer_*_{os.environ['MASTER_PORT']}_{rank}"))
+    comm.barrier()
+    value = torch.full((1000,), rank + 1.0)
+    comm.all_reduce(value)
+    comm.inference_all_reduce(value)
+    return [value[0].item(), len(named)]
+
+
+CASES = [prefetched, alerted, saved, stopped, measured, validated, reduced]
+CASES += [continued] if find_spec("lm_eval") else []
 
 
 def main(path: str) -> None:

@@ -439,7 +439,7 @@ _PURPOSES = (
     _Purpose(
         "deepspeed",
         why="reductions through shared memory would be compiled, unused, in every run",
-        test="test_shared_memory.py",
+        test="test_ranks_apart.py",
         until="they are compiled at their first use",
         names=("deepspeed.ops.__getattr__.__compatible_ops__",),
     ),
