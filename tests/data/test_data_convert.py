@@ -393,4 +393,4 @@ def test_text_bytes_are_counted_from_tokens_alone(tmp_path, kind):
     counter = TokenBytes(tmp_path / "tokenizer", 512)
     counts = counter.count(np.concatenate(ids), np.concatenate([[0], ends[:-1]]), ends)
     assert counts.tolist() == [len(text.encode()) for text in texts]
-    assert counter.by_table is (kind == "byte-level")
+    assert (counter._table is not None) is (kind == "byte-level")

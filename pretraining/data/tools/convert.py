@@ -310,11 +310,6 @@ class TokenBytes:
                 spelled = all(character in alphabet for character in token)
                 self._table[number] = len(token) if spelled else len(token.encode())
 
-    @property
-    def by_table(self) -> bool:
-        """Whether nothing has to be decoded."""
-        return self._table is not None
-
     def count(self, tokens: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """Count the bytes of each document, which is tokens[start:end] without its EOS: int64 [documents]."""
         if self._table is not None:

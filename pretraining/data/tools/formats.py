@@ -385,7 +385,6 @@ class MdsFolder:
 
     @property
     def size(self) -> int:
-        """Size of its shards in bytes, unpacked."""
         return sum(shard["raw_data"]["bytes"] for shard in self.shards)
 
     def documents(self) -> Iterator[np.ndarray]:
