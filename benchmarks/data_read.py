@@ -29,8 +29,7 @@ from gear import parser_of, record
 
 from pretraining.data.documents import masked_block
 from pretraining.data.packed_dataset import PackedDataset
-from pretraining.data.shard_writer import SplitWriter
-from pretraining.data.shards import TokenSplit
+from pretraining.data.shards import SplitWriter, TokenSplit
 
 LENGTH = 2048
 TOKENS_PER_DOCUMENT = 1000

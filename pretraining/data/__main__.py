@@ -166,7 +166,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     stats.add_argument("--no-tokens", dest="tokens", action="store_false", help=what)
     what = "tokens listed at each end (10)"
     stats.add_argument("--top", type=positive_integer, default=10, metavar="N", help=what)
-    what = "also which share of train's documents blocks of L tokens cut at their ends, in sequence and packed by best fit"
+    what = "also which share of train's documents the ends of blocks of L tokens cut, in sequence and by best fit"
     stats.add_argument("--sequence_length", type=positive_integer, metavar="L", help=what)
     inspect = _verb(verbs, run_inspect, "documents as text; what a block is made of")
     which = inspect.add_mutually_exclusive_group()

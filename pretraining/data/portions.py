@@ -144,7 +144,7 @@ def excerpt_of(
     if not cuts:
         return manifest
     # numpy takes a while to import, and most preparations are found finished.
-    from pretraining.data.shard_writer import summed_entry
+    from pretraining.data.shards import summed_entry
 
     train, validation = splits["train"].shard_entries, splits["validation"].shard_entries
     kept = {"train": _cut_shards(splits["train"], {n: cut.documents for n, cut in cuts.items()})}

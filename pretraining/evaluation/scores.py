@@ -18,7 +18,7 @@ from pretraining.errors import UserError, nearest, require
 from pretraining.evaluation.sampling import TokensCounted, encode, evaluation_mode, passes_together, seeded
 from pretraining.outside.files import COUNT, json_lines
 from pretraining.runtime.heartbeat import long_work
-from pretraining.runtime.rank_groups import rank_groups
+from pretraining.runtime.process_group import rank_groups
 from pretraining.schema import fits
 from pretraining.upstream.lm_eval import no_task_bars
 

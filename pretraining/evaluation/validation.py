@@ -30,8 +30,7 @@ from pretraining.extend import all_of
 from pretraining.recipe import Recipe
 from pretraining.recipe.data import is_mixed, read_stages, run_shares, source_names
 from pretraining.runtime.metric_names import perplexity
-from pretraining.runtime.process_group import gather_from_ranks
-from pretraining.runtime.rank_groups import RankGroups, rank_groups
+from pretraining.runtime.process_group import RankGroups, gather_from_ranks, rank_groups
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import display_path
 
@@ -229,7 +228,7 @@ def _batch(blocks: list[dict[str, np.ndarray]], groups: RankGroups, device: torc
     parts = groups.degrees.sequence
     batch = part_of_sequences(stack_blocks(blocks), groups.sequence_part, parts)
     if parts > 1:
-        batch["splits_sequences"] = True  # for the attention of split sequences (model/sequence_parallel.py)
+        batch["splits_sequences"] = True  # for the attention of split sequences (model/parallel.py)
     return {
         key: torch.from_numpy(x).to(device, non_blocking=True) if isinstance(x, np.ndarray) else x
         for key, x in batch.items()

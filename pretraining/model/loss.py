@@ -24,10 +24,10 @@ from pretraining.model.cross_entropy import (
     install_loss_head,
     token_nats,
 )
-from pretraining.model.vocabulary_parallel import SplitHead
+from pretraining.model.parallel import SplitHead
 from pretraining.recipe.model import EXACT, ROUTER_COEFFICIENT
 from pretraining.recipe.sections import Loss
-from pretraining.runtime.rank_groups import ALONE, RankGroups
+from pretraining.runtime.process_group import ALONE, RankGroups
 
 PLAIN = Loss(kind="plain")
 """A `loss` section that asks for nothing."""

@@ -1,8 +1,7 @@
 """Train while the data is prepared: rank 0 starts the preparation, and all ranks wait together for text."""
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -206,15 +205,3 @@ def _written(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_ino, status.st_mtime_ns
-
-
-@contextmanager
-def arriving_data(
-    recipe: Recipe, data_root: Path | str, run: RunFolder, stop: StopRequests
-) -> Iterator[Arrival]:
-    """Offer data that is prepared beside the run; a preparation that was started ends with the block."""
-    arrival = Arrival(recipe, data_root, run, stop)
-    try:
-        yield arrival
-    finally:
-        arrival.close()

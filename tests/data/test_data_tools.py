@@ -12,7 +12,7 @@ import pytest
 from pretraining.data.__main__ import main
 from pretraining.data.manifest import read_manifest
 from pretraining.data.packed_dataset import PackedDataset
-from pretraining.data.shard_writer import SplitWriter
+from pretraining.data.shards import SplitWriter
 from pretraining.data.tools.convert import FORMATS, READ_ONLY
 from pretraining.data.tools.finished import open_finished, verify_data
 from pretraining.data.tools.inspect import Inspection, measure_data

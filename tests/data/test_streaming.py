@@ -82,7 +82,7 @@ def prepared(tmp_path_factory, s3) -> SimpleNamespace:
     folder = tmp_path_factory.mktemp("prepared")
     recipe = recipe_for(write_jsonl(folder / "corpus.jsonl", make_texts(120)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pretraining.data.shard_writer.SHARD_TOKENS", 1000)
+        patch.setattr("pretraining.data.shards.SHARD_TOKENS", 1000)
         prepare(folder / "data", recipe)
     local = open_prepared(recipe, folder / "data")
     shards = local.train.shard_entries

@@ -19,7 +19,7 @@ from pretraining.checkpoints import background
 from pretraining.errors import UserError, one_line_errors
 from pretraining.evaluation.scores import HellaSwag, Item, Passes
 from pretraining.evaluation.validation import Validation, check_alike
-from pretraining.model.expert_parallel import split_experts
+from pretraining.model.parallel import split_experts
 from pretraining.recipe import load_recipe
 from pretraining.recipe.sections import Monitors
 from pretraining.runtime.run_folder import RunFolder

@@ -36,11 +36,6 @@ def split(tmp_path):
     return write_split(tmp_path / "split", documents, 300)
 
 
-@pytest.fixture
-def arguments(tmp_path):
-    return TrainingArguments(output_dir=str(tmp_path), use_cpu=True, seed=7)
-
-
 def test_positions_begin_anew_and_no_target_crosses_a_border(split):
     """Every block, by a loop over its tokens; what is left out is one target a document."""
     ends = set(split.document_ends(0, split.num_tokens).tolist())

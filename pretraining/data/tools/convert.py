@@ -13,9 +13,8 @@ from pretraining.data.checksums import content_fingerprint
 from pretraining.data.corpus import draw_of
 from pretraining.data.manifest import FORMAT, MANIFEST_NAME, entropy_bits, num_shard_bytes
 from pretraining.data.progress import ProgressBar
-from pretraining.data.publishing import discard, preparation_lock, publish, start_building
-from pretraining.data.shard_writer import SplitWriter
-from pretraining.data.shards import token_dtype
+from pretraining.data.publishing import building, preparation_lock, publish
+from pretraining.data.shards import SplitWriter, token_dtype
 from pretraining.data.tokenizer import TokenizerInfo, describe_tokenizer, save_tokenizer
 from pretraining.data.tools.finished import SplitDocuments, count_tokens, open_finished
 from pretraining.data.tools.formats import (
@@ -342,13 +341,8 @@ def _new_folder(folder: Path) -> Iterator[Path]:
         with preparation_lock(folder):
             # Again under the lock: another process may have made it since.
             _refuse_existing(folder)
-            building = start_building(folder)
-            try:
-                yield building
-            # An interrupt too must leave nothing behind.
-            except BaseException:
-                discard(folder)
-                raise
+            with building(folder) as place:
+                yield place
             publish(folder)
     except (OSError, MemoryError) as error:
         raise file_error(error, folder) or error from error

@@ -10,8 +10,7 @@ import numpy as np
 from pretraining.data.checksums import checksum_of_file, content_fingerprint
 from pretraining.data.manifest import MANIFEST_NAME, num_shard_bytes, read_manifest, source_entries
 from pretraining.data.progress import ProgressBar
-from pretraining.data.shard_writer import buffer_positions
-from pretraining.data.shards import Shard, TokenSplit
+from pretraining.data.shards import Shard, TokenSplit, buffer_positions
 from pretraining.data.tokenizer import describe_tokenizer, tokenizer_fault
 from pretraining.errors import UserError, nearest
 from pretraining.outside.files import read_json_value
