@@ -57,7 +57,7 @@ LAUNCHING = """
     trackers pipeline flows ray stopping library_optimizers mup clipping document_masking batch_ramp branch
     while_preparing given_weights wide_weights extensions reporting run_folder features export loss_scale scores
     schedules launchers throughput streamed_run checkpoint_export early_stopping background_saving gradient_monitors
-    expert_load gate notices console_log rehearsal postmortem shared_memory ranks_apart
+    expert_load gate notices console_log rehearsal postmortem ranks_apart
 """
 
 # Plans know nothing of what the doctor measured on this machine, and no folder below this one can be made.

@@ -12,16 +12,6 @@ from pathlib import Path
 from pretraining.command_line import OneLineParser, not_negative_integer, positive_integer
 from pretraining.errors import Interrupted, UserError, nearest, one_line_errors
 
-EXAMPLES = """examples:
-  python -m pretraining.data verify data/python-stdlib
-  python -m pretraining.data stats data/python-stdlib
-  python -m pretraining.data inspect data/python-stdlib --count 2
-  python -m pretraining.data inspect data/python-stdlib --block 5 --sequence_length 512
-  python -m pretraining.data convert data/python-stdlib --to megatron /fast/disk/megatron
-  python -m pretraining.data push data/python-stdlib my-name/python-stdlib --dry_run
-
-Every verb has its own --help."""
-
 EXAMPLES_OF = {
     "verify": """examples:
   python -m pretraining.data verify data/python-stdlib
@@ -162,31 +152,22 @@ def run_push(options: argparse.Namespace) -> tuple[dict, str]:
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse `verb`, `run`, `folder`, `json`, `after_interrupt` (what an interrupt leaves) and what the verb adds."""
+    firsts = [examples.splitlines()[1] for examples in EXAMPLES_OF.values()]
     parser = OneLineParser(
         prog="python -m pretraining.data",
         description="Verify, measure, read, convert and publish prepared data.",
-        epilog=EXAMPLES,
+        epilog="\n".join(["examples:", *firsts, "", "Every verb has its own --help."]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     _verb(verbs, run_verify, "compare every file of a data set with its manifest")
     stats = _verb(verbs, run_stats, "counts, document lengths, token frequencies")
-    stats.add_argument(
-        "--no-tokens",
-        dest="tokens",
-        action="store_false",
-        help="counts and lengths only; no shard is read whole",
-    )
-    stats.add_argument(
-        "--top", type=positive_integer, default=10, metavar="N", help="tokens listed at each end (10)"
-    )
-    stats.add_argument(
-        "--sequence_length",
-        type=positive_integer,
-        metavar="L",
-        help="also which share of train's documents the ends of blocks of L tokens cut, in sequence and packed by "
-        "best fit",
-    )
+    what = "counts and lengths only; no shard is read whole"
+    stats.add_argument("--no-tokens", dest="tokens", action="store_false", help=what)
+    what = "tokens listed at each end (10)"
+    stats.add_argument("--top", type=positive_integer, default=10, metavar="N", help=what)
+    what = "also which share of train's documents the ends of blocks of L tokens cut, in sequence and by best fit"
+    stats.add_argument("--sequence_length", type=positive_integer, metavar="L", help=what)
     inspect = _verb(verbs, run_inspect, "documents as text; what a block is made of")
     which = inspect.add_mutually_exclusive_group()
     which.add_argument("--document", type=int, metavar="N", help="this document of the split, from 0")
@@ -194,60 +175,35 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     which.add_argument("--block", type=int, metavar="B", help="a block and the documents it is made of")
     which.add_argument("--sample", type=int, metavar="I", help="sample I of a run of --recipe, from 0")
     inspect.add_argument("--split", default="train", help="train (default) or validation")
-    inspect.add_argument(
-        "--sequence_length", type=positive_integer, metavar="L", help="with --block: inputs a block"
-    )
-    inspect.add_argument(
-        "--recipe",
-        metavar="NAME|PATH",
-        help="with --sample: its length, order and packing; with --block: its length",
-    )
-    inspect.add_argument(
-        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="change a value of --recipe"
-    )
-    inspect.add_argument(
-        "--count", type=positive_integer, metavar="K", help="documents to show (3 at random, else 1)"
-    )
+    what = "with --block: inputs a block"
+    inspect.add_argument("--sequence_length", type=positive_integer, metavar="L", help=what)
+    what = "with --sample: its length, order and packing; with --block: its length"
+    inspect.add_argument("--recipe", metavar="NAME|PATH", help=what)
+    what = "change a value of --recipe"
+    inspect.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=what)
+    what = "documents to show (3 at random, else 1)"
+    inspect.add_argument("--count", type=positive_integer, metavar="K", help=what)
     inspect.add_argument("--seed", type=int, default=0, help="draw of the random documents (default 0)")
-    inspect.add_argument(
-        "--max_chars", type=not_negative_integer, default=2000, help="of each text (default 2000; 0: all)"
-    )
+    what = "of each text (default 2000; 0: all)"
+    inspect.add_argument("--max_chars", type=not_negative_integer, default=2000, help=what)
     what = "to and from megatron and datatrove, and from bin (nanoGPT, llm.c) and mds"
     convert = _verb(verbs, run_convert, what)
     way = convert.add_mutually_exclusive_group(required=True)
-    way.add_argument(
-        "--to",
-        dest="export_to",
-        nargs=2,
-        metavar=("FORM", "OUT"),
-        help="write DIR as megatron or datatrove to OUT",
+    what = "write DIR as megatron or datatrove to OUT"
+    way.add_argument("--to", dest="export_to", nargs=2, metavar=("FORM", "OUT"), help=what)
+    what = "make DIR of megatron, datatrove, bin (nanoGPT, llm.c) or mds: a prefix, file or folder"
+    way.add_argument("--from", dest="import_from", nargs=2, metavar=("FORM", "PATH"), help=what)
+    what = "with --from: what the tokens were made with"
+    convert.add_argument("--tokenizer", metavar="NAME|PATH", help=what)
+    what = (
+        "with --from bin without a header, or mds with a column of bytes: the type of a token (default: uint16 or "
+        "uint32 by the tokenizer; int64)"
     )
-    way.add_argument(
-        "--from",
-        dest="import_from",
-        nargs=2,
-        metavar=("FORM", "PATH"),
-        help="make DIR of megatron, datatrove, bin (nanoGPT, llm.c) or mds: a prefix, file or folder",
-    )
-    convert.add_argument(
-        "--tokenizer", metavar="NAME|PATH", help="with --from: what the tokens were made with"
-    )
-    convert.add_argument(
-        "--dtype",
-        choices=("uint16", "uint32", "int32", "int64"),
-        help="with --from bin without a header, or mds with a column of bytes: the type of a token (default: uint16 or "
-        "uint32 by the tokenizer; int64)",
-    )
-    convert.add_argument(
-        "--column", metavar="NAME", help="with --from mds: the tokens (default: tokens, input_ids)"
-    )
-    convert.add_argument(
-        "--validation_share",
-        type=float,
-        default=0.005,
-        metavar="SHARE",
-        help="with --from: documents kept for validation, by a hash of their tokens (default 0.005)",
-    )
+    convert.add_argument("--dtype", choices=("uint16", "uint32", "int32", "int64"), help=what)
+    what = "with --from mds: the tokens (default: tokens, input_ids)"
+    convert.add_argument("--column", metavar="NAME", help=what)
+    what = "with --from: documents kept for validation, by a hash of their tokens (default 0.005)"
+    convert.add_argument("--validation_share", type=float, default=0.005, metavar="SHARE", help=what)
     push = _verb(verbs, run_push, "upload a data set to the Hugging Face hub")
     push.add_argument(
         "repo_id", metavar="OWNER/NAME", help="data set repository; made where it does not exist"
@@ -270,9 +226,8 @@ def _verb(verbs, run: Callable, summary: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="data set, such as data/python-stdlib")
-    parser.add_argument(
-        "--json", action="store_true", help="print the answer as JSON, without a progress bar"
-    )
+    what = "print the answer as JSON, without a progress bar"
+    parser.add_argument("--json", action="store_true", help=what)
     parser.set_defaults(run=run, after_interrupt="nothing was changed")
     return parser
 

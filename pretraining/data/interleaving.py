@@ -40,12 +40,10 @@ class InterleavedStage(NamedTuple):
 
     @property
     def period(self) -> int:
-        """Count the samples until the sequence of sources repeats."""
         return sum(self.counts)
 
     @property
     def shares(self) -> list[Fraction]:
-        """Return the promised shares: [sources]."""
         return [Fraction(count, self.period) for count in self.counts]
 
 

@@ -101,8 +101,6 @@ class GroupedOrder(_EpochOrder):
 
     def __init__(self, first_blocks: np.ndarray, group_size: int, seed: int, fingerprint: str):
         """first_blocks: [shards + 1], as `blocks_starting` returns them."""
-        if group_size < 1:
-            raise ValueError(f"group_size is {group_size}, must be at least 1")
         self.first_blocks = np.asarray(first_blocks, np.int64)
         self.num_blocks = int(self.first_blocks[-1])
         self.group_size, self.seed, self.fingerprint = group_size, seed, fingerprint
@@ -155,8 +153,6 @@ class WindowedOrder(_EpochOrder):
         self, num_blocks: int, window: int, seed: int, label: str = "", group_size: int | None = None
     ):
         """label: tells sources of a mixture apart. group_size: shards that a window needs (`shards_at_once`)."""
-        if window < 1:
-            raise ValueError(f"window is {window}, must be at least 1")
         self.num_blocks, self.window, self.seed, self.label = num_blocks, window, seed, label
         self.group_size = group_size
 
@@ -200,8 +196,6 @@ class MixedOrder(Order):
     """
 
     def __init__(self, interleaving: Interleaving, orders: Sequence[Order]):
-        if len(orders) != interleaving.num_sources:
-            raise ValueError(f"{len(orders)} orders for {interleaving.num_sources} interleaved sources")
         self.interleaving, self._orders = interleaving, tuple(orders)
         counts = [order.num_blocks for order in orders]
         self.num_blocks = sum(counts)
@@ -282,8 +276,6 @@ class Permutation:
     """
 
     def __init__(self, num_blocks: int):
-        if num_blocks < 1:
-            raise ValueError(f"num_blocks is {num_blocks}, must be at least 1")
         self.num_blocks = num_blocks
         num_bits = max(2, (num_blocks - 1).bit_length())  # a half must have a bit
         self._widths = (num_bits - num_bits // 2, num_bits // 2)

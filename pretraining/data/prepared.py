@@ -113,7 +113,6 @@ class ArrivingData(PreparedData):
 
     @property
     def known_tokens(self) -> int:
-        """Return the tokens of training if there are no more; else 0."""
         return self.train.num_tokens if self.train.is_whole else 0
 
     def read_tokenizer(self, read: Callable[[Path], Any]) -> Any:
@@ -131,7 +130,6 @@ class ArrivingData(PreparedData):
         return published if published.is_dir() else Path(self.manifest["tokenizer_folder"])
 
     def latest(self) -> PreparedData:
-        """Return what is there by now."""
         self.train.refresh()
         seen = self.train.look()
         return self if seen is None else replace(self, manifest={**self.manifest, **seen[0]})

@@ -228,7 +228,8 @@ def read_items(source: str, limit: int | None = None) -> list[Item]:
             what = f"{source}: cannot be read ({error}); fetch it again"
             raise UserError(f"evaluation.hellaswag: {what}") from error
     else:
-        datasets = require("datasets", f"evaluation.hellaswag {source!r}")
+        import datasets
+
         try:
             split = datasets.load_dataset(source, split="validation")
         except (OSError, ValueError, RuntimeError) as error:

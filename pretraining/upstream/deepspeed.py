@@ -43,7 +43,7 @@ Changed:
   own making. torch's `default_pg_timeout` and `default_pg_nccl_timeout` are read when a group is made. Held by
   test_launchers.py; may go once DeepSpeed hands its own limit on to every group.
 - Reductions through shared memory (`leave_out_shared_memory`): DeepSpeed's table of operators that this machine can
-  build. Held by test_shared_memory.py; may go once they are built at their first use.
+  build. Held by test_ranks_apart.py; may go once they are built at their first use.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -8,7 +8,8 @@ import pytest
 from pretraining.data.documents import IGNORED, WINDOW_BLOCKS, BestFit, cut_shares, cuts_of_split, pack
 from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset
-from pretraining.data.shards import SplitWriter, TokenSplit
+from pretraining.data.shards import TokenSplit
+from tests.data.test_shards import write_split
 
 LENGTH = 32
 
@@ -16,14 +17,9 @@ LENGTH = 32
 @pytest.fixture(scope="module")
 def split(tmp_path_factory) -> TokenSplit:
     """30,000 distinct tokens (token = position): documents of 1 to 200 tokens, in shards of some 9,000."""
-    draw = np.random.default_rng(3)
-    writer = SplitWriter(tmp_path_factory.mktemp("data") / "train", np.dtype(np.uint16), 9_000)
-    start = 0
-    while start < 30_000:
-        size = int(min(draw.geometric(1 / 20), 200))
-        writer.append(np.arange(start, start + size, dtype=np.uint16), 4 * size)
-        start += size
-    return TokenSplit(writer.folder, writer.finish())
+    borders = np.cumsum([0, *np.random.default_rng(3).geometric(1 / 20, 1500).clip(max=200)])
+    documents = [np.arange(*ends, dtype=np.uint16) for ends in pairwise(borders)]
+    return write_split(tmp_path_factory.mktemp("data") / "train", documents, 9_000)
 
 
 @pytest.fixture(scope="module")

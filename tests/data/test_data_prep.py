@@ -61,6 +61,7 @@ def recipe_for(*sources: Path | str | dict, **data) -> SimpleNamespace:
         "tokenizer": {"train_vocab_size": 280},
         "validation_share": 0.2,
         "skip_undecodable": False,
+        "encoder": "tokenizers",  # each task would check another one against it
         **data,
     }
     return SimpleNamespace(
@@ -284,7 +285,7 @@ def _peak_bytes(folder: Path, megabytes: int) -> int:
     program = (
         "import sys; from pathlib import Path; from tests.data.test_data_prep import *\n"
         "from pretraining.data import shards; shards.SHARD_TOKENS = 1 << 18\n"
-        f"prepare(Path({str(folder / 'data')!r}), recipe_for({str(source)!r}, name='m{megabytes}'))\n"
+        f"prepare(Path({str(folder / 'data')!r}), recipe_for({str(source)!r}, name='m{megabytes}', encoder='auto'))\n"
         "print(next(l.split()[1] for l in open('/proc/self/status') if l.startswith('VmHWM')))"
     )
     command = [sys.executable, "-c", program]

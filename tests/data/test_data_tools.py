@@ -1,5 +1,7 @@
-"""`python -m pretraining.data stats|inspect`: what they say of a data set is true."""
+"""`python -m pretraining.data stats|inspect|verify|push`: what they say is true, and what is sent is the data set."""
 
+import json
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,12 +12,17 @@ import pytest
 from pretraining.data.__main__ import main
 from pretraining.data.manifest import read_manifest
 from pretraining.data.packed_dataset import PackedDataset
+from pretraining.data.shards import SplitWriter
 from pretraining.data.tools.convert import FORMATS, READ_ONLY
-from pretraining.data.tools.finished import open_finished
+from pretraining.data.tools.finished import open_finished, verify_data
 from pretraining.data.tools.inspect import Inspection, measure_data
+from pretraining.data.tools.push import plan_push
 from tests.data.test_data_prep import recipe_file
 from tests.gear.finished_data import answer, change_manifest, copy_of, documents_of, make_data, refusal
+from tests.gear.local_hub import REPOSITORY_ID, local_hub
 from tests.gear.runs import execute
+
+TOOL = [sys.executable, "-m", "pretraining.data"]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +38,7 @@ def copy(made, tmp_path) -> Path:
 
 
 def test_stats_are_those_of_the_documents(made, capsys):
-    """Lengths, frequencies and entropy equal a plain count over all documents."""
+    """Lengths, frequencies and entropy equal a plain count over all documents, and agree with the manifest."""
     measured = answer(capsys, "stats", made.folder, "--top", 3)["splits"]["train"]
     documents = documents_of(made.folder)
     lengths, stream = sorted(map(len, documents)), np.concatenate(documents)
@@ -47,10 +54,7 @@ def test_stats_are_those_of_the_documents(made, capsys):
     assert found["eos_share"] == pytest.approx(len(documents) / len(stream))
     assert [token["count"] for token in found["most_frequent"]] == sorted(counts.tolist())[:-4:-1]
     assert min(token["count"] for token in found["rarest"]) == counts.min()
-
-
-def test_stats_agree_with_the_manifest(made):
-    """The entropy of validation is the one that training compares with; sources add up."""
+    # The entropy of validation is the one that training compares with; sources add up.
     measured, manifest = measure_data(made.folder), read_manifest(made.folder)
     recorded = manifest["splits"]["validation"]["unigram_bits_per_byte"]
     frequencies = measured["splits"]["validation"]["token_frequencies"]
@@ -195,19 +199,17 @@ def test_folders_that_hold_no_finished_data_are_one_line(made, tmp_path):
     assert "no manifest.json" in message and "run data_prep.py to its end" in message
 
 
-def test_the_command_line_is_cheap_and_honest(made):
-    """Help shows examples and loads nothing heavy; a damaged argument is exit code 2 without a traceback."""
+def test_the_command_line_is_cheap_and_honest(made, capsys):
+    """Help names every form and loads nothing heavy; a damaged argument is exit code 2 without a traceback."""
     program = "import sys, pretraining.data.__main__; sys.exit(bool({'numpy', 'pyarrow', 'torch'} & set(sys.modules)))"
     assert execute([sys.executable, "-c", program]).code == 0
-    tool = [sys.executable, "-m", "pretraining.data"]
-    for verb in ([], ["verify"], ["stats"], ["inspect"], ["convert"], ["push"]):
-        finished = execute([*tool, *verb, "--help"])
-        assert finished.code == 0 and "examples:" in finished.stdout
-        summary = finished.stdout.partition("positional arguments")[0]
-        assert verb != ["convert"] or all(form in summary for form in (*FORMATS, *READ_ONLY))
-    finished = execute([*tool, "stats", made.folder, "--no-tokens"])
+    with pytest.raises(SystemExit):
+        main(["convert", "--help"])
+    summary = capsys.readouterr().out.partition("positional arguments")[0]
+    assert all(form in summary for form in (*FORMATS, *READ_ONLY))
+    finished = execute([*TOOL, "stats", made.folder, "--no-tokens"])
     assert finished.code == 0 and "tokens per document" in finished.stdout
-    finished = execute([*tool, "verify", made.folder / "nowhere"])
+    finished = execute([*TOOL, "verify", made.folder / "nowhere"])
     assert finished.code == 2 and finished.stderr.startswith("error: ") and finished.stderr.count("\n") == 1
 
 
@@ -219,3 +221,128 @@ def test_a_missing_tokenizer_is_one_line(copy):
         assert f"{path}: missing" in refusal(main, [*words, str(copy)])
     assert f"{path}: missing" in refusal(main, ["push", str(copy), "someone/corpus", "--dry_run"])
     measure_data(copy, with_tokens=False)
+
+
+def test_verify_reads_everything(made, capsys):
+    """A whole data set passes, and the answer counts what was read."""
+    found = answer(capsys, "verify", made.folder)
+    manifest = read_manifest(made.folder)
+    splits = manifest["splits"].values()
+    assert found["shards"] == sum(len(split["shards"]) for split in splits) > 5
+    assert (found["documents"], found["size"]) == (120, sum(s["size"] for e in splits for s in e["shards"]))
+
+
+@pytest.mark.parametrize(
+    "damage", ["flip", "cut", "missing", "tokenizer", "tokenizer_config", "state", "swap"]
+)
+def test_verify_names_the_damaged_file(copy, damage):
+    """Any damaged file is named in one line that says what to do."""
+    shards = sorted((copy / "train").glob("*.arrow"))
+    broken = {
+        "tokenizer": copy / "tokenizer" / "tokenizer.json",
+        "tokenizer_config": copy / "tokenizer" / "tokenizer_config.json",
+        "state": copy / "train" / "state.json",
+    }
+    path = broken.get(damage, shards[2])
+    content = bytearray(path.read_bytes())
+    if damage == "missing":
+        path.unlink()
+    elif damage == "swap":
+        shards[3].rename(path)
+        shards[3].write_bytes(content)
+    elif damage == "cut":
+        path.write_bytes(content[:-8])
+    elif damage == "flip":
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    else:
+        path.write_text(path.read_text().replace("o", "0", 1))
+    message = refusal(verify_data, copy)
+    assert str(path) in message and "copy it again" in message
+
+
+@pytest.mark.parametrize(
+    ("document", "num_bytes", "problem"),
+    [([5, 6, 7], 3, "does not end with"), ([5, 279, 280, 0], 3, "token id 280"), ([], 0, "has no tokens")],
+)
+def test_verify_finds_what_checksums_cannot(copy, document, num_bytes, problem):
+    """Shards with right checksums are still refused where their documents are not what a model can read."""
+    writer = SplitWriter(copy / "wrong", np.dtype(np.uint16))
+    writer.append(np.array([5, 0], np.uint16), 1)
+    writer.append(np.array(document, np.uint16), num_bytes)
+    entry = {**writer.finish(), "unigram_bits_per_byte": 1.0}
+    for path in (copy / "validation").iterdir():
+        path.unlink()
+    for path in (copy / "wrong").iterdir():
+        path.rename(copy / "validation" / path.name)
+    change_manifest(copy, lambda manifest: manifest["splits"].update(validation=entry))
+    assert problem in refusal(verify_data, copy)
+
+
+def test_verify_finds_a_changed_manifest(copy):
+    """Counts that do not add up, and a fingerprint that is not that of the checksums."""
+    manifest = read_manifest(copy)
+    manifest["splits"]["train"]["tokens"] += 1
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    assert "damaged manifest: the shards of train hold" in refusal(verify_data, copy)
+    manifest["splits"]["train"]["tokens"] -= 1
+    manifest["fingerprint"] = "0" * 32
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    assert "its fingerprint is not that of its checksums" in refusal(verify_data, copy)
+
+
+def test_the_card_is_what_datasets_loads_by(made):
+    """With the card beside the shards, `load_dataset` finds both splits with all their documents."""
+    import datasets
+    import yaml
+
+    card = plan_push(made.folder, REPOSITORY_ID)["card"]
+    configs = yaml.safe_load(card.split("---")[1])["configs"]
+    files = {file["split"]: str(made.folder / file["path"]) for file in configs[0]["data_files"]}
+    found = datasets.load_dataset("arrow", data_files=files, cache_dir=str(made.root / "cache"))
+    for split in ("train", "validation"):
+        assert found[split]["input_ids"][:] == [d.tolist() for d in documents_of(made.folder, split)]
+    manifest = read_manifest(made.folder)
+    for number in (manifest["splits"]["train"]["tokens"], manifest["tokenizer"]["vocab_size"]):
+        assert f"{number:,}" in card
+
+
+def test_push_sends_everything_and_the_manifest_last(made, tmp_path):
+    """What arrives at the hub is the data set, whole; the manifest comes with the last commit, stale shards go."""
+    with local_hub() as hub:
+        hub.files["train/data-00099-of-00100.arrow"] = b"of an earlier push"
+        words = [*TOOL, "push", made.folder, REPOSITORY_ID, "--private", "--json"]
+        finished = execute(words, **hub.environment)
+        assert finished.code == 0, finished.output
+        assert json.loads(finished.stdout)["url"].endswith(REPOSITORY_ID)
+        assert hub.created[0]["type"] == "dataset" and "manifest.json" not in hub.commits[0]
+        assert set(hub.commits[-1]) == {"README.md", "manifest.json", "train/data-00099-of-00100.arrow"}
+        for name, content in hub.files.items():
+            (tmp_path / "got" / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "got" / name).write_bytes(content)
+        assert verify_data(tmp_path / "got")["documents"] == 120
+        hub.refuse_with = 403
+        finished = execute(words, **hub.environment)
+    assert finished.code == 2 and "HF_TOKEN" in finished.stderr and finished.stderr.count("\n") == 1
+
+
+def test_an_older_manifest_with_a_credential_is_not_published(made, tmp_path):
+    """Data that was prepared before recipes with credentials were refused."""
+    folder = tmp_path / "old"
+    shutil.copytree(made.folder, folder)
+    manifest = read_manifest(folder)
+    manifest["sources"][0]["path"] = "s3://AKIDEXAMPLE:sesame@bucket/text"
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    said = refusal(plan_push, folder, REPOSITORY_ID)
+    assert "manifest.json: sources.0.path: s3://***@bucket/text holds a credential" in said
+
+
+def test_push_without_a_hub_or_a_name_is_one_line(made, tmp_path, capsys):
+    """A dry run sends nothing and needs no network; a wrong name and a silent hub cost one line."""
+    main(["push", str(made.folder), REPOSITORY_ID, "--dry_run"])
+    shown = capsys.readouterr().out
+    assert all(path.name in shown for path in (made.folder / "train").iterdir())
+    assert "is not a repository name" in refusal(main, ["push", str(made.folder), "a/b/c"])
+    finished = execute([*TOOL, "push", made.folder, REPOSITORY_ID, "--json"], HF_TOKEN="hf_local")
+    assert finished.code == 2 and "the hub cannot be reached" in finished.stderr
+    assert finished.stderr.count("\n") == 1

@@ -12,15 +12,15 @@ from pretraining.data.block_guard import (
     DISTINCT_SHARE,
     DOMINANT_SHARE,
     BlockGuard,
-    short_period,
     tokens_of_file,
 )
 from pretraining.data.documents import IGNORED
 from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset
-from pretraining.data.shards import SplitWriter, TokenSplit
+from pretraining.data.shards import TokenSplit
 from pretraining.recipe import load_recipe
 from pretraining.recipe.curve import changed_parts, check_allowed
+from tests.data.test_shards import write_split
 
 LENGTH = 512
 
@@ -111,8 +111,11 @@ DEGENERATE = {
 @pytest.mark.parametrize("reason", DEGENERATE)
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
 def test_degenerate_blocks_are_flagged(reason, dtype, tmp_path):
-    """With some noise among them."""
-    assert reason in BlockGuard(tmp_path / "flags").reasons(DEGENERATE[reason].astype(dtype))
+    """With some noise among them; of a period the shortest is named."""
+    guard = BlockGuard(tmp_path / "flags")
+    found = guard.reasons(DEGENERATE[reason].astype(dtype))
+    assert reason in found and (reason != "repeated" or found[reason] == 37)
+    assert not guard.reasons(np.arange(5, dtype=dtype)) and not guard.reasons(np.arange(400, dtype=dtype))
 
 
 def test_undecodable_text_is_flagged(tokenizer, token_bytes, tmp_path):
@@ -126,19 +129,16 @@ def test_undecodable_text_is_flagged(tokenizer, token_bytes, tmp_path):
     assert "undecodable" in guard.reasons(text.astype(np.uint16))
 
 
-def test_the_period_found_is_the_shortest():
-    assert short_period(np.resize(np.arange(13), 400), 0.9) == 13
-    assert short_period(RANDOM.integers(0, 50, 400), 0.9) is None
-    assert short_period(np.arange(5), 0.9) is None
+@pytest.fixture
+def split(tmp_path) -> TokenSplit:
+    """Ten documents of 1,000 tokens, three in a shard; the fifth is one token alone."""
+    documents = list(RANDOM.integers(0, 2000, (10, 1000), np.uint16))
+    documents[4][:] = 7
+    return write_split(tmp_path / "train", documents, 3000)
 
 
-def test_a_flag_says_where_the_block_lies(tmp_path):
+def test_a_flag_says_where_the_block_lies(split, tmp_path):
     """Position in the run, block, source, shard and document; samples are returned as they are."""
-    writer = SplitWriter(tmp_path / "train", np.dtype(np.uint16), 3000)
-    for number in range(10):
-        sound = RANDOM.integers(0, 2000, 1000)
-        writer.append((np.full(1000, 7) if number == 4 else sound).astype(np.uint16), 1000)
-    split = TokenSplit(writer.folder, writer.finish())
     guard = BlockGuard(tmp_path / "run" / "flags.jsonl", source_names=["web"])
     order = GlobalOrder(split.num_blocks(100), 1, "data")
     guarded = PackedDataset(split, 100, order, first_sample=30, guard=guard)
@@ -155,13 +155,8 @@ def test_a_flag_says_where_the_block_lies(tmp_path):
 
 
 @pytest.mark.parametrize("masks", [False, True])
-def test_what_is_skipped_is_no_target_wherever_a_run_begins(tmp_path, masks):
+def test_what_is_skipped_is_no_target_wherever_a_run_begins(split, tmp_path, masks):
     """Flagged blocks keep their place and inputs and lose all labels; every other sample is as it was."""
-    writer = SplitWriter(tmp_path / "train", np.dtype(np.uint16), 3000)
-    for number in range(10):
-        sound = RANDOM.integers(0, 2000, 1000)
-        writer.append((np.full(1000, 7) if number == 4 else sound).astype(np.uint16), 1000)
-    split = TokenSplit(writer.folder, writer.finish())
     order = GlobalOrder(split.num_blocks(100), 1, "data")
     plain = PackedDataset(split, 100, order, masks_documents=masks).__getitems__(range(90))
     for first in (0, 17):

@@ -16,9 +16,10 @@ from pretraining.data.mixture import build_mixture, format_table
 from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset, build_training_dataset
 from pretraining.data.prepared import PreparedData
-from pretraining.data.shards import SplitWriter, TokenSplit
+from pretraining.data.shards import TokenSplit
 from pretraining.errors import UserError
 from pretraining.recipe.data import Data, exact_shares, shares_of_sizes
+from tests.gear.finished_data import entry_of_sources
 
 LENGTH = 8
 SIZES = {"web": 6000, "code": 3000, "books": 1000}
@@ -64,12 +65,8 @@ def test_stages_stay_within_one_block_of_what_all_stages_promise():
 
 def test_any_position_is_reached_directly():
     """Position 10^12 is arithmetic: the same as counting there by whole periods."""
-    interleaving = Interleaving(
-        [
-            InterleavedStage.of(0, 10**9, exact_shares([0.7, 0.3])),
-            InterleavedStage.of(10**9, None, exact_shares([1, 1])),
-        ]
-    )
+    first = InterleavedStage.of(0, 10**9, exact_shares([0.7, 0.3]))
+    interleaving = Interleaving([first, InterleavedStage.of(10**9, None, exact_shares([1, 1]))])
     assert interleaving.realised(10**9).tolist() == [700_000_000, 300_000_000]
     sources, draws = interleaving.draws(np.array([10**12, 10**12 + 1]))
     assert sorted(sources.tolist()) == [0, 1]
@@ -104,18 +101,10 @@ def test_temperature_evens_the_shares_out():
 def prepared(tmp_path_factory) -> PreparedData:
     """Three sources in shards of their own; a token tells its source (thousands) and its place (the rest)."""
     folder = tmp_path_factory.mktemp("data") / "train"
-    shards = []
-    for source, size in enumerate(SIZES.values()):
-        writer = SplitWriter(folder / f"{source}", np.dtype(np.uint16), 700)
-        for start in range(0, size, 50):
-            writer.append(np.arange(start, start + 50, dtype=np.uint16) + 10_000 * source, 200)
-        for shard in writer.finish()["shards"]:
-            name = f"{source}-{shard['file']}"
-            (writer.folder / shard["file"]).rename(folder / name)
-            shards.append({**shard, "source": source, "file": name})
-    totals = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "bytes")}
-    entry = {**totals, "dtype": "uint16", "shards": shards}
-    train = TokenSplit(folder, entry)
+    sources = [
+        list(np.arange(size).reshape(-1, 50) + 10_000 * number) for number, size in enumerate(SIZES.values())
+    ]
+    train = TokenSplit(folder, entry_of_sources(folder, sources, 700))
     return PreparedData(folder.parent, {"fingerprint": "tokens"}, train, train)
 
 
@@ -126,15 +115,8 @@ def recipe_of(weights=None, mixture=None, max_epochs=None, **data) -> SimpleName
         | {"max_epochs": (max_epochs or {}).get(name)}
         for name in SIZES
     ]
-    data = Data.of(
-        {
-            "name": "mixed",
-            "sources": sources,
-            "tokenizer": "gpt2",
-            "mixture": mixture,
-            **data,
-        }
-    )
+    section = {"name": "mixed", "sources": sources, "tokenizer": "gpt2", "mixture": mixture}
+    data = Data.of({**section, **data})
     step = {"samples_per_step": 8, "tokens_per_step": 8 * LENGTH}
     return SimpleNamespace(data=data, path=Path("mixed.json"), sequence_length=LENGTH, data_seed=3, **step)
 

@@ -145,25 +145,20 @@ def test_their_first_documents_are_taken_up_to_a_cap(files, tmp_path, filtered, 
         prepare(tmp_path / "data", recipe_for(files / "web.jsonl", validation=section, **rules))
 
 
-def test_only_what_validates_is_looked_for_in_training_text(files, tmp_path):
-    """decontaminate.validation of a capped source: the documents behind the cap may be in training text."""
-    letters = make_texts(40, 2)
-    web = write_jsonl(tmp_path / "web.jsonl", [*make_texts(40), letters[3] + " so", letters[7] + " so"])
-    section = {"validation": own(files, "letters"), "decontaminate": {"validation": True}}
-    section["validation"]["sources"][0]["max_documents"] = 7
-    manifest = read_manifest(prepare(tmp_path / "data", recipe_for(web, **section)))
-    assert manifest["sources"][0]["documents"] == 41
-
-
 def test_training_text_that_holds_a_stretch_of_them_is_dropped(files, tmp_path):
-    """decontaminate.validation: 13 words of a letter inside a web text; the report names the set."""
-    letter = make_texts(40, 2)[7].split()
-    texts = [*make_texts(40), " ".join(["so", *letter[5:45], "it ends"])]
-    web = write_jsonl(tmp_path / "web.jsonl", texts)
-    section = {"validation": own(files, "letters"), "decontaminate": {"validation": True}}
-    manifest = read_manifest(prepare(tmp_path / "data", recipe_for(web, **section)))
-    assert manifest["sources"][0]["documents"] == 40
-    assert manifest["decontamination"]["sets"]["letters"]["dropped"] == 1
+    """decontaminate.validation: 13 words of a letter inside a web text; the report names the set.
+
+    Of a capped source, the documents behind the cap may be in training text.
+    """
+    letters = [text.split() for text in make_texts(40, 2)]
+    copies = [" ".join(["so", *letters[number][5:45], "it ends"]) for number in (3, 7)]
+    web = write_jsonl(tmp_path / "web.jsonl", [*make_texts(40), *copies])
+    for cap, dropped in ((None, 2), (7, 1)):
+        section = {"validation": own(files, "letters"), "decontaminate": {"validation": True}}
+        section["validation"]["sources"][0]["max_documents"] = cap
+        manifest = read_manifest(prepare(tmp_path / str(cap), recipe_for(web, **section)))
+        assert manifest["sources"][0]["documents"] == 42 - dropped
+        assert manifest["decontamination"]["sets"]["letters"]["dropped"] == dropped
 
 
 def test_tasks_in_other_processes_prepare_them_too(files, tmp_path):
@@ -245,37 +240,39 @@ def recipe_of(files: Path, root: Path, weights: tuple, **data):
     return recipe, open_prepared(recipe, root / "data").for_run(recipe)
 
 
-def test_sets_say_what_they_stand_for(files, tmp_path):
-    """Beside a share they stand for nothing of the mixture; without one, for the source of their name."""
-    recipe, data = recipe_of(files, tmp_path, (3, 1), validation=own(files, "letters"), validation_share=0.2)
+HALVES = [("web", False, Fraction(3, 4)), ("code", False, Fraction(1, 4))]
+SETS = {
+    "beside a share": (("letters",), 0.2, [*HALVES, ("letters", True, 0)], {"mixture"}),
+    "in its place": (("letters",), 0, [("letters", False, 0)], set()),
+    "of a mixture": (
+        ("letters:web", "laws:code", "laws:more"),
+        0,
+        [*HALVES, ("more", False, 0)],
+        {"mixture"},
+    ),
+}
+
+
+@pytest.mark.parametrize("given, share, expected, others", SETS.values(), ids=SETS)
+def test_sets_say_what_they_stand_for_and_any_of_their_names_may_judge(
+    files, tmp_path, given, share, expected, others
+):
+    """Beside a share they stand for nothing of the mixture; without one, for the source of their name.
+
+    The recipe knows the names that the run measures.
+    """
+    section = {"validation": own(files, *given), "validation_share": share}
+    recipe, data = recipe_of(files, tmp_path, (3, 1), **section)
     sets = validation_sets(data, recipe)
-    rows = [(each.name, each.beside, each.share) for each in sets]
-    assert rows == [("web", False, Fraction(3, 4)), ("code", False, Fraction(1, 4)), ("letters", True, 0)]
-    note = data.mixture.table(recipe.num_samples)["validation_note"]
-    assert "compare the training loss with eval/mixture_loss" in note
-    named = own(files, "letters:web", "laws:code", "laws:more")
-    other = tmp_path / "named"
-    other.mkdir()
-    recipe, data = recipe_of(files, other, (3, 1), validation=named, validation_share=0)
-    rows = [(each.name, each.beside, each.share) for each in validation_sets(data, recipe)]
-    assert rows == [("web", False, Fraction(3, 4)), ("code", False, Fraction(1, 4)), ("more", False, 0)]
-
-
-def test_what_is_judged_may_have_any_name_that_is_logged(files, tmp_path):
-    """Beside a share, in its place, and of a mixture: the recipe knows the names that the run measures."""
-    cases = [
-        (own(files, "letters"), 0.2, {"web", "code", "letters", "mixture"}),
-        (own(files, "letters"), 0, {"letters"}),
-        (own(files, "letters:web", "laws:code"), 0, {"web", "code", "mixture"}),
-    ]
-    for number, (section, share, names) in enumerate(cases):
-        root = tmp_path / str(number)
-        root.mkdir()
-        recipe, data = recipe_of(files, root, (3, 1), validation=section, validation_share=share)
-        logged = Validation(validation_sets(data, recipe), recipe).names
-        assert set(recipe.data.validation_names) == names
-        assert {name.removesuffix("_loss") for name in logged if name.endswith("_loss")} == names
-        for name in logged:
-            for written in (name, f"eval/{name}"):
-                judged = load_recipe(str(recipe.path), [f"evaluation.metric={written}"])
-                assert judged.evaluation.metric == name == judged.to_dict()["evaluation"]["metric"]
+    assert [(each.name, each.beside, each.share) for each in sets] == expected
+    names = {name for name, _, _ in expected} | others
+    logged = Validation(sets, recipe).names
+    assert set(recipe.data.validation_names) == names
+    assert {name.removesuffix("_loss") for name in logged if name.endswith("_loss")} == names
+    for name in logged:
+        for written in (name, f"eval/{name}"):
+            judged = load_recipe(str(recipe.path), [f"evaluation.metric={written}"])
+            assert judged.evaluation.metric == name == judged.to_dict()["evaluation"]["metric"]
+    if share:
+        note = data.mixture.table(recipe.num_samples)["validation_note"]
+        assert "compare the training loss with eval/mixture_loss" in note

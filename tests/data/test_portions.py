@@ -93,29 +93,27 @@ def test_validation_of_ones_own_is_whole_in_every_portion(sources, tmp_path, sha
 
 
 def test_run_sees_its_own_part_of_what_others_had_prepared(sources, tmp_path):
-    """Promise 1: a run of capped data is the same beside a data set that holds more, whoever had it prepared."""
+    """Promise 1: a run of capped data is the same beside a data set that holds more, and while that is prepared."""
     small, large = capped(sources, 3000, 5000), capped(sources, 9000, None)
-    prepare(tmp_path / "own", small)
-    own = open_prepared(small, tmp_path / "own")
-    assert 8000 <= own.train.num_tokens < 8600 and own.validation.num_documents > 4
-    prepare(tmp_path / "shared", large)
-    shared = open_prepared(small, tmp_path / "shared")
-    assert (seen(shared), shared.fingerprint) == (seen(own), own.fingerprint)
-    assert shared.fingerprint != open_prepared(large, tmp_path / "shared").fingerprint
-    # Nothing is prepared anew for it, and nothing is lost.
-    before = bytes_of(tmp_path / "shared")
-    prepare(tmp_path / "shared", small)
-    assert bytes_of(tmp_path / "shared") == before
-
-
-def test_run_goes_on_while_more_is_prepared(sources, tmp_path):
-    """A run that has opened its data reads on after the folder was prepared further: the same tokens."""
-    small = capped(sources, 3000, 5000)
     prepare(tmp_path / "data", small)
-    before = seen(open_prepared(small, tmp_path / "data"))
+    own = open_prepared(small, tmp_path / "data")
+    before = seen(own)
+    assert 8000 <= own.train.num_tokens < 8600 and own.validation.num_documents > 4
     reading = open_prepared(small, tmp_path / "data")  # maps no shard yet
-    prepare(tmp_path / "data", capped(sources, 9000, None))
-    assert seen(reading) == before
+    # One line: what is there, what the run reads, and the command.
+    said = r"first 3,\d+ training tokens of 'a.jsonl', and this run reads 9,000.*data_prep.py --recipe small"
+    with pytest.raises(UserError, match=said):
+        open_prepared(large, tmp_path / "data")
+    with pytest.raises(UserError, match="reads all of it"):
+        open_prepared(capped(sources, None, 5000), tmp_path / "data")
+    prepare(tmp_path / "data", large)
+    shared = open_prepared(small, tmp_path / "data")
+    assert seen(reading) == seen(shared) == before and shared.fingerprint == own.fingerprint
+    assert shared.fingerprint != open_prepared(large, tmp_path / "data").fingerprint
+    # Nothing is prepared anew for it, and nothing is lost.
+    held = bytes_of(tmp_path / "data")
+    prepare(tmp_path / "data", small)
+    assert bytes_of(tmp_path / "data") == held
 
 
 def test_only_what_is_wanted_is_read(sources, tmp_path):
@@ -128,18 +126,6 @@ def test_only_what_is_wanted_is_read(sources, tmp_path):
     capped_source = {"path": str(sources[0]), "max_documents": 20}
     prepare(tmp_path / "data", recipe_for(capped_source, tokenizer=tokenizer, **CLEANED))
     assert manifest_of(tmp_path / "data")["splits"]["train"]["documents"] == 20
-
-
-def test_run_that_needs_more_is_refused(sources, tmp_path):
-    """One line: what is there, what the run reads, and the command."""
-    prepare(tmp_path / "data", capped(sources, 3000, 5000))
-    with pytest.raises(
-        UserError, match=r"first 3,\d+ training tokens of 'a.jsonl', and this run reads 9,000"
-    ) as caught:
-        open_prepared(capped(sources, 9000, 5000), tmp_path / "data")
-    assert "data_prep.py --recipe small" in str(caught.value)
-    with pytest.raises(UserError, match="reads all of it"):
-        open_prepared(capped(sources, None, 5000), tmp_path / "data")
 
 
 def test_processes_of_this_machine_make_the_same_bytes(sources, tmp_path):

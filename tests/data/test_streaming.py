@@ -25,7 +25,7 @@ from pretraining.data.streaming.cache import CachedShard, CacheFull, ShardCache,
 from pretraining.data.streaming.remote_data import Prefetcher, RemoteData, StreamedSplit, Window
 from pretraining.errors import UserError
 from tests.data.test_data_prep import make_texts, prepare, recipe_for, write_jsonl
-from tests.gear.object_store import CREDENTIALS, Proxy, connect_to, s3_server, shared_memory, upload, use_here
+from tests.gear.object_store import Proxy, connect_to, s3_server, shared_memory, upload, use_here
 from tests.gear.runs import REPOSITORY
 
 LENGTH = 32
@@ -136,22 +136,6 @@ def test_the_samples_are_those_of_the_disk(prepared, connected, cache):
     assert shared_memory() <= before
 
 
-def test_a_cached_shard_is_the_shard_and_is_fetched_once(prepared, connected, cache):
-    """What lies in the cache is byte for byte the store's file; a second reader asks for nothing but the manifest."""
-    with Proxy(connected, lambda number, path: None) as proxy, pytest.MonkeyPatch.context() as patch:
-        use_here(patch, proxy.address)
-        for _ in range(2):
-            assert (
-                stream_of(open_split(prepared.address, cache, 10**9)) == stream_of(prepared.local.train)
-            ).all()
-    originals = {
-        (prepared.root / "corpus" / "train" / shard["file"]).read_bytes() for shard in prepared.shards
-    }
-    assert {path.read_bytes() for path in cache.glob("*/*.arrow")} == originals
-    asked = [request for request in proxy.requests if ".arrow" in request]
-    assert len(asked) == len(set(asked)) == len(prepared.shards)
-
-
 def test_the_bound_is_kept_at_all_times(prepared, connected, cache):
     """Room for three shards, parts included, while all are read by several readers and fetched ahead."""
     bound, seen, done = 3 * prepared.largest, [], threading.Event()
@@ -206,13 +190,8 @@ def test_a_part_that_becomes_a_shard_meanwhile_gives_no_room(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("treatment", "packing"),
-    [
-        ("error", "best_fit"),
-        ("drop", "in_sequence"),
-        ("cut", "best_fit"),
-        ("spoil", "in_sequence"),
-    ],
+    "treatment, packing",
+    [("error", "best_fit"), ("drop", "in_sequence"), ("cut", "best_fit"), ("spoil", "in_sequence")],
 )
 def test_a_store_that_fails_one_request_in_five_loses_nothing(
     prepared, connected, cache, treatment, packing, monkeypatch
@@ -248,8 +227,8 @@ def test_a_shard_damaged_in_the_store_is_named(prepared, connected, cache):
 
 
 def test_processes_share_the_cache(prepared, connected, cache):
-    """Three processes that read everything at once: one fetch a shard, the same bytes, no part left."""
-    with Proxy(connected, lambda number, path: None) as proxy:
+    """Three processes that read all at once, and one after them: one fetch a shard, the store's bytes, no part left."""
+    with Proxy(connected, lambda number, path: None) as proxy, pytest.MonkeyPatch.context() as patch:
         variables = {**os.environ, **connect_to(proxy.address)}
         command = [sys.executable, "-c", READER, prepared.address, str(cache), str(10**9), "0"]
         readers = [
@@ -257,14 +236,16 @@ def test_processes_share_the_cache(prepared, connected, cache):
         ]
         outputs = [reader.communicate(timeout=120)[0] for reader in readers]
         assert [reader.returncode for reader in readers] == [0, 0, 0]
+        use_here(patch, proxy.address)
+        again = stream_of(open_split(prepared.address, cache, 10**9))
+        assert (again == stream_of(prepared.local.train)).all()
     assert len(set(outputs)) == 1 and outputs[0]
-    asked = [
-        request for request in proxy.requests if ".arrow bytes=0-" in request and "bytes=0-4" not in request
-    ]
     whole = [
-        request for request in asked if any(f"bytes=0-{s['size'] - 1}" in request for s in prepared.shards)
+        asked for asked in proxy.requests if any(f"bytes=0-{s['size'] - 1}" in asked for s in prepared.shards)
     ]
     assert len(whole) == len(set(whole)) == len(prepared.shards)
+    originals = {(prepared.root / "corpus/train" / shard["file"]).read_bytes() for shard in prepared.shards}
+    assert {path.read_bytes() for path in cache.glob("*/*.arrow")} == originals
     assert not list(cache.glob("*/*.part"))
 
 
@@ -397,28 +378,19 @@ def refused(address: str, cache: Path, recipe, max_bytes: int = 10**9) -> str:
     return str(caught.value)
 
 
-def test_an_address_without_data_is_refused(prepared, connected, cache):
-    """No bucket, no data set, no such protocol: one line each, and nothing in the cache."""
+def test_an_address_that_cannot_be_read_is_refused(prepared, connected, cache, monkeypatch):
+    """No bucket, no data set, no such protocol, no permission, no answer in the time it is given: one line each."""
     assert "manifest.json: not there" in refused("s3://nobody/data", cache, prepared.recipe)
     assert "s3://bucket/other/corpus" in refused("s3://bucket/other", cache, prepared.recipe)
     assert "s9://" in refused("s9://bucket", cache, prepared.recipe)
-    assert not cache.exists()
-
-
-def test_no_permission_is_told(prepared, connected, cache):
-    """The store's refusal is not repeated."""
-    with Proxy(connected, lambda number, path: "deny") as proxy, pytest.MonkeyPatch.context() as patch:
-        use_here(patch, proxy.address)
+    with Proxy(connected, lambda number, path: "deny") as proxy:
+        use_here(monkeypatch, proxy.address)
         assert "no permission to read it" in refused("s3://bucket/data", cache, prepared.recipe)
-        for name in CREDENTIALS:
-            patch.delenv(name)
-
-
-def test_a_store_that_is_down_is_given_up(prepared, cache, monkeypatch):
-    """After the time it is given, with the reason."""
     use_here(monkeypatch, "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     monkeypatch.setenv("PRETRAINING_DATA_PATIENCE_SECONDS", "0.1")
     assert "does not answer" in refused("s3://bucket/data", cache, prepared.recipe)
+    assert not cache.exists()
 
 
 def test_a_cache_that_cannot_hold_the_run_is_refused(prepared, connected, cache, monkeypatch):

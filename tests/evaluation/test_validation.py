@@ -1,8 +1,6 @@
 """Promise: honest numbers. Validation by source: exact, the same at any number of ranks, and they add up."""
 
-import json
 import math
-import sys
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import zip_longest
@@ -15,13 +13,12 @@ import torch
 
 from pretraining.data.mixture import open_by_source
 from pretraining.data.packed_dataset import PackedDataset
-from pretraining.data.shards import SplitWriter, TokenSplit
+from pretraining.data.shards import TokenSplit
 from pretraining.evaluation.validation import Validation, ValidationSet
 from pretraining.recipe.data import Data
 from pretraining.recipe.sections import Evaluation
 from pretraining.recipe.training import Training
-from pretraining.training.ranks import join_ranks, leave_ranks
-from tests.gear.runs import execute
+from tests.gear.finished_data import entry_of_sources
 
 LENGTH = 8
 VOCAB_SIZE = 64
@@ -41,19 +38,15 @@ class Bigrams(torch.nn.Module):
 
 @pytest.fixture(scope="module")
 def entry(tmp_path_factory) -> dict:
-    """A validation split of three sources of 300, 90 and 40 tokens, and its folder."""
-    folder = tmp_path_factory.mktemp("data") / "validation"
-    random, shards = np.random.default_rng(1), []
-    for source, size in enumerate((300, 90, 40)):
-        writer = SplitWriter(folder / str(source), np.dtype(np.uint16), 100)
-        for _ in range(size // 10):
-            writer.append(random.integers(source * 16, VOCAB_SIZE, 10).astype(np.uint16), 30)
-        for shard in writer.finish()["shards"]:
-            name = f"{source}-{shard['file']}"
-            (writer.folder / shard["file"]).rename(folder / name)
-            shards.append({**shard, "source": source, "file": name})
-    totals = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "bytes")}
-    return {**totals, "dtype": "uint16", "shards": shards, "folder": str(folder)}
+    return three_sources(tmp_path_factory.mktemp("data") / "validation")
+
+
+def three_sources(folder: Path) -> dict:
+    """Write a validation split of three sources of 300, 90 and 40 tokens; name its folder too."""
+    random = np.random.default_rng(1)
+    sizes = enumerate((300, 90, 40))
+    sources = [list(random.integers(source * 16, VOCAB_SIZE, (size // 10, 10))) for source, size in sizes]
+    return {**entry_of_sources(folder, sources, 100), "folder": str(folder)}
 
 
 def by_source(entry: dict) -> dict[str, TokenSplit]:
@@ -129,11 +122,8 @@ def test_a_limit_is_shared_out_by_size(entry):
     """240 of 424 tokens: in proportion, whole blocks, no source left out."""
     validation = Validation(sets_of(by_source(entry)), recipe_of(max_tokens=240))
     assert [len(part.dataset) for part in validation.parts] == [21, 6, 2]
-    assert [len(part.dataset) for part in Validation(sets_of(by_source(entry)), recipe_of(8)).parts] == [
-        1,
-        1,
-        1,
-    ]
+    smallest = Validation(sets_of(by_source(entry)), recipe_of(8))
+    assert [len(part.dataset) for part in smallest.parts] == [1, 1, 1]
     assert len(validation.dataset) == 29
 
 
@@ -141,9 +131,8 @@ def test_a_source_without_a_block_is_left_out(entry):
     """A source whose validation text is shorter than one block cannot be measured; the others are."""
     entry = {**entry, "shards": [s for s in entry["shards"] if s["source"] != 2]}
     tiny = {**entry["shards"][0], "tokens": LENGTH - 1}
-    splits = {
-        **dict(zip(("web", "code"), open_by_source(TokenSplit(entry["folder"], entry)).values(), strict=True))
-    }
+    parts = open_by_source(TokenSplit(entry["folder"], entry)).values()
+    splits = dict(zip(("web", "code"), parts, strict=True))
     splits["tiny"] = TokenSplit(entry["folder"], {**entry, "tokens": LENGTH - 1, "shards": [tiny]})
     measured = Validation(sets_of(splits), recipe_of()).measure(Bigrams())
     assert "tiny_loss" not in measured and "code_loss" in measured
@@ -176,29 +165,3 @@ def test_a_set_beside_the_others_is_no_part_of_the_loss(entry):
         assert {name: measured[name] for name in alone.names} == alone.measure(model)
         assert measured.keys() - set(alone.names) == {"books_loss", "books_perplexity", "books_bits_per_byte"}
         assert both.unigram_bits_per_byte() == alone.unigram_bits_per_byte()
-
-
-def measure_on_rank(folder: str) -> None:
-    """One of two processes: the metrics, and how many forward passes it took part in."""
-    rank, _ = join_ranks()
-    entry = json.loads(Path(folder, "entry.json").read_text())
-    model, passes = Bigrams(), []
-    model.register_forward_hook(lambda *_: passes.append(1))
-    measured = Validation(sets_of(by_source(entry)), recipe_of(batch_size=3)).measure(model)
-    Path(folder, f"{rank}.json").write_text(json.dumps({**measured, "passes": len(passes)}))
-    leave_ranks()
-
-
-def test_two_ranks_measure_the_same(entry, tmp_path):
-    """Batches that two ranks cannot share evenly: the same numbers, and as many forward passes on each rank."""
-    (tmp_path / "entry.json").write_text(json.dumps(entry))
-    finished = execute(["forked", "2", "-m", "tests.evaluation.test_validation", tmp_path])
-    assert finished.code == 0, finished.output
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    alone = Validation(sets_of(by_source(entry)), recipe_of()).measure(Bigrams())
-    assert first == second and first.pop("passes") > 0
-    assert first == pytest.approx(alone, rel=1e-6)
-
-
-if __name__ == "__main__":
-    measure_on_rank(sys.argv[1])

@@ -42,6 +42,21 @@ def cut_into_shards(folder: Path, shard_tokens: int) -> None:
     change_manifest(folder, lambda manifest: manifest["splits"].update(train=entry))
 
 
+def entry_of_sources(folder: Path, sources: list[list[np.ndarray]], shard_tokens: int) -> dict:
+    """Write the documents of several sources into shards of their own; return the split's part of a manifest."""
+    shards = []
+    for number, documents in enumerate(sources):
+        writer = SplitWriter(folder / str(number), np.dtype(np.uint16), shard_tokens)
+        for document in documents:
+            writer.append(document.astype(np.uint16), 3 * len(document))
+        for shard in writer.finish()["shards"]:
+            name = f"{number}-{shard['file']}"
+            (writer.folder / shard["file"]).rename(folder / name)
+            shards.append({**shard, "source": number, "file": name})
+    totals = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "bytes")}
+    return {**totals, "dtype": "uint16", "shards": shards}
+
+
 def change_manifest(folder: Path, change) -> None:
     """Change a manifest, with the fingerprint that goes with its checksums."""
     manifest = read_manifest(folder)

@@ -171,7 +171,7 @@ deepspeed test_stability.py
 deepspeed test_launchers.py
     torch.distributed.distributed_c10d.default_pg_timeout
     torch.distributed.distributed_c10d.default_pg_nccl_timeout
-deepspeed test_shared_memory.py
+deepspeed test_ranks_apart.py
     deepspeed.ops.__getattr__.__compatible_ops__
 split_weights test_vocabulary_parallel.py
     deepspeed.module_inject.layers.LinearLayer(module, mp_group, skip_partition, gather_output, kwargs)

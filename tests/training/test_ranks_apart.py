@@ -4,6 +4,7 @@
 """
 
 import json
+import os
 import shutil
 import socket
 import sys
@@ -15,12 +16,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed import comm
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pretraining.checkpoints import background
 from pretraining.errors import UserError, one_line_errors
 from pretraining.evaluation.scores import HellaSwag, Item, Passes
-from pretraining.evaluation.validation import check_alike
+from pretraining.evaluation.validation import Validation, check_alike
 from pretraining.model.parallel import split_experts
 from pretraining.recipe import load_recipe
 from pretraining.recipe.sections import Monitors
@@ -29,9 +31,11 @@ from pretraining.training import arguments as run_arguments
 from pretraining.training.ranks import joined_ranks
 from pretraining.training.stability import StabilityMonitor
 from pretraining.training.stopping import TIME_LIMIT, StopRequests
+from tests.evaluation.test_validation import Bigrams, by_source, recipe_of, sets_of, three_sources
 from tests.gear.runs import EXPERTS, execute
 
 STEPS = 50
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def prefetched(folder: Path) -> int:
@@ -115,7 +119,30 @@ def measured(folder: Path) -> str:
     return ""
 
 
-CASES = [prefetched, alerted, saved, stopped, measured, *([continued] if find_spec("lm_eval") else [])]
+def validated(folder: Path) -> dict[str, float]:
+    """The metrics of batches that two ranks cannot share evenly, and in how many forward passes each took part."""
+    entry, model, passes = three_sources(folder / str(dist.get_rank())), Bigrams(), []
+    model.register_forward_hook(lambda *_: passes.append(1))
+    found = Validation(sets_of(by_source(entry)), recipe_of(batch_size=3)).measure(model)
+    return {**found, "passes": len(passes)}
+
+
+def reduced(folder: Path) -> list[float]:
+    """A sum over the ranks, and how many buffers of DeepSpeed's are in shared memory.
+
+    One would take 66 MiB until the machine starts anew.
+    """
+    rank = dist.get_rank()
+    named = list(SHARED_MEMORY.glob(f"deepspeed_allreduce_buffer_*_{os.environ['MASTER_PORT']}_{rank}"))
+    comm.barrier()
+    value = torch.full((1000,), rank + 1.0)
+    comm.all_reduce(value)
+    comm.inference_all_reduce(value)
+    return [value[0].item(), len(named)]
+
+
+CASES = [prefetched, alerted, saved, stopped, measured, validated, reduced]
+CASES += [continued] if find_spec("lm_eval") else []
 
 
 def main(path: str) -> None:
@@ -139,7 +166,8 @@ def main(path: str) -> None:
 def apart(tmp_path_factory):
     """What two ranks found, case by case, and how they ended."""
     path = tmp_path_factory.mktemp("apart") / "found.json"
-    finished = execute(["forked", "2", "-m", "tests.training.test_ranks_apart", path], timeout=300)
+    words = ["forked", "2", "-m", "tests.training.test_ranks_apart", path]
+    finished = execute(words, timeout=300, TORCH_EXTENSIONS_DIR=str(path.parent / "extensions"))
     assert path.exists(), finished.output
     return json.loads(path.read_text()), finished
 
@@ -163,6 +191,22 @@ def test_both_ranks_find_the_same(apart, case, expected):
     if case == "continued":
         pytest.importorskip("lm_eval", reason="lm-eval is not installed (requirements-eval.txt)")
     assert apart[0][case] == [expected, expected]
+
+
+def test_two_ranks_measure_what_one_does(apart, tmp_path):
+    """Batches that they cannot share evenly: the same numbers by source, and as many forward passes on each rank."""
+    first, second = apart[0]["validated"]
+    assert first == second and first["passes"] > 0
+    alone = Validation(sets_of(by_source(three_sources(tmp_path))), recipe_of()).measure(Bigrams())
+    assert {name: first[name] for name in alone} == pytest.approx(alone, rel=1e-6)
+
+
+def test_no_rank_has_a_buffer_in_shared_memory(apart, tmp_path_factory):
+    """Nothing is compiled for it and nothing is said of it."""
+    found, finished = apart
+    assert found["reduced"] == [[6.0, 0], [6.0, 0]]
+    assert not any(tmp_path_factory.getbasetemp().glob("apart*/extensions/*"))
+    assert "built" not in finished.stdout and "compil" not in finished.stdout
 
 
 def test_what_one_node_lacks_is_one_line_and_exit_code_2(apart):

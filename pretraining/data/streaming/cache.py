@@ -52,7 +52,6 @@ class CachedShard(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Relative path without its suffix."""
         return f"{self.data_fingerprint}/{self.checksum.rpartition(':')[2]}"
 
 

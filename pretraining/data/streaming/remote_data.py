@@ -259,7 +259,6 @@ class StreamedSplit(TokenSplit):
         return self._direct(number, 0, count)
 
     def _is_near(self, number: int) -> bool:
-        """Return whether the shard is mapped or in the cache."""
         cached = self.remote.cached(self._entry["shards"][number])
         return number in self._open or self.remote.cache.holds(cached)
 

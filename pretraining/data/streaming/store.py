@@ -159,7 +159,6 @@ class Store:
         return self.patience.ask(part, self.where(path))
 
     def chunks(self, path: str, size: int) -> Iterator[bytes]:
-        """Read a file of `size` bytes in order, in requests of CHUNK_BYTES."""
         for start in range(0, size, CHUNK_BYTES):
             yield self.read_range(path, start, min(start + CHUNK_BYTES, size))
 

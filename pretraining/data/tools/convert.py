@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pretraining.data.block_guard import tokens_of_file
 from pretraining.data.checksums import content_fingerprint
 from pretraining.data.corpus import draw_of
 from pretraining.data.manifest import FORMAT, MANIFEST_NAME, entropy_bits, num_shard_bytes
@@ -289,30 +290,22 @@ def _batches_of(documents: Iterable[np.ndarray]) -> Iterator[list[np.ndarray]]:
 class TokenBytes:
     """Counts the UTF-8 bytes of the text that documents of token ids decode to.
 
-    Byte-level BPE spells each byte as one character, so every id stands for a fixed number of bytes, and a table gives
-    the sum. The first documents are decoded too. If the two differ, or for other kinds of tokenizers, every document
-    is decoded.
+    Of byte-level BPE every id stands for a fixed number of bytes, and a table gives the sum. The first documents are
+    decoded too. If the two differ, or for other kinds of tokenizers, every document is decoded.
     """
 
     def __init__(self, tokenizer_folder: Path, vocab_size: int):
-        from tokenizers import Tokenizer, decoders, pre_tokenizers
+        from tokenizers import Tokenizer, decoders
 
-        self._decoder = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
+        path = tokenizer_folder / "tokenizer.json"
+        self._decoder = Tokenizer.from_file(str(path))
         self._table: np.ndarray | None = None
         """Bytes of each id: int64 [vocab_size]; None for a tokenizer that is not byte-level."""
         self._left_to_check = CHECKED_DOCUMENTS
         if isinstance(self._decoder.decoder, decoders.ByteLevel):
-            alphabet = set(pre_tokenizers.ByteLevel.alphabet())
-            self._table = np.zeros(vocab_size, np.int64)
-            for token, number in self._decoder.get_vocab(with_added_tokens=True).items():
-                # Added tokens are spelled as plain text, not a character for each byte.
-                spelled = all(character in alphabet for character in token)
-                self._table[number] = len(token) if spelled else len(token.encode())
-
-    @property
-    def by_table(self) -> bool:
-        """Whether nothing has to be decoded."""
-        return self._table is not None
+            spelled = [len(text) for text in tokens_of_file(path)]
+            self._table = np.zeros(max(vocab_size, len(spelled)), np.int64)
+            self._table[: len(spelled)] = spelled
 
     def count(self, tokens: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """Count the bytes of each document, which is tokens[start:end] without its EOS: int64 [documents]."""

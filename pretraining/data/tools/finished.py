@@ -110,7 +110,6 @@ class SplitDocuments:
         self._opened: tuple[int, Shard] | None = None
 
     def shards(self) -> Iterator[tuple[dict, Shard]]:
-        """Map every shard in order, with its manifest entry."""
         for number, entry in enumerate(self.entries):
             yield entry, self.shard(number)
 

@@ -179,7 +179,7 @@ def _beside(path: Path, suffix: str) -> Path:
 
 
 class DatatroveFile:
-    """One .ds with its index, mapped; UserError if they are not whole."""
+    """One .ds with its index, mapped; UserError unless it holds 2 or 4 bytes for each token that the index counts."""
 
     def __init__(self, path: Path):
         self.path, self.index = path, _beside(path, "index")
@@ -195,14 +195,6 @@ class DatatroveFile:
             # An empty file cannot be mapped.
             np.memmap(self.index, "<i8", mode="r") if self.index.stat().st_size else np.zeros(0, "<i8")
         )
-        self._check()
-
-    @property
-    def size(self) -> int:
-        return self.path.stat().st_size
-
-    def _check(self) -> None:
-        """Check that the file holds 2 or 4 bytes for each token that the index counts."""
         count = int(self.ends[-1]) if len(self.ends) else 0
         if (self.ends[1:] < self.ends[:-1]).any() or (self.ends[:1] < 0).any():
             raise UserError(f"{self.index}: damaged: its document ends do not ascend; copy it again")
@@ -213,6 +205,10 @@ class DatatroveFile:
             )
         # From the size, because the metadata file may be missing.
         self.dtype = np.dtype(DATATROVE_TYPES[self.size // count if count else 2])
+
+    @property
+    def size(self) -> int:
+        return self.path.stat().st_size
 
     def documents(self) -> Iterator[np.ndarray]:
         if not self.size:
@@ -243,10 +239,10 @@ def named_splits(names: Sequence[str]) -> list[str | None]:
     return [None] * len(names)
 
 
-def documents_between(chunks: Iterable[np.ndarray], eos: int) -> Iterator[np.ndarray]:
+def documents_between(chunks: Iterable[np.ndarray], eos: int, path: Path) -> Iterator[np.ndarray]:
     """Cut a stream [tokens] behind every `eos`; a document without tokens of its own is empty.
 
-    The last document may have no `eos`.
+    The last document may have no `eos`. UserError, which names `path`, for a whole stream without one.
     """
     rest: list[np.ndarray] = []
     first = True
@@ -261,6 +257,11 @@ def documents_between(chunks: Iterable[np.ndarray], eos: int) -> Iterator[np.nda
             first = False
         if start < len(chunk):
             rest.append(chunk[start:])
+    if rest and first:
+        raise UserError(
+            f"{path}: the end-of-text token {eos} does not occur; give the --tokenizer and the --dtype that it was "
+            "made with"
+        )
     if rest:
         yield np.concatenate(rest)
 
@@ -301,18 +302,7 @@ class BinFile:
         content = mapped(self.path)
         tokens = np.frombuffer(content, self.dtype, offset=self.start)
         chunks = (tokens[start : start + CHUNK_TOKENS] for start in range(0, len(tokens), CHUNK_TOKENS))
-        yield from _with_ends(documents_between(chunks, self.eos), self.eos, self.path)
-
-
-def _with_ends(documents: Iterator[np.ndarray], eos: int, path: Path) -> Iterator[np.ndarray]:
-    """Pass documents on; UserError for a whole stream without one end."""
-    for number, document in enumerate(documents):
-        if number == 0 and len(document) and document[-1] != eos:
-            raise UserError(
-                f"{path}: the end-of-text token {eos} does not occur; give the --tokenizer and the --dtype that it was "
-                "made with"
-            )
-        yield document
+        yield from documents_between(chunks, self.eos, self.path)
 
 
 TOKEN_COLUMNS = ("tokens", "input_ids")
@@ -385,7 +375,6 @@ class MdsFolder:
 
     @property
     def size(self) -> int:
-        """Size of its shards in bytes, unpacked."""
         return sum(shard["raw_data"]["bytes"] for shard in self.shards)
 
     def documents(self) -> Iterator[np.ndarray]:
@@ -396,7 +385,7 @@ class MdsFolder:
         lengths = {len(sample) for sample in self._samples(self.shards[0])}
         samples = (sample for shard in self.shards for sample in self._samples(shard))
         if len(lengths) == 1 and sum(shard["samples"] for shard in self.shards) > 1:
-            yield from _with_ends(documents_between(samples, self.eos), self.eos, self.index)
+            yield from documents_between(samples, self.eos, self.index)
         else:
             yield from samples
 

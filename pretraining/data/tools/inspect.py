@@ -302,7 +302,6 @@ def _frequencies(
 
 
 def stats_text(measured: dict) -> str:
-    """Format the measurements for a reader."""
     lines = [
         f"{measured['name']} in {measured['folder']}: {measured['disk_bytes']:,} bytes of shards, "
         f"{measured['disk_bytes_per_token']:.3f} bytes on disk per token, {measured['vocab_size']:,} ids"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pretraining.data.manifest import MANIFEST_NAME, source_entries
 from pretraining.data.tools.finished import damaged, open_finished, source_names, verify_data
-from pretraining.errors import UserError, require
+from pretraining.errors import UserError
 from pretraining.outside.addresses import refuse_credentials
 
 CARD_NAME = "README.md"
@@ -34,13 +34,8 @@ def plan_push(folder: Path, repo_id: str) -> dict:
         files[path] = (folder / path).stat().st_size
     files[CARD_NAME] = len(card.encode())
     files[MANIFEST_NAME] = (folder / MANIFEST_NAME).stat().st_size
-    return {
-        "folder": str(folder),
-        "repo_id": repo_id,
-        "files": files,
-        "size": sum(files.values()),
-        "card": card,
-    }
+    size = sum(files.values())
+    return {"folder": str(folder), "repo_id": repo_id, "files": files, "size": size, "card": card}
 
 
 def push_data(folder: Path, repo_id: str, private: bool = False, show_progress: bool = False) -> dict:
@@ -49,8 +44,9 @@ def push_data(folder: Path, repo_id: str, private: bool = False, show_progress: 
     The shards and the tokenizer go first. The last commit adds the card and the manifest, and removes the shards of an
     earlier push. After an interrupt the same command goes on where it stopped.
     """
-    hub = require("huggingface_hub", "push")
-    errors = require("huggingface_hub.errors", "push")
+    import huggingface_hub as hub
+    from huggingface_hub import errors
+
     plan = plan_push(folder, repo_id)
     # Before anything is sent: a damaged shard must not replace a good one on the hub.
     verify_data(folder, show_progress)
@@ -80,10 +76,11 @@ def push_data(folder: Path, repo_id: str, private: bool = False, show_progress: 
 
 def check_repo_id(repo_id: str) -> None:
     """Raise UserError for a text that names no repository of the hub."""
-    hub = require("huggingface_hub.utils", "push")
+    from huggingface_hub import utils
+
     try:
-        hub.validate_repo_id(repo_id)
-    except hub.HFValidationError as error:
+        utils.validate_repo_id(repo_id)
+    except utils.HFValidationError as error:
         reason = str(error).partition(". ")[0]
         raise UserError(f"push: {repo_id!r} is not a repository name ({reason}); give OWNER/NAME") from error
 
