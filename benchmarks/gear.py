@@ -130,14 +130,6 @@ def run_command(*words, code: int | None = 0, watched: bool = False, **variables
 
     code: which it has to end with, or this process ends with its last words; None: any.
     """
-    environment, peak, ended = {**os.environ, **variables}, 0, threading.Event()
-
-    def watch(pid: int) -> None:
-        nonlocal peak
-        while not ended.is_set():
-            peak = max(peak, sum(map(proportional_bytes, descendants(pid))))
-            time.sleep(POLL_SECONDS)
-
     with tempfile.TemporaryFile("w+") as errors:
         before, began = os.times(), time.perf_counter()
         process = subprocess.Popen(
@@ -145,23 +137,37 @@ def run_command(*words, code: int | None = 0, watched: bool = False, **variables
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            env=environment,
+            env={**os.environ, **variables},
             cwd=REPOSITORY,
         )
-        if watched:
-            watcher = threading.Thread(target=watch, args=(process.pid,))
-            watcher.start()
-        output = process.communicate()[0]
-        seconds, after = time.perf_counter() - began, os.times()
-        if watched:
-            ended.set()
-            watcher.join()
+        held = (lambda: sum(map(proportional_bytes, descendants(process.pid)))) if watched else None
+        with sampled_peak(held, POLL_SECONDS) as peak:
+            output = process.communicate()[0]
+            seconds, after = time.perf_counter() - began, os.times()
         errors.seek(0)
         said = errors.read()
     if code not in (None, process.returncode):
         sys.exit(f"{' '.join(map(str, words))}: ended with {process.returncode}: {said[-3000:]}")
     used = after.children_user - before.children_user + after.children_system - before.children_system
-    return Ended(process.returncode, output, said, seconds, used, peak)
+    return Ended(process.returncode, output, said, seconds, used, peak[0])
+
+
+@contextmanager
+def sampled_peak(held: Callable[[], int] | None, every_seconds: float) -> Iterator[list[int]]:
+    """Yield a list whose one number becomes the most that `held` has returned while it is open; None: 0."""
+    peak, ended = [held() if held else 0], threading.Event()
+
+    def sample() -> None:
+        while not ended.wait(every_seconds):
+            peak[0] = max(peak[0], held())
+
+    sampler = threading.Thread(target=sample)
+    if held:
+        sampler.start()
+    yield peak
+    ended.set()
+    if held:
+        sampler.join()
 
 
 def last_json(output: str) -> dict:

@@ -13,7 +13,6 @@ transformers alone: their model, AdamW, schedule and clipping, on the same sampl
 
 import argparse
 import json
-import threading
 import time
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from gear import (
     proportional_bytes,
     record,
     run_command,
+    sampled_peak,
     small_runs,
 )
 
@@ -81,26 +81,6 @@ def trial_ids():
     return (torch.arange(256).view(2, 128) * 97) % 16384
 
 
-class Peak:
-    """The largest memory of this process while it is open."""
-
-    def __enter__(self) -> "Peak":
-        self.largest, self._open = proportional_bytes(), True
-
-        def sample() -> None:
-            while self._open:
-                self.largest = max(self.largest, proportional_bytes())
-                time.sleep(0.003)
-
-        self._thread = threading.Thread(target=sample)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._open = False
-        self._thread.join()
-
-
 def build_on_rank(options: argparse.Namespace) -> None:
     """Do one rank's part: build, measure, compute the logits; rank 0 prints both ranks' answer."""
     from types import SimpleNamespace
@@ -128,7 +108,7 @@ def build_on_rank(options: argparse.Namespace) -> None:
     build_model({**section, "vocab_size": 64, "num_hidden_layers": 1, "intermediate_size": 8}, ids, arguments)
     dist.barrier()
     before, began = proportional_bytes(), time.monotonic()
-    with Peak() as peak:
+    with sampled_peak(proportional_bytes, 0.003) as peak:
         given = GivenWeights("source", open_weights(folder / "source"), meta)
         given.digest()
         model = build_model(section, ids, arguments, given=given).eval()
@@ -150,7 +130,7 @@ def build_on_rank(options: argparse.Namespace) -> None:
     plain.load_state_dict(whole, strict=True)
     with torch.no_grad():
         difference = (plain(trial_ids()).logits - torch.load(folder / "logits.pt")).abs().max().item()
-    answer = {"difference": difference, "peak": peak.largest - before, "seconds": seconds}
+    answer = {"difference": difference, "peak": peak[0] - before, "seconds": seconds}
     answers = [answer, answer]
     dist.all_gather_object(answers, answer)
     if dist.get_rank() == 0:
