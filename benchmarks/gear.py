@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -378,41 +379,23 @@ def short_recipe(name: str, values: dict, way: str | None, tokens_per_step: int,
 def short_trainer(recipe, config: dict | None, folder: Path, accumulation: int, steps: int, callback):
     """Return a Trainer ready to run `steps` steps on one block of zeros; joins the process group.
 
-    The recipe's own arguments, Trainer and ds_config; the weights are transformers' own draw.
+    The recipe's own arguments, model, Trainer and ds_config; nothing is compiled.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     from pretraining.ds_config import degrees_of
-    from pretraining.model.attention import SDPA_CAUSAL, split_attention
-    from pretraining.model.expert_parallel import split_experts
+    from pretraining.model.build import build_model
     from pretraining.model.loss import build_loss
-    from pretraining.model.vocabulary_parallel import split_vocabulary
     from pretraining.runtime.rank_groups import rank_groups
     from pretraining.training.arguments import build_arguments
     from pretraining.training.ranks import join_ranks
     from pretraining.training.trainer import PretrainingTrainer
-    from pretraining.upstream.deepspeed import share_of
-    from pretraining.upstream.wide_weights import keep_in_fp32
 
     join_ranks()
     arguments = build_arguments(recipe, config, folder, accumulation)
-    dtype = torch.bfloat16 if config and arguments.bf16 else torch.float32
     groups = rank_groups(degrees_of(config))
-    shape = {"use_cache": False, **recipe.model}
-    if groups.degrees.sequence > 1:
-        shape["attn_implementation"] = split_attention(SDPA_CAUSAL, groups)
-    built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), dtype=dtype)
-    if recipe.weights.keep_in_fp32:
-        keep_in_fp32(built, recipe.weights.keep_in_fp32, dtype)
-    if groups.degrees.tensor > 1:
-        split_vocabulary(built, groups.degrees.tensor)
-    if groups.degrees.expert > 1:
-        split_experts(built, groups.degrees.expert)
-        # their memory is not filled; with stage 3 a rank has its shard
-        for parameter in filter(share_of, built.parameters()):
-            getattr(parameter, "ds_tensor", parameter).data.normal_(std=0.02)
-    built.loss_type = None
+    tokenizer = SimpleNamespace(bos_token_id=0, eos_token_id=0)
+    built = build_model(recipe.model, tokenizer, arguments, weights=recipe.weights, groups=groups)
     block = torch.zeros(recipe.sequence_length, dtype=torch.long)
     return PretrainingTrainer(
         recipe,
