@@ -201,14 +201,18 @@ def leave_at_once() -> None:
     os._exit(0)
 
 
-def descendants(pid: int) -> list[int]:
-    """Return the process and all below it."""
+def children(pid: int) -> list[int]:
+    """Return the processes that a process has started."""
     try:
-        threads = list(Path(f"/proc/{pid}/task").iterdir())
-        children = [child for thread in threads for child in (thread / "children").read_text().split()]
+        lists = [(thread / "children").read_text() for thread in Path(f"/proc/{pid}/task").iterdir()]
     except OSError:
         return []
-    return [pid, *(below for child in children for below in descendants(int(child)))]
+    return [int(child) for each in lists for child in each.split()]
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the process and all below it."""
+    return [pid, *(below for child in children(pid) for below in descendants(child))]
 
 
 def proportional_bytes(pid: int | str = "self") -> int:
