@@ -68,9 +68,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--files", type=int, default=4)
     parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument(
-        "--data_dir", type=Path, default=REPOSITORY / "data", help="where tiny's data are prepared"
-    )
+    parser.add_argument("--data_dir", type=Path, default=REPOSITORY / "data", help="of tiny's data")
     parser.add_argument("--folder", type=Path, help="where temporary files go")
     options = parser.parse_args()
 

@@ -45,9 +45,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to save (a disk of its own, say)")
     parser.add_argument("--rest", action="store_true", help="save: sleep where the model would train")
     parser.add_argument("--to", choices=("folder", "s3"), default="folder", help="upload: the store")
-    parser.add_argument(
-        "--threads", type=int, help="of training: fewer than there are cores, as on a node whose GPUs compute"
-    )
+    parser.add_argument("--threads", type=int, help="of training: fewer than cores, as beside GPUs")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="checkpoint_cost_", dir=options.folder) as folder:
         training = Training(options)

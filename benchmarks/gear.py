@@ -51,9 +51,7 @@ def parser_of(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--keep", action="store_true", help="append the line to benchmarks/results/<device>.jsonl"
-    )
+    parser.add_argument("--keep", action="store_true", help="append to benchmarks/results/<device>.jsonl")
     return parser
 
 

@@ -105,7 +105,7 @@ PAGES = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md"), *REPOSITORY.gl
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_pages_name_files_that_there_are(page):
-    """Every path between backquotes and every relative link leads somewhere, to a heading too; no placeholder is left."""
+    """Every path between backquotes and every link leads somewhere, to a heading too; no placeholder is left."""
     text = page.read_text(encoding="utf-8")
     links = [link.partition("#") for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
     words = [word for code in re.findall(r"`([^`\n]+)`", text) for word in code.split()]
