@@ -43,6 +43,8 @@ COMPARED += ("training.eval_steps=10", "training.save_steps=1", "checkpoints.kee
 SPECIAL = "<|endoftext|>"
 SUFFIXES = (".py", ".md", ".txt", ".rst")
 TEXT_FOLDERS = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "/usr/share/doc")
+TOKENIZER = SimpleNamespace(bos_token_id=0, eos_token_id=0)
+"""As much of one as a model's configuration asks for."""
 POLL_SECONDS = 0.05
 
 
@@ -396,8 +398,7 @@ def short_trainer(recipe, config: dict | None, folder: Path, accumulation: int, 
     join_ranks()
     arguments = build_arguments(recipe, config, folder, accumulation)
     groups = rank_groups(degrees_of(config))
-    tokenizer = SimpleNamespace(bos_token_id=0, eos_token_id=0)
-    built = build_model(recipe.model, tokenizer, arguments, weights=recipe.weights, groups=groups)
+    built = build_model(recipe.model, TOKENIZER, arguments, weights=recipe.weights, groups=groups)
     block = torch.zeros(recipe.sequence_length, dtype=torch.long)
     return PretrainingTrainer(
         recipe,

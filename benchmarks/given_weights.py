@@ -18,6 +18,7 @@ from pathlib import Path
 
 from gear import (
     STAGES,
+    TOKENIZER,
     as_ranks,
     is_rank,
     largest_difference,
@@ -83,8 +84,6 @@ def trial_ids():
 
 def build_on_rank(options: argparse.Namespace) -> None:
     """Do one rank's part: build, measure, compute the logits; rank 0 prints both ranks' answer."""
-    from types import SimpleNamespace
-
     import deepspeed
     import torch
     import torch.distributed as dist
@@ -103,15 +102,15 @@ def build_on_rank(options: argparse.Namespace) -> None:
     recipe = load_recipe("tiny", ["speed.compile=none"])
     meta, _ = build_on_meta(section)
     arguments = build_arguments(recipe, load_ds_config(stage), folder, 1)
-    ids = SimpleNamespace(bos_token_id=0, eos_token_id=0)
     # What a first build keeps for ever (libraries, buffers of communication) is no copy of the weights.
-    build_model({**section, "vocab_size": 64, "num_hidden_layers": 1, "intermediate_size": 8}, ids, arguments)
+    small = {"vocab_size": 64, "num_hidden_layers": 1, "intermediate_size": 8}
+    build_model({**section, **small}, TOKENIZER, arguments)
     dist.barrier()
     before, began = proportional_bytes(), time.monotonic()
     with sampled_peak(proportional_bytes, 0.003) as peak:
         given = GivenWeights("source", open_weights(folder / "source"), meta)
         given.digest()
-        model = build_model(section, ids, arguments, given=given).eval()
+        model = build_model(section, TOKENIZER, arguments, given=given).eval()
         seconds = time.monotonic() - began
         for parameter in model.parameters():
             parameter.detach().sum()  # pages of a file take memory once they are read
