@@ -27,11 +27,10 @@ from time import perf_counter
 import numpy as np
 from gear import parser_of, record
 
-from pretraining.data.document_masking import masked_block
+from pretraining.data.documents import masked_block
 from pretraining.data.order import GroupedOrder, blocks_starting
 from pretraining.data.packed_dataset import PackedDataset
-from pretraining.data.shard_writer import SplitWriter
-from pretraining.data.shards import TokenSplit
+from pretraining.data.shards import SplitWriter, TokenSplit
 
 LENGTH = 2048
 TOKENS_PER_DOCUMENT = 1000
@@ -185,8 +184,8 @@ def compare(split: TokenSplit, entry: dict, order: GroupedOrder, cache: Path, op
 
 def streamed(entry: dict, order: GroupedOrder, cache: Path, max_bytes: int):
     """The same samples, from the store."""
+    from pretraining.data.packed_dataset import prefetched
     from pretraining.data.streaming.cache import ShardCache
-    from pretraining.data.streaming.prefetch import prefetched
     from pretraining.data.streaming.remote_data import RemoteData, StreamedSplit
 
     remote = RemoteData("s3://bucket/bench", ShardCache(cache, max_bytes))

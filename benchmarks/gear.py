@@ -390,7 +390,7 @@ def short_trainer(recipe, config: dict | None, folder: Path, accumulation: int, 
     from pretraining.ds_config import degrees_of
     from pretraining.model.build import build_model
     from pretraining.model.loss import build_loss
-    from pretraining.runtime.rank_groups import rank_groups
+    from pretraining.runtime.process_group import rank_groups
     from pretraining.training.arguments import build_arguments
     from pretraining.training.ranks import join_ranks
     from pretraining.training.trainer import PretrainingTrainer

@@ -35,7 +35,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pretraining.planning.roofline import ATTENTION_BACKWARD, CAUSAL
+from pretraining.planning.throughput import ATTENTION_BACKWARD, CAUSAL
 
 COMPILED = {"eager": "none", "compiled": "blocks"}
 """What `speed.compile` says, by what the plan calls it."""
@@ -288,8 +288,7 @@ def counted_model(section: dict, compiles: str) -> Iterator[tuple]:
 
     from pretraining.model import cross_entropy
     from pretraining.model.attention import SDPA_CAUSAL
-    from pretraining.model.build import build_config
-    from pretraining.model.compiling import compile_model
+    from pretraining.model.build import build_config, compile_model
     from pretraining.recipe.sections import Speed
 
     AttentionInterface.register(SDPA_CAUSAL, sdpa_attention_forward)

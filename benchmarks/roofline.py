@@ -39,9 +39,8 @@ def ceiling_of(options: argparse.Namespace) -> dict:
     from kernels import COMPILED, count_engine, count_waits
 
     from pretraining.planning.gpus import find_gpu
-    from pretraining.planning.roofline import ceiling, layer_mode, sustained_rates
     from pretraining.planning.sizes import flops_per_token, model_size
-    from pretraining.planning.throughput import precision_of_products
+    from pretraining.planning.throughput import ceiling, layer_mode, precision_of_products, sustained_rates
     from pretraining.recipe import accumulation_steps
     from pretraining.recipe.refusals import load_recipe_and_ds_config
 

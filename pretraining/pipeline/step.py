@@ -1,4 +1,4 @@
-"""What the steps of a pipeline share: its settings, the record of what was done, and how a step compares the two."""
+"""What the steps of a pipeline (steps.py) share: its settings, the record of what was done, and how both compare."""
 
 import json
 from abc import ABC, abstractmethod
@@ -12,8 +12,8 @@ from pretraining.checkpoints.format import file_entry
 from pretraining.data.checksums import digest_of
 from pretraining.outside.files import read_json_value
 from pretraining.recipe import Recipe
-from pretraining.runtime.child import call
 from pretraining.runtime.durable_files import write_json
+from pretraining.runtime.processes import call
 from pretraining.runtime.run_folder import RunFolder, utc_now
 from pretraining.schema import differences, listed
 
@@ -142,16 +142,11 @@ class Step(ABC):
         self.pipeline = pipeline
 
     def look(self) -> Decision:
+        """Decide whether it runs: if its inputs have changed, or --from asks for it."""
         found = self.examine()
         if not found.runs and found.state == UP_TO_DATE and self.name in self.pipeline.forced:
             return Decision(True, "--from asks for it")
         return found
-
-    def do(self) -> dict:
-        facts = self.run()
-        # after the step: training changes what its own inputs are compared with
-        self.pipeline.record.add(self.name, {"inputs": self.kept_inputs(), "facts": facts})
-        return facts
 
     @abstractmethod
     def examine(self) -> Decision:

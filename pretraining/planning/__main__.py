@@ -12,7 +12,7 @@ from pretraining.planning.memory.tensors import ParametersVerb
 from pretraining.planning.parallelism import ParallelismVerb
 from pretraining.planning.scaling_laws import ChinchillaVerb
 from pretraining.planning.search import FitVerb
-from pretraining.planning.workload import FlopsVerb
+from pretraining.planning.sizes import FlopsVerb
 
 EPILOG = """examples:
   python -m pretraining.planning flops --recipe 30b

@@ -12,11 +12,9 @@ from pretraining.planning.costs import forecast
 from pretraining.planning.gpus import Gpu
 from pretraining.planning.memory.need import memory_need
 from pretraining.planning.quantities import duration, num_bytes, three_digits
-from pretraining.planning.roofline import model_flops_utilization
 from pretraining.planning.run_plan import build_run_plan
-from pretraining.planning.sizes import flops_per_token, size_of_recipe
-from pretraining.planning.throughput import precision_of_products
-from pretraining.planning.workload import workload_of_recipe
+from pretraining.planning.sizes import flops_per_token, size_of_recipe, workload_of_recipe
+from pretraining.planning.throughput import model_flops_utilization, precision_of_products
 from pretraining.recipe import Recipe
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.metric_names import grouped_names

@@ -1,79 +1,33 @@
 """The constants of planning: the JSON files of tables/, which a user may edit, each entry with its source."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from reprlib import repr as shown
 from typing import Any
 
-from pretraining.errors import UserError, nearest
-from pretraining.schema import display_path, read_json
+from pretraining.errors import UserError
+from pretraining.schema import check, display_path, problem, read_json
 
 TABLES = Path(__file__).parent / "tables"
-NOTES = ("about", "source", "looked_up", "note")
+NOTES = "about|source|looked_up|note"
 """Keys that any object of a table may have, for its readers; code reads one only if the table's shape names it."""
-ANY = object()
+ANY = "..."
 """Marks, in a table's shape, every key that the shape does not name."""
+NUMBER = {"type": "number"}
+POSITIVE = {"type": "number", "exclusiveMinimum": 0}
+NOT_NEGATIVE = {"type": "number", "minimum": 0}
+SHARE = {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
+FRACTION = {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}
+TEXT = {"type": "string", "minLength": 1}
+TEXTS = {"type": "array", "items": {"type": "string"}}
+NUMBERS = {"type": "array", "items": POSITIVE, "minItems": 2}
 
 
-@dataclass(frozen=True)
-class Kind:
-    """The kind of value that a key must have."""
-
-    words: str
-    holds: Callable[[Any], bool]
-
-
-@dataclass(frozen=True)
-class Entries:
-    """A list of objects of one shape, at least one of them."""
-
-    row: dict
-
-
-@dataclass(frozen=True)
-class Optional:
-    """A key that may be left out."""
-
-    shape: Any
-
-
-def _is_number(value: Any) -> bool:
-    # bool is a subclass of int
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _are_positive(values: Any) -> bool:
-    return isinstance(values, list) and all(_is_number(value) and value > 0 for value in values)
-
-
-NUMBER = Kind("a number", _is_number)
-POSITIVE = Kind("a positive number", lambda value: _is_number(value) and value > 0)
-NOT_NEGATIVE = Kind("a number of at least 0", lambda value: _is_number(value) and value >= 0)
-SHARE = Kind("a number above 0 and at most 1", lambda value: _is_number(value) and 0 < value <= 1)
-FRACTION = Kind("a number above 0 and below 1", lambda value: _is_number(value) and 0 < value < 1)
-TEXT = Kind("a text", lambda value: isinstance(value, str) and bool(value))
-TEXTS = Kind(
-    "a list of texts", lambda values: isinstance(values, list) and all(isinstance(v, str) for v in values)
-)
-RANGE = Kind(
-    "two positive numbers, the smaller first",
-    lambda values: _are_positive(values) and len(values) == 2 and values[0] <= values[1],
-)
-# different ones: a power law is fitted through them
-CURVE = Kind(
-    "a list of at least two different positive numbers",
-    lambda values: _are_positive(values) and len(set(values)) > 1,
-)
-
-
-def _value(kind: Kind) -> dict:
+def _value(kind: dict) -> dict:
     return {"value": kind}
 
 
 def _layers(*widths: str) -> dict:
-    """Return the shape of one model type's factors, by the widths that `roofline.layer_widths` gives it."""
+    """Return the shape of one model type's factors, by the widths that `throughput.layer_widths` gives it."""
     # fitted factors, which may be negative
     moved = dict.fromkeys(widths, NUMBER)
     mode = {"forward": moved, "backward": moved, "outside": POSITIVE}
@@ -81,19 +35,18 @@ def _layers(*widths: str) -> dict:
 
 
 def _loss(*names: str) -> dict:
-    mode = dict.fromkeys(names, NOT_NEGATIVE)
-    return {"eager": mode, "compiled": mode}
+    return dict.fromkeys(("eager", "compiled"), dict.fromkeys(names, NOT_NEGATIVE))
 
 
-# the names of `roofline.layer_widths`
+# the names of `throughput.layer_widths`
 _DENSE = ("hidden", "queries", "keys", "inner")
 _MIXTURE = ("hidden", "queries", "keys", "routed hidden", "routed inner", "routed", "expert weights")
-# a missing one counts as 0 (`roofline._layer_bytes`)
-_PASSES = {"forward": Optional(NOT_NEGATIVE), "backward": Optional(NOT_NEGATIVE)}
+# a missing one counts as 0 (`throughput._layer_bytes`)
+_PASSES = {"forward?": NOT_NEGATIVE, "backward?": NOT_NEGATIVE}
 _ENGINE = dict.fromkeys(("micro-batch", "step", "step of its share"), NOT_NEGATIVE)
 _FIT = {"E": POSITIVE, "A": POSITIVE, "B": POSITIVE, "alpha": POSITIVE, "beta": POSITIVE, "source": TEXT}
 
-SHAPES: dict[str, dict] = {
+SHAPES: dict[str, Any] = {
     "cuda": {ANY: {"least_driver": POSITIVE, "least_capability": POSITIVE}},
     "gpus": {
         "gpus": {
@@ -106,10 +59,10 @@ SHAPES: dict[str, dict] = {
                 "network_bits_per_second": POSITIVE,
                 "watts": POSITIVE,
                 "gpus_per_node": POSITIVE,
-                "aliases": Optional(TEXTS),
-                "architecture": Optional(TEXT),
-                "link": Optional(TEXT),
-                "assumed": Optional(TEXTS),
+                "aliases?": TEXTS,
+                "architecture?": TEXT,
+                "link?": TEXT,
+                "assumed?": TEXTS,
             }
         }
     },
@@ -121,7 +74,7 @@ SHAPES: dict[str, dict] = {
             "mixtral": _layers(*_MIXTURE),
             "qwen3_moe": _layers(*_MIXTURE),
         },
-        "activations": {ANY: {"eager": Optional(_PASSES), "compiled": Optional(_PASSES)}},
+        "activations": {ANY: {"eager?": _PASSES, "compiled?": _PASSES}},
         "loss": {
             "fused": _loss("logit", "hidden", "head", "head a chunk"),
             "chunked": _loss("logit"),
@@ -140,7 +93,7 @@ SHAPES: dict[str, dict] = {
         "nvme_bytes_per_second": _value(POSITIVE),
     },
     "prices": {
-        "prices": Entries(
+        "prices": [
             {
                 "gpu": TEXT,
                 "provider": TEXT,
@@ -149,7 +102,7 @@ SHAPES: dict[str, dict] = {
                 "date": TEXT,
                 "source": TEXT,
             }
-        )
+        ]
     },
     "rates": {
         "mfu": {"*": {"value": SHARE, "source": TEXT}, ANY: {"value": SHARE, "source": TEXT}},
@@ -164,10 +117,10 @@ SHAPES: dict[str, dict] = {
         "disk_bytes_per_second": _value(POSITIVE),
     },
     "scaling_laws": {
-        "fitted_on": {"parameters": RANGE, "tokens": RANGE, "source": TEXT},
+        "fitted_on": {"parameters": NUMBERS, "tokens": NUMBERS, "source": TEXT},
         # besiroglu is named because the default approach needs it
         "parametric": {"besiroglu": _FIT, ANY: _FIT},
-        "frontiers": {ANY: {"source": TEXT, "parameters": CURVE, "flops": CURVE, "tokens": Optional(CURVE)}},
+        "frontiers": {ANY: {"source": TEXT, "parameters": NUMBERS, "flops": NUMBERS, "tokens?": NUMBERS}},
         "kaplan": {
             "parameters": {"scale": POSITIVE, "exponent": FRACTION},
             "critical_batch": {"scale_tokens": POSITIVE, "exponent": POSITIVE},
@@ -185,12 +138,12 @@ SHAPES: dict[str, dict] = {
         },
         "zhang": {"exponent": NUMBER},
         "gpt3": {
-            "rows": Entries({"parameters": POSITIVE, "learning_rate": POSITIVE, "batch_tokens": POSITIVE}),
+            "rows": [{"parameters": POSITIVE, "learning_rate": POSITIVE, "batch_tokens": POSITIVE}],
             "source": TEXT,
         },
     },
 }
-"""Table -> the keys that plans read in it, and the values they must have."""
+"""Table -> the keys that plans read in it (one that ends in ? may be left out), and the values they must have."""
 
 
 @cache
@@ -201,50 +154,40 @@ def table(name: str) -> dict:
         UserError: the file is missing or is not one JSON object, a key is missing, or a value is of another kind.
     """
     path = TABLES / f"{name}.json"
-    values = read_json(path)
-    _check(values, SHAPES[name], display_path(path), "")
-    # a shape describes one value at a time and cannot compare two lists
-    for approach, rows in values["frontiers"].items() if name == "scaling_laws" else ():
-        if len(rows["parameters"]) != len(rows["flops"]):
-            what = "parameters and flops differ in length; pair them"
-            raise UserError(f"{display_path(path)}: frontiers.{approach}: {what}")
+    values, where = read_json(path), display_path(path)
+    try:
+        check(values, _schema(SHAPES[name]), where)
+    except UserError as error:
+        raise UserError(f"{error}; mend it, or restore the file") from None
+    if name == "scaling_laws":
+        # a shape describes one value at a time and cannot compare two
+        for key in ("parameters", "tokens"):
+            low, high = values["fitted_on"][key][:2]
+            if low > high:
+                raise problem(
+                    where, f"fitted_on.{key}", f"{low:g} is above {high:g}; write the smaller first"
+                )
+        for approach, rows in values["frontiers"].items():
+            if len(rows["parameters"]) != len(rows["flops"]):
+                what = "parameters and flops differ in length; pair them"
+                raise problem(where, f"frontiers.{approach}", what)
+            for key in ("parameters", "flops"):
+                # a power law is fitted through them
+                if len(set(rows[key])) < 2:
+                    raise problem(
+                        where, f"frontiers.{approach}.{key}", "are all the same; write different ones"
+                    )
     return values
 
 
-def _check(value: Any, shape: Any, file: str, key: str) -> None:
-    if isinstance(shape, Optional):
-        shape = shape.shape
-    if isinstance(shape, Kind):
-        if not shape.holds(value):
-            raise UserError(f"{file}: {key} is {shown(value)}; write {shape.words}")
-    elif isinstance(shape, Entries):
-        if not isinstance(value, list) or not value:
-            raise UserError(f"{file}: {key} is {shown(value)}; write a list of objects")
-        for place, row in enumerate(value):
-            _check(row, shape.row, file, f"{key}.{place}")
-    elif isinstance(value, dict):
-        _check_object(value, shape, file, key)
-    else:
-        raise UserError(f"{file}: {key} is {shown(value)}; write an object")
-
-
-def _check_object(value: dict, shape: dict, file: str, key: str) -> None:
-    if not value and ANY in shape:
-        raise UserError(
-            f"{file}: {key or 'the table'} is empty; write at least one entry, or restore the file"
-        )
-    dotted = f"{key}." if key else ""
-    for name, inner in shape.items():
-        if name is not ANY and name not in value and not isinstance(inner, Optional):
-            # only a plain value can be described in words
-            words = inner.words if isinstance(inner, Kind) else "it as it was"
-            raise UserError(f"{file}: {dotted}{name} is missing; write {words}, or restore the file")
-    for name, inner in value.items():
-        if name in shape:
-            _check(inner, shape[name], file, f"{dotted}{name}")
-        # at the top of a table a note is a note, even if the table takes any key
-        elif ANY in shape and not (name in NOTES and not key):
-            _check(inner, shape[ANY], file, f"{dotted}{name}")
-        elif name not in NOTES:
-            known = [word for word in shape if word is not ANY]
-            raise UserError(f"{file}: {dotted}{name} is no key of this table{nearest(name, known)}")
+def _schema(shape: Any) -> dict:
+    """Write a table's shape as the JSON Schema that `schema.check` takes."""
+    if isinstance(shape, list):
+        return {"type": "array", "items": _schema(shape[0]), "minItems": 1}
+    if "type" in shape:
+        return shape
+    properties = {name.removesuffix("?"): _schema(inner) for name, inner in shape.items() if name != ANY}
+    required = [name for name in properties if name in shape]
+    others = _schema(shape[ANY]) if ANY in shape else False
+    schema = {"type": "object", "required": required, "properties": properties}
+    return {**schema, "patternProperties": {NOTES: {}}, "additionalProperties": others}

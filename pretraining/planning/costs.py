@@ -1,18 +1,12 @@
-"""The time and the cost of a run: GPU-hours, dollars, energy and checkpoints."""
+"""The time and the cost of a run: GPU-hours, dollars, energy, and how often to save."""
 
 import argparse
+import math
 from dataclasses import asdict, dataclass, replace
 
 from pretraining.errors import UserError
-from pretraining.planning.cadence import (
-    SECONDS_PER_HOUR,
-    CheckpointCost,
-    cost_of_checkpoints,
-    failure_words,
-    write_words,
-)
 from pretraining.planning.constants import table
-from pretraining.planning.gpus import Gpu, find_gpu, prices_of
+from pretraining.planning.gpus import Gpu, find_gpu, kept_rates, prices_of
 from pretraining.planning.messages import Message, step_messages
 from pretraining.planning.quantities import (
     amount,
@@ -25,44 +19,155 @@ from pretraining.planning.quantities import (
     share,
     short,
 )
-from pretraining.planning.roofline import (
+from pretraining.planning.run_plan import (
+    RunPlan,
+    build_run_plan,
+    checkpoints_written,
+    save_every,
+    token_bytes,
+)
+from pretraining.planning.sizes import Workload, add_workload_arguments, workload_of
+from pretraining.planning.throughput import (
     ESTIMATED,
     Ceiling,
+    StepTime,
     Utilization,
     ceiling,
     expected_utilization,
-    recipe_utilization,
-    tokens_per_second,
-)
-from pretraining.planning.run_plan import (
-    build_run_plan,
-    token_bytes,
-)
-from pretraining.planning.throughput import (
-    StepTime,
     precision_of_products,
+    recipe_utilization,
     scaling_over_nodes,
     step_time,
+    tokens_per_second,
 )
-from pretraining.planning.workload import Workload, add_cluster_arguments, add_workload_arguments, workload_of
+from pretraining.recipe import Recipe
 from pretraining.runtime import wall_time
 from pretraining.runtime.table import facts
 
-NOT_COUNTED = "without validation, saving and restarts"
-PRECISIONS = ("bf16", "fp16", "tf32", "fp32", "fp8")
+SECONDS_PER_HOUR = 3600
+NOTABLE = 0.002
+"""Share of the run's time that another interval must save before a plan proposes it."""
 
 
 @dataclass(frozen=True)
-class ProviderPrice:
-    """Dollars of a run at one provider."""
+class CheckpointCost:
+    """Bytes and seconds that checkpoints take, and what a failure costs."""
 
-    provider: str
-    place: str
-    dollars_per_gpu_hour: float
-    dollars: float
-    date: str | None
-    """Day of the price; None if the user gave it."""
-    source: str
+    bytes: float
+    every_seconds: float
+    step_seconds: float
+    steps: int
+    """Optimizer steps of the whole run."""
+    written: int
+    """Checkpoints over the whole run."""
+    kept: int
+    write_seconds: float
+    held_seconds: float
+    """How long training stands still for a save: for the copy to host memory, or for all of the writing."""
+    failure_seconds: float
+    """Mean time between failures of all GPUs together."""
+    disk: dict | None = None
+    """The disk's rate, if it was measured on this machine (`gpus.kept_rates`); None if it is assumed."""
+
+    def lost_share(self, every_seconds: float) -> float:
+        """Return the share of the run's time that is lost to saves and failures, if it saves that often.
+
+        A failure comes half an interval after the last save on average. A save behind training counts once it is
+        written. The time to start again is the same at every interval and is left out.
+        """
+        unwritten = self.write_seconds if self.held_seconds < self.write_seconds else 0.0
+        return self.held_seconds / every_seconds + (every_seconds / 2 + unwritten) / self.failure_seconds
+
+    @property
+    def best_every_seconds(self) -> float:
+        """The interval that loses least (Daly 2006, equation 37, after Young 1974), and no shorter than a save."""
+        ratio = self.held_seconds / (2 * self.failure_seconds)
+        if ratio >= 1:
+            return max(self.failure_seconds, self.write_seconds)
+        series = 1 + math.sqrt(ratio) / 3 + ratio / 9
+        best = math.sqrt(2 * self.held_seconds * self.failure_seconds) * series - self.held_seconds
+        # a save waits for the one before
+        return max(best, self.write_seconds, self.step_seconds)
+
+    @property
+    def best_every_steps(self) -> int:
+        """The same in optimizer steps, in two digits: the prediction is not finer. At most those of the run."""
+        steps = max(1.0, self.best_every_seconds / self.step_seconds)
+        digits = 10 ** max(0, math.floor(math.log10(steps)) - 1)
+        return min(self.steps, round(steps / digits) * digits)
+
+    @property
+    def is_worth_changing(self) -> bool:
+        """Return whether the best interval would save a notable share of the time."""
+        best = self.lost_share(self.best_every_steps * self.step_seconds)
+        return self.lost_share(self.every_seconds) - best > NOTABLE
+
+    def to_dict(self) -> dict:
+        return {
+            **asdict(self),
+            "lost_share": self.lost_share(self.every_seconds),
+            "best_every_seconds": self.best_every_seconds,
+            "best_every_steps": self.best_every_steps,
+            "best_lost_share": self.lost_share(self.best_every_steps * self.step_seconds),
+            "is_worth_changing": self.is_worth_changing,
+        }
+
+
+def cost_of_checkpoints(
+    plan: RunPlan, recipe: Recipe, step_seconds: float, gpu: Gpu, num_gpus: int
+) -> CheckpointCost | None:
+    """Return what the checkpoints of a recipe cost; None if it saves none. step_seconds: of one optimizer step."""
+    every = save_every(recipe)
+    if every is None:
+        return None
+    # a longer interval than the run is the run: it saves after its last step
+    every = min(every, recipe.num_steps)
+    # kept for this kind and number of GPUs: a plan of another cluster must not use this machine's disk
+    disk = kept_rates(gpu.name, num_gpus).get("disk_bytes_per_second")
+    rates = table("rates")
+    write_seconds = plan.checkpoint_bytes / (disk or rates["disk_bytes_per_second"])["value"]
+    # each GPU copies its share
+    copy_seconds = plan.checkpoint_bytes / num_gpus / gpu.pcie_bytes_per_second
+    between = recipe.checkpoints.hours_between_failures
+    # one failure stops all GPUs, so that the time between failures shrinks as their number grows
+    assumed = rates["gpu_hours_between_failures"]["value"] / num_gpus
+    return CheckpointCost(
+        bytes=plan.checkpoint_bytes,
+        every_seconds=every * step_seconds,
+        step_seconds=step_seconds,
+        steps=recipe.num_steps,
+        written=checkpoints_written(recipe),
+        kept=plan.checkpoints_kept,
+        write_seconds=write_seconds,
+        held_seconds=min(copy_seconds, write_seconds) if recipe.checkpoints.background else write_seconds,
+        failure_seconds=(between or assumed) * SECONDS_PER_HOUR,
+        disk=disk,
+    )
+
+
+def failure_words(saved: dict) -> str:
+    """Write how often a failure is expected, what it and the saves lose, and at which interval that is least."""
+    text = f"one every {duration(saved['failure_seconds'])} of all GPUs"
+    lost = f"{saved['lost_share']:.2%} of the time lost to it and to saves"
+    if not saved["is_worth_changing"]:
+        return f"{text}; {lost}"
+    best = (
+        f"least, {saved['best_lost_share']:.2%}, with --set training.save_steps={saved['best_every_steps']}"
+    )
+    return f"{text}; {lost}; {best}"
+
+
+def write_words(saved: dict) -> str:
+    """Write how long a checkpoint takes to write, if the disk was measured; nothing if its rate is assumed."""
+    disk = saved["disk"]
+    if disk is None:
+        return ""
+    rate = f"{num_bytes(disk['value'])}/s to {disk['where']}, measured here on {disk['date']}"
+    return f", {duration(saved['write_seconds'])} to write ({rate})"
+
+
+NOT_COUNTED = "without validation, saving and restarts"
+PRECISIONS = ("bf16", "fp16", "tf32", "fp32", "fp8")
 
 
 @dataclass(frozen=True)
@@ -70,10 +175,13 @@ class Cost:
     """GPU-hours, and the dollars and energy that follow from them."""
 
     gpu_hours: float
-    prices: tuple[ProviderPrice, ...]
-    """Cheapest first; empty if the table has no price for the GPU."""
+    prices: tuple[dict, ...]
+    """Entries of tables/prices.json with the run's `dollars`, cheapest first; empty if it has none for the GPU.
+
+    A price that the user gave has the date None.
+    """
     energy_kwh: float
-    """GPUs at their rated power, times the data centre's overhead."""
+    """GPUs at their rated power, times the data centre's overhead (PUE)."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +193,7 @@ class StepForecast:
     time: StepTime
     """Time that the products and the messages need on their own."""
     kernel_seconds: dict[str, float]
-    """Seconds of one micro-batch, by what they are spent on (`roofline.Ceiling`)."""
+    """Seconds of one micro-batch, by what they are spent on (`throughput.Ceiling`)."""
     sent_bytes_per_gpu: float
     messages: tuple[Message, ...]
     """What these bytes are for."""
@@ -131,7 +239,6 @@ class RunForecast:
         return self.tokens / self.tokens_per_second
 
     def to_dict(self) -> dict:
-        """Return plain JSON values, derived ones included."""
         return {
             **asdict(self),
             "seconds": self.seconds,
@@ -176,9 +283,7 @@ def forecast(
         used = expected_utilization(gpu, int(workload.parameters), recomputation=recomputation)
     # tokens per second at an MFU of 1
     at_peak = tokens_per_second(flops, num_gpus, gpu.peak_flops(precision), 1.0)
-    time = None
-    if recipe:
-        time = step_time(recipe, ds_config, num_gpus, gpu, None if used.assumed else used.mfu, precision)
+    time = step_time(recipe, ds_config, num_gpus, gpu, mfu, precision) if recipe else None
     if time and mfu:
         # a given utilization is that of whole steps, so recomputation is not taken off again
         seconds = flops * recipe.tokens_per_step / (num_gpus * gpu.peak_flops(precision) * mfu)
@@ -199,7 +304,7 @@ def forecast(
         # derived from the rate, so that it includes messages and offload
         mfu=rate / at_peak,
         tokens_per_second=rate,
-        cost=_run_cost(gpu, gpu_hours(num_gpus, workload.tokens / rate), price),
+        cost=run_cost(gpu, num_gpus * (workload.tokens / rate) / SECONDS_PER_HOUR, price),
         scaling=scaling_over_nodes(gpu, num_gpus, used.assumed),
         step=_step(workload, gpu, num_gpus, at_best, rate, time) if time else None,
     )
@@ -225,33 +330,22 @@ def _step(
     )
 
 
-def _run_cost(gpu: Gpu, hours: float, own_price: float | None = None) -> Cost:
-    """Return dollars at every known provider and the energy of `hours` GPU-hours.
+def run_cost(gpu: Gpu, hours: float, own_price: float | None = None) -> Cost:
+    """Return dollars at every known provider and the energy of `hours` GPU-hours (Touvron et al. 2023, section 6).
 
-    Args:
-        own_price: dollars per GPU-hour, used instead of the table's.
+    own_price: dollars per GPU-hour, used instead of the table's.
     """
     entries = prices_of(gpu)
     # a price of the user's own replaces the whole table
     if own_price:
-        given = {"provider": "your price", "place": "given", "source": "given"}
+        given = {"provider": "your price", "place": "given", "source": "given", "date": None}
         entries = [{**given, "dollars_per_gpu_hour": own_price}]
-    prices = tuple(
-        ProviderPrice(
-            provider=entry["provider"],
-            place=entry["place"],
-            dollars_per_gpu_hour=entry["dollars_per_gpu_hour"],
-            dollars=hours * entry["dollars_per_gpu_hour"],
-            date=entry.get("date"),
-            source=entry["source"],
-        )
-        for entry in entries
-    )
-    return Cost(hours, prices, energy_kwh(gpu.watts, hours))
-
-
-def gpu_hours(num_gpus: int, seconds: float) -> float:
-    return num_gpus * seconds / SECONDS_PER_HOUR
+    names = ("provider", "place", "dollars_per_gpu_hour", "dollars", "date", "source")
+    prices = [{**entry, "dollars": hours * entry["dollars_per_gpu_hour"]} for entry in entries]
+    overhead = table("rates")["power_usage_effectiveness"]["value"]
+    # watts to kilowatts
+    energy_kwh = gpu.watts * hours * overhead / 1000
+    return Cost(hours, tuple({name: price[name] for name in names} for price in prices), energy_kwh)
 
 
 def price_of(own: float | None, gpu: Gpu | None) -> wall_time.Price | None:
@@ -263,13 +357,6 @@ def price_of(own: float | None, gpu: Gpu | None) -> wall_time.Price | None:
     return None
 
 
-def energy_kwh(watts: float, hours: float, overhead: float | None = None) -> float:
-    """Return energy of `hours` GPU-hours at rated power times the overhead (PUE) (Touvron et al. 2023, section 6)."""
-    overhead = overhead or table("rates")["power_usage_effectiveness"]["value"]
-    # watts to kilowatts
-    return watts * hours * overhead / 1000
-
-
 class CostVerb:
     """Hours, dollars, energy, links, data rate and checkpoints of a run."""
 
@@ -278,8 +365,7 @@ class CostVerb:
   python -m pretraining.planning cost --parameters 65b --tokens 1.4t --world_size 2048 --gpu A100 --json"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add_workload_arguments(parser)
-        add_cluster_arguments(parser)
+        add_workload_arguments(parser, on_cluster=True)
         parser.add_argument(
             "--mfu",
             type=share,

@@ -7,6 +7,7 @@ model's, and data that is read more often than `max_epochs` allows.
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property
 
 from pretraining.ds_config import (
     degrees_of,
@@ -16,19 +17,22 @@ from pretraining.ds_config import (
     parameter_device,
     zero_stage,
 )
-from pretraining.planning.cadence import cost_of_checkpoints
 from pretraining.planning.comparison import predicted
-from pretraining.planning.memory.buffers import reduce_bucket, unprotected_gradient
-from pretraining.planning.memory.need import ROOMY, TIGHT, memory_need, recomputed_one_in
-from pretraining.planning.memory.split import families, held_tensors
-from pretraining.planning.memory.tensors import ROUTER, parameter_tensors, precision_of
-from pretraining.planning.messages import TENSOR, layer_messages, misplaced
+from pretraining.planning.costs import cost_of_checkpoints
+from pretraining.planning.memory.need import BUILT, ROOMY, TIGHT, memory_need, recomputed_one_in
+from pretraining.planning.memory.states import reduce_bucket, unprotected_gradient
+from pretraining.planning.memory.tensors import (
+    ROUTER,
+    families,
+    parameter_tensors,
+    precision_of,
+)
+from pretraining.planning.messages import EXPERT, SEQUENCE, TENSOR, layer_messages, spans_nodes
 from pretraining.planning.quantities import duration, num_bytes, several
-from pretraining.planning.run_plan import RunPlan, build_run_plan
+from pretraining.planning.run_plan import Machine, Objection, RunPlan, Verdict, build_run_plan
 from pretraining.planning.search import fitting, nearest_fit
 from pretraining.planning.sizes import balance_of_experts, model_size
-from pretraining.planning.throughput import precision_of_products, step_time
-from pretraining.planning.verdict import Machine, Objection, Verdict
+from pretraining.planning.throughput import StepTime, precision_of_products, step_time
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.recipe.model import ROUTER_COEFFICIENT, model_with_defaults, value_of
 from pretraining.recipe.training import ADAMW, WITHOUT_WARMUP
@@ -82,8 +86,7 @@ def check_plan(recipe: Recipe, ds_config: dict | None, world_size: int, machine:
         # its speed in that precision is not known; its memory is, and still counts
         machine = replace(machine, gpu=None)
     case = _Case(recipe, ds_config, world_size, machine)
-    memory = _processor_memory if machine.trains_on_processor else _memory
-    refusals = [rule(case) for rule in (memory, _host, _disk, _gradients)]
+    refusals = [rule(case) for rule in (_memory, _host, _disk, _gradients)]
     # these remedies change the curve, which a run that continues may not
     if not machine.continues:
         warnings += [*_curve_warnings(case), _repeats(case), _unbalanced(case)]
@@ -99,6 +102,13 @@ class _Case:
         self.recipe, self.ds_config, self.world_size, self.machine = recipe, ds_config, world_size, machine
         self.limit = machine.gpu_memory_bytes
         self.need = memory_need(recipe, ds_config, world_size, self.limit)
+        self.plan = build_run_plan(recipe, ds_config, world_size)
+
+    @cached_property
+    def step(self) -> StepTime | None:
+        """The step on the GPU of the table; None if it has none."""
+        gpu = self.machine.gpu
+        return None if gpu is None else step_time(self.recipe, self.ds_config, self.world_size, gpu)
 
     def total_with(self, ds_config: dict | None, **training) -> float:
         """Return bytes on a GPU under another ds_config or other training keys."""
@@ -107,13 +117,26 @@ class _Case:
 
 
 def _memory(case: _Case) -> Objection | None:
+    """Refuse a run on GPUs that cannot hold it, or on processors whose host cannot hold all of its ranks."""
+    name, ranks, there = case.recipe.name, case.machine.ranks_per_host, case.machine.host_memory_bytes
+    if case.machine.trains_on_processor:
+        needed = case.need.on_processor
+        if there is None or ranks * needed <= there:
+            return None
+        what = f"{name} needs {num_bytes(needed)} for each of {ranks} processes here"
+        what += f", this machine has {num_bytes(there)} of memory"
+        # without a GPU, so that no speed decides: the table has none for processors
+        fit = nearest_fit(case.recipe, case.world_size, lambda need: ranks * need.on_processor <= there)
+        if fit is None:
+            remedy = "no stage or micro-batch fits: take a smaller model, or a machine with more memory"
+            return Objection(what, remedy)
+        return Objection(what, f"this fits ({num_bytes(fit.need.on_processor)} each): {fit.arguments}")
     if case.limit is None or case.need.total <= case.limit:
         return None
     part, ranks = case.need.largest, case.world_size
-    what = (
-        f"{case.recipe.name} needs {num_bytes(case.need.total)} on {'each of ' if ranks > 1 else ''}{ranks} "
-        f"GPU{'s' if ranks > 1 else ''} of {num_bytes(case.limit)}: {part} alone {num_bytes(case.need.parts[part])}"
-    )
+    gpus = f"each of {ranks} GPUs" if ranks > 1 else "1 GPU"
+    what = f"{name} needs {num_bytes(case.need.total)} on {gpus} of {num_bytes(case.limit)}"
+    what += f": {part} alone {num_bytes(case.need.parts[part])}"
     eval_batch = case.recipe.training.per_device_eval_batch_size
     if part == "validation" and eval_batch > 1:
         # a smaller batch of validation changes nothing of the run, so it is tried before another way to train
@@ -127,24 +150,6 @@ def _memory(case: _Case) -> Objection | None:
     if fit is None:
         return Objection(what, "no stage, offload or micro-batch fits: take more or larger GPUs")
     return Objection(what, f"this fits ({num_bytes(fit.need.total)}): {fit.arguments}")
-
-
-def _processor_memory(case: _Case) -> Objection | None:
-    """Refuse a run on processors that host memory cannot hold, once for every rank of the host."""
-    ranks, there = case.machine.ranks_per_host, case.machine.host_memory_bytes
-    if there is None or ranks * case.need.on_processor <= there:
-        return None
-    what = (
-        f"{case.recipe.name} needs {num_bytes(case.need.on_processor)} for each of {ranks} processes here, "
-        f"this machine has {num_bytes(there)} of memory"
-    )
-    # without a GPU, so that no speed decides: the table has none for processors
-    fit = nearest_fit(case.recipe, case.world_size, lambda need: ranks * need.on_processor <= there)
-    if fit is None:
-        return Objection(
-            what, "no stage or micro-batch fits: take a smaller model, or a machine with more memory"
-        )
-    return Objection(what, f"this fits ({num_bytes(fit.need.on_processor)} each): {fit.arguments}")
 
 
 def _host(case: _Case) -> Objection | None:
@@ -161,7 +166,7 @@ def _host(case: _Case) -> Objection | None:
 
 
 def _disk(case: _Case) -> Objection | None:
-    plan, room = build_run_plan(case.recipe, case.ds_config, case.world_size), case.machine.disk_room_bytes
+    plan, room = case.plan, case.machine.disk_room_bytes
     if room is None or plan.checkpoint_disk_bytes <= room:
         return None
     kept = f"{plan.checkpoints_kept} checkpoint" + ("s" if plan.checkpoints_kept > 1 else "")
@@ -177,12 +182,11 @@ def _disk(case: _Case) -> Objection | None:
 
 
 def _gradients(case: _Case) -> Objection | None:
-    """Refuse a gradient that GPUs may overwrite before it is reduced (`buffers.unprotected_gradient`)."""
+    """Refuse a gradient that GPUs may overwrite before it is reduced (`states.unprotected_gradient`)."""
     if case.machine.trains_on_processor:
         return None
     of_rank = families(case.recipe, case.ds_config, case.world_size)
-    width, ranks = value_of(case.recipe.model, "hidden_size"), max(family.ranks for family in of_rank)
-    tensor = unprotected_gradient(case.ds_config, held_tensors(of_rank), width, ranks)
+    tensor = unprotected_gradient(case.ds_config, of_rank, value_of(case.recipe.model, "hidden_size"))
     if tensor is None:
         return None
     place = "" if tensor.layer is None else f" of layer {tensor.layer}"
@@ -201,7 +205,15 @@ def _placement(case: _Case) -> Objection | None:
     # the machine found may have fewer GPUs than those that are sold with this one
     node = case.machine.ranks_per_host if case.machine.ranks_per_host > 1 else gpu.gpus_per_node
     gpu = replace(gpu, gpus_per_node=node)
-    outside = misplaced(degrees, node) if case.world_size > node else []
+    # the ranks of the groups that wait, and how far apart they are
+    groups = {
+        TENSOR: (degrees.tensor, 1),
+        SEQUENCE: (degrees.sequence, degrees.tensor),
+        EXPERT: (degrees.expert, degrees.tensor),
+    }
+    outside = [name for name, group in groups.items() if spans_nodes(*group, node)]
+    if case.world_size <= node:
+        return None
     # long sequences may need more ranks than a node has, layers never do
     if degrees.ranks_per_sample > node:
         outside = [name for name in outside if name == TENSOR]
@@ -221,10 +233,9 @@ def _placement(case: _Case) -> Objection | None:
 
 def _links(case: _Case) -> Objection | None:
     """Warn about messages that take longer than the products, if other micro-batches or recomputation are faster."""
-    gpu = case.machine.gpu
-    if gpu is None or case.limit is None:
+    gpu, time = case.machine.gpu, case.step
+    if gpu is None or time is None or case.limit is None:
         return None
-    time = step_time(case.recipe, case.ds_config, case.world_size, gpu)
     if time.bound_by != "links" or case.need.total > case.limit:
         return None
     best = fitting(case.recipe, case.world_size, gpu, case.limit, own_ds_config=True)[0]
@@ -287,11 +298,9 @@ def _save_warnings(case: _Case) -> Iterator[Objection]:
         what = f"the first checkpoint is that of the end: training.save_steps is {training.save_steps:,.0f}"
         what = f"{what}, the run has {several(steps, 'step')}"
         yield Objection(what, f"--set training.save_steps={max(1, steps // 10)}")
-    if gpu is None:
+    if gpu is None or case.step is None:
         return
-    seconds = step_time(case.recipe, case.ds_config, case.world_size, gpu).seconds
-    plan = build_run_plan(case.recipe, case.ds_config, case.world_size)
-    saved = cost_of_checkpoints(plan, case.recipe, seconds, gpu, case.world_size)
+    saved = cost_of_checkpoints(case.plan, case.recipe, case.step.seconds, gpu, case.world_size)
     if saved is None or saved.written < MANY_CHECKPOINTS:
         return
     best = saved.best_every_seconds
@@ -345,11 +354,14 @@ def _way_warnings(case: _Case) -> Iterator[Objection]:
         yield Objection(what, "use fewer GPUs, or a larger budget.tokens_per_step")
     stage, several_gpus = zero_stage(config), case.world_size > 1
     offloads = optimizer_device(config) != "gpu" or parameter_device(config) != "gpu"
+    # the links are known and carry a step's messages well within the time of its products
+    time = case.step
+    hides_messages = time is not None and time.communication_seconds <= HIDDEN * time.compute_seconds
     # without the split other ranks would divide the step
     if on_gpus and degrees_of(config).ranks_per_sample == 1:
         # the simpler way, or the shipped ds_config of the same stage without offload, must fit with room to spare
         name = f"zero{stage}" if offloads else "zero1"
-        if offloads or (stage == 3 and several_gpus and not _hides_messages(case)):
+        if offloads or (stage == 3 and several_gpus and not hides_messages):
             need = case.total_with(load_ds_config(name))
             what = f"ZeRO-3 gathers the weights twice in every pass, and ZeRO-1 would fit ({num_bytes(need)})"
             if offloads:
@@ -363,14 +375,6 @@ def _way_warnings(case: _Case) -> Iterator[Objection]:
         if bucket < min(SMALL_BUCKET, model_size(recipe.model).total / 4):
             what = f"reduce buckets of {bucket:,} elements send many small messages"
             yield Objection(what, _larger_buckets(case, 50_000_000))
-
-
-def _hides_messages(case: _Case) -> bool:
-    """Return whether the links are known and carry a step's messages well within the time of its products."""
-    if case.machine.gpu is None:
-        return False
-    time = step_time(case.recipe, case.ds_config, case.world_size, case.machine.gpu)
-    return time.communication_seconds <= HIDDEN * time.compute_seconds
 
 
 def _larger_buckets(case: _Case, elements: int) -> str:
@@ -393,16 +397,14 @@ def _checkpointing(case: _Case) -> Objection | None:
     if without > ROOMY * case.limit:
         return None
     longer = "longer"
-    if case.machine.gpu:
+    if case.machine.gpu and case.step:
         training = {**case.recipe.training, "activation_checkpointing": False}
-        once, again = (
-            step_time(recipe, case.ds_config, case.world_size, case.machine.gpu).seconds
-            for recipe in (replace(case.recipe, training=training), case.recipe)
-        )
+        recipe = replace(case.recipe, training=training)
+        once = step_time(recipe, case.ds_config, case.world_size, case.machine.gpu).seconds
         # nothing is gained where messages, not products, take the time
-        if again < NOTABLY_LONGER * once:
+        if case.step.seconds < NOTABLY_LONGER * once:
             return None
-        longer = f"{again / once - 1:.0%} longer"
+        longer = f"{case.step.seconds / once - 1:.0%} longer"
     what = f"activation checkpointing makes a step {longer}, and it fits without ({num_bytes(without)})"
     return Objection(what, "--set training.activation_checkpointing=false")
 
@@ -426,7 +428,9 @@ def _repeats(case: _Case) -> Objection | None:
 def _snapshot(case: _Case) -> Objection | None:
     """Warn if training must wait during a save, as host memory has no room for a copy (`checkpoints/background.py`)."""
     ranks, there, need = case.machine.ranks_per_host, case.machine.host_memory_bytes, case.need
-    held = need.on_processor if case.machine.trains_on_processor else need.host_running
+    # the model that was built in host memory is on the GPU by then
+    held = need.host_counted - need.host.get(BUILT, 0)
+    held = need.on_processor if case.machine.trains_on_processor else held
     if there is None or not need.snapshot or ranks * (held + need.snapshot) <= there:
         return None
     copies = f"{num_bytes(ranks * need.snapshot)} for {several(ranks, 'rank')}"

@@ -188,9 +188,18 @@ def keep_rates(rates: dict[str, float], where: str, gpu: str | None, num_gpus: i
 def kept_rates(gpu: str | None, num_gpus: int) -> dict[str, dict]:
     """Return {"value", "where", "date"} of each rate that was measured on this host beside these GPUs."""
     entries = _read_rates(_rates_file()).get(_machine(gpu, num_gpus))
+
+    def is_rate(entry: Any) -> bool:
+        if not isinstance(entry, dict) or type(entry.get("value")) not in (int, float):
+            return False
+        # plans print both
+        words = all(isinstance(entry.get(name), str) for name in ("where", "date"))
+        # below 1 a second, and not finite, is no measurement
+        return words and 1 <= entry["value"] < math.inf
+
     # the file may be damaged or edited: whatever is no rate is left out
     entries = entries if isinstance(entries, dict) else {}
-    return {name: entries[name] for name in RATES if _is_rate(entries.get(name))}
+    return {name: entries[name] for name in RATES if is_rate(entries.get(name))}
 
 
 def _machine(gpu: str | None, num_gpus: int) -> str:
@@ -216,15 +225,6 @@ def _rates_in(path: Path, inode: int, changed_ns: int, size: int) -> dict:
     return rates if isinstance(rates, dict) else {}
 
 
-def _is_rate(entry: Any) -> bool:
-    if not isinstance(entry, dict) or type(entry.get("value")) not in (int, float):
-        return False
-    # plans print both
-    words = all(isinstance(entry.get(name), str) for name in ("where", "date"))
-    # below 1 a second, and not finite, is no measurement
-    return words and 1 <= entry["value"] < math.inf
-
-
 class GpusVerb:
     """GPUs that plans know: dense peaks, memory, links, watts, prices."""
 
@@ -246,7 +246,7 @@ class GpusVerb:
 
     def as_text(self, answer: dict) -> str:
         """Write a table, or one GPU line by line."""
-        if len(answer["gpus"]) > 1:
+        if len(answer["gpus"]) != 1:
             return write_table(COLUMNS, answer["gpus"]) + "\n" + TABLE_NOTE
         (gpu,) = answer["gpus"]
         peaks = ", ".join(

@@ -8,13 +8,12 @@ Ranks are numbered with tensor parallelism innermost, then sequence parallelism,
 group are neighbours, and those of a sequence group are as many ranks apart as a tensor group has.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from pretraining.ds_config import NOT_SPLIT, Degrees, degrees_of, hpz_ranks, zero_stage
+from pretraining.ds_config import NOT_SPLIT, degrees_of, hpz_ranks, zero_stage
 from pretraining.planning.gpus import Gpu, kept_rates
 from pretraining.planning.memory.need import recomputed_one_in, recomputed_share, skips_last_product
-from pretraining.planning.memory.split import families, key_value_copies, widths_of_rank
-from pretraining.planning.memory.tensors import precision_of
+from pretraining.planning.memory.tensors import families, key_value_copies, precision_of, widths_of_rank
 from pretraining.planning.shapes import is_mixture, shape_of, widths_of
 from pretraining.recipe import Recipe, accumulation_steps
 
@@ -28,7 +27,7 @@ of the feed-forward part; backward the gradient of the input of each matrix whos
 
 
 TABLE_SUMS = 2
-"""All-reduces outside the layers (model/vocabulary_parallel.py): the embeddings, and the gradient of the head's input.
+"""All-reduces outside the layers (model/parallel.py): the embeddings, and the gradient of the head's input.
 """
 OF_NORMALISER = 8
 """Bytes of each token that a rank sends to the others for the loss: log Z and the target's logit, in fp32."""
@@ -53,25 +52,10 @@ class Message:
         return self.inside_bytes + self.across_bytes
 
 
-@dataclass(frozen=True)
-class Communication:
-    """Bytes that one rank sends in one optimizer step."""
-
-    gradients: float
-    parameters: float
-    """Gathered weights; with hpZ only those that cross nodes."""
-    inside_node: float
-    """Weights that hpZ gathers inside the node instead."""
-
-    @property
-    def total(self) -> float:
-        return self.gradients + self.parameters + self.inside_node
-
-
-def communication(
+def zero_bytes(
     parameters: int, stage: int, num_ranks: int, accumulation: int = 1, width: int = 2, hpz: int = 1
-) -> Communication:
-    """Return bytes one rank sends per optimizer step: ZeRO (Rajbhandari et al. 2020), section 7.
+) -> dict[str, float]:
+    """Return the bytes that one rank sends in a step, by what they are for: ZeRO (Rajbhandari et al. 2020), section 7.
 
     With psi parameters and without accumulation, a rank sends 2 psi elements at stages 0 to 2, and 3 psi at stage 3.
 
@@ -83,16 +67,17 @@ def communication(
     once = parameters * width * (num_ranks - 1) / num_ranks
     # reduced once a step in any case; psi are reduced and psi gathered
     if stage < 2:
-        return Communication(once, once, 0.0)
+        return {GRADIENTS: once, WEIGHTS: once}
     # gradients exist only as shards, so every micro-batch reduces (DeepSpeed 0.19, runtime/zero/stage_1_and_2.py)
     if stage == 2:
-        return Communication(once * accumulation, once, 0.0)
+        return {GRADIENTS: once * accumulation, WEIGHTS: once}
     # the forward and the backward pass each gather all weights, in every micro-batch
     gathers = once * accumulation
     if hpz <= 1:
-        return Communication(gathers, 2 * gathers, 0.0)
+        return {GRADIENTS: gathers, WEIGHTS: 2 * gathers}
     # hpZ gathers for the backward pass inside the node (ZeRO++, Wang et al. 2023)
-    return Communication(gathers, gathers, accumulation * parameters * width * (hpz - 1) / hpz)
+    inside = accumulation * parameters * width * (hpz - 1) / hpz
+    return {GRADIENTS: gathers, WEIGHTS: gathers, WEIGHTS_IN_NODE: inside}
 
 
 def stops_for_gradients(ds_config: dict | None) -> bool:
@@ -124,30 +109,23 @@ def _zero_messages(recipe: Recipe, ds_config: dict | None, world_size: int, gpu:
     measured = kept_rates(gpu.name, world_size).get("all_reduce_bytes_per_second")
     sums: dict[str, Message] = {}
     for family in families(recipe, ds_config, world_size):
-        volume = communication(
-            family.numel, stage, family.ranks, accumulation, width, min(hpz_ranks(ds_config), family.ranks)
-        )
-        trained = family.trained_numel / family.numel
-        for name, size, ranks in (
-            (GRADIENTS, trained * volume.gradients, family.ranks),
-            (WEIGHTS, volume.parameters, family.ranks),
-            (WEIGHTS_IN_NODE, volume.inside_node, hpz_ranks(ds_config)),
-        ):
+        hpz = min(hpz_ranks(ds_config), family.ranks)
+        sent = zero_bytes(family.numel, stage, family.ranks, accumulation, width, hpz)
+        for name, size in sent.items():
+            size *= family.trained_numel / family.numel if name == GRADIENTS else 1
             inside = in_one_node or name == WEIGHTS_IN_NODE
             # a ring is as fast as its slowest link, which a measured rate includes already
             rate = link if inside else min(link, gpu.network_bytes_per_second)
             rate = measured["value"] if measured else rate
-            sent = Message(name, ranks, size * inside, size * (not inside), size / rate)
+            ranks = hpz_ranks(ds_config) if name == WEIGHTS_IN_NODE else family.ranks
             # those of dense parameters and of experts are added up
-            if before := sums.get(name):
-                sent = Message(
-                    name,
-                    before.ranks,
-                    before.inside_bytes + sent.inside_bytes,
-                    before.across_bytes + sent.across_bytes,
-                    before.seconds + sent.seconds,
-                )
-            sums[name] = sent
+            before = sums.get(name, Message(name, ranks, 0, 0, 0))
+            sums[name] = replace(
+                before,
+                inside_bytes=before.inside_bytes + size * inside,
+                across_bytes=before.across_bytes + size * (not inside),
+                seconds=before.seconds + size / rate,
+            )
     return list(sums.values())
 
 
@@ -183,16 +161,6 @@ def layer_messages(recipe: Recipe, ds_config: dict | None, world_size: int, gpu:
         _all_to_all(SEQUENCE, exchanged, degrees.sequence, degrees.tensor, gpu),
         _all_to_all(EXPERT, routed, degrees.expert, degrees.tensor, gpu),
     ]
-
-
-def misplaced(degrees: Degrees, gpus_per_node: int) -> list[str]:
-    """Return the names of the layers' messages that leave a node, though smaller groups would not."""
-    groups = {
-        TENSOR: (degrees.tensor, 1),
-        SEQUENCE: (degrees.sequence, degrees.tensor),
-        EXPERT: (degrees.expert, degrees.tensor),
-    }
-    return [name for name, (ranks, stride) in groups.items() if spans_nodes(ranks, stride, gpus_per_node)]
 
 
 def spans_nodes(ranks: int, stride: int, gpus_per_node: int) -> bool:

@@ -1,26 +1,39 @@
-"""Layouts of data x tensor x pipeline x context parallelism that fit a cluster, fastest first."""
+"""Layouts of data x tensor x pipeline x context parallelism that fit a cluster, fastest first.
+
+Pipeline stages cannot be trained here: neither the Trainer nor DeepSpeed cuts a model of Transformers into them. Who
+needs them can take the prepared data along (`python -m pretraining.data convert --to megatron`), and train the same
+shape, batch and schedule with Megatron-LM (`--megatron ROW`). Initial weights and the order of samples are Megatron's
+own, so that the curve is another one.
+"""
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
 from pretraining.planning.constants import table
 from pretraining.planning.gpus import Gpu, find_gpu
-from pretraining.planning.layout import FP32, Cluster, Division, ParallelLayout, layout_of
-from pretraining.planning.megatron import megatron_arguments
 from pretraining.planning.memory.states import checkpoint_bytes, optimizer_states
 from pretraining.planning.memory.tensors import parameter_tensors
 from pretraining.planning.quantities import duration, gpu_count, num_bytes, share
-from pretraining.planning.roofline import model_flops_utilization
 from pretraining.planning.shapes import shape_of, widths_of
-from pretraining.planning.sizes import model_size
-from pretraining.planning.workload import add_cluster_arguments, add_workload_arguments, workload_of
-from pretraining.recipe import Recipe
+from pretraining.planning.sizes import (
+    ModelSize,
+    add_workload_arguments,
+    flops_per_token,
+    model_size,
+    workload_of,
+)
+from pretraining.planning.throughput import model_flops_utilization
+from pretraining.recipe import Recipe, model_with_defaults
+from pretraining.recipe.model import is_exact, value_of
 from pretraining.recipe.refusals import check_run
 from pretraining.runtime.table import Column, write_table
 
+# bytes an element
+BF16, FP32 = 2, 4
 SHORTEST_CONTEXT_SHARD = 4096
 """Tokens below which splitting a sequence over GPUs is not considered."""
 # sequences per pipeline and pass
@@ -47,6 +60,75 @@ COLUMNS = (
 )
 
 
+class Division(NamedTuple):
+    """How many GPUs each part of the work is divided over."""
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    micro_batch: int = 1
+    """Sequences per pipeline and pass."""
+
+
+@dataclass(frozen=True)
+class LayoutMemory:
+    """Bytes on the fullest GPU of a layout."""
+
+    weights_and_gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    total: float
+    """All of them, with the allocator's and the framework's reserve."""
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """One way to split a model over data x tensor x pipeline x context GPUs."""
+
+    data: int
+    tensor: int
+    pipeline: int
+    context: int
+    micro_batch: int
+    """Sequences per pipeline and pass."""
+    microbatches: int
+    """Per pipeline and optimizer step."""
+    recompute: bool
+    """Activation checkpointing of every layer."""
+    layers_per_stage: int
+    bubble: float
+    """The pipeline's idle time over its ideal time."""
+    memory: LayoutMemory
+    compute_seconds: float
+    """Seconds of one step, bubble included."""
+    tensor_seconds: float
+    context_seconds: float
+    pipeline_seconds: float
+    data_seconds: float
+    step_seconds: float
+    """Of an optimizer step, nothing overlapped."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The model, the step and the GPUs that all layouts of one question share."""
+
+    size: ModelSize
+    shape: dict
+    """Of `shapes.shape_of`."""
+    sequence_length: int
+    sequences: int
+    """Per optimizer step."""
+    num_gpus: int
+    gpu: Gpu
+    flops_per_second: float
+    """FLOPs that the kernels of one GPU reach in a second."""
+    optimizer_width: float = 3 * FP32
+    """Bytes of master weights and optimizer states per parameter."""
+
+
 def layouts(
     model: dict,
     sequence_length: int,
@@ -67,16 +149,9 @@ def layouts(
     Raises:
         UserError: no layout divides what is given, or none fits (with the nearest one's memory).
     """
-    cluster = Cluster(
-        size=model_size(model),
-        shape=shape_of(model),
-        sequence_length=sequence_length,
-        sequences=tokens_per_step // sequence_length,
-        num_gpus=num_gpus,
-        gpu=gpu,
-        flops_per_second=gpu.peak_flops(gpu.training_precision) * kernel_efficiency,
-        optimizer_width=optimizer_width,
-    )
+    rate = gpu.peak_flops(gpu.training_precision) * kernel_efficiency
+    size, shape, sequences = model_size(model), shape_of(model), tokens_per_step // sequence_length
+    cluster = Cluster(size, shape, sequence_length, sequences, num_gpus, gpu, rate, optimizer_width)
     tried = []
     for division in _divisions(cluster):
         layout = layout_of(cluster, division, recompute=False)
@@ -84,11 +159,11 @@ def layouts(
             layout = layout_of(cluster, division, recompute=True)
         tried.append(layout)
     if not tried:
-        widths = widths_of(cluster.shape)
+        widths = widths_of(shape)
         raise UserError(
             f"no layout divides {num_gpus:,} GPUs: {widths.layers} layers, {widths.heads} heads "
-            f"and {cluster.sequences:,} sequences a step have no common split with them; "
-            f"take a number of GPUs that divides {cluster.sequences:,}"
+            f"and {sequences:,} sequences a step have no common split with them; "
+            f"take a number of GPUs that divides {sequences:,}"
         )
     fitting = [layout for layout in tried if layout.memory.total <= gpu.memory_bytes]
     if not fitting:
@@ -127,6 +202,102 @@ def _divisions(cluster: Cluster) -> Iterator[Division]:
                     yield Division(data, tensor, pipeline, context, micro_batch)
 
 
+def layout_of(cluster: Cluster, division: Division, recompute: bool) -> ParallelLayout:
+    """Return the layout of a division that divides the model, the step and the GPUs."""
+    data, tensor, pipeline, context, micro_batch = division
+    size, gpu, widths = cluster.size, cluster.gpu, widths_of(cluster.shape)
+    microbatches, layers = cluster.sequences // (data * micro_batch), widths.layers // pipeline
+    # per GPU and pass: context parallelism splits each sequence
+    tokens = micro_batch * cluster.sequence_length / context
+    # (p - 1) / m (Narayanan et al. 2021, section 2.2)
+    bubble = (pipeline - 1) / microbatches
+    counted = flops_per_token(size, cluster.sequence_length)
+    per_token = counted.hardware if recompute else counted.training
+    # seconds without bubbles and messages
+    ideal = per_token * cluster.sequences * cluster.sequence_length
+    ideal /= cluster.num_gpus * cluster.flops_per_second
+    # the bubble counts as extra passes, in messages as in products
+    passes = microbatches * (1 + bubble)
+    memory = layout_memory(cluster, division, recompute)
+    # all-reduces of a layer (Megatron-LM, Shoeybi et al. 2019, figure 4): two forward, two backward, two more if the
+    # forward pass is repeated; a ring sends 2 (t - 1) / t of each
+    tensor_bytes = (6 if recompute else 4) * BF16 * widths.hidden * tokens * 2 * (tensor - 1) / tensor
+    # a layer's keys and values go round the ring once forward, and twice as much backward (Liu et al. 2023)
+    context_bytes = 3 * (BF16 * 2 * widths.keys / tensor * tokens) * (context - 1)
+    # a micro-batch's activations to the next stage and its gradients back, shared by a stage's tensor ranks
+    pipeline_bytes = 2 * BF16 * widths.hidden * tokens / tensor if pipeline > 1 else 0.0
+    # once a step: reduce-scatter of the fp32 gradients, all-gather of the bf16 weights (ZeRO, section 7); context ranks
+    # hold the same weights as data ranks
+    shards = data * context
+    data_bytes = memory.weights_and_gradients * (shards - 1) / shards
+
+    def link(group: int) -> float:
+        """Return bytes per second of the slowest link in a group of neighbouring GPUs."""
+        inside = gpu.link_bytes_per_second
+        return inside if group <= gpu.gpus_per_node else min(inside, gpu.network_bytes_per_second)
+
+    compute_seconds = ideal * (1 + bubble)
+    # tensor ranks are neighbours inside a node (`_divisions`)
+    tensor_seconds = passes * layers * tensor_bytes / gpu.link_bytes_per_second
+    context_seconds = passes * layers * context_bytes / link(tensor * context)
+    # stages are the outermost dimension: with several nodes, some neighbours are in different ones
+    pipeline_seconds = passes * pipeline_bytes / link(cluster.num_gpus)
+    data_seconds = data_bytes / link(shards * tensor)
+    return ParallelLayout(
+        **division._asdict(),
+        microbatches=microbatches,
+        recompute=recompute,
+        layers_per_stage=layers,
+        bubble=bubble,
+        memory=memory,
+        compute_seconds=compute_seconds,
+        tensor_seconds=tensor_seconds,
+        context_seconds=context_seconds,
+        pipeline_seconds=pipeline_seconds,
+        data_seconds=data_seconds,
+        step_seconds=compute_seconds + (tensor_seconds + context_seconds + pipeline_seconds + data_seconds),
+    )
+
+
+def layout_memory(cluster: Cluster, division: Division, recompute: bool) -> LayoutMemory:
+    """Return memory of the fullest GPU in bytes: the model states, the activations and the logits."""
+    data, tensor, pipeline, context, micro_batch = division
+    size, shape, widths = cluster.size, cluster.shape, widths_of(cluster.shape)
+    tokens = micro_batch * cluster.sequence_length / context
+    # the first stage holds the embedding, the last one the head: of the fuller end, its layers and a table
+    of_layers = size.total - size.embedding - size.parts.head
+    of_end = of_layers / pipeline + max(size.embedding, size.parts.head)
+    held = (size.total if pipeline == 1 else of_end) / tensor
+    # a layer keeps for its backward pass, in bf16 with fused attention: the inputs of its two norms, the input of the
+    # attention, queries, keys, values and their result, the input of the feed-forward layer, and that layer's inner
+    # values before and after the activation function, of which a gated layer has four (Korthikanti et al. 2022, section
+    # 4.1, without dropout masks: 32 h a token for GPT). A mixture keeps those of all experts that a token is routed to;
+    # a dense model counts as one expert.
+    attention = widths.hidden + 2 * widths.queries + 2 * widths.keys
+    inner = (2 if shape["model_type"] == "gpt2" else 4) * widths.expert_inner * widths.chosen_experts
+    a_token = BF16 * (2 * widths.hidden + attention + (widths.hidden + inner))
+    # with sequence parallelism, tensor ranks divide all activations (Korthikanti et al. 2022, table 2)
+    one_layer = a_token * tokens / tensor
+    # with recomputation only each layer's input stays
+    kept = BF16 * widths.hidden * tokens / tensor if recompute else one_layer
+    # 1F1B: the first stage begins as many micro-batches as there are stages before the first returns (Narayanan et al.
+    # 2021, section 2.2); the recomputed activations exist for one layer at a time
+    in_flight = min(pipeline, cluster.sequences // (data * micro_batch))
+    activations = in_flight * (widths.layers / pipeline) * kept + (one_layer if recompute else 0)
+    # bf16 weights, fp32 gradients
+    weights_and_gradients = held * (BF16 + FP32)
+    # shared as by Megatron-LM's distributed optimizer (ZeRO stage 1), over context ranks too
+    optimizer = held * cluster.optimizer_width / (data * context)
+    # as a plain loss in memory/activations.py: fp32 log-probabilities, their gradient, the logits' gradient
+    logits = 3 * FP32 * tokens * shape["vocab_size"] / tensor
+    parts = (weights_and_gradients, optimizer, activations, logits)
+    # fragmentation grows with what is held; the context and NCCL take the same for every layout
+    reserve = table("memory")
+    total = sum(parts) * (1 + reserve["fragmentation"]["value"])
+    total = total + reserve["cuda_context_bytes"]["value"] + reserve["nccl_bytes"]["value"]
+    return LayoutMemory(*parts, total)
+
+
 class ParallelismVerb:
     """Layouts of data x tensor x pipeline x context parallelism that fit, fastest first.
 
@@ -138,8 +309,7 @@ class ParallelismVerb:
   python -m pretraining.planning parallelism --recipe 65b --world_size 512 --gpu H100 --megatron 1"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add_workload_arguments(parser)
-        add_cluster_arguments(parser)
+        add_workload_arguments(parser, on_cluster=True)
         parser.add_argument(
             "--top", type=gpu_count, default=5, metavar="K", help="layouts to show (default 5)"
         )
@@ -162,7 +332,7 @@ class ParallelismVerb:
         optimizer = checkpoint_bytes(parameter_tensors(recipe.model), optimizer_states(recipe))
         fitting = layouts(
             recipe.model,
-            workload.sequence_length,
+            recipe.sequence_length,
             recipe.tokens_per_step,
             num_gpus,
             gpu,
@@ -181,7 +351,7 @@ class ParallelismVerb:
         for layout in rows[: options.top]:
             rate = recipe.tokens_per_step / layout.step_seconds
             mfu = model_flops_utilization(rate, flops, num_gpus, peak)
-            shown.append({**layout.to_dict(), "mfu": mfu, "here": way_here(layout, recipe)})
+            shown.append({**asdict(layout), "mfu": mfu, "here": _way_here(layout, recipe)})
         return {
             "name": workload.name,
             "gpu": gpu.name,
@@ -204,7 +374,7 @@ class ParallelismVerb:
         return f"{title}\n\n{write_table(COLUMNS, rows, left=0)}\n{note}"
 
 
-def way_here(layout: ParallelLayout, recipe: Recipe) -> str | None:
+def _way_here(layout: ParallelLayout, recipe: Recipe) -> str | None:
     """Return the ds_config, with its degrees, that trains such a layout here; None if none does."""
     if layout.pipeline > 1:
         return None
@@ -217,3 +387,155 @@ def way_here(layout: ParallelLayout, recipe: Recipe) -> str | None:
     except UserError:
         return None
     return way
+
+
+STYLES = {
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "linear": "linear",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "inverse_sqrt": "inverse-square-root",
+    "warmup_stable_decay": "WSD",
+}
+"""`training.lr_scheduler_type` -> Megatron's `--lr-decay-style`."""
+DECAYS = {"linear": "linear", "cosine": "cosine", "1-sqrt": "minus_sqrt"}
+"""`decay_type` of a warmup_stable_decay -> Megatron's `--lr-wsd-decay-style`."""
+PLACE = "DATA"
+"""Folder that the data is converted to, and that the arguments name."""
+
+
+def megatron_arguments(recipe: Recipe, layout: ParallelLayout, gpus_per_node: int) -> list[str]:
+    """Return the launcher and the arguments of pretrain_gpt.py for a recipe at a layout, one of them in each entry.
+
+    Raises:
+        UserError: the recipe asks for what Megatron-LM has no argument for.
+    """
+    model, training, length = recipe.model, recipe.training, recipe.sequence_length
+    # what would silently train something else
+    reasons = {
+        f"model.model_type {model.model_type}": not is_exact(model),
+        f"optimizer.name {recipe.optimizer.name}": recipe.optimizer.name != "adamw",
+        f"training.optim {training.optim}": not training.optim.startswith("adamw_torch"),
+        f"training.lr_scheduler_type {training.lr_scheduler_type}": training.lr_scheduler_type not in STYLES,
+        "mup": recipe.mup.base_width is not None,
+        "model.mlp_only_layers": bool(model.get("mlp_only_layers")),
+        "model.decoder_sparse_step": model.get("decoder_sparse_step", 1) != 1,
+        "budget.ramp": recipe.budget.ramp is not None,
+        "loss.function": recipe.loss.function is not None,
+        "model.frozen": bool(recipe.weights.frozen),
+        "model.initial_weights": recipe.weights.initial_weights is not None,
+    }
+    if reason := next((name for name, is_so in reasons.items() if is_so), None):
+        raise UserError(f"--megatron: {reason}: Megatron-LM has no arguments for it; leave it out")
+    num_gpus = layout.data * layout.tensor * layout.pipeline * layout.context
+    here = min(num_gpus, gpus_per_node)
+    words = [
+        f"torchrun --nnodes={num_gpus // here} --nproc_per_node={here} pretrain_gpt.py",
+        *_shape(recipe),
+        f"--tensor-model-parallel-size {layout.tensor}",
+        f"--pipeline-model-parallel-size {layout.pipeline}",
+        f"--context-parallel-size {layout.context}",
+        "--use-distributed-optimizer",
+        "--overlap-grad-reduce",
+        "--overlap-param-gather",
+    ]
+    # the plan counts the residual stream as split over the tensor ranks
+    words += ["--sequence-parallel"] if layout.tensor > 1 else []
+    if layout.recompute:
+        words += ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
+    words += [
+        f"--seq-length {length}",
+        f"--max-position-embeddings {max(length, value_of(recipe.model, 'max_position_embeddings'))}",
+        f"--micro-batch-size {layout.micro_batch}",
+        f"--global-batch-size {recipe.samples_per_step}",
+        f"--train-samples {recipe.num_samples}",
+        f"--seed {training.seed}",
+        *[f"--{name}" for name in ("bf16", "fp16") if training.get(name)],
+        f"--lr {training.learning_rate:g}",
+        f"--weight-decay {training.weight_decay:g}",
+        f"--adam-beta1 {training.adam_beta1:g}",
+        f"--adam-beta2 {training.adam_beta2:g}",
+        f"--adam-eps {training.adam_epsilon:g}",
+        f"--clip-grad {training.max_grad_norm:g}",
+        *_schedule(recipe),
+        f"--train-data-path {PLACE}/train",
+        f"--valid-data-path {PLACE}/validation",
+        "--tokenizer-type HuggingFaceTokenizer",
+        f"--tokenizer-model {PLACE}/tokenizer",
+        f"--vocab-size {recipe.model.vocab_size}",
+    ]
+    masked = ["--reset-position-ids", "--reset-attention-mask"] if recipe.data.document_masking else []
+    return words + masked
+
+
+def _shape(recipe: Recipe) -> list[str]:
+    shape = model_with_defaults(recipe.model)
+    widths = widths_of(shape)
+    words = [
+        f"--num-layers {widths.layers}",
+        f"--hidden-size {widths.hidden}",
+        f"--ffn-hidden-size {widths.inner}",
+        f"--num-attention-heads {widths.heads}",
+        f"--kv-channels {widths.head_size}",
+        f"--init-method-std {shape['initializer_range']:g}",
+    ]
+    if widths.key_value_heads != widths.heads:
+        words += ["--group-query-attention", f"--num-query-groups {widths.key_value_heads}"]
+    if not shape["tie_word_embeddings"]:
+        words.append("--untie-embeddings-and-output-weights")
+    if shape["model_type"] == "gpt2":
+        return [
+            *words,
+            "--position-embedding-type learned_absolute",
+            f"--norm-epsilon {shape['layer_norm_epsilon']:g}",
+            f"--attention-dropout {shape['attn_pdrop']:g}",
+            f"--hidden-dropout {shape['resid_pdrop']:g}",
+        ]
+    rope = shape.get("rope_parameters") or {}
+    if rope.get("rope_type", "default") != "default":
+        what = "Megatron-LM's own scaling differs by version; set it by hand beside these arguments"
+        raise UserError(f"--megatron: model.rope_parameters.rope_type {rope['rope_type']}: {what}")
+    base = rope.get("rope_theta") or shape.get("rope_theta") or 10000
+    words += ["--normalization RMSNorm", f"--norm-epsilon {shape['rms_norm_eps']:g}", "--swiglu"]
+    words += ["--position-embedding-type rope", f"--rotary-base {base:.0f}"]
+    words += [] if shape.get("attention_bias") or shape.get("mlp_bias") else ["--disable-bias-linear"]
+    words += [f"--attention-dropout {shape['attention_dropout']:g}", "--hidden-dropout 0"]
+    words += ["--qk-layernorm"] if shape["model_type"].startswith("qwen3") else []
+    if not widths.experts:
+        return words
+    words += [
+        f"--num-experts {widths.experts}",
+        f"--moe-router-topk {widths.chosen_experts}",
+        f"--moe-ffn-hidden-size {widths.expert_inner}",
+        "--moe-grouped-gemm",
+        "--moe-token-dispatcher-type alltoall",
+    ]
+    if shape.get("output_router_logits"):
+        coefficient = f"--moe-aux-loss-coeff {shape['router_aux_loss_coef']:g}"
+        words += ["--moe-router-load-balancing-type aux_loss", coefficient]
+    else:
+        words.append("--moe-router-load-balancing-type none")
+    z_loss = recipe.loss.router_z_loss
+    return words + ([f"--moe-z-loss-coeff {z_loss:g}"] if z_loss else [])
+
+
+def _schedule(recipe: Recipe) -> list[str]:
+    """Return the schedule in samples, which Megatron counts as `--train-samples` does."""
+    training, unit = recipe.training, recipe.samples_per_step
+    keywords, kind = training.lr_scheduler_kwargs or {}, training.lr_scheduler_type
+    lowest = keywords.get("min_lr") or training.learning_rate * (
+        keywords.get("min_lr_rate") or keywords.get("min_lr_ratio") or 0.0
+    )
+    words = [
+        f"--lr-decay-style {STYLES[kind]}",
+        f"--min-lr {lowest:g}",
+        f"--lr-warmup-samples {recipe.warmup_steps(recipe.num_steps) * unit}",
+        f"--lr-decay-samples {recipe.num_samples}",
+    ]
+    if kind == "warmup_stable_decay":
+        tokens = recipe.budget.decay_tokens
+        samples = tokens // recipe.sequence_length if tokens else keywords["num_decay_steps"] * unit
+        words += [f"--lr-wsd-decay-style {DECAYS[keywords.get('decay_type', 'linear')]}"]
+        words += [f"--lr-wsd-decay-samples {samples}"]
+    return words

@@ -2,12 +2,12 @@
 
 import argparse
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 
 from pretraining.errors import UserError
 from pretraining.planning.constants import table
 from pretraining.planning.quantities import count, short, three_digits
-from pretraining.planning.workload import add_workload_arguments, workload_of
+from pretraining.planning.sizes import add_workload_arguments, workload_of
 from pretraining.runtime.table import Column, facts, write_table
 
 PF_DAY = 8.64e19
@@ -40,7 +40,6 @@ class Allocation:
 
     @property
     def tokens_per_parameter(self) -> float:
-        """D / N."""
         return self.tokens / self.parameters
 
     def to_dict(self, source: str) -> dict:
@@ -131,11 +130,6 @@ def frontier(approach: str = DEFAULT) -> Frontier:
     return Frontier(math.exp(mean_y - exponent * mean_x), exponent, rows["source"])
 
 
-def approaches() -> list[str]:
-    """Return names that `frontier` takes."""
-    return [*table("scaling_laws")["frontiers"], CORRECTED]
-
-
 def kaplan_frontier() -> Frontier:
     """Return the frontier of Kaplan et al. 2020, table 6, in non-embedding parameters; Hoffmann et al. supersede it."""
     law = table("scaling_laws")["kaplan"]
@@ -184,15 +178,6 @@ def with_inference(law: ParametricLoss, loss: float, inference_tokens: float) ->
     return Allocation(parameters, law.tokens_for(loss, parameters))
 
 
-@dataclass(frozen=True)
-class Hint:
-    """The choice of one source; None if it names none."""
-
-    learning_rate: float | None
-    batch_tokens: float | None
-    source: str
-
-
 def critical_batch_tokens(loss: float) -> float:
     """Return the critical batch size in tokens at a loss: B* / L^(1 / alpha_B), Kaplan et al. 2020, equation 1.4.
 
@@ -202,52 +187,38 @@ def critical_batch_tokens(loss: float) -> float:
     return law["scale_tokens"] / loss ** (1 / law["exponent"])
 
 
-def extra_tokens(batch_tokens: float, critical: float) -> float:
-    """Return tokens needed, relative to a tiny batch: 1 + B / B_crit (McCandlish et al. 2018, equation 2.11)."""
-    return 1 + batch_tokens / critical
+def cost_of_batch(batch_tokens: float, critical: float) -> tuple[float, float]:
+    """Return the tokens needed over those at a tiny batch, and the steps over those at a huge one.
+
+    1 + B / B_crit and 1 + B_crit / B (McCandlish et al. 2018, equation 2.11).
+    """
+    return 1 + batch_tokens / critical, 1 + critical / batch_tokens
 
 
-def extra_steps(batch_tokens: float, critical: float) -> float:
-    """Return steps needed, relative to a huge batch: 1 + B_crit / B (McCandlish et al. 2018, equation 2.11)."""
-    return 1 + critical / batch_tokens
-
-
-def step_law(parameters: float, tokens: float) -> Hint:
-    """Apply Li et al. 2025 (Step Law), for AdamW; `parameters` without the vocabulary."""
-    law = table("scaling_laws")["step_law"]
-    rate, batch = law["learning_rate"], law["batch_tokens"]
-    return Hint(
+def hints(parameters: float, tokens: float, flops: float) -> dict[str, dict]:
+    """Return {"learning_rate", "batch_tokens", "source"} by each source. parameters: without the vocabulary."""
+    gpt3, step, deepseek = (table("scaling_laws")[name] for name in ("gpt3", "step_law", "deepseek"))
+    # nearest in ratio, not in difference
+    row = min(gpt3["rows"], key=lambda row: abs(math.log(row["parameters"] / parameters)))
+    nearest = f"{gpt3['source']}, the row of {row['parameters']:.3g} parameters"
+    # Li et al. 2025, for AdamW
+    rate, batch = step["learning_rate"], step["batch_tokens"]
+    by_step_law = (
         rate["scale"] * parameters ** rate["parameters"] * tokens ** rate["tokens"],
         batch["scale"] * tokens ** batch["tokens"],
-        law["source"],
     )
-
-
-def deepseek(flops: float) -> Hint:
-    """Apply DeepSeek LLM (2024), section 3.1, to training FLOPs."""
-    law = table("scaling_laws")["deepseek"]
-    rate, batch = law["learning_rate"], law["batch_tokens"]
-    return Hint(
-        rate["scale"] * flops ** rate["exponent"], batch["scale"] * flops ** batch["exponent"], law["source"]
-    )
-
-
-def gpt3(parameters: float) -> Hint:
-    """Take the row of GPT-3's table 2.1 whose size is nearest."""
-    law = table("scaling_laws")["gpt3"]
-    # nearest in ratio, not in difference
-    row = min(law["rows"], key=lambda row: abs(math.log(row["parameters"] / parameters)))
-    source = f"{law['source']}, the row of {row['parameters']:.3g} parameters"
-    return Hint(row["learning_rate"], row["batch_tokens"], source)
-
-
-def hints(parameters: float, tokens: float, flops: float) -> dict[str, Hint]:
-    """Collect the hints of all sources, by name."""
-    return {
-        "GPT-3's nearest size": gpt3(parameters),
-        "Step Law": step_law(parameters, tokens),
-        "DeepSeek": deepseek(flops),
+    # DeepSeek LLM (2024), section 3.1, from training FLOPs
+    by_flops = [
+        law["scale"] * flops ** law["exponent"]
+        for law in (deepseek["learning_rate"], deepseek["batch_tokens"])
+    ]
+    given = {
+        "GPT-3's nearest size": (row["learning_rate"], row["batch_tokens"], nearest),
+        "Step Law": (*by_step_law, step["source"]),
+        "DeepSeek": (*by_flops, deepseek["source"]),
     }
+    names = ("learning_rate", "batch_tokens", "source")
+    return {name: dict(zip(names, values, strict=True)) for name, values in given.items()}
 
 
 class ChinchillaVerb:
@@ -271,7 +242,8 @@ class ChinchillaVerb:
     def answer(self, options: argparse.Namespace) -> dict:
         """Return every approach's optimum for what is given, and what follows for the chosen allocation."""
         given, name = _given(options)
-        optima = {approach: frontier(approach).at(given) for approach in approaches()}
+        approaches = [*table("scaling_laws")["frontiers"], CORRECTED]
+        optima = {approach: frontier(approach).at(given) for approach in approaches}
         best = optima[DEFAULT]
         has_both = given["parameters"] and given["tokens"]
         chosen = Allocation(given["parameters"], given["tokens"]) if has_both else best
@@ -301,7 +273,7 @@ class ChinchillaVerb:
             "compute_over_optimum": compute_overhead(law, chosen),
             "with_inference": inference,
             "critical_batch_tokens": critical_batch_tokens(loss),
-            "hints": {name: asdict(hint) for name, hint in hints(size, chosen.tokens, chosen.flops).items()},
+            "hints": hints(size, chosen.tokens, chosen.flops),
         }
 
     def as_text(self, answer: dict) -> str:
@@ -332,7 +304,7 @@ class ChinchillaVerb:
         lines.append(("critical batch", f"{at_loss}; {growth}"))
         for name, hint in answer["hints"].items():
             batch = hint["batch_tokens"]
-            tokens, steps = extra_tokens(batch, critical), extra_steps(batch, critical)
+            tokens, steps = cost_of_batch(batch, critical)
             effect = f"{three_digits(tokens)} x tokens and {three_digits(steps)} x steps"
             lines.append(
                 (name, f"learning rate {hint['learning_rate']:.2g}, batch {short(batch)} tokens ({effect})")

@@ -6,7 +6,6 @@ import sys
 from dataclasses import asdict, replace
 
 from pretraining.ds_config import degrees_of, hpz_ranks
-from pretraining.planning.cadence import failure_words, write_words
 from pretraining.planning.comparison import predicted
 from pretraining.planning.constants import table
 from pretraining.planning.costs import (
@@ -14,9 +13,11 @@ from pretraining.planning.costs import (
     disk_words,
     energy_words,
     estimated,
+    failure_words,
     forecast,
     mfu_words,
     scaling_rows,
+    write_words,
 )
 from pretraining.planning.gate import check_plan
 from pretraining.planning.gpus import Gpu, all_gpus, find_gpu
@@ -38,11 +39,10 @@ from pretraining.planning.quantities import (
     short,
     three_digits,
 )
-from pretraining.planning.run_plan import RunPlan, build_run_plan
+from pretraining.planning.run_plan import Machine, RunPlan, build_run_plan
 from pretraining.planning.shapes import family_of
+from pretraining.planning.sizes import workload_of_recipe
 from pretraining.planning.throughput import precision_of_products
-from pretraining.planning.verdict import Machine
-from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import Recipe
 from pretraining.recipe.model import value_of
 from pretraining.recipe.refusals import compiled_part
@@ -222,7 +222,7 @@ def plan_line(recipe: Recipe, plan: RunPlan, left: float = 1.0) -> str:
         speed = forecast(workload_of_recipe(recipe, plan.ds_config), machine.gpu, plan.world_size)
         rest = "" if left == 1 else " for what is left"
         rate = f"{foreseen['tokens_per_second']:,.0f} tokens/s, MFU {foreseen['mfu']:.0%}"
-        prices = [price.dollars for price in speed.cost.prices]
+        prices = [price["dollars"] for price in speed.cost.prices]
         parts += [f"{duration(left * foreseen['training_seconds'])}{rest} at {rate}"]
         parts += [dollars(left * min(prices))] if prices else []
         parts[-1] += estimated(speed.to_dict(), " ({})")

@@ -10,9 +10,8 @@ from functools import cache
 
 from pretraining.ds_config import degrees_of, load_ds_config, optimizer_device, parameter_device, zero_stage
 from pretraining.errors import UserError
-from pretraining.planning.cadence import cost_of_checkpoints, failure_words
+from pretraining.planning.costs import cost_of_checkpoints, failure_words
 from pretraining.planning.gpus import Gpu, find_gpu
-from pretraining.planning.memory.buffers import unprotected_gradient
 from pretraining.planning.memory.need import (
     ROOMY,
     TIGHT,
@@ -23,7 +22,8 @@ from pretraining.planning.memory.need import (
     recomputed_one_in,
     recomputed_share,
 )
-from pretraining.planning.memory.split import families, held_tensors
+from pretraining.planning.memory.states import unprotected_gradient
+from pretraining.planning.memory.tensors import families
 from pretraining.planning.quantities import (
     count,
     duration,
@@ -35,8 +35,8 @@ from pretraining.planning.quantities import (
 )
 from pretraining.planning.run_plan import build_run_plan
 from pretraining.planning.shapes import shape_of, widths_of
+from pretraining.planning.sizes import add_workload_arguments, workload_of
 from pretraining.planning.throughput import scaling_over_nodes, step_time
-from pretraining.planning.workload import add_cluster_arguments, add_workload_arguments, workload_of
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.recipe.model import value_of
 from pretraining.recipe.refusals import check_run
@@ -285,10 +285,8 @@ def _ways(recipe: Recipe, world_size: int, gpu: Gpu | None) -> list[str | None]:
             check_run(variant, _config(way))
         except UserError:
             continue
-        of_rank = families(variant, _config(way), world_size)
-        ranks = max(family.ranks for family in of_rank)
         # a run with such a gradient is refused (gate.py), so that the search must not offer it
-        if unprotected_gradient(_config(way), held_tensors(of_rank), width, ranks) is None:
+        if unprotected_gradient(_config(way), families(variant, _config(way), world_size), width) is None:
             shipped.append(way)
     return shipped if recipe.deepspeed in shipped else [recipe.deepspeed, *shipped]
 
@@ -344,8 +342,7 @@ class FitVerb:
   python -m pretraining.planning fit --recipe 30b --world_size 8 --gpu H200 --top 3 --json"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add_workload_arguments(parser)
-        add_cluster_arguments(parser)
+        add_workload_arguments(parser, on_cluster=True)
         parser.add_argument(
             "--memory", type=count, metavar="BYTES", help="of one GPU, instead of the table's: 80e9"
         )

@@ -1,14 +1,17 @@
 """Parameters, part by part, and FLOPs per token, in every way the field counts them.
 
-Which tensors a type has says memory/tensors.py.
+Which tensors a type has says memory/tensors.py. A workload is the subject of a planning question: a recipe, or a size
+and a number of tokens.
 """
 
+import argparse
 import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 
+from pretraining.errors import UserError
 from pretraining.planning.memory.tensors import (
     EMBEDDING,
     HEAD,
@@ -18,9 +21,12 @@ from pretraining.planning.memory.tensors import (
     parameter_tensors,
     trained_tensors,
 )
+from pretraining.planning.quantities import count, gpu_count, short, three_digits
 from pretraining.planning.shapes import HOW, count_model, widths_of
-from pretraining.recipe import Recipe, model_with_defaults
+from pretraining.recipe import Recipe, model_with_defaults, recipe_schema
 from pretraining.recipe.model import ROUTER_COEFFICIENT, is_exact
+from pretraining.recipe.refusals import load_recipe_and_ds_config
+from pretraining.runtime.table import Column, facts, write_table
 
 BACKWARD = 2
 """The backward pass costs twice the forward pass: one product for the inputs' gradients, one for the weights'."""
@@ -72,7 +78,7 @@ class ModelSize:
     embedding: int
     """Token and learned-position tables (a separate head is not among them)."""
     active: int
-    """Parameters that one token passes through; of a layer's experts, only those it is routed to."""
+    """Those that one token passes through; of a layer's experts, only those it is routed to."""
     matmul: int
     """Entries of the matrices that a token is multiplied with: layers and head, without biases and norms."""
     head: int
@@ -93,35 +99,24 @@ class ModelSize:
         """What the backward pass computes."""
         return self.backward or Backward(self.total, self.matmul, self.matmul, 1.0)
 
-    @property
-    def non_embedding(self) -> int:
-        return self.total - self.embedding
-
 
 def model_size(model: dict) -> ModelSize:
     """Return sizes of a recipe's model section, exactly as the class of the installed transformers builds it."""
-    # a search asks for the same sizes hundreds of times
-    return _by_formula(json.dumps(model, sort_keys=True)) if is_exact(model) else _summed(model)
+    return _added_up(json.dumps(model, sort_keys=True), is_exact(model))
 
 
+# a search asks for the same sizes hundreds of times
 @cache
-def _by_formula(section: str) -> ModelSize:
-    """section: the model section, written as JSON."""
-    return _summed(json.loads(section))
-
-
-def _summed(model: dict) -> ModelSize:
-    """Add up the tensors by part."""
+def _added_up(section: str, exact: bool) -> ModelSize:
+    """Add up the tensors by part. section: the model section, written as JSON."""
+    model = json.loads(section)
     tensors, numel = parameter_tensors(model), Counter()
     for tensor in tensors:
-        numel[tensor.part] += tensor.numel
-    # PartSizes holds biases with their layers; only `matmul` leaves them out
-    biases = numel["attention bias"] + numel["mlp bias"]
+        # PartSizes holds biases with their layers; only `matmul` leaves them out
+        numel[tensor.part.removesuffix(" bias")] += tensor.numel
+    biases = sum(tensor.numel for tensor in tensors if tensor.part.endswith(" bias"))
     parts = PartSizes(**{field.name: numel[field.name] for field in fields(PartSizes)})
-    parts = replace(
-        parts, attention=parts.attention + numel["attention bias"], mlp=parts.mlp + numel["mlp bias"]
-    )
-    if is_exact(model):
+    if exact:
         shape, how = model_with_defaults(model), None
         widths, tied = widths_of(shape), bool(shape["tie_word_embeddings"])
         layers, experts, chosen = widths.layers, widths.experts, widths.chosen_experts
@@ -209,9 +204,6 @@ class FlopsPerToken:
         """Training with every layer recomputed: what hardware FLOPs utilization (HFU) counts."""
         return self.training + self.recomputed
 
-    def to_dict(self) -> dict:
-        return {**asdict(self), "hardware": self.hardware}
-
 
 def flops_per_token(size: ModelSize, sequence_length: int) -> FlopsPerToken:
     """Count the FLOPs of a token in a sequence of `sequence_length` tokens.
@@ -239,3 +231,158 @@ def flops_per_token(size: ModelSize, sequence_length: int) -> FlopsPerToken:
         training_causal=round(training - (scores + backward_scores) / 2),
         recomputed=round(behind.layers * (forward - 2 * size.head)),
     )
+
+
+COUNTS = {
+    "parameters": "6 N, matrices a token meets",
+    "six_n_total": "6 N, all active parameters",
+    "training_causal": "with attention, causal half",
+    "training": "with attention, in full (MFU)",
+    "hardware": "with recomputed layers (HFU)",
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and its training tokens."""
+
+    name: str
+    parameters: float
+    active: float
+    tokens: float | None
+    training_flops_per_token: float
+    hardware_flops_per_token: float
+    """FLOPs with every layer recomputed."""
+    recipe: Recipe | None = None
+    ds_config: dict | None = None
+    size: ModelSize | None = None
+    counted: FlopsPerToken | None = None
+
+
+def add_workload_arguments(parser: argparse.ArgumentParser, on_cluster: bool = False) -> None:
+    """Add `--recipe` with `--set` and `--deepspeed`, or `--parameters` and `--tokens`.
+
+    on_cluster: add `--world_size` and `--gpu` too.
+    """
+    parser.add_argument("--recipe", metavar="NAME|PATH", help="a file of recipes/, or a path")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="change a value"
+    )
+    parser.add_argument("--deepspeed", metavar="NAME|PATH", help="a file of ds_configs/ over the recipe's")
+    parser.add_argument("--parameters", type=count, metavar="N", help="instead of a recipe: 7b, 6.7e9")
+    parser.add_argument("--tokens", type=count, metavar="D", help="training tokens: 140b, 1.4t")
+    if on_cluster:
+        parser.add_argument("--world_size", type=gpu_count, required=True, metavar="N", help="number of GPUs")
+        parser.add_argument("--gpu", required=True, metavar="NAME", help="which kind (see the verb gpus)")
+
+
+def workload_of(options: argparse.Namespace) -> Workload:
+    """Read the workload that the options describe.
+
+    Raises:
+        UserError: --recipe and --parameters are both given or both missing, or the recipe is wrong.
+    """
+    if bool(options.recipe) == bool(options.parameters):
+        raise UserError("give either --recipe NAME or --parameters N (with --tokens D)")
+    if options.recipe:
+        recipe, ds_config = load_recipe_and_ds_config(options.recipe, options.set, options.deepspeed)
+        return workload_of_recipe(recipe, ds_config, options.tokens)
+    if options.set or options.deepspeed:
+        raise UserError("--set and --deepspeed change a recipe: give --recipe NAME instead of --parameters")
+    n = options.parameters
+    # 6 N (Kaplan et al. 2020), and 2 N more for another forward pass if the layers are recomputed
+    return Workload(f"{short(n)} parameters", n, n, options.tokens, 6 * n, 8 * n)
+
+
+def workload_of_recipe(recipe: Recipe, ds_config: dict | None, tokens: float | None = None) -> Workload:
+    """Return the workload of a recipe, with its own budget or with as many whole steps as `tokens` pay for.
+
+    Raises:
+        UserError: `tokens` are fewer than one step needs, or more than a recipe may have.
+    """
+    if tokens is not None:
+        # before anything is derived: the number of steps follows from the budget
+        least = recipe.step_sizes.all[0]
+        most = recipe_schema()["properties"]["budget"]["properties"]["tokens"]["maximum"]
+        if not least <= tokens <= most:
+            raise UserError(
+                f"--tokens {tokens:g}: {recipe.name} takes from {least:,}, its first step, to {most:g}; leave --tokens "
+                "out for its own budget"
+            )
+        # whole steps, as when a recipe is read; fewer tokens than a full step still pay for the first step of a ramp
+        whole = int(tokens // recipe.tokens_per_step * recipe.tokens_per_step) or int(tokens)
+        # a command that is written for this recipe must contain the tokens too
+        overrides = (*recipe.overrides, f"budget.tokens={whole}")
+        recipe = replace(recipe, budget=replace(recipe.budget, tokens=whole), overrides=overrides)
+    size = size_of_recipe(recipe)
+    counted = flops_per_token(size, recipe.sequence_length)
+    return Workload(
+        name=recipe.name,
+        parameters=size.total,
+        active=size.active,
+        tokens=recipe.num_tokens,
+        training_flops_per_token=counted.training,
+        hardware_flops_per_token=counted.hardware,
+        recipe=recipe,
+        ds_config=ds_config,
+        size=size,
+        counted=counted,
+    )
+
+
+class FlopsVerb:
+    """Parameters by part and FLOPs per token, in every convention.
+
+    6 N D, the exact count with attention (causal mask credited or not), and what recomputation adds.
+    """
+
+    EXAMPLES = """  python -m pretraining.planning flops --recipe 30b
+  python -m pretraining.planning flops --recipe 7b --set model.max_position_embeddings=32768 --json
+  python -m pretraining.planning flops --parameters 175b --tokens 300b"""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        add_workload_arguments(parser)
+
+    def answer(self, options: argparse.Namespace) -> dict:
+        """Return counts per token and over all tokens."""
+        workload = workload_of(options)
+        tokens = workload.tokens
+        # a size alone has no attention, so that the other conventions cannot be counted
+        per_token: dict = {"six_n_total": 6 * workload.parameters}
+        if counted := workload.counted:
+            per_token = {**asdict(counted), "hardware": counted.hardware}
+        return {
+            "name": workload.name,
+            "parameters": workload.parameters,
+            "active_parameters": workload.active,
+            "parts": asdict(workload.size.parts) if workload.size else None,
+            "tied": workload.size.tied if workload.size else None,
+            "sequence_length": workload.recipe.sequence_length if workload.recipe else None,
+            "tokens": tokens,
+            "flops_per_token": per_token,
+            "flops": {name: flops * tokens for name, flops in per_token.items()} if tokens else None,
+            # 8.64e19 FLOPs: one petaFLOP/s for a day
+            "petaflop_days": workload.training_flops_per_token * tokens / 8.64e19 if tokens else None,
+        }
+
+    def as_text(self, answer: dict) -> str:
+        """Write the parts, then the counts."""
+        rows = [("model", answer["name"]), ("parameters", f"{answer['parameters']:,.0f}")]
+        if answer["active_parameters"] != answer["parameters"]:
+            rows.append(("active per token", f"{answer['active_parameters']:,.0f}"))
+        for part, number in (answer["parts"] or {}).items():
+            # a head of 0 is tied, which is worth a line; other empty parts do not exist
+            if number or part == "head":
+                rows.append((f"  {part}", f"{number:,}" if number else "tied to the embedding"))
+        if answer["tokens"]:
+            rows.append(("tokens", f"{answer['tokens']:,.0f}"))
+            rows.append(("petaFLOP/s-days", three_digits(answer["petaflop_days"])))
+        if answer["sequence_length"]:
+            rows.append(("sequence length", f"{answer['sequence_length']:,}"))
+        per_token, total = answer["flops_per_token"], answer["flops"]
+        columns = (
+            Column("FLOPs, forward and backward", COUNTS.get),
+            Column("per token", per_token.get, short),
+            Column("all tokens", lambda name: total and total[name], ".3e"),
+        )
+        return f"{facts(rows)}\n\n{write_table(columns, [name for name in COUNTS if name in per_token])}"

@@ -1,21 +1,362 @@
-"""Seconds of one optimizer step: its products, its messages, and what offloading moves."""
+"""The share of a GPU's peak that a recipe reaches: measured here, or estimated from assumed rates of its kernels.
 
+A training pass consists of products and attention, which are bound by FLOPs, and of all other kernels, which are
+bound by the bytes they read and write. How many bytes a layer's kernels move for a token is linear in its widths.
+tables/kernels.json holds the factors, which benchmarks/kernel_factors.py counted on the real model, eager and
+compiled. Gaps between kernels, messages of ZeRO and waits are not counted. Bytes and FLOPs are exact, their rates are
+not: they are one assumption for all shapes (tables/rates.json), which wide products may exceed and narrow ones miss.
+So the result is an estimate, not a limit.
+"""
+
+import json
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
-from pretraining.ds_config import optimizer_device, parameter_device
+from pretraining.ds_config import (
+    NOT_SPLIT,
+    Degrees,
+    degrees_of,
+    optimizer_device,
+    parameter_device,
+    zero_stage,
+)
+from pretraining.errors import UserError
 from pretraining.planning.constants import table
-from pretraining.planning.gpus import Gpu
-from pretraining.planning.memory.need import recomputed_one_in, recomputed_share
+from pretraining.planning.gpus import Gpu, find_gpu, kept_rates
+from pretraining.planning.memory.activations import chunk_length, compiles_loss, logit_bytes
+from pretraining.planning.memory.need import recomputed_one_in, recomputed_share, skips_last_product
+from pretraining.planning.memory.tensors import (
+    FP32,
+    SIXTEEN_BIT,
+    families,
+    head_is_wide,
+    precision_of,
+    rows_of_rank,
+    widths_of_rank,
+)
 from pretraining.planning.messages import (
     GRADIENTS,
     LAYER_MESSAGES,
+    layer_messages,
     step_messages,
     stops_for_gradients,
 )
-from pretraining.planning.roofline import ceiling, recipe_utilization, tokens_per_second
-from pretraining.planning.sizes import flops_per_token, model_size, size_of_recipe
+from pretraining.planning.shapes import shape_of, widths_of
+from pretraining.planning.sizes import BACKWARD, flops_per_token, model_size, size_of_recipe
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.recipe.refusals import compiled_part
+from pretraining.schema import REPOSITORY, display_path
+
+RESULTS = REPOSITORY / "benchmarks" / "results"
+SAME_SIZE = 1.25
+"""Models whose parameters differ by no more than this factor count as the same size."""
+ESTIMATED = "estimated from assumed rates"
+ATTENTION_BACKWARD = 2.5
+"""FLOPs of attention's backward pass over its forward pass: five products to two, as the scores are computed again."""
+SIXTEEN_BIT_NAMES = ("bf16", "fp16")
+CAUSAL = 0.5
+"""Share of the scores that a causal kernel computes."""
+
+
+@dataclass(frozen=True)
+class Utilization:
+    """A model FLOPs utilization (share of the dense peak) and where it comes from."""
+
+    mfu: float
+    """Its value if nothing is recomputed."""
+    source: str
+    assumed: bool
+    """Whether it is neither given nor measured here, and so does not include this run's messages."""
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """The time of one micro-batch on one GPU if nothing waits."""
+
+    seconds: dict[str, float]
+    """Seconds by what they are spent on; the optimizer's are divided by the micro-batches of a step."""
+    mfu: float
+    """Model FLOPs, divided by all these seconds and the dense peak."""
+    mfu_without_recomputation: float
+    """The same if no layer were recomputed."""
+    products_measured_on: str | None
+    """The day on which the doctor measured this machine's products; None if their rate is assumed."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Rates that a GPU sustains in training."""
+
+    product_flops: float
+    """FLOPs a second of large matrix products."""
+    attention_flops: float
+    bytes: float
+    """Bytes read and written a second."""
+    products_measured_on: str | None
+    """The day on which the doctor measured products; None if their rate is assumed."""
+
+
+def recipe_utilization(recipe: Recipe, gpu: Gpu, at_best: Ceiling) -> Utilization:
+    """Return what was measured here on this GPU at this size, else the estimate for the recipe's own kernels."""
+    size = size_of_recipe(recipe)
+    flops = flops_per_token(size, recipe.sequence_length)
+    measured = expected_utilization(gpu, size.total, recomputation=flops.hardware / flops.training)
+    # a measurement on this machine is worth more than any count
+    if not measured.assumed:
+        return measured
+    day = at_best.products_measured_on
+    how = f", products as measured here on {day}" if day else ""
+    return Utilization(at_best.mfu_without_recomputation, f"{ESTIMATED}{how}", assumed=True)
+
+
+def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, precision: str) -> Ceiling:
+    """Return what a recipe's kernels take on this GPU at the rates of `sustained_rates`.
+
+    Args:
+        precision: that of the products: bf16, fp16, tf32 or fp32.
+
+    Raises:
+        UserError: the GPU has no such precision, or the ranks do not divide the recipe's step.
+    """
+    rates, size = sustained_rates(gpu, precision, world_size), size_of_recipe(recipe)
+    behind, degrees = size.gradients, degrees_of(ds_config)
+    tokens = recipe.micro_batch * recipe.sequence_length // degrees.sequence
+    # a head in fp32 is slower, by so many seconds for one FLOP on each weight that a token meets
+    wide_head = 0.0
+    if head_is_wide(recipe):
+        # in TF32 unless `training.tf32` is false (training/arguments.py), or the GPU has none
+        tf32 = "tf32" in gpu.dense_peak_flops and recipe.training.get("tf32") is not False
+        of_head = sustained_rates(gpu, "tf32" if tf32 else "fp32", world_size)
+        wide_head = (1 + BACKWARD) * size.head * (1 / of_head.product_flops - 1 / rates.product_flops)
+    in_layers = (size.matmul - size.head) / degrees.tensor
+    # the table's factors are for 16-bit numbers
+    width = precision_of(recipe, ds_config).compute / SIXTEEN_BIT
+    mode = layer_mode(recipe, ds_config)
+    # 2 products of 2 FLOPs each: queries with keys, probabilities with values
+    scores = CAUSAL * 4 * size.num_layers * size.attention_width * recipe.sequence_length * tokens
+    scores /= degrees.tensor
+    forward = width * size.num_layers * _layer_bytes(recipe.model, mode, "forward", tokens, degrees)
+    backward = behind.layers * _layer_bytes(recipe.model, mode, "backward", tokens, degrees)
+    backward *= width * size.num_layers
+    # embeddings and the last norm, forward and backward
+    shape = shape_of(recipe.model)
+    outside = table("kernels")["layers"][shape["model_type"]][mode]["outside"]
+    outside = width * (tokens * outside * layer_widths(shape, tokens)["hidden"])
+    skipped = size.num_layers * last_product(recipe.model) if skips_last_product(recipe, ds_config) else 0
+    # layers are recomputed, and the head belongs to none
+    recomputed = 2 * (in_layers - skipped / degrees.tensor) * tokens
+    again = behind.layers * recomputed_share(recomputed_one_in(recipe))
+    # products and attention may be kept
+    products_again = 0 if recipe.speed.recompute == "operators" else again
+    engine = table("kernels")["engines"][str(zero_stage(ds_config))]
+    of_rank = families(recipe, ds_config, world_size)
+    # the part of the step that ranks share shrinks with their number
+    in_step = sum(
+        family.trained_numel * (engine["step"] + engine["step of its share"] / family.ranks)
+        for family in of_rank
+    )
+    accumulation = accumulation_steps(recipe, world_size, ds_config)
+    seconds = {
+        "products": 2
+        * tokens
+        * ((size.matmul + behind.weights + behind.inputs) / rates.product_flops + wide_head)
+        / degrees.tensor,
+        "attention": (1 + ATTENTION_BACKWARD * behind.layers) * scores / rates.attention_flops,
+        "other kernels": (forward + backward + outside) / rates.bytes,
+        "loss": (FP32 / SIXTEEN_BIT if head_is_wide(recipe) else width)
+        * _loss_kernel_bytes(recipe, tokens, gpu, degrees)
+        / rates.bytes,
+        "recomputation": products_again * (recomputed / rates.product_flops + scores / rates.attention_flops)
+        + again * forward / rates.bytes,
+        "gradients": engine["micro-batch"] * sum(family.trained_numel for family in of_rank) / rates.bytes,
+        # one step for all micro-batches of it
+        "optimizer": in_step / rates.bytes / accumulation,
+    }
+    # nothing of a layer is left to compute while it waits for these
+    for message in layer_messages(recipe, ds_config, world_size, gpu):
+        if message.total:
+            seconds[message.name] = message.seconds / accumulation
+    # MFU counts model FLOPs alone, and the scores without the mask (PaLM, appendix B)
+    at_peak = flops_per_token(size, recipe.sequence_length).training * tokens / gpu.peak_flops(precision)
+    at_peak /= degrees.tensor
+    total = sum(seconds.values())
+    without = at_peak / (total - seconds["recomputation"])
+    return Ceiling(seconds, at_peak / total, without, rates.products_measured_on)
+
+
+def expected_utilization(
+    gpu: Gpu, parameters: int, results: Path = RESULTS, recomputation: float = 1.0
+) -> Utilization:
+    """Return what this repository measured on this GPU at this size, else the assumption of tables/rates.json.
+
+    A measurement is a line of benchmarks/results/*.jsonl with `mfu` and `parameters` beside the device's name.
+
+    Args:
+        recomputation: FLOPs with every layer recomputed, divided by those without. A measured MFU is raised by the
+            part of it that the line's `recomputes` says, which is the share of recomputed layers.
+    """
+    alike = []
+    for row in _measured_utilizations(results):
+        try:
+            device = find_gpu(row["environment"]["device"])
+        # a device that the table does not know, or a line without one, is like no GPU
+        except (UserError, KeyError):
+            continue
+        ratio = row["parameters"] / parameters
+        if device.name == gpu.name and 1 / SAME_SIZE <= ratio <= SAME_SIZE:
+            alike.append(row)
+    if alike:
+        # the newest line counts: drivers and libraries change
+        row = max(alike, key=lambda row: row.get("when", ""))
+        source = f"measured by benchmarks/{row['benchmark']}.py on {row['environment']['device']}"
+        mfu = row["mfu"] * (1 + row.get("recomputes", 0) * (recomputation - 1))
+        return Utilization(mfu, f"{source}, {row.get('when', 'undated')}", assumed=False)
+    assumed = table("rates")["mfu"]
+    entry = assumed.get(gpu.name, assumed["*"])
+    return Utilization(entry["value"], entry["source"], assumed=True)
+
+
+@cache
+def _measured_utilizations(results: Path) -> tuple[dict, ...]:
+    """Return the kept results that hold a utilization.
+
+    Raises:
+        UserError: a line is not JSON.
+    """
+    rows = []
+    for path in sorted(results.glob("*.jsonl")):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            # most lines are from other benchmarks: only those that name an MFU are parsed
+            if '"mfu"' not in line:
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                what = f"line {number}: not JSON ({error}); remove it"
+                raise UserError(f"{display_path(path)}: {what}") from None
+            if row.get("mfu") and row.get("parameters"):
+                rows.append(row)
+    return tuple(rows)
+
+
+def tokens_per_second(flops: float, num_gpus: int, peak_flops: float, mfu: float) -> float:
+    """Return tokens per second of all GPUs, at `flops` FLOPs a token (the MFU's definition, PaLM appendix B)."""
+    return num_gpus * peak_flops * mfu / flops
+
+
+def model_flops_utilization(
+    tokens_per_second: float, flops: float, num_gpus: int, peak_flops: float
+) -> float:
+    """Return the MFU: the share of the dense peak spent on `flops` FLOPs a token (PaLM, section 4.1, appendix B)."""
+    return tokens_per_second * flops / (num_gpus * peak_flops)
+
+
+def sustained_rates(gpu: Gpu, precision: str, num_gpus: int) -> Rates:
+    """Return the rates of tables/rates.json for the GPU's architecture; for products, the rate measured by the doctor.
+
+    num_gpus: GPUs of the run. A rate that was measured here counts only for the same number of the same GPUs.
+
+    Raises:
+        UserError: the GPU has no such precision.
+    """
+    shares = table("rates")["sustained"]
+    product, attention, bandwidth = (
+        shares[name].get(gpu.architecture, shares[name]["*"])["value"]
+        for name in ("products", "attention", "memory")
+    )
+    peak = gpu.peak_flops(precision)
+    # the doctor measures 16-bit products only (`gpus.RATES`)
+    measured = kept_rates(gpu.name, num_gpus).get("product_flops") if precision in SIXTEEN_BIT_NAMES else None
+    return Rates(
+        # if the clock is raised for a moment, the measured rate can exceed the data sheet's peak
+        product_flops=min(peak, measured["value"]) if measured else product * peak,
+        attention_flops=attention * peak,
+        bytes=bandwidth * gpu.memory_bandwidth_bytes_per_second,
+        products_measured_on=measured["date"] if measured else None,
+    )
+
+
+def layer_mode(recipe: Recipe, ds_config: dict | None) -> str:
+    """Return which factors of tables/kernels.json hold for the recipe's layers: `eager` or `compiled`."""
+    return "eager" if compiled_part(recipe, ds_config, on_gpu=True) == "none" else "compiled"
+
+
+def _layer_bytes(model: dict, mode: str, direction: str, tokens: int, degrees: Degrees = NOT_SPLIT) -> float:
+    """Return the bytes that one layer's kernels move for a micro-batch in 16 bit, without products and attention.
+
+    direction: `forward` or `backward`.
+    """
+    shape, kernels = shape_of(model), table("kernels")
+    factors, widths = (
+        kernels["layers"][shape["model_type"]][mode][direction],
+        layer_widths(shape, tokens, degrees),
+    )
+    # an activation function written in Python is several kernels, and each reads and writes all inner values
+    activation = shape.get("activation_function") or shape.get("hidden_act") or ""
+    written_out = kernels["activations"].get(activation, {}).get(mode, {}).get(direction, 0.0)
+    moved = sum(factor * widths[name] for name, factor in factors.items())
+    return tokens * (moved + written_out * _inner_width(widths))
+
+
+def _inner_width(widths: dict[str, float]) -> float:
+    """Return the width of the feed-forward part, over all experts that a token is given to."""
+    return widths["inner"] if "inner" in widths else widths["routed inner"]
+
+
+def layer_widths(shape: dict, tokens: int, degrees: Degrees = NOT_SPLIT) -> dict[str, float]:
+    """Return the widths in which a layer's bytes for a token are linear.
+
+    `routed` counts a token once for every expert it is given to; the experts' weights are shared among the tokens.
+    """
+    of_layer = widths_of_rank(widths_of(shape), degrees)
+    if shape["model_type"] == "gpt2":
+        return {"hidden": of_layer.hidden, "inner": of_layer.inner}
+    widths = {"hidden": of_layer.hidden, "queries": of_layer.queries, "keys": of_layer.keys}
+    routed = shape.get("num_experts_per_tok")
+    if not routed:
+        return {**widths, "inner": of_layer.inner}
+    return {
+        **widths,
+        "routed hidden": routed * of_layer.hidden,
+        "routed inner": routed * of_layer.expert_inner,
+        "routed": routed,
+        # three matrices an expert, read once for all tokens of the micro-batch
+        "expert weights": 3
+        * (of_layer.experts / degrees.expert)
+        * of_layer.hidden
+        * of_layer.expert_inner
+        / tokens,
+    }
+
+
+def last_product(model: dict) -> int:
+    """Return the entries of a layer's last matrix, whose product nothing keeps."""
+    widths = layer_widths(shape_of(model), tokens=1)
+    return round(widths["hidden"] * _inner_width(widths))
+
+
+def _loss_kernel_bytes(recipe: Recipe, tokens: int, gpu: Gpu, degrees: Degrees) -> float:
+    """Return the bytes that the loss moves in 16 bit on one rank, without the head's products."""
+    vocab_size, hidden = recipe.model.vocab_size, layer_widths(shape_of(recipe.model), tokens)["hidden"]
+    # a function of the user's own is counted as the cross-entropy of all logits
+    auto = "fused" if recipe.loss.function is None else "plain"
+    kind = {"auto": auto}.get(recipe.loss.kind, recipe.loss.kind)
+    if kind != "plain":
+        vocab_size = rows_of_rank(vocab_size, degrees)
+    compiled = compiles_loss(recipe.loss.compile, on_gpu=True)
+    factors = table("kernels")["loss"][kind]["compiled" if compiled else "eager"]
+    chunk = chunk_length(
+        tokens, vocab_size, logit_bytes(SIXTEEN_BIT, compiled), gpu.memory_bytes, recipe.loss.chunk_tokens
+    )
+    # only the fused loss also moves the head and its gradient
+    if kind != "fused":
+        return tokens * factors["logit"] * vocab_size
+    of_tokens = tokens * (factors["logit"] * vocab_size + factors["hidden"] * hidden)
+    # every chunk adds to the gradient of the whole head
+    of_head = factors["head"] + factors["head a chunk"] * -(-tokens // chunk)
+    return of_tokens + of_head * vocab_size * hidden
+
 
 # read: gradient, master and two moments; written: master and moments
 ADAM_BYTES = 28

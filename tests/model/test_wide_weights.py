@@ -14,7 +14,7 @@ from pretraining.model.loss import build_loss
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.memory.need import memory_need, state_of_recipe
 from pretraining.planning.memory.tensors import parameter_tensors
-from pretraining.planning.roofline import ceiling
+from pretraining.planning.throughput import ceiling
 from pretraining.recipe import load_recipe
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.recipe.sections import Weights

@@ -40,9 +40,8 @@ def rehearsed(workshop: Workshop, folder: Path, *words, settings=(), data: Path 
     if data is not None:
         typed += ["--data_dir", str(data)]
     options = parse_train_arguments(typed)
-    recipe, ds_config = load_recipe_and_ds_config(
-        options.recipe, options.set, options.deepspeed, options.world_size
-    )
+    asked = options.recipe, options.set, options.deepspeed, options.world_size
+    recipe, ds_config = load_recipe_and_ds_config(*asked)
     rehearse(recipe, ds_config, options, train.open_data, train.attempt)
 
 
@@ -70,11 +69,8 @@ def test_a_sound_run_passes_on_uneven_nodes(workshop, tmp_path):
     assert finished.code == 0, finished.output
     answer = json.loads(finished.stdout)
     assert not answer["faults"] and not (tmp_path / "run").exists()
-    assert [(each["rank"], each["node"], each["local_rank"]) for each in answer["ranks"]] == [
-        (0, 0, 0),
-        (30, 3, 3),
-        (59, 6, 7),
-    ]
+    places = [(each["rank"], each["node"], each["local_rank"]) for each in answer["ranks"]]
+    assert places == [(0, 0, 0), (30, 3, 3), (59, 6, 7)]
     for each in answer["ranks"]:
         first, second = each["starts"]
         assert (first["step"], second["step"]) == (1, 2)
@@ -91,15 +87,12 @@ def test_split_experts_are_rehearsed_with_routers_that_choose_all_alike(
     """Rank 0 of 60, ZeRO-2, four ranks a group: its share of the experts, and the exchange of rows."""
     monkeypatch.setattr(rehearsal, "rehearsed_ranks", lambda world_size: [0])
     monkeypatch.setattr(rehearsal, "SAYS_EVERY_SECONDS", 0.5)
-    model = f"model={json.dumps(MODELS['qwen3_moe'])}"
-    rehearsed(
-        workshop,
-        tmp_path,
-        "--deepspeed",
-        "zero2:expert=2",
-        "--json",
-        settings=[model, "training.bf16=true", "monitors.noise_scale_steps=null"],
-    )
+    settings = [
+        f"model={json.dumps(MODELS['qwen3_moe'])}",
+        "training.bf16=true",
+        "monitors.noise_scale_steps=null",
+    ]
+    rehearsed(workshop, tmp_path, "--deepspeed", "zero2:expert=2", "--json", settings=settings)
     printed = capsys.readouterr()
     assert "ranks        0, " in printed.err and "still at work: 0; " in printed.err, "minutes, never silent"
     (rank,) = json.loads(printed.out)["ranks"]
@@ -122,27 +115,16 @@ def test_a_rank_that_fails_is_named(workshop, tmp_path, monkeypatch):
         rehearsed(workshop, tmp_path, settings=[f'extensions=["{extension}"]'])
 
 
-def damage_shard(data: Path) -> None:
-    """Remove one."""
-    next((data / "corpus" / "train").glob("*.arrow")).unlink()
-
-
-def change_tokenizer(data: Path) -> None:
-    """Add a byte."""
-    path = data / "corpus" / "tokenizer" / "tokenizer.json"
-    path.write_text(path.read_text() + "\n\n ")
-
-
-@pytest.mark.parametrize(
-    ("damage", "named"),
-    [
-        (damage_shard, r"^data: .*\.arrow: shard is missing"),
-        (change_tokenizer, r"^data: .*not the one the data was made with"),
-    ],
-)
-def test_damaged_data_is_named(workshop, tmp_path, own_data, without_ranks, damage, named):
-    damage(own_data)
-    with pytest.raises(UserError, match=named):
+def test_damaged_data_is_named(workshop, tmp_path, own_data, without_ranks):
+    """A tokenizer with a byte more, and a shard that is not there."""
+    path = own_data / "corpus" / "tokenizer" / "tokenizer.json"
+    written = path.read_text()
+    path.write_text(written + "\n\n ")
+    with pytest.raises(UserError, match=r"^data: .*not the one the data was made with"):
+        rehearsed(workshop, tmp_path, data=own_data)
+    path.write_text(written)
+    next((own_data / "corpus" / "train").glob("*.arrow")).unlink()
+    with pytest.raises(UserError, match=r"^data: .*\.arrow: shard is missing"):
         rehearsed(workshop, tmp_path, data=own_data)
 
 
@@ -179,17 +161,14 @@ def test_a_finished_run_of_this_machine_is_no_fault_of_another(workshop, tmp_pat
 
 
 GIANT = ("model.n_embd=65536", "model.n_layer=32")
+SEQUENCE_7 = (("monitors.noise_scale_steps=null",), ("--deepspeed", "zero3:sequence=7"))
 FAULTS = {
     "indivisible batch": (
         ("budget.tokens_per_step=4096", "budget.tokens=40960"),
         (),
         r"4096 is not a multiple of 3840 = 60 ranks",
     ),
-    "layout that does not divide": (
-        ("monitors.noise_scale_steps=null",),
-        ("--deepspeed", "zero3:sequence=7"),
-        r"sequence 7: does not divide the 4 attention heads",
-    ),
+    "layout that does not divide": (*SEQUENCE_7, r"sequence 7: does not divide the 4 attention heads"),
     "too small disk": (GIANT, (), r"^plan: .* need .* of disk, there is room for"),
     "too small GPUs": (
         (*GIANT, "training.save_strategy=no"),
@@ -202,7 +181,7 @@ FAULTS = {
         (),
         r"^data: .*the data is not prepared; run: python data_prep",
     ),
-    "tracker that is not installed": (
+    "no tracker": (
         ("training.report_to=clearml",),
         (),
         r"^environment: .*'clearml' needs the package clearml",
@@ -220,14 +199,12 @@ def test_each_planted_fault_is_named_in_one_line(workshop, tmp_path, without_ran
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_folder_that_cannot_be_written_is_named(workshop, tmp_path, without_ranks):
+def test_a_run_folder_that_cannot_be_written_or_holds_another_run_is_named(workshop, tmp_path, without_ranks):
+    """At hour zero the start would be refused."""
     (tmp_path / "run").write_text("a file")
     with pytest.raises(UserError, match=r"^run folder: .*run: Not a directory"):
         rehearsed(workshop, tmp_path)
-
-
-def test_the_run_of_another_recipe_is_named(workshop, tmp_path, without_ranks):
-    """At hour zero the start would be refused."""
+    (tmp_path / "run").unlink()
     shutil.copytree(workshop.run("zero2").dir.path, tmp_path / "run")
     with pytest.raises(UserError, match=r"^run folder: .*--allow_change"):
         rehearsed(workshop, tmp_path)
@@ -249,18 +226,15 @@ def test_an_unreachable_store_and_a_taken_port_are_both_named(
         with pytest.raises(UserError, match=r"^store: s3://bucket.* \(and 1 fault more, above\)"):
             rehearsed(workshop, tmp_path, settings=["checkpoints.upload=s3://bucket/runs"])
     said = capsys.readouterr().out
-    assert (
-        "FAULT: MASTER_PORT=" in said and "not rehearsed: the ranks; mend" in said and "left out" not in said
-    )
+    assert "FAULT: MASTER_PORT=" in said and "not rehearsed: the ranks; mend" in said
+    assert "left out" not in said
 
 
-@pytest.mark.parametrize(
-    "settings, warned", [([], True), (["checkpoints.upload={folder}"], False)], ids=["none", "store"]
-)
-def test_nodes_without_a_store_are_warned_of(workshop, tmp_path, without_ranks, capsys, settings, warned):
+def test_nodes_without_a_store_are_warned_of(workshop, tmp_path, without_ranks, capsys):
     """Nothing committed is lost, which one node's disk alone cannot promise."""
-    rehearsed(workshop, tmp_path, settings=[each.format(folder=tmp_path / "store") for each in settings])
-    assert ("note: unless all nodes share the disk of" in capsys.readouterr().out) == warned
+    for settings, warned in (([], True), ([f"checkpoints.upload={tmp_path / 'store'}"], False)):
+        rehearsed(workshop, tmp_path, settings=settings)
+        assert ("note: unless all nodes share the disk of" in capsys.readouterr().out) == warned
 
 
 def test_data_and_disk_of_another_machine_may_be_missing(workshop, tmp_path, without_ranks, capsys):
@@ -275,9 +249,8 @@ def test_each_rank_has_a_place_of_its_own(world_size, nodes):
     assert len({(each.node, each.local_rank) for each in places}) == world_size
     sizes = {each.node: each.ranks_of_node for each in places}
     assert len(sizes) == nodes and sum(sizes.values()) == world_size
-    assert max(sizes.values()) - min(sizes.values()) <= 1 and all(
-        e.local_rank < e.ranks_of_node for e in places
-    )
+    assert max(sizes.values()) - min(sizes.values()) <= 1
+    assert all(each.local_rank < each.ranks_of_node for each in places)
 
 
 @pytest.mark.parametrize(

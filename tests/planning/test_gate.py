@@ -8,14 +8,13 @@ import pytest
 
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
-from pretraining.planning import roofline
+from pretraining.planning import throughput
 from pretraining.planning.comparison import QUANTITIES, compare_run
 from pretraining.planning.costs import forecast
 from pretraining.planning.gpus import find_gpu
-from pretraining.planning.run_plan import build_run_plan
+from pretraining.planning.run_plan import Objection, Verdict, build_run_plan
 from pretraining.planning.screen import as_text, full_plan
-from pretraining.planning.verdict import Objection, Verdict
-from pretraining.planning.workload import workload_of_recipe
+from pretraining.planning.sizes import workload_of_recipe
 from pretraining.recipe import load_recipe
 from pretraining.runtime.durable_files import append_row, read_rows, write_json
 from pretraining.runtime.run_folder import RunFolder
@@ -69,7 +68,7 @@ def test_a_measured_run_feeds_later_plans(tmp_path, monkeypatch):
         measured_run.line_of(run)
     run.add_event("end", measured={"mfu": 0.36})
     append_row(tmp_path / "h200.jsonl", measured_run.line_of(run))
-    monkeypatch.setattr(roofline.expected_utilization, "__defaults__", (tmp_path, 1.0))
+    monkeypatch.setattr(throughput.expected_utilization, "__defaults__", (tmp_path, 1.0))
     found = forecast(workload_of_recipe(recipe, load_ds_config("zero3")), gpu, 8)
     assert "measured" in found.utilization.source and not found.utilization.assumed
     assert found.mfu == pytest.approx(0.36)

@@ -11,6 +11,7 @@ from pretraining.errors import UserError
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.memory.need import state_of_recipe
 from pretraining.planning.memory.states import model_state
+from pretraining.planning.memory.tensors import HIDDEN, Family, Tensor
 from pretraining.planning.quantities import num_bytes
 from pretraining.planning.run_plan import build_run_plan, checkpoints_written
 from pretraining.planning.screen import as_text, full_plan, world_sizes
@@ -141,10 +142,16 @@ def test_what_recipes_share_is_what_the_page_says(name):
     assert (19.5 < per_parameter < 20.5) == (name not in ("124m", "tiny"))
 
 
+def state_of(numel: int, config: dict | None, ranks: int, sixteen_bit: bool = True):
+    """The states of a single matrix of so many elements."""
+    matrix = Tensor(numel, HIDDEN, 0, 100)
+    return model_state(Family((matrix,), (), numel, numel, ranks), config, sixteen_bit)
+
+
 def test_model_state_bytes_per_parameter():
     """Weights 2, fp32 sums of gradients 4, master and moments 12 bytes under bf16, sharded by stage."""
     per_parameter = {
-        name: model_state(8000, load_ds_config(name), 8, sixteen_bit=True).gpu / 8000
+        name: state_of(8000, load_ds_config(name), 8).gpu / 8000
         for name in ds_config_names()
         if name != "zero1_tp2"  # some parameters are split, and others are whole
     }
@@ -164,16 +171,16 @@ def test_model_state_bytes_per_parameter():
 
 
 def test_model_state_in_fp32_and_without_deepspeed():
-    assert model_state(1000, None, 8, sixteen_bit=True).gpu == 16000
-    assert model_state(1000, load_ds_config("zero0"), 8, sixteen_bit=False).gpu == 16000
-    assert model_state(1000, load_ds_config("zero3"), 1, sixteen_bit=False).gpu == 20000
+    assert state_of(1000, None, 8).gpu == 16000
+    assert state_of(1000, load_ds_config("zero0"), 8, sixteen_bit=False).gpu == 16000
+    assert state_of(1000, load_ds_config("zero3"), 1, sixteen_bit=False).gpu == 20000
 
 
 @pytest.mark.parametrize("name", ["zero2_offload", "zero3_offload", "zero3_nvme"])
 def test_offloading_moves_state_and_loses_none(name):
     """Off the GPU goes what the ds_config says; DeepSpeed keeps more on the host than it takes from the GPU."""
     base = name.partition("_")[0]
-    here, there = (model_state(8000, load_ds_config(key), 8, sixteen_bit=True) for key in (base, name))
+    here, there = (state_of(8000, load_ds_config(key), 8) for key in (base, name))
     assert there.gpu + there.host + there.nvme > here.gpu
     assert (there.host, there.nvme) == {
         "zero2_offload": (12000 + 4000 + 2000, 0),  # optimizer, a gradient for each master, weights in 16 bit
@@ -186,7 +193,7 @@ def test_partial_offload_splits_the_optimizer():
     """Twin-Flow's ratio: that share of the optimizer states leaves the GPU."""
     config = load_ds_config("zero3_offload")
     config["zero_optimization"]["offload_optimizer"]["ratio"] = 0.25
-    state = model_state(1000, config, 1, sixteen_bit=True)
+    state = state_of(1000, config, 1)
     assert state.master_and_moments == 0.75 * 12 * 1000
 
 

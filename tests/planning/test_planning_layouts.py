@@ -13,15 +13,13 @@ from pretraining.planning.gate import check_plan
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.memory.activations import activations
 from pretraining.planning.memory.need import memory_need, state_of_recipe
-from pretraining.planning.memory.split import families
-from pretraining.planning.memory.tensors import Precision
+from pretraining.planning.memory.tensors import Precision, families
 from pretraining.planning.messages import EXPERT, SEQUENCE, TENSOR, spans_nodes, step_messages
-from pretraining.planning.roofline import ceiling
+from pretraining.planning.run_plan import Machine
 from pretraining.planning.screen import as_text, fewest_ranks, full_plan
 from pretraining.planning.search import fitting
 from pretraining.planning.sizes import model_size
-from pretraining.planning.throughput import step_time
-from pretraining.planning.verdict import Machine
+from pretraining.planning.throughput import ceiling, step_time
 from pretraining.recipe import RECIPES, load_recipe
 from pretraining.schema import REPOSITORY
 

@@ -20,11 +20,10 @@ from pretraining.planning.memory.need import memory_need, pinned_bytes, shrink
 from pretraining.planning.memory.states import optimizer_states
 from pretraining.planning.memory.tensors import parameter_tensors
 from pretraining.planning.quantities import num_bytes
-from pretraining.planning.run_plan import build_run_plan
+from pretraining.planning.run_plan import Machine, build_run_plan
 from pretraining.planning.screen import as_text, full_plan
 from pretraining.planning.search import candidates, fitting, nearest_fit, worth_choosing
 from pretraining.planning.throughput import step_time
-from pretraining.planning.verdict import Machine
 from pretraining.recipe import load_recipe, recipe_names
 from pretraining.recipe.curve import changed_parts
 from pretraining.recipe.refusals import load_recipe_and_ds_config

@@ -4,11 +4,11 @@ import pytest
 
 from pretraining.planning import scaling_laws as laws
 from pretraining.planning.constants import table
-from pretraining.planning.costs import energy_kwh, gpu_hours
+from pretraining.planning.costs import run_cost
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.parallelism import layouts
-from pretraining.planning.roofline import model_flops_utilization, tokens_per_second
 from pretraining.planning.sizes import ModelSize, PartSizes, flops_per_token, model_size
+from pretraining.planning.throughput import model_flops_utilization, tokens_per_second
 
 WITHIN = 0.05
 DAY = 86400
@@ -87,28 +87,25 @@ LLAMA_65B = {
 LLAMA_HOURS = {"7B": (82432, 36), "13B": (135168, 59), "33B": (530432, 233), "65B": (1022362, 449)}
 
 
-def test_llamas_gpu_hours():
-    """Touvron et al. 2023: 380 tokens/s/GPU over 1.4T tokens (page 4) against table 15 (page 11)."""
-    rate = 2048 * 380
-    assert gpu_hours(2048, 1.4e12 / rate) == pytest.approx(LLAMA_HOURS["65B"][0], rel=0.005)
-    assert 1.4e12 / rate / DAY == pytest.approx(21, rel=0.02)
-
-
 def test_llamas_gpu_hours_from_its_utilization():
-    """The same through FLOPs, peak and MFU: 380 tokens/s are the 0.49 that tables/rates.json speaks of."""
+    """Touvron et al. 2023: 380 tokens/s/GPU over 1.4T tokens (page 4) are the hours of table 15 (page 11).
+
+    Through FLOPs and peak they are the MFU of 0.49 that tables/rates.json speaks of.
+    """
     flops = flops_per_token(model_size(LLAMA_65B), 2048).training
     peak = find_gpu("A100-80GB").peak_flops("bf16")
     assert model_flops_utilization(380, flops, 1, peak) == pytest.approx(0.49, abs=0.01)
-    hours = gpu_hours(2048, 1.4e12 / tokens_per_second(flops, 2048, peak, 0.49))
-    assert hours == pytest.approx(LLAMA_HOURS["65B"][0], rel=WITHIN)
+    seconds = 1.4e12 / tokens_per_second(flops, 2048, peak, 0.49)
+    assert 2048 * seconds / 3600 == pytest.approx(LLAMA_HOURS["65B"][0], rel=WITHIN)
+    assert seconds / DAY == pytest.approx(21, rel=WITHIN)
 
 
 @pytest.mark.parametrize("name", LLAMA_HOURS)
 def test_llamas_energy(name):
     """Table 15 (page 11): 400 W times a PUE of 1.1."""
     hours, megawatt_hours = LLAMA_HOURS[name]
-    watts = find_gpu("A100-80GB").watts
-    assert energy_kwh(watts, hours) / 1000 == pytest.approx(megawatt_hours, rel=0.01)
+    cost = run_cost(find_gpu("A100-80GB"), hours)
+    assert cost.energy_kwh / 1000 == pytest.approx(megawatt_hours, rel=0.01)
 
 
 MEGATRON_DAYS = {  # Narayanan et al. 2021: parameters, tokens, GPUs, TFLOP/s a GPU, days

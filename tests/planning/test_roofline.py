@@ -7,15 +7,16 @@ import pytest
 
 from pretraining.planning.constants import table
 from pretraining.planning.gpus import FOLDER_VARIABLE, find_gpu, keep_rates
-from pretraining.planning.roofline import (
+from pretraining.planning.sizes import model_size
+from pretraining.planning.throughput import (
     ceiling,
     last_product,
     layer_mode,
+    precision_of_products,
     recipe_utilization,
+    step_time,
     sustained_rates,
 )
-from pretraining.planning.sizes import model_size
-from pretraining.planning.throughput import precision_of_products, step_time
 from pretraining.recipe import recipe_names
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from tests.gear.runs import execute

@@ -13,14 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from pretraining.checkpoints.format import read_marker
-from pretraining.checkpoints.identity import Start
+from pretraining.checkpoints.format import Start, read_marker
 from pretraining.checkpoints.resume import start_text
 from pretraining.errors import UserError
 from pretraining.planning.gate import judge_plan
 from pretraining.planning.gpus import find_gpu
-from pretraining.planning.run_plan import build_run_plan
-from pretraining.planning.verdict import Machine
+from pretraining.planning.run_plan import Machine, build_run_plan
 from pretraining.recipe import load_recipe
 from pretraining.runtime.durable_files import append_row
 from pretraining.runtime.run_folder import RunFolder, read_events, step_of

@@ -7,9 +7,9 @@ import pytest
 
 from pretraining.ds_config import ds_config_names, load_ds_config
 from pretraining.planning.gate import check_plan
-from pretraining.planning.memory.buffers import unprotected_gradient
-from pretraining.planning.memory.tensors import EMBEDDING, Tensor
-from pretraining.planning.verdict import Machine
+from pretraining.planning.memory.states import unprotected_gradient
+from pretraining.planning.memory.tensors import EMBEDDING, Family, Tensor
+from pretraining.planning.run_plan import Machine
 from pretraining.recipe import load_recipe, recipe_names
 from tests.gear.freed_gradients import NUMEL, WAYS, stage_2
 from tests.gear.runs import execute
@@ -29,9 +29,10 @@ def test_what_deepspeed_frees_too_early_is_what_the_plan_says(tmp_path):
     finished = execute(["forked", str(RANKS), "-m", "tests.gear.freed_gradients", tmp_path])
     assert finished.code == 0, finished.output
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS)]
-    tensors = 2 * [Tensor(NUMEL, EMBEDDING, None, 20)]
+    tensors = 2 * (Tensor(NUMEL, EMBEDDING, None, 20),)
+    of_rank = [Family(tensors, (), 2 * NUMEL, 2 * NUMEL, RANKS)]
     for name, settings in WAYS.items():
-        said = unprotected_gradient({"zero_optimization": stage_2(settings)}, tensors, 10, RANKS)
+        said = unprotected_gradient({"zero_optimization": stage_2(settings)}, of_rank, 10)
         assert any(rank[name] for rank in ranks) == (said is not None), name
     assert any(rank["larger than the bucket"] for rank in ranks)
 

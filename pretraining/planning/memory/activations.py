@@ -8,8 +8,14 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from pretraining.ds_config import NOT_SPLIT, Degrees
-from pretraining.planning.memory.split import key_value_copies, rows_of_rank, widths_of_rank
-from pretraining.planning.memory.tensors import FP32, SIXTEEN_BIT, Precision
+from pretraining.planning.memory.tensors import (
+    FP32,
+    SIXTEEN_BIT,
+    Precision,
+    key_value_copies,
+    rows_of_rank,
+    widths_of_rank,
+)
 from pretraining.planning.shapes import Widths, is_mixture, shape_of, widths_of
 from pretraining.planning.sizes import model_size
 from pretraining.recipe.sections import Loss
@@ -224,7 +230,7 @@ def validation_bytes(model: dict, tokens: int, precision: Precision, degrees: De
     stream = (2 * precision.residual + FP32) * widths.hidden
     attention = 2 * widths.queries + 2 * widths.keys
     if degrees.sequence > 1:
-        # before the exchange, copied for it, as it comes, and joined (model/sequence_parallel.py)
+        # before the exchange, copied for it, as it comes, and joined (model/parallel.py)
         attention = 4 * (widths.queries + 2 * widths.keys * key_value_copies(widths, degrees))
     inner = (2 if shape["model_type"] == "gpt2" else 3) * widths.inner
     if widths.experts:

@@ -4,17 +4,18 @@ import argparse
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, field, replace
+from typing import NamedTuple
 
 from pretraining.ds_config import degrees_of, optimizer_device, parameter_device, zero_stage
 from pretraining.errors import UserError
 from pretraining.planning.constants import table
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.memory.activations import Activations, activations, validation_bytes
-from pretraining.planning.memory.buffers import Buffers, buffers, optimizer_copies
-from pretraining.planning.memory.split import Family, families, wide_of
 from pretraining.planning.memory.states import (
     ADAM,
+    Buffers,
     ModelState,
+    buffers,
     checkpoint_bytes,
     model_state,
     optimizer_states,
@@ -23,16 +24,18 @@ from pretraining.planning.memory.states import (
 from pretraining.planning.memory.tensors import (
     FP32,
     SIXTEEN_BIT,
+    Family,
+    families,
     frozen_tensors,
     head_is_wide,
     precision_of,
     trained_tensors,
+    wide_of,
     wide_tensors,
 )
 from pretraining.planning.quantities import gpu_count, num_bytes, several
-from pretraining.planning.workload import add_workload_arguments, workload_of
+from pretraining.planning.sizes import add_workload_arguments, workload_of
 from pretraining.recipe import Recipe, accumulation_steps
-from pretraining.recipe.sections import Loss
 from pretraining.runtime.imports import MOST_ROUNDED_MIB
 from pretraining.runtime.table import aligned
 
@@ -93,7 +96,7 @@ class MemoryNeed:
 
     @property
     def reserve(self) -> float:
-        """Bytes that the process takes beside its tensors: context, NCCL, memory that the allocator cannot reuse."""
+        """Bytes beside the tensors: context, NCCL, memory that the allocator cannot reuse."""
         entry = table("memory")
         # one GPU alone opens no communicator
         nccl = entry["nccl_bytes"]["value"] if self.num_gpus > 1 else 0
@@ -115,17 +118,8 @@ class MemoryNeed:
 
     @property
     def host_counted(self) -> float:
-        """Host memory that one rank cannot do without.
-
-        It leaves out what a process is assumed to take, and the copy for a save. Without room for that copy, training
-        waits until the save is written.
-        """
+        """Host memory that one rank cannot do without: not what is assumed of a process, nor the copy for a save."""
         return sum(size for name, size in self.host.items() if name not in (PROCESS, SNAPSHOT))
-
-    @property
-    def host_running(self) -> float:
-        """Host memory that one rank needs while it trains; the model that was built there is on the GPU by then."""
-        return self.host_counted - self.host.get(BUILT, 0)
 
     @property
     def snapshot(self) -> float:
@@ -148,8 +142,7 @@ class MemoryNeed:
         return {**{name: getattr(self, name) for name in derived}, "phases": self.phases}
 
 
-@dataclass(frozen=True)
-class HeldByRank:
+class HeldByRank(NamedTuple):
     """What the fullest rank holds of a model between the passes of a step, whatever passes through it.
 
     Neither the micro-batch nor recomputation changes it, as long as a step has as many micro-batches.
@@ -164,7 +157,6 @@ class HeldByRank:
 
 
 def held_by_rank(recipe: Recipe, ds_config: dict | None, world_size: int) -> HeldByRank:
-    """Return what the fullest of `world_size` ranks holds."""
     of_rank = families(recipe, ds_config, world_size)
     state = state_of_recipe(recipe, ds_config, world_size)
     precision, optimizer = precision_of(recipe, ds_config), optimizer_states(recipe)
@@ -198,26 +190,36 @@ def memory_need(
         UserError: ranks x micro-batch x length does not divide the tokens per step.
     """
     held = held or held_by_rank(recipe, ds_config, world_size)
-    precision, of_rank, state = precision_of(recipe, ds_config), held.families, held.state
+    of_rank, state, host, pinned = held
+    precision, optimizer = precision_of(recipe, ds_config), optimizer_states(recipe)
     degrees, accumulation = degrees_of(ds_config), accumulation_steps(recipe, world_size, ds_config)
-    optimizer = optimizer_states(recipe)
+    # as model/loss.py resolves `kind: auto`: the fused loss needs to know the model's head
+    loss = recipe.loss
+    if loss.function is not None:
+        loss = replace(loss, kind="plain")
+    elif loss.kind == "auto":
+        loss = replace(loss, kind="fused" if recipe.model.is_exact else "chunked")
     passing = activations(
         recipe.model,
         recipe.micro_batch,
         recipe.sequence_length,
         precision,
         recomputed_one_in(recipe),
-        loss=loss_of(recipe),
+        loss=loss,
         gpu_memory=gpu_memory,
         keeps_products=recipe.speed.recompute == "operators",
         degrees=degrees,
         wide_head=head_is_wide(recipe),
     )
     extra = buffers(recipe, ds_config, world_size, of_rank)
+    # the optimizer's own fp32 copies exist at the same moment as ZeRO's; without ZeRO, and at stage 0, each rank steps
+    # all weights
     copies = sum(
-        optimizer_copies(ds_config, family.trained, family.ranks, optimizer.copied) for family in of_rank
+        FP32
+        * sum(tensor.numel for tensor in family.trained if tensor.kind == optimizer.copied)
+        / (family.ranks if zero_stage(ds_config) else 1)
+        for family in of_rank
     )
-    # the optimizer's own copies exist at the same moment as ZeRO's
     extra = replace(extra, step=extra.step + copies)
     phases = _phases(state, passing, extra, zero_stage(ds_config), accumulation, optimizer.name)
     # with whole sequences, and logits, which training may never have
@@ -234,9 +236,9 @@ def memory_need(
     return MemoryNeed(
         phases=phases,
         num_gpus=world_size,
-        host=held.host,
+        host=host,
         nvme=state.nvme,
-        pinned=held.pinned,
+        pinned=pinned,
         state=state,
         optimizer_states=optimizer.name,
     )
@@ -248,31 +250,12 @@ def state_of_recipe(recipe: Recipe, ds_config: dict | None, world_size: int) -> 
     sixteen_bit = precision_of(recipe, ds_config).weights == SIXTEEN_BIT
     states = [
         model_state(
-            family.trained_numel,
-            ds_config,
-            family.ranks,
-            sixteen_bit,
-            accumulation,
-            family.trained,
-            optimizer,
-            family.frozen,
-            wide_of(family, recipe, ds_config),
+            family, ds_config, sixteen_bit, accumulation, optimizer, wide_of(family, recipe, ds_config)
         )
         for family in families(recipe, ds_config, world_size)
     ]
     # every part of one family comes on top of that of the other
     return ModelState(*(sum(parts) for parts in zip(*map(astuple, states), strict=True)))
-
-
-def loss_of(recipe: Recipe) -> Loss:
-    """Return the recipe's section `loss`, with `kind: auto` resolved as `model/loss.py` does."""
-    kind = recipe.loss.kind
-    if recipe.loss.function is not None:
-        return replace(recipe.loss, kind="plain")
-    if kind != "auto":
-        return recipe.loss
-    # the fused loss needs to know the model's head
-    return replace(recipe.loss, kind="fused" if recipe.model.is_exact else "chunked")
 
 
 def checkpointing_of(recipe: Recipe) -> tuple[bool, int]:
@@ -288,7 +271,6 @@ def recomputed_one_in(recipe: Recipe) -> int:
 
 
 def recomputed_share(every_n_layers: int) -> float:
-    """Return the share of the layers that are recomputed."""
     return 1 / every_n_layers if every_n_layers else 0.0
 
 

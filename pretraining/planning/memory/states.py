@@ -1,15 +1,28 @@
-"""Bytes of model state per GPU and per host, for every ZeRO stage, offload and optimizer."""
+"""Bytes of model state per GPU and per host, at every ZeRO stage, and of the buffers that ZeRO needs beside it."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import accumulate
 
 from pretraining.ds_config import hpz_ranks, offloaded_share, optimizer_device, parameter_device, zero_stage
-from pretraining.planning.memory.tensors import EMBEDDING, FP32, HEAD, HIDDEN, ROUTER, VECTOR, Tensor
-from pretraining.recipe import Recipe
-from pretraining.recipe.refusals import own_groups
+from pretraining.planning.memory.tensors import (
+    EMBEDDING,
+    FP32,
+    HEAD,
+    HIDDEN,
+    ROUTER,
+    VECTOR,
+    Family,
+    Tensor,
+    held_tensors,
+    layer_numel,
+    precision_of,
+    wide_of,
+)
+from pretraining.recipe import Recipe, accumulation_steps
+from pretraining.recipe.model import value_of
+from pretraining.recipe.refusals import gathers_blocks, own_groups
 
 ELEMENTS_A_SCALE, SMALLEST_IN_8_BIT = 256, 4096
 """Elements that share a scale, and the least elements of a tensor that is kept in 8 bit (bitsandbytes 0.50)."""
@@ -26,13 +39,9 @@ FAMILIES = {
     "sgd": ("SGD's momentum", 0),
 }
 """Part of a name of `training.optim` -> what its states are called, and how many numbers it keeps for each weight."""
-# bytes a parameter: both of Adam's
-MOMENTS = 2 * FP32
 ALIGNMENT = 2
 """Elements to a multiple of which a rank's share is padded (`nccl_start_alignment_factor`, deepspeed 0.19.8)."""
-
-
-Groups = list[list[Tensor]]
+Groups = Sequence[Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -40,9 +49,9 @@ class OptimizerStates:
     """The states of one optimizer."""
 
     name: str
-    """Name of the states in the plan."""
+    """As the plan calls them."""
     bytes_of: Callable[[Tensor], float]
-    """Bytes for a whole tensor."""
+    """For a whole tensor."""
     groups: tuple[tuple[str, ...], ...] | None = None
     """Kinds of tensors in each parameter group; None: the Trainer's two groups, with and without weight decay."""
     copied: str | None = None
@@ -77,28 +86,23 @@ def optimizer_states(recipe: Recipe) -> OptimizerStates:
         numbers += given.get("centered") in ("true", "1", "yes")
     # the block sizes above are those of bitsandbytes
     if "8bit" in optim and "torch" not in optim:
-        return OptimizerStates(f"8-bit {name}", partial(_in_8_bit, numbers=numbers))
-    return OptimizerStates(name, partial(_numbers_each, numbers=numbers))
+
+        def in_8_bit(tensor: Tensor) -> float:
+            # embeddings stay fp32 (transformers 5.23, trainer.py), as small tensors do
+            if tensor.numel < SMALLEST_IN_8_BIT or tensor.kind == EMBEDDING:
+                return FP32 * numbers * tensor.numel
+            # one byte for each number, and an fp32 scale for each group of them
+            return numbers * (tensor.numel + FP32 * -(-tensor.numel // ELEMENTS_A_SCALE))
+
+        return OptimizerStates(f"8-bit {name}", in_8_bit)
+    return OptimizerStates(name, lambda tensor: FP32 * numbers * tensor.numel)
 
 
-def _numbers_each(tensor: Tensor, numbers: int) -> float:
-    return FP32 * numbers * tensor.numel
-
-
-def _in_8_bit(tensor: Tensor, numbers: int) -> float:
-    """Return the bytes of a tensor's 8-bit states; small tensors and embeddings stay fp32."""
-    # embeddings stay fp32: transformers 5.23, trainer.py
-    if tensor.numel < SMALLEST_IN_8_BIT or tensor.kind == EMBEDDING:
-        return _numbers_each(tensor, numbers)
-    # one byte for each number, and an fp32 scale for each group of them
-    return numbers * (tensor.numel + FP32 * -(-tensor.numel // ELEMENTS_A_SCALE))
-
-
-ADAM = OptimizerStates(FAMILIES["adam"][0], partial(_numbers_each, numbers=2))
+ADAM = OptimizerStates(FAMILIES["adam"][0], lambda tensor: 2 * FP32 * tensor.numel)
 MUON = OptimizerStates(
     "Muon's and Adam's moments",
     # of a hidden matrix its momentum, of any other tensor AdamW's two moments
-    lambda tensor: _numbers_each(tensor, 1 if tensor.kind == HIDDEN else 2),
+    lambda tensor: FP32 * (1 if tensor.kind == HIDDEN else 2) * tensor.numel,
     groups=((EMBEDDING, HEAD, ROUTER), (VECTOR,), (HIDDEN,)),
     copied=HIDDEN,
 )
@@ -141,17 +145,14 @@ class ModelState:
 
 
 def model_state(
-    parameters: int,
+    family: Family,
     config: dict | None,
-    world_size: int,
     sixteen_bit: bool,
     accumulation: int = 1,
-    tensors: Sequence[Tensor] = (),
     optimizer: OptimizerStates = ADAM,
-    frozen: Sequence[Tensor] = (),
     wide: Sequence[Tensor] = (),
 ) -> ModelState:
-    """Return model state of the fullest rank.
+    """Return model state of the fullest rank of those that share a family of parameters.
 
     The stages shard as in ZeRO (Rajbhandari et al. 2020, section 5 and figure 1): stage 1 the optimizer states,
     stage 2 also the gradients, stage 3 also the parameters. The paper counts 2 + 2 + 12 = 16 bytes per parameter.
@@ -159,64 +160,64 @@ def model_state(
     ranks. Without DeepSpeed, weights stay fp32 (autocast), and every rank holds 4 + 4 + 8.
 
     Args:
-        parameters: number of parameters of the whole model, frozen ones left out.
         config: the ds_config, or None for training without DeepSpeed.
-        world_size: number of data-parallel ranks.
         sixteen_bit: 16-bit weights, else fp32.
         accumulation: micro-batches per step.
-        tensors: the parameters one by one; needed to count padding, and tensors that reach into two ranks.
-        optimizer: its states; without `tensors`, Adam's are counted.
-        frozen: parameters that have weights and nothing else.
-        wide: parameters whose weights are in fp32 although the others are not.
+        wide: those of the family whose weights are in fp32 although the others are not.
     """
-    groups, kept = optimizer.in_groups(tensors), _numel(frozen)
+    parameters, world_size = family.trained_numel, family.ranks
+    groups = optimizer.in_groups(family.trained)
     if config is None:
         # DistributedDataParallel keeps its buckets beside the sums while it accumulates (torch 2.13, reducer.cpp)
         gradients = 2 if world_size > 1 and accumulation > 1 else 1
-        moments = _moments(optimizer, groups, parameters, world_size, 0)
+        moments = _moments(optimizer, groups, world_size, 0)
         # no masters: under autocast the fp32 weights are the masters
-        return ModelState(FP32 * (parameters + kept), gradients * FP32 * parameters, 0, 0, moments, 0)
+        return ModelState(FP32 * family.numel, gradients * FP32 * parameters, 0, 0, moments, 0)
     stage, width = zero_stage(config), 2 if sixteen_bit else FP32
-    share = _share(parameters, world_size, stage, groups)
-    shared_weights = share + _share(kept, world_size, 3, [list(frozen)])
-    weights = width * (shared_weights if stage == 3 else parameters + kept)
-    if (group := hpz_ranks(config)) > 1:
-        # the second copy of the weights, sharded inside a node (ZeRO++, Wang et al. 2023)
-        weights += width * (parameters + kept) / min(group, world_size)
+    share, of_wide = _share(world_size, stage, groups), FP32 - width
     if stage == 3:
         # small tensors stay whole on every rank
-        weights += width * _persistent(config, [*tensors, *frozen])
-    wide_held = _share(_numel(wide), world_size, 3, [list(wide)]) if stage == 3 else _numel(wide)
-    weights += (FP32 - width) * (wide_held + (_persistent(config, wide) if stage == 3 else 0))
+        elements = share + _share(world_size, 3, [family.frozen]) + _persistent(config, family.tensors)
+        of_wide *= _share(world_size, 3, [wide]) + _persistent(config, wide)
+        weights = float(width * elements + of_wide)
+    else:
+        weights = width * family.numel + of_wide * _numel(wide)
+    if (group := hpz_ranks(config)) > 1:
+        # the second copy of the weights, sharded inside a node (ZeRO++, Wang et al. 2023)
+        weights += width * family.numel / min(group, world_size)
     # from stage 1 on, each rank keeps masters for its share alone
     held = share if stage else parameters
+    if stage == 3:
+        sums = FP32 * share
+    elif stage == 2:
+        # in fp32 a rank holds the whole sum of every tensor that reaches into its slice, so that several ranks hold a
+        # large table (`get_all_grad_tensors`, deepspeed 0.19.8 zero/stage_1_and_2.py); in 16 bit it holds the slice
+        # alone (`_use_compact_grad_partition_buffer`)
+        sums = FP32 * (share if sixteen_bit else _fullest_straddle(groups, world_size))
+    else:
+        # whole at stage 1 in 16 bit (BF16_Optimizer); else the gradients themselves are the sums
+        sums = FP32 * parameters if stage == 1 and sixteen_bit else 0
     state = ModelState(
         parameters=weights,
         gradients=width * parameters if stage == 0 or (stage == 1 and not sixteen_bit) else 0,
-        gradient_accumulation=_sums(parameters, share, world_size, stage, sixteen_bit, groups),
+        gradient_accumulation=sums,
         masters=FP32 * held if sixteen_bit or stage > 0 else 0,
-        moments=_moments(optimizer, groups, parameters, world_size, stage),
+        moments=_moments(optimizer, groups, world_size, stage),
         host=0,
     )
     weight_share = width * share + (FP32 - width) * _numel(wide) / world_size
     return _offloaded(state, config, FP32 * share, weight_share, accumulation)
 
 
-def _share(parameters: int, world_size: int, stage: int, groups: Groups) -> float:
+def _share(world_size: int, stage: int, groups: Groups) -> int:
     """Return the elements of one rank: a slice of each flat group at stages 1 and 2, of each tensor at stage 3."""
-    if not any(groups):
-        return parameters / world_size
     if stage == 3:
         return sum(-(-tensor.numel // world_size) for group in groups for tensor in group)
     return sum(_slice(_numel(group), world_size) for group in groups)
 
 
-def _moments(
-    optimizer: OptimizerStates, groups: Groups, parameters: int, world_size: int, stage: int
-) -> float:
+def _moments(optimizer: OptimizerStates, groups: Groups, world_size: int, stage: int) -> float:
     """Return the bytes of the optimizer's states for one rank's share, padding included."""
-    if not any(groups):
-        return MOMENTS * (parameters / world_size if stage else parameters)
     if stage == 0:
         return sum(optimizer.bytes_of(tensor) for group in groups for tensor in group)
     if stage == 3:
@@ -238,22 +239,6 @@ def _slice(numel: int, world_size: int) -> int:
     # the group is padded until all ranks have equal, aligned slices
     unit = ALIGNMENT * world_size
     return -(-numel // unit) * unit // world_size
-
-
-def _sums(
-    parameters: int, share: float, world_size: int, stage: int, sixteen_bit: bool, groups: Groups
-) -> float:
-    """Return the bytes of the fp32 sums on one rank; 0 if the gradients themselves are the sums."""
-    if stage == 3:
-        return FP32 * share
-    if stage == 2:
-        # in fp32 a rank holds the whole sum of every tensor that reaches into its slice, so that several ranks hold a
-        # large table (`get_all_grad_tensors`, deepspeed 0.19.8 zero/stage_1_and_2.py); in 16 bit it holds the slice
-        # alone (`_use_compact_grad_partition_buffer`)
-        whole = any(groups) and not sixteen_bit
-        return FP32 * (_fullest_straddle(groups, world_size) if whole else share)
-    # whole at stage 1 in 16 bit (BF16_Optimizer)
-    return FP32 * parameters if stage == 1 and sixteen_bit else 0
 
 
 def _fullest_straddle(groups: Groups, world_size: int) -> int:
@@ -318,7 +303,7 @@ def pinned_by_offload(config: dict | None, world_size: int, width: int, groups: 
         largest = max(tensor.numel for group in groups for tensor in group)
         return [*(size * held for held in slices for size in (FP32, FP32, width)), width * largest]
     # the gradient sums in one buffer, and one buffer for the gradients of each sub-group (stage3.py)
-    share = int(_share(0, world_size, 3, groups))
+    share = _share(world_size, 3, groups)
     size = int(config["zero_optimization"].get("sub_group_size", 1_000_000_000))
     return [FP32 * share, *(FP32 * min(size, share - start) for start in range(0, share, size))]
 
@@ -335,3 +320,139 @@ def checkpoint_bytes(
     """
     trained = sum(FP32 * tensor.numel + round(optimizer.bytes_of(tensor)) for tensor in tensors)
     return trained + width * _numel(frozen)
+
+
+REDUCE_BUCKET = 500_000_000
+MAX_REUSE_DISTANCE = 1_000_000_000
+PREFETCH_BUCKET = 50_000_000
+MAX_LIVE_PARAMETERS = 1_000_000_000
+SUB_GROUP = 1_000_000_000
+"""Elements: DeepSpeed 0.19.8's defaults (runtime/zero/config.py)."""
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Bytes on the GPU."""
+
+    buckets: float
+    """Gradients on their way to other ranks, during the backward pass."""
+    gathered: float
+    """At stage 3: whole weights that are in use, kept for reuse, or prefetched."""
+    in_flight: float
+    """Whole gradients that have not reached their bucket yet."""
+    step: float
+    """Copies of gradients that are made in the optimizer step."""
+
+
+def buffers(recipe: Recipe, config: dict | None, world_size: int, of_rank: Sequence[Family]) -> Buffers:
+    """Return buffers of the stage.
+
+    of_rank: the parameters of one rank (`tensors.families`), of the size that it would hold without ZeRO.
+    """
+    if config is None:
+        return Buffers(0, 0, 0, 0)
+    stage, zero = zero_stage(config), config["zero_optimization"]
+    precision, accumulation = precision_of(recipe, config), accumulation_steps(recipe, world_size, config)
+    # the model's width decides what `"auto"` becomes (transformers 5.23, integrations/deepspeed.py)
+    element, width = precision.weights, value_of(recipe.model, "hidden_size")
+    tensors, total = held_tensors(of_rank), sum(family.trained_numel for family in of_rank)
+    # elements that a rank steps
+    share = sum(family.trained_numel / family.ranks for family in of_rank)
+    wide = [tensor for family in of_rank for tensor in wide_of(family, recipe, config)]
+    bucket = element * reduce_bucket(config, width)
+    wider = (FP32 - element) * sum(tensor.numel for tensor in wide)
+    if stage == 3:
+        # a block's weights may be gathered as one, and its gradients reduced together
+        as_one = gathers_blocks(recipe, config)
+        return Buffers(
+            buckets=bucket,
+            gathered=element * _gathered(zero, tensors, width, as_one) + wider,
+            # whole gradients: those of a block together, else one tensor at a time
+            in_flight=max(
+                element * layer_numel(tensors) * as_one,
+                *((FP32 if tensor in wide else element) * tensor.numel for tensor in tensors),
+            ),
+            # stage 3 steps one sub-group after another; an offloaded optimizer copies in host memory
+            step=0
+            if optimizer_device(config) != "gpu"
+            else FP32 * min(share, _elements(zero, "sub_group_size", SUB_GROUP, SUB_GROUP)),
+        )
+    # two buffers take turns if the backward pass goes on during a reduction (`setup_buckets`, stage_1_and_2.py)
+    turns = 2 if zero.get("overlap_comm") else 1
+    if stage == 2:
+        # with accumulation, the fp32 sums of the rank's share are held beside its gradients
+        in_flight = element * share + wider / world_size + (FP32 * share if accumulation > 1 else 0)
+        # offloaded gradients leave the GPU one by one
+        if optimizer_device(config) != "gpu":
+            in_flight = element * max(tensor.numel for tensor in tensors)
+        return Buffers(turns * bucket, 0, in_flight, FP32 * share)
+    if stage == 1 and precision.name == "bf16":
+        # BF16_Optimizer reduces its fp32 sums after the pass, cast to 16 bit (engine.py `allreduce_bucket`)
+        return Buffers(0, 0, 0, element * total)
+    # in fp32 and fp16 DeepSpeed uses the optimizer of stage 2 at stage 1 too, with whole gradients
+    if stage == 1:
+        return Buffers(turns * bucket, 0, 0, FP32 * share)
+    # stage 0: DeepSpeed's engine flattens the gradients that it reduces, a bucket at a time
+    return Buffers(0, 0, 0, element * min(total, REDUCE_BUCKET) if world_size > 1 else 0)
+
+
+def reduce_bucket(config: dict, width: int) -> float:
+    """Return how many elements of gradients are reduced together; width: the model's."""
+    return _elements(config["zero_optimization"], "reduce_bucket_size", REDUCE_BUCKET, width**2)
+
+
+def unprotected_gradient(config: dict | None, of_rank: Sequence[Family], width: int) -> Tensor | None:
+    """Return the largest gradient that ZeRO-2 frees on a GPU while another stream may still read it.
+
+    A gradient that is larger than the bucket is reduced in its own place. With `overlap_comm` this happens on a stream
+    of its own. A rank that keeps no part of the gradient frees it at once, but does not notify the allocator about that
+    stream. So the next kernel may write into it (deepspeed 0.19.8, zero/stage_1_and_2.py, `average_tensor`,
+    `clear_grad_attribute`).
+    """
+    # with an offloaded optimizer DeepSpeed notifies the allocator; a single rank keeps all gradients
+    several = any(family.ranks > 1 for family in of_rank)
+    if zero_stage(config) != 2 or optimizer_device(config) != "gpu" or not several:
+        return None
+    zero, largest = config["zero_optimization"], max(held_tensors(of_rank), key=lambda tensor: tensor.numel)
+    frees_at_once = zero.get("overlap_comm") and zero.get("contiguous_gradients", True)
+    return largest if frees_at_once and largest.numel > reduce_bucket(config, width) else None
+
+
+def _gathered(zero: dict, tensors: Sequence[Tensor], width: int, as_one: bool) -> float:
+    """Return the elements of whole weights that are held at a time.
+
+    A weight stays gathered after its forward pass if it is used again within `stage3_max_reuse_distance` elements
+    (zero/partitioned_param_coordinator.py). The layer at work and the prefetched weights come on top.
+    """
+    if as_one:
+        zero = {**zero, **block_gathering(zero, layer_numel(tensors))}
+    reuse = _elements(zero, "stage3_max_reuse_distance", MAX_REUSE_DISTANCE, MAX_REUSE_DISTANCE)
+    prefetch = _elements(zero, "stage3_prefetch_bucket_size", PREFETCH_BUCKET, 0.9 * width**2)
+    tables = max((tensor.numel for tensor in tensors if tensor.layer is None), default=0)
+    at_work = max(layer_numel(tensors), tables)
+    # a weight of the last half of that distance before the loss comes back within it, on the way back
+    return min(sum(tensor.numel for tensor in tensors), reuse / 2 + at_work + prefetch)
+
+
+def block_gathering(zero: dict, block_numel: int) -> dict:
+    """Return the keys of `zero_optimization` for gathering ahead, if weights are gathered a block at a time.
+
+    A number in the file stays; only `"auto"` is replaced.
+
+    Args:
+        block_numel: parameters of the largest block.
+    """
+    keys = {}
+    if zero.get("stage3_prefetch_bucket_size", "auto") == "auto":
+        # the next block is gathered while one computes; transformers' "auto" is only a share of a block,
+        # so that the next one would wait for the rest
+        keys["stage3_prefetch_bucket_size"] = block_numel
+    if zero.get("stage3_max_live_parameters", "auto") == "auto":
+        keys["stage3_max_live_parameters"] = max(MAX_LIVE_PARAMETERS, 3 * block_numel)
+    return keys
+
+
+def _elements(zero: dict, key: str, default: float, automatic: float) -> float:
+    """Return a size of the ds_config in elements; `automatic` is what transformers writes for `"auto"`."""
+    value = zero.get(key, default)
+    return automatic if value == "auto" else value

@@ -1,16 +1,22 @@
-"""The parameter tensors of a model, in the order of its modules, and the width of their elements."""
+"""The parameter tensors of a model, in the order of its modules, and those that one rank holds of a split model.
+
+Tensor parallelism cuts the matrices of a layer, embedding and head; norms and routers stay whole on every rank. Expert
+parallelism cuts the experts. ZeRO then shards what is left over the ranks that hold the same part. Ranks that have
+parts of the same sequences hold the same weights, so that to ZeRO they are data-parallel.
+"""
 
 import argparse
 import fnmatch
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
-from pretraining.ds_config import zero_stage
+from pretraining.ds_config import Degrees, degrees_of, zero_stage
 from pretraining.errors import nearest_names
-from pretraining.planning.shapes import count_model, is_mixture, widths_of
+from pretraining.planning.shapes import Widths, count_model, is_mixture, shape_of, widths_of
 from pretraining.recipe import Recipe, load_recipe, model_with_defaults
 from pretraining.recipe.model import is_exact
 from pretraining.runtime.table import Column, write_table
@@ -88,15 +94,15 @@ class Tensor:
 
 def parameter_tensors(model: dict) -> tuple[Tensor, ...]:
     """Return every parameter of a recipe's model section, as transformers 5.23 orders them (modeling_<type>.py)."""
-    if not is_exact(model):
-        return tuple(Tensor.of_part(*tensor) for tensor in count_model(model).tensors)
-    return _by_formula(json.dumps(model, sort_keys=True))
+    return _tensors_of(json.dumps(model, sort_keys=True), is_exact(model))
 
 
 # a search asks for the same tensors hundreds of times
 @cache
-def _by_formula(section: str) -> tuple[Tensor, ...]:
+def _tensors_of(section: str, exact: bool) -> tuple[Tensor, ...]:
     """section: the model section, written as JSON."""
+    if not exact:
+        return tuple(Tensor.of_part(*tensor) for tensor in count_model(json.loads(section)).tensors)
     shape = model_with_defaults(json.loads(section))
     return tuple(_gpt2(shape) if shape["model_type"] == "gpt2" else _llama_like(shape))
 
@@ -124,7 +130,6 @@ def frozen_tensors(recipe: Recipe) -> tuple[Tensor, ...]:
 
 
 def _in_every_layer(name: str) -> str:
-    """Write the pattern of a parameter of all layers."""
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
@@ -135,7 +140,6 @@ class ParametersVerb:
   python -m pretraining.planning parameters --recipe features/frozen-layers --json"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Take a recipe."""
         parser.add_argument(
             "--recipe", required=True, metavar="NAME|PATH", help="a file of recipes/, or a path"
         )
@@ -229,9 +233,9 @@ def _norm(name: str, layer: int | None, width: int, bias: bool = False) -> list[
 
 def _gpt2(shape: dict) -> list[Tensor]:
     """List GPT-2's (Radford et al. 2019): learned positions, biases everywhere, LayerNorm with bias."""
-    widths, vocabulary = widths_of(shape), shape["vocab_size"]
+    widths = widths_of(shape)
     width, inner = widths.hidden, widths.inner
-    tensors = _matrix(EMBEDDING, "transformer.wte", None, vocabulary, width)
+    tensors = _matrix(EMBEDDING, "transformer.wte", None, shape["vocab_size"], width)
     tensors += _matrix(EMBEDDING, "transformer.wpe", None, shape["n_positions"], width)
     for layer in range(widths.layers):
         at = f"transformer.h.{layer}"
@@ -242,19 +246,19 @@ def _gpt2(shape: dict) -> list[Tensor]:
         tensors += _norm(f"{at}.ln_2", layer, width, bias=True)
         tensors += _matrix("mlp", f"{at}.mlp.c_fc", layer, width, inner, bias=True)
         tensors += _matrix("mlp", f"{at}.mlp.c_proj", layer, inner, width, bias=True)
-    return tensors + _norm("transformer.ln_f", None, width, bias=True) + _head(shape, width, vocabulary)
+    return tensors + _norm("transformer.ln_f", None, width, bias=True) + _head(shape, width)
 
 
-def _head(shape: dict, width: int, vocabulary: int) -> list[Tensor]:
+def _head(shape: dict, width: int) -> list[Tensor]:
     # a tied head is the embedding, which is counted there
-    return [] if shape["tie_word_embeddings"] else _matrix(HEAD, "lm_head", None, width, vocabulary)
+    return [] if shape["tie_word_embeddings"] else _matrix(HEAD, "lm_head", None, width, shape["vocab_size"])
 
 
 def _llama_like(shape: dict) -> list[Tensor]:
     """List those of Llama, Qwen3, Mixtral and Qwen3-MoE: RMSNorm, gated MLPs, grouped-query attention."""
-    widths, vocabulary = widths_of(shape), shape["vocab_size"]
+    widths = widths_of(shape)
     width, queries, keys, bias = widths.hidden, widths.queries, widths.keys, bool(shape.get("attention_bias"))
-    tensors = _matrix(EMBEDDING, "model.embed_tokens", None, vocabulary, width)
+    tensors = _matrix(EMBEDDING, "model.embed_tokens", None, shape["vocab_size"], width)
     for layer in range(widths.layers):
         at = f"model.layers.{layer}.self_attn"
         tensors += _matrix("attention", f"{at}.q_proj", layer, width, queries, bias)
@@ -265,24 +269,125 @@ def _llama_like(shape: dict) -> list[Tensor]:
         if shape["model_type"].startswith("qwen3"):
             tensors += _norm(f"{at}.q_norm", layer, widths.head_size)
             tensors += _norm(f"{at}.k_norm", layer, widths.head_size)
-        tensors += _feed_forward(shape, layer, f"model.layers.{layer}.mlp")
+        at = f"model.layers.{layer}.mlp"
+        if is_mixture(shape, layer):
+            tensors += _matrix(ROUTER, f"{at}.gate", layer, widths.experts, width)
+            # transformers 5.23 keeps a layer's experts in two tensors: both halves of the gate, and the way back
+            for name, rows in (("gate_up_proj", 2 * widths.expert_inner), ("down_proj", widths.expert_inner)):
+                numel, factors = widths.experts * rows * width, widths.experts * (rows + width)
+                tensors.append(Tensor.of_part("experts", numel, layer, factors, f"{at}.experts.{name}"))
+        else:
+            bias_inside = bool(shape.get("mlp_bias"))
+            tensors += _matrix("mlp", f"{at}.gate_proj", layer, width, widths.inner, bias_inside)
+            tensors += _matrix("mlp", f"{at}.up_proj", layer, width, widths.inner, bias_inside)
+            tensors += _matrix("mlp", f"{at}.down_proj", layer, widths.inner, width, bias_inside)
         tensors += _norm(f"model.layers.{layer}.input_layernorm", layer, width)
         tensors += _norm(f"model.layers.{layer}.post_attention_layernorm", layer, width)
-    return tensors + _norm("model.norm", None, width) + _head(shape, width, vocabulary)
+    return tensors + _norm("model.norm", None, width) + _head(shape, width)
 
 
-def _feed_forward(shape: dict, layer: int, at: str) -> list[Tensor]:
-    widths, bias = widths_of(shape), bool(shape.get("mlp_bias"))
-    width, inner = widths.hidden, widths.inner
-    if not is_mixture(shape, layer):
-        tensors = _matrix("mlp", f"{at}.gate_proj", layer, width, inner, bias)
-        tensors += _matrix("mlp", f"{at}.up_proj", layer, width, inner, bias)
-        return tensors + _matrix("mlp", f"{at}.down_proj", layer, inner, width, bias)
-    # transformers 5.23 keeps the experts of a layer in two tensors: both halves of the gate, and the way back
-    tensors = _matrix(ROUTER, f"{at}.gate", layer, widths.experts, width)
-    inner, matrices = widths.expert_inner, {"gate_up_proj": 2, "down_proj": 1}
-    for name, halves in matrices.items():
-        numel, factors = halves * inner * width, halves * inner + width
-        numel, factors = widths.experts * numel, widths.experts * factors
-        tensors.append(Tensor.of_part("experts", numel, layer, factors, f"{at}.experts.{name}"))
-    return tensors
+# AutoTP cuts the outputs of the first line and the inputs of the second; a bias of the second stays whole
+_CUT = re.compile(
+    r"\.(self_attn\.[qkv]_proj|mlp\.(gate|up)_proj)\.(weight|bias)$"
+    r"|\.(self_attn\.o_proj|mlp\.down_proj)\.weight$"
+)
+# by tokens of the vocabulary (model/vocabulary_parallel.py); the fullest rank has a row more if the degree does not
+# divide them
+_TABLES = ("model.embed_tokens.weight", "lm_head.weight")
+_EXPERTS = re.compile(r"\.experts\.")
+
+
+class Family(NamedTuple):
+    """Parameters that ZeRO shards over the same ranks, of the size that one rank would hold without ZeRO."""
+
+    trained: tuple[Tensor, ...]
+    frozen: tuple[Tensor, ...]
+    trained_numel: int
+    """Elements of those that are trained."""
+    numel: int
+    """Elements of all of them."""
+    ranks: int
+    """Ranks that hold the same part of them."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*self.trained, *self.frozen)
+
+
+def families(recipe: Recipe, ds_config: dict | None, world_size: int) -> list[Family]:
+    """Return the parameters of one rank by the ranks that share them: those that are whole at stage 3 come first."""
+    degrees, apart = degrees_of(ds_config), zero_stage(ds_config) == 3
+    # stage 3 shards what every rank of a tensor group has over these too (deepspeed 0.19.8)
+    ranks = (world_size // (1 if apart else degrees.tensor), world_size // degrees.tensor)
+    ranks = (*ranks, world_size // (degrees.tensor * degrees.expert))
+    section = json.dumps(recipe.model, sort_keys=True)
+    frozen = frozenset(tensor.name for tensor in frozen_tensors(recipe))
+    parts = _cut(section, frozen, degrees._replace(sequence=1), apart)
+    held = [Family(*part, ranks=max(1, number)) for part, number in zip(parts, ranks, strict=True)]
+    return [family for family in held if family.tensors]
+
+
+def held_tensors(of_rank: Sequence[Family]) -> tuple[Tensor, ...]:
+    """Return all parameters of one rank."""
+    return tuple(tensor for family in of_rank for tensor in family.tensors)
+
+
+def wide_of(family: Family, recipe: Recipe, ds_config: dict | None) -> tuple[Tensor, ...]:
+    """Return the parameters of a family that are in fp32 although others are not, as a rank holds them."""
+    names = {tensor.name for tensor in wide_tensors(recipe, ds_config)}
+    return tuple(tensor for tensor in family.tensors if tensor.name in names)
+
+
+# a search asks hundreds of times for the same few
+@cache
+def _cut(section: str, frozen: frozenset[str], degrees: Degrees, apart: bool) -> tuple:
+    """Return the fields of a `Family`, without its ranks: of dense tensors, parts of split ones, and split experts.
+
+    Args:
+        section: the recipe's model section, written as JSON.
+        apart: whether parts that tensor parallelism leaves to a rank are not among the dense ones.
+    """
+    model = json.loads(section)
+    dense, parts, experts = [], [], []
+    for tensor in parameter_tensors(model):
+        if degrees.expert > 1 and _EXPERTS.search(tensor.name):
+            experts.append(replace(tensor, numel=tensor.numel // degrees.expert))
+        elif degrees.tensor > 1 and _CUT.search(tensor.name):
+            (parts if apart else dense).append(replace(tensor, numel=tensor.numel // degrees.tensor))
+        elif degrees.tensor > 1 and tensor.name in _TABLES:
+            size = shape_of(model)["vocab_size"]
+            rows = rows_of_rank(size, degrees)
+            (parts if apart else dense).append(replace(tensor, numel=tensor.numel // size * rows))
+        else:
+            dense.append(tensor)
+    fields = []
+    for tensors in (dense, parts, experts):
+        trained = tuple(tensor for tensor in tensors if tensor.name not in frozen)
+        kept = tuple(tensor for tensor in tensors if tensor.name in frozen)
+        numel = [sum(tensor.numel for tensor in each) for each in (trained, kept)]
+        fields.append((trained, kept, numel[0], sum(numel)))
+    return tuple(fields)
+
+
+def rows_of_rank(vocab_size: int, degrees: Degrees) -> int:
+    """Return the rows of embedding and head, thus logits of a token, that the fullest rank has."""
+    return -(-vocab_size // degrees.tensor)
+
+
+def widths_of_rank(widths: Widths, degrees: Degrees) -> Widths:
+    """Return the widths of the products that one rank computes. The residual stream is as wide on every rank."""
+    split = degrees.tensor
+    return replace(
+        widths,
+        heads=widths.heads // split,
+        key_value_heads=max(1, widths.key_value_heads // split),
+        inner=widths.inner // split,
+    )
+
+
+def key_value_copies(widths: Widths, degrees: Degrees) -> int:
+    """Return how often keys and values are copied, so that each rank has a head of them after the exchange.
+
+    widths: those of one rank (`widths_of_rank`).
+    """
+    return max(1, degrees.sequence // widths.key_value_heads)
