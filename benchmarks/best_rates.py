@@ -44,12 +44,8 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", help="peak learning rates; default: those of RATES")
     parser.add_argument("--tokens", type=int, help="budget.tokens in place of the recipe's")
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 256], help="of transfer")
-    parser.add_argument(
-        "--initializer_range",
-        type=float,
-        default=0.06,
-        help="of transfer, for all its models; GPT-2's 0.02 is small for a base so narrow",
-    )
+    # GPT-2's 0.02 is small for a base so narrow
+    parser.add_argument("--initializer_range", type=float, default=0.06, help="of transfer's models")
     parser.add_argument("--launcher", help="what starts train.py; default: this Python")
     parser.add_argument("--deepspeed", default="null")
     options = parser.parse_args()

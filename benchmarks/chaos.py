@@ -36,10 +36,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--stage", default="zero2", help="a file of ds_configs/, or null")
     parser.add_argument(
-        "--real_every",
-        type=int,
-        default=20,
-        help="one of so many starts by deepspeed, one by torchrun (0: none)",
+        "--real_every", type=int, default=20, help="so many starts: one each by real launchers"
     )
     parser.add_argument("--nodes", action="store_true", help="two nodes that share nothing but a store")
     parser.add_argument("--mixed", metavar="MODEL", choices=list(models()), help="layouts of all kinds")

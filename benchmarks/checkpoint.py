@@ -31,6 +31,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from gear import REPOSITORY, choices, middle, parser_of, record, run_command, timed
@@ -65,9 +66,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--files", type=int, default=4)
     parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument(
-        "--data_dir", type=Path, default=REPOSITORY / "data", help="where tiny's data are prepared"
-    )
+    parser.add_argument("--data_dir", type=Path, default=REPOSITORY / "data", help="of tiny's data")
     parser.add_argument("--folder", type=Path, help="where temporary files go")
     options = parser.parse_args()
 
@@ -130,16 +129,14 @@ def continues_from_whole(run: RunFolder, harmed: list[Path], copy: Path, data_di
 def run_verify(options: argparse.Namespace, folder: Path) -> dict:
     """Return medians over pairs of reading and verifying in turn; the first pair warms up."""
     checkpoint = big_checkpoint(folder, options)
+    assert damage(checkpoint) is None
     values = {**chosen_sizes(options), "threads": THREADS}
     for state in ("warm", "cold"):
         pairs = []
         for _ in range(options.pairs + 1):
-            taken = []
-            for work in (lambda: read_all(checkpoint), lambda: verified(checkpoint)):
-                if state == "cold":
-                    forget(checkpoint)
-                taken.append(timed(work))
-            pairs.append(taken)
+            seconds_of = partial(cold, checkpoint) if state == "cold" else timed
+            read = seconds_of(lambda: each_file(checkpoint, read_whole))
+            pairs.append((read, seconds_of(lambda: damage(checkpoint))))
         reading, verifying = (statistics.median(each) for each in zip(*pairs[1:], strict=True))
         values |= {
             f"{state}_read_gb_per_second": round(options.gigabytes / reading, 2),
@@ -161,25 +158,18 @@ def run_fetch(options: argparse.Namespace, folder: Path) -> dict:
     rounds = []
     for number in range(options.pairs + 1):
         copy, run = folder / f"copy-{number}", RunFolder(folder / f"empty-{number}" / "run")
-        times = []
-        for work in (
-            lambda: read_all(checkpoint),
-            lambda copy=copy: copy_all(checkpoint, copy),
-            lambda run=run: choose_checkpoint(run, "auto", str(store.parent)),
-        ):
-            forget(checkpoint)
-            times.append(timed(work))
-        rounds.append(times)
+        read = cold(checkpoint, lambda: each_file(checkpoint, read_whole))
+        copied = cold(checkpoint, lambda copy=copy: each_file(checkpoint, lambda path: copy_to(copy, path)))
+        fetched = cold(checkpoint, lambda run=run: choose_checkpoint(run, "auto", str(store.parent)))
+        rounds.append((read, copied, fetched))
         assert damage(run.checkpoint(1)) is None
         shutil.rmtree(copy)
         shutil.rmtree(run.path)
     rounds = rounds[1:]
-    reading, copying, fetching = (middle(each, 3) for each in zip(*rounds, strict=True))
+    names = ("read_seconds", "copy_seconds", "fetch_seconds")
     return {
         **chosen_sizes(options),
-        "read_seconds": reading,
-        "copy_seconds": copying,
-        "fetch_seconds": fetching,
+        **{name: middle(each, 3) for name, each in zip(names, zip(*rounds, strict=True), strict=True)},
         "fetch_by_read": middle((fetch / read for read, _, fetch in rounds), 2),
         "fetch_by_copy": middle((fetch / copied for _, copied, fetch in rounds), 2),
     }
@@ -222,8 +212,7 @@ def run_resume(options: argparse.Namespace, folder: Path) -> dict:
         here, empty = (RunFolder(folder / str(number) / name / "run") for name in ("here", "empty"))
         shutil.copytree(started.path, here.path)
         os.sync()
-        forget(there)
-        times = [timed(lambda: read_all(there))]
+        times = [cold(there, lambda: each_file(there, read_whole))]
         for run in (here, empty):
             for place in filter(Path.is_dir, (there, run.checkpoint(1))):
                 forget(place)
@@ -265,17 +254,6 @@ def run_until(words: list[str], reached) -> None:
             process.wait()
 
 
-def copy_all(checkpoint: Path, target: Path) -> None:
-    target.mkdir()
-
-    def copy(path: Path) -> None:
-        shutil.copyfile(path, target / path.name)
-        sync_to_disk(target / path.name)
-
-    with ThreadPoolExecutor(THREADS) as threads:
-        list(threads.map(copy, checkpoint.iterdir()))
-
-
 def big_checkpoint(folder: Path, options: argparse.Namespace) -> Path:
     """A committed checkpoint of random bytes in files of one size."""
     checkpoint, chunk = folder / "checkpoint-1", os.urandom(1 << 24)
@@ -300,21 +278,30 @@ def forget(checkpoint: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def read_all(checkpoint: Path) -> None:
-    """Read every file into a buffer of the size that verifying uses, by as many threads."""
+def cold(checkpoint: Path, work) -> float:
+    """Return the seconds of a work that finds nothing of the checkpoint in the page cache."""
+    forget(checkpoint)
+    return timed(work)
 
-    def read(path: Path) -> None:
-        buffer = bytearray(4 << 20)
-        with path.open("rb", buffering=0) as file:
-            while file.readinto(buffer):
-                pass
 
+def each_file(checkpoint: Path, work) -> None:
+    """Do a work on every file, by as many threads as verifying uses."""
     with ThreadPoolExecutor(THREADS) as threads:
-        list(threads.map(read, checkpoint.iterdir()))
+        list(threads.map(work, checkpoint.iterdir()))
 
 
-def verified(checkpoint: Path) -> None:
-    assert damage(checkpoint) is None
+def read_whole(path: Path) -> None:
+    """Read a file into a buffer of the size that verifying uses."""
+    buffer = bytearray(4 << 20)
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass
+
+
+def copy_to(folder: Path, path: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    shutil.copyfile(path, folder / path.name)
+    sync_to_disk(folder / path.name)
 
 
 def run_full_disk(options: argparse.Namespace, folder: Path) -> dict:

@@ -43,16 +43,13 @@ def main() -> None:
     parser.add_argument("--recipe", default="124m")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where to save (a disk of its own, say)")
-    parser.add_argument("--rest", action="store_true", help="save: sleep where the model would train")
     parser.add_argument("--to", choices=("folder", "s3"), default="folder", help="upload: the store")
-    parser.add_argument(
-        "--threads", type=int, help="of training: fewer than there are cores, as on a node whose GPUs compute"
-    )
+    parser.add_argument("--threads", type=int, help="of training: fewer than cores, as beside GPUs")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="checkpoint_cost_", dir=options.folder) as folder:
         training = Training(options)
         if options.what == "save":
-            values = {"recipe": options.recipe, "pairs": options.pairs, "trained": not options.rest}
+            values = {"recipe": options.recipe, "pairs": options.pairs}
             record("blocked_save", {**values, **measure_saves(options, training, Path(folder))}, options.keep)
         else:
             with store(options, Path(folder)) as address:
@@ -75,13 +72,8 @@ class Training:
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.tokens = torch.randint(shape["vocab_size"], (1, TOKENS))
-        self.rest, self.num_threads = options.rest, torch.get_num_threads()
+        self.num_threads = torch.get_num_threads()
         self.step()
-
-    def step_or_rest(self, seconds: list[float]) -> None:
-        if self.rest:
-            return time.sleep(0.1)
-        seconds.append(timed(self.step))
 
     def step(self) -> None:
         self.model(input_ids=self.tokens, labels=self.tokens).loss.backward()
@@ -118,13 +110,13 @@ def measure_saves(options: argparse.Namespace, training: Training, folder: Path)
         """Save among training steps; the memory that it takes is counted from just before it."""
         writer = writers[way]
         for _ in range(IDLE_STEPS):
-            training.step_or_rest(idle_seconds)
+            idle_seconds.append(timed(training.step))
         # forget the process's highest memory use so far
         Path("/proc/self/clear_refs").write_text("5")
         before = memory_line("VmRSS")
         writer.save(step, training.tensors(), {"state.json": b"{}"})
         while writer.in_flight:
-            training.step_or_rest(busy_seconds)
+            busy_seconds.append(timed(training.step))
             writer.poll()
         shutil.rmtree(folder / way / f"checkpoint-{step}")
         values = {"blocked": writer.last["blocked_seconds"], "written": writer.last["write_seconds"]}

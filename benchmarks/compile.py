@@ -15,11 +15,8 @@ cannot be compiled there.
 
 import os
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 
-from gear import chosen, middle, parser_of, record, seconds_in_turns, timed
-
-TOKENIZER = SimpleNamespace(bos_token_id=0, eos_token_id=0)
+from gear import TOKENIZER, chosen, middle, parser_of, record, seconds_in_turns, timed
 
 
 def main() -> None:

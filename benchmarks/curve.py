@@ -25,9 +25,7 @@ BATCHES = ((1, 1), (1, 4), (2, 2), (2, 4))  # (ranks, micro-batch) of eight samp
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, metavar="N", help="compare fp32 runs of so many steps alone")
-    parser.add_argument(
-        "--adam_epsilon", type=float, default=0.001, metavar="E", help="of these longer runs (default 0.001)"
-    )
+    parser.add_argument("--adam_epsilon", type=float, default=0.001, help="of these runs (default 0.001)")
     options = parser.parse_args()
     with small_runs() as workshop:
         if options.steps:

@@ -7,7 +7,7 @@ decontamination and a tokenizer trained on them, in tasks of 100 KB; the real co
 and three must give identical bytes. Then kills, in one process and with two workers in turn, of the command and its
 workers together, each at a moment drawn from the time that an undisturbed preparation takes; a preparation that gets
 through is compared and begun anew. Last, single workers are killed, and the command must get through by itself. Stops
-with an error where a byte differs or a task that had finished begins again. Prints one JSON line.
+with an error where a byte differs or a finished task is written again. Prints one JSON line.
 """
 
 import os
@@ -18,39 +18,18 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
-from gear import digests, library_modules, parser_of, record, tiny_recipe, write_corpus
+from gear import children, digests, library_modules, parser_of, record, tiny_recipe, write_corpus
 
-# Found by every process of the command: small pieces, so that there are many tasks, each written down as it begins.
-CUSTOMISED = """
-import importlib.util, os, sys
-
-def small_pieces(module):
-    module.PIECE_BYTES, module.TASK_PIECES = 100_000, 4
-
-def noted_tasks(module):
-    run_task = module.run_task
-    def noted(stage, number, progress=None):
-        with open(os.environ["TASK_LOG"], "a") as file:
-            file.write(f"{os.getpid()} {stage.name}/{stage.folder(number).name}\\n")
-        run_task(stage, number, progress)
-    module.run_task = noted
-
-CHANGES = {"pretraining.data.corpus": small_pieces, "pretraining.data.preparation.stage": noted_tasks}
-
-class Changed:
-    def find_spec(self, name, path, target=None):
-        if name not in CHANGES:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        sys.meta_path.insert(0, self)
-        load = spec.loader.exec_module
-        spec.loader.exec_module = lambda module: (load(module), CHANGES[name](module))
-        return spec
-
-sys.meta_path.insert(0, Changed())
+# Small pieces, so that there are many tasks; everything else is the command itself.
+PROGRAM = """
+import runpy, sys
+from pretraining.data import corpus
+corpus.PIECE_BYTES, corpus.TASK_PIECES = 100_000, 4
+sys.argv = ["data_prep.py", *sys.argv[1:]]
+runpy.run_path("data_prep.py", run_name="__main__")
 """
 EXECUTORS = {
     "one process": ["--executor", "inline"],
@@ -60,57 +39,51 @@ EXECUTORS = {
 
 
 class Preparation:
-    """One recipe, the folder it is prepared into, and the log of its tasks."""
+    """One recipe, and the folder it is prepared into."""
 
     def __init__(self, folder: Path):
-        self.folder, self.root, self.log = folder, folder / "data", folder / "tasks"
-        (folder / "changes").mkdir()
-        (folder / "changes" / "sitecustomize.py").write_text(CUSTOMISED)
-        self.prepared, self.recipe = self.root / "corpus", write_recipe(folder)
-        self.variables = {"PYTHONPATH": str(folder / "changes"), "TASK_LOG": str(self.log)}
+        self.root, self.recipe = folder / "data", write_recipe(folder)
+        self.prepared = self.root / "corpus"
 
     def start(self, executor: str):
-        """The real command, begun."""
+        """The command, begun."""
         from tests.gear.runs import Started
 
-        words = ["--recipe", str(self.recipe), "--data_dir", str(self.root), "--json"]
-        return Started([sys.executable, "data_prep.py", *words, *EXECUTORS[executor]], **self.variables)
+        words = ["--recipe", self.recipe, "--data_dir", self.root, "--json", *EXECUTORS[executor]]
+        return Started([sys.executable, "-c", PROGRAM, *words])
 
     def finish(self, executor: str) -> tuple[dict, float]:
         """Run to the end: the bytes of the data set, and seconds."""
         began = time.perf_counter()
         finished = self.start(executor).finish()
-        if finished.code:
-            sys.exit(f"a preparation failed: {finished.output}")
+        check(finished.code == 0, finished.output)
         return digests(self.prepared), time.perf_counter() - began
 
-    def finished_tasks(self) -> set[str]:
-        """Those whose output is there."""
+    def tasks(self) -> dict[str, int]:
+        """{finished task: when it was written, in ns}, the newest last."""
         found = (self.root / ".corpus.work").glob("*/[0-9]*-*")
-        return {f"{path.parent.name}/{path.name}" for path in found}
-
-    def begun_tasks(self) -> list[str]:
-        """Those begun since the log was cleared."""
-        return [line.split()[1] for line in self.log.read_text().splitlines()] if self.log.exists() else []
+        written = {f"{path.parent.name}/{path.name}": path.stat().st_mtime_ns for path in found}
+        return dict(sorted(written.items(), key=lambda task: task[1]))
 
     def clear(self) -> None:
         """Nothing is prepared."""
         shutil.rmtree(self.root, ignore_errors=True)
-        self.log.unlink(missing_ok=True)
 
 
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument(
-        "--worker_kills", type=int, default=5, help="preparations of which one worker is killed"
-    )
+    parser.add_argument("--worker_kills", type=int, default=5, help="preparations that lose one worker")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="data_kills_") as folder:
-        preparation = Preparation(Path(folder))
-        expected, seconds = undisturbed(preparation)
+        preparation, found, seconds = Preparation(Path(folder)), {}, {}
+        for executor in EXECUTORS:
+            found[executor], seconds[executor] = preparation.finish(executor)
+            preparation.clear()
+        expected = found["one process"]
+        check(len(expected) > 5 and all(each == expected for each in found.values()), "workers change bytes")
         chance = random.Random(options.seed)
         killed = endure(preparation, options.kills, chance, expected, seconds)
         deaths = lose_workers(preparation, options.worker_kills, chance, expected, seconds["two workers"])
@@ -136,17 +109,6 @@ def write_recipe(folder: Path) -> Path:
     return tiny_recipe(folder, data)
 
 
-def undisturbed(preparation: Preparation) -> tuple[dict, dict]:
-    """The bytes that every number of workers gives, and the seconds of each."""
-    found, seconds = {}, {}
-    for executor in EXECUTORS:
-        found[executor], seconds[executor] = preparation.finish(executor)
-        preparation.clear()
-    expected = found["one process"]
-    check(len(expected) > 5 and all(each == expected for each in found.values()), "workers change bytes")
-    return expected, seconds
-
-
 def check(holds: bool, what: str) -> None:
     if not holds:
         sys.exit(f"FAILED: {what}")
@@ -155,68 +117,50 @@ def check(holds: bool, what: str) -> None:
 def endure(
     preparation: Preparation, kills: int, chance: random.Random, expected: dict, seconds: dict
 ) -> dict:
-    """Kill until `kills` have landed, then finish; where they landed."""
-    landed, runs, finished = Counter(), 0, set()
+    """Kill until `kills` have landed, then finish; behind a task of which stage they landed."""
+    landed, runs, finished = Counter(), 0, {}
     while landed.total() < kills:
         executor = chance.choice(["one process", "two workers"])
-        preparation.log.unlink(missing_ok=True)
         started = preparation.start(executor)
         time.sleep(chance.uniform(0, seconds[executor]))
         through = started.process.poll() is not None
         started.kill()
-        check(not finished & set(preparation.begun_tasks()), f"a finished task began again after {landed}")
-        finished = preparation.finished_tasks()
-        if through:
+        now = preparation.tasks()
+        check(
+            all(now.get(task, when) == when for task, when in finished.items()), "a finished task ran again"
+        )
+        if preparation.prepared.exists():
             check(digests(preparation.prepared) == expected, "bytes differ")
-            runs, finished = runs + 1, set()
-            preparation.clear()
         else:
-            landed[stage_of(preparation, finished)] += 1
-    preparation.log.unlink(missing_ok=True)
+            check(finished.keys() <= now.keys(), f"a finished task is gone after {landed}")
+        if not through:
+            landed[list(now)[-1].partition("/")[0] if now else "no task"] += 1
+        finished = now
+        if through:
+            runs, finished = runs + 1, {}
+            preparation.clear()
     check(preparation.finish("two workers")[0] == expected, "bytes differ")
-    check(not finished & set(preparation.begun_tasks()), "a finished task began again")
-    return {"kills": landed.total(), "during": dict(landed), "identical_runs": runs + 1, "tasks_redone": 0}
-
-
-def stage_of(preparation: Preparation, finished: set[str]) -> str:
-    """What was under way: the stage of the last task begun, or what lies around them."""
-    begun = preparation.begun_tasks()
-    if not begun:
-        return "before the first task" if not finished else "between the tasks"
-    return begun[-1].partition("/")[0] if begun[-1] not in finished else "between the tasks"
+    return {"kills": landed.total(), "behind": dict(landed), "identical_runs": runs + 1, "tasks_redone": 0}
 
 
 def lose_workers(
     preparation: Preparation, count: int, chance: random.Random, expected: dict, seconds: float
 ) -> dict:
-    """Kill one worker in the middle of a task, `count` times; the command gets through by itself."""
+    """Kill one worker, `count` times; the command gets through by itself."""
     killed = 0
     for _ in range(count):
         preparation.clear()
         started = preparation.start("two workers")
         time.sleep(chance.uniform(0.2, 0.8) * seconds)
-        while started.process.poll() is None and not kill_newest_worker(preparation):
-            time.sleep(0.001)
-        killed += started.process.poll() is None
+        # the command's child forks them
+        workers = [worker for child in children(started.process.pid) for worker in children(child)]
+        for worker in workers[-1:]:
+            with suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGKILL)
+                killed += 1
         finished = started.finish()
-        check(
-            finished.code == 0 and digests(preparation.prepared) == expected,
-            f"after a worker's death: {finished.output}",
-        )
+        check(finished.code == 0 and digests(preparation.prepared) == expected, finished.output)
     return {"workers_killed": killed, "commands_that_got_through": count}
-
-
-def kill_newest_worker(preparation: Preparation) -> bool:
-    """SIGKILL the process that began the last task; False where that task is done."""
-    lines = preparation.log.read_text().splitlines() if preparation.log.exists() else []
-    worker, task = lines[-1].split() if lines else ("", "")
-    if not lines or task in preparation.finished_tasks():
-        return False
-    try:
-        os.kill(int(worker), signal.SIGKILL)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

@@ -42,9 +42,7 @@ print(json.dumps({"tasks": pending, "seconds": round(seconds, 3), "peak_bytes": 
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--megabytes", type=int, nargs="+", default=[50, 100, 200, 400])
-    parser.add_argument(
-        "--cleaned_megabytes", type=int, default=100, help="longest input that is filtered too"
-    )
+    parser.add_argument("--cleaned_megabytes", type=int, default=100, help="longest that is filtered too")
     parser.add_argument("--plan_gigabytes", type=int, default=100)
     parser.add_argument("--folder", help="where the temporary folder lies (default: the system's)")
     options = parser.parse_args()

@@ -28,6 +28,7 @@ import numpy as np
 from gear import parser_of, record
 
 from pretraining.data.documents import masked_block
+from pretraining.data.order import GroupedOrder, blocks_starting
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shards import SplitWriter, TokenSplit
 
@@ -134,24 +135,12 @@ def bare_map(split: TokenSplit, shard: dict) -> np.ndarray:
     return np.frombuffer(mapped, np.uint16, shard["tokens"], shard["buffers"]["input_ids"])
 
 
-class GroupedPlaces:
-    """Blocks shuffled inside groups of consecutive shards, as a grouped order needs them."""
-
-    def __init__(self, num_blocks: int, groups: int):
-        self.num_blocks, self.group_size = num_blocks, 2
-        draw = np.random.default_rng(2)
-        parts = np.array_split(np.arange(num_blocks), groups)
-        self._order = np.concatenate([draw.permutation(part) for part in parts])
-
-    def blocks(self, samples: np.ndarray) -> np.ndarray:
-        return self._order[np.asarray(samples) % self.num_blocks]
-
-
 def measure_remote(folder: Path, options: argparse.Namespace):
     from tests.gear.object_store import Proxy, connect_to, put, s3_server
 
     split, entry = write_split(folder / "train", options)
-    order = GroupedPlaces(split.num_blocks(LENGTH), max(1, options.shards // 2))
+    starts = blocks_starting(split.token_starts, LENGTH, split.num_blocks(LENGTH))
+    order = GroupedOrder(starts, 2, 2, "bench")
     with contextlib.ExitStack() as stack:
         address = stack.enter_context(s3_server(folder / "log"))
         for shard in entry["shards"]:
@@ -166,7 +155,7 @@ def one_in_five(number: int, path: str) -> str | None:
     return ("error", "drop", "cut", "spoil")[number // 5 % 4] if number % 5 == 4 else None
 
 
-def compare(split: TokenSplit, entry: dict, order: GroupedPlaces, cache: Path, options) -> dict:
+def compare(split: TokenSplit, entry: dict, order: GroupedOrder, cache: Path, options) -> dict:
     """A cache that holds all, in its second epoch; then one of six shards, read at the pace of a machine of GPUs."""
     import s3fs
 
@@ -193,7 +182,7 @@ def compare(split: TokenSplit, entry: dict, order: GroupedPlaces, cache: Path, o
     }
 
 
-def streamed(entry: dict, order: GroupedPlaces, cache: Path, max_bytes: int):
+def streamed(entry: dict, order: GroupedOrder, cache: Path, max_bytes: int):
     """The same samples, from the store."""
     from pretraining.data.packed_dataset import prefetched
     from pretraining.data.streaming.cache import ShardCache

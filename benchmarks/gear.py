@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -42,6 +43,8 @@ COMPARED += ("training.eval_steps=10", "training.save_steps=1", "checkpoints.kee
 SPECIAL = "<|endoftext|>"
 SUFFIXES = (".py", ".md", ".txt", ".rst")
 TEXT_FOLDERS = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "/usr/share/doc")
+TOKENIZER = SimpleNamespace(bos_token_id=0, eos_token_id=0)
+"""As much of one as a model's configuration asks for."""
 POLL_SECONDS = 0.05
 
 
@@ -50,9 +53,7 @@ def parser_of(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--keep", action="store_true", help="append the line to benchmarks/results/<device>.jsonl"
-    )
+    parser.add_argument("--keep", action="store_true", help="append to benchmarks/results/<device>.jsonl")
     return parser
 
 
@@ -130,14 +131,6 @@ def run_command(*words, code: int | None = 0, watched: bool = False, **variables
 
     code: which it has to end with, or this process ends with its last words; None: any.
     """
-    environment, peak, ended = {**os.environ, **variables}, 0, threading.Event()
-
-    def watch(pid: int) -> None:
-        nonlocal peak
-        while not ended.is_set():
-            peak = max(peak, sum(map(proportional_bytes, descendants(pid))))
-            time.sleep(POLL_SECONDS)
-
     with tempfile.TemporaryFile("w+") as errors:
         before, began = os.times(), time.perf_counter()
         process = subprocess.Popen(
@@ -145,23 +138,37 @@ def run_command(*words, code: int | None = 0, watched: bool = False, **variables
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            env=environment,
+            env={**os.environ, **variables},
             cwd=REPOSITORY,
         )
-        if watched:
-            watcher = threading.Thread(target=watch, args=(process.pid,))
-            watcher.start()
-        output = process.communicate()[0]
-        seconds, after = time.perf_counter() - began, os.times()
-        if watched:
-            ended.set()
-            watcher.join()
+        held = (lambda: sum(map(proportional_bytes, descendants(process.pid)))) if watched else None
+        with sampled_peak(held, POLL_SECONDS) as peak:
+            output = process.communicate()[0]
+            seconds, after = time.perf_counter() - began, os.times()
         errors.seek(0)
         said = errors.read()
     if code not in (None, process.returncode):
         sys.exit(f"{' '.join(map(str, words))}: ended with {process.returncode}: {said[-3000:]}")
     used = after.children_user - before.children_user + after.children_system - before.children_system
-    return Ended(process.returncode, output, said, seconds, used, peak)
+    return Ended(process.returncode, output, said, seconds, used, peak[0])
+
+
+@contextmanager
+def sampled_peak(held: Callable[[], int] | None, every_seconds: float) -> Iterator[list[int]]:
+    """Yield a list whose one number becomes the most that `held` has returned while it is open; None: 0."""
+    peak, ended = [held() if held else 0], threading.Event()
+
+    def sample() -> None:
+        while not ended.wait(every_seconds):
+            peak[0] = max(peak[0], held())
+
+    sampler = threading.Thread(target=sample)
+    if held:
+        sampler.start()
+    yield peak
+    ended.set()
+    if held:
+        sampler.join()
 
 
 def last_json(output: str) -> dict:
@@ -194,14 +201,18 @@ def leave_at_once() -> None:
     os._exit(0)
 
 
-def descendants(pid: int) -> list[int]:
-    """Return the process and all below it."""
+def children(pid: int) -> list[int]:
+    """Return the processes that a process has started."""
     try:
-        threads = list(Path(f"/proc/{pid}/task").iterdir())
-        children = [child for thread in threads for child in (thread / "children").read_text().split()]
+        lists = [(thread / "children").read_text() for thread in Path(f"/proc/{pid}/task").iterdir()]
     except OSError:
         return []
-    return [pid, *(below for child in children for below in descendants(int(child)))]
+    return [int(child) for each in lists for child in each.split()]
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the process and all below it."""
+    return [pid, *(below for child in children(pid) for below in descendants(child))]
 
 
 def proportional_bytes(pid: int | str = "self") -> int:
@@ -372,40 +383,22 @@ def short_recipe(name: str, values: dict, way: str | None, tokens_per_step: int,
 def short_trainer(recipe, config: dict | None, folder: Path, accumulation: int, steps: int, callback):
     """Return a Trainer ready to run `steps` steps on one block of zeros; joins the process group.
 
-    The recipe's own arguments, Trainer and ds_config; the weights are transformers' own draw.
+    The recipe's own arguments, model, Trainer and ds_config; nothing is compiled.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     from pretraining.ds_config import degrees_of
-    from pretraining.model.attention import SDPA_CAUSAL, split_attention
+    from pretraining.model.build import build_model
     from pretraining.model.loss import build_loss
-    from pretraining.model.parallel import split_experts, split_vocabulary
     from pretraining.runtime.process_group import rank_groups
     from pretraining.training.arguments import build_arguments
     from pretraining.training.ranks import join_ranks
     from pretraining.training.trainer import PretrainingTrainer
-    from pretraining.upstream.deepspeed import share_of
-    from pretraining.upstream.wide_weights import keep_in_fp32
 
     join_ranks()
     arguments = build_arguments(recipe, config, folder, accumulation)
-    dtype = torch.bfloat16 if config and arguments.bf16 else torch.float32
     groups = rank_groups(degrees_of(config))
-    shape = {"use_cache": False, **recipe.model}
-    if groups.degrees.sequence > 1:
-        shape["attn_implementation"] = split_attention(SDPA_CAUSAL, groups)
-    built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), dtype=dtype)
-    if recipe.weights.keep_in_fp32:
-        keep_in_fp32(built, recipe.weights.keep_in_fp32, dtype)
-    if groups.degrees.tensor > 1:
-        split_vocabulary(built, groups.degrees.tensor)
-    if groups.degrees.expert > 1:
-        split_experts(built, groups.degrees.expert)
-        # their memory is not filled; with stage 3 a rank has its shard
-        for parameter in filter(share_of, built.parameters()):
-            getattr(parameter, "ds_tensor", parameter).data.normal_(std=0.02)
-    built.loss_type = None
+    built = build_model(recipe.model, TOKENIZER, arguments, weights=recipe.weights, groups=groups)
     block = torch.zeros(recipe.sequence_length, dtype=torch.long)
     return PretrainingTrainer(
         recipe,

@@ -13,12 +13,12 @@ transformers alone: their model, AdamW, schedule and clipping, on the same sampl
 
 import argparse
 import json
-import threading
 import time
 from pathlib import Path
 
 from gear import (
     STAGES,
+    TOKENIZER,
     as_ranks,
     is_rank,
     largest_difference,
@@ -29,6 +29,7 @@ from gear import (
     proportional_bytes,
     record,
     run_command,
+    sampled_peak,
     small_runs,
 )
 
@@ -81,30 +82,8 @@ def trial_ids():
     return (torch.arange(256).view(2, 128) * 97) % 16384
 
 
-class Peak:
-    """The largest memory of this process while it is open."""
-
-    def __enter__(self) -> "Peak":
-        self.largest, self._open = proportional_bytes(), True
-
-        def sample() -> None:
-            while self._open:
-                self.largest = max(self.largest, proportional_bytes())
-                time.sleep(0.003)
-
-        self._thread = threading.Thread(target=sample)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._open = False
-        self._thread.join()
-
-
 def build_on_rank(options: argparse.Namespace) -> None:
     """Do one rank's part: build, measure, compute the logits; rank 0 prints both ranks' answer."""
-    from types import SimpleNamespace
-
     import deepspeed
     import torch
     import torch.distributed as dist
@@ -123,15 +102,15 @@ def build_on_rank(options: argparse.Namespace) -> None:
     recipe = load_recipe("tiny", ["speed.compile=none"])
     meta, _ = build_on_meta(section)
     arguments = build_arguments(recipe, load_ds_config(stage), folder, 1)
-    ids = SimpleNamespace(bos_token_id=0, eos_token_id=0)
     # What a first build keeps for ever (libraries, buffers of communication) is no copy of the weights.
-    build_model({**section, "vocab_size": 64, "num_hidden_layers": 1, "intermediate_size": 8}, ids, arguments)
+    small = {"vocab_size": 64, "num_hidden_layers": 1, "intermediate_size": 8}
+    build_model({**section, **small}, TOKENIZER, arguments)
     dist.barrier()
     before, began = proportional_bytes(), time.monotonic()
-    with Peak() as peak:
+    with sampled_peak(proportional_bytes, 0.003) as peak:
         given = GivenWeights("source", open_weights(folder / "source"), meta)
         given.digest()
-        model = build_model(section, ids, arguments, given=given).eval()
+        model = build_model(section, TOKENIZER, arguments, given=given).eval()
         seconds = time.monotonic() - began
         for parameter in model.parameters():
             parameter.detach().sum()  # pages of a file take memory once they are read
@@ -150,7 +129,7 @@ def build_on_rank(options: argparse.Namespace) -> None:
     plain.load_state_dict(whole, strict=True)
     with torch.no_grad():
         difference = (plain(trial_ids()).logits - torch.load(folder / "logits.pt")).abs().max().item()
-    answer = {"difference": difference, "peak": peak.largest - before, "seconds": seconds}
+    answer = {"difference": difference, "peak": peak[0] - before, "seconds": seconds}
     answers = [answer, answer]
     dist.all_gather_object(answers, answer)
     if dist.get_rank() == 0:

@@ -15,10 +15,9 @@ import argparse
 import json
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
-from gear import as_ranks, is_rank, leave_at_once, llama_of, middle, parser_of, record, run_command
+from gear import TOKENIZER, as_ranks, is_rank, leave_at_once, llama_of, middle, parser_of, record, run_command
 
 RANKS = (8, 64, 1024)
 LEAST = 1_000_000_000
@@ -50,11 +49,11 @@ def counted() -> dict[str, dict]:
     from pretraining.model.initial_weights import list_draws, turns
     from pretraining.recipe import load_recipe, recipe_names
 
-    found, tokens = {}, SimpleNamespace(bos_token_id=0, eos_token_id=0)
+    found = {}
     for name in recipe_names():
         recipe = load_recipe(name)
         with torch.device("meta"), torch.no_grad():
-            model = AutoModelForCausalLM.from_config(build_config(dict(recipe.model), tokens))
+            model = AutoModelForCausalLM.from_config(build_config(dict(recipe.model), TOKENIZER))
             model.tie_weights()
             draws = list_draws(model)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -87,8 +86,7 @@ def draw_on_rank(options: argparse.Namespace) -> None:
     arguments = build_arguments(
         load_recipe("tiny", ["speed.compile=none"]), load_ds_config(options.stage), Path("unused"), 1
     )
-    tokens = SimpleNamespace(bos_token_id=0, eos_token_id=0)
-    model = build_model(section, tokens, arguments, draw_weights=False)
+    model = build_model(section, TOKENIZER, arguments, draw_weights=False)
     seconds: dict[str, list[float]] = {"all ranks": [], "rank 0 alone": []}
     for number in range(options.rounds + 1):
         # one after the other and back, so that a machine which slows down favours none

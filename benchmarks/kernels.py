@@ -23,6 +23,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from gear import TOKENIZER
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._guards import detect_fake_mode
 from torch._inductor import compile_fx
@@ -36,7 +37,6 @@ from torch.utils._pytree import tree_leaves
 
 from pretraining.planning.throughput import ATTENTION_BACKWARD, CAUSAL
 
-TOKENIZER = SimpleNamespace(bos_token_id=0, eos_token_id=0)
 COMPILED = {"eager": "none", "compiled": "blocks"}
 """What `speed.compile` says, by what the plan calls it."""
 WIDTH, DEPTH = 512, 8

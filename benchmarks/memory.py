@@ -38,9 +38,7 @@ def main() -> None:
     parser.add_argument("--losses", nargs="+", default=["plain"], choices=("plain", "chunked"))
     parser.add_argument("--every_n_layers", nargs="+", type=int, default=(0, 1, 2), metavar="N")
     parser.add_argument("--micro_batch", type=int, default=1)
-    parser.add_argument(
-        "--degrees", nargs="*", metavar="DEGREE=N", help="split a small Llama over real ranks"
-    )
+    parser.add_argument("--degrees", nargs="*", metavar="DEGREE=N", help="a small Llama over real ranks")
     parser.add_argument("--peak", action="store_true", help="real steps on GPUs instead of fake tensors")
     parser.add_argument("--deepspeed", default="zero2", help="with --peak: the ds_config")
     options = parser.parse_args()

@@ -55,14 +55,10 @@ BUCKETS = ("temp_grad_buffer_for_cpu_offload", "temp_grad_buffer_for_gpu_offload
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument(
-        "--ways", nargs="+", default=WAYS, choices=(*WAYS, "split"), help="split: all degrees"
-    )
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=(*WAYS, "split"), help="split: degrees")
     parser.add_argument("--ranks", nargs="+", type=int, default=(1, 2, 3, 4))
     parser.add_argument("--precisions", nargs="+", default=("bf16", "fp32"), choices=("bf16", "fp32", "wide"))
-    parser.add_argument(
-        "--optimizers", nargs="+", default=("adamw",), help="adamw, muon, or a `training.optim`"
-    )
+    parser.add_argument("--optimizers", nargs="+", default=("adamw",), help="or muon, or a `training.optim`")
     options = parser.parse_args()
     ways = [way for way in WAYS if ":" in way] if "split" in options.ways else options.ways
     for case in product(options.optimizers, ways, options.precisions, options.ranks):

@@ -14,9 +14,7 @@ from gear import parser_of, record
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument(
-        "--samples", type=float, nargs="+", default=[3, 10, 40, 150], help="true noise scales"
-    )
+    parser.add_argument("--samples", type=float, nargs="+", default=[3, 10, 40, 150], help="true scales")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=30, help="that one logged value is the mean of")
     options = parser.parse_args()

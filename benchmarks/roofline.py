@@ -20,18 +20,12 @@ from gear import parser_of, record
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument(
-        "recipe", nargs="?", default="124m", help="a file of recipes/, or a path (default: 124m)"
-    )
+    parser.add_argument("recipe", nargs="?", default="124m", help="a name or a path (default: 124m)")
     parser.add_argument("--deepspeed", help="a file of ds_configs/ over the recipe's")
-    parser.add_argument(
-        "--gpu", default="H200", help="one of `python -m pretraining.planning gpus` (default: H200)"
-    )
+    parser.add_argument("--gpu", default="H200", help="of `pretraining.planning gpus` (default: H200)")
     parser.add_argument("--world_size", type=int, default=8, help="ranks (default: 8)")
     parser.add_argument("--set", action="append", default=[], help="SECTION.KEY=VALUE, changes the recipe")
-    parser.add_argument(
-        "--compile", choices=("none", "blocks", "whole"), help="instead of what a GPU would get"
-    )
+    parser.add_argument("--compile", choices=("none", "blocks", "whole"), help="default: as on a GPU")
     parser.add_argument("--top", type=int, default=10, help="kernels to list")
     options = parser.parse_args()
     from pretraining.errors import one_line_errors

@@ -52,16 +52,9 @@ LEVERS = {
 
 def main() -> None:
     parser = step_parser(__doc__, pairs=15)
-    parser.add_argument(
-        "--layers", type=int, help="instead of the shape's, where it is too large for the machine"
-    )
+    parser.add_argument("--layers", type=int, help="instead of the shape's, if these are too many here")
     parser.add_argument("--block_steps", type=int, help="steps of a block (default: by shape, 10 on a GPU)")
-    parser.add_argument(
-        "--bare",
-        choices=list(LOOPS),
-        default="plain",
-        help="a PyTorch loop, or one around DeepSpeed's engine",
-    )
+    parser.add_argument("--bare", choices=list(LOOPS), default="plain", help="PyTorch's loop, or an engine's")
     parser.add_argument("--levers", action="store_true", help="what each lever brings, without the bare loop")
     parser.add_argument("--lever", choices=LEVERS, help="used by --levers: the last one that is added")
     options = parser.parse_args()

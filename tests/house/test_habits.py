@@ -100,15 +100,32 @@ def test_a_bug_is_reported_with_what_the_doctor_says():
     assert "--json" in helped.stdout and "--recipe" in helped.stdout
 
 
-@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "CHANGELOG.md"])
-def test_pages_name_files_that_there_are(name):
-    """Every path between backquotes and every relative link leads somewhere."""
-    text = (REPOSITORY / name).read_text(encoding="utf-8")
-    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
+PAGES = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md"), *REPOSITORY.glob("*/README.md")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_pages_name_files_that_there_are(page):
+    """Every path between backquotes and every link leads somewhere, to a heading too; no placeholder is left."""
+    text = page.read_text(encoding="utf-8")
+    links = [link.partition("#") for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
     words = [word for code in re.findall(r"`([^`\n]+)`", text) for word in code.split()]
     rooms = ("pretraining/", "tests/", "recipes/", "benchmarks/", "ds_configs/", "requirements")
-    paths = [word.rstrip(",") for word in words if word.startswith(rooms) and "*" not in word]
-    assert links and not [path for path in [*links, *paths] if not (REPOSITORY / path).exists()]
+    paths = [
+        word.rstrip(",").partition("::")[0] for word in words if word.startswith(rooms) and "*" not in word
+    ]
+    missing = [path for path in paths if not (REPOSITORY / path).exists()]
+    missing += re.findall(r"@[A-Z]+@", text)
+    for place, _, heading in links:
+        target = page.parent / place if place else page
+        if not target.exists() or (heading and heading not in _headings(target)):
+            missing.append(f"{place}#{heading}")
+    assert not missing
+
+
+def _headings(page: Path) -> set[str]:
+    """How links name the headings of a page: without punctuation, with hyphens for spaces."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in titles}
 
 
 def _public_functions(node: ast.AST, inside_class: bool = False) -> Iterator[tuple[ast.FunctionDef, bool]]:

@@ -324,15 +324,6 @@ def test_the_plan_is_shown_as_it_is_printed():
     assert shown and shown[1] == execute(words_of(command)).stdout
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
-def test_every_link_leads_somewhere(page):
-    """Relative links exist, and no placeholder is left."""
-    text = page.read_text(encoding="utf-8")
-    targets = [t for t in re.findall(r"\]\(([^)#]+)", text) if "://" not in t]
-    assert not [target for target in targets if not (page.parent / target).exists()]
-    assert not re.findall(r"@[A-Z]+@", text)
-
-
 def test_every_page_is_linked():
     """A page to which no link of the front page leads, over other pages or not, is found by nobody."""
     reached, next_ones = set(), [REPOSITORY / "README.md"]
