@@ -157,7 +157,6 @@ def _read_object(path: Path) -> dict:
 
 
 def _numbers(values: Any) -> dict[str, float]:
-    """Return the quantities among `values` that are finite numbers."""
     values = values if isinstance(values, dict) else {}
     return {name: values[name] for name in QUANTITIES if _is_number(values.get(name))}
 

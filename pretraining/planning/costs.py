@@ -235,7 +235,6 @@ class RunForecast:
 
     @property
     def seconds(self) -> float:
-        """Training time, without validation, checkpoints and failures."""
         return self.tokens / self.tokens_per_second
 
     def to_dict(self) -> dict:
@@ -389,7 +388,6 @@ class CostVerb:
         return result.to_dict()
 
     def as_text(self, answer: dict) -> str:
-        """Write one screen: the run, its time, its money, and for a recipe its step."""
         cost, step = answer["cost"], answer["step"]
         rate, each = answer["tokens_per_second"], answer["tokens_per_second_per_gpu"]
         size = f"{short(answer['parameters'])} parameters"
@@ -422,7 +420,6 @@ def estimated(speed: dict, form: str) -> str:
 
 
 def energy_words(cost: dict) -> str:
-    """Write the energy of a run, and the overhead that is in it."""
     overhead = table("rates")["power_usage_effectiveness"]["value"]
     return (
         f"{energy(cost['energy_kwh'])}: {overhead:g} x the GPUs' rated power, for cooling and the rest (PUE)"
@@ -430,7 +427,6 @@ def energy_words(cost: dict) -> str:
 
 
 def mfu_words(answer: dict) -> str:
-    """Write the MFU of the run, and what it was derived from."""
     used = answer["utilization"]
     # the same in whole percent: a second number would say nothing new
     if f"{used['mfu']:.0%}" == f"{answer['mfu']:.0%}":
@@ -448,7 +444,6 @@ def scaling_rows(scaling: dict | None) -> list[tuple[str, str]]:
 
 
 def disk_words(disk: dict[str, int], checkpoints_kept: int) -> str:
-    """Write how many bytes of disk a run takes, and what they are for."""
     names = {name: name for name in disk} | {"checkpoints kept": several(checkpoints_kept, "checkpoint")}
     parts = ", ".join(f"{num_bytes(size)} for {names[name]}" for name, size in disk.items())
     return f"{num_bytes(sum(disk.values()))}: {parts}"

@@ -111,7 +111,6 @@ class _Case:
         return None if gpu is None else step_time(self.recipe, self.ds_config, self.world_size, gpu)
 
     def total_with(self, ds_config: dict | None, **training) -> float:
-        """Return bytes on a GPU under another ds_config or other training keys."""
         recipe = replace(self.recipe, training={**self.recipe.training, **training})
         return memory_need(recipe, ds_config, self.world_size, self.limit).total
 
@@ -311,7 +310,6 @@ def _save_warnings(case: _Case) -> Iterator[Objection]:
 
 
 def _warm_up_of(steps: int, recipe: Recipe) -> str:
-    """Write how to set the warm-up, by the key that the recipe uses."""
     if recipe.budget.warmup_tokens is not None:
         return f"--set budget.warmup_tokens={steps * recipe.tokens_per_step}"
     return f"--set training.warmup_steps={steps}"
@@ -378,7 +376,6 @@ def _way_warnings(case: _Case) -> Iterator[Objection]:
 
 
 def _larger_buckets(case: _Case, elements: int) -> str:
-    """Write how to set the buckets of the ds_config in use."""
     name = case.recipe.deepspeed
     file = f"a copy of ds_configs/{name}.json" if name in ds_config_names() else name
     return f'in {file}: "reduce_bucket_size": {elements}'

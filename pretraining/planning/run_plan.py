@@ -131,12 +131,10 @@ class RunPlan:
 
     @property
     def degrees(self) -> Degrees:
-        """Over how many ranks the ds_config splits layers, sequences and experts."""
         return degrees_of(self.ds_config)
 
     @property
     def layout(self) -> dict:
-        """Ranks, ZeRO stage and degrees of parallelism of the run."""
         # for readers of the events only: a checkpoint loads at any other layout
         split = {name: size for name, size in self.degrees._asdict().items() if size > 1}
         return {"world_size": self.world_size, "zero_stage": self.zero_stage, **split}

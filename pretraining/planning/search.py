@@ -95,7 +95,6 @@ class Way:
 
     @property
     def arguments(self) -> str:
-        """The arguments, ready to paste after `--recipe NAME`."""
         return " ".join(self.changes)
 
     def to_dict(self) -> dict:
@@ -390,7 +389,6 @@ class FitVerb:
         }
 
     def as_text(self, answer: dict) -> str:
-        """Write a table, the best first, and what to type for it."""
         number, shown = answer["fitting"], len(answer["ways"])
         fits = f"{several(number, 'way')} {'fits' if number == 1 else 'fit'}"
         if shown < number:

@@ -58,7 +58,6 @@ class CountedModel:
     """Why its initial weights would not be the same at every stage."""
 
     def of_part(self, *parts: str) -> int:
-        """Return the number of parameters in these parts."""
         return sum(numel for part, numel, *_ in self.tensors if part in parts)
 
 
@@ -87,7 +86,6 @@ class Widths:
 
     @property
     def keys(self) -> int:
-        """Width of all keys, or of all values."""
         return self.key_value_heads * self.head_size
 
 
@@ -129,7 +127,6 @@ def is_mixture(shape: dict, layer: int) -> bool:
 
 
 def family_of(model: dict) -> str:
-    """Return the model type whose activations are counted."""
     return model["model_type"] if is_exact(model) else stand_in(model)["model_type"]
 
 

@@ -300,7 +300,6 @@ def _layer_bytes(model: dict, mode: str, direction: str, tokens: int, degrees: D
 
 
 def _inner_width(widths: dict[str, float]) -> float:
-    """Return the width of the feed-forward part, over all experts that a token is given to."""
     return widths["inner"] if "inner" in widths else widths["routed inner"]
 
 
@@ -381,14 +380,12 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of the step: the longest of the other parts, and offload after it."""
         # not their sum: a utilization already includes what could not be hidden
         at_once = max(self.compute_seconds, self.communication_seconds, self.launch_seconds)
         return at_once + self.offload_seconds
 
     @property
     def bound_by(self) -> str:
-        """Return the longest part, which is what to improve first."""
         parts = {
             "compute": self.compute_seconds - self.waiting_seconds,
             "links": max(self.communication_seconds, self.waiting_seconds),
