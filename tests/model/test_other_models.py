@@ -23,11 +23,11 @@ QWEN2 = {**LLAMA, "model_type": "qwen2", "use_cache": False}
 
 
 @pytest.fixture(autouse=True)
-def counts_here(monkeypatch):
+def counts_here(monkeypatch, tmp_path):
     """Counts in this process, which has torch: the program's own function, without the seconds of its imports."""
-    monkeypatch.setattr(shapes, "_built", lambda section: describe(json.loads(section)))
+    monkeypatch.setattr(shapes, "_built", lambda section, extension: describe(json.loads(section)))
     monkeypatch.setattr(shapes, "_read_counted", lambda path: None)
-    monkeypatch.setattr(shapes, "_keep", lambda path, found: None)
+    monkeypatch.setenv("PRETRAINING_MODEL_CACHE", str(tmp_path / "counted"))
     shapes._counted.cache_clear()
 
 
@@ -134,7 +134,7 @@ def test_ranks_that_start_together_count_once(monkeypatch, tmp_path):
     monkeypatch.setenv("PRETRAINING_MODEL_CACHE", str(tmp_path))
     counted = []
 
-    def built(section: str) -> dict:
+    def built(section: str, extension: None) -> dict:
         counted.append(section)
         time.sleep(0.2)  # in which the others arrive
         return describe(json.loads(section))
