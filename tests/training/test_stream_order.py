@@ -17,6 +17,7 @@ from pretraining.checkpoints.export import averaged_weights
 from pretraining.ds_config import DS_CONFIGS
 from pretraining.model.expert_parallel import ExpertDispatch
 from pretraining.rehearsal.rank import EvenDispatch, choose_evenly
+from pretraining.training.operators import keep_compiled_operators
 from pretraining.upstream import deepspeed as upstream
 from tests.gear.runs import EXPERTS, LLAMA
 from tests.gear.stream_order import StreamOrder
@@ -70,6 +71,7 @@ def ordered_steps(folder: Path, split, ds_config: str, changes: dict, model: dic
         path.write_text(json.dumps({key: value for key, value in values.items() if key != "$schema"}))
         ds_config = f"{path}{colon}{degrees}"
     sections = {**sections, "training": {**sections.get("training", {}), "logging_steps": 100}}
+    keep_compiled_operators()  # what the session has compiled, and not a second time
     order, build, agree = StreamOrder(), test_fake_gpu.build_from_recipe, EvenDispatch.agree
 
     def built_on_the_device(*args, **keywords):  # a split layer's weights do not move there one by one

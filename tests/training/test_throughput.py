@@ -88,16 +88,19 @@ def test_the_rows_of_a_run_say_where_its_time_went(workshop, stage):
 def test_the_phases_add_up_to_the_time():
     """Exactly one phase runs at any moment, nested ones included."""
     clock = StepClock(on_gpu=False)
+    outer = time.perf_counter()
     clock.start()
-    began = time.perf_counter()
+    inner = time.perf_counter()
     clock.enter("forward")
     time.sleep(0.02)
     with clock.during("optimizer"):
         time.sleep(0.01)
+    shortest = time.perf_counter() - inner
+    middle = time.perf_counter()
     seconds = clock.take()
-    assert sum(seconds.values()) == pytest.approx(time.perf_counter() - began, abs=2e-3)
-    assert clock.phase == "forward" and seconds["forward"] >= 0.02 and 0.01 <= seconds["optimizer"] < 0.02
-    assert not any(value > 5e-3 for value in clock.take().values())
+    assert shortest <= sum(seconds.values()) <= time.perf_counter() - outer
+    assert clock.phase == "forward" and seconds["forward"] >= 0.02 and seconds["optimizer"] >= 0.01
+    assert sum(clock.take().values()) <= time.perf_counter() - middle
 
 
 @pytest.mark.gpu
