@@ -10,12 +10,12 @@ from pretraining.command_line import (
     not_negative_integer,
     positive_integer,
 )
-from pretraining.data.counting import count_data
-from pretraining.data.preparation.execution import EXECUTORS, SLURM_KEYS, Execution, read_slurm_options
-from pretraining.data.preparation.prepare import prepare_data
+from pretraining.data.preparation.execution import EXECUTORS, Execution
+from pretraining.data.preparation.prepare import count_data, counts_text, prepare_data
+from pretraining.data.preparation.slurm import SLURM_KEYS, read_slurm_options
 from pretraining.errors import one_line_errors
 from pretraining.recipe.refusals import load_recipe_and_ds_config
-from pretraining.runtime.signals import end_with_standard_input
+from pretraining.runtime.processes import end_with_standard_input
 
 LOW_PRIORITY = 10
 
@@ -40,11 +40,12 @@ def main() -> None:
     recipe, _ = load_recipe_and_ds_config(options.recipe, options.set, limit_tokens=options.limit_tokens)
     # --json is for scripts, which need no progress bar.
     if options.count:
-        answer = count_data(recipe, options.count_documents, show_progress=not options.json)
-    else:
-        execution = Execution(options.executor, options.workers, read_slurm_options(options.slurm))
-        answer = prepare_data(recipe, options.data_dir, not options.json, execution, options.replace)
-    print(json.dumps(answer.to_dict()) if options.json else answer.as_text())
+        counts = count_data(recipe, options.count_documents, show_progress=not options.json)
+        print(json.dumps(counts) if options.json else counts_text(counts))
+        return
+    execution = Execution(options.executor, options.workers, read_slurm_options(options.slurm))
+    outcome = prepare_data(recipe, options.data_dir, not options.json, execution, options.replace)
+    print(json.dumps(outcome.to_dict()) if options.json else outcome.as_text())
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -1,15 +1,14 @@
 """Pretrain a causal language model: recipe x ds_config -> runs/<name>/."""
 
 import argparse
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING
 
 from pretraining.command_line import on_one_node, parse_train_arguments
 from pretraining.data.block_guard import open_guard
-from pretraining.data.packed_dataset import build_training_dataset
+from pretraining.data.packed_dataset import build_training_dataset, prefetched
 from pretraining.data.prepared import PreparedData, note_repeats, open_prepared
 from pretraining.data.streaming.cache import ShardCache
-from pretraining.data.streaming.prefetch import prefetched
 from pretraining.errors import one_line_errors
 from pretraining.extend import load_extensions
 from pretraining.planning.comparison import measured
@@ -18,21 +17,19 @@ from pretraining.planning.run_plan import RunPlan, build_run_plan
 from pretraining.planning.screen import print_plan
 from pretraining.recipe import Recipe
 from pretraining.recipe.refusals import check_while_preparing, load_recipe_and_ds_config
-from pretraining.reporting.words import report_end
+from pretraining.reporting.analysis import report_end
 from pretraining.runtime.console_log import kept_console
 from pretraining.runtime.durable_files import one_line_disk_errors
 from pretraining.runtime.failures import kept_failure
 from pretraining.runtime.imports import prepare_imports
-from pretraining.runtime.lock import lock_run
-from pretraining.runtime.process_group import from_rank_0
-from pretraining.runtime.rank_groups import rank_groups
-from pretraining.runtime.restarts import leave_again_if_stopped
+from pretraining.runtime.process_group import from_rank_0, rank_groups
+from pretraining.runtime.processes import leave_again_if_stopped
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import REPOSITORY
 
 if TYPE_CHECKING:
     from pretraining.checkpoints.manager import CheckpointManager
-    from pretraining.training.job import Job
+    from pretraining.training.monitors import Job
     from pretraining.training.trainer import PretrainingTrainer
 
 
@@ -75,9 +72,8 @@ def train(
     from pretraining.checkpoints.live_files import live_files
     from pretraining.reporting.live import live_report
     from pretraining.runtime.notices import notices
-    from pretraining.training.arrival import arriving_data
-    from pretraining.training.job import Job
-    from pretraining.training.monitors import RunMonitors
+    from pretraining.training.arrival import Arrival
+    from pretraining.training.monitors import Job, RunMonitors
     from pretraining.training.ranks import joined_ranks
 
     load_extensions(recipe.extensions)  # the user's own modules, on every rank
@@ -85,12 +81,12 @@ def train(
     report = live_report(run, recipe.report.every_seconds)
     sent = notices(run, recipe.name, recipe.monitors.notify)
     copies = live_files(run, recipe.checkpoints.upload)
-    with ranks, lock_run(run), sent, one_line_disk_errors(run.path), copies, report:
+    with ranks, run.locked(), sent, one_line_disk_errors(run.path), copies, report:
         # Asked once more for several nodes: each may see a folder of its own, and rank 0's counts.
         if options.resume == "auto" and from_rank_0(lambda: run.is_finished(recipe.to_dict())):
             return from_rank_0(lambda: report_end(run))
         monitors = RunMonitors(run, recipe)
-        with arriving_data(recipe, options.data_dir, run, monitors.stop) as arrival:
+        with closing(Arrival(recipe, options.data_dir, run, monitors.stop)) as arrival:
             data = data or arrival.open(options.resume, options.allow_change)
             while not attempt(Job(recipe, plan, data, run, options, monitors, arrival)):
                 # Rolled back: the run's journal names the step to go on from and the samples to leave out.
@@ -101,7 +97,7 @@ def attempt(job: "Job") -> bool:
     """Train from where the run is to its end. Return False if a monitor wants a rollback: the caller tries again."""
     from pretraining.checkpoints.manager import CheckpointManager
     from pretraining.checkpoints.resume import begin_run, find_start, roll_back
-    from pretraining.evaluation.evaluator import Evaluator
+    from pretraining.evaluation.validation import Evaluator
     from pretraining.model.build import build_from_recipe
     from pretraining.model.given_weights import open_given
     from pretraining.model.loss import build_loss
@@ -141,16 +137,16 @@ def attempt(job: "Job") -> bool:
         groups=groups,
         arrival=job.arrival,
     )
-    job.arrival.follow(
-        dataset, progress
-    )  # if data is still prepared: waits until the first step's samples are there
+    # If data is still prepared, this waits until the first step's samples are there.
+    job.arrival.follow(dataset, progress)
     # The first write of this attempt: all above may refuse.
     begin_run(run, plan, data, checkpoints.identity, model, dataset)
     trainer.train(resume_from_checkpoint=start.checkpoint)
     if monitors.finding is not None:
         trainer.release()
-        # raises `GaveUp` if the recipe allows no further attempt
-        roll_back(run, start, monitors.finding, recipe)
+        roll_back(
+            run, start, monitors.finding, recipe
+        )  # raises `GaveUp` if the recipe allows no further attempt
         return False
     finish(job, plan, trainer, checkpoints)
     return True

@@ -69,8 +69,8 @@ def main() -> None:
 
 def without_shared_disk(options: argparse.Namespace) -> None:
     from tests.gear.hosts import hosts
-    from tests.gear.node import NAMES
     from tests.gear.node_chaos import node_chaos
+    from tests.gear.nodes import NAMES
 
     began = time.monotonic()
     with small_runs() as workshop, hosts(workshop.folder, *NAMES) as made:

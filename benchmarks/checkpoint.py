@@ -36,10 +36,8 @@ from pathlib import Path
 from gear import REPOSITORY, choices, middle, parser_of, record, run_command, timed
 
 from pretraining.checkpoints.choosing import choose_checkpoint
-from pretraining.checkpoints.folders import committed_checkpoints
-from pretraining.checkpoints.format import MARKER, THREADS, file_entry, write_marker
-from pretraining.checkpoints.identity import Start
-from pretraining.checkpoints.places import damage
+from pretraining.checkpoints.folders import committed_checkpoints, damage
+from pretraining.checkpoints.format import MARKER, THREADS, Start, file_entry, write_marker
 from pretraining.runtime.durable_files import read_rows, sync_to_disk
 from pretraining.runtime.run_folder import RunFolder
 

@@ -59,7 +59,7 @@ def build_sparse_data(folder: Path, num_tokens: int) -> int:
     """A data set of `num_tokens` zeros that passes every check of an open; its number of train shards."""
     from pretraining.data.checksums import content_fingerprint
     from pretraining.data.manifest import FORMAT, deciding_section
-    from pretraining.data.shard_writer import SHARD_TOKENS
+    from pretraining.data.shards import SHARD_TOKENS
     from pretraining.data.tokenizer import checksums_of
 
     (folder / "tokenizer").mkdir(parents=True)
@@ -108,7 +108,7 @@ def shard_template(path: Path, num_tokens: int) -> tuple[bytes, bytes, dict]:
     """Bytes before and after the tokens of a real shard of zeros, and its entry of the manifest."""
     import numpy as np
 
-    from pretraining.data.shard_writer import SplitWriter
+    from pretraining.data.shards import SplitWriter
 
     tokens = np.zeros(num_tokens, np.uint16)
     writer = SplitWriter(path, tokens.dtype, num_tokens)

@@ -27,10 +27,9 @@ from time import perf_counter
 import numpy as np
 from gear import parser_of, record
 
-from pretraining.data.document_masking import masked_block
+from pretraining.data.documents import masked_block
 from pretraining.data.packed_dataset import PackedDataset
-from pretraining.data.shard_writer import SplitWriter
-from pretraining.data.shards import TokenSplit
+from pretraining.data.shards import SplitWriter, TokenSplit
 
 LENGTH = 2048
 TOKENS_PER_DOCUMENT = 1000
@@ -196,8 +195,8 @@ def compare(split: TokenSplit, entry: dict, order: GroupedPlaces, cache: Path, o
 
 def streamed(entry: dict, order: GroupedPlaces, cache: Path, max_bytes: int):
     """The same samples, from the store."""
+    from pretraining.data.packed_dataset import prefetched
     from pretraining.data.streaming.cache import ShardCache
-    from pretraining.data.streaming.prefetch import prefetched
     from pretraining.data.streaming.remote_data import RemoteData, StreamedSplit
 
     remote = RemoteData("s3://bucket/bench", ShardCache(cache, max_bytes))

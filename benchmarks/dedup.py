@@ -137,15 +137,16 @@ def rarest(sets: list[np.ndarray]) -> Iterator[np.ndarray]:
 
 def run_ours(folder: Path) -> None:
     """Read, sign, match, cluster, write the documents kept."""
-    from pretraining.data.dedup.clusters import cluster
-    from pretraining.data.dedup.minhash import MinHashSpec, sign_piece
-    from pretraining.data.dedup.pairs import SignatureParts, match_slice, write_array
+    from pretraining.data.dedup.duplicates import SignatureParts, cluster, match_slice, write_array
+    from pretraining.data.dedup.signatures import MinHashSpec, sign_piece
     from tests.gear.similar_texts import write_signatures
 
     spec, work = MinHashSpec(), folder / "ours"
-    for piece in range(NUM_PIECES):
-        write_signatures(work, piece, sign_piece([row["text"] for row in rows_of(folder, piece)], spec))
-    parts = SignatureParts(work, NUM_PIECES)
+    pieces = [
+        write_signatures(work / str(piece), sign_piece([row["text"] for row in rows_of(folder, piece)], spec))
+        for piece in range(NUM_PIECES)
+    ]
+    parts = SignatureParts(pieces)
     pairs = match_slice(parts, spec)
     write_array(work / "pairs.npy", pairs)
     dropped = np.zeros(len(parts.documents), bool)
@@ -211,8 +212,8 @@ def quality(truth: dict, kept: set[int], num_documents: int) -> dict:
 
 def details_of_ours(work: Path, truth: dict, num_documents: int) -> dict:
     """Precision of the accepted pairs, of (dropped, kept) pairs, and validation documents with a twin in train."""
-    from pretraining.data.dedup.clusters import cluster
-    from pretraining.data.dedup.minhash import MinHashSpec
+    from pretraining.data.dedup.duplicates import cluster
+    from pretraining.data.dedup.signatures import MinHashSpec
 
     spec, pairs = MinHashSpec(), np.load(work / "pairs.npy")
     accepted = pairs[pairs["similarity"] >= np.float32(spec.accepted)]
@@ -232,7 +233,7 @@ def share_true(pairs, truth: dict, least: float) -> float:
 
 def validation_twins(truth: dict, clusters, pairs: np.ndarray, num_documents: int) -> dict:
     """Share of validation documents with a twin (Jaccard >= 0.8) in train, over many draws, by method."""
-    from pretraining.data.dedup.clusters import Clusters, assign_fates
+    from pretraining.data.dedup.duplicates import Clusters, assign_fates
 
     alone = Clusters(np.zeros(0, np.int64), np.zeros(0, np.int64))
     arms = {

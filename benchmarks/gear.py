@@ -379,10 +379,9 @@ def short_trainer(recipe, config: dict | None, folder: Path, accumulation: int, 
 
     from pretraining.ds_config import degrees_of
     from pretraining.model.attention import SDPA_CAUSAL, split_attention
-    from pretraining.model.expert_parallel import split_experts
     from pretraining.model.loss import build_loss
-    from pretraining.model.vocabulary_parallel import split_vocabulary
-    from pretraining.runtime.rank_groups import rank_groups
+    from pretraining.model.parallel import split_experts, split_vocabulary
+    from pretraining.runtime.process_group import rank_groups
     from pretraining.training.arguments import build_arguments
     from pretraining.training.ranks import join_ranks
     from pretraining.training.trainer import PretrainingTrainer

@@ -288,8 +288,7 @@ def counted_model(section: dict, compiles: str) -> Iterator[tuple]:
 
     from pretraining.model import cross_entropy
     from pretraining.model.attention import SDPA_CAUSAL
-    from pretraining.model.build import build_config
-    from pretraining.model.compiling import compile_model
+    from pretraining.model.build import build_config, compile_model
     from pretraining.recipe.sections import Speed
 
     AttentionInterface.register(SDPA_CAUSAL, sdpa_attention_forward)

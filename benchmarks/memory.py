@@ -129,7 +129,7 @@ def trace(
     from pretraining.ds_config import Degrees
     from pretraining.model.loss import build_loss
     from pretraining.recipe.sections import Loss
-    from pretraining.runtime.rank_groups import RankGroups
+    from pretraining.runtime.process_group import RankGroups
 
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     if sequence > 1:
@@ -159,7 +159,7 @@ def fake_network(model: dict, dtype, every_n_layers: int, keeps_products: bool =
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from pretraining.model.attention import SDPA_CAUSAL, register_kernels, split_attention
-    from pretraining.model.recomputation import keep_products
+    from pretraining.model.build import keep_products
 
     register_kernels()
     attention = "eager" if model.get("attn_implementation") == "eager" else SDPA_CAUSAL

@@ -82,7 +82,7 @@ def monitoring_methods() -> dict[tuple[type, str], Callable]:
         StepClock: ("enter", "settle"),
         MetricsCallback: ("on_log", "on_step_end"),
         StabilityMonitor: ("on_log", "on_step_end"),
-        HangCallback: ("_arrive",),
+        HangCallback: ("on_step_begin", "on_substep_end", "on_step_end"),
         NoiseScaleCallback: (
             "on_step_begin",
             "on_substep_end",
@@ -106,8 +106,8 @@ def build_switch(block_steps: int):
     from pretraining.reporting import live
 
     writers = []
-    start = live._start
-    live._start = lambda *arguments: writers.append(start(*arguments)) or writers[-1]
+    start = live.start_writer
+    live.start_writer = lambda *arguments: writers.append(start(*arguments)) or writers[-1]
     off = monitoring_methods()
     real = {place: getattr(*place) for place in off}
 

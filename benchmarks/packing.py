@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 from gear import parser_of, record, seconds_in_turns, timed
 
+from pretraining.data.documents import WINDOW_BLOCKS, cuts_of_split
 from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset
-from pretraining.data.packing import WINDOW_BLOCKS, cuts_of_split
 from pretraining.data.shards import TokenSplit
 from pretraining.data.tools.finished import open_finished
 

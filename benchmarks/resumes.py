@@ -147,8 +147,9 @@ def without_moments(workshop) -> float:
     """Let one process go on with its weights alone; return the largest difference of its losses."""
     from safetensors.torch import load
 
+    from pretraining.checkpoints.export import reshard
     from pretraining.checkpoints.format import commit_checkpoint, read_marker, read_receipt, write_receipt
-    from pretraining.checkpoints.shard_files import rank_file, reshard, write_rank_file
+    from pretraining.checkpoints.shard_files import rank_file, write_rank_file
 
     whole, folder = run_of(workshop, MODELS[0], "null", 1), workshop.folder / f"checkpoint-{SAVED_AFTER}"
     reshard(whole.folder / folder.name, folder, 1)

@@ -71,8 +71,8 @@ def measured(owner: object = None, name: str = "") -> Iterator[dict]:
 def write_receipts(folder: Path, ranks: int, save: str = "save") -> None:
     """Receipts as ranks write them, with the states of Python's and numpy's generators."""
     from pretraining.checkpoints.format import receipt_name
+    from pretraining.checkpoints.manager import random_numbers
     from pretraining.checkpoints.shard_files import rank_file
-    from pretraining.checkpoints.trainer_state import random_numbers
 
     folder.mkdir(parents=True)
     numbers = random_numbers()
@@ -116,8 +116,8 @@ def resume(folder: Path, ranks: int) -> dict:
 
 def many_files(folder: Path, files: int) -> dict:
     """A marker that names so many files: written, read, and shared among 4,096 ranks."""
+    from pretraining.checkpoints.folders import share_of
     from pretraining.checkpoints.format import MARKER, read_marker, write_marker
-    from pretraining.checkpoints.places import share_of
 
     folder.mkdir()
     named = {f"rank-{number:07d}.safetensors": ENTRY for number in range(files)}

@@ -36,8 +36,7 @@ def against_lm_eval(export: Path, num_items: int, rounds: int, folder: Path) -> 
     from lm_eval.models.huggingface import HFLM
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from pretraining.evaluation.harness import load_tasks
-    from pretraining.evaluation.likelihood import HellaSwag, Passes, read_items, score
+    from pretraining.evaluation.scores import HellaSwag, Passes, load_tasks, read_items, score
     from tests.gear.scored_tasks import write_hellaswag_task, write_items
 
     items = write_items(folder / "hellaswag_val.jsonl", num_items)

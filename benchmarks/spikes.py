@@ -57,7 +57,7 @@ def measure(num_curves: int, num_steps: int, seed: int) -> dict:
 
 def alarm_starts(losses: list[float]) -> list[int]:
     """The steps at which an episode above the score begins."""
-    from pretraining.training.spikes import SpikeScore
+    from pretraining.training.stability import SpikeScore
 
     course, starts, inside = SpikeScore(WINDOW), [], False
     for step, loss in enumerate(losses):

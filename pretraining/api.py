@@ -25,7 +25,9 @@ from pretraining.errors import UserError
 from pretraining.outside.files import read_json_value
 from pretraining.recipe import Recipe
 from pretraining.recipe.refusals import load_recipe_and_ds_config
-from pretraining.runtime.child import (
+from pretraining.runtime.durable_files import read_rows
+from pretraining.runtime.exit_codes import FINISHED, GAVE_UP, HANG, INTERRUPTED, STOPPED
+from pretraining.runtime.processes import (
     LINES_KEPT,
     CommandEnded,
     call,
@@ -33,8 +35,6 @@ from pretraining.runtime.child import (
     error_line,
     handlers_kept,
 )
-from pretraining.runtime.durable_files import read_rows
-from pretraining.runtime.exit_codes import FINISHED, GAVE_UP, HANG, INTERRUPTED, STOPPED
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import REPOSITORY
 from pretraining.supervise.supervisor import Supervisor

@@ -18,6 +18,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from textwrap import wrap
 from typing import Any, NoReturn
@@ -64,31 +65,18 @@ def add_recipe_arguments(parser: argparse.ArgumentParser, remote_data: bool = Fa
 
     remote_data: whether `--data_dir` may also be an address; its cache then has options too.
     """
-    parser.add_argument("--recipe", required=True, metavar="NAME|PATH", help="a file of recipes/, or a path")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="change one value of the recipe (repeatable); docs/recipe_keys.md lists all keys",
-    )
-    parser.add_argument(
-        "--limit_tokens",
-        type=number_of_tokens,
-        metavar="N",
-        help="try the recipe on so many tokens, as 5e6: smaller steps and all else in proportion, with data and a run "
-        "of its own; data_prep.py and train.py take the same",
-    )
+    add = parser.add_argument
+    add("--recipe", required=True, metavar="NAME|PATH", help="a file of recipes/, or a path")
+    what = "change one value of the recipe (repeatable); docs/recipe_keys.md lists all keys"
+    add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=what)
+    what = "try the recipe on so many tokens, as 5e6: smaller steps and all else in proportion, with data and a run "
+    what += "of its own; data_prep.py and train.py take the same"
+    add("--limit_tokens", type=number_of_tokens, metavar="N", help=what)
     if remote_data:
         add_data_source(parser)
     else:
-        parser.add_argument(
-            "--data_dir",
-            type=_local_folder,
-            default=REPOSITORY / "data",
-            metavar="DIR",
-            help="prepared data (default: data/)",
-        )
+        what = "prepared data (default: data/)"
+        add("--data_dir", type=_local_folder, default=REPOSITORY / "data", metavar="DIR", help=what)
 
 
 def add_trust(parser: argparse.ArgumentParser) -> None:
@@ -99,26 +87,16 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
 
 def add_data_source(parser: argparse.ArgumentParser) -> None:
     """Add `--data_dir` of a command that reads prepared data, with `--data_cache` and `--data_cache_gb`."""
-    parser.add_argument(
-        "--data_dir",
-        type=_folder_or_address,
-        default=REPOSITORY / "data",
-        metavar="DIR|URL",
-        help="prepared data: a folder (default: data/), or an address as s3://bucket/data, gs://, hf://, https://",
+    add = parser.add_argument
+    what = (
+        "prepared data: a folder (default: data/), or an address as s3://bucket/data, gs://, hf://, https://"
     )
-    parser.add_argument(
-        "--data_cache",
-        type=Path,
-        metavar="DIR",
-        help="with a --data_dir that is an address: keeps fetched shards (default: $PRETRAINING_DATA_CACHE or "
-        "~/.cache/pretraining/data)",
-    )
-    parser.add_argument(
-        "--data_cache_gb",
-        type=positive_number,
-        metavar="GB",
-        help="the most its shards take (default: $PRETRAINING_DATA_CACHE_GB or half of the disk's free room)",
-    )
+    add("--data_dir", type=_folder_or_address, default=REPOSITORY / "data", metavar="DIR|URL", help=what)
+    what = "with a --data_dir that is an address: keeps fetched shards (default: $PRETRAINING_DATA_CACHE or "
+    what += "~/.cache/pretraining/data)"
+    add("--data_cache", type=Path, metavar="DIR", help=what)
+    what = "the most its shards take (default: $PRETRAINING_DATA_CACHE_GB or half of the disk's free room)"
+    add("--data_cache_gb", type=positive_number, metavar="GB", help=what)
 
 
 def _not_empty(text: str) -> str:
@@ -168,84 +146,44 @@ def parse_train_arguments(arguments: list[str] | None = None) -> argparse.Namesp
         allow_abbrev=False,
     )
     add_recipe_arguments(parser, remote_data=True)
-    parser.add_argument(
-        "--deepspeed",
-        metavar="NAME|PATH",
-        # `accelerate launch` puts the deepspeed_config_file of its config there
-        default=os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"),
-        help="a file of ds_configs/, or a path, over the recipe's, with degrees of parallelism after a colon if wanted "
-        "(zero3:sequence=4); 'null' for plain data parallel",
+    add = parser.add_argument
+    what = "a file of ds_configs/, or a path, over the recipe's, with degrees of parallelism after a colon if wanted "
+    what += "(zero3:sequence=4); 'null' for plain data parallel"
+    # `accelerate launch` puts the deepspeed_config_file of its config there
+    by_accelerate = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    add("--deepspeed", metavar="NAME|PATH", default=by_accelerate, help=what)
+    add("--output_dir", type=named_path, metavar="DIR", help="run folder (default: runs/<recipe>)")
+    what = "continue from the newest committed checkpoint (default), start over, or from this one"
+    add("--resume", type=_not_empty, default="auto", metavar="auto|never|PATH|URL", help=what)
+    what = "go on although this part of the recipe is not what the run began with (repeatable; recorded)"
+    allowed = {"type": _part_of_the_curve, "default": [], "metavar": "SECTION.KEY"}
+    add("--allow_change", action="append", help=what, **allowed)
+    what = (
+        "start data_prep.py's work too, and train on the text that is prepared so far; the curve is that of "
     )
-    parser.add_argument(
-        "--output_dir", type=named_path, metavar="DIR", help="run folder (default: runs/<recipe>)"
-    )
-    parser.add_argument(
-        "--resume",
-        type=_not_empty,
-        default="auto",
-        metavar="auto|never|PATH|URL",
-        help="continue from the newest committed checkpoint (default), start over, or from this one",
-    )
-    parser.add_argument(
-        "--allow_change",
-        action="append",
-        default=[],
-        type=_part_of_the_curve,
-        metavar="SECTION.KEY",
-        help="go on although this part of the recipe is not what the run began with (repeatable; recorded)",
-    )
-    parser.add_argument(
-        "--while_preparing",
-        action="store_true",
-        help="start data_prep.py's work too, and train on the text that is prepared so far; the curve is that of "
-        "preparing first (the recipe needs data.shuffle_blocks)",
-    )
-    parser.add_argument("--plan", action="store_true", help="print what the run will need, and exit")
-    parser.add_argument(
-        "--rehearse",
-        nargs="?",
-        choices=REHEARSED,
-        const=REHEARSED[0],
-        metavar="here|elsewhere",
-        help="do the start of the run on so many ranks, without them and without GPUs, and exit; `elsewhere` if data "
-        "and disks of the nodes are not seen from here",
-    )
-    parser.add_argument("--json", action="store_true", help="with --plan or --rehearse: as JSON")
-    parser.add_argument(
-        "--world_size",
-        type=positive_integer,
-        default=None,
-        metavar="N",
-        help="with --plan or --rehearse: number of processes",
-    )
-    parser.add_argument(
-        "--nodes",
-        type=positive_integer,
-        metavar="N",
-        help="with --plan or --rehearse: nodes (default: as many GPUs each as the GPU's table says, or 8 processes)",
-    )
-    parser.add_argument(
-        "--gpu", metavar="NAME", help="with --plan or --rehearse: the kind of GPU, as H100 or A100-40GB"
-    )
-    parser.add_argument(
-        "--force", action="store_true", help="go on where the plan says that the run does not fit"
-    )
+    what += "preparing first (the recipe needs data.shuffle_blocks)"
+    add("--while_preparing", action="store_true", help=what)
+    add("--plan", action="store_true", help="print what the run will need, and exit")
+    what = "do the start of the run on so many ranks, without them and without GPUs, and exit; `elsewhere` if data "
+    what += "and disks of the nodes are not seen from here"
+    kinds = {"choices": REHEARSED, "const": REHEARSED[0], "metavar": "here|elsewhere"}
+    add("--rehearse", nargs="?", help=what, **kinds)
+    add("--json", action="store_true", help="with --plan or --rehearse: as JSON")
+    what = "with --plan or --rehearse: number of processes"
+    add("--world_size", type=positive_integer, metavar="N", help=what)
+    what = "with --plan or --rehearse: nodes (default: as many GPUs each as the GPU's table says, or 8 processes)"
+    add("--nodes", type=positive_integer, metavar="N", help=what)
+    add("--gpu", metavar="NAME", help="with --plan or --rehearse: the kind of GPU, as H100 or A100-40GB")
+    add("--force", action="store_true", help="go on where the plan says that the run does not fit")
     # The deepspeed launcher adds it to the command; the rank is read from the environment.
-    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    _check_modes(options)
-    if not options.plan and not options.rehearse:
-        # the launcher decides: its number may not be overridden
-        options.world_size = world_size_here()
-    return options
-
-
-def _check_modes(options: argparse.Namespace) -> None:
-    """Refuse options of a plan or a rehearsal without it: a run would begin that nobody asked for."""
+    planned = options.plan or options.rehearse
+    # without a plan or a rehearsal, a run would begin that nobody asked for
     if options.plan and options.rehearse:
         raise UserError("--plan and --rehearse are two questions: ask one, then the other")
     for name in ("json", "world_size", "gpu", "nodes"):
-        if getattr(options, name) not in (None, False) and not (options.rehearse or options.plan):
+        if getattr(options, name) not in (None, False) and not planned:
             raise UserError(f"--{name} goes with --plan: add that, or leave --{name} out")
     if options.rehearse and options.world_size is None:
         raise UserError("--rehearse needs --world_size N, the number of processes of the run")
@@ -253,6 +191,10 @@ def _check_modes(options: argparse.Namespace) -> None:
         raise UserError(f"--nodes {options.nodes}: give --world_size N with it, and at most N nodes")
     if options.rehearse and options.while_preparing:
         raise UserError("--rehearse looks at finished data: leave --while_preparing out, or prepare first")
+    if not planned:
+        # the launcher decides: its number may not be overridden
+        options.world_size = world_size_here()
+    return options
 
 
 def started_by_launcher() -> bool:
@@ -281,7 +223,6 @@ def world_size_here() -> int:
 
 
 def on_one_node() -> bool:
-    """Return whether all processes of this run are on this machine."""
     return world_size_here() == ranks_here()
 
 
@@ -309,13 +250,13 @@ def _part_of_the_curve(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _whole_number(text: str, least: int) -> int:
+def _whole_number(least: int, text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < least:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
     return int(text)
 
 
-def _number(text: str, is_right: Callable[[float], bool], wanted: str) -> float:
+def _number(is_right: Callable[[float], bool], wanted: str, text: str) -> float:
     try:
         number = float(text)
     except ValueError:
@@ -326,30 +267,17 @@ def _number(text: str, is_right: Callable[[float], bool], wanted: str) -> float:
     return number
 
 
-def positive_integer(text: str) -> int:
-    """Read an argument that is a whole number of at least 1."""
-    return _whole_number(text, least=1)
-
-
-def not_negative_integer(text: str) -> int:
-    """Read an argument that is a whole number of at least 0."""
-    return _whole_number(text, least=0)
+# what reads an argument
+positive_integer = partial(_whole_number, 1)
+not_negative_integer = partial(_whole_number, 0)
+not_negative_number = partial(_number, lambda number: 0 <= number < math.inf, "a number of at least 0")
+positive_number = partial(_number, lambda number: 0 < number < math.inf, "a number above 0")
 
 
 def number_of_tokens(text: str) -> int:
     """Read an argument that is a whole number of at least 1, which may be written 5e6 or 5_000_000."""
     wanted = "a whole number of at least 1, as 5e6"
-    return int(_number(text, lambda number: 1 <= number < math.inf and number == int(number), wanted))
-
-
-def not_negative_number(text: str) -> float:
-    """Read an argument that is a finite number of at least 0."""
-    return _number(text, lambda number: 0 <= number < math.inf, "a number of at least 0")
-
-
-def positive_number(text: str) -> float:
-    """Read an argument that is a finite number above 0."""
-    return _number(text, lambda number: 0 < number < math.inf, "a number above 0")
+    return int(_number(lambda number: 1 <= number < math.inf and number == int(number), wanted, text))
 
 
 def answer_one(

@@ -97,7 +97,6 @@ NOT_SPLIT = Degrees()
 
 
 def degrees_of(config: dict | None) -> Degrees:
-    """Return the degrees of parallelism that a ds_config asks for."""
     degrees = {name: _degree(config, name) for name in Degrees._fields}
     if not ((config or {}).get("expert_parallel") or {}).get("enabled", False):
         degrees["expert"] = 1
@@ -156,7 +155,6 @@ def ds_config_schema() -> dict:
 
 
 def ds_config_names() -> list[str]:
-    """List the names of the files in ds_configs/."""
     return sorted(path.stem for path in DS_CONFIGS.glob("*.json") if path.name != "schema.json")
 
 

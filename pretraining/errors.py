@@ -104,7 +104,16 @@ def one_line_errors(after_interrupt: str = "") -> Iterator[None]:
         sys.stdout.reconfigure(errors="backslashreplace")  # a sample or a name that this terminal cannot show
     silence_libraries()
     try:
-        _refuse_unspeakable_paths()
+        # Libraries in Rust take UTF-8 only. In an ASCII locale Python passes other bytes on as lone surrogates.
+        for text in (*sys.argv, str(Path.cwd()), str(Path(__file__).resolve())):
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                shown = (
+                    os.fsencode(text).decode(errors="replace").encode("ascii", "backslashreplace").decode()
+                )
+                what = f"{shown}: not a name in this locale; set LC_ALL=C.UTF-8 or PYTHONUTF8=1"
+                raise UserError(what) from None
         yield
         # the exit code is one file of this machine (`supervise`): one rank writes it
         if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -142,18 +151,6 @@ def fault_in_user_code(error: BaseException) -> UserError | None:
             what = f"{type(error).__name__}: {error}"
             return UserError(f"{frame.filename}: line {frame.lineno}: {what}; mend the extension", False)
     return None
-
-
-def _refuse_unspeakable_paths() -> None:
-    """Refuse paths that are not UTF-8."""
-    # Libraries in Rust take UTF-8 only. In an ASCII locale Python passes other bytes on as lone surrogates.
-    for text in (*sys.argv, str(Path.cwd()), str(Path(__file__).resolve())):
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            shown = os.fsencode(text).decode(errors="replace").encode("ascii", "backslashreplace").decode()
-            what = f"{shown}: not a name in this locale; set LC_ALL=C.UTF-8 or PYTHONUTF8=1"
-            raise UserError(what) from None
 
 
 def file_error(error: BaseException, folder: Path | None = None) -> UserError | None:
@@ -213,19 +210,19 @@ def abbreviated(word: str, names: Iterable[str]) -> list[str]:
     `lr` and `learn_rate` are short for learning_rate, `batch_size` for per_device_train_batch_size.
     """
     parts, names = re.findall(r"[a-z0-9]+", word.lower()), list(names)
-    by_initials = [
-        name for name in names if "_" in name and "".join(re.findall(r"(?:^|_)(\w)", name)) == word.lower()
-    ]
+    initials = {name: "".join(re.findall(r"(?:^|_)(\w)", name)) for name in names if "_" in name}
+    by_initials = [name for name, first in initials.items() if first == word.lower()]
     # two letters begin too many names
     if by_initials or max(map(len, parts), default=0) < 3:
         return by_initials
-    return [name for name in names if _begin(parts, name.lower().split("_"))]
-
-
-def _begin(parts: list[str], words: list[str]) -> bool:
-    """Return whether the parts are the beginnings of words that follow each other."""
-    starts = range(len(words) - len(parts) + 1)
-    return any(all(map(str.startswith, words[start:], parts)) for start in starts)
+    found = []
+    for name in names:
+        words = name.lower().split("_")
+        starts = range(len(words) - len(parts) + 1)
+        # the parts are the beginnings of words that follow each other
+        if any(all(map(str.startswith, words[start:], parts)) for start in starts):
+            found.append(name)
+    return found
 
 
 def did_you_mean(names: list[str]) -> str:

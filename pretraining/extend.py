@@ -106,12 +106,10 @@ class Extension:
 
     @property
     def is_file(self) -> bool:
-        """Whether it was named by its path."""
         return is_path(self.module)
 
     @property
     def import_name(self) -> str:
-        """Its name in `sys.modules`."""
         return f"{PACKAGE}.{self.path.stem}" if self.is_file else self.module
 
     def to_dict(self) -> dict:
@@ -168,7 +166,6 @@ def read_extensions(
 
 
 def extensions_of_run(folder: Path) -> tuple[Extension, ...]:
-    """Read the extensions of the run in this folder; none without a recipe.json."""
     recipe = folder / "recipe.json"
     entries = read_json(recipe).get("extensions", ()) if recipe.is_file() else ()
     return read_extensions(entries, folder, display_path(recipe))
@@ -240,7 +237,6 @@ def _defined(source: bytes, file: Path) -> dict[str, list[str]]:
 
 
 def defined(extensions: Iterable[Extension], kind: str) -> list[str]:
-    """List the names of this kind that a recipe's extensions define."""
     return [name for extension in extensions for name in extension.defines.get(kind, ())]
 
 

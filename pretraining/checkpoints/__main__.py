@@ -10,28 +10,26 @@ from pathlib import Path
 from tqdm import tqdm
 
 from pretraining.checkpoints.folders import (
-    committed_checkpoints,
-    remove_checkpoint,
-    step_in,
-    step_in_name,
-    step_of,
-)
-from pretraining.checkpoints.format import MARKER
-from pretraining.checkpoints.places import (
     COMMITTED,
     DAMAGED,
     OTHER_VERSION,
     UNCOMMITTED,
     DiskPlace,
-    StorePlace,
+    Place,
+    Retention,
     catalogue,
+    committed_checkpoints,
     damage,
     entry_of,
     health,
+    remove_checkpoint,
+    step_in,
+    step_in_name,
+    step_of,
 )
-from pretraining.checkpoints.publish import Push
+from pretraining.checkpoints.format import MARKER, marker_or_nothing
 from pretraining.checkpoints.remote import RemoteRun
-from pretraining.checkpoints.retention import Committed, Retention, measured_at
+from pretraining.checkpoints.upload import Push
 from pretraining.command_line import (
     add_trust,
     answer_one,
@@ -95,8 +93,8 @@ class List:
     def answer(self, options: argparse.Namespace) -> dict:
         """Return {"run", "checkpoints": entries of the catalogue}."""
         if is_remote(options.run):
-            store = _store_of(RemoteRun(options.run))
-            entries = [entry_of(name, step_in(name), health(store, name)) for name in store.names()]
+            store, names = _store_of(RemoteRun(options.run))
+            entries = [entry_of(name, step_in(name), health(store, name)) for name in names]
         else:
             entries = catalogue(_run_of(options.run))
         return {"run": str(options.run), "checkpoints": entries}
@@ -157,9 +155,7 @@ class Verify:
             ]
         }
 
-    def _verified(
-        self, place: DiskPlace | StorePlace, name: str, of_run: bool = True, is_part: bool = False
-    ) -> dict:
+    def _verified(self, place: Place, name: str, of_run: bool = True, is_part: bool = False) -> dict:
         began = time.perf_counter()
         found = health(place, name, of_run, is_part)
         if found.word == OTHER_VERSION:
@@ -380,8 +376,8 @@ class Prune:
         # From markers and sizes: a plan reads no byte of the weights.
         entries = catalogue(run)
         committed = [each for each in entries if each["state"] == COMMITTED]
-        kept = Retention.of(section, metric=metric).kept_steps(
-            Committed(each["step"], measured_at(run.path / each["folder"], metric)) for each in committed
+        kept = Retention.of(section, None, metric).kept_steps(
+            (each["step"], marker_or_nothing(run.path / each["folder"])) for each in committed
         )
         # Checkpoints of another version are kept: that version may still continue from them.
         going = [each for each in entries if each["state"] in self.USELESS]
@@ -442,7 +438,7 @@ class Reshard:
             raise UserError("--files 0: a checkpoint needs one file at least")
         checkpoint = _whole_checkpoint(options.run, options.step, "--step")
         _refuse_existing(options.to, "--to")
-        from pretraining.checkpoints.shard_files import reshard
+        from pretraining.checkpoints.export import reshard
 
         reshard(checkpoint, options.to, options.files)
         return {
@@ -505,23 +501,23 @@ def _chosen_checkpoints(folder: Path, step: int | None) -> list[Path]:
     return found
 
 
-def _store_of(remote: RemoteRun) -> StorePlace:
-    """Return the place of a run in a store; `UserError` if no checkpoint is there."""
-    store = StorePlace(remote.at_first_contact())
-    if not store.names():
+def _store_of(remote: RemoteRun) -> tuple[RemoteRun, list[str]]:
+    """Return the place of a run in a store and the checkpoints there; `UserError` if there is none."""
+    remote = remote.at_first_contact()
+    if not (names := remote.checkpoints()):
         raise UserError(
             f"{remote.address}: no checkpoint-* there; give the address of a run, as s3://bucket/runs/30b"
         )
-    return store
+    return remote, names
 
 
-def _chosen_in_store(address: str, step: int | None) -> tuple[StorePlace, list[str]]:
+def _chosen_in_store(address: str, step: int | None) -> tuple[RemoteRun, list[str]]:
     """Do the same for an address in a store; returns the place and the names."""
     remote, name = RemoteRun.of_checkpoint(address)
     if step_in(name) >= 0:
         address, step = remote.address, step_in(name)
-    store = _store_of(RemoteRun(address))
-    names = [each for each in store.names() if step in (None, step_in(each)) and MARKER in store.sizes(each)]
+    store, names = _store_of(RemoteRun(address))
+    names = [each for each in names if step in (None, step_in(each)) and MARKER in (store.sizes(each) or {})]
     if not names:
         which = "no committed checkpoint" + ("" if step is None else f" of step {step}")
         raise UserError(f"{address}: {which}; `list {address}` shows what is there")

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -50,6 +50,7 @@ _PAUSE_SECONDS = 0.01  # between two exchanges of the ranks while training waits
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.005, 0.25
 
 DONE, WRITING, FAILED = 0, 1, 2
+"""How far a save is; over all ranks the largest counts."""
 
 Commit = Callable[[Path, dict], None]
 """Takes the folder and the marker without its files. Writes the marker, after which the checkpoint counts."""
@@ -135,19 +136,28 @@ class CheckpointWriter:
         if self._flight is None:  # on all ranks or on none, so nobody waits in the exchange
             return
         # One number at each step; thousands of reports are exchanged once, at the end of the save.
-        state = self._agreement.largest(self._flight.state)
+        save = self._flight
+        state = self._agreement.largest(FAILED if save.failed else DONE if save.done else WRITING)
         if state == WRITING:
             return
-        reports = gather_from_ranks(self._flight.report(), self._group)
+        so_far = time.perf_counter() - save.began
+        report: dict[str, Any] = {
+            "error": save.error,
+            "num_bytes": save.num_bytes,
+            "waited_seconds": round(save.waited_seconds, 4),
+            "blocked_seconds": round(so_far if save.blocked_seconds is None else save.blocked_seconds, 4),
+            "write_seconds": round(save.write_seconds, 4),
+        }
+        reports = gather_from_ranks(report, self._group)
         if state == FAILED:
             return self._abandon(reports)
         folder = self._close().folder
         self.last = {
             "checkpoint": folder.name,
-            "bytes": sum(report["num_bytes"] for report in reports),
+            "bytes": sum(each["num_bytes"] for each in reports),
             "snapshot_bytes": self.snapshot.num_bytes,
             # Training waits for the slowest rank.
-            **{key: max(report[key] for report in reports) for key in RankSave.SECONDS},
+            **{key: max(each[key] for each in reports) for key in report if key.endswith("_seconds")},
         }
         if self.rank == 0:
             self.run.add_event("save", background=self.background, **self.last)
@@ -168,8 +178,15 @@ class CheckpointWriter:
 
     def _open(self, save: RankSave, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Make the folder, once a disk; returns whether every rank has room to copy its tensors and write later."""
+
+        def make_folder() -> None:
+            # There is an older one if training returned to an earlier step and has now reached this step again.
+            if save.folder.exists():
+                remove_checkpoint(save.folder)
+            save.folder.mkdir(parents=True)
+
         if self.run.disks.is_first:
-            save.attempt(lambda: _make_folder(save.folder))
+            save.attempt(make_folder)
         # All ranks of a host look at its free memory before one of them takes some.
         fits = self.background and self.snapshot.would_fit(tensors)
         answers = gather_from_ranks((save.failed, fits), self._group)
@@ -201,8 +218,21 @@ class CheckpointWriter:
             if copies is not None:
                 save.attempt(lambda: self._write(save, copies))
             if self.run.disks.is_first:
-                save.attempt(lambda: self._commit(save) if self.rank == 0 else self._follow(save))
+                save.attempt(lambda: self._commit(save) if self.rank == 0 else follow())
             save.done = True
+
+        def read(name: str) -> bytes:
+            for _ in pauses(save.abandoned):
+                if (content := self._messages.read(f"{save.name}/{name}")) is not None:
+                    return content
+            raise AssertionError  # `pauses` has no end
+
+        def follow() -> None:
+            """Write the marker of rank 0 to this disk, and remove old checkpoints once every disk holds it."""
+            place_marker(save.folder, read(MARKER))
+            self._messages.send(f"{save.name}/{self.rank}", b"yes")
+            read("done")
+            self.after_commit()
 
         # A daemon: a run that ends with an error must not wait for its save.
         self._thread = threading.Thread(target=work, name=f"save-{save.folder.name}", daemon=True)
@@ -210,8 +240,11 @@ class CheckpointWriter:
 
     def _write(self, save: RankSave, tensors: Mapping[str, torch.Tensor]) -> None:
         began = time.perf_counter()
-        receipt = {"save": save.name, **save.receipt}
-        write_share(save.folder, self.rank, self.ranks, tensors, save.files, receipt)
+        name = rank_file(self.rank, self.ranks)
+        written = {name: write_rank_file(save.folder / name, tensors)}
+        written |= {name: write_bytes(save.folder / name, content) for name, content in save.files.items()}
+        # last: the checkpoint counts only once it has a marker too
+        write_receipt(save.folder, self.rank, self.ranks, written, save=save.name, **save.receipt)
         sync_to_disk(save.folder)  # the names of the files, whose bytes are on the disk already
         if not self.run.disks.has_rank_0:
             name = receipt_name(self.rank, self.ranks)
@@ -241,19 +274,6 @@ class CheckpointWriter:
             self._messages.remove(f"{self._attempt}.{self._num_saves - 1}/done")
             self._messages.send(f"{save.name}/done", b"yes")
         self.after_commit()
-
-    def _follow(self, save: RankSave) -> None:
-        """Write the marker of rank 0 into this disk's folder, and remove old checkpoints once every disk holds it."""
-        place_marker(save.folder, self._await(save, MARKER))
-        self._messages.send(f"{save.name}/{self.rank}", b"yes")
-        self._await(save, "done")
-        self.after_commit()
-
-    def _await(self, save: RankSave, name: str) -> bytes:
-        for _ in pauses(save.abandoned):
-            if (content := self._messages.read(f"{save.name}/{name}")) is not None:
-                return content
-        raise AssertionError  # `pauses` has no end
 
     def _abandon(self, reports: list[dict]) -> None:
         """Give the save up on every rank; raises or reports the error of the lowest rank that has one."""
@@ -287,21 +307,12 @@ class CheckpointWriter:
         return save
 
 
-def _make_folder(folder: Path) -> None:
-    # There is an older one if training returned to an earlier step and has now reached this step again.
-    if folder.exists():
-        remove_checkpoint(folder)
-    folder.mkdir(parents=True)
-
-
 @dataclass
 class RankSave:
     """One rank's part of one save: what it writes, how far it is, and what went wrong.
 
     The rank's main thread and the thread that writes share it; each field has one writer at a time.
     """
-
-    SECONDS: ClassVar = ("blocked_seconds", "waited_seconds", "write_seconds")
 
     folder: Path
     name: str
@@ -323,11 +334,6 @@ class RankSave:
     """What went wrong on this rank, and whether a user can repair it."""
     abandoned: threading.Event = field(default_factory=threading.Event)
 
-    @property
-    def state(self) -> int:
-        """How far it is; over all ranks the largest counts."""
-        return FAILED if self.failed else DONE if self.done else WRITING
-
     def attempt(self, work: Callable[[], Result]) -> Result | None:
         """Do `work`, unless something has failed already; an error is kept until the step boundary."""
         if self.failed:
@@ -343,34 +349,6 @@ class RankSave:
             self.error = (traceback.format_exc(), False)
         self.failed = True
         return None
-
-    def report(self) -> dict:
-        """Return what the other ranks get at a step boundary."""
-        so_far = time.perf_counter() - self.began
-        return {
-            "done": self.done,
-            "failed": self.failed,
-            "error": self.error,
-            "num_bytes": self.num_bytes,
-            "waited_seconds": round(self.waited_seconds, 4),
-            "blocked_seconds": round(so_far if self.blocked_seconds is None else self.blocked_seconds, 4),
-            "write_seconds": round(self.write_seconds, 4),
-        }
-
-
-def write_share(
-    folder: Path,
-    rank: int,
-    ranks: int,
-    tensors: Mapping[str, torch.Tensor],
-    files: Mapping[str, bytes],
-    receipt: Mapping,
-) -> None:
-    """Write one rank's files, and then its receipt; the checkpoint counts only once it has a marker too."""
-    name = rank_file(rank, ranks)
-    written = {name: write_rank_file(folder / name, tensors)}
-    written |= {name: write_bytes(folder / name, content) for name, content in files.items()}
-    write_receipt(folder, rank, ranks, written, **receipt)
 
 
 class SaveAbandoned(Exception):
@@ -437,9 +415,8 @@ class HostSnapshot:
         for name, tensor in tensors.items():
             stop = start + tensor.numel() * tensor.element_size()
             copy = self._memory[start:stop].view(tensor.dtype).view(tensor.shape)
-            copy.copy_(
-                tensor.detach(), non_blocking=True
-            )  # from a GPU all copies are queued, then waited for once
+            # from a GPU all copies are queued, then waited for once
+            copy.copy_(tensor.detach(), non_blocking=True)
             copies[name], start = copy, stop + -stop % SNAPSHOT_ALIGNMENT  # an address valid for every type
         if self._memory.is_pinned():
             torch.cuda.synchronize()

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pretraining.checkpoints.folders import files_in
-from pretraining.checkpoints.format import MARKER, flush_folder, read_marker
-from pretraining.checkpoints.identity import Start
+from pretraining.checkpoints.format import MARKER, Start, flush_folder, read_marker
 from pretraining.errors import UserError
 from pretraining.extend import FOLDER
 from pretraining.planning.memory.tensors import parameter_tensors
@@ -64,15 +63,12 @@ def branch(checkpoint: Path, stage: StageChanges, output: Path) -> dict:
         write_json(run.recipe, {**marker["recipe"], "name": output.name})
         if (own := checkpoint.parent / FOLDER).is_dir():
             shutil.copytree(own, run.path / FOLDER)
-        earlier, changed = (
-            load_recipe(str(run.recipe)),
-            load_recipe(str(run.recipe), stage.settings, stage.deepspeed),
-        )
+        earlier = load_recipe(str(run.recipe))
+        changed = load_recipe(str(run.recipe), stage.settings, stage.deepspeed)
         recipe = _staged_recipe(earlier, changed, marker, stage, checkpoint)
         write_json(run.recipe, recipe)
-        load_recipe_and_ds_config(
-            str(run.recipe)
-        )  # checks that the recipe can be read and trained, before any file is linked
+        # checks that the recipe can be read and trained, before any file is linked
+        load_recipe_and_ds_config(str(run.recipe))
         # From where the run comes, what differs, and the rollbacks that came before the checkpoint.
         step = marker["step"]
         changes = [
@@ -84,24 +80,20 @@ def branch(checkpoint: Path, stage: StageChanges, output: Path) -> dict:
         for row in read_rows(RunFolder(checkpoint.parent).journal)[: marker["rollbacks"]]:
             append_row(run.journal, row)
         run.add_event("branch", step=step, parent=str(checkpoint), **stage._asdict())
-        _link_checkpoint(checkpoint, run.checkpoint(step))
+        target = run.checkpoint(step)
+        names = [path.relative_to(checkpoint) for path in files_in(checkpoint)]
+        # False sorts before True: the marker comes last.
+        for name in sorted(names, key=lambda name: name.name == MARKER):
+            place = target / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(checkpoint / name, place)
+            except OSError:  # another file system, or one without links
+                shutil.copy2(checkpoint / name, place)
+        flush_folder(target)
         run.path.rename(output)
     flush_folder(folder)
     return recipe
-
-
-def _link_checkpoint(folder: Path, target: Path) -> None:
-    """Make the same checkpoint at `target`, its marker last."""
-    names = [path.relative_to(folder) for path in files_in(folder)]
-    # False sorts before True: the marker comes last.
-    for name in sorted(names, key=lambda name: name.name == MARKER):
-        place = target / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.link(folder / name, place)
-        except OSError:  # another file system, or one without links
-            shutil.copy2(folder / name, place)
-    flush_folder(target)
 
 
 def read_stage(path: Path) -> tuple[tuple[str, ...], str | None]:
@@ -137,7 +129,7 @@ def _staged_recipe(
     changed: `earlier` with the stage's settings.
     """
     _refuse_settings(earlier, changed, stage, checkpoint)
-    start = Start(checkpoint, marker["step"], marker["tokens"], tuple(marker["changes"]))
+    start = Start.at(checkpoint)
     sizes, values = changed.step_sizes, changed.to_dict()
     if start.step < sizes.ramp_steps:
         raise UserError(

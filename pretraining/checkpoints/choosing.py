@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import socket
 import sys
-import uuid
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,15 +24,22 @@ from typing import NamedTuple
 
 import xxhash
 
-from pretraining.checkpoints.fetch import (
-    bring_run_files,
-    fetch_share,
-    fetching_bar,
-    newest_committed,
-    newest_unless_unreachable,
-    read_remote_marker,
+from pretraining.checkpoints.folders import (
+    OTHER_VERSION,
+    UNCOMMITTED,
+    DiskPlace,
+    Files,
+    changed_files,
+    committed_checkpoints,
+    health,
+    move_aside,
+    share_of,
+    size_fault,
+    step_fault,
+    step_in,
+    step_in_name,
+    step_of,
 )
-from pretraining.checkpoints.folders import committed_checkpoints, move_aside, step_in, step_in_name, step_of
 from pretraining.checkpoints.format import (
     MARKER,
     MarkerDamage,
@@ -44,28 +51,15 @@ from pretraining.checkpoints.format import (
     read_marker,
     receipt_name,
 )
-from pretraining.checkpoints.places import (
-    OTHER_VERSION,
-    UNCOMMITTED,
-    DiskPlace,
-    Files,
-    changed_files,
-    health,
-    share_of,
-    size_fault,
-    step_fault,
-)
-from pretraining.checkpoints.remote import RemoteRun
+from pretraining.checkpoints.remote import RUN_FILES, RemoteRun, fetch_share, fetching_bar, newest_stored
 from pretraining.checkpoints.shard_files import STATE_FILE, rank_file
-from pretraining.checkpoints.upload import RUN_FILES
 from pretraining.errors import UserError
 from pretraining.outside.addresses import is_remote
 from pretraining.outside.files import read_json_value
 from pretraining.planning.quantities import several
-from pretraining.recipe import Recipe
 from pretraining.runtime.durable_files import replacing, rows_of, sync_to_disk
 from pretraining.runtime.heartbeat import long_work, work_done
-from pretraining.runtime.journal import Journal
+from pretraining.runtime.journal import NOTHING_HEALED, Journal
 from pretraining.runtime.process_group import (
     from_rank,
     from_rank_0,
@@ -73,11 +67,9 @@ from pretraining.runtime.process_group import (
     rank_and_world_size,
     together,
 )
-from pretraining.runtime.run_folder import STARTS, RunFolder
+from pretraining.runtime.run_folder import RunFolder
 
 _PIECE_BYTES = 16 << 20
-_MEETING = ".nodes"
-"""File of the store by which every node shows that it reads what rank 0 writes."""
 
 Check = Callable[[str, dict, bytes], object]
 """Raises `UserError` for a checkpoint that this start cannot go on from: address, marker, and changes.json there."""
@@ -127,33 +119,37 @@ def choose_checkpoint(
     """
     remote = None if upload is None else RemoteRun(upload, run.path.name)
     chooser = _Chooser(run, remote, layout, check, in_parts or not run.disks.shared)
+    below = sys.maxsize
+    while resume == "auto" and (candidates := chooser.newest(below)):
+        for candidate in candidates:
+            reason = candidate.fault or chooser.bring(candidate)
+            if reason is None:
+                needs_store = candidate.in_store and chooser.in_parts
+                return Chosen(run.path / candidate.name, remote if needs_store else None)
+            from_rank_0(partial(chooser.pass_over, candidate, reason))
+        below = step_in(candidates[0].name)
     if resume == "auto":
-        return chooser.newest_whole()
+        return Chosen()
+
+    def refuse_newer() -> None:
+        # The run will save steps which the store may already hold from another course of the run.
+        step = 0  # also without a readable marker, which is reported later
+        if is_remote(resume):
+            step = step_in(RemoteRun.of_checkpoint(resume)[1])
+        elif resume != "never":
+            with suppress(OSError, ValueError):
+                step = step_of(Path(resume))
+        if newer := newest_stored(remote.at_first_contact(), step):
+            raise UserError(
+                f"--resume {resume}: {remote.where(newer[0])} is newer, and a later start would go on from there; give "
+                "this run its own --output_dir or another checkpoints.upload, or remove what lies there"
+            )
+
     if remote is not None:
-        refuse_newer(remote, from_rank_0(lambda: _step_meant(resume)), resume)
+        from_rank_0(refuse_newer)
     if resume == "never":
         return Chosen()
     return chooser.at_address(resume) if is_remote(resume) else chooser.at_path(resume)
-
-
-def refuse_newer(remote: RemoteRun, step: int, resume: str) -> None:
-    """Raise `UserError` if a run that begins at `step` on request would mix with later checkpoints of the store."""
-    # The run will save steps which the store may already hold from another course of the run.
-    if name := from_rank_0(lambda: newest_committed(remote.at_first_contact(), step)):
-        raise UserError(
-            f"--resume {resume}: {remote.where(name)} is newer, and a later start would go on from there; give this "
-            "run its own --output_dir or another checkpoints.upload, or remove what lies there"
-        )
-
-
-def _step_meant(resume: str) -> int:
-    """Return the step of `--resume never|PATH|ADDRESS`; 0 if there is no readable marker, which is reported later."""
-    if is_remote(resume):
-        return step_in(RemoteRun.of_checkpoint(resume)[1])
-    try:
-        return 0 if resume == "never" else step_of(Path(resume))
-    except (OSError, ValueError):
-        return 0
 
 
 @dataclass(frozen=True)
@@ -167,23 +163,24 @@ class _Chooser:
     in_parts: bool
     """Whether a disk may hold a part of a checkpoint."""
 
-    def newest_whole(self) -> Chosen:
-        """Return the newest whole checkpoint; each damaged one before it is passed over."""
-        below = sys.maxsize
-        while candidates := self.newest(below):
-            for candidate in candidates:
-                reason = candidate.fault or self.bring(candidate)
-                if reason is None:
-                    needs_store = candidate.in_store and self.in_parts
-                    return Chosen(self.run.path / candidate.name, self.remote if needs_store else None)
-                from_rank_0(partial(self.pass_over, candidate, reason))
-            below = step_in(candidates[0].name)
-        return Chosen()
-
     def newest(self, below: int) -> list[Candidate]:
         """Return the newest checkpoint below a step: two candidates if disks and store hold another one each."""
-        remote, journal = self.remote, from_rank_0(lambda: Journal.read(self.run.journal))
-        found = self.run.disks.each(lambda: _newest_here(self.run, journal, below))
+        journal = from_rank_0(lambda: Journal.read(self.run.journal))
+
+        def newest_here() -> tuple[int, str | None, str]:
+            """Return (step, what is wrong with the marker, its digest) of this disk's newest one; -1: none."""
+            for folder in committed_checkpoints(self.run):
+                if (step := step_in_name(folder)) >= below or is_left_behind(folder, journal):
+                    continue
+                content = _marker_here(folder)
+                try:
+                    fault = step_fault(folder.name, parse_marker(content, folder))
+                except MarkerDamage as error:
+                    fault = str(error)
+                return step, fault, xxhash.xxh128(content).hexdigest()
+            return -1, None, ""
+
+        found = self.run.disks.each(newest_here)
         newest, candidates, content = max(step for step, *_ in found.values()), [], None
         name = self.run.checkpoint(newest).name
         if newest >= 0:
@@ -193,22 +190,41 @@ class _Chooser:
             owner = min(first for first, each in found.items() if each == common)
             content = self.run.disks.from_one(owner, lambda: _marker_here(self.run.path / name))
             candidates = [Candidate(name, content, on_disks=True, fault=common[1])]
-        if remote is None:
-            return candidates
-        here, above = (None, -1) if newest < 0 else (newest, newest - 1)
-        stored = from_rank_0(lambda: newest_unless_unreachable(self.run, remote, above, below, here))
+        stored = self.remote and from_rank_0(lambda: self.newest_in_store(newest, below))
         if stored is None:
             return candidates
-        there, fault = from_rank_0(lambda: read_remote_marker(remote, stored))
-        if fault is None:
-            fault = step_fault(stored, parse_marker(there, remote.where(stored)))
-        if step_in(stored) > newest:
-            return [Candidate(stored, there, in_store=True, fault=fault)]
+        name, there, fault = stored
+        if step_in(name) > newest:
+            return [Candidate(name, there, in_store=True, fault=fault)]
         if there == content:
-            return [Candidate(stored, there, on_disks=True, in_store=True, fault=fault)]
-        candidates.append(Candidate(stored, there, in_store=True, fault=fault))
+            return [Candidate(name, there, on_disks=True, in_store=True, fault=fault)]
+        candidates.append(Candidate(name, there, in_store=True, fault=fault))
         # A shared disk first: its copy is the newer one. One of several disks holds a part: the store first.
         return candidates[::-1] if self.in_parts else candidates
+
+    def newest_in_store(self, here: int, below: int) -> tuple[str, bytes, str | None] | None:
+        """Return what `newest_stored` does of steps from `here` on; an unreachable store is an event.
+
+        here: the newest step on the disks; -1: there is none, so that the `UserError` is raised.
+        """
+        try:
+            remote = self.remote.at_first_contact()
+            if below == sys.maxsize:  # only at the first call of a start
+                remote.check_writable()
+            return newest_stored(remote, max(here - 1, -1), below, self.longest_journal(remote))
+        except UserError as error:
+            if here < 0:
+                raise
+            self.run.add_event("upload_unreachable", reason=str(error))
+            line = f"checkpoints: {error}; going on from checkpoint-{here}, which is here"
+            print(line, file=sys.stderr, flush=True)
+            return None
+
+    def longest_journal(self, remote: RemoteRun) -> Journal:
+        """Return this machine's journal or the store's: the one with more rollbacks."""
+        there = remote.read_if_there(self.run.journal.name) or b""
+        journals = Journal.read(self.run.journal), Journal.of(rows_of(there.decode(errors="replace")))
+        return max(journals, key=lambda journal: len(journal.rollbacks))
 
     def pass_over(self, candidate: Candidate, reason: str) -> None:
         """Report a damaged checkpoint."""
@@ -255,10 +271,19 @@ class _Chooser:
     def at_address(self, resume: str) -> Chosen:
         """Return the checkpoint at an address, once it is here; `UserError` if it is not whole there."""
         remote, name = RemoteRun.of_checkpoint(resume)
-        content, wrong = from_rank_0(lambda: read_remote_marker(remote, name))
-        if wrong is None:
-            if not self.in_parts:
-                from_rank_0(lambda: _refuse_another(self.run.path / name, content))
+
+        def read() -> bytes | None:
+            content, folder = remote.marker(name), self.run.path / name
+            another = not self.in_parts and (folder / MARKER).exists() and _marker_here(folder) != content
+            if content is not None and another:
+                raise UserError(
+                    f"{folder}: another checkpoint of that name is here; move it, or choose another --output_dir"
+                )
+            return content
+
+        if (content := from_rank_0(read)) is None:
+            wrong = f"no committed checkpoint there ({MARKER} is missing)"
+        else:
             wrong = replace(self, remote=remote).bring(Candidate(name, content, in_store=True))
         if wrong is not None:
             raise UserError(f"--resume {resume}: {wrong}")
@@ -316,27 +341,42 @@ class _Chooser:
         if wrong is not None:
             return wrong
         if is_new:
-            from_rank_0(lambda: bring_run_files(run, remote))
-        added = any(disks.each(lambda: self.finish(candidate)).values())
+            from_rank_0(self.bring_run_files)
+
+        def finish() -> bool:
+            """Write the marker, if it is not here yet; returns whether it was not."""
+            if not candidate.in_store and self.in_parts:
+                for path in folder.iterdir():  # what a power cut spoils, a store would give again
+                    sync_to_disk(path)
+            is_here = (folder / MARKER).exists()
+            if not is_here:
+                place_marker(folder, candidate.marker)
+            return not is_here
+
+        added = any(disks.each(finish).values())
         if candidate.in_store and (added or any(missing.values())):
-            self.note_fetch(name, files, missing, damaged_here)
+            details: dict = {"damaged_here": damaged_here} if damaged_here else {}
+            hosts = gather_from_ranks(socket.gethostname())
+            if self.in_parts:
+                sizes = {first: [files[each]["bytes"] for each in names] for first, names in missing.items()}
+                details["nodes"] = [
+                    {"host": hosts[first], "files": len(each), "bytes": sum(each)}
+                    for first, each in sorted(sizes.items())
+                ]
+            source = remote.where(name)
+            from_rank_0(lambda: run.add_event("fetch", checkpoint=name, source=source, **details))
         return None
 
-    def note_fetch(
-        self, name: str, files: Files, missing: dict[int, set[str]], damaged_here: str | None
-    ) -> None:
-        """Add the event of a checkpoint that came from the store, with what came to each node."""
-        details: dict = {}
-        hosts = gather_from_ranks(socket.gethostname())
-        if self.in_parts:
-            sizes = {first: [files[each]["bytes"] for each in names] for first, names in missing.items()}
-            details["nodes"] = [
-                {"host": hosts[first], "files": len(each), "bytes": sum(each)}
-                for first, each in sorted(sizes.items())
-            ]
-        details |= {"damaged_here": damaged_here} if damaged_here else {}
-        source = self.remote.where(name)
-        from_rank_0(lambda: self.run.add_event("fetch", checkpoint=name, source=source, **details))
+    def bring_run_files(self) -> None:
+        """Write the files of the run that this machine lacks, and the journal with more rollbacks."""
+        if (journal := self.longest_journal(self.remote)) != NOTHING_HEALED:
+            journal.write(self.run.journal)
+        # A file of the run that is here already is newer: a run on this machine wrote it.
+        for name in RUN_FILES:
+            path = self.run.path / name
+            if not path.exists() and (content := self.remote.read_if_there(name)) is not None:
+                with replacing(path, "wb") as file:
+                    file.write(content)
 
     def look_here(self, candidate: Candidate, files: Files) -> tuple[set[str], str | None]:
         """Make the checkpoint's folder on this disk, and remove files from it that are not the checkpoint's.
@@ -427,31 +467,6 @@ class _Chooser:
                 return f"{name} did not arrive whole from another disk"
         return None
 
-    def finish(self, candidate: Candidate) -> bool:
-        """Write the marker, if it is not here yet; returns whether it was not."""
-        folder = self.run.path / candidate.name
-        if not candidate.in_store and self.in_parts:
-            for path in folder.iterdir():  # what a power cut spoils, a store would give again
-                sync_to_disk(path)
-        is_here = (folder / MARKER).exists()
-        if not is_here:
-            place_marker(folder, candidate.marker)
-        return not is_here
-
-
-def _newest_here(run: RunFolder, journal: Journal, below: int) -> tuple[int, str | None, str]:
-    """Return (step, what is wrong with the marker, its digest) of this disk's newest one below a step; -1: none."""
-    for folder in committed_checkpoints(run):
-        if (step := step_in_name(folder)) >= below or is_left_behind(folder, journal):
-            continue
-        content, fault = _marker_here(folder), None
-        try:
-            fault = step_fault(folder.name, parse_marker(content, folder))
-        except MarkerDamage as error:
-            fault = str(error)
-        return step, fault, xxhash.xxh128(content).hexdigest()
-    return -1, None, ""
-
 
 def is_left_behind(folder: Path, journal: Journal) -> bool:
     """Return whether a rollback went back behind a checkpoint since it was saved; False if the marker is damaged."""
@@ -466,13 +481,6 @@ def _marker_here(folder: Path) -> bytes:
         return DiskPlace(folder.parent).marker(folder.name) or b""
     except OSError:
         return b""
-
-
-def _refuse_another(folder: Path, marker: bytes) -> None:
-    if (folder / MARKER).exists() and _marker_here(folder) != marker:
-        raise UserError(
-            f"{folder}: another checkpoint of that name is here; move it, or choose another --output_dir"
-        )
 
 
 def _needed(marker: dict, ranks: list[int], layout: dict | None) -> set[str]:
@@ -496,82 +504,3 @@ def _not_partitioned(folder: Path, marker: dict, good: dict[int, set[str]]) -> s
     mine = rank_and_world_size()[0] == owner and STATE_FILE in good[owner]
     state = from_rank(owner, read_json_value(folder / STATE_FILE) if mine else {})
     return {rank_file(0, marker["ranks"])} if state.get("buffers") else set()
-
-
-def refuse_lone_disks(run: RunFolder, recipe: Recipe) -> None:
-    """Raise `UserError` if nodes have run folders of their own and no store in which their checkpoints meet."""
-    if run.disks.shared or recipe.training.save_strategy == "no":
-        return
-    upload = recipe.checkpoints.upload
-    what = (
-        f"{run.path} is a folder of its own on {several(run.disks.count, 'disk')}, and ranks see only theirs"
-    )
-    if upload is None:
-        raise UserError(
-            f"{what}: a lost node would take its part of every checkpoint with it; set checkpoints.upload to a store "
-            "that all nodes reach, give --output_dir on a shared disk, or save nothing: "
-            '--set training.save_strategy="no"'
-        )
-    if recipe.checkpoints.demote_to_weights:
-        raise UserError(
-            f"{what}: checkpoints.demote_to_weights needs all files of a checkpoint in one place; set it to false, or "
-            "give --output_dir on a shared disk"
-        )
-    remote, token = RemoteRun(upload, run.path.name).at_first_contact(), uuid.uuid4().hex.encode()
-
-    def write() -> bool:
-        try:
-            remote.write_bytes(_MEETING, token)
-            return True
-        except UserError:
-            return False
-
-    # A store that does not answer is another matter: the run may continue from what the disks hold.
-    if not from_rank_0(write):
-        return
-    # A node may have another folder there, or reach another store, by the same address.
-    token = from_rank(0, token)
-    reads = together(lambda: not run.disks.is_first or remote.read_if_there(_MEETING) == token)
-    hosts = gather_from_ranks(socket.gethostname())
-    apart = [host for host, same in zip(hosts, gather_from_ranks(reads), strict=True) if not same]
-    if apart:
-        raise UserError(
-            f"checkpoints.upload: {remote.address} is another place on {', '.join(apart)} than on {hosts[0]}; "
-            "all nodes must reach the same store"
-        )
-
-
-def bring_history(run: RunFolder, upload: str | None) -> None:
-    """Give rank 0 the newest history of the run (journal, metrics, events), if its own disk holds an older one."""
-    remote = None if upload is None else RemoteRun(upload, run.path.name).at_first_contact()
-
-    def num_starts(events: bytes) -> int:
-        rows = rows_of(events.decode(errors="replace"))
-        return sum(row.get("event") in STARTS for row in rows)
-
-    def starts_in_store() -> int:
-        try:
-            return num_starts(remote.read_if_there(run.events.name) or b"")
-        except UserError:  # it does not answer, which the search for a checkpoint reports
-            return 0
-
-    def write(history: dict[str, bytes | None]) -> None:
-        for name, content in history.items():
-            if content is None:
-                (run.path / name).unlink(missing_ok=True)
-                continue
-            with replacing(run.path / name, "wb") as file:
-                file.write(content)
-
-    # Each start of the run adds an event to the history that it continues: the newest history has the most.
-    own = num_starts(run.events.read_bytes()) if run.events.exists() else 0
-    starts = gather_from_ranks(own if run.disks.is_first else -1)
-    owner = max(range(len(starts)), key=lambda rank: (starts[rank], -rank))
-    if remote is not None and from_rank_0(starts_in_store) > starts[owner]:
-        from_rank_0(lambda: write({name: remote.read_if_there(name) for name in RUN_FILES}))
-    elif starts[owner] > starts[0]:
-        paths = {name: run.path / name for name in RUN_FILES}
-        here = rank_and_world_size()[0] == owner
-        read = {name: path.read_bytes() for name, path in paths.items() if path.exists()} if here else {}
-        history = from_rank(owner, read)
-        from_rank_0(lambda: write(history))

@@ -1,7 +1,7 @@
-"""Write exports, folders that load with `from_pretrained` anywhere, from a live Trainer or from a checkpoint's files.
+"""Make something of a checkpoint: an export, which loads with `from_pretrained` anywhere, or the same in other files.
 
-The logits are the same from any ZeRO stage. If the optimizer averages the weights that it trains
-(`pretraining/recipe/training.py`), the averaged ones are exported.
+A live Trainer is exported too. The logits are the same from any ZeRO stage. If the optimizer averages the weights that
+it trains (`pretraining/recipe/training.py`), the averaged ones are exported.
 """
 
 import copy
@@ -20,19 +20,35 @@ from transformers import (
     Trainer,
 )
 from transformers.initialization import no_init_weights
+from transformers.trainer import TRAINER_STATE_NAME
 
-from pretraining.checkpoints.folders import files_in
-from pretraining.checkpoints.format import flush_folder, read_marker
+from pretraining.checkpoints.folders import damage, files_in
+from pretraining.checkpoints.format import (
+    commit_checkpoint,
+    file_entry,
+    flush_folder,
+    read_marker,
+    write_receipt,
+)
 from pretraining.checkpoints.live_state import live_state
-from pretraining.checkpoints.places import damage
-from pretraining.checkpoints.shard_files import BUFFER, CheckpointReader, assemble, read_state
+from pretraining.checkpoints.shard_files import (
+    BUFFER,
+    STATE_FILE,
+    CheckpointReader,
+    assemble,
+    fragment_key,
+    mean_running_loss,
+    rank_file,
+    read_state,
+    write_rank_file,
+)
 from pretraining.errors import UserError
 from pretraining.extend import MODEL, extensions_of_run, load_code_of_run, load_pretrained
 from pretraining.recipe.training import AVERAGING, Z
 from pretraining.runtime.durable_files import one_line_disk_errors, sync_to_disk
 from pretraining.runtime.heartbeat import long_work, work_done
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.upstream.experts import whole_experts
+from pretraining.upstream.split_weights import whole_experts
 
 
 def export_model(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: Path, model_card: str) -> None:
@@ -74,7 +90,14 @@ def export_checkpoint(
     tokenizer = load_pretrained("AutoTokenizer", description)
     results = {"step": marker["step"], "tokens": marker["tokens"], **marker["metrics"]}
     card = write_model_card(marker["recipe"], marker["data"], results, marker["environment"])
-    write_model_folder(model, read_weights(checkpoint), tokenizer, folder, card)
+    reader = CheckpointReader(checkpoint)
+    weights = {}
+    for name, entry in reader.state["parameters"].items():
+        weights[name] = averaged(reader, name).to(getattr(torch, entry["dtype"]))
+    for name, entry in reader.state.get("buffers", {}).items():
+        weights[name] = reader.read(BUFFER, name, 0, torch.Size(entry["shape"]).numel()).view(entry["shape"])
+    reader.close()
+    write_model_folder(model, weights, tokenizer, folder, card)
 
 
 def demote_checkpoint(run: RunFolder, checkpoint: Path, folder: Path) -> bool:
@@ -106,9 +129,24 @@ def describe_model(run: RunFolder, model: PreTrainedModel, tokenizer: PreTrained
 def write_model_folder(
     model: PreTrainedModel, weights: dict, tokenizer: PreTrainedTokenizerBase, folder: Path, model_card: str
 ) -> None:
-    """Write weights, tokenizer and card; an older `folder` is replaced. `model` itself may hold no weights."""
+    """Write weights, tokenizer and card; an older `folder` is replaced. `model` itself may hold no weights.
+
+    A forward pass of the export computes the same as the run's validations; `generate` still uses a cache.
+    """
     with _replacing_folder(folder) as partial, long_work(growing=partial):
-        _save(model, weights, partial)
+        # Tied weights are stored once, under the name that they are tied to.
+        tied = set(model.all_tied_weights_keys)
+        model.save_pretrained(partial, state_dict={k: v for k, v in weights.items() if k not in tied})
+        config, generation = copy.deepcopy(model.config), copy.deepcopy(model.generation_config)
+        # With a cache, transformers does not keep packed documents apart.
+        config.use_cache, generation.use_cache = False, True
+        # transformers writes the type of the first weight, which `model.keep_in_fp32` may keep in a wider one.
+        config.dtype = _narrowest(each.dtype for each in weights.values() if each.is_floating_point())
+        if hasattr(config, "output_router_logits"):
+            # `loss` is the cross-entropy alone: the loss that balances a router is only for training.
+            config.output_router_logits = False
+        config.save_pretrained(partial)
+        generation.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         (partial / "README.md").write_text(model_card, encoding="utf-8")
         # safetensors makes its files 0600: they get the mode that the user's umask asks for. The umask can only be
@@ -135,38 +173,6 @@ def _replacing_folder(folder: Path) -> Iterator[Path]:
 
 def _partial(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.partial")
-
-
-def _save(model: PreTrainedModel, state_dict: dict, folder: Path) -> None:
-    """Write safetensors, the config and the generation config.
-
-    A forward pass of the export computes the same as the run's validations; `generate` still uses a cache.
-    """
-    # Tied weights are stored once, under the name that they are tied to.
-    tied = set(model.all_tied_weights_keys)
-    model.save_pretrained(folder, state_dict={k: v for k, v in state_dict.items() if k not in tied})
-    config, generation = copy.deepcopy(model.config), copy.deepcopy(model.generation_config)
-    # With a cache, transformers does not keep packed documents apart.
-    config.use_cache, generation.use_cache = False, True
-    # transformers writes the type of the first weight, which `model.keep_in_fp32` may keep in a wider one.
-    config.dtype = _narrowest(each.dtype for each in state_dict.values() if each.is_floating_point())
-    if hasattr(config, "output_router_logits"):
-        # `loss` is the cross-entropy alone: the loss that balances a router is only for training.
-        config.output_router_logits = False
-    config.save_pretrained(folder)
-    generation.save_pretrained(folder)
-
-
-def read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Return {name: tensor} of every parameter (averaged) and persistent buffer, in the precision of the run."""
-    reader = CheckpointReader(checkpoint)
-    weights = {}
-    for name, entry in reader.state["parameters"].items():
-        weights[name] = averaged(reader, name).to(getattr(torch, entry["dtype"]))
-    for name, entry in reader.state.get("buffers", {}).items():
-        weights[name] = reader.read(BUFFER, name, 0, torch.Size(entry["shape"]).numel()).view(entry["shape"])
-    reader.close()
-    return weights
 
 
 def _narrowest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
@@ -250,3 +256,59 @@ Recipe:
 {json.dumps(recipe, indent=2, ensure_ascii=False)}
 ```
 """
+
+
+_OWN_KEYS = ("format", "checksum", "files", "ranks")
+"""Keys of a marker that describe its own files and not the run."""
+
+
+def reshard(folder: Path, target_folder: Path, num_files: int) -> None:
+    """Write `folder`, whole and verified, as a checkpoint of `num_files` equal files to `target_folder`.
+
+    No resume needs this, because any number of ranks reads any files. Takes memory for one slice of a parameter. The
+    random states of the ranks that saved are left out, as if the run had continued with another number of ranks; of
+    their running losses it keeps the mean.
+    """
+    reader, marker = CheckpointReader(folder), read_marker(folder)
+    loss = mean_running_loss(folder, range(reader.ranks), reader.ranks)
+    kept = {"running_loss": loss} if loss else {}
+    target_folder.mkdir(parents=True)
+    copied = [name for name in (STATE_FILE, TRAINER_STATE_NAME) if (folder / name).exists()]
+    for name in copied:
+        shutil.copyfile(folder / name, target_folder / name)
+    for index in range(num_files):
+        name = rank_file(index, num_files)
+        files = {name: _write_share(reader, target_folder / name, index, num_files)}
+        files |= {each: file_entry(target_folder / each) for each in copied if index == 0}
+        write_receipt(target_folder, index, num_files, files, **kept)
+    content = {key: value for key, value in marker.items() if key not in _OWN_KEYS}
+    commit_checkpoint(target_folder, {**content, "ranks": num_files})
+
+
+def _write_share(reader: CheckpointReader, path: Path, index: int, num_files: int) -> dict:
+    per_element = [
+        (state, name, reader.numel(name))
+        for name in reader.parameters
+        for state in reader.states(name)
+        if state != BUFFER
+    ]
+    buffers = reader.state.get("buffers", {}).items()
+    per_element += [(BUFFER, name, torch.Size(entry["shape"]).numel()) for name, entry in buffers]
+    slices, shapes = {}, {}
+    for state, name, total in per_element:
+        # Shares of every parameter, so that the files are of equal size; a small one may have none in this file.
+        start, end = total * index // num_files, total * (index + 1) // num_files
+        if end > start:
+            key = fragment_key(state, name, start)
+            slices[key] = (state, name, start, end - start)
+            # `meta` takes no memory: each slice is read when it is written.
+            shapes[key] = torch.empty(end - start, dtype=reader.dtype(state, name), device="meta")
+    whole = {}
+    if index == 0:  # small: factors of moments
+        names = [(state, name) for name in reader.parameters for state in reader.whole_states(name)]
+        whole = {fragment_key(state, name, None): reader.read_whole(state, name) for state, name in names}
+
+    def read(key: str) -> torch.Tensor:
+        return whole[key] if key in whole else reader.read(*slices[key])
+
+    return write_rank_file(path, {**shapes, **whole}, read)

@@ -1,36 +1,60 @@
-"""List, remove and set aside the checkpoint folders of a run."""
+"""List the checkpoints of a run folder, judge them, choose which are kept, and remove or set aside the others.
 
+The health of a checkpoint has four words. `committed`: its marker holds, and every file has its size. `damaged`: one of
+these is not so. `other version`: this version cannot judge it. `uncommitted`: it has no marker, and does not count.
+"""
+
+import os
 import re
 import shutil
 import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from heapq import heapreplace
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
-from pretraining.checkpoints.format import MARKER, flush_folder, read_marker
+from pretraining.checkpoints.format import (
+    MARKER,
+    THREADS,
+    MarkerDamage,
+    file_entry,
+    flush_folder,
+    marker_or_nothing,
+    no_progress,
+    parse_marker,
+    read_marker,
+)
 from pretraining.errors import UserError
-from pretraining.runtime.run_folder import RunFolder
+from pretraining.outside.files import read_bytes
+from pretraining.recipe.sections import Checkpoints
+from pretraining.runtime.metric_names import lower_is_better
+from pretraining.runtime.run_folder import RunFolder, unix_seconds
 
+COMMITTED, DAMAGED, OTHER_VERSION, UNCOMMITTED = "committed", "damaged", "other version", "uncommitted"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
+Files = Mapping[str, dict]
+"""{name: {"bytes", "checksum"}}, as a marker has them."""
+Progress = Callable[[int], None]
+"""Called with the number of bytes of each read."""
 
-def checkpoint_folders(run: RunFolder) -> list[Path]:
-    """Return every `checkpoint-<step>`, committed or not, newest step first."""
-    return _by_step(run.path, "checkpoint")
 
+def checkpoint_folders(run: RunFolder, kind: str = "checkpoint") -> list[Path]:
+    """Return every `checkpoint-<step>`, committed or not, newest step first.
 
-def weights_folders(run: RunFolder) -> list[Path]:
-    """Return every `weights-<step>`, which retention left of a checkpoint, newest step first."""
-    return _by_step(run.path, "weights")
+    kind: "weights" for every `weights-<step>`, which retention left of a checkpoint.
+    """
+    # Leaves out `weights-8.partial`, and a copy that a user named `checkpoint-8-good`.
+    found = (path for path in run.path.glob(f"{kind}-*") if re.fullmatch(rf"{kind}-\d+", path.name))
+    return sorted(found, key=step_in_name, reverse=True)
 
 
 def committed_checkpoints(run: RunFolder) -> list[Path]:
     """Return the checkpoint folders that have the commit marker, newest step first."""
     return [folder for folder in checkpoint_folders(run) if (folder / MARKER).exists()]
-
-
-def _by_step(folder: Path, kind: str) -> list[Path]:
-    # Leaves out `weights-8.partial`, and a copy that a user named `checkpoint-8-good`.
-    found = (path for path in folder.glob(f"{kind}-*") if re.fullmatch(rf"{kind}-\d+", path.name))
-    return sorted(found, key=step_in_name, reverse=True)
 
 
 def step_in_name(folder: Path) -> int:
@@ -46,6 +70,11 @@ def step_in(name: str) -> int:
 def step_of(checkpoint: Path) -> int:
     """Return the optimizer steps of a checkpoint by its marker, whatever its folder is called."""
     return read_marker(checkpoint)["step"]
+
+
+def files_in(folder: Path) -> list[Path]:
+    """Return every file below `folder`, by name."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def remove_checkpoint(folder: Path) -> None:
@@ -75,9 +104,9 @@ def set_aside_after(run: RunFolder, step: int, spared: Path | None = None) -> li
     These checkpoints are damaged, or belong to a part of the run that is given up; none is deleted. spared: the
     checkpoint to continue from; it stays even if its folder has the name of a later step.
     """
-    later = [each for each in checkpoint_folders(run) + weights_folders(run) if step_in_name(each) > step]
-    later = [each for each in later if spared is None or not each.samefile(spared)]
-    return [move_aside(run, folder) for folder in later]
+    folders = checkpoint_folders(run) + checkpoint_folders(run, "weights")
+    later = [each for each in folders if step_in_name(each) > step]
+    return [move_aside(run, each) for each in later if spared is None or not each.samefile(spared)]
 
 
 def move_aside(run: RunFolder, folder: Path) -> Path:
@@ -94,6 +123,247 @@ def move_aside(run: RunFolder, folder: Path) -> Path:
     return target
 
 
-def files_in(folder: Path) -> list[Path]:
-    """Return every file below `folder`, by name."""
-    return sorted(path for path in folder.rglob("*") if path.is_file())
+class Place(Protocol):
+    """Where checkpoints are: a run folder or another folder (`DiskPlace`), or a store (`RemoteRun`)."""
+
+    def where(self, name: str, /) -> str:
+        """Return the path or the address of a checkpoint."""
+
+    def marker(self, name: str, /) -> bytes | None:
+        """Read a checkpoint's marker; None if it has none."""
+
+    def sizes(self, name: str, /) -> dict[str, int] | None:
+        """Return {file: bytes} of a checkpoint."""
+
+    def verdicts(self, name: str, files: Files, progress: Progress = no_progress) -> dict[str, str | None]:
+        """Compare every byte of these files of a checkpoint with what was committed, several files at once.
+
+        Returns {file: what is wrong with it, or None}.
+        """
+
+
+class DiskPlace:
+    """A folder of this machine as a `Place`."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def where(self, name: str) -> str:
+        return str(self.path / name)
+
+    def marker(self, name: str) -> bytes | None:
+        path = self.path / name / MARKER
+        return read_bytes(path) if path.exists() else None
+
+    def sizes(self, name: str) -> dict[str, int]:
+        try:
+            with os.scandir(self.path / name) as entries:
+                return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+
+    def verdicts(self, name: str, files: Files, progress: Progress = no_progress) -> dict[str, str | None]:
+        folder = self.path / name
+
+        def verdict(file: str) -> str | None:
+            path = folder / file
+            try:
+                size = path.stat().st_size if path.is_file() else None
+                # the size first, without reading a byte
+                reason = size_fault(file, size, files[file])
+                if reason or file_entry(path, progress) == files[file]:
+                    return reason
+            except OSError as error:
+                return f"{file} cannot be read: {error.strerror}"
+            return f"{file} has changed since it was committed"
+
+        with ThreadPoolExecutor(THREADS) as threads:
+            return dict(zip(files, threads.map(verdict, files), strict=True))
+
+
+class Health(NamedTuple):
+    """What marker and sizes show of a checkpoint, without a byte of its files."""
+
+    word: str
+    reason: str | None = None
+    marker: Mapping = MappingProxyType({})
+    """{} if it cannot be read."""
+    files: Files = MappingProxyType({})
+    """What the place has, or should have, of the marker's files."""
+    num_bytes: int = 0
+
+
+def health(place: Place, name: str, of_run: bool = True, is_part: bool = False) -> Health:
+    """Judge a checkpoint by its marker and the sizes of its files.
+
+    of_run: its name must hold its step; a copy elsewhere may have any name. is_part: a node's own disk holds it,
+    so that some of its files may be elsewhere.
+    """
+    sizes = place.sizes(name) or {}
+    num_bytes = sum(sizes.values())
+    try:
+        if (content := place.marker(name)) is None:
+            return Health(UNCOMMITTED, num_bytes=num_bytes)
+        marker = parse_marker(content, place.where(name))
+    except OSError as error:
+        return Health(DAMAGED, f"{MARKER} cannot be read: {error.strerror}", num_bytes=num_bytes)
+    except MarkerDamage as error:
+        return Health(DAMAGED, str(error), num_bytes=num_bytes)
+    except UserError as error:
+        return Health(OTHER_VERSION, str(error), num_bytes=num_bytes)
+    if of_run and (fault := step_fault(name, marker)):
+        return Health(DAMAGED, fault, marker, num_bytes=num_bytes)
+    files = {each: entry for each, entry in marker["files"].items() if each in sizes or not is_part}
+    faults = (size_fault(each, sizes.get(each), entry) for each, entry in files.items())
+    reason = next(filter(None, faults), None)
+    return Health(DAMAGED if reason else COMMITTED, reason, marker, files, num_bytes)
+
+
+def size_fault(name: str, size: int | None, entry: dict) -> str | None:
+    """Return what is wrong with the size of a file, or None. size: in bytes; None if it is not there."""
+    if size is None:
+        return f"{name} is missing"
+    return None if size == entry["bytes"] else f"{name} holds {size} bytes, {entry['bytes']} were committed"
+
+
+def step_fault(name: str, marker: dict) -> str | None:
+    """Return what is wrong if a checkpoint of a run has the name of another step."""
+    # A run chooses by the names of its folders: it would take a renamed one for a step which that one does not hold.
+    return None if step_in(name) == marker.get("step") else f"{MARKER} is that of step {marker.get('step')}"
+
+
+def damage(folder: Path, of_run: bool = False) -> str | None:
+    """Return what is wrong with a committed checkpoint (a missing, cut or changed file); None if it is whole.
+
+    Compares every byte with the marker; loads nothing. of_run: as in `health`.
+    Raises `UserError` if another version of this repository wrote it.
+    """
+    found = health(DiskPlace(folder.parent), folder.name, of_run)
+    if found.word == OTHER_VERSION:
+        raise UserError(found.reason)
+    if found.word == UNCOMMITTED:
+        return f"{MARKER} is missing"
+    return found.reason or next(iter(changed_files(folder, found.files).values()), None)
+
+
+def changed_files(folder: Path, files: Files) -> dict[str, str]:
+    """Return {name: what is wrong} of the files that do not hold the bytes that were committed."""
+    verdicts = DiskPlace(folder.parent).verdicts(folder.name, files)
+    return {name: reason for name, reason in verdicts.items() if reason}
+
+
+def share_of(files: Files, rank: int, ranks: int) -> Files:
+    """Return the files that one of `ranks` compares."""
+    # The largest file first, each to the rank with the fewest bytes: the start waits for the slowest rank.
+    loads, share = [(0, each) for each in range(ranks)], {}
+    for name in sorted(files, key=lambda name: (-files[name]["bytes"], name)):
+        load, least = loads[0]
+        heapreplace(loads, (load + files[name]["bytes"], least))
+        if least == rank:
+            share[name] = files[name]
+    return share
+
+
+def catalogue(run: RunFolder) -> list[dict]:
+    """List every checkpoint of a run as `entry_of` describes it, newest step first.
+
+    Besides the words of health there are two more states: weights only, set aside.
+    """
+    place, is_part = DiskPlace(run.path), run.holds_parts()
+
+    def entry(folder: Path, step: int, state: str | None = None) -> dict:
+        if state is None:
+            found = health(place, folder.name, is_part=is_part)
+        else:
+            num_bytes = sum(path.stat().st_size for path in files_in(folder))
+            found = Health(state, None, marker_or_nothing(folder), num_bytes=num_bytes)
+        return entry_of(str(folder.relative_to(run.path)), step, found, folder.stat().st_mtime)
+
+    entries = [entry(each, step_in_name(each)) for each in checkpoint_folders(run)]
+    entries += [
+        entry(each, step_in_name(each), "weights only") for each in checkpoint_folders(run, "weights")
+    ]
+    entries.sort(key=lambda each: (-each["step"], each["folder"]))
+    for folder in sorted(run.aside.glob("*-*")):  # checkpoint-<step>.<when>
+        entries.append(entry(folder, int(folder.name.partition(".")[0].rpartition("-")[2]), "set aside"))
+    return entries
+
+
+def entry_of(name: str, step: int, found: Health, changed: float | None = None) -> dict:
+    """Describe a checkpoint of a catalogue.
+
+    Returns {"folder", "step", "state", "reason", "bytes", "age_seconds", "saved", "ranks", "zero_stage", "tokens",
+    "loss", "eval_loss"}. changed: UNIX seconds of its last change, for one whose marker does not say when it was saved.
+    """
+    marker = found.marker
+    metrics, saved = marker.get("metrics", {}), marker.get("saved")
+    when = unix_seconds(saved) if saved else changed
+    return {
+        "folder": name,
+        "step": step,
+        "state": found.word,
+        "reason": found.reason,
+        "bytes": found.num_bytes,
+        "age_seconds": None if when is None else max(0, int(time.time() - when)),
+        **{key: marker.get(key) for key in ("saved", "ranks", "zero_stage", "tokens")},
+        "loss": metrics.get("loss"),
+        "eval_loss": metrics.get("eval_loss"),
+    }
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints are kept once a newer one is committed: the last, the best, and one every so many steps.
+
+    demote(run, checkpoint, weights_folder) makes a `from_pretrained` folder of a checkpoint, whole or not at all, and
+    returns whether the checkpoint may be removed now. Without it, nothing of a removed checkpoint is kept.
+    """
+
+    keep_last: int | None
+    """None keeps all."""
+    keep_best: int = 0
+    """How many of the checkpoints with the best validation are kept."""
+    keep_every: int | None = None
+    """Checkpoints whose step is a multiple of it are kept for ever."""
+    demote: Callable[[RunFolder, Path, Path], bool] | None = None
+    metric: str = "loss"
+    """The validation metric by which the best are ranked."""
+
+    @classmethod
+    def of(
+        cls, section: Checkpoints, demote: Callable[[RunFolder, Path, Path], bool] | None, metric: str
+    ) -> "Retention":
+        """Return the rule of a `checkpoints` section; `demote` counts only if `demote_to_weights` is on.
+
+        metric: the recipe's `evaluation.metric`.
+        """
+        rule = section.keep_last, section.keep_best, section.keep_every
+        return cls(*rule, demote=demote if section.demote_to_weights else None, metric=metric)
+
+    def kept_steps(self, committed: Iterable[tuple[int, Mapping]]) -> set[int]:
+        """Return the steps whose checkpoints are kept. committed: step and marker ({} if unreadable) of each."""
+        # the validation after exactly that step; None without one
+        measured = {step: marker.get("metrics", {}).get(f"eval_{self.metric}") for step, marker in committed}
+        newest = sorted(measured, reverse=True)
+        if self.keep_last is None:
+            return set(newest)
+        # Leaves out NaN, which is not equal to itself, so that it never ranks as best.
+        ranked = [step for step in newest if measured[step] is not None and measured[step] == measured[step]]
+        sign = 1 if lower_is_better(self.metric) else -1
+        # The sort is stable: of equally good checkpoints the newer ones come first.
+        best = sorted(ranked, key=lambda step: sign * measured[step])[: self.keep_best]
+        every = [step for step in newest if self.keep_every and step % self.keep_every == 0]
+        return {*newest[: self.keep_last], *best, *every}
+
+    def apply(self, run: RunFolder) -> list[Path]:
+        """Remove what the rule does not keep, after a commit; returns the checkpoints that the rule does not keep."""
+        folders = committed_checkpoints(run)
+        kept = self.kept_steps((step_in_name(each), marker_or_nothing(each)) for each in folders)
+        # Oldest first, one after the other: if the process is killed, the next call finds the rest.
+        removed = [folder for folder in reversed(folders) if step_in_name(folder) not in kept]
+        for folder in removed:
+            weights = run.weights(step_in_name(folder))
+            # The weights exist if an earlier call was killed between the demotion and the removal.
+            if self.demote is None or weights.exists() or self.demote(run, folder, weights):
+                remove_checkpoint(folder)
+        return removed

@@ -1,6 +1,6 @@
 """Define the format of a checkpoint on disk: files with their checksums, a receipt of each rank, and the marker.
 
-identity.py makes the marker's fields (`marker_at`).
+`Identity.marker_at` says what a marker holds of its run, and `Start` is what a start takes from it.
 
     checkpoint-<step>/
         rank-00000-of-00002.safetensors   a rank's tensors (shard_files.py)
@@ -15,7 +15,9 @@ from a damaged one.
 
 import json
 import os
+import socket
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +25,24 @@ import xxhash
 
 from pretraining.errors import UserError
 from pretraining.outside.files import CHECKSUM, COUNT, NAME, parse_json, read_bytes, regular
+from pretraining.recipe import Recipe
+from pretraining.recipe.curve import curve_parts
+from pretraining.recipe.progress import Progress
 from pretraining.runtime.durable_files import replacing, sync_to_disk, write_json
 from pretraining.runtime.heartbeat import work_done
-from pretraining.runtime.run_folder import unix_seconds
+from pretraining.runtime.journal import NOTHING_HEALED, Journal
+from pretraining.runtime.process_group import from_rank_0
+from pretraining.runtime.run_folder import RunFolder, unix_seconds, utc_now
 from pretraining.schema import check
 
 MARKER = "committed.json"
+GIVEN = "initial_weights"
+"""The event of a run that begins from weights that exist."""
 FORMAT = 1
 THREADS = 8  # files read at once: the checksum releases the interpreter's lock while it computes
 # With the comma and the indent that json.dumps(indent=2) writes: the sealed marker is still JSON.
 _SEAL = b',\n  "checksum": '
 _CHUNK_BYTES = 4 << 20
-
 
 _ENTRY = {
     "type": "object",
@@ -86,9 +94,8 @@ def file_entry(path: Path, progress: Callable[[int], None] = no_progress) -> dic
     """
     digest, num_bytes = xxhash.xxh128(), 0
     buffer = memoryview(bytearray(_CHUNK_BYTES))
-    with open(
-        path, "rb", buffering=0, opener=regular
-    ) as file:  # unbuffered: Python would copy each byte once more
+    # unbuffered: Python would copy each byte once more
+    with open(path, "rb", buffering=0, opener=regular) as file:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
             num_bytes += count
@@ -129,11 +136,6 @@ def receipt_name(rank: int, ranks: int) -> str:
 def is_of_rank(name: str) -> bool:
     """Return whether a file of a checkpoint is one that each rank writes for itself: its tensors, or its receipt."""
     return name.startswith("rank-")
-
-
-def is_receipt(name: str) -> bool:
-    """Return whether a file of a checkpoint is a rank's receipt."""
-    return is_of_rank(name) and name.endswith(".json")
 
 
 def write_receipt(folder: Path, rank: int, ranks: int, files: dict[str, dict], **more: Any) -> None:
@@ -186,7 +188,8 @@ def write_marker(folder: Path, content: dict) -> None:
 
     content: plain JSON values; `format` and the marker's own checksum are added.
     """
-    place_marker(folder, _sealed({"format": FORMAT, **content}))
+    text = json.dumps({"format": FORMAT, **content}, indent=2, ensure_ascii=False)
+    place_marker(folder, _with_checksum(text.removesuffix("\n}").encode()))
 
 
 def place_marker(folder: Path, sealed: bytes) -> None:
@@ -223,7 +226,16 @@ def parse_marker(raw: bytes, folder: Path | str) -> dict:
     # The checksum before the format: only a marker whose bytes are right can say that it is newer.
     body, found, _ = raw.rpartition(_SEAL)
     if not found or raw != _with_checksum(body):
-        _refuse_earlier(raw, folder)
+        try:
+            earlier = parse_json(raw)
+        except ValueError:
+            earlier = None
+        # from before `format`, with sizes in `files` and checksums beside it
+        if isinstance(earlier, dict) and "checksums" in earlier and "format" not in earlier:
+            raise UserError(
+                f"{folder}: written by an earlier version of this repository, in another format; finish that run with "
+                "it, give this one its own folder with --output_dir, or start over with --resume never"
+            )
         raise MarkerDamage(f"{MARKER} was edited or damaged: its own checksum does not hold")
     # Anybody can compute that checksum: what the marker says is checked too.
     try:
@@ -243,22 +255,107 @@ def parse_marker(raw: bytes, folder: Path | str) -> dict:
     return content
 
 
-def _sealed(content: dict) -> bytes:
-    return _with_checksum(json.dumps(content, indent=2, ensure_ascii=False).removesuffix("\n}").encode())
-
-
 def _with_checksum(body: bytes) -> bytes:
     return body + _SEAL + f'"xxh128:{xxhash.xxh128(body).hexdigest()}"\n}}\n'.encode()
 
 
-def _refuse_earlier(raw: bytes, folder: Path | str) -> None:
-    """Raise `UserError` for a marker from before `format`, which holds sizes in `files` and checksums beside it."""
-    try:
-        content = parse_json(raw)
-    except ValueError:
-        return
-    if isinstance(content, dict) and "checksums" in content and "format" not in content:
-        raise UserError(
-            f"{folder}: written by an earlier version of this repository, in another format; finish that run with "
-            "it, give this one its own folder with --output_dir, or start over with --resume never"
-        )
+@dataclass(frozen=True)
+class Start:
+    """The point from which a run begins or goes on."""
+
+    checkpoint: Path | None = None
+    """None begins the run."""
+    step: int = 0
+    tokens: int = 0
+    """Training tokens consumed until then."""
+    changes: tuple[dict, ...] = ()
+    """What was changed on request since the beginning: {"step", "key", "from", "to"} each."""
+    journal: Journal = NOTHING_HEALED
+    """The rollbacks in force."""
+    starts_over: bool = False
+    """`--resume never`: what an earlier run left in the folder is set aside."""
+    fetch: Callable[[str], object] | None = None
+    """Brings a file of the checkpoint that this node lacks from the store; None: it needs nothing of it."""
+    initial_weights: dict | None = None
+    """Source and digest of the weights that the run began with; None: it drew them."""
+
+    @classmethod
+    def at(cls, checkpoint: Path) -> "Start":
+        """Return the start from a checkpoint by its marker, whatever its folder is called."""
+        needed = {"type": "object", "required": ["step", "tokens", "changes"]}
+        marker = check(read_marker(checkpoint), needed, str(checkpoint / MARKER))
+        changes = tuple(marker["changes"])
+        given = marker.get("initial_weights")
+        return cls(checkpoint, marker["step"], marker["tokens"], changes, initial_weights=given)
+
+    def with_given(self, run: RunFolder, facts: dict | None) -> "Start":
+        """Return this start with the weights that it begins with; `UserError` if the run began with others."""
+        if facts is None:
+            return self
+        earlier = None if self.starts_over else from_rank_0(lambda: run.last_event(GIVEN))
+        if earlier is not None and earlier["digest"] != facts["digest"]:
+            raise UserError(
+                f"{run.path}: the run began with other weights of {earlier['source']} ({earlier['digest']}) than are "
+                f"there now ({facts['digest']}); bring them back, or start over with --resume never"
+            )
+        return replace(self, initial_weights=facts)
+
+    def progress(self, recipe: Recipe) -> Progress:
+        """Return how far the run is in this recipe's budget."""
+        return Progress.of(recipe, self.step, self.tokens, self.changes)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What every marker of one start says, at any step."""
+
+    recipe: Recipe
+    """The resolved `Recipe`."""
+    manifest: dict
+    """That of the prepared data."""
+    layout: dict
+    """Ranks and ZeRO stage, among others (`RunPlan.layout`)."""
+    environment: dict
+    start: Start
+
+    def marker_at(self, step: int, log_history: list[dict]) -> dict:
+        """Return the marker of a checkpoint after `step`, without its files.
+
+        log_history: the Trainer's. What it logged at `step` itself of the loss and of the validation is in the marker.
+        """
+        recipe, progress = self.recipe.to_dict(), self.start.progress(self.recipe)
+        # The Trainer logs the loss and the validation in rows of their own.
+        rows = [row for row in log_history if row.get("step") == step]
+        # Sorted keys, so that a recipe written in another order has the same fingerprint.
+        curve = json.dumps(curve_parts(recipe), sort_keys=True, ensure_ascii=False).encode()
+        # The next start continues by tokens: the numbers of samples and steps change if their sizes change.
+        return {
+            "step": step,
+            "tokens": progress.tokens_at(step),
+            "samples": progress.samples_at(step),
+            "ranks": self.layout["world_size"],
+            "zero_stage": self.layout["zero_stage"],
+            "host": socket.gethostname(),  # of rank 0
+            "saved": utc_now(),
+            "metrics": {
+                key: row[key] for row in rows for key in row if key == "loss" or key.startswith("eval_")
+            },
+            "recipe_fingerprint": f"xxh128:{xxhash.xxh128(curve).hexdigest()}",
+            "data": described_data(self.recipe, self.manifest),
+            "changes": list(self.start.changes),
+            "rollbacks": len(self.start.journal.rollbacks),  # a later rollback leaves this checkpoint behind
+            "environment": self.environment,
+            **({"initial_weights": given} if (given := self.start.initial_weights) else {}),
+            "recipe": recipe,
+        }
+
+
+def described_data(recipe: Recipe, manifest: dict) -> dict:
+    """Return what a marker keeps of the manifest of prepared data."""
+    # Not every split has all of these keys.
+    splits = {
+        name: {key: split[key] for key in ("documents", "tokens", "unigram_bits_per_byte") if key in split}
+        for name, split in manifest["splits"].items()
+    }
+    named = {key: manifest[key] for key in ("fingerprint", "origin") if key in manifest}
+    return {"name": recipe.data.name, **named, "splits": splits}

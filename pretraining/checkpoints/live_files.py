@@ -17,10 +17,8 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from pretraining.checkpoints.fetch import newest_committed
 from pretraining.checkpoints.format import MARKER
-from pretraining.checkpoints.remote import RemoteRun
-from pretraining.checkpoints.upload import RUN_FILES
+from pretraining.checkpoints.remote import RUN_FILES, RemoteRun, newest_committed
 from pretraining.data.streaming.store import Patience
 from pretraining.errors import UserError
 from pretraining.outside.addresses import is_remote
@@ -66,18 +64,33 @@ def live_files(run: RunFolder, upload: str | None) -> Iterator[None]:
 
         run.at_beginning.append(name_node)
     of_others = run.disks.is_first or rank == 0
-    files = LiveFiles(run, remote, partial(_files_to_send, run, rank, of_others))
+    files, closed = LiveFiles(run, remote, partial(_files_to_send, run, rank, of_others)), threading.Event()
+
+    def send_last() -> None:
+        thread = threading.Thread(target=files.send, name="last files", daemon=True)
+        thread.start()
+        thread.join(_FAILING_SECONDS)
+
+    def send_again_and_again() -> None:
+        pause = _LIVE_SECONDS
+        while not closed.wait(pause):
+            began = time.monotonic()
+            files.send(LIVE_LOG_BYTES)
+            # Long files take their time: at most a tenth of it.
+            pause = max(_LIVE_SECONDS, 9 * (time.monotonic() - began))
+        files.send()
+
     # It is called after the block too, once the failure is written.
-    run.at_failure.append(lambda: files.send_within(_FAILING_SECONDS))
+    run.at_failure.append(send_last)
     if not of_others:
         yield
         return
-    thread = threading.Thread(target=files.send_again_and_again, name="live files", daemon=True)
+    thread = threading.Thread(target=send_again_and_again, name="live files", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        files.closed.set()
+        closed.set()
         thread.join(_LAST_SECONDS)
 
 
@@ -114,25 +127,8 @@ class LiveFiles:
 
     def __init__(self, run: RunFolder, remote: RemoteRun, files_to_send: Callable[[], dict[str, Path]]):
         self.run, self.remote, self.files_to_send = run, remote.at_first_contact(), files_to_send
-        self.closed = threading.Event()
         self._sent: dict[str, tuple] = {}
         self._lock = threading.Lock()
-
-    def send_again_and_again(self) -> None:
-        """Send them until `closed` is set, and then once more."""
-        pause = _LIVE_SECONDS
-        while not self.closed.wait(pause):
-            began = time.monotonic()
-            self.send(LIVE_LOG_BYTES)
-            # Long files take their time: at most a tenth of it.
-            pause = max(_LIVE_SECONDS, 9 * (time.monotonic() - began))
-        self.send()
-
-    def send_within(self, seconds: float) -> None:
-        """Send them, but wait no longer than this."""
-        thread = threading.Thread(target=self.send, name="last files", daemon=True)
-        thread.start()
-        thread.join(seconds)
 
     def send(self, log_bytes: int = MOST_BYTES) -> None:
         """Send what has changed. log_bytes: how much of the end of a log."""
@@ -153,23 +149,6 @@ class LiveFiles:
                 except (UserError, OSError):  # an upload that fails is an event; the copy of a log is none
                     return
                 self._sent[name] = state
-
-
-def send_export(run: RunFolder, remote: RemoteRun) -> None:
-    """Send the export to the run's store, and compare the sizes there. A store that fails is an event."""
-    began = time.perf_counter()
-    sizes = {path.name: path.stat().st_size for path in sorted(run.export.iterdir()) if path.is_file()}
-    try:
-        for name in sizes:
-            remote.write_file(f"{run.export.name}/{name}", run.export / name)
-        arrived = remote.sizes(run.export.name)
-        if arrived is not None and {name: arrived.get(name) for name in sizes} != sizes:
-            raise UserError(f"{remote.where(run.export.name)}: not what was sent; copy {run.export} there")
-    except (UserError, OSError) as error:
-        return run.add_event("export_upload_failed", reason=str(error))
-    seconds = round(time.perf_counter() - began, 3)
-    to = remote.where(run.export.name)
-    run.add_event("export_upload", to=to, bytes=sum(sizes.values()), seconds=seconds)
 
 
 def fetch_records(address: str, folder: Path) -> RunFolder:
@@ -204,7 +183,10 @@ def records_of(run: str) -> Iterator[tuple[Path, str]]:
     if not is_remote(run) and (Path(run) / NODES).is_dir():
         run = address = str(Path(run).absolute())  # the run's place in a store that is mounted here
     else:
-        address = run if is_remote(run) else store_of_parts(Path(run))
+        address = run if is_remote(run) else None
+        # the store's, if this folder is that of one node among several
+        if address is None and (folder := RunFolder(Path(run))).holds_parts():
+            address = _node(folder).get("store")
     if address is None:
         yield Path(run), run
         return
@@ -217,12 +199,6 @@ def records_of(run: str) -> Iterator[tuple[Path, str]]:
             print(f"{error}: what follows is from this node alone", file=sys.stderr)
             found, shown = Path(run), run
         yield found, shown
-
-
-def store_of_parts(folder: Path) -> str | None:
-    """Return the address of a run's store if this folder of it is that of one node among several, else None."""
-    run = RunFolder(folder)
-    return _node(run).get("store") if run.holds_parts() else None
 
 
 def _bring_together(remote: RemoteRun, run: RunFolder) -> None:

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-from pretraining.checkpoints.cuts import Cut
-from pretraining.checkpoints.shard_files import MASTER, CheckpointReader
+from pretraining.checkpoints.shard_files import MASTER, CheckpointReader, Cut
 from pretraining.errors import UserError
 from pretraining.upstream import deepspeed
 
@@ -82,12 +81,6 @@ def _is_per_element(key: str, value: Any, tensor: torch.Tensor) -> bool:
     return key != "step" and torch.is_tensor(value) and value.shape == tensor.shape
 
 
-def cut_of(parameter: torch.Tensor) -> Cut | None:
-    """Return the part of a parameter that this rank holds if a layer is split over ranks; None if all of it."""
-    parts = deepspeed.split_part(parameter)
-    return Cut.of(deepspeed.whole_shape(parameter), parts) if parts else None
-
-
 def _share_of(piece: Piece, rank: int, ranks: int) -> Piece:
     """Cut a piece into equal parts for the ranks that have the same elements, so that they share the writing."""
     first, end = piece.numel * rank // ranks, piece.numel * (rank + 1) // ranks
@@ -117,7 +110,12 @@ class LiveState:
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer):
         self.names = {parameter: name for name, parameter in model.named_parameters()}
         self.model, self.optimizer = model, optimizer
-        self.cuts = {name: cut_of(parameter) for parameter, name in self.names.items()}
+        # what this rank holds of a parameter whose layer is split over ranks; None: all of it
+        self.cuts = {
+            name: Cut.of(deepspeed.whole_shape(parameter), parts) if parts else None
+            for parameter, name in self.names.items()
+            for parts in [deepspeed.split_part(parameter)]
+        }
         self.holders = {name: deepspeed.holders(p, optimizer) for p, name in self.names.items()}
         self.blocks = list(self._blocks())
         trained = {name for block in self.blocks for name in block.parameters}
@@ -251,14 +249,30 @@ def set_block(block: Block, reader: CheckpointReader) -> None:
     for piece in block.pieces:
         elements = reader.read(MASTER, piece.parameter, piece.start, piece.numel, piece.cut)
         piece.of(block.tensor).copy_(elements)
-    saved = _saved_scalars(block, reader)
-    if saved is None:  # no gradient has reached these parameters yet
+    # Without ZeRO each parameter has its own counts; a ZeRO block can hold only one of each.
+    table = reader.state["scalars"]
+    counts = [table[name] for name in block.parameters if name in table]
+    if not counts:  # no gradient has reached these parameters yet
         return
+    saved = counts[0]
+    if any(values != saved for values in counts):
+        raise UserError(
+            f"{reader.folder}: the optimizer's counts differ between {block.parameters[0]} and others of its "
+            "group, which ZeRO keeps as one: resume without ZeRO"
+        )
     probe, kept = _states_after_a_step(block, int(saved.get("step", 1)))
     live = block.optimizer.state[block.tensor]
     for key, example in kept.items():
         if _is_per_element(key, example, probe):
-            _set_per_element(block, key, example, reader)
+            if key not in live:
+                live[key] = torch.zeros_like(block.tensor, dtype=example.dtype, device=example.device)
+            for piece in block.pieces:
+                # A parameter that no gradient had reached has no states in the checkpoint, and gets zeros here.
+                if reader.has(key, piece.parameter):
+                    elements = reader.read(key, piece.parameter, piece.start, piece.numel, piece.cut)
+                    piece.of(live[key]).copy_(elements)
+                elif piece.parameter in table:
+                    raise _other_states(block, key, piece.parameter, reader)
         elif torch.is_tensor(example) and example.numel() > 1:
             if key not in reader.whole_states(block.parameters[0]):
                 raise _other_states(block, key, block.parameters[0], reader)
@@ -270,38 +284,12 @@ def set_block(block: Block, reader: CheckpointReader) -> None:
             live[key] = example  # neither a number nor a tensor: it is the same after every step
 
 
-def _set_per_element(block: Block, key: str, example: torch.Tensor, reader: CheckpointReader) -> None:
-    live = block.optimizer.state[block.tensor]
-    if key not in live:
-        live[key] = torch.zeros_like(block.tensor, dtype=example.dtype, device=example.device)
-    for piece in block.pieces:
-        # A parameter that no gradient had reached has no states in the checkpoint, and gets zeros here.
-        if reader.has(key, piece.parameter):
-            elements = reader.read(key, piece.parameter, piece.start, piece.numel, piece.cut)
-            piece.of(live[key]).copy_(elements)
-        elif piece.parameter in reader.state["scalars"]:
-            raise _other_states(block, key, piece.parameter, reader)
-
-
 def _other_states(block: Block, key: str, parameter: str, reader: CheckpointReader) -> UserError:
     found = [*reader.states(parameter), *(f"{state} (factored)" for state in reader.whole_states(parameter))]
     return UserError(
         f"{reader.folder} has {', '.join(found)} of {parameter}, and {type(block.optimizer).__name__} at this ZeRO "
         f"stage needs {key}: resume with the optimizer and the kind of sharding that saved it"
     )
-
-
-def _saved_scalars(block: Block, reader: CheckpointReader) -> dict | None:
-    """Return the numbers that all parameters of the block share; None if the optimizer had stepped none of them."""
-    # Without ZeRO each parameter has its own counts; a ZeRO block can hold only one of each.
-    table = reader.state["scalars"]
-    found = [table[name] for name in block.parameters if name in table]
-    if any(values != found[0] for values in found):
-        raise UserError(
-            f"{reader.folder}: the optimizer's counts differ between {block.parameters[0]} and others of its "
-            "group, which ZeRO keeps as one: resume without ZeRO"
-        )
-    return found[0] if found else None
 
 
 def _states_after_a_step(block: Block, step: int) -> tuple[torch.Tensor, dict]:

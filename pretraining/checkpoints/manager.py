@@ -1,34 +1,56 @@
-"""Provide the CheckpointManager, with which the Trainer saves and loads.
+"""Provide the CheckpointManager, with which the Trainer saves and loads: what each rank saves, and how it is set again.
 
-The order of a save: this rank's share of the Trainer's state is gathered (trainer_state.py), copied and written in the
-background (background.py), and committed (format.py). Then old checkpoints are removed (retention.py) and the new one
-is uploaded (upload.py). Loading reads the files (shard_files.py) into the live state (live_state.py).
+The order of a save: this rank's share of the Trainer's state is gathered (`rank_share`), copied and written in the
+background (background.py), and committed (format.py). Then old checkpoints are removed (folders.py) and the new one is
+uploaded (upload.py). Loading reads the files (shard_files.py) into the live state (live_state.py).
+
+Every rank saves its own fragments of the parameters and optimizer states. Rank 0 also saves what is the same on every
+rank. On loading, each rank reads the slices that it needs, for any number of ranks and any stage that saved them.
 """
 
+import json
+import random
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from transformers import Trainer, TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
 
 from pretraining.checkpoints.background import CheckpointWriter
 from pretraining.checkpoints.export import averaged_weights, demote_checkpoint
-from pretraining.checkpoints.fetch import fetch_absent
-from pretraining.checkpoints.format import commit_checkpoint
-from pretraining.checkpoints.identity import Identity, Start, metrics_at
-from pretraining.checkpoints.live_files import send_export
+from pretraining.checkpoints.folders import Retention
+from pretraining.checkpoints.format import Identity, Start, commit_checkpoint, read_receipt
+from pretraining.checkpoints.live_state import LiveState, live_state, set_block
 from pretraining.checkpoints.remote import RemoteRun
-from pretraining.checkpoints.retention import Retention
-from pretraining.checkpoints.shard_files import fetch_nothing
-from pretraining.checkpoints.trainer_state import load_position, load_state, rank_share
-from pretraining.checkpoints.upload import Uploader
+from pretraining.checkpoints.shard_files import (
+    BUFFER,
+    FORMAT,
+    MASTER,
+    STATE_FILE,
+    CheckpointReader,
+    fetch_nothing,
+    fragment_key,
+    mean_running_loss,
+)
+from pretraining.checkpoints.upload import Uploader, send_export
 from pretraining.data.prepared import PreparedData
+from pretraining.errors import UserError
 from pretraining.planning.run_plan import RunPlan
 from pretraining.recipe import Recipe
 from pretraining.runtime.heartbeat import long_work
 from pretraining.runtime.process_group import device_name, from_rank_0
 from pretraining.runtime.run_folder import RunFolder, describe_environment
+from pretraining.upstream.deepspeed import whole_shape
+from pretraining.upstream.torch import rates_now, set_rates
+from pretraining.upstream.transformers import OpenTrainer, is_persistent
 
 
 class CheckpointManager(TrainerCallback):
@@ -49,11 +71,10 @@ class CheckpointManager(TrainerCallback):
     ) -> None:
         self.run, self.start = run, start
         environment = describe_environment(device_name(), plan.world_size)
-        self.identity = Identity.of(recipe, plan, data.manifest, environment, start)
+        self.identity = Identity(recipe, data.manifest, plan.layout, environment, start)
         section = recipe.checkpoints
         self.retention = Retention.of(section, demote_checkpoint, recipe.evaluation.metric)
-        address = section.upload
-        remote = address and RemoteRun(address, run.path.name)
+        remote = section.upload and RemoteRun(section.upload, run.path.name)
         self.uploader = Uploader(run, remote, section.upload_mirror, self.retention) if remote else None
         self.writer = CheckpointWriter(
             run,
@@ -74,19 +95,65 @@ class CheckpointManager(TrainerCallback):
         if self._last_saved == (step, len(rows)):
             return
         self._last_saved = step, len(rows)
-        marker = self.identity.marker_at(step, metrics_at(step, rows))
-        self.writer.save(step, *rank_share(trainer), marker)
+        self.writer.save(step, *rank_share(trainer), self.identity.marker_at(step, rows))
 
-    def load_state(self, trainer: Trainer, folder: Path) -> None:
-        """Set weights, optimizer, schedule and loss scaler of a prepared Trainer from a checkpoint."""
-        fetch = None if self.run.disks.shared else fetch_nothing
-        if self.start.source is not None:
-            fetch = partial(fetch_absent, self.start.source, folder)
-        load_state(trainer, folder, fetch)
+    def load_state(self, trainer: OpenTrainer, folder: Path) -> None:
+        """Set weights, optimizer states, schedule and loss scaler of a prepared Trainer from a checkpoint, in place.
 
-    def load_position(self, trainer: Trainer, folder: Path) -> None:
-        # Called after the Trainer's loop has reset its own counters: they would overwrite these.
-        load_position(trainer, folder)
+        Takes memory for the largest piece of a parameter that this rank holds. Raises `UserError` if the checkpoint
+        does not fit the model or the optimizer.
+        """
+        fetch = self.start.fetch or (None if self.run.disks.shared else fetch_nothing)
+        reader = CheckpointReader(folder, fetch, first=dist.get_rank())
+        live = live_state(trainer.model, trainer.optimizer)
+        ours, theirs = {name: whole_shape(p) for p, name in live.names.items()}, reader.parameters
+        if changed := [name for name in ours.keys() | theirs if ours.get(name) != theirs.get(name)]:
+            name = min(changed)
+            raise UserError(
+                f"{folder} is of another model: {name} is {theirs.get(name)} there and {ours.get(name)} here"
+            )
+        with torch.no_grad(), long_work():
+            for block in live.blocks:
+                with live.held(block, changed=True):
+                    set_block(block, reader)
+            live.set_weights()  # once all masters are set
+            live.set_frozen(reader)
+            for name, buffer in _persistent_buffers(live.model).items():
+                buffer.copy_(reader.read(BUFFER, name, 0, buffer.numel()).view_as(buffer))
+        reader.close()
+        set_schedule(trainer.lr_scheduler, reader.state["schedule"])
+        scaler: Any = live.loss_scaler() or trainer.accelerator.scaler
+        saved = reader.state["loss_scaler"] or {}
+        # values that this scaler does not have are left out
+        if hasattr(scaler, "load_state_dict"):
+            scaler.load_state_dict({**scaler.state_dict(), **saved})
+        elif scaler is not None:
+            vars(scaler).update({key: value for key, value in saved.items() if key in vars(scaler)})
+        if trainer.is_deepspeed_enabled:
+            trainer.model_wrapped.skipped_steps = reader.state["skipped_steps"]
+
+    def load_position(self, trainer: OpenTrainer, folder: Path) -> None:
+        """Set the random generators and the running loss, after the Trainer's loop has reset its own counters."""
+        rank, reader = dist.get_rank(), CheckpointReader(folder, fetch_nothing, first=dist.get_rank())
+        same_ranks = reader.ranks == dist.get_world_size()
+        # With another number of ranks no saved generator fits: each rank keeps the one of its seed.
+        if same_ranks and (numbers := read_receipt(folder, rank, reader.ranks).get("rng")):
+            tensors = reader.own_tensors(rank)
+            version, internal, gauss = numbers["python"]
+            random.setstate((version, tuple(internal), gauss))
+            kind, keys, *rest = numbers["numpy"]
+            np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+            torch.random.set_rng_state(tensors["rng/torch"])
+            if torch.cuda.is_available() and "rng/cuda" in tensors:
+                torch.cuda.random.set_rng_state(tensors["rng/cuda"])
+        # The sum of losses since the last logged step goes on: the next row is the same as in a run without a break.
+        # With another number of ranks each takes the mean: only the mean over ranks is logged.
+        savers = [rank] if same_ranks else range(reader.ranks)
+        if saved := mean_running_loss(
+            folder, savers, reader.ranks
+        ):  # an earlier version's `reshard` left it out
+            trainer.running_loss.fill_(saved["sum"])
+            trainer.last_logged_step = trainer.state.global_step - saved["steps"]
 
     def averaged_weights(self, trainer: Trainer) -> AbstractContextManager:
         """Put the averaged weights in place inside the block, if the optimizer averages the weights that it trains."""
@@ -100,21 +167,15 @@ class CheckpointManager(TrainerCallback):
         with long_work():
             from_rank_0(lambda: send_export(self.run, self.uploader.remote))
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
         # The upload of the one from which the run continues may have been interrupted.
         if self.start.checkpoint is not None:
             self._upload(self.start.checkpoint)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, *_: Any, **__: Any) -> None:
         self.writer.poll()
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs: Any
-    ) -> None:
+    def on_log(self, *_: Any, logs: dict, **__: Any) -> None:
         """Add to the first row after a save how long it blocked training, and the bytes of its copy."""
         # Rows of validations have no `loss`; they do not count as the first row.
         if "loss" in logs and self.writer.last is not self._last_logged:
@@ -122,9 +183,7 @@ class CheckpointManager(TrainerCallback):
             logs["save_blocked_seconds"] = self._last_logged["blocked_seconds"]
             logs["save_snapshot_bytes"] = self._last_logged["snapshot_bytes"]
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         self.writer.wait()
 
     def _upload(self, folder: Path) -> None:
@@ -136,3 +195,125 @@ class CheckpointManager(TrainerCallback):
         removed = self.retention.apply(self.run)
         if self.uploader is not None:
             self.uploader.remove([folder.name for folder in removed])
+
+
+class RankShare(NamedTuple):
+    """What one rank writes of a checkpoint."""
+
+    tensors: Mapping[str, torch.Tensor]
+    """By key; they may be views of live tensors, which the next step changes."""
+    files: Mapping[str, bytes]
+    """Small files, by name."""
+    receipt: Mapping
+    """What else its receipt holds, as JSON."""
+
+
+def rank_share(trainer: OpenTrainer) -> RankShare:
+    """Gather this rank's share of a checkpoint of the Trainer as it is now; all ranks call it together."""
+    # The Trainer's own `_save_checkpoint`, which this one replaces, updates FLOPs and callbacks in the same way.
+    trainer.store_flos()
+    for callback in (*trainer.callback_handler.callbacks, trainer.control):
+        if isinstance(callback, ExportableState):
+            trainer.state.stateful_callbacks[type(callback).__name__] = callback.state()
+    live = live_state(trainer.model, trainer.optimizer)
+    files = shared_files(trainer, live) if dist.get_rank() == 0 else {}
+    # Each rank draws from its own generators and has its own loss since the last logged step, in nats per token.
+    steps = trainer.state.global_step - trainer.last_logged_step
+    loss = {"sum": trainer.running_loss.item(), "steps": steps}
+    return RankShare(dict(rank_tensors(live)), files, {"rng": random_numbers(), "running_loss": loss})
+
+
+def shared_files(trainer: OpenTrainer, live: LiveState) -> dict[str, bytes]:
+    """Return what is the same on every rank: {name: content} of small files."""
+    scalars = {}  # the optimizer's counts
+    for block in live.blocks:
+        with live.held(block):
+            values = block.scalars()
+            # By parameter, because another ZeRO stage groups the parameters in other blocks.
+            scalars |= {name: values for name in block.parameters if block.state}
+
+    def described(tensor: torch.Tensor) -> dict:
+        # the shape of the whole tensor, even if ZeRO-3 has partitioned it
+        return {"shape": list(whole_shape(tensor)), "dtype": str(tensor.dtype).removeprefix("torch.")}
+
+    scaler = live.loss_scaler() or trainer.accelerator.scaler
+    # DeepSpeed's scaler has no state of its own: its attributes are its state.
+    numbers = {}
+    if scaler is not None:
+        numbers = scaler.state_dict() if hasattr(scaler, "state_dict") else vars(scaler)
+    state = {
+        "format": FORMAT,
+        "optimizer": type(live.torch_optimizer).__name__,
+        "scalars": scalars,
+        "schedule": schedule_state(trainer.lr_scheduler),
+        "loss_scaler": {k: v for k, v in numbers.items() if isinstance(v, int | float | bool)} or None,
+        "skipped_steps": getattr(trainer.model_wrapped, "skipped_steps", 0),
+        "parameters": {name: described(parameter) for parameter, name in live.names.items()},
+        "buffers": {name: described(buffer) for name, buffer in _persistent_buffers(live.model).items()},
+    }
+    return {
+        STATE_FILE: f"{json.dumps(state, indent=2)}\n".encode(),
+        TRAINER_STATE_NAME: f"{json.dumps(asdict(trainer.state), indent=2, sort_keys=True)}\n".encode(),
+    }
+
+
+def rank_tensors(live: LiveState) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (key, tensor) of all that this rank saves: live views, and copies of blocks that are swapped to NVMe."""
+    for block in live.blocks:
+        # A block on NVMe is in memory only inside `held`: a view of it would not last.
+        copied = torch.clone if live.is_swapped(block) else lambda tensor: tensor
+        with live.held(block):
+            for state, tensor in block.per_element().items():
+                for piece in map(live.own, block.pieces):
+                    if piece.numel:
+                        key = fragment_key(state, piece.parameter, piece.start, piece.cut)
+                        yield key, copied(piece.of(tensor))
+            # A state with its own shape must belong to one parameter: that of a flat partition fits no other partition.
+            if len(block.parameters) == 1 and live.owns_whole():
+                for state, tensor in block.whole().items():
+                    yield fragment_key(state, block.parameters[0], None), copied(tensor.detach())
+    for name in live.frozen:
+        piece, tensor = live.own_frozen(name)
+        if piece.numel:
+            yield fragment_key(MASTER, name, piece.start, piece.cut), piece.of(tensor)
+    if dist.get_rank() == 0:  # buffers are the same on every rank
+        for name, buffer in _persistent_buffers(live.model).items():
+            yield fragment_key(BUFFER, name, 0), buffer.detach().reshape(-1)
+    # uint8 states of torch's generators
+    yield "rng/torch", torch.random.get_rng_state()
+    if torch.cuda.is_available():
+        yield "rng/cuda", torch.cuda.random.get_rng_state()
+
+
+def _persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that belong to the model's state, by name."""
+    found = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if is_persistent(module, name.rpartition(".")[2]):
+                found[name] = buffer
+    return found
+
+
+def schedule_state(scheduler: LRScheduler) -> dict:
+    """Return the schedule's own state, and the rate of each parameter group."""
+    rates = [group["lr"] for group in scheduler.optimizer.param_groups]
+    return {"state": scheduler.state_dict(), "rates": [float(rate) for rate in rates]}
+
+
+def set_schedule(scheduler: LRScheduler, saved: dict) -> None:
+    """Continue a schedule at the step at which it was saved."""
+    state, rates = saved["state"], saved["rates"]
+    if isinstance(scheduler, LambdaLR):
+        # A schedule that is a function of the step needs only its position: this run's recipe gives peak and shape.
+        state = {**state, **{key: scheduler.state_dict()[key] for key in ("base_lrs", "lr_lambdas")}}
+    scheduler.load_state_dict(state)
+    # A scheduler writes the rates of the groups only at its next step; this step needs them already.
+    set_rates(scheduler, rates_now(scheduler) if isinstance(scheduler, LambdaLR) else rates)
+
+
+def random_numbers() -> dict:
+    """Return the states of Python's and numpy's generators, for JSON."""
+    kind, keys, *rest = np.random.get_state()
+    version, internal, gauss = random.getstate()
+    return {"python": [version, list(internal), gauss], "numpy": [kind, keys.tolist(), *rest]}

@@ -1,22 +1,52 @@
-"""Read and write one run's checkpoints at an fsspec address (`s3://bucket/runs/<name>`, `hf://...`, a folder)."""
+"""Read, write and fetch a run's checkpoints at an fsspec address: `s3://bucket/runs/<name>`, `hf://...`, a folder.
 
-import contextlib
+Every rank fetches a share of the files, in ranges, several at once. Files of an interrupted fetch are verified and
+kept. Until the marker is written, the folder does not count as a checkpoint. No start waits until a copy is on the
+disk: the store has what it holds. A power cut may spoil a copy that has a marker, as an old disk may any checkpoint;
+the next start finds out by the checksums, and fetches the damaged files again.
+"""
+
+import fcntl
 import io
 import os
+import sys
+import threading
+import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from pretraining.checkpoints.format import MARKER
+import xxhash
+from tqdm import tqdm
+
+from pretraining.checkpoints.folders import Files, Progress, size_fault, step_fault, step_in
+from pretraining.checkpoints.format import (
+    MARKER,
+    THREADS,
+    MarkerDamage,
+    digest_entry,
+    file_entry,
+    no_progress,
+    parse_marker,
+    read_marker,
+)
 from pretraining.data.streaming.store import Patience, ShortAnswer, Store, reason_of
 from pretraining.errors import UserError
 from pretraining.outside.files import regular
 from pretraining.runtime.durable_files import replacing
-from pretraining.runtime.heartbeat import work_done
+from pretraining.runtime.heartbeat import long_work, work_done
+from pretraining.runtime.journal import NOTHING_HEALED, Journal
+from pretraining.runtime.process_group import rank_and_world_size
 
 FIRST_CONTACT_SECONDS = 60.0
 """How long the start waits for a store: if it does not answer then, its address is probably misspelt."""
+RUN_FILES = ("recipe.json", "changes.json", "journal.jsonl", "flagged_blocks.jsonl", "metrics.jsonl")
+RUN_FILES += ("samples.jsonl", "events.jsonl", "wandb_id")
+"""Files of the run folder that a start on an empty machine needs besides the checkpoint."""
 
 _BLOCK_BYTES = 32 << 20
 """How much of a file a rank holds in memory during its upload."""
@@ -24,6 +54,13 @@ _PIECE_BYTES = 256 << 10
 _AHEAD_BYTES = 16 << 20
 _CHUNK_BYTES = 8 << 20
 _MOST_BLOCKS = 9_000  # S3 takes 10,000 parts a file
+_RANGE_BYTES = 16 << 20  # with all threads, 128 MiB of host memory a rank
+_FILES = 4
+"""Files fetched at once: while one is written to the disk, the store sends others."""
+_LOOK_SECONDS = 1.0
+"""How often the progress bar looks at the files."""
+_ATTEMPTS = 3
+"""If a file arrives damaged in each of them, it is damaged in the store."""
 
 
 class RemoteRun(Store):
@@ -57,7 +94,7 @@ class RemoteRun(Store):
 
         def read() -> bytes | None:
             # Caught here: `ask` would report a missing file as a wrong address.
-            with contextlib.suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):
                 return self._whole(path)
             return None
 
@@ -102,8 +139,29 @@ class RemoteRun(Store):
 
     def write(self, path: str, open_chunks: Callable[[], Iterable[bytes]], num_bytes: int) -> None:
         """Write a file from its chunks, whole or not at all."""
-        # Each attempt opens the chunks again: an iterator that an attempt has used up cannot be read twice.
-        self.patience.ask(lambda: self._send(path, open_chunks(), num_bytes), self.where(path))
+
+        def send() -> None:
+            # Each attempt opens the chunks again: an iterator that an attempt has used up cannot be read twice.
+            chunks = open_chunks()
+            if self.folder is not None:
+                # fsspec writes local files in place, so that a reader could see half of a file.
+                return _send_to_folder(self.folder / path, chunks)
+            # Each block is a part of the upload: a large file needs larger ones.
+            block = max(_BLOCK_BYTES, num_bytes // _MOST_BLOCKS)
+            file = self._filesystem().open(self.where(path), "wb", block_size=block)
+            try:
+                for chunk in chunks:
+                    file.write(chunk)
+                file.close()
+            except BaseException:  # also an interrupt must not leave half a file as a whole one
+                with suppress(Exception):
+                    file.discard()
+                # `close`, which the destructor calls too, would complete the file with half of its bytes.
+                with suppress(AttributeError):
+                    file.closed = True
+                raise
+
+        self.patience.ask(send, self.where(path))
         work_done()
 
     def write_file(self, path: str, source: Path) -> None:
@@ -145,55 +203,55 @@ class RemoteRun(Store):
 
         return self.patience.ask(write, self.where(path))
 
-    def remove(self, path: str) -> None:
-        """Remove one file, if it is there."""
+    def remove(self, path: str, is_folder: bool = False) -> None:
+        """Remove one file, or a folder with its files, if it is there."""
 
         def remove() -> None:
-            with contextlib.suppress(FileNotFoundError):
-                self._filesystem().rm_file(self.where(path))
+            system = self._filesystem()
+            with suppress(FileNotFoundError):
+                if is_folder:
+                    system.rm(self.where(path), recursive=True)
+                else:
+                    system.rm_file(self.where(path))
 
         self.patience.ask(remove, self.where(path))
 
     def remove_checkpoint(self, name: str) -> None:
-        """Remove a checkpoint."""
         # The marker first: if the process is killed in between, what is left does not count.
         self.remove(f"{name}/{MARKER}")
+        self.remove(name, is_folder=True)
 
-        def remove() -> None:
-            with contextlib.suppress(FileNotFoundError):
-                self._filesystem().rm(self.where(name), recursive=True)
+    def checkpoints(self) -> list[str]:
+        """List the names of the checkpoints, committed or not, newest step first."""
+        found = [name for name in self.sizes("") or {} if step_in(name) >= 0]
+        return sorted(found, key=step_in, reverse=True)
 
-        self.patience.ask(remove, self.where(name))
+    def marker(self, name: str) -> bytes | None:
+        """Read a checkpoint's marker; None if it has none."""
+        return self.read_if_there(f"{name}/{MARKER}")
 
-    def folders(self) -> list[str]:
-        """Return the names directly below the run's address; [] if there are none."""
+    def verdicts(self, name: str, files: Files, progress: Progress = no_progress) -> dict[str, str | None]:
+        """Compare every byte of these files with what was committed, as `Place` says; nothing that is read is kept."""
+        sizes = self.sizes(name) or {}
 
-        return list(self.sizes("") or {})
+        def verdict(file: str) -> str | None:
+            # a store would be asked again and again for bytes that it does not have
+            if reason := size_fault(file, sizes.get(file), files[file]):
+                return reason
+            digest = xxhash.xxh128()
+            for content in ranges.in_order(f"{name}/{file}", files[file]["bytes"]):
+                digest.update(content)
+                progress(len(content))
+            same = digest_entry(files[file]["bytes"], digest) == files[file]
+            return None if same else f"{file} has changed since it was committed"
+
+        with Ranges(self) as ranges, ThreadPoolExecutor(THREADS) as threads:
+            return dict(zip(files, threads.map(verdict, files), strict=True))
 
     def check_writable(self) -> None:
         """Write a small file and remove it, so that a `UserError` comes now and not at the first checkpoint."""
         self.write_bytes(".writable", b"yes\n")
         self.remove(".writable")
-
-    def _send(self, path: str, chunks: Iterable[bytes], num_bytes: int) -> None:
-        if self.folder is not None:
-            # fsspec writes local files in place, so that a reader could see half of a file.
-            return _send_to_folder(self.folder / path, chunks)
-        system = self._filesystem()
-        # Each block is a part of the upload: a large file needs larger ones.
-        block = max(_BLOCK_BYTES, num_bytes // _MOST_BLOCKS)
-        file = system.open(self.where(path), "wb", block_size=block)
-        try:
-            for chunk in chunks:
-                file.write(chunk)
-            file.close()
-        except BaseException:  # also an interrupt must not leave half a file as a whole one
-            with contextlib.suppress(Exception):
-                file.discard()
-            # `close`, which the destructor calls too, would complete the file with half of its bytes.
-            with contextlib.suppress(AttributeError):
-                file.closed = True
-            raise
 
 
 def _send_to_folder(path: Path, chunks: Iterable[bytes]) -> None:
@@ -215,3 +273,155 @@ def _refusal(error: Exception, what: str) -> UserError | None:
     if isinstance(error, NotImplementedError):
         return UserError(f"{what}: nothing can be written there; choose another checkpoints.upload")
     return None
+
+
+def newest_stored(
+    remote: RemoteRun, above: int, below: int = sys.maxsize, journal: Journal = NOTHING_HEALED
+) -> tuple[str, bytes, str | None] | None:
+    """Find the newest checkpoint of the store with a marker and a step between `above` and `below`.
+
+    Checkpoints that a rollback of `journal` has left behind do not count. Returns its name, the bytes of its marker,
+    and what is wrong with that or None; None if there is no such checkpoint.
+    """
+    for name in remote.checkpoints():
+        # each look at a marker is a request to the store
+        if not above < step_in(name) < below or (content := remote.marker(name)) is None:
+            continue
+        try:
+            marker = parse_marker(content, remote.where(name))
+        except MarkerDamage as error:
+            return name, content, str(error)
+        if not journal.overtakes(step_in(name), marker.get("rollbacks", 0)):
+            return name, content, step_fault(name, marker)
+    return None
+
+
+def newest_committed(remote: RemoteRun, above: int) -> str | None:
+    """Return the name of the newest checkpoint of the store with a marker and a step above `above`, or None."""
+    found = newest_stored(remote, above)
+    return found and found[0]
+
+
+class Ranges(ThreadPoolExecutor):
+    """Threads that read ranges of files of a store; of all files together, a few ranges are in memory."""
+
+    def __init__(self, remote: RemoteRun):
+        super().__init__(THREADS)
+        self.remote, self._room = remote, threading.BoundedSemaphore(THREADS)
+
+    def in_order(self, where: str, size: int) -> Iterator[bytes | memoryview]:
+        """Yield the content of a file from its beginning; what is yielded is valid until the next."""
+        if self.remote.folder is not None:  # its kernel reads ahead, without a copy for each range
+            yield from self.remote.pieces(where, size)
+            return
+        waiting: deque[Future[bytes]] = deque()
+        starts = iter(range(0, size, _RANGE_BYTES))
+        try:
+            while True:
+                # One is always asked for; more if there is room.
+                while self._room.acquire(blocking=not waiting):
+                    if (start := next(starts, None)) is None:
+                        self._room.release()
+                        break
+                    stop = min(start + _RANGE_BYTES, size)
+                    waiting.append(self.submit(self.remote.read_range, where, start, stop))
+                if not waiting:
+                    return
+                yield waiting[0].result()
+                waiting.popleft()
+                self._room.release()
+        finally:
+            for _ in waiting:
+                self._room.release()
+
+
+def fetch_share(remote: RemoteRun, name: str, folder: Path, files: dict) -> str | None:
+    """Fetch and verify the `files` of this rank's share, once more each that arrived damaged.
+
+    Returns what is damaged in the store, or None.
+
+    Raises `UserError` if the store fails, or the disk.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with Ranges(remote) as ranges:
+
+            def fetch(file: str) -> str | None:
+                path, entry = folder / file, files[file]
+                if path.is_file() and path.stat().st_size == entry["bytes"] and file_entry(path) == entry:
+                    return None
+                for _ in range(_ATTEMPTS):
+                    digest = xxhash.xxh128()
+                    with open(path, "wb", buffering=0, opener=regular) as out:
+                        for content in ranges.in_order(f"{name}/{file}", entry["bytes"]):
+                            digest.update(content)  # now, which spares another reading of the file
+                            written = 0  # an unbuffered write may take less than it is given
+                            while written < len(content):
+                                written += out.write(memoryview(content)[written:])
+                            work_done(len(content))
+                    if digest_entry(entry["bytes"], digest) == entry:
+                        return None
+                return f"{file} is not what was committed (fetched {_ATTEMPTS} times)"
+
+            with ThreadPoolExecutor(_FILES) as threads:
+                return next(filter(None, list(threads.map(fetch, files))), None)
+    except UserError as error:
+        # A file which the marker names and the store lacks is damage, no failure: the checkpoint before may be whole.
+        if isinstance(error.__cause__, FileNotFoundError):
+            return f"a file that its {MARKER} names is not there ({reason_of(error.__cause__)})"
+        raise
+    except OSError as error:
+        raise UserError(f"{folder}: {error.strerror}") from error
+
+
+def fetch_absent(remote: RemoteRun, folder: Path, file: str) -> bool:
+    """Fetch one more file of a checkpoint into its folder; ranks of a node that want the same one wait for the first.
+
+    Returns True. Raises `UserError` if the store fails, or holds other bytes than were committed.
+    """
+    entry = read_marker(folder)["files"][file]
+    with long_work(), open(folder / f".{file}.lock", "w", opener=regular) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with fetching_bar(f"{remote.where(folder.name)}/{file}", folder, {file: entry}):
+            try:
+                reason = fetch_share(remote, folder.name, folder, {file: entry})
+            except UserError as error:
+                reason = str(error)
+        Path(lock.name).unlink(missing_ok=True)  # whoever waits for it finds the file whole
+    if reason is not None:
+        raise UserError(f"{remote.where(folder.name)}: {reason}", on_every_rank=False)
+    return True
+
+
+@contextmanager
+def fetching_bar(where: str, folder: Path, files: dict[str, dict]) -> Iterator[None]:
+    """Show on rank 0's stderr, while the block runs, how much of these files the folder holds, by all ranks."""
+    if rank_and_world_size()[0] != 0:
+        yield
+        return
+
+    def arrived() -> int:
+        # The sizes on the disk: a file that is fetched again counts once.
+        total = 0
+        for name, entry in files.items():
+            with suppress(OSError):  # not there yet
+                total += min((folder / name).stat().st_size, entry["bytes"])
+        return total
+
+    def look_again_and_again(pause: float = _LOOK_SECONDS) -> None:
+        while not over.wait(pause):
+            began = time.monotonic()
+            bar.update(max(0, arrived() - bar.n))
+            # Thousands of files on a slow disk: at most a tenth of the time.
+            pause = max(_LOOK_SECONDS, 9 * (time.monotonic() - began))
+
+    over, total = threading.Event(), sum(entry["bytes"] for entry in files.values())
+    with tqdm(desc=f"fetching {where}", total=total, unit="B", unit_scale=True) as bar:
+        thread = threading.Thread(target=look_again_and_again, name="progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+            bar.update(max(0, arrived() - bar.n))

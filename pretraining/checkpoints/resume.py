@@ -5,35 +5,36 @@ anything is loaded. `begin_run` writes. Between the two calls the caller builds 
 refuses the start, nothing has been written yet. `roll_back` leaves out the samples that spoilt a run.
 """
 
+import socket
 import time
+import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from transformers import PreTrainedModel
 
-from pretraining.checkpoints.choosing import (
-    bring_history,
-    choose_checkpoint,
-    is_left_behind,
-    refuse_lone_disks,
-)
+from pretraining.checkpoints.choosing import choose_checkpoint, is_left_behind
 from pretraining.checkpoints.export import describe_model
 from pretraining.checkpoints.folders import (
+    COMMITTED,
+    DiskPlace,
     committed_checkpoints,
+    health,
     remove_uncommitted,
     set_aside_after,
     step_in_name,
 )
-from pretraining.checkpoints.format import MARKER, read_marker
-from pretraining.checkpoints.identity import GIVEN, Identity, Start, described_data
-from pretraining.checkpoints.places import COMMITTED, DiskPlace, health
+from pretraining.checkpoints.format import GIVEN, MARKER, Identity, Start, described_data, read_marker
+from pretraining.checkpoints.remote import RUN_FILES, RemoteRun, fetch_absent
 from pretraining.checkpoints.shard_files import read_state
 from pretraining.data.arriving import is_from_origin
+from pretraining.data.documents import cuts_text
 from pretraining.data.mixture import format_table
 from pretraining.data.packed_dataset import PackedDataset
-from pretraining.data.packing import cuts_text
 from pretraining.data.prepared import PreparedData
 from pretraining.errors import GaveUp, UserError
 from pretraining.extend import copy_extensions
@@ -47,15 +48,23 @@ from pretraining.recipe.curve import DATA_FINGERPRINT, Change, changed_parts, ch
 from pretraining.recipe.progress import RAMP, STEP_SIZE
 from pretraining.recipe.sections import Weights
 from pretraining.recipe.training import CONSTANT, DECAYING
-from pretraining.runtime.durable_files import write_json
+from pretraining.runtime.durable_files import replacing, rows_of, write_json
 from pretraining.runtime.heartbeat import this_machine
 from pretraining.runtime.journal import Journal, Rollback
 from pretraining.runtime.lock import move_lock
-from pretraining.runtime.process_group import from_rank_0, gather_from_ranks, together
-from pretraining.runtime.restarts import launch_details, resume_after_restart
-from pretraining.runtime.run_folder import RunFolder
+from pretraining.runtime.process_group import (
+    from_rank,
+    from_rank_0,
+    gather_from_ranks,
+    rank_and_world_size,
+    together,
+)
+from pretraining.runtime.processes import launch_details, resume_after_restart
+from pretraining.runtime.run_folder import STARTS, RunFolder
 from pretraining.schema import check, differences, display_path, listed
 
+_MEETING = ".nodes"
+"""File of the store by which every node shows that it reads what rank 0 writes."""
 STEP_SIZES = (STEP_SIZE, RAMP)
 """Keys that say how many tokens a step has."""
 
@@ -98,34 +107,32 @@ def find_start(
     if resume == "never":
         return Start(starts_over=True)
     from_rank_0(check_folder)  # the recipe may have come from the store meanwhile
-    start = from_rank_0(lambda: _start_at(checkpoint, run, recipe, data.manifest, allowed))
-    return replace(start, source=source)
+
+    def start_at_checkpoint() -> Start:
+        journal = Journal.read(run.journal)
+        if checkpoint is None:
+            return Start(journal=journal)
+        read_state(checkpoint)  # refuses another format before the model is built
+        marker, start = read_marker(checkpoint), Start.at(checkpoint)
+        changes = changes_since(checkpoint, marker, recipe, data.manifest, allowed, recorded_changes(run))
+        refuse_lost_rollbacks(checkpoint, run, journal)
+        accepted = [
+            {"step": start.step, "key": each.key, "from": each.earlier, "to": each.now} for each in changes
+        ]
+        if accepted and start.step >= start.progress(recipe).last_step:
+            keys = ", ".join(each["key"] for each in accepted)
+            raise UserError(
+                f"{run.path}: all {start.step:,} steps are done, so that changing {keys} would change none of them; "
+                "make a run of its own (python -m pretraining.checkpoints branch), or start over with --resume never"
+            )
+        return replace(start, changes=(*start.changes, *accepted), journal=journal)
+
+    start = from_rank_0(start_at_checkpoint)
+    return replace(start, fetch=source and partial(fetch_absent, source, checkpoint))
 
 
-def _start_at(
-    checkpoint: Path | None, run: RunFolder, recipe: Recipe, manifest: dict, allowed: Sequence[str]
-) -> Start:
-    journal = Journal.read(run.journal)
-    if checkpoint is None:
-        return Start(journal=journal)
-    read_state(checkpoint)  # refuses another format before the model is built
-    marker = read_marker(checkpoint)
-    changes = changes_since(checkpoint, marker, recipe, manifest, allowed, recorded_changes(run))
-    start = Start.at(checkpoint)
-    _refuse_lost_rollbacks(checkpoint, run, journal)
-    accepted = [
-        {"step": start.step, "key": each.key, "from": each.earlier, "to": each.now} for each in changes
-    ]
-    if accepted and start.step >= start.progress(recipe).last_step:
-        keys = ", ".join(each["key"] for each in accepted)
-        raise UserError(
-            f"{run.path}: all {start.step:,} steps are done, so that changing {keys} would change none of them; make a "
-            "run of its own (python -m pretraining.checkpoints branch), or start over with --resume never"
-        )
-    return replace(start, changes=(*start.changes, *accepted), journal=journal)
-
-
-def _refuse_lost_rollbacks(checkpoint: Path, run: RunFolder, journal: Journal) -> None:
+def refuse_lost_rollbacks(checkpoint: Path, run: RunFolder, journal: Journal) -> None:
+    """Raise `UserError` if a checkpoint was trained after rollbacks that the journal does not hold."""
     # The journal says which samples each rollback left out: without it the data would be another from here on.
     known = read_marker(checkpoint).get("rollbacks", 0)
     if known > len(journal.rollbacks):
@@ -350,6 +357,82 @@ def _effect_on_rate(change: dict, recipe: Recipe, start: Start) -> str:
     )
 
 
+def refuse_lone_disks(run: RunFolder, recipe: Recipe) -> None:
+    """Raise `UserError` if nodes have run folders of their own and no store in which their checkpoints meet."""
+    if run.disks.shared or recipe.training.save_strategy == "no":
+        return
+    upload = recipe.checkpoints.upload
+    disks = several(run.disks.count, "disk")
+    what = f"{run.path} is a folder of its own on {disks}, and ranks see only theirs"
+    if upload is None:
+        raise UserError(
+            f"{what}: a lost node would take its part of every checkpoint with it; set checkpoints.upload to a store "
+            "that all nodes reach, give --output_dir on a shared disk, or save nothing: "
+            '--set training.save_strategy="no"'
+        )
+    if recipe.checkpoints.demote_to_weights:
+        raise UserError(
+            f"{what}: checkpoints.demote_to_weights needs all files of a checkpoint in one place; set it to false, or "
+            "give --output_dir on a shared disk"
+        )
+    remote, token = RemoteRun(upload, run.path.name).at_first_contact(), uuid.uuid4().hex.encode()
+
+    def write() -> bool:
+        with suppress(UserError):
+            remote.write_bytes(_MEETING, token)
+            return True
+        return False
+
+    # A store that does not answer is another matter: the run may continue from what the disks hold.
+    if not from_rank_0(write):
+        return
+    # A node may have another folder there, or reach another store, by the same address.
+    token = from_rank(0, token)
+    reads = together(lambda: not run.disks.is_first or remote.read_if_there(_MEETING) == token)
+    hosts = gather_from_ranks(socket.gethostname())
+    apart = [host for host, same in zip(hosts, gather_from_ranks(reads), strict=True) if not same]
+    if apart:
+        raise UserError(
+            f"checkpoints.upload: {remote.address} is another place on {', '.join(apart)} than on {hosts[0]}; "
+            "all nodes must reach the same store"
+        )
+
+
+def bring_history(run: RunFolder, upload: str | None) -> None:
+    """Give rank 0 the newest history of the run (journal, metrics, events), if its own disk holds an older one."""
+    remote = None if upload is None else RemoteRun(upload, run.path.name).at_first_contact()
+
+    def num_starts(events: bytes) -> int:
+        rows = rows_of(events.decode(errors="replace"))
+        return sum(row.get("event") in STARTS for row in rows)
+
+    def starts_in_store() -> int:
+        with suppress(UserError):  # it does not answer, which the search for a checkpoint reports
+            return num_starts(remote.read_if_there(run.events.name) or b"")
+        return 0
+
+    def write(history: dict[str, bytes | None]) -> None:
+        for name, content in history.items():
+            if content is None:
+                (run.path / name).unlink(missing_ok=True)
+                continue
+            with replacing(run.path / name, "wb") as file:
+                file.write(content)
+
+    # Each start of the run adds an event to the history that it continues: the newest history has the most.
+    own = num_starts(run.events.read_bytes()) if run.events.exists() else 0
+    starts = gather_from_ranks(own if run.disks.is_first else -1)
+    owner = max(range(len(starts)), key=lambda rank: (starts[rank], -rank))
+    if remote is not None and from_rank_0(starts_in_store) > starts[owner]:
+        from_rank_0(lambda: write({name: remote.read_if_there(name) for name in RUN_FILES}))
+    elif starts[owner] > starts[0]:
+        paths = {name: run.path / name for name in RUN_FILES}
+        here = rank_and_world_size()[0] == owner
+        read = {name: path.read_bytes() for name, path in paths.items() if path.exists()} if here else {}
+        history = from_rank(owner, read)
+        from_rank_0(lambda: write(history))
+
+
 class RollbackCause(Protocol):
     """Why the attempt was stopped: the optimizer step whose loss was the reason, and a sentence."""
 
@@ -381,7 +464,23 @@ def roll_back(run: RunFolder, start: Start, finding: RollbackCause, recipe: Reci
                 "says what happened and what to try; the committed checkpoints are kept, and the same command "
                 "continues from the newest"
             )
-        rollback = _planned(run, start, finding.step, recipe)
+        # Counted from 0, `step - 1` is the step whose loss was the reason. At the first steps of a run there are fewer
+        # before it.
+        step, progress = finding.step, start.progress(recipe)
+        first_step, last_step = max(0, step - 1 - spikes.skip_steps), step - 1 + spikes.skip_steps
+        first, last = progress.samples_at(first_step), progress.samples_at(last_step)
+        # Positions in the global order, from which earlier rollbacks have left out samples already.
+        positions = start.journal.position(first), start.journal.position(last - 1) + 1
+        place, to_step = DiskPlace(run.path), 0
+        for folder in committed_checkpoints(run):
+            if step_in_name(folder) > first_step or is_left_behind(folder, start.journal):
+                continue
+            # Marker and sizes suffice here: the next start compares the bytes, and takes an earlier one if they have
+            # changed. What other disks hold of it shows then, too.
+            if health(place, folder.name, is_part=not run.disks.shared).word == COMMITTED:
+                to_step = step_in_name(folder)
+                break
+        rollback = Rollback(step, to_step, positions, spikes.lr_factor, spikes.lr_steps)
         # The journal first: if the process is killed after it, the next start still follows it.
         start.journal.with_rollback(rollback).write(run.journal)
         run.add_event("rollback", **asdict(rollback), why=why, rollback=done + 1, of=allowed)
@@ -390,26 +489,3 @@ def roll_back(run: RunFolder, start: Start, finding: RollbackCause, recipe: Reci
 
     if (last_words := from_rank_0(write)) is not None:
         raise GaveUp(last_words)
-
-
-def _planned(run: RunFolder, start: Start, step: int, recipe: Recipe) -> Rollback:
-    """Plan the rollback from the loss of optimizer step `step`."""
-    spikes = recipe.monitors.spikes
-    # Counted from 0, `step - 1` is the step whose loss was the reason.
-    # At the first steps of a run there are fewer before it.
-    first_step = max(0, step - 1 - spikes.skip_steps)
-    last_step = step - 1 + spikes.skip_steps
-    progress = start.progress(recipe)
-    first, last = progress.samples_at(first_step), progress.samples_at(last_step)
-    # Positions in the global order, from which earlier rollbacks have left out samples already.
-    positions = start.journal.position(first), start.journal.position(last - 1) + 1
-    place, to_step = DiskPlace(run.path), 0
-    for folder in committed_checkpoints(run):
-        if step_in_name(folder) > first_step or is_left_behind(folder, start.journal):
-            continue
-        # Marker and sizes suffice here: the next start compares the bytes, and takes an earlier one if they have
-        # changed. What other disks hold of it shows then, too.
-        if health(place, folder.name, is_part=not run.disks.shared).word == COMMITTED:
-            to_step = step_in_name(folder)
-            break
-    return Rollback(step, to_step, positions, spikes.lr_factor, spikes.lr_steps)

@@ -2,7 +2,7 @@
 
 Each rank writes one file. A key is `<state>/<parameter>@<start>`: a 1-D tensor that holds the elements [start,
 start + numel) of the flattened parameter. If a layer is split over ranks, these may not follow each other there: the
-key then names the cut as well (cuts.py), `<state>/<parameter>@<row>:<rows>:<column>:<columns>:<width>@<start>`, and
+key then names the cut as well (`Cut`), `<state>/<parameter>@<row>:<rows>:<column>:<columns>:<width>@<start>`, and
 `start` counts in the cut. `<state>/<parameter>@whole` is a state with a shape of its own, such as a row factor. Keys
 without `@` are the rank's own tensors, such as `rng/torch`.
 """
@@ -10,9 +10,8 @@ without `@` are the rank's own tensors, such as `rng/torch`.
 import json
 import os
 import re
-import shutil
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -20,16 +19,10 @@ from typing import NamedTuple
 import torch
 import xxhash
 from safetensors import safe_open
-from transformers.trainer import TRAINER_STATE_NAME
 
-from pretraining.checkpoints.cuts import Cut, rows_of, split_key
 from pretraining.checkpoints.format import (
-    commit_checkpoint,
     digest_entry,
-    file_entry,
-    read_marker,
     read_receipt,
-    write_receipt,
 )
 from pretraining.errors import UserError
 from pretraining.outside.files import COUNT, read_json_value
@@ -45,6 +38,7 @@ BUFFER = "buffer"
 
 _CHUNK_BYTES = 1 << 24
 _MAPPED_BYTES = 1 << 28  # resident pages of the mapped files stay below this
+_IN_KEY = re.compile(r"(.*)@(\d+):(\d+):(\d+):(\d+):(\d+)", re.DOTALL)
 _RANK_FILE = re.compile(r"rank-(\d{5})-of-(\d{5})\.safetensors")
 # safetensors' names of types, in the order in which the library lays tensors out.
 _TYPES = {
@@ -61,6 +55,83 @@ _TYPES = {
 }
 
 
+class Cut(NamedTuple):
+    """Rows and columns of a parameter whose elements are seen as a matrix with `width` columns.
+
+    The elements of a cut are numbered row by row, as they are in the memory of a rank that holds the cut alone.
+    """
+
+    row: int
+    rows: int
+    column: int
+    columns: int
+    width: int
+
+    @classmethod
+    def of(cls, shape: Sequence[int], parts: Mapping[int, tuple[int, int]]) -> "Cut":
+        """Return the cut of a parameter of `shape` that has the elements [start, start + length) of some dimensions.
+
+        parts: {dimension: (start, length)}. Besides the last of them, only the first dimension may be cut.
+        """
+        whole = {dimension: (0, size) for dimension, size in enumerate(shape)}
+        cut = {dimension: part for dimension, part in parts.items() if part != whole[dimension]}
+        last = max(cut, default=0)
+        if any(0 < dimension < last for dimension in cut):
+            raise ValueError(f"no such cut of {list(shape)}: {dict(parts)}")
+        inner, between = prod(shape[last + 1 :]), prod(shape[1:last])
+        start, length = cut.get(last, whole.get(last, (0, 1)))
+        first, count = cut.get(0, whole[0]) if last else (0, 1)
+        return cls(first * between, count * between, start * inner, length * inner, prod(shape[last:]))
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def start(self) -> int | None:
+        """Place of the first element in the flattened parameter; None if the others do not follow it directly."""
+        follows = self.rows <= 1 or self.columns == self.width
+        return self.row * self.width + self.column if follows else None
+
+    def rectangles(self, start: int, numel: int) -> Iterator["Rectangle"]:
+        """Yield the elements [start, start + numel) of the cut: a part of a row, whole rows, a part of a row."""
+        end = start + numel
+        while start < end:
+            row, column = divmod(start, self.columns)
+            whole_rows = (end - start) // self.columns if column == 0 else 0
+            rows = max(1, whole_rows)
+            columns = self.columns if whole_rows else min(self.columns - column, end - start)
+            yield Rectangle(self.row + row, rows, self.column + column, columns)
+            start += rows * columns
+
+    def place(self, row: int, column: int) -> int:
+        """Return the number of an element of the cut by its place in the whole matrix."""
+        return (row - self.row) * self.columns + column - self.column
+
+
+class Rectangle(NamedTuple):
+    """Rows and columns of the whole matrix."""
+
+    row: int
+    rows: int
+    column: int
+    columns: int
+
+    def common(self, other: "Rectangle") -> "Rectangle | None":
+        """Return what both have, or None."""
+        row, column = max(self.row, other.row), max(self.column, other.column)
+        rows = min(self.row + self.rows, other.row + other.rows) - row
+        columns = min(self.column + self.columns, other.column + other.columns) - column
+        return Rectangle(row, rows, column, columns) if rows > 0 and columns > 0 else None
+
+
+def rows_of(flat: torch.Tensor, cut: Cut, start: int, rectangle: Rectangle) -> torch.Tensor:
+    """Return a rectangle as a view [rows, columns] of a flat tensor whose first element is number `start` of a cut."""
+    offset = cut.place(rectangle.row, rectangle.column) - start
+    sizes, strides = (rectangle.rows, rectangle.columns), (cut.columns, 1)
+    return flat.as_strided(sizes, strides, flat.storage_offset() + offset)
+
+
 def rank_file(rank: int, ranks: int) -> str:
     """Return the name of one rank's file, `rank-00000-of-00002.safetensors`."""
     return f"rank-{rank:05d}-of-{ranks:05d}.safetensors"
@@ -70,7 +141,7 @@ def fragment_key(state: str, parameter: str, start: int | None, cut: Cut | None 
     """Return the key of a fragment; `start` is None for a state with a shape of its own, and counts in the cut."""
     if cut is not None and start is not None:
         if cut.start is None:
-            parameter = cut.key(parameter)
+            parameter += f"@{cut.row}:{cut.rows}:{cut.column}:{cut.columns}:{cut.width}"
         else:
             start += cut.start
     return f"{state}/{parameter}@{'whole' if start is None else start}"
@@ -135,17 +206,6 @@ class Fragment(NamedTuple):
     """In which `start` counts; None: in the flattened parameter."""
 
 
-def _without_nested(fragments: list[Fragment]) -> list[Fragment]:
-    """Sort so that starts and ends both ascend in each cut, and leave out fragments that are inside another one."""
-    # `read` then finds its first fragment by bisection.
-    kept: list[Fragment] = []
-    for fragment in sorted(fragments, key=lambda each: (each.cut or (), each.start, -each.numel)):
-        last = kept[-1] if kept and kept[-1].cut == fragment.cut else None
-        if last is None or fragment.start + fragment.numel > last.start + last.numel:
-            kept.append(fragment)
-    return kept
-
-
 class _Missing(UserError):
     """The files that were read so far do not hold a slice."""
 
@@ -201,29 +261,37 @@ class CheckpointReader:
         return True
 
     def _index(self, files: list[str]) -> None:
-        found = {key for file in files for key in self._index_file(file)}
-        opened = set(files)
-        self._later = [file for file in self._later if file not in opened]
-        for state, parameter in found:
-            self._fragments[state, parameter] = _without_nested(self._fragments[state, parameter])
-            self._states[parameter] = sorted({*self.states(parameter), state})
-
-    def _index_file(self, file: str) -> Iterator[tuple[str, str]]:
-        """Note what is in a file; yields (state, parameter) of its fragments."""
-        opened = self._opened(file)
-        for key in opened.keys():  # noqa: SIM118 (safe_open is no mapping)
-            if "@" not in key:
-                continue
-            # Names of states have no slash; names of parameters may hold any character.
-            state, _, rest = key.partition("/")
-            parameter, _, start = rest.rpartition("@")
-            if start == "whole":
-                self._whole[state, parameter] = Fragment(0, 0, file, key)
-            else:
-                parameter, cut = split_key(parameter)
+        """Note what is in these files."""
+        found, indexed = set(), set(files)
+        self._later = [file for file in self._later if file not in indexed]
+        for file in files:
+            opened = self._opened(file)
+            for key in opened.keys():  # noqa: SIM118 (safe_open is no mapping)
+                if "@" not in key:
+                    continue
+                # Names of states have no slash; names of parameters may hold any character.
+                state, _, rest = key.partition("/")
+                parameter, _, start = rest.rpartition("@")
+                if start == "whole":
+                    self._whole[state, parameter] = Fragment(0, 0, file, key)
+                    continue
+                cut = None
+                if of_cut := _IN_KEY.fullmatch(parameter):
+                    parameter, cut = of_cut[1], Cut(*map(int, of_cut.groups()[1:]))
                 fragment = Fragment(int(start), prod(opened.get_slice(key).get_shape()), file, key, cut)
                 self._fragments.setdefault((state, parameter), []).append(fragment)
-                yield state, parameter
+                found.add((state, parameter))
+        for state, parameter in found:
+            self._states[parameter] = sorted({*self.states(parameter), state})
+            # Starts and ends both ascend in each cut, without fragments that are inside another one: `read` then finds
+            # its first fragment by bisection.
+            kept: list[Fragment] = []
+            fragments = self._fragments[state, parameter]
+            for fragment in sorted(fragments, key=lambda each: (each.cut or (), each.start, -each.numel)):
+                last = kept[-1] if kept and kept[-1].cut == fragment.cut else None
+                if last is None or fragment.start + fragment.numel > last.start + last.numel:
+                    kept.append(fragment)
+            self._fragments[state, parameter] = kept
 
     def states(self, parameter: str) -> list[str]:
         """Return the names of a parameter's per-element states: `master`, `exp_avg`, ..."""
@@ -309,9 +377,13 @@ class CheckpointReader:
             for fragment in fragments:
                 its = fragment.cut or whole
                 for held in its.rectangles(fragment.start, fragment.numel):
-                    common = wanted.common(held)
+                    if (common := wanted.common(held)) is None:
+                        continue
+                    end = common.row + common.rows
                     # a few rows at once: `_part` reads what is between their columns too
-                    for some in common.some_rows(max(1, _CHUNK_BYTES // its.columns)) if common else ():
+                    at_once = max(1, _CHUNK_BYTES // its.columns)
+                    for row in range(common.row, end, at_once):
+                        some = common._replace(row=row, rows=min(at_once, end - row))
                         first = its.place(some.row, some.column) - fragment.start
                         last = its.place(some.row + some.rows - 1, some.column) - fragment.start
                         part = self._part(fragment, first, last + some.columns)
@@ -407,33 +479,6 @@ def _rank_files(folder: Path, incomplete: bool = False) -> list[str]:
     return files
 
 
-_OWN_KEYS = ("format", "checksum", "files", "ranks")
-"""Keys of a marker that describe its own files and not the run."""
-
-
-def reshard(folder: Path, target_folder: Path, num_files: int) -> None:
-    """Write `folder`, whole and verified, as a checkpoint of `num_files` equal files to `target_folder`.
-
-    No resume needs this, because any number of ranks reads any files. Takes memory for one slice of a parameter. The
-    random states of the ranks that saved are left out, as if the run had continued with another number of ranks; of
-    their running losses it keeps the mean.
-    """
-    reader, marker = CheckpointReader(folder), read_marker(folder)
-    loss = mean_running_loss(folder, range(reader.ranks), reader.ranks)
-    kept = {"running_loss": loss} if loss else {}
-    target_folder.mkdir(parents=True)
-    copied = [name for name in (STATE_FILE, TRAINER_STATE_NAME) if (folder / name).exists()]
-    for name in copied:
-        shutil.copyfile(folder / name, target_folder / name)
-    for index in range(num_files):
-        name = rank_file(index, num_files)
-        files = {name: _write_share(reader, target_folder / name, index, num_files)}
-        files |= {each: file_entry(target_folder / each) for each in copied if index == 0}
-        write_receipt(target_folder, index, num_files, files, **kept)
-    content = {key: value for key, value in marker.items() if key not in _OWN_KEYS}
-    commit_checkpoint(target_folder, {**content, "ranks": num_files})
-
-
 def mean_running_loss(folder: Path, savers: Iterable[int], ranks: int) -> dict | None:
     """Return the mean over savers of the losses since the last logged step, and these steps; None if none has any.
 
@@ -444,34 +489,3 @@ def mean_running_loss(folder: Path, savers: Iterable[int], ranks: int) -> dict |
     if not saved:
         return None
     return {"sum": sum(loss["sum"] for loss in saved) / len(saved), "steps": saved[0]["steps"]}
-
-
-def _write_share(reader: CheckpointReader, path: Path, index: int, num_files: int) -> dict:
-    slices, shapes = {}, {}
-    for state, name, total in _states(reader):
-        # Shares of every parameter, so that the files are of equal size; a small one may have none in this file.
-        start, end = total * index // num_files, total * (index + 1) // num_files
-        if end > start:
-            key = fragment_key(state, name, start)
-            slices[key] = (state, name, start, end - start)
-            # `meta` takes no memory: each slice is read when it is written.
-            shapes[key] = torch.empty(end - start, dtype=reader.dtype(state, name), device="meta")
-    whole = {}
-    if index == 0:  # small: factors of moments
-        names = [(state, name) for name in reader.parameters for state in reader.whole_states(name)]
-        whole = {fragment_key(state, name, None): reader.read_whole(state, name) for state, name in names}
-
-    def read(key: str) -> torch.Tensor:
-        return whole[key] if key in whole else reader.read(*slices[key])
-
-    return write_rank_file(path, {**shapes, **whole}, read)
-
-
-def _states(reader: CheckpointReader) -> Iterator[tuple[str, str, int]]:
-    """Yield (state, name, number of elements) of every per-element state and persistent buffer."""
-    for name in reader.parameters:
-        for state in reader.states(name):
-            if state != BUFFER:
-                yield state, name, reader.numel(name)
-    for name, entry in reader.state.get("buffers", {}).items():
-        yield BUFFER, name, torch.Size(entry["shape"]).numel()

@@ -1,12 +1,15 @@
-"""Upload committed checkpoints to `checkpoints.upload` in the background: files, then receipts, the marker last.
+"""Upload to a store: committed checkpoints behind training, the export at the end, and what `push` publishes.
 
-Each rank's thread sends the files that the rank wrote. Rank 0 adds the marker once every rank has reported that its
-files are in the store. If the store fails, that is an event and never stops the run. Only one checkpoint is uploaded at
-a time. Of those that are committed in the meantime, only the newest is uploaded, next or at the end.
+Checkpoints go to `checkpoints.upload`: files, then receipts, the marker last. Each rank's thread sends the files that
+the rank wrote. Rank 0 adds the marker once every rank has reported that its files are in the store. If the store fails,
+that is an event and never stops the run. Only one checkpoint is uploaded at a time. Of those that are committed in the
+meantime, only the newest is uploaded, next or at the end.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import sys
 import threading
 import time
@@ -18,30 +21,33 @@ from pathlib import Path
 
 import xxhash
 
-from pretraining.checkpoints.folders import committed_checkpoints, step_in, step_in_name
+from pretraining.checkpoints.folders import Retention, committed_checkpoints, files_in, step_in, step_in_name
 from pretraining.checkpoints.format import (
     MARKER,
     digest_entry,
-    is_receipt,
+    file_entry,
+    is_of_rank,
     parse_marker,
     parse_receipt,
     receipt_name,
 )
-from pretraining.checkpoints.remote import RemoteRun
-from pretraining.checkpoints.retention import Committed, Retention, metric_of
-from pretraining.errors import UserError
-from pretraining.outside.files import read_bytes
+from pretraining.checkpoints.remote import RUN_FILES, RemoteRun
+from pretraining.data.tools.push import check_repo_id, hub_refusal
+from pretraining.errors import UserError, require
+from pretraining.outside.addresses import is_remote, refuse_credentials, refuse_slips
+from pretraining.outside.files import inside, parse_json, read_bytes
 from pretraining.outside.masking import masked
+from pretraining.planning.quantities import num_bytes
 from pretraining.runtime.heartbeat import long_work, work_done
 from pretraining.runtime.process_group import Messages, gather_from_ranks, host_group, rank_and_world_size
 from pretraining.runtime.run_folder import RunFolder, unix_seconds
+from pretraining.schema import check, read_json
 
 _PAUSE_SECONDS = 0.05  # between two exchanges of the ranks
 _CHUNK_BYTES = 256 << 10  # it stays in the processor's cache between hashing and sending
 
-RUN_FILES = ("recipe.json", "changes.json", "journal.jsonl", "flagged_blocks.jsonl", "metrics.jsonl")
-RUN_FILES += ("samples.jsonl", "events.jsonl", "wandb_id")
-"""Files of the run folder that a start on an empty machine needs besides the checkpoint."""
+LIST = "published.json"
+"""File that names all others with their sizes and checksums. It comes last: if it is there, they are complete."""
 _SEND, _SENT = b"send", b"sent"
 """Messages: what rank 0 finds is to be done with a checkpoint, and that a rank has done it."""
 
@@ -83,7 +89,7 @@ class Uploader:
         """Upload a committed checkpoint now, or next if another one is under way. All ranks call this."""
         if self._waiting is not None:
             self._add_event("upload_left_out", checkpoint=self._waiting.name)
-            self._waiting.close()
+            self._waiting.open_files.close()
         # Opens the files now, because retention may remove them before their upload begins.
         self._waiting = Parcel(folder, self.rank, self.ranks)
         self._proceed()
@@ -115,24 +121,25 @@ class Uploader:
         parcel, self._waiting = self._waiting, None
         self._given_up.clear()
         self._num_uploads += 1
-        self._thread = threading.Thread(target=self._work, args=(parcel,), name="upload", daemon=True)
+
+        def work() -> None:
+            try:
+                self._send(parcel)
+            except _GivenUp:
+                pass  # the other rank reports why
+            except Exception as error:  # any error: training goes on, and the run reports it
+                # It is printed too. An address in it may hold credentials.
+                self._failure = masked(f"{parcel.name}: {str(error) or type(error).__name__}")
+            finally:
+                parcel.open_files.close()  # so that the disk gets back the room of removed ones
+
+        self._thread = threading.Thread(target=work, name="upload", daemon=True)
         self._thread.start()
         return False
 
     def _add_event(self, kind: str, **details) -> None:
         if self.rank == 0:
             self.run.add_event(kind, **details)
-
-    def _work(self, parcel: Parcel) -> None:
-        try:
-            self._send(parcel)
-        except _GivenUp:
-            pass  # the other rank reports why
-        except Exception as error:  # any error: training goes on, and the run reports it
-            # It is printed too. An address in it may hold credentials.
-            self._failure = masked(f"{parcel.name}: {str(error) or type(error).__name__}")
-        finally:
-            parcel.close()
 
     def _send(self, parcel: Parcel) -> None:
         """Send this rank's part, without what an interrupted upload has sent already."""
@@ -160,12 +167,17 @@ class Uploader:
         seconds = round(time.perf_counter() - began, 3)
         to = self.remote.where(parcel.name)
         self._sent = {"checkpoint": parcel.name, "to": to, "bytes": parcel.num_bytes, "seconds": seconds}
-        self._mirror_removals(step_in(parcel.name))
+        if self.mirror and self.rule is not None:
+            self._removed_here += self._lost_here(self.rule, step_in(parcel.name))
+            self.rule = None
+        # A name leaves the list only after its removal: if the store fails, the next upload tries again.
+        while self._removed_here:
+            self.remote.remove_checkpoint(self._removed_here[0])
+            self._removed_here.pop(0)
 
     def _make_way(self, parcel: Parcel) -> bool:
         """Return whether the store holds this checkpoint already; the marker of another one of its step is removed."""
-        path = f"{parcel.name}/{MARKER}"
-        if (marker := self.remote.read_if_there(path)) in (None, parcel.marker):
+        if (marker := self.remote.marker(parcel.name)) in (None, parcel.marker):
             return marker is not None
         saved = None
         with suppress(UserError, ValueError):
@@ -176,7 +188,7 @@ class Uploader:
                 "checkpoints.upload"
             )
         # It must go before any rank changes a file.
-        self.remote.remove(path)
+        self.remote.remove(f"{parcel.name}/{MARKER}")
         return False
 
     def _send_own(self, parcel: Parcel) -> None:
@@ -206,27 +218,15 @@ class Uploader:
 
     def _lost_here(self, rule: Retention, newest: int) -> list[str]:
         """List the committed checkpoints up to a step that the store alone holds and the rule does not keep."""
-        names, committed = {}, []
-        for name in self.remote.folders():
-            if not 0 <= step_in(name) <= newest:
-                continue
-            content = self.remote.read_if_there(f"{name}/{MARKER}")
+        markers = {}
+        for name in self.remote.checkpoints():
             # none, a damaged one, or a newer version's: not ours to judge
             with suppress(UserError, ValueError):
-                measured = metric_of(parse_marker(content or b"", self.remote.where(name)), rule.metric)
-                committed.append(Committed(step_in(name), measured))
-                names[step_in(name)] = name
-        kept = rule.kept_steps(committed) | set(map(step_in_name, committed_checkpoints(self.run)))
-        return [name for step, name in names.items() if step not in kept]
-
-    def _mirror_removals(self, newest: int) -> None:
-        if self.mirror and self.rule is not None:
-            self._removed_here += self._lost_here(self.rule, newest)
-            self.rule = None
-        # A name leaves the list only after its removal: if the store fails, the next upload tries again.
-        while self._removed_here:
-            self.remote.remove_checkpoint(self._removed_here[0])
-            self._removed_here.pop(0)
+                if step_in(name) <= newest:
+                    markers[name] = parse_marker(self.remote.marker(name) or b"", self.remote.where(name))
+        kept = rule.kept_steps((step_in(name), marker) for name, marker in markers.items())
+        kept |= set(map(step_in_name, committed_checkpoints(self.run)))
+        return [name for name in markers if step_in(name) not in kept]
 
 
 class Parcel:
@@ -242,15 +242,17 @@ class Parcel:
         content = parse_marker(self.marker, folder)
         self.files = content["files"]
         self.num_bytes = sum(
-            entry["bytes"] for name, entry in content["files"].items() if not is_receipt(name)
+            entry["bytes"]
+            for name, entry in content["files"].items()
+            if not (is_of_rank(name) and name.endswith(".json"))  # receipts
         )
         names = [receipt_name(saver, content["ranks"]) for saver in range(rank, content["ranks"], ranks)]
         # A node's own disk lacks what it did not need; the store, from which the rest came, then holds all.
         self.receipts = {name: (folder / name).read_bytes() for name in names if (folder / name).exists()}
         # Open files can still be read after retention has removed them here.
-        self._open = ExitStack()
+        self.open_files = ExitStack()
         self._files = {
-            name: self._open.enter_context((folder / name).open("rb", buffering=0))
+            name: self.open_files.enter_context((folder / name).open("rb", buffering=0))
             for receipt in self.receipts
             for name in self.files_of(receipt)
             if (folder / name).exists()
@@ -277,6 +279,101 @@ class Parcel:
             raise UserError(f"{name} of {self.name} has changed since it was committed")
         yield last
 
-    def close(self) -> None:
-        """Close the files, so that the disk gets back the room of removed ones."""
-        self._open.close()
+
+def send_export(run: RunFolder, remote: RemoteRun) -> None:
+    """Send the export to the run's store, and compare the sizes there. A store that fails is an event."""
+    began = time.perf_counter()
+    sizes = {path.name: path.stat().st_size for path in sorted(run.export.iterdir()) if path.is_file()}
+    try:
+        for name in sizes:
+            remote.write_file(f"{run.export.name}/{name}", run.export / name)
+        arrived = remote.sizes(run.export.name)
+        if arrived is not None and {name: arrived.get(name) for name in sizes} != sizes:
+            raise UserError(f"{remote.where(run.export.name)}: not what was sent; copy {run.export} there")
+    except (UserError, OSError) as error:
+        return run.add_event("export_upload_failed", reason=str(error))
+    seconds = round(time.perf_counter() - began, 3)
+    to = remote.where(run.export.name)
+    run.add_event("export_upload", to=to, bytes=sum(sizes.values()), seconds=seconds)
+
+
+class Push:
+    """Publish the export of a finished run, with its report.
+
+    The destination is a model repository of the hub (OWNER/NAME), an address (s3://bucket/folder) or a folder, which
+    begins with / or a dot. What is there already is not sent again. In a store and in a folder, published.json comes
+    last and names every file with its checksum.
+    """
+
+    EXAMPLES = """  python -m pretraining.checkpoints push runs/tiny my-name/tiny --dry_run
+  python -m pretraining.checkpoints push runs/tiny my-name/tiny --private
+  python -m pretraining.checkpoints push runs/tiny ./published/tiny"""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("run", type=Path, metavar="RUN", help="folder of a finished run")
+        parser.add_argument("to", metavar="OWNER/NAME|ADDRESS|FOLDER", help="where it is published")
+        parser.add_argument("--private", action="store_true", help="a new repository of the hub is private")
+        parser.add_argument("--dry_run", action="store_true", help="list the files, and send nothing")
+
+    def answer(self, options: argparse.Namespace) -> dict:
+        """Return {"to", "files", "bytes", "sent": the names of files that were not there, "url"}."""
+        run, to = RunFolder(options.run), options.to
+        if not (run.export / "config.json").is_file():
+            raise UserError(f"{run.export}: no exported model there; it is written at the end of train.py")
+        # the card and the report repeat the recipe, which may be older than its own refusal
+        if run.recipe.exists():
+            refuse_credentials(read_json(run.recipe), str(run.recipe))
+        files = {str(path.relative_to(run.export)): path for path in files_in(run.export)}
+        files |= {run.report.name: run.report} if run.report.is_file() else {}
+        size = sum(path.stat().st_size for path in files.values())
+        found = {"to": to, "files": len(files), "bytes": size, "names": sorted(files)}
+        refuse_slips(to, "push")
+        at_hub = not (is_remote(to) or to.startswith(("/", ".", "~")))
+        if at_hub:
+            check_repo_id(to)
+        if options.dry_run:
+            return {**found, "sent": [], "url": None}
+        return found | (to_hub(files, to, options.private) if at_hub else to_store(files, to))
+
+    def as_text(self, answer: dict) -> str:
+        head = f"{answer['files']} files, {num_bytes(answer['bytes'])}"
+        if answer["url"] is None:
+            return "\n".join([f"would publish {head}, to {answer['to']}", *answer["names"]])
+        return f"{head}: {answer['url']} ({len(answer['sent'])} sent)"
+
+
+def to_hub(files: dict[str, Path], repo_id: str, private: bool) -> dict:
+    """Send the files to a model repository of the hub in one commit."""
+    hub, errors = require("huggingface_hub", "push"), require("huggingface_hub.errors", "push")
+    api, operations = hub.HfApi(), [hub.CommitOperationAdd(name, str(path)) for name, path in files.items()]
+    try:
+        # huggingface_hub 2.4.0: None leaves it to the default of the owner, False would make it public
+        url = api.create_repo(repo_id, private=private or None, exist_ok=True)
+        # one commit: nobody sees half of a model
+        api.create_commit(repo_id, operations=operations, commit_message="Export and report of a run")
+    except (OSError, errors.HTTPError, errors.LocalTokenNotFoundError) as error:
+        raise hub_refusal(error, repo_id) from error
+    return {"sent": sorted(files), "url": str(url)}
+
+
+def to_store(files: dict[str, Path], address: str) -> dict:
+    """Write the files to a store or a folder; those that are there with the same content are not sent again."""
+    place = address if is_remote(address) else str(Path(address).expanduser().absolute())
+    store = RemoteRun(place)
+    entries = {name: file_entry(path) for name, path in files.items()}
+    try:
+        known = check(parse_json(store.read_if_there(LIST) or "{}"), {"type": "object"}, LIST)
+        for each in known:
+            inside(Path(), each)  # what it names and we do not have is removed
+    except (ValueError, UserError) as error:
+        raise UserError(f"{store.where(LIST)}: no list of what was published ({error}); remove it") from None
+    changed = [name for name in files if known.get(name) != entries[name]]
+    if changed or known.keys() != entries.keys():
+        # the list must not vouch for files that are about to change
+        store.remove(LIST)
+        for each in changed:
+            store.write_file(each, files[each])
+        for each in known.keys() - entries.keys():
+            store.remove(each)
+        store.write_bytes(LIST, json.dumps(entries, indent=2).encode())
+    return {"sent": changed, "url": place}

@@ -3,8 +3,10 @@
 import argparse
 import json
 import os
+import random
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from pretraining.command_line import OneLineParser, not_negative_integer, positive_integer
@@ -49,9 +51,8 @@ EXAMPLES_OF = {
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
-    run = RUNS[options.verb]
     try:
-        answer, text = run(options)
+        answer, text = options.run(options)
         print(json.dumps(answer, ensure_ascii=False) if options.json else text, flush=True)
     except KeyboardInterrupt:
         exec("")  # as `one_line_errors` does
@@ -64,7 +65,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run_verify(options: argparse.Namespace) -> tuple[dict, str]:
     # Imported in each verb: --help and errors of the command line need none of it.
-    from pretraining.data.tools.verify import verify_data
+    from pretraining.data.tools.finished import verify_data
 
     found = verify_data(options.folder, not options.json)
     text = (
@@ -75,7 +76,7 @@ def run_verify(options: argparse.Namespace) -> tuple[dict, str]:
 
 
 def run_stats(options: argparse.Namespace) -> tuple[dict, str]:
-    from pretraining.data.tools.stats import measure_data, stats_text
+    from pretraining.data.tools.inspect import measure_data, stats_text
 
     measured = measure_data(
         options.folder, options.tokens, options.top, not options.json, options.sequence_length
@@ -84,7 +85,7 @@ def run_stats(options: argparse.Namespace) -> tuple[dict, str]:
 
 
 def run_inspect(options: argparse.Namespace) -> tuple[dict | list, str]:
-    from pretraining.data.tools.inspect import Inspection, block_text, documents_text
+    from pretraining.data.tools.inspect import Inspection, block_text, document_text
     from pretraining.recipe import load_recipe
 
     if options.sample is not None and options.recipe is None:
@@ -105,11 +106,18 @@ def run_inspect(options: argparse.Namespace) -> tuple[dict | list, str]:
         documents = inspection.search(options.search, options.count or 3)
         if not documents:
             raise UserError(f"{options.folder}: no document of {options.split} holds {options.search!r}")
-    elif options.document is not None:
-        documents = inspection.documents_from(options.document, options.count or 1)
     else:
-        documents = inspection.random_documents(options.count or 3, options.seed)
-    return documents, documents_text(documents, options.max_chars)
+        # A range, so that no list of all documents is made.
+        population = range(inspection.split.num_documents)
+        if options.document is not None:
+            first, last = options.document, options.document + (options.count or 1)
+            # The first one is refused if it is not there; the others may be fewer at the end of the split.
+            numbers = [first, *range(first + 1, min(last, len(population)))]
+        else:
+            drawn = random.Random(options.seed).sample(population, min(options.count or 3, len(population)))
+            numbers = sorted(drawn)
+        documents = [inspection.document(number) for number in numbers]
+    return documents, "\n\n".join(document_text(each, options.max_chars) for each in documents)
 
 
 def run_convert(options: argparse.Namespace) -> tuple[dict, str]:
@@ -138,26 +146,22 @@ def run_convert(options: argparse.Namespace) -> tuple[dict, str]:
 
 
 def run_push(options: argparse.Namespace) -> tuple[dict, str]:
-    from pretraining.data.tools.push import plan_push, plan_text, push_data
+    from pretraining.data.manifest import MANIFEST_NAME
+    from pretraining.data.tools.push import plan_push, push_data
 
     if options.dry_run:
         plan = plan_push(options.folder, options.repo_id)
-        return plan, plan_text(plan)
+        files, repo_id = plan["files"], plan["repo_id"]
+        head = f"would upload {len(files):,} files, {plan['size']:,} bytes, to the data set {repo_id}"
+        lines = [f"{size:>16,}  {path}" for path, size in files.items()]
+        note = f"{MANIFEST_NAME} goes up as it is, with the paths and names of the sources"
+        return plan, "\n".join([head, *lines, note, "", plan["card"]])
     pushed = push_data(options.folder, options.repo_id, options.private, not options.json)
     return pushed, f"{pushed['files']:,} files, {pushed['size']:,} bytes: {pushed['url']}"
 
 
-RUNS = {
-    "verify": run_verify,
-    "stats": run_stats,
-    "inspect": run_inspect,
-    "convert": run_convert,
-    "push": run_push,
-}
-
-
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """`verb`, `folder`, `json`, `after_interrupt` (what an interrupt leaves) and the verb's own options."""
+    """Parse `verb`, `run`, `folder`, `json`, `after_interrupt` (what an interrupt leaves) and what the verb adds."""
     parser = OneLineParser(
         prog="python -m pretraining.data",
         description="Verify, measure, read, convert and publish prepared data.",
@@ -165,92 +169,52 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    _verb(verbs, "verify", "compare every file of a data set with its manifest")
-    _add_stats(_verb(verbs, "stats", "counts, document lengths, token frequencies"))
-    _add_inspect(_verb(verbs, "inspect", "documents as text; what a block is made of"))
-    _add_convert(
-        _verb(
-            verbs,
-            "convert",
-            "to and from megatron and datatrove, and from bin (nanoGPT, llm.c) and mds",
-        )
-    )
-    push = _verb(verbs, "push", "upload a data set to the Hugging Face hub")
-    push.add_argument(
-        "repo_id", metavar="OWNER/NAME", help="data set repository; made where it does not exist"
-    )
-    push.add_argument("--private", action="store_true", help="make a new repository private")
-    push.add_argument("--dry_run", action="store_true", help="list the files and the card; send nothing")
-    push.set_defaults(after_interrupt="the same command goes on where it stopped")
-    return parser.parse_args(arguments)
-
-
-def _verb(verbs, name: str, summary: str) -> argparse.ArgumentParser:
-    """A subcommand with DIR, --json and its examples."""
-    parser = verbs.add_parser(
-        name,
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
-        epilog=EXAMPLES_OF[name],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("folder", type=Path, metavar="DIR", help="data set, such as data/python-stdlib")
-    parser.add_argument(
-        "--json", action="store_true", help="print the answer as JSON, without a progress bar"
-    )
-    parser.set_defaults(after_interrupt="nothing was changed")
-    return parser
-
-
-def _add_stats(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    _verb(verbs, run_verify, "compare every file of a data set with its manifest")
+    stats = _verb(verbs, run_stats, "counts, document lengths, token frequencies")
+    stats.add_argument(
         "--no-tokens",
         dest="tokens",
         action="store_false",
         help="counts and lengths only; no shard is read whole",
     )
-    parser.add_argument(
+    stats.add_argument(
         "--top", type=positive_integer, default=10, metavar="N", help="tokens listed at each end (10)"
     )
-    parser.add_argument(
+    stats.add_argument(
         "--sequence_length",
         type=positive_integer,
         metavar="L",
         help="also which share of train's documents the ends of blocks of L tokens cut, in sequence and packed by "
         "best fit",
     )
-
-
-def _add_inspect(parser: argparse.ArgumentParser) -> None:
-    which = parser.add_mutually_exclusive_group()
+    inspect = _verb(verbs, run_inspect, "documents as text; what a block is made of")
+    which = inspect.add_mutually_exclusive_group()
     which.add_argument("--document", type=int, metavar="N", help="this document of the split, from 0")
     which.add_argument("--search", metavar="TEXT", help="the first documents whose text holds TEXT")
     which.add_argument("--block", type=int, metavar="B", help="a block and the documents it is made of")
     which.add_argument("--sample", type=int, metavar="I", help="sample I of a run of --recipe, from 0")
-    parser.add_argument("--split", default="train", help="train (default) or validation")
-    parser.add_argument(
+    inspect.add_argument("--split", default="train", help="train (default) or validation")
+    inspect.add_argument(
         "--sequence_length", type=positive_integer, metavar="L", help="with --block: inputs a block"
     )
-    parser.add_argument(
+    inspect.add_argument(
         "--recipe",
         metavar="NAME|PATH",
         help="with --sample: its length, order and packing; with --block: its length",
     )
-    parser.add_argument(
+    inspect.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="change a value of --recipe"
     )
-    parser.add_argument(
+    inspect.add_argument(
         "--count", type=positive_integer, metavar="K", help="documents to show (3 at random, else 1)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="draw of the random documents (default 0)")
-    parser.add_argument(
+    inspect.add_argument("--seed", type=int, default=0, help="draw of the random documents (default 0)")
+    inspect.add_argument(
         "--max_chars", type=not_negative_integer, default=2000, help="of each text (default 2000; 0: all)"
     )
-
-
-def _add_convert(parser: argparse.ArgumentParser) -> None:
-    way = parser.add_mutually_exclusive_group(required=True)
+    what = "to and from megatron and datatrove, and from bin (nanoGPT, llm.c) and mds"
+    convert = _verb(verbs, run_convert, what)
+    way = convert.add_mutually_exclusive_group(required=True)
     way.add_argument(
         "--to",
         dest="export_to",
@@ -265,25 +229,52 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
         metavar=("FORM", "PATH"),
         help="make DIR of megatron, datatrove, bin (nanoGPT, llm.c) or mds: a prefix, file or folder",
     )
-    parser.add_argument(
+    convert.add_argument(
         "--tokenizer", metavar="NAME|PATH", help="with --from: what the tokens were made with"
     )
-    parser.add_argument(
+    convert.add_argument(
         "--dtype",
         choices=("uint16", "uint32", "int32", "int64"),
         help="with --from bin without a header, or mds with a column of bytes: the type of a token (default: uint16 or "
         "uint32 by the tokenizer; int64)",
     )
-    parser.add_argument(
+    convert.add_argument(
         "--column", metavar="NAME", help="with --from mds: the tokens (default: tokens, input_ids)"
     )
-    parser.add_argument(
+    convert.add_argument(
         "--validation_share",
         type=float,
         default=0.005,
         metavar="SHARE",
         help="with --from: documents kept for validation, by a hash of their tokens (default 0.005)",
     )
+    push = _verb(verbs, run_push, "upload a data set to the Hugging Face hub")
+    push.add_argument(
+        "repo_id", metavar="OWNER/NAME", help="data set repository; made where it does not exist"
+    )
+    push.add_argument("--private", action="store_true", help="make a new repository private")
+    push.add_argument("--dry_run", action="store_true", help="list the files and the card; send nothing")
+    push.set_defaults(after_interrupt="the same command goes on where it stopped")
+    return parser.parse_args(arguments)
+
+
+def _verb(verbs, run: Callable, summary: str) -> argparse.ArgumentParser:
+    """Add the subcommand `name` of a function `run_name`, with DIR, --json and its examples."""
+    name = run.__name__.removeprefix("run_")
+    parser = verbs.add_parser(
+        name,
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog=EXAMPLES_OF[name],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("folder", type=Path, metavar="DIR", help="data set, such as data/python-stdlib")
+    parser.add_argument(
+        "--json", action="store_true", help="print the answer as JSON, without a progress bar"
+    )
+    parser.set_defaults(run=run, after_interrupt="nothing was changed")
+    return parser
 
 
 if __name__ == "__main__":

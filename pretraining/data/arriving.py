@@ -2,8 +2,14 @@
 
 A preparation whose recipe has `data.shuffle_blocks` keeps `arrived.json` in its work folder: a manifest of what can be
 read so far. The shards stay where the tasks wrote them until the data set is published, and are then found there.
+`Alongside` is such a preparation in a process of its own.
 """
 
+import os
+import shlex
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,18 +18,21 @@ from typing import Self
 
 import numpy as np
 
-from pretraining.data.excerpt import excerpt_of
 from pretraining.data.manifest import POSITIONS_FILE, read_manifest
 from pretraining.data.order import ALL_SAMPLES, WindowedOrder
-from pretraining.data.portions import Portion, lacking
+from pretraining.data.portions import Portion, excerpt_of, lacking
 from pretraining.data.publishing import work_folder
 from pretraining.data.shards import Shard, TokenSplit, map_shard
 from pretraining.errors import UserError
 from pretraining.outside.files import read_json_value
+from pretraining.runtime.exit_codes import variables_of_a_helper
+from pretraining.runtime.heartbeat import process_fields
+from pretraining.schema import REPOSITORY
 
 ARRIVED_NAME = "arrived.json"
 """In the work folder of a preparation."""
 
+ENDING_SECONDS = 15.0
 POLL_SECONDS = 0.5
 """How often a reader that waits looks again."""
 
@@ -138,15 +147,6 @@ class ArrivingSplit(ScatteredSplit):
                 time.sleep(PAUSE_SECONDS)
         raise _gone(self.folder)
 
-    def num_known_blocks(self, sequence_length: int) -> int:
-        """Count the blocks that are as they will be in the whole data set."""
-        tokens = self.num_tokens
-        if not self.is_whole and tokens % sequence_length == 0 and self.shard_entries:
-            # Whether the block that ends with the last shard has a target, and so counts when documents are packed
-            # into the shard's blocks, is known with the next shard.
-            tokens -= self.shard_entries[-1]["tokens"]
-        return max(0, (tokens - 1) // sequence_length)
-
 
 def _gone(folder: Path) -> UserError:
     what = "what was prepared of it is gone; type the same command again, which prepares what is missing"
@@ -174,12 +174,17 @@ class ArrivingOrder(WindowedOrder):
         return self._ready
 
     def _count(self) -> None:
-        if self.split.is_whole:
-            self.num_blocks = self.split.num_blocks(self.sequence_length)
-            self._ready = ALL_SAMPLES
-        else:
-            known = self.split.num_known_blocks(self.sequence_length)
-            self._ready = known // self.window * self.window
+        split, length = self.split, self.sequence_length
+        if split.is_whole:
+            self.num_blocks, self._ready = split.num_blocks(length), ALL_SAMPLES
+            return
+        tokens = split.num_tokens
+        if tokens % length == 0 and split.shard_entries:
+            # Whether the block that ends with the last shard has a target, and so counts when documents are packed
+            # into the shard's blocks, is known with the next shard.
+            tokens -= split.shard_entries[-1]["tokens"]
+        # Blocks that are as they will be in the whole data set, in whole windows.
+        self._ready = max(0, (tokens - 1) // length) // self.window * self.window
 
     def blocks(self, sample_indices: np.ndarray) -> np.ndarray:
         samples = np.asarray(sample_indices, np.int64)
@@ -192,3 +197,61 @@ class ArrivingOrder(WindowedOrder):
                 time.sleep(POLL_SECONDS)
             blocks[read] = super().blocks(samples[read])
         return blocks
+
+
+class Alongside:
+    """`data_prep.py` beside a run, with which it ends. `command` is as it is typed; what it prints goes to `log`."""
+
+    def __init__(self, command: str, log: Path):
+        self.command, self.log = command, log
+        words = [sys.executable, str(REPOSITORY / "data_prep.py"), *shlex.split(command)[2:]]
+        self._failure: str | None = None
+        log.parent.mkdir(parents=True, exist_ok=True)
+        # Kept open: the run's folder may be renamed (`--resume never`).
+        self._output = log.open("w+")
+        self._process = subprocess.Popen(
+            [*words, "--beside_training"],
+            # Its end is how the process notices that this one is gone, however it went.
+            stdin=subprocess.PIPE,
+            stdout=self._output,
+            stderr=self._output,
+            env=variables_of_a_helper(),
+            start_new_session=True,  # Ctrl-C is for the run
+        )
+
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def failure(self) -> str | None:
+        """Return why it failed, in its own words; None while it works, and after it has done all."""
+        code = self._process.poll()
+        if not code or self._failure is not None:
+            return self._failure
+        self._output.seek(0)
+        lines = [line.strip() for line in self._output.read().splitlines() if line.strip()]
+        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        how = f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        # without an error of ours the last line is that of a traceback
+        self._failure = errors[-1] if errors else "; ".join([how, *lines[-1:]])
+        return self._failure
+
+    def seconds_worked(self) -> float:
+        """Add up the processor time of its processes: what grows as long as it works."""
+        ticks = 0
+        for folder in Path("/proc").glob("[0-9]*"):
+            # proc(5): from field 3 on, so the session is at 3, and user and system time at 11 and 12
+            fields = process_fields(int(folder.name))
+            if len(fields) > 12 and int(fields[3]) == self._process.pid:
+                ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def end(self) -> None:
+        """End it if it still works; what is finished is kept."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(ENDING_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._output.close()

@@ -107,7 +107,17 @@ class BlockGuard:
         varied = repeats < 2 * (apart + 1) - len(tokens) - 1
         # Distinct tokens of a sample are distinct tokens of the block.
         varied = varied and len(set(tokens[::_SAMPLED_ONE_IN].tolist())) >= fewest
-        reasons = {} if varied else _poor(tokens, apart, fewest)
+        reasons: dict[str, float] = {}
+        if not varied:
+            # numpy sorts 32-bit integers several times faster than 16-bit ones.
+            ordered = np.sort(tokens.astype(np.int32))
+            # In sorted order, a token that occurs more than `apart` times equals the one `apart` places on.
+            if (ordered[apart:] == ordered[:-apart]).any():
+                commonest = np.unique(ordered, return_counts=True)[1].max()
+                reasons["dominant"] = round(float(commonest / len(ordered)), 4)
+            distinct = int(np.count_nonzero(ordered[1:] != ordered[:-1])) + 1
+            if distinct < fewest:
+                reasons["few_tokens"] = distinct
         if not reasons and (period := short_period(tokens, REPEATED_SHARE)):
             reasons["repeated"] = period
         if (share := self._undecodable_share(tokens)) >= UNDECODABLE_SHARE:
@@ -126,21 +136,6 @@ class BlockGuard:
             return 0.0
         text = b"".join([self.token_bytes[token] for token in tokens.tolist()]).decode(errors="replace")
         return text.count("\ufffd") / max(1, len(text))
-
-
-def _poor(tokens: np.ndarray, apart: int, fewest: float) -> dict[str, float]:
-    """Find `dominant` if a token occurs more than `apart` times, `few_tokens` if fewer than `fewest` are distinct."""
-    found = {}
-    # numpy sorts 32-bit integers several times faster than 16-bit ones.
-    ordered = np.sort(tokens.astype(np.int32))
-    # In sorted order, a token that occurs more than `apart` times equals the one `apart` places on.
-    if (ordered[apart:] == ordered[:-apart]).any():
-        commonest = np.unique(ordered, return_counts=True)[1].max()
-        found["dominant"] = round(float(commonest / len(ordered)), 4)
-    distinct = int(np.count_nonzero(ordered[1:] != ordered[:-1])) + 1
-    if distinct < fewest:
-        found["few_tokens"] = distinct
-    return found
 
 
 def short_period(tokens: np.ndarray, share: float) -> int | None:

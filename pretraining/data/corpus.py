@@ -45,15 +45,14 @@ class Batch:
     """A number in [0, 1) for each text, from its hash: below validation_share means validation."""
 
     def without_validation(self, validation_share: float) -> "Batch":
-        """Keep the texts that go to train."""
         kept = [number for number, draw in enumerate(self.draws) if draw >= validation_share]
         columns = (self.texts, self.wheres, self.num_bytes, self.draws)
         return Batch(self.source, *([column[number] for number in kept] for column in columns))
 
 
 def draw_of(encoded: bytes) -> float:
-    """Draw a number in [0, 1) from the text alone."""
-    # By the text alone, so that equal texts are never in both splits. 53 bits are what a double holds exactly.
+    """Draw a number in [0, 1) from the text alone, so that equal texts are never in both splits."""
+    # 53 bits are what a double holds exactly.
     return (xxhash.xxh3_64_intdigest(encoded, SPLIT_SEED) >> 11) * 2.0**-53
 
 

@@ -1,25 +1,23 @@
 """Encode a batch of texts to one flat array of tokens; a share of the documents is encoded twice and compared.
 
-The fast backend is used if it fits the tokenizer and agrees with the reference on the trial texts.
+Three tokenizers are called the same way. Each takes the content of a tokenizer.json. `encode_flat(texts)` returns `ids`
+[tokens], uint32, and `offsets` [texts + 1], int64: text i is `ids[offsets[i]:offsets[i + 1]]`. All of them work in
+rayon's threads, without the GIL. The fast one is used if it fits the tokenizer and agrees with the reference on trial
+texts.
 """
 
 import json
+import random
+import unicodedata
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
-from pretraining.data.encoder_backends import (
-    BACKENDS,
-    Backend,
-    Fastokens,
-    Reference,
-    adversarial_texts,
-    join_flat,
-)
 from pretraining.data.shards import token_dtype
 from pretraining.data.tokenizer import TokenizerInfo
-from pretraining.errors import UserError, nearest
+from pretraining.errors import UserError
 from pretraining.outside.files import read_json_value
 
 CHECKED_ONE_IN = 500
@@ -34,6 +32,110 @@ LONG_DOCUMENT = 200
 AUTO = "auto"
 SAMPLE_CHARACTERS = 1 << 16
 """Characters of the corpus in the check at the start: they take the reference some 60 ms."""
+
+
+class Reference:
+    """Encode by Hugging Face `tokenizers`, which defines the right result and reads every tokenizer.json."""
+
+    name = "tokenizers"
+    """The value of `data.encoder` that asks for it."""
+
+    def __init__(self, content: str):
+        from tokenizers import Tokenizer
+
+        self._tokenizer = Tokenizer.from_str(content)
+
+    def encode_flat(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        # The fast variant leaves out the character offsets, which nobody needs here.
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return join_flat([np.array(encoding.ids, np.uint32) for encoding in encodings])
+
+
+class Fastokens:
+    """Encode by `fastokens`: PCRE2 and a merge table of its own. It agreed with the reference in every comparison."""
+
+    name = "fastokens"
+
+    def __init__(self, content: str):
+        import fastokens
+
+        self._tokenizer = fastokens.Tokenizer.from_json_str(content)
+
+    def encode_flat(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        ids, offsets = self._tokenizer.encode_batch_flat(texts)
+        # Buffers of bytes: read as they are, without a copy.
+        return np.frombuffer(ids, np.uint32), np.frombuffer(offsets, np.int64)
+
+
+class Gigatoken:
+    """Encode by `gigatoken`, which follows a newer Unicode than the reference.
+
+    The reference encodes the texts for which this matters.
+    """
+
+    name = "gigatoken"
+
+    def __init__(self, content: str):
+        import gigatoken
+
+        self._tokenizer = gigatoken.Tokenizer.from_json(content)
+        self._reference = Reference(content)
+
+    def encode_flat(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        layout = self._tokenizer.encode_batch(texts).layout
+        ids, offsets = np.asarray(layout.content.data), np.asarray(layout.offsets.data, np.int64)
+        uncovered = uncovered_texts(texts)
+        if not uncovered:
+            return ids, offsets
+        # The reference encodes them instead. Lengths may change, so the flat arrays are made again.
+        documents = np.split(ids, offsets[1:-1])
+        exact, starts = self._reference.encode_flat([texts[number] for number in uncovered])
+        for position, number in enumerate(uncovered):
+            documents[number] = exact[starts[position] : starts[position + 1]]
+        return join_flat(documents)
+
+
+def join_flat(documents: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    offsets = np.zeros(len(documents) + 1, np.int64)
+    np.cumsum([len(document) for document in documents], out=offsets[1:])
+    # The empty array sets the type if there are no documents.
+    return np.concatenate([*documents, np.empty(0, np.uint32)]), offsets
+
+
+Backend = Reference | Fastokens | Gigatoken
+BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (Fastokens, Gigatoken, Reference)}
+
+
+# Code points whose category depends on the version of the Unicode tables. Pre-tokenizers split at letters and digits:
+# a code point assigned last year is a letter for a library with new tables, and nothing for one with old tables.
+# Libraries also differ on private-use code points.
+
+_UNCERTAIN = {"Cn", "Co"}
+"""Categories of code points that are unassigned (in this Python's tables) or for private use."""
+
+_ASSIGNED_PLANES = 0x40000
+"""Beyond it only tags and variation selectors are assigned; texts with these go to the reference too."""
+
+
+def uncovered_texts(texts: list[str]) -> list[int]:
+    """List the numbers of the texts with such a code point."""
+    uncovered = []
+    for number, text in enumerate(texts):
+        # `isascii` first: Python stores the answer with each text, so pure ASCII costs nothing.
+        if not text.isascii():
+            codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+            if _uncertain_table()[codes].any():
+                uncovered.append(number)
+    return uncovered
+
+
+@cache
+def _uncertain_table() -> np.ndarray:
+    """Make a table, [0x110000] bool, that says if a code point is one of `_UNCERTAIN`."""
+    table = np.ones(0x110000, bool)
+    categories = (unicodedata.category(chr(code)) in _UNCERTAIN for code in range(_ASSIGNED_PLANES))
+    table[:_ASSIGNED_PLANES] = np.fromiter(categories, bool, _ASSIGNED_PLANES)
+    return table
 
 
 class Encoder:
@@ -58,18 +160,43 @@ class Encoder:
         """Open the encoder of a tokenizer folder that `data.encoder` asks for.
 
         A fast backend must first encode built-in adversarial strings and the beginning of `sample` as the reference
-        does. Raises UserError for a backend that is unknown, or that is named and does not fit.
+        does. Raises UserError for a backend that is named and does not fit.
         """
+        tokenizer = read_json_value(folder / "tokenizer.json")
+        special = {token["content"]: token["id"] for token in tokenizer["added_tokens"] if token["special"]}
+        # Text that spells a special token must stay text.
+        tokenizer["added_tokens"] = [token for token in tokenizer["added_tokens"] if not token["special"]]
+        # These would add tokens to a document, or cut it.
+        tokenizer["post_processor"] = tokenizer["truncation"] = tokenizer["padding"] = None
+        content = json.dumps(tokenizer)
+        reference, dtype = Reference(content), token_dtype(info.vocab_size)
+        # The spelling of a special token, read as ordinary text, must not become that token.
+        ids, offsets = reference.encode_flat(list(special))
+        for (token, number), start, stop in zip(special.items(), offsets, offsets[1:], strict=False):
+            if number in ids[start:stop]:
+                raise UserError(
+                    f"data.tokenizer: it turns text that spells {token!r} into the special token; choose a "
+                    "byte-level BPE tokenizer, or take the token out of the model's vocabulary in tokenizer.json"
+                )
+        encoder = cls(reference, reference, info.eos_token_id, dtype)
+        if backend == Reference.name:
+            return encoder
         # Whole texts from the front, the last one cut; a first text longer than the limit still gives a sample.
-        trial, left = [], SAMPLE_CHARACTERS
+        trial, left = list(adversarial_texts(tuple(special))), SAMPLE_CHARACTERS
         for text in sample or ():
             if left <= 0:
                 break
             trial.append(text[:left])
             left -= len(text)
-        chosen, reference, note = _choose_backend(folder, backend, trial)
-        encoder = cls(chosen, reference, info.eos_token_id, token_dtype(info.vocab_size))
-        encoder.note = note
+        name = Fastokens.name if backend == AUTO else backend
+        try:
+            encoder.backend = _checked_backend(name, content, reference, trial)
+        except _Unfit as unfit:
+            if backend != AUTO:
+                raise UserError(
+                    f'data.encoder: {name} {unfit}; set data.encoder to "{AUTO}" or "{Reference.name}"'
+                ) from unfit
+            encoder.note = f"{name} {unfit}: encoding with tokenizers, which is many times slower"
         return encoder
 
     def encode(self, texts: list[str], wheres: list[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -126,45 +253,6 @@ class _Unfit(Exception):
     """Says why a backend cannot encode with this tokenizer; the text completes "<backend> ..."."""
 
 
-def _choose_backend(folder: Path, wanted: str, sample: list[str]) -> tuple[Backend, Reference, str | None]:
-    """Choose the backend; also returns the reference, and a sentence if `auto` had to fall back to it.
-
-    Raises UserError if `wanted` is unknown, or was named and does not fit this tokenizer.
-    """
-    if wanted not in (AUTO, *BACKENDS):
-        known = [AUTO, *BACKENDS]
-        raise UserError(f"data.encoder: no encoder {wanted!r}{nearest(wanted, known)} ({', '.join(known)})")
-    tokenizer = read_json_value(folder / "tokenizer.json")
-    special = {token["content"]: token["id"] for token in tokenizer["added_tokens"] if token["special"]}
-    # Text that spells a special token must stay text.
-    tokenizer["added_tokens"] = [token for token in tokenizer["added_tokens"] if not token["special"]]
-    # These would add tokens to a document, or cut it.
-    tokenizer["post_processor"] = tokenizer["truncation"] = tokenizer["padding"] = None
-    content = json.dumps(tokenizer)
-    reference = Reference(content)
-    # The spelling of a special token, read as ordinary text, must not become that token.
-    ids, offsets = reference.encode_flat(list(special))
-    for (token, number), start, stop in zip(special.items(), offsets, offsets[1:], strict=False):
-        if number in ids[start:stop]:
-            raise UserError(
-                f"data.tokenizer: it turns text that spells {token!r} into the special token; choose a "
-                "byte-level BPE tokenizer, or take the token out of the model's vocabulary in tokenizer.json"
-            )
-    if wanted == Reference.name:
-        return reference, reference, None
-    name = Fastokens.name if wanted == AUTO else wanted
-    try:
-        backend = _checked_backend(name, content, reference, [*adversarial_texts(tuple(special)), *sample])
-        return backend, reference, None
-    except _Unfit as unfit:
-        if wanted == AUTO:
-            note = f"{name} {unfit}: encoding with tokenizers, which is many times slower"
-            return reference, reference, note
-        raise UserError(
-            f'data.encoder: {name} {unfit}; set data.encoder to "{AUTO}" or "{Reference.name}"'
-        ) from unfit
-
-
 def _checked_backend(name: str, content: str, reference: Reference, texts: list[str]) -> Backend:
     """Load the backend `name`; raise `_Unfit` unless it encodes `texts` as the reference does."""
     try:
@@ -194,3 +282,80 @@ def _first_difference(one: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarra
         if not np.array_equal(here, ids_there[offsets_there[number] : offsets_there[number + 1]]):
             return number
     return len(offsets) - 1
+
+
+# Strings on which tokenizers that claim to agree have been seen to differ.
+
+_STRIDE = 61
+"""Looks at every 61st code point: 18,000 of them, some of every large category."""
+
+_PER_CATEGORY = 12
+
+_SURROUNDINGS = ('"{0}"', "a{0}b {0} 1{0}", ' "{0}"),\n{0}{0}')
+
+_WRITTEN_OUT = (
+    *("", " ", "\n", "\r", "\r\n", "\t", "\0", "a\0b", "\ufeff", "\u2028\u2029", "\x85", "\xa0a\xa0 a"),
+    *("I'm you're he'll we'd they've it's don't", "I'M YOU'RE HE'LL", "'s's ' s'", "\u2019s it\u2019ll"),
+    *(
+        "1 12 123 1234 12345 3.14159 1,000,000",
+        "\u0661\u0662\u0663 \u00bd \u2167 \u00b2",
+        "x1y2",
+        "\uff11\uff12",
+    ),
+    *("  a", "a  ", " a  b   c    d", "\n\n a\n \n\t\tb \r\n\r c", "a\r\rb\n\rc", "\u3000a\u2003 b", "a \n"),
+    *(
+        "e\u0301\u0323 a\u0323\u0301",
+        "\u0301",
+        "\u1100\u1161\u11a8 \uac01",
+        "\u0928\u093f \u0915\u094d\u0937",
+    ),
+    *("\U0001f468\u200d\U0001f469\u200d\U0001f467", "\U0001f1e9\U0001f1ea\U0001f1eb", "\U0001f44d\U0001f3fd"),
+    *(
+        "\u4e2d\u6587\u5b57\u7b26\u3002\u65e5\u672c\u8a9e\u306e",
+        "\u05e9\u05c1\u05dc\u05d5\u05dd \u202eabc\u202c",
+    ),
+    *(
+        "\ue000 \uf8ff\U000f0000",
+        "\ufffd\uffff\ufdd0",
+        "\U00016ebb \U00016ea0",
+        "\U0010ffff",
+        "\u0378 \u0560",
+    ),
+    *(" " * 3000 + "a", "a" * 3000, "\n" * 3000, "-" * 3000 + " ", "ab" * 2000, "9" * 1500, "\u4e2d" * 800),
+    *('if x == "a":\n    return {"b": [1, 2]}  # c\n', "\\n\\t\\\\", "https://a.b/c?d=e&f=%20#g", "<s></s>"),
+    *(
+        "\u0130I\u0131i \ufb01 \u1e9e\u00df \u01c5",
+        "\u03a3\u03c3\u03c2",
+        "\u200b\u200c\u200d\u2060",
+        "__init__",
+    ),
+)
+
+
+@cache  # every task of a preparation asks for them, and they are drawn from all of Unicode
+def adversarial_texts(
+    special_tokens: tuple[str, ...], seed: int = 0, num_random: int = 300
+) -> tuple[str, ...]:
+    """Make trial strings: those above, every Unicode category in several surroundings, mixtures, spelled specials."""
+    # Categories of so few characters that the stride may miss them.
+    pools: dict[str, list[str]] = {"Zl": ["\u2028"], "Zp": ["\u2029"], "Cc": ["\0", "\t", "\n", "\r", "\x7f"]}
+    for code in range(0x20, 0x110000, _STRIDE):
+        category = unicodedata.category(chr(code))
+        # Surrogates alone are no text: UTF-8 cannot encode them.
+        if category != "Cs":
+            pools.setdefault(category, []).append(chr(code))
+    pools = {name: pool[:: -(-len(pool) // _PER_CATEGORY)] for name, pool in sorted(pools.items())}
+    singles = [
+        text.format(character) for pool in pools.values() for character in pool for text in _SURROUNDINGS
+    ]
+    spelled = [text for token in special_tokens for text in (token, f"a{token}b", f" {token}\n{token}")]
+    # A generator of its own: the same seed tries the same strings on every machine.
+    draw = random.Random(seed)
+    parts = [" ", "  ", "\n", "\t", "'s", "'ll", "the", " of", "12", "345", "_", "...", *special_tokens]
+    names = list(pools)
+
+    def part() -> str:
+        return draw.choice(parts) if draw.random() < 0.5 else draw.choice(pools[draw.choice(names)])
+
+    mixtures = ["".join(part() for _ in range(draw.randint(1, 40))) for _ in range(num_random)]
+    return (*_WRITTEN_OUT, *singles, *spelled, *mixtures)

@@ -87,37 +87,26 @@ class Interleaving:
             # How far each source is ahead of its line: the same state goes on with the same periods.
             state = tuple(done - index * count for done, count in zip(drawn, stage.counts, strict=True))
             if state in seen:
-                return self._repeat(stage, pieces[seen[state] :], position, drawn, last_regular)
+                cycle = pieces[seen[state] :]
+                # A cycle of one period that was added last can itself be repeated.
+                if len(cycle) > 1 or cycle[0] is not self._cycles[-1]:
+                    self._add(position, np.concatenate([piece.sources for piece in cycle]), drawn)
+                if last_regular is None:
+                    return drawn
+                # As often as it fits.
+                repeated = self._cycles[-1]
+                times = (last_regular - position) // len(repeated.sources)
+                position += times * len(repeated.sources)
+                per_cycle = repeated.per_cycle.tolist()
+                drawn = [done + times * more for done, more in zip(drawn, per_cycle, strict=True)]
+                break
             seen[state] = index
             piece, after = self._targets.draw(position, position + stage.period, drawn)
             pieces.append(self._add(position, piece, drawn))
             position, drawn = position + stage.period, after
-        return self._finish(stage, position, drawn)
-
-    def _repeat(
-        self,
-        stage: InterleavedStage,
-        cycle: list[_Cycle],
-        position: int,
-        drawn: list[int],
-        last_regular: int | None,
-    ) -> list[int]:
-        """Repeat `cycle` from `position` as often as it fits; then finish the stage."""
-        # A cycle of one period that was added last can itself be repeated.
-        if len(cycle) > 1 or cycle[0] is not self._cycles[-1]:
-            self._add(position, np.concatenate([piece.sources for piece in cycle]), drawn)
-        if last_regular is None:
-            return drawn
-        repeated = self._cycles[-1]
-        times = (last_regular - position) // len(repeated.sources)
-        position += times * len(repeated.sources)
-        drawn = [done + times * int(more) for done, more in zip(drawn, repeated.per_cycle, strict=True)]
-        return self._finish(stage, position, drawn)
-
-    def _finish(self, stage: InterleavedStage, position: int, drawn: list[int]) -> list[int]:
-        """Lay out the samples up to the stage's border one by one."""
         if position >= stage.stop:
             return drawn
+        # One by one up to the stage's border.
         piece, after = self._targets.draw(position, stage.stop, drawn)
         self._add(position, piece, drawn)
         return after
@@ -197,7 +186,15 @@ class _Targets:
         releases = np.concatenate([release for release, _ in windows])
         keys = np.concatenate([due * num_sources + source for source, (_, due) in enumerate(windows)])
         by_release = np.argsort(releases, kind="stable")
-        taken = _earliest_deadlines(start, stop, releases[by_release].tolist(), keys[by_release].tolist())
+        # Take for each sample the smallest key (deadline first) among those released and not yet taken.
+        ready, taken, place = [], [], 0
+        # A last release that is never reached, so that the inner loop needs no check of the end.
+        released, ordered = [*releases[by_release].tolist(), stop + 1], keys[by_release].tolist()
+        for i in range(start + 1, stop + 1):
+            while released[place] <= i:
+                heapq.heappush(ready, ordered[place])
+                place += 1
+            taken.append(heapq.heappop(ready))
         # A key is deadline x sources + source: ties go to the source named first, on every machine.
         deadlines, chosen = np.divmod(np.array(taken, np.int64), num_sources)
         assert (deadlines > np.arange(start, stop)).all(), "a draw missed its deadline"
@@ -233,19 +230,6 @@ class _Targets:
         return max(number for number, stage in enumerate(self.stages) if stage.start <= sample)
 
 
-def _earliest_deadlines(start: int, stop: int, releases: list[int], keys: list[int]) -> list[int]:
-    """Take for each sample the smallest key (deadline first) among those released and not yet taken."""
-    ready, taken, place = [], [], 0
-    # A last release that is never reached, so that the inner loop needs no check of the end.
-    releases.append(stop + 1)
-    for i in range(start + 1, stop + 1):
-        while releases[place] <= i:
-            heapq.heappush(ready, keys[place])
-            place += 1
-        taken.append(heapq.heappop(ready))
-    return taken
-
-
 def counts_per_period(shares: Sequence[Fraction]) -> list[int]:
     """Return the samples of each source in one period, whose length is their sum: at most `MAX_PERIOD`.
 
@@ -258,11 +242,6 @@ def counts_per_period(shares: Sequence[Fraction]) -> list[int]:
     smallest, grid = min(share for share in shares if share), 1 << 10
     while grid < MAX_PERIOD and grid * smallest < _GRID_STEPS_OF_SMALLEST:
         grid *= 2
-    return _round_to_grid(shares, grid)
-
-
-def _round_to_grid(shares: Sequence[Fraction], grid: int) -> list[int]:
-    """Round the shares to counts that sum to `grid`: the largest remainders are rounded up."""
     # At least 1: a share that is not zero must not vanish.
     counts = [max(1, int(share * grid)) if share else 0 for share in shares]
     sources = [source for source, share in enumerate(shares) if share]

@@ -2,6 +2,8 @@
 set is complete."""
 
 import json
+from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +14,7 @@ from pretraining.data.tokenizer import local_fingerprint
 from pretraining.errors import UserError
 from pretraining.outside.files import CHECKSUM, COUNT, DIGEST, NAME, parse_json, read_bytes
 from pretraining.recipe import recipe_schema
+from pretraining.recipe.data import Data
 from pretraining.schema import Difference, check, differences, filled
 
 if TYPE_CHECKING:
@@ -297,9 +300,9 @@ def report_text(manifest: dict) -> str:
     """Describe what filters, decontamination and deduplication took out; empty if the recipe asked for none."""
     parts = []
     if "filters" in manifest:
-        from pretraining.data.quality.report import FilterReport
+        from pretraining.data.quality.chain import FilterReport
 
-        parts.append(FilterReport.from_dict(manifest["filters"]).as_text())
+        parts.append(FilterReport(**manifest["filters"]).as_text())
     if "decontamination" in manifest:
         found = manifest["decontamination"]
         sets = ", ".join(f"{name}: {entry['dropped']:,}" for name, entry in found["sets"].items())
@@ -316,3 +319,47 @@ def report_text(manifest: dict) -> str:
             "validation"
         )
     return "\n".join(parts)
+
+
+def check_blocks(
+    splits: dict,
+    data: Data,
+    sequence_length: int,
+    workable_share: Callable[[int, int], float | None] = lambda *_: None,
+) -> None:
+    """Raise UserError unless train, the held-out share and each validation source hold one block of inputs and targets.
+
+    A block has `sequence_length` inputs. workable_share: finds a data.validation_share that leaves each split a block,
+    from the tokens that there are and those that are wanted.
+    """
+    # One more than the inputs: the target of the last one.
+    wanted = sequence_length + 1
+    held_out: Counter[int] = Counter()
+    for shard in splits["validation"]["shards"]:
+        held_out[shard.get("source") or 0] += shard["tokens"]  # None: of a single source in older data sets
+    own = data.validation.sources if data.validation else []
+    for number, source in enumerate(own):
+        found = held_out.pop(len(data.sources) + number, 0)
+        if found < wanted:
+            raise UserError(
+                f"data {data.name!r}: data.validation.sources.{number} ({source.called}) has {found:,} tokens, too "
+                f"few for one block of {wanted:,}; add text to it, leave it out, or shorten the sequence length"
+            )
+    counts = {"train": splits["train"]["tokens"]}
+    if data.validation_share:
+        counts["validation"] = sum(held_out.values())
+    total, short = sum(counts.values()), [name for name in counts if counts[name] < wanted]
+    if not short:
+        return
+    share = workable_share(total, wanted) if data.validation_share else None
+    if share is not None:
+        advice = f"set data.validation_share to {share:g} (it is {data.validation_share:g})"
+    elif total < len(counts) * wanted:
+        blocks = "two blocks need" if len(counts) == 2 else "one block needs"
+        advice = f"add text: {blocks} {len(counts) * wanted:,} tokens"
+    else:
+        advice = "add text or documents, change data.validation_share, or shorten the sequence length"
+    raise UserError(
+        f"data {data.name!r}: {short[0]} has {counts[short[0]]:,} of the corpus's {total:,} tokens, too "
+        f"few for one block of {wanted:,} (sequence length {sequence_length:,} and one target); {advice}"
+    )

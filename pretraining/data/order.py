@@ -310,7 +310,11 @@ class Permutation:
             high_bits, low_bits = self._widths
             for key in keys:
                 low = value & ((1 << low_bits) - 1)
-                mixed = (value >> low_bits ^ _scramble_one(low, key)) & ((1 << high_bits) - 1)
+                # As `_scramble`. Python's integers do not wrap: `_WORD` keeps 64 bits.
+                mixed = low ^ key
+                mixed = (mixed ^ mixed >> 30) * _MULTIPLIERS_AS_INTEGERS[0] & _WORD
+                mixed = (mixed ^ mixed >> 27) * _MULTIPLIERS_AS_INTEGERS[1] & _WORD
+                mixed = (value >> low_bits ^ mixed ^ mixed >> 31) & ((1 << high_bits) - 1)
                 value = low << high_bits | mixed
                 high_bits, low_bits = low_bits, high_bits
             if value < self.num_blocks:
@@ -336,12 +340,3 @@ def _scramble(values: np.ndarray, key: np.uint64) -> np.ndarray:
     mixed = (mixed ^ (mixed >> np.uint64(30))) * _MULTIPLIERS[0]
     mixed = (mixed ^ (mixed >> np.uint64(27))) * _MULTIPLIERS[1]
     return mixed ^ (mixed >> np.uint64(31))
-
-
-def _scramble_one(value: int, key: int) -> int:
-    """Mix one value as `_scramble` does."""
-    mixed = value ^ key
-    # Python's integers do not wrap: `_WORD` keeps 64 bits.
-    mixed = (mixed ^ mixed >> 30) * _MULTIPLIERS_AS_INTEGERS[0] & _WORD
-    mixed = (mixed ^ mixed >> 27) * _MULTIPLIERS_AS_INTEGERS[1] & _WORD
-    return mixed ^ mixed >> 31

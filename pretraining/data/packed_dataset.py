@@ -8,7 +8,7 @@ import numpy as np
 
 from pretraining.data.arriving import ArrivingOrder, ArrivingSplit
 from pretraining.data.block_guard import BlockGuard
-from pretraining.data.document_masking import IGNORED, masked_block
+from pretraining.data.documents import IGNORED, BestFit, Stretch, cut_shares, masked_block
 from pretraining.data.order import (
     ALL_SAMPLES,
     GlobalOrder,
@@ -21,8 +21,8 @@ from pretraining.data.order import (
     blocks_starting,
     shards_at_once,
 )
-from pretraining.data.packing import BestFit, Stretch, cut_shares
 from pretraining.data.shards import TokenSplit
+from pretraining.data.streaming.remote_data import SHARE_OF_CACHE, Prefetcher, StreamedSplit
 from pretraining.errors import UserError
 from pretraining.recipe.data import source_names
 from pretraining.runtime.durable_files import read_rows
@@ -163,7 +163,7 @@ class PackedDataset:
         return read if len(self.splits) == 1 else {**read, "source": np.array(source)}
 
     def cut_shares(self) -> dict | None:
-        """Count what the ends of blocks cut around the first blocks (`packing.cut_shares`); None if not packed."""
+        """Count what the ends of blocks cut around the first blocks (`documents.cut_shares`); None if not packed."""
         if self._best_fits is None:
             return None
         # The first samples need their shards anyway, so nothing is fetched for this.
@@ -237,6 +237,55 @@ def _order_of(split: TokenSplit, recipe: "Recipe", fingerprint: str, source: str
     if window is not None:
         return WindowedOrder(num_blocks, window, seed, source, shards_at_once(first_blocks, window))
     return GroupedOrder(first_blocks, group_size, seed, fingerprint)
+
+
+class PrefetchedDataset:
+    """The samples of `dataset`, unchanged; each read moves the prefetcher on."""
+
+    def __init__(self, dataset: PackedDataset, prefetcher: Prefetcher):
+        self.dataset, self.prefetcher = dataset, prefetcher
+        self._remote = prefetcher.splits[0].remote
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> dict:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[dict]:
+        self.prefetcher.advance(self.dataset.first_sample + min(indices))
+        self._remote.count_reads(len(indices))
+        return self.dataset.__getitems__(indices)
+
+
+def prefetched(dataset: PackedDataset) -> PackedDataset | PrefetchedDataset:
+    """Prefetch if the shards come from an address; the samples stay the same.
+
+    Raises:
+        UserError: the cache may not keep what the order needs at once.
+    """
+    # Without an order blocks come in sequence (validation).
+    if dataset.order is None or not isinstance(dataset.splits[0], StreamedSplit):
+        return dataset
+    orders, cache = dataset.order.orders, dataset.splits[0].remote.cache
+    sizes = [sorted((e["size"] for e in split.shard_entries), reverse=True) for split in dataset.splits]
+    # Of each split as many shards as are shuffled together; None: all of them.
+    needed = [
+        size for shards, order in zip(sizes, orders, strict=True) for size in shards[: order.group_size]
+    ]
+    room = cache.max_bytes * SHARE_OF_CACHE
+    if sum(needed) > room:
+        most = int(room // max(needed) // len(sizes))
+        smaller = f", or shuffle by groups of shards: --set data.shuffle_shards={most}" if most else ""
+        if any(isinstance(order, WindowedOrder) for order in orders):
+            smaller = ", or take a smaller data.shuffle_blocks"
+        raise UserError(
+            f"{cache.root}: the order of the run needs {len(needed):,} shards ({sum(needed) / 1e9:.3g} GB) at once, "
+            f"the cache may hold {cache.max_bytes / 1e9:.3g} GB: raise --data_cache_gb to "
+            f"{sum(needed) / SHARE_OF_CACHE / 1e9 + 0.05:.1f}{smaller}"
+        )
+    end = dataset.first_sample + len(dataset)
+    return PrefetchedDataset(dataset, Prefetcher(dataset.shard_needs(), dataset.splits, end))
 
 
 def step_origins(

@@ -1,10 +1,17 @@
-"""Say how much of each source a run reads: the first documents, as the recipe's caps and budget ask for."""
+"""Say how much of each source a run reads: the first documents, as the recipe's caps and budget ask for.
+
+What a run sees is a function of its recipe. The data set on the disk may hold more, because another recipe has had more
+prepared: the run then sees what it would have seen without (`excerpt_of`). Files stay as they are; the manifest's
+entries are cut.
+"""
 
 from bisect import bisect_left
+from collections.abc import Callable
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from pretraining.data.checksums import content_fingerprint, digest_of_documents
 from pretraining.errors import UserError
 from pretraining.recipe.data import read_stages, run_shares, source_names
 from pretraining.schema import display_path
@@ -12,6 +19,7 @@ from pretraining.schema import display_path
 if TYPE_CHECKING:
     import numpy as np
 
+    from pretraining.data.shards import TokenSplit
     from pretraining.recipe.recipe import Recipe
 
 
@@ -47,32 +55,31 @@ class Portion(NamedTuple):
 
 def portions_of(recipe: "Recipe") -> list[Portion | None]:
     """Compute what the recipe asks for of each source; None: all of it."""
-    needed = _needed_tokens(recipe) if recipe.data.prepare == "budget" else [None] * len(recipe.data.sources)
+    needed: list[int | None] = [None] * len(recipe.data.sources)
+    if recipe.data.prepare == "budget":
+        # The tokens of training that the run reads of each source if it repeats none.
+        samples, where = recipe.num_samples, display_path(recipe.path)
+        draws = [samples]
+        if len(recipe.data.sources) > 1:
+            # numpy takes a while to import, and most preparations are found finished.
+            from pretraining.data.interleaving import InterleavedStage, Interleaving
+
+            names = source_names(recipe.data, where)
+            # The shares are written in the recipe (`check_mixture`), so that any sizes will do.
+            sizes = [1] * len(names)
+            stages = read_stages(recipe.data, names, sizes, samples, recipe.sequence_length, where)
+            interleaving = Interleaving([InterleavedStage.of(*stage) for stage in stages])
+            # Shares are rounded to a grid: enough for them as written, and as they are drawn.
+            written = [ceil(share * samples) for share in run_shares(stages, samples)]
+            draws = [max(pair) for pair in zip(interleaving.realised(samples), written, strict=True)]
+        # One more than the inputs: the target of the last one.
+        needed = [int(blocks) * recipe.sequence_length + 1 for blocks in draws]
     portions: list[Portion | None] = []
     for source, tokens in zip(recipe.data.sources, needed, strict=True):
         limits = [limit for limit in (tokens, source.max_tokens) if limit is not None]
         portion = Portion(min(limits, default=None), source.max_documents)
         portions.append(None if portion == Portion() else portion)
     return portions
-
-
-def _needed_tokens(recipe: "Recipe") -> list[int | None]:
-    """Compute the training tokens that the run reads of each source if it repeats none."""
-    samples, length, where = recipe.num_samples, recipe.sequence_length, display_path(recipe.path)
-    draws = [samples]
-    if len(recipe.data.sources) > 1:
-        # numpy takes a while to import, and most preparations are found finished.
-        from pretraining.data.interleaving import InterleavedStage, Interleaving
-
-        names = source_names(recipe.data, where)
-        # The shares are written in the recipe (`check_mixture`), so that any sizes will do.
-        stages = read_stages(recipe.data, names, [1] * len(names), samples, length, where)
-        drawn = Interleaving([InterleavedStage.of(*stage) for stage in stages]).realised(samples).tolist()
-        # Shares are rounded to a grid: enough for them as written, and as they are drawn.
-        written = [ceil(share * samples) for share in run_shares(stages, samples)]
-        draws = [max(pair) for pair in zip(drawn, written, strict=True)]
-    # One more than the inputs: the target of the last one.
-    return [int(blocks) * length + 1 for blocks in draws]
 
 
 def lacking(manifest: dict, portions: list[Portion | None]) -> list[int]:
@@ -110,3 +117,105 @@ def check_enough(manifest: dict, portions: list[Portion | None], place: Path | s
             f"{place}: has the first {source['cut']['tokens']:,} training tokens of {source['name']!r}, and this run "
             f"reads {wanted}; prepare the rest, which keeps what is there: {command}"
         )
+
+
+def excerpt_of(
+    manifest: dict,
+    splits: dict[str, "TokenSplit"],
+    portions: list[Portion | None],
+    read_positions: "Callable[[], np.ndarray]",
+) -> dict:
+    """Return the manifest of the part of a data set that the portions name; the same object if that is all of it.
+
+    read_positions: reads `validation_positions` [documents of validation], only if they are needed.
+    """
+    sources, cuts = manifest.get("sources", []), {}
+    for number, portion in enumerate(portions):
+        if portion is None:
+            continue
+        cut = sources[number].get("cut") if number < len(sources) else None
+        if cut and portion.is_reached(cut["documents"], cut["tokens"]):
+            # Does the data set end exactly where the portion does?
+            before = cut["documents"] - 1, cut["tokens"] - cut["last_document_tokens"]
+            if not portion.is_reached(*before):
+                continue
+        if held := _exact_portion(splits["train"], number, portion):
+            cuts[number] = held
+    if not cuts:
+        return manifest
+    # numpy takes a while to import, and most preparations are found finished.
+    from pretraining.data.shards import summed_entry
+
+    train, validation = splits["train"].shard_entries, splits["validation"].shard_entries
+    kept = {"train": _cut_shards(splits["train"], {n: cut.documents for n, cut in cuts.items()})}
+    if "validation_positions" in manifest:
+        counts, positions = {}, read_positions()
+        for number, cut in cuts.items():
+            own = positions[rows_of(validation, number)]
+            # Behind the last document of training nothing has been read.
+            counts[number] = bisect_left(own, cut.tokens)
+        kept["validation"] = _cut_shards(splits["validation"], counts)
+    else:
+        # Data from before there were positions, or converted: only training is cut.
+        kept["validation"] = validation
+    if kept == {"train": train, "validation": validation}:
+        return manifest
+    entries = {}
+    for name, shards in kept.items():
+        # The bits a byte are known of the whole split alone.
+        rest = {
+            key: value for key, value in manifest["splits"][name].items() if key != "unigram_bits_per_byte"
+        }
+        entries[name] = {**rest, **summed_entry(shards, rest["dtype"])}
+    return {**manifest, "splits": entries, "fingerprint": content_fingerprint(entries)}
+
+
+def _exact_portion(split: "TokenSplit", source: int, portion: Portion) -> Portion | None:
+    """Count documents and tokens of training of a portion; None if the split has less. At most one shard is opened."""
+    documents = tokens = 0
+    for number, entry in enumerate(split.shard_entries):
+        if entry.get("source", 0) != source:
+            continue
+        if portion.is_reached(documents + entry["documents"], tokens + entry["tokens"]):
+            ends = split.map_anew(number).ends
+            last = portion.less(documents, tokens).last_document(ends)
+            assert last is not None
+            return Portion(tokens + int(ends[last]), documents + last + 1)
+        documents, tokens = documents + entry["documents"], tokens + entry["tokens"]
+    return None
+
+
+def rows_of(shards: list[dict], source: int) -> slice:
+    """Find the documents of one source in a split: they are neighbours."""
+    before = sum(shard["documents"] for shard in shards if shard.get("source", 0) < source)
+    own = sum(shard["documents"] for shard in shards if shard.get("source", 0) == source)
+    return slice(before, before + own)
+
+
+def _cut_shards(split: "TokenSplit", counts: dict[int, int]) -> list[dict]:
+    """Keep the first `counts[source]` documents of each source that is named; the last shard of it is cut."""
+    left, kept = dict(counts), []
+    for number, entry in enumerate(split.shard_entries):
+        source = entry.get("source", 0)
+        documents = min(left.get(source, entry["documents"]), entry["documents"])
+        if source in left:
+            left[source] -= documents
+        if documents == entry["documents"]:
+            kept.append(entry)
+        elif documents:
+            kept.append(_first_documents(split, number, documents))
+    # A split has at least one shard, so that it opens like any other.
+    return kept or [_first_documents(split, 0, 0)]
+
+
+def _first_documents(split: "TokenSplit", number: int, documents: int) -> dict:
+    """Make the entry of a shard's first documents: its file stays as it is."""
+    shard = split.map_anew(number)
+    ends = shard.ends[:documents]
+    return {
+        **split.shard_entries[number],
+        "documents": documents,
+        "tokens": int(ends[-1]) if documents else 0,
+        "bytes": int(shard.num_bytes[:documents].sum()),
+        "tokens_digest": digest_of_documents(shard.tokens, ends),
+    }

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pretraining.data.arriving import MOST_TRIES, PAUSE_SECONDS, ArrivingSplit
-from pretraining.data.excerpt import excerpt_of
 from pretraining.data.manifest import (
     POSITIONS_FILE,
     data_differences,
@@ -24,9 +23,10 @@ from pretraining.data.manifest import (
     verify,
 )
 from pretraining.data.mixture import SourceMixture, build_mixture
-from pretraining.data.portions import check_enough, lacking, portions_of
+from pretraining.data.portions import check_enough, excerpt_of, lacking, portions_of
 from pretraining.data.shards import TokenSplit
 from pretraining.data.streaming.cache import ShardCache
+from pretraining.data.streaming.remote_data import RemoteData, StreamedSplit
 from pretraining.data.tokenizer import check_vocabulary, tokenizer_fault
 from pretraining.errors import UserError
 from pretraining.extend import load_pretrained
@@ -178,8 +178,6 @@ def open_prepared(recipe: Recipe, data_root: Path | str, cache: ShardCache | Non
 
 
 def _open_remote(recipe: Recipe, data_root: str, cache: ShardCache) -> PreparedData:
-    from pretraining.data.streaming.remote_data import RemoteData, StreamedSplit
-
     remote = RemoteData(f"{data_root}/{recipe.data.name}", cache)
     manifest = remote.read_manifest()
     # data_prep.py writes to a local folder only: data for an address is prepared here and copied there.

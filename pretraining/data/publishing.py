@@ -90,15 +90,17 @@ def kept_beside(folder: Path) -> list[Path]:
     return sorted(numbered, key=lambda path: int(numbers[path]), reverse=True)
 
 
-def start_building(folder: Path) -> Path:
-    """Make an empty folder beside `folder` to build in."""
+@contextmanager
+def building(folder: Path) -> Iterator[Path]:
+    """Make an empty folder beside `folder` to build in. If the block raises, it is gone again."""
     # Beside, not in /tmp: a rename works only within one file system.
     _building(folder).mkdir()
-    return _building(folder)
-
-
-def discard(folder: Path) -> None:
-    shutil.rmtree(_building(folder), ignore_errors=True)
+    try:
+        yield _building(folder)
+    # Also after Ctrl-C: what is half built must not stay.
+    except BaseException:
+        shutil.rmtree(_building(folder), ignore_errors=True)
+        raise
 
 
 def work_folder(folder: Path) -> Path:
@@ -111,14 +113,14 @@ def publish(folder: Path, contains_earlier: bool = False) -> Path | None:
 
     If there was a data set before, return the path under which it is kept; one that the new one contains is removed.
     """
-    building = _building(folder)
+    built = _building(folder)
     # Before the renames: after a power cut, a published name must not lead to half-written files.
-    for path in [*building.rglob("*"), building]:
+    for path in [*built.rglob("*"), built]:
         sync_to_disk(path)
     # A rename replaces an empty folder, but not a full one.
     if folder.exists() and any(folder.iterdir()):
         folder.rename(_previous(folder))
-    building.rename(folder)
+    built.rename(folder)
     if contains_earlier:
         shutil.rmtree(_previous(folder))
     kept = _keep_previous(folder)

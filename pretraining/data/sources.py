@@ -55,7 +55,6 @@ class FileSource:
         return pieces
 
     def digest_of(self, extents: Iterable[Extent]) -> str:
-        """Digest what decides the text of the extents."""
         return digest_of([(*self._identity(self.files[extent.file]), *extent[1:]) for extent in extents])
 
     def check_unchanged(self) -> None:
@@ -203,7 +202,7 @@ def open_source(spec: TextOrigin, key: str = "data.sources.0") -> TextSource:
 
 
 def open_sources(data: Data) -> list[TextSource]:
-    """Open every entry of `data.sources`, then every entry of `data.validation.sources`."""
+    """Open the sources of training, then those of validation."""
     return [open_source(spec, key) for key, spec in data.text_origins]
 
 

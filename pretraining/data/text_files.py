@@ -175,7 +175,20 @@ def _remote_files(spec: str, suffixes: tuple[str, ...], key: str) -> list[InputF
     fsspec = require("fsspec", f"reading {spec}")
     try:
         system, path = fsspec.core.url_to_fs(spec)
-        entries = _remote_entries(system, path, suffixes, key)
+        if glob.has_magic(path):
+            found = system.glob(path, detail=True)
+            entries = {name: info for name, info in found.items() if info["type"] == "file"}
+            for name in entries:
+                _check_suffix(PurePosixPath(name), suffixes, key)
+        # not `exists`, which would take every fault of the network for an absence
+        elif (info := system.info(path))["type"] == "file":
+            _check_suffix(PurePosixPath(path), suffixes, key)
+            entries = {path: info}
+        else:
+            below = system.find(path, detail=True)
+            entries = {name: info for name, info in below.items() if name.lower().endswith(suffixes)}
+    except FileNotFoundError as error:
+        raise UserError(f"{key}: {spec}: no such file or folder can be reached there") from error
     except ImportError as error:  # fsspec names the package that this kind of address needs
         raise UserError(f"{key}: {spec}: {error}") from error
     except UserError:
@@ -199,26 +212,6 @@ def _remote_files(spec: str, suffixes: tuple[str, ...], key: str) -> list[InputF
         below, size = name.removeprefix(root).lstrip("/"), int(info.get("size") or 0)
         files.append(InputFile(system.unstrip_protocol(name), below, size, version))
     return files
-
-
-def _remote_entries(system, path: str, suffixes: tuple[str, ...], key: str) -> dict[str, dict]:
-    """List {path: the store's details} of the files that `path` names."""
-    if glob.has_magic(path):
-        found = system.glob(path, detail=True)
-        files = {name: info for name, info in found.items() if info["type"] == "file"}
-        for name in files:
-            _check_suffix(PurePosixPath(name), suffixes, key)
-        return files
-    try:
-        info = system.info(path)  # `exists` would take every fault of the network for an absence
-    except FileNotFoundError as error:
-        place = system.unstrip_protocol(path)
-        raise UserError(f"{key}: {place}: no such file or folder can be reached there") from error
-    if info["type"] == "file":
-        _check_suffix(PurePosixPath(path), suffixes, key)
-        return {path: info}
-    below = system.find(path, detail=True)
-    return {name: info for name, info in below.items() if name.lower().endswith(suffixes)}
 
 
 def cut_file(file: InputFile, number: int, piece_bytes: int) -> list[tuple[Extent, int]]:

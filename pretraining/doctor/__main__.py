@@ -15,12 +15,18 @@ from pretraining.command_line import (
     positive_integer,
     started_by_launcher,
 )
-from pretraining.doctor.disks import check_disks
 from pretraining.doctor.findings import Finding, as_lines, summary, summary_line
 from pretraining.doctor.gpus import check_gpus, read_gpus, torch_build
-from pretraining.doctor.launch import Launch, check_earlier_start, check_fit, plan_launch
-from pretraining.doctor.machine import check_machine, check_software, versions
-from pretraining.doctor.reach import ask_around, check_names
+from pretraining.doctor.launch import (
+    Launch,
+    check_earlier_start,
+    check_fit,
+    check_software,
+    plan_launch,
+    versions,
+)
+from pretraining.doctor.machine import check_disks, check_machine
+from pretraining.doctor.reach import ask_all, check_names, questions_of
 from pretraining.errors import UserError, one_line_errors
 from pretraining.planning.gpus import RATES, keep_rates
 from pretraining.runtime.exit_codes import FINISHED, USER_ERROR
@@ -39,64 +45,52 @@ as well. Exit code 2 if something will break the run. What is measured is kept f
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Examine, print, keep what was measured, and exit with 2 if something will break."""
-    options, began = parse_arguments(arguments), time.monotonic()
-    if started_by_launcher():
-        return _examine_together(options, began)
-    findings, launch = examine(options)
-    if code := _report(options, launch, findings, findings, findings, began):
-        raise SystemExit(code)
+    """Examine, print, keep what was measured, and exit with 2 if something will break.
 
-
-def _examine_together(options: argparse.Namespace, began: float) -> None:
-    """Examine each node by its first rank, then what all ranks do together; rank 0 reports. The process ends here."""
-    first = os.environ["RANK"] == "0"
-    here, launch = examine(options) if os.environ["LOCAL_RANK"] == "0" else ([], None)
-    prepare_imports()
-    # It imports torch, which prepare_imports makes faster: not before.
-    from pretraining.doctor.cluster import end_rank, examine_cluster
-
-    several_nodes = launch is not None and launch.several_machines
-    own = [each.on(socket.gethostname()) for each in here] if several_nodes else here
-    if first and not options.json:
-        print(as_lines(own), flush=True)  # what follows may end in an abort that this explains
-    of_nodes, together = examine_cluster(options, list(here))
-    code = FINISHED
-    if first:
-        of_others = [each for each in of_nodes if each not in here and each not in own]
-        # Rates are kept for the plans of this machine: another node's count there.
-        code = _report(options, launch, of_nodes + together, of_others + together, here + together, began)
-    end_rank(code)  # not in order: a step that hangs leaves a thread behind
-
-
-def _report(
-    options: argparse.Namespace,
-    launch: Launch,
-    findings: list[Finding],
-    shown: list[Finding],
-    measured: list[Finding],
-    began: float,
-) -> int:
-    """Print all findings as JSON, or those of `shown` as a table; return the exit code.
-
-    measured: findings whose rates are kept for the plans of this machine.
+    Under a launcher the first rank of each node examines it, then all ranks examine what they do together; rank 0
+    reports, and the process ends here.
     """
-    kept = _keep(measured, launch)
-    counts = summary(findings, time.monotonic() - began)
-    if options.json:
-        answer = {
-            "host": socket.gethostname(),
-            "world_size": launch.world_size,
-            "gpus": [gpu.name for gpu in launch.gpus.found],
-            "findings": [finding.to_dict() for finding in findings],
-            "summary": counts,
-            "versions": versions(),
-            "kept": str(kept) if kept else None,
-        }
-        print(json.dumps(answer, indent=2))
-    else:
-        print(f"{as_lines(shown)}\n\n{summary_line(counts)}", flush=True)
-    return USER_ERROR if counts["will_break"] else FINISHED
+    options, began = parse_arguments(arguments), time.monotonic()
+    launched = started_by_launcher()
+    examines, reports = (not launched or os.environ[name] == "0" for name in ("LOCAL_RANK", "RANK"))
+    here, launch = examine(options) if examines else ([], None)
+    findings = shown = measured = here
+    if launched:
+        prepare_imports()
+        # It imports torch, which prepare_imports makes faster: not before.
+        from pretraining.doctor.cluster import end_rank, examine_cluster
+
+        several_nodes = launch is not None and launch.several_machines
+        own = [each.on(socket.gethostname()) for each in here] if several_nodes else here
+        if reports and not options.json:
+            print(as_lines(own), flush=True)  # what follows may end in an abort that this explains
+        of_nodes, together = examine_cluster(options, list(here))
+        findings = of_nodes + together
+        shown = [each for each in of_nodes if each not in here and each not in own] + together
+        # Rates are kept for the plans of this machine: another node's count there.
+        measured = here + together
+    code = FINISHED
+    if reports:
+        counts = summary(findings, time.monotonic() - began)
+        code = USER_ERROR if counts["will_break"] else FINISHED
+        kept = keep(measured, launch)
+        if options.json:
+            answer = {
+                "host": socket.gethostname(),
+                "world_size": launch.world_size,
+                "gpus": [gpu.name for gpu in launch.gpus.found],
+                "findings": [finding.to_dict() for finding in findings],
+                "summary": counts,
+                "versions": versions(),
+                "kept": str(kept) if kept else None,
+            }
+            print(json.dumps(answer, indent=2))
+        else:
+            print(f"{as_lines(shown)}\n\n{summary_line(counts)}", flush=True)
+    if launched:
+        end_rank(code)  # not in order: a step that hangs leaves a thread behind
+    elif code:
+        raise SystemExit(code)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -130,18 +124,17 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def examine(options: argparse.Namespace) -> tuple[list[Finding], Launch]:
-    """Make every check of this machine."""
     # None of them imports torch: its first import takes longer than all checks.
     gpus, torch = read_gpus(), torch_build()
     launch, refused = plan_launch(options, gpus)
-    elsewhere = ask_around(launch)  # answers come while the machine itself is looked at
+    answers = ask_all(questions_of(launch))  # they come while the machine itself is looked at
     findings = check_gpus(gpus, torch) + check_software(launch) + check_machine(launch)
     findings += check_names(launch) + check_disks(launch)
-    findings += [*elsewhere.findings(), *refused, *check_earlier_start(launch), *check_fit(launch)]
+    findings += [*answers(), *refused, *check_earlier_start(launch), *check_fit(launch)]
     return findings, launch
 
 
-def _keep(findings: list[Finding], launch: Launch) -> Path | None:
+def keep(findings: list[Finding], launch: Launch) -> Path | None:
     """Write the measured rates where plans look for them; return the file, or None."""
     rates = {name: value for finding in findings for name, value in finding.values.items() if name in RATES}
     gpu = launch.gpus.known.name if launch.gpus.known else None

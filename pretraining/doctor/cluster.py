@@ -2,30 +2,38 @@
 
 Every rank makes the same steps in the same order. If a step does not end on some rank, the examination ends with that
 rank's name, and what was found until then is reported.
+
+All pairs of nodes and all pairs of ranks inside each node meet as the run's ranks will. They connect by the address
+that gloo binds to, then form a process group of two and make an all-reduce over gloo, and on GPUs another over NCCL.
+Pairs of one round are disjoint, so that a round takes as long as its slowest pair.
 """
 
 import os
+import socket
 import sys
 import time
 import uuid
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import closing, suppress
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
+from torch.distributed import DistError, PrefixStore, Store
 
 from pretraining.command_line import world_size_here
-from pretraining.doctor.devices import measure_devices
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding, as_lines, of_all_nodes, worst
 from pretraining.doctor.gpus import Gpus
 from pretraining.doctor.launch import Launch, plan_launch
 from pretraining.doctor.layers import examine_layers
-from pretraining.doctor.messages import bound_address, measure_messages, meet_in_pairs
+from pretraining.doctor.rates import measure_devices, measure_messages
 from pretraining.doctor.roll_call import FAILED, SILENT, WAITS, RollCall, Stuck, named, one_line
 from pretraining.doctor.shared import (
     BYTES_ELSEWHERE,
     BYTES_ON_GPU_MACHINES,
-    ClockQuestion,
     ProbedFolder,
+    ask_for_the_time,
     compare_ranks,
     describe_rank,
     judge_clocks,
@@ -35,7 +43,8 @@ from pretraining.doctor.shared import (
     measure_disk,
 )
 from pretraining.planning.gpus import known_gpu
-from pretraining.planning.quantities import several
+from pretraining.planning.quantities import duration, several
+from pretraining.runtime.host import GLOO_INTERFACE, loopback_name, own_address
 from pretraining.training.ranks import device_name, join_ranks, leave_ranks, prepare_rank
 
 ARRIVAL_SECONDS = 60.0
@@ -49,6 +58,16 @@ DESCRIBE_SECONDS = 60.0
 """Limit of the step in which eight ranks start CUDA at once, and call git on a network folder."""
 JOIN_SECONDS = 60.0
 """Limit of the step in which NCCL makes its first group, of hundreds of ranks."""
+PAIRS = "pairs of ranks"
+CONNECT_SECONDS = 3.0
+"""A host in the same data centre answers within milliseconds; a firewall that drops packets never does."""
+GLOO_SECONDS = 3.0
+"""Timeout of gloo, which tries for five times as long (torch 2.13)."""
+PAIR_SECONDS = 25.0
+"""Limit of one round, with both connections and both groups; NCCL needs about a second for its first group."""
+ALL_PAIRS_SECONDS = 50.0
+"""No further round begins later than this."""
+Pair = tuple[int, int]
 
 
 def examine_cluster(options: Namespace, machine: list[Finding]) -> tuple[list[Finding], list[Finding]]:
@@ -74,12 +93,12 @@ def examine_cluster(options: Namespace, machine: list[Finding]) -> tuple[list[Fi
     os.dup2(2, 1)
     try:
         examination = Examination(launch, machine)
-        together = examination.run()
+        examination.run()
     finally:
         sys.stdout.flush()
         os.dup2(stdout, 1)
         os.close(stdout)
-    return examination.of_nodes, together
+    return examination.of_nodes, examination.findings
 
 
 def end_rank(code: int) -> None:
@@ -91,7 +110,7 @@ def end_rank(code: int) -> None:
 
 
 class Examination:
-    """Make one rank's part of the examination."""
+    """Make one rank's part of the examination; its findings are complete on rank 0 only."""
 
     def __init__(self, launch: Launch, machine: list[Finding]):
         self.launch, self.recipe = launch, launch.recipe
@@ -102,8 +121,7 @@ class Examination:
         self.findings: list[Finding] = []
         self.began = time.monotonic()
 
-    def run(self) -> list[Finding]:
-        """Make all steps; return the findings, which are complete on rank 0 only."""
+    def run(self) -> None:
         self._say(f"waiting for {several(self.size, 'rank')}")
         self.call = RollCall(self.rank, self.size, ARRIVAL_SECONDS)
         gone = self.call.missing
@@ -120,7 +138,6 @@ class Examination:
                 # rank 0 must not wait for these when it leaves
                 gone = [rank for rank, answer in enumerate(stuck.answers) if answer.state == SILENT]
         self.call.part(gone)
-        return self.findings
 
     def _alike(self) -> None:
         """Compare versions, variables, devices and clocks, and merge what the first rank of each node has found."""
@@ -138,7 +155,7 @@ class Examination:
         first = [node[0] for node in self.call.nodes] if found else []
         of_nodes = [[Finding(**fields) for fields in found[rank]] for rank in first]
         self.of_nodes = of_all_nodes([self.call.hosts[rank] for rank in first], of_nodes)
-        clocks = self._gathered("clocks", ClockQuestion(self.call).ask_or_answer)
+        clocks = self._gathered("clocks", lambda: ask_for_the_time(self.call))
         if clocks is not None:
             self.findings += judge_clocks(self.call, clocks)
 
@@ -174,14 +191,10 @@ class Examination:
             if bound[first]["loopback"]:
                 what = f"{self.call.hosts[first]} listens at {bound[first]['address']}, which only itself can reach: "
                 what += "its own name means the loopback"
-                remedy = (
-                    f"export GLOO_SOCKET_IFNAME={bound[first]['interface'] or 'eth0'} on every node, or mend "
-                )
-                remedy += "/etc/hosts"
+                interface = bound[first]["interface"] or "eth0"
+                remedy = f"export GLOO_SOCKET_IFNAME={interface} on every node, or mend /etc/hosts"
                 self.findings.append(Finding("address", BREAKS, what, remedy, str(self.call.ranks[first])))
-        met = self._attempt(
-            "pairs of ranks", lambda: meet_in_pairs(self.call, address["address"], self.on_gpu)
-        )
+        met = self._attempt(PAIRS, lambda: meet_in_pairs(self.call, address["address"], self.on_gpu))
         if worst(met) == BREAKS:
             return self._say("the rest is left out: it needs ranks that meet")
         if self._gathered("process group of all ranks", lambda: join_ranks() and None, JOIN_SECONDS) is None:
@@ -240,15 +253,12 @@ class Examination:
             else:
                 rows.append([rank])
         numbers = ", ".join(f"{row[0]} to {row[-1]}" if len(row) > 1 else str(row[0]) for row in rows)
-        message = (
-            f"{several(len(missing), 'rank')} of {self.size} never came within {ARRIVAL_SECONDS:.0f} s: "
-        )
-        message += f"{numbers}; there are ranks on {hosts}"
-        remedy = (
-            "see that every node was started, with the same --master_addr and port, and what its log says"
-        )
+        what = f"{several(len(missing), 'rank')} of {self.size} never came within {ARRIVAL_SECONDS:.0f} s: "
+        what += f"{numbers}; there are ranks on {hosts}"
+        remedy = "see that every node was started, with the same --master_addr and port, "
+        remedy += "and what its log says"
         where = f"rank{'s' * (len(missing) > 1)} {numbers}"
-        self.findings.append(Finding("arrival", BREAKS, message, remedy, where))
+        self.findings.append(Finding("arrival", BREAKS, what, remedy, where))
 
     def _add_stuck(self, stuck: Stuck) -> None:
         """Report the likely cause: a rank that failed, else one that is gone, else ranks that wait for each other."""
@@ -259,20 +269,212 @@ class Examination:
         waiting = f"; {waits} waited {stuck.seconds:.0f} s for it" if waits else ""
         if failed:
             error = next(answer.error for answer in stuck.answers if answer.state == FAILED)
-            message, where = f"{failed} failed ({error}){waiting}", failed
+            what, where = f"{failed} failed ({error}){waiting}", failed
             remedy = "mend what the error says; the other ranks wait for this one"
         elif silent:
-            message, where = f"{silent} stopped answering{waiting}", silent
+            what, where = f"{silent} stopped answering{waiting}", silent
             remedy = "look at that process and its host: stopped, out of memory, or its network is gone"
         else:
-            message, where = f"hangs on {waits} (for {stuck.seconds:.0f} s)", waits
-            remedy = (
-                "NCCL_DEBUG=INFO says where; try NCCL_SOCKET_IFNAME, NCCL_IB_DISABLE=1, NCCL_P2P_DISABLE=1"
-            )
-        self.findings.append(Finding(stuck.step, BREAKS, message, remedy, where))
+            what, where = f"hangs on {waits} (for {stuck.seconds:.0f} s)", waits
+            remedy = "NCCL_DEBUG=INFO says where; try NCCL_SOCKET_IFNAME, NCCL_IB_DISABLE=1, "
+            remedy += "NCCL_P2P_DISABLE=1"
+        self.findings.append(Finding(stuck.step, BREAKS, what, remedy, where))
         if self.rank == 1 and stuck.answers[0].state == SILENT:  # rank 0 reports everything else
             print(as_lines(self.findings[-1:]), file=sys.stderr, flush=True)
 
     def _say(self, what: str) -> None:
         if self.rank == 0:
             print(f"doctor: {time.monotonic() - self.began:5.1f} s: {what}", file=sys.stderr, flush=True)
+
+
+def bound_address() -> dict:
+    """Find what gloo binds here, and how this host reaches rank 0: {"address", "interface", "loopback"}.
+
+    gloo takes the interface of GLOO_SOCKET_IFNAME, else the host's own name, else the loopback (see `loopback_name`).
+    """
+    import psutil  # comes with DeepSpeed
+
+    interfaces = {
+        each.address: name
+        for name, addresses in psutil.net_if_addrs().items()
+        for each in addresses
+        if each.family in (socket.AF_INET, socket.AF_INET6)
+    }
+    chosen = os.environ.get(GLOO_INTERFACE, "").split(",")[0]
+    address = next((address for address, name in interfaces.items() if name == chosen), None)
+    address = address or own_address() or "127.0.0.1"
+    outward = ""
+    # To connect a UDP socket sends nothing; it only chooses the address on the way. 9 is the port "discard".
+    with suppress(OSError, KeyError):
+        found = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)
+        family, kind, _, _, rank_0 = found[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(rank_0)
+            outward = interfaces.get(probe.getsockname()[0], "")
+    interface = "" if outward == "lo" else outward  # rank 0 is on this host: the way to others is not known
+    return {"address": address, "interface": interface, "loopback": loopback_name() is not None}
+
+
+def meet_in_pairs(call: RollCall, address: str, on_gpu: bool) -> list[Finding]:
+    """Let all pairs meet; return one finding for those that met, and one for each two hosts that could not.
+
+    Args:
+        address: the one on which this rank listens, as `bound_address` says.
+
+    Raises:
+        Stuck: a pair hangs inside a library; the error holds the ranks that did not answer.
+    """
+    began, failed, met, slowest = time.monotonic(), {}, 0, 0.0
+    # Rounds that meet between nodes come first: what is left out are pairs inside a node.
+    rounds = rounds_of(call.nodes)
+    left_out = len(rounds)
+    for number, pairs in enumerate(rounds):
+        # by the clock of rank 0: a rank that left out a round alone would keep its partner waiting
+        if call.gather("time of pairs", time.monotonic() - began)[0] > ALL_PAIRS_SECONDS:
+            break
+        left_out -= 1
+        # Names of the store are new in every round: nobody reads the address of the round before.
+        meeting = _Meeting(PrefixStore(f"pairs/{number}", call.work_store), call.rank, address, on_gpu)
+        ours = next((pair for pair in pairs if call.rank in pair), None)
+        name = f"{PAIRS}, round {number + 1}"
+        answers = call.step(name, lambda m=meeting, p=ours: p and m.of(p), PAIR_SECONDS)
+        for pair in pairs:
+            errors = [answers[rank].error for rank in pair if answers[rank].state == FAILED]
+            if errors:
+                failed[pair] = errors
+            else:
+                met += 1
+                slowest = max(slowest, *(answers[rank].value["round_trip_seconds"] for rank in pair))
+    # a firewall is one cause for all pairs of two hosts: one finding, with the first of their pairs
+    by_hosts: dict[tuple[str, str], list[Pair]] = {}
+    for pair in failed:
+        by_hosts.setdefault((call.hosts[pair[0]], call.hosts[pair[1]]), []).append(pair)
+    findings = []
+    for pairs in by_hosts.values():
+        one, other = (str(call.ranks[rank]) for rank in pairs[0])
+        more = f" (and {several(len(pairs) - 1, 'more pair')} of these hosts)" if len(pairs) > 1 else ""
+        what = f"{one} and {other} cannot meet{more}: {'; '.join(dict.fromkeys(failed[pairs[0]]))}"
+        findings.append(Finding(PAIRS, BREAKS, what, pair_remedy(failed[pairs[0]]), f"{one}, {other}"))
+    if met:
+        nodes, values = several(len(call.nodes), "node"), {"pairs": met, "round_trip_seconds": slowest}
+        what = f"{several(met, 'pair')} of ranks on {nodes} met; a byte there and back took at most "
+        what += duration(slowest)
+        verdict, remedy = FINE, ""
+        if left_out:
+            what += f"; {several(left_out, 'round')} of pairs left out, the time was over"
+            verdict, remedy = COSTS, "meetings are slow here: see the remedies of other lines"
+        findings.append(Finding(PAIRS, verdict, what, remedy, values=values))
+    return findings
+
+
+def pair_remedy(errors: list[str]) -> str:
+    said, interface = " ".join(errors), bound_address()["interface"] or "eth0"
+    if "nccl " in said:
+        # By the commonest cause first: each is tried alone, and left out again if it does not help.
+        return (
+            f"export NCCL_DEBUG=INFO says why; try export NCCL_SOCKET_IFNAME={interface}, NCCL_IB_DISABLE=1 (without "
+            "InfiniBand), and inside one node NCCL_P2P_DISABLE=1 or a larger /dev/shm"
+        )
+    names = f"export GLOO_SOCKET_IFNAME={interface} NCCL_SOCKET_IFNAME={interface}"
+    return f"open all TCP ports between the two (firewall, security group), or name the network's interface: {names}"
+
+
+def rounds_of(nodes: list[list[int]]) -> list[list[Pair]]:
+    """Plan rounds of disjoint pairs: ranks of the same local number of each two nodes, and each two ranks of a node."""
+    across = [
+        [pair for a, b in pairs for pair in zip(nodes[a], nodes[b], strict=False)]
+        for pairs in tournament(len(nodes))
+    ]
+    inside: list[list[Pair]] = []
+    for ranks in nodes:
+        for number, pairs in enumerate(tournament(len(ranks))):
+            if number == len(inside):
+                inside.append([])
+            inside[number] += [(ranks[a], ranks[b]) for a, b in pairs]
+    return across + inside
+
+
+def tournament(players: int) -> list[list[Pair]]:
+    """Plan rounds in which each player meets every other once: one stays, the others move by one place."""
+    # The circle method of round-robin tournaments; who faces None has a pause.
+    places: list[int | None] = [*range(players)]
+    if players % 2:
+        places.append(None)
+    rounds = []
+    for _ in range(len(places) - 1):
+        half = len(places) // 2
+        facing = zip(places[:half], reversed(places[half:]), strict=True)
+        rounds.append([(min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None])
+        places = [places[0], places[-1], *places[1:-1]]
+    return rounds
+
+
+class _Meeting:
+    """Do one rank's part of one round."""
+
+    def __init__(self, store: Store, rank: int, address: str, on_gpu: bool):
+        self.store, self.rank, self.address, self.on_gpu = store, rank, address, on_gpu
+
+    def of(self, pair: Pair) -> dict:
+        """Meet the other rank of the pair; return {"round_trip_seconds": of one byte there and back}.
+
+        Raises:
+            ConnectionError: one way is closed; the message says which.
+        """
+        seconds = self._connect(pair[1] if self.rank == pair[0] else pair[0])
+        self._reduce(pair, "gloo", "cpu")
+        if self.on_gpu:
+            self._reduce(pair, "nccl", "cuda")
+        return {"round_trip_seconds": seconds}
+
+    def _connect(self, other: int) -> float:
+        """Listen, and connect to the other's address: both ways, because a firewall may be open in only one."""
+        family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
+        # port 0: the system chooses a free one
+        with closing(socket.create_server((self.address, 0), family=family)) as listener:
+            listener.settimeout(CONNECT_SECONDS)
+            self.store.set(f"listens/{self.rank}", f"{self.address} {listener.getsockname()[1]}")
+            host, port = self._wait_for(f"listens/{other}", CONNECT_SECONDS).split()
+            # Both report how it went before either leaves: else the other would blame its own way.
+            error = ""
+            try:
+                outward = socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)
+            except OSError as refused:
+                error = f"cannot connect to {host} (TCP, port {port}): {refused}"
+            self.store.set(f"tried/{self.rank}", error)
+            if self._wait_for(f"tried/{other}", 2 * CONNECT_SECONDS) or error:
+                raise ConnectionError(error or "reaches the other, which does not reach this one")
+            with closing(outward), closing(listener.accept()[0]) as inward:
+                for connection in (outward, inward):
+                    connection.settimeout(CONNECT_SECONDS)
+                # one byte there and back; each side asks on its own connection and answers on the other
+                began = time.perf_counter()
+                outward.sendall(b"?")
+                inward.sendall(inward.recv(1))
+                outward.recv(1)
+                return time.perf_counter() - began
+
+    def _wait_for(self, key: str, seconds: float) -> str:
+        try:
+            self.store.wait([key], timedelta(seconds=seconds))
+        except DistError as error:
+            raise ConnectionError(f"the other does not answer within {seconds:g} s") from error
+        return self.store.get(key).decode()
+
+    def _reduce(self, pair: Pair, library: str, device: str) -> None:
+        """Make a process group of the two, as the run makes one of all ranks, and sum over it."""
+        # NCCL's watchdog would abort the process at its limit; the roll call ends the step long before.
+        limit = timedelta(seconds=GLOO_SECONDS if library == "gloo" else 10 * PAIR_SECONDS)
+        store, rank = PrefixStore(library, self.store), pair.index(self.rank)
+        try:
+            dist.init_process_group(library, store=store, rank=rank, world_size=2, timeout=limit)
+            summed = torch.tensor(self.rank, device=device)
+            dist.all_reduce(summed)
+            found = int(summed)
+        except (RuntimeError, DistError) as error:
+            raise ConnectionError(f"{library} does not work: {one_line(error)}") from error
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        if found != sum(pair):
+            raise ConnectionError(f"{library} sums {sum(pair)} as {found}")

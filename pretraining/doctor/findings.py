@@ -51,7 +51,6 @@ class Finding:
 
 
 def worst(findings: list[Finding]) -> str:
-    """Return the worst verdict of all; FINE if there are none."""
     return max((finding.verdict for finding in findings), key=VERDICTS.index, default=FINE)
 
 
@@ -86,7 +85,6 @@ def of_all_nodes(hosts: list[str], found: list[list[Finding]]) -> list[Finding]:
 
 
 def few_of(names: list[str]) -> str:
-    """Write the first few names, and how many more there are."""
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return ", ".join(names[:MOST_NAMED]) + more
 
@@ -110,17 +108,12 @@ def as_lines(findings: list[Finding]) -> str:
     width = max((len(finding.check) for finding in findings), default=0)
     # 10: the longest verdict, "will break"; 2: the space between columns
     margin = 10 + 2 + width + 2
+    whole_words = {"width": LINE_WIDTH, "break_on_hyphens": False, "break_long_words": False}
     lines = []
     for finding in findings:
-        place = f" ({finding.where})" if finding.where else ""
-        first, *others = _wrapped(f"{finding.message}{place}", LINE_WIDTH - margin)
-        lines.append(f"{finding.verdict:<10}  {finding.check:<{width}}  {first}")
-        if finding.remedy:
-            begin, *rest = _wrapped(finding.remedy, LINE_WIDTH - margin - 3)
-            others += [f"-> {begin}", *(f"   {part}" for part in rest)]
-        lines += [" " * margin + other for other in others]
+        text = f"{finding.message} ({finding.where})" if finding.where else finding.message
+        begin = f"{finding.verdict:<10}  {finding.check:<{width}}  "
+        lines += textwrap.wrap(text, initial_indent=begin, subsequent_indent=" " * margin, **whole_words)
+        indents = {"initial_indent": " " * margin + "-> ", "subsequent_indent": " " * margin + "   "}
+        lines += textwrap.wrap(finding.remedy, **indents, **whole_words)
     return "\n".join(lines)
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False) or [""]

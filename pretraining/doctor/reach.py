@@ -20,10 +20,8 @@ from urllib.request import Request, urlopen
 from pretraining.data.prepared import open_prepared
 from pretraining.data.streaming.store import PATIENCE_VARIABLE, reason_of
 from pretraining.data.text_files import READABLE_SUFFIXES, list_files
-from pretraining.doctor.disks import unwritable
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
-from pretraining.doctor.launch import Launch
-from pretraining.doctor.machine import trackers_of
+from pretraining.doctor.launch import Launch, trackers_of
 from pretraining.errors import UserError, require
 from pretraining.outside.addresses import is_remote
 from pretraining.outside.masking import masked
@@ -35,6 +33,7 @@ from pretraining.runtime.host import (
     loopback_name,
     own_address,
     system_text,
+    unwritable,
 )
 
 SLOWING = {
@@ -66,23 +65,19 @@ def check_names(launch: Launch) -> list[Finding]:
 def _own_name(launch: Launch) -> Finding:
     """Check the address of the machine's own name, on which gloo listens."""
     name, address, chosen = socket.gethostname(), own_address(), os.environ.get(GLOO_INTERFACE)
-    what = (
-        f"{name} leads to no address of this machine" if address is None else f"{name} resolves to {address}"
-    )
+    leads = "leads to no address of this machine" if address is None else f"resolves to {address}"
+    what = f"{name} {leads}"
     if loopback_name() is None:  # the same judgement as that of `join_ranks`, which refuses
         what = f"{what}; GLOO_SOCKET_IFNAME is {chosen}" if chosen else f"{name} is {address}"
         return Finding("host name", FINE, what, values={"address": address})
     what += "" if address is None else ", this machine itself"
     if not launch.several_machines:
         return Finding("host name", FINE, f"{what}: enough for a run on one machine")
-    what += (
-        f", and {several(launch.world_size - launch.ranks_here, 'rank')} elsewhere could not reach gloo there"
-    )
+    elsewhere = several(launch.world_size - launch.ranks_here, "rank")
+    what += f", and {elsewhere} elsewhere could not reach gloo there"
     interface = _outward_interface() or "INTERFACE"
-    remedy = (
-        f"export GLOO_SOCKET_IFNAME={interface} on every machine, or give {name} its address in /etc/hosts"
-    )
-    return Finding("host name", BREAKS, what, remedy)
+    remedy = f"export GLOO_SOCKET_IFNAME={interface} on every machine, or give {name} its address in "
+    return Finding("host name", BREAKS, what, f"{remedy}/etc/hosts")
 
 
 def _outward_interface() -> str | None:
@@ -136,51 +131,43 @@ def _proxies() -> Iterator[Finding]:
             is_local = "." not in host  # a name without a domain is one of this network
         if is_local:
             what = f"{variable} is {host}, a local address, and a proxy is set for all addresses"
-            remedy = f"export no_proxy={','.join(filter(None, [*without, host]))}"
-            yield Finding("proxy", COSTS, what, remedy)
+            yield Finding("proxy", COSTS, what, f"export no_proxy={','.join(filter(None, [*without, host]))}")
             return  # one remedy spares this host; the next start names another
 
 
-class Inquiry:
-    """Ask questions at the same time, each in a thread, and wait at most SECONDS for all of them."""
+def ask_all(questions: dict[Question, Callable[[], Finding]]) -> Callable[[], list[Finding]]:
+    """Ask the questions at the same time, each in a thread; return what waits for their answers, at most SECONDS.
 
-    def __init__(self, questions: dict[Question, Callable[[], Finding]]):
-        """Start to ask; each question has a function that returns its finding."""
-        self._answers: dict[Question, Finding | Exception] = {}
-        self._deadline = time.monotonic() + SECONDS
-        self._threads = {
-            question: threading.Thread(target=self._ask, args=(question, ask), daemon=True)
-            for question, ask in questions.items()
-        }
-        for thread in self._threads.values():  # daemons: one that hangs keeps nobody from leaving
-            thread.start()
+    It returns the findings in the order of the questions; an answer that is late becomes a finding that breaks.
+    """
+    answers: dict[Question, Finding | Exception] = {}
+    deadline = time.monotonic() + SECONDS
 
-    def _ask(self, question: Question, ask: Callable[[], Finding]) -> None:
+    def answer(question: Question) -> None:
         try:
-            self._answers[question] = ask()
+            answers[question] = questions[question]()
         except UserError as error:
-            self._answers[question] = Finding.of_error(question[0], error)
+            answers[question] = Finding.of_error(question[0], error)
         except Exception as error:  # a fault of ours, which a thread would keep to itself
-            self._answers[question] = error
+            answers[question] = error
 
-    def findings(self) -> list[Finding]:
-        """Return every answer, in the order of the questions; one that is late becomes a finding that breaks."""
+    # daemons: one that hangs keeps nobody from leaving
+    threads = {each: threading.Thread(target=answer, args=(each,), daemon=True) for each in questions}
+    for thread in threads.values():
+        thread.start()
+
+    def findings() -> list[Finding]:
         found = []
-        for (check, subject), thread in self._threads.items():
-            thread.join(max(0.0, self._deadline - time.monotonic()))
-            late = Finding(
-                check, BREAKS, f"{subject}: no answer within {SECONDS:.0f} s", _offline_remedy(check)
-            )
-            answer = self._answers.get((check, subject), late)
+        for (check, subject), thread in threads.items():
+            thread.join(max(0.0, deadline - time.monotonic()))
+            what = f"{subject}: no answer within {SECONDS:.0f} s"
+            answer = answers.get((check, subject)) or Finding(check, BREAKS, what, _offline_remedy(check))
             if isinstance(answer, Exception):
                 raise answer
             found.append(answer)
         return found
 
-
-def ask_around(launch: Launch) -> Inquiry:
-    """Start to ask for everything that the recipe needs from elsewhere."""
-    return Inquiry(questions_of(launch))
+    return findings
 
 
 def questions_of(launch: Launch) -> dict[Question, Callable[[], Finding]]:
@@ -262,8 +249,8 @@ def _repository(check: str, kind: str, name: str) -> Finding:
     endpoint = os.environ.get("HF_ENDPOINT", HUB).rstrip("/")
     page = f"{endpoint}/{'datasets/' * (kind == 'dataset')}{name}"
     if hub.is_offline_mode():
-        what = f"{name}: not fetched yet, and HF_HUB_OFFLINE forbids asking the hub"
         remedy = "unset HF_HUB_OFFLINE, or export HF_HOME=FOLDER, the cache that holds it"
+        what = f"{name}: not fetched yet, and HF_HUB_OFFLINE forbids asking the hub"
         return Finding(check, BREAKS, what, remedy)
     cache = existing_folder(Path(os.environ.get("HF_HOME") or "~/.cache/huggingface"))
     if broken := unwritable(cache):

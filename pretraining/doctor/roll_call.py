@@ -99,7 +99,6 @@ class RollCall:
 
     @property
     def missing(self) -> list[int]:
-        """List the ranks that never came."""
         return [rank for rank, came in enumerate(self.ranks) if came is None]
 
     @property
@@ -262,6 +261,6 @@ def _connect(rank: int, seconds: float) -> TCPStore:
             what = f"port {port} of {host} cannot be opened ({one_line(error)})"
             raise UserError(f"{what}; choose another: --master_port=N", on_every_rank=False) from error
         what = f"{socket.gethostname()} does not reach rank 0 at {host}:{port} within {seconds:.0f} s"
-        remedy = "start every node, open all TCP ports between the nodes (firewall), or name another "
-        remedy += "--master_addr"
+        remedy = "start every node, open all TCP ports between the nodes (firewall), "
+        remedy += "or name another --master_addr"
         raise UserError(f"{what}; {remedy}", on_every_rank=os.environ.get("LOCAL_RANK") != "0") from error

@@ -20,9 +20,9 @@ from pretraining.doctor.roll_call import Answer, RollCall, named
 from pretraining.errors import file_error
 from pretraining.planning.quantities import duration, num_bytes, several
 from pretraining.runtime.host import system_text
+from pretraining.runtime.process_group import device_name
 from pretraining.runtime.run_folder import describe_environment
 from pretraining.schema import REPOSITORY
-from pretraining.training.ranks import device_name
 
 LIBRARIES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_", "DS_")
 LIBRARIES += ("PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX")
@@ -122,39 +122,33 @@ def _to_make_alike(key: str, usual: str) -> tuple[str, str]:
     return BREAKS, "install the same on every node (pip install -r requirements.txt), or share one folder"
 
 
-class ClockQuestion:
-    """Let the first rank of each node ask rank 0 for the time; half of the round trip bounds the error.
+def ask_for_the_time(call: RollCall) -> dict | None:
+    """Return {"ahead_seconds", "bound_seconds"} on the first rank of each node but the first; None on the others.
 
-    Cristian's algorithm (1989), through the store.
+    It asks rank 0 through the store; half of the round trip bounds the error (Cristian's algorithm, 1989).
     """
+    store, asking = call.work_store, [node[0] for node in call.nodes[1:]]
 
-    def __init__(self, call: RollCall):
-        self.store, self.rank = call.work_store, call.rank
-        self.asking = [node[0] for node in call.nodes[1:]]
+    def wait_for(key: str) -> str:
+        store.wait([f"clock/{key}"], timedelta(seconds=10))
+        return store.get(f"clock/{key}").decode()
 
-    def ask_or_answer(self) -> dict | None:
-        """Return {"ahead_seconds", "bound_seconds"} on the first rank of a node; None on the others."""
-        if self.rank == 0:
-            for rank in self.asking:
-                for number in range(CLOCK_ROUNDS):
-                    self._wait_for(f"asked/{rank}/{number}")
-                    self.store.set(f"clock/time/{rank}/{number}", repr(time.time()))
-            return None
-        if self.rank not in self.asking:
-            return None
-        rounds = []
-        for number in range(CLOCK_ROUNDS):
-            began, sent = time.perf_counter(), time.time()
-            self.store.set(f"clock/asked/{self.rank}/{number}", "?")
-            there = float(self._wait_for(f"time/{self.rank}/{number}"))
-            half = (time.perf_counter() - began) / 2
-            rounds.append({"ahead_seconds": sent + half - there, "bound_seconds": half})
-        # The first round may take long, while rank 0 answers other nodes: the shortest round counts.
-        return min(rounds, key=lambda round_trip: round_trip["bound_seconds"])
-
-    def _wait_for(self, key: str) -> str:
-        self.store.wait([f"clock/{key}"], timedelta(seconds=10))
-        return self.store.get(f"clock/{key}").decode()
+    if call.rank == 0:
+        for rank in asking:
+            for number in range(CLOCK_ROUNDS):
+                wait_for(f"asked/{rank}/{number}")
+                store.set(f"clock/time/{rank}/{number}", repr(time.time()))
+    if call.rank not in asking:
+        return None
+    rounds = []
+    for number in range(CLOCK_ROUNDS):
+        began, sent = time.perf_counter(), time.time()
+        store.set(f"clock/asked/{call.rank}/{number}", "?")
+        there = float(wait_for(f"time/{call.rank}/{number}"))
+        half = (time.perf_counter() - began) / 2
+        rounds.append({"ahead_seconds": sent + half - there, "bound_seconds": half})
+    # The first round may take long, while rank 0 answers other nodes: the shortest round counts.
+    return min(rounds, key=lambda round_trip: round_trip["bound_seconds"])
 
 
 def judge_clocks(call: RollCall, found: list[dict | None]) -> list[Finding]:
@@ -168,17 +162,15 @@ def judge_clocks(call: RollCall, found: list[dict | None]) -> list[Finding]:
         if abs(ahead) - bound > CLOCK_SECONDS:  # certain, whatever the way took
             message = f"{duration(abs(ahead))} {'ahead of' if ahead > 0 else 'behind'} rank 0 on "
             message += f"{call.hosts[0]} (known to {duration(bound)})"
-            remedy = (
-                "set the clocks (chrony, ntpd): times of events, checkpoints and logs would not fit together"
-            )
+            remedy = "set the clocks (chrony, ntpd): times of events, "
+            remedy += "checkpoints and logs would not fit together"
             findings.append(Finding("clocks", COSTS, message, remedy, str(call.ranks[rank]), each))
     if findings:
         return findings
     most = max(measured.values(), key=lambda each: abs(each["ahead_seconds"]))
     apart, bound = abs(most["ahead_seconds"]), most["bound_seconds"]
-    message = (
-        f"{several(len(call.nodes), 'node')} are at most {duration(apart)} apart (known to {duration(bound)})"
-    )
+    nodes = several(len(call.nodes), "node")
+    message = f"{nodes} are at most {duration(apart)} apart (known to {duration(bound)})"
     return [Finding("clocks", FINE, message, values={"apart_seconds": apart, "bound_seconds": bound})]
 
 
@@ -319,10 +311,8 @@ def judge_data(call: RollCall, data_dir: Path | str, name: str, digests: list[st
     lacks = all(digests[rank] is None for rank in odd)
     message = f"{place}: {'no prepared data' if lacks else 'other prepared data'} here, other ranks have it"
     source = call.hosts[digests.index(usual)]
-    remedy = (
-        "--data_dir FOLDER, on a disk that all nodes share; or copy the data to the nodes that are named: "
-    )
-    remedy += f"rsync -a {source}:{place}/ {place}/"
+    remedy = "--data_dir FOLDER, on a disk that all nodes share; "
+    remedy += f"or copy the data to the nodes that are named: rsync -a {source}:{place}/ {place}/"
     return [Finding(check, BREAKS, message, remedy, named(call.ranks, odd))]
 
 
@@ -340,9 +330,8 @@ def measure_disk(
     seconds = {key: max(answer.value[key] for answer in answers) for key in ("write_seconds", "read_seconds")}
     writes, reads = (total / max(seconds[key], 1e-9) for key in ("write_seconds", "read_seconds"))
     values = {"all_ranks_write_bytes_per_second": writes, "all_ranks_read_bytes_per_second": reads}
-    message = (
-        f"{several(call.size, 'rank')} at once write {num_bytes(writes)}/s and read {num_bytes(reads)}/s"
-    )
+    message = f"{several(call.size, 'rank')} at once write {num_bytes(writes)}/s and read "
+    message += f"{num_bytes(reads)}/s"
     if checkpoint_bytes is None:
         return [Finding(check, FINE, message, values=values)]
     saving = values["checkpoint_seconds"] = checkpoint_bytes / writes

@@ -61,9 +61,8 @@ def main(arguments: list[str] | None = None) -> None:
 def score_export(export: Path, recipe: Recipe | None, options: argparse.Namespace) -> dict[str, float]:
     """Compute {"<task>/<metric>": score} of an exported model; tasks are opened before the model is loaded."""
     # Imported here, so that --help and wrong arguments do not wait for torch.
-    from pretraining.evaluation.evaluator import build_scorers
-    from pretraining.evaluation.likelihood import Passes
-    from pretraining.evaluation.validation import DEFAULT_BATCH_SIZE
+    from pretraining.evaluation.scores import Passes
+    from pretraining.evaluation.validation import DEFAULT_BATCH_SIZE, build_scorers
 
     # The light parts first: an unknown task or a missing file is reported before the weights are read.
     config, tokenizer = _load(export, "AutoConfig"), _load(export, "AutoTokenizer")

@@ -1,10 +1,11 @@
-"""Validation loss, perplexity and bits per byte: exact over the set, the same at any world size.
+"""The evaluation of a run while it trains: validation loss, exact over the set, and the scores of scores.py.
 
 When it runs is the Trainer's to decide (`training.eval_strategy`, `eval_steps`); training/trainer.py calls it then.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import socket
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -13,21 +14,24 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.data import ConcatDataset
+from transformers import PreTrainedTokenizerBase
 
-from pretraining.data.document_masking import IGNORED, part_of_sequences, stack_blocks
+from pretraining.data.documents import IGNORED, part_of_sequences, stack_blocks
 from pretraining.data.manifest import entropy_bits
 from pretraining.data.mixture import large_enough, open_by_source
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.prepared import PreparedData
 from pretraining.data.shards import TokenSplit
 from pretraining.ds_config import NOT_SPLIT, Degrees
-from pretraining.errors import UserError
-from pretraining.evaluation.sampling import evaluation_mode
+from pretraining.errors import UserError, nearest
+from pretraining.evaluation.sampling import SamplingCallback, evaluation_mode
+from pretraining.evaluation.scores import Harness, HellaSwag, Passes, ScoringStopped, read_items
 from pretraining.extend import all_of
 from pretraining.recipe import Recipe
 from pretraining.recipe.data import is_mixed, read_stages, run_shares, source_names
 from pretraining.runtime.metric_names import perplexity
-from pretraining.runtime.rank_groups import RankGroups, rank_groups
+from pretraining.runtime.process_group import RankGroups, gather_from_ranks, rank_groups
+from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import display_path
 
 DEFAULT_BATCH_SIZE = 8  # of TrainingArguments
@@ -224,7 +228,7 @@ def _batch(blocks: list[dict[str, np.ndarray]], groups: RankGroups, device: torc
     parts = groups.degrees.sequence
     batch = part_of_sequences(stack_blocks(blocks), groups.sequence_part, parts)
     if parts > 1:
-        batch["splits_sequences"] = True  # for the attention of split sequences (model/sequence_parallel.py)
+        batch["splits_sequences"] = True  # for the attention of split sequences (model/parallel.py)
     return {
         key: torch.from_numpy(x).to(device, non_blocking=True) if isinstance(x, np.ndarray) else x
         for key, x in batch.items()
@@ -273,3 +277,104 @@ def _first_blocks(sets: Sequence[ValidationSet], recipe: Recipe) -> list[Measure
             num_bytes *= 1 - len(split.document_ends(0, num_blocks * length)) / (num_blocks * length)
         chosen.append(MeasuredSet(each.name, dataset, num_bytes, each.beside, each.share))
     return chosen
+
+
+class Evaluator:
+    """The evaluation of a run: the exact loss at every validation, and scores at some of them.
+
+    What the recipe's `evaluation` asks for is opened with its data here; the model comes later.
+
+    Args:
+        last_step: the last step of the run. Scores are measured there too, whatever `evaluation.task_steps` says.
+        run: the folder that gets samples of text after every validation; None: no samples.
+        degrees: over how many ranks the model's layers are split.
+
+    Raises:
+        UserError: a task is unknown, its data cannot be read, lm-eval is not installed, no validation measures
+            `evaluation.metric`, or ranks read other data or items.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        data: PreparedData,
+        tokenizer: PreTrainedTokenizerBase,
+        last_step: int,
+        run: RunFolder | None = None,
+        degrees: Degrees = NOT_SPLIT,
+    ) -> None:
+        section = recipe.evaluation
+        self.callbacks = () if run is None else (SamplingCallback(run, recipe, tokenizer),)
+        self.validation = Validation(validation_sets(data, recipe), recipe, degrees)
+        self.dataset = self.validation.dataset  # for the Trainer
+        self.unigram_bits_per_byte = self.validation.unigram_bits_per_byte
+        passes = Passes(recipe.model.max_position_embeddings, self.validation.batch_size, degrees)
+        self.scorers = build_scorers(section.tasks, section.hellaswag, tokenizer, passes, section.task_limit)
+        check_alike(data, self.validation, self.scorers)
+        self.task_steps, self.last_step = section.task_steps, last_step
+        self.metric = section.metric
+        # A score's name ("<task>/<metric>") is known only after it is measured; every other name is known now.
+        if "/" not in self.metric:
+            self._check_metric(self.validation.names)
+
+    def measure(
+        self, model: torch.nn.Module, step: int, interrupted: Callable[[], bool]
+    ) -> dict[str, float] | None:
+        """Measure the model after `step`; every rank must call it, and gets the same metrics. None if interrupted."""
+        metrics = self.validation.measure(model, interrupted)
+        # Interrupted: all ranks return here together.
+        if metrics is None:
+            return None
+        due = self.task_steps is None or step % self.task_steps == 0 or step == self.last_step
+        if self.scorers and due:
+            try:
+                for scorer in self.scorers:
+                    metrics |= scorer.measure(model, interrupted)
+            except ScoringStopped:
+                return None
+            # The first scores show whether the name exists.
+            if "/" in self.metric:
+                self._check_metric(metrics)
+        return metrics
+
+    def _check_metric(self, names: Collection[str]) -> None:
+        if self.metric not in names:
+            known = nearest(self.metric, names) or f"; there are {', '.join(names)}"
+            raise UserError(f"evaluation.metric: a validation has no {self.metric!r}{known}")
+
+
+def check_alike(data: PreparedData, validation: Validation, scorers: Sequence[HellaSwag | Harness]) -> None:
+    """Raise `UserError` on all ranks if one reads other data, or more or fewer items. A collective.
+
+    Nodes may have files of their own. A rank with more items would wait for passes that the others do not make.
+    """
+    found = {
+        "fingerprint of the data": data.fingerprint,
+        "validation blocks": sum(len(part.dataset) for part in validation.parts),
+    }
+    for scorer in scorers:
+        found |= scorer.num_items()
+    (first, expected), *others = gather_from_ranks((socket.gethostname(), found))
+    for host, there in others:
+        for what, value in expected.items():
+            if there.get(what) != value:
+                raise UserError(
+                    f"{what}: {value} on {first}, {there.get(what)} on {host}; all nodes must read the same files"
+                )
+
+
+def build_scorers(
+    tasks: Sequence[str],
+    hellaswag: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    passes: Passes,
+    limit: int | None,
+) -> list[HellaSwag | Harness]:
+    """Open HellaSwag if its data is named, and lm-eval if tasks are; `limit` items of each."""
+    # Opened before the model is built, so that a missing file or task is reported at once.
+    scorers: list[HellaSwag | Harness] = []
+    if hellaswag is not None:
+        scorers.append(HellaSwag(read_items(hellaswag, limit), tokenizer, passes))
+    if tasks:
+        scorers.append(Harness(tasks, tokenizer, passes, limit))
+    return scorers

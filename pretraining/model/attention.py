@@ -10,14 +10,16 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import is_flash_attn_3_available
 
 from pretraining.errors import UserError
-from pretraining.model.sequence_parallel import SPLIT, register_split
+from pretraining.model.parallel import SplitAttention
 from pretraining.recipe.model import is_exact
-from pretraining.runtime.rank_groups import RankGroups
+from pretraining.runtime.process_group import RankGroups
 
 SDPA_CAUSAL = "sdpa_causal"
 """torch's kernels, which know that the mask is causal. transformers' own `sdpa` looks for packed documents in every
 forward pass, and under torch.compile builds a 4-D mask, which rules the flash kernels out
 (huggingface/transformers#48925)."""
+SPLIT = "split_sequence_"
+"""How the names of attentions over split sequences begin, in `attn_implementation`."""
 TORCH_VARLEN = "torch_varlen"
 """torch's FlashAttention kernel for sequences of different lengths: 16-bit numbers on GPUs."""
 INSTALL = {
@@ -76,7 +78,9 @@ def split_attention(name: str | None, groups: RankGroups) -> str:
     }
     # flash-attn's own functions look for their name in the model's config, where that of the split attention is
     name = name if name in kernels else TORCH_VARLEN
-    return register_split(name, kernels[name], groups)
+    # It gets no mask function: transformers would make the mask of the rank's own part.
+    AttentionInterface.register(f"{SPLIT}{name}", SplitAttention(kernels[name], groups))
+    return f"{SPLIT}{name}"
 
 
 def missing_kernel(name: str, error: Exception) -> UserError:
@@ -123,7 +127,7 @@ def varlen_attention_forward(
     Args:
         query, key, value: [batch, heads, length, width]; key and value may have fewer heads.
         cu_seq_lens_q: int32 [documents + 1], borders in the batch written as one row, which come with the batch
-            (`data.document_masking.document_borders`): no layer waits for the device to find them. Without them every
+            (`data.documents.document_borders`): no layer waits for the device to find them. Without them every
             row is one document.
     """
     if cu_seq_lens_q is None:

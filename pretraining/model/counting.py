@@ -78,9 +78,7 @@ def build_on_meta(model: dict) -> tuple[PreTrainedModel, PreTrainedConfig]:
     return built, built.config.get_text_config()
 
 
-def parameters_by_part(
-    built: PreTrainedModel,
-) -> Iterator[tuple[str, int, int | None, int | None, str]]:
+def parameters_by_part(built: PreTrainedModel) -> Iterator[tuple[str, int, int | None, int | None, str]]:
     """Yield (part, elements, layer or None, rows and columns, name) of every parameter once.
 
     They come in the order of the modules. Rows and columns are added up over all its matrices; None if it is no matrix.

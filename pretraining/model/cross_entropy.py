@@ -31,10 +31,10 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from pretraining.data.document_masking import IGNORED
+from pretraining.data.documents import IGNORED
 from pretraining.planning.memory.activations import chunk_length, compiles_loss, logit_bytes
 from pretraining.recipe.model import EXACT
-from pretraining.upstream.autotp import HeldRows
+from pretraining.upstream.split_weights import HeldRows
 from pretraining.upstream.torch import fix_no_length, missing_compiler
 from pretraining.upstream.wide_weights import WideLinear
 
@@ -80,10 +80,7 @@ def token_nats(
 
 
 def chunked_nats(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    way: LossSettings = DEFAULT,
-    each: torch.Tensor | None = None,
+    logits: torch.Tensor, labels: torch.Tensor, way: LossSettings = DEFAULT, each: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Sum the nats of the labels, in fp32 (fp64 for fp64 logits).
 
@@ -170,9 +167,8 @@ def can_fuse(model: PreTrainedModel) -> bool:
 def install_loss_head(model: PreTrainedModel) -> LossHead:
     """Make the model's own output projection a LossHead: the same parameter, name and tie."""
     head = model.get_output_embeddings()
-    head.__class__ = (
-        WideLossHead if isinstance(head, WideLinear) else LossHead
-    )  # in place: a new module would lose the tie to the embedding
+    # in place: a new module would lose the tie to the embedding
+    head.__class__ = WideLossHead if isinstance(head, WideLinear) else LossHead
     return head
 
 

@@ -5,32 +5,23 @@ reads. At stages 0, 1 and 2 a weight is the file's own pages where the types agr
 else it is converted, a piece at a time. Under ZeRO-3 every rank reads its own part of each weight and no other.
 """
 
-import json
 import os
 import re
-import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
-from transformers import (
-    AutoConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from pretraining.errors import UserError, nearest
 from pretraining.extend import load_pretrained
 from pretraining.model.counting import build_on_meta
 from pretraining.model.initial_weights import fill
-from pretraining.model.native_weights import KEY, translated
-from pretraining.model.weight_files import CHUNK, WeightFiles, open_weights
+from pretraining.model.weight_files import CHUNK, KEY, WeightFiles, open_weights, refuse_differing, translated
 from pretraining.recipe import Recipe
 from pretraining.recipe.model import Model
 from pretraining.runtime.heartbeat import long_work
@@ -54,7 +45,7 @@ _FREE = re.compile(
 _ROPE = re.compile(r"rope_\w+")
 """Keys that may differ if the recipe itself gives them: a longer context is trained with others."""
 _NATIVE = ("tok_embeddings.weight", "attention.wq.weight")
-"""How names end that Meta, torchtune and torchtitan use within; native_weights.py translates a Llama's."""
+"""How names end that Meta, torchtune and torchtitan use within; `translated` is for a Llama's."""
 _TRIAL = "def f(x):\n    return x**2 + 1  # Grüße, 123 4567"
 
 
@@ -116,10 +107,8 @@ class GivenWeights:
             mapped = self.files.tensor(origin.saved[0][0])
             if mapped.dtype == parameter.dtype and mapped.is_contiguous():
                 return own_rows(parameter, mapped)
-        made, start = (
-            torch.empty(parameter.shape, dtype=parameter.dtype, device=device),
-            first_element(parameter),
-        )
+        made = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        start = first_element(parameter)
         copy_chunks(self._chunks(name, start, start + made.numel()), made.view(-1), start)
         return made
 
@@ -298,17 +287,7 @@ def check_config(config: PreTrainedConfig, model: Model, name: str, where: str) 
         same = mine == its or (isinstance(mine, str) and _SAME.get(mine, mine) == _SAME.get(its, its))
         if not (same or _FREE.fullmatch(key) or (_ROPE.fullmatch(key) and key in model)):
             differing.append((key, mine, its))
-    if differing:
-        settings = " ".join(
-            f"--set {shlex.quote(f'model.{key}={_json(its)}')}" for key, _, its in differing[:6]
-        )
-        key, mine, its = differing[0]
-        what = f"is {_json(mine)}, and the weights of {name} were trained with {_json(its)}"
-        raise problem(where, f"model.{key}", f"{what}; {settings}")
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), default=str)
+    refuse_differing(differing, name, where)
 
 
 def _match(
@@ -318,7 +297,7 @@ def _match(
     shapes = {key: tuple(parameter.shape) for key, parameter in model.named_parameters()}
 
     def hits(wrapper: str) -> int:
-        """Count the saved names that are loaded as parameters if `wrapper` is taken from their beginning."""
+        # of saved names that are loaded as parameters if `wrapper` is taken from their beginning
         saved = (name.removeprefix(wrapper) for name in files.entries if name.startswith(wrapper))
         return sum(conversion.loaded_under(name).name in shapes for name in saved)
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.nn.functional import all_reduce
 from transformers import PreTrainedModel
 
-from pretraining.data.document_masking import IGNORED
+from pretraining.data.documents import IGNORED
 from pretraining.errors import UserError
 from pretraining.extend import named
 from pretraining.model.cross_entropy import (
@@ -24,10 +24,10 @@ from pretraining.model.cross_entropy import (
     install_loss_head,
     token_nats,
 )
-from pretraining.model.vocabulary_parallel import SplitHead
+from pretraining.model.parallel import SplitHead
 from pretraining.recipe.model import EXACT, ROUTER_COEFFICIENT
 from pretraining.recipe.sections import Loss
-from pretraining.runtime.rank_groups import ALONE, RankGroups
+from pretraining.runtime.process_group import ALONE, RankGroups
 
 PLAIN = Loss(kind="plain")
 """A `loss` section that asks for nothing."""

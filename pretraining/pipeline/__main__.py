@@ -14,16 +14,17 @@ from pretraining.command_line import (
     not_negative_integer,
     positive_integer,
 )
-from pretraining.data.preparation.execution import EXECUTORS, read_slurm_options
+from pretraining.data.preparation.execution import EXECUTORS
+from pretraining.data.preparation.slurm import read_slurm_options
 from pretraining.doctor.gpus import read_gpus
 from pretraining.errors import UserError, one_line_errors
 from pretraining.pipeline.step import Decision, Pipeline
 from pretraining.pipeline.steps import NAMES, STEPS, ranks_of
 from pretraining.planning.quantities import duration
 from pretraining.recipe.refusals import load_recipe_and_ds_config
-from pretraining.runtime.child import CommandEnded
 from pretraining.runtime.exit_codes import FINISHED, INTERRUPTED, STOPPED, USER_ERROR
 from pretraining.runtime.lock import holder_of
+from pretraining.runtime.processes import CommandEnded
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import REPOSITORY, display_path
 

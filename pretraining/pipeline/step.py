@@ -12,8 +12,8 @@ from pretraining.checkpoints.format import file_entry
 from pretraining.data.checksums import digest_of
 from pretraining.outside.files import read_json_value
 from pretraining.recipe import Recipe
-from pretraining.runtime.child import call
 from pretraining.runtime.durable_files import write_json
+from pretraining.runtime.processes import call
 from pretraining.runtime.run_folder import RunFolder, utc_now
 from pretraining.schema import differences, listed
 

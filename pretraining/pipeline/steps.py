@@ -26,11 +26,11 @@ from pretraining.planning.gpus import find_gpu
 from pretraining.planning.quantities import num_bytes
 from pretraining.planning.screen import full_plan, in_short
 from pretraining.recipe.curve import changed_parts
-from pretraining.runtime.child import CommandEnded
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.exit_codes import STOPPED
+from pretraining.runtime.processes import CommandEnded
 from pretraining.schema import REPOSITORY, differences, display_path, listed
-from pretraining.supervise.hostfile import HostfileCommand
+from pretraining.supervise.hosts import HostfileCommand
 
 REPORTED = ("recipe", "plan", "environment", "metrics", "events", "samples", "mixture")
 """Files of a run that its report shows, as `RunFolder` names them."""

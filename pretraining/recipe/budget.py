@@ -71,7 +71,6 @@ class Budget(Section):
 
     @property
     def step_sizes(self) -> "StepSizes":
-        """Tokens of each optimizer step."""
         return StepSizes.of(self.tokens_per_step, self.ramp)
 
     @classmethod
@@ -174,7 +173,6 @@ class StepSizes:
 
     @property
     def all(self) -> list[int]:
-        """Every size there is, rising."""
         return [stair.tokens_per_step for stair in self.stairs]
 
     @property
@@ -183,11 +181,9 @@ class StepSizes:
         return self.stairs[-1].first_step
 
     def at(self, step: int) -> int:
-        """Tokens of the step after `step` steps."""
         return self._stair(step).tokens_per_step
 
     def tokens_at(self, steps: int) -> int:
-        """Tokens of the first `steps` steps together."""
         stair = self._stair(steps)
         return stair.tokens_before + (steps - stair.first_step) * stair.tokens_per_step
 

@@ -50,7 +50,6 @@ class Change(NamedTuple):
     now: Any
 
     def is_allowed(self, allowed: Iterable[str]) -> bool:
-        """Whether the key, or its whole section, is among `allowed`."""
         section = self.key.partition(".")[0]
         return self.key in allowed or section in allowed
 

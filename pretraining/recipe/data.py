@@ -43,7 +43,6 @@ class TextOrigin(Section):
 
     @property
     def called(self) -> str:
-        """Its own name, else the last part of what it is read from."""
         return source_name(self.to_dict())
 
 
@@ -97,7 +96,6 @@ class ValidationSource(TextOrigin):
 
     @property
     def is_capped(self) -> bool:
-        """Whether only its first documents are taken."""
         return (self.max_tokens, self.max_documents) != (None, None)
 
 
@@ -306,9 +304,8 @@ class Data(Section):
                 yield f"{at}.tokenizer.special_tokens.{number - 1}", what
         fewest = 256 + len(tokens)
         if trained and trained["train_vocab_size"] < fewest:
-            what = (
-                f"is {trained['train_vocab_size']}; 256 bytes and {len(tokens)} special tokens need {fewest}"
-            )
+            what = f"is {trained['train_vocab_size']}; "
+            what += f"256 bytes and {len(tokens)} special tokens need {fewest}"
             yield f"{at}.tokenizer.train_vocab_size", what
         if self.shuffle_blocks and self.shuffle_shards:
             what = "is an order of its own beside data.shuffle_shards; leave one of them out"
@@ -377,9 +374,8 @@ def check_mixture(data: Data, num_samples: int, sequence_length: int, where: str
     names = source_names(data, where)
     if data.prepare == "budget" and not shares_are_written(data):
         what = f"is budget, but the {len(names)} sources are read by size, which is known once all is prepared; give"
-        remedy = (
-            "every source a weight, or set prepare to all (and max_tokens of the sources, if they are large)"
-        )
+        remedy = "every source a weight, or set prepare to all (and max_tokens of the sources, "
+        remedy += "if they are large)"
         yield "data.prepare", f"{what} {remedy}"
     if is_mixed(data):
         # sizes are not known yet; any will do, since only the shares depend on them

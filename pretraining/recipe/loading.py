@@ -1,4 +1,7 @@
-"""Read a recipe: its file, `--set section.key=value` over it, every key checked, what is left out filled in."""
+"""Read a recipe: its file, `--set section.key=value` over it, every key checked, what is left out filled in.
+
+`--limit_tokens` shrinks it, to try all of a run in minutes: see `_limited`.
+"""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -12,7 +15,7 @@ from pretraining.errors import UserError, nearest, place_keys
 from pretraining.extend import MODEL, Extension, is_path, read_extensions
 from pretraining.outside.addresses import refuse_credentials
 from pretraining.recipe.budget import check_multiple
-from pretraining.recipe.limit import limited
+from pretraining.recipe.data import shares_are_written
 from pretraining.recipe.model import (
     EXACT,
     checked_model,
@@ -69,6 +72,20 @@ OTHER_NAMES = {
 }
 """{dotted key: what other frameworks call it}"""
 
+LIMITED_STEPS = 100
+"""A limited run has at least so many steps, as long as a step still has `STEP_SEQUENCES`."""
+STEP_SEQUENCES = 8
+"""A step keeps about so many sequences, so that the ranks of one machine can share it."""
+VALIDATIONS = 4
+"""Validations and checkpoints of a limited run, at least."""
+LOGS = 20
+
+VALIDATION_DOCUMENTS, LONG_DOCUMENT = 5, 10_000
+"""Validation gets about so many documents, at least, if they have so many tokens: the share of a long run may have
+none of few documents."""
+LEAST_VALIDATION, MOST_VALIDATION = 0.02, 0.2
+"""Share of the documents that validation gets, unless the recipe gives it more."""
+
 
 def load_recipe(
     name_or_path: str,
@@ -83,7 +100,7 @@ def load_recipe(
         name_or_path: `tiny`, `features/muon`, or a path that ends in .json.
         overrides: `section.key=value` texts, applied in order.
         deepspeed: takes the place of the recipe's `deepspeed`; "null" means none.
-        limit_tokens: the most that the run may train on; see `limit`.
+        limit_tokens: the most that the run may train on.
         world_size: number of ranks, to which a limited recipe's micro-batch is fitted; None if it is not known.
 
     Raises:
@@ -113,11 +130,10 @@ def load_recipe(
         length = recipe.sequence_length
         if recipe.tokens_per_step < length:  # a step of less than a sequence cannot be made smaller
             words = f"the sequence length {length}"
-            refuse_first(
-                check_multiple(recipe.tokens_per_step, "budget.tokens_per_step", length, words), where
-            )
+            wrong = check_multiple(recipe.tokens_per_step, "budget.tokens_per_step", length, words)
+            refuse_first(wrong, where)
         written = {override.partition("=")[0] for override in overrides}
-        values = limited(values, recipe, limit_tokens, written, world_size or 1)
+        values = _limited(values, recipe, limit_tokens, written, world_size or 1)
         where += f" with --limit_tokens {limit_tokens}"
         recipe = replace(_built(values, path, where, tuple(overrides)), limit_tokens=limit_tokens)
     recipe.check(where)
@@ -135,7 +151,6 @@ def _read_model(values: dict, notes: list[str]) -> None:
 
 
 def _built(values: dict, path: Path, where: str, overrides: tuple[str, ...]) -> Recipe:
-    """The recipe of a checked JSON object."""
     sharding = values.get("deepspeed")
     model, weights = Weights.split(values["model"])
     # before the model, whose type they may define
@@ -178,12 +193,10 @@ def recipe_schema() -> dict:
 
 
 def sections_schema() -> dict[str, dict]:
-    """JSON Schema of each of our own sections."""
     return {name: section.schema() for name, section in SECTIONS.items()}
 
 
 def recipe_names() -> list[str]:
-    """Names of the recipes in recipes/."""
     return sorted(path.stem for path in RECIPES.glob("*.json") if path.name != "schema.json")
 
 
@@ -305,3 +318,95 @@ def _set(value: Any, path: list[str], new: Any, where: str) -> None:
         elif isinstance(value, dict) and value.get(place) is None:
             value[place] = {}
         value = value[place]
+
+
+def _limited(values: dict, recipe: Recipe, tokens: int, written: set[str], ranks: int = 1) -> dict:
+    """Return the values of a recipe for a run of at most `tokens` tokens; the same values if it has no more.
+
+    The model stays what it is. Steps become smaller, so that there are still enough of them for a schedule, validations
+    and checkpoints. What is counted in steps or tokens shrinks in proportion. Data and run get names of their own, so
+    that neither takes the place of the real ones.
+
+    recipe: built from `values`. written: dotted keys that the command line sets; what it says of the size of a step and
+    of cadences stays.
+
+    Raises:
+        UserError: a step of the size that the command line sets has more tokens.
+    """
+    if tokens >= recipe.budget.tokens:
+        return values
+    # a step: a divisor of the full one, of which the limit holds `LIMITED_STEPS`
+    step = recipe.tokens_per_step
+    if "budget.tokens_per_step" not in written:
+        samples, sequences = recipe.samples_per_step, tokens // recipe.sequence_length
+        # a limit of a few sequences is one step at least
+        most = max(sequences // LIMITED_STEPS, min(STEP_SEQUENCES, sequences), 1)
+        fitting = next(size for size in range(min(most, samples), 0, -1) if samples % size == 0)
+        step = fitting * recipe.sequence_length
+    if step > tokens:
+        raise UserError(
+            f"--limit_tokens {tokens}: is less than one step of {step:,} tokens; raise it, or lower "
+            "budget.tokens_per_step or the sequence length"
+        )
+    steps = tokens // step
+    # A deep copy: lists and objects inside are changed.
+    changed = json.loads(json.dumps(values))
+    changed["name"] = f"{recipe.name}-limit-{tokens}"
+    budget, share = changed["budget"], steps * step / recipe.budget.tokens
+    budget.update(tokens=steps * step, tokens_per_step=step)
+    # There is no room for it: all steps are as small as its first ones.
+    budget.pop("ramp", None)
+    for key in ("warmup_tokens", "decay_tokens"):
+        if (of_full := getattr(recipe.budget, key)) is not None:
+            budget[key] = max(1, int(of_full * share) // step) * step
+    _limit_data(changed["data"], recipe, tokens, written)
+    training, share = changed["training"], steps / recipe.num_steps
+    keywords = training.get("lr_scheduler_kwargs") or {}
+    in_steps = [(keywords, "num_decay_steps"), (keywords, "num_stable_steps")]
+    in_steps += [(training, "warmup_steps")] if training.get("warmup_steps", 0) >= 1 else []
+    for place, key in in_steps:
+        if key in place:
+            place[key] = max(1, int(place[key] * share))
+    if "training.per_device_train_batch_size" not in written:
+        samples = step // recipe.sequence_length
+        # Ranks that do not divide the step are refused later, with what would divide it.
+        mine = samples // ranks if samples % ranks == 0 else samples
+        micro = next(size for size in range(min(recipe.micro_batch, mine), 0, -1) if mine % size == 0)
+        training["per_device_train_batch_size"] = micro
+    _limit_cadences(changed, steps)
+    return changed
+
+
+def _limit_data(data: dict, recipe: Recipe, tokens: int, written: set[str]) -> None:
+    data["name"] = f"{recipe.data.name}-limit-{tokens}"
+    if shares_are_written(recipe.data):
+        data["prepare"] = "budget"
+    else:
+        for source in data["sources"]:
+            source["max_tokens"] = min(tokens, source.get("max_tokens") or tokens)
+    # 0: data.validation alone, which is read whole.
+    if recipe.data.validation_share and "data.validation_share" not in written:
+        wanted = VALIDATION_DOCUMENTS * LONG_DOCUMENT / tokens
+        wanted = min(MOST_VALIDATION, max(LEAST_VALIDATION, float(f"{wanted:.2g}")))
+        data["validation_share"] = max(recipe.data.validation_share, wanted)
+    for stage in (data.get("mixture") or {}).get("stages") or []:
+        if (stage.get("until") or 0) > 1:
+            stage["until"] = stage["until"] / recipe.budget.tokens
+
+
+def _limit_cadences(values: dict, steps: int) -> None:
+    """Validate, save and log often enough to see each of them."""
+    training, every = values["training"], max(1, steps // VALIDATIONS)
+    for key, most in (("eval_steps", every), ("save_steps", every), ("logging_steps", max(1, steps // LOGS))):
+        if (training.get(key) or 0) >= 1:
+            training[key] = min(int(training[key]), most)
+    evaluate, save = training.get("eval_steps") or 0, training.get("save_steps") or 0
+    if evaluate >= 1 and save > evaluate:
+        # A save goes with a validation wherever it did before.
+        training["save_steps"] = save // evaluate * evaluate
+    evaluation, monitors = values.get("evaluation") or {}, values.get("monitors") or {}
+    if evaluation.get("task_steps") and evaluate >= 1:
+        evaluation["task_steps"] = evaluate
+    traced = (monitors.get("profile") or {}).get("steps") or 0
+    if (traced[-1] if isinstance(traced, list) else traced) > steps:
+        monitors["profile"] = None

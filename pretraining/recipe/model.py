@@ -94,7 +94,6 @@ def own_key(model: dict, name: str) -> str:
 
 
 def value_of(model: dict, name: str) -> Any:
-    """The section's value for a common name; None where it has none."""
     return model.get(own_key(model, name))
 
 
@@ -214,11 +213,9 @@ class Model(dict):
 
     @property
     def is_exact(self) -> bool:
-        """Whether planning counts the type by formula."""
         return is_exact(self)
 
     def with_defaults(self) -> "Model":
-        """Over its configuration class's own defaults."""
         return Model(model_with_defaults(self))
 
     def check(self) -> Wrong:

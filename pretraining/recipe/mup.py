@@ -133,9 +133,8 @@ def check_mup(mup: Mup, model: dict) -> Wrong:
     if mup.base_width is None:
         return
     if kind not in FAMILIES:
-        what = (
-            f"is set, but muP has no rule here for the routers and experts of {kind}; leave it out, or choose"
-        )
+        what = f"is set, but muP has no rule here for the routers and experts of {kind}; "
+        what += "leave it out, or choose"
         yield "mup.base_width", f"{what} {', '.join(FAMILIES)}"
     size = shape_of(model)[2]
     if kind == "gpt2" and mup.base_head_size not in (None, size):

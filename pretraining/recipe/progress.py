@@ -70,7 +70,6 @@ class Progress:
         return max(self.step, self.step_sizes.steps_within(self.budget_tokens - self.extra_tokens))
 
     def tokens_at(self, step: int) -> int:
-        """Return the tokens consumed after `step`."""
         return self.extra_tokens + self.step_sizes.tokens_at(step)
 
     def samples_at(self, step: int) -> int:

@@ -157,7 +157,6 @@ class Recipe:
 
     @cached_property
     def step_sizes(self) -> StepSizes:
-        """Tokens of each optimizer step."""
         return self.budget.step_sizes
 
     @property
@@ -167,7 +166,6 @@ class Recipe:
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps of the whole run."""
         return self.step_sizes.steps_within(self.budget.tokens)
 
     @property
@@ -187,7 +185,6 @@ class Recipe:
 
     @property
     def num_samples(self) -> int:
-        """Sequences of the whole run."""
         return self.num_tokens // self.sequence_length
 
     @property
@@ -320,9 +317,8 @@ def accumulation_steps(recipe: Recipe, world_size: int, ds_config: dict | None =
     tokens_at_once = ranks * micro_batch * length
     steps, rest = divmod(recipe.tokens_per_step, tokens_at_once)
     if rest:
-        product = (
-            f"{tokens_at_once} = {ranks_words} x {micro_batch} per_device_train_batch_size x {length} tokens"
-        )
+        product = f"{tokens_at_once} = {ranks_words} x {micro_batch} per_device_train_batch_size "
+        product += f"x {length} tokens"
         multiples = nearest_multiples(recipe.tokens_per_step, tokens_at_once)
         where, per_rank = display_path(recipe.path), recipe.samples_per_step // ranks
         if recipe.samples_per_step % ranks:
@@ -391,7 +387,6 @@ def check_metric(evaluation: Evaluation, data: Data, metrics: Sequence[str]) -> 
         what = f"is {task_steps}, but evaluation.metric {metric} is wanted at each validation: leave it out"
         yield "evaluation.task_steps", what
     if is_score and not evaluation.tasks and evaluation.hellaswag is None:
-        what = (
-            f"is {metric!r}, but nothing scores it: name evaluation.tasks, or data for evaluation.hellaswag"
-        )
+        what = f"is {metric!r}, but nothing scores it: name evaluation.tasks, or data for "
+        what += "evaluation.hellaswag"
         yield "evaluation.metric", what

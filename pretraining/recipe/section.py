@@ -93,7 +93,6 @@ class Section:
 
     @classmethod
     def schema(cls) -> dict:
-        """The section's JSON Schema."""
         properties = {each.name: _field_schema(each) for each in fields(cls)}
         required = [
             each.name for each in fields(cls) if each.default is MISSING and each.default_factory is MISSING

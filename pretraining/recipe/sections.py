@@ -44,17 +44,14 @@ class Weights(Section):
 
     @classmethod
     def split(cls, model: dict) -> tuple[dict, dict]:
-        """Split a `model` section into the config's keywords and the keys of ours."""
         ours = {name: value for name, value in model.items() if name in cls.names()}
         return {name: value for name, value in model.items() if name not in ours}, ours
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """The keys."""
         return tuple(each.name for each in fields(cls))
 
     def freezes(self, name: str) -> bool:
-        """Whether a pattern matches the parameter called `name`."""
         return any(fnmatchcase(name, pattern) for pattern in self.frozen or ())
 
 

@@ -5,11 +5,14 @@ have shapes and no numbers (upstream/fake_gpu.py), and files of checkpoints have
 """
 
 import argparse
+import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +20,31 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from pretraining.checkpoints.identity import metrics_at
+from pretraining.checkpoints.format import commit_checkpoint, file_entry, receipt_name, write_bytes
 from pretraining.checkpoints.live_state import live_state
-from pretraining.checkpoints.manager import CheckpointManager
-from pretraining.checkpoints.trainer_state import rank_share, shared_files
+from pretraining.checkpoints.manager import CheckpointManager, RankShare, rank_share, shared_files
+from pretraining.checkpoints.shard_files import (
+    BUFFER,
+    MASTER,
+    STATE_FILE,
+    file_header,
+    fragment_key,
+    rank_file,
+)
 from pretraining.data.block_guard import BlockGuard
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.prepared import PreparedData
 from pretraining.data.shards import TokenSplit
 from pretraining.errors import UserError
-from pretraining.model.expert_parallel import ExpertDispatch, expert_modules
+from pretraining.model.parallel import ExpertDispatch, expert_modules
 from pretraining.planning.run_plan import RunPlan
 from pretraining.recipe import Recipe
-from pretraining.rehearsal.stand_in_checkpoint import write_stand_in
 from pretraining.rehearsal.stand_in_data import StandInData
 from pretraining.runtime.exit_codes import STOPPED
 from pretraining.runtime.process_group import deciding_alone
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.training.arrival import arriving_data
-from pretraining.training.job import Job
-from pretraining.training.monitors import RunMonitors
+from pretraining.training.arrival import Arrival
+from pretraining.training.monitors import Job, RunMonitors
 from pretraining.upstream.fake_gpu import GPU, fake_gpu
 from pretraining.upstream.fake_ranks import without_other_ranks
 
@@ -44,6 +52,9 @@ MOST_MICRO_BATCHES = 2
 """Of a step: any further one does the same."""
 SOON_HOURS = 1e-9
 """A time limit that is over at the end of the first step: the run then saves and leaves."""
+MOST_READ_BYTES = 1 << 30
+"""Of a file that the marker lists: the next start compares all its bytes."""
+Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -119,7 +130,7 @@ def start_as(
     gpu_of_none = fake_gpu(place.world_size, place.rank, here, **named)
     with gpu_of_none as machine, without_other_ranks(), deciding_alone():
         monitors = RankMonitors(run, recipe, done, isinstance(data, StandInData))
-        with arriving_data(recipe, options.data_dir, run, monitors.stop) as arrival:
+        with closing(Arrival(recipe, options.data_dir, run, monitors.stop)) as arrival:
             checkpoints = partial(RankCheckpoints, place, done)
             try:
                 attempt(Job(recipe, plan, data, run, options, monitors, arrival, GPU, checkpoints))
@@ -195,7 +206,7 @@ class RankCheckpoints(CheckpointManager):
         with self.done.timed("save"):
             share = rank_share(trainer)
             files = share.files or shared_files(trainer, live_state(trainer.model, trainer.optimizer))
-            marker = self.identity.marker_at(step, metrics_at(step, trainer.state.log_history))
+            marker = self.identity.marker_at(step, trainer.state.log_history)
             self.done.checkpoint_bytes = sum(tensor.nbytes for tensor in share.tensors.values())
             if self.start.checkpoint is not None:
                 return  # nobody continues from the second one
@@ -244,3 +255,83 @@ def check_samples(done: Done, place: RankPlace, recipe: Recipe, ranks_per_sample
                 f"rank {place.rank} read sample {sample:,} of the run as its {number + 1}., and its own is {own:,}: "
                 "another rank reads that one too; please report this"
             )
+
+
+def write_stand_in(folder: Path, rank: int, ranks: int, share: RankShare, marker: dict, shared: bool) -> None:
+    """Write and commit a checkpoint as rank `rank` of `ranks` from what it holds, without the bytes of its tensors.
+
+    Names, headers, sizes, receipts and the marker are those of a real checkpoint, except that the marker does not list
+    a file of too many zeros to read them all. The tensors are holes in the files, which take no room on the disk and
+    are read as zeros. The other ranks' files hold what this rank's does not, so that a run can continue from it.
+
+    shared: whether every rank needs all parameters, of which each saves a share.
+    """
+    tensors, files, receipt = share
+    folder.mkdir(parents=True)
+    entries = {name: write_bytes(folder / name, content) for name, content in files.items()}
+    held = _missing_fragments(tensors, json.loads(files[STATE_FILE]), shared)
+    # the first of the others holds what is missing
+    content: dict[int, Tensors] = {rank: tensors, 0 if rank else 1: held}
+    for each in range(ranks):
+        entry = _write_with_holes(folder / rank_file(each, ranks), content.get(each, {}))
+        of_rank = {**(entries if each == rank else {}), **entry}
+        # not through the disk's cache and back, as a real one: a rehearsal has nothing to lose
+        receipt_text = json.dumps({"files": of_rank, **receipt})
+        (folder / receipt_name(each, ranks)).write_text(receipt_text, encoding="utf-8")
+    commit_checkpoint(folder, marker)
+
+
+def _write_with_holes(path: Path, tensors: Tensors) -> dict[str, dict]:
+    """Write the header, and make the file as long as if the tensors followed; returns {name: `file_entry`}, or {}.
+
+    The rank's own tensors, the states of its random generators, are written: nobody could go on from zeros.
+    """
+    header, num_bytes = file_header(tensors)
+    places = json.loads(header[8:])
+    with path.open("wb") as file:
+        file.write(header)
+        file.truncate(len(header) + num_bytes)
+        for name in (name for name in tensors if "@" not in name):
+            file.seek(len(header) + places[name]["data_offsets"][0])
+            file.write(tensors[name].numpy().tobytes())
+    return {} if len(header) + num_bytes > MOST_READ_BYTES else {path.name: file_entry(path)}
+
+
+def _missing_fragments(tensors: Tensors, state: dict, shared: bool) -> dict[str, torch.Tensor]:
+    """Return what other ranks must hold: the elements of each state that this one reads and `tensors` do not have."""
+    spans: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
+    states: dict[str, torch.dtype] = {MASTER: torch.float32}
+    cut = set()
+    for key, tensor in tensors.items():
+        kind, _, rest = key.partition("/")
+        name, at, start = rest.rpartition("@")
+        if not at or start == "whole":
+            continue
+        if name not in state["parameters"] and kind != BUFFER:
+            cut.add(name.partition("@")[0])  # a part of a split layer: this rank reads no other
+            continue
+        spans[kind, name].append((int(start), int(start) + tensor.numel()))
+        if kind != BUFFER:
+            states[kind] = tensor.dtype
+    wanted = [
+        (kind, name, prod(entry["shape"]), dtype)
+        for name, entry in state["parameters"].items()
+        if name not in cut
+        # no optimizer steps a frozen parameter: every rank reads all of it
+        if shared or name not in state["scalars"]
+        for kind, dtype in states.items()
+        if kind == MASTER or name in state["scalars"]
+    ]
+    wanted += [
+        (BUFFER, name, prod(entry["shape"]), getattr(torch, entry["dtype"]))
+        for name, entry in state["buffers"].items()
+    ]
+    missing: dict[str, torch.Tensor] = {}
+    for kind, name, numel, dtype in wanted:
+        at = 0
+        # what no span covers
+        for start, stop in [*sorted(spans[kind, name]), (numel, numel)]:
+            if start > at:
+                missing[fragment_key(kind, name, at)] = torch.empty(start - at, dtype=dtype, device="meta")
+            at = max(at, stop)
+    return missing

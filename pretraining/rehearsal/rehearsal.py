@@ -112,7 +112,6 @@ class Rehearsal:
 
     @property
     def faults(self) -> list[str]:
-        """What would have ended the run."""
         return [f"{part.name}: {part.fault}" for part in self.parts if part.fault]
 
     def do(self, open_data: Callable[..., PreparedData], attempt: Callable[..., bool]) -> None:
@@ -426,7 +425,6 @@ def _check_store(split: StreamedSplit) -> None:
         # a web server lists no sizes, and often nothing: asked for each file
         size = sizes.get(shard["file"]) or store.size(f"{split.name}/{shard['file']}")
         if size not in (None, shard["size"]):
-            what = (
-                f"{split.folder}/{shard['file']}: shard is {size:,} bytes, expected {shard['size']:,} bytes"
-            )
+            what = f"{split.folder}/{shard['file']}: shard is {size:,} bytes, "
+            what += f"expected {shard['size']:,} bytes"
             raise UserError(f"{what}; copy the data there again")

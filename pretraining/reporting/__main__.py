@@ -9,21 +9,24 @@ examples:
 """
 
 import argparse
+import csv
 import json
+import math
 import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
+
 from pretraining.checkpoints.live_files import records_of
 from pretraining.command_line import OneLineParser, positive_number
 from pretraining.errors import UserError, one_line_errors
-from pretraining.reporting.analysis import analyze, track_record_of
-from pretraining.reporting.curves import write_csv
+from pretraining.reporting.analysis import analyze, sentences, standing_text, track_record_of
 from pretraining.reporting.live import watch
 from pretraining.reporting.page import names_of, page_payload, page_text, run_payload, write_page
 from pretraining.reporting.run_record import RunRecord
-from pretraining.reporting.words import sentences, standing_text
+from pretraining.runtime.durable_files import replacing
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -56,11 +59,27 @@ def write_report(folders: list[Path], output: Path) -> Path:
 
 
 def _write_rows(arguments: list[str]) -> None:
-    """Write every logged row of these runs as CSV."""
+    """Write every row of these runs as CSV: run, step, tokens, hours, then one column a metric.
+
+    A value that a row does not have is empty; one that is not a number is NaN.
+    """
     options = _parser(" csv", "default: metrics.csv in the run folder").parse_args(arguments)
     output = _output(options, "metrics.csv")
     records = [RunRecord(folder) for folder in options.runs]
-    write_csv(output, records, names_of(records))
+    metrics = sorted({metric for record in records for metric in record.metrics.names()})
+    with replacing(output) as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["run", "step", "tokens", "hours", *metrics])
+        for record, name in zip(records, names_of(records), strict=True):
+            steps, tokens = (values.astype(np.int64).tolist() for values in (record.steps, record.tokens))
+            hours = record.hours.round(6).tolist()
+            columns = []
+            for metric in metrics:
+                cells: list = [""] * len(steps)
+                for row, value in zip(*map(np.ndarray.tolist, record.metrics.column(metric)), strict=True):
+                    cells[row] = "NaN" if math.isnan(value) else value
+                columns.append(cells)
+            writer.writerows(zip([name] * len(steps), steps, tokens, hours, *columns, strict=True))
     print(output)
 
 

@@ -1,6 +1,9 @@
-"""What a run's curve shows, as numbers: phase, rate, spikes, and where it leads; `words` makes sentences of it."""
+"""What a run's curve shows, as numbers and in sentences: phase, rate, spikes, where it leads, and how the run ended."""
 
 import itertools
+import os
+import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,8 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from pretraining.errors import UserError
+from pretraining.planning.comparison import measured_beside_planned
+from pretraining.planning.quantities import dollars, duration, several
 from pretraining.reporting.run_record import RunRecord, Standing
-from pretraining.runtime.wall_time import WallTime
+from pretraining.runtime.run_folder import RunFolder
+from pretraining.runtime.wall_time import CAUSES, WallTime
+from pretraining.schema import display_path
 
 FEWEST_ROWS = 8
 """Rows with a loss below which a curve has no rate and no phase."""
@@ -32,6 +39,18 @@ EXPONENTS = np.geomspace(0.02, 2.0, 161)  # steps of 3 %
 FEWEST_POINTS = 12
 NUM_BUCKETS = 120
 RESAMPLES = 200
+
+
+PHASES = {
+    "not begun": "No step has been logged yet.",
+    "too few rows": "Too few rows are logged to judge the curve.",
+    "finished with few rows": "The run is finished; too few rows are logged to judge its curve.",
+    "broken": "The loss is not a number: the run is broken since then.",
+    "diverging": "The loss is rising: it is diverging.",
+    "warming up": "The learning rate is still warming up.",
+    "plateau": "The loss is on a plateau.",
+    "finished": "The run is finished.",
+}
 
 
 @dataclass(frozen=True)
@@ -323,3 +342,152 @@ def _solve(powers: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[np.n
     scale = np.where(floor < 0, weights @ (powers * y) / (weights @ powers**2), scale)
     floor = np.maximum(floor, 0.0)
     return floor, scale, weights @ (floor + scale * powers - y) ** 2 / total
+
+
+def sentences(found: Analysis) -> list[str]:
+    """Say what the analysis found, most important first. The run's state is not in it (`standing_text`)."""
+    state = found.standing.state
+    phase = PHASES.get(found.phase, f"The run {'is' if state == 'running' else 'was'} {found.phase}.")
+    if found.budget_share is not None and state != "finished":
+        phase += f" {found.budget_share:.0%} of its tokens are spent."
+    parts = [phase]
+    if found.loss is not None:
+        text = f"Training loss {found.last_loss:.4f} nats a token at step {found.last_step:,}"
+        if found.loss_rows > 1:
+            text += f" (median of the last {found.loss_rows} rows: {found.loss:.4f})"
+        if found.validation is None:
+            text += "; nothing has been validated yet."
+        else:
+            text += f", validation loss {found.validation:.4f}"
+            gap = found.validation - found.best_validation
+            if gap > 0.01 * found.best_validation:
+                text += f", {gap:.4f} above the best it had ({found.best_validation:.4f})"
+            text += f". {found.mixture_note}" if found.mixture_note else "."
+        parts.append(text)
+    parts.append(_rate_words(found))
+    are = "loss is" if found.non_finite == 1 else "losses are"
+    text = f"{found.non_finite} logged {are} not finite. " if found.non_finite else ""
+    shown, plural = ", ".join(f"{step:,}" for step in found.spikes[-5:]), "s" if len(found.spikes) > 1 else ""
+    spikes = (
+        f"{len(found.spikes)} spike{plural}, the last at step{plural} {shown}." if shown else "No spikes."
+    )
+    parts += [f"{text}{spikes}", *_words_ahead(found)]
+    spent = found.wall_time
+    if spent is not None and spent.counted:
+        text = f"{spent.counted / spent.seconds:.1%} of the wall time went into steps that counted"
+        if lost := lost_words(spent):
+            text += f"; lost were {lost}"
+        if spent.stopped:
+            text += f"; the {duration(spent.stopped)} during which it was stopped are not in it"
+        parts.append(f"{text}.")
+    if found.dollars is not None:
+        cost = f"It has cost {dollars(found.dollars)}"
+        if state != "finished" and found.dollars_at_end is not None:
+            cost += f", and will have cost {dollars(found.dollars_at_end)} at its end, without failures"
+        parts.append(f"{cost}.")
+    return [part for part in parts if part]
+
+
+def _rate_words(found: Analysis) -> str:
+    if found.recent_gain is None:
+        return ""
+
+    def moved(gain: float, form: str) -> str:
+        return f"{'fell' if gain >= 0 else 'rose'} by {abs(gain):{form}}"
+
+    text = f"Over the last quarter of its tokens the loss {moved(found.recent_gain, '.1%')}"
+    if (gain := found.gain_per_doubling) is not None:
+        # what was, and no promise: the quarter is a part of this half
+        text += f"; over the last half, which is one doubling, its trend {moved(gain, '.3f')} nats"
+    if found.stagnant:
+        text += "; that is stagnation: " + (
+            "more tokens at this rate would bring little"
+            if found.standing.state == "finished"
+            else "stop it, or continue with --allow_change training.learning_rate and a lower rate"
+        )
+    return f"{text}."
+
+
+def _words_ahead(found: Analysis) -> list[str]:
+    """Say whether the recipe's target is reached or near, and where the curve leads."""
+    made = None if found.standing.state == "finished" else found.heading
+    parts = []
+    if found.target is not None and found.target_is_met:
+        parts.append(f"The recipe's target of {found.target:.4f} is reached.")
+    elif found.target is not None:
+        then = "it is not reached"
+        if made is not None:
+            is_near = made.low <= found.target
+            side = "below it" if made.high <= found.target else "near it" if is_near else "above it"
+            then = f"the run is heading {side}"
+        parts.append(f"The recipe's target is {found.target:.4f}; {then}.")
+    if made is None:
+        return parts
+    text = f"A power law through the curve so far leads to a training loss of {made.loss:.3f} "
+    text += f"({made.low:.3f} to {made.high:.3f}) at {found.heading_tokens:,.0f} tokens; "
+    text += "what a falling learning rate still brings is not in it."
+    if found.track_record:
+        # with their signs: a median that is not near 0 shows a bias
+        middle, worst = statistics.median(found.track_record), max(found.track_record, key=abs)
+        runs = f"{several(len(found.track_record), 'finished run')} beside it"
+        text += f" Such fits on the first halves of {runs} were off by {middle:+.1%} in the median, "
+        text += f"{worst:+.1%} at worst."
+    return [*parts, text]
+
+
+def lost_words(spent: WallTime, least: float = 0.0005) -> str:
+    """Say which shares of the wall time went to which cause, largest first, without those below `least`."""
+    return ", ".join(
+        f"{share:.1%} to {CAUSES[cause]}" for cause, share in spent.shares.items() if share >= least
+    )
+
+
+def report_end(run: RunFolder) -> None:
+    """Print, on rank 0, the results of a finished run, what it took, and where its files are."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    record, end = RunRecord(run.path), run.last_event("end")
+    bits, unigram = end["eval_bits_per_byte"], end["unigram_bits_per_byte"]
+    result = f"validation loss {end['eval_loss']:.4f} nats per token, {bits:.4f} bits per byte "
+    result += f"({bits / unigram:.3f} of the unigram entropy {unigram:.4f}, which frequencies of tokens alone reach)"
+    if (trained := record.metrics.last("train/loss")) is not None:
+        result += f"; training loss of the last row {trained:.4f}"
+    # without stops on request, which may last for days
+    seconds = WallTime.of(record.events, (), record.last_written).seconds
+    steps, tokens = record.taken()
+    took = f"{steps:,.0f} steps, {tokens:,.0f} tokens in {duration(max(1.0, seconds))}"
+    if speed := record.speed():
+        took += f", {duration(speed['training_seconds'])} of them in its steps: "
+        took += f"{speed['tokens_per_second']:,.0f} tokens/s"
+    rows = {
+        "result": result,
+        "took": took,
+        "measured": measured_beside_planned(run.path),
+        "export": display_path(run.export),
+        "report": display_path(run.report) if record.recipe.get("report", {}).get("every_seconds") else "",
+    }
+    print("\n".join(f"{label:<10}{value}" for label, value in rows.items() if value), flush=True)
+
+
+def standing_text(standing: Standing, now: float) -> str:
+    """Say in which state a run is, and since when; empty for a finished or running one.
+
+    Args:
+        now: UNIX seconds, because the state depends on the clock.
+    """
+    since = f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime(standing.since))} UTC"
+    # never 0 or less, whatever the two clocks say
+    since += f" ({duration(max(1.0, now - standing.since))} ago)"
+    reason = f": {standing.reason}" if standing.reason else ""
+    continues = (
+        f"The same command continues {f'from {standing.checkpoint}' if standing.checkpoint else 'it'}."
+    )
+    return {
+        "killed": f"Killed after step {standing.step:,}: none of its processes is left; it last wrote at {since}. "
+        f"{continues}",
+        "stopped": f"Stopped at step {standing.step:,} since {since}{reason}. {continues}",
+        "silent": f"Nothing was written since {since}, after step {standing.step:,}: it may have been killed. "
+        f"If no process of it is left, the same command continues it.",
+        "hang": f"It hung after step {standing.step:,} and ended, {since}. {continues}",
+        "gave up": f"It gave up at step {standing.step:,}, {since}{reason}. Look at it before you start it again.",
+    }.get(standing.state, "")

@@ -38,20 +38,32 @@ def live_report(run: RunFolder, every_seconds: float | None) -> Iterator[None]:
     Args:
         every_seconds: shortest time between two pages; None for no report.
     """
-    writer = _start(run, every_seconds) if every_seconds and os.environ.get("RANK", "0") == "0" else None
+    is_wanted = every_seconds and os.environ.get("RANK", "0") == "0"
+    writer = start_writer(run, every_seconds) if is_wanted else None
     before = file_state(run.events)
     try:
         yield
     finally:
         if writer is not None:
-            _stop(writer, has_news=file_state(run.events) != before)
+            if file_state(run.events) == before:
+                # A refused run: its error must be printed before the launcher ends this rank because of the others.
+                writer.kill()
+            # Training is over. A user may not raise the priority of a process, but may raise that of a session.
+            set_priority(writer.pid, 0)
+            try:
+                # The writer sleeps until its standard input ends, which `communicate` closes.
+                writer.communicate(timeout=LAST_PAGE_SECONDS)
+            except (subprocess.TimeoutExpired, OSError):
+                writer.kill()
+                writer.wait()
 
 
-def _start(run: RunFolder, every_seconds: float) -> subprocess.Popen | None:
+def start_writer(run: RunFolder, every_seconds: float) -> subprocess.Popen | None:
+    """Start the process that writes the pages; None if there is no memory for it: a run without a report is a run."""
     watched = [str(run.path.resolve()), "--watch", str(every_seconds), "--since", str(time.time())]
     # PYTHONPATH: train.py may have been started from any folder. One thread: the others are training's.
     ours = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    try:
+    with contextlib.suppress(OSError):
         return subprocess.Popen(
             [sys.executable, "-m", "pretraining.reporting", *watched],
             stdin=subprocess.PIPE,
@@ -59,22 +71,7 @@ def _start(run: RunFolder, every_seconds: float) -> subprocess.Popen | None:
             env={**variables_of_a_helper(), **ours},
             start_new_session=True,  # Ctrl-C is for training; the writer still has the last page to write
         )
-    except OSError:  # no memory for a process: a run without a report is still a run
-        return None
-
-
-def _stop(writer: subprocess.Popen, has_news: bool) -> None:
-    """Wait for the last page, if there is something new to write."""
-    if not has_news:
-        # A refused run: its error must be printed before the launcher ends this rank because of the others.
-        writer.kill()
-    # The writer sleeps until its standard input ends, which `communicate` closes.
-    hurry(writer.pid)
-    try:
-        writer.communicate(timeout=LAST_PAGE_SECONDS)
-    except (subprocess.TimeoutExpired, OSError):
-        writer.kill()
-        writer.wait()
+    return None
 
 
 def watch(folder: Path, output: Path, every_seconds: float, since: float = 0.0) -> None:
@@ -83,7 +80,7 @@ def watch(folder: Path, output: Path, every_seconds: float, since: float = 0.0) 
     Args:
         since: UNIX seconds; the first page is written after the run has written something later than this.
     """
-    give_way()
+    set_priority(os.getpid(), LAST)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # they are meant for training; the last page follows its end
     record, is_over, pause = None, False, 0.0
@@ -109,18 +106,8 @@ def watch(folder: Path, output: Path, every_seconds: float, since: float = 0.0) 
         pause = max(every_seconds, 9 * (time.monotonic() - began)) if record else min(1.0, every_seconds)
 
 
-def give_way() -> None:
-    """Take the lowest priority, for the session too: with autogroups Linux shares processors out by session."""
-    _set_priority(os.getpid(), LAST)
-
-
-def hurry(process: int) -> None:
-    """Give a process normal priority again, because training is over."""
-    # A user may not raise the priority of a process, but may raise that of a session.
-    _set_priority(process, 0)
-
-
-def _set_priority(process: int, niceness: int) -> None:
+def set_priority(process: int, niceness: int) -> None:
+    """Set the priority of a process and of its session: with autogroups Linux shares processors out by session."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, process, niceness)
     with contextlib.suppress(OSError):

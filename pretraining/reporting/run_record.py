@@ -106,10 +106,7 @@ class RunRecord:
                 done = np.cumsum(np.diff(self.steps[rows], prepend=first_step(self.events)) * seconds)
                 self.hours = np.interp(self.steps, self.steps[rows], done) / 3600
         self.event_steps = self._steps_of_events()
-        self._place_newest()
-
-    def _place_newest(self) -> None:
-        """Set `newest_step`, of the last row and of the events since the last start, which may be later."""
+        # `newest_step`: of the last row and of the events since the last start, which may be later
         starts = [n for n, event in enumerate(self.events) if event.get("event") in STARTS]
         since = self.event_steps[starts[-1] if starts else 0 :]
         self.newest_step = max([0.0, *self.steps[-1:], *since])
@@ -342,8 +339,14 @@ class MetricsFile:
         return self.columns[name][1][-1] if name in self.columns else None
 
     def _add(self, line: bytes) -> None:
-        row = _parsed(line)
-        if row is None or not isinstance(row.get("step"), int | float):
+        try:
+            row = orjson.loads(line)
+        except ValueError:
+            try:
+                row = parse_json(line)  # Python writes NaN, which is no JSON: orjson refuses it
+            except ValueError:
+                row = None
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int | float):
             self.broken_lines += bool(line.strip())
             return
         number = len(self.steps)
@@ -359,14 +362,3 @@ class MetricsFile:
                 rows, values = self.columns[known]
                 rows.append(number)
                 values.append(value)
-
-
-def _parsed(line: bytes) -> dict | None:
-    try:
-        row = orjson.loads(line)
-    except ValueError:
-        try:
-            row = parse_json(line)  # Python writes NaN, which is no JSON: orjson refuses it
-        except ValueError:
-            return None
-    return row if isinstance(row, dict) else None

@@ -109,7 +109,6 @@ class ConsoleLog:
             self.catches_faults = True
 
     def close(self) -> None:
-        """Close the file."""
         if self.catches_faults:
             faulthandler.disable()
             self.catches_faults = False

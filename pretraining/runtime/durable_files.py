@@ -9,7 +9,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -93,15 +93,6 @@ def rows_of(text: str) -> list[dict]:
         if isinstance(row, dict):
             rows.append(row)
     return rows
-
-
-def keep_rows(path: Path, stays: Callable[[dict], bool]) -> list[dict]:
-    """Remove the rows that a resumed run is about to repeat, and return those that stay."""
-    kept = [row for row in read_rows(path) if stays(row)]
-    if path.exists():
-        with replacing(path) as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in kept)
-    return kept
 
 
 # torch's zip writer (RuntimeError), and the Rust libraries safetensors and tokenizers.

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import socket
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -62,6 +63,18 @@ def existing_folder(path: Path) -> Path:
     """Return the folder itself, or the nearest folder above it that exists and can be seen."""
     path = path.expanduser().absolute()
     return next(place for place in (path, *path.parents) if is_seen(place))
+
+
+def unwritable(folder: Path) -> str:
+    """Return why nothing can be written there; empty if it can."""
+    # by writing: permission bits say nothing of read-only mounts and quotas
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"x")
+            file.flush()
+    except OSError as error:
+        return os.strerror(error.errno) if error.errno else str(error)
+    return ""
 
 
 def disk_room_bytes(run_folder: Path, continues: bool) -> int:

@@ -74,7 +74,6 @@ class Journal:
         return Journal((*self.rollbacks, rollback))
 
     def write(self, path: Path) -> None:
-        """Write the whole file anew, atomically, and wait until the disk holds it."""
         with replacing(path) as file:
             file.writelines(json.dumps(asdict(row)) + "\n" for row in self.rollbacks)
 

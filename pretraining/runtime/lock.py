@@ -1,20 +1,177 @@
-"""Allow one run per folder: one rank of each disk holds a lock on it from before the first write to the end."""
+"""Allow one run per folder, and find which ranks see the same one: all on a shared disk, else those of each node.
+
+One rank of each disk holds the lock, from before the first write to the end. Ranks of one disk meet through files. What
+ranks of several disks must say to each other goes through the process group (process_group.py).
+"""
 
 import contextlib
 import fcntl
 import os
 import socket
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, TypeVar
 
 from pretraining.errors import UserError
 from pretraining.outside.files import read_bytes, regular
-from pretraining.runtime.disks import find_disks
-from pretraining.runtime.process_group import together
-from pretraining.runtime.run_folder import RunFolder
+from pretraining.runtime.process_group import (
+    from_rank,
+    from_rank_0,
+    gather_from_ranks,
+    rank_and_world_size,
+    together,
+)
+
+Answer = TypeVar("Answer")
+
+LOOK_SECONDS = 12.0
+"""How long a rank looks for a new file on a network disk, which may show it late; other disks show it at once."""
+_PAUSE_SECONDS = 0.25
+_OWN_DISKS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "ramfs", "overlay")
+"""Types of file systems that no other machine writes to."""
+
+
+@dataclass(frozen=True)
+class Disks:
+    """The run folders of a run, each on a disk that some ranks share.
+
+    first_ranks: for each rank, the lowest rank that sees the same run folder; empty as long as nobody has looked.
+    first_rank: that of this rank.
+    """
+
+    first_ranks: tuple[int, ...] = ()
+    first_rank: int = 0
+
+    @property
+    def shared(self) -> bool:
+        """Return whether every rank sees the run folder of rank 0."""
+        return not any(self.first_ranks)
+
+    @property
+    def count(self) -> int:
+        return len(set(self.first_ranks)) or 1
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether this rank writes what its run folder needs once."""
+        return rank_and_world_size()[0] == self.first_rank
+
+    @property
+    def has_rank_0(self) -> bool:
+        """Return whether this rank sees the run folder of rank 0, which alone holds metrics, events and report."""
+        return self.first_rank == 0
+
+    def groups(self) -> dict[int, list[int]]:
+        """Return {the lowest rank that sees a run folder: all ranks that see it}."""
+        groups: dict[int, list[int]] = {}
+        for rank, first in enumerate(self.first_ranks or (0,) * rank_and_world_size()[1]):
+            groups.setdefault(first, []).append(rank)
+        return groups
+
+    def each(self, look: Callable[[], Answer]) -> dict[int, Answer]:
+        """Return on every rank {first rank of a disk: what `look` returns there}; an error of one is raised on all."""
+        if self.shared:
+            return {0: from_rank_0(look)}
+        answers = gather_from_ranks(together(look if self.is_first else lambda: None))
+        return {first: answers[first] for first in self.groups()}
+
+    def from_one(self, first_rank: int, look: Callable[[], Answer]) -> Answer:
+        """Return on every rank what `look` returns on the first rank of one disk."""
+        if self.shared:
+            return from_rank_0(look)
+        is_there = rank_and_world_size()[0] == first_rank
+        return from_rank(first_rank, together(look if is_there else lambda: None))
+
+
+ONE_DISK = Disks()
+
+
+def find_disks(folder: Path) -> Disks:
+    """Find which ranks see the same `folder`, which is made if it is missing; every rank calls this.
+
+    Raises `UserError` on every rank if a rank does not see the folder of the first rank of its own node.
+    """
+    rank, ranks = rank_and_world_size()
+    if ranks == 1:
+        return Disks((0,))
+    with _tokens(folder) as make_token:
+        token = from_rank_0(make_token)
+        sees_rank_0 = rank == 0 or _appears(folder, [token]) is not None
+        if all(gather_from_ranks(sees_rank_0)):
+            return Disks((0,) * ranks)
+        # Not rank 0's: of those ranks the first of each node makes a token of its own.
+        is_first_here = not sees_rank_0 and os.environ.get("LOCAL_RANK", "0") == "0"
+        made = gather_from_ranks(together(lambda: make_token() if is_first_here else None))
+        others = {name: number for number, name in enumerate(made) if name}
+        found = token if sees_rank_0 else _appears(folder, list(others))
+        first = gather_from_ranks(0 if sees_rank_0 else others.get(found or ""))
+        missing = next((number for number, found in enumerate(first) if found is None), None)
+        hosts = gather_from_ranks(socket.gethostname())
+        if missing is not None:
+            raise UserError(
+                f"{folder}: rank {missing} on {hosts[missing]} does not see what the first rank of its node wrote "
+                "there; all ranks of a node need one --output_dir"
+            )
+    return Disks(tuple(first), first[rank])
+
+
+@contextlib.contextmanager
+def _tokens(folder: Path):
+    """Yield what makes a file with a random name in the folder, and remove these files after the block."""
+    made: list[Path] = []
+
+    def make() -> str:
+        folder.mkdir(parents=True, exist_ok=True)
+        # A name that nobody has looked for: network disks also remember for a while which names are not there.
+        path = folder / f".disk-{uuid.uuid4().hex}"
+        path.touch()
+        made.append(path)
+        return path.name
+
+    try:
+        yield make
+        gather_from_ranks(None)  # nobody looks any more
+    finally:
+        for path in made:
+            path.unlink(missing_ok=True)
+
+
+def _appears(folder: Path, names: list[str]) -> str | None:
+    """Return the first of `names` that is in the folder; looks for a while if the disk may show it late."""
+    until = time.monotonic() + (LOOK_SECONDS if is_network_disk(folder) else 0)
+    while True:
+        if found := next((name for name in names if (folder / name).exists()), None):
+            return found
+        if time.monotonic() >= until:
+            return None
+        time.sleep(_PAUSE_SECONDS)
+        # Reading the folder makes a network disk ask its server again.
+        with contextlib.suppress(OSError):
+            list(folder.iterdir())
+
+
+def is_network_disk(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> bool:
+    """Return whether other machines may write to the disk of this folder; True if the system does not say."""
+    try:
+        rows = [line.split() for line in mounts.read_text().splitlines()]
+    except OSError:
+        return True
+    path = folder.absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    path = path.resolve()
+    # The longest mount point above the folder; of two at the same place, the later one covers the first.
+    above = [
+        (len(row[1]), number)
+        for number, row in enumerate(rows)
+        if path.is_relative_to(row[1].replace("\\040", " "))
+    ]
+    return not above or rows[max(above)[1]][2] not in _OWN_DISKS
+
 
 LOCK = ".lock"
 PATIENCE_SECONDS = 5.0
@@ -22,20 +179,20 @@ PATIENCE_SECONDS = 5.0
 
 
 @contextmanager
-def lock_run(run: RunFolder) -> Iterator[None]:
+def lock_on_each_disk(folder: Path) -> Iterator[Disks]:
     """Find which ranks see the same run folder, and lock it once on each disk. At the end, remove it if it is empty.
 
     Raises:
         UserError: another process holds the folder. Every rank raises it, and nothing is written.
     """
     locks: list[TextIO] = []  # one on the first rank of each disk, none on the others
-    run.disks = find_disks(run.path)
+    disks = find_disks(folder)
     try:
-        together(lambda: locks.append(lock_folder(run.path)) if run.disks.is_first else None)
-        yield
+        together(lambda: locks.append(lock_folder(folder)) if disks.is_first else None)
+        yield disks
     finally:
         for lock in locks:
-            _release(lock, run.path)
+            _release(lock, folder)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Find this process's rank, and let the ranks agree on values."""
+"""Find this process's rank and what it shares with others (samples, sequences, layers); let ranks agree on values."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakKeyDictionary
 
+from pretraining.ds_config import NOT_SPLIT, Degrees
 from pretraining.errors import SILENT_SECONDS, UserError, file_error
 
 # At run time each function imports torch itself: a look at a run folder asks for the rank too, and must not wait.
@@ -42,7 +45,6 @@ def rank_and_world_size() -> tuple[int, int]:
 
 
 def device_name() -> str:
-    """Return the name of this rank's GPU, or of the processor."""
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
@@ -255,7 +257,6 @@ class Messages:
         return content
 
     def remove(self, name: str) -> None:
-        """Remove a message, if it is there."""
         self._open().delete_key(self._key(name))
 
     def _key(self, name: str) -> str:
@@ -265,3 +266,77 @@ class Messages:
         if self._store is None:
             self._store = _store[0].clone()
         return self._store
+
+
+# imported at run time by the function that needs it: torch takes seconds
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class RankGroups:
+    """Where this rank is among the ranks of a run. Tensor parallelism is innermost, then sequence, then data.
+
+    So rank = (data_rank * sequence + sequence_part) * tensor + tensor_part.
+    """
+
+    degrees: Degrees = NOT_SPLIT
+    rank: int = 0
+    world_size: int = 1
+    sequence_group: dist.ProcessGroup | None = None
+    """The ranks that hold the parts of this rank's sequences, in their order; None if sequences are whole."""
+
+    @property
+    def data_ranks(self) -> int:
+        return self.world_size // self.degrees.ranks_per_sample
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank // self.degrees.ranks_per_sample
+
+    @property
+    def sequence_part(self) -> int:
+        return self.rank // self.degrees.tensor % self.degrees.sequence
+
+    @property
+    def tensor_part(self) -> int:
+        return self.rank % self.degrees.tensor
+
+    @property
+    def evaluating(self) -> tuple[int, int]:
+        """(number, count) of this rank among those that evaluate samples of their own.
+
+        Ranks that split layers compute the same samples together. Samples and scores do not split sequences.
+        """
+        return self.rank // self.degrees.tensor, self.world_size // self.degrees.tensor
+
+    @property
+    def is_first_of_sample(self) -> bool:
+        """Return whether this rank is the one of its group that reports what it saw in the samples."""
+        return self.rank % self.degrees.ranks_per_sample == 0
+
+
+ALONE = RankGroups()
+"""A single process."""
+
+
+def rank_groups(degrees: Degrees) -> RankGroups:
+    """Return where this process is, and make the groups when first asked; all ranks must ask alike."""
+    import torch.distributed as dist
+
+    world = id(dist.group.WORLD) if dist.is_initialized() else 0
+    return _rank_groups(degrees, world)
+
+
+@cache
+def _rank_groups(degrees: Degrees, world: int) -> RankGroups:
+    # `world` tells process groups apart that follow each other in one process
+    rank, world_size = rank_and_world_size()
+    sequence_group = None
+    if degrees.sequence > 1:
+        at_once = degrees.ranks_per_sample
+        for start in range(0, world_size, at_once):
+            for tensor_part in range(degrees.tensor):
+                group = own_group(range(start + tensor_part, start + at_once, degrees.tensor))
+                sequence_group = group or sequence_group
+    return RankGroups(degrees, rank, world_size, sequence_group)

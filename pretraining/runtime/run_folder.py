@@ -1,11 +1,12 @@
 """Name every path of a run folder in one place, and offer the only ways to write there."""
 
 import calendar
+import json
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,8 +15,8 @@ from pretraining.outside.files import read_json_value
 from pretraining.outside.masking import masked_in
 from pretraining.recipe.curve import curve_parts
 from pretraining.recipe.sections import Evaluation
-from pretraining.runtime.disks import ONE_DISK
-from pretraining.runtime.durable_files import append_row, keep_rows, read_rows
+from pretraining.runtime.durable_files import append_row, read_rows, replacing
+from pretraining.runtime.lock import ONE_DISK, lock_on_each_disk
 from pretraining.schema import REPOSITORY, fits
 
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
@@ -68,7 +69,6 @@ class RunFolder:
         """Called once it is written how this rank failed."""
 
     def checkpoint(self, step: int) -> Path:
-        """Return the folder of the resumable checkpoint after optimizer step `step`."""
         return self.path / f"checkpoint-{step}"
 
     def weights(self, step: int) -> Path:
@@ -80,7 +80,6 @@ class RunFolder:
         return self.logs / f"rank-{rank:05}.log" if rank else self.console_log
 
     def failures(self, rank: int) -> Path:
-        """Return the file of how a rank failed."""
         return self.failures_folder / f"rank-{rank:05}.jsonl"
 
     def begin(self) -> None:
@@ -93,6 +92,12 @@ class RunFolder:
         """Say that how this rank fails is written here."""
         for call in self.at_failure:
             call()
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other runs out of this folder, and find which ranks see it; a `UserError` on all if one holds it."""
+        with lock_on_each_disk(self.path) as self.disks:
+            yield
 
     def is_finished(self, recipe: dict) -> bool:
         """Return whether this folder holds the finished run of this recipe, so that nothing is left to do.
@@ -116,7 +121,6 @@ class RunFolder:
         return bool(sizes) and all(sizes.get(name) == size for name, size in written.items())
 
     def last_event(self, *kinds: str) -> dict | None:
-        """Return the newest row of these kinds in events.jsonl."""
         return next((row for row in reversed(read_events(self.events)) if row.get("event") in kinds), None)
 
     def holds_parts(self) -> bool:
@@ -260,7 +264,11 @@ def keep_past_rows(
         made = row.get("step", 0)
         return made < step or (made == step and (validated or not of_validation(row)))
 
-    return keep_rows(path, stays)
+    kept = [row for row in read_rows(path) if stays(row)]
+    if path.exists():
+        with replacing(path) as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in kept)
+    return kept
 
 
 def describe_environment(device: str, world_size: int) -> dict:

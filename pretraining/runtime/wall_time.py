@@ -216,7 +216,6 @@ class Price:
     """Who says so: the recipe, or a provider of the price table with the date."""
 
     def dollars(self, rank_seconds: float) -> float:
-        """Give the cost of so many seconds of one rank."""
         return rank_seconds / 3600 * self.dollars_per_gpu_hour
 
 

@@ -4,7 +4,7 @@
     python -m pretraining.supervise --min_hosts 15 -- deepspeed --hostfile hosts.txt train.py --recipe 30b
 
 A request to stop (SIGTERM, SIGUSR1, SIGINT) goes to the ranks themselves, past the launcher and its 30 seconds.
-The hosts of DeepSpeed's hostfile are looked after too (`hostfile.py`).
+The hosts of DeepSpeed's hostfile are looked after too (`hosts.py`).
 """
 
 import argparse
@@ -23,10 +23,8 @@ from types import MappingProxyType
 from pretraining.command_line import OneLineParser, not_negative_integer, positive_integer, positive_number
 from pretraining.errors import UserError
 from pretraining.runtime.exit_codes import FINISHED, HANG, NOT_RESTARTED, STOPPED, SUPERVISOR
-from pretraining.runtime.restarts import RESTART, STARTED
-from pretraining.runtime.signals import ASKING
-from pretraining.supervise.host_agent import end_what_is_left, kill_all, told_code
-from pretraining.supervise.hostfile import HostfileCommand, Hosts
+from pretraining.runtime.processes import ASKING, RESTART, STARTED
+from pretraining.supervise.hosts import HostfileCommand, Hosts, end_what_is_left, kill_all, told_code
 
 EXAMPLES = """examples:
   python -m pretraining.supervise -- deepspeed --num_gpus=8 train.py --recipe 30b

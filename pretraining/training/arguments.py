@@ -13,7 +13,7 @@ from transformers import TrainingArguments, enable_full_determinism
 from transformers.utils import is_liger_kernel_available, is_torch_tf32_available
 
 from pretraining.command_line import ranks_here
-from pretraining.data.document_masking import part_of_sequences, stack_blocks
+from pretraining.data.documents import part_of_sequences, stack_blocks
 from pretraining.ds_config import degrees_of, zero_stage
 from pretraining.errors import UserError, require
 from pretraining.extend import defined
@@ -125,10 +125,7 @@ def build_arguments(
 
 
 def fuses_with_liger(recipe: Recipe, ds_config: dict | None, on_gpu: bool) -> bool:
-    """Return whether Liger's kernels are used by default: if `speed.compile: auto` compiles no blocks on this GPU.
-
-    A recipe that sets `training.use_liger_kernel` decides for itself.
-    """
+    """Return whether Liger's kernels are used by default: if `speed.compile: auto` compiles no blocks on this GPU."""
     # Liger fuses norms, rotary embeddings and gated layers. It has nothing for GPT-2.
     if not on_gpu or recipe.speed.compile != "auto" or recipe.model.model_type == "gpt2":
         return False
@@ -162,7 +159,7 @@ def engine_config(recipe: Recipe, ds_config: dict | None) -> dict | None:
     config = {**ds_config, "timers": {"throughput": {"enabled": False}}}
     # Sequences are split here. With its key, DeepSpeed 0.19.8 would count fewer ranks than it averages over.
     config.pop("sequence_parallel_size", None)
-    # Experts too (model/expert_parallel.py): DeepSpeed would replace the routers by its own.
+    # Experts too (model/parallel.py): DeepSpeed would replace the routers by its own.
     config.pop("expert_parallel", None)
     if degrees_of(ds_config).tensor > 1:
         config["tensor_parallel"] = {**ds_config["tensor_parallel"], "partition_config": split_layers()}
@@ -186,10 +183,7 @@ def engine_config(recipe: Recipe, ds_config: dict | None) -> dict | None:
 
 
 def split_layers() -> dict:
-    """Return the rules by which AutoTP splits layers (`tensor_parallel.partition_config`).
-
-    Attention and MLP are split; norms are whole on every rank. Embedding and head are `model/vocabulary_parallel.py`'s.
-    """
+    """Return AutoTP's rules: attention and MLP are split, norms whole; embedding and head are `model/parallel.py`'s."""
     columns = r".*\.self_attn\.[qkv]_proj\.(weight|bias)$", r".*\.mlp\.(gate|up)_proj\.(weight|bias)$"
     rows = r".*\.self_attn\.o_proj\.weight$", r".*\.mlp\.down_proj\.weight$"
     # These norms see only the heads of their rank: each rank has a part of their gradient.
@@ -216,9 +210,6 @@ def training_refusals(recipe_path: Path) -> Iterator[None]:
 def collate_blocks(
     blocks: list[dict[str, np.ndarray]], part: int = 0, parts: int = 1
 ) -> dict[str, torch.Tensor | int]:
-    """Stack blocks as `stack_blocks` does, and return tensors, which the model's forward pass takes.
-
-    With sequence parallelism only the rank's own `part` of `parts` of each sequence.
-    """
+    """Stack blocks to tensors for the model's forward pass: of each sequence the rank's own `part` of `parts`."""
     batch = part_of_sequences(stack_blocks(blocks), part, parts)
     return {key: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for key, x in batch.items()}

@@ -1,16 +1,20 @@
 """Train while the data is prepared: rank 0 starts the preparation, and all ranks wait together for text."""
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from pretraining.data.arriving import POLL_SECONDS, ArrivingSplit, arrived_path, read_arrived
+from pretraining.data.arriving import POLL_SECONDS, Alongside, ArrivingSplit, arrived_path, read_arrived
 from pretraining.data.order import ALL_SAMPLES, Order
 from pretraining.data.packed_dataset import PackedDataset
-from pretraining.data.preparation.alongside import Alongside
-from pretraining.data.prepared import ArrivingData, PreparedData, is_prepared, open_prepared
+from pretraining.data.prepared import (
+    ArrivingData,
+    PreparedData,
+    is_prepared,
+    open_prepared,
+    preparing_command,
+)
 from pretraining.errors import UserError
 from pretraining.recipe import Recipe
 from pretraining.recipe.curve import changes_of_run
@@ -70,7 +74,8 @@ class Arrival:
 
         def start() -> None:
             self._stale = _written(arrived_path(self._folder))
-            self._preparation = Alongside(self.recipe, self.data_root, self.run.path / LOG_NAME)
+            command = preparing_command(self.recipe, self.data_root)
+            self._preparation = Alongside(command, self.run.path / LOG_NAME)
             print(f"preparing {self._folder} beside the run; its output: {self._preparation.log}", flush=True)
 
         from_rank_0(start)
@@ -200,15 +205,3 @@ def _written(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_ino, status.st_mtime_ns
-
-
-@contextmanager
-def arriving_data(
-    recipe: Recipe, data_root: Path | str, run: RunFolder, stop: StopRequests
-) -> Iterator[Arrival]:
-    """Offer data that is prepared beside the run; a preparation that was started ends with the block."""
-    arrival = Arrival(recipe, data_root, run, stop)
-    try:
-        yield arrival
-    finally:
-        arrival.close()

@@ -1,59 +1,279 @@
-"""Measure gradients on chosen steps: norms layer by layer, and the gradient noise scale.
+"""Clip gradients, and measure them on chosen steps, on whole parameters or ZeRO's slices.
 
-Both see the whole step before clipping, at any ZeRO stage. On all other steps they cost nothing.
+By value and by the size of the weights they are clipped after `training.max_grad_norm`, right before the optimizer's
+step. Norms layer by layer and the gradient noise scale are those of the whole step before clipping, and cost nothing on
+all other steps.
 """
 
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from pretraining.recipe import Recipe
 from pretraining.runtime.process_group import sum_over_ranks
 from pretraining.runtime.run_folder import RunFolder
+from pretraining.training.muon import compute_device, hidden_matrices
 from pretraining.upstream.deepspeed import (
+    first_element,
     holders,
     split_part,
     stepping_optimizers,
     tensor_part_and_degree,
+    whole_shape,
+    zero_partitions,
     zero_slices,
 )
 from pretraining.upstream.torch import hook_first
+
+SMALLEST_NORM = 1e-3
+"""The least norm of a unit's weights that counts, so that units can leave zero (Brock et al. 2021, section 4)."""
+
+
+@dataclass(frozen=True)
+class UnitDivision:
+    """How the elements of a parameter are divided into units.
+
+    A unit is: in a matrix, the weights of one output; in an embedding, a row; a vector as a whole. The reference of
+    Brock et al. 2021 does the same.
+    """
+
+    matrices: int
+    rows: int
+    columns: int
+    are_columns: bool
+    """A unit is a column: GPT-2 keeps its matrices [inputs, outputs]."""
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], is_transposed: bool) -> "UnitDivision":
+        """Divide a parameter of this shape; the first dimensions of more than two count matrices."""
+        if len(shape) < 2:
+            return cls(1, 1, prod(shape), are_columns=False)
+        *others, rows, columns = shape
+        return cls(prod(others), rows, columns, is_transposed)
+
+    @property
+    def count(self) -> int:
+        return self.matrices * (self.columns if self.are_columns else self.rows)
+
+    def parts(self, start: int, numel: int, offset: int = 0, first: int = 0) -> "Iterator[UnitPart]":
+        """Cut the flattened parameter's elements [start, start + numel), which lie from `offset` on, into rectangles.
+
+        first: the number of the parameter's first unit.
+        """
+        position, end = start, start + numel
+        while position < end:
+            row, column = divmod(position, self.columns)
+            if column or end - position < self.columns:
+                # a part of one row: the slice begins or ends in it
+                rows, columns = 1, min(self.columns - column, end - position)
+            else:
+                rows, columns = (end - position) // self.columns, self.columns
+                if self.are_columns:  # the next matrix has columns of its own
+                    rows = min(rows, self.rows - row % self.rows)
+            unit = row // self.rows * self.columns + column if self.are_columns else row
+            yield UnitPart(offset + position - start, rows, columns, first + unit, self.are_columns)
+            position += rows * columns
+
+
+class UnitPart(NamedTuple):
+    """A rectangle of a parameter's elements: `rows` x `columns`, contiguous from `offset` in a flat tensor on."""
+
+    offset: int
+    rows: int
+    columns: int
+    first: int
+    """Its first unit, among those of all of the tensor's parameters."""
+    are_columns: bool
+
+    @property
+    def num_units(self) -> int:
+        return self.columns if self.are_columns else self.rows
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat[self.offset : self.offset + self.rows * self.columns].view(self.rows, self.columns)
+
+    def squares(self, flat: torch.Tensor) -> torch.Tensor:
+        """Sum the squares of each unit's elements in the block, in fp32 at least."""
+        dtype = torch.promote_types(flat.dtype, torch.float32)
+        dimension = 0 if self.are_columns else 1
+        return torch.linalg.vector_norm(self.of(flat), dim=dimension, dtype=dtype).square()
+
+
+class UnitLayout(NamedTuple):
+    """The parts of a tensor that an optimizer steps."""
+
+    parts: list[UnitPart]
+    num_units: int
+    """Units of all parameters that this tensor and its counterparts on the other ranks hold."""
+    is_shared: bool
+    """Other ranks hold the rest of its units."""
+
+
+def unit_layouts(model: PreTrainedModel, zero: Any = None) -> dict[int, UnitLayout]:
+    """Return {id(tensor): layout} of what `zero` steps (None: whole parameters); the head's units are not clipped."""
+    head, matrices = model.get_output_embeddings(), hidden_matrices(model)
+    spared = None if head is None else head.weight
+    units = {
+        parameter: UnitDivision.of(whole_shape(parameter), name in matrices and matrices[name].transposed)
+        for name, parameter in model.named_parameters()
+        if parameter is not spared
+    }
+    if zero is None:
+        return {
+            id(parameter): UnitLayout(
+                list(each.parts(first_element(parameter), parameter.numel())), each.count, False
+            )
+            for parameter, each in units.items()
+        }
+    layouts = {}
+    for partition in zero_partitions(zero):
+        # every rank counts the units of all parameters, in the same order
+        first, total = {}, 0
+        for parameter in (each for each in partition.parameters if each in units):
+            first[parameter], total = total, total + units[parameter].count
+        parts: list[UnitPart] = []
+        for piece in (each for each in partition.slices if each.parameter in first):
+            place = piece.start, piece.numel, piece.offset, first[piece.parameter]
+            parts += units[piece.parameter].parts(*place)
+        layouts[id(partition.tensor)] = UnitLayout(parts, total, True)
+    return layouts
+
+
+@torch.no_grad()
+def clip_by_value(optimizer: torch.optim.Optimizer, value: float) -> None:
+    """Clip every gradient to [-value, value], element by element. It works on whole parameters and on slices."""
+    for tensor in _stepped(optimizer):
+        if tensor.grad is not None:
+            tensor.grad.clamp_(-value, value)
+
+
+@torch.no_grad()
+def clip_adaptively(optimizer: torch.optim.Optimizer, layouts: dict[int, UnitLayout], ratio: float) -> None:
+    """Limit each unit's gradient norm to `ratio` times its weights' norm (AGC: Brock et al. 2021, equation 3).
+
+    A collective for tensors whose units are shared by the ranks.
+    """
+    for tensor in _stepped(optimizer):
+        layout = layouts.get(id(tensor))
+        # without ZeRO a parameter may have no gradient; with ZeRO all ranks take part
+        if layout is None or not layout.num_units or (tensor.grad is None and not layout.is_shared):
+            continue
+        gradient = None if tensor.grad is None else tensor.grad.view(-1)
+        squares = _unit_squares(tensor.detach().view(-1), gradient, layout)
+        longest = ratio * squares[0].sqrt().clamp_min(SMALLEST_NORM)
+        # clamp_min: a gradient of zero would give 0 / 0
+        factors = (longest / squares[1].sqrt().clamp_min(1e-12)).clamp_max(1.0)
+        if gradient is None:
+            continue
+        for part in layout.parts:
+            factor = factors[part.first : part.first + part.num_units].to(gradient.dtype)
+            part.of(gradient).mul_(factor if part.are_columns else factor[:, None])
+
+
+def _unit_squares(weights: torch.Tensor, gradient: torch.Tensor | None, layout: UnitLayout) -> torch.Tensor:
+    """Return the sums of squares [2, units] of the weights and of the gradient, over all ranks."""
+    dtype = torch.promote_types(weights.dtype, torch.float32)
+    squares = torch.zeros(2, layout.num_units, dtype=dtype, device=weights.device)
+    for row, flat in enumerate((weights, gradient)):
+        for part in layout.parts if flat is not None else ():
+            squares[row, part.first : part.first + part.num_units] += part.squares(flat)
+    if not layout.is_shared or not dist.is_initialized() or dist.get_world_size() == 1:
+        return squares
+    # offloaded gradients are on the host, and NCCL adds up on the GPU
+    shared = squares.to(compute_device(squares))
+    dist.all_reduce(shared)
+    return shared.to(squares.device)
+
+
+def _stepped(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    return (tensor for group in optimizer.param_groups for tensor in group["params"])
+
+
+class Clipping(TrainerCallback):
+    """Clips before every step of the optimizers that really step, which DeepSpeed may have made itself.
+
+    A slice of ZeRO's holds parts of units whose other parts are on other ranks: the ranks add up the squares of every
+    unit, two numbers for each, and no more.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.value, self.ratio = recipe.optimizer.clip_value, recipe.optimizer.adaptive_clip
+
+    def on_train_begin(self, args, state, control, model, optimizer, **kwargs) -> None:
+        if self.value or self.ratio:
+            self.begin(model, getattr(optimizer, "optimizer", optimizer))
+
+    def begin(self, model: PreTrainedModel, optimizer: Any) -> None:
+        """Clip from the next step on. optimizer: torch's, or DeepSpeed's of stage 1, 2 or 3."""
+        is_whole = isinstance(optimizer, torch.optim.Optimizer)
+        steppers = [optimizer] if is_whole else stepping_optimizers(optimizer)
+        hooks: list[Callable] = []
+        if self.ratio:
+            # hooks run in the order of registration: units first, then single values
+            layouts = unit_layouts(model, None if is_whole else optimizer)
+            hooks.append(partial(clip_adaptively, layouts=layouts, ratio=self.ratio))
+        if self.value:
+            hooks.append(partial(clip_by_value, value=self.value))
+        for stepper in steppers:
+            for hook in hooks:
+                stepper.register_step_pre_hook(lambda each, *_, hook=hook: hook(each))
+
 
 PREFIX = "stability/gradient_norm/"
 _BLOCK = re.compile(r".*?\.\d+(?=\.)")
 
 
 def layer_of(name: str) -> str:
-    """Return the layer of a parameter: `transformer.h.0.attn.c_attn.weight` -> `transformer.h.0`.
-
-    Outside the blocks each module is its own layer: `transformer.wte.weight` -> `transformer.wte`.
-    """
+    """`transformer.h.0.attn.c_attn.weight` -> `transformer.h.0`; outside the blocks each module is its own layer."""
     block = _BLOCK.match(name)
     return block[0] if block else name.rpartition(".")[0]
 
 
-class LayerNorms:
-    """Measure the gradients that the optimizer gets, between `open` and `close`. At other times it costs nothing.
+class LayerNormsCallback(TrainerCallback):
+    """Measure every `every_steps`-th step for the next row of metrics, and the step after an alert as an event.
 
-    The gradients are summed over ranks and micro-batches by then. Under ZeRO they are in flat slices, and each rank
-    adds up the squares of its own. Ranks that hold the same elements each add their share of them.
+    Measured are the gradients that the optimizer gets, summed over ranks and micro-batches. Under ZeRO they are in flat
+    slices, and each rank adds up the squares of its own. Ranks that hold the same elements each add their share.
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
-        """optimizer: the Trainer's, as accelerate or DeepSpeed wrapped it."""
-        inner = getattr(optimizer, "optimizer", optimizer)
+    def __init__(
+        self, run: RunFolder, every_steps: int | None, alerted_step: Callable[[], int | None]
+    ) -> None:
+        """alerted_step: the last step with an alert, the same on every rank."""
+        self.run, self.every_steps, self.alerted_step = run, every_steps, alerted_step
+        self.places: dict[int, list[tuple[int, int, int, int]]] = {}
+        """id(tensor that is stepped) -> (layer, offset, elements, ranks with the same elements) of each part in it."""
+        self.measures, self.gradient_norm, self.latest = False, None, {}
+
+    def on_step_begin(self, args, state, control, model, optimizer, **kwargs) -> None:
+        step = state.global_step
+        # global_step still counts finished steps: the one that begins is the next
+        self.is_due = self.every_steps is not None and (step + 1) % self.every_steps == 0
+        self.follows_alert = step > 0 and self.alerted_step() == step
+        self.measures = self.is_due or self.follows_alert
+        if self.measures:
+            if not self.places:  # only now: without an interval and without an alert they are never needed
+                self._find_places(model, getattr(optimizer, "optimizer", optimizer))
+            self.squares = torch.zeros(len(self.layers), dtype=torch.float64)
+            self._hooks = [
+                hook_first(each, self._see) for each in self.optimizers
+            ]  # before clipping by value
+
+    def _find_places(self, model: torch.nn.Module, inner: Any) -> None:
+        """Find the parts of every layer. inner: torch's optimizer, or DeepSpeed's of stage 1, 2 or 3."""
         names = {id(parameter): layer_of(name) for name, parameter in model.named_parameters()}
         self.layers = list(dict.fromkeys(names.values()))
         numbers = {key: self.layers.index(layer) for key, layer in names.items()}
-        # id(tensor that is stepped) -> (layer, offset, elements, ranks with the same elements) of each part in it
-        self.places: dict[int, list[tuple[int, int, int, int]]] = {}
         if isinstance(inner, torch.optim.Optimizer):
             self.optimizers = [inner]
             parts = [(each, each, 0, each.numel()) for each in model.parameters()]
@@ -66,19 +286,11 @@ class LayerNorms:
             if (layer := numbers.get(id(parameter))) is not None:
                 copies = 1 if alone else holders(parameter, inner)[1]
                 self.places.setdefault(id(tensor), []).append((layer, offset, numel, copies))
-        self.squares = torch.zeros(len(self.layers), dtype=torch.float64)
-        self._hooks: list = []
-
-    def open(self) -> None:
-        """Measure the next step."""
-        self.squares.zero_()
-        for optimizer in self.optimizers:
-            self._hooks.append(hook_first(optimizer, self._see))  # before clipping by value
 
     @torch.no_grad()
     def _see(self, optimizer: torch.optim.Optimizer, *_) -> None:
         norms, layers, copies = [], [], []
-        for tensor in (tensor for group in optimizer.param_groups for tensor in group["params"]):
+        for tensor in _stepped(optimizer):
             if tensor.grad is not None:
                 flat = tensor.grad.reshape(-1)
                 for layer, offset, numel, held_by in self.places.get(id(tensor), ()):
@@ -92,62 +304,29 @@ class LayerNorms:
             squares = torch.stack(norms).double().square().cpu() / torch.tensor(copies)
             self.squares.index_add_(0, torch.tensor(layers), squares)
 
-    def close(self, whole_norm: float | None) -> dict[str, float]:
-        """Return {layer: gradient norm before clipping}; empty if the step had no finite gradients. A collective.
-
-        whole_norm: the norm of all layers together, before clipping; None if nothing was clipped.
-        """
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        squares = sum_over_ranks(self.squares.tolist())
-        total = math.sqrt(sum(squares))
-        if not 0 < total < math.inf or not math.isfinite(whole_norm or 0):
-            return {}
-        # clipping has multiplied all gradients with one factor; the norm before it undoes this
-        factor = 1.0 if whole_norm is None else whole_norm / total
-        return {layer: factor * math.sqrt(s) for layer, s in zip(self.layers, squares, strict=True)}
-
-
-class LayerNormsCallback(TrainerCallback):
-    """Measure every `every_steps`-th step for the next row of metrics, and the step after an alert as an event."""
-
-    def __init__(
-        self, run: RunFolder, every_steps: int | None, alerted_step: Callable[[], int | None]
-    ) -> None:
-        """alerted_step: the last step with an alert, the same on every rank."""
-        self.run, self.every_steps, self.alerted_step = run, every_steps, alerted_step
-        self.norms: LayerNorms | None = None
-        self.measures, self.gradient_norm, self.latest = False, None, {}
-
-    def on_step_begin(
-        self, args: Any, state: TrainerState, control: Any, model: Any, optimizer: Any, **kwargs: Any
-    ) -> None:
-        step = state.global_step
-        # global_step still counts finished steps: the one that begins is the next
-        self.is_due = self.every_steps is not None and (step + 1) % self.every_steps == 0
-        self.follows_alert = step > 0 and self.alerted_step() == step
-        self.measures = self.is_due or self.follows_alert
-        if self.measures:
-            # only now: without an interval and without an alert it is never needed
-            self.norms = self.norms or LayerNorms(model, optimizer)
-            self.norms.open()
-
     def on_gradient_norm(self, norm: Any) -> None:
-        """Keep the norm of the whole step before clipping; None if nothing was clipped."""
         self.gradient_norm = norm
 
-    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args, state, control, **kwargs) -> None:
         if not self.measures:
             return
+        for hook in self._hooks:
+            hook.remove()
+        squares = sum_over_ranks(self.squares.tolist())
+        # the norm of all layers together: before clipping, None if nothing was clipped; and now
         whole = None if self.gradient_norm is None else float(self.gradient_norm)
-        found = {layer: round(norm, 8) for layer, norm in self.norms.close(whole).items()}
+        total, found = math.sqrt(sum(squares)), {}
+        if 0 < total < math.inf and math.isfinite(whole or 0):
+            # clipping has multiplied all gradients with one factor; the norm before it undoes this
+            factor = 1.0 if whole is None else whole / total
+            norms = zip(self.layers, squares, strict=True)
+            found = {layer: round(factor * math.sqrt(square), 8) for layer, square in norms}
         if self.is_due:
             self.latest = found
         if self.follows_alert and found and state.is_world_process_zero:
             self.run.add_event("layer_norms", step=state.global_step, gradient_norms=found)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict, **kwargs: Any) -> None:
+    def on_log(self, args, state, control, logs, **kwargs) -> None:
         if "loss" in logs:
             logs.update({f"{PREFIX}{layer}": norm for layer, norm in self.latest.items()})
             self.latest = {}
@@ -158,15 +337,11 @@ MEMORY = 0.9
 
 
 class NoiseScale:
-    """Estimate tr(Sigma) / |G|^2 from squared gradient norms at two batch sizes.
+    """Estimate tr(Sigma) / |G|^2 from squared gradient norms at two batch sizes, in the unit of these."""
 
-    The unit is that of the batch sizes.
-    """
-
-    def __init__(self, small: float, memory: float = MEMORY) -> None:
+    def __init__(self, small: float) -> None:
         """small: the size of the smaller batch."""
-        self.small, self.memory = small, memory
-        self.signal = self.noise = 0.0
+        self.small, self.signal, self.noise = small, 0.0, 0.0
 
     def add(self, small_square: float, big_square: float, big: float) -> None:
         """Add a measurement: mean squared norm for the smaller batch, squared norm for a batch of size `big`."""
@@ -175,8 +350,8 @@ class NoiseScale:
         signal = (big * big_square - self.small * small_square) / (big - self.small)
         noise = (small_square - big_square) / (1 / self.small - 1 / big)
         # Both estimates are unbiased, but their ratio is not, and it is noisy: so each is smoothed before the division.
-        self.signal = self.memory * self.signal + (1 - self.memory) * signal
-        self.noise = self.memory * self.noise + (1 - self.memory) * noise
+        self.signal = MEMORY * self.signal + (1 - MEMORY) * signal
+        self.noise = MEMORY * self.noise + (1 - MEMORY) * noise
 
     @property
     def value(self) -> float | None:
@@ -199,19 +374,10 @@ class NoiseScaleCallback(TrainerCallback, ExportableState):
 
     def __init__(self, every_steps: int, sequence_length: int) -> None:
         self.every_steps, self.sequence_length = every_steps, sequence_length
-        self.norms: MicroBatchNorms | None = None
         self.scale: NoiseScale | None = None
         self.measures, self.is_new, self.gradient_norm = False, False, None
 
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: Any,
-        model: Any,
-        optimizer: Any,
-        **kwargs: Any,
-    ) -> None:
+    def on_train_begin(self, args, state, control, model, optimizer, **kwargs) -> None:
         if args.gradient_accumulation_steps * args.world_size == 1:
             print(
                 "monitors.noise_scale_steps: a step is one micro-batch here, so there is nothing to compare it with; "
@@ -219,7 +385,9 @@ class NoiseScaleCallback(TrainerCallback, ExportableState):
                 file=sys.stderr,
             )
             return
-        self.norms = MicroBatchNorms(model)
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        # ranks that split layers: each has the gradients of all parameters that are not split
+        self.degree = tensor_part_and_degree()[1]
         self.scale = NoiseScale(args.per_device_train_batch_size * self.sequence_length)
         name = type(self).__name__
         saved = state.stateful_callbacks.get(name)
@@ -227,39 +395,54 @@ class NoiseScaleCallback(TrainerCallback, ExportableState):
             self.scale.restore(saved["attributes"])
         state.stateful_callbacks[name] = self.state()
 
-    def on_step_begin(
-        self, args: Any, state: TrainerState, control: Any, optimizer: Any, **kwargs: Any
-    ) -> None:
-        self.measures = self.norms is not None and (state.global_step + 1) % self.every_steps == 0
+    def on_step_begin(self, args, state, control, optimizer, **kwargs) -> None:
+        self.measures = self.scale is not None and (state.global_step + 1) % self.every_steps == 0
         if self.measures:
             # before the step, which may change the scale for the next one
             self.loss_scale = loss_scale(optimizer)
-            self.norms.open()
+            self._norms, self._sum, self._passes = [], None, 0
+            # These hooks run before what accumulates, reduces or shards a gradient. They see that of one backward
+            # pass, whole and unreduced, at every ZeRO stage and under DDP.
+            self._hooks = [
+                parameter.register_hook(partial(self._see, is_split=bool(split_part(parameter))))
+                for parameter in self.parameters
+            ]
 
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.measures:
-            self.norms.fold()
+    def _see(self, gradient: torch.Tensor, is_split: bool) -> None:
+        norm = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32)
+        # so that in the sum over these ranks every parameter is counted `degree` times
+        self._norms.append(norm * math.sqrt(self.degree) if is_split else norm)
+
+    def on_substep_end(self, args, state, control, **kwargs) -> None:
+        if self.measures and self._norms:
+            # one number is kept of a backward pass instead of one for each parameter
+            square = torch.stack(self._norms).double().square().sum()
+            self._sum = square if self._sum is None else self._sum + square
+            self._norms.clear()
+            self._passes += 1
 
     def on_gradient_norm(self, norm: Any) -> None:
-        """Keep the norm of the whole step before clipping; None if DeepSpeed does not report it."""
         self.gradient_norm = norm
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args, state, control, **kwargs) -> None:
         if not self.measures:
             return
-        total, own_passes = self.norms.close()
-        total, passes = sum_over_ranks([total, own_passes])
+        self.on_substep_end(args, state, control)  # the last backward pass
+        for hook in self._hooks:
+            hook.remove()
+        total = 0.0 if self._sum is None else self._sum.item()  # waits for the device
+        total, passes = sum_over_ranks([total, self._passes])
         # ranks that split layers make a pass together
-        total, passes = total / self.norms.degree, passes / self.norms.degree
+        total, passes = total / self.degree, passes / self.degree
         # one micro-batch is the whole step: there are no two sizes to compare
         if self.gradient_norm is None or passes < 2:
             return
         # The backward pass of a micro-batch starts from its share of the step's mean loss, times the loss scale.
-        small_square = total / passes * (own_passes / self.loss_scale) ** 2
+        small_square = total / passes * (self._passes / self.loss_scale) ** 2
         self.scale.add(small_square, float(self.gradient_norm) ** 2, passes * self.scale.small)
         self.is_new = True
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict, **kwargs: Any) -> None:
+    def on_log(self, args, state, control, logs, **kwargs) -> None:
         if "loss" in logs and self.is_new and self.scale.value is not None:
             logs["stability/gradient_noise_scale"] = round(self.scale.value, 3)
             self.is_new = False
@@ -275,50 +458,3 @@ def loss_scale(optimizer: Any) -> float:
     if scaler is not None:
         return scaler.get_scale()
     return float(getattr(getattr(optimizer, "optimizer", optimizer), "loss_scale", 1.0))
-
-
-class MicroBatchNorms:
-    """Measure squared norms of this rank's micro-batch gradients, between `open` and `close`.
-
-    At other times it costs nothing.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.degree = tensor_part_and_degree()[1]
-        """Ranks that split layers. Each of them has the gradients of all parameters that are not split."""
-        self._norms: list[torch.Tensor] = []
-        self._sum: torch.Tensor | None = None
-        self._hooks: list = []
-        self._passes = 0
-
-    def open(self) -> None:
-        """Measure every backward pass from here on."""
-        # These hooks run before what accumulates, reduces or shards a gradient. They see that of one backward pass,
-        # whole and unreduced, at every ZeRO stage and under DDP.
-        self._hooks = [
-            parameter.register_hook(partial(self._see, is_split=bool(split_part(parameter))))
-            for parameter in self.parameters
-        ]
-
-    def _see(self, gradient: torch.Tensor, is_split: bool) -> None:
-        norm = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32)
-        # so that in the sum over these ranks every parameter is counted `degree` times
-        self._norms.append(norm * math.sqrt(self.degree) if is_split else norm)
-
-    def fold(self) -> None:
-        """Add up the norms of a backward pass: keep one number instead of one for each parameter."""
-        if self._norms:
-            square = torch.stack(self._norms).double().square().sum()
-            self._sum = square if self._sum is None else self._sum + square
-            self._norms.clear()
-            self._passes += 1
-
-    def close(self) -> tuple[float, int]:
-        """Return (sum of squared norms of the micro-batches since `open`, their number). Waits for the device."""
-        self.fold()
-        for hook in self._hooks:
-            hook.remove()
-        total, passes = self._sum, self._passes
-        self._sum, self._passes, self._hooks = None, 0, []
-        return 0.0 if total is None else total.item(), passes

@@ -11,16 +11,16 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 
 from pretraining.runtime.exit_codes import HANG, tell_exit_code
 from pretraining.runtime.heartbeat import Heartbeat, Place, heartbeat_path, read_place
 from pretraining.runtime.process_group import Agreement, Messages
 from pretraining.runtime.run_folder import RunFolder, utc_now
-from pretraining.training.ranks import at_leaving
+from pretraining.training.ranks import AT_LEAVING
 
 LOOKS_PER_LIMIT = 20
 LONGEST_LOOK_SECONDS = 30.0
@@ -36,39 +36,27 @@ class HangCallback(TrainerCallback):
         self.run, self.hang_minutes = run, hang_minutes
         self.watch: Watch | None = None
 
-    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
         if self.hang_minutes is None or self.watch is not None:
             return  # no watch, or that of the attempt before a rollback
         if self.run.disks.is_first:
             clear(self.run.heartbeats)
         Agreement().largest(0)  # wait: a rank may write its file only after the folder has been cleared
         self.watch = Watch(self.run, self.hang_minutes * 60, args.process_index, args.world_size)
-        at_leaving(self.watch.close)
+        AT_LEAVING.append(self.watch.close)
 
-    def _arrive(self, phase: str, state) -> None:
-        if self.watch is not None:
-            self.watch.heartbeat.arrive(phase, state.global_step)
+    @staticmethod
+    def _arrives(phase: str) -> Callable:
+        def arrive(self, args, state, control, **kwargs) -> None:
+            if self.watch is not None:
+                self.watch.heartbeat.arrive(phase, state.global_step)
 
-    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self._arrive("training", state)
+        return arrive
 
-    def on_substep_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self._arrive("training", state)
-
-    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self._arrive("training", state)
-
-    def on_prediction_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self._arrive("validation", state)
-
-    def on_evaluate(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self._arrive("validation", state)
-
-    def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self._arrive("save", state)
-
-    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self._arrive("end", state)
+    on_step_begin = on_substep_end = on_step_end = _arrives("training")
+    on_prediction_step = on_evaluate = _arrives("validation")
+    on_save = _arrives("save")
+    on_train_end = _arrives("end")
 
 
 class Watch:
@@ -105,22 +93,18 @@ class Watch:
         number, looked_at = 0, time.monotonic()
         while not self._closed.wait(self.look_seconds):
             slept, looked_at = time.monotonic() - looked_at, time.monotonic()
-            if (
-                slept > SILENT_LOOKS * self.look_seconds
-            ):  # this process itself was stopped, as by SIGSTOP: that time does not count
+            # this process itself was stopped, as by SIGSTOP: that time does not count
+            if slept > SILENT_LOOKS * self.look_seconds:
                 self.heartbeat.arrived_at += slept
             number += 1
-            self._look(number)
-
-    def _look(self, number: int) -> None:
-        self.heartbeat.beat(number)
-        waited = time.monotonic() - self.heartbeat.arrived_at
-        # before half the limit there is no need to read the files of all ranks
-        if waited > self.limit_seconds / 2 and self._others_move(self._observe(number)):
-            self.heartbeat.arrived_at, waited = time.monotonic(), 0.0
-        # one look early, or the next look would come after the limit; an alarm of another rank counts too
-        if waited >= self.limit_seconds - self.look_seconds or (self.run.heartbeats / ALARM).exists():
-            self._raise_alarm(number)
+            self.heartbeat.beat(number)
+            waited = time.monotonic() - self.heartbeat.arrived_at
+            # before half the limit there is no need to read the files of all ranks
+            if waited > self.limit_seconds / 2 and self._others_move(self._observe(number)):
+                self.heartbeat.arrived_at, waited = time.monotonic(), 0.0
+            # one look early, or the next look would come after the limit; an alarm of another rank counts too
+            if waited >= self.limit_seconds - self.look_seconds or (self.run.heartbeats / ALARM).exists():
+                self._raise_alarm(number)
 
     def _observe(self, number: int) -> dict[int, Place | None]:
         """Read every rank's place, and note since which look its heartbeat has not changed."""
@@ -142,8 +126,13 @@ class Watch:
 
     def _raise_alarm(self, number: int) -> None:
         """Write the stacks, report and exit. All running ranks come here within one look; the first one reports."""
-        first = _created(self.run.heartbeats / ALARM)
-        dump_stacks(self.run.stacks, self.heartbeat.place)
+        first, place = _created(self.run.heartbeats / ALARM), self.heartbeat.place
+        self.run.stacks.mkdir(parents=True, exist_ok=True)
+        with (self.run.stacks / f"rank-{place.rank:05}.txt").open("w") as file:
+            file.write(f"{utc_now()} {described(place.rank, place, silent=False)}\n\n")
+            # faulthandler writes to the descriptor itself, past Python's buffer
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
         places = self._observe(number)
         # the others wait longer, so that they do not end while the first one still observes
         last = max(number, self._observed_since + SILENT_LOOKS) if first else number + 2 * SILENT_LOOKS
@@ -157,9 +146,8 @@ class Watch:
             self._report(places, {rank for rank, (_, since) in seen if number - since >= SILENT_LOOKS})
         tell_exit_code(HANG)
         self.run.fail()
-        time.sleep(
-            2 * self.look_seconds
-        )  # others still write stacks: the launcher ends all ranks after the first exit
+        # others still write stacks: the launcher ends all ranks after the first exit
+        time.sleep(2 * self.look_seconds)
         # not sys.exit: that would end this thread only, and the main thread waits for ever
         os._exit(HANG)
 
@@ -190,30 +178,27 @@ class Relay:
         threading.Thread(target=self._carry_again_and_again, name="heartbeats", daemon=True).start()
 
     def close(self) -> None:
-        """End the thread after what it does now."""
         self._closed.set()
 
     def _carry_again_and_again(self) -> None:
+        here = self.disks.first_rank
         # without rank 0, nobody can be asked: each node then goes by its own ranks
         with contextlib.suppress(RuntimeError, OSError):
             while not self._closed.wait(self.look_seconds / 2):
-                self._carry()
-
-    def _carry(self) -> None:
-        own = [heartbeat_path(self.folder, rank) for rank in self.disks.groups()[self.disks.first_rank]]
-        places = {path.name: path.read_text() for path in own if path.exists()}
-        self._messages.send(str(self.disks.first_rank), json.dumps(places).encode())
-        if (self.folder / ALARM).exists():
-            self._messages.send(ALARM, b"yes")
-        elif self._messages.read(ALARM) is not None and not self._closed.is_set():
-            _created(self.folder / ALARM)
-        for other in set(self.disks.first_ranks) - {self.disks.first_rank} if self.wanted else ():
-            for name, text in json.loads(self._messages.read(str(other)) or "{}").items():
-                (self.folder / name).write_text(text)
+                own = [heartbeat_path(self.folder, rank) for rank in self.disks.groups()[here]]
+                places = {path.name: path.read_text() for path in own if path.exists()}
+                self._messages.send(str(here), json.dumps(places).encode())
+                if (self.folder / ALARM).exists():
+                    self._messages.send(ALARM, b"yes")
+                elif self._messages.read(ALARM) is not None and not self._closed.is_set():
+                    _created(self.folder / ALARM)
+                for other in set(self.disks.first_ranks) - {here} if self.wanted else ():
+                    for name, text in json.loads(self._messages.read(str(other)) or "{}").items():
+                        (self.folder / name).write_text(text)
 
 
 def _created(path: Path) -> bool:
-    """Make the file; say if this rank was the first."""
+    """Make the file; return whether this rank was the first."""
     try:
         # "x" fails if the file exists, so exactly one rank succeeds
         path.open("x").close()
@@ -235,16 +220,6 @@ def described(rank: int, place: Place | None, silent: bool) -> str:
         return f"rank {rank} (no heartbeat)"
     how = "its process does not run" if silent else "its process runs"
     return f"rank {rank} on {place.host} (process {place.process}, {place.phase} at step {place.step}, {how})"
-
-
-def dump_stacks(folder: Path, place: Place) -> None:
-    """Write the Python stacks of all threads of this rank into its own file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"rank-{place.rank:05}.txt").open("w") as file:
-        file.write(f"{utc_now()} {described(place.rank, place, silent=False)}\n\n")
-        # faulthandler writes to the descriptor itself, past Python's buffer
-        file.flush()
-        faulthandler.dump_traceback(file, all_threads=True)
 
 
 def clear(folder: Path) -> None:

@@ -15,23 +15,26 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from pretraining.data.document_masking import IGNORED
+from pretraining.data.documents import IGNORED
 from pretraining.errors import UserError
 from pretraining.planning.quantities import several
-from pretraining.recipe import Recipe, model_with_defaults
-from pretraining.recipe.data import is_mixed, source_names
-from pretraining.recipe.model import is_exact
 from pretraining.runtime.durable_files import append_row
 from pretraining.runtime.metric_names import grouped_names, perplexity
 from pretraining.runtime.process_group import sum_over_ranks
 from pretraining.runtime.run_folder import RunFolder, keep_past_rows
 from pretraining.runtime.wall_time import Goodput, Price
-from pretraining.training.gpu_readings import GpuReadings, of_all_ranks
-from pretraining.training.spikes import advice
-from pretraining.training.throughput import PAUSES, SpeedMeter, Stragglers, device_memory, time_optimizer
+from pretraining.training.stability import ADVICE
+from pretraining.training.throughput import (
+    PAUSES,
+    GpuReadings,
+    SpeedMeter,
+    Stragglers,
+    of_all_ranks,
+    time_optimizer,
+)
 
 
 def logged_number(name: str, value: Any) -> Any:
@@ -60,9 +63,7 @@ class MetricsCallback(TrainerCallback):
     ) -> None:
         self.run, self.speed, self.tokens_per_epoch, self.price = run, speed, tokens_per_epoch, price
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: Any, optimizer: Any = None, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args, state, control, optimizer=None, **kwargs) -> None:
         # On resume the Trainer restores the old run's intervals of logs and saves. Use the recipe's.
         state.compute_steps(args, state.max_steps)
         if state.is_world_process_zero:
@@ -75,9 +76,7 @@ class MetricsCallback(TrainerCallback):
         time_optimizer(optimizer, self.speed.clock)
         self.speed.clock.start()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args, state, control, **kwargs) -> None:
         # by tokens: the steps of a ramp differ in size
         if (tokens_per_epoch := self.tokens_per_epoch()) is not None:
             state.epoch = self.speed.tokens_at(state.global_step) / tokens_per_epoch
@@ -88,9 +87,7 @@ class MetricsCallback(TrainerCallback):
         if not control.should_log:
             self._enter_pause(control)
 
-    def on_log(
-        self, args: Any, state: TrainerState, control: TrainerControl, logs: dict, **kwargs: Any
-    ) -> None:
+    def on_log(self, args, state, control, logs, **kwargs) -> None:
         if "train_runtime" in logs:  # the Trainer's closing summary repeats what the rows say
             return
         # callbacks of a user's own come before this one
@@ -107,7 +104,7 @@ class MetricsCallback(TrainerCallback):
         if "loss" in logs:
             self._enter_pause(control)
 
-    def on_evaluate(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(self, args, state, control, **kwargs) -> None:
         self.speed.clock.enter("saving" if control.should_save else "other")
 
     def _enter_pause(self, control) -> None:
@@ -123,7 +120,10 @@ class MetricsCallback(TrainerCallback):
         step_seconds = rates["throughput/step_seconds"]
         # the backward pass is left out: it waits for the other ranks' messages
         own = (seconds.get("data_wait", 0.0) + seconds.get("forward", 0.0)) / max(steps, 1)
-        device, gpu = device_memory(), self.gpu.read()
+        device, gpu = {}, self.gpu.read()
+        if torch.cuda.is_available():
+            device["memory/peak_bytes"] = torch.cuda.max_memory_allocated()
+            device["memory/reserved_bytes"] = torch.cuda.max_memory_reserved()
         # Linux reports ru_maxrss in KiB
         host_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         ranks = self.stragglers.gather([own, host_peak, *device.values(), *gpu.values()])
@@ -156,7 +156,7 @@ class ProgressCallback(TrainerCallback):
     def __init__(self) -> None:
         self.bar: tqdm | None = None
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
         if state.is_world_process_zero:
             self.on_terminal = sys.stderr.isatty()
             self.bar = tqdm(
@@ -169,11 +169,11 @@ class ProgressCallback(TrainerCallback):
                 disable=not self.on_terminal,
             )
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args, state, control, **kwargs) -> None:
         if self.bar is not None:
             self.bar.update(1)
 
-    def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict, **kwargs: Any) -> None:
+    def on_log(self, args, state, control, logs, **kwargs) -> None:
         if self.bar is None or not ("loss" in logs or "eval_loss" in logs):
             return
         if "eval_loss" in logs:
@@ -195,14 +195,15 @@ class ProgressCallback(TrainerCallback):
                 f"{minutes // 60}:{minutes % 60:02}:{seconds:02} left"
             )
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args, state, control, **kwargs) -> None:
         if self.bar is not None:
             self.bar.close()
 
     def _print(self, line: str) -> None:
-        self.bar.write(line, file=sys.stderr) if self.on_terminal else print(
-            line, file=sys.stderr, flush=True
-        )
+        if self.on_terminal:
+            self.bar.write(line, file=sys.stderr)
+        else:
+            print(line, file=sys.stderr, flush=True)
 
 
 class SourceLoss(TrainerCallback):
@@ -218,7 +219,7 @@ class SourceLoss(TrainerCallback):
         self.sums: torch.Tensor | None = None
 
     def on_sources(self, sources: torch.Tensor) -> None:
-        """Keep the numbers of the next micro-batch's sources, [batch]."""
+
         self.sources = sources
 
     def around(self, compute_loss: Callable) -> Callable:
@@ -241,20 +242,13 @@ class SourceLoss(TrainerCallback):
 
         return watched
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict, **kwargs: Any) -> None:
+    def on_log(self, args, state, control, logs, **kwargs) -> None:
         if "loss" not in logs or self.sums is None:
             return
         flat, self.sums = sum_over_ranks(self.sums.flatten().tolist()), None
         for name, nats, targets in zip(self.names, flat[::2], flat[1::2], strict=True):
             if targets:
                 logs[f"train/{name}_loss"] = nats / targets
-
-
-def source_losses(recipe: Recipe) -> list[SourceLoss]:
-    """Return one callback if the recipe mixes sources and does not switch it off; else none."""
-    if not (recipe.monitors.source_loss and is_mixed(recipe.data)):
-        return []
-    return [SourceLoss(source_names(recipe.data, str(recipe.path)))]
 
 
 PREFIX = "stability/expert_load/"
@@ -264,13 +258,6 @@ WINDOWS = 3
 """... in so many logged windows in a row ..."""
 FEWEST = 100
 """... in each of which an even share was at least so many tokens."""
-
-
-def experts_per_token(recipe: Recipe) -> int | None:
-    """Return how many experts a token is sent to; None if the model is not known to output its routers' scores."""
-    model = model_with_defaults(recipe.model)
-    tells = is_exact(model) and model.get("output_router_logits")
-    return model["num_experts_per_tok"] if tells else None
 
 
 class ExpertLoad(TrainerCallback, ExportableState):
@@ -306,30 +293,29 @@ class ExpertLoad(TrainerCallback, ExportableState):
             experts = logits.topk(self.chosen, dim=-1, sorted=False).indices.flatten()
             layer.scatter_add_(0, experts, torch.ones_like(experts))
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
         name = type(self).__name__
         saved = state.stateful_callbacks.get(name, self.state())
         self.starved = {(layer, expert): windows for layer, expert, windows in saved["attributes"]["starved"]}
         state.stateful_callbacks[name] = self.state()
 
-    def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict, **kwargs: Any) -> None:
+    def on_log(self, args, state, control, logs, **kwargs) -> None:
         if "loss" not in logs or self.counts is None:
             return
-        counts = self._take_counts()
+        num_experts = self.counts.shape[1]
+        flat, self.counts = (
+            sum_over_ranks(self.counts.flatten().tolist()),
+            None,
+        )  # the host waits for the device
+        counts = [flat[start : start + num_experts] for start in range(0, len(flat), num_experts)]
         logs.update({f"{PREFIX}{name}": value for name, value in load_metrics(counts).items()})
         found = self._newly_starved(counts)
         if found and state.is_world_process_zero:
-            kind = "starved_experts"
-            self.run.add_event(kind, step=state.global_step, experts=found, **advice(kind))
+            advice = ADVICE["starved_experts"]
+            self.run.add_event("starved_experts", step=state.global_step, experts=found, **advice)
             first = f"expert {found[0]['expert']} of layer {found[0]['layer']}, {found[0]['share']:.1%} of its choices"
             line = f"step {state.global_step}: {several(len(found), 'expert')} starved, the first: {first}"
-            print(f"{line}; try {advice(kind)['try'][0]}", file=sys.stderr, flush=True)
-
-    def _take_counts(self) -> list[list[float]]:
-        """Return the counts of all ranks since the last call, [layers, experts]; the host waits for the device here."""
-        num_experts, flat = self.counts.shape[1], sum_over_ranks(self.counts.flatten().tolist())
-        self.counts = None
-        return [flat[start : start + num_experts] for start in range(0, len(flat), num_experts)]
+            print(f"{line}; try {advice['try'][0]}", file=sys.stderr, flush=True)
 
     def _newly_starved(self, counts: list[list[float]]) -> list[dict]:
         """Return the experts that have starved for exactly `WINDOWS` windows now. The same on every rank."""

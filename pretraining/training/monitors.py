@@ -6,30 +6,31 @@ Callbacks may have two methods beside the Trainer's own events:
 - `on_sources(sources)`: [batch] numbers of the sources of the next micro-batch, before its forward pass.
 """
 
+import argparse
 import gc
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 
 from pretraining.data.packed_dataset import PackedDataset, step_origins
+from pretraining.data.prepared import PreparedData
 from pretraining.extend import all_of
 from pretraining.planning.costs import price_of
 from pretraining.planning.run_plan import RunPlan
-from pretraining.recipe import Recipe
+from pretraining.recipe import Recipe, model_with_defaults
+from pretraining.recipe.data import is_mixed, source_names
+from pretraining.recipe.model import is_exact
 from pretraining.runtime.run_folder import RunFolder
+from pretraining.training.arrival import Arrival
 from pretraining.training.gradients import LayerNormsCallback, NoiseScaleCallback
 from pretraining.training.hangs import HangCallback
-from pretraining.training.metrics import (
-    ExpertLoad,
-    MetricsCallback,
-    ProgressCallback,
-    experts_per_token,
-    source_losses,
-)
+from pretraining.training.metrics import ExpertLoad, MetricsCallback, ProgressCallback, SourceLoss
 from pretraining.training.profile import PeakMemory, ProfileCallback
 from pretraining.training.stability import Instability, StabilityMonitor
-from pretraining.training.stopping import StopRequests, early_stopping
+from pretraining.training.stopping import EarlyStopping, StopRequests
 from pretraining.training.throughput import SpeedMeter
 from pretraining.training.trackers import build_trackers
 
@@ -54,9 +55,12 @@ class RunMonitors:
         # bound here: the monitor of a later attempt replaces self.stability
         layers_every, alerted = recipe.monitors.layer_norms_steps, self.stability
         self.gradients = [*noise, LayerNormsCallback(run, layers_every, lambda: alerted.alerted_step)]
-        chosen = experts_per_token(recipe) if recipe.monitors.expert_load else None
-        self.experts = [] if chosen is None else [ExpertLoad(run, chosen)]
-        self.sources = source_losses(recipe)
+        model = model_with_defaults(recipe.model)
+        # other classes are not known to output their routers' scores
+        counts = recipe.monitors.expert_load and is_exact(model) and model.get("output_router_logits")
+        self.experts = [ExpertLoad(run, model["num_experts_per_tok"])] if counts else []
+        separate = recipe.monitors.source_loss and is_mixed(recipe.data)
+        self.sources = [SourceLoss(source_names(recipe.data, str(recipe.path)))] if separate else []
         settings = recipe.monitors.profile
         self.profile = [] if settings is None else [ProfileCallback(run, settings)]
         self.speed = SpeedMeter.of(recipe, plan.world_size, start.progress(recipe))
@@ -74,7 +78,7 @@ class RunMonitors:
 
     def callbacks(self, saves: TrainerCallback) -> list[TrainerCallback]:
         """Return the callbacks in the order in which the Trainer must call them."""
-        judging = [self.stability, *early_stopping(self.run, self.recipe.evaluation)]
+        judging = [self.stability, EarlyStopping(self.run, self.recipe.evaluation)]
         logging = [self.metrics, ProgressCallback(), *self.trackers]
         counting = [*self.gradients, *self.sources, *self.experts]
         # saving comes before metrics: the row of a step then includes the save before it
@@ -102,9 +106,27 @@ class SettledCollector(TrainerCallback):
     has_frozen = False
     """Whether what existed when training began is left out of collections."""
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
         gc.collect()
         # what exists now lives as long as the run: later collections need not look at it
         gc.freeze()
         self.has_frozen = True
         gc.enable()
+
+
+@dataclass
+class Job:
+    """What this process trains, with what, and where to."""
+
+    recipe: Recipe
+    plan: RunPlan
+    data: PreparedData
+    run: RunFolder
+    options: argparse.Namespace
+    """The command line's."""
+    monitors: RunMonitors
+    arrival: Arrival
+    device: torch.device | None = None
+    """On which the model is built, without numbers, in a rehearsal; None: on the host, with its weights."""
+    checkpoints: Callable[..., Any] | None = None
+    """Makes what a rehearsal saves and loads with, in place of a `CheckpointManager`."""

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.adamw import adamw
-from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.pytorch_utils import Conv1D
 
 from pretraining.runtime.process_group import rank_and_world_size
@@ -57,11 +57,7 @@ class Round:
 def plan_rounds(
     local: list[MatrixFragment], costs: dict[int, int], round_numel: int = ROUND_NUMEL
 ) -> list[Round]:
-    """Agree with all ranks on who works on what; every rank must call it, with its own fragments.
-
-    Args:
-        costs: parameter -> work, equal on every rank.
-    """
+    """Agree with all ranks on who works on what. costs: {parameter: work}, equal on every rank. A collective."""
     rank, world_size = rank_and_world_size()
     gathered = [[tuple(fragment) for fragment in local]]
     if world_size > 1:
@@ -99,10 +95,8 @@ def _round_of(rank: int, parameters: list[int], by_parameter: dict, owners: dict
     owned = {}
     for parameter in parameters:
         ranks, owner = by_parameter[parameter], owners[parameter]
-        complete = _held(ranks[owner]) == _numel(
-            ranks
-        )  # the owner has all of it: nobody needs to send anything
-        sources = [owner] if complete else range(world_size)
+        # if the owner has all of it, nobody needs to send anything
+        sources = [owner] if _held(ranks[owner]) == _numel(ranks) else range(world_size)
         if rank in sources:
             given[owner] += ranks[rank]
         received_back[owner] += ranks[rank]
@@ -245,9 +239,8 @@ def hidden_matrices(model: PreTrainedModel) -> dict[str, Matrices]:
                 # queries, keys and values side by side: each is a matrix of its own
                 fused = full_name.endswith("c_attn.weight")
                 found[full_name] = Matrices(shape, split_dim=1, parts=3 if fused else 1, transposed=True)
-            elif name.endswith(
-                "gate_up_proj"
-            ):  # [experts, 2 x inner, hidden]: gate and up are separate matrices
+            elif name.endswith("gate_up_proj"):
+                # [experts, 2 x inner, hidden]: gate and up are separate matrices
                 found[full_name] = Matrices(shape, split_dim=1, parts=2)
             else:
                 found[full_name] = Matrices(shape)
@@ -255,19 +248,13 @@ def hidden_matrices(model: PreTrainedModel) -> dict[str, Matrices]:
 
 
 def spectral_scale(matrices: Matrices) -> float:
-    """Return sqrt(max(1, outputs / inputs)): the update's effect on the outputs is then the same for every shape.
-
-    Jordan 2024.
-    """
+    """Return sqrt(max(1, outputs / inputs)): the same effect on the outputs for every shape (Jordan 2024)."""
     outputs, inputs = matrices.fan_out_in
     return max(1.0, outputs / inputs) ** 0.5
 
 
 def adamw_scale(matrices: Matrices) -> float:
-    """Return 0.2 sqrt(max(outputs, inputs)): updates are then as large as AdamW's, and its learning rates fit.
-
-    Liu et al. 2025, eq. 4.
-    """
+    """Return 0.2 sqrt(max(outputs, inputs)): updates as large as AdamW's (Liu et al. 2025, eq. 4)."""
     return 0.2 * max(matrices.fan_out_in) ** 0.5
 
 
@@ -310,9 +297,24 @@ class Muon(torch.optim.Optimizer):
         """Set the tensors that hold the matrices from now on. `locate` finds this rank's fragments in some of them."""
         self._tensors, self._locate, self._plans = {id(tensor): tensor for tensor in tensors}, locate, {}
 
-    def number_of(self, parameter: torch.Tensor) -> int | None:
-        """Return the number of a parameter in fragments; None for one that AdamW updates."""
-        return self._numbers.get(id(parameter))
+    def bind_partitions(self, zero: Any) -> None:
+        """Bind to the partitions of a DeepSpeed optimizer of stage 1, 2 or 3."""
+        partitions = list(zero_partitions(zero))
+        by_tensor: dict[int, list[MatrixFragment]] = {}
+        for each in (each for partition in partitions for each in partition.slices):
+            # None: AdamW updates it
+            if (number := self._numbers.get(id(each.parameter))) is not None:
+                fragment = MatrixFragment(number, each.start, 0, each.offset, each.numel)
+                by_tensor.setdefault(id(each.tensor), []).append(fragment)
+
+        def locate(tensors: Sequence[torch.Tensor]) -> list[MatrixFragment]:
+            return [
+                fragment._replace(tensor=number)
+                for number, tensor in enumerate(tensors)
+                for fragment in by_tensor.get(id(tensor), [])
+            ]
+
+        self.bind([partition.tensor for partition in partitions], locate)
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> float | None:
@@ -329,9 +331,7 @@ class Muon(torch.optim.Optimizer):
         updates = [self._momentum_update(parameter, group) for parameter in parameters]
         if any(id(parameter) not in self._tensors for parameter in parameters):
             # Not a tensor of the model: loading a checkpoint steps zeros, to find out which states there would be.
-            assert not any(update.any() for update in updates), (
-                "Muon was not told what lies in its partitions"
-            )
+            assert not any(update.any() for update in updates), "Muon was not told what is in its partitions"
             return
         device = compute_device(updates[0])
         # the iteration is stable in bf16, and messages are half as large
@@ -446,28 +446,7 @@ class BindPartitions(TrainerCallback):
     def __init__(self, muon: Muon) -> None:
         self.muon = muon
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: Any, control: Any, model: Any, optimizer: Any, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args, state, control, model, optimizer, **kwargs) -> None:
         zero = getattr(optimizer, "optimizer", optimizer)
         if args.deepspeed and zero is not self.muon:
-            bind_partitions(self.muon, zero)
-
-
-def bind_partitions(muon: Muon, zero: Any) -> None:
-    """Bind Muon to the partitions of a DeepSpeed optimizer of stage 1, 2 or 3."""
-    partitions = list(zero_partitions(zero))
-    by_tensor: dict[int, list[MatrixFragment]] = {}
-    for each in (each for partition in partitions for each in partition.slices):
-        if (number := muon.number_of(each.parameter)) is not None:
-            fragment = MatrixFragment(number, each.start, 0, each.offset, each.numel)
-            by_tensor.setdefault(id(each.tensor), []).append(fragment)
-
-    def locate(tensors: Sequence[torch.Tensor]) -> list[MatrixFragment]:
-        return [
-            fragment._replace(tensor=number)
-            for number, tensor in enumerate(tensors)
-            for fragment in by_tensor.get(id(tensor), [])
-        ]
-
-    muon.bind([partition.tensor for partition in partitions], locate)
+            self.muon.bind_partitions(zero)

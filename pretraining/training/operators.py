@@ -42,9 +42,8 @@ def check_operators(ds_config: dict | None) -> None:
     torch_cuda = torch.version.cuda if torch.cuda.is_available() else None
     if missing := next(missing_for_operators("nvme" in devices, torch_cuda), None):
         where = " and ".join(sorted(devices - {"gpu"}))
-        raise UserError(
-            f"deepspeed: offloading to {where} compiles an operator of DeepSpeed, which needs {missing}"
-        )
+        what = f"offloading to {where} compiles an operator of DeepSpeed"
+        raise UserError(f"deepspeed: {what}, which needs {missing}")
 
 
 def keep_compiled_operators() -> None:
@@ -61,9 +60,8 @@ def _kept(load: Callable) -> Callable:
         library = folder / f"{name}{cpp_extension.LIB_EXT}"
         if not library.exists():
             if os.environ.get("LOCAL_RANK", "0") == "0":  # a silent minute looks like a hang
-                print(
-                    f"compiling DeepSpeed's operator {name}: about a minute, once on this machine", flush=True
-                )
+                line = f"compiling DeepSpeed's operator {name}: about a minute, once on this machine"
+                print(line, flush=True)
             folder.mkdir(parents=True, exist_ok=True)
             # others wait until this process has compiled, and this one for them
             with (folder / "compiling").open("w") as file:
@@ -81,9 +79,8 @@ def _kept(load: Callable) -> Callable:
 def _compile(load: Callable, library: Path, sources: list[str], **keywords):
     """Compile in a new folder, keep the finished library, and return the loaded module."""
     for abandoned in library.parent.glob("part-*"):
-        shutil.rmtree(
-            abandoned, ignore_errors=True
-        )  # left by a killed compile; a compiler that still runs there fails
+        # left by a killed compile; a compiler that still runs there fails
+        shutil.rmtree(abandoned, ignore_errors=True)
     part = Path(tempfile.mkdtemp(prefix="part-", dir=library.parent))
     try:
         module = load(library.stem, sources, build_directory=str(part), **keywords)
@@ -103,9 +100,8 @@ def _fingerprint(sources: list[str], keywords: dict) -> str:
     files += [file for folder in own for file in sorted(folder.rglob("*")) if file.is_file()]
     try:  # what `-march=native` depends on
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-        processor = [
-            each for each in lines if each.startswith(("model name", "flags", "Features", "CPU part"))
-        ]
+        kept = ("model name", "flags", "Features", "CPU part")
+        processor = [each for each in lines if each.startswith(kept)]
     except OSError:
         processor = [platform.machine(), platform.processor()]
     said = [

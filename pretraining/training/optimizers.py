@@ -1,21 +1,32 @@
-"""Build the recipe's optimizer for the Trainer: parameter groups, and muP's factors.
+"""Build the recipe's optimizer for the Trainer, and compute the learning rate of every step.
 
-Optimizers of the `schedulefree` package are adapted here too: their counts are kept where ZeRO and checkpoints find
-them.
+    rate of a group = its peak (`training.learning_rate`, or the group's own in `optimizer`)
+                    x muP's factor for its parameters               `build_optimizer`, recipe/mup.py
+                    x the schedule: warm-up, decay                  transformers' `get_scheduler`
+                    x what `budget.ramp.lr_scaling` makes of a step's size
+                    x what rollbacks lower (`monitors.spikes.lr_factor`)
+
+The last three are `share_of_peak`. How many steps warm up is `Recipe.warmup_steps`. recipe/training.py checks the names
+and keywords of schedules. If a schedule follows the validation loss, it refuses the last two.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache, partial
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PreTrainedModel
 
+from pretraining.errors import UserError
+from pretraining.extend import named
 from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.mup import Scales, scales_by_name
+from pretraining.recipe.progress import Progress
 from pretraining.recipe.refusals import own_groups
 from pretraining.recipe.sections import Optimizer
 from pretraining.recipe.training import AVERAGING, Z
+from pretraining.runtime.journal import NOTHING_HEALED, Journal
 from pretraining.training.muon import Muon, hidden_matrices
 from pretraining.upstream.deepspeed import whole_numel, whole_shape
 
@@ -72,13 +83,7 @@ def build_optimizer(
             "weight_decay": chosen("embedding_weight_decay", weight_decay),
             **adamw,
         },
-        {
-            "name": "norms and biases",
-            "params": vectors,
-            "lr": learning_rate,
-            "weight_decay": 0.0,
-            **adamw,
-        },
+        {"name": "norms and biases", "params": vectors, "lr": learning_rate, "weight_decay": 0.0, **adamw},
         {
             "name": "hidden matrices",
             "params": matrices,
@@ -88,8 +93,17 @@ def build_optimizer(
         },
     ]
     layouts = hidden_matrices(model)
-    # a group all of whose parameters are frozen has no entry
-    scaled = [each for group in groups for each in by_scales(group, scales)]
+    scaled = []
+    for group in groups:
+        # one for each set of factors; a group all of whose parameters are frozen has no entry
+        alike: dict[tuple, list] = {}
+        for name, parameter in group["params"].items():
+            each = scales.get(name, Scales())
+            alike.setdefault((each.rate, each.decay, each.epsilon), []).append(parameter)
+        for (rate, decay, epsilon), parameters in alike.items():
+            factors = {"lr": rate, "weight_decay": decay, "eps": epsilon}
+            scaled_values = {key: group[key] * factor for key, factor in factors.items() if key in group}
+            scaled.append({**group, "params": parameters, **scaled_values})
     # Muon also without a group of "muon": it is then AdamW
     return Muon(scaled, {parameter: layouts[name] for name, parameter in matrices.items()})
 
@@ -98,10 +112,7 @@ Named = dict[str, nn.Parameter]
 
 
 def split_parameters(model: PreTrainedModel) -> tuple[Named, Named, Named]:
-    """Return {name: parameter} for hidden matrices, for embeddings, head and routers, and for norms and biases.
-
-    Frozen parameters are left out.
-    """
+    """Return {name: trained parameter}: hidden matrices; embeddings, head and routers; norms and biases."""
     matrices, tables, vectors = {}, {}, {}
     hidden = hidden_matrices(model)
     for name, parameter in model.named_parameters():
@@ -113,26 +124,8 @@ def split_parameters(model: PreTrainedModel) -> tuple[Named, Named, Named]:
     return matrices, tables, vectors
 
 
-def by_scales(group: dict, scales: Mapping[str, Scales]) -> list[dict]:
-    """Split a group with named `params` into one group for each set of factors of rate, decay and epsilon."""
-    found: dict[tuple, list] = {}
-    for name, parameter in group["params"].items():
-        each = scales.get(name, Scales())
-        found.setdefault((each.rate, each.decay, each.epsilon), []).append(parameter)
-    groups = []
-    for (rate, decay, epsilon), parameters in found.items():
-        scaled = {"lr": group["lr"] * rate, "weight_decay": group["weight_decay"] * decay}
-        if "eps" in group:
-            scaled["eps"] = group["eps"] * epsilon
-        groups.append({**group, "params": parameters, **scaled})
-    return groups
-
-
 def describe_groups(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> list[str]:
-    """Describe each parameter group in one line, and what is frozen in another.
-
-    Call it before DeepSpeed flattens the parameters.
-    """
+    """Describe each parameter group in a line, and what is frozen in another, before DeepSpeed flattens them."""
     frozen = [] if model is None else [each for each in model.parameters() if not each.requires_grad]
     lines = [f"frozen: {len(frozen)} tensors, {sum(map(whole_numel, frozen)):,} parameters"] if frozen else []
     types = {group["params"][0].dtype for group in optimizer.param_groups}
@@ -204,3 +197,59 @@ def counting_by_tensor(optimizer_class: type) -> type:
         return optimizer_class
     # the same name: it is written and shown as the package's class
     return type(optimizer_class.__name__, (_CountsByTensor, optimizer_class), {})
+
+
+Schedule = Callable[[float], float]
+"""Number of finished steps -> share of the peak rate, as `training.lr_scheduler_type` defines it."""
+
+
+def share_of_peak(
+    schedule: Schedule, finished_steps: int, progress: Progress, counts_tokens: bool, journal: Journal
+) -> float:
+    """Return the rate of the step after `finished_steps`, as a share of its group's peak: the last three factors."""
+    # tokens in units of full steps, so that the schedule's own lengths stay steps
+    count = progress.full_steps_at if counts_tokens else progress.schedule_steps_at
+    share = schedule(count(finished_steps))
+    return share * progress.step_sizes.lr_factor(finished_steps) * journal.lr_factor(finished_steps)
+
+
+def follow_run(
+    scheduler: LRScheduler, progress: Progress, counts_tokens: bool = False, journal: Journal = NOTHING_HEALED
+) -> None:
+    """Have the scheduler return `share_of_peak` for every group.
+
+    Raises:
+        UserError: the schedule is no function of the step (`reduce_lr_on_plateau`), and something has to change it.
+    """
+    if isinstance(scheduler, LambdaLR):
+
+        def of_run(schedule: Schedule) -> Schedule:
+            # A plain function, because torch writes the attributes of any other callable into checkpoints.
+            return lambda step: share_of_peak(schedule, step, progress, counts_tokens, journal)
+
+        scheduler.lr_lambdas = [of_run(schedule) for schedule in scheduler.lr_lambdas]
+        return
+    # such a scheduler keeps rates of its own, which nothing here may multiply
+    changed_by = {
+        "budget.warmup_tokens and decay_tokens": (counts_tokens, "leave them out"),
+        "budget.ramp.lr_scaling": (progress.step_sizes.lr_scaling != "none", "set it to none"),
+        "monitors.spikes.lr_factor": (journal.lowers_rates, "set it to 1"),
+    }
+    for key, (changes, remedy) in changed_by.items():
+        if changes:
+            raise UserError(
+                f"{key}: cannot change the rate of {type(scheduler).__name__}; {remedy}, or choose another "
+                "training.lr_scheduler_type"
+            )
+
+
+def own_schedule(recipe: Recipe, num_steps: int) -> Schedule:
+    """Return the extension's schedule that the recipe names; `UserError` if its share at step 0 is no number."""
+    name, keywords = recipe.training.lr_scheduler_type, recipe.training_keywords.lr_scheduler_kwargs or {}
+    lengths = {"num_steps": num_steps, "warmup_steps": recipe.warmup_steps(num_steps)}
+    function = named("schedule", name)
+    first = function(0, **lengths, **keywords)
+    if isinstance(first, bool) or not isinstance(first, int | float):
+        what = f"{name} must return a share of the peak, a number, and returned {type(first).__name__}"
+        raise UserError(f"training.lr_scheduler_type: {what}")
+    return lambda step: function(step, **lengths, **keywords)

@@ -6,12 +6,12 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 
 from pretraining.recipe.sections import Profile
 from pretraining.runtime.run_folder import RunFolder
@@ -22,21 +22,15 @@ MOST_ALLOCATIONS = 200_000
 
 
 class ProfileCallback(TrainerCallback):
-    """Trace the steps that `monitors.profile` names. On all others do nothing.
-
-    Traced steps are slower than others, and the rows of metrics show this.
-    """
+    """Trace the steps that `monitors.profile` names: they are slower than others, and the rows of metrics show it."""
 
     def __init__(self, run: RunFolder, settings: Profile) -> None:
-        """settings: `monitors.profile` of the recipe."""
         steps = settings.steps
         self.run, self.settings = run, settings
         self.first, self.last = steps if isinstance(steps, list) else (steps, steps)
         self.profiler: torch.profiler.profile | None = None
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
         traced = args.process_index == 0 or self.settings.every_rank
         if self.profiler is not None or not traced or not self.first <= state.global_step + 1 <= self.last:
             return
@@ -50,11 +44,11 @@ class ProfileCallback(TrainerCallback):
         self.profiler.start()
         self.began = time.perf_counter()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args, state, control, **kwargs) -> None:
         if self.profiler is not None and state.global_step >= self.last:
             self._finish(args, state.global_step)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args, state, control, **kwargs) -> None:
         if self.profiler is not None:  # the run was asked to stop before the last traced step
             self._finish(args, state.global_step)
 

@@ -51,19 +51,10 @@ _AFTER_A_HANG_MINUTES = 10
 _SHORTEST_MEETING_MINUTES = 5
 
 # ATen passes these to MKL's vector functions (ATen/cpu/vml.h), and a model or its loss may call them.
-_VECTOR_FUNCTIONS = (
-    torch.cos,
-    torch.erf,
-    torch.erfc,
-    torch.exp,
-    torch.log,
-    torch.log2,
-    torch.sin,
-    torch.sqrt,
-    torch.tanh,
-)
+_VECTOR_FUNCTIONS = ("cos", "erf", "erfc", "exp", "log", "log2", "sin", "sqrt", "tanh")
 
-_at_leaving: list[Callable[[], None]] = []
+AT_LEAVING: list[Callable[[], None]] = []
+"""Called when this rank leaves the process group in order, the last first."""
 
 
 @contextmanager
@@ -131,7 +122,12 @@ def prepare_rank() -> str:
     num_threads = max(1, cores // ranks_here())
     os.environ["OMP_NUM_THREADS"] = str(num_threads)  # overwritten on purpose: launchers set it to 1
     torch.set_num_threads(num_threads)
-    choose_vector_kernels()
+    # MKL (2024.2, in torch 2.13's builds for x86) detects the processor when one of its vector functions is first
+    # called, but not safely with several threads: another kernel may then compute a part of the tensor. In one of
+    # twelve runs on two cores, the first `tanh` of the first layer differed in its last bits, then all gradients of
+    # step 1 and, from step 6 on, the printed loss. So MKL chooses now: one element never goes to a second thread.
+    for function in _VECTOR_FUNCTIONS:
+        getattr(torch, function)(torch.ones(1))
     if backend == "nccl":
         _claim_gpu(int(os.environ["LOCAL_RANK"]))
     else:
@@ -201,19 +197,17 @@ def _check_own_name() -> None:
 
 
 def _meet(backend: str, timeout: timedelta, patience: timedelta) -> None:
-    """Make the process group before DeepSpeed does. DeepSpeed uses a group that exists.
-
-    Raises:
-        RanksMissing: a rank did not come within `patience`.
-    """
+    """Make the process group, which DeepSpeed then uses; `RanksMissing` if a rank does not come within `patience`."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # torch by itself waits here as long as for a collective: if a rank ended during its imports, the others would wait
     # for half an hour
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     with _meeting(patience):
         if shared_with_the_launcher():
-            store = fresh_store(rank, ranks, patience)
+            # it outlives an attempt: a prefix for this one
+            shared = TCPStore(*place, world_size=ranks, is_master=False, timeout=patience)
+            store = PrefixStore(agree_on_name(shared, rank, ranks, patience), shared)
         else:
-            place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             store = TCPStore(*place, ranks, is_master=rank == 0, timeout=patience, multi_tenant=True)
     # everybody is here: from now on the time limit of collectives holds
     store.set_timeout(timeout)
@@ -228,19 +222,13 @@ def _meet(backend: str, timeout: timedelta, patience: timedelta) -> None:
     )
 
 
-def at_leaving(close: Callable[[], None]) -> None:
-    """Register `close`, which is called when this rank leaves the process group in order."""
-    _at_leaving.append(close)
-
-
 def leave_ranks() -> None:
     """Wait for every rank, then destroy the process group, so that torch reports no leak."""
     # torch warns if it has to guess the device, as for a single rank: its group is not bound to a device
     on_gpu = torch.distributed.get_backend() == "nccl"
     torch.distributed.barrier(device_ids=[torch.cuda.current_device()] if on_gpu else None)
-    while _at_leaving:
-        # the last registered first, and while the group still exists
-        _at_leaving.pop()()
+    while AT_LEAVING:
+        AT_LEAVING.pop()()  # while the group still exists
     torch.distributed.destroy_process_group()
 
 
@@ -264,19 +252,6 @@ def _claim_gpu(local_rank: int) -> None:
         ) from error
 
 
-def choose_vector_kernels() -> None:
-    """Let MKL choose the kernels of torch's vector functions now, in one thread. Call it before the first pass.
-
-    MKL (2024.2, in torch 2.13's builds for x86) detects the processor when one of them is first called, but this is
-    not safe with several threads. If the tensor is large enough for several threads, another kernel computes a part of
-    it. This happened in one of twelve runs on two cores: the first `tanh` of the first layer differed in its last bits.
-    Then all gradients of step 1 differed and, from step 6 on, the printed loss.
-    """
-    one = torch.ones(1)  # a single element never goes to a second thread
-    for function in _VECTOR_FUNCTIONS:
-        function(one)
-
-
 _POLL_SECONDS = 0.05
 
 
@@ -285,18 +260,8 @@ def shared_with_the_launcher() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def fresh_store(rank: int, ranks: int, timeout: timedelta) -> Store:
-    """Return the launcher's store with a prefix for this attempt. Every rank must call it."""
-    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = TCPStore(*place, world_size=ranks, is_master=False, timeout=timeout)
-    return PrefixStore(agree_on_name(store, rank, ranks, timeout), store)
-
-
 def agree_on_name(store: Store, rank: int, ranks: int, timeout: timedelta) -> str:
-    """Agree on a name that no earlier attempt has had. It is the same on every rank.
-
-    Raises `TimeoutError` on rank 0 if a rank does not come.
-    """
+    """Agree with all ranks on a name that no earlier attempt has had; `TimeoutError` on rank 0 if one does not come."""
     if rank > 0:
         # new in each attempt: the store still has the answers of earlier attempts
         question = uuid.uuid4().hex
@@ -327,13 +292,7 @@ _DEEPSPEED_INNER = b"deepspeed.launcher.launch"
 def launcher_is_gone() -> bool:
     """Return whether a launcher started this process and has ended since the first call; never for plain python."""
     # when a parent ends, the system gives its children another one
-    return _ancestors() != _current_ancestors()
-
-
-@cache
-def _ancestors() -> tuple[int, ...]:
-    """Return the processes that launched this one, nearest first, as they were at the first call."""
-    return _current_ancestors()
+    return _first_ancestors() != _ancestors()
 
 
 @cache
@@ -355,7 +314,8 @@ def sibling_is_gone() -> bool:
     return sum(bool(_command(child)) for child in children) < ranks_here()
 
 
-def _current_ancestors() -> tuple[int, ...]:
+def _ancestors() -> tuple[int, ...]:
+    """Return the processes that launched this one, nearest first."""
     if not _launched():
         return ()
     parent = os.getppid()
@@ -363,6 +323,9 @@ def _current_ancestors() -> tuple[int, ...]:
         return (parent,)
     fields = process_fields(parent)
     return parent, int(fields[1]) if fields else 0
+
+
+_first_ancestors = cache(_ancestors)
 
 
 @cache
@@ -382,7 +345,7 @@ def _command(process: int) -> bytes:
 def find_machine(run: RunFolder, start: Any, data_tokens: int) -> Machine:
     """Return on every rank what rank 0 finds, so that all ranks decide the same.
 
-    start: where the run begins (checkpoints/identity.py). If it starts over, the checkpoints of the earlier run in this
+    start: where the run begins (`Start`). If it starts over, the checkpoints of the earlier run in this
     folder stay beside the new ones. Else new ones replace them.
     """
 

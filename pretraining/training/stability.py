@@ -1,27 +1,219 @@
-"""Judge every step in the same way on all ranks, and apply the recipe's policy.
+"""Judge every step in the same way on all ranks, report spikes and plateaus, and apply the recipe's policy.
 
-`LossWatch` computes the mean loss of all ranks before the gradients. `NonFiniteGuard` prevents steps with gradients
-that are not finite, at any ZeRO stage and without DeepSpeed.
+A spike is a high robust score over a window (`monitors.spikes.score`). `LossWatch` computes the mean loss of all ranks
+before the gradients. `NonFiniteGuard` prevents steps with gradients that are not finite, at any ZeRO stage and without
+DeepSpeed. An alert names likely causes in the order in which to look at them.
 """
 
 import math
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from accelerate.state import GradientState
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from pretraining.recipe.sections import Monitors
 from pretraining.runtime.process_group import sum_over_ranks
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.gradients import loss_scale
-from pretraining.training.schedule import apply_schedule_now, step_schedule
-from pretraining.training.spikes import Plateau, SpikeScore, advice
 from pretraining.upstream.deepspeed import drop_refused_sums
+from pretraining.upstream.torch import rates_now, set_rates
+
+RECENT = 16
+"""Steps whose median is the expected value; few enough to follow a falling loss."""
+FEWEST = 32
+"""The least number of steps before anything is judged."""
+NORMAL_MAD = 1.4826
+"""Standard deviation of normal noise, divided by its median absolute deviation."""
+TAIL_SHARE = 1 / 16
+"""Share of the window's values in the upper tail, taken as exponential (peaks over threshold, Coles 2001, ch. 4)."""
+RARE, RARE_SCORE = 1e-7, 6.0
+"""A value that only the share `RARE` of healthy ones exceeds scores at most `RARE_SCORE`."""
+SMALLEST_SCALE = 0.012
+"""In log loss. A rise of less than `score` times this is no spike, even if the curve was very calm."""
+
+
+class SpikeScore:
+    """Score values against the last `window` of them that were no spikes themselves.
+
+    The scores use logarithms, because spikes are factors. The course is the median of the last `RECENT` values. Noise
+    is the larger of two measures: the median absolute deviation, and the upper tail of the distances to the course.
+    """
+
+    def __init__(self, window: int, smallest_scale: float = SMALLEST_SCALE):
+        self.window, self.smallest_scale = window, smallest_scale
+        self.values: deque[float] = deque(maxlen=RECENT)
+        self.distances: deque[float] = deque(maxlen=window)
+        self.rejected: list[float] = []
+        self._judged_by: tuple[float, float] | None = None
+
+    def score(self, value: float) -> float:
+        """Return standard deviations above the course; inf if the value is not finite, 0 while too little is known."""
+        if not math.isfinite(value):
+            return math.inf
+        if len(self.distances) < FEWEST:
+            return 0.0
+        course, scale = self._course_and_scale()
+        return (_log(value) - course) / scale
+
+    def limit(self, score: float) -> float:
+        """Return the value at which `score` is reached; inf while too little is known."""
+        if len(self.distances) < FEWEST:
+            return math.inf
+        course, scale = self._course_and_scale()
+        # math.exp raises OverflowError above 709
+        return math.exp(min(course + score * scale, 700.0))
+
+    @property
+    def expected(self) -> float | None:
+        return math.exp(median(self.values)) if self.values else None
+
+    def add(self, value: float, is_spike: bool) -> None:
+        """Add a value. Spikes do not change the course, until many in a row show a new level."""
+        if not math.isfinite(value):
+            return
+        # one healthy value ends the row of spikes
+        if not is_spike:
+            self.rejected.clear()
+            self._judged_by = None
+            if len(self.values) == RECENT:
+                # to the course without the value itself; it lags behind a falling loss, which costs sensitivity but
+                # raises no false alarm
+                self.distances.append(_log(value) - median(self.values))
+            self.values.append(_log(value))
+            return
+        self.rejected.append(_log(value))
+        if len(self.rejected) >= max(FEWEST, self.window // 2):
+            level, self.rejected, self._judged_by = self.rejected, [], None
+            self.values.clear()
+            self.values.extend(level)
+
+    def _course_and_scale(self) -> tuple[float, float]:
+        """Return course and scale of the values so far."""
+        # kept until a value is added: the limit of a step and the score after it must agree
+        if self._judged_by is None:
+            ordered = sorted(self.distances)
+            centre = median(ordered)
+            spread = NORMAL_MAD * median([abs(d - centre) for d in ordered])
+            # The value that the share RARE exceeds, if the tail is exponential: its scale is the mean excess of the
+            # largest values, which are the share TAIL_SHARE.
+            count = int(TAIL_SHARE * len(ordered))
+            threshold = ordered[-1 - count]
+            mean_excess = sum(ordered[-count:]) / count - threshold
+            tail = threshold + mean_excess * math.log(TAIL_SHARE / RARE) - centre
+            # a rising loss moves the course up; a falling one does not move it down
+            course = median(self.values) + max(0.0, centre)
+            self._judged_by = course, max(spread, tail / RARE_SCORE, self.smallest_scale)
+        return self._judged_by
+
+    def state(self) -> dict:
+        return {name: list(getattr(self, name)) for name in ("values", "distances", "rejected")}
+
+    def restore(self, state: dict) -> None:
+        self.values = deque(state["values"], maxlen=RECENT)
+        kept = islice(state["distances"], max(0, len(state["distances"]) - self.window), None)
+        self.distances = deque(kept, maxlen=self.window)
+        self.rejected, self._judged_by = list(state["rejected"]), None
+
+
+def _log(value: float) -> float:
+    # a loss or norm of zero has no logarithm
+    return math.log(max(value, 1e-300))
+
+
+LEAST_GAIN = 0.001
+"""Share of the loss. A smaller gain is no progress."""
+
+
+class Plateau:
+    """Report once if the course has not gained `LEAST_GAIN` for so many steps (None: never), and again after a gain."""
+
+    def __init__(self, num_steps: int | None):
+        self.num_steps = num_steps
+        self.best, self.best_step, self.told = None, 0, False
+
+    def shows(self, step: int, expected: float | None) -> bool:
+        """Return whether a plateau is to be reported now. `expected` is the course's loss after `step`."""
+        if expected is None:
+            return False
+        if self.best is None or expected < self.best * (1 - LEAST_GAIN):
+            self.best, self.best_step, self.told = expected, step, False
+        if self.num_steps is None or self.told or step - self.best_step < self.num_steps:
+            return False
+        self.told = True
+        return True
+
+    def state(self) -> dict:
+        return {"best": self.best, "best_step": self.best_step, "told": self.told}
+
+    def restore(self, state: dict) -> None:
+        self.best, self.best_step, self.told = state["best"], state["best_step"], state["told"]
+
+
+ADVICE = {
+    "spike": {
+        "causes": [
+            "the data of these samples (see documents and flagged)",
+            "the learning rate is high for this point of the schedule",
+            "the second moments lag behind larger gradients",
+        ],
+        "try": [
+            "look at the samples: python -m pretraining.data inspect DATA --sample N --recipe RECIPE",
+            "monitors.spikes.policy rollback: goes back and leaves these samples out",
+            "a lower training.learning_rate, a longer warmup_steps, a lower adam_beta2 (0.95)",
+            "a lower training.max_grad_norm",
+        ],
+    },
+    "non_finite": {
+        "causes": [
+            "a number beyond the precision's range: attention scores or logits that grow",
+            "the data of these samples (see documents and flagged)",
+            "the learning rate",
+        ],
+        "try": [
+            "training.bf16 in place of training.fp16, or fp32 for some steps to find the place",
+            "a lower training.learning_rate or training.max_grad_norm",
+        ],
+    },
+    "gradient_explosion": {
+        "causes": [
+            "the learning rate is close to what this model bears",
+            "unusual samples: repeated tokens, one language among others",
+        ],
+        "try": [
+            "nothing yet where the loss holds: training.max_grad_norm bounds the step",
+            "a lower training.learning_rate",
+        ],
+    },
+    "starved_experts": {
+        "causes": [
+            "the balancing loss weighs too little beside the cross-entropy",
+            "the routers settled while the learning rate was high",
+        ],
+        "try": [
+            "a higher model.router_aux_loss_coef (0.01 is common)",
+            "loss.router_z_loss (0.001), a longer training.warmup_steps",
+        ],
+    },
+    "plateau": {
+        "causes": [
+            "the learning rate has decayed, or is too high to settle",
+            "the model has learned what its size and this data allow",
+        ],
+        "try": [
+            "compare with the validation loss: a gap says memorised data, none says capacity",
+            "another schedule or learning rate in a run of its own, from an earlier checkpoint",
+        ],
+    },
+}
+
 
 COUNTED = ("spikes", "non_finite_steps", "refused_steps")
 """Counted since the beginning of the run; every row has them."""
@@ -29,8 +221,7 @@ MOST_OVERFLOWS = 100
 """Steps in a row without a loss scale that fits: halving comes from 2^32 to 1 in fewer, each tried twice."""
 
 
-@dataclass(frozen=True)
-class Instability:
+class Instability(NamedTuple):
     """Why training was ended early."""
 
     step: int
@@ -61,15 +252,7 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         self.finding: Instability | None = None
         self.alerted_step: int | None = None
 
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: Any,
-        optimizer: Any,
-        lr_scheduler: Any,
-        **kwargs: Any,
-    ) -> None:
+    def on_train_begin(self, args, state, control, optimizer, lr_scheduler, **kwargs) -> None:
         self.guard = NonFiniteGuard(optimizer)
         self.is_scaled = args.fp16
         self.loss_scale = loss_scale(optimizer)
@@ -77,25 +260,20 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         self._restore(state.stateful_callbacks.get(name))
         # the Trainer expects an entry when it saves, and an older checkpoint lacks it
         state.stateful_callbacks[name] = self.state()
-        apply_schedule_now(lr_scheduler)
+        if isinstance(lr_scheduler, LambdaLR):
+            # A checkpoint has the rate of the next step from before the journal's last row.
+            set_rates(lr_scheduler, rates_now(lr_scheduler))
         self._set_limit()
 
     def on_gradient_norm(self, norm: Any) -> None:
         """Keep the step's norm before clipping. DeepSpeed reports it after the step, the Trainer before it."""
         self.guard.on_gradient_norm(norm)
 
-    def on_step_end(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        optimizer: Any,
-        lr_scheduler: Any,
-        **kwargs: Any,
-    ) -> None:
-        if getattr(optimizer, "step_was_skipped", False):
+    def on_step_end(self, args, state, control, optimizer, lr_scheduler, **kwargs) -> None:
+        if getattr(optimizer, "step_was_skipped", False) and isinstance(lr_scheduler, LambdaLR):
             # ZeRO or fp16 skipped it, so the Trainer did not advance the schedule. But the rate belongs to the step.
-            step_schedule(lr_scheduler)
+            # A schedule by metrics stays.
+            lr_scheduler.step()
         self._judge(self.watch.last_loss(), self.guard.refused_last_step(), state)
         if self.is_scaled:
             self.loss_scale = loss_scale(optimizer)  # of the next step
@@ -105,7 +283,7 @@ class StabilityMonitor(TrainerCallback, ExportableState):
             # the caller returns to an earlier checkpoint, or ends the run
             control.should_save = control.should_evaluate = False
 
-    def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict, **kwargs: Any) -> None:
+    def on_log(self, args, state, control, logs, **kwargs) -> None:
         if "loss" in logs:
             for name in COUNTED:
                 logs[f"stability/{name}"] = getattr(self, name)
@@ -123,9 +301,11 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         is_spike = not loss <= self.watch.limit
         # the policy "skip" refuses a spike by NaN gradients: that refusal is no non-finite step
         finite = math.isfinite(loss) and (not refused or (is_spike and self.policy == "skip"))
-        if self._overflowed(loss, refused and not finite):
-            # the loss is as good as any; only its gradients, times the scale, did not fit into fp16
-            finite = True
+        # left out to find a loss scale (fp16): the loss is good, only its gradients, times the scale, did not fit
+        overflows = refused and not finite and math.isfinite(loss) and self.loss_scale > 1 and self.is_scaled
+        self.overflow_streak = self.overflow_streak + 1 if overflows else 0
+        self.overflow_steps += overflows
+        finite = finite or (overflows and self.overflow_streak <= MOST_OVERFLOWS)
         self.refused_steps += refused
         self.non_finite_streak = 0 if finite else self.non_finite_streak + 1
         self.non_finite_steps += not finite
@@ -133,30 +313,17 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         self.loss_course.add(loss, is_spike or not finite)
         facts = {"loss": loss, "expected": expected, "applied": not refused}
         if not finite:
-            self._judge_non_finite(facts, state)
+            if self.non_finite_streak == 1:
+                self._tell("non_finite", state, **facts)
+            if self.non_finite_streak >= self.settings.non_finite_streak:
+                what = f"{self.non_finite_streak} steps in a row had a loss or gradients that are not finite"
+                self._leave(state, what, policies=("skip", "rollback", "stop"))
         elif is_spike and began:
             self.spikes += 1
             self._tell("spike", state, score=score, **facts)
             self._leave(state, f"the loss is {loss:.4g}, {score:.1f} deviations above {expected:.4g}")
         if self.plateau.shows(state.global_step, self.loss_course.expected):
             self._tell("plateau", state, **facts, since_step=self.plateau.best_step)
-
-    def _overflowed(self, loss: float, refused: bool) -> bool:
-        """Return whether the step was left out to find a loss scale (fp16), and count it."""
-        overflows = refused and math.isfinite(loss) and self.loss_scale > 1 and self.is_scaled
-        self.overflow_streak = self.overflow_streak + 1 if overflows else 0
-        self.overflow_steps += overflows
-        return overflows and self.overflow_streak <= MOST_OVERFLOWS
-
-    def _judge_non_finite(self, facts: dict, state) -> None:
-        if self.non_finite_streak == 1:
-            self._tell("non_finite", state, **facts)
-        if self.non_finite_streak >= self.settings.non_finite_streak:
-            self._leave(
-                state,
-                f"{self.non_finite_streak} steps in a row had a loss or gradients that are not finite",
-                policies=("skip", "rollback", "stop"),
-            )
 
     def _judge_norm(self, norm: float | None, state) -> None:
         if norm is None:
@@ -181,18 +348,20 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         self.alerted_step = state.global_step
         if state.is_world_process_zero:
             score = {} if score is None else {"score": round(score, 2)}
-            facts |= {"policy": self.policy, **self.origins(state.global_step), **advice(kind)}
+            facts |= {"policy": self.policy, **self.origins(state.global_step), **ADVICE[kind]}
             self.run.add_event(kind, step=state.global_step, **score, **facts)
 
     def _set_limit(self) -> None:
-        self.watch.set_limit(self.loss_course.limit(self.settings.score))
+        """Set the highest loss that is applied from now on, rounded to fp32, in which the device compares it."""
+        limit = self.loss_course.limit(self.settings.score)
+        self.watch.limit = torch.tensor(limit, dtype=torch.float32).item()
 
     def state(self) -> dict:
         """Return what checkpoints keep."""
         counts = ("in_spike", "norm_in_spike", "non_finite_streak", *COUNTED)
         counts += ("overflow_steps", "overflow_streak") if self.is_scaled else ()
         parts = {name: getattr(self, name).state() for name in ("loss_course", "norm_course", "plateau")}
-        finding = None if self.finding is None else [self.finding.step, self.finding.sentence]
+        finding = None if self.finding is None else list(self.finding)
         counted = {name: getattr(self, name) for name in counts}
         return {"args": {}, "attributes": {**parts, **counted, "finding": finding}}
 
@@ -213,7 +382,6 @@ class NumberOnItsWay:
     """
 
     def __init__(self, number: torch.Tensor) -> None:
-        """number: a tensor of one element."""
         self._copy, self._arrival = number, None
         if number.is_cuda:
             # a copy is only asynchronous into pinned memory
@@ -223,7 +391,7 @@ class NumberOnItsWay:
             self._arrival.record()
 
     def read(self) -> float:
-        """Wait for the number and return it."""
+
         if self._arrival is not None:
             self._arrival.synchronize()
         return self._copy.item()
@@ -267,10 +435,6 @@ class LossWatch:
             keep = torch.where(total <= self.limit, 1.0, math.nan)
             loss.register_hook(lambda gradient: gradient * keep)
 
-    def set_limit(self, limit: float) -> None:
-        """Set the highest loss that is applied from now on, rounded to fp32, in which the device compares it."""
-        self.limit = torch.tensor(limit, dtype=torch.float32).item()
-
     def last_loss(self) -> float:
         """Return the last step's loss in nats per token, as the mean of the ranks; NaN before the first step."""
         return math.nan if self._last is None else self._last.read()
@@ -297,7 +461,10 @@ class NonFiniteGuard:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args, kwargs) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        norm = _norm_of(parameters) if self._norm is None else self._norm
+        norm = self._norm
+        if norm is None:  # one number is copied to the host
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients).item() if gradients else 0.0
         # gradients are the same on every rank by now, so every rank decides the same
         self._took_away = not math.isfinite(norm)
         if self._took_away:
@@ -312,9 +479,3 @@ class NonFiniteGuard:
         if refused:
             drop_refused_sums(getattr(self.optimizer, "optimizer", None))
         return refused
-
-
-def _norm_of(parameters: list[torch.Tensor]) -> float:
-    """Return the norm of all their gradients together. It copies one number to the host."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return torch.nn.utils.get_total_norm(gradients).item() if gradients else 0.0

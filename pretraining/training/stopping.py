@@ -8,18 +8,16 @@ import signal
 import sys
 import time
 from collections.abc import Iterable
-from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 
 from pretraining.recipe.sections import Evaluation
 from pretraining.runtime.exit_codes import STOPPED, supervisor_file, tell_exit_code
 from pretraining.runtime.failures import keep_end_by_launcher
 from pretraining.runtime.metric_names import is_better, worst_value
 from pretraining.runtime.process_group import Agreement
-from pretraining.runtime.restarts import STARTED, launch_details, starts_again_after_a_signal
+from pretraining.runtime.processes import STARTED, SignalListener, launch_details, starts_again_after_a_signal
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.runtime.signals import SignalListener
 from pretraining.training.ranks import launcher_is_gone, sibling_is_gone, started_by_deepspeed
 
 NOT_ASKED, LAUNCHER_GONE, STOP_FILE, SUPERVISOR, TIME_LIMIT, A_SIGNAL = 0, 1, 2, 3, 4, 64
@@ -114,9 +112,7 @@ class StoppingCallback(TrainerCallback):
     def __init__(self, stop: StopRequests) -> None:
         self.stop = stop
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
         """Repeat the validation of the resumed step, if it was due and a stop cut it short."""
         measured = any(row["step"] == state.global_step for row in state.log_history if "eval_loss" in row)
         due = (
@@ -124,7 +120,7 @@ class StoppingCallback(TrainerCallback):
         )
         args.eval_on_start = args.eval_on_start or bool(due and not measured)
 
-    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args, state, control, **kwargs) -> None:
         if self.stop.agreed():
             control.should_save = control.should_training_stop = True
 
@@ -135,19 +131,18 @@ class EarlyStopping(TrainerCallback):
     A run that was killed and started again therefore stops at the same step as an uninterrupted one. It does not go on
     from the checkpoint at which it had stopped. The numbers are the same on every rank, and so is the decision.
 
-    metric: a metric of the validation, such as `loss`. patience: the number of validations in
-    a row that are not better than the best before them by more than `min_improvement`.
+    section: its `patience` is the number of validations in a row that are not better in `metric` than the best before
+    them by more than `min_improvement`; None never stops.
     """
 
-    def __init__(self, run: RunFolder, metric: str, patience: int, min_improvement: float) -> None:
-        self.run, self.metric = run, f"eval_{metric}"
-        self.patience, self.min_improvement = patience, min_improvement
+    def __init__(self, run: RunFolder, section: Evaluation) -> None:
+        self.run, self.section, self.metric = run, section, f"eval_{section.metric}"
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
         if self._is_over(state):
             control.should_training_stop = True
 
-    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(self, args, state, control, **kwargs) -> None:
         # after the last step training ends anyway: that is no early stop
         if state.global_step >= state.max_steps or not self._is_over(state):
             return
@@ -155,23 +150,21 @@ class EarlyStopping(TrainerCallback):
         if state.is_world_process_zero:
             values = self._values(state)
             best = best_step(values, self.metric)
-            details = {"metric": self.metric.removeprefix("eval_"), "best": values[best], "best_step": best}
-            self.run.add_event("early_stop", step=state.global_step, **details, patience=self.patience)
+            details = {"metric": self.section.metric, "best": values[best], "best_step": best}
+            self.run.add_event(
+                "early_stop", step=state.global_step, **details, patience=self.section.patience
+            )
 
     def _values(self, state) -> dict[int, float]:
         """Return {step: value} of the validations so far, in order. A repeated one counts once."""
         return {row["step"]: row[self.metric] for row in state.log_history if self.metric in row}
 
     def _is_over(self, state) -> bool:
-        worse = validations_without_gain(self._values(state).values(), self.metric, self.min_improvement)
-        return worse >= self.patience
-
-
-def early_stopping(run: RunFolder, section: Evaluation) -> list[EarlyStopping]:
-    """Return the callback that the recipe's `evaluation` section asks for, or none."""
-    if section.patience is None:
-        return []
-    return [EarlyStopping(run, section.metric, section.patience, section.min_improvement)]
+        if self.section.patience is None:
+            return False
+        values = self._values(state).values()
+        worse = validations_without_gain(values, self.metric, self.section.min_improvement)
+        return worse >= self.section.patience
 
 
 def validations_without_gain(values: Iterable[float], metric: str, min_improvement: float) -> int:

@@ -41,10 +41,7 @@ name_logs_by(grouped_names)
 def build_trackers(
     report_to: str | list[str], run: RunFolder, run_name: str, project: str | None = None
 ) -> list[TrainerCallback]:
-    """Build the callbacks of the trackers. project: the recipe's `training.project`, if it has one.
-
-    Raises `UserError` for a tracker whose package is missing; writes nothing.
-    """
+    """Build the trackers' callbacks; `UserError` if a package is missing. project: the recipe's `training.project`."""
     names = [report_to] if isinstance(report_to, str) else report_to
     for name in FOLDERS.keys() & set(names):
         os.environ.setdefault(FOLDERS[name], str(run.path / name))
@@ -169,16 +166,13 @@ SHOW_TEXT: dict[str, Callable[[Any, list[dict]], None]] = {
 
 
 class SampleTexts(TrainerCallback):
-    """Show the samples of each validation as text in a tracker.
-
-    They are read from samples.jsonl, to which evaluation/sampling.py has just written them.
-    """
+    """Show the samples of each validation, which evaluation/sampling.py has just written, as text in a tracker."""
 
     def __init__(self, run: RunFolder, callback: Any, show: Callable[[Any, list[dict]], None]) -> None:
         """callback: the tracker's own."""
         self.run, self.callback, self.show = run, callback, show
 
-    def on_evaluate(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_evaluate(self, args, state, control, **kwargs) -> None:
         rows = read_rows(self.run.samples) if state.is_world_process_zero else []
         if now := [row for row in rows if row.get("step") == state.global_step]:
             self.show(self.callback, now)
@@ -196,9 +190,7 @@ class RunIdentity(TrainerCallback):
     def __init__(self, run: RunFolder, run_name: str, names: list[str], project: str | None = None) -> None:
         self.run, self.run_name, self.names, self.project = run, run_name, names, project or PROJECT
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
         # `training.run_name`, else the recipe's name
         args.run_name, args.project = args.run_name or self.run_name, self.project
         self.run_name = args.run_name

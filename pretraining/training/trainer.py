@@ -31,22 +31,23 @@ from pretraining.extend import defined
 from pretraining.recipe import Recipe
 from pretraining.recipe.progress import Progress
 from pretraining.runtime.journal import NOTHING_HEALED
-from pretraining.runtime.rank_groups import ALONE, RankGroups
-from pretraining.runtime.signals import ignore_in_worker
+from pretraining.runtime.process_group import ALONE, RankGroups
+from pretraining.runtime.processes import ignore_in_worker
 from pretraining.training.arguments import collate_blocks, training_refusals
-from pretraining.training.clipping import choose_clipping
+from pretraining.training.gradients import Clipping
 from pretraining.training.monitors import RunMonitors, SettledCollector, notify
 from pretraining.training.muon import BindPartitions, Muon
 from pretraining.training.optimizers import (
     choose_optimizer,
     counting_by_tensor,
     describe_groups,
+    follow_run,
+    own_schedule,
 )
-from pretraining.training.schedule import follow_run, own_schedule
 from pretraining.training.stopping import StoppingCallback
 from pretraining.training.throughput import StepClock
 from pretraining.upstream.deepspeed import keep_norm_at_stage_0, mend_optimizer
-from pretraining.upstream.experts import expert_groups_of
+from pretraining.upstream.split_weights import expert_groups_of
 from pretraining.upstream.transformers import OpenTrainer
 from pretraining.upstream.wide_weights import split_by_type
 
@@ -116,10 +117,18 @@ class PretrainingTrainer(OpenTrainer):
                     *(evaluator.callbacks if evaluator else ()),
                     *(monitors.callbacks(checkpoints) if monitors else ()),
                     *callbacks,
-                    *filter(None, [choose_clipping(recipe)]),
+                    Clipping(recipe),
                 ],
             )
-            _try_optimizer_and_schedule(self.args)
+            # Let transformers refuse names and keywords now rather than when training begins.
+            Trainer.get_optimizer_cls_and_kwargs(self.args)
+            get_scheduler(
+                self.args.lr_scheduler_type,
+                torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=self.args.learning_rate),
+                num_warmup_steps=self.args.get_warmup_steps(self.args.max_steps),
+                num_training_steps=self.args.max_steps,
+                scheduler_specific_kwargs=self.args.lr_scheduler_kwargs,
+            )
         if self.stop is not None:
             self.add_callback(StoppingCallback(self.stop))
         self.remove_callback(PrinterCallback)  # ProgressCallback shows the same
@@ -148,7 +157,7 @@ class PretrainingTrainer(OpenTrainer):
         return scheduler
 
     def gradient_norm_known(self, norm: float | torch.Tensor | None) -> None:
-        """Notify the monitors of every step's norm, before clipping."""
+
         notify(self.callback_handler.callbacks, "on_gradient_norm", norm)
 
     def release(self) -> None:
@@ -212,7 +221,7 @@ class PretrainingTrainer(OpenTrainer):
             if measured is None:
                 # Save and stop. Nothing is logged, and the next start repeats the validation.
                 self.control.should_evaluate = (
-                    False  # else the Trainer begins another one when it leaves its loop
+                    False  # else the Trainer begins another one as it leaves its loop
                 )
                 if self.state.global_step == self.first_step:
                     self._leave_if_stopped()  # the checkpoint it came from holds all there is
@@ -230,10 +239,7 @@ class PretrainingTrainer(OpenTrainer):
             self.stop.leave_if_agreed(self.state.global_step)
 
     def get_train_dataloader(self) -> DataLoader:
-        """Return the Trainer's loader, which gives ranks that share a sample the same batches.
-
-        Its workers ignore the signals that launchers send to every process.
-        """
+        """Return the Trainer's loader, whose workers ignore signals; ranks that share a sample get the same batches."""
         if (together := self.groups.degrees.ranks_per_sample) > 1:
             # accelerate gives the ranks of one group the same batches if this mesh has their number
             shape = (self.groups.data_ranks, together)
@@ -368,15 +374,3 @@ class _InWorker:
         if self.first is not None:
             self.first(worker)
         ignore_in_worker()
-
-
-def _try_optimizer_and_schedule(arguments: TrainingArguments) -> None:
-    """Let transformers refuse their names and keywords now rather than when training begins."""
-    Trainer.get_optimizer_cls_and_kwargs(arguments)
-    get_scheduler(
-        arguments.lr_scheduler_type,
-        torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=arguments.learning_rate),
-        num_warmup_steps=arguments.get_warmup_steps(arguments.max_steps),
-        num_training_steps=arguments.max_steps,
-        scheduler_specific_kwargs=arguments.lr_scheduler_kwargs,
-    )

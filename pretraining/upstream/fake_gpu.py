@@ -6,7 +6,8 @@ numbers. Tensors of the host are real. A step that mixes the two fails, as it wo
 for is made up, and collectives send nothing (`fake_ranks`).
 
 A build of torch without CUDA has no CUDA device that autograd accepts. The meta device stands in for it: Python sees
-`cuda:0`, and torch's C++ sees `meta`. When the block ends, everything is as before.
+`cuda:0`, and torch's C++ sees `meta`. When the block ends, everything is as before. Held by test_fake_gpu.py and
+test_rehearsal.py; may go once torch can pretend to have a GPU.
 """
 
 import contextlib
@@ -60,7 +61,6 @@ class FakeStream:
         return event or self
 
     def elapsed_time(self, end: Any) -> float:
-        """Return milliseconds, made up because nothing runs."""
         return 1.0
 
     def synchronize(self, *_: Any) -> None:
@@ -82,7 +82,6 @@ class FakeGpu(Network):
     event = default_stream = stream
 
     def on_stream(self, stream: Any) -> contextlib.AbstractContextManager:
-        """Make a stream the current one for the block."""
         return contextlib.nullcontext()
 
     def set_stream(self, stream: Any) -> None:

@@ -218,12 +218,10 @@ def is_persistent(module: nn.Module, buffer: str) -> bool:
 
 
 def is_partitioned(parameter: nn.Parameter) -> bool:
-    """Return whether ZeRO-3 has this parameter in shards."""
     return hasattr(parameter, "ds_id")
 
 
 def attention_of(model: PreTrainedModel) -> str:
-    """Name the attention that the model's layers call."""
     return model.config._attn_implementation
 
 

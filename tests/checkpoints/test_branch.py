@@ -10,17 +10,16 @@ import torch
 from transformers import get_scheduler
 
 from pretraining.checkpoints.__main__ import main
-from pretraining.checkpoints.format import read_marker
-from pretraining.checkpoints.identity import Identity, Start
+from pretraining.checkpoints.format import Start, read_marker
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
 from pretraining.planning.run_plan import build_run_plan
 from pretraining.recipe import RECIPES, load_recipe, recipe_names
 from pretraining.recipe.progress import Progress
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.training.schedule import follow_run
-from tests.gear.runs import LLAMA, Run, contents, execute, launcher, on_own_port
-from tests.gear.small_checkpoints import MANIFEST, identity_of, save
+from pretraining.training.optimizers import follow_run
+from tests.gear.runs import LLAMA, Run, bytes_of, contents, execute, launcher, on_own_port
+from tests.gear.small_checkpoints import identity_of, save
 from tests.training.test_batch_ramp import RAMPED
 from tests.training.test_curve import column
 
@@ -39,9 +38,11 @@ def branched(run: Path, *words, capsys) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def checkpoint_of(tmp_path, step: int, *settings: str) -> Path:
-    """A small checkpoint of recipe `tiny` after `step` steps; the folder of its run."""
-    run, identity = RunFolder(tmp_path / "base"), identity_of(*settings)
+def checkpoint_of(
+    tmp_path, step: int, *settings: str, base: str = "tiny", start: Start | None = None
+) -> Path:
+    """A small checkpoint of a recipe after `step` steps; the folder of its run."""
+    run, identity = RunFolder(tmp_path / "base"), identity_of(*settings, start=start, base=base)
     run.recipe.parent.mkdir()
     run.recipe.write_text(json.dumps(identity.recipe.to_dict()))
     save(run, step, identity=identity)
@@ -52,14 +53,10 @@ def test_the_branch_decays_and_the_run_it_is_from_goes_on(workshop, tmp_path, ca
     """Two ranks: the same weights and samples at the branch point, rates by hand, the run before it untouched."""
     base = workshop.run("zero3", settings=RAMPED)
     before, folder = contents(base.folder), tmp_path / "decay"
-    told = branched(
-        base.folder, "--at", 8, "--decay", "linear", "--steps", 4, "--output", folder, capsys=capsys
-    )
+    words = ("--at", 8, "--decay", "linear", "--steps", 4)
+    told = branched(base.folder, *words, "--output", folder, capsys=capsys)
     assert (told["step"], told["last_step"]) == (8, 12)
-    checkpoint = base.dir.checkpoint(8)
-    assert {name: data for name, (data, _) in contents(folder / "checkpoint-8").items()} == {
-        name: data for name, (data, _) in contents(checkpoint).items()
-    }
+    assert bytes_of(folder / "checkpoint-8") == bytes_of(base.dir.checkpoint(8))
     recipe = ["--recipe", str(folder / "recipe.json"), "--output_dir", str(folder)]
     words = [*on_own_port(launcher("forked", 2)), "train.py", *recipe, "--deepspeed", "zero3"]
     finished = execute([*words, "--data_dir", str(workshop.data)])
@@ -71,9 +68,8 @@ def test_the_branch_decays_and_the_run_it_is_from_goes_on(workshop, tmp_path, ca
     assert column(run, "train/loss")[:2] == column(base, "train/loss")[8:]
     assert contents(base.folder) == before
     kinds = [event["event"] for event in run.events]
-    assert (
-        kinds[0] == "branch" and "resume" in kinds and kinds[-1] == "end" and "change_accepted" not in kinds
-    )
+    assert (kinds[0], kinds[-1]) == ("branch", "end")
+    assert "resume" in kinds and "change_accepted" not in kinds
 
 
 def test_a_stage_goes_on_at_a_longer_context(workshop, tmp_path, capsys):
@@ -84,11 +80,8 @@ def test_a_stage_goes_on_at_a_longer_context(workshop, tmp_path, capsys):
     )
     folder = tmp_path / "longer"
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
-    settings = [
-        f"model.rope_parameters={json.dumps(rope)}",
-        "data.sequence_length=64",
-        "training.save_steps=2",
-    ]
+    settings = [f"model.rope_parameters={json.dumps(rope)}"]
+    settings += ["data.sequence_length=64", "training.save_steps=2"]
     words = [word for setting in settings for word in ("--set", setting)]
     branched(base.folder, "--at", 4, "--steps", 4, "--output", folder, *words, capsys=capsys)
     recipe = ["--recipe", str(folder / "recipe.json"), "--output_dir", str(folder), "--deepspeed", "null"]
@@ -164,16 +157,9 @@ def test_a_branch_of_a_schedule_in_tokens_goes_on_in_tokens(tmp_path, capsys):
 def test_the_stages_here_continue_their_recipes(tmp_path, capsys, path):
     """`<recipe>-<what>.json`: every key lands in the new recipe, and a run of it has a plan."""
     base = max((name for name in recipe_names() if path.stem.startswith(name)), key=len)
-    run, settings = (
-        RunFolder(tmp_path / base),
-        ["training.lr_scheduler_type=constant", "training.lr_scheduler_kwargs={}"],
-    )
-    recipe = load_recipe(base, settings)
-    identity = Identity.of(recipe, build_run_plan(recipe, None, 1), MANIFEST, {"versions": {}}, Start())
-    run.recipe.parent.mkdir()
-    run.recipe.write_text(json.dumps(recipe.to_dict()))
-    save(run, 800, identity=identity)
-    told = branched(run.path, "--steps", 100, "--stage", path, "--set", "training.seed=7", capsys=capsys)
+    stable = ("training.lr_scheduler_type=constant", "training.lr_scheduler_kwargs={}")
+    run, recipe = checkpoint_of(tmp_path, 800, *stable, base=base), load_recipe(base)
+    told = branched(run, "--steps", 100, "--stage", path, "--set", "training.seed=7", capsys=capsys)
     staged = load_recipe(str(Path(told["run"]) / "recipe.json"))
     sections = json.loads(path.read_text())
     assert sections.pop("base", base) == base and "description" in sections
@@ -220,11 +206,8 @@ def test_a_stage_that_cannot_be_is_one_line(tmp_path, text, words):
 def test_what_differs_counts_as_accepted(tmp_path, capsys):
     """changes.json names each key; earlier changes stay in it."""
     earlier = {"step": 3, "key": "training.seed", "from": 1, "to": 2}
-    run, identity = RunFolder(tmp_path / "base"), identity_of(*STABLE, start=Start(changes=(earlier,)))
-    run.recipe.parent.mkdir()
-    run.recipe.write_text(json.dumps(identity.recipe.to_dict()))
-    save(run, 800, identity=identity)
-    told = branched(run.path, "--at", 800, "--decay", "cosine", "--steps", 10, capsys=capsys)
+    run = checkpoint_of(tmp_path, 800, *STABLE, start=Start(changes=(earlier,)))
+    told = branched(run, "--at", 800, "--decay", "cosine", "--steps", 10, capsys=capsys)
     changes = json.loads((Path(told["run"]) / "changes.json").read_text())
     assert changes[0] == earlier
     keys = {change["key"] for change in changes[1:]}

@@ -10,14 +10,19 @@ from pathlib import Path
 import pytest
 
 from pretraining.checkpoints.choosing import choose_checkpoint
-from pretraining.checkpoints.folders import committed_checkpoints, remove_uncommitted, set_aside_after
-from pretraining.checkpoints.format import FORMAT, MARKER, read_marker, receipt_name, write_marker
-from pretraining.checkpoints.identity import Start
-from pretraining.checkpoints.places import damage, share_of
+from pretraining.checkpoints.folders import (
+    Retention,
+    committed_checkpoints,
+    damage,
+    remove_uncommitted,
+    set_aside_after,
+    share_of,
+)
+from pretraining.checkpoints.format import FORMAT, MARKER, Start, read_marker, receipt_name, write_marker
 from pretraining.checkpoints.resume import changes_since, record_changes, recorded_changes
-from pretraining.checkpoints.retention import Committed, Retention
 from pretraining.errors import UserError
-from pretraining.recipe import load_recipe
+from pretraining.recipe import load_recipe, recipe_schema
+from pretraining.recipe.curve import BEFORE_THE_KEY, OURS, changed_parts, check_allowed
 from pretraining.recipe.progress import Progress
 from pretraining.runtime.durable_files import read_rows, write_json
 from pretraining.runtime.run_folder import RunFolder
@@ -91,6 +96,8 @@ def test_swapped_folders_are_not_taken_for_each_other(run):
     run.checkpoint(8).rename(run.checkpoint(12))
     (run.path / "hold").rename(run.checkpoint(8))
     assert choose_checkpoint(run, "auto").folder == run.checkpoint(4)
+    (run.checkpoint(4) / MARKER).write_text('{"files": {')
+    assert choose_checkpoint(run, "auto").folder is None, "none is whole"
 
 
 def test_ranks_share_the_reading():
@@ -102,7 +109,11 @@ def test_ranks_share_the_reading():
     assert max(loads) - min(loads) <= 200
 
 
-KEPT = [Committed(step, loss) for step, loss in ((2, 5.0), (4, 1.0), (6, None), (8, float("nan")), (10, 3.0))]
+SCORES = {2: 5.0, 4: 1.0, 6: None, 8: float("nan"), 10: 3.0}
+KEPT = [
+    (step, {"metrics": {"eval_loss": score, "eval_hellaswag/acc_norm": score}})
+    for step, score in SCORES.items()
+]
 RULES = {
     "the last": (Retention(2), {8, 10}),
     "all": (Retention(None), {2, 4, 6, 8, 10}),
@@ -210,18 +221,20 @@ def test_a_changed_recipe_is_refused_by_name_or_accepted(run, setting, key):
     assert accepted(run, setting) == [key], "what an earlier start accepted is asked for once"
 
 
-def test_a_changed_weight_is_named_down_to_the_number(run):
-    """It needs no other tokens, but the run would have another curve."""
+def test_what_no_key_names_is_compared_too(run):
+    """Weights of sources down to the number, other tokens, other shapes; another name of the same tokens is none."""
     with pytest.raises(
         UserError, match=r"data\.sources\.0\.weight: null there, 0\.7 here.*--allow_change data\.sources"
     ):
         accepted(run, "data.sources.0.weight=0.7")
     assert accepted(run, "data.sources.0.weight=0.7", allowed=["data.sources"]) == ["data.sources"]
-
-
-def test_the_same_tokens_under_another_name_are_the_same_data(run):
-    """As those of a replaced data set; their fingerprint is compared in any case."""
     assert accepted(run, "data.name=python-stdlib.replaced-1", "data.encoder=tokenizers") == []
+    other = {**MANIFEST, "fingerprint": "xxh128:1"}
+    with pytest.raises(UserError, match=r"data\.fingerprint"):
+        accepted(run, manifest=other)
+    assert accepted(run, manifest=other, allowed=["data"]) == ["data.fingerprint"]
+    with pytest.raises(UserError, match=r"other shapes: model\.n_layer: 4 there, 5 here"):
+        accepted(run, "model.n_layer=5", allowed=["model"])
 
 
 ACCEPTED = {
@@ -307,19 +320,6 @@ def test_with_tokens_counted_the_rate_stays_where_it_was():
     assert now.warmup_steps(last) / clock(last) == before.warmup_steps(before.num_steps) / before.num_steps
 
 
-def test_other_tokens_are_other_data(run):
-    """The same recipe over data that was prepared anew from other text."""
-    other = {**MANIFEST, "fingerprint": "xxh128:1"}
-    with pytest.raises(UserError, match=r"data\.fingerprint"):
-        accepted(run, manifest=other)
-    assert accepted(run, manifest=other, allowed=["data"]) == ["data.fingerprint"]
-
-
-def test_no_flag_changes_the_shape_of_weights(run):
-    with pytest.raises(UserError, match=r"other shapes: model\.n_layer: 4 there, 5 here"):
-        accepted(run, "model.n_layer=5", allowed=["model"])
-
-
 def test_changed_tokens_per_step_keep_the_budget_and_the_position(run):
     """12 steps of 2,048 tokens, then steps of 4,096: no sample twice, and the run ends with its budget."""
     recipe = identity_of("budget.tokens_per_step=4096").recipe
@@ -334,14 +334,11 @@ def test_changed_tokens_per_step_keep_the_budget_and_the_position(run):
 
 def test_a_recipe_from_before_a_key_is_the_same_recipe():
     """Every key of ours that has a default may come after a run: taken out of its recipe, nothing has changed."""
-    from pretraining.recipe import recipe_schema
-    from pretraining.recipe.curve import BEFORE_THE_KEY, OURS, changed_parts
-
     now, properties = load_recipe("tiny").to_dict(), recipe_schema()["properties"]
     for section in OURS:
-        for key in [
-            key for key in now.get(section, {}) if "default" in properties[section]["properties"][key]
-        ]:
+        for key in now.get(section, {}):
+            if "default" not in properties[section]["properties"][key]:
+                continue
             earlier = {**now, section: {name: value for name, value in now[section].items() if name != key}}
             differs = BEFORE_THE_KEY.get(f"{section}.{key}", now[section][key]) != now[section][key]
             is_default = now[section][key] == properties[section]["properties"][key]["default"]
@@ -350,23 +347,21 @@ def test_a_recipe_from_before_a_key_is_the_same_recipe():
 
 def test_a_part_that_is_none_is_refused():
     """Misspelt, or free to change anyway."""
-    from pretraining.recipe.curve import check_allowed
-
-    for key in (
+    for key in [
         "training.seed",
         "optimizer.momentum",
         "loss",
         "speed.fp8",
         "data.fingerprint",
         "model.n_layer",
-    ):
+    ]:
         assert check_allowed(key) == key, "what a refusal of the start names must be taken"
-    for wrong in ("seed", "training.lr", "data.sources.0.weight", "muon.momentum"):
-        with pytest.raises(UserError, match=r"did you mean|is part of|unknown key"):
+    refused = dict.fromkeys(
+        ("seed", "training.lr", "data.sources.0.weight", "muon.momentum"),
+        "did you mean|is part of|unknown key",
+    )
+    refused["training.sed"] = r"did you mean 'training\.seed'"
+    refused |= dict.fromkeys(("training.logging_steps", "monitors.hang_minutes"), "may change without it")
+    for wrong, why in refused.items():
+        with pytest.raises(UserError, match=why):
             check_allowed(wrong)
-    with pytest.raises(UserError, match=r"did you mean 'training\.seed'"):
-        check_allowed("training.sed")
-    with pytest.raises(UserError, match="may change without it"):
-        check_allowed("training.logging_steps")
-    with pytest.raises(UserError, match="may change without it"):
-        check_allowed("monitors.hang_minutes")

@@ -10,8 +10,8 @@ from schedulefree import AdamWScheduleFree
 from transformers import Adafactor
 
 from pretraining.checkpoints.live_state import live_state, set_block
+from pretraining.checkpoints.manager import rank_tensors, schedule_state, set_schedule
 from pretraining.checkpoints.shard_files import CheckpointReader, rank_file, write_rank_file
-from pretraining.checkpoints.trainer_state import rank_tensors, schedule_state, set_schedule
 from pretraining.errors import UserError
 from pretraining.training.optimizers import counting_by_tensor
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pretraining.checkpoints.fetch import newest_committed
-from pretraining.checkpoints.remote import RemoteRun
+from pretraining.checkpoints.remote import RemoteRun, newest_committed
 from pretraining.runtime.durable_files import read_rows
 from tests.gear.nodes import SLOW, Nodes, two_nodes, wait_until
 from tests.gear.object_store import Proxy, connect_to, s3_server, use_here

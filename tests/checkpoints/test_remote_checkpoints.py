@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,21 +17,19 @@ import torch
 
 from pretraining.checkpoints import remote
 from pretraining.checkpoints.__main__ import main
-from pretraining.checkpoints.choosing import choose_checkpoint, refuse_newer
-from pretraining.checkpoints.fetch import fetching_bar, newest_committed
-from pretraining.checkpoints.folders import committed_checkpoints, step_in, step_in_name
+from pretraining.checkpoints.choosing import choose_checkpoint
+from pretraining.checkpoints.folders import Retention, committed_checkpoints, step_in_name
 from pretraining.checkpoints.format import (
     MARKER,
-    _sealed,
     commit_checkpoint,
     read_marker,
     receipt_name,
     write_bytes,
+    write_marker,
     write_receipt,
 )
-from pretraining.checkpoints.remote import RemoteRun
+from pretraining.checkpoints.remote import RemoteRun, fetching_bar, newest_committed
 from pretraining.checkpoints.resume import changes_in
-from pretraining.checkpoints.retention import Retention
 from pretraining.checkpoints.shard_files import rank_file, write_rank_file
 from pretraining.checkpoints.upload import Uploader
 from pretraining.data.streaming.store import Patience
@@ -42,7 +41,7 @@ from pretraining.runtime.durable_files import read_rows, write_json
 from pretraining.runtime.journal import Journal, Rollback
 from pretraining.runtime.run_folder import RunFolder, utc_now
 from tests.gear.object_store import OTHER_CREDENTIALS, OtherServer, Proxy, s3_server, use_here
-from tests.gear.runs import contents, execute
+from tests.gear.runs import bytes_of, execute
 
 NAME = "tiny"
 UPLOAD = "s3://bucket/runs"
@@ -88,12 +87,15 @@ def commit(run: RunFolder, step: int, ranks: int = 2, rollbacks: int = 0, **mark
     return folder
 
 
+def send(run: RunFolder, address: str, *folders: Path, **choices) -> None:
+    uploader = Uploader(run, RemoteRun(address, NAME), **choices)
+    for folder in folders:
+        uploader.offer(folder)
+        uploader.wait()
+
+
 def events(run: RunFolder) -> list[str]:
     return [row["event"] for row in read_rows(run.events)]
-
-
-def bytes_of(folder: Path) -> dict[str, bytes]:
-    return {name: content for name, (content, _) in contents(folder).items()}
 
 
 def one_in_five(number: int, path: str) -> str | None:
@@ -122,10 +124,7 @@ def test_a_store_that_fails_one_request_in_five_gets_all_and_gives_all(
     run = run_in(tmp_path)
     with Proxy(connected, one_in_five) as proxy:
         use_here(monkeypatch, proxy.address)
-        uploader = Uploader(run, RemoteRun(upload, NAME))
-        for step in (4, 8):
-            uploader.offer(commit(run, step))
-            uploader.wait()
+        send(run, upload, commit(run, 4), commit(run, 8))
         sent = [line.split()[1] for line in proxy.changes if line.endswith("passed on")]
         got = fetched(tmp_path, upload)
         assert proxy.mistreated > 5
@@ -156,17 +155,13 @@ def store(request, tmp_path, monkeypatch) -> Iterator[str]:
 def test_stores_behave_alike(tmp_path, store):
     """Up, down, listed, replaced and removed; of a name that must be new the first content stays, if the store can."""
     run, remote = run_in(tmp_path), RemoteRun(store, NAME)
-    uploader = Uploader(run, remote)
-    for step in (4, 8):
-        uploader.offer(commit(run, step))
-        uploader.wait()
-    assert {"checkpoint-4", "checkpoint-8"} <= set(remote.folders())
+    send(run, store, commit(run, 4), commit(run, 8))
+    assert {"checkpoint-4", "checkpoint-8"} <= set(remote.checkpoints())
     got = fetched(tmp_path, store)
     assert bytes_of(got.checkpoint(8)) == bytes_of(run.checkpoint(8))
     assert remote.create("one", b"first") and remote.create("one", b"first")
-    if (
-        os.environ.get("AWS_ACCESS_KEY_ID") != OTHER_CREDENTIALS["AWS_ACCESS_KEY_ID"]
-    ):  # it knows no conditions
+    # that one knows no conditions
+    if os.environ.get("AWS_ACCESS_KEY_ID") != OTHER_CREDENTIALS["AWS_ACCESS_KEY_ID"]:
         assert not remote.create("one", b"second") and remote.read_if_there("one") == b"first"
     remote.remove_checkpoint("checkpoint-8")
     assert newest_committed(remote, -1) == "checkpoint-4"
@@ -200,17 +195,13 @@ def test_an_interrupted_upload_goes_on_where_it_stopped(tmp_path, connected, mon
     monkeypatch.setenv("PRETRAINING_DATA_PATIENCE_SECONDS", "0.5")
     with Proxy(connected, lambda number, path: "deny" if rank_file(1, 2) in path else None) as proxy:
         use_here(monkeypatch, proxy.address)
-        failing = Uploader(run, RemoteRun(upload, NAME))
-        failing.offer(folder)
-        failing.wait()
+        send(run, upload, folder)
         assert events(run) == ["upload_failed"]
     use_here(monkeypatch, connected)
     assert newest_committed(RemoteRun(upload, NAME), -1) is None
     with Proxy(connected, lambda number, path: None) as proxy:
         use_here(monkeypatch, proxy.address)
-        again = Uploader(run, RemoteRun(upload, NAME))
-        again.offer(folder)
-        again.wait()
+        send(run, upload, folder)
         sent = [path.split()[1].rpartition("/")[2] for path in proxy.changes]
     assert rank_file(0, 2) not in sent and rank_file(1, 2) in sent and sent[-1] == MARKER
     use_here(monkeypatch, connected)
@@ -221,8 +212,7 @@ def test_what_a_rollback_left_behind_is_not_fetched(tmp_path):
     """Steps 4 and 8 went up, then a rollback to step 4: the store alone, or the newer journal, knows it at once."""
     run, mounted = run_in(tmp_path), str(tmp_path / "mounted")
     folders = [commit(run, step) for step in (4, 8)]
-    for folder in folders:
-        send(run, mounted, folder)
+    send(run, mounted, *folders)
     assert [path.name for path in fetched(tmp_path / "before", mounted).path.glob("checkpoint-*")] == [
         "checkpoint-8"
     ]
@@ -238,12 +228,6 @@ def test_what_a_rollback_left_behind_is_not_fetched(tmp_path):
     assert late.checkpoint(6).exists() and Journal.read(late.journal) == journal
 
 
-def send(run: RunFolder, address: str, folder: Path) -> None:
-    uploader = Uploader(run, RemoteRun(address, NAME))
-    uploader.offer(folder)
-    uploader.wait()
-
-
 def test_files_removed_here_still_go_up_and_removals_follow(tmp_path, connected, upload):
     """Retention does not wait for the network: an open file outlives its removal. What it removed goes there too."""
     run = run_in(tmp_path)
@@ -255,8 +239,7 @@ def test_files_removed_here_still_go_up_and_removals_follow(tmp_path, connected,
             path.unlink()
         uploader.wait()
         uploader.remove(["checkpoint-1"] if step == 2 else [])
-    there = [name for name in RemoteRun(upload, NAME).folders() if name.startswith("checkpoint")]
-    assert sorted(there) == ["checkpoint-2", "checkpoint-3"]
+    assert RemoteRun(upload, NAME).checkpoints() == ["checkpoint-3", "checkpoint-2"]
     same = commit(run_in(tmp_path / "same"), 3)
     assert bytes_of(fetched(tmp_path, upload).checkpoint(3)) == bytes_of(same)
 
@@ -266,23 +249,20 @@ def test_the_store_keeps_what_the_rule_keeps_after_a_lost_disk(tmp_path, store):
 
     Of a step that is saved again with other files, the old files go.
     """
-    lost, rule = run_in(tmp_path / "lost"), Retention(keep_last=2, keep_best=1)
+    lost = run_in(tmp_path / "lost")
     for step, loss in {1: 3.0, 2: 2.0, 3: 4.0, 4: 5.0, 5: 6.0}.items():
         send(lost, store, commit(lost, step, ranks=3, metrics={"eval_loss": loss}))
     run = fetched(tmp_path, store)
     shutil.rmtree(run.checkpoint(5))
     commit(run, 5, ranks=2, metrics={"eval_loss": 6.0})
-    uploader = Uploader(run, RemoteRun(store, NAME), rule=rule)
-    for folder in (run.checkpoint(5), commit(run, 6)):
-        uploader.offer(folder)
-        uploader.wait()
+    send(run, store, run.checkpoint(5), commit(run, 6), rule=Retention(keep_last=2, keep_best=1))
     assert "upload_failed" not in events(run)
     there = RemoteRun(store, NAME)
-    assert sorted(filter(lambda name: step_in(name) >= 0, there.folders())) == [
-        "checkpoint-2",  # the best
-        "checkpoint-4",  # the rule was applied when 5 was the newest
-        "checkpoint-5",
+    assert there.checkpoints() == [
         "checkpoint-6",
+        "checkpoint-5",
+        "checkpoint-4",  # the rule was applied when 5 was the newest
+        "checkpoint-2",  # the best
     ]
     assert set(there.sizes("checkpoint-5")) == {path.name for path in run.checkpoint(5).iterdir()}
 
@@ -292,8 +272,7 @@ def test_a_store_is_listed_and_verified_as_a_disk_is(tmp_path, store, capsys):
     if not is_remote(store):
         store = f"file://{store}"
     store, run = f"{store}/listed", run_in(tmp_path)
-    for step in (4, 8):
-        send(run, store, commit(run, step, metrics={"loss": 3.0, "eval_loss": 2.0}))
+    send(run, store, *(commit(run, step, metrics={"loss": 3.0, "eval_loss": 2.0}) for step in (4, 8)))
 
     def said(*words: str) -> dict:
         main([*words, "--json"])
@@ -362,7 +341,7 @@ def test_no_listing_from_before_decides(tmp_path, connected, upload):
     """Two clients, as two machines: what the other one has written, and removed, since the last look."""
     here = RemoteRun(upload, NAME)
     here.write_bytes("folder/first", b"1")
-    assert here.sizes("folder") == {"first": 1} and here.folders() == ["folder"]
+    assert here.sizes("folder") == {"first": 1} and list(here.sizes("")) == ["folder"]
     other = (
         "import sys; from pretraining.checkpoints.remote import RemoteRun; there = RemoteRun(*sys.argv[1:])\n"
     )
@@ -370,10 +349,10 @@ def test_no_listing_from_before_decides(tmp_path, connected, upload):
     other += "there.remove('folder/first')"
     finished = execute([sys.executable, "-c", other, upload, NAME])
     assert finished.code == 0, finished.output
-    assert here.sizes("folder") == {"second": 2} and here.folders() == ["folder", "new"]
+    assert here.sizes("folder") == {"second": 2} and list(here.sizes("")) == ["folder", "new"]
     assert here.read("folder/second") == b"22" and here.read_if_there("folder/first") is None
     here.remove_checkpoint("folder")
-    assert here.folders() == ["new"]
+    assert list(here.sizes("")) == ["new"]
 
 
 def test_one_damaged_on_disk_is_not_sent_as_whole(tmp_path, connected, upload):
@@ -382,22 +361,23 @@ def test_one_damaged_on_disk_is_not_sent_as_whole(tmp_path, connected, upload):
     folder = commit(run, 4)
     path = folder / rank_file(1, 2)
     path.write_bytes(path.read_bytes()[:-1] + b"?")
-    uploader = Uploader(run, RemoteRun(upload, NAME))
-    uploader.offer(folder)
-    uploader.wait()
+    send(run, upload, folder)
     (event,) = read_rows(run.events)
     assert event["event"] == "upload_failed" and "has changed since it was committed" in event["reason"]
     assert newest_committed(RemoteRun(upload, NAME), -1) is None
+
+
+def marker_of_a_file_elsewhere() -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        write_marker(Path(folder), {"files": {"../../evil": {"bytes": 1, "checksum": ""}}})
+        return (Path(folder) / MARKER).read_bytes()
 
 
 DAMAGES = {
     "bit": lambda remote: remote.write_bytes(f"checkpoint-8/{rank_file(1, 2)}", b"x" * 4096),
     "gone": lambda remote: remote.remove(f"checkpoint-8/{rank_file(1, 2)}"),
     "marker": lambda remote: remote.write_bytes(f"checkpoint-8/{MARKER}", b"{"),
-    "outside": lambda remote: remote.write_bytes(
-        f"checkpoint-8/{MARKER}",
-        _sealed({"format": 1, "files": {"../../evil": {"bytes": 1, "checksum": ""}}}),
-    ),
+    "outside": lambda remote: remote.write_bytes(f"checkpoint-8/{MARKER}", marker_of_a_file_elsewhere()),
     "edited": lambda remote: remote.write_bytes(
         f"checkpoint-8/{MARKER}", remote.read(f"checkpoint-8/{MARKER}").replace(b'"step": 8', b'"step": 9')
     ),
@@ -408,10 +388,7 @@ DAMAGES = {
 def test_a_damaged_one_in_the_store_is_passed_over(tmp_path, connected, upload, damage):
     """The next older one is taken, with an event; the damaged one never gets a marker here."""
     run = run_in(tmp_path)
-    uploader = Uploader(run, RemoteRun(upload, NAME))
-    for step in (4, 8):
-        uploader.offer(commit(run, step))
-        uploader.wait()
+    send(run, upload, commit(run, 4), commit(run, 8))
     damage(RemoteRun(upload, NAME))
     got = fetched(tmp_path, upload)
     assert bytes_of(got.checkpoint(4)) == bytes_of(run.checkpoint(4))
@@ -422,9 +399,7 @@ def test_a_damaged_one_in_the_store_is_passed_over(tmp_path, connected, upload, 
 def test_the_newer_one_wins_and_what_is_here_is_not_fetched(tmp_path, connected, upload):
     """`--resume auto`: remote newer than local is fetched; older is not; a fetch begun is not begun anew."""
     run = run_in(tmp_path)
-    uploader = Uploader(run, RemoteRun(upload, NAME))
-    uploader.offer(commit(run, 8))
-    uploader.wait()
+    send(run, upload, commit(run, 8))
     got = fetched(tmp_path, upload, newest_here=8)
     assert "fetch" not in events(got)
     got = fetched(tmp_path, upload, newest_here=4)
@@ -435,15 +410,14 @@ def test_the_newer_one_wins_and_what_is_here_is_not_fetched(tmp_path, connected,
     got = fetched(tmp_path, upload, newest_here=4)
     assert bytes_of(got.checkpoint(8)) == bytes_of(run.checkpoint(8)) and whole.stat().st_mtime_ns == before
     with pytest.raises(UserError, match="checkpoint-8 is newer"):
-        refuse_newer(RemoteRun(upload, NAME), 4, "never")
-    refuse_newer(RemoteRun(upload, NAME), 8, "runs/tiny/checkpoint-8")
+        choose_checkpoint(run, "never", upload)
+    assert choose_checkpoint(run, str(run.checkpoint(8)), upload).folder == run.checkpoint(8)
 
 
 def test_damaged_files_of_a_checkpoint_here_come_from_the_store(tmp_path, store, capsys):
     """A bad disk, or a power cut after a fetch: the newest checkpoint is mended, and no older one takes its place."""
     run, store = run_in(tmp_path), f"{store}/mended"
-    for step in (4, 8):
-        send(run, store, commit(run, step))
+    send(run, store, commit(run, 4), commit(run, 8))
     before = bytes_of(run.checkpoint(8))
     newest, whole = run.checkpoint(8), run.checkpoint(8) / rank_file(1, 2)
     written = whole.stat().st_mtime_ns
@@ -471,8 +445,7 @@ def test_what_cannot_be_mended_here_gives_way_to_the_newest_whole_one_of_the_sto
 ):
     """A damaged marker, or a damaged file that the store lacks or has damaged too: no step is trained again for it."""
     run, there = run_in(tmp_path), RemoteRun(upload, NAME)
-    for step in (4, 8):
-        send(run, upload, commit(run, step))
+    send(run, upload, commit(run, 4), commit(run, 8))
     shutil.rmtree(run.checkpoint(4))
     damaged, of_rank_0 = run.checkpoint(8), rank_file(0, 2)
     if harm == "marker":
@@ -511,8 +484,7 @@ def test_two_runs_of_one_name_do_not_overwrite_each_other(tmp_path, connected, u
 def test_a_checkpoint_by_its_address_does_not_mix_with_newer_ones(tmp_path, connected, upload):
     """As one by its path: a later start would go on from the store's newest, of another course."""
     run = run_in(tmp_path)
-    for step in (4, 8):
-        send(run, upload, commit(run, step))
+    send(run, upload, commit(run, 4), commit(run, 8))
     with pytest.raises(UserError, match="checkpoint-8 is newer"):
         choose_checkpoint(run, f"{upload}/{NAME}/checkpoint-4", upload)
     again = RunFolder(tmp_path / "again" / NAME)
@@ -615,22 +587,19 @@ def test_a_bucket_that_is_not_there_or_not_ours_is_told_at_once(tmp_path, connec
         RemoteRun("https://127.0.0.1:9/runs", NAME).check_writable()
 
 
-def test_credentials_reach_no_file_no_event_no_message(tmp_path, connected, monkeypatch, capsys):
+def test_credentials_reach_no_file_no_event_no_message(tmp_path, monkeypatch, capsys):
     """A secret in the environment, or in an address, is never repeated."""
     secret = "wJalrXUtnFEMI/K7MDENG"
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
     monkeypatch.setenv("AWS_SESSION_TOKEN", secret[::-1])
     run = run_in(tmp_path)
-    with Proxy(connected, lambda number, path: "deny") as proxy:
-        use_here(monkeypatch, proxy.address)
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
-        remote = RemoteRun(UPLOAD, NAME)
-        monkeypatch.setattr(
-            remote, "_send", lambda *_: (_ for _ in ()).throw(PermissionError(f"key {secret} refused"))
-        )
-        uploader = Uploader(run, remote)
-        uploader.offer(commit(run, 4))
-        uploader.wait()
+    remote = RemoteRun(UPLOAD, NAME)
+    monkeypatch.setattr(
+        remote, "_filesystem", lambda: (_ for _ in ()).throw(PermissionError(f"key {secret} refused"))
+    )
+    uploader = Uploader(run, remote)
+    uploader.offer(commit(run, 4))
+    uploader.wait()
     assert events(run) == ["upload_failed"]
     said = "".join(capsys.readouterr())
     written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pretraining.checkpoints.places import damage
-from pretraining.checkpoints.shard_files import CheckpointReader, assemble, reshard
+from pretraining.checkpoints.export import reshard
+from pretraining.checkpoints.folders import damage
+from pretraining.checkpoints.shard_files import CheckpointReader, assemble
 from tests.gear.runs import Run, execute
 
 # (saved by stage, ranks; resumed at stage, ranks): shrinking and growing, sharded and not, offloaded and not.

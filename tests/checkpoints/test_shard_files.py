@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from pretraining.checkpoints.shard_files import (
     CheckpointReader,
+    Cut,
     assemble,
     fragment_key,
     rank_file,
@@ -44,7 +45,11 @@ def write_checkpoint(folder: Path, values: dict, ranks: int, dice: random.Random
                 files[dice.randrange(ranks)][key] = tensor.flatten()[start:stop]
     for rank, tensors in enumerate(files):
         write_rank_file(folder / rank_file(rank, ranks), {**tensors, "rng/torch": torch.tensor([rank])})
-    table = {name: {"shape": list(shape), "dtype": "float32"} for name, shape in SHAPES.items()}
+    write_state(folder, SHAPES)
+
+
+def write_state(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    table = {name: {"shape": list(shape), "dtype": "float32"} for name, shape in shapes.items()}
     (folder / "state.json").write_text(json.dumps({"format": 1, "parameters": table}))
 
 
@@ -52,13 +57,14 @@ def write_checkpoint(folder: Path, values: dict, ranks: int, dice: random.Random
 def test_any_slice_of_any_fragmentation_is_bit_exact(tmp_path, seed):
     """Random ranks, cuts and overlaps in; random slices and whole tensors out, NaN payloads included."""
     dice, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    bits = {
-        state: {
-            n: torch.randint(-(2**31), 2**31, s, generator=generator, dtype=torch.int32)
-            for n, s in SHAPES.items()
+
+    def drawn() -> dict[str, torch.Tensor]:
+        return {
+            name: torch.randint(-(2**31), 2**31, shape, generator=generator, dtype=torch.int32)
+            for name, shape in SHAPES.items()
         }
-        for state in ("master", "exp_avg")
-    }
+
+    bits = {"master": drawn(), "exp_avg": drawn()}
     values = {
         state: {name: tensor.view(torch.float32) for name, tensor in each.items()}
         for state, each in bits.items()
@@ -118,3 +124,78 @@ def test_what_the_files_do_not_hold_is_said(tmp_path):
         read_state(tmp_path)
     with pytest.raises(UserError, match="no checkpoint of this version's format"):
         read_state(tmp_path / "nowhere")
+
+
+# Parts of split layers are read back as any others.
+CUT_SHAPE = (6, 8, 10)
+WAYS = {
+    "rows": lambda degree, part: {0: (6 * part // degree, 6 // degree)},
+    "columns": lambda degree, part: {
+        2: (10 * part // degree, 10 * (part + 1) // degree - 10 * part // degree)
+    },
+    "both": lambda degree, part: {0: (6 * part // degree, 6 // degree), 1: (4 * (part % 2), 4)},
+}
+
+
+def part_of(whole: torch.Tensor, parts: dict) -> torch.Tensor:
+    """What a rank holds of a tensor."""
+    for dimension, (start, length) in parts.items():
+        whole = whole.narrow(dimension, start, length)
+    return whole.contiguous().flatten()
+
+
+def write_cuts(folder: Path, values: torch.Tensor, parts: list[dict], dice: random.Random) -> None:
+    """A checkpoint of which each rank has one part, in random pieces."""
+    for rank, each in enumerate(parts):
+        own, cut = part_of(values, each), Cut.of(CUT_SHAPE, each)
+        pieces = random_cuts(own.numel(), dice)
+        tensors = {fragment_key("master", "w", start, cut): own[start:stop] for start, stop in pieces}
+        write_rank_file(folder / rank_file(rank, len(parts)), tensors)
+    write_state(folder, {"w": CUT_SHAPE})
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(("way", "degree"), [("rows", 3), ("columns", 2), ("columns", 3)])
+def test_any_part_of_any_parts_is_bit_exact(tmp_path, way, degree, seed):
+    """Saved as parts along one dimension; the whole, slices of it, and parts at another degree come back."""
+    dice, values = random.Random(seed), torch.randn(CUT_SHAPE, generator=torch.Generator().manual_seed(seed))
+    write_cuts(tmp_path, values, [WAYS[way](degree, part) for part in range(degree)], dice)
+    reader = CheckpointReader(tmp_path)
+    assert reader.states("w") == ["master"] and torch.equal(assemble(reader, "w"), values)
+    for other in (1, 2, 3):
+        for part in range(other):
+            wanted = WAYS["columns"](other, part)
+            held, cut = part_of(values, wanted), Cut.of(CUT_SHAPE, wanted)
+            start = dice.randrange(held.numel())
+            numel = dice.randint(0, held.numel() - start)
+            assert torch.equal(reader.read("master", "w", start, numel, cut), held[start : start + numel])
+    start = dice.randrange(values.numel() - 7)
+    assert torch.equal(reader.read("master", "w", start, 7), values.flatten()[start : start + 7])
+
+
+def test_parts_along_two_dimensions_are_one_cut(tmp_path):
+    """Experts on their ranks, of which each part is a half of packed matrices."""
+    values = torch.randn(CUT_SHAPE)
+    parts = [{0: (3 * expert, 3), 1: (4 * half, 4)} for expert in range(2) for half in range(2)]
+    write_cuts(tmp_path, values, parts, random.Random(0))
+    reader = CheckpointReader(tmp_path)
+    assert torch.equal(assemble(reader, "w"), values)
+    for each in ({0: (2, 2), 1: (4, 4)}, {1: (2, 3)}, {0: (1, 4)}):
+        assert torch.equal(reader.read("master", "w", cut=Cut.of(CUT_SHAPE, each)), part_of(values, each))
+
+
+def test_a_part_that_no_rank_saved_is_missed(tmp_path):
+    """One line that names the parameter, at whatever degree it is read."""
+    write_cuts(tmp_path, torch.randn(CUT_SHAPE), [{2: (0, 4)}, {2: (4, 3)}], random.Random(0))
+    reader = CheckpointReader(tmp_path)
+    for cut in (None, Cut.of(CUT_SHAPE, {2: (5, 5)})):
+        with pytest.raises(UserError, match="master of w is missing from element"):
+            reader.read("master", "w", cut=cut)
+    assert reader.read("master", "w", cut=Cut.of(CUT_SHAPE, {2: (2, 5)})).numel() == 6 * 8 * 5
+
+
+def test_a_cut_of_whole_rows_is_an_ordinary_slice():
+    """So a checkpoint of such parts has the keys that every earlier version reads."""
+    assert fragment_key("master", "w", 3, Cut.of(CUT_SHAPE, {0: (2, 4)})) == "master/w@163"
+    assert fragment_key("master", "w", 3, Cut.of(CUT_SHAPE, {})) == "master/w@3"
+    assert fragment_key("master", "w", 3, Cut.of(CUT_SHAPE, {2: (4, 2)})) == "master/w@0:48:4:2:10@3"

@@ -5,12 +5,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from pretraining.data.document_masking import IGNORED
+from pretraining.data.documents import IGNORED, WINDOW_BLOCKS, BestFit, cut_shares, cuts_of_split, pack
 from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset
-from pretraining.data.packing import WINDOW_BLOCKS, BestFit, cut_shares, cuts_of_split, pack
-from pretraining.data.shard_writer import SplitWriter
-from pretraining.data.shards import TokenSplit
+from pretraining.data.shards import SplitWriter, TokenSplit
 
 LENGTH = 32
 

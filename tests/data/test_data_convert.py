@@ -18,7 +18,7 @@ from pretraining.data.__main__ import main
 from pretraining.data.manifest import read_manifest
 from pretraining.data.prepared import open_prepared
 from pretraining.data.tools.convert import TokenBytes, TokenFiles, draw_of_tokens, export_data, import_data
-from pretraining.data.tools.verify import verify_data
+from pretraining.data.tools.finished import verify_data
 from pretraining.runtime.exit_codes import INTERRUPTED
 from tests.data.test_data_prep import make_texts, recipe_for
 from tests.gear.finished_data import documents_of, make_data, refusal
@@ -176,7 +176,7 @@ BINS = {
 @pytest.mark.parametrize("names, kind, magic, dtype, added", BINS.values(), ids=BINS)
 def test_raw_bins_are_read(made, tmp_path, monkeypatch, names, kind, magic, dtype, added):
     """With a header or without, the end of text behind documents or before: the same documents and splits."""
-    monkeypatch.setattr("pretraining.data.tools.streams.CHUNK_TOKENS", 100)  # documents go over the borders
+    monkeypatch.setattr("pretraining.data.tools.formats.CHUNK_TOKENS", 100)  # documents go over the borders
     for name, split in zip(names, ("train", "validation"), strict=True):
         write_bin(tmp_path / "theirs" / f"{name}.bin", documents_of(made.folder, split), kind, magic)
     tokenizer = str(made.folder / "tokenizer")

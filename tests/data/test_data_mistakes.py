@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from pretraining.data.counting import count_data
+from pretraining.data.preparation.prepare import count_data
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
 from tests.data.test_data_prep import make_texts, prepare, recipe_for, refusal, write_jsonl
@@ -115,7 +115,7 @@ def test_filters_that_leave_nothing_are_named(root, corpus):
 def test_a_count_needs_nothing_cleaned(corpus):
     """With a tokenizer that is to be trained: on the texts as they are read."""
     recipe = recipe_for(corpus, dedup={"exact": True, "minhash": None}, filters=[{"rule": "pii"}])
-    counts = count_data(recipe, None, show_progress=False).to_dict()
+    counts = count_data(recipe, None, show_progress=False)
     assert counts["total"]["documents"] == 80 and counts["before_cleaning"]
 
 

@@ -303,7 +303,7 @@ def _peak_bytes(folder: Path, megabytes: int) -> int:
             file.writelines(json.dumps({"text": f"{repeat} {text}"}) + "\n" for text in texts)
     program = (
         "import sys; from pathlib import Path; from tests.data.test_data_prep import *\n"
-        "from pretraining.data import shard_writer; shard_writer.SHARD_TOKENS = 1 << 18\n"
+        "from pretraining.data import shards as shard_writer; shard_writer.SHARD_TOKENS = 1 << 18\n"
         f"prepare(Path({str(folder / 'data')!r}), recipe_for({str(source)!r}, name='m{megabytes}'))\n"
         "print(next(l.split()[1] for l in open('/proc/self/status') if l.startswith('VmHWM')))"
     )
@@ -494,7 +494,7 @@ def test_what_a_machine_refuses_is_one_line(root, corpus, monkeypatch, fault, re
     def refuse(writer):
         raise fault
 
-    monkeypatch.setattr("pretraining.data.shard_writer.SplitWriter._write_shard", refuse)
+    monkeypatch.setattr("pretraining.data.shards.SplitWriter._write_shard", refuse)
     with pytest.raises(UserError, match=re.escape(remedy)):  # finished work is kept
         prepare(root, recipe_for(corpus))
 

@@ -9,8 +9,8 @@ import pytest
 
 from pretraining.data.__main__ import main
 from pretraining.data.manifest import read_manifest
+from pretraining.data.tools.finished import verify_data
 from pretraining.data.tools.push import plan_push
-from pretraining.data.tools.verify import verify_data
 from tests.gear.finished_data import documents_of, make_data, refusal
 from tests.gear.local_hub import REPOSITORY_ID, local_hub
 from tests.gear.runs import execute

@@ -12,8 +12,7 @@ from pretraining.data.manifest import read_manifest
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.tools.convert import FORMATS, READ_ONLY
 from pretraining.data.tools.finished import open_finished
-from pretraining.data.tools.inspect import Inspection
-from pretraining.data.tools.stats import measure_data
+from pretraining.data.tools.inspect import Inspection, measure_data
 from tests.data.test_data_prep import recipe_file
 from tests.gear.finished_data import answer, change_manifest, copy_of, documents_of, make_data, refusal
 from tests.gear.runs import execute

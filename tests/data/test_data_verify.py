@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from pretraining.data.manifest import read_manifest
-from pretraining.data.shard_writer import SplitWriter
-from pretraining.data.tools.verify import verify_data
+from pretraining.data.shards import SplitWriter
+from pretraining.data.tools.finished import verify_data
 from tests.gear.finished_data import answer, change_manifest, copy_of, make_data, refusal
 
 

@@ -3,34 +3,32 @@
 import json
 import random
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from pretraining.data.dedup import pairs
-from pretraining.data.dedup.clusters import (
+from pretraining.data.dedup import duplicates
+from pretraining.data.dedup.duplicates import (
     DUPLICATE,
+    HASHES_NAME,
+    NEIGHBOURS,
+    PAIR,
     TRAIN,
     TWIN,
     VALIDATION,
     Clusters,
+    SignatureParts,
     assign_fates,
     cluster,
-    count_fates,
     duplicates_report,
-)
-from pretraining.data.dedup.minhash import MinHashSpec, agreement, bands_and_rows, recall_at, sign_piece
-from pretraining.data.dedup.pairs import (
-    NEIGHBOURS,
-    PAIR,
-    HashParts,
-    SignatureParts,
     exact_pairs,
-    hash_file,
     hash_texts,
     match_slice,
+    unique_pairs,
     write_array,
 )
+from pretraining.data.dedup.signatures import MinHashSpec, agreement, bands_and_rows, recall_at, sign_piece
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
 from tests.gear.similar_texts import jaccard, ngram_sets, write_signatures
@@ -62,16 +60,22 @@ def planted(num_documents: int = 300) -> tuple[list[str], dict[tuple[int, int], 
     return texts, {pair: value for pair, value in truth.items() if value > 0.5}
 
 
+def pieces_of(folder, texts: list[str], num_pieces: int) -> list[tuple[Path, list[str]]]:
+    """The texts in pieces, and the folder of each."""
+    parts = np.array_split(np.arange(len(texts)), num_pieces)
+    return [(folder / str(n), [texts[number] for number in part]) for n, part in enumerate(parts)]
+
+
 def signed(folder, texts: list[str], spec: MinHashSpec, num_pieces: int) -> SignatureParts:
-    for piece, some in enumerate(np.array_split(np.arange(len(texts)), num_pieces)):
-        write_signatures(folder, piece, sign_piece([texts[number] for number in some], spec))
-    return SignatureParts(folder, num_pieces)
+    pieces = pieces_of(folder, texts, num_pieces)
+    return SignatureParts([write_signatures(path, sign_piece(some, spec)) for path, some in pieces])
 
 
-def hashed(folder, texts: list[str], num_pieces: int) -> HashParts:
-    for piece, some in enumerate(np.array_split(np.arange(len(texts)), num_pieces)):
-        write_array(hash_file(folder, piece), hash_texts([texts[number] for number in some]))
-    return HashParts(folder, num_pieces)
+def hashed(folder, texts: list[str], num_pieces: int) -> list[Path]:
+    pieces = pieces_of(folder, texts, num_pieces)
+    for path, some in pieces:
+        write_array(path / HASHES_NAME, hash_texts(some))
+    return [path for path, _ in pieces]
 
 
 def as_set(found: np.ndarray, least: float = 0.0) -> set[tuple[int, int]]:
@@ -110,16 +114,16 @@ def test_recall_and_precision_on_planted_duplicates(tmp_path):
     assert sum(truth.get(pair, 0) >= 0.7 for pair in found) >= 0.98 * len(found)
 
 
-@pytest.mark.parametrize("range_documents", [pairs.RANGE_DOCUMENTS, 50])
+@pytest.mark.parametrize("range_documents", [duplicates.RANGE_DOCUMENTS, 50])
 def test_pairs_and_clusters_do_not_depend_on_pieces_or_slices(tmp_path, monkeypatch, range_documents):
     """One piece in one slice, or seven pieces in five slices and shuffled: the same pairs and clusters."""
-    monkeypatch.setattr(pairs, "RANGE_DOCUMENTS", range_documents)
+    monkeypatch.setattr(duplicates, "RANGE_DOCUMENTS", range_documents)
     texts = [*planted()[0][:200], *planted()[0][:20]]
     spec = MinHashSpec()
     whole = match_slice(signed(tmp_path / "one", texts, spec, 1), spec)
     parts = signed(tmp_path / "seven", texts, spec, 7)
     slices = [match_slice(parts, spec, number, 5) for number in (3, 0, 4, 1, 2)]
-    assert pairs.unique_pairs(slices).tolist() == whole.tolist()
+    assert unique_pairs(slices).tolist() == whole.tolist()
     for one, other in zip(cluster([whole], 0.7), cluster(slices, 0.7), strict=True):
         assert np.array_equal(one, other)
     exact = [exact_pairs(hashed(tmp_path / str(n), texts, n), k, n) for n in (1, 4) for k in range(n)]
@@ -169,8 +173,10 @@ def test_clusters_are_the_connected_components():
 def test_the_first_source_keeps_its_copy():
     """The keep-rule and its report: dropped within and between sources, with examples."""
     clusters = cluster([chain([(1, 4), (4, 5), (6, 7)])], 0.5)
-    report = duplicates_report(clusters, [3, 3, 2], [0, 1, 1], ["web", "books"])
+    fates = assign_fates([np.zeros(count, bool) for count in (3, 3, 2)], clusters)
+    report = duplicates_report(clusters, fates, [0, 1, 1], ["web", "books"])
     assert clusters.dropped.tolist() == [4, 5, 7]
+    assert report["fates"] == {"train": 5, "validation": 0, "duplicate": 3, "validation_twin": 0}
     assert report["dropped_for_kept_in"] == {"books": {"web": 2, "books": 1}}
     assert (report["clusters"], report["largest_cluster"], report["dropped"]) == (2, 3, 3)
     assert report["examples"][0] == {"dropped": {"piece": 1, "row": 1}, "kept": {"piece": 0, "row": 1}}
@@ -209,7 +215,6 @@ def test_validation_has_no_near_twin_in_train(tmp_path, remove):
         for guarded, sides in ((True, fates[alike]), (False, random_fates[alike])):
             parted[guarded] += sum(sorted(pair) == [TRAIN, VALIDATION] for pair in sides.tolist())
     assert parted[False] > 100 and parted[True] == 0
-    assert sum(count_fates([fates]).values()) == len(texts)
 
 
 def test_the_guard_drops_the_document_in_train():

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from pretraining.data.corpus import Batch, Corpus
-from pretraining.data.counting import count_data
 from pretraining.data.encoder import (
     BACKENDS,
     CHECKED_ONE_IN,
@@ -19,10 +18,11 @@ from pretraining.data.encoder import (
     adversarial_texts,
     close_documents,
     is_checked,
+    uncovered_texts,
 )
-from pretraining.data.encoder_backends import uncovered_texts
-from pretraining.data.preparation.tokenizing import MakeTokenizer, runs_of
-from pretraining.data.shard_writer import SplitWriter
+from pretraining.data.preparation.prepare import count_data
+from pretraining.data.preparation.tokenizing import MakeTokenizer
+from pretraining.data.shards import SplitWriter
 from pretraining.data.sources import open_source
 from pretraining.data.tokenizer import END_OF_TEXT, describe_tokenizer, train_tokenizer
 from pretraining.errors import UserError
@@ -88,12 +88,6 @@ def test_text_that_spells_a_special_token_stays_text(folder: Path, name: str) ->
     np.testing.assert_array_equal(np.flatnonzero(tokens == encoder.eos_token_id), ends - 1)
     decode = encoder.reference._tokenizer.decode
     assert [decode(part[:-1].tolist()) for part in np.split(tokens, ends[:-1])] == texts
-
-
-def test_an_unknown_encoder_is_refused_with_the_nearest_name(folder: Path) -> None:
-    """A wrong `data.encoder` names the key and what there is."""
-    with pytest.raises(UserError, match=r"data\.encoder.*'fastoken'.*fastokens"):
-        open_encoder(folder, "fastoken")
 
 
 def lying(every: int):
@@ -212,7 +206,7 @@ def test_flat_runs_write_the_shards_of_single_documents(
     tmp_path: Path, monkeypatch, shard_documents: int
 ) -> None:
     """The shards' bytes depend on the documents, not on the runs they were appended in; long ones included."""
-    monkeypatch.setattr("pretraining.data.shard_writer.SHARD_DOCUMENTS", shard_documents)
+    monkeypatch.setattr("pretraining.data.shards.SHARD_DOCUMENTS", shard_documents)
     draw = np.random.default_rng(4)
     documents = [
         draw.integers(0, 60_000, size).astype(UINT16) for size in draw.choice([1, 3, 9, 60, 130], 70)
@@ -251,13 +245,6 @@ def test_a_trained_tokenizer_has_special_tokens_and_a_least_frequency(tmp_path: 
     assert "zy" not in tokenizer.get_vocab() and "at" in tokenizer.get_vocab()
     with pytest.raises(UserError, match="or lower min_frequency"):
         train_tokenizer(texts, 400, tmp_path / "more", min_frequency=6)
-
-
-def test_runs_cover_the_batch() -> None:
-    """Neighbours of one split form a run; the runs join to the whole."""
-    values = np.array([False, False, True, False, True, True])
-    assert list(runs_of(values)) == [(0, 2), (2, 3), (3, 4), (4, 6)]
-    assert list(runs_of(np.array([True]))) == [(0, 1)]
 
 
 def test_the_training_sample_takes_as_much_of_each_source(tmp_path: Path, monkeypatch) -> None:
@@ -311,7 +298,7 @@ def test_count_agrees_with_the_sources_and_writes_nothing(folder: Path, tmp_path
         data=Data.of({**data, "validation_share": 0.1}), model=Model(vocab_size=None), sequence_length=8
     )
     before = sorted(tmp_path.rglob("*"))
-    counts, first = (count_data(recipe, limit, False).to_dict() for limit in (None, 4))
+    counts, first = (count_data(recipe, limit, False) for limit in (None, 4))
     reference = open_encoder(folder, "tokenizers")
     for row, lines in zip(counts["sources"], texts, strict=True):
         assert row["tokens"] == len(reference.encode(lines, lines)[0])

@@ -15,11 +15,10 @@ from pretraining.data.block_guard import (
     short_period,
     tokens_of_file,
 )
-from pretraining.data.document_masking import IGNORED
+from pretraining.data.documents import IGNORED
 from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset
-from pretraining.data.shard_writer import SplitWriter
-from pretraining.data.shards import TokenSplit
+from pretraining.data.shards import SplitWriter, TokenSplit
 from pretraining.recipe import load_recipe
 from pretraining.recipe.curve import changed_parts, check_allowed
 

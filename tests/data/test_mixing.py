@@ -16,8 +16,7 @@ from pretraining.data.mixture import build_mixture, format_table
 from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset, build_training_dataset
 from pretraining.data.prepared import PreparedData
-from pretraining.data.shard_writer import SplitWriter
-from pretraining.data.shards import TokenSplit
+from pretraining.data.shards import SplitWriter, TokenSplit
 from pretraining.errors import UserError
 from pretraining.recipe.data import Data, exact_shares, shares_of_sizes
 

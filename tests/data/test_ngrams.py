@@ -7,7 +7,7 @@ import unicodedata
 import numpy as np
 import pytest
 
-from pretraining.data.dedup.ngrams import BATCH_CHARACTERS
+from pretraining.data.dedup.signatures import BATCH_CHARACTERS
 from tests.gear.similar_texts import ngram_sets
 
 

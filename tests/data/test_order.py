@@ -1,33 +1,61 @@
-"""The global order and the samples cut along it: a pure function of (seed, fingerprint, sample)."""
+"""The order of a run and the samples cut along it: pure functions of (seed, fingerprint, sample), mixed as measured."""
 
-from itertools import chain
+import pickle
+import sys
+from itertools import chain, pairwise, product
 
 import numpy as np
 import pytest
 
-from pretraining.data.order import GlobalOrder
+from pretraining.data.interleaving import InterleavedStage, Interleaving
+from pretraining.data.order import (
+    GlobalOrder,
+    GroupedOrder,
+    MixedOrder,
+    OrderWithout,
+    WindowedOrder,
+    blocks_starting,
+    shards_at_once,
+)
 from pretraining.data.packed_dataset import PackedDataset
-from pretraining.data.shard_writer import SplitWriter
 from pretraining.data.shards import TokenSplit
+from pretraining.schema import REPOSITORY
+from tests.data.test_shards import write_split
+
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+from order import full_shuffle_share, mixing_quality
 
 LENGTH = 8
+GROUP_SIZE = 4
 
 
 @pytest.fixture(scope="module")
 def split(tmp_path_factory) -> TokenSplit:
-    """1,000 distinct tokens (token = position) in documents of 10, in shards of about 130 tokens."""
-    writer = SplitWriter(tmp_path_factory.mktemp("data") / "train", np.dtype(np.uint16), 130)
-    for start in range(0, 1000, 10):
-        writer.append(np.arange(start, start + 10, dtype=np.uint16), 40)
-    return TokenSplit(writer.folder, writer.finish())
+    """Some 24,000 distinct tokens (token = position) in documents of 5 to 60 and in 35 or so shards."""
+    borders = np.cumsum([0, *np.random.default_rng(0).integers(5, 60, 750)])
+    documents = [np.arange(*ends, dtype=np.uint16) for ends in pairwise(borders)]
+    return write_split(tmp_path_factory.mktemp("data") / "train", documents, 700)
 
 
-@pytest.mark.parametrize("num_blocks", [1, 2, 3, 5, 64, 1001, 4097])
-def test_every_block_of_an_epoch_exactly_once(num_blocks):
-    """An epoch is a permutation, whatever the number of blocks."""
-    order = GlobalOrder(num_blocks, seed=1, fingerprint="data")
-    epochs = order.blocks(np.arange(4 * num_blocks)).reshape(4, num_blocks)
-    assert (np.sort(epochs, axis=1) == np.arange(num_blocks)).all()
+def grouped(split, seed: int = 1, group_size: int = GROUP_SIZE, length: int = LENGTH) -> GroupedOrder:
+    starts = blocks_starting(split.token_starts, length, split.num_blocks(length))
+    return GroupedOrder(starts, group_size, seed, "data")
+
+
+def mixed(*orders) -> MixedOrder:
+    return MixedOrder(Interleaving([InterleavedStage(0, None, (2, 1))]), orders)
+
+
+def test_every_block_of_an_epoch_exactly_once(split):
+    """An epoch is a permutation, another in each epoch, whatever groups and windows; some shards may start no block."""
+    orders = [GlobalOrder(number, 1, "data") for number in (1, 2, 3, 5, 64, 1001, 4097)]
+    orders += [WindowedOrder(*sizes, seed=1) for sizes in ((1, 1), (1000, 7), (1000, 250), (1000, 5000))]
+    orders += [grouped(split, 1, size, length) for size, length in product((1, 3, 7, 1000), (3, 8, 900))]
+    for order in orders:
+        epochs = order.blocks(np.arange(3 * order.num_blocks)).reshape(3, order.num_blocks)
+        assert (np.sort(epochs, axis=1) == np.arange(order.num_blocks)).all(), vars(order)
+        alike = max(0.05, 1.5 / getattr(order, "window", 30))
+        assert order.num_blocks < 100 or (epochs[0] == epochs[1]).mean() < alike, vars(order)
 
 
 def test_epochs_seeds_and_data_are_shuffled_apart():
@@ -40,14 +68,19 @@ def test_epochs_seeds_and_data_are_shuffled_apart():
         assert (order.blocks(samples) == other).mean() < 0.01
 
 
-def test_the_order_never_changes():
-    """Runs are resumed by later versions of this code: these values are for ever."""
-    assert GlobalOrder(10, 0, "a").blocks(np.arange(10)).tolist() == [6, 8, 9, 2, 1, 4, 3, 0, 5, 7]
-    assert GlobalOrder(10**9, 42, "b").blocks(np.array([0, 10**9, 10**15])).tolist() == [
-        71145284,
-        915105033,
-        896030464,
-    ]
+FOR_EVER = [
+    (GlobalOrder(10, 0, "a"), range(10), [6, 8, 9, 2, 1, 4, 3, 0, 5, 7]),
+    (GlobalOrder(10**9, 42, "b"), [0, 10**9, 10**15], [71145284, 915105033, 896030464]),
+    (GroupedOrder(np.array([0, 4, 4, 9, 12]), 2, 0, "a"), range(12), [0, 8, 4, 7, 5, 6, 1, 2, 3, 10, 11, 9]),
+    (GroupedOrder(np.array([0, 4, 4, 9, 12]), 2, 0, "a"), [12 * 10**12 + 5], [6]),
+    (WindowedOrder(10**12, 64, seed=1), range(4), [7, 6, 25, 60]),
+]
+
+
+@pytest.mark.parametrize("order, samples, blocks", FOR_EVER)
+def test_the_order_never_changes(order, samples, blocks):
+    """Runs are resumed by later versions of this code."""
+    assert order.blocks(np.array(samples)).tolist() == blocks
 
 
 def test_neighbours_are_uncorrelated():
@@ -67,27 +100,95 @@ def test_neighbours_are_uncorrelated():
 
 def test_each_place_of_an_epoch_gets_every_block_alike():
     """Over many epochs the block at any place is uniform (chi-squared, 15 degrees of freedom)."""
-    order = GlobalOrder(16, 3, "data")
-    blocks = order.blocks(np.arange(16 * 3200)).reshape(3200, 16)
+    blocks = GlobalOrder(16, 3, "data").blocks(np.arange(16 * 3200)).reshape(3200, 16)
     for place in (0, 7, 15):
         counts = np.bincount(blocks[:, place], minlength=16)
         assert ((counts - 200) ** 2 / 200).sum() < 45
 
 
-def test_any_sample_costs_the_same():
-    """O(1): a step at position 10^15 of 10^9 blocks; a table of them would need 8 GB for each epoch."""
-    order = GlobalOrder(10**9, 0, "data")
-    blocks = order.blocks(np.arange(512) + 10**15)
-    assert len(np.unique(blocks)) == 512 and 0 <= blocks.min() <= blocks.max() < 10**9
+@pytest.mark.parametrize("num_blocks", [2, 3, 37, 4097, 10**9 + 7, 2**40 + 1])
+def test_samples_do_not_depend_on_how_they_are_asked_for(num_blocks):
+    """One at a time, which takes a path of its own, backwards, or in a batch, across an epoch's end: the same blocks.
 
-
-def test_samples_do_not_depend_on_how_they_are_asked_for():
-    """One at a time, in batches, backwards, across an epoch border: the same blocks."""
-    order = GlobalOrder(37, 5, "data")
-    samples = np.arange(100)
+    Any of them in O(1): a table of so many would not fit.
+    """
+    order = GlobalOrder(num_blocks, 9, "data")
+    samples = np.arange(64) + 10 * num_blocks - 30
     expected = order.blocks(samples)
+    assert 0 <= expected.min() <= expected.max() < num_blocks
+    assert [int(order.blocks(samples[[place]])[0]) for place in range(64)] == expected.tolist()
     assert (order.blocks(samples[::-1])[::-1] == expected).all()
-    assert [int(order.blocks(np.array([sample]))[0]) for sample in samples] == expected.tolist()
+
+
+def test_windows_do_not_depend_on_what_comes_behind_them():
+    """Known before the data is whole, at any place in O(1): only the last window depends on the number of blocks."""
+    order, samples = WindowedOrder(10**12, 64, seed=1), np.arange(640)
+    longer = WindowedOrder(660, 64, seed=1)
+    assert (order.blocks(samples) == longer.blocks(samples)).all()
+    assert (order.blocks(samples) // 64 == samples // 64).all()
+    assert order.blocks(np.array([10**12 - 1])) // 64 == (10**12 - 1) // 64
+    for other in (WindowedOrder(660, 64, seed=2), WindowedOrder(660, 64, seed=1, label="1")):
+        assert not (other.blocks(samples) == longer.blocks(samples)).all()
+
+
+def test_samples_are_ready_where_their_positions_are():
+    """Of a run that left windows of the order out: each ready sample's position is ready, and the next one's is not."""
+    order = WindowedOrder(1000, 10, seed=1)
+    order.ready_until = lambda: 60
+    for left_out in ([], [(0, 5)], [(20, 30), (55, 70)], [(70, 80)]):
+        ready = OrderWithout(order, left_out).ready_until()
+        positions = OrderWithout(order, left_out).positions(np.arange(ready + 1))
+        assert positions[-1] >= 60 and (ready == 0 or positions[-2] < 60)
+
+
+def test_windows_need_the_shards_they_span(split):
+    """As a cache must hold them: never more in one window than `shards_at_once` says, and that many in one."""
+    starts = blocks_starting(split.token_starts, LENGTH, split.num_blocks(LENGTH))
+    for window in (1, 50, 300, 10**6):
+        order = WindowedOrder(split.num_blocks(LENGTH), window, seed=1)
+        shards = PackedDataset(split, LENGTH, order).shard_needs().of(np.arange(order.num_blocks))[:, 1]
+        spans = [np.ptp(shards[first : first + window]) + 1 for first in range(0, len(shards), window)]
+        assert max(spans) == shards_at_once(starts, window)
+
+
+def test_a_group_needs_no_more_shards_than_it_says(split):
+    """The samples of one group start in `group_size` shards."""
+    dataset = PackedDataset(split, LENGTH, grouped(split))
+    shards = dataset.shard_needs().of(np.arange(len(dataset)))[:, 1]
+    in_sequence = list(dict.fromkeys(shards.tolist()))
+    for first in range(0, len(in_sequence), GROUP_SIZE):
+        group = np.isin(shards, in_sequence[first : first + GROUP_SIZE])
+        assert np.diff(np.flatnonzero(group)).max() == 1, "a group is over before the next begins"
+
+
+def test_the_shards_named_are_those_that_are_read(split, monkeypatch):
+    """Of a mixed run, from the middle on: reading the samples opens the named shards and the next ones' heads."""
+    other = split.part(0, len(split.shard_entries))
+    order = mixed(grouped(split, 5), grouped(split, 6))
+    dataset = PackedDataset([split, other], LENGTH, order, num_samples=10**6)
+    samples = np.arange(5000, 5040)
+    needed = {tuple(row) for row in dataset.shard_needs().of(samples).tolist()}
+    opened = set()
+    for number, part in enumerate((split, other)):
+        original = part._shard
+        monkeypatch.setattr(
+            part, "_shard", lambda shard, n=number, f=original: opened.add((n, shard)) or f(shard)
+        )
+    dataset.__getitems__(samples.tolist())
+    assert needed <= opened <= needed | {(number, shard + 1) for number, shard in needed}
+
+
+def test_samples_mix_nearly_as_well_in_groups_as_in_a_full_shuffle(split):
+    """Two samples of a step come from different documents as often as a full shuffle gives, within 5 %."""
+    firsts = np.arange(split.num_blocks(LENGTH)) * LENGTH
+    documents = np.searchsorted(split.document_ends(0, split.num_tokens), firsts, side="right")
+    for order in (GlobalOrder(len(documents), 3, "data"), grouped(split)):
+        measured = mixing_quality(order, documents, samples_per_step=16)
+        assert 0.95 < measured.different_ratio <= 1.001
+    sequential = mixing_quality(WindowedOrder(len(documents), 1, 0), documents, samples_per_step=16)
+    assert sequential.different_ratio < 0.95, "the measure tells an unshuffled stream apart"
+    # Documents of 2, 1 and 3 blocks: 4 of the 15 pairs of blocks share one.
+    assert full_shuffle_share(np.array([0, 0, 1, 2, 2, 2])) == pytest.approx(4 / 15)
 
 
 def test_labels_are_the_next_tokens_and_every_token_is_a_target_once(split):
@@ -99,11 +200,11 @@ def test_labels_are_the_next_tokens_and_every_token_is_a_target_once(split):
         assert (sample["labels"] == sample["input_ids"] + 1).all()
     targets = np.concatenate([sample["labels"] for sample in samples])
     assert targets.tolist() == list(range(1, len(dataset) * LENGTH + 1))
-    assert len(dataset) == (split.num_tokens - 1) // LENGTH == 124
+    assert len(dataset) == (split.num_tokens - 1) // LENGTH
 
 
-def test_resuming_continues_the_same_run(split):
-    """`first_sample` shifts the run: what follows is what the uninterrupted run would have read."""
+def test_a_resumed_run_goes_on_and_reads_nothing_that_it_skips(split, monkeypatch):
+    """`first_sample` shifts the run: what follows is what it would have read, from its own blocks alone."""
     order = GlobalOrder(split.num_blocks(LENGTH), 1, "data")
     whole = PackedDataset(split, LENGTH, order, num_samples=300)
     resumed = PackedDataset(split, LENGTH, order, first_sample=170, num_samples=130)
@@ -111,69 +212,56 @@ def test_resuming_continues_the_same_run(split):
         assert (resumed[index]["input_ids"] == whole[170 + index]["input_ids"]).all()
     with pytest.raises(IndexError):
         resumed[130]
-
-
-def test_resuming_reads_nothing_it_skips(split, monkeypatch):
-    """The first batch after a resume touches its own blocks alone."""
-    order = GlobalOrder(split.num_blocks(LENGTH), 1, "data")
-    dataset = PackedDataset(split, LENGTH, order, first_sample=10**12, num_samples=64)
+    late = PackedDataset(split, LENGTH, order, first_sample=10**12, num_samples=64)
     read, original = [], split.read
     monkeypatch.setattr(split, "read", lambda start, stop: read.append(start) or original(start, stop))
-    dataset.__getitems__([0, 1, 2, 3])
+    late.__getitems__([0, 1, 2, 3])
     assert read == [block * LENGTH for block in order.blocks(np.arange(4) + 10**12)]
 
 
-@pytest.mark.parametrize("num_blocks", [2, 3, 37, 4097, 10**9 + 7, 2**40 + 1])
-def test_few_samples_are_those_of_many(num_blocks):
-    """Small micro-batches take a path of their own to the same blocks."""
-    order = GlobalOrder(num_blocks, 9, "data")
-    samples = np.arange(64) + 10 * num_blocks - 30
-    one_by_one = [int(order.blocks(samples[[place]])[0]) for place in range(64)]
-    assert one_by_one == order.blocks(np.append(samples, samples))[:64].tolist()
-
-
-LAYOUTS = [(1, 1, 8), (1, 4, 2), (2, 2, 2), (2, 4, 1)]
+def test_workers_carry_an_order_along(split):
+    """DataLoader workers started afresh receive the dataset pickled, and find the same samples."""
+    dataset = PackedDataset([split], LENGTH, grouped(split), num_samples=100)
+    dataset[0]
+    copy = pickle.loads(pickle.dumps(dataset))
+    assert (copy[71]["labels"] == dataset[71]["labels"]).all()
 
 
 def test_samples_of_a_step_do_not_depend_on_the_layout(split):
     """(ranks, micro-batch, accumulation): the same samples in every step, through real accelerate."""
-    order = GlobalOrder(split.num_blocks(LENGTH), 1, "data")
-    dataset = PackedDataset(split, LENGTH, order, num_samples=160)
-    steps = {layout: _samples_by_step(dataset, *layout) for layout in LAYOUTS}
-    assert all(found == steps[LAYOUTS[0]] for found in steps.values())
-    assert len(steps[LAYOUTS[0]]) == 20
-    assert all(len(set(step)) == 8 for step in steps[LAYOUTS[0]][:15])
-
-
-@pytest.mark.parametrize("ranks, micro_batch", [(1, 1), (3, 5), (8, 4), (64, 2), (512, 1), (512, 3)])
-def test_the_ranks_of_an_epoch_read_every_block_once(ranks, micro_batch):
-    """1 to 512 ranks and any micro-batch: what accelerate deals to them is the epoch, each step the run's samples."""
-    from accelerate.data_loader import BatchSamplerShard
-    from torch.utils.data import BatchSampler
-
-    step = ranks * micro_batch
-    order = GlobalOrder(step * -(-1500 // step), seed=1, fingerprint="data")
-    batches = BatchSampler(range(order.num_blocks), micro_batch, drop_last=False)
-    dealt = [list(BatchSamplerShard(batches, ranks, rank)) for rank in range(ranks)]
-    samples = np.array(dealt).transpose(1, 0, 2).reshape(-1, step)
-    assert (np.sort(samples, axis=1).reshape(-1) == np.arange(order.num_blocks)).all()
-    assert (np.sort(order.blocks(samples.reshape(-1))) == np.arange(order.num_blocks)).all()
-
-
-def _samples_by_step(dataset: PackedDataset, ranks: int, micro_batch: int, accumulation: int) -> list:
-    """First tokens of the samples of each optimizer step, over all ranks, sorted."""
     from accelerate.data_loader import BatchSamplerShard
     from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-    batches = BatchSampler(SequentialSampler(dataset), micro_batch, drop_last=False)
-    loaders = [
-        DataLoader(dataset, batch_sampler=BatchSamplerShard(batches, ranks, rank)) for rank in range(ranks)
-    ]
-    micro_steps = [
-        [int(first) for batch in of_all_ranks for first in batch["input_ids"][:, 0]]
-        for of_all_ranks in zip(*loaders, strict=True)
-    ]
-    grouped = [
-        list(chain(*micro_steps[k : k + accumulation])) for k in range(0, len(micro_steps), accumulation)
-    ]
-    return [sorted(step) for step in grouped]
+    order = GlobalOrder(split.num_blocks(LENGTH), 1, "data")
+    dataset = PackedDataset(split, LENGTH, order, num_samples=160)
+    found = []
+    for ranks, micro_batch, accumulation in ((1, 1, 8), (1, 4, 2), (2, 2, 2), (2, 4, 1)):
+        batches = BatchSampler(SequentialSampler(dataset), micro_batch, drop_last=False)
+        shards = (BatchSamplerShard(batches, ranks, rank) for rank in range(ranks))
+        loaders = [DataLoader(dataset, batch_sampler=shard) for shard in shards]
+        micro_steps = [
+            [int(first) for batch in of_all_ranks for first in batch["input_ids"][:, 0]]
+            for of_all_ranks in zip(*loaders, strict=True)
+        ]
+        starts = range(0, len(micro_steps), accumulation)
+        found.append([sorted(chain(*micro_steps[start : start + accumulation])) for start in starts])
+    assert all(steps == found[0] for steps in found)
+    assert len(found[0]) == 20 and all(len(set(step)) == 8 for step in found[0])
+
+
+def test_ranks_and_micro_batches_share_an_epoch_out(split):
+    """1 to 512 ranks, any micro-batch, through accelerate's own sharding: each sample of the run exactly once."""
+    from accelerate.data_loader import BatchSamplerShard
+    from torch.utils.data import BatchSampler, SequentialSampler
+
+    num_samples = 1536
+    orders = [GlobalOrder(num_samples, 1, "a"), grouped(split)]
+    orders.append(mixed(grouped(split, 5), GlobalOrder(700, 5, "other")))
+    expected = [order.blocks(np.arange(num_samples)) for order in orders]
+    assert (np.sort(expected[0]) == np.arange(num_samples)).all()
+    for ranks, micro_batch in product((1, 3, 64, 512), (1, 3)):
+        batches = BatchSampler(SequentialSampler(range(num_samples)), micro_batch, drop_last=False)
+        shares = [list(BatchSamplerShard(batches, ranks, rank)) for rank in range(ranks)]
+        together = [index for step in zip(*shares, strict=True) for batch in step for index in batch]
+        for order, blocks in zip(orders, expected, strict=True):
+            assert (order.blocks(np.array(together[:num_samples])) == blocks).all()

@@ -13,7 +13,7 @@ from pretraining.data.preparation.stage import run_task
 from pretraining.data.prepared import open_prepared
 from pretraining.data.sources import open_sources
 from pretraining.data.tools.finished import open_finished
-from pretraining.data.tools.stats import measure_data, stats_text
+from pretraining.data.tools.inspect import measure_data, stats_text
 from pretraining.errors import UserError
 from pretraining.evaluation.validation import Validation, validation_sets
 from pretraining.recipe import load_recipe

@@ -324,7 +324,7 @@ def test_jobs_of_a_cluster_give_the_same_bytes_without_a_pickle(reference, tmp_p
     scripts = [(jobs / f"{number}.script").read_text() for number in numbers]
     waits = [(jobs / f"{number}.options").read_text().split()[0] for number in numbers]
     assert waits[1:3] == ["--dependency=afterok:100", "--dependency=afterok:100,afterany:101"]
-    assert len(json.loads(submitted.stdout)["jobs"]) == 8 < len(scripts)
+    assert len(json.loads(submitted.stdout)["jobs"]) == 7 < len(scripts)
     for number, script in enumerate(scripts):
         assert "#SBATCH --array=0-0%3\n" in script and "#SBATCH --requeue\n" in script
         assert "#SBATCH --qos=low\n" in script and "#SBATCH --mem-per-cpu=4G\n" in script
@@ -364,7 +364,7 @@ def test_a_cluster_gives_the_same_bytes(reference, tmp_path):
         options += ["--slurm", "tasks_per_job=12", "--json"]
         submitted = execute(command(recipe, tmp_path / "data", *options), **slurm.variables)
         assert submitted.code == 0, submitted.output
-        assert len(json.loads(submitted.stdout)["jobs"]) == 8
+        assert len(json.loads(submitted.stdout)["jobs"]) == 7
         slurm.wait_for_jobs()
         logs = "\n".join(path.read_text()[-1500:] for path in (tmp_path / "data").rglob("*.out"))
         assert (tmp_path / "data" / "corpus").exists(), logs

@@ -9,10 +9,16 @@ from datatrove.pipeline import filters
 from datatrove.utils.text import PUNCTUATION_SET, TERMINAL_PUNCTUATION
 
 from pretraining.data.quality.chain import RULES
-from pretraining.data.quality.punctuation import PUNCTUATION, TERMINAL
 from pretraining.data.quality.rule import Changed, Rejection
-from pretraining.data.quality.text import TextView, count_sentences
-from pretraining.data.quality.words import Words, characters_in_duplicates, repeated_ngrams
+from pretraining.data.quality.text import (
+    PUNCTUATION,
+    TERMINAL,
+    TextView,
+    Words,
+    characters_in_duplicates,
+    count_sentences,
+    repeated_ngrams,
+)
 from tests.gear.quality_texts import PROSE, chain_of, many_texts, verdict_of
 from tests.gear.reference_splitter import ReferenceSplitter
 

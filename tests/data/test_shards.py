@@ -15,8 +15,7 @@ import pytest
 
 from pretraining.data.manifest import verify
 from pretraining.data.prepared import open_prepared
-from pretraining.data.shard_writer import SplitWriter
-from pretraining.data.shards import TokenSplit, token_dtype
+from pretraining.data.shards import SplitWriter, TokenSplit, token_dtype
 from pretraining.errors import UserError
 from tests.data.test_data_prep import make_texts, prepare, recipe_for, write_jsonl
 

@@ -18,11 +18,11 @@ import pytest
 import xxhash
 
 from pretraining.data.order import GlobalOrder
-from pretraining.data.packed_dataset import PackedDataset
+from pretraining.data.packed_dataset import PackedDataset, prefetched
 from pretraining.data.prepared import open_prepared
+from pretraining.data.streaming import cache as cache_module
 from pretraining.data.streaming.cache import CachedShard, CacheFull, ShardCache, exclusive_lock
-from pretraining.data.streaming.prefetch import Prefetcher, Window, prefetched
-from pretraining.data.streaming.remote_data import RemoteData, StreamedSplit
+from pretraining.data.streaming.remote_data import Prefetcher, RemoteData, StreamedSplit, Window
 from pretraining.errors import UserError
 from tests.data.test_data_prep import make_texts, prepare, recipe_for, write_jsonl
 from tests.gear.object_store import CREDENTIALS, Proxy, connect_to, s3_server, shared_memory, upload, use_here
@@ -82,7 +82,7 @@ def prepared(tmp_path_factory, s3) -> SimpleNamespace:
     folder = tmp_path_factory.mktemp("prepared")
     recipe = recipe_for(write_jsonl(folder / "corpus.jsonl", make_texts(120)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pretraining.data.shard_writer.SHARD_TOKENS", 1000)
+        patch.setattr("pretraining.data.shards.SHARD_TOKENS", 1000)
         prepare(folder / "data", recipe)
     local = open_prepared(recipe, folder / "data")
     shards = local.train.shard_entries
@@ -192,15 +192,14 @@ def test_a_part_that_becomes_a_shard_meanwhile_gives_no_room(tmp_path, monkeypat
     fetching = threading.Thread(target=lambda: held.append(cache.fetch(shards[2], slowly)))
     fetching.start()
     assert written.wait(30)
-    listed = cache._oldest_first
+    remove = cache_module._remove_unless_in_use
 
-    def listed_before_the_rename():
-        files = listed()
+    def after_the_rename(path):  # what is to be removed has been listed
         finish.set()
         fetching.join()
-        return files
+        return remove(path)
 
-    monkeypatch.setattr(cache, "_oldest_first", listed_before_the_rename)
+    monkeypatch.setattr(cache_module, "_remove_unless_in_use", after_the_rename)
     with pytest.raises(CacheFull):
         cache.fetch(shards[3], lambda: [content[3]])
     assert held_bytes(tmp_path) == 3000 and len(held) == 3

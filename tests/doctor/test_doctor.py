@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +16,9 @@ from types import SimpleNamespace
 import pytest
 
 from pretraining.doctor import __main__ as doctor
-from pretraining.doctor import disks, gpus, machine, reach
+from pretraining.doctor import gpus, machine, reach
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding, as_lines, summary, summary_line
-from pretraining.doctor.launch import Launch, check_earlier_start, plan_launch
+from pretraining.doctor.launch import Launch, check_earlier_start, needs_of, plan_launch
 from pretraining.errors import UserError
 from pretraining.planning.costs import forecast, write_words
 from pretraining.planning.gpus import FOLDER_VARIABLE, find_gpu, keep_rates, kept_rates
@@ -27,7 +27,7 @@ from pretraining.planning.sizes import workload_of_recipe
 from pretraining.recipe.curve import changes_of_run
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.runtime import host
-from pretraining.runtime.kernel_log import failing_gpus
+from pretraining.runtime.failures import failing_gpus
 from tests.gear.local_hub import REPOSITORY_ID, local_hub
 from tests.gear.runs import SMALL_RECIPE, execute
 
@@ -46,23 +46,17 @@ HEALTHY = {
     "driver_version": "580.95.05",
     "memory.total": 81559,
     "memory.used": 4,
-    "compute_cap": "9.0",
-    "mig.mode.current": "Disabled",
-    "ecc.errors.uncorrected.volatile.total": 0,
-    "power.limit": "700.00",
-    "power.default_limit": "700.00",
-    "clocks_event_reasons.active": "0x0000000000000001",
-    "persistence_mode": "Enabled",
 }
+HEALTHY |= {"compute_cap": "9.0", "mig.mode.current": "Disabled", "ecc.errors.uncorrected.volatile.total": 0}
+HEALTHY |= {"power.limit": "700.00", "power.default_limit": "700.00", "persistence_mode": "Enabled"}
+HEALTHY |= {"clocks_event_reasons.active": "0x0000000000000001"}
 SICK = {
     "driver_version": "535.183.01",
     "memory.used": 40000,
     "compute_cap": "7.0",
     "mig.mode.current": "Enabled",
-    "ecc.errors.uncorrected.volatile.total": 3,
-    "power.limit": "400.00",
-    "persistence_mode": "Disabled",
 }
+SICK |= {"ecc.errors.uncorrected.volatile.total": 3, "power.limit": "400.00", "persistence_mode": "Disabled"}
 FAULTS = """set -e
 mount -t tmpfs -o size=64k none /dev/shm
 mount -t tmpfs -o size=1m none {run}
@@ -119,18 +113,10 @@ def plant_gpus(folder: Path, number: int, unknown: tuple = (), **fields) -> None
 def write_recipe(folder: Path, source: str, tokenizer, **training) -> Path:
     """A small recipe whose text and tokenizer lie on the hub."""
     path, words = folder / "small.json", {"eval_steps": 5, "dataloader_num_workers": 2, **training}
-    values = {
-        **SMALL_RECIPE,
-        "data": {
-            "name": "corpus",
-            "sources": [{"dataset": source}],
-            "tokenizer": tokenizer,
-            "validation_share": 0.1,
-        },
-        "budget": {"tokens": 81920, "tokens_per_step": 8192},
-        "training": {**SMALL_RECIPE["training"], **words},
-    }
-    path.write_text(json.dumps(values))
+    data = {**SMALL_RECIPE["data"], "sources": [{"dataset": source}], "tokenizer": tokenizer}
+    budget = {"tokens": 81920, "tokens_per_step": 8192}
+    training = {**SMALL_RECIPE["training"], **words}
+    path.write_text(json.dumps({**SMALL_RECIPE, "data": data, "budget": budget, "training": training}))
     return path
 
 
@@ -161,15 +147,11 @@ def examine(*words, **variables) -> Examined:
 
 
 @pytest.fixture(scope="module")
-def sick() -> Iterator[Examined]:
+def sick(request) -> Examined:
     """A machine with every fault that namespaces, limits, a PATH and a hub on this machine can give it."""
     # Not in pytest's folder: that lies in /dev/shm, which is one of the faults.
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
-        yield examine_sick(Path(folder))
-
-
-def examine_sick(folder: Path) -> Examined:
-    """Plant the faults and examine."""
+    folder = Path(tempfile.mkdtemp(dir="/var/tmp"))
+    request.addfinalizer(lambda: shutil.rmtree(folder))
     run, data, home = places = [folder / name for name in ("run", "data", "home")]
     for place in places:
         place.mkdir()
@@ -179,9 +161,8 @@ def examine_sick(folder: Path) -> Examined:
     plant_gpus(folder / "bin", 8, unknown=("clocks_event_reasons.active",), **SICK)
     install_torch(folder / "packages", "2.13.0+cu130", "13.0")
     install(folder / "packages", "tqdm", "4.1.0")
-    recipe = write_recipe(
-        folder, "someone/gated", "someone/missing", report_to="swanlab", optim="adamw_torch"
-    )
+    optional = {"report_to": "swanlab", "optim": "adamw_torch"}
+    recipe = write_recipe(folder, "someone/gated", "someone/missing", **optional)
     faults = FAULTS.format(folder=folder, run=run, data=data, home=home)
     command = [sys.executable, "-m", "pretraining.doctor", "--json", "--recipe", recipe, "--world_size", "64"]
     command += ["--deepspeed", "zero3_nvme", "--output_dir", run, "--data_dir", data]
@@ -229,26 +210,22 @@ PLANTED = {
 """Fault -> (check, verdict, words of the message, words of the remedy)."""
 
 
-@pytest.mark.parametrize("fault", PLANTED)
-def test_every_planted_fault_is_named_by_a_line(sick, fault):
-    """Promise: you know before you pay; what is wrong, and what to do about it."""
-    check, verdict, message, remedy = PLANTED[fault]
-    finding = sick.find(check, message)
-    assert finding.verdict == verdict and remedy in finding.remedy, finding
-
-
-def test_what_will_break_is_exit_code_2_within_seconds(sick):
-    """One summary for a script, and the versions; torch was not imported, or its stand-in would have raised."""
+def test_every_planted_fault_is_named_by_a_line_and_what_will_break_is_exit_code_2(sick):
+    """Promise: you know before you pay; what is wrong, and what to do about it. One summary for a script, and the
+    versions; torch was not imported, or its stand-in would have raised."""
+    for fault, (check, verdict, message, remedy) in PLANTED.items():
+        finding = sick.find(check, message)
+        assert finding.verdict == verdict and remedy in finding.remedy, (fault, finding)
     found = sick.answer["summary"]
     assert sick.code == 2 and found["verdict"] == BREAKS
     assert found["will_break"] == sum(each.verdict == BREAKS for each in sick.findings)
     assert sick.answer["versions"]["tqdm"] == "4.1.0" and len(sick.answer["gpus"]) == 8
 
 
-@pytest.fixture(scope="module")
-def healthy(tmp_path_factory) -> Examined:
-    """Eight idle GPUs, a torch and a driver for them, and a hub that answers."""
-    folder = tmp_path_factory.mktemp("healthy")
+def test_a_healthy_machine_has_none_of_these_faults(tmp_path):
+    """Eight idle GPUs, a torch and a driver for them, and a hub that answers: each line that the faults brought forth
+    is gone, or says that it is fine."""
+    folder = tmp_path
     plant_gpus(folder / "bin", 8)
     install_torch(folder / "packages", "2.13.0+cu130", "13.0")
     recipe = write_recipe(folder, REPOSITORY_ID, REPOSITORY_ID, report_to="none")
@@ -257,13 +234,7 @@ def healthy(tmp_path_factory) -> Examined:
         variables |= {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", FOLDER_VARIABLE: str(folder / "kept")}
         variables |= SEEN
         words = ["--recipe", recipe, "--data_dir", folder / "data", "--output_dir", folder / "run"]
-        found = examine(*words, **variables)
-    found.folder = folder
-    return found
-
-
-def test_a_healthy_machine_has_none_of_these_faults(healthy):
-    """Each line that the faults brought forth is gone, or says that it is fine."""
+        healthy = examine(*words, **variables)
     checks = {each.check for each in healthy.findings if each.verdict != FINE}
     # Verdicts agree with train.py, which refuses data that is still to be made.
     (broken,) = (each for each in healthy.findings if each.verdict == BREAKS)
@@ -274,20 +245,18 @@ def test_a_healthy_machine_has_none_of_these_faults(healthy):
     assert checks & faults <= {"data", "cores", "packages", "plan", "shared memory", "filesystem"}
     assert healthy.find("driver", "580.95.05").verdict == FINE
     assert healthy.find("data", f"{REPOSITORY_ID}: ").verdict == FINE
-    assert not (healthy.folder / "run").exists()  # nothing is left behind
-
-
-def test_the_measured_disk_is_kept_for_the_plans_of_this_machine(healthy):
-    """The rate of the finding is the one kept, beside the GPUs that were found."""
+    assert not (folder / "run").exists()  # nothing is left behind
+    # the rate of the disk is kept for the plans of this machine, beside the GPUs that were found
     finding = healthy.find("disk speed", "one process writes ")
     kept = json.loads(Path(healthy.answer["kept"]).read_text())
     entry = kept["8 x H100-SXM"]["disk_bytes_per_second"]
     assert entry["value"] == finding.values["disk_bytes_per_second"] > 0
-    assert entry["where"] == str(healthy.folder / "run")
+    assert entry["where"] == str(folder / "run")
 
 
 def test_a_plan_uses_the_measured_disk_of_its_own_machine_only(tmp_path, monkeypatch):
-    """The same GPUs: the checkpoint's time is from the measured rate and says so. Others: as if nothing was kept."""
+    """The same GPUs: the checkpoint's time is from the measured rate and says so. Others, or a damaged file: as if
+    nothing was kept."""
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     workload, gpu = workload_of_recipe(*load_recipe_and_ds_config("30b")), find_gpu("H200")
     assumed = forecast(workload, gpu, 8).step.checkpoints
@@ -302,14 +271,10 @@ def test_a_plan_uses_the_measured_disk_of_its_own_machine_only(tmp_path, monkeyp
     for other, number in (("H100-SXM", 8), ("H200", 16)):
         assert forecast(workload, find_gpu(other), number).step.checkpoints.disk is None
 
-
-def test_a_damaged_file_of_rates_counts_as_none(tmp_path, monkeypatch):
-    """A plan never fails for what was measured once."""
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     path = keep_rates({"disk_bytes_per_second": 1e9}, "/fast", "H200", 8)
     for content in ("{", "[]", '{"8 x H200": 3}', '{"8 x H200": {"disk_bytes_per_second": {"value": "1"}}}'):
         path.write_text(content)
-        assert kept_rates("H200", 8) == {}
+        assert kept_rates("H200", 8) == {}  # a plan never fails for what was measured once
 
 
 def test_a_torch_for_processors_beside_gpus_and_a_hub_that_is_gone(tmp_path):
@@ -332,20 +297,25 @@ def test_a_torch_for_processors_beside_gpus_and_a_hub_that_is_gone(tmp_path):
         assert finding.verdict == BREAKS and "HF_ENDPOINT" in finding.remedy
 
 
-def test_a_refused_recipe_is_one_line_and_the_machine_is_examined_all_the_same():
-    """What `train.py` would say of the recipe, said by the doctor."""
+def test_a_refused_recipe_or_data_that_cannot_be_read_is_one_line_among_the_others(tmp_path):
+    """The machine is examined all the same."""
     found = examine("--recipe", "tiny", "--world_size", "3")
     assert found.code == 2 and found.find("recipe", "tokens_per_step").verdict == BREAKS
     assert found.find("host memory", "GB").verdict == FINE
+    (tmp_path / "file").write_text("no folder")
+    found = examine("--recipe", "tiny", "--data_dir", tmp_path / "file")
+    assert found.find("data", "cannot be read").verdict == BREAKS
+    assert found.find("disk speed", "one process writes")
 
 
-def test_the_table_for_people_ends_in_one_summary_line():
+def test_the_table_for_people_ends_in_one_summary_line_and_a_misspelt_option_is_one_line():
     """Verdict, check, message; the remedy beneath; the worst verdict decides the code."""
+    finished = execute([sys.executable, "-m", "pretraining.doctor", "--recip", "tiny"])
+    assert finished.code == 2 and finished.stderr.startswith("error: ") and finished.stderr.count("\n") == 1
     finished = execute([sys.executable, "-m", "pretraining.doctor", "--local_rank", "0"])
     *_, before_last, last = finished.stdout.splitlines()
-    assert finished.code == 0 and before_last == "" and last.startswith("nothing will break; "), (
-        finished.output
-    )
+    assert finished.code == 0, finished.output
+    assert before_last == "" and last.startswith("nothing will break; ")
     findings = [Finding("a", COSTS, "slow", "mend it"), Finding("b", BREAKS, "gone", where="rank 1")]
     assert as_lines(findings).splitlines() == [
         "costs you   a  slow",
@@ -353,12 +323,6 @@ def test_the_table_for_people_ends_in_one_summary_line():
         "will break  b  gone (rank 1)",
     ]
     assert summary_line(summary(findings, 0.25)) == "1 will break a run here; 1 cost you; 0 fine (0.2 s)"
-
-
-def test_a_misspelt_option_is_one_line():
-    """As in every other command."""
-    finished = execute([sys.executable, "-m", "pretraining.doctor", "--recip", "tiny"])
-    assert finished.code == 2 and finished.stderr.startswith("error: ") and finished.stderr.count("\n") == 1
 
 
 def test_only_rank_0_speaks_under_a_launcher(monkeypatch, capsys):
@@ -376,35 +340,26 @@ def test_only_rank_0_speaks_under_a_launcher(monkeypatch, capsys):
     together = SimpleNamespace(examine_cluster=examine_cluster, end_rank=lambda code: None)
     monkeypatch.setattr(doctor, "examine", examine)
     monkeypatch.setitem(sys.modules, "pretraining.doctor.cluster", together)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    launched = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "2",
+    }
     for rank in range(4):
-        monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("LOCAL_RANK", str(rank % 2))
+        for name, value in {**launched, "RANK": str(rank), "LOCAL_RANK": str(rank % 2)}.items():
+            monkeypatch.setenv(name, value)
         doctor.main([])
         said = capsys.readouterr().out
         assert not said if rank else f"large ({socket.gethostname()})" in said and said.count("large") == 1
     assert examined == ["0", "2"] and list(map(len, asked)) == [1, 0, 1, 0]
 
 
-def test_data_that_cannot_be_read_is_one_line_among_the_others(tmp_path):
-    """The examination goes on, whatever lies where data should."""
-    (tmp_path / "file").write_text("no folder")
-    examined = examine("--recipe", "tiny", "--data_dir", tmp_path / "file")
-    assert examined.find("data", "cannot be read").verdict == BREAKS
-    assert examined.find("disk speed", "one process writes")
-
-
 KEPT = {
     "garbage": ("{garbage", "recipe.json: cannot be read"),
     "no recipe": ("{}", "it is no recipe of a run"),
     "a list": ("[]", "it is no recipe of a run"),
-    "another recipe": (
-        {"training.learning_rate": 1.0},
-        "holds a run of another recipe: training.learning_rate",
-    ),
+    "another recipe": ({"training.learning_rate": 1.0}, "of another recipe: training.learning_rate"),
     "this recipe": ({}, None),
 }
 """What a run folder's recipe.json holds: text, or values that differ; and what is said of it."""
@@ -416,9 +371,8 @@ def test_a_run_folder_is_read_as_a_start_reads_it(tmp_path, name):
     kept, said = KEPT[name]
     recipe, ds_config = load_recipe_and_ds_config("tiny")
     if isinstance(kept, dict):
-        kept = json.dumps(
-            load_recipe_and_ds_config("tiny", [f"{key}={value}" for key, value in kept.items()])[0].to_dict()
-        )
+        other, _ = load_recipe_and_ds_config("tiny", [f"{key}={value}" for key, value in kept.items()])
+        kept = json.dumps(other.to_dict())
     (tmp_path / "recipe.json").write_text(kept)
     (finding,) = check_earlier_start(Launch(gpus.Gpus(), 1, 1, tmp_path, Path("data"), recipe, ds_config))
     if said is None:
@@ -433,10 +387,8 @@ def test_a_run_folder_is_read_as_a_start_reads_it(tmp_path, name):
 def test_what_is_not_examined_of_amds_gpus_is_said():
     """Not fine: nothing of them was looked at."""
     (finding,) = gpus.check_gpus(gpus.Gpus(), gpus.TorchBuild("2.13.0+rocm7.1", None))
-    assert (
-        finding.verdict == COSTS
-        and "memory errors, power, clocks and links are not checked" in finding.message
-    )
+    assert finding.verdict == COSTS
+    assert "memory errors, power, clocks and links are not checked" in finding.message
     assert "rocm-smi" in finding.remedy and "--world_size N" in finding.remedy
 
 
@@ -445,11 +397,8 @@ def test_the_own_name_is_judged_as_ranks_judge_it(monkeypatch):
     monkeypatch.setattr(host.socket, "gethostname", lambda: "node")
     monkeypatch.delenv(host.GLOO_INTERFACE, raising=False)
     several, alone = on_gpus(8, 16), on_gpus(8, 8)
-    for address, name, verdict in (
-        ("127.0.1.1", "node", BREAKS),
-        (None, "node", BREAKS),
-        ("10.0.0.7", None, FINE),
-    ):
+    own = ("127.0.1.1", "node", BREAKS), (None, "node", BREAKS), ("10.0.0.7", None, FINE)
+    for address, name, verdict in own:
         monkeypatch.setattr(host, "own_address", lambda address=address: address)
         monkeypatch.setattr(reach, "own_address", lambda address=address: address)
         assert host.loopback_name() == name
@@ -467,16 +416,10 @@ def on_gpus(number: int, world_size: int, **fields) -> Launch:
     return Launch(gpus.Gpus(found, "580.95.05"), world_size, number, Path("runs"), Path("data"))
 
 
-V2 = {
-    "memory.max": "8000000000",
-    "memory.current": "5000000000",
-    "memory.stat": "anon 1\ninactive_file 1000000000",
-}
-V1 = {
-    "memory.limit_in_bytes": "8000000000",
-    "memory.usage_in_bytes": "5000000000",
-    "memory.stat": "inactive_file 0\ntotal_inactive_file 1000000000",
-}
+V2 = {"memory.max": "8000000000", "memory.current": "5000000000"}
+V2["memory.stat"] = "anon 1\ninactive_file 1000000000"
+V1 = {"memory.limit_in_bytes": "8000000000", "memory.usage_in_bytes": "5000000000"}
+V1["memory.stat"] = "inactive_file 0\ntotal_inactive_file 1000000000"
 
 
 @pytest.mark.parametrize(
@@ -520,11 +463,8 @@ def test_a_local_store_is_not_asked_through_a_proxy(monkeypatch):
     monkeypatch.setenv("https_proxy", "http://proxy.example:3128")
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    for endpoint, names in (
-        ("http://10.0.0.5:9000", True),
-        ("http://minio:9000", True),
-        ("https://hub.example", False),
-    ):
+    local = {"http://10.0.0.5:9000": True, "http://minio:9000": True, "https://hub.example": False}
+    for endpoint, names in local.items():
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         assert bool(only("proxy", reach.check_names(on_gpus(1, 1)))) == names
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://minio:9000")
@@ -562,10 +502,10 @@ def test_prepared_data_needs_no_source_any_more(tmp_path):
     text.unlink()
     options = doctor.parse_arguments(["--recipe", str(recipe), "--data_dir", str(tmp_path / "data")])
     launch, refused = plan_launch(options, gpus.Gpus())
-    (finding,) = reach.ask_around(launch).findings()
+    (finding,) = reach.ask_all(reach.questions_of(launch))()
     assert not refused and finding.verdict == FINE and finding.message.startswith("prepared: "), finding
     next((tmp_path / "data" / "corpus" / "train").glob("*.arrow")).unlink()
-    (finding,) = reach.ask_around(launch).findings()
+    (finding,) = reach.ask_all(reach.questions_of(launch))()
     assert finding.verdict == BREAKS
 
 
@@ -577,17 +517,22 @@ def test_what_is_not_fetched_cannot_be_offline(monkeypatch):
     assert finding.verdict == BREAKS and "unset HF_HUB_OFFLINE" in finding.remedy
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: "/cache/tokenizer.json")
     assert reach._tokenizer("someone/tokenizer").verdict == FINE
+    # what is fetched has no place in a home that cannot be written: said before it is fetched
+    monkeypatch.setenv("HF_HOME", "/proc/none")
+    monkeypatch.setattr("huggingface_hub.is_offline_mode", lambda: False)
+    finding = reach._repository("tokenizer", "model", "someone/tokenizer")
+    assert finding.verdict == BREAKS and "export HF_HOME=" in finding.remedy
 
 
 def test_an_answer_that_does_not_come_is_not_waited_for(monkeypatch):
     """All questions together take no longer than their limit."""
     monkeypatch.setattr(reach, "SECONDS", 0.05)
     never = threading.Event()
-    inquiry = reach.Inquiry({("data", name): never.wait for name in ("one", "other")})
-    assert ["no answer" in each.message for each in inquiry.findings()] == [True, True]
+    answers = reach.ask_all({("data", name): never.wait for name in ("one", "other")})
+    assert ["no answer" in each.message for each in answers()] == [True, True]
     never.set()
     with pytest.raises(ZeroDivisionError):
-        reach.Inquiry({("data", "fault of ours"): lambda: 1 / 0}).findings()
+        reach.ask_all({("data", "fault of ours"): lambda: 1 / 0})()
 
 
 @pytest.mark.parametrize(
@@ -639,14 +584,6 @@ def test_an_old_driver_with_a_compatibility_package_is_none(monkeypatch):
         assert only("driver", gpus.check_gpus(old, torch)).verdict == verdict
 
 
-def test_a_home_that_cannot_be_written_keeps_nothing_of_the_hub(monkeypatch, tmp_path):
-    """What is fetched has no place: said before it is fetched."""
-    monkeypatch.setenv("HF_HOME", "/proc/none")
-    monkeypatch.setattr("huggingface_hub.is_offline_mode", lambda: False)
-    finding = reach._repository("tokenizer", "model", "someone/tokenizer")
-    assert finding.verdict == BREAKS and "export HF_HOME=" in finding.remedy
-
-
 def test_a_driver_that_does_not_answer(monkeypatch, tmp_path):
     """Updated under a running machine, its library and its kernel module differ: no GPU can be used."""
     tool = tmp_path / "nvidia-smi"
@@ -672,8 +609,7 @@ def test_infiniband_needs_memory_that_may_be_locked(monkeypatch, tmp_path):
 
 def test_ranks_may_open_files_up_to_the_hard_limit(monkeypatch):
     """They raise their own limit, so that of the shell does not matter."""
-    limits = {(256, 65536): FINE, (256, 1024): BREAKS}
-    for limit, verdict in limits.items():
+    for limit, verdict in {(256, 65536): FINE, (256, 1024): BREAKS}.items():
         monkeypatch.setattr(machine.resource, "getrlimit", lambda _, limit=limit: limit)
         assert only("open files", machine.check_machine(on_gpus(8, 1024))).verdict == verdict
 
@@ -703,21 +639,21 @@ def test_a_filesystem_that_lacks_what_a_commit_needs(monkeypatch, tmp_path):
     def refuse(*_):
         raise OSError("not supported")
 
-    assert disks.missing_operations(tmp_path) == [] and not list(tmp_path.iterdir())
-    monkeypatch.setattr(disks.os, "link", refuse)
-    monkeypatch.setattr(disks.fcntl, "flock", refuse)
-    assert disks.missing_operations(tmp_path) == ["file locks", "hard links"]
-    monkeypatch.setattr(disks, "filesystem_of", lambda _: ("/bucket", "fuse.bucket"))
-    assert "fuse.bucket at /bucket has no file locks" in disks.check_filesystem(tmp_path).message
+    assert machine.missing_operations(tmp_path) == [] and not list(tmp_path.iterdir())
+    monkeypatch.setattr(machine.os, "link", refuse)
+    monkeypatch.setattr(machine.fcntl, "flock", refuse)
+    assert machine.missing_operations(tmp_path) == ["file locks", "hard links"]
+    monkeypatch.setattr(machine, "filesystem_of", lambda _: ("/bucket", "fuse.bucket"))
+    assert "fuse.bucket at /bucket has no file locks" in machine.check_filesystem(tmp_path).message
 
 
 def test_a_disk_with_room_but_without_inodes(monkeypatch, tmp_path):
     """Free bytes are not all that a checkpoint needs."""
     launch = replace(on_gpus(1, 1), run_folder=tmp_path)
-    assert only("inodes", disks.check_disks(launch)) is None
+    assert only("inodes", machine.check_disks(launch)) is None
     status = SimpleNamespace(f_files=1000, f_favail=20, f_frsize=4096, f_blocks=0, f_bfree=0, f_bavail=0)
-    monkeypatch.setattr(disks.os, "statvfs", lambda _: status)
-    assert only("inodes", disks.check_disks(launch)).verdict == BREAKS
+    monkeypatch.setattr(machine.os, "statvfs", lambda _: status)
+    assert only("inodes", machine.check_disks(launch)).verdict == BREAKS
 
 
 def test_what_an_upload_needs_is_tried(tmp_path):
@@ -738,10 +674,10 @@ def test_packages_are_asked_for_by_the_key_that_needs_them():
     ]
     recipe, ds_config = load_recipe_and_ds_config("124m", settings, "zero1")
     launch = Launch(gpus.Gpus(), 1, 1, Path("runs"), Path("data"), recipe, ds_config)
-    modules = {needed.module for needed in machine.needs_of(launch)}
+    modules = {needed.module for needed in needs_of(launch)}
     assert {"trackio", "bitsandbytes", "s3fs"} <= modules
     recipe, ds_config = load_recipe_and_ds_config("tiny")
-    assert machine.needs_of(Launch(gpus.Gpus(), 1, 1, Path("runs"), Path("data"), recipe, ds_config)) == []
+    assert needs_of(Launch(gpus.Gpus(), 1, 1, Path("runs"), Path("data"), recipe, ds_config)) == []
 
 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="no nvidia-smi")

@@ -8,18 +8,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pretraining.doctor import layers, messages, shared
-from pretraining.doctor.devices import (
-    LOADED_SECONDS,
-    Devices,
-    Products,
-    _products,
-    slow_ranks,
-    state_in_words,
-)
+from pretraining.doctor import layers, rates, shared
+from pretraining.doctor.cluster import pair_remedy, rounds_of, tournament
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding, of_all_nodes
 from pretraining.doctor.layers import Trained, _curve, reduced_recipe
-from pretraining.doctor.messages import _pair_remedy, bus_bandwidth, link_peak, rounds_of, tournament
+from pretraining.doctor.rates import Products, bus_bandwidth, judge_messages, judge_products, link_peak
 from pretraining.doctor.roll_call import Rank
 from pretraining.doctor.shared import compare_ranks, judge_clocks
 from pretraining.planning.gpus import find_gpu
@@ -49,16 +42,13 @@ def by_check(findings: list[dict], check: str) -> list[dict]:
 # ---- what is found, without ranks
 
 
-@pytest.mark.parametrize("players", range(2, 9))
-def test_every_two_meet_once_and_nobody_is_in_two_places(players):
-    rounds = tournament(players)
-    pairs = [pair for pairs in rounds for pair in pairs]
-    assert sorted(pairs) == [(a, b) for a in range(players) for b in range(a + 1, players)]
-    assert all(len({rank for pair in pairs for rank in pair}) == 2 * len(pairs) for pairs in rounds)
-
-
-def test_all_nodes_meet_and_all_ranks_inside_each():
+def test_every_two_meet_once_and_nobody_is_in_two_places():
     """Nodes of different sizes too: the rounds grow with nodes and GPUs of a node, not with their product."""
+    for players in range(2, 9):
+        rounds = tournament(players)
+        pairs = [pair for pairs in rounds for pair in pairs]
+        assert sorted(pairs) == [(a, b) for a in range(players) for b in range(a + 1, players)]
+        assert all(len({rank for pair in pairs for rank in pair}) == 2 * len(pairs) for pairs in rounds)
     nodes = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     rounds = rounds_of(nodes)
     met = {pair for pairs in rounds for pair in pairs}
@@ -84,58 +74,52 @@ def test_a_folder_of_each_node_is_fine_beside_a_store():
     assert verdict([[]] * 4, None) == FINE
 
 
-def test_bus_bandwidth_is_that_of_nccl_tests():
-    """PERFORMANCE.md: 2 (n-1)/n of the message for an all-reduce, (n-1)/n of what all have for an all-gather."""
+def test_half_of_the_link_is_told_beside_its_peak():
+    """In one node NVLink's; between nodes that of the network cards of a node, if they carry less. Bandwidths are those
+    of nccl-tests (PERFORMANCE.md): 2 (n-1)/n of the message for an all-reduce, (n-1)/n of what all have at the end."""
     assert bus_bandwidth("all-reduce", 8_000, 1.0, 8) == 14_000
     assert bus_bandwidth("all-gather", 8_000, 1.0, 8) == 7_000
-
-
-def test_half_of_the_link_is_told_beside_its_peak():
-    """In one node NVLink's; between nodes that of the network cards of a node, if they carry less."""
     gpu, call = find_gpu("H100"), ranks_on(8)
     healthy = {1024: 2e-5, 1 << 28: (1 << 28) * 1.75 / 360e9}
-    assert messages._judge(call, "all-reduce", healthy, gpu, True).verdict == FINE
-    slow = messages._judge(call, "all-reduce", {1024: 2e-5, 1 << 28: 1e-2}, gpu, True)
+    assert judge_messages(call, "all-reduce", healthy, gpu, True).verdict == FINE
+    slow = judge_messages(call, "all-reduce", {1024: 2e-5, 1 << 28: 1e-2}, gpu, True)
     assert slow.verdict == COSTS and gpu.link in slow.message and "topo" in slow.remedy
     assert slow.values["all_reduce_bytes_per_second"] == pytest.approx((1 << 28) * 1.75 / 1e-2)
-    assert messages._judge(call, "all-reduce", {1024: 5e-3, 1 << 28: 1e-3}, gpu, True).verdict == COSTS
+    assert judge_messages(call, "all-reduce", {1024: 5e-3, 1 << 28: 1e-3}, gpu, True).verdict == COSTS
     assert link_peak(gpu, [[0, 1]])[0] == gpu.link_bytes_per_second
     assert link_peak(gpu, [[0], [1]]) == (gpu.network_bytes_per_second, "the network")
-    assert messages._judge(call, "all-reduce", {1024: 1.0}, None, False).verdict == FINE
+    assert judge_messages(call, "all-reduce", {1024: 1.0}, None, False).verdict == FINE
 
 
 def test_a_slow_rank_is_named_with_the_state_of_its_gpu():
     """10 % below the median; of two ranks the faster one is the median."""
-    assert slow_ranks([100, 99, 98, 88], 0.9) == [3] and slow_ranks([100, 89], 0.9) == [1]
+    assert rates.slow_ranks([100, 99, 98, 88], 0.9) == [3] and rates.slow_ranks([100, 89], 0.9) == [1]
     state = {"clock_hz": 1.2e9, "temperature_celsius": 91, "watts": 350.4, "held_back_by": ["heat (driver)"]}
     found = [{"flops_per_second": 7e14, "state": {}}, {"flops_per_second": 5e14, "state": state}]
     products = Products(16384, 4096, 14336, "bf16")
-    whole, slow = _products(ranks_on(2), products, find_gpu("H100"), True, found)
+    whole, slow = judge_products(ranks_on(2), products, find_gpu("H100"), True, found)
     assert whole.verdict == FINE and whole.values["product_flops"] == 7e14
     assert slow.verdict == COSTS and slow.where == "rank 1 on node0"
     assert "29% below the median (1,200 MHz, 91 C, 350 W, held back by heat (driver))" in slow.message
-    assert state_in_words({}) == ""
+    assert rates.state_in_words({}) == ""
 
 
 def test_the_rate_of_products_is_that_of_a_gpu_under_load(monkeypatch):
     """Plans use it for weeks: neither a clock that is still high nor the shape that suits a library best may decide."""
-    rates = iter([9.0, 5.0, 4.0, 3.0, 4.0, 8.0])
-    asked = []
+    each, asked = iter([9.0, 5.0, 4.0, 3.0, 4.0, 8.0]), []
 
-    def rounds(self, multiply, seconds):
+    def rounds(seconds, multiply, on_gpu):
         asked.append(seconds)
-        return next(rates), 1.0
+        return next(each), 1.0
 
-    work = Devices(Products(64, 32, 128, "fp32"), on_gpu=True)
-    monkeypatch.setattr(Devices, "_rounds", rounds)
-    monkeypatch.setattr("pretraining.training.gpu_readings.GpuReadings.under_load", lambda self: {})
-    assert work._rate(10.0, lambda: None) == (40.0, {})  # the median; the load before it does not count
-    assert asked[0] == LOADED_SECONDS >= 20
+    monkeypatch.setattr(rates, "rounds_within", rounds)
+    assert rates.rounds_a_second(lambda: None, on_gpu=True) == 4.0  # the load before it does not count
+    assert asked[0] == rates.LOADED_SECONDS >= 20
 
 
 def test_the_measured_products_are_those_of_a_training_pass():
     """A third of them is the gradient of a weight: summed over the tokens, into a small output."""
-    flops, multiply = Devices(Products(64, 32, 128, "fp32"), on_gpu=False)._products()
+    flops, multiply = rates.round_of_products(Products(64, 32, 128, "fp32"), on_gpu=False)
     seen = []
 
     class Watch(TorchDispatchMode):
@@ -166,20 +150,16 @@ def test_what_differs_between_ranks_is_named_once_with_its_ranks():
     odd[5]["GPU"] = "A100"
     found = {each.message.partition(" is ")[0]: each for each in compare_ranks(call, odd)}
     assert set(found) == {"version of torch", "variable NCCL_SOCKET_IFNAME", "variable NCCL_ALGO", "GPU"}
-    assert (
-        found["version of torch"].verdict == BREAKS and found["version of torch"].where == "rank 3 on node1"
-    )
+    torch_apart = found["version of torch"]
+    assert (torch_apart.verdict, torch_apart.where) == (BREAKS, "rank 3 on node1")
     assert found["GPU"].verdict == COSTS and "elsewhere H100" in found["GPU"].message
     uneven = compare_ranks(ranks_on(2, 1, 2), [alike] * 5)
     assert [(each.verdict, each.where) for each in uneven] == [(COSTS, "node1")]
 
 
 def test_a_clock_is_wrong_only_beyond_what_the_way_there_explains():
-    found = [
-        None,
-        {"ahead_seconds": 5.0, "bound_seconds": 4.5},
-        {"ahead_seconds": -5.0, "bound_seconds": 0.1},
-    ]
+    ahead, bound = (5.0, -5.0), (4.5, 0.1)
+    found = [None, *({"ahead_seconds": a, "bound_seconds": b} for a, b in zip(ahead, bound, strict=True))]
     call = ranks_on(1, 1, 1)
     assert [each.verdict for each in judge_clocks(call, found[:2])] == [FINE]
     (wrong,) = judge_clocks(call, found)
@@ -187,8 +167,8 @@ def test_a_clock_is_wrong_only_beyond_what_the_way_there_explains():
 
 
 def test_the_remedy_follows_the_library_that_failed():
-    assert "firewall" in _pair_remedy(["cannot connect to 10.0.0.2 (TCP, port 1): timed out"])
-    assert "NCCL_IB_DISABLE" in _pair_remedy(["nccl does not work: RuntimeError: unhandled system error"])
+    assert "firewall" in pair_remedy(["cannot connect to 10.0.0.2 (TCP, port 1): timed out"])
+    assert "NCCL_IB_DISABLE" in pair_remedy(["nccl does not work: RuntimeError: unhandled system error"])
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -278,11 +258,8 @@ def test_healthy_ranks_are_fine(workshop):
     assert checks["layers"]["values"]["tokens_per_second"] > 0
     assert "the same prepared data for 2 ranks" in checks["shared data"]["message"]
     assert healthy["stderr"].count("doctor: ") == healthy["stderr"].count(" s: ") >= 10
-
-
-def test_the_curve_of_every_stage_is_stage_0s(workshop):
-    """The recipe's own layers through the real Trainer and engine, fp32."""
-    (curve,) = by_check(workshop.examined()["findings"], "curve of stages")
+    # the curve of every stage is stage 0's: the recipe's own layers through the real Trainer and engine, fp32
+    curve = checks["curve of stages"]
     apart = curve["values"]["loss_difference_by_stage"]
     assert apart and max(apart.values()) < 1e-5
     # A busy machine has no time for all of them within the minute; the line says which are left out.
@@ -311,9 +288,8 @@ def test_what_is_wrong_with_a_rank_is_named(tmp_path):
     """A slow rank with another DeepSpeed, another variable, a wrong clock, and a folder that it alone sees."""
     code, findings = examine_with("sick", tmp_path)
     assert code == 2
-    named = {
-        (each["check"], each["verdict"]): each for each in findings if each["where"].startswith("rank 1 ")
-    }
+    of_rank = [each for each in findings if each["where"].startswith("rank 1 ")]
+    named = {(each["check"], each["verdict"]): each for each in of_rank}
     assert {("slow rank", COSTS), ("clocks", COSTS), ("shared run folder", BREAKS)} <= set(named)
     differing = [each["message"] for each in by_check(findings, "ranks alike")]
     assert any(text.startswith("version of deepspeed is 9.9.9") for text in differing)
@@ -359,9 +335,7 @@ def test_a_full_disk_is_named(disk_of, tmp_path):
     disk = disk_of("24m")
     code, findings = examine_with("healthy", tmp_path, "--output_dir", str(disk / "run"))
     full = by_check(findings, "disk of all ranks")
-    assert (
-        code == 2 and full and "No space left" in full[0]["message"] and full[0]["where"].startswith("rank ")
-    )
+    assert code == 2 and full[0]["where"].startswith("rank ") and "No space left" in full[0]["message"]
     assert not list(disk.iterdir()), "the full disk is left as it was"
 
 

@@ -9,10 +9,18 @@ import pytest
 from pretraining.data.prepared import open_prepared
 from pretraining.data.streaming.cache import ShardCache
 from pretraining.errors import UserError
-from pretraining.evaluation import evaluator as evaluators
-from pretraining.evaluation.evaluator import Evaluator
-from pretraining.evaluation.harness import Harness, load_tasks, scores_of
-from pretraining.evaluation.likelihood import HellaSwag, Pair, Passes, read_items, score
+from pretraining.evaluation import validation as evaluators
+from pretraining.evaluation.scores import (
+    Harness,
+    HellaSwag,
+    Pair,
+    Passes,
+    load_tasks,
+    read_items,
+    score,
+    scores_of,
+)
+from pretraining.evaluation.validation import Evaluator
 from pretraining.recipe import load_recipe
 from tests.gear.runs import REPOSITORY, SMALL_RECIPE
 from tests.gear.scored_tasks import hellaswag_items, write_hellaswag_task, write_items, write_tasks
@@ -91,7 +99,7 @@ def test_continuations_are_those_of_lm_eval(model, tokenizer, items, tmp_path):
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    from pretraining.evaluation.harness_model import HarnessModel
+    from pretraining.evaluation.scores import HarnessModel
 
     arguments = {"until": ["a", "\n"], "max_gen_toks": 12}
     asked = [

@@ -15,8 +15,7 @@ import torch
 
 from pretraining.data.mixture import open_by_source
 from pretraining.data.packed_dataset import PackedDataset
-from pretraining.data.shard_writer import SplitWriter
-from pretraining.data.shards import TokenSplit
+from pretraining.data.shards import SplitWriter, TokenSplit
 from pretraining.evaluation.validation import Validation, ValidationSet
 from pretraining.recipe.data import Data
 from pretraining.recipe.sections import Evaluation

@@ -3,9 +3,7 @@
 It reads only what every run folder has: the markers of committed checkpoints, the rows of metrics and events.
 """
 
-import os
 import random
-import signal
 import tempfile
 import time
 from collections import Counter
@@ -16,7 +14,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from tests.gear.forked import ForkedRanks
-from tests.gear.runs import Run, Started, Workshop, committed, execute
+from tests.gear.runs import Run, Started, Workshop, committed, execute, send_kill
 
 TARGETS = ("one rank", "all ranks", "launcher", "everything")
 PATIENCE_SECONDS = 30.0
@@ -117,7 +115,7 @@ class Chaos:
             if moves:
                 self._ends_nearly_as(output, self._reference(chosen[0]))
             else:
-                self._ends_as(output, self._reference(chosen[0]))
+                ends_as(Run(output), self._reference(chosen[0]))
         return dict(self.counts)
 
     def _reference(self, layout: tuple[str, int]) -> Run:
@@ -130,24 +128,17 @@ class Chaos:
         newest, num_events = _newest(output), len(Run(output).events)
         started, folder = Started(self._command(output, layout, by)), Folder(output)
         try:
-            if not _came(started, folder, MOMENTS[kill.moment][0]):
+            if not came([started], folder, kill.moment):
                 assert started.process.poll() == 0, started.finish().output
                 return False
             time.sleep(kill.wait_share * MOMENTS[kill.moment][1])
             _strike(started, kill)
-            self._let_it_fall(started)
+            self.counts["killed after patience"] += not have_fallen([started])
         finally:
             started.kill()
         self.counts.update(("kills", kill.moment, kill.target, by))
         self._nothing_lost(output, newest, num_events)
         return True
-
-    def _let_it_fall(self, started: Started) -> None:
-        """What was not killed ends by itself, as a launcher and ranks without it do; else it is counted."""
-        until = time.monotonic() + PATIENCE_SECONDS
-        while started.processes() and time.monotonic() < until:
-            time.sleep(0.02)
-        self.counts["killed after patience"] += bool(started.processes())
 
     def _nothing_lost(self, output: Path, newest: int, num_events: int) -> None:
         """The start that was killed went on from the newest checkpoint there was, which only newer ones replace."""
@@ -163,14 +154,6 @@ class Chaos:
         finished = execute(self._command(output, layout, self.launchers[0]))
         assert finished.code == 0, finished.output
         self._nothing_lost(output, newest, num_events)
-
-    def _ends_as(self, output: Path, reference: Run) -> None:
-        """Weights, losses and validation are those of the undisturbed run, to the last bit."""
-        run, name = Run(output), "model.safetensors"
-        assert run.losses == reference.losses
-        measured = [_validations(each) for each in (run, reference)]
-        assert measured[0] == measured[1], (output, measured)
-        assert (run.dir.export / name).read_bytes() == (reference.dir.export / name).read_bytes()
 
     def _ends_nearly_as(self, output: Path, reference: Run) -> None:
         """Weights, losses and validation are within `NEARLY` of the undisturbed run's."""
@@ -190,6 +173,15 @@ class Chaos:
         return self.workshop.command(output, *layout, "plain" if layout == ALONE else by, self.settings)
 
 
+def ends_as(run: Run, reference: Run) -> None:
+    """Fail unless weights, losses and validation are those of the undisturbed run, to the last bit."""
+    name = "model.safetensors"
+    assert run.losses == reference.losses
+    measured = [_validations(each) for each in (run, reference)]
+    assert measured[0] == measured[1], (run.folder, measured)
+    assert (run.dir.export / name).read_bytes() == (reference.dir.export / name).read_bytes()
+
+
 def _validations(run: Run) -> list[tuple[int, float]]:
     return [(row["step"], row["eval/loss"]) for row in run.validation_rows]
 
@@ -199,16 +191,24 @@ def _newest(output: Path) -> int:
     return int(names[0].partition("-")[2]) if names else 0
 
 
-def _came(started: Started, folder: Folder, reached: Callable[[Folder], bool]) -> bool:
-    """Wait for the moment; False where the run ended first."""
-    while started.process.poll() is None:
+def came(started: list[Started], folder: Folder, moment: str) -> bool:
+    """Wait for the moment; False where one of the commands of the run ended first."""
+    while all(each.process.poll() is None for each in started):
         try:
-            if reached(folder):
+            if MOMENTS[moment][0](folder):
                 return True
         except OSError:  # a file went while it was looked at
             continue
         time.sleep(0.002)
     return False
+
+
+def have_fallen(started: list[Started]) -> bool:
+    """Return whether what was not killed has ended by itself, as launchers do, and ranks that lose others."""
+    until = time.monotonic() + PATIENCE_SECONDS
+    while (left := any(each.processes() for each in started)) and time.monotonic() < until:
+        time.sleep(0.02)
+    return not left
 
 
 def _strike(started: Started, kill: Kill) -> None:
@@ -219,11 +219,7 @@ def _strike(started: Started, kill: Kill) -> None:
         "launcher": [launcher],
         "everything": started.processes(),
     }
-    for process in victims[kill.target]:
-        try:
-            os.kill(process, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+    send_kill(victims[kill.target])
 
 
 def ranks_of(started: Started) -> list[int]:

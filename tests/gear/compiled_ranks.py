@@ -16,16 +16,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.integrations import HfDeepSpeedConfig
 
 from pretraining.ds_config import NOT_SPLIT, Degrees
-from pretraining.model.build import build_model
-from pretraining.model.compiling import blocks_of
+from pretraining.model.build import blocks_of, build_model
 from pretraining.model.loss import build_loss
 from pretraining.planning.memory.states import block_gathering
 from pretraining.recipe import load_recipe
 from pretraining.recipe.sections import Speed
-from pretraining.runtime.rank_groups import rank_groups
+from pretraining.runtime.process_group import rank_groups
 from pretraining.training.arguments import split_layers
 from pretraining.training.ranks import join_ranks, leave_ranks
-from pretraining.upstream.experts import expert_groups_of
+from pretraining.upstream.split_weights import expert_groups_of
 from tests.gear.runs import MODELS
 
 TOKENIZER = SimpleNamespace(bos_token_id=0, eos_token_id=0)

@@ -15,19 +15,17 @@ from pathlib import Path
 import torch
 
 from pretraining.checkpoints.background import CheckpointWriter
-from pretraining.checkpoints.choosing import bring_history, choose_checkpoint, refuse_lone_disks
-from pretraining.checkpoints.fetch import fetch_absent
-from pretraining.checkpoints.folders import step_in_name
+from pretraining.checkpoints.choosing import choose_checkpoint
+from pretraining.checkpoints.folders import Retention, step_in_name
 from pretraining.checkpoints.format import commit_checkpoint
-from pretraining.checkpoints.remote import RemoteRun
-from pretraining.checkpoints.retention import Retention
+from pretraining.checkpoints.remote import RemoteRun, fetch_absent
+from pretraining.checkpoints.resume import bring_history, refuse_lone_disks
 from pretraining.checkpoints.shard_files import CheckpointReader, fetch_nothing
 from pretraining.checkpoints.upload import Uploader
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
 from pretraining.runtime.durable_files import append_row, read_rows
 from pretraining.runtime.heartbeat import Heartbeat, read_place
-from pretraining.runtime.lock import lock_run
 from pretraining.runtime.process_group import gather_from_ranks
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.hangs import ALARM, Relay
@@ -208,11 +206,11 @@ def _heartbeats(rank: Rank) -> dict:
 def main(folder: Path) -> None:
     number, _ = join_ranks()
     together = RunFolder(folder / "shared")
-    with lock_run(together):
+    with together.locked():
         shared = together.disks.shared
     os.environ["LOCAL_RANK"] = "0"  # each is the first rank of its node
     run = RunFolder(place_of(folder, number))
-    with lock_run(run):
+    with run.locked():
         found = {"shared": shared, **scenes(Rank(folder, run, number))}
         (folder / f"found-{number}.json").write_text(json.dumps(found))
     leave_ranks()

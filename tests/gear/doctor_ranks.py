@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from pretraining.doctor import __main__ as doctor
-from pretraining.doctor import cluster, devices, shared
+from pretraining.doctor import cluster, rates, shared
 from pretraining.doctor.findings import BREAKS, FINE, Finding
 from pretraining.errors import one_line_errors
 from tests.gear.hosts import Hosts
@@ -24,7 +24,7 @@ def main(fault: str, folder: str, options: list[str]) -> None:
     # This machine by itself is tested elsewhere: here its lines are those of a node.
     launch = SimpleNamespace(several_machines=True, world_size=2, gpus=SimpleNamespace(found=()))
     doctor.examine = lambda options: (lines_of_node(fault, rank), launch)
-    doctor._keep = lambda findings, launch: None
+    doctor.keep = lambda findings, launch: None
     shared.LOOK_SECONDS = 2.0  # no network folder is late here
     FAULTS[fault](rank, Path(folder))
     with one_line_errors():
@@ -57,13 +57,13 @@ def sick(rank: int, folder: Path) -> None:
     shared.time = SimpleNamespace(**{**vars(time), "time": lambda: time.time() + 90})
     absolute = cluster.ProbedFolder
     cluster.ProbedFolder = lambda run, *more: absolute(run / "elsewhere", *more)
-    products = devices.Devices._products
+    whole = rates.round_of_products
 
-    def slow_products(self) -> tuple[float, Callable[[], None]]:
-        flops, multiply = products(self)
+    def slow_products(products: rates.Products, on_gpu: bool) -> tuple[int, Callable[[], None]]:
+        flops, multiply = whole(products, on_gpu)
         return flops, lambda: (multiply(), time.sleep(SLOW_SECONDS))
 
-    devices.Devices._products = slow_products
+    rates.round_of_products = slow_products
 
 
 def apart(rank: int, folder: Path) -> None:
@@ -81,9 +81,9 @@ def absent(rank: int, folder: Path) -> None:
 
 def stopped(rank: int, folder: Path) -> None:
     """Rank 1's process stops in the middle of a collective's step, and is killed much later."""
-    devices.DEVICE_SECONDS = 1.0
+    rates.DEVICE_SECONDS = 1.0
     if rank == 1:
-        devices.Devices.measure = lambda self: _stop()
+        rates.measure_rank = lambda *_: _stop()
 
 
 def _stop() -> None:
@@ -97,17 +97,17 @@ def _stop() -> None:
 
 def hanging(rank: int, folder: Path) -> None:
     """Rank 1 does not come to the collective that rank 0 waits in."""
-    devices.DEVICE_SECONDS = 1.0
+    rates.DEVICE_SECONDS = 1.0
     import torch.distributed as dist
 
-    devices.Devices.measure = lambda self: time.sleep(60) if rank else dist.barrier()
+    rates.measure_rank = lambda *_: time.sleep(60) if rank else dist.barrier()
 
 
 def failing(rank: int, folder: Path) -> None:
     """Rank 1 fails before the collective that rank 0 waits in."""
     hanging(rank, folder)
     if rank == 1:
-        devices.Devices.measure = lambda self: 1 / 0
+        rates.measure_rank = lambda *_: 1 / 0
 
 
 FAULTS = {each.__name__: each for each in (healthy, sick, apart, absent, stopped, hanging, failing)}

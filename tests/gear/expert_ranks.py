@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from pretraining.model.expert_parallel import split_experts
+from pretraining.model.parallel import split_experts
 from pretraining.training.ranks import join_ranks, leave_ranks
 from pretraining.upstream.deepspeed import own_rows
 from tests.model.test_expert_parallel import MIXTRAL

@@ -11,7 +11,7 @@ import pytest
 from pretraining.data.__main__ import main
 from pretraining.data.checksums import content_fingerprint
 from pretraining.data.manifest import read_manifest
-from pretraining.data.shard_writer import SplitWriter
+from pretraining.data.shards import SplitWriter
 from pretraining.data.tools.finished import open_finished
 from pretraining.errors import UserError
 from tests.data.test_data_prep import make_texts, prepare, recipe_for, write_jsonl
@@ -56,9 +56,10 @@ def copy_of(folder: Path, target: Path) -> Path:
 
 
 def refusal(action, *arguments, **options) -> str:
-    """The message of the UserError that the action must raise."""
+    """The one line of the UserError that the action must raise."""
     with pytest.raises(UserError) as caught:
         action(*arguments, **options)
+    assert "\n" not in str(caught.value)
     return str(caught.value)
 
 

@@ -41,7 +41,7 @@ from pretraining.checkpoints.resume import find_start
 from pretraining.data.mixture import build_mixture
 from pretraining.data.packed_dataset import build_training_dataset
 from pretraining.data.prepared import open_prepared
-from pretraining.evaluation.evaluator import Evaluator
+from pretraining.evaluation.validation import Evaluator
 from pretraining.model.build import build_from_recipe
 from pretraining.model.loss import build_loss
 from pretraining.training import monitors, trainer

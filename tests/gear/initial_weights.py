@@ -21,11 +21,11 @@ from pretraining.model.weight_files import open_weights
 from pretraining.recipe.mup import Mup
 from pretraining.recipe.sections import Speed
 from pretraining.recipe.training import Training
-from pretraining.runtime.rank_groups import rank_groups
+from pretraining.runtime.process_group import rank_groups
 from pretraining.training.arguments import build_arguments
 from pretraining.training.ranks import join_ranks, leave_ranks
 from pretraining.upstream.deepspeed import share_of
-from pretraining.upstream.experts import whole_experts
+from pretraining.upstream.split_weights import whole_experts
 from tests.gear.runs import MODELS, OTHER_MODELS, SMALL_RECIPE
 
 STAGES = ("null", "zero2", "zero3")

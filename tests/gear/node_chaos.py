@@ -12,14 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pretraining.checkpoints.fetch import newest_committed, step_in
-from pretraining.checkpoints.places import damage
-from pretraining.checkpoints.remote import RemoteRun
+from pretraining.checkpoints.folders import damage, step_in
+from pretraining.checkpoints.remote import RemoteRun, newest_committed
 from pretraining.runtime.run_folder import unix_seconds
-from tests.gear.chaos import MOMENTS, PATIENCE_SECONDS, SETTINGS, Folder, ranks_of
+from tests.gear.chaos import MOMENTS, SETTINGS, Folder, came, ends_as, have_fallen, ranks_of
 from tests.gear.hosts import Hosts
-from tests.gear.node import NAMES
-from tests.gear.nodes import Nodes
+from tests.gear.nodes import NAMES, Nodes
 from tests.gear.object_store import OTHER_CREDENTIALS, OtherServer, Proxy, connect_to
 from tests.gear.runs import Started, Workshop, send_kill
 
@@ -73,20 +71,16 @@ class NodeChaos:
         least, began = self._least(), time.time()
         started, folder = self._start(), Folder(self.nodes.disk("alpha").folder)
         try:
-            if not _came(started, folder, moment):
-                for each in started.values():
-                    finished = each.finish()
-                    assert finished.code == 0, finished.output
+            if not came([*started.values()], folder, moment):
+                _finished(started)
                 return False
             time.sleep(wait)
             self._strike(started, target, victim, outage)
             in_store = self._newest_in_store()
-            if target == "store":
-                for each in started.values():  # training goes on without it
-                    finished = each.finish()
-                    assert finished.code == 0, finished.output
+            if target == "store":  # training goes on without it
+                _finished(started)
             else:
-                self._let_them_fall(started)
+                self.counts["killed after patience"] += not have_fallen([*started.values()])
         finally:
             for each in started.values():
                 each.kill()
@@ -109,13 +103,6 @@ class NodeChaos:
             self.server.kill()
             time.sleep(outage)
             self.server.start()
-
-    def _let_them_fall(self, started: dict[str, Started]) -> None:
-        """Ranks that lose others end by themselves, as do launchers; else they are counted."""
-        until = time.monotonic() + PATIENCE_SECONDS
-        while any(each.processes() for each in started.values()) and time.monotonic() < until:
-            time.sleep(0.05)
-        self.counts["killed after patience"] += any(each.processes() for each in started.values())
 
     def _replace(self, name: str) -> None:
         """Put an empty node in place of the lost one; what it alone held of checkpoints is gone."""
@@ -155,18 +142,9 @@ class NodeChaos:
         """The same command once more: weights, losses and validation are those of the undisturbed run."""
         least, began = self._least(), time.time()
         started = self._start()
-        for each in started.values():
-            finished = each.finish()
-            assert finished.code == 0, finished.output
-        run, name = self.nodes.disk("alpha"), "model.safetensors"
+        _finished(started)
         self._continued(least, began)
-        assert run.losses == self.reference.losses
-        measured = [
-            [(row["step"], row["eval/loss"]) for row in each.validation_rows]
-            for each in (run, self.reference)
-        ]
-        assert measured[0] == measured[1], measured
-        assert (run.dir.export / name).read_bytes() == (self.reference.dir.export / name).read_bytes()
+        ends_as(self.nodes.disk("alpha"), self.reference)
         self._store_is_whole()
 
     def _store_is_whole(self) -> None:
@@ -181,16 +159,10 @@ class NodeChaos:
         assert damage(copy) is None
 
 
-def _came(started: dict[str, Started], folder: Folder, moment: str) -> bool:
-    """Wait for the moment; False if a node ended first."""
-    while all(each.process.poll() is None for each in started.values()):
-        try:
-            if MOMENTS[moment][0](folder):
-                return True
-        except OSError:  # a file went while it was looked at
-            continue
-        time.sleep(0.002)
-    return False
+def _finished(started: dict[str, Started]) -> None:
+    for each in started.values():
+        finished = each.finish()
+        assert finished.code == 0, finished.output
 
 
 @contextmanager

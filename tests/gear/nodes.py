@@ -1,15 +1,22 @@
-"""Nodes on this machine with nothing shared but a store: start a run on them, lose one, look at their disks."""
+"""Nodes on this machine with nothing shared but a store: start a run on them, lose one, look at their disks.
 
+Each node (hosts.py) has its network, its host name, and its own disk in place of the run folder. `python -m
+tests.gear.nodes FOLDER NODE MASTER_PORT RUN COMMAND...` is a rank on one of them.
+"""
+
+import os
+import runpy
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from tests.gear.hosts import Hosts, hosts
-from tests.gear.node import NAMES, disk_of
 from tests.gear.runs import Finished, Run, Started, Workshop, choices, free_port
 
+NAMES = ["alpha", "beta"]
 HERE = {"GLOO_SOCKET_IFNAME": "eth0"}
 SLOW = """
 import os
@@ -57,7 +64,7 @@ class Nodes:
                     "forked",
                     ranks,
                     "-m",
-                    "tests.gear.node",
+                    "tests.gear.nodes",
                     self.folder,
                     name,
                     port,
@@ -82,7 +89,7 @@ def wait_until(started: dict[str, Started], reached: Callable[[], bool]) -> None
     while not reached():
         for each in started.values():
             assert each.process.poll() is None, each.finish().output
-        time.sleep(0.002)
+        time.sleep(0.01)
 
 
 @contextmanager
@@ -90,3 +97,28 @@ def two_nodes(workshop: Workshop, folder: Path) -> Iterator[Nodes | None]:
     """The nodes; None if this system does not let us make them."""
     with hosts(folder, *NAMES) as made:
         yield None if made is None else Nodes(workshop, folder, made)
+
+
+def disk_of(run: Path, name: str) -> Path:
+    """What is in place of the run folder on a node."""
+    return run.with_name(f"{run.name}-{name}")
+
+
+def main(folder: Path, name: str, port: str, run: Path, command: list[str]) -> None:
+    """Move this process to a node, and be a rank there."""
+    made = Hosts(folder, NAMES)
+    made.enter(name, {run: disk_of(run, name)})
+    # A share of the cores, so that a rank has as many threads as one of as many ranks on one machine.
+    cores, number = sorted(os.sched_getaffinity(0)), NAMES.index(name)
+    os.sched_setaffinity(0, cores[number :: len(NAMES)] or cores)
+    local, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    os.environ["RANK"] = str(NAMES.index(name) * ranks + local)
+    os.environ["WORLD_SIZE"] = str(len(NAMES) * ranks)
+    os.environ.update(MASTER_ADDR=made.address(NAMES[0]), MASTER_PORT=port)
+    sys.argv = command
+    sys.path[0] = str(Path(command[0]).resolve().parent)
+    runpy.run_path(command[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], Path(sys.argv[4]), sys.argv[5:])

@@ -31,22 +31,20 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from pretraining.checkpoints import __main__ as checkpoints
-from pretraining.checkpoints.fetch import fetch_share, newest_committed, read_remote_marker
+from pretraining.checkpoints.folders import COMMITTED, DiskPlace, health
 from pretraining.checkpoints.format import (
     MARKER,
+    Start,
     _with_checksum,
-    parse_marker,
     read_marker,
     read_receipt,
     receipt_name,
 )
-from pretraining.checkpoints.identity import Start
 from pretraining.checkpoints.live_files import NODES, fetch_records
-from pretraining.checkpoints.places import COMMITTED, DiskPlace, health
-from pretraining.checkpoints.publish import LIST, to_store
-from pretraining.checkpoints.remote import RemoteRun
+from pretraining.checkpoints.remote import RemoteRun, fetch_share, newest_stored
 from pretraining.checkpoints.resume import changes_in, changes_since, recorded_changes
 from pretraining.checkpoints.shard_files import CheckpointReader, mean_running_loss
+from pretraining.checkpoints.upload import LIST, to_store
 from pretraining.data.dedup.decontamination import read_evaluation_sets
 from pretraining.data.manifest import read_manifest
 from pretraining.data.prepared import open_prepared
@@ -54,14 +52,12 @@ from pretraining.data.streaming.cache import ShardCache
 from pretraining.data.streaming.store import PATIENCE_VARIABLE
 from pretraining.data.text_files import local_file, read_documents
 from pretraining.data.tokenizer import describe_tokenizer
-from pretraining.data.tools.finished import open_finished
-from pretraining.data.tools.streams import MdsFolder
-from pretraining.data.tools.verify import verify_data
+from pretraining.data.tools.finished import open_finished, verify_data
+from pretraining.data.tools.formats import MdsFolder
 from pretraining.errors import UserError, file_error
-from pretraining.evaluation.likelihood import read_items
+from pretraining.evaluation.scores import read_items
 from pretraining.model.given_weights import _config_of
-from pretraining.model.native_weights import check_params
-from pretraining.model.weight_files import open_weights
+from pretraining.model.weight_files import check_params, open_weights
 from pretraining.planning.comparison import measured_beside_planned
 from pretraining.postmortem import as_text, look_back
 from pretraining.recipe import load_recipe
@@ -70,7 +66,7 @@ from pretraining.reporting import __main__ as reporting
 from pretraining.runtime.journal import Journal
 from pretraining.runtime.lock import holder_of, lock_folder
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.supervise.hostfile import HostfileCommand, Hosts
+from pretraining.supervise.hosts import HostfileCommand, Hosts
 from tests.gear.runs import LLAMA, Workshop
 
 DEFECTS = ("traceback", "hang", "outside")
@@ -326,11 +322,10 @@ class OutsideFuzz:
         changes_since(checkpoint, marker, self.resolved, manifest, ["budget"], recorded_changes(self.run))
 
     def _fetch(self, remote: RemoteRun, name: str) -> None:
-        newest_committed(remote, -1)
-        content, wrong = read_remote_marker(remote, name)
-        if wrong is not None:
+        newest_stored(remote, -1)
+        if not (files := health(remote, name).files):
             return
-        reason = fetch_share(remote, name, self.box / "fetched", parse_marker(content, name)["files"])
+        reason = fetch_share(remote, name, self.box / "fetched", files)
         if reason is not None:
             raise UserError(reason)
 

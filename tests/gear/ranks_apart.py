@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pretraining.checkpoints import background
 from pretraining.errors import UserError, one_line_errors
-from pretraining.evaluation.evaluator import check_alike
-from pretraining.evaluation.likelihood import HellaSwag, Item, Passes
-from pretraining.model.expert_parallel import split_experts
+from pretraining.evaluation.scores import HellaSwag, Item, Passes
+from pretraining.evaluation.validation import check_alike
+from pretraining.model.parallel import split_experts
 from pretraining.recipe import load_recipe
 from pretraining.recipe.sections import Monitors
 from pretraining.runtime.run_folder import RunFolder
@@ -80,8 +80,7 @@ def continued(folder: Path) -> list[str]:
     """Texts of a model of split experts, without ZeRO-3: rank 0's is done after a token, rank 1's after nine."""
     from lm_eval.api.instance import Instance
 
-    from pretraining.evaluation.harness_model import HarnessModel
-    from pretraining.evaluation.likelihood import Passes
+    from pretraining.evaluation.scores import HarnessModel, Passes
 
     config = AutoConfig.for_model(**EXPERTS, bos_token_id=0, eos_token_id=0, use_cache=False)
     torch.manual_seed(0)

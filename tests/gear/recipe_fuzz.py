@@ -30,7 +30,7 @@ from pretraining.data.prepared import open_prepared
 from pretraining.data.sources import open_sources
 from pretraining.ds_config import ds_config_names
 from pretraining.errors import UserError
-from pretraining.evaluation.evaluator import Evaluator
+from pretraining.evaluation.validation import Evaluator
 from pretraining.extend import load_extensions
 from pretraining.model.build import build_from_recipe
 from pretraining.model.counting import counted
@@ -56,52 +56,19 @@ MODELS = {
     "qwen3_moe": EXPERTS,
     "qwen3": {**LLAMA, "model_type": "qwen3", "head_dim": 16},
 }
-OTHER_TYPES = (
-    "olmo2",
-    "smollm3",
-    "gemma3_text",
-    "gpt_oss",
-    "deepseek_v3",
-    "granite",
-    "glm4_moe",
-    "phi3",
-    "mistral",
-    "gpt_neox",
-)
+OTHER_TYPES = "olmo2 smollm3 gemma3_text gpt_oss deepseek_v3 granite glm4_moe phi3 mistral gpt_neox"
 FIFTEEN = {
     **MODELS,
     "mixtral": {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     **{
         name: small(name, type_entry(name), vocab_size=512, max_position_embeddings=64)
-        for name in OTHER_TYPES
+        for name in OTHER_TYPES.split()
     },
 }
-SECTIONS = (
-    "training",
-    "model",
-    "loss",
-    "optimizer",
-    "mup",
-    "speed",
-    "monitors",
-    "checkpoints",
-    "evaluation",
-    "data",
-    "budget",
-    "report",
-)
+SECTIONS = "training model loss optimizer mup speed monitors checkpoints evaluation data budget report"
 PREPARED = (
-    "name",
-    "sources",
-    "tokenizer",
-    "validation_share",
-    "validation",
-    "prepare",
-    "encoder",
-    "filters",
-    "dedup",
-    "decontaminate",
-    "skip_undecodable",
+    "name sources tokenizer validation_share validation prepare encoder filters dedup "
+    "decontaminate skip_undecodable"
 )
 """Keys of `data` that ask for another data set: left as they are if a run must start."""
 SLOW = {"evaluation.tasks", "data.sources", "data.validation", "training.report_to"}
@@ -151,7 +118,7 @@ class RecipeFuzz:
             settings.append(f"data.filters={json.dumps(self._value('data.filters', filters))}")
         keys = list(self._keys(family))
         for _ in range(self.random.choice((1, 1, 2, 2, 3, 4))):
-            section = self.random.choice(SECTIONS + ("model",) * 4 * self.checks)
+            section = self.random.choice(SECTIONS.split() + ["model"] * 4 * self.checks)
             key, schema = self.random.choice([each for each in keys if each[0].startswith(section + ".")])
             settings.append(f"{key}={json.dumps(self._value(key, schema))}")
         return settings
@@ -162,7 +129,7 @@ class RecipeFuzz:
         return self.random.choice(["null", "null", "zero1", "zero2", "zero3", *names])
 
     def _keys(self, family: str) -> Iterator[tuple[str, dict]]:
-        for section in SECTIONS:
+        for section in SECTIONS.split():
             found = self.schema["properties"][section]
             if section == "model":
                 found = self.schema["$defs"].get(family) or type_entry(family)
@@ -170,7 +137,9 @@ class RecipeFuzz:
                 dotted = f"{section}.{key}"
                 if key == "model_type" or dotted in LEFT_OUT or (self.checks and dotted in SLOW):
                     continue
-                if self.trains and (dotted == "budget.tokens" or (section == "data" and key in PREPARED)):
+                if self.trains and (
+                    dotted == "budget.tokens" or (section == "data" and key in PREPARED.split())
+                ):
                     continue
                 if "properties" in schema and self.random.random() < 0.8:
                     yield from ((f"{dotted}.{name}", each) for name, each in schema["properties"].items())
@@ -355,7 +324,7 @@ def start_outcome(workshop: Workshop, settings: list[str], stage: str) -> Outcom
         load_extensions(recipe.extensions)
         arguments = build_arguments(recipe, None, workshop.folder / "nowhere", plan.accumulation_steps)
         own = load_recipe(str(workshop.recipe))
-        of_own = all(getattr(recipe.data, key) == getattr(own.data, key) for key in PREPARED)
+        of_own = all(getattr(recipe.data, key) == getattr(own.data, key) for key in PREPARED.split())
         read = recipe if of_own else own
         data = open_prepared(read, workshop.data).for_run(read)
         dataset, tokenizer = build_training_dataset(data, read, 0), data.tokenizer

@@ -2,8 +2,7 @@
 
 from datatrove.utils.word_tokenizers import WordTokenizer
 
-from pretraining.data.quality.text import count_sentences
-from pretraining.data.quality.words import Words
+from pretraining.data.quality.text import Words, count_sentences
 
 
 class ReferenceSplitter(WordTokenizer):

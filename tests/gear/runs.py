@@ -437,7 +437,7 @@ def start_and_kill(command: list[str], reached: Callable[[], bool]) -> None:
         while started.process.poll() is None and not reached():
             if time.monotonic() - looked_at > 2:
                 known, looked_at = started.processes(), time.monotonic()
-            time.sleep(0.001)
+            time.sleep(0.002)
         assert started.process.poll() is None, "the run ended before it could be killed"
         send_kill(known)
     finally:
@@ -472,3 +472,7 @@ def contents(folder: Path) -> dict[str, tuple]:
     """{file: (bytes, time of the last change)}."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     return {str(f.relative_to(folder)): (f.read_bytes(), f.stat().st_mtime_ns) for f in files}
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {name: content for name, (content, _) in contents(folder).items()}

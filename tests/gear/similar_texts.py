@@ -6,9 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from pretraining.data.dedup.minhash import Signatures
-from pretraining.data.dedup.ngrams import batches_of, ngrams_of, units_of
-from pretraining.data.dedup.pairs import signature_files, write_array
+from pretraining.data.dedup.duplicates import KEYS_NAME, SKETCH_NAME, write_array
+from pretraining.data.dedup.signatures import Signatures, batches_of, ngrams_of, units_of
 
 
 def ngram_sets(texts: Sequence[str], n: int, unit: str = "words") -> list[np.ndarray]:
@@ -26,7 +25,8 @@ def jaccard(one: np.ndarray, other: np.ndarray) -> float:
     return shared / max(len(one) + len(other) - shared, 1)
 
 
-def write_signatures(folder: Path, piece: int, signatures: Signatures) -> None:
-    """What `Clean` writes of a piece, under the names that `SignatureLinks` gives."""
-    for path, array in zip(signature_files(folder, piece), signatures, strict=True):
-        write_array(path, array)
+def write_signatures(folder: Path, signatures: Signatures) -> Path:
+    """What `Clean` writes of a piece, in its folder."""
+    for name, array in zip((KEYS_NAME, SKETCH_NAME), signatures, strict=True):
+        write_array(folder / name, array)
+    return folder

@@ -2,9 +2,14 @@
 
 from pathlib import Path
 
-from pretraining.checkpoints.format import commit_checkpoint, file_entry, write_receipt
-from pretraining.checkpoints.identity import Identity, Start, metrics_at
-from pretraining.checkpoints.retention import Retention
+from pretraining.checkpoints.folders import Retention
+from pretraining.checkpoints.format import (
+    Identity,
+    Start,
+    commit_checkpoint,
+    file_entry,
+    write_receipt,
+)
 from pretraining.planning.run_plan import build_run_plan
 from pretraining.recipe import load_recipe
 from pretraining.runtime.run_folder import RunFolder
@@ -13,10 +18,11 @@ SPLIT = {"documents": 1, "tokens": 1000}
 MANIFEST = {"fingerprint": "xxh128:0", "splits": {"train": SPLIT, "validation": SPLIT}}
 
 
-def identity_of(*settings: str, start: Start | None = None, manifest: dict = MANIFEST) -> Identity:
-    """What a one-process start of recipe `tiny` writes into its markers."""
-    recipe = load_recipe("tiny", settings)
-    return Identity.of(recipe, build_run_plan(recipe, None, 1), manifest, {"versions": {}}, start or Start())
+def identity_of(*settings: str, start: Start | None = None, base: str = "tiny") -> Identity:
+    """What a one-process start of a recipe writes into its markers."""
+    recipe = load_recipe(base, settings)
+    layout = build_run_plan(recipe, None, 1).layout
+    return Identity(recipe, MANIFEST, layout, {"versions": {}}, start or Start())
 
 
 def save(
@@ -33,7 +39,6 @@ def save(
     for name in names:
         (folder / name).write_text(f"{name} after {step} steps")
     write_receipt(folder, 0, 1, {name: file_entry(folder / name) for name in names})
-    measured = metrics_at(step, [{"step": step, **metrics}])
-    commit_checkpoint(folder, (identity or identity_of()).marker_at(step, measured))
+    commit_checkpoint(folder, (identity or identity_of()).marker_at(step, [{"step": step, **metrics}]))
     (retention or Retention(None)).apply(run)
     return folder

@@ -14,10 +14,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from pretraining.data.document_masking import IGNORED
+from pretraining.data.documents import IGNORED
 from pretraining.model import cross_entropy
 from pretraining.model.loss import build_loss
-from pretraining.model.vocabulary_parallel import split_vocabulary
+from pretraining.model.parallel import split_vocabulary
 from pretraining.planning.memory import activations
 from pretraining.training.ranks import joined_ranks
 from pretraining.upstream.deepspeed import whole_shape

@@ -23,7 +23,7 @@ from tests.gear.runs import REPOSITORY
 COMMANDS = {
     "train.py": (parse_train_arguments, ()),
     "data_prep.py": (data_prep.parse_arguments, ()),
-    "data": (data.main, data.RUNS),
+    "data": (data.main, data.EXAMPLES_OF),
     "planning": (planning.main, planning.VERBS),
     "evaluation": (evaluation.main, ()),
     "checkpoints": (checkpoints.main, checkpoints.VERBS),

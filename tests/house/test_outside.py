@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from pretraining.checkpoints import __main__ as checkpoints
-from pretraining.checkpoints.fetch import read_remote_marker
+from pretraining.checkpoints.folders import health
 from pretraining.checkpoints.format import MARKER, read_receipt, write_json, write_marker
-from pretraining.checkpoints.publish import LIST, to_store
 from pretraining.checkpoints.remote import RemoteRun
+from pretraining.checkpoints.upload import LIST, to_store
 from pretraining.data.manifest import parse_manifest
 from pretraining.data.publishing import preparation_lock
 from pretraining.data.streaming.cache import ShardCache
@@ -139,7 +139,7 @@ def test_a_marker_and_a_receipt_name_no_file_elsewhere(run, precious):
         kept = {key: value for key, value in marker.items() if key not in ("format", "checksum")}
         write_marker(folder, {**kept, "files": {**marker["files"], name: entry}})
         remote = RemoteRun(run.path.parent.as_uri(), run.path.name)
-        assert "unknown key" in str(read_remote_marker(remote, folder.name)[1])
+        assert "unknown key" in health(remote, folder.name).reason
         write_json(folder / "rank-00000-of-00001.json", {"files": {name: entry}})
         with pytest.raises(UserError, match="unknown key"):
             read_receipt(folder, 0, 1)

@@ -36,7 +36,7 @@ OF_PYTHON = {"_exit", "_asdict", "_replace", "_fields", "_getframe"}
 def broken() -> list[str]:
     """One line for each reliance that the installed libraries do not meet."""
     return [
-        f"{each.package}: {each.name}: {what}; used by upstream/{each.used_by}.py ({each.why}); see tests/{each.test}"
+        f"{each.package}: {each.name}: {what}; used by upstream/{each.used_by}.py, which says what for; see {each.test}"
         for each in reliances()
         if (what := _difference(each))
     ]
@@ -62,7 +62,7 @@ def test_a_name_that_is_gone_or_changed_is_found():
 
 
 def _reliance(name: str, parameters: str | None) -> Reliance:
-    return Reliance(name, parameters, "", "", "", "")
+    return Reliance(name, parameters, "", "")
 
 
 def _difference(reliance: Reliance) -> str | None:

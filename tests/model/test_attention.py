@@ -7,20 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import TrainingArguments
 
-from pretraining.data.document_masking import document_borders
+from pretraining.data.documents import document_borders
 from pretraining.errors import UserError
 from pretraining.model import attention
 from pretraining.model.build import build_model
 from tests.gear.runs import MODELS, REPOSITORY
 
 TOKENIZER = SimpleNamespace(bos_token_id=0, eos_token_id=0)
-
-
-@pytest.fixture
-def arguments(tmp_path):
-    return TrainingArguments(output_dir=str(tmp_path), use_cpu=True, seed=7)
 
 
 @pytest.mark.parametrize("name", MODELS)

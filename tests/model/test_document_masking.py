@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
-from pretraining.data.document_masking import IGNORED, document_borders
+from pretraining.data.documents import IGNORED, document_borders
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.model import attention
 from pretraining.model.build import build_model
@@ -34,11 +34,6 @@ def split(tmp_path):
     """Documents of 1 to 39 tokens in several shards; ids that the small models have."""
     documents = [document % 512 for document in random_documents(60)]
     return write_split(tmp_path / "split", documents, 300)
-
-
-@pytest.fixture
-def arguments(tmp_path):
-    return TrainingArguments(output_dir=str(tmp_path), use_cpu=True, seed=7)
 
 
 def test_positions_begin_anew_and_no_target_crosses_a_border(split):

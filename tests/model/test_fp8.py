@@ -6,16 +6,15 @@ import pytest
 import torch
 
 from pretraining.errors import UserError
-from pretraining.model.build import build_model
-from pretraining.model.compiling import check_fp8_hardware, convert_products
+from pretraining.model.build import build_model, check_speed, convert_products
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.recipe.sections import Speed
 from tests.gear.runs import LLAMA
-from tests.model.test_compiling import IDS, TOKENIZER, arguments  # noqa: F401
+from tests.model.test_compiling import IDS, TOKENIZER
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
-def test_a_converted_model_is_the_model_within_fp8_s_rounding(arguments, name):  # noqa: F811
+def test_a_converted_model_is_the_model_within_fp8_s_rounding(arguments, name):
     """Emulated: the same parameters under the same names, logits and gradients a few percent off, the head exact."""
     pytest.importorskip("torchao")
     whole = build_model(LLAMA, TOKENIZER, arguments).bfloat16()
@@ -32,7 +31,7 @@ def test_a_converted_model_is_the_model_within_fp8_s_rounding(arguments, name): 
     assert 0 < (ours - theirs).norm() / theirs.norm() < 0.1
 
 
-def test_validations_are_those_of_the_exported_weights(arguments):  # noqa: F811
+def test_validations_are_those_of_the_exported_weights(arguments):
     """Promise: honest numbers. Only training multiplies in fp8: the logits of a validation are the plain model's."""
     pytest.importorskip("torchao")
     whole, fp8 = (build_model(LLAMA, TOKENIZER, arguments).bfloat16() for _ in range(2))
@@ -44,7 +43,7 @@ def test_validations_are_those_of_the_exported_weights(arguments):  # noqa: F811
 
 def refusal(speed: str) -> str:
     with pytest.raises(UserError) as error:
-        check_fp8_hardware(Speed(fp8=speed))
+        check_speed(Speed(fp8=speed))
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -57,7 +56,7 @@ def test_hardware_without_it_is_one_line(monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
     assert "this one has 8.0" in refusal("rowwise")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
-    check_fp8_hardware(Speed(fp8="rowwise"))
+    check_speed(Speed(fp8="rowwise"))
 
 
 UNFIT = {
@@ -77,7 +76,7 @@ def test_what_it_does_not_go_with_is_one_line(name):
     assert "\n" not in str(error.value)
 
 
-def test_a_missing_package_is_one_line(arguments, monkeypatch):  # noqa: F811
+def test_a_missing_package_is_one_line(arguments, monkeypatch):
     for name in [name for name in sys.modules if name.startswith("torchao.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torchao", None)

@@ -26,8 +26,7 @@ from pretraining.model.given_weights import (
     find_folder,
     revision_of,
 )
-from pretraining.model.native_weights import translated
-from pretraining.model.weight_files import open_weights
+from pretraining.model.weight_files import open_weights, translated
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.memory.need import state_of_recipe
 from pretraining.planning.memory.tensors import ParametersVerb, frozen_tensors, trained_tensors
@@ -35,6 +34,7 @@ from pretraining.planning.screen import full_plan
 from pretraining.recipe import load_recipe
 from pretraining.recipe.model import Model
 from pretraining.runtime.durable_files import read_rows
+from tests.gear.finished_data import refusal
 from tests.gear.quality_texts import PROSE
 from tests.gear.runs import EXPERTS, LLAMA, SMALL_RECIPE, STEPS, execute
 
@@ -254,12 +254,6 @@ def test_a_mapped_weight_is_private(tmp_path, model):
         for parameter in filled(tmp_path / "source", {**model, "use_cache": False}).parameters():
             parameter.add_(1)
     assert file.read_bytes() == before
-
-
-def refusal(act, *arguments) -> str:
-    with pytest.raises(UserError) as caught:
-        act(*arguments)
-    return str(caught.value)
 
 
 def test_shapes_and_tying_are_checked(tmp_path):

@@ -14,10 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 from pretraining.checkpoints.export import write_model_folder
 from pretraining.data.prepared import open_prepared
 from pretraining.evaluation.__main__ import main
-from pretraining.evaluation.evaluator import Evaluator
-from pretraining.evaluation.harness import Harness, scores_of
-from pretraining.evaluation.likelihood import Passes
-from pretraining.evaluation.validation import IGNORED
+from pretraining.evaluation.scores import Harness, Passes, scores_of
+from pretraining.evaluation.validation import IGNORED, Evaluator
 from pretraining.model.build import build_from_recipe
 from pretraining.recipe import load_recipe
 from tests.data.test_data_prep import make_texts, write_jsonl

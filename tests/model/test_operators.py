@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pretraining.doctor import machine as doctor_machine
+from pretraining.doctor import launch as doctor_launch
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
@@ -176,14 +176,14 @@ def test_the_doctor_looks_for_the_same_tools(tools, monkeypatch, name):
 
     deepspeed, _ = MISSING[name]
     ds_config, folders = load_ds_config(deepspeed), (Path("runs"), Path("data"))
-    monkeypatch.setattr(doctor_machine, "torch_build", lambda: TorchBuild("2.13.0+cu130", "13.0"))
+    monkeypatch.setattr(doctor_launch, "torch_build", lambda: TorchBuild("2.13.0+cu130", "13.0"))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tools))
     found = Gpus((GpuFound("0", "NVIDIA H100 80GB HBM3", 85 << 30, 0),))
     launch = Launch(found, 1, 1, *folders, ds_config=ds_config)
-    (fine,) = doctor_machine._compilers(launch)
+    (fine,) = doctor_launch._compilers(launch)
     assert fine.verdict == "fine"
     take_away(tools, name)
-    (finding,) = doctor_machine._compilers(launch)
+    (finding,) = doctor_launch._compilers(launch)
     with pytest.raises(UserError) as error:
         operators.check_operators(ds_config)
     assert finding.verdict == "will break" and str(error.value).endswith(f": {finding.remedy}")

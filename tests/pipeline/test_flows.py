@@ -9,7 +9,7 @@ from pretraining.pipeline import step
 from pretraining.pipeline.step import Pipeline
 from pretraining.pipeline.steps import Plan
 from pretraining.recipe.refusals import load_recipe_and_ds_config
-from pretraining.runtime.child import CommandEnded
+from pretraining.runtime.processes import CommandEnded
 from tests.pipeline.test_pipeline import SHORT, Place, forked
 
 flytekit = pytest.importorskip("flytekit", reason="flytekit is not installed (requirements-flows.txt)")

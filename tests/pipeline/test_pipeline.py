@@ -15,8 +15,8 @@ from pretraining.errors import UserError
 from pretraining.pipeline import step
 from pretraining.pipeline.__main__ import main
 from pretraining.pipeline.steps import NAMES, ranks_of
-from pretraining.runtime.child import CommandEnded, call
 from pretraining.runtime.lock import lock_idle_run
+from pretraining.runtime.processes import CommandEnded, call
 from tests.gear.local_hub import REPOSITORY_ID, local_hub
 from tests.gear.object_store import BUCKET, s3_server, use_here
 from tests.gear.runs import REPOSITORY, Workshop, execute
@@ -246,7 +246,7 @@ time.sleep(60)
 """
 PARENT = """
 import sys
-from pretraining.runtime.child import CommandEnded, call
+from pretraining.runtime.processes import CommandEnded, call
 try:
     call([sys.executable, "-c", sys.argv[1]])
 except CommandEnded as ended:

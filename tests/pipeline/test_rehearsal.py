@@ -40,9 +40,8 @@ def rehearsed(workshop: Workshop, folder: Path, *words, settings=(), data: Path 
     if data is not None:
         typed += ["--data_dir", str(data)]
     options = parse_train_arguments(typed)
-    recipe, ds_config = load_recipe_and_ds_config(
-        options.recipe, options.set, options.deepspeed, options.world_size
-    )
+    asked = options.recipe, options.set, options.deepspeed, options.world_size
+    recipe, ds_config = load_recipe_and_ds_config(*asked)
     rehearse(recipe, ds_config, options, train.open_data, train.attempt)
 
 
@@ -61,8 +60,11 @@ def own_data(workshop, tmp_path) -> Path:
 
 def test_a_sound_run_passes_on_uneven_nodes(workshop, tmp_path):
     """60 ranks on 7 nodes, by the real command line: all that a start does is done twice by three ranks."""
-    words = workshop.options("--output_dir", tmp_path / "run", "--rehearse", "--json", *MANY)
-    words += ["--deepspeed", "zero3", *(word for setting in ONE_EACH for word in ("--set", setting))]
+    words = workshop.options(
+        "--output_dir", tmp_path / "run", "--rehearse", "--json", *MANY, "--deepspeed", "zero3"
+    )
+    for setting in ONE_EACH:
+        words += ["--set", setting]
     finished = execute([sys.executable, "train.py", *words], **forked_programs())
     assert finished.code == 0, finished.output
     answer = json.loads(finished.stdout)
@@ -79,12 +81,17 @@ def test_a_sound_run_passes_on_uneven_nodes(workshop, tmp_path):
     assert len({each["starts"][0]["checkpoint_bytes"] for each in answer["ranks"]}) <= 3
 
 
-def test_split_experts_are_rehearsed_as_routed_alike(workshop, tmp_path, monkeypatch, capsys):
+def test_split_experts_are_rehearsed_with_routers_that_choose_all_alike(
+    workshop, tmp_path, monkeypatch, capsys
+):
     """Rank 0 of 60, ZeRO-2, four ranks a group: its share of the experts, and the exchange of rows."""
     monkeypatch.setattr(rehearsal, "rehearsed_ranks", lambda world_size: [0])
     monkeypatch.setattr(rehearsal, "SAYS_EVERY_SECONDS", 0.5)
-    model = f"model={json.dumps(MODELS['qwen3_moe'])}"
-    settings = [model, "training.bf16=true", "monitors.noise_scale_steps=null"]
+    settings = [
+        f"model={json.dumps(MODELS['qwen3_moe'])}",
+        "training.bf16=true",
+        "monitors.noise_scale_steps=null",
+    ]
     rehearsed(workshop, tmp_path, "--deepspeed", "zero2:expert=2", "--json", settings=settings)
     printed = capsys.readouterr()
     assert "ranks        0, " in printed.err and "still at work: 0; " in printed.err, "minutes, never silent"
@@ -108,36 +115,16 @@ def test_a_rank_that_fails_is_named(workshop, tmp_path, monkeypatch):
         rehearsed(workshop, tmp_path, settings=[f'extensions=["{extension}"]'])
 
 
-def damage_shard(folder: Path, workshop: Workshop) -> None:
-    next((folder / "data" / "corpus" / "train").glob("*.arrow")).unlink()
-
-
-def change_tokenizer(folder: Path, workshop: Workshop) -> None:
-    path = folder / "data" / "corpus" / "tokenizer" / "tokenizer.json"
-    path.write_text(path.read_text() + "\n\n ")
-
-
-def put_a_file_there(folder: Path, workshop: Workshop) -> None:
-    (folder / "run").write_text("a file")
-
-
-def put_another_run_there(folder: Path, workshop: Workshop) -> None:
-    shutil.copytree(workshop.run("zero2").dir.path, folder / "run")
-
-
-@pytest.mark.parametrize(
-    ("damage", "named"),
-    [
-        (damage_shard, r"^data: .*\.arrow: shard is missing"),
-        (change_tokenizer, r"^data: .*not the one the data was made with"),
-        (put_a_file_there, r"^run folder: .*run: Not a directory"),
-        # at hour zero the start would be refused
-        (put_another_run_there, r"^run folder: .*--allow_change"),
-    ],
-)
-def test_what_is_wrong_in_the_folders_is_named(workshop, tmp_path, own_data, without_ranks, damage, named):
-    damage(tmp_path, workshop)
-    with pytest.raises(UserError, match=named):
+def test_damaged_data_is_named(workshop, tmp_path, own_data, without_ranks):
+    """A tokenizer with a byte more, and a shard that is not there."""
+    path = own_data / "corpus" / "tokenizer" / "tokenizer.json"
+    written = path.read_text()
+    path.write_text(written + "\n\n ")
+    with pytest.raises(UserError, match=r"^data: .*not the one the data was made with"):
+        rehearsed(workshop, tmp_path, data=own_data)
+    path.write_text(written)
+    next((own_data / "corpus" / "train").glob("*.arrow")).unlink()
+    with pytest.raises(UserError, match=r"^data: .*\.arrow: shard is missing"):
         rehearsed(workshop, tmp_path, data=own_data)
 
 
@@ -166,18 +153,22 @@ def test_data_of_a_web_server_is_looked_at(workshop, tmp_path, own_data, without
         server.shutdown()
 
 
+def test_a_finished_run_of_this_machine_is_no_fault_of_another(workshop, tmp_path, without_ranks, capsys):
+    """`elsewhere` says that it does not look at disks here, and does not."""
+    shutil.copytree(workshop.run("zero2").dir.path, tmp_path / "run")
+    rehearsed(workshop, tmp_path, "--rehearse", "elsewhere")
+    assert "run: not looked at" in capsys.readouterr().out
+
+
 GIANT = ("model.n_embd=65536", "model.n_layer=32")
+SEQUENCE_7 = (("monitors.noise_scale_steps=null",), ("--deepspeed", "zero3:sequence=7"))
 FAULTS = {
     "indivisible batch": (
         ("budget.tokens_per_step=4096", "budget.tokens=40960"),
         (),
         r"4096 is not a multiple of 3840 = 60 ranks",
     ),
-    "layout that does not divide": (
-        ("monitors.noise_scale_steps=null",),
-        ("--deepspeed", "zero3:sequence=7"),
-        r"sequence 7: does not divide the 4 attention heads",
-    ),
+    "layout that does not divide": (*SEQUENCE_7, r"sequence 7: does not divide the 4 attention heads"),
     "too small disk": (GIANT, (), r"^plan: .* need .* of disk, there is room for"),
     "too small GPUs": (
         (*GIANT, "training.save_strategy=no"),
@@ -190,7 +181,7 @@ FAULTS = {
         (),
         r"^data: .*the data is not prepared; run: python data_prep",
     ),
-    "tracker that is not installed": (
+    "no tracker": (
         ("training.report_to=clearml",),
         (),
         r"^environment: .*'clearml' needs the package clearml",
@@ -206,6 +197,17 @@ def test_each_planted_fault_is_named_in_one_line(workshop, tmp_path, without_ran
         rehearsed(workshop, tmp_path, *words, settings=settings)
     assert "more, above" not in str(raised.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_folder_that_cannot_be_written_or_holds_another_run_is_named(workshop, tmp_path, without_ranks):
+    """At hour zero the start would be refused."""
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(UserError, match=r"^run folder: .*run: Not a directory"):
+        rehearsed(workshop, tmp_path)
+    (tmp_path / "run").unlink()
+    shutil.copytree(workshop.run("zero2").dir.path, tmp_path / "run")
+    with pytest.raises(UserError, match=r"^run folder: .*--allow_change"):
+        rehearsed(workshop, tmp_path)
 
 
 def test_an_unreachable_store_and_a_taken_port_are_both_named(
@@ -224,26 +226,21 @@ def test_an_unreachable_store_and_a_taken_port_are_both_named(
         with pytest.raises(UserError, match=r"^store: s3://bucket.* \(and 1 fault more, above\)"):
             rehearsed(workshop, tmp_path, settings=["checkpoints.upload=s3://bucket/runs"])
     said = capsys.readouterr().out
-    assert "FAULT: MASTER_PORT=" in said and "left out" not in said
-    assert "not rehearsed: the ranks; mend" in said
+    assert "FAULT: MASTER_PORT=" in said and "not rehearsed: the ranks; mend" in said
+    assert "left out" not in said
 
 
-@pytest.mark.parametrize(
-    "settings, warned", [([], True), (["checkpoints.upload={folder}"], False)], ids=["none", "store"]
-)
-def test_nodes_without_a_store_are_warned_of(workshop, tmp_path, without_ranks, capsys, settings, warned):
+def test_nodes_without_a_store_are_warned_of(workshop, tmp_path, without_ranks, capsys):
     """Nothing committed is lost, which one node's disk alone cannot promise."""
-    rehearsed(workshop, tmp_path, settings=[each.format(folder=tmp_path / "store") for each in settings])
-    assert ("note: unless all nodes share the disk of" in capsys.readouterr().out) == warned
+    for settings, warned in (([], True), ([f"checkpoints.upload={tmp_path / 'store'}"], False)):
+        rehearsed(workshop, tmp_path, settings=settings)
+        assert ("note: unless all nodes share the disk of" in capsys.readouterr().out) == warned
 
 
-def test_data_and_disk_of_another_machine_are_not_looked_at(workshop, tmp_path, without_ranks, capsys):
-    """`elsewhere` stands in for both, and says so; a finished run of this machine is no fault of that one."""
+def test_data_and_disk_of_another_machine_may_be_missing(workshop, tmp_path, without_ranks, capsys):
+    """`elsewhere` stands in for both, and says so."""
     rehearsed(workshop, tmp_path, "--rehearse", "elsewhere", settings=["data.name=other", *GIANT])
     assert "stand-in data, as " in capsys.readouterr().out
-    put_another_run_there(tmp_path, workshop)
-    rehearsed(workshop, tmp_path, "--rehearse", "elsewhere")
-    assert "run: not looked at" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("world_size", "nodes"), [(1000, 128), (1024, 128), (65_537, 8193), (3, 3)])
@@ -272,8 +269,14 @@ def test_options_that_do_not_go_together_are_refused(words, named):
 
 
 def test_a_rehearsal_is_one_process(workshop, tmp_path, without_ranks, monkeypatch):
-    launcher = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    for name, value in (launcher | {"MASTER_PORT": "29500"}).items():
-        monkeypatch.setenv(name, value)
+    launcher = {
+        "WORLD_SIZE": "2",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }
+    for name, value in launcher.items():
+        monkeypatch.setitem(os.environ, name, value)
     with pytest.raises(UserError, match=r"^environment: a rehearsal is one process"):
         rehearsed(workshop, tmp_path)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from pretraining.model.recomputation import keep_products
+from pretraining.model.build import keep_products
 from pretraining.planning.sizes import flops_per_token, model_size, size_of_recipe
 from pretraining.recipe.sections import Weights
 from tests.planning.test_planning import DENSE_MODELS, GPT2, MODELS, SHIPPED, build

@@ -8,20 +8,19 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import groups as deepspeed_groups
 
-from pretraining.checkpoints import background, places
+from pretraining.checkpoints import background, folders
 from pretraining.checkpoints.background import CheckpointWriter
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.upload import Uploader
 from pretraining.ds_config import Degrees
-from pretraining.runtime.process_group import Agreement, host_group, own_group
-from pretraining.runtime.rank_groups import rank_groups
+from pretraining.runtime.process_group import Agreement, host_group, own_group, rank_groups
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.runtime.wall_time import attempts
 from pretraining.schema import REPOSITORY
 from pretraining.training import stopping
 from pretraining.upstream.deepspeed import groups_at_once
-from pretraining.upstream.experts import make_expert_groups
 from pretraining.upstream.fake_gpu import fake_gpu
+from pretraining.upstream.split_weights import make_expert_groups
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 
@@ -49,10 +48,10 @@ def test_a_full_cache_is_not_listed_at_each_fetch(tmp_path):
 
 
 def test_a_share_of_the_files_costs_one_look_at_each(monkeypatch):
-    looks, replace = [], places.heapreplace
-    monkeypatch.setattr(places, "heapreplace", lambda *each: looks.append(1) or replace(*each))
+    looks, replace = [], folders.heapreplace
+    monkeypatch.setattr(folders, "heapreplace", lambda *each: looks.append(1) or replace(*each))
     files = {f"rank-{number}": {"bytes": 1 + number % 7} for number in range(4096)}
-    shares = [places.share_of(files, rank, 64) for rank in (0, 63)]
+    shares = [folders.share_of(files, rank, 64) for rank in (0, 63)]
     assert len(looks) == 2 * len(files) and not shares[0].keys() & shares[1].keys()
 
 

@@ -69,58 +69,20 @@ def changed(workshop, tmp_path):
     return write
 
 
-# What the recipe says -> what the answer says. Written into the file, and set on the command line.
-MISTAKES = {
-    "unknown key": (
-        ("training", "learnin_rate", 1),
-        "training.learnin_rate: unknown key; did you mean 'training.learning_rate'",
-    ),
-    "unknown nested key": (
-        ("data", "tokenizer", {"train_vocab": 512}),
-        "data.tokenizer.train_vocab: unknown key; did you mean 'data.tokenizer.train_vocab_size'",
-    ),
-    "wrong type": (("training", "bf16", 1), "training.bf16: is 1 where true or false is wanted"),
-    "number as string": (("model", "n_embd", "64"), 'model.n_embd: is the string "64" where an integer'),
-    "key owned elsewhere": (
-        ("training", "max_steps", 5),
-        "training.max_steps: does not belong here: derived from",
-    ),
-    "key owned by the command line": (
-        ("training", "output_dir", "x"),
-        "does not belong here: set on the command line",
-    ),
-    "head count": (("model", "n_head", 5), "model.n_head: is 5, which does not divide model.n_embd 64"),
-    "context longer than the positions": (
-        ("data", "sequence_length", 128),
-        "data.sequence_length: is 128, but the model has 64 positions",
-    ),
-    "tokens per step and length": (("budget", "tokens_per_step", 500), "the nearest are 448 and 512"),
-}
-
-
-@pytest.mark.parametrize("mistake, message", MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_in_the_recipe(train, changed, mistake, message):
-    """In the file, which the line names; and the same with --set."""
-    section, key, value = mistake
-    path = changed(section, **{key: value})
+def test_a_mistake_in_the_recipe(train, changed):
+    """In the file, which the line names; and the same with --set. All mistakes: test_refusals.py."""
+    message = "training.learnin_rate: unknown key; did you mean 'training.learning_rate'"
+    path = changed("training", learnin_rate=1)
     assert str(path) in refused(train("--recipe", path), message)
-    text = value if isinstance(value, str) and not value.isdigit() else json.dumps(value)
-    refused(train("--set", f"{section}.{key}={text}"), message)
-
-
-def test_unknown_recipe_lists_those_there_are(train):
-    refused(train("--recipe", "tinny"), "did you mean 'tiny'", "124m", "1.5b", "7b", "30b", "65b")
+    refused(train("--set", "training.learnin_rate=1"), message)
 
 
 def test_a_recipe_that_is_not_there_or_not_json(train, tmp_path):
     (tmp_path / "broken.json").write_text('{"model": {,}}')
     refused(train("--recipe", tmp_path / "nowhere.json"), "nowhere.json: cannot be read")
     refused(train("--recipe", tmp_path / "broken.json"), "broken.json: line 1 column 12")
-
-
-def test_unknown_option(train):
-    """argparse's own answer: usage and one error line, exit code 2."""
-    finished = train("--stage", "3")
+    refused(train("--recipe", "tinny"), "did you mean 'tiny'", "124m", "1.5b", "7b", "30b", "65b")
+    finished = train("--stage", "3")  # argparse's own answer
     assert finished.code == 2 and "unrecognized arguments: --stage 3" in finished.stderr
 
 
@@ -192,14 +154,8 @@ def test_data_that_is_not_prepared_names_the_command_that_prepares_it(workshop, 
     prepared = execute([sys.executable, *command[1:]])
     assert prepared.code == 0, prepared.output
     assert (tmp_path / "data" / "corpus" / "manifest.json").exists()
-
-
-def test_data_prepared_with_another_tokenizer(train):
-    refused(
-        train("--set", "data.tokenizer.train_vocab_size=400"),
-        "data.tokenizer.train_vocab_size: 512 there, 400 here",
-        "data_prep.py",
-    )
+    said = "data.tokenizer.train_vocab_size: 512 there, 400 here", "data_prep.py"
+    refused(train("--set", "data.tokenizer.train_vocab_size=400"), *said)  # data of another tokenizer
 
 
 @pytest.fixture
@@ -209,20 +165,18 @@ def copied_data(workshop, tmp_path) -> Path:
     return tmp_path / "data"
 
 
-def test_a_truncated_shard(train, copied_data):
-    """Which file, how much is there and how much should be."""
-    shard = next(copied_data.glob("corpus/train/*.arrow"))
-    os.truncate(shard, shard.stat().st_size - 8)
-    refused(train("--data_dir", copied_data), shard.name)
-
-
-def test_a_damaged_shard(train, copied_data):
-    """One bit of one token."""
+def test_a_damaged_shard_or_tokenizer_is_one_line(train, copied_data):
+    """One bit of one token, a shard that is cut, another tokenizer: which file it is."""
     shard = next(copied_data.glob("corpus/train/*.arrow"))
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
     refused(train("--data_dir", copied_data), shard.name)
+    os.truncate(shard, shard.stat().st_size - 8)
+    refused(train("--data_dir", copied_data), shard.name)
+    (copied_data / "corpus" / "tokenizer" / "tokenizer_config.json").write_text("")
+    said = "tokenizer/tokenizer_config.json: not the one the data was made with"
+    refused(train("--data_dir", copied_data), said)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
@@ -240,39 +194,17 @@ def test_a_damaged_tokenizer(workshop, copied_data, tmp_path, name, damage):
             open_prepared(recipe, place, ShardCache(tmp_path / "cache", 10**9))
     store.rm("/damaged", recursive=True)
     if damage != "missing" or name != "tokenizer.json":  # without that file the store says what is not there
-        assert ("missing" if damage == "missing" else "not the one the data was made with") in str(
-            caught.value
-        )
+        said = "missing" if damage == "missing" else "not the one the data was made with"
+        assert said in str(caught.value)
 
 
-def test_a_damaged_tokenizer_is_one_line(train, copied_data):
-    (copied_data / "corpus" / "tokenizer" / "tokenizer_config.json").write_text("")
-    refused(
-        train("--data_dir", copied_data),
-        "tokenizer/tokenizer_config.json: not the one the data was made with",
-    )
-
-
-DS_MISTAKES = {
-    "unknown key": (
-        {"gradient_cliping": 1.0},
-        "gradient_cliping: unknown key; did you mean 'gradient_clipping'",
-    ),
-    "removed key": ({"elasticity": {"enabled": False}}, "elasticity: removed from DeepSpeed"),
-    "optimizer": ({"optimizer": {"type": "AdamW"}}, "optimizer: does not belong here"),
-    "shared key": ({"train_batch_size": 8}, 'train_batch_size: is 8; it must be "auto"'),
-}
-
-
-@pytest.mark.parametrize("values, message", DS_MISTAKES.values(), ids=DS_MISTAKES)
-def test_a_mistake_in_the_ds_config(train, tmp_path, values, message):
+def test_a_mistake_in_the_ds_config(train, tmp_path):
+    """All mistakes: test_ds_config.py."""
     path = tmp_path / "zero2_mine.json"
     config = json.loads((REPOSITORY / "ds_configs" / "zero2.json").read_text())
-    path.write_text(json.dumps({**config, **values}))
+    path.write_text(json.dumps({**config, "gradient_cliping": 1.0}))
+    message = "gradient_cliping: unknown key; did you mean 'gradient_clipping'"
     refused(train("--deepspeed", path), str(path), message)
-
-
-def test_unknown_ds_config(train):
     refused(train("--deepspeed", "zero4"), "no such ds_config; did you mean", "zero3_hpz")
 
 
@@ -281,12 +213,8 @@ def test_output_folder_of_another_recipe(workshop):
     run = workshop.plain()
     before = contents(run.folder)
     command = workshop.command(run.folder, "null", 1, "plain", ("training.learning_rate=0.5",))
-    refused(
-        execute(command),
-        "holds a run of another recipe: training.learning_rate: 0.01 there, 0.5 here",
-        "--output_dir",
-        "--resume never",
-    )
+    said = "holds a run of another recipe: training.learning_rate: 0.01 there, 0.5 here"
+    refused(execute(command), said, "--output_dir", "--resume never")
     assert contents(run.folder) == before
 
 
@@ -307,9 +235,8 @@ TEXTS = {
 def test_text_that_cannot_be_prepared(workshop, changed, tmp_path, text, message):
     """data_prep.py: which file and line, or how much text is missing."""
     (tmp_path / "text.txt").write_bytes(text)
-    recipe = changed(
-        "data", sources=[{"path": str(tmp_path / "text.txt")}], tokenizer={"train_vocab_size": 260}
-    )
+    sources, tokenizer = [{"path": str(tmp_path / "text.txt")}], {"train_vocab_size": 260}
+    recipe = changed("data", sources=sources, tokenizer=tokenizer)
     refused(prepare(workshop, recipe, tmp_path / "data"), message)
 
 

@@ -77,9 +77,8 @@ def test_the_curve_is_the_same_at_every_stage_with_parts_of_ones_own(runs):
         there, here = ([row[name] for row in run.validation_rows] for run in runs)
         assert here == pytest.approx(there, abs=1e-5)
     averages = [row["train/loss_average"] for row in plain.training_rows]
-    assert averages[0] == plain.losses[0] and averages[1] == pytest.approx(
-        0.9 * plain.losses[0] + 0.1 * plain.losses[1]
-    )
+    second = 0.9 * plain.losses[0] + 0.1 * plain.losses[1]
+    assert averages[:2] == [plain.losses[0], pytest.approx(second)]
 
 
 def test_the_run_folder_repeats_the_run_and_the_export_holds_the_model(runs, tmp_path, workshop):
@@ -117,7 +116,7 @@ def test_a_callback_finds_in_the_logs_what_the_page_says(runs):
 def test_the_plan_runs_no_module():
     """It reads the source alone: own_parts.py imports torch."""
     code, modules = modules_after(
-        "train.py", "--recipe", "features/extensions", "--plan", "--world_size", "2"
+        *["train.py", "--recipe", "features/extensions", "--plan", "--world_size", "2"]
     )
     assert code == 0 and not modules & HEAVY
 
@@ -138,9 +137,8 @@ def test_copies_are_whole_and_a_copied_recipe_is_the_same(written, tmp_path):
     package = tmp_path / "mine"
     package.mkdir()
     (package / "__init__.py").write_text("from . import inner\n")
-    (package / "inner.py").write_text(
-        "from pretraining import extend\n\n@extend.filter\ndef keep(text):\n    return True\n"
-    )
+    inner = "from pretraining import extend\n\n@extend.filter\ndef keep(text):\n    return True\n"
+    (package / "inner.py").write_text(inner)
     first = read_extensions(["my_parts.py", "./mine"], recipe.parent, "here")
     copy_extensions(first, tmp_path / "run")
     second = read_extensions([each.to_dict() for each in first], tmp_path / "run", "there")
@@ -160,10 +158,8 @@ def test_filters_are_found_in_every_worker(written, tmp_path):
     corpus.mkdir()
     for number in range(40):
         (corpus / f"{number}.txt").write_text(f"text {number}: " + f"words of number {number} " * 200)
-    source = (
-        "from pretraining import extend\n\n@extend.filter\ndef even(text, by):\n"
-        "    return int(text.split()[1][:-1]) % by == 0\n"
-    )
+    source = "from pretraining import extend\n\n@extend.filter\ndef even(text, by):\n"
+    source += "    return int(text.split()[1][:-1]) % by == 0\n"
     data = {
         "name": "even",
         "sources": [{"path": str(corpus)}],
@@ -283,9 +279,8 @@ def test_an_export_of_a_strangers_run_runs_its_model_alone_and_only_if_it_is_tru
     for verb in ("export", "prune"):
         words = [verb, str(run.path), *(["--to", str(tmp_path / "export")] if verb == "export" else [])]
         words += ["--keep_last", "1", "--demote_to_weights", "--yes"] if verb == "prune" else []
-        with pytest.raises(
-            UserError, match=r"own_model.py: is Python code of the run.* add --trust_extensions"
-        ):
+        said = r"own_model.py: is Python code of the run.* add --trust_extensions"
+        with pytest.raises(UserError, match=said):
             checkpoints_command(words)
         assert not (tmp_path / "own_model").exists() and (verb == "prune") == (tmp_path / "export").exists()
         checkpoints_command([*words, "--trust_extensions"])

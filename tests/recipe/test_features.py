@@ -71,9 +71,8 @@ def test_every_key_of_ours_occurs_in_a_recipe():
     sections = recipe_schema()["properties"].items()
     ours = {"properties": {key: value for key, value in sections if key not in OF_LIBRARIES}}
     used = {key for recipe in _shipped() for key in _used(recipe)}
-    missing = [
-        key for key in (*_keys(ours), *(f"model.{name}" for name in Weights.names())) if key not in used
-    ]
+    keys = (*_keys(ours), *(f"model.{name}" for name in Weights.names()))
+    missing = [key for key in keys if key not in used]
     assert not missing and len(list(_keys(ours))) > 100
 
 
@@ -91,25 +90,21 @@ def test_the_page_of_keys_links_a_recipe_for_every_key_of_ours():
 
 
 def test_every_filter_occurs_in_a_recipe():
-    rules = recipe_schema()["properties"]["data"]["properties"]["filters"]["items"]["properties"]["rule"][
-        "enum"
-    ]
+    of_data = recipe_schema()["properties"]["data"]["properties"]
+    rules = of_data["filters"]["items"]["properties"]["rule"]["enum"]
     filters = [rule for recipe in _shipped() for rule in recipe.get("data", {}).get("filters", ())]
     assert {rule["rule"] for rule in filters} == set(rules)
 
 
 @pytest.mark.parametrize("path", PATHS, ids=NAMES)
-def test_each_is_a_few_lines_over_a_base_and_says_what_to_look_at(path):
+def test_each_is_a_whole_recipe_of_a_few_lines_over_a_base_and_says_what_to_look_at(path, tmp_path):
+    """By its name too, on one rank or two, and the same after being written and read again."""
     recipe = json.loads(path.read_text())
     assert list(recipe)[:3] == ["$schema", "base", "description"] and recipe["$schema"] == "schema.json"
     assert len(path.read_text().splitlines()) <= 65
     assert recipe["description"].endswith(".") and 80 < len(recipe["description"]) < 280
     assert re.search(r"\b(Look|Compare|Open|Delete)\b", recipe["description"])
 
-
-@pytest.mark.parametrize("path", PATHS, ids=NAMES)
-def test_each_is_a_whole_recipe(path, tmp_path):
-    """By its name too, on one rank or two, and the same after being written and read again."""
     recipe = load_recipe(f"features/{path.stem}")
     assert recipe.words == ["--recipe", f"features/{path.stem}"] and recipe.path == path
     assert all(accumulation_steps(recipe, ranks) for ranks in (1, 2))
@@ -135,9 +130,8 @@ def test_an_editor_finds_nothing_wrong(path):
     jsonschema = pytest.importorskip("jsonschema")
     referencing = pytest.importorskip("referencing")
     schemas = {"schema.json": FEATURES / "schema.json", "../schema.json": RECIPES / "schema.json"}
-    loaded = {
-        name: referencing.Resource.from_contents(json.loads(p.read_text())) for name, p in schemas.items()
-    }
+    read = referencing.Resource.from_contents
+    loaded = {name: read(json.loads(file.read_text())) for name, file in schemas.items()}
     registry = referencing.Registry().with_resources(loaded.items())
     validator = jsonschema.Draft202012Validator(loaded["schema.json"].contents, registry=registry)
     assert not [error.message for error in validator.iter_errors(json.loads(path.read_text()))]
@@ -172,22 +166,14 @@ def _shortened(recipe: Recipe, texts: dict[str, Path], uploads: Path) -> list[st
     settings = []
     for number, source in enumerate(recipe.data.sources):
         if source.builtin:
-            kept = {
-                k: v
-                for k, v in source.to_dict().items()
-                if k in ("name", "weight", "max_epochs", "max_tokens")
-            }
+            names = ("name", "weight", "max_epochs", "max_tokens")
+            kept = {key: value for key, value in source.to_dict().items() if key in names}
             local = {"path": str(texts["builtin"]), **kept}
             settings.append(f"data.sources.{number}={json.dumps(local)}")
-        elif source.dataset:
-            folder = {"dataset": str(texts["dataset"]), "config": None, "revision": None}
-            settings += [f"data.sources.{number}.{key}={json.dumps(value)}" for key, value in folder.items()]
-    for number, source in enumerate(recipe.data.validation.sources if recipe.data.validation else []):
+    folder = {"dataset": str(texts["dataset"]), "config": None, "revision": None}
+    for place, source in recipe.data.text_origins:
         if source.dataset:
-            folder = {"dataset": str(texts["dataset"]), "config": None, "revision": None}
-            settings += [
-                f"data.validation.sources.{number}.{key}={json.dumps(value)}" for key, value in folder.items()
-            ]
+            settings += [f"{place}.{key}={json.dumps(value)}" for key, value in folder.items()]
     settings.append(f"budget.tokens={STEPS * recipe.tokens_per_step}")
     if recipe.weights.initial_weights is None:
         settings.append("data.tokenizer.train_vocab_size=320")
@@ -215,18 +201,8 @@ def prepared(shared, texts):
         name, data = load_recipe(str(path), settings).data.name, shared / "features.data"
 
         def make() -> str:
-            command = [
-                "forked",
-                "0",
-                "data_prep.py",
-                "--recipe",
-                path,
-                "--data_dir",
-                data,
-                "--executor",
-                "inline",
-            ]
-            finished = execute([*command, *words])
+            command = ["forked", "0", "data_prep.py", "--recipe", path, "--data_dir", data]
+            finished = execute([*command, "--executor", "inline", *words])
             assert finished.code == 0, finished.output
             return finished.stdout
 

@@ -31,36 +31,27 @@ def failing(path: str, overrides=()) -> str:
     return str(error.value)
 
 
-def test_only_what_the_file_says_differs_from_its_base(variant):
-    recipe = load_recipe(variant(training={"learning_rate": 0.001}, optimizer={"name": "muon"}))
+def test_only_what_the_file_says_differs_from_its_base(variant, tmp_path):
+    """Lists and objects in a section are replaced whole. The resolved recipe names no base: training from the run's
+    recipe.json alone repeats the run, whatever becomes of the base."""
+    data = {"dedup": {"exact": False}}
+    training = {"learning_rate": 0.001, "lr_scheduler_type": "constant", "lr_scheduler_kwargs": {}}
+    recipe = load_recipe(variant(training=training, optimizer={"name": "muon"}, data=data))
     base = load_recipe("tiny")
     assert recipe.name == "variant" and recipe.description == "A variant."
-    assert recipe.training == {**base.training, "learning_rate": 0.001}
+    assert recipe.training == {**base.training, **training}
     assert recipe.optimizer == replace(base.optimizer, name="muon")
-    assert (recipe.model, recipe.data, recipe.budget) == (base.model, base.data, base.budget)
-
-
-def test_lists_and_objects_in_a_section_replace_those_of_the_base(variant):
-    data = {"sources": [{"path": "a.txt"}], "dedup": {"exact": False}}
-    training = {"lr_scheduler_type": "constant", "lr_scheduler_kwargs": {}}
-    recipe = load_recipe(variant(data=data, training=training))
-    assert [source.path for source in recipe.data.sources] == ["a.txt"]
+    assert (recipe.model, recipe.budget, recipe.data.sources) == (base.model, base.budget, base.data.sources)
     assert recipe.data.dedup.minhash is None
-    assert recipe.training.lr_scheduler_kwargs == {}
+    resolved = tmp_path / "recipe.json"
+    resolved.write_text(json.dumps(recipe.to_dict()))
+    assert "base" not in recipe.to_dict() and load_recipe(str(resolved)) == recipe
 
 
 def test_a_model_with_a_type_is_another_model(variant):
     assert load_recipe(variant(model={"n_layer": 2})).model["n_embd"] == 128
     recipe = load_recipe(variant(model=LLAMA, data={"tokenizer": {"train_vocab_size": 512}}))
     assert "n_embd" not in recipe.model and recipe.model["hidden_size"] == 64
-
-
-def test_the_resolved_recipe_names_no_base(variant, tmp_path):
-    """Training from the run's recipe.json alone repeats the run, whatever becomes of the base."""
-    recipe = load_recipe(variant(training={"seed": 1}), ["training.learning_rate=0.002"])
-    resolved = tmp_path / "recipe.json"
-    resolved.write_text(json.dumps(recipe.to_dict()))
-    assert "base" not in recipe.to_dict() and load_recipe(str(resolved)) == recipe
 
 
 def test_a_base_is_a_name_or_a_path_from_the_file(variant, monkeypatch, tmp_path):
@@ -78,10 +69,15 @@ def test_set_changes_what_base_and_file_are_together(variant):
 
 
 def test_a_mistake_is_reported_with_the_file_that_holds_it(variant, tmp_path):
+    """The two together are checked as one recipe."""
     path = variant(training={"learnin_rate": 1})
     assert failing(path).startswith(
-        f"{path}: training.learnin_rate: unknown key; did you mean 'training.learning_rate'?"
+        f"{path}: training.learnin_rate: unknown key; did you mean 'training.learning_"
     )
+    # values that each file may have alone, and that do not fit each other
+    path = variant(data={"sequence_length": 512})
+    what = "data.sequence_length: is 512, but the model has 128 positions"
+    assert failing(path) == f"{path}: {what}; shorten it, or --set model.n_positions=512"
     base = json.loads((RECIPES / "tiny.json").read_text())
     base["training"]["learnin_rate"] = 1
     broken = tmp_path / "broken.json"
@@ -104,22 +100,9 @@ def test_what_is_no_base_is_refused_in_one_line(variant, base, message):
     assert message in failing(variant(base=base))
 
 
-def test_a_base_is_one_level_deep(variant):
-    middle = variant("middle.json")
-    path = variant("outer.json", base="middle.json")
-    assert failing(path) == f"{path}: base: {middle} has a base itself; name that one, or a recipe without"
-
-
-def test_what_the_two_are_together_is_checked(variant):
-    """Values that each file may have alone, and that do not fit each other."""
-    path = variant(data={"sequence_length": 512})
-    what = "data.sequence_length: is 512, but the model has 128 positions"
-    assert failing(path) == f"{path}: {what}; shorten it, or --set model.n_positions=512"
-
-
 def test_plan_and_data_preparation_read_it_too(variant, tmp_path):
     path = variant(model={"n_layer": 2})
-    planned = execute(["python", "train.py", "--recipe", path, "--plan", "--json"])
+    planned = execute(["forked", "0", "train.py", "--recipe", path, "--plan", "--json"])
     assert planned.code == 0, planned.output
     assert json.loads(planned.stdout)["parameters"] < 600_000
     text = tmp_path / "text"

@@ -14,9 +14,8 @@ from pretraining.checkpoints.live_files import NODES, records_of
 from pretraining.errors import UserError
 from pretraining.postmortem import as_text, look_back, main
 from pretraining.runtime.durable_files import append_row, write_json
-from pretraining.runtime.failures import Failure, read_failures
+from pretraining.runtime.failures import LOG, Failure, kernel_faults, read_failures
 from pretraining.runtime.heartbeat import Heartbeat, heartbeat_path
-from pretraining.runtime.kernel_log import LOG, kernel_faults
 from pretraining.runtime.lock import LOCK
 from pretraining.runtime.run_folder import RunFolder, unix_seconds
 from tests.gear.runs import execute, start_and_kill

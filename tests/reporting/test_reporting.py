@@ -19,12 +19,25 @@ from pretraining.errors import UserError
 from pretraining.planning.comparison import compare_run
 from pretraining.reporting import live
 from pretraining.reporting.__main__ import main
-from pretraining.reporting.analysis import analyze, forecast, half_fit_error, spike_rows, track_record_of
-from pretraining.reporting.curves import bucket_means, kept_points
-from pretraining.reporting.live import LAST, hurry, live_report
-from pretraining.reporting.page import names_of, page_payload, page_text, run_payload
+from pretraining.reporting.analysis import (
+    analyze,
+    forecast,
+    half_fit_error,
+    report_end,
+    sentences,
+    spike_rows,
+    track_record_of,
+)
+from pretraining.reporting.live import LAST, live_report, set_priority
+from pretraining.reporting.page import (
+    bucket_means,
+    kept_points,
+    names_of,
+    page_payload,
+    page_text,
+    run_payload,
+)
 from pretraining.reporting.run_record import RunRecord
-from pretraining.reporting.words import report_end, sentences
 from pretraining.runtime.durable_files import append_row, read_rows, write_json
 from pretraining.runtime.heartbeat import Heartbeat, is_gone, killed_ranks, read_place
 from pretraining.runtime.run_folder import RunFolder, unix_seconds, utc_now
@@ -566,8 +579,8 @@ def test_the_writer_ends_with_a_run_that_is_killed(tmp_path):
 def test_the_writer_is_the_last_in_line_for_the_processor(tmp_path, monkeypatch):
     """Also where Linux shares processors out by session, of which it has one of its own; until training is over."""
     run, writers = made_run(tmp_path / "run", noisy_law(30)), []
-    start = live._start
-    monkeypatch.setattr(live, "_start", lambda *words: writers.append(start(*words)) or writers[-1])
+    start = live.start_writer
+    monkeypatch.setattr(live, "start_writer", lambda *words: writers.append(start(*words)) or writers[-1])
     with live_report(run, 0.1):
         run.add_event("alert")
         while not run.report.exists():
@@ -575,7 +588,7 @@ def test_the_writer_is_the_last_in_line_for_the_processor(tmp_path, monkeypatch)
         process, group = writers[0].pid, Path(f"/proc/{writers[0].pid}/autogroup")
         assert os.getpriority(os.PRIO_PROCESS, process) == LAST
         assert not group.exists() or group.read_text().split()[-1] == str(LAST)
-        hurry(process)
+        set_priority(process, 0)
         assert not group.exists() or group.read_text().split()[-1] == "0"
 
 

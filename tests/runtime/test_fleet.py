@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from pretraining.checkpoints.fetch import newest_committed, step_in
-from pretraining.checkpoints.remote import RemoteRun
+from pretraining.checkpoints.folders import step_in
+from pretraining.checkpoints.remote import RemoteRun, newest_committed
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.run_folder import STARTS
 from tests.gear.hosts import hosts
@@ -93,7 +93,7 @@ class TorchrunNodes(Nodes):
         while not reached():
             for each in self.started.values():
                 assert each.process.poll() is None, each.finish().output
-            time.sleep(0.02)
+            time.sleep(0.05)
 
     def finish(self) -> dict[str, Finished]:
         """Wait for the end on every node that is there."""
@@ -159,29 +159,37 @@ def largest_difference(run, reference) -> float:
     return max(abs(a - b) for a, b in zip(run.losses, reference.losses, strict=True))
 
 
-def test_a_node_without_power_leaves_a_run_that_finishes_and_a_report_of_what_it_cost(
+def test_a_node_without_power_is_done_without_and_taken_back_and_a_report_says_what_it_cost(
     workshop: Workshop, tmp_path, monkeypatch
 ):
-    """Two nodes and a bucket. The plug of rank 0's node is pulled; its disk, with all metrics, is gone too."""
+    """Two nodes and a bucket. The plug of rank 0's node is pulled; it comes back, but not its disk with all metrics.
+
+    Nobody types anything on the other, which goes on alone. Patience makes it slow: 15 seconds until the hang is named,
+    and 10 in which torchrun waits for nodes that come late.
+    """
     reference = workshop.run("zero2")
-    with torchrun_nodes(workshop, tmp_path, monkeypatch, ("alpha", "beta")) as (nodes, remote):
+    with torchrun_nodes(workshop, tmp_path, monkeypatch, ("alpha", "beta"), (), "2") as (nodes, remote):
         nodes.wait_until(partial(nodes.trains_with, len(nodes.started), "alpha"))
         nodes.wait_until(lambda: newest_committed(remote, 1) is not None)
         nodes.lose("alpha")
         committed = step_in(newest_committed(remote, -1))
+        nodes.wait_until(partial(nodes.trains_with, 1, "beta"))
+        nodes.replace("alpha")
+        nodes.come_back("alpha")
         nodes.finish()
         assert newest_committed(remote, -1) == "checkpoint-10"
         report, found = remote.read("report.html").decode(), look_back()
-    run = nodes.disk("beta")
-    assert nodes.starts("beta")[-2][1] == 2 and nodes.starts("beta")[-1] == (committed, 1)
+    name = max(nodes.hosts.names, key=lambda name: len(nodes.starts(name)))
+    run, starts = (
+        nodes.disk(name),
+        nodes.starts(name)[-3:],
+    )  # the first may have begun with the quicker of them
+    assert [ranks for _, ranks in starts] == [2, 1, 2] and starts[1][0] == committed
     assert largest_difference(run, reference) <= 1e-4
-    (hang,) = [event for event in read_rows(run.dir.node_events) if event["event"] == "hang"]
-    assert hang["ranks"] == [0]
+    hangs = [row for row in read_rows(nodes.disk("beta").dir.node_events) if row["event"] == "hang"]
+    assert [hang["ranks"] for hang in hangs] == [[0]]
     assert "restarts after a crash" in report and "It has cost $" in report
-    assert [attempt["ranks"] for attempt in found["attempts"]][-2:] == [
-        2,
-        1,
-    ]  # the first may have begun with the quicker of them
+    assert [attempt["ranks"] for attempt in found["attempts"]][-3:] == [2, 1, 2]
     assert found["dollars"] > found["dollars_lost"] > 0
     assert (run.dir.export / "config.json").exists()
 

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from pretraining.checkpoints.fetch import newest_committed
-from pretraining.checkpoints.remote import RemoteRun
+from pretraining.checkpoints.remote import RemoteRun, newest_committed
 from pretraining.errors import UserError
 from pretraining.runtime.exit_codes import STOPPED
-from pretraining.runtime.signals import ASKING
+from pretraining.runtime.processes import ASKING
 from pretraining.supervise import supervisor as supervise
-from pretraining.supervise.hostfile import SWITCHES, VALUES, HostfileCommand, Hosts
+from pretraining.supervise.hosts import SWITCHES, VALUES, HostfileCommand, Hosts
 from pretraining.supervise.supervisor import CRASH, Supervisor
 from tests.gear.object_store import Proxy, connect_to, s3_server, use_here
 from tests.gear.runs import REPOSITORY, Run, Started, Workshop, choices, committed, environment, free_port

@@ -14,6 +14,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from pretraining.errors import UserError
 from pretraining.meeting_point import MeetingPoint, open_command
+from pretraining.upstream import torchrun
 from pretraining.upstream.torchrun import Meeting
 from tests.gear.runs import free_port
 
@@ -27,10 +28,8 @@ def node(point: MeetingPoint, name: str) -> DynamicRendezvousHandler:
     """One node that comes to the point, as torchrun does."""
     store = TCPStore("127.0.0.1", point.store.port, timeout=timedelta(seconds=30))
     patience = RendezvousTimeout(join=timedelta(seconds=20), last_call=timedelta(milliseconds=1))
-    handler = DynamicRendezvousHandler.from_backend(
-        name, store, C10dRendezvousBackend(store, name), 1, 1, timeout=patience
-    )
-    return handler
+    meeting = C10dRendezvousBackend(store, name)
+    return DynamicRendezvousHandler.from_backend(name, store, meeting, 1, 1, timeout=patience)
 
 
 def test_a_run_that_is_over_does_not_turn_away_the_next(point):
@@ -52,19 +51,11 @@ def test_a_run_that_is_over_does_not_turn_away_the_next(point):
         each.shutdown()
 
 
-def test_a_meeting_that_stays_over_gets_the_same_new_id_on_all_nodes(point):
+def test_a_meeting_that_stays_over_gets_the_same_new_id_on_all_nodes(point, monkeypatch):
     """In a store of another program, which forgets nothing: RUN, RUN-1, RUN-2. A store that is gone needs none."""
     place = f"--rdzv_endpoint=127.0.0.1:{point.store.port}"
-    words = [
-        "torchrun",
-        "--rdzv_backend=c10d",
-        place,
-        "--rdzv-id",
-        "run",
-        "train.py",
-        "--rdzv_id",
-        "of-train.py",
-    ]
+    words = ["torchrun", "--rdzv_backend=c10d", place, "--rdzv-id", "run"]
+    words += ["train.py", "--rdzv_id", "of-train.py"]
     assert open_command(words, 0.0) == words, "nobody has met yet"
     for chosen in ("run", "run-1"):
         first = node(point, chosen)
@@ -80,11 +71,9 @@ def test_a_meeting_that_stays_over_gets_the_same_new_id_on_all_nodes(point):
         while point.look():
             pass
         assert waiting.result() == words, "a meeting point forgets, and all nodes keep the id"
-    assert open_command(["torchrun", "--nproc_per_node=2", "train.py"]) == [
-        "torchrun",
-        "--nproc_per_node=2",
-        "train.py",
-    ]
+    elsewhere = ["torchrun", "--nproc_per_node=2", "train.py"]
+    assert open_command(elsewhere) == elsewhere
+    monkeypatch.setattr(torchrun, "_PATIENCE", timedelta(seconds=1))  # torch tries for twice that long
     gone = [word.replace(str(point.store.port), str(free_port())) for word in words]
     assert open_command(gone) == gone
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pretraining.checkpoints.format import read_marker
-from pretraining.checkpoints.identity import Start
+from pretraining.checkpoints.format import Start, read_marker
 from pretraining.checkpoints.resume import start_text
 from pretraining.errors import UserError
 from pretraining.planning.gate import judge_plan

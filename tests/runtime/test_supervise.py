@@ -11,10 +11,10 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from pretraining.runtime.exit_codes import FINISHED, GAVE_UP, HANG, STOPPED, USER_ERROR, tell_exit_code
-from pretraining.runtime.signals import ASKING
-from pretraining.supervise import host_agent
+from pretraining.runtime.processes import ASKING
+from pretraining.supervise import hosts
 from pretraining.supervise import supervisor as supervise
-from tests.gear.runs import Started, execute
+from tests.gear.runs import Started, environment, execute, forked_programs
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +75,7 @@ def alive(process: str) -> bool:
 
 def test_ranks_that_outlive_their_launcher_end_and_it_is_a_crash(tmp_path, monkeypatch):
     """`deepspeed` answers 0 when its inner process is killed, and its ranks go on: no second run beside them."""
-    monkeypatch.setattr(host_agent, "SECONDS_TO_LEAVE", 0.3)
+    monkeypatch.setattr(hosts, "SECONDS_TO_LEAVE", 0.3)
     command = f"setsid sleep 60 & echo $! >> {tmp_path / 'ranks'}"
     assert supervise.main(["--restarts", "1", "--", "sh", "-c", command]) == supervise.CRASH
     ranks = (tmp_path / "ranks").read_text().split()
@@ -103,6 +103,8 @@ def test_a_meeting_that_is_over_is_not_waited_for_in_vain(tmp_path, monkeypatch,
     last = DynamicRendezvousHandler.from_backend("7-0", store, C10dRendezvousBackend(store, "7-0"), 1, 1)
     last.next_rendezvous()
     last.shutdown()
+    for name, value in {**environment(), **forked_programs()}.items():
+        monkeypatch.setenv(name, value)
     # the real one waits for longer than a meeting point takes to forget
     patient = "import json, sys; from pretraining.meeting_point import open_command; "
     patient += "print(json.dumps(open_command(sys.argv[1:], 0.0)))"
@@ -140,7 +142,7 @@ def test_a_stopped_run_ends_its_torchrun(tmp_path, name):
     """`--max-restarts=100` would else start the ranks of a stopped run a hundred times. No other parent is ended."""
     program = (
         "import os, subprocess, sys, time; from pathlib import Path\n"
-        "from pretraining.runtime.restarts import launch_details, leave_again_if_stopped\n"
+        "from pretraining.runtime.processes import launch_details, leave_again_if_stopped\n"
         "from pretraining.runtime.run_folder import RunFolder\n"
         "run = RunFolder(Path(sys.argv[1]))\n"
         "run.add_event('stopped', reason='a stop file', **launch_details())\n"
@@ -158,7 +160,7 @@ def test_a_stopped_run_ends_its_torchrun(tmp_path, name):
 
 def test_a_signal_of_torchrun_is_no_request_to_stop_for_good(tmp_path, monkeypatch):
     """It ends the ranks by a signal when a node has come, and starts them again."""
-    from pretraining.runtime.restarts import starts_again_after_a_signal
+    from pretraining.runtime.processes import starts_again_after_a_signal
 
     for name in ("TORCHELASTIC_RESTART_COUNT", "PRETRAINING_SUPERVISOR"):
         monkeypatch.delenv(name, raising=False)
@@ -173,7 +175,7 @@ def test_a_signal_of_torchrun_is_no_request_to_stop_for_good(tmp_path, monkeypat
 
 def test_a_restart_continues_what_its_launch_began(tmp_path, monkeypatch):
     """`--resume never` and PATH count for the first start of a launch alone."""
-    from pretraining.runtime.restarts import launch_details, leave_again_if_stopped, resume_after_restart
+    from pretraining.runtime.processes import launch_details, leave_again_if_stopped, resume_after_restart
     from pretraining.runtime.run_folder import RunFolder
 
     run = RunFolder(tmp_path)
@@ -196,7 +198,7 @@ def test_a_restart_continues_what_its_launch_began(tmp_path, monkeypatch):
 
 def test_a_torchrun_that_takes_another_node_in_goes_on(tmp_path, monkeypatch):
     """It ends the ranks by SIGTERM and starts them again; after a stop file they leave again."""
-    from pretraining.runtime.restarts import launch_details, leave_again_if_stopped
+    from pretraining.runtime.processes import launch_details, leave_again_if_stopped
     from pretraining.runtime.run_folder import RunFolder
 
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pretraining.recipe import load_recipe
-from pretraining.training.clipping import UnitDivision, choose_clipping
+from pretraining.training.gradients import Clipping, UnitDivision
 from tests.gear.runs import MODELS, execute
 from tests.training.test_muon import built
 
@@ -23,7 +23,7 @@ def clipped(model, *settings: str) -> list[torch.Tensor]:
             torch.randn_like(parameter) * torch.rand(parameter.shape[-1:], dtype=torch.float64) ** 4
         )
     before = [parameter.grad.clone() for parameter in model.parameters()]
-    choose_clipping(load_recipe("tiny", settings)).begin(model, optimizer)
+    Clipping(load_recipe("tiny", settings)).begin(model, optimizer)
     optimizer.step()
     return before
 
@@ -68,7 +68,10 @@ def test_clipping_by_value_cuts_every_element():
 
 
 def test_nothing_more_is_clipped_unless_asked():
-    assert choose_clipping(load_recipe("tiny")) is None
+    model = built("gpt2")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    Clipping(load_recipe("tiny")).on_train_begin(None, None, None, model, optimizer)
+    assert not optimizer._optimizer_step_pre_hooks
 
 
 @pytest.mark.parametrize("shape", [(7,), (5, 3), (2, 4, 3)], ids=str)
@@ -90,10 +93,10 @@ def test_every_slice_knows_its_units(shape, transposed):
     for start in range(numel):
         for size in range(1, numel - start + 1):
             found = torch.full((size,), -1)
-            for block in units.blocks(start, size):
+            for block in units.parts(start, size):
                 inside = torch.arange(block.rows * block.columns).reshape(block.rows, block.columns)
                 among = inside % block.columns if transposed and len(shape) > 1 else inside // block.columns
-                found[block.offset : block.offset + inside.numel()] = block.unit + among.ravel()
+                found[block.offset : block.offset + inside.numel()] = block.first + among.ravel()
             assert torch.equal(found, expected[start : start + size]), (start, size)
 
 

@@ -17,20 +17,19 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from pretraining.checkpoints.export import averaged_weights
-from pretraining.checkpoints.identity import Start
+from pretraining.checkpoints.format import Start
 from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset
-from pretraining.data.shard_writer import SplitWriter
-from pretraining.data.shards import TokenSplit
-from pretraining.evaluation.likelihood import HellaSwag, Item, Passes
+from pretraining.data.shards import SplitWriter, TokenSplit
 from pretraining.evaluation.sampling import sample_text
+from pretraining.evaluation.scores import HellaSwag, Item, Passes
 from pretraining.evaluation.validation import Validation
 from pretraining.model import loss as losses
 from pretraining.model.build import build_from_recipe
 from pretraining.planning.run_plan import build_run_plan
 from pretraining.recipe import load_recipe
 from pretraining.recipe.refusals import load_recipe_and_ds_config
-from pretraining.runtime.rank_groups import rank_groups
+from pretraining.runtime.process_group import rank_groups
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.arguments import build_arguments
 from pretraining.training.monitors import RunMonitors, SettledCollector
@@ -57,7 +56,7 @@ LOSS = {f"{OURS}/stability.py:read": 1}
 """Of the step, to judge it: its forward pass was over before the norm was known, so that nothing is waited for."""
 MEASURED = {
     f"{OURS}/gradients.py:_see",
-    f"{OURS}/gradients.py:close",
+    f"{OURS}/gradients.py:on_step_end",
     "pretraining/runtime/process_group.py:sum_over_ranks",
 }
 """On steps that a monitor measures, if the recipe asks for it."""
@@ -67,8 +66,7 @@ LOGGED = {
     "transformers/trainer_pt_utils.py:distributed_broadcast_scalars",
     f"{OURS}/throughput.py:take",
     f"{OURS}/throughput.py:gather",
-    f"{OURS}/metrics.py:_take_counts",
-    f"{OURS}/metrics.py:_take",
+    f"{OURS}/metrics.py:on_log",
     "pretraining/runtime/process_group.py:sum_over_ranks",
 }
 """On steps that are logged: the running loss and what else a row of metrics says."""
@@ -317,9 +315,7 @@ def test_validation_and_samples_run_on_the_device(tmp_path, split, monkeypatch):
         ]
         machine.synchronisations.clear()
         HellaSwag(items, tokenizer, Passes(64, 4)).measure(trained)
-        assert [each.where for each in machine.synchronisations] == [
-            "pretraining/evaluation/likelihood.py:score"
-        ]
+        assert [each.where for each in machine.synchronisations] == ["pretraining/evaluation/scores.py:score"]
         unfinished = iter((True, True, False))  # made-up numbers would never say that a text has ended
         monkeypatch.setattr(
             type(trained), "_has_unfinished_sequences", lambda *args, **kwargs: next(unfinished)

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pretraining.training import gpu_readings
-from pretraining.training.gpu_readings import NAMES, GpuReadings, of_all_ranks
+from pretraining.training import throughput
+from pretraining.training.throughput import NAMES, GpuReadings, of_all_ranks
 
 
 class Refused(Exception):
@@ -60,7 +60,7 @@ def nvml(monkeypatch):
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(uuid="0d1e"))
     moments = iter([10.0, 110.0])
-    monkeypatch.setattr(gpu_readings, "time", SimpleNamespace(monotonic=lambda: next(moments)))
+    monkeypatch.setattr(throughput, "time", SimpleNamespace(monotonic=lambda: next(moments)))
     return module
 
 

@@ -9,8 +9,7 @@ from torch import nn
 
 from pretraining.training.gradients import (
     PREFIX,
-    LayerNorms,
-    MicroBatchNorms,
+    LayerNormsCallback,
     NoiseScale,
     NoiseScaleCallback,
     layer_of,
@@ -71,14 +70,19 @@ def test_nothing_is_left_on_the_model_between_measurements():
     """The normal step costs nothing: no hook stays on a parameter or an optimizer."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    micro_batches, layers = MicroBatchNorms(model), LayerNorms(model, optimizer)
-    micro_batches.open()
-    layers.open()
+    noise, layers = NoiseScaleCallback(1, 1), LayerNormsCallback(None, 1, lambda: None)
+    args = SimpleNamespace(gradient_accumulation_steps=2, world_size=1, per_device_train_batch_size=1)
+    state = SimpleNamespace(global_step=0, stateful_callbacks={})
+    noise.on_train_begin(args, state, None, model, optimizer)
+    for each in (noise, layers):
+        each.on_step_begin(args, state, None, model=model, optimizer=optimizer)
+    assert all(parameter._backward_hooks for parameter in model.parameters())
     model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
+    for each in (noise, layers):
+        each.on_step_end(args, state, None)
     square = sum(parameter.grad.square().sum().item() for parameter in model.parameters())
-    assert micro_batches.close() == (pytest.approx(square), 1)
-    assert math.hypot(*layers.close(None).values()) == pytest.approx(math.sqrt(square))
+    assert math.hypot(*layers.latest.values()) == pytest.approx(math.sqrt(square))
     assert not any(parameter._backward_hooks for parameter in model.parameters())
     assert not optimizer._optimizer_step_pre_hooks
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pretraining.checkpoints.resume import _refuse_lost_rollbacks
+from pretraining.checkpoints.resume import refuse_lost_rollbacks
 from pretraining.errors import UserError
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.journal import Journal
@@ -104,12 +104,12 @@ def test_a_rollback_frees_what_training_froze_and_looks_at_nothing_else(monkeypa
 def test_a_checkpoint_whose_rollbacks_are_not_known_is_refused(poisoned, tmp_path):
     """Promise: samples are the recipe's and the journal's. Without its rows the wrong samples would be left out."""
     run = poisoned.run().dir
-    _refuse_lost_rollbacks(run.checkpoint(60), run, Journal.read(run.journal))
-    _refuse_lost_rollbacks(run.checkpoint(40), run, Journal())
+    refuse_lost_rollbacks(run.checkpoint(60), run, Journal.read(run.journal))
+    refuse_lost_rollbacks(run.checkpoint(40), run, Journal())
     with pytest.raises(
         UserError, match="checkpoint-60 was trained after 1 rollbacks and this journal holds 0"
     ):
-        _refuse_lost_rollbacks(run.checkpoint(60), run, Journal())
+        refuse_lost_rollbacks(run.checkpoint(60), run, Journal())
 
 
 def test_no_rollback_left_ends_with_its_own_code_and_one_line(poisoned, tmp_path):

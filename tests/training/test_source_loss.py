@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pretraining.data.document_masking import IGNORED
+from pretraining.data.documents import IGNORED
 from pretraining.model.cross_entropy import token_nats
 from pretraining.model.loss import PLAIN, build_loss
 from pretraining.runtime.metric_names import grouped

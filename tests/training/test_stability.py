@@ -13,6 +13,8 @@ import torch
 
 from pretraining.data.order import GlobalOrder, OrderWithout
 from pretraining.errors import UserError
+from pretraining.model.build import build_model
+from pretraining.model.loss import next_token_loss
 from pretraining.recipe import load_recipe
 from pretraining.recipe.budget import StepSizes
 from pretraining.recipe.progress import Progress
@@ -21,9 +23,20 @@ from pretraining.recipe.training import Training
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.journal import Journal, Rollback
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.training.schedule import apply_schedule_now, follow_run
-from pretraining.training.spikes import Plateau, SpikeScore
-from pretraining.training.stability import NonFiniteGuard
+from pretraining.training.arguments import build_arguments
+from pretraining.training.gradients import LayerNormsCallback
+from pretraining.training.metrics import MetricsCallback
+from pretraining.training.optimizers import follow_run
+from pretraining.training.stability import (
+    NonFiniteGuard,
+    NumberOnItsWay,
+    Plateau,
+    SpikeScore,
+    StabilityMonitor,
+)
+from pretraining.training.throughput import SpeedMeter
+from pretraining.training.trainer import PretrainingTrainer
+from pretraining.upstream.torch import rates_now, set_rates
 from tests.gear.runs import SMALL_RECIPE, Started
 
 SPIKES = Spikes(non_finite_streak=3)
@@ -85,7 +98,6 @@ def test_a_restored_score_goes_on_as_if_nothing_had_happened():
 @pytest.mark.gpu
 def test_the_loss_is_known_before_the_device_is_done_with_the_step():
     """What is queued after the loss is not waited for."""
-    from pretraining.training.stability import NumberOnItsWay
 
     matrix = torch.randn(8192, 8192, device="cuda")
     number = NumberOnItsWay(torch.full((), 2.5, device="cuda"))
@@ -152,7 +164,7 @@ def test_the_lowered_rate_is_a_function_of_the_step(tmp_path):
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         follow_run(scheduler, Progress.of(load_recipe("tiny")), journal=journal)
         scheduler.last_epoch = first_step
-        apply_schedule_now(scheduler)
+        set_rates(scheduler, rates_now(scheduler))
         seen = []
         for _ in range(first_step, 10):
             seen.append(optimizer.param_groups[0]["lr"])
@@ -181,18 +193,15 @@ class Watched:
     """A Trainer on a small model whose loss at step k is made to read losses[k]."""
 
     def __init__(
-        self, tmp_path: Path, losses: list[float], policy: str, plateau_steps=None, bad_gradients=()
+        self,
+        tmp_path: Path,
+        losses: list[float],
+        policy: str,
+        plateau_steps=None,
+        bad_gradients=(),
+        logging_steps=1,
     ):
-        from pretraining.model.build import build_model
-        from pretraining.model.loss import next_token_loss
-        from pretraining.training.arguments import build_arguments
-        from pretraining.training.gradients import LayerNormsCallback
-        from pretraining.training.metrics import MetricsCallback
-        from pretraining.training.stability import StabilityMonitor
-        from pretraining.training.throughput import SpeedMeter
-        from pretraining.training.trainer import PretrainingTrainer
-
-        training = Training(logging_steps=1, per_device_train_batch_size=1, save_strategy="no")
+        training = Training(logging_steps=logging_steps, per_device_train_batch_size=1, save_strategy="no")
         recipe = SimpleNamespace(
             extensions=[], training=training, training_keywords=training, num_steps=len(losses), path=tmp_path
         )
@@ -230,15 +239,28 @@ class Watched:
         """Of each step but the last: whether it changed the weights."""
         return [not torch.equal(a, b) for a, b in zip(self.weights, self.weights[1:], strict=False)]
 
+    @property
+    def rows(self) -> list[dict]:
+        return read_rows(self.run.metrics)
+
     def told(self) -> list[tuple[str, int]]:
         """Kind and step of every event."""
         return [(event["event"], event["step"]) for event in read_rows(self.run.events)]
 
 
+@pytest.mark.usefixtures("one_thread")
+def test_a_nan_is_shown_as_a_nan_and_only_where_it_was(tmp_path):
+    """Promise: honest numbers. A row is the mean of its steps, and the rows after a NaN are numbers again."""
+    losses = [5.0, 4.0, 3.0, 2.0, math.nan, 1.0, 6.0, 8.0, 2.0, math.inf, 1.0, 3.0]
+    rows = Watched(tmp_path, losses, "log", logging_steps=2).rows
+    assert [row["step"] for row in rows] == [2, 4, 6, 8, 10, 12]
+    assert [row["train/tokens"] for row in rows] == [16, 32, 48, 64, 80, 96]
+    shown = [row["train/loss"] for row in rows]
+    assert math.isnan(shown.pop(2)) and shown == [4.5, 2.5, 7.0, math.inf, 2.0]
+
+
 def test_an_explosion_of_gradients_is_told_once(tmp_path):
     """A norm far above its course: one event for the whole stretch, with what it may be from and what to try."""
-    from pretraining.training.stability import StabilityMonitor
-
     run, draw = RunFolder(tmp_path / "run"), random.Random(0)
     settings = Monitors(spikes=SPIKES)
     monitor = StabilityMonitor(run, settings, lambda step: {"samples": [step - 1, step]})
@@ -264,7 +286,7 @@ def test_a_spike_is_told_once_and_skipped_only_where_the_recipe_says_so(tmp_path
     assert watched.told() == [("spike", 61), *after]
     left = [step for step, applied in enumerate(watched.applied()) if not applied]
     assert left == ([60, 61, 62] if policy == "skip" else [])
-    rows = read_rows(watched.run.metrics)
+    rows = watched.rows
     assert [row["train/loss"] for row in rows] == pytest.approx(losses)
     assert rows[-1]["stability/refused_steps"] == len(left)
     assert (rows[59]["stability/spikes"], rows[-1]["stability/spikes"]) == (0, 1)

@@ -15,7 +15,7 @@ import torch
 from pretraining.checkpoints.background import HostSnapshot
 from pretraining.checkpoints.export import averaged_weights
 from pretraining.ds_config import DS_CONFIGS
-from pretraining.model.expert_parallel import ExpertDispatch
+from pretraining.model.parallel import ExpertDispatch
 from pretraining.rehearsal.rank import EvenDispatch, choose_evenly
 from pretraining.training.operators import keep_compiled_operators
 from pretraining.upstream import deepspeed as upstream
@@ -129,7 +129,7 @@ def test_without_a_wait_for_the_reductions_the_order_is_missed(tmp_path, split, 
 BUSY = {
     "zero1": set(),
     "zero2": set(),
-    "zero2, split experts": {"pretraining/model/expert_parallel.py:agree"},
+    "zero2, split experts": {"pretraining/model/parallel.py:agree"},
     "zero2, overlapped": {"deepspeed/runtime/zero/stage_1_and_2.py:independent_gradient_partition_epilogue"},
     "zero3": {
         "deepspeed/runtime/zero/partitioned_param_coordinator.py:_fetch_sub_module_impl",

@@ -14,12 +14,11 @@ from deepspeed.utils.config import get_timers_config
 
 from pretraining.ds_config import ds_config_names, load_ds_config
 from pretraining.planning.sizes import flops_per_token, model_size
+from pretraining.postmortem import attempts_of
 from pretraining.recipe import accumulation_steps, load_recipe
 from pretraining.recipe.progress import Progress
-from pretraining.reporting.analysis import analyze
-from pretraining.reporting.evidence import attempts_of
+from pretraining.reporting.analysis import analyze, sentences
 from pretraining.reporting.run_record import RunRecord
-from pretraining.reporting.words import sentences
 from pretraining.runtime.durable_files import append_row
 from pretraining.runtime.metric_names import GROUPS, PLACE, grouped
 from pretraining.runtime.run_folder import RunFolder, unix_seconds

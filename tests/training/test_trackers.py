@@ -9,9 +9,17 @@ from types import SimpleNamespace
 import pytest
 from transformers import TrainerCallback
 
+from pretraining.errors import UserError
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.training.trackers import SHOW_TEXT
+from pretraining.training.trackers import (
+    PROJECT,
+    SHOW_TEXT,
+    RunIdentity,
+    Tracker,
+    Trackers,
+    build_trackers,
+)
 from tests.gear.runs import REPOSITORY, Run, execute, without_packages
 
 TEXT = "samples/1/text_summary"
@@ -40,8 +48,6 @@ def test_a_run_says_each_thing_once(run):
 
 def test_without_an_account_wandb_is_kept_offline(tmp_path, monkeypatch):
     """A key in the environment or in netrc is an account; the run has one name and id either way."""
-    from pretraining.training.trackers import RunIdentity
-
     run, arguments = RunFolder(tmp_path), SimpleNamespace(run_name=None)
     state, netrc = SimpleNamespace(is_world_process_zero=True), tmp_path / "netrc"
     seen = []
@@ -61,8 +67,6 @@ def test_without_an_account_wandb_is_kept_offline(tmp_path, monkeypatch):
 @pytest.mark.parametrize("project", [None, "mine"])
 def test_all_trackers_file_a_run_under_one_project(tmp_path, monkeypatch, project):
     """`training.project`, else the repository's; what the environment says stays."""
-    from pretraining.training.trackers import PROJECT, RunIdentity
-
     schema = json.loads((REPOSITORY / "recipes" / "schema.json").read_text())
     assert schema["properties"]["training"]["properties"]["project"]["default"] == PROJECT
     monkeypatch.setattr(os, "environ", {"MLFLOW_EXPERIMENT_NAME": "given"})
@@ -76,12 +80,16 @@ def test_all_trackers_file_a_run_under_one_project(tmp_path, monkeypatch, projec
     assert os.environ == {"MLFLOW_EXPERIMENT_NAME": "given", "CLEARML_PROJECT": project or PROJECT}
 
 
-def test_tensorboard_holds_the_numbers_of_metrics_jsonl(run):
-    """Its event files lie in the run folder; after the resume every step has the value of its row."""
+@pytest.fixture(scope="module")
+def events(run):
+    """TensorBoard's files, which lie in the run folder."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(run.dir.tensorboard))
-    events.Reload()
+    return EventAccumulator(str(run.dir.tensorboard)).Reload()
+
+
+def test_tensorboard_holds_the_numbers_of_metrics_jsonl(run, events):
+    """After the resume every step has the value of its row."""
     shown = {event.step: event.value for event in events.Scalars("train/loss")}
     rows = {row["step"]: row["train/loss"] for row in run.training_rows}
     resumed_at = next((e["checkpoint"] for e in run.events if e["event"] == "resume"), "checkpoint-0")
@@ -93,12 +101,8 @@ def test_tensorboard_holds_the_numbers_of_metrics_jsonl(run):
     assert last.value == pytest.approx(run.validation_rows[-1]["eval/bits_per_byte"])
 
 
-def test_samples_are_texts_in_the_trackers(run):
+def test_samples_are_texts_in_the_trackers(run, events):
     """Those of samples.jsonl, at their steps."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(run.dir.tensorboard))
-    events.Reload()
     shown = {event.step: event.tensor_proto.string_val[0].decode() for event in events.Tensors(TEXT)}
     last, *_ = tables = [
         json.loads(path.read_text())
@@ -130,9 +134,6 @@ def test_a_missing_tracker_is_one_line(workshop, tmp_path, package):
 
 def test_an_unknown_tracker_is_one_sentence(workshop):
     """Which one, and which there are."""
-    from pretraining.errors import UserError
-    from pretraining.training.trackers import build_trackers
-
     with pytest.raises(UserError, match=r"wandbb.*tensorboard"):
         build_trackers("wandbb", workshop.plain().dir, "small")
 
@@ -151,8 +152,6 @@ class Moody(TrainerCallback):
 
 def test_a_failing_tracker_stops_nothing_and_is_told_once(tmp_path):
     """Tried again, left alone for longer each time, back when it works: two events, never an exception."""
-    from pretraining.training.trackers import Tracker, Trackers
-
     run, moody = RunFolder(tmp_path / "run"), Moody()
     trackers = Trackers([Tracker("moody", moody, run)])
     state = SimpleNamespace(is_world_process_zero=True, global_step=7)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from pretraining.data.checksums import digest_of
-from pretraining.data.dedup.ngrams import TextUnits, batches_of, ngrams_of, units_of
+from pretraining.data.dedup.signatures import TextUnits, batches_of, ngrams_of, units_of
 from pretraining.data.text_files import local_file, read_documents
 from pretraining.errors import UserError, require
 from pretraining.outside.files import json_lines
@@ -171,13 +171,19 @@ def read_evaluation_sets(folder: str | None = None, tasks: list[str] = ()) -> It
     """
     for path in _files_of(Path(folder)) if folder is not None else ():
         name = str(path.relative_to(folder))
-        if path.suffix.lower() != ".txt":
-            yield from ((name, text) for text in _strings_of_rows(path))
+        if path.suffix.lower() == ".txt":
+            for document in read_documents(local_file(path, path.parent)):
+                if document.text is None:
+                    raise UserError(f"{document.where}: not UTF-8 text; convert the file")
+                yield name, document.text
             continue
-        for document in read_documents(local_file(path, path.parent)):
-            if document.text is None:
-                raise UserError(f"{document.where}: not UTF-8 text; convert the file")
-            yield name, document.text
+        try:
+            for _, value in json_lines(path):
+                yield from ((name, text) for text in _strings_of(value))
+        except ValueError as error:
+            raise UserError(f"{path}:{error}; mend or remove the line") from error
+        except (OSError, EOFError, zlib.error) as error:
+            raise UserError(f"{path}: cannot be read ({error}); fetch or convert it again") from error
     for name in tasks:
         yield from ((name, text) for text in _of_task(name))
 
@@ -198,16 +204,6 @@ def _files_of(folder: Path) -> list[Path]:
             "name a folder of evaluation sets"
         )
     return found
-
-
-def _strings_of_rows(path: Path) -> Iterator[str]:
-    try:
-        for _, value in json_lines(path):
-            yield from _strings_of(value)
-    except ValueError as error:
-        raise UserError(f"{path}:{error}; mend or remove the line") from error
-    except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"{path}: cannot be read ({error}); fetch or convert it again") from error
 
 
 def _strings_of(value: object) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
     evaluation-sets    one task        the n-grams that no text may hold
     clean              a piece         the texts that stay, with hashes and signatures to compare them by
-    signatures         one task        links that show the files of all pieces in one folder
     match              a slice         pairs of equal and of similar documents
     fates              one task        what becomes of every document
 
@@ -10,6 +9,7 @@
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -21,14 +21,6 @@ import numpy as np
 
 from pretraining.data.checksums import digest_of
 from pretraining.data.corpus import Batch, Corpus, TextPiece, read_batches
-from pretraining.data.dedup.clusters import (
-    TRAIN,
-    VALIDATION,
-    assign_fates,
-    cluster,
-    count_fates,
-    duplicates_report,
-)
 from pretraining.data.dedup.decontamination import (
     ContaminationIndex,
     DecontaminationSpec,
@@ -37,25 +29,31 @@ from pretraining.data.dedup.decontamination import (
     merge_reports,
     read_evaluation_sets,
 )
-from pretraining.data.dedup.minhash import MinHashSpec, sign_piece
-from pretraining.data.dedup.pairs import (
-    HashParts,
+from pretraining.data.dedup.duplicates import (
+    HASHES_NAME,
+    KEYS_NAME,
+    SKETCH_NAME,
+    TRAIN,
+    VALIDATION,
     SignatureParts,
+    assign_fates,
+    cluster,
+    duplicates_report,
     exact_pairs,
     hash_texts,
     match_slice,
     write_array,
 )
+from pretraining.data.dedup.signatures import MinHashSpec, sign_piece
 from pretraining.data.preparation.stage import Stage
 from pretraining.data.progress import ProgressBar
-from pretraining.data.quality.chain import FilterChain
-from pretraining.data.quality.report import FilterReport
+from pretraining.data.quality.chain import FilterChain, FilterReport
 from pretraining.data.text_files import Document
 from pretraining.errors import UserError
 from pretraining.recipe.data import Data, Dedup
 from pretraining.runtime.durable_files import write_json
 
-TEXTS_NAME, REPORT_NAME, INDEX_NAME = "texts.arrow", "report.json", "index.json"
+TEXTS_NAME, DRAWS_NAME, REPORT_NAME, INDEX_NAME = "texts.arrow", "draws.npy", "report.json", "index.json"
 ROWS_AT_ONCE = 256
 """Texts in a record batch: all of them are decompressed to read one."""
 
@@ -183,23 +181,31 @@ class Clean(Stage):
         documents = cleaner.documents(self.corpus.batches(range(number, number + 1), skipped))
         batches = read_batches(self.corpus.pieces[number].source, documents, {}, skip_undecodable=False)
         # Taken in the same pass as the texts, so that no text is read twice.
-        signatures = _PieceColumns(self.dedup)
+        columns: dict[str, list[np.ndarray]] = defaultdict(list)
         schema = pa.schema({"text": pa.large_string(), "where": pa.large_string()})
         options = pa.ipc.IpcWriteOptions(compression="zstd")
         with (
             (folder / TEXTS_NAME).open("wb") as file,
             pa.ipc.new_file(file, schema, options=options) as writer,
         ):
-            for batch in batches:
+            # The empty batch gives the files of a piece without documents their shapes.
+            for batch in chain(batches, [Batch(0)]):
                 # The tokenizer reads a few rows at a time.
                 for start in range(0, len(batch.texts), ROWS_AT_ONCE):
                     rows = slice(start, start + ROWS_AT_ONCE)
-                    columns = [
+                    arrays = [
                         pa.array(values[rows], pa.large_string()) for values in (batch.texts, batch.wheres)
                     ]
-                    writer.write_batch(pa.record_batch(columns, schema=schema))
-                signatures.add(batch)
-        signatures.save(folder)
+                    writer.write_batch(pa.record_batch(arrays, schema=schema))
+                columns[DRAWS_NAME].append(np.array(batch.draws, np.float64))
+                if self.dedup and self.dedup.exact:
+                    columns[HASHES_NAME].append(hash_texts(batch.texts))
+                if self.dedup and self.dedup.minhash:
+                    signatures = sign_piece(batch.texts, self.dedup.minhash)
+                    columns[KEYS_NAME].append(signatures.keys)
+                    columns[SKETCH_NAME].append(signatures.sketch)
+        for name, parts in columns.items():
+            write_array(folder / name, np.concatenate(parts, axis=1 if name == KEYS_NAME else 0))
         write_json(folder / REPORT_NAME, {"skipped": skipped, **cleaner.reports()})
 
     def texts(self, number: int) -> Iterator[Document]:
@@ -249,79 +255,27 @@ class Cleaner:
         return {"filters": self._chain.report.to_dict(), "decontamination": self._contaminations}
 
 
-class _PieceColumns:
-    """Collect what finds equal texts (hashes) and similar ones (band keys and sketches), one row for each document."""
-
-    def __init__(self, dedup: Deduplication | None):
-        self._dedup = dedup
-        self._columns: dict[str, list[np.ndarray]] = {}
-
-    def add(self, batch: Batch) -> None:
-        """Take in the next documents of the piece."""
-        self._append("draws", np.array(batch.draws, np.float64))
-        if self._dedup and self._dedup.exact:
-            self._append("hashes", hash_texts(batch.texts))
-        if self._dedup and self._dedup.minhash:
-            signatures = sign_piece(batch.texts, self._dedup.minhash)
-            # Turned so that documents are rows, as in the other kinds; `save` turns them back.
-            self._append("keys", signatures.keys.T)
-            self._append("sketch", signatures.sketch)
-
-    def _append(self, name: str, rows: np.ndarray) -> None:
-        self._columns.setdefault(name, []).append(rows)
-
-    def save(self, folder: Path) -> None:
-        """Write a file for each kind."""
-        if not self._columns:
-            # Also a piece without documents needs its files: an empty batch gives them their shapes.
-            self.add(Batch(0))
-        for name, parts in self._columns.items():
-            rows = np.concatenate(parts)
-            write_array(folder / f"{name}.npy", np.ascontiguousarray(rows.T) if name == "keys" else rows)
-
-
-@dataclass(frozen=True)
-class SignatureLinks(Stage):
-    """One task: links that show the files of all pieces in one folder."""
-
-    name = "signatures"
-    clean: Clean
-
-    @cached_property
-    def keys(self) -> list[str]:
-        return [digest_of(self.clean.keys)]
-
-    def run(self, number: int, folder: Path, progress: ProgressBar) -> None:
-        for piece, output in enumerate(self.clean.outputs()):
-            for kind in ("hashes", "keys", "sketch"):
-                # Only the kinds that `data.dedup` asks for are there.
-                if (output / f"{kind}.npy").exists():
-                    (folder / f"{piece:05d}.{kind}.npy").symlink_to(output.resolve() / f"{kind}.npy")
-
-
 @dataclass(frozen=True)
 class Match(Stage):
     """A task for each slice of the comparison: pairs of equal and of similar documents."""
 
     name = "match"
-    signatures: SignatureLinks
+    clean: Clean
     dedup: Deduplication
-    num_pieces: int
 
     @cached_property
     def keys(self) -> list[str]:
         # At least one slice, also for a small corpus.
-        slices = range(max(1, self.num_pieces // PIECES_PER_SLICE))
-        return [digest_of(self.signatures.keys, number) for number in slices]
+        slices = range(max(1, len(self.clean.corpus.pieces) // PIECES_PER_SLICE))
+        return [digest_of(self.clean.keys, number) for number in slices]
 
     def run(self, number: int, folder: Path, progress: ProgressBar) -> None:
         """Write the pairs of one slice."""
-        (parts,) = self.signatures.outputs()
-        position = number, len(self.keys)
+        pieces, position = self.clean.outputs(), (number, len(self.keys))
         if self.dedup.exact:
-            write_array(folder / "exact.npy", exact_pairs(HashParts(parts, self.num_pieces), *position))
+            write_array(folder / "exact.npy", exact_pairs(pieces, *position))
         if self.dedup.minhash:
-            signatures = SignatureParts(parts, self.num_pieces)
+            signatures = SignatureParts(pieces)
             write_array(folder / "similar.npy", match_slice(signatures, self.dedup.minhash, *position))
 
 
@@ -330,37 +284,30 @@ class Fates(Stage):
     """One task: clusters, and what becomes of each document."""
 
     name = "fates"
-    clean: Clean
     match: Match
-    dedup: Deduplication
     validation_share: float
     source_names: list[str]
 
     @cached_property
     def keys(self) -> list[str]:
-        return [digest_of(self.match.keys, self.dedup.remove, self.validation_share)]
+        return [digest_of(self.match.keys, self.match.dedup.remove, self.validation_share)]
 
     def run(self, number: int, folder: Path, progress: ProgressBar) -> None:
         """Write what becomes of every document, a file a piece, and a report."""
+        clean, dedup = self.match.clean, self.match.dedup
         paths = [path for output in self.match.outputs() for path in sorted(output.glob("*.npy"))]
         # Loaded when asked for, one at a time: all pairs may not fit into memory.
         pairs = [lambda path=path: np.load(path) for path in paths]
         # Without similar pairs only equal texts (similarity 1) are in question.
-        accepted = self.dedup.minhash.accepted if self.dedup.minhash else 1.0
+        accepted = dedup.minhash.accepted if dedup.minhash else 1.0
         clusters = cluster(pairs, accepted)
         # Which documents the draw puts into validation.
-        drawn = [np.load(output / "draws.npy") < self.validation_share for output in self.clean.outputs()]
-        fates = assign_fates(drawn, clusters, pairs, self.dedup.remove)
+        drawn = [np.load(output / DRAWS_NAME) < self.validation_share for output in clean.outputs()]
+        fates = assign_fates(drawn, clusters, pairs, dedup.remove)
         for piece, own in enumerate(fates):
             write_array(folder / f"{piece:05d}.npy", own)
-        sources = [piece.source for piece in self.clean.corpus.pieces]
-        num_documents = [len(draws) for draws in drawn]
-        report = duplicates_report(clusters, num_documents, sources, self.source_names)
-        write_json(folder / REPORT_NAME, {**report, "fates": count_fates(fates)})
-
-    def of_piece(self, number: int) -> np.ndarray:
-        """Read the fates of a piece: uint8 [documents]."""
-        return np.load(self.outputs()[0] / f"{number:05d}.npy")
+        sources = [piece.source for piece in clean.corpus.pieces]
+        write_json(folder / REPORT_NAME, duplicates_report(clusters, fates, sources, self.source_names))
 
     def report(self) -> dict:
         return json.loads((self.outputs()[0] / REPORT_NAME).read_text(encoding="utf-8"))
@@ -386,7 +333,6 @@ class _Cleaned:
 
     @cached_property
     def keys(self) -> list[str]:
-        """Make a digest for each piece, of its text as the tokenizer gets it."""
         fates = self.fates.keys if self.fates else []
         return [digest_of(key, fates) for key in self.clean.keys]
 
@@ -411,7 +357,7 @@ class CleanedCorpus(_Cleaned):
 
     @property
     def stages(self) -> list[Stage]:
-        comparing = [self.fates.match.signatures, self.fates.match, self.fates] if self.fates else []
+        comparing = [self.fates.match, self.fates] if self.fates else []
         return [*filter(None, [self.clean.evaluation_sets]), self.clean, *comparing]
 
     def batches(self, numbers: range, skipped: dict) -> Iterator[Batch]:
@@ -433,7 +379,7 @@ class CleanedCorpus(_Cleaned):
 
     def _kept_documents(self, number: int, kept: list[int | None]) -> Iterator[Document]:
         """Read the documents that stay; the fate of each is appended to `kept` as it is read."""
-        fates = self.fates.of_piece(number) if self.fates else None
+        fates = np.load(self.fates.outputs()[0] / f"{number:05d}.npy") if self.fates else None
         for row, document in enumerate(self.clean.texts(number)):
             fate = None if fates is None else int(fates[row])
             if fate in (None, TRAIN, VALIDATION):
@@ -459,7 +405,6 @@ class CleanedAsRead(_Cleaned):
 
     @property
     def stages(self) -> list[Stage]:
-        """The stages that run before a text is read."""
         return [*filter(None, [self.clean.evaluation_sets])]
 
     def batches(self, numbers: range, account: dict) -> Iterator[Batch]:
@@ -479,6 +424,6 @@ class CleanedAsRead(_Cleaned):
 
 def merged_reports(reports: list[dict]) -> dict:
     """Merge what cleaners report of neighbouring texts: {"filters", "decontamination": one or none}."""
-    filters = FilterReport.merged([FilterReport.from_dict(report["filters"]) for report in reports])
+    filters = FilterReport.merged([FilterReport(**report["filters"]) for report in reports])
     found = [each for report in reports for each in report["decontamination"]]
     return {"filters": filters.to_dict(), "decontamination": [merge_reports(found)] if found else []}

@@ -4,14 +4,22 @@ SLURM's jobs are in `slurm`.
 """
 
 import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pretraining.data.preparation.stage import Stage, run_task
 from pretraining.data.progress import ProgressBar
-from pretraining.errors import UserError, nearest
+from pretraining.errors import UserError, require
+from pretraining.schema import REPOSITORY
 
 if TYPE_CHECKING:
     from pretraining.data.preparation.plan import Preparation
@@ -20,19 +28,6 @@ EXECUTORS = ("auto", "inline", "local", "slurm", "ray")
 
 LOCAL_FROM_TASKS = 8
 """From this number of tasks on, the start of processes (some seconds) costs less than it gains."""
-
-SLURM_KEYS = {
-    "partition": str,
-    "time": str,
-    "qos": str,
-    "cpus_per_task": int,
-    "mem_per_cpu_gb": int,
-    "max_array_size": int,
-    "tasks_per_job": int,
-    "mail_user": str,
-    "env_command": str,
-}
-"""What `--slurm` takes; `slurm` has their defaults."""
 
 
 @dataclass(frozen=True)
@@ -43,42 +38,11 @@ class Execution:
     workers: int = 0
     """Tasks at once; 0: as many as there are cores (`local`, `ray`: of the cluster), or no limit (`slurm`)."""
     slurm: dict = field(default_factory=dict)
-    """Values of `SLURM_KEYS`."""
+    """Values of `slurm.SLURM_KEYS`."""
 
     def __post_init__(self) -> None:
         if self.slurm and self.executor != "slurm":
             raise UserError("--slurm: says how SLURM's jobs run; add --executor slurm, or leave it out")
-
-    def chosen(self, num_pending: int) -> str:
-        """Choose for `auto`: this process, unless a stage has many tasks left and there are cores for them."""
-        if self.executor != "auto":
-            return self.executor
-        return "local" if num_pending >= LOCAL_FROM_TASKS and self.num_workers > 1 else "inline"
-
-    @property
-    def num_workers(self) -> int:
-        # Not `cpu_count`: a job of a cluster may use only some of the machine's cores.
-        return self.workers or len(os.sched_getaffinity(0))
-
-
-def read_slurm_options(words: list[str]) -> dict:
-    """Read `key=value` words as arguments of the jobs; UserError for one that is unknown or no number."""
-    options = {}
-    for word in words:
-        key, separator, value = word.partition("=")
-        if not separator or key not in SLURM_KEYS:
-            known = ", ".join(SLURM_KEYS)
-            raise UserError(
-                f"--slurm {word}: expected KEY=VALUE{nearest(key, SLURM_KEYS)}; there are: {known}"
-            )
-        try:
-            options[key] = SLURM_KEYS[key](value)
-        except ValueError as error:
-            raise UserError(f"--slurm {word}: {key} takes a whole number") from error
-        no_limit = key == "max_array_size" and options[key] == -1
-        if isinstance(options[key], int) and options[key] < 1 and not no_limit:
-            raise UserError(f"--slurm {word}: {key} is at least 1")
-    return options
 
 
 def run_stages(
@@ -119,7 +83,11 @@ def _run_tasks(
     if not pending:
         return
     progress.label(stage.name)
-    executor = execution.chosen(len(pending))
+    # Not `cpu_count`: a job of a cluster may use only some of the machine's cores.
+    cores = execution.workers or len(os.sched_getaffinity(0))
+    executor = execution.executor
+    if executor == "auto":
+        executor = "local" if len(pending) >= LOCAL_FROM_TASKS and cores > 1 else "inline"
     if executor == "inline":
         for number in pending:
             run_task(stage, number, progress)
@@ -128,11 +96,227 @@ def _run_tasks(
     # The other processes read the preparation from the work folder.
     preparation.save()
     if executor == "ray":
-        from pretraining.data.preparation.ray_cluster import run_on_ray
+        run_on_ray(stage, pending, execution.workers, finished)
+    else:
+        # Each process has its share of the cores.
+        workers = min(cores, len(pending))
+        run_in_workers(stage, pending, workers, max(1, cores // workers), finished)
 
-        return run_on_ray(stage, pending, execution.workers, finished)
-    from pretraining.data.preparation.workers import run_in_workers
 
-    # Each process has its share of the cores.
-    workers = min(execution.num_workers, len(pending))
-    run_in_workers(stage, pending, workers, max(1, execution.num_workers // workers), finished)
+# Processes of this machine. If one dies, only its task is lost. Python's own pools wait forever for a worker that the
+# kernel killed, most often because memory ran out.
+
+MOST_DEATHS = 3
+"""How often the process of one task may be killed; each time the task moves behind all others."""
+
+PRELOADED = ["pretraining.data.preparation.execution", "pretraining.data.preparation.plan", "pyarrow"]
+"""Imported once, by the process from which the workers of all stages are forked."""
+
+
+def run_in_workers(
+    stage: Stage,
+    numbers: list[int],
+    num_workers: int,
+    num_threads: int,
+    finished: Callable[[], None],
+) -> None:
+    """Run tasks of a stage of a saved preparation in `num_workers` processes; return when the last one is done.
+
+    finished: is called after each task.
+
+    Raises what a task raised, and UserError if the process of one task is killed again and again. The workers end
+    with this process, however it ends.
+    """
+    import multiprocessing
+    from multiprocessing import connection, forkserver
+
+    # Forked from a clean process: a fork of this one would copy its threads' locks.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    # The fork server ignores Ctrl-C by itself, but only once it has imported what it preloads. So it is started with
+    # Ctrl-C ignored; only the main thread may set a signal handler.
+    if threading.current_thread() is threading.main_thread():
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            forkserver.ensure_running()
+        finally:
+            signal.signal(signal.SIGINT, before)
+    else:
+        forkserver.ensure_running()
+    waiting, deaths, workers = deque(numbers), Counter(), []
+    try:
+        while waiting or any(worker.number is not None for worker in workers):
+            while waiting and len(workers) < num_workers:  # also in the place of those that died
+                workers.append(_TaskProcess(context, stage, num_threads))
+            for worker in workers:
+                if waiting and worker.number is None:
+                    worker.give(waiting.popleft())
+            for worker in connection.wait([worker for worker in workers if worker.number is not None]):
+                if worker.died():
+                    workers.remove(worker)
+                    deaths[worker.number] += 1
+                    report_death(stage, worker.number, worker.end(), deaths[worker.number])
+                    # Behind all others: if memory ran out, it may have more room at the end.
+                    waiting.append(worker.number)
+                else:
+                    finished()
+    finally:
+        for worker in workers:
+            worker.end()
+
+
+def report_death(stage: Stage, number: int, how: str, num_deaths: int) -> None:
+    """Say that a task's process was ended, and is run again; UserError if that was once too often."""
+    task = f"task {number} of the stage {stage.name!r}"
+    if num_deaths == MOST_DEATHS:
+        raise UserError(
+            f"{task}: its process was ended {MOST_DEATHS} times ({how}); if memory ran out, take fewer --workers; "
+            "the same command goes on with what is missing"
+        )
+    print(f"the process of {task} was ended ({how}): the task is run again", file=sys.stderr, flush=True)
+
+
+class _TaskProcess:
+    """One process, the channel to it, and the number of the task it runs."""
+
+    def __init__(self, context, stage: Stage, num_threads: int):
+        self._channel, theirs = context.Pipe()
+        given = str(stage.work), stage.name, num_threads, theirs
+        self._process = context.Process(target=_serve, args=given, daemon=True)
+        self._process.start()
+        # Else this process would hold the worker's end open, and never see that the worker died.
+        theirs.close()
+        self.number: int | None = None
+
+    def give(self, number: int) -> None:
+        self.number = number
+        with suppress(OSError):  # a process that is gone is noticed when its answer is read
+            self._channel.send(number)
+
+    def fileno(self) -> int:
+        """Return the descriptor for `connection.wait`: it is readable once the process has answered, or died."""
+        return self._channel.fileno()
+
+    def died(self) -> bool:
+        """Read the answer: False if the task is done, True if the process died; raise what the task raised."""
+        try:
+            error = self._channel.recv()
+        except (EOFError, OSError):
+            return True
+        if error is not None:
+            raise error
+        self.number = None
+        return False
+
+    def end(self) -> str:
+        """End the process and return how it ended."""
+        self._process.kill()
+        self._process.join()
+        self._channel.close()
+        code = self._process.exitcode or 0
+        return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def _serve(work: str, stage_name: str, num_threads: int, channel) -> None:
+    """Live as a worker: numbers of tasks come in, None or an error goes out."""
+    import multiprocessing
+    from multiprocessing import connection
+
+    from pretraining.data.preparation.plan import Preparation
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of a terminal; the parent decides
+
+    def leave_with_parent() -> None:
+        # A worker that is in the middle of a task does not read its channel, so a thread watches the parent.
+        connection.wait([multiprocessing.parent_process().sentinel])
+        os._exit(1)
+
+    threading.Thread(target=leave_with_parent, daemon=True).start()
+    # Before an encoder is opened: rayon reads it when its threads start.
+    os.environ["RAYON_NUM_THREADS"] = str(num_threads)
+    stage = Preparation.load(Path(work)).stage(stage_name)
+    with suppress(EOFError, BrokenPipeError):
+        while True:
+            channel.send(error_of(stage, channel.recv()))
+
+
+def error_of(stage: Stage, number: int) -> Exception | None:
+    """Run one task, and return what it raised, which another process can be sent."""
+    try:
+        run_task(stage, number)
+    except Exception as error:
+        # A traceback cannot be pickled: it travels as text.
+        error.add_note(f"in a worker:\n{traceback.format_exc()}")
+        return error
+    return None
+
+
+# A Ray cluster, whose nodes share the work folder and this repository. Ray itself would start a lost task again at
+# once, in the place where memory ran out. Here it moves behind all others, as with the processes of one machine, and a
+# task that ends its process again and again is named.
+
+SEEN_WITHIN_SECONDS = 30.0
+"""How long a shared disk may take to show here what another node has written."""
+
+
+def run_on_ray(stage: Stage, numbers: list[int], workers: int, finished: Callable[[], None]) -> None:
+    """Run tasks of a stage of a saved preparation on the cluster at RAY_ADDRESS, else on one that Ray starts here.
+
+    workers: tasks at once; 0: one for each core of the cluster. finished: is called after each task.
+
+    Raises what a task raised, and UserError if there is no cluster, if the process of one task is ended again and
+    again, or if a node does not share the work folder.
+    """
+    ray = require("ray", "--executor ray")
+    # Once for all stages: idle workers keep what they have imported. Ray ends the tasks of a process that leaves.
+    if not ray.is_initialized():
+        settings = {"log_to_driver": False, "include_dashboard": False, "logging_level": "error"}
+        # Also of nodes that were started elsewhere: the folder is the same on all of them.
+        path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]).rstrip(":")
+        try:
+            ray.init(**settings, runtime_env={"env_vars": {"PYTHONPATH": path}})
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            address = os.environ.get("RAY_ADDRESS")
+            where = f"answers at RAY_ADDRESS={address}" if address else "can be started here"
+            raise UserError(
+                f"--executor ray: no cluster {where} ({error}); start one with `ray start --head`, or correct the "
+                "variable"
+            ) from error
+    # More than one core a task, if the cluster has more than there are tasks.
+    cores = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+    threads = max(1, min(sum(cores) // len(numbers), max(cores, default=1)))
+    task = ray.remote(max_retries=0, num_cpus=threads)(_run_on_node)
+    at_once = workers or max(1, int(ray.cluster_resources().get("CPU", 1)) // threads)
+    waiting, deaths, running = deque(numbers), Counter(), {}
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            number = waiting.popleft()
+            running[task.remote(str(stage.work), stage.name, number, threads)] = number
+        done, _ = ray.wait(list(running))
+        number = running.pop(done[0])
+        try:
+            host, error = ray.get(done[0])
+        except ray.exceptions.RayError as lost:
+            deaths[number] += 1
+            report_death(stage, number, type(lost).__name__, deaths[number])
+            waiting.append(number)
+            continue
+        if error is not None:
+            raise error
+        until = time.monotonic() + SEEN_WITHIN_SECONDS
+        while not stage.folder(number).is_dir():
+            if time.monotonic() > until:
+                raise UserError(
+                    f"--executor ray: {host} has run a task, and {stage.folder(number)} is not here: all nodes must "
+                    "share the folder of --data_dir"
+                )
+            time.sleep(0.1)
+        finished()
+
+
+def _run_on_node(work: str, stage_name: str, number: int, threads: int) -> tuple[str, Exception | None]:
+    """Run one task on a node; returns the node's name, and what the task raised."""
+    from pretraining.data.preparation.plan import Preparation
+
+    os.environ["RAYON_NUM_THREADS"] = str(threads)
+    return os.uname().nodename, error_of(Preparation.load(Path(work)).stage(stage_name), number)

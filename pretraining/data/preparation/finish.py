@@ -15,25 +15,30 @@ import numpy as np
 
 from pretraining.data.arriving import ARRIVED_NAME, from_origin
 from pretraining.data.checksums import checksum_of_file, content_fingerprint, digest_of
-from pretraining.data.excerpt import rows_of
 from pretraining.data.manifest import (
     FORMAT,
     MANIFEST_NAME,
     POSITIONS_FILE,
+    check_blocks,
     deciding_section,
     entropy_bits,
     read_manifest,
     reading_options,
     report_text,
 )
+from pretraining.data.portions import rows_of
 from pretraining.data.preparation.cleaning import CleanedCorpus, merged_reports
-from pretraining.data.preparation.plan import Preparation
-from pretraining.data.preparation.split_sizes import SplitSizes, check_blocks
-from pretraining.data.preparation.survey import Begun, Survey
-from pretraining.data.preparation.tokenizing import COUNTS_NAME, POSITIONS_NAME, SPLITS
-from pretraining.data.publishing import discard, publish, start_building
-from pretraining.data.shard_writer import SplitWriter, split_entry, summed_entry
-from pretraining.data.shards import TokenSplit, open_shard, token_dtype
+from pretraining.data.preparation.plan import Begun, Preparation, Survey
+from pretraining.data.preparation.tokenizing import COUNTS_NAME, POSITIONS_NAME, SPLITS, SplitSizes
+from pretraining.data.publishing import building, publish
+from pretraining.data.shards import (
+    SplitWriter,
+    TokenSplit,
+    open_shard,
+    split_entry,
+    summed_entry,
+    token_dtype,
+)
 from pretraining.errors import UserError
 from pretraining.runtime.durable_files import replacing
 
@@ -189,33 +194,28 @@ def finish(preparation: Preparation, show_progress: bool = False) -> Path | None
     has_text = any(entry["documents"] for result in results for entry in result["splits"].values())
     if not has_text and not preparation.goes_on:
         raise preparation.texts.is_empty(_summed([result["skipped"] for result in results]))
-    building = start_building(preparation.folder)
-    try:
-        validation, counts = _join_validation(parts, results, building / "validation")
-        splits = {"train": _link_shards(trained, results, building / "train"), "validation": validation}
-        np.save(building / POSITIONS_FILE, np.concatenate([part.positions() for part in parts]))
+    with building(preparation.folder) as folder:
+        validation, counts = _join_validation(parts, results, folder / "validation")
+        splits = {"train": _link_shards(trained, results, folder / "train"), "validation": validation}
+        np.save(folder / POSITIONS_FILE, np.concatenate([part.positions() for part in parts]))
         accounts = [account for part in trained for account in part.accounts()]
         reports = preparation.cleaned.reports(accounts) if preparation.cleaned else {}
         sizes = SplitSizes.joined([output for part in trained for output, _ in part.done])
         try:
-            check_blocks(splits, preparation.data, preparation.sequence_length, sizes)
+            check_blocks(splits, preparation.data, preparation.sequence_length, sizes.workable_share)
         except UserError:
             # If cleaning left too little, the reports say what it took out.
             if reports and show_progress:
                 print(report_text(reports), file=sys.stderr)
             raise
-        shutil.copytree(preparation.tokenize.tokenizer.output, building / "tokenizer")
-        with replacing(building / "dataset_dict.json") as file:
+        shutil.copytree(preparation.tokenize.tokenizer.output, folder / "tokenizer")
+        with replacing(folder / "dataset_dict.json") as file:
             json.dump({"splits": list(SPLITS)}, file)
         manifest = _manifest(preparation, splits, parts, counts, reports)
-        manifest["validation_positions"] = checksum_of_file(building / POSITIONS_FILE)
+        manifest["validation_positions"] = checksum_of_file(folder / POSITIONS_FILE)
         # Last: where a manifest is, the data set is complete.
-        with replacing(building / MANIFEST_NAME) as file:
+        with replacing(folder / MANIFEST_NAME) as file:
             file.write(json.dumps(manifest, indent=2) + "\n")
-    # Also after Ctrl-C: what is half built must not stay.
-    except BaseException:
-        discard(preparation.folder)
-        raise
     return publish(preparation.folder, contains_earlier=preparation.goes_on)
 
 
@@ -244,7 +244,7 @@ def _validation_parts(preparation: Preparation) -> list[_SourcePart]:
     stage, first = preparation.tokenize_validation, len(preparation.data.sources)
     if stage is None:
         return []
-    done = list(zip(stage.outputs(), stage.results(), strict=True))
+    done = [(folder, stage.result(number)) for number, folder in enumerate(stage.outputs())]
     return [
         _SourcePart(number, [task for task in done if task[1]["source"] == number - first])
         for number in range(first, len(preparation.data.text_origins))
@@ -252,7 +252,6 @@ def _validation_parts(preparation: Preparation) -> list[_SourcePart]:
 
 
 def _summed(skips: list[dict]) -> dict[str, int]:
-    """Sum what was left out while reading, over all tasks."""
     return {reason: sum(skip.get(reason, 0) for skip in skips) for reason in ("undecodable", "empty")}
 
 

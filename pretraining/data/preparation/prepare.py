@@ -1,13 +1,21 @@
-"""Prepare the data section of a recipe as data/<name>/: return at once if it is there, else build and publish it."""
+"""Prepare the data section of a recipe as data/<name>/: return at once if it is there, else build and publish it.
+
+Or only count the tokens of its sources.
+"""
 
 import os
 import shutil
+import sys
+import tempfile
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pretraining.data.corpus import CLEANING_KEYS, Corpus, prefetch, read_batches
 from pretraining.data.manifest import (
+    check_blocks,
     data_differences,
     fitting_beside,
     read_manifest,
@@ -16,7 +24,6 @@ from pretraining.data.manifest import (
 )
 from pretraining.data.portions import lacking, portions_of, targets_beside
 from pretraining.data.preparation.execution import Execution, run_stages
-from pretraining.data.preparation.split_sizes import check_blocks
 from pretraining.data.progress import ProgressBar
 from pretraining.data.publishing import is_half_published, preparation_lock
 from pretraining.data.sources import open_sources
@@ -273,3 +280,79 @@ def _build(
             raise UserError(f"{error}; finished tasks are kept in {preparation.work}") from error
         shutil.rmtree(preparation.work, ignore_errors=True)
         raise
+
+
+# Counting.
+
+
+def count_data(recipe: Recipe, num_documents: int | None = None, show_progress: bool = True) -> dict:
+    """Count documents, bytes of text and tokens of each source in `recipe.data`; no shard is written.
+
+    Texts are counted as they are read: before filters and deduplication. For each source, and for all: documents,
+    text_bytes, tokens (EOS included), bytes_per_token, and compression: bytes of text for each byte on disk.
+    `num_documents` limits the count to the first documents of each source. Raises UserError as a preparation does.
+    """
+    # numpy, tokenizers and pyarrow are needed from here on
+    from pretraining.data.encoder import Encoder
+    from pretraining.data.preparation.tokenizing import MakeTokenizer
+
+    data, vocab_size = recipe.data, recipe.model.vocab_size
+    sources = open_sources(data)[: len(data.sources)]  # of training
+    with ProgressBar("counting", show_progress) as progress, tempfile.TemporaryDirectory() as folder:
+        # A tokenizer that is to be trained is trained in the temporary folder, and is gone after the count.
+        tokenizer, corpus = Path(folder, "tokenizer"), Corpus.of(data, sources)
+        stage = MakeTokenizer(Path(folder), corpus, data.tokenizer, vocab_size, data.validation_share)
+        # Run directly, without `run_task`: the folder is temporary, so nothing is published or synced.
+        stage.run(0, tokenizer, progress)
+        # Empty and undecodable texts tell nothing about the encoder.
+        sample = [text for text, _ in islice(sources[0].documents(), 20) if text]
+        encoder = Encoder.open(tokenizer, stage.describe(tokenizer), data.encoder, sample)
+        if encoder.note and progress.shown:
+            print(encoder.note, file=sys.stderr)
+        progress.label("counting")
+        rows, skips = [], []
+        for number, source in enumerate(sources):
+            skipped: dict[str, int] = {}
+            documents = islice(source.documents(), num_documents)
+            batches = read_batches(number, documents, skipped, data.skip_undecodable)
+            row = {"documents": 0, "text_bytes": 0, "tokens": 0}
+            # Reads the next batches while this one is encoded.
+            for batch in prefetch(batches):
+                tokens, _ = encoder.encode(batch.texts, batch.wheres)
+                row["documents"] += len(batch.texts)
+                row["text_bytes"] += sum(batch.num_bytes)
+                row["tokens"] += len(tokens)
+                progress.add(len(batch.texts), sum(batch.num_bytes), len(tokens))
+            rows.append(row)
+            skips.append(skipped)
+    total = {key: sum(row[key] for row in rows) for key in rows[0]}
+    for row in [*rows, total]:
+        # max: a source without text has no tokens.
+        row["bytes_per_token"] = row["text_bytes"] / max(1, row["tokens"])
+        row["compression"] = row["bytes_per_token"] / encoder.dtype.itemsize
+    return {
+        "name": data.name,
+        "encoder": encoder.backend.name,
+        "documents_of_each_source": num_documents,
+        "before_cleaning": any(getattr(data, key) for key in CLEANING_KEYS),
+        "sources": [{"source": spec.called, **row} for spec, row in zip(data.sources, rows, strict=True)],
+        "total": total,
+        "skipped": {key: sum(skipped[key] for skipped in skips) for key in skips[0]},
+    }
+
+
+def counts_text(counts: dict) -> str:
+    """Show what `count_data` found as a table."""
+    limit = counts["documents_of_each_source"]
+    lines = [f"data {counts['name']}" + (f", the first {limit:,} documents of each source" if limit else "")]
+    lines.append(f"  {'source':<32}{'documents':>13}{'text bytes':>17}{'tokens':>16}{'bytes/token':>13}")
+    for row in [*counts["sources"], {"source": "total", **counts["total"]}]:
+        lines.append(
+            f"  {row['source'][-31:]:<32}{row['documents']:>13,}{row['text_bytes']:>17,}{row['tokens']:>16,}"
+            f"{row['bytes_per_token']:>13.2f}"
+        )
+    left_out = ", ".join(f"{count:,} {reason}" for reason, count in counts["skipped"].items())
+    lines.append(f"  documents left out: {left_out}")
+    if counts["before_cleaning"]:
+        lines.append("  counted as read: before filters, deduplication and decontamination")
+    return "\n".join(lines)

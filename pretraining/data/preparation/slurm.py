@@ -10,19 +10,34 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pretraining.data.preparation.execution import Execution, run_stages
-from pretraining.data.preparation.finish import finish, kept_text
-from pretraining.data.preparation.plan import Preparation
 from pretraining.data.preparation.stage import run_task
 from pretraining.data.progress import ProgressBar
 from pretraining.data.publishing import preparation_lock
-from pretraining.errors import UserError, one_line_errors
+from pretraining.errors import UserError, nearest, one_line_errors
 from pretraining.runtime.durable_files import write_json
 from pretraining.schema import REPOSITORY
 
+if TYPE_CHECKING:
+    from pretraining.data.preparation.plan import Preparation
+
 FINISH = "finish"
 """Name of the last job, which publishes."""
+
+SLURM_KEYS = {
+    "partition": str,
+    "time": str,
+    "qos": str,
+    "cpus_per_task": int,
+    "mem_per_cpu_gb": int,
+    "max_array_size": int,
+    "tasks_per_job": int,
+    "mail_user": str,
+    "env_command": str,
+}
+"""What `--slurm` takes."""
 
 DEFAULTS: dict = {
     "time": "24:00:00",
@@ -34,7 +49,27 @@ DEFAULTS: dict = {
 """Of `SLURM_KEYS`. A max_array_size of -1 is no limit."""
 
 
-def submit_to_slurm(preparation: Preparation, execution: Execution) -> list[str]:
+def read_slurm_options(words: list[str]) -> dict:
+    """Read `key=value` words as arguments of the jobs; UserError for one that is unknown or no number."""
+    options = {}
+    for word in words:
+        key, separator, value = word.partition("=")
+        if not separator or key not in SLURM_KEYS:
+            known = ", ".join(SLURM_KEYS)
+            raise UserError(
+                f"--slurm {word}: expected KEY=VALUE{nearest(key, SLURM_KEYS)}; there are: {known}"
+            )
+        try:
+            options[key] = SLURM_KEYS[key](value)
+        except ValueError as error:
+            raise UserError(f"--slurm {word}: {key} takes a whole number") from error
+        no_limit = key == "max_array_size" and options[key] == -1
+        if isinstance(options[key], int) and options[key] < 1 and not no_limit:
+            raise UserError(f"--slurm {word}: {key} is at least 1")
+    return options
+
+
+def submit_to_slurm(preparation: "Preparation", execution: Execution) -> list[str]:
     """Submit the jobs; return the id of each stage's last array, and of the job that publishes."""
     if not execution.slurm.get("partition"):
         raise UserError(
@@ -54,7 +89,7 @@ def submit_to_slurm(preparation: Preparation, execution: Execution) -> list[str]
 
 
 def _submit(
-    preparation: Preparation, name: str, pending: list[int], execution: Execution, after: str | None
+    preparation: "Preparation", name: str, pending: list[int], execution: Execution, after: str | None
 ) -> str:
     """Submit the tasks of one stage as array jobs, one after the other; return the id of the last one."""
     options, logs = DEFAULTS | execution.slurm, preparation.work / "logs" / name
@@ -126,7 +161,17 @@ def _script(options: dict, logs: Path, job_name: str, array: str, command: str) 
 
 def run_slurm_job(work: Path, name: str, first: int) -> None:
     """Run the tasks of this job of an array that begins with job `first` of its stage; those of FINISH publish."""
-    signal.signal(signal.SIGUSR1, _requeue)
+    # numpy, tokenizers and pyarrow are needed from here on
+    from pretraining.data.preparation.finish import finish, kept_text
+    from pretraining.data.preparation.plan import Preparation
+
+    def requeue(*_) -> None:
+        """Queue the job again: the cluster takes its node back, and another job goes on with what is missing."""
+        print("SIGUSR1: the job is queued again", file=sys.stderr, flush=True)
+        subprocess.run(["scontrol", "requeue", os.environ.get("SLURM_JOB_ID", "")], check=False)
+        sys.exit(15)
+
+    signal.signal(signal.SIGUSR1, requeue)
     preparation = Preparation.load(work)
     if name == FINISH:
         with preparation_lock(preparation.folder):
@@ -142,13 +187,6 @@ def run_slurm_job(work: Path, name: str, first: int) -> None:
     start = (first + int(os.environ["SLURM_ARRAY_TASK_ID"])) * submitted["tasks_per_job"]
     for number in submitted["tasks"][start : start + submitted["tasks_per_job"]]:
         run_task(preparation.stage(name), number)
-
-
-def _requeue(*_) -> None:
-    """Queue the job again: the cluster takes its node back, and another job goes on with what is missing."""
-    print("SIGUSR1: the job is queued again", file=sys.stderr, flush=True)
-    subprocess.run(["scontrol", "requeue", os.environ.get("SLURM_JOB_ID", "")], check=False)
-    sys.exit(15)
 
 
 if __name__ == "__main__":

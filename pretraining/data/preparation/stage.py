@@ -40,7 +40,6 @@ class Stage(ABC):
         return self.work / self.name / f"{number:05d}-{self.keys[number][:12]}"
 
     def pending(self) -> list[int]:
-        """List the numbers of the tasks that are still to run."""
         return [number for number in range(len(self.keys)) if not self.folder(number).is_dir()]
 
     def outputs(self) -> list[Path]:

@@ -2,10 +2,12 @@
 
 import json
 import sys
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, islice, pairwise
+from math import floor, log10
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +17,9 @@ from pretraining.data.corpus import Batch, Corpus, prefetch
 from pretraining.data.encoder import Encoder
 from pretraining.data.portions import Portion
 from pretraining.data.preparation.cleaning import CleanedAsRead, CleanedCorpus, Cleaner
-from pretraining.data.preparation.split_sizes import SplitSizes
 from pretraining.data.preparation.stage import Stage
 from pretraining.data.progress import ProgressBar
-from pretraining.data.shard_writer import SplitWriter
+from pretraining.data.shards import SplitWriter
 from pretraining.data.tokenizer import (
     TokenizerInfo,
     check_vocabulary,
@@ -37,6 +38,9 @@ SPLITS = ("train", "validation")
 ALL = 1.0
 """The validation_share of texts that are for validation only: every draw is below it."""
 RESULT_NAME, COUNTS_NAME, POSITIONS_NAME = "result.json", "validation_counts.npy", "positions.npy"
+SIZES_NAME = "sizes.npz"
+RECORDED_DOCUMENTS = 1 << 16
+"""Documents whose draws are kept for an exact suggestion: a corpus with more is rarely too small."""
 
 Texts = Corpus | CleanedCorpus | CleanedAsRead
 
@@ -120,7 +124,6 @@ class Tokenize(Stage):
 
     @cached_property
     def keys(self) -> list[str]:
-        """Make a key for each task, which depends on the tokenizer and on the texts of its pieces."""
         return [self._key(number) for number in range(len(self.texts.tasks))]
 
     def _key(self, number: int) -> str:
@@ -130,7 +133,7 @@ class Tokenize(Stage):
         return digest_of(shared, self.texts.keys[task.start : task.stop], *self.bounds.get(number, ()))
 
     def folder(self, number: int) -> Path:
-        """Name the folder of one task's output. A survey asks for many, each with bounds of its own."""
+        # A survey asks for many, each with bounds of its own: no key of the others is made.
         return self.work / self.name / f"{number:05d}-{self._key(number)[:12]}"
 
     def run(self, number: int, folder: Path, progress: ProgressBar) -> None:
@@ -164,9 +167,6 @@ class Tokenize(Stage):
 
     def bounded(self, bounds: dict[int, Portion]) -> "Tokenize":
         return replace(self, bounds=bounds)
-
-    def results(self) -> list[dict]:
-        return [self.result(number) for number in range(len(self.keys))]
 
     def result(self, number: int) -> dict:
         """Read what a finished task reports: {"source", "splits", "skipped", "encoding", "cut", "cleaned"}."""
@@ -202,8 +202,9 @@ class _Output:
         # Tokens of training up to the end of each document, from the beginning of the task.
         train_ends = self._trained_tokens + np.cumsum(np.where(validation, 0, lengths))
         ends, num_bytes = ends[:stop], np.array(batch.num_bytes[:stop])
-        for first, last in runs_of(validation):
-            # Runs of neighbours of one split, not single documents: one call of the writer copies many.
+        # Runs of neighbours of one split, not single documents: one call of the writer copies many.
+        changes = np.flatnonzero(validation[1:] != validation[:-1]) + 1
+        for first, last in pairwise([0, *changes.tolist(), stop]):
             start = int(ends[first - 1]) if first else 0
             run = tokens[start : ends[last - 1]]
             writer = self._writers["validation" if validation[first] else "train"]
@@ -232,7 +233,55 @@ class TokenizeValidation(Tokenize):
     name = "tokenize-validation"
 
 
-def runs_of(values: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Split `values` [n] into runs of equal neighbours: (first, last + 1) of each."""
-    changes = np.flatnonzero(values[1:] != values[:-1]) + 1
-    return pairwise([0, *changes.tolist(), len(values)])
+class SplitSizes:
+    """Keep the draws and sizes of the first documents, to suggest a share that works."""
+
+    def __init__(self):
+        self._draws, self._tokens = array("d"), array("q")
+        self._num_documents = 0
+
+    def extend(self, draws: list[float], num_tokens: list[int]) -> None:
+        self._num_documents += len(draws)
+        room = max(0, RECORDED_DOCUMENTS - len(self._draws))
+        self._draws.extend(draws[:room])
+        self._tokens.extend(num_tokens[:room])
+
+    def save(self, folder: Path) -> None:
+        np.savez(
+            folder / SIZES_NAME, draws=self._draws, tokens=self._tokens, num_documents=self._num_documents
+        )
+
+    @classmethod
+    def joined(cls, folders: list[Path]) -> "SplitSizes":
+        """Read what the outputs of these tasks record, one after the other."""
+        joined = cls()
+        for folder in folders:
+            kept = np.load(folder / SIZES_NAME)
+            joined.extend(kept["draws"].tolist(), kept["tokens"].tolist())
+            # Documents beyond the recorded ones count too: with them the suggestion cannot be exact.
+            joined._num_documents += int(kept["num_documents"]) - len(kept["draws"])
+        return joined
+
+    def workable_share(self, num_tokens: int, wanted: int) -> float | None:
+        """Find the shortest validation_share that leaves each split `wanted` of `num_tokens` tokens, or None."""
+        if self._num_documents > len(self._draws):
+            # Not all draws are known: aim at twice what is wanted, if the corpus has room for it.
+            return _round_up(2 * wanted / num_tokens, digits=1) if num_tokens > 4 * wanted else None
+        documents = sorted(zip(self._draws, self._tokens, strict=True))
+        validation = 0
+        for draw, tokens in documents:
+            validation += tokens
+            if validation >= wanted:
+                # A document is in validation if its draw is below the share. Try the shortest decimal first.
+                for share in (_round_up(draw, digits) for digits in range(1, 16)):
+                    below = sum(size for place, size in documents if place < share)
+                    if wanted <= below <= num_tokens - wanted and share < 1:
+                        return share
+                return None
+        return None
+
+
+def _round_up(value: float, digits: int) -> float:
+    """Find the smallest number of `digits` significant decimal digits above `value`."""
+    unit = 10.0 ** (floor(log10(max(value, 1e-12))) - digits + 1)
+    return float(f"{(floor(value / unit) + 1) * unit:.{digits}g}")

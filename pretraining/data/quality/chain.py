@@ -1,6 +1,7 @@
-"""The filters of a recipe, applied to texts in turn, and the JSON schema of `data.filters`."""
+"""The filters of a recipe, applied to texts in turn, what they took out, and the JSON schema of `data.filters`."""
 
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
 from pretraining.data.quality.content import Blocklist, Custom, Language, PersonalData
 from pretraining.data.quality.heuristics import (
@@ -11,9 +12,7 @@ from pretraining.data.quality.heuristics import (
     GopherRepetition,
     Length,
 )
-from pretraining.data.quality.report import FilterReport
 from pretraining.data.quality.rule import Changed, Rejection, Rule
-from pretraining.data.quality.text import TextView
 from pretraining.errors import UserError
 from pretraining.schema import check, problem
 
@@ -42,7 +41,11 @@ class FilterChain:
 
     def __init__(self, rules: Sequence[Rule]):
         self.rules = tuple(rules)
-        self.report = FilterReport.for_rules([rule.name for rule in self.rules])
+        names = [rule.name for rule in self.rules]
+        # A rule that the recipe names again is numbered: blocklist, blocklist 2.
+        numbers = [names[: position + 1].count(name) for position, name in enumerate(names)]
+        titles = [name if n == 1 else f"{name} {n}" for name, n in zip(names, numbers, strict=True)]
+        self.report = FilterReport([{"name": title, "rejected": {}, "changed": {}} for title in titles])
 
     @classmethod
     def of(cls, specs: list[dict], where: str = "", key: str = "data.filters") -> "FilterChain":
@@ -78,8 +81,12 @@ class FilterChain:
         return [self._apply(text, where) for text, where in zip(texts, wheres, strict=True)]
 
     def _apply(self, text: str, where: str) -> str | None:
-        self.report.count_read(text)
-        view = TextView(text)
+        # Imported here, so that a check of a recipe does not wait for numpy.
+        from pretraining.data.quality.text import TextView
+
+        report, view = self.report, TextView(text)
+        report.documents += 1
+        report.num_bytes += _num_bytes(text)
         for number, rule in enumerate(self.rules):
             try:
                 verdict = rule.judge(view)
@@ -87,15 +94,21 @@ class FilterChain:
                 # The rule knows only the text: the place of the document is added here.
                 raise UserError(f"{where}: filter {rule.name}: {error}") from error
             if isinstance(verdict, Changed):
-                self.report.count_changed(number, verdict.counts)
+                for kind, times in verdict.counts.items():
+                    report.add_change(number, kind, 1, times)
                 view = TextView(verdict.text)  # later rules see the text as this one left it
                 # A rule may mask or remove all of a text: then nothing is left to train on.
                 verdict = None if verdict.text else Rejection("nothing_left", 0, "a text")
             if verdict is not None:
-                # If nothing is left, the example shows the text as it was read.
-                self.report.count_rejected(number, verdict, view.text or text, text, where)
+                entry = report.add_rejected(number, verdict.cause, 1, _num_bytes(text))
+                if len(entry["examples"]) < NUM_EXAMPLES:
+                    # If nothing is left, the example shows the text as it was read.
+                    excerpt = (view.text or text)[verdict.position : verdict.position + EXAMPLE_CHARACTERS]
+                    found = {"measured": verdict.measured, "wanted": verdict.wanted}
+                    entry["examples"].append({"where": where, "text": excerpt, **found})
                 return None
-        self.report.count_kept(view.text)
+        report.kept_documents += 1
+        report.kept_bytes += _num_bytes(view.text)
         return view.text
 
 
@@ -115,3 +128,101 @@ def filters_schema() -> dict:
             ],
         },
     }
+
+
+# What the filters took out and why: counts and examples by rule and cause.
+
+NUM_EXAMPLES = 3
+EXAMPLE_CHARACTERS = 200
+
+
+@dataclass
+class FilterReport:
+    """The counts of a filter chain. Plain data: pickles, and survives `to_dict`."""
+
+    rules: list[dict]
+    """In the recipe's order: {name, rejected: {cause: {documents, num_bytes, examples}}, changed: {kind: {documents,
+    times}}}. Bytes are those of the texts as they were read; examples are the first few: {where, text, measured,
+    wanted}."""
+    documents: int = 0
+    num_bytes: int = 0
+    """UTF-8 bytes of the texts read."""
+    kept_documents: int = 0
+    kept_bytes: int = 0
+    """UTF-8 bytes of the texts kept, as the rules left them."""
+
+    def add_change(self, rule: int, kind: str, documents: int, times: int) -> None:
+        change = self.rules[rule]["changed"].setdefault(kind, {"documents": 0, "times": 0})
+        change["documents"] += documents
+        change["times"] += times
+
+    def add_rejected(self, rule: int, cause: str, documents: int, num_bytes: int) -> dict:
+        nothing: dict = {"documents": 0, "num_bytes": 0, "examples": []}
+        entry = self.rules[rule]["rejected"].setdefault(cause, nothing)
+        entry["documents"] += documents
+        entry["num_bytes"] += num_bytes
+        return entry
+
+    @classmethod
+    def merged(cls, reports: Sequence["FilterReport"]) -> "FilterReport":
+        """Merge reports over the same rules, given in document order: equal to the report of one worker."""
+        total = cls([{"name": rule["name"], "rejected": {}, "changed": {}} for rule in reports[0].rules])
+        for report in reports:
+            for key in ("documents", "num_bytes", "kept_documents", "kept_bytes"):
+                setattr(total, key, getattr(total, key) + getattr(report, key))
+            for number, rule in enumerate(report.rules):
+                for cause, entry in rule["rejected"].items():
+                    sum_of = total.add_rejected(number, cause, entry["documents"], entry["num_bytes"])
+                    # The earliest examples stay, as one worker would have kept them.
+                    sum_of["examples"] = [*sum_of["examples"], *entry["examples"]][:NUM_EXAMPLES]
+                for kind, change in rule["changed"].items():
+                    total.add_change(number, kind, **change)
+        return total
+
+    def to_dict(self) -> dict:
+        """Return nested JSON values; causes in alphabetical order."""
+        values = asdict(self)
+        for rule in values["rules"]:
+            # Causes are met in another order by other workers; the manifest must not show it.
+            rule["rejected"] = dict(sorted(rule["rejected"].items()))
+            rule["changed"] = dict(sorted(rule["changed"].items()))
+        return values
+
+    def as_text(self, examples: bool = False) -> str:
+        """Format what each rule and cause removed, most documents first; if `examples`, show examples below."""
+        rows = [("read", self.documents, self.num_bytes)]
+        rejections = [
+            (f"{rule['name']}: {cause}", entry)
+            for rule in self.rules
+            # By name if counts are equal, so that the table is always the same.
+            for cause, entry in sorted(
+                rule["rejected"].items(), key=lambda item: (-item[1]["documents"], item[0])
+            )
+        ]
+        rows += [(title, entry["documents"], entry["num_bytes"]) for title, entry in rejections]
+        rows.append(("kept", self.kept_documents, self.kept_bytes))
+        width = max(len(title) for title, *_ in rows)
+        lines = [f"{'':{width}}  {'documents':>13}  {'share':>7}  {'text':>10}  {'share':>7}"]
+        for title, documents, num_bytes in rows:
+            # A corpus may be empty.
+            shares = documents / max(self.documents, 1), num_bytes / max(self.num_bytes, 1)
+            size = f"{num_bytes / 1e6:,.2f} MB"
+            lines.append(f"{title:{width}}  {documents:13,}  {shares[0]:7.2%}  {size:>10}  {shares[1]:7.2%}")
+        for rule in self.rules:
+            lines += [
+                f"{rule['name']} changed: {kind}, {change['times']:,} times in {change['documents']:,} documents"
+                for kind, change in sorted(rule["changed"].items())
+            ]
+        for title, entry in rejections if examples else ():
+            lines += ["", title]
+            for example in entry["examples"]:
+                lines.append(f"  {example['where']}: {example['measured']}, wanted {example['wanted']}")
+                # One line for each example, whatever its line breaks.
+                lines.append(f"    {' '.join(example['text'].split())}")
+        return "\n".join(lines)
+
+
+def _num_bytes(text: str) -> int:
+    # An ASCII text has a byte a character: no need to encode it.
+    # "surrogatepass": a JSON escape can leave half of a surrogate pair, which strict UTF-8 refuses.
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))

@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
@@ -14,13 +13,16 @@ from ipaddress import ip_address
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pretraining.data.quality.rule import Changed, Rejection, Rule, parameter
-from pretraining.data.quality.text import TextView
+from pretraining.data.quality.rule import Changed, Rejection, Rule
 from pretraining.errors import UserError, fault_in_user_code, nearest, require
 from pretraining.extend import named
 from pretraining.outside.files import read_json_value
+from pretraining.recipe.section import key
+
+if TYPE_CHECKING:
+    from pretraining.data.quality.text import TextView
 
 _CODES = (
     "af als am an ar arz as ast av az azb ba bar bcl be bg bh bn bo bpy br bs bxr ca cbk ce ceb ckb co cs "
@@ -38,7 +40,6 @@ _LABEL_PREFIX = "__label__"
 _PURPOSE = "the filter rule language"
 
 
-@dataclass(frozen=True)
 class Language(Rule):
     """The language, by fastText's lid.176. FineWeb keeps texts that are English by at least 0.65.
 
@@ -55,12 +56,14 @@ class Language(Rule):
             }
         ]
     }
-    languages: list[str] = parameter(..., "Codes of the languages to keep, such as en.", minItems=1)
-    min_score: float = parameter(0.65, "Least probability of one of them.", minimum=0, maximum=1)
-    max_characters: int | None = parameter(
-        None, "Look at so many characters of a text only (it is the slowest rule); null: all.", minimum=1
+    languages: list[str] = key("Codes of the languages to keep, such as en.", minItems=1)
+    min_score: float = key("Least probability of one of them.", default=0.65, minimum=0, maximum=1)
+    max_characters: int | None = key(
+        "Look at so many characters of a text only (it is the slowest rule); null: all.",
+        default=None,
+        minimum=1,
     )
-    model: str | None = parameter(None, "Path of another fastText model; null: the one installed.")
+    model: str | None = key("Path of another fastText model; null: the one installed.", default=None)
 
     def __post_init__(self):
         if not self._path.is_file():
@@ -69,7 +72,7 @@ class Language(Rule):
         if find_spec("fasttext") is None:
             require("fasttext", _PURPOSE)
 
-    def judge(self, view: TextView) -> Rejection | None:
+    def judge(self, view: "TextView") -> Rejection | None:
         """Reject under the most probable language, or as `low_score` if that is one to keep."""
         # fastText takes one line at a time.
         line = view.text[: self.max_characters].replace("\n", " ") + "\n"
@@ -123,21 +126,22 @@ _UNSPACED = ("ja", "th", "zh")
 _BEFORE_EXAMPLE = 60
 
 
-@dataclass(frozen=True)
 class Blocklist(Rule):
     """Words and phrases that a text must not hold, whatever their case (C4 applied such a list)."""
 
     name: ClassVar[str] = "blocklist"
     together: ClassVar[dict] = {"some_of": ["words", "path", "languages"]}
-    words: list[str] = parameter([], "Words or phrases.", items={"type": "string", "minLength": 1})
-    path: str | None = parameter(None, "Text file with one word or phrase a line; empty lines do not count.")
-    languages: list[str] = parameter(
-        [],
-        "Codes of languages (en, de, ...) whose lists of bad words apply; needs the package glin-profanity.",
-        items={"enum": list(_LISTED)},
+    words: list[str] = key("Words or phrases.", default=[], items={"type": "string", "minLength": 1})
+    path: str | None = key(
+        "Text file with one word or phrase a line; empty lines do not count.", default=None
     )
-    whole_words: bool = parameter(True, "false: also inside of words, for scripts without spaces.")
-    max_occurrences: int = parameter(0, "Texts with more occurrences than this are rejected.", minimum=0)
+    languages: list[str] = key(
+        "Codes of languages (en, de, ...) whose lists of bad words apply; needs the package glin-profanity.",
+        default=[],
+        schema={"type": "array", "items": {"enum": list(_LISTED)}},
+    )
+    whole_words: bool = key("false: also inside of words, for scripts without spaces.", default=True)
+    max_occurrences: int = key("Texts with more occurrences than this are rejected.", default=0, minimum=0)
 
     def __post_init__(self):
         if not self._entries:
@@ -184,7 +188,7 @@ class Blocklist(Rule):
             for entry, pattern in spaced.items()
         }
 
-    def judge(self, view: TextView) -> Rejection | None:
+    def judge(self, view: "TextView") -> Rejection | None:
         """Reject with an example that begins shortly before the first occurrence."""
         lowered, hits = view.text.lower(), []
         if not self._single_words.isdisjoint(_WORD.findall(lowered)):
@@ -265,7 +269,6 @@ def _phones(text: str) -> _Spans:
 _FINDERS = {"email": _emails, "ip": _public_ips, "phone": _phones}
 
 
-@dataclass(frozen=True)
 class PersonalData(Rule):
     """Puts placeholders for e-mail addresses, public IP addresses and telephone numbers. Rejects nothing.
 
@@ -274,14 +277,14 @@ class PersonalData(Rule):
     """
 
     name: ClassVar[str] = "pii"
-    mask: list[str] = parameter(
-        ["email", "ip"], "What to mask.", minItems=1, items={"type": "string", "enum": list(_FINDERS)}
+    mask: list[str] = key(
+        "What to mask.", default=["email", "ip"], minItems=1, items={"type": "string", "enum": list(_FINDERS)}
     )
-    email: str = parameter("email@example.com", "What stands for an e-mail address (RFC 2606).")
-    ip: str = parameter("192.0.2.1", "What stands for an IP address (RFC 5737).")
-    phone: str = parameter("+1 202-555-0100", "What stands for a telephone number (reserved for fiction).")
+    email: str = key("What stands for an e-mail address (RFC 2606).", default="email@example.com")
+    ip: str = key("What stands for an IP address (RFC 5737).", default="192.0.2.1")
+    phone: str = key("What stands for a telephone number (reserved for fiction).", default="+1 202-555-0100")
 
-    def judge(self, view: TextView) -> Changed | None:
+    def judge(self, view: "TextView") -> Changed | None:
         """Put in the placeholders; None if there is nothing to mask."""
         text, counts = view.text, {}
         for kind, find in _FINDERS.items():
@@ -301,7 +304,6 @@ class PersonalData(Rule):
         return Changed(text, counts) if counts else None
 
 
-@dataclass(frozen=True)
 class Custom(Rule):
     """A function of yours: `def keep(text: str) -> bool | str | None`.
 
@@ -311,11 +313,10 @@ class Custom(Rule):
     """
 
     name: ClassVar[str] = "callable"
-    import_: str = parameter(
-        ...,
-        "A filter of the recipe's extensions, package.module:function, or path/to/file.py:function.",
+    import_: str = key(
+        "A filter of the recipe's extensions, package.module:function, or path/to/file.py:function."
     )
-    arguments: dict = parameter({}, "Keyword arguments passed to it after the text.")
+    arguments: dict = key("Keyword arguments passed to it after the text.", default={})
 
     def __post_init__(self):
         if not callable(self._function):
@@ -344,7 +345,7 @@ class Custom(Rule):
             raise UserError(f"import: {module_name} has no {name!r}{near}")
         return getattr(module, name)
 
-    def judge(self, view: TextView) -> Rejection | Changed | None:
+    def judge(self, view: "TextView") -> Rejection | Changed | None:
         """Keep, change or reject as the function says; UserError if it returns no bool, text or None."""
         try:
             answer = self._function(view.text, **self.arguments)

@@ -1,29 +1,31 @@
 """The published rules that measure a text's form: length, Gopher's quality and repetition, C4's and FineWeb's.
 
-A new rule is registered in chain.py.
+A new rule is registered in chain.py. `text` is imported when a rule judges, so that a check of a recipe does not wait
+for numpy.
 """
 
 import re
 from collections import Counter
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from pretraining.data.quality.rule import Changed, Rejection, Rule, above, below, from_one_to, parameter
-from pretraining.data.quality.text import TERMINAL, TextView, count_sentences, repeated
+from pretraining.data.quality.rule import Changed, Rejection, Rule, above, below, from_one_to
+from pretraining.recipe.section import key
+
+if TYPE_CHECKING:
+    from pretraining.data.quality.text import TextView
 
 
-@dataclass(frozen=True)
 class Length(Rule):
     """Number of words (symbols alone are none) and of characters. At least one limit must be given."""
 
     name: ClassVar[str] = "length"
     together: ClassVar[dict] = {"some_of": ["min_words", "max_words", "min_characters", "max_characters"]}
-    min_words: int | None = parameter(None, "Fewest words; null: no limit.", minimum=1)
-    max_words: int | None = parameter(None, "Most words; null: no limit.", minimum=1)
-    min_characters: int | None = parameter(None, "Fewest characters; null: no limit.", minimum=1)
-    max_characters: int | None = parameter(None, "Most characters; null: no limit.", minimum=1)
+    min_words: int | None = key("Fewest words; null: no limit.", default=None, minimum=1)
+    max_words: int | None = key("Most words; null: no limit.", default=None, minimum=1)
+    min_characters: int | None = key("Fewest characters; null: no limit.", default=None, minimum=1)
+    max_characters: int | None = key("Most characters; null: no limit.", default=None, minimum=1)
 
-    def judge(self, view: TextView) -> Rejection | None:
+    def judge(self, view: "TextView") -> Rejection | None:
         # Characters first: most texts then need no words.
         characters = len(view.text)
         found = below("too_few_characters", characters, self.min_characters)
@@ -34,7 +36,6 @@ class Length(Rule):
         return below("too_few_words", words, self.min_words) or above("too_many_words", words, self.max_words)
 
 
-@dataclass(frozen=True)
 class Alphabetic(Rule):
     """Share of alphabetic characters, of any script: few are in tables of numbers, dumps and binary files.
     The least share is that of StarCoder's alpha filter for code (Li et al. 2023, arXiv:2305.06161, section 3.1).
@@ -48,7 +49,7 @@ class Alphabetic(Rule):
     min_share: float | None = from_one_to(0.25, "Least share of the characters")
     max_share: float | None = from_one_to(None, "Greatest share of the characters")
 
-    def judge(self, view: TextView) -> Rejection | None:
+    def judge(self, view: "TextView") -> Rejection | None:
         share = view.words.num_letters / max(1, len(view.text))
         return below("too_few_letters", share, self.min_share) or above(
             "too_many_letters", share, self.max_share
@@ -59,7 +60,6 @@ _ELLIPSES = ("...", "…")
 _BULLETS = ("•", "-")
 
 
-@dataclass(frozen=True)
 class GopherQuality(Rule):
     """Gopher's quality rules (Rae et al. 2021, arXiv:2112.11446, A1.1), in English by their stop words.
 
@@ -67,22 +67,25 @@ class GopherQuality(Rule):
     """
 
     name: ClassVar[str] = "gopher_quality"
-    min_words: int | None = parameter(50, "Fewest words; null: no limit.", minimum=0)
-    max_words: int | None = parameter(100_000, "Most words; null: no limit.", minimum=1)
-    min_mean_word_length: float | None = parameter(3, "Characters; null: no limit.", minimum=0)
-    max_mean_word_length: float | None = parameter(10, "Characters; null: no limit.", minimum=0)
-    max_symbols_per_word: float | None = parameter(
-        0.1, "For hashes and for ellipses; null: no limit.", minimum=0
+    min_words: int | None = key("Fewest words; null: no limit.", default=50, minimum=0)
+    max_words: int | None = key("Most words; null: no limit.", default=100_000, minimum=1)
+    min_mean_word_length: float | None = key("Characters; null: no limit.", default=3, minimum=0)
+    max_mean_word_length: float | None = key("Characters; null: no limit.", default=10, minimum=0)
+    max_symbols_per_word: float | None = key(
+        "For hashes and for ellipses; null: no limit.", default=0.1, minimum=0
     )
     max_bullet_lines: float | None = from_one_to(0.9, "Share of lines that start with a bullet")
     max_ellipsis_lines: float | None = from_one_to(0.3, "Share of lines that end with an ellipsis")
     min_alphabetic_words: float | None = from_one_to(0.8, "Share of words with an alphabetic character")
-    min_stop_words: int | None = parameter(2, "How many of stop_words must occur; null: no limit.", minimum=0)
-    stop_words: list[str] = parameter(
-        ["the", "be", "to", "of", "and", "that", "have", "with"], "Words of ordinary text, lower case."
+    min_stop_words: int | None = key(
+        "How many of stop_words must occur; null: no limit.", default=2, minimum=0
+    )
+    stop_words: list[str] = key(
+        "Words of ordinary text, lower case.",
+        default=["the", "be", "to", "of", "and", "that", "have", "with"],
     )
 
-    def judge(self, view: TextView) -> Rejection | None:
+    def judge(self, view: "TextView") -> Rejection | None:
         """Reject by the first of the paper's rules that the text breaks."""
         # The shares below divide by the number of words.
         if not len(view.words):
@@ -122,7 +125,6 @@ _NGRAM_SHARES = {
 }
 
 
-@dataclass(frozen=True)
 class GopherRepetition(Rule):
     """Gopher's repetition rules (Rae et al. 2021, arXiv:2112.11446, table A1).
 
@@ -134,24 +136,26 @@ class GopherRepetition(Rule):
     max_duplicate_paragraph_characters: float | None = from_one_to(0.2, "Share of characters in them")
     max_duplicate_lines: float | None = from_one_to(0.3, "Share of lines that stood before")
     max_duplicate_line_characters: float | None = from_one_to(0.2, "Share of characters in them")
-    max_top_ngrams: dict = parameter(
-        {"2": 0.20, "3": 0.18, "4": 0.16},
+    max_top_ngrams: dict = key(
         "n -> share of characters in the most frequent n-gram.",
+        default={"2": 0.20, "3": 0.18, "4": 0.16},
         **_NGRAM_SHARES,
     )
-    max_duplicate_ngrams: dict = parameter(
-        {"5": 0.15, "6": 0.14, "7": 0.13, "8": 0.12, "9": 0.11, "10": 0.10},
+    max_duplicate_ngrams: dict = key(
         "n -> share of characters in n-grams that stood before.",
+        default={"5": 0.15, "6": 0.14, "7": 0.13, "8": 0.12, "9": 0.11, "10": 0.10},
         **_NGRAM_SHARES,
     )
 
-    def judge(self, view: TextView) -> Rejection | None:
+    def judge(self, view: "TextView") -> Rejection | None:
         """Reject by the first row of the table that the text breaks."""
+        from pretraining.data.quality import text
+
         if not view.text:
             return Rejection("empty", 0, "at least 1")
         # Paragraphs before lines, as in the table of the paper.
         for kind, parts in (("paragraph", view.paragraphs), ("line", view.lines)):
-            count, characters = repeated(parts)
+            count, characters = text.repeated(parts)
             most, most_characters = (
                 getattr(self, f"max_duplicate_{name}") for name in (f"{kind}s", f"{kind}_characters")
             )
@@ -160,16 +164,13 @@ class GopherRepetition(Rule):
             )
             if broken:
                 return broken
-        # Imported here, so that a check of a recipe does not wait for numpy.
-        from pretraining.data.quality import words
-
         measures = (
-            ("top", self.max_top_ngrams, words.characters_of_most_frequent),
-            ("duplicate", self.max_duplicate_ngrams, words.characters_in_duplicates),
+            ("top", self.max_top_ngrams, text.characters_of_most_frequent),
+            ("duplicate", self.max_duplicate_ngrams, text.characters_in_duplicates),
         )
         largest = max(map(int, [*self.max_top_ngrams, *self.max_duplicate_ngrams]), default=0)
         # Once for all sizes: each n looks only where the n-gram before it repeats.
-        for ngrams in words.repeated_ngrams(view.words, largest):
+        for ngrams in text.repeated_ngrams(view.words, largest):
             for kind, limits, characters_of in measures:
                 share = limits.get(str(ngrams.n))
                 if share is not None:
@@ -191,7 +192,6 @@ _POLICY_PHRASES = (
 _CITATION = re.compile(r"\[\d*]|\[edit]|\[citation needed]")
 
 
-@dataclass(frozen=True)
 class C4(Rule):
     """C4's rules (Raffel et al. 2020, arXiv:1910.10683, section 2.2, and its code). Takes lines out of texts.
 
@@ -199,20 +199,22 @@ class C4(Rule):
     """
 
     name: ClassVar[str] = "c4"
-    only_lines_with_terminal: bool = parameter(True, "Take out lines that do not end a sentence.")
-    min_words_per_line: int | None = parameter(3, "Take out lines with fewer; null: none.", minimum=0)
-    max_word_characters: int | None = parameter(
-        1000, "Take out lines with a longer word; null: none.", minimum=1
+    only_lines_with_terminal: bool = key("Take out lines that do not end a sentence.", default=True)
+    min_words_per_line: int | None = key("Take out lines with fewer; null: none.", default=3, minimum=0)
+    max_word_characters: int | None = key(
+        "Take out lines with a longer word; null: none.", default=1000, minimum=1
     )
-    remove_citations: bool = parameter(True, "Take out [1], [edit] and [citation needed].")
-    remove_javascript_lines: bool = parameter(True, "Take out lines that say javascript.")
-    remove_policy_lines: bool = parameter(True, "Take out lines about cookies and terms of use.")
-    reject_lorem_ipsum: bool = parameter(True, "Reject texts with lorem ipsum.")
-    reject_curly_brackets: bool = parameter(True, "Reject texts with a curly bracket: they are code.")
-    min_sentences: int | None = parameter(5, "Fewest sentences left in a text; null: no limit.", minimum=0)
+    remove_citations: bool = key("Take out [1], [edit] and [citation needed].", default=True)
+    remove_javascript_lines: bool = key("Take out lines that say javascript.", default=True)
+    remove_policy_lines: bool = key("Take out lines about cookies and terms of use.", default=True)
+    reject_lorem_ipsum: bool = key("Reject texts with lorem ipsum.", default=True)
+    reject_curly_brackets: bool = key("Reject texts with a curly bracket: they are code.", default=True)
+    min_sentences: int | None = key("Fewest sentences left in a text; null: no limit.", default=5, minimum=0)
 
-    def judge(self, view: TextView) -> Rejection | Changed | None:
+    def judge(self, view: "TextView") -> Rejection | Changed | None:
         """Reject the text, or keep the lines that pass, stripped and joined by newlines."""
+        from pretraining.data.quality.text import count_sentences
+
         kept, gone = [], Counter()
         for line in view.text.splitlines():
             line, cause = self._line(line.strip())
@@ -261,19 +263,20 @@ class C4(Rule):
         return line, None
 
 
-@dataclass(frozen=True)
 class FineWeb(Rule):
     """FineWeb's own rules (Penedo et al. 2024, arXiv:2406.17557, section 3.6 and its pipeline's list rule)."""
 
     name: ClassVar[str] = "fineweb"
     min_lines_with_terminal: float | None = from_one_to(0.12, "Share of lines that end a sentence")
     max_short_lines: float | None = from_one_to(0.67, "Share of short lines")
-    short_line_characters: int = parameter(30, "Characters of the longest short line.", minimum=0)
+    short_line_characters: int = key("Characters of the longest short line.", default=30, minimum=0)
     max_duplicate_line_characters: float | None = from_one_to(0.01, "Share of characters in repeated lines")
-    max_newlines_per_word: float | None = parameter(0.3, "Lists have many; null: no limit.", minimum=0)
+    max_newlines_per_word: float | None = key("Lists have many; null: no limit.", default=0.3, minimum=0)
 
-    def judge(self, view: TextView) -> Rejection | None:
+    def judge(self, view: "TextView") -> Rejection | None:
         """Reject by the first of the four rules that the text breaks; empty lines do not count."""
+        from pretraining.data.quality.text import TERMINAL, repeated
+
         lines = [line for line in view.text.split("\n") if line and not line.isspace()]
         if not lines:
             return Rejection("empty", 0, "at least 1")

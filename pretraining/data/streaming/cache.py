@@ -11,7 +11,6 @@ A killed process leaves at most a .part without a lock. The next process that ne
 import contextlib
 import errno
 import fcntl
-import math
 import os
 import shutil
 import threading
@@ -148,49 +147,46 @@ class ShardCache:
         """Evict the shards unused for longest until `size` more bytes fit, then take these bytes."""
         self.check_fits(size)
         with exclusive_lock(self.root / ".lock"):
-            counted = self._counted()
-            if counted + size > self.max_bytes or not self._take(part, size, counted):
-                self._evict_for(part, size)
-
-    def _evict_for(self, part: FileIO, size: int) -> None:
-        """List all files, and evict until there is room for more than one shard: the next fetches list nothing."""
-        files = self._oldest_first()
-        held, wanted = sum(path_size for _, path_size in files), max(size, int(SPARE_SHARE * self.max_bytes))
-        for path, path_size in files:
-            if held + wanted <= self.max_bytes and self._take(part, size, held):
+            try:
+                counted = int((self.root / COUNT_FILE).read_text(encoding="utf-8"))
+            except (OSError, ValueError):
+                counted = self.max_bytes + 1  # nobody has counted
+            # What has been removed since may still be counted, and shows when the files are listed.
+            if counted + size <= self.max_bytes and self._take(part, size, counted):
                 return
-            if _remove_unless_in_use(path):
-                held -= path_size
-        if held + size > self.max_bytes:
-            raise CacheFull
-        if not self._take(part, size, held):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.root))
+            files = []
+            for path in (*self.root.glob("*/*.part"), *self.root.glob("*/*.arrow")):
+                with contextlib.suppress(FileNotFoundError):
+                    status = path.stat()
+                    # Parts are evicted first, then the longest unneeded shards.
+                    files.append(((path.suffix == ".arrow", status.st_mtime_ns), path, status.st_size))
+            held = sum(path_size for _, _, path_size in files)
+            # Room for more than one shard: the next fetches list nothing.
+            wanted = max(size, int(SPARE_SHARE * self.max_bytes))
+            for _, path, path_size in sorted(files, key=lambda file: file[0]):
+                if held + wanted <= self.max_bytes and self._take(part, size, held):
+                    return
+                if _remove_unless_in_use(path):
+                    held -= path_size
+            if held + size > self.max_bytes:
+                raise CacheFull
+            if not self._take(part, size, held):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.root))
 
     def _take(self, part: FileIO, size: int, held: int) -> bool:
-        # Taken at once, under the lock: another process counts these bytes as held.
-        if not _allocated(part, size):
-            return False
+        """Take `size` bytes of the disk for the file; False if the disk does not have so many."""
+        try:
+            os.posix_fallocate(part.fileno(), 0, size)
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                part.truncate(0)
+                return False
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # what file systems without fallocate say
+                raise
+            part.truncate(size)
+        # At once, under the lock: another process counts these bytes as held.
         (self.root / COUNT_FILE).write_text(str(held + size), encoding="utf-8")
         return True
-
-    def _counted(self) -> float:
-        """Return the bytes that the cache holds at most; infinity if nobody has counted them.
-
-        What has been removed since may still be counted, and shows when the files are listed.
-        """
-        try:
-            return int((self.root / COUNT_FILE).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return math.inf
-
-    def _oldest_first(self) -> list[tuple[Path, int]]:
-        """List (path, bytes) of all files: parts are evicted first, then the longest unneeded shards."""
-        files = []
-        for path in (*self.root.glob("*/*.part"), *self.root.glob("*/*.arrow")):
-            with contextlib.suppress(FileNotFoundError):
-                status = path.stat()
-                files.append(((path.suffix == ".arrow", status.st_mtime_ns), path, status.st_size))
-        return [(path, size) for _, path, size in sorted(files, key=lambda file: file[0])]
 
     @contextlib.contextmanager
     def disk_faults(self) -> Iterator[None]:
@@ -222,20 +218,6 @@ def _write_checked(part: FileIO, chunks: Iterable[bytes], checksum: str) -> None
         raise DamagedDownload(f"checksum {found}, expected {checksum}")
     # Before the rename: a power cut must not leave a shard that looks whole.
     os.fsync(part.fileno())
-
-
-def _allocated(part: FileIO, size: int) -> bool:
-    """Take `size` bytes of the disk for the file; False if the disk does not have so many."""
-    try:
-        os.posix_fallocate(part.fileno(), 0, size)
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            part.truncate(0)
-            return False
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # what file systems without fallocate say
-            raise
-        part.truncate(size)
-    return True
 
 
 # File locks, which the kernel releases if their holder dies, however it dies. A lock (flock) belongs to an open file,

@@ -4,7 +4,6 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,18 +13,20 @@ from pretraining.data.checksums import content_fingerprint
 from pretraining.data.corpus import draw_of
 from pretraining.data.manifest import FORMAT, MANIFEST_NAME, entropy_bits, num_shard_bytes
 from pretraining.data.progress import ProgressBar
-from pretraining.data.publishing import discard, preparation_lock, publish, start_building
-from pretraining.data.shard_writer import SplitWriter
-from pretraining.data.shards import token_dtype
+from pretraining.data.publishing import building, preparation_lock, publish
+from pretraining.data.shards import SplitWriter, token_dtype
 from pretraining.data.tokenizer import TokenizerInfo, describe_tokenizer, save_tokenizer
 from pretraining.data.tools.finished import SplitDocuments, count_tokens, open_finished
 from pretraining.data.tools.formats import (
+    BinFile,
     DatatroveFile,
+    ForeignFile,
+    MdsFolder,
     MegatronFile,
+    named_splits,
     write_datatrove,
     write_megatron,
 )
-from pretraining.data.tools.streams import BinFile, MdsFolder, named_splits
 from pretraining.errors import UserError, file_error
 from pretraining.runtime.durable_files import replacing
 
@@ -75,44 +76,41 @@ class TokenFiles(NamedTuple):
     column: str | None = None
     """The tokens in MDS."""
 
-    def parts(self, info: TokenizerInfo) -> "list[ForeignPart]":
-        """Open the files at `origin`, in the order of their names, and check that they are whole."""
-        origin, opened = self.origin, []
+    def parts(self, info: TokenizerInfo) -> list[tuple[Path, str | None, ForeignFile]]:
+        """Open the files at `origin`, in the order of their names, and check that they are whole.
+
+        Beside each is the split that its name says; None: a hash of each document decides.
+        """
+        origin = self.origin
         names = {"megatron": "PREFIX.idx", "datatrove": ".ds", "bin": ".bin", "mds": "index.json"}
         if self.form == "bin":
-            files = sorted(origin.glob("*.bin")) if origin.is_dir() else [origin]
-            splits = named_splits([path.stem for path in files])
-            opened = [
-                (path, split, BinFile(path, self.dtype, info.vocab_size, info.eos_token_id))
-                for path, split in zip(files, splits, strict=True)
-            ]
+            paths = sorted(origin.glob("*.bin")) if origin.is_dir() else [origin]
+            said = [path.stem for path in paths]
+            files = [BinFile(path, self.dtype, info.vocab_size, info.eos_token_id) for path in paths]
         elif self.form == "mds":
-            indexes = [origin]
+            paths = [origin]
             if origin.is_dir():
                 # Its own, or those of the folders in it.
                 index = origin / "index.json"
-                indexes = [index] if index.is_file() else sorted(origin.rglob("index.json"))
-            splits = named_splits([path.parent.name for path in indexes])
-            opened = [
-                (path, split, MdsFolder(path, self.column, self.dtype, info.eos_token_id))
-                for path, split in zip(indexes, splits, strict=True)
-            ]
+                paths = [index] if index.is_file() else sorted(origin.rglob("index.json"))
+            said = [path.parent.name for path in paths]
+            files = [MdsFolder(path, self.column, self.dtype, info.eos_token_id) for path in paths]
         elif self.form == "megatron":
             # Of one, .bin or .idx may be typed with the prefix.
-            prefix = origin.with_suffix("") if origin.suffix in (".bin", ".idx") else origin
-            files = [prefix]
+            paths = [origin.with_suffix("") if origin.suffix in (".bin", ".idx") else origin]
             if origin.is_dir():
-                files = sorted(path.with_suffix("") for path in origin.glob("*.idx"))
-            opened = [(prefix, _named_split(files, prefix), MegatronFile(prefix)) for prefix in files]
+                paths = sorted(path.with_suffix("") for path in origin.glob("*.idx"))
+            said = [path.name for path in paths]
+            files = [MegatronFile(prefix) for prefix in paths]
         else:
-            files = sorted(origin.rglob("*.ds")) if origin.is_dir() else [origin]
-            folders = sorted({path.parent for path in files})
-            opened = [(path, _named_split(folders, path.parent), DatatroveFile(path)) for path in files]
-        if not opened:
+            paths = sorted(origin.rglob("*.ds")) if origin.is_dir() else [origin]
+            said = [path.parent.name for path in paths]
+            files = [DatatroveFile(path) for path in paths]
+        if not paths:
             raise UserError(
                 f"{origin}: no {names[self.form]} files in this folder; give the folder or file that holds the tokens"
             )
-        return [ForeignPart(path, split, file.size, file.documents()) for path, split, file in opened]
+        return list(zip(paths, named_splits(said), files, strict=True))
 
 
 def import_data(
@@ -146,7 +144,14 @@ def import_data(
             # The error names a key of a recipe, but this command has an option instead.
             raise UserError(str(error).replace("data.tokenizer", "--tokenizer")) from error
         writer = ForeignWriter(building, info, validation_share)
-        entries = writer.write(files.parts(info), show_progress)
+        parts = files.parts(info)
+        with ProgressBar("converting", show_progress, sum(opened.size for _, _, opened in parts)) as progress:
+            for path, split, opened in parts:
+                for batch in _batches_of(opened.documents()):
+                    writer.write(batch, path, split)
+                    num_tokens = sum(map(len, batch))
+                    progress.add(len(batch), num_tokens * batch[0].itemsize, num_tokens)
+        entries = writer.finish()
         # Only now: hashes of the documents chose the splits while they were written.
         together = _sums(entries)
         for name, entry in entries.items():
@@ -206,22 +211,6 @@ def _manifest(name: str, files: TokenFiles, section: dict, writer: "ForeignWrite
     }
 
 
-def _named_split(paths: list[Path], path: Path) -> str | None:
-    """Return the name of `path` if the paths are exactly train and validation, else None."""
-    return path.name if sorted(p.name for p in paths) == list(SPLITS) else None
-
-
-@dataclass(frozen=True)
-class ForeignPart:
-    """One file of documents, and the split that its name gives (None: a hash of each document decides)."""
-
-    path: Path
-    split: str | None
-    size: int
-    """Size of its tokens in bytes."""
-    documents: Iterable[np.ndarray]
-
-
 def draw_of_tokens(tokens: np.ndarray) -> float:
     """Draw a number in [0, 1) from the ids of a document without its EOS: below validation_share means validation.
 
@@ -243,14 +232,8 @@ class ForeignWriter:
         self.eos_added = self.empty = 0
         """Documents that had no EOS and got one, and those without tokens, which are left out."""
 
-    def write(self, parts: list[ForeignPart], show_progress: bool) -> dict:
-        """Write all documents of all parts in order; return the manifest's entries by split."""
-        with ProgressBar("converting", show_progress, sum(part.size for part in parts)) as progress:
-            for part in parts:
-                for batch in _batches_of(part.documents):
-                    self._write_batch(batch, part)
-                    num_tokens = sum(map(len, batch))
-                    progress.add(len(batch), num_tokens * batch[0].itemsize, num_tokens)
+    def finish(self) -> dict:
+        """Return the manifest's entries by split."""
         entries = {name: writer.finish() for name, writer in self.writers.items()}
         for entry in entries.values():
             for shard in entry["shards"]:
@@ -258,13 +241,14 @@ class ForeignWriter:
                 shard["source"] = 0
         return entries
 
-    def _write_batch(self, batch: list[np.ndarray], part: ForeignPart) -> None:
+    def write(self, batch: list[np.ndarray], path: Path, split: str | None) -> None:
+        """Write documents of the file at `path`, to `split` or, if it is None, to what a hash of each document says."""
         together = np.concatenate(batch)
         # Foreign files may have signed types, and so negative ids.
         for extreme in (int(together.min(initial=0)), int(together.max(initial=0))):
             if not 0 <= extreme < self.info.vocab_size:
                 raise UserError(
-                    f"{part.path}: token id {extreme:,}, but the tokenizer has {self.info.vocab_size:,} ids; give "
+                    f"{path}: token id {extreme:,}, but the tokenizer has {self.info.vocab_size:,} ids; give "
                     "the tokenizer the file was made with"
                 )
         wide, narrow = together.astype("<u4"), together.astype(self.dtype)
@@ -279,13 +263,13 @@ class ForeignWriter:
         for start, end, stop, size in zip(
             *(a.tolist() for a in (starts, ends, stops, num_bytes)), strict=True
         ):
-            document, split = narrow[start:stop], part.split
+            document, chosen = narrow[start:stop], split
             if split is None:
                 is_held_out = draw_of_tokens(wide[start:end]) < self.validation_share
-                split = "validation" if is_held_out else "train"
+                chosen = "validation" if is_held_out else "train"
             if end == stop:
                 document = np.append(document, self.dtype.type(self.info.eos_token_id))
-            self.writers[split].append(document, size)
+            self.writers[chosen].append(document, size)
 
 
 def _batches_of(documents: Iterable[np.ndarray]) -> Iterator[list[np.ndarray]]:
@@ -362,13 +346,8 @@ def _new_folder(folder: Path) -> Iterator[Path]:
         with preparation_lock(folder):
             # Again under the lock: another process may have made it since.
             _refuse_existing(folder)
-            building = start_building(folder)
-            try:
-                yield building
-            # An interrupt too must leave nothing behind.
-            except BaseException:
-                discard(folder)
-                raise
+            with building(folder) as place:
+                yield place
             publish(folder)
     except (OSError, MemoryError) as error:
         raise file_error(error, folder) or error from error

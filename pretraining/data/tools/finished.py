@@ -1,15 +1,19 @@
-"""A finished data set as the tools open it, from its folder alone: splits, documents, tokens and lengths."""
+"""Open a finished data set from its folder alone, for the tools: splits, documents, tokens; `verify` reads it whole."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pretraining.data.manifest import MANIFEST_NAME, read_manifest, source_entries
-from pretraining.data.shards import Shard, TokenSplit
+from pretraining.data.checksums import checksum_of_file, content_fingerprint
+from pretraining.data.manifest import MANIFEST_NAME, num_shard_bytes, read_manifest, source_entries
+from pretraining.data.progress import ProgressBar
+from pretraining.data.shards import Shard, TokenSplit, buffer_positions
+from pretraining.data.tokenizer import describe_tokenizer, tokenizer_fault
 from pretraining.errors import UserError, nearest
+from pretraining.outside.files import read_json_value
 from pretraining.recipe.data import source_name
 
 if TYPE_CHECKING:
@@ -102,12 +106,8 @@ class SplitDocuments:
         self.dtype = self.stream.dtype
         self.entries: list[dict] = entry["shards"]
         self.num_documents, self.num_tokens = self.stream.num_documents, self.stream.num_tokens
-        self._document_starts = self._starts("documents")
-        self._token_starts = self._starts("tokens")
+        self._document_starts = np.cumsum([0] + [e["documents"] for e in self.entries], dtype=np.int64)
         self._opened: tuple[int, Shard] | None = None
-
-    def _starts(self, key: str) -> np.ndarray:
-        return np.cumsum([0] + [entry[key] for entry in self.entries], dtype=np.int64)
 
     def shards(self) -> Iterator[tuple[dict, Shard]]:
         """Map every shard in order, with its manifest entry."""
@@ -135,14 +135,13 @@ class SplitDocuments:
         shard, entry = self.shard(place), self.entries[place]
         row = number - int(self._document_starts[place])
         start, stop = int(shard.ends[row - 1]) if row else 0, int(shard.ends[row])
-        base, num_bytes = int(self._token_starts[place]), int(shard.num_bytes[row])
+        base, num_bytes = int(self.stream.token_starts[place]), int(shard.num_bytes[row])
         where = (self.name, number, entry["file"], row, self.source_of(entry), base + start)
         return StoredDocument(*where, shard.tokens[start:stop], num_bytes)
 
     def number_at(self, token: int) -> int:
         """Find the document that holds the token at position `token` of the stream."""
-        place = int(np.searchsorted(self._token_starts, token, side="right")) - 1
-        offset = token - int(self._token_starts[place])
+        place, offset = self.stream.locate(token)
         row = int(np.searchsorted(self.shard(place).ends, offset, side="right"))
         return int(self._document_starts[place]) + row
 
@@ -202,24 +201,76 @@ def count_tokens(
     return counts
 
 
-class LengthDistribution:
-    """Counts of document lengths in tokens: as many entries as there are different lengths."""
+def verify_data(folder: Path, show_progress: bool = False) -> dict:
+    """Read all of `folder` once; return {"folder", "shards", "size", "documents", "tokens"} if it is whole.
 
-    def __init__(self):
-        self.lengths = self.counts = np.zeros(0, np.int64)
+    Compares every shard with its checksum, the tokenizer with its fingerprint, the document ends with the
+    tokens, and the token ids with the vocabulary. UserError names the first file that is damaged.
+    """
+    data = open_finished(folder)
+    # First what is small: a damaged manifest is reported before the shards are read.
+    if content_fingerprint(data.manifest["splits"]) != data.manifest["fingerprint"]:
+        what = "damaged manifest: its fingerprint is not that of its checksums"
+        raise damaged(folder / MANIFEST_NAME, what, folder)
+    if fault := tokenizer_fault(data.tokenizer_folder, data.manifest["tokenizer"]):
+        raise damaged(data.tokenizer_folder / fault[0], fault[1], folder)
+    path = data.tokenizer_folder / "tokenizer.json"
+    try:
+        described = vars(describe_tokenizer(data.tokenizer_folder, str(path)))
+    except Exception as error:  # tokenizers raises bare Exceptions for what it cannot parse
+        raise damaged(path, f"damaged tokenizer ({error})", folder) from error
+    for key, expected in data.manifest["tokenizer"].items():
+        # Keys of the manifest that this version does not describe are not compared.
+        if described.get(key, expected) != expected:
+            what = f"not the tokenizer of the shards: its {key} is {described[key]}, expected {expected}"
+            raise damaged(path, what, folder)
+    found: dict[str, Any] = {"folder": str(folder), "shards": 0, "size": 0, "documents": 0, "tokens": 0}
+    with ProgressBar("verifying", show_progress, num_shard_bytes(data.manifest)) as progress:
+        for name in data.split_names:
+            split = data.split(name)
+            # `load_from_disk` takes the shards from state.json.
+            listing = split.folder / "state.json"
+            try:
+                listed = [file["filename"] for file in read_json_value(listing)["_data_files"]]
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise damaged(listing, f"missing or damaged ({error})", folder) from error
+            if listed != [entry["file"] for entry in split.entries]:
+                raise damaged(listing, f"lists other shards than {MANIFEST_NAME}", folder)
+            for number, entry in enumerate(split.entries):
+                path = split.folder / entry["file"]
+                # The checksum first: later checks then read what was written.
+                if (checksum := checksum_of_file(path)) != entry["checksum"]:
+                    what = f"damaged shard: checksum {checksum}, expected {entry['checksum']}"
+                    raise damaged(path, what, folder)
+                if buffer_positions(path) != entry["buffers"]:
+                    raise damaged(path, "its buffers are not where the manifest says", folder)
+                if problem := _problem_of(split.shard(number), entry, data.manifest["tokenizer"]):
+                    raise damaged(path, problem, folder)
+                found["shards"] += 1
+                for key in ("size", "documents", "tokens"):
+                    found[key] += entry[key]
+                progress.add_shard(entry)
+    return found
 
-    def add(self, ends: np.ndarray) -> None:
-        """Count the documents of a shard by its document ends."""
-        lengths, counts = np.unique(np.diff(ends, prepend=0), return_counts=True)
-        merged, place = np.unique(np.concatenate([self.lengths, lengths]), return_inverse=True)
-        weights = np.concatenate([self.counts, counts])
-        totals = np.zeros(len(merged), np.int64)
-        # Unbuffered, because a length may be in both arrays.
-        np.add.at(totals, place, weights)
-        self.lengths, self.counts = merged, totals
 
-    def percentile(self, share: float) -> int:
-        """Find the smallest length that at least `share` of the documents do not exceed (nearest rank)."""
-        # Ranks count from 1.
-        rank = max(1, int(np.ceil(share * self.counts.sum())))
-        return int(self.lengths[np.searchsorted(np.cumsum(self.counts), rank)])
+def damaged(path: Path, what: str, folder: Path) -> UserError:
+    """Write the error: the file, what is wrong with it, and what to do."""
+    return UserError(f"{path}: {what}; copy it again, or delete {folder} and prepare the data again")
+
+
+def _problem_of(shard: Shard, entry: dict, tokenizer: dict) -> str | None:
+    """Check that ends ascend to the last token, each after an EOS, and that ids are below the vocabulary's size."""
+    lengths, eos = np.diff(shard.ends, prepend=0), tokenizer["eos_token_id"]
+    if len(lengths) and lengths.min() < 1:
+        return f"document {int(lengths.argmin())} of the shard has no tokens"
+    if int(shard.num_bytes.sum()) != entry["bytes"]:
+        return f"its texts have {int(shard.num_bytes.sum()):,} bytes, the manifest says {entry['bytes']:,}"
+    # Lengths of at least 1 are sure here, so `ends - 1` is inside its own document.
+    unclosed = np.flatnonzero(shard.tokens[shard.ends - 1] != eos)
+    if len(unclosed):
+        return f"document {int(unclosed[0])} of the shard does not end with {tokenizer['eos_token']} ({eos})"
+    for start in range(0, len(shard.tokens), CHUNK_TOKENS):
+        highest = int(shard.tokens[start : start + CHUNK_TOKENS].max())
+        if highest >= tokenizer["vocab_size"]:
+            return f"token id {highest} in a vocabulary of {tokenizer['vocab_size']:,}"
+    return None

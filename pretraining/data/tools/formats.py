@@ -8,18 +8,30 @@ first). A document that is written here is one sequence; in a foreign file it ma
 datatrove: NAME.ds, NAME.ds.index and NAME.ds.metadata. The .ds is the token stream (uint16 or uint32, little-endian),
 the index one uint64 a document: its end, in tokens. The metadata is three lines: tokenizer and bytes a token, number
 of tokens, and that number for people.
+
+In two more, which are read alone, the end-of-text token separates documents:
+
+.bin: uint16 or uint32, little-endian, nothing else (nanoGPT); or behind a header of 1,024 bytes that names type and
+number of the tokens (llm.c, and the speed runs made of it).
+
+MDS (mosaicml-streaming, version 2): index.json lists shards. A shard is the number of samples n, n + 1 offsets of
+samples, both uint32, and a copy of the columns. A sample is the uint32 sizes of its columns that have no fixed size,
+then the columns' bytes.
 """
 
 import math
 import mmap
+import re
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from pretraining.data.tools.finished import SplitDocuments
-from pretraining.errors import UserError
+from pretraining.errors import UserError, nearest
+from pretraining.outside.files import COUNT, NAME, read_json_value
+from pretraining.schema import check
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -79,14 +91,6 @@ class MegatronFile:
                 raise UserError(
                     f"{path}: no such file; --from megatron takes PREFIX of PREFIX.bin and PREFIX.idx"
                 )
-        self._read_index()
-        self._check()
-
-    @property
-    def size(self) -> int:
-        return self.bin.stat().st_size
-
-    def _read_index(self) -> None:
         with self.idx.open("rb") as file:
             header = file.read(HEADER.size)
         if len(header) < HEADER.size or not header.startswith(MAGIC):
@@ -106,6 +110,11 @@ class MegatronFile:
         at = HEADER.size + self.lengths.nbytes
         self.offsets = np.frombuffer(content, "<i8", self.num_sequences, at)
         self.marks = np.frombuffer(content, "<i8", num_marks, at + self.offsets.nbytes)
+        self._check()
+
+    @property
+    def size(self) -> int:
+        return self.bin.stat().st_size
 
     def _check(self) -> None:
         """Check that every sequence is inside the .bin, and every mark inside the sequences."""
@@ -213,3 +222,253 @@ class DatatroveFile:
             for end in self.ends[first : first + (1 << 20)].tolist():
                 yield tokens[start:end]
                 start = end
+
+
+HEADER_BYTES = 1024
+HEADER_TYPES = {20240520: "<u2", 20240801: "<u4"}
+"""Magic numbers of llm.c's headers, for tokens of GPT-2 and of Llama 3 (its dev/data/data_common.py)."""
+
+RAW_TYPES = ("uint16", "uint32", "int32", "int64")
+CHUNK_TOKENS = 1 << 20
+
+_NAMES_OF_SPLITS = {"train": "train", "val": "validation", "valid": "validation", "validation": "validation"}
+
+
+def named_splits(names: Sequence[str]) -> list[str | None]:
+    """Return the split that each name says (train.bin, fineweb_val_000000.bin); None for all if one says none."""
+    words = [set(re.split(r"[^a-z]+", name.lower())) for name in names]
+    found = [{_NAMES_OF_SPLITS[word] for word in each & _NAMES_OF_SPLITS.keys()} for each in words]
+    if all(len(each) == 1 for each in found) and len(set().union(*found)) == 2:
+        return [each.pop() for each in found]
+    return [None] * len(names)
+
+
+def documents_between(chunks: Iterable[np.ndarray], eos: int) -> Iterator[np.ndarray]:
+    """Cut a stream [tokens] behind every `eos`; a document without tokens of its own is empty.
+
+    The last document may have no `eos`.
+    """
+    rest: list[np.ndarray] = []
+    first = True
+    for chunk in chunks:
+        start = 0
+        for stop in (np.flatnonzero(chunk == eos) + 1).tolist():
+            document = np.concatenate([*rest, chunk[start:stop]]) if rest else chunk[start:stop]
+            rest, start = [], stop
+            # llm.c writes the token before each document, and before the first one there is none.
+            if len(document) > 1 or not first:
+                yield document if len(document) > 1 else document[:0]
+            first = False
+        if start < len(chunk):
+            rest.append(chunk[start:])
+    if rest:
+        yield np.concatenate(rest)
+
+
+class BinFile:
+    """One .bin, mapped; UserError if it is not whole."""
+
+    def __init__(self, path: Path, dtype: str | None, vocab_size: int, eos: int):
+        """dtype: of a file without a header; None: the smaller of uint16 and uint32 that holds `vocab_size` ids."""
+        self.path, self.eos = path, eos
+        if not path.is_file():
+            raise UserError(f"{path}: no such file; --from bin takes a .bin file or a folder of them")
+        self.dtype = np.dtype(dtype or ("uint16" if vocab_size <= 1 << 16 else "uint32")).newbyteorder("<")
+        self.start = 0
+        with path.open("rb") as file:
+            header = np.frombuffer(file.read(12), "<i4")
+        if len(header) == 3 and int(header[0]) in HEADER_TYPES:
+            self.dtype, self.start = np.dtype(HEADER_TYPES[int(header[0])]), HEADER_BYTES
+            expected = HEADER_BYTES + int(header[2]) * self.dtype.itemsize
+            if expected != path.stat().st_size:
+                raise UserError(
+                    f"{path}: truncated or damaged: {path.stat().st_size:,} bytes, its header counts {expected:,}; "
+                    "copy it again"
+                )
+        elif path.stat().st_size % self.dtype.itemsize:
+            raise UserError(
+                f"{path}: {path.stat().st_size:,} bytes are no whole number of {self.dtype.name} tokens; copy it "
+                f"again, or give the --dtype it was written with ({', '.join(RAW_TYPES)})"
+            )
+
+    @property
+    def size(self) -> int:
+        return self.path.stat().st_size - self.start
+
+    def documents(self) -> Iterator[np.ndarray]:
+        if not self.size:
+            return
+        content = mapped(self.path)
+        tokens = np.frombuffer(content, self.dtype, offset=self.start)
+        chunks = (tokens[start : start + CHUNK_TOKENS] for start in range(0, len(tokens), CHUNK_TOKENS))
+        yield from _with_ends(documents_between(chunks, self.eos), self.eos, self.path)
+
+
+def _with_ends(documents: Iterator[np.ndarray], eos: int, path: Path) -> Iterator[np.ndarray]:
+    """Pass documents on; UserError for a whole stream without one end."""
+    for number, document in enumerate(documents):
+        if number == 0 and len(document) and document[-1] != eos:
+            raise UserError(
+                f"{path}: the end-of-text token {eos} does not occur; give the --tokenizer and the --dtype that it was "
+                "made with"
+            )
+        yield document
+
+
+TOKEN_COLUMNS = ("tokens", "input_ids")
+BYTES_TYPE = "int64"
+"""What llm-foundry writes into a column of plain bytes."""
+
+_TEXT_IS_NONE = "Text is no tokens: write it as .jsonl or .parquet, and name that in data.sources"
+_ARRAY_TYPES = {8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 32: "<u4", 33: "<i4", 64: "<u8", 65: "<i8"}
+"""Codes of integers in a column `ndarray` that does not name its type."""
+
+
+_CODECS = {"zstd": "zstd", "gz": "gzip", "bz2": "bz2"}
+"""Arrow's names of what a shard is packed with."""
+
+_NAMES = {"type": "array", "items": {"type": "string"}}
+_MDS_FILE = {
+    "type": "object",
+    "required": ["basename", "bytes"],
+    "properties": {"basename": NAME, "bytes": COUNT},
+}
+_MDS_SHARD = {
+    "format": {"type": "string"},
+    "column_names": _NAMES,
+    "column_encodings": _NAMES,
+    "column_sizes": {"type": "array", "items": {"anyOf": [COUNT, {"type": "null"}]}},
+    "samples": COUNT,
+    "raw_data": _MDS_FILE,
+}
+_MDS_PACKED = {
+    "zip_data": {"anyOf": [_MDS_FILE, {"type": "null"}]},
+    "compression": {"type": ["string", "null"]},
+}
+_MDS_SHARDS = {"type": "object", "required": [*_MDS_SHARD], "properties": _MDS_SHARD | _MDS_PACKED}
+_MDS = {
+    "type": "object",
+    "required": ["shards", "version"],
+    "properties": {"shards": {"type": "array", "items": _MDS_SHARDS}},
+}
+"""What an index.json of MDS says that is read here."""
+
+
+class MdsFolder:
+    """The shards that one index.json lists; UserError for what is missing or cannot be read."""
+
+    def __init__(self, index: Path, column: str | None, dtype: str | None, eos: int):
+        """column: None for `tokens` or `input_ids`. dtype: of a column of plain bytes."""
+        self.index, self.folder, self.eos = index, index.parent, eos
+        try:
+            values = check(read_json_value(index), _MDS, str(index))
+            self.shards = values["shards"]
+            odd = {shard["format"] for shard in self.shards} - {"mds"} or values["version"] != 2
+            for shard in self.shards:
+                if len({len(shard[f"column_{part}"]) for part in ("names", "encodings", "sizes")}) > 1:
+                    raise ValueError("names, encodings and sizes of columns are not as many")
+        except (OSError, ValueError, UserError) as error:
+            raise UserError(f"{index}: no index of MDS shards ({error}); copy it again") from error
+        if odd or not self.shards:
+            raise UserError(f"{index}: lists no MDS shards of version 2; convert reads no others")
+        names = self.shards[0]["column_names"]
+        self.column = column or next((name for name in TOKEN_COLUMNS if name in names), "")
+        if not all(self.column in shard["column_names"] for shard in self.shards):
+            encodings = zip(names, self.shards[0]["column_encodings"], strict=True)
+            listed = ", ".join(f"{name} ({encoding})" for name, encoding in encodings)
+            hint = nearest(column, names) if column else "; name that of the tokens: --column NAME"
+            raise UserError(
+                f"{index}: no column {column or 'tokens'!r}{hint}; it has {listed}. {_TEXT_IS_NONE}"
+            )
+        encoding = self.shards[0]["column_encodings"][names.index(self.column)]
+        self.decode = _decoder(encoding, dtype, f"{index}: column {self.column}")
+
+    @property
+    def size(self) -> int:
+        """Size of its shards in bytes, unpacked."""
+        return sum(shard["raw_data"]["bytes"] for shard in self.shards)
+
+    def documents(self) -> Iterator[np.ndarray]:
+        """Yield [tokens] of every document: of samples of one length, which are packed, the stream is cut at its ends.
+
+        Samples of different lengths are documents.
+        """
+        lengths = {len(sample) for sample in self._samples(self.shards[0])}
+        samples = (sample for shard in self.shards for sample in self._samples(shard))
+        if len(lengths) == 1 and sum(shard["samples"] for shard in self.shards) > 1:
+            yield from _with_ends(documents_between(samples, self.eos), self.eos, self.index)
+        else:
+            yield from samples
+
+    def _samples(self, shard: dict) -> Iterator[np.ndarray]:
+        """Yield the tokens of each sample of a shard."""
+        content, count = self._content(shard), shard["samples"]
+        place = self.folder / shard["raw_data"]["basename"]
+        offsets = (
+            np.frombuffer(content, "<u4", count + 1, 4) if len(content) >= 8 + 4 * count else np.zeros(1)
+        )
+        if len(content) != shard["raw_data"]["bytes"] or offsets[-1] != len(content):
+            raise UserError(
+                f"{place}: truncated or damaged: {len(content):,} bytes, its index names "
+                f"{shard['raw_data']['bytes']:,}; copy it again"
+            )
+        number, fixed = shard["column_names"].index(self.column), shard["column_sizes"]
+        sizes_bytes = 4 * sum(not size for size in fixed)
+        for start in offsets[:-1].tolist():
+            try:
+                found = iter(np.frombuffer(content, "<u4", sizes_bytes // 4, start).tolist())
+                sizes = [size or next(found) for size in fixed]
+                first = start + sizes_bytes + sum(sizes[:number])
+                tokens = self.decode(content[first : first + sizes[number]])
+            except (IndexError, ValueError, TypeError) as error:
+                raise UserError(f"{place}: damaged, or of another type ({error}); copy it again") from error
+            yield tokens
+
+    def _content(self, shard: dict) -> memoryview:
+        """Read a shard as it is, or unpack it."""
+        plain = self.folder / shard["raw_data"]["basename"]
+        if plain.is_file():
+            return memoryview(plain.read_bytes())
+        packed = self.folder / (shard.get("zip_data") or {}).get("basename", plain.name)
+        if not packed.is_file():
+            raise UserError(f"{plain}: no such file, and {self.index} names it; copy it too")
+        kind = (shard.get("compression") or "").partition(":")[0]
+        if kind not in _CODECS:
+            raise UserError(
+                f"{packed}: compressed with {kind}; convert reads {', '.join(_CODECS)}; unpack it first"
+            )
+        import pyarrow
+
+        try:
+            with pyarrow.CompressedInputStream(pyarrow.OSFile(str(packed)), _CODECS[kind]) as stream:
+                return memoryview(stream.read())
+        except (OSError, ValueError) as error:
+            raise UserError(f"{packed}: cannot be unpacked ({error}); copy it again") from error
+
+
+def _decoder(encoding: str, dtype: str | None, where: str) -> Callable[[memoryview], np.ndarray]:
+    """Return what turns a column's bytes into tokens: `bytes`, or `ndarray[:TYPE[:SHAPE]]`."""
+    kind, _, parameters = encoding.partition(":")
+    if kind == "bytes":
+        return lambda value: np.frombuffer(value, np.dtype(dtype or BYTES_TYPE).newbyteorder("<"))
+    if kind != "ndarray":
+        raise UserError(f"{where}: is {encoding}; tokens are bytes or ndarray. {_TEXT_IS_NONE}")
+    named, _, shape = parameters.partition(":")
+
+    def decode(value: memoryview) -> np.ndarray:
+        place, array_type = 0, np.dtype(named).newbyteorder("<") if named else None
+        if array_type is None:
+            if value[0] not in _ARRAY_TYPES:
+                raise UserError(f"{where}: holds no integers (type code {value[0]})")
+            place, array_type = 1, np.dtype(_ARRAY_TYPES[value[0]])
+        if not shape:
+            # one byte: the number of axes times 4, and the power of two of the bytes of each axis' length
+            axes, width = value[place] >> 2, 1 << (value[place] & 3)
+            place += 1 + axes * width
+        return np.frombuffer(value[place:], array_type)
+
+    return decode
+
+
+ForeignFile = MegatronFile | DatatroveFile | BinFile | MdsFolder
+"""Each has `size`, the bytes of its tokens, and `documents()`."""

@@ -1,21 +1,40 @@
-"""`inspect`: show documents as text, and the documents in a block or in a sample of a run."""
+"""`inspect` and `stats`: show documents as text, and what a block or sample is made of; count documents and tokens."""
 
-import random
+from collections import Counter
+from math import ceil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pretraining.data.manifest import data_differences
-from pretraining.data.packing import Stretch
-from pretraining.data.tools.finished import FinishedData, SplitDocuments, open_finished
+import numpy as np
+
+from pretraining.data.documents import Stretch, cuts_of_split
+from pretraining.data.manifest import data_differences, entropy_bits, num_shard_bytes, source_entries
+from pretraining.data.packed_dataset import build_training_dataset
+from pretraining.data.prepared import PreparedData
+from pretraining.data.progress import ProgressBar
+from pretraining.data.tools.finished import (
+    FinishedData,
+    SplitDocuments,
+    count_tokens,
+    open_finished,
+    source_names,
+)
 from pretraining.errors import UserError
 from pretraining.outside.masking import escaped
 from pretraining.recipe.recipe import Recipe
 from pretraining.schema import listed
+
+if TYPE_CHECKING:
+    import tokenizers
 
 SEARCH_BATCH = 256
 """Documents that a search decodes at once."""
 
 SHOWN_STRETCHES = 4
 """Places of a packed block that its heading names; all its documents are shown."""
+
+PERCENTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
+COUNTED = ("documents", "tokens", "bytes")
 
 
 class Inspection:
@@ -32,18 +51,6 @@ class Inspection:
         _check_range("document", number, self.split.num_documents, self.split.name)
         document = self.split.read(number)
         return {**document.place(), "text": self._text(document.tokens)}
-
-    def documents_from(self, number: int, count: int) -> list[dict]:
-        """Return `count` documents from `number` on, or fewer at the end of the split."""
-        _check_range("document", number, self.split.num_documents, self.split.name)
-        return [self.document(n) for n in range(number, min(number + count, self.split.num_documents))]
-
-    def random_documents(self, count: int, seed: int) -> list[dict]:
-        """Draw up to `count` documents with `seed`; return them in the order of the split."""
-        # A range, so that no list of all documents is made.
-        population = range(self.split.num_documents)
-        chosen = random.Random(seed).sample(population, min(count, len(population)))
-        return [self.document(number) for number in sorted(chosen)]
 
     def search(self, wanted: str, count: int) -> list[dict]:
         """Find the first `count` documents with `wanted` in their text; decodes from the start of the split."""
@@ -98,9 +105,6 @@ class Inspection:
 
     def sample(self, number: int, recipe: Recipe) -> dict:
         """Describe the block that a run of `recipe` reads as sample `number`, with its step and epoch."""
-        from pretraining.data.packed_dataset import build_training_dataset
-        from pretraining.data.prepared import PreparedData
-
         manifest = self.data.manifest
         # No recipe section made converted data, so there is nothing to compare.
         differing = [] if "converted_from" in manifest else data_differences(manifest, recipe.data.to_dict())
@@ -151,23 +155,16 @@ def _check_range(what: str, number: int, count: int, split: str) -> None:
         raise UserError(f"--{what} {number}: {split} has {count:,}, counted from 0 to {count - 1:,}")
 
 
-def documents_text(documents: list[dict], max_chars: int) -> str:
-    """Format documents for a reader, each cut to `max_chars` characters (0: whole)."""
-    return "\n\n".join(f"{_head(d)}\n{_cut(d['text'], max_chars)}" for d in documents)
-
-
-def _head(document: dict) -> str:
+def document_text(document: dict, max_chars: int, note: str = "") -> str:
+    """Format a document, or its part in a block, for a reader; the text is cut to `max_chars` characters (0: whole)."""
+    text = document["text"]
+    shown = text[:max_chars] if max_chars else text
+    more = f" [{len(text) - len(shown):,} more characters]" if len(shown) < len(text) else ""
     return (
         f"[{document['split']} document {document['number']:,}: {document['tokens']:,} tokens, "
         f"{document['num_bytes']:,} bytes, source {document['source']}, {document['shard']} row "
-        f"{document['row']:,}]"
+        f"{document['row']:,}]\n{note}{escaped(shown)}{more}"
     )
-
-
-def _cut(text: str, max_chars: int) -> str:
-    if max_chars and len(text) > max_chars:
-        return f"{escaped(text[:max_chars])} [{len(text) - max_chars:,} more characters]"
-    return escaped(text)
 
 
 def block_text(block: dict, max_chars: int) -> str:
@@ -191,10 +188,171 @@ def block_text(block: dict, max_chars: int) -> str:
     )
     for part in block["documents"]:
         (first, last), (begin, end) = part["document_tokens"], part["block_tokens"]
-        lines += [
-            "",
-            _head(part),
-            f"[its tokens {first:,} to {last - 1:,} are the block's {begin:,} to {end - 1:,}]",
-        ]
-        lines.append(_cut(part["text"], max_chars))
+        note = f"[its tokens {first:,} to {last - 1:,} are the block's {begin:,} to {end - 1:,}]\n"
+        lines += ["", document_text(part, max_chars, note)]
     return "\n".join(lines)
+
+
+def measure_data(
+    folder: Path,
+    with_tokens: bool = True,
+    top: int = 10,
+    show_progress: bool = False,
+    sequence_length: int | None = None,
+) -> dict:
+    """Measure counts, lengths and token frequencies of the data set in `folder`, as JSON values.
+
+    If a sequence length is given, also count the documents that the ends of its blocks cut (`cut_shares`). Without
+    tokens only the manifest and the documents' ends are read, which takes seconds at any size.
+    """
+    data = open_finished(folder)
+    size = num_shard_bytes(data.manifest)
+    # Without tokens no shard is read as a whole, and there is no progress to show.
+    with ProgressBar("measuring", show_progress and with_tokens, size) as progress:
+        splits = {
+            name: _measure_split(data, name, top if with_tokens else None, progress)
+            for name in data.split_names
+        }
+    if sequence_length is not None:
+        splits["train"]["cuts"] = cuts_of_split(data.split("train").stream, sequence_length)
+    num_tokens = sum(split["tokens"] for split in splits.values())
+    return {
+        "folder": str(folder),
+        "name": data.manifest["name"],
+        "fingerprint": data.manifest["fingerprint"],
+        "vocab_size": data.manifest["tokenizer"]["vocab_size"],
+        "disk_bytes": size,
+        "disk_bytes_per_token": size / max(1, num_tokens),
+        "splits": splits,
+        "sources": [
+            {
+                "name": name,
+                **{key: entry[key] for key in ("documents", "tokens", "text_bytes") if key in entry},
+            }
+            for name, entry in zip(source_names(data.manifest), source_entries(data.manifest), strict=True)
+        ],
+    }
+
+
+def _measure_split(data: FinishedData, name: str, top: int | None, progress: ProgressBar) -> dict:
+    """Measure one split; top: how many tokens to list at each end, None to count none."""
+    split, entry = data.split(name), data.manifest["splits"][name]
+    measured = {key: entry[key] for key in COUNTED}
+    measured["shards"] = len(split.entries)
+    measured["bytes_per_token"] = entry["bytes"] / max(1, entry["tokens"])
+    by_source: dict[str, dict] = {}
+    for shard_entry in split.entries:
+        counts = by_source.setdefault(split.source_of(shard_entry), dict.fromkeys(COUNTED, 0))
+        for key in COUNTED:
+            counts[key] += shard_entry[key]
+    measured["by_source"] = by_source
+    # A split may be empty: then there are no percentiles.
+    if split.num_documents:
+        # Only the ends are read here, and not the tokens. The EOS counts. Held are as many numbers as lengths differ.
+        lengths: Counter[int] = Counter()
+        for _, shard in split.shards():
+            found, times = np.unique(np.diff(shard.ends, prepend=0), return_counts=True)
+            lengths.update(dict(zip(found.tolist(), times.tolist(), strict=True)))
+        ordered = sorted(lengths)
+        documents_up_to = np.cumsum([lengths[length] for length in ordered])
+        mean = split.num_tokens / split.num_documents
+        measured["document_tokens"] = {"mean": mean, "min": ordered[0]}
+        for share in PERCENTILES:
+            # The smallest length that at least this share of the documents do not exceed; ranks count from 1.
+            rank = max(1, ceil(share * split.num_documents))
+            length = ordered[int(np.searchsorted(documents_up_to, rank))]
+            measured["document_tokens"][f"p{100 * share:g}"] = length
+    if top is not None:
+        info = data.manifest["tokenizer"]
+        occurrences = count_tokens(split, info["vocab_size"], progress.add_shard)
+        measured["token_frequencies"] = _frequencies(
+            occurrences, info["eos_token_id"], entry["bytes"], top, data.decoder()
+        )
+    return measured
+
+
+def _frequencies(
+    counts: np.ndarray, eos: int, num_bytes: int, top: int, decoder: "tokenizers.Tokenizer"
+) -> dict:
+    bits, total = entropy_bits(counts), max(1, int(counts.sum()))
+    # Stable: of equally frequent ids the smaller one comes first, at every run.
+    order = np.argsort(-counts, kind="stable")
+    used = order[: int((counts > 0).sum())]
+
+    def described(ids: np.ndarray) -> list[dict]:
+        rows = []
+        for token in ids.tolist():
+            text = decoder.decode([token], skip_special_tokens=False)
+            # A replacement character shows that a character was cut: then its spelling in the vocabulary.
+            text = f"<{decoder.id_to_token(token)}>" if "�" in text else text
+            count = int(counts[token])
+            rows.append({"id": token, "text": text, "count": count, "share": count / total})
+        return rows
+
+    return {
+        "unigram_bits_per_token": bits / total,
+        "unigram_bits_per_byte": bits / max(1, num_bytes),
+        "eos_share": int(counts[eos]) / total,
+        "unused_ids": int((counts == 0).sum()),
+        "used_once": int((counts == 1).sum()),
+        "most_frequent": described(used[:top]),
+        # Not those that are listed as most frequent, if there are few ids.
+        "rarest": described(used[top:][-top:]),
+    }
+
+
+def stats_text(measured: dict) -> str:
+    """Format the measurements for a reader."""
+    lines = [
+        f"{measured['name']} in {measured['folder']}: {measured['disk_bytes']:,} bytes of shards, "
+        f"{measured['disk_bytes_per_token']:.3f} bytes on disk per token, {measured['vocab_size']:,} ids"
+    ]
+    for name, split in measured["splits"].items():
+        lines += ["", f"{name}: {split['shards']:,} shards"]
+        lines.append(_count_line("all", split["documents"], split["tokens"], split["bytes"]))
+        # With one source this would repeat the line above.
+        if len(split["by_source"]) > 1:
+            lines += [_count_line(source, *counts.values()) for source, counts in split["by_source"].items()]
+        if lengths := split.get("document_tokens"):
+            listed = "  ".join(f"{key} {value:,}" for key, value in lengths.items() if key != "mean")
+            lines.append(f"  tokens per document     mean {lengths['mean']:,.1f}  {listed}")
+        if (cuts := split.get("cuts")) is not None and not cuts["documents"]:
+            lines.append("  blocks of that length   hold no whole document, or there is none")
+        elif cuts is not None:
+            # Both ways to fill blocks, so that a recipe can choose.
+            lines += [
+                f"  {head:<24}blocks' ends cut {cuts[packing]['cut']:.2%} of the {cuts['documents']:,} documents that "
+                f"fit into one, {cuts[packing]['cropped']:.2%} of their tokens come after a cut"
+                for packing, head in {
+                    "in_sequence": "read in sequence",
+                    "best_fit": "packed by best fit",
+                }.items()
+            ]
+        if frequencies := split.get("token_frequencies"):
+            most, rarest = (
+                "  ".join(f"{token['text']!r} {token['count']:,}" for token in frequencies[end])
+                for end in ("most_frequent", "rarest")
+            )
+            lines += [
+                f"  unigram entropy         {frequencies['unigram_bits_per_token']:.4f} bits per token, "
+                f"{frequencies['unigram_bits_per_byte']:.4f} bits per byte",
+                f"  EOS                     {100 * frequencies['eos_share']:.4f} % of the tokens",
+                f"  ids                     {frequencies['unused_ids']:,} never occur, "
+                f"{frequencies['used_once']:,} once",
+                f"  most frequent           {most}",
+                f"  rarest                  {rarest}",
+            ]
+    if any("tokens" in source for source in measured["sources"]):
+        lines += ["", "sources (both splits)"]
+        lines += [
+            _count_line(s["name"], s["documents"], s["tokens"], s["text_bytes"]) for s in measured["sources"]
+        ]
+    return "\n".join(lines)
+
+
+def _count_line(name: str, documents: int, tokens: int, num_bytes: int) -> str:
+    per_token = num_bytes / max(1, tokens)
+    return (
+        f"  {name:<24}{documents:>14,} documents {tokens:>18,} tokens {num_bytes:>20,} bytes "
+        f"{per_token:>7.3f} bytes/token"
+    )

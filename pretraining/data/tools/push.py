@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from pretraining.data.manifest import MANIFEST_NAME, source_entries
-from pretraining.data.tools.finished import open_finished, source_names
-from pretraining.data.tools.verify import damaged, verify_data
+from pretraining.data.tools.finished import damaged, open_finished, source_names, verify_data
 from pretraining.errors import UserError, require
 from pretraining.outside.addresses import refuse_credentials
 
@@ -55,10 +54,26 @@ def push_data(folder: Path, repo_id: str, private: bool = False, show_progress: 
     plan = plan_push(folder, repo_id)
     # Before anything is sent: a damaged shard must not replace a good one on the hub.
     verify_data(folder, show_progress)
-    api = hub.HfApi()
+    api, repo = hub.HfApi(), {"repo_id": repo_id, "repo_type": "dataset"}
     try:
-        url = _upload(hub, api, folder, plan, private)
-        return {**plan, "files": len(plan["files"]), "card": CARD_NAME, "url": url}
+        # huggingface_hub 2.4.0: None leaves it to the default of the owner, False would make it public.
+        url = api.create_repo(**repo, private=private or None, exist_ok=True)
+        folders = {path.partition("/")[0] for path in plan["files"] if "/" in path}
+        # Everything but the card and the manifest.
+        first = ["dataset_dict.json", *sorted(f"{name}/*" for name in folders)]
+        message = f"Shards of {folder.name}"
+        api.upload_folder(**repo, folder_path=folder, allow_patterns=first, commit_message=message)
+        # Only files that a push writes are removed: the repository may hold others.
+        there = api.list_repo_files(**repo)
+        shards = [path for path in there if path.endswith(".arrow") and path.count("/") == 1]
+        last = [
+            hub.CommitOperationAdd(CARD_NAME, plan["card"].encode()),
+            hub.CommitOperationAdd(MANIFEST_NAME, (folder / MANIFEST_NAME).read_bytes()),
+            *(hub.CommitOperationDelete(path) for path in shards if path not in plan["files"]),
+        ]
+        # The manifest comes last, because it says that all its shards are there.
+        api.create_commit(**repo, operations=last, commit_message=f"Manifest of {folder.name}")
+        return {**plan, "files": len(plan["files"]), "card": CARD_NAME, "url": str(url)}
     except (OSError, errors.HTTPError, errors.LocalTokenNotFoundError) as error:
         raise hub_refusal(error, repo_id) from error
 
@@ -71,30 +86,6 @@ def check_repo_id(repo_id: str) -> None:
     except hub.HFValidationError as error:
         reason = str(error).partition(". ")[0]
         raise UserError(f"push: {repo_id!r} is not a repository name ({reason}); give OWNER/NAME") from error
-
-
-def _upload(hub, api, folder: Path, plan: dict, private: bool) -> str:
-    repo = {"repo_id": plan["repo_id"], "repo_type": "dataset"}
-    # huggingface_hub 2.4.0: None leaves it to the default of the owner, False would make it public.
-    url = api.create_repo(**repo, private=private or None, exist_ok=True)
-    folders = {path.partition("/")[0] for path in plan["files"] if "/" in path}
-    # Everything but the card and the manifest.
-    first = ["dataset_dict.json", *sorted(f"{name}/*" for name in folders)]
-    message = f"Shards of {folder.name}"
-    api.upload_folder(**repo, folder_path=folder, allow_patterns=first, commit_message=message)
-    # Only files that a push writes are removed: the repository may hold others.
-    shards = [
-        path for path in api.list_repo_files(**repo) if path.endswith(".arrow") and path.count("/") == 1
-    ]
-    stale = [path for path in shards if path not in plan["files"]]
-    last = [
-        hub.CommitOperationAdd(CARD_NAME, plan["card"].encode()),
-        hub.CommitOperationAdd(MANIFEST_NAME, (folder / MANIFEST_NAME).read_bytes()),
-        *(hub.CommitOperationDelete(path) for path in stale),
-    ]
-    # The manifest comes last, because it says that all its shards are there.
-    api.create_commit(**repo, operations=last, commit_message=f"Manifest of {folder.name}")
-    return str(url)
 
 
 def hub_refusal(error: Exception, repo_id: str) -> UserError:
@@ -110,13 +101,6 @@ def hub_refusal(error: Exception, repo_id: str) -> UserError:
         advice = LOGIN if status in (401, 403) else AGAIN
         return UserError(f"push: the hub refused {repo_id}: {reason}; {advice}")
     return UserError(f"push: the hub cannot be reached ({reason}); {AGAIN}")
-
-
-def plan_text(plan: dict) -> str:
-    lines = [f"{size:>16,}  {path}" for path, size in plan["files"].items()]
-    head = f"would upload {len(plan['files']):,} files, {plan['size']:,} bytes, to the data set {plan['repo_id']}"
-    note = f"{MANIFEST_NAME} goes up as it is, with the paths and names of the sources"
-    return "\n".join([head, *lines, note, "", plan["card"]])
 
 
 CARD = """\

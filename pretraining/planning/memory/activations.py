@@ -226,7 +226,7 @@ def validation_bytes(model: dict, tokens: int, precision: Precision, degrees: De
     stream = (2 * precision.residual + FP32) * widths.hidden
     attention = 2 * widths.queries + 2 * widths.keys
     if degrees.sequence > 1:
-        # before the exchange, copied for it, as it comes, and joined (model/sequence_parallel.py)
+        # before the exchange, copied for it, as it comes, and joined (model/parallel.py)
         attention = 4 * (widths.queries + 2 * widths.keys * key_value_copies(widths, degrees))
     inner = (2 if shape["model_type"] == "gpt2" else 3) * widths.inner
     if widths.experts:

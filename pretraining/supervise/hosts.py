@@ -1,14 +1,21 @@
-"""A `deepspeed --hostfile` command: which hosts it will use, and how the supervisor reaches each of them.
+"""The hosts of a `deepspeed --hostfile` command, how the supervisor reaches each of them, and what it does there.
 
 Nothing of the supervisor's environment reaches other hosts by itself, nor do signals and exit codes. So an agent
-(`host_agent.py`) runs there, at the other end of an ssh connection that notices within a minute that the host is gone.
+(`serve`) runs there, at the other end of an ssh connection that notices within a minute that the host is gone. It reads
+one word a line:
+
+    stop    ask the ranks here to stop
+    kill    kill what the supervisor has started here
+    end 60  wait so many seconds until it has ended, kill the rest, answer with the exit code or `none`, and leave
 """
 
 import argparse
+import contextlib
 import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -20,9 +27,56 @@ from typing import NoReturn
 
 from pretraining.errors import UserError
 from pretraining.outside.files import read_bytes
-from pretraining.runtime.exit_codes import GAVE_UP, HANG, STOPPED, USER_ERROR
+from pretraining.runtime.exit_codes import GAVE_UP, HANG, STOPPED, SUPERVISOR, USER_ERROR
 from pretraining.schema import REPOSITORY
-from pretraining.supervise.host_agent import NO_CODE, READY, SECONDS_TO_LEAVE
+
+READY, NO_CODE = "ready", "none"
+SECONDS_TO_LEAVE = 60.0
+"""Time that ranks have to save after their launcher is gone."""
+
+
+def started_here(folder: Path) -> list[int]:
+    """List the processes of this machine that the supervisor with this folder has started, children of children too."""
+    # by the environment, which every child inherits: parents may have ended already
+    wanted = f"{SUPERVISOR}={folder}".encode()
+    started = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if wanted in (process / "environ").read_bytes().split(b"\0"):
+                started.append(int(process.name))
+        except OSError:  # it has ended meanwhile, or belongs to another user
+            continue
+    return started
+
+
+def kill_all(folder: Path) -> None:
+    """Send SIGKILL to these processes, and to those that they start meanwhile."""
+    while processes := started_here(folder):
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def end_what_is_left(folder: Path, seconds: float | None = None) -> bool:
+    """End ranks that outlived their launcher; return whether there were any.
+
+    They save and leave when they notice; those that are still there after `seconds` are killed.
+    """
+    time.sleep(0.1)  # a process that is just being started shows no environment yet
+    until = time.monotonic() + (SECONDS_TO_LEAVE if seconds is None else seconds)
+    outlived = bool(started_here(folder))
+    while started_here(folder) and time.monotonic() < until:
+        time.sleep(0.2)
+    kill_all(folder)
+    return outlived
+
+
+def told_code(folder: Path) -> int | None:
+    """Return the exit code that a rank of this machine has told; None if none has."""
+    told = folder / "exit_code"
+    return int(told.read_text()) if told.exists() else None
+
 
 SSH_OPTIONS = "-o ServerAliveInterval=15 -o ServerAliveCountMax=4 -o ConnectTimeout=10"
 """A host that sends nothing for a minute is gone; ssh itself would wait for hours."""
@@ -128,7 +182,7 @@ class Hosts:
         if shutil.which("pdsh") is None:
             what = "pdsh is not installed here, through which DeepSpeed starts its hosts; install it"
             raise UserError(what)
-        words = [sys.executable, "-m", "pretraining.supervise.host_agent", str(self.folder)]
+        words = [sys.executable, "-m", "pretraining.supervise.hosts", str(self.folder)]
         there = f"cd {shlex.quote(str(REPOSITORY))} && exec {shlex.join(words)}"
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         started = {
@@ -265,3 +319,32 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("script")
     parser.add_argument("rest", nargs=argparse.REMAINDER)
     return parser
+
+
+def serve(folder: Path) -> None:
+    """Do what the words on standard input ask for, one a line, until `end`."""
+    # the machine of the supervisor has the folder already, and the supervisor removes it there
+    made = not folder.exists()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        (folder / "exit_code").unlink(missing_ok=True)
+        print(READY, flush=True)
+        # ends without `end` if the supervisor or the way to it is gone
+        for line in sys.stdin:
+            match line.split():
+                case ["stop"]:
+                    (folder / "STOP").touch()
+                case ["kill"]:
+                    kill_all(folder)
+                case ["end", seconds]:
+                    end_what_is_left(folder, float(seconds))
+                    code = told_code(folder)
+                    print(NO_CODE if code is None else code, flush=True)
+                    return
+    finally:
+        if made:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]))

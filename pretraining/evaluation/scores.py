@@ -1,0 +1,479 @@
+"""Scores of a model in training or exported: HellaSwag and the tasks of lm-eval, which it answers or continues."""
+
+import random
+import re
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from pretraining.ds_config import NOT_SPLIT, Degrees
+from pretraining.errors import UserError, nearest, require
+from pretraining.evaluation.sampling import TokensCounted, encode, evaluation_mode, passes_together, seeded
+from pretraining.outside.files import COUNT, json_lines
+from pretraining.runtime.heartbeat import long_work
+from pretraining.runtime.process_group import rank_groups
+from pretraining.schema import fits
+from pretraining.upstream.lm_eval import no_task_bars
+
+HELLASWAG_FIELDS = ("activity_label", "ctx_a", "ctx_b", "endings", "label")
+
+SEED = 1234
+"""The seed that lm-eval itself uses for few-shot examples."""
+SUFFIXES = (".yaml", ".yml")
+PASSED_ON = ("do_sample", "top_k", "top_p")
+"""Generation arguments of a task that `generate` takes unchanged."""
+
+
+class Pair(NamedTuple):
+    """A text of two parts. Only the second part is scored."""
+
+    context: list[int]
+    """Tokens, at least one."""
+    continuation: list[int]
+
+
+class Score(NamedTuple):
+    """The score of one continuation."""
+
+    log_probability: float
+    """In nats, summed over the tokens of the continuation."""
+    is_greedy: bool
+    """Whether each of these tokens was the likeliest one."""
+
+
+class Passes(NamedTuple):
+    """How texts that are scored go through the model."""
+
+    max_length: int
+    """Tokens that the model reads at once. From a longer text the last tokens are read."""
+    batch_size: int
+    degrees: Degrees = NOT_SPLIT
+    """Ranks that split the model's layers read the same texts."""
+
+
+class ScoringStopped(Exception):
+    """Raised if the run is asked to stop: the measurement has no result."""
+
+
+@torch.no_grad()
+def score(
+    model: torch.nn.Module,
+    pairs: Sequence[Pair],
+    passes: Passes,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> list[Score]:
+    """Score each pair: the same on every rank and at any world size. All ranks must call it with the same pairs.
+
+    The ranks share the batches. Pairs of similar length share a batch, longest first, whatever the world size.
+
+    Args:
+        interrupted: is called before every round (one batch for each rank), and must return the same on all ranks.
+
+    Raises:
+        ScoringStopped: `interrupted` returned True.
+    """
+    groups, size = rank_groups(passes.degrees), passes.batch_size
+    rank, ranks = groups.evaluating
+    # Longest first: a batch that does not fit in memory fails at once, and padding stays small.
+    order = sorted(range(len(pairs)), key=lambda i: -len(pairs[i].context) - len(pairs[i].continuation))
+    batches = [order[start : start + size] for start in range(0, len(order), size)]
+    scores = torch.zeros(len(pairs), 2, dtype=torch.float64, device=next(model.parameters()).device)
+    with evaluation_mode(model):
+        for round_start in range(0, len(batches), ranks):
+            if interrupted():
+                raise ScoringStopped
+            number = round_start + rank
+            # Under ZeRO-3 a forward pass is a collective: a rank that runs out repeats the shortest batch without
+            # effect.
+            batch = batches[min(number, len(batches) - 1)]
+            found = _score_batch(model, [pairs[index] for index in batch], passes.max_length)
+            if number < len(batches) and not groups.tensor_part:
+                scores.index_copy_(0, _on(scores.device, batch), found)
+    if groups.world_size > 1:
+        dist.all_reduce(scores)  # each pair has one rank's score, and zeros from all others
+    # The host waits for the device only here: all scores stayed there until now.
+    return [Score(nats, greedy == 1.0) for nats, greedy in scores.tolist()]
+
+
+def _score_batch(model: torch.nn.Module, pairs: Sequence[Pair], max_length: int) -> torch.Tensor:
+    """Score one batch: [pairs, 2] in fp64, the log-probability and 1 if all tokens are the likeliest."""
+    device = next(model.parameters()).device
+    # Padding is on the right: earlier positions of a causal model do not see it.
+    # One token more than the model reads: the last one is only a target.
+    texts = [(pair.context + pair.continuation)[-(max_length + 1) :] for pair in pairs]
+    width = max(2, *map(len, texts)) - 1  # an input has at least one token
+    rows = [text[:-1] + [0] * (width + 1 - len(text)) for text in texts]
+    logits = model(input_ids=_on(device, rows)).logits
+    scores = []
+    for row, text, pair in zip(logits, texts, pairs, strict=True):
+        end, count = len(text) - 1, min(len(pair.continuation), len(text) - 1)
+        if not count:
+            scores.append(torch.tensor([0.0, 1.0], dtype=torch.float64, device=device))
+            continue
+        # Only the rows that are scored go to fp32: all of a batch may be gigabytes.
+        logs = torch.log_softmax(row[end - count : end].float(), -1)
+        targets = _on(device, text[end - count + 1 :])
+        chosen = logs.gather(1, targets[:, None]).double().sum()
+        scores.append(torch.stack([chosen, (logs.argmax(-1) == targets).all().double()]))
+    return torch.stack(scores)
+
+
+def _on(device: torch.device, numbers: list) -> torch.Tensor:
+    """Copy integers to the device; the host does not wait for the copy."""
+    return torch.tensor(numbers).to(device, non_blocking=True)
+
+
+def encode_pair(
+    tokenizer: PreTrainedTokenizerBase, context: str, continuation: str
+) -> tuple[list[int], list[int]]:
+    """Encode context and continuation as one text, cut at the end of the context's tokens.
+
+    Spaces at the end of the context belong to the continuation, as in lm-eval. An empty context is the end-of-text
+    token, with which every document begins.
+    """
+    spaces = len(context) - len(context.rstrip())
+    if spaces:
+        continuation = context[-spaces:] + continuation
+        context = context[:-spaces]
+    if not context:
+        tokens = encode(tokenizer, continuation)
+        # lm-eval: a continuation that begins with the end-of-text token brings its own context
+        begun = tokens[:1] == [tokenizer.eos_token_id]
+        return (tokens[:1], tokens[1:]) if begun else ([tokenizer.eos_token_id], tokens)
+    # The whole text is encoded, because a token may reach over the border.
+    whole, before = encode(tokenizer, context + continuation), encode(tokenizer, context)
+    return whole[: len(before)], whole[len(before) :]
+
+
+class Item(NamedTuple):
+    """One question of HellaSwag."""
+
+    context: str
+    endings: tuple[str, ...]
+    right: int
+    """Number of the ending that followed."""
+
+
+class Choice(NamedTuple):
+    """The ending that the model chose."""
+
+    plain: int
+    """By log-probability."""
+    normalised: int
+    """By log-probability divided by the ending's characters, as lm-eval's acc_norm."""
+
+
+class HellaSwag:
+    """HellaSwag (Zellers et al. 2019): which of four endings does the model find likeliest?
+
+    Prompts, tokens and scores are lm-eval's: an ending is scored alone, given what comes before it.
+    """
+
+    def __init__(self, items: Iterable[Item], tokenizer: PreTrainedTokenizerBase, passes: Passes) -> None:
+        self.items, self.passes = list(items), passes
+        self.pairs = [
+            Pair(*encode_pair(tokenizer, item.context, f" {ending}"))
+            for item in self.items
+            for ending in item.endings
+        ]
+
+    def num_items(self) -> dict[str, int]:
+        """Count what is scored, by a name for it."""
+        return {"evaluation.hellaswag, endings": len(self.pairs)}
+
+    def measure(
+        self, model: torch.nn.Module, interrupted: Callable[[], bool] = lambda: False
+    ) -> dict[str, float]:
+        """Compute {"hellaswag/acc", "hellaswag/acc_norm"}; every rank must call it. Raises `ScoringStopped`."""
+        chosen = list(zip(self.items, self.answers(model, interrupted), strict=True))
+        right = sum(choice.plain == item.right for item, choice in chosen)
+        right_norm = sum(choice.normalised == item.right for item, choice in chosen)
+        return {"hellaswag/acc": right / len(chosen), "hellaswag/acc_norm": right_norm / len(chosen)}
+
+    def answers(
+        self, model: torch.nn.Module, interrupted: Callable[[], bool] = lambda: False
+    ) -> list[Choice]:
+        """Find the model's choice in each item."""
+        # scores come in the order of the pairs: the endings of the first item, then of the next
+        scores = iter(score(model, self.pairs, self.passes, interrupted))
+        answers = []
+        for item in self.items:
+            plain = [next(scores).log_probability for _ in item.endings]
+            # An ending may be empty once its marks are removed.
+            normalised = [
+                nats / max(1, len(ending)) for nats, ending in zip(plain, item.endings, strict=True)
+            ]
+            # The first of equal ones, as argmax does.
+            answers.append(Choice(plain.index(max(plain)), normalised.index(max(normalised))))
+        return answers
+
+
+def read_items(source: str, limit: int | None = None) -> list[Item]:
+    """Read at most `limit` items of a .jsonl (or .jsonl.gz) file, or of the validation split of a dataset on the hub.
+
+    Raises:
+        UserError: something cannot be read; the message names the line.
+    """
+    if source.endswith((".jsonl", ".jsonl.gz")) or Path(source).is_file():
+        try:
+            rows = [(f"line {number}", row) for number, row in islice(json_lines(Path(source)), limit)]
+        except (OSError, EOFError, ValueError, zlib.error) as error:
+            what = f"{source}: cannot be read ({error}); fetch it again"
+            raise UserError(f"evaluation.hellaswag: {what}") from error
+    else:
+        datasets = require("datasets", f"evaluation.hellaswag {source!r}")
+        try:
+            split = datasets.load_dataset(source, split="validation")
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise UserError(
+                f"evaluation.hellaswag: {source}: no such file, and no dataset that can be read ({reason}); give a "
+                ".jsonl file or a name on the hub, as Rowan/hellaswag"
+            ) from error
+        rows = [(f"row {number}", row) for number, row in enumerate(islice(split, limit), start=1)]
+    if not rows:
+        raise UserError(f"evaluation.hellaswag: {source} holds no items; give the file hellaswag_val.jsonl")
+    return [_item(row, f"{source}:{place}") for place, row in rows]
+
+
+_ITEM = {
+    **{key: {"type": "string"} for key in ("activity_label", "ctx_a", "ctx_b")},
+    "endings": {"type": "array", "items": {"type": "string"}},
+    "label": {"anyOf": [COUNT, {"type": "string", "pattern": "[0-9]{1,9}"}]},
+}
+
+
+def _item(row: dict, where: str) -> Item:
+    """Spell an item as lm-eval does; `label` is the number of the right ending, as text or number."""
+    given = row if isinstance(row, dict) else {}
+    missing = [name for name in HELLASWAG_FIELDS if given.get(name) in (None, "", [])]
+    if "ctx_b" in given:  # may be empty
+        missing = [name for name in missing if name != "ctx_b"]
+    odd = [] if missing else [name for name, schema in _ITEM.items() if not fits(row[name], schema)]
+    if missing or odd or int(row["label"]) >= len(row["endings"]):
+        wrong = (odd or ["label"])[0]
+        what = f"has no {missing[0]}" if missing else f"has the {wrong} {row[wrong]!r}"
+        raise UserError(f"evaluation.hellaswag: {where}: {what}; give the validation set of HellaSwag")
+    context = f"{row['ctx_a']} {row['ctx_b'].capitalize()}"
+    endings = tuple(_clean(ending) for ending in row["endings"])
+    return Item(_clean(f"{row['activity_label']}: {context}"), endings, int(row["label"]))
+
+
+def _clean(text: str) -> str:
+    """Remove the marks of WikiHow's layout."""
+    # The same three replacements as lm-eval's, in the same order: scores must agree item by item.
+    text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
+    return text.replace("  ", " ")
+
+
+class Harness:
+    """Tasks of lm-eval. They are loaded with their data before there is a model.
+
+    Args:
+        names: tasks, tags or groups of lm-eval, YAML files, or folders of YAML files.
+        limit: items of each task.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        passes: Passes,
+        limit: int | None = None,
+    ) -> None:
+        self.loaded = load_tasks(names)
+        self.tokenizer, self.passes, self.limit = tokenizer, passes, limit
+
+    def num_items(self) -> dict[str, int]:
+        """Count the items of each task, by a name for it."""
+        return {
+            f"evaluation.tasks, items of {name}": len(task.eval_docs)
+            for name, task in self.loaded["tasks"].items()
+        }
+
+    def measure(
+        self, model: torch.nn.Module, interrupted: Callable[[], bool] = lambda: False
+    ) -> dict[str, float]:
+        """Compute {"<task>/<metric>": score}, the same on every rank; all ranks must call it. Raises `ScoringStopped`.
+
+        Every rank builds all requests, and the ranks share the forward passes.
+        """
+        from lm_eval.evaluator import evaluate  # optional: only a recipe with tasks needs it
+
+        answering = HarnessModel(model, self.tokenizer, self.passes, interrupted)
+        # Tasks draw the same random numbers each time, without effect on training's generators: Python's, numpy's and
+        # torch's.
+        states = random.getstate(), np.random.get_state()
+        random.seed(SEED)
+        np.random.seed(SEED)
+        try:
+            with seeded(SEED, next(model.parameters()).device), no_task_bars():
+                # no bootstrap: errors of the estimates are not logged, and take minutes
+                results = evaluate(
+                    answering, self.loaded, limit=self.limit, bootstrap_iters=0, log_samples=False
+                )
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+        return scores_of(results["results"])
+
+
+class HarnessModel:
+    """A causal language model as lm-eval's `evaluate` asks it (its class `LM`).
+
+    Every rank gets all requests, and the ranks share the forward passes: to lm-eval it is one process.
+
+    Args:
+        model: wrapped as in training (a DeepSpeed engine, DDP), or bare.
+    """
+
+    rank, world_size = 0, 1
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        passes: Passes,
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.model, self.tokenizer, self.passes, self.interrupted = model, tokenizer, passes, interrupted
+
+    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+        pairs = [Pair(*encode_pair(self.tokenizer, *request.args)) for request in requests]
+        return [tuple(each) for each in score(self.model, pairs, self.passes, self.interrupted)]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
+        """Sum the log-probability of whole texts: each token once, after as much context as a window holds."""
+        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+        # The first window of a text has the end-of-text token as its context.
+        settings = {
+            "prefix_token": self.tokenizer.eos_token_id,
+            "max_seq_len": self.passes.max_length,
+            "context_len": 1,
+        }
+        texts = [encode(self.tokenizer, *request.args) for request in requests]
+        windows = [
+            [Pair(*make_disjoint_window(window)) for window in get_rolling_token_windows(text, **settings)]
+            for text in texts
+        ]
+        pairs = [window for text in windows for window in text]
+        scores = iter(score(self.model, pairs, self.passes, self.interrupted))
+        return [sum(next(scores).log_probability for _ in text) for text in windows]
+
+    def generate_until(self, requests: Sequence[Any]) -> list[str]:
+        """Continue up to a stop string, greedy unless the task says otherwise; each rank takes a request a round."""
+        from lm_eval.models.utils import normalize_gen_kwargs
+
+        groups = rank_groups(self.passes.degrees)
+        rank, ranks = groups.evaluating
+        texts: list[str | None] = [None] * len(requests)
+        # One limit for all requests, because a rank that is done goes on with the longest of a round. Half of the
+        # model's positions at most, so that there is room for the question.
+        settings = [normalize_gen_kwargs(request.args[1]) for request in requests]
+        longest = max(each["max_gen_toks"] for each in settings)
+        most_tokens = min(longest, self.passes.max_length // 2)
+        for round_start in range(0, len(requests), ranks):
+            if self.interrupted():
+                raise ScoringStopped
+            # A forward pass may be a collective: a rank that runs out repeats the last request without effect.
+            number = min(round_start + rank, len(requests) - 1)
+            texts[number] = self._continued(requests[number].args[0], settings[number], most_tokens)
+        if groups.world_size == 1:
+            return texts
+        shares: list = [None] * groups.world_size
+        dist.all_gather_object(shares, texts)
+        return [next(text for text in column if text is not None) for column in zip(*shares, strict=True)]
+
+    @torch.no_grad()
+    def _continued(self, context: str, settings: dict, most_tokens: int) -> str:
+        """Continue one context; no request gets more than `most_tokens` new tokens."""
+        eos = self.tokenizer.eos_token_id
+        # The end of a long context stays: the question comes last.
+        ids = encode(self.tokenizer, context)[-(self.passes.max_length - most_tokens) :] or [eos]
+        prompt = torch.tensor([ids], device=next(self.model.parameters()).device)
+        sampling = {key: settings[key] for key in PASSED_ON if key in settings}
+        # lm-eval 0.4.13 adds temperature 0 to greedy tasks, which `generate` does not need.
+        if settings["do_sample"]:
+            sampling["temperature"] = settings["temperature"]
+        # An empty stop string would end every text at once.
+        stops = [stop for stop in settings["until"] if stop]
+        # An engine or DDP wraps the model that has `generate`.
+        model = getattr(self.model, "module", self.model)
+        with evaluation_mode(model), long_work():
+            output = model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=min(settings["max_gen_toks"], most_tokens),
+                pad_token_id=eos,
+                use_cache=True,
+                streamer=TokensCounted(),
+                synced_gpus=passes_together(),
+                **({"stop_strings": stops, "tokenizer": self.tokenizer} if stops else {}),
+                **sampling,
+            )
+        # `generate` stops after the stop string: cut it off, as lm-eval does
+        text = self.tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)
+        return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
+
+
+def load_tasks(names: Sequence[str]) -> dict:
+    """Load what `lm_eval.evaluator.evaluate` takes, with as many few-shot examples as each task says.
+
+    Raises:
+        UserError: lm-eval is missing, knows no such task, or cannot read its data.
+    """
+    managers = require("lm_eval.tasks", f"evaluation.tasks ({', '.join(names)})")
+    folders = [name for name in names if Path(name).is_dir()]
+    shipped = [name for name in names if name not in folders and not name.endswith(SUFFIXES)]
+    # Indexing the tasks that lm-eval ships takes half a minute; files need none of them.
+    manager = managers.TaskManager(include_path=folders or None, include_defaults=bool(shipped))
+    wanted = [name for name in names if name not in folders]
+    for folder in folders:
+        inside = managers.TaskManager(include_path=folder, include_defaults=False).all_tasks
+        if not inside:
+            what = "holds no task of lm-eval; give a folder of YAML files"
+            raise UserError(f"evaluation.tasks: {folder} {what}")
+        wanted += inside
+    for name in wanted:
+        if name not in manager.all_tasks and not Path(name).is_file():
+            known = nearest(name, manager.all_tasks) or "; `lm-eval ls tasks` lists them"
+            raise UserError(f"evaluation.tasks: lm-eval knows no task {name!r}{known}")
+    try:
+        loaded = manager.load(wanted)
+    except UserError:
+        raise
+    except Exception as error:  # from a task's own code, its YAML, its data set or the network
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise UserError(
+            f"evaluation.tasks: {', '.join(wanted)} cannot be loaded ({reason}); check the names and the network"
+        ) from error
+    for task in loaded["tasks"].values():
+        # The same defaults as lm-eval's own command.
+        if task.get_config("num_fewshot") is None:
+            task.set_config(key="num_fewshot", value=0)
+        task.set_fewshot_seed(seed=SEED)
+    return loaded
+
+
+def scores_of(results: dict[str, dict]) -> dict[str, float]:
+    """Name scores: {"arc_easy/acc": 0.4} from lm-eval's {"arc_easy": {"acc,none": 0.4, "acc_stderr,none": ...}}.
+
+    A task's own filter stays in the name: "gsm8k/exact_match.strict-match".
+    """
+    scores = {}
+    for task, values in results.items():
+        for key, value in values.items():
+            metric, _, kind = key.partition(",")
+            # Keys without a comma, such as "alias", are no scores.
+            if isinstance(value, int | float) and kind and not metric.endswith("_stderr"):
+                name = metric if kind == "none" else f"{metric}.{kind}"
+                scores[f"{task}/{name}"] = float(value)
+    return scores
