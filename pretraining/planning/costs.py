@@ -354,10 +354,7 @@ class CostVerb:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_workload_arguments(parser, on_cluster=True)
         parser.add_argument(
-            "--mfu",
-            type=share,
-            metavar="SHARE",
-            help="share of the dense peak that whole steps reach",
+            "--mfu", type=share, metavar="SHARE", help="share of the dense peak that whole steps reach"
         )
         parser.add_argument(
             "--precision", choices=PRECISIONS, help="of the products, instead of the recipe's"

@@ -21,12 +21,7 @@ from pretraining.planning.comparison import predicted
 from pretraining.planning.costs import cost_of_checkpoints
 from pretraining.planning.memory.need import BUILT, ROOMY, TIGHT, memory_need, recomputed_one_in
 from pretraining.planning.memory.states import reduce_bucket, unprotected_gradient
-from pretraining.planning.memory.tensors import (
-    ROUTER,
-    families,
-    parameter_tensors,
-    precision_of,
-)
+from pretraining.planning.memory.tensors import ROUTER, families, parameter_tensors, precision_of
 from pretraining.planning.messages import EXPERT, SEQUENCE, TENSOR, layer_messages, spans_nodes
 from pretraining.planning.quantities import duration, num_bytes, several
 from pretraining.planning.run_plan import Machine, Objection, RunPlan, Verdict, build_run_plan

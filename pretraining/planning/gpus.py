@@ -268,9 +268,7 @@ class GpusVerb:
 
 def _peak(precision: str) -> Column:
     return Column(
-        precision,
-        lambda gpu: gpu["dense_peak_flops"].get(precision),
-        lambda peak: three_digits(peak / 1e12),
+        precision, lambda gpu: gpu["dense_peak_flops"].get(precision), lambda peak: three_digits(peak / 1e12)
     )
 
 

@@ -222,10 +222,7 @@ def build_run_plan(recipe: Recipe, ds_config: dict | None, world_size: int) -> R
         training_flops=tokens * flops_per_token(size_of_recipe(recipe), recipe.sequence_length).training,
         model_state=state_of_recipe(recipe, ds_config, world_size),
         checkpoint_bytes=checkpoint_bytes(
-            trained_tensors(recipe),
-            optimizer_states(recipe),
-            frozen_tensors(recipe),
-            width,
+            trained_tensors(recipe), optimizer_states(recipe), frozen_tensors(recipe), width
         ),
         checkpoints_kept=kept,
         # every checkpoint that is not kept whole

@@ -346,10 +346,7 @@ class FitVerb:
             "--memory", type=count, metavar="BYTES", help="of one GPU, instead of the table's: 80e9"
         )
         parser.add_argument(
-            "--mfu",
-            type=share,
-            metavar="SHARE",
-            help="share of the dense peak where no layer is recomputed",
+            "--mfu", type=share, metavar="SHARE", help="share of the dense peak where no layer is recomputed"
         )
         parser.add_argument(
             "--top", type=gpu_count, metavar="K", help=f"ways to show (default {MOST}, with --all every one)"

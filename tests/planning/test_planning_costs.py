@@ -13,12 +13,7 @@ from pretraining.planning.constants import table
 from pretraining.planning.costs import energy_words, forecast
 from pretraining.planning.gpus import all_gpus, find_gpu, prices_of
 from pretraining.planning.messages import GRADIENTS, WEIGHTS, step_messages, zero_bytes
-from pretraining.planning.parallelism import (
-    Cluster,
-    Division,
-    layout_memory,
-    layouts,
-)
+from pretraining.planning.parallelism import Cluster, Division, layout_memory, layouts
 from pretraining.planning.shapes import shape_of
 from pretraining.planning.sizes import flops_per_token, model_size, workload_of_recipe
 from pretraining.planning.throughput import expected_utilization, step_time

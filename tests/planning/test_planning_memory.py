@@ -48,12 +48,7 @@ TRACED = {
 }
 # (attention, precision, one layer in how many is recomputed): each value with each other value once at least;
 # benchmarks/memory.py takes all.
-WAYS = [
-    ("sdpa", "bf16", 0),
-    ("sdpa", "autocast", 1),
-    ("eager", "bf16", 2),
-    ("eager", "fp32", 0),
-]
+WAYS = [("sdpa", "bf16", 0), ("sdpa", "autocast", 1), ("eager", "bf16", 2), ("eager", "fp32", 0)]
 
 
 def need_of(name: str, world_size: int, deepspeed: str | None = None, *settings: str):

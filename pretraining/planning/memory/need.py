@@ -325,11 +325,7 @@ def snapshot_bytes(sizes: Iterable[int]) -> int:
 
 
 def _host_memory(
-    recipe: Recipe,
-    config: dict | None,
-    world_size: int,
-    state: ModelState,
-    of_rank: Sequence[Family],
+    recipe: Recipe, config: dict | None, world_size: int, state: ModelState, of_rank: Sequence[Family]
 ) -> dict[str, float]:
     """Return the host memory of one rank in bytes, by use."""
     precision, optimizer = precision_of(recipe, config), optimizer_states(recipe)
