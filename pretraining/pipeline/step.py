@@ -166,7 +166,6 @@ class Step(ABC):
         """Write what a finished step has made."""
 
     def inputs(self) -> dict:
-        """Describe all that the step depends on, as JSON values."""
         return {}
 
     def kept_inputs(self) -> dict:

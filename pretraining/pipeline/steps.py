@@ -254,7 +254,6 @@ class Train(Step):
 
     @property
     def start_words(self) -> list[str]:
-        """List the options that say how it begins, which the doctor shares."""
         pipeline = self.pipeline
         resume = "never" if self.starts_over and not pipeline.allow_change else pipeline.resume
         return ["--resume", resume, *(w for key in pipeline.allow_change for w in ("--allow_change", key))]

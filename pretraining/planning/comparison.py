@@ -28,15 +28,6 @@ from pretraining.runtime.run_folder import (
 from pretraining.runtime.table import aligned
 from pretraining.schema import check
 
-QUANTITIES = (
-    "peak_memory_bytes",
-    "tokens_per_second",
-    "mfu",
-    "step_seconds",
-    "training_seconds",
-    "checkpoint_bytes",
-)
-"""`training_seconds` is the time of all steps together, without validation, saving and restarts."""
 TITLES = {
     "peak_memory_bytes": "peak memory",
     "tokens_per_second": "tokens/s, all steps",
@@ -45,6 +36,8 @@ TITLES = {
     "training_seconds": "time of all steps",
     "checkpoint_bytes": "checkpoint",
 }
+"""`training_seconds` is the time of all steps together, without validation, saving and restarts."""
+QUANTITIES = tuple(TITLES)
 
 
 def predicted(
@@ -157,7 +150,6 @@ def _read_object(path: Path) -> dict:
 
 
 def _numbers(values: Any) -> dict[str, float]:
-    """Return the quantities among `values` that are finite numbers."""
     values = values if isinstance(values, dict) else {}
     return {name: values[name] for name in QUANTITIES if _is_number(values.get(name))}
 

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, replace
 from pretraining.errors import UserError
 from pretraining.planning.constants import table
 from pretraining.planning.gpus import Gpu, find_gpu, kept_rates, prices_of
-from pretraining.planning.messages import Message, step_messages
 from pretraining.planning.quantities import (
     amount,
     dollars,
@@ -29,13 +28,10 @@ from pretraining.planning.run_plan import (
 from pretraining.planning.sizes import Workload, add_workload_arguments, workload_of
 from pretraining.planning.throughput import (
     ESTIMATED,
-    Ceiling,
     StepTime,
     Utilization,
-    ceiling,
     expected_utilization,
     precision_of_products,
-    recipe_utilization,
     scaling_over_nodes,
     step_time,
     tokens_per_second,
@@ -192,11 +188,6 @@ class StepForecast:
     """Seconds of one optimizer step at the run's tokens per second."""
     time: StepTime
     """Time that the products and the messages need on their own."""
-    kernel_seconds: dict[str, float]
-    """Seconds of one micro-batch, by what they are spent on (`throughput.Ceiling`)."""
-    sent_bytes_per_gpu: float
-    messages: tuple[Message, ...]
-    """What these bytes are for."""
     loader_bytes_per_second: float
     """Bytes that the data loaders of all ranks read in a second."""
     checkpoints: CheckpointCost | None
@@ -205,10 +196,18 @@ class StepForecast:
     """Bytes by what they are for (`RunPlan.disk`)."""
 
     def to_dict(self) -> dict:
-        # asdict leaves properties out
-        time = {**asdict(self.time), "bound_by": self.time.bound_by}
-        saved = self.checkpoints.to_dict() if self.checkpoints else None
-        return {**asdict(self), "time": time, "checkpoints": saved, "disk_bytes": sum(self.disk.values())}
+        sent = self.time.messages
+        return {
+            "seconds": self.seconds,
+            "time": self.time.to_dict(),
+            "kernel_seconds": self.time.kernel_seconds,
+            "sent_bytes_per_gpu": sum(message.total for message in sent),
+            "messages": [asdict(message) for message in sent],
+            "loader_bytes_per_second": self.loader_bytes_per_second,
+            "checkpoints": self.checkpoints.to_dict() if self.checkpoints else None,
+            "disk": self.disk,
+            "disk_bytes": sum(self.disk.values()),
+        }
 
 
 @dataclass(frozen=True)
@@ -235,7 +234,6 @@ class RunForecast:
 
     @property
     def seconds(self) -> float:
-        """Training time, without validation, checkpoints and failures."""
         return self.tokens / self.tokens_per_second
 
     def to_dict(self) -> dict:
@@ -271,27 +269,36 @@ def forecast(
     recipe, ds_config = workload.recipe, workload.ds_config
     precision = precision or (precision_of_products(recipe) if recipe else gpu.training_precision)
     price = price or (recipe.report.dollars_per_gpu_hour if recipe else None)
-    at_best = ceiling(recipe, ds_config, num_gpus, gpu, precision) if recipe else None
+    time = step_time(recipe, ds_config, num_gpus, gpu, mfu, precision) if recipe else None
     flops = workload.training_flops_per_token
-    if mfu:
+    if time and time.utilization:
+        used = time.utilization
+    elif mfu:
         used = Utilization(mfu, "given", assumed=False)
-    elif recipe:
-        used = recipe_utilization(recipe, gpu, at_best)
     else:
         # only a size is known: no recipe to count kernels of
         recomputation = workload.hardware_flops_per_token / flops
         used = expected_utilization(gpu, int(workload.parameters), recomputation=recomputation)
     # tokens per second at an MFU of 1
     at_peak = tokens_per_second(flops, num_gpus, gpu.peak_flops(precision), 1.0)
-    time = step_time(recipe, ds_config, num_gpus, gpu, mfu, precision) if recipe else None
     if time and mfu:
         # a given utilization is that of whole steps, so recomputation is not taken off again
         seconds = flops * recipe.tokens_per_step / (num_gpus * gpu.peak_flops(precision) * mfu)
         time = replace(time, compute_seconds=seconds)
     rate = at_peak * used.mfu
     # a measured or given utilization includes the messages already, an assumed one does not
+    step = None
     if time:
         rate = recipe.tokens_per_step / (time.seconds if used.assumed else time.compute_seconds)
+        plan, seconds = build_run_plan(recipe, ds_config, num_gpus), recipe.tokens_per_step / rate
+        step = StepForecast(
+            seconds=seconds,
+            time=time,
+            # loaders read token shards: 2 or 4 bytes a token
+            loader_bytes_per_second=rate * token_bytes(recipe.model.vocab_size),
+            checkpoints=cost_of_checkpoints(plan, recipe, seconds, gpu, num_gpus),
+            disk=plan.disk,
+        )
     return RunForecast(
         name=workload.name,
         parameters=workload.parameters,
@@ -306,27 +313,7 @@ def forecast(
         tokens_per_second=rate,
         cost=run_cost(gpu, num_gpus * (workload.tokens / rate) / SECONDS_PER_HOUR, price),
         scaling=scaling_over_nodes(gpu, num_gpus, used.assumed),
-        step=_step(workload, gpu, num_gpus, at_best, rate, time) if time else None,
-    )
-
-
-def _step(
-    workload: Workload, gpu: Gpu, num_gpus: int, at_best: Ceiling, rate: float, time: StepTime
-) -> StepForecast:
-    recipe, ds_config = workload.recipe, workload.ds_config
-    plan = build_run_plan(recipe, ds_config, num_gpus)
-    sent = step_messages(recipe, ds_config, num_gpus, gpu)
-    seconds = recipe.tokens_per_step / rate
-    return StepForecast(
-        seconds=seconds,
-        time=time,
-        kernel_seconds=at_best.seconds,
-        sent_bytes_per_gpu=sum(message.total for message in sent),
-        messages=tuple(sent),
-        # loaders read token shards: 2 or 4 bytes a token
-        loader_bytes_per_second=rate * token_bytes(recipe.model.vocab_size),
-        checkpoints=cost_of_checkpoints(plan, recipe, seconds, gpu, num_gpus),
-        disk=plan.disk,
+        step=step,
     )
 
 
@@ -367,10 +354,7 @@ class CostVerb:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_workload_arguments(parser, on_cluster=True)
         parser.add_argument(
-            "--mfu",
-            type=share,
-            metavar="SHARE",
-            help="share of the dense peak that whole steps reach",
+            "--mfu", type=share, metavar="SHARE", help="share of the dense peak that whole steps reach"
         )
         parser.add_argument(
             "--precision", choices=PRECISIONS, help="of the products, instead of the recipe's"
@@ -389,7 +373,6 @@ class CostVerb:
         return result.to_dict()
 
     def as_text(self, answer: dict) -> str:
-        """Write one screen: the run, its time, its money, and for a recipe its step."""
         cost, step = answer["cost"], answer["step"]
         rate, each = answer["tokens_per_second"], answer["tokens_per_second_per_gpu"]
         size = f"{short(answer['parameters'])} parameters"
@@ -422,7 +405,6 @@ def estimated(speed: dict, form: str) -> str:
 
 
 def energy_words(cost: dict) -> str:
-    """Write the energy of a run, and the overhead that is in it."""
     overhead = table("rates")["power_usage_effectiveness"]["value"]
     return (
         f"{energy(cost['energy_kwh'])}: {overhead:g} x the GPUs' rated power, for cooling and the rest (PUE)"
@@ -430,7 +412,6 @@ def energy_words(cost: dict) -> str:
 
 
 def mfu_words(answer: dict) -> str:
-    """Write the MFU of the run, and what it was derived from."""
     used = answer["utilization"]
     # the same in whole percent: a second number would say nothing new
     if f"{used['mfu']:.0%}" == f"{answer['mfu']:.0%}":
@@ -448,7 +429,6 @@ def scaling_rows(scaling: dict | None) -> list[tuple[str, str]]:
 
 
 def disk_words(disk: dict[str, int], checkpoints_kept: int) -> str:
-    """Write how many bytes of disk a run takes, and what they are for."""
     names = {name: name for name in disk} | {"checkpoints kept": several(checkpoints_kept, "checkpoint")}
     parts = ", ".join(f"{num_bytes(size)} for {names[name]}" for name, size in disk.items())
     return f"{num_bytes(sum(disk.values()))}: {parts}"

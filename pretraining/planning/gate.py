@@ -21,12 +21,7 @@ from pretraining.planning.comparison import predicted
 from pretraining.planning.costs import cost_of_checkpoints
 from pretraining.planning.memory.need import BUILT, ROOMY, TIGHT, memory_need, recomputed_one_in
 from pretraining.planning.memory.states import reduce_bucket, unprotected_gradient
-from pretraining.planning.memory.tensors import (
-    ROUTER,
-    families,
-    parameter_tensors,
-    precision_of,
-)
+from pretraining.planning.memory.tensors import ROUTER, families, parameter_tensors, precision_of
 from pretraining.planning.messages import EXPERT, SEQUENCE, TENSOR, layer_messages, spans_nodes
 from pretraining.planning.quantities import duration, num_bytes, several
 from pretraining.planning.run_plan import Machine, Objection, RunPlan, Verdict, build_run_plan
@@ -111,7 +106,6 @@ class _Case:
         return None if gpu is None else step_time(self.recipe, self.ds_config, self.world_size, gpu)
 
     def total_with(self, ds_config: dict | None, **training) -> float:
-        """Return bytes on a GPU under another ds_config or other training keys."""
         recipe = replace(self.recipe, training={**self.recipe.training, **training})
         return memory_need(recipe, ds_config, self.world_size, self.limit).total
 
@@ -311,7 +305,6 @@ def _save_warnings(case: _Case) -> Iterator[Objection]:
 
 
 def _warm_up_of(steps: int, recipe: Recipe) -> str:
-    """Write how to set the warm-up, by the key that the recipe uses."""
     if recipe.budget.warmup_tokens is not None:
         return f"--set budget.warmup_tokens={steps * recipe.tokens_per_step}"
     return f"--set training.warmup_steps={steps}"
@@ -373,7 +366,6 @@ def _way_warnings(case: _Case) -> Iterator[Objection]:
 
 
 def _larger_buckets(case: _Case, elements: int) -> str:
-    """Write how to set the buckets of the ds_config in use."""
     name = case.recipe.deepspeed
     file = f"a copy of ds_configs/{name}.json" if name in ds_config_names() else name
     return f'in {file}: "reduce_bucket_size": {elements}'

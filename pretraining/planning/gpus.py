@@ -64,7 +64,6 @@ class Gpu:
 
     @property
     def network_bytes_per_second(self) -> float:
-        """Bytes per second between nodes, in one direction."""
         # networks are sold in bits
         return self.network_bits_per_second / 8
 
@@ -84,7 +83,6 @@ class Gpu:
 
     @property
     def training_precision(self) -> str:
-        """bf16 if the GPU has it, else fp16."""
         return "bf16" if "bf16" in self.dense_peak_flops else "fp16"
 
 
@@ -136,7 +134,6 @@ def known_gpu(name: str) -> Gpu | None:
 
 
 def prices_of(gpu: Gpu) -> list[dict]:
-    """Return entries of tables/prices.json for this GPU, cheapest first."""
     entries = [entry for entry in table("prices")["prices"] if entry["gpu"] == gpu.name]
     return sorted(entries, key=lambda entry: entry["dollars_per_gpu_hour"])
 
@@ -236,7 +233,6 @@ class GpusVerb:
         parser.add_argument("--gpu", metavar="NAME", help="one GPU in full, by any of its names")
 
     def answer(self, options: argparse.Namespace) -> dict:
-        """Return every GPU of the table, or one."""
         chosen = all_gpus().values() if options.gpu is None else [find_gpu(options.gpu)]
         entries = []
         for gpu in chosen:
@@ -245,7 +241,6 @@ class GpusVerb:
         return {"gpus": entries}
 
     def as_text(self, answer: dict) -> str:
-        """Write a table, or one GPU line by line."""
         if len(answer["gpus"]) != 1:
             return write_table(COLUMNS, answer["gpus"]) + "\n" + TABLE_NOTE
         (gpu,) = answer["gpus"]
@@ -273,9 +268,7 @@ class GpusVerb:
 
 def _peak(precision: str) -> Column:
     return Column(
-        precision,
-        lambda gpu: gpu["dense_peak_flops"].get(precision),
-        lambda peak: three_digits(peak / 1e12),
+        precision, lambda gpu: gpu["dense_peak_flops"].get(precision), lambda peak: three_digits(peak / 1e12)
     )
 
 

@@ -232,7 +232,6 @@ def layout_of(cluster: Cluster, division: Division, recompute: bool) -> Parallel
     data_bytes = memory.weights_and_gradients * (shards - 1) / shards
 
     def link(group: int) -> float:
-        """Return bytes per second of the slowest link in a group of neighbouring GPUs."""
         inside = gpu.link_bytes_per_second
         return inside if group <= gpu.gpus_per_node else min(inside, gpu.network_bytes_per_second)
 
@@ -364,7 +363,6 @@ class ParallelismVerb:
         }
 
     def as_text(self, answer: dict) -> str:
-        """Write a table, the best first."""
         if answer["megatron"]:
             return " \\\n    ".join(answer["megatron"])
         rows = [{"row": number, **layout} for number, layout in enumerate(answer["layouts"], 1)]

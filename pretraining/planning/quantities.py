@@ -65,12 +65,10 @@ def short(number: float) -> str:
 
 
 def several(number: int, what: str) -> str:
-    """Write `1 GPU`, `8 GPUs`."""
     return f"{number:,} {what}" + ("" if number == 1 else "s")
 
 
 def three_digits(number: float) -> str:
-    """Write a number with three significant digits, without an exponent if it is short."""
     if number == 0 or not math.isfinite(number):
         return f"{number:g}"
     if number >= 1e6 or number < 1e-4:
@@ -95,12 +93,10 @@ def dollars(amount_: float) -> str:
 
 
 def hours(number: float) -> str:
-    """Write GPU-hours, whole from 100 on."""
     return f"{number:,.0f}" if number >= 100 or number == 0 else three_digits(number)
 
 
 def energy(kilowatt_hours: float) -> str:
-    """Write kilowatt-hours, megawatt-hours from 1000 on."""
     large = kilowatt_hours >= 1000
     return f"{three_digits(kilowatt_hours / 1000)} MWh" if large else f"{three_digits(kilowatt_hours)} kWh"
 

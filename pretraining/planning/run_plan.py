@@ -131,12 +131,10 @@ class RunPlan:
 
     @property
     def degrees(self) -> Degrees:
-        """Over how many ranks the ds_config splits layers, sequences and experts."""
         return degrees_of(self.ds_config)
 
     @property
     def layout(self) -> dict:
-        """Ranks, ZeRO stage and degrees of parallelism of the run."""
         # for readers of the events only: a checkpoint loads at any other layout
         split = {name: size for name, size in self.degrees._asdict().items() if size > 1}
         return {"world_size": self.world_size, "zero_stage": self.zero_stage, **split}
@@ -224,10 +222,7 @@ def build_run_plan(recipe: Recipe, ds_config: dict | None, world_size: int) -> R
         training_flops=tokens * flops_per_token(size_of_recipe(recipe), recipe.sequence_length).training,
         model_state=state_of_recipe(recipe, ds_config, world_size),
         checkpoint_bytes=checkpoint_bytes(
-            trained_tensors(recipe),
-            optimizer_states(recipe),
-            frozen_tensors(recipe),
-            width,
+            trained_tensors(recipe), optimizer_states(recipe), frozen_tensors(recipe), width
         ),
         checkpoints_kept=kept,
         # every checkpoint that is not kept whole

@@ -56,18 +56,15 @@ class Frontier:
     source: str
 
     def at_flops(self, flops: float) -> Allocation:
-        """Return the optimal allocation of a budget of FLOPs."""
         parameters = self.scale * flops**self.exponent
         return Allocation(parameters, flops / (6 * parameters))
 
     def at_parameters(self, parameters: float) -> Allocation:
-        """Return the allocation for which a model of this size is the optimum."""
         # N = scale x C^exponent, solved for C
         flops = (parameters / self.scale) ** (1 / self.exponent)
         return Allocation(parameters, flops / (6 * parameters))
 
     def at_tokens(self, tokens: float) -> Allocation:
-        """Return the allocation for which this many tokens are the optimum."""
         # D = C / 6N with N = scale x C^exponent, solved for C
         flops = (6 * self.scale * tokens) ** (1 / (1 - self.exponent))
         return Allocation(flops / (6 * tokens), tokens)
@@ -92,7 +89,6 @@ class ParametricLoss:
     source: str
 
     def loss(self, parameters: float, tokens: float) -> float:
-        """Return the predicted loss of a model of this size after this many tokens, each seen once."""
         return self.E + self.A * parameters**-self.alpha + self.B * tokens**-self.beta
 
     def tokens_for(self, loss: float, parameters: float) -> float:
@@ -277,7 +273,6 @@ class ChinchillaVerb:
         }
 
     def as_text(self, answer: dict) -> str:
-        """Write the optima as a table, then what they mean for the allocation."""
         optima = {**answer["optima"], "Kaplan et al. 2020 (superseded)": answer["kaplan"]}
         rows = [{"name": name, **each} for name, each in optima.items()]
         chosen, critical = answer["chosen"], answer["critical_batch_tokens"]

@@ -21,13 +21,7 @@ from pretraining.planning.costs import (
 )
 from pretraining.planning.gate import check_plan
 from pretraining.planning.gpus import Gpu, all_gpus, find_gpu
-from pretraining.planning.memory.need import (
-    PHASES,
-    host_words,
-    memory_need,
-    recomputed_one_in,
-    shrink,
-)
+from pretraining.planning.memory.need import PHASES, host_words, memory_need, recomputed_one_in, shrink
 from pretraining.planning.memory.tensors import frozen_tensors
 from pretraining.planning.quantities import (
     dollars,

@@ -95,7 +95,6 @@ class Way:
 
     @property
     def arguments(self) -> str:
-        """The arguments, ready to paste after `--recipe NAME`."""
         return " ".join(self.changes)
 
     def to_dict(self) -> dict:
@@ -347,10 +346,7 @@ class FitVerb:
             "--memory", type=count, metavar="BYTES", help="of one GPU, instead of the table's: 80e9"
         )
         parser.add_argument(
-            "--mfu",
-            type=share,
-            metavar="SHARE",
-            help="share of the dense peak where no layer is recomputed",
+            "--mfu", type=share, metavar="SHARE", help="share of the dense peak where no layer is recomputed"
         )
         parser.add_argument(
             "--top", type=gpu_count, metavar="K", help=f"ways to show (default {MOST}, with --all every one)"
@@ -390,7 +386,6 @@ class FitVerb:
         }
 
     def as_text(self, answer: dict) -> str:
-        """Write a table, the best first, and what to type for it."""
         number, shown = answer["fitting"], len(answer["ways"])
         fits = f"{several(number, 'way')} {'fits' if number == 1 else 'fit'}"
         if shown < number:

@@ -13,7 +13,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pretraining.errors import UserError
-from pretraining.extend import model_extension
+from pretraining.extend import Extension, model_extension
 from pretraining.recipe import model_with_defaults
 from pretraining.recipe.model import is_exact, value_of
 from pretraining.runtime.exit_codes import variables_of_a_helper
@@ -58,7 +57,6 @@ class CountedModel:
     """Why its initial weights would not be the same at every stage."""
 
     def of_part(self, *parts: str) -> int:
-        """Return the number of parameters in these parts."""
         return sum(numel for part, numel, *_ in self.tensors if part in parts)
 
 
@@ -87,7 +85,6 @@ class Widths:
 
     @property
     def keys(self) -> int:
-        """Width of all keys, or of all values."""
         return self.key_value_heads * self.head_size
 
 
@@ -129,7 +126,6 @@ def is_mixture(shape: dict, layer: int) -> bool:
 
 
 def family_of(model: dict) -> str:
-    """Return the model type whose activations are counted."""
     return model["model_type"] if is_exact(model) else stand_in(model)["model_type"]
 
 
@@ -198,17 +194,27 @@ def count_model(model: dict) -> CountedModel:
 
 @cache
 def _counted(section: str) -> CountedModel:
-    file = _cache_file(section)
+    model_type = json.loads(section)["model_type"]
+    extension = model_extension(model_type)
+    file = _cache_file(section, extension.digest if extension else "")
     count = _read_counted(file)
     if count is None:
-        with _one_at_a_time(file):
+        with contextlib.ExitStack() as held:
+            # ranks start together, and one counts for all of a machine; without a folder, or on a disk without locks,
+            # each counts for itself
+            with contextlib.suppress(OSError):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                fcntl.flock(held.enter_context(file.with_suffix(".lock").open("w")), fcntl.LOCK_EX)
             # another rank of this machine may have counted meanwhile
-            count = _read_counted(file) or _built(section)
+            count = _read_counted(file) or _built(section, extension)
             if "error" not in count:
-                _keep(file, count)
-    model_type = json.loads(section)["model_type"]
+                with contextlib.suppress(OSError):
+                    # renamed when complete, so that no rank reads half a file
+                    aside = file.with_suffix(f".{os.getpid()}")
+                    aside.write_text(json.dumps(count), encoding="utf-8")
+                    aside.replace(file)
     if "error" in count:
-        if extension := model_extension(model_type):
+        if extension:
             raise UserError(f"model: {display_path(extension.path)}: {count['error']}")
         raise UserError(f"model: transformers cannot build this {model_type}: {count['error']}")
     # kept too, so that the next start refuses at once
@@ -221,26 +227,8 @@ def _counted(section: str) -> CountedModel:
     return CountedModel(**{**count, "faults": tuple(count["faults"])})
 
 
-def _built(section: str) -> dict:
-    # the meta device needs no GPU, and a small model no threads
-    environment = variables_of_a_helper()
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = str(REPOSITORY)
-    # -P: no module of the working directory may take the place of a library
-    command = [sys.executable, "-P", "-W", "ignore", "-m", MODULE]
-    if extension := model_extension(json.loads(section)["model_type"]):
-        command += [extension.module if not extension.is_file else str(extension.path.absolute())]
-        environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), *filter(None, sys.path)])
-    done = subprocess.run(command, input=section, capture_output=True, text=True, env=environment)
-    # libraries may print before it: the answer is the last line
-    lines = done.stdout.splitlines()
-    if done.returncode or not lines:
-        last = (done.stderr.splitlines() or ["it said nothing"])[-1]
-        return {"error": f"{MODULE} ended with code {done.returncode}: {last}"}
-    return json.loads(lines[-1])
-
-
-def _cache_file(section: str) -> Path:
+def _cache_file(section: str, own: str) -> Path:
+    """own: digest of the user's file that builds the model, if there is one."""
     try:
         library = version("transformers")
     except PackageNotFoundError:
@@ -248,35 +236,14 @@ def _cache_file(section: str) -> Path:
             "model: counting this type needs transformers; pip install -r requirements.txt"
         ) from None
     # another version of the library, or of the code that counts, must count again
-    extension = model_extension(json.loads(section)["model_type"])
-    own = extension.digest if extension else ""
     said = "\n".join([library, own, *(source.read_text(encoding="utf-8") for source in SOURCES), section])
     name = hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
-    return _cache_folder() / f"{name}.json"
-
-
-def _cache_folder() -> Path:
     try:
-        cache = Path.home() / ".cache"
+        caches = Path.home() / ".cache"
     except RuntimeError:  # a user of a container who has no home
-        cache = Path(tempfile.gettempdir())
-    return Path(os.environ.get("PRETRAINING_MODEL_CACHE") or cache / "pretraining" / "models")
-
-
-@contextlib.contextmanager
-def _one_at_a_time(path: Path) -> Iterator[None]:
-    """Hold the lock of a cache file: ranks start together, and one counts for all of a machine."""
-    lock = None
-    # without a folder, or on a disk without locks, each counts for itself
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = path.with_suffix(".lock").open("w")
-        fcntl.flock(lock, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        if lock is not None:
-            lock.close()
+        caches = Path(tempfile.gettempdir())
+    folder = os.environ.get("PRETRAINING_MODEL_CACHE") or caches / "pretraining" / "models"
+    return Path(folder) / f"{name}.json"
 
 
 def _read_counted(path: Path) -> dict | None:
@@ -287,11 +254,20 @@ def _read_counted(path: Path) -> dict | None:
     return count if isinstance(count, dict) and "tensors" in count else None
 
 
-def _keep(path: Path, count: dict) -> None:
-    """Keep the count for the next start; if it cannot be written, the next start counts again."""
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # renamed when complete, so that no rank reads half a file
-        aside = path.with_suffix(f".{os.getpid()}")
-        aside.write_text(json.dumps(count), encoding="utf-8")
-        aside.replace(path)
+def _built(section: str, extension: Extension | None) -> dict:
+    # the meta device needs no GPU, and a small model no threads
+    environment = variables_of_a_helper()
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = str(REPOSITORY)
+    # -P: no module of the working directory may take the place of a library
+    command = [sys.executable, "-P", "-W", "ignore", "-m", MODULE]
+    if extension:
+        command += [extension.module if not extension.is_file else str(extension.path.absolute())]
+        environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), *filter(None, sys.path)])
+    done = subprocess.run(command, input=section, capture_output=True, text=True, env=environment)
+    # libraries may print before it: the answer is the last line
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        last = (done.stderr.splitlines() or ["it said nothing"])[-1]
+        return {"error": f"{MODULE} ended with code {done.returncode}: {last}"}
+    return json.loads(lines[-1])

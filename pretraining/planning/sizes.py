@@ -96,7 +96,6 @@ class ModelSize:
 
     @property
     def gradients(self) -> Backward:
-        """What the backward pass computes."""
         return self.backward or Backward(self.total, self.matmul, self.matmul, 1.0)
 
 
@@ -346,7 +345,6 @@ class FlopsVerb:
         add_workload_arguments(parser)
 
     def answer(self, options: argparse.Namespace) -> dict:
-        """Return counts per token and over all tokens."""
         workload = workload_of(options)
         tokens = workload.tokens
         # a size alone has no attention, so that the other conventions cannot be counted
@@ -368,7 +366,6 @@ class FlopsVerb:
         }
 
     def as_text(self, answer: dict) -> str:
-        """Write the parts, then the counts."""
         rows = [("model", answer["name"]), ("parameters", f"{answer['parameters']:,.0f}")]
         if answer["active_parameters"] != answer["parameters"]:
             rows.append(("active per token", f"{answer['active_parameters']:,.0f}"))

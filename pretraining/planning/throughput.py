@@ -9,7 +9,7 @@ So the result is an estimate, not a limit.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from pretraining.planning.memory.tensors import (
 from pretraining.planning.messages import (
     GRADIENTS,
     LAYER_MESSAGES,
+    Message,
     layer_messages,
     step_messages,
     stops_for_gradients,
@@ -300,7 +301,6 @@ def _layer_bytes(model: dict, mode: str, direction: str, tokens: int, degrees: D
 
 
 def _inner_width(widths: dict[str, float]) -> float:
-    """Return the width of the feed-forward part, over all experts that a token is given to."""
     return widths["inner"] if "inner" in widths else widths["routed inner"]
 
 
@@ -378,17 +378,20 @@ class StepTime:
     gradients of ZeRO-2."""
     launch_seconds: float = 0.0
     """Seconds that Python needs to launch the step's kernels; the GPU waits for it if the model is small."""
+    utilization: Utilization | None = None
+    """What `compute_seconds` were derived from."""
+    kernel_seconds: dict[str, float] = field(default_factory=dict)
+    """Of one micro-batch (`Ceiling.seconds`)."""
+    messages: tuple[Message, ...] = ()
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of the step: the longest of the other parts, and offload after it."""
         # not their sum: a utilization already includes what could not be hidden
         at_once = max(self.compute_seconds, self.communication_seconds, self.launch_seconds)
         return at_once + self.offload_seconds
 
     @property
     def bound_by(self) -> str:
-        """Return the longest part, which is what to improve first."""
         parts = {
             "compute": self.compute_seconds - self.waiting_seconds,
             "links": max(self.communication_seconds, self.waiting_seconds),
@@ -396,6 +399,10 @@ class StepTime:
             "kernel launches": self.launch_seconds,
         }
         return max(parts, key=parts.get)
+
+    def to_dict(self) -> dict:
+        names = ("compute_seconds", "communication_seconds", "offload_seconds", "waiting_seconds")
+        return {name: getattr(self, name) for name in (*names, "launch_seconds", "bound_by")}
 
 
 def step_time(
@@ -417,15 +424,13 @@ def step_time(
     """
     accumulation = accumulation_steps(recipe, world_size, ds_config)
     precision = precision or precision_of_products(recipe)
-    used = None
-    if not mfu:
-        at_best = ceiling(recipe, ds_config, world_size, gpu, precision)
-        used = recipe_utilization(recipe, gpu, at_best)
+    at_best = ceiling(recipe, ds_config, world_size, gpu, precision)
+    used = Utilization(mfu, "given", False) if mfu else recipe_utilization(recipe, gpu, at_best)
     counted = flops_per_token(size_of_recipe(recipe), recipe.sequence_length)
     # the kernels of recomputed layers run as fast, on more FLOPs; only products and attention are FLOPs that count
     again = 0.0 if recipe.speed.recompute == "operators" else recomputed_share(recomputed_one_in(recipe))
     flops, peak = counted.training + again * counted.recomputed, gpu.peak_flops(precision)
-    rate = tokens_per_second(flops, world_size, peak, used.mfu if used else mfu)
+    rate = tokens_per_second(flops, world_size, peak, used.mfu)
     compute, waiting = recipe.tokens_per_step / rate, 0.0
     # a compiled model launches fewer kernels; how many is not known
     launches = 0
@@ -433,7 +438,7 @@ def step_time(
         launches = accumulation * model_size(recipe.model).num_layers
     sent = step_messages(recipe, ds_config, world_size, gpu)
     alone = {*LAYER_MESSAGES, *([GRADIENTS] if stops_for_gradients(ds_config) else [])}
-    if used and used.assumed:
+    if used.assumed:
         # the seconds of every kernel are counted: no need to derive them from FLOPs and an MFU
         kernels = sum(seconds for name, seconds in at_best.seconds.items() if name not in LAYER_MESSAGES)
         waiting = sum(message.seconds for message in sent if message.name in alone)
@@ -444,6 +449,9 @@ def step_time(
         offload_seconds=_offload_seconds(recipe, ds_config, world_size, accumulation, gpu),
         waiting_seconds=waiting,
         launch_seconds=launches * table("rates")["launch_seconds_per_layer"]["value"],
+        utilization=used,
+        kernel_seconds=at_best.seconds,
+        messages=tuple(sent),
     )
 
 

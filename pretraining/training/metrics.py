@@ -215,7 +215,6 @@ class SourceLoss(TrainerCallback):
         self.sums: torch.Tensor | None = None
 
     def on_sources(self, sources: torch.Tensor) -> None:
-
         self.sources = sources
 
     def around(self, compute_loss: Callable) -> Callable:

@@ -391,7 +391,6 @@ class NumberOnItsWay:
             self._arrival.record()
 
     def read(self) -> float:
-
         if self._arrival is not None:
             self._arrival.synchronize()
         return self._copy.item()

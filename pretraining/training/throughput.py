@@ -124,7 +124,6 @@ class SpeedMeter:
         )
 
     def tokens_at(self, step: int) -> int:
-
         return self.progress.tokens_at(step)
 
     def rates(self, seconds: dict[str, float], before: int, step: int) -> dict[str, float]:

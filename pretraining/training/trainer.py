@@ -157,7 +157,6 @@ class PretrainingTrainer(OpenTrainer):
         return scheduler
 
     def gradient_norm_known(self, norm: float | torch.Tensor | None) -> None:
-
         notify(self.callback_handler.callbacks, "on_gradient_norm", norm)
 
     def release(self) -> None:

@@ -102,7 +102,7 @@ def _planned(case: Case, layout: str) -> tuple[str, ...]:
     gpu = find_gpu(GPU)
     total = memory_need(recipe, ds_config, case.ranks, gpu.memory_bytes).total
     reached = forecast(workload_of_recipe(recipe, ds_config), gpu, case.ranks)
-    messages = reached.step.messages
+    messages = reached.step.time.messages
     inside, across = (
         sum(getattr(each, f"{where}_bytes") for each in messages) for where in ("inside", "across")
     )

@@ -128,7 +128,7 @@ def test_ranks_that_start_together_count_once(monkeypatch, tmp_path):
     monkeypatch.setenv("PRETRAINING_MODEL_CACHE", str(tmp_path))
     counted = []
 
-    def built(section: str) -> dict:
+    def built(section: str, extension: None) -> dict:
         counted.append(section)
         time.sleep(0.2)  # in which the others arrive
         return describe(json.loads(section))

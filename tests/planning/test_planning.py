@@ -168,12 +168,13 @@ def test_model_state_bytes_per_parameter():
         "zero3_sp4": 18 / 8,
         "zero2_ep2": 2 + 16 / 8,
     }
-
-
-def test_model_state_in_fp32_and_without_deepspeed():
     assert state_of(1000, None, 8).gpu == 16000
     assert state_of(1000, load_ds_config("zero0"), 8, sixteen_bit=False).gpu == 16000
     assert state_of(1000, load_ds_config("zero3"), 1, sixteen_bit=False).gpu == 20000
+    # Twin-Flow's ratio: that share of the optimizer states leaves the GPU
+    config = load_ds_config("zero3_offload")
+    config["zero_optimization"]["offload_optimizer"]["ratio"] = 0.25
+    assert state_of(1000, config, 1).master_and_moments == 0.75 * 12 * 1000
 
 
 @pytest.mark.parametrize("name", ["zero2_offload", "zero3_offload", "zero3_nvme"])
@@ -187,14 +188,6 @@ def test_offloading_moves_state_and_loses_none(name):
         "zero3_offload": (12000 + 4000 + 4000, 0),  # optimizer, sums, a gradient for each master
         "zero3_nvme": (4000 + 4000, 12000 + 2000),
     }[name]
-
-
-def test_partial_offload_splits_the_optimizer():
-    """Twin-Flow's ratio: that share of the optimizer states leaves the GPU."""
-    config = load_ds_config("zero3_offload")
-    config["zero_optimization"]["offload_optimizer"]["ratio"] = 0.25
-    state = state_of(1000, config, 1)
-    assert state.master_and_moments == 0.75 * 12 * 1000
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -222,33 +215,23 @@ def test_the_screen_says_what_it_takes_and_what_is_tight():
     text = as_text(answer)
     assert sum(answer["memory"]["parts"].values()) + answer["memory"]["reserve"] == answer["memory"]["total"]
     assert all(f"  {part} " in text for part in answer["memory"]["parts"])
-    for label in (
-        "largest",
-        "host memory",
-        "time",
-        "MFU",
-        "step",
-        "money",
-        "energy",
-        "disk",
-        "data",
-        "tight",
-    ):
+    labels = ("largest", "host memory", "time", "MFU", "step", "money", "energy", "disk", "data", "tight")
+    for label in labels:
         assert any(line.startswith(f"{label} ") for line in text.splitlines()), label
     hours = answer["forecast"]["cost"]["gpu_hours"]
     assert hours == pytest.approx(8 * answer["tokens"] / answer["forecast"]["tokens_per_second"] / 3600)
+    # one line below the shares of kernels, of words that anybody knows
+    lines = text.splitlines()
+    place = next(number for number, line in enumerate(lines) if line.startswith("kernels"))
+    assert "matrix products" in lines[place + 1] and lines[place + 2].startswith("step")
+    # rates of kernels are assumed, some GPUs and shapes exceed them, so that nothing is a bound
+    words = " ".join(text.split())
+    assert "a GPU), estimated, without validation" in words
+    assert words.count("(estimated from assumed rates)") == 2
+    assert not re.search(r"at least \d|or more|ceiling|stays below", words)
+    assert "estimated from assumed rates" in (REPOSITORY / "README.md").read_text(encoding="utf-8")
     bare = as_text(full_plan(recipe, config, 8, None))
     assert "give --gpu NAME" in bare and "H200" in bare and "A100-40GB" not in bare
-
-
-def test_a_plan_says_that_it_is_estimated():
-    """Honest numbers: rates of kernels are assumed, some GPUs and shapes exceed them, so that nothing is a bound."""
-    recipe, config, gpu = load_recipe("30b"), load_ds_config("zero3"), find_gpu("H200")
-    text = " ".join(as_text(full_plan(recipe, config, 8, gpu)).split())
-    assert "(estimated from assumed rates); " in text and "a GPU), estimated, without validation" in text
-    assert text.count("(estimated from assumed rates)") == 2
-    assert not re.search(r"at least \d|or more|ceiling|stays below", text)
-    assert "estimated from assumed rates" in (REPOSITORY / "README.md").read_text(encoding="utf-8")
 
 
 def test_a_plan_says_what_a_ramp_leaves_over_and_how_few_tokens_a_parameter_gets():
@@ -290,6 +273,11 @@ def test_the_screen_offers_what_fits():
 
 
 def test_checkpoints_kept_and_their_disk():
+    """One is written every `save_steps`, as the Trainer counts, and one after the last step."""
+    every = ["training.save_steps=300", f"budget.tokens={2048 * 1000}"]
+    assert checkpoints_written(load_recipe("tiny", every)) == 4
+    assert checkpoints_written(load_recipe("tiny", ["training.save_strategy=no"])) == 0
+    assert checkpoints_written(load_recipe("tiny", ["training.save_steps=0.25"])) == 4
     plan = build_run_plan(load_recipe("tiny"), load_ds_config("zero2"), 2)
     assert plan.checkpoints_kept == 2
     assert plan.checkpoint_bytes == 12 * plan.parameters
@@ -327,14 +315,6 @@ def test_the_disk_of_a_plan_is_all_that_the_run_writes_and_reads():
         )
 
 
-def test_checkpoints_written_are_counted_as_the_trainer_saves_them():
-    """One every `save_steps`, and one after the last step."""
-    every = ["training.save_steps=300", f"budget.tokens={2048 * 1000}"]
-    assert checkpoints_written(load_recipe("tiny", every)) == 4
-    assert checkpoints_written(load_recipe("tiny", ["training.save_strategy=no"])) == 0
-    assert checkpoints_written(load_recipe("tiny", ["training.save_steps=0.25"])) == 4
-
-
 def test_a_plan_that_does_not_divide_is_refused():
     with pytest.raises(UserError, match="the nearest is 3072"):
         build_run_plan(load_recipe("tiny"), None, 3)
@@ -354,13 +334,6 @@ def test_the_plans_that_the_pages_show_are_those_that_are_printed():
         name, ranks = load_recipe(recipe), int(world_size.replace(",", ""))
         said = as_text(full_plan(name, load_ds_config(name.deepspeed), ranks, find_gpu(gpu)))
         assert block.strip() == said.strip(), path.name
-
-
-def test_the_plan_explains_what_its_kernels_are():
-    """One line below the shares, of words that anybody knows."""
-    lines = as_text(full_plan(load_recipe("30b"), load_ds_config("zero3"), 8, find_gpu("H200"))).splitlines()
-    place = next(number for number, line in enumerate(lines) if line.startswith("kernels"))
-    assert "matrix products" in lines[place + 1] and lines[place + 2].startswith("step")
 
 
 SHARDED = (REPOSITORY / "ds_configs" / "README.md").read_text(encoding="utf-8")

@@ -47,13 +47,13 @@ def test_the_examples_of_help_work(line, capsys):
     text = printed(capsys, words)
     assert 3 < len(text.splitlines()) <= 40
     assert max(map(len, text.splitlines())) <= 120
-    assert json.loads(printed(capsys, [*words, "--json"]))
+    assert asked_json(capsys, *words)
 
 
 def test_numbers_may_be_written_as_people_do(capsys):
     """7b, 7e9 and 7_000_000_000 are one number."""
     answers = [
-        json.loads(printed(capsys, ["flops", "--parameters", text, "--tokens", "0.14T", "--json"]))
+        asked_json(capsys, "flops", "--parameters", text, "--tokens", "0.14T")
         for text in ("7b", "7e9", "7_000_000_000")
     ]
     assert answers[0]["flops"] == answers[1]["flops"] == answers[2]["flops"]
@@ -99,7 +99,7 @@ def test_all_verbs_say_the_same(words, capsys):
     cost, memory = said("cost"), said("memory")
     assert cost["seconds"] == plan["forecast"]["seconds"] and cost["tokens"] == plan["tokens"]
     settings = [word for setting in options.set for word in ("--set", setting)]
-    flops = json.loads(printed(capsys, ["flops", "--recipe", options.recipe, *settings, "--json"]))
+    flops = asked_json(capsys, "flops", "--recipe", options.recipe, *settings)
     assert plan["training_flops"] == cost["flops"] == flops["flops"]["training"]
     assert cost["step"]["disk"] == plan["disk"]
     assert memory["total"] == plan["memory"]["total"]
@@ -134,7 +134,7 @@ def test_tokens_take_the_place_of_the_recipe_s(capsys):
 
 def test_step_law_counts_without_the_vocabulary(capsys):
     """Li et al. 2025 leave the vocabulary out of N: a recipe knows it, a bare size does not."""
-    answer = json.loads(printed(capsys, ["chinchilla", "--recipe", "7b", "--json"]))
+    answer = asked_json(capsys, "chinchilla", "--recipe", "7b")
     layers = answer["given"]["without_vocabulary"]
     assert layers == answer["given"]["parameters"] - 2 * 32000 * 4096
     expected = 1.79 * layers**-0.713 * answer["given"]["tokens"] ** 0.307
@@ -161,24 +161,16 @@ class Fitting:
     """What fits."""
 
     EXAMPLES = "  python -m pretraining.planning fitting"
-
-    def add_arguments(self, parser) -> None:
-        """None."""
-
-    def answer(self, options) -> dict:
-        """One number."""
-        return {"fits": 1}
-
-    def as_text(self, answer: dict) -> str:
-        """The number in words."""
-        return f"fits: {answer['fits']}"
+    add_arguments = staticmethod(lambda parser: None)
+    answer = staticmethod(lambda options: {"fits": 1})
+    as_text = staticmethod(lambda answer: f"fits: {answer['fits']}")
 
 
 def test_a_verb_is_one_entry_of_a_table(capsys, monkeypatch):
     """Another verb is a line beside the others."""
     monkeypatch.setitem(VERBS, "fitting", Fitting())
     assert printed(capsys, ["fitting"]) == "fits: 1\n"
-    assert json.loads(printed(capsys, ["fitting", "--json"])) == {"fits": 1}
+    assert asked_json(capsys, "fitting") == {"fits": 1}
 
 
 MISTAKES = {
@@ -230,65 +222,58 @@ def test_a_mistake_is_one_sentence(line):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("words", ["--world_size -3", "--world_size nan", "--worldsize 8", "--gpu", "--gpu="])
+OF_TRAINING = {
+    **dict.fromkeys(
+        ("--plan --world_size -3", "--plan --world_size nan", "--plan --worldsize 8", "--plan --gpu"),
+        "train.py",
+    ),
+    "--plan --gpu=": "no such GPU",
+    # no run starts that nobody asked for
+    **dict.fromkeys(("--gpu H100", "--world_size 8", "--json"), "goes with --plan"),
+}
+
+
+@pytest.mark.parametrize("words", OF_TRAINING)
 def test_a_mistake_in_the_command_of_training_is_one_line_too(words):
     """No usage of a dozen lines above it."""
-    with pytest.raises(UserError) as caught:
-        options = parse_train_arguments(["--recipe", "30b", "--plan", *words.split()])
+    with pytest.raises(UserError, match=OF_TRAINING[words]) as caught:
+        options = parse_train_arguments(["--recipe", "30b", *words.split()])
         print_plan(load_recipe("30b"), None, 8, options.gpu, False)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("words", ["--gpu H100", "--world_size 8", "--json"])
-def test_a_forgotten_plan_starts_no_run(words):
-    """Options of the plan alone are no run's."""
-    with pytest.raises(UserError, match="goes with --plan"):
-        parse_train_arguments(["--recipe", "tiny", *words.split()])
+def asked_json(capsys, *words: str) -> dict:
+    return json.loads(printed(capsys, [*words, "--json"]))
 
 
 def test_the_search_gives_back_a_command_that_is_a_plan(capsys):
-    """What was set stands in it, so that pasted it means the run that was searched for."""
-    line = ["fit", "--recipe", "7b", "--set", "training.learning_rate=1e-4", "--deepspeed", "zero1"]
-    command = json.loads(printed(capsys, [*line, "--world_size", "8", "--gpu", "H200", "--json"]))["command"]
-    words = shlex.split(command)
+    """What was set stands in it, tokens too, so that pasted it means the run that was searched for."""
+    line = "fit --recipe 7b --set training.learning_rate=1e-4 --deepspeed zero1 --tokens 5b --world_size 8"
+    words = shlex.split(asked_json(capsys, *line.split(), "--gpu", "H200")["command"])
     assert words[:3] == ["deepspeed", "--num_gpus=8", "train.py"]
-    words = words[3:]
-    assert words[:4] == ["--recipe", "7b", "--set", "training.learning_rate=1e-4"]
-    options = parse_train_arguments([*words, "--plan"])
+    assert words[3:7] == ["--recipe", "7b", "--set", "training.learning_rate=1e-4"]
+    options = parse_train_arguments([*words[3:], "--plan"])
     recipe = load_recipe(options.recipe, options.set, options.deepspeed)
     assert recipe.training.learning_rate == 1e-4 and recipe.deepspeed.startswith("zero")
+    assert recipe.budget.tokens == 5 * 10**9 // recipe.tokens_per_step * recipe.tokens_per_step
 
 
 def test_the_search_keeps_to_the_ds_config_that_is_given(capsys):
-    """`--deepspeed` chooses, as it does everywhere; what does not fit under it is said of it."""
-    line = "fit --recipe 7b --world_size 8 --gpu A100"
-    answer = json.loads(printed(capsys, [*line.split(), "--deepspeed", "zero3", "--json"]))
-    assert {way["deepspeed"] for way in answer["ways"]} == {"zero3"}
-    assert answer["fitting"] < json.loads(printed(capsys, [*line.split(), "--json"]))["fitting"]
-    plain = json.loads(
-        printed(capsys, [*line.replace("7b", "124m").split(), "--deepspeed", "null", "--json"])
-    )
-    assert {way["deepspeed"] for way in plain["ways"]} == {None}
-    assert plain["command"].endswith("--deepspeed null") or "--deepspeed null " in plain["command"]
-
-
-def test_the_search_says_how_to_see_every_way_that_fits(capsys):
+    """`--deepspeed` chooses, as it does everywhere; else it says how to see every way that fits."""
     line = ["fit", "--recipe", "7b", "--world_size", "8", "--gpu", "A100"]
-    answer, text = json.loads(printed(capsys, [*line, "--json"])), printed(capsys, line)
+    own, answer, every = (
+        asked_json(capsys, *line, *more) for more in (("--deepspeed", "zero3"), (), ("--all",))
+    )
+    assert {way["deepspeed"] for way in own["ways"]} == {"zero3"} and own["fitting"] < answer["fitting"]
     shown, fitting = len(answer["ways"]), answer["fitting"]
+    text = printed(capsys, line)
     assert shown < fitting and f"{fitting} ways fit, {shown} worth a choice are shown; --all shows" in text
-    every = json.loads(printed(capsys, [*line, "--all", "--json"]))
     assert len(every["ways"]) == fitting and every["command"] == answer["command"]
     assert f"{fitting} ways fit\n" in printed(capsys, [*line, "--all"])
-
-
-def test_the_command_of_the_search_trains_on_the_tokens_that_were_asked_for(capsys):
-    line = ["fit", "--recipe", "7b", "--set", "training.seed=1", "--tokens", "5b", "--world_size", "8"]
-    command = json.loads(printed(capsys, [*line, "--gpu", "A100", "--json"]))["command"]
-    words = shlex.split(command)
-    options = parse_train_arguments(words[words.index("train.py") + 1 :])
-    recipe = load_recipe(options.recipe, options.set, options.deepspeed)
-    assert recipe.budget.tokens == 5 * 10**9 // recipe.tokens_per_step * recipe.tokens_per_step
+    line[2] = "124m"
+    plain = asked_json(capsys, *line, "--deepspeed", "null")
+    assert {way["deepspeed"] for way in plain["ways"]} == {None}
+    assert plain["command"].endswith("--deepspeed null") or "--deepspeed null " in plain["command"]
 
 
 @pytest.mark.parametrize("gpus, nodes, each", [(1, 0, 1), (8, 0, 8), (64, 8, 8), (12, 2, 6)])
@@ -297,7 +282,7 @@ def test_the_command_of_the_search_can_be_pasted(capsys, gpus, nodes, each):
     settings = ["--set", "description=one -- two", "--set", f"budget.tokens_per_step={gpus * 2**18}"]
     settings += ["--set", f"budget.tokens={gpus * 2**24}", "--set", "name=own"]
     line = ["fit", "--recipe", "124m", *settings, "--world_size", str(gpus), "--gpu", "H100"]
-    words = shlex.split(json.loads(printed(capsys, [*line, "--json"]))["command"])
+    words = shlex.split(asked_json(capsys, *line)["command"])
     started = {"torchrun", f"--nnodes={nodes}", f"--nproc_per_node={each}"}
     assert (started if nodes else {"deepspeed", f"--num_gpus={each}"}) <= set(
         words[: words.index("train.py")]

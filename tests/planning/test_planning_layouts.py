@@ -41,51 +41,43 @@ def sent(way: str, ranks: int, name: str = "7b") -> dict:
 
 
 def test_a_rank_holds_a_part_of_each_matrix_and_all_norms():
-    """All ranks of a group together: each matrix once, embedding and head too, and norms once each."""
+    """All ranks of a group together: each matrix once, embedding and head too, and norms once each.
+
+    ZeRO-1 then shards masters and moments over the groups; weights and sums stay as a rank holds them.
+    """
     recipe, config, ranks = planned("zero1:tensor=4", 8)
     [family] = families(recipe, config, ranks)
-    size = model_size(recipe.model)
+    size, state = model_size(recipe.model), state_of_recipe(recipe, config, ranks)
     assert family.ranks == 2
     assert family.numel == (size.total - size.parts.norms) // 4 + size.parts.norms
+    assert state.parameters == 2 * family.numel and state.gradient_accumulation == 4 * family.numel
+    assert state.master_and_moments == pytest.approx(12 * family.numel / 2, rel=1e-6)
     # three ranks have 10,667 rows of 32,000, or one less: the plan is that of the fullest
-    embedding = next(
-        tensor for tensor in families(*planned("zero1:tensor=3", 3))[0].tensors if tensor.kind == "embedding"
-    )
+    held = families(*planned("zero1:tensor=3", 3))[0].tensors
+    [embedding] = [tensor for tensor in held if tensor.kind == "embedding"]
     assert embedding.numel == 10_667 * recipe.model["hidden_size"]
 
 
-def test_stage_3_shards_whole_parameters_over_tensor_ranks_too():
-    """Then no element is on two ranks."""
+def test_parts_are_sharded_over_the_ranks_that_hold_them():
+    """Stage 3 shards what is whole over tensor ranks too, so that no element is on two ranks.
+
+    Every expert is once in a group, and ZeRO shards it over as many ranks as there are groups.
+    """
     recipe, config, ranks = planned("zero3:tensor=4", 8)
     whole, parts = families(recipe, config, ranks)
     assert (whole.ranks, parts.ranks) == (8, 2)
     assert whole.numel / 8 + parts.numel / 2 == model_size(recipe.model).total / 8
-
-
-def test_experts_are_shared_by_fewer_ranks_than_the_rest():
-    """Every expert is once in a group, and ZeRO shards it over as many ranks as there are groups."""
     recipe, config, ranks = planned("zero2:expert=2", 8, "moe-1.5b")
     dense, experts = families(recipe, config, ranks)
     size = model_size(recipe.model)
     assert (dense.ranks, experts.ranks) == (8, 4)
-    assert experts.numel == size.parts.experts // 2
-    assert dense.numel == size.total - size.parts.experts
+    assert experts.numel == size.parts.experts // 2 and dense.numel == size.total - size.parts.experts
 
 
 @pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2", "zero3"])
 def test_states_of_split_sequences_are_those_of_as_many_data_ranks(stage):
     """To ZeRO all ranks are data-parallel: 18 bytes a parameter at stage 3, over all of them."""
-    recipe, config, ranks = planned(f"{stage}:sequence=4", 8)
-    assert state_of_recipe(recipe, config, ranks) == state_of_recipe(*planned(stage, 8))
-
-
-def test_states_of_split_layers_are_zeros_over_fewer_ranks():
-    """ZeRO-1 of 8 ranks with tensor 2: masters and moments over 4, weights and sums as a rank holds them."""
-    recipe, config, ranks = planned("zero1:tensor=2", 8)
-    [family] = families(recipe, config, ranks)
-    state = state_of_recipe(recipe, config, ranks)
-    assert state.parameters == 2 * family.numel and state.gradient_accumulation == 4 * family.numel
-    assert state.master_and_moments == pytest.approx(12 * family.numel / 4, rel=1e-6)
+    assert state_of_recipe(*planned(f"{stage}:sequence=4", 8)) == state_of_recipe(*planned(stage, 8))
 
 
 @pytest.mark.parametrize("degree", [1, 2, 4])
@@ -174,10 +166,8 @@ def test_bytes_of_messages_are_those_of_their_formulas():
     routed = 2 * moe.tokens_per_step / 4 * 2 * 1024 * 24 * 4
     assert sent("zero2:expert=2", 4, "moe-1.5b")[EXPERT].total == pytest.approx(routed / 2)
     # gradients of experts go round among fewer ranks, each of which holds half of them
-    assert (
-        sent("zero1:expert=2", 8, "moe-1.5b")["gradients"].total
-        < sent("zero1", 8, "moe-1.5b")["gradients"].total
-    )
+    of_gradients = [sent(way, 8, "moe-1.5b")["gradients"].total for way in ("zero1:expert=2", "zero1")]
+    assert of_gradients[0] < of_gradients[1]
 
 
 def test_what_layers_wait_for_is_part_of_the_ceiling():

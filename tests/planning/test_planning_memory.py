@@ -1,6 +1,7 @@
 """You know before you pay: the memory a plan predicts is what DeepSpeed and torch really hold."""
 
 import json
+import math
 import os
 import re
 import sys
@@ -36,10 +37,10 @@ from tests.planning.test_planning import MODELS, SHIPPED, build
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 
-SMALL = {"vocab_size": 3000, "n_positions": 192, "n_embd": 192, "n_layer": 4, "n_head": 4}
+SMALL = {"vocab_size": 3000, "n_positions": 192, "n_embd": 192, "n_layer": 2, "n_head": 4}
 SMALL = {"model_type": "gpt2", **SMALL, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 GROUPED = {"hidden_size": 192, "intermediate_size": 528, "num_attention_heads": 6, "num_key_value_heads": 2}
-GROUPED |= {"vocab_size": 3000, "max_position_embeddings": 192, "num_hidden_layers": 4}
+GROUPED |= {"vocab_size": 3000, "max_position_embeddings": 192, "num_hidden_layers": 2}
 TRACED = {
     "gpt2": SMALL,
     "llama": {"model_type": "llama", **GROUPED},
@@ -47,12 +48,7 @@ TRACED = {
 }
 # (attention, precision, one layer in how many is recomputed): each value with each other value once at least;
 # benchmarks/memory.py takes all.
-WAYS = [
-    ("sdpa", "bf16", 0),
-    ("sdpa", "autocast", 1),
-    ("eager", "bf16", 2),
-    ("eager", "fp32", 0),
-]
+WAYS = [("sdpa", "bf16", 0), ("sdpa", "autocast", 1), ("eager", "bf16", 2), ("eager", "fp32", 0)]
 
 
 def need_of(name: str, world_size: int, deepspeed: str | None = None, *settings: str):
@@ -64,6 +60,11 @@ def judge(name: str, world_size: int, *settings: str, deepspeed: str | None = No
     recipe = load_recipe(name, settings, deepspeed)
     config = load_ds_config(recipe.deepspeed) if recipe.deepspeed else None
     return check_plan(recipe, config, world_size, Machine(**found))
+
+
+def settings_in(arguments: str) -> list[str]:
+    """The values of `--set` in words that a plan says."""
+    return [after for before, after in pairwise(arguments.split()) if before == "--set"]
 
 
 @pytest.mark.parametrize("model", [*MODELS.values(), *SHIPPED.values()], ids=[*MODELS, *SHIPPED])
@@ -110,7 +111,7 @@ def test_the_peak_at_the_end_of_the_backward_pass(every_n_layers):
     """A large model on few tokens peaks there: all gradients and one layer's activations."""
     import memory
 
-    case = ({**SMALL, "n_layer": 12, "vocab_size": 256}, 1, 24, "bf16", every_n_layers)
+    case = ({**SMALL, "n_layer": 4, "vocab_size": 256}, 1, 24, "bf16", every_n_layers)
     assert memory.predict(*case)["peak"] == pytest.approx(memory.trace(*case)["peak"], rel=0.05)
 
 
@@ -244,30 +245,27 @@ def test_the_large_recipes_fit_the_gpus_they_are_sized_for(name):
     assert ("offloaded states" in need.host) == (name == "65b")
 
 
-def test_pinned_memory_is_counted_as_torch_takes_it():
-    """Small buffers are rounded up to a power of two, large ones are taken as they are, as the libraries are told."""
+ALLOCATOR = {
+    "PYTORCH_ALLOC_CONF=": "PYTORCH_ALLOC_CONF=pinned_max_cached_size_mb:64",
+    "PYTORCH_CUDA_ALLOC_CONF=a:1": "PYTORCH_CUDA_ALLOC_CONF=a:1,pinned_max_cached_size_mb:64",
+    "PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:1": "PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:1",
+}
+
+
+@pytest.mark.parametrize("there", ALLOCATOR)
+def test_pinned_memory_is_counted_as_torch_is_told_to_take_it(monkeypatch, there):
+    """Small buffers are rounded up to a power of two, large ones are taken as they are.
+
+    In the variable that the user has set, if one is; what the user has chosen stays.
+    """
     assert [pinned_bytes(size) for size in (1, 4096, 4097)] == [1, 4096, 8192]
     limit = MOST_ROUNDED_MIB << 20
     assert pinned_bytes(limit - 1) == limit and pinned_bytes(limit + 1) == limit + 1
-
-
-@pytest.mark.parametrize(
-    ("there", "expected"),
-    [
-        ({}, {"PYTORCH_ALLOC_CONF": "pinned_max_cached_size_mb:64"}),
-        (
-            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
-            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,pinned_max_cached_size_mb:64"},
-        ),
-        ({"PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:1"}, {}),
-    ],
-)
-def test_torch_is_told_to_pin_large_buffers_as_they_are(monkeypatch, there, expected):
-    """In the variable that the user has set, if one is; what the user has chosen stays."""
-    variables = dict(there)
+    name, _, value = there.partition("=")
+    variables = {name: value} if value else {}
     monkeypatch.setattr(os, "environ", variables)
     _pin_what_is_asked_for()
-    assert variables == {**there, **expected}
+    assert [f"{key}={text}" for key, text in variables.items()] == [ALLOCATOR[there]]
 
 
 def test_the_plan_counts_the_copy_for_a_save_and_pinned_buffers():
@@ -343,8 +341,7 @@ def test_a_run_that_cannot_fit_is_refused_with_what_does():
     with pytest.raises(UserError, match="--force"):
         verdict.enforce()
     verdict.enforce(force=True)
-    words = refusal.remedy.partition(": ")[2].split()
-    settings = [words[place + 1] for place, word in enumerate(words) if word == "--set"]
+    words, settings = refusal.remedy.split(), settings_in(refusal.remedy)
     deepspeed = words[words.index("--deepspeed") + 1] if "--deepspeed" in words else None
     assert settings or deepspeed
     assert not judge("1.5b", 8, *settings, deepspeed=deepspeed, gpu_memory_bytes=memory).refusals
@@ -424,20 +421,14 @@ WARNED = {
 
 @pytest.mark.parametrize("name", WARNED)
 def test_common_mistakes_are_warned_of_with_a_remedy(name):
+    """A run that continues is given no remedy that its curve refuses: it said that at its first start."""
     settings, deepspeed, found, remedy = WARNED[name]
-    verdict = judge("1.5b", 8, *settings, deepspeed=deepspeed, **found)
-    assert [each for each in verdict.warnings if remedy in each.remedy], verdict
-    assert not verdict.refusals
-
-
-@pytest.mark.parametrize("name", WARNED)
-def test_a_run_that_continues_is_given_no_remedy_that_its_curve_refuses(name):
-    """What would change the curve is said at the first start; what remains to be done is said at every start."""
-    settings, deepspeed, found, remedy = WARNED[name]
-    keeps_the_curve = name in ("no checkpoint", "stage", "offload", "tight", "needless")
-    verdict = judge("1.5b", 8, *settings, deepspeed=deepspeed, **found, continues=True)
-    assert bool([each for each in verdict.warnings if remedy in each.remedy]) == keeps_the_curve, verdict
     began_with = load_recipe("1.5b", settings).to_dict()
+    keeps_the_curve = name in ("no checkpoint", "stage", "offload", "tight", "needless")
+    for continues in (False, True):
+        verdict = judge("1.5b", 8, *settings, deepspeed=deepspeed, **found, continues=continues)
+        warned = [each for each in verdict.warnings if remedy in each.remedy]
+        assert bool(warned) == (keeps_the_curve or not continues) and not verdict.refusals, verdict
     for each in verdict.warnings:
         asked = [word for word in each.remedy.split() if "=" in word]
         assert not changed_parts(load_recipe("1.5b", [*settings, *asked]).to_dict(), began_with)
@@ -491,27 +482,30 @@ def test_links_that_decide_are_warned_of_with_larger_micro_batches():
     assert not remedies(16, *[word for word in remedy.split() if word != "--set"])
 
 
-def test_small_buckets_and_single_sequences_are_warned_of():
-    on_gpus = judge("124m", 8, deepspeed="zero3", gpu_memory_bytes=80e9)
-    assert [w for w in on_gpus.warnings if "reduce_bucket_size" in w.remedy]
-    tiny = judge("124m", 512, "training.per_device_train_batch_size=1")
-    assert [w for w in tiny.warnings if "tokens_per_step" in w.remedy]
+H200_MEMORY = {"gpu_memory_bytes": 141e9}
+OTHERS = {
+    "small buckets": ("124m", "zero3", (), H200_MEMORY, "reduce_bucket_size"),
+    # under autocast weights of experts stay fp32, which torch multiplies one after another; in bf16 all at once
+    "experts alone": ("moe-1.5b", "null", (), H200_MEMORY, "experts in fp32.* zero1"),
+    "experts at stage 0": ("moe-1.5b", "zero0", (), H200_MEMORY, "experts in fp32.* zero1"),
+    "experts in fp32": ("moe-1.5b", None, ("training.bf16=false",), H200_MEMORY, "training.bf16=true"),
+    # CUDA 13 left out Volta
+    "a GPU without kernels": ("124m", None, (), {"gpu": find_gpu("V100")}, "CUDA 13.*CUDA 12"),
+}
 
 
-@pytest.mark.parametrize("deepspeed", ["null", "zero0"])
-def test_experts_that_are_not_bf16_are_warned_of(deepspeed):
-    """Under autocast they stay fp32, which torch multiplies one after another; in bf16 all at once."""
-    autocast = judge("moe-1.5b", 8, deepspeed=deepspeed, gpu_memory_bytes=141e9)
-    assert [w for w in autocast.warnings if "experts in fp32" in w.what and "zero1" in w.remedy]
-    fp32 = ("training.bf16=false",)
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_mistakes_are_warned_of_with_a_remedy(name):
+    recipe, deepspeed, settings, found, said = OTHERS[name]
     for continues in (False, True):
-        verdict = judge("moe-1.5b", 8, *fp32, gpu_memory_bytes=141e9, continues=continues)
-        assert bool([w for w in verdict.warnings if "training.bf16=true" in w.remedy]) != continues
-    assert not [
-        w
-        for w in judge("124m", 8, deepspeed=deepspeed, gpu_memory_bytes=141e9).warnings
-        if "expert" in w.what
-    ]
+        warned = judge(recipe, 8, *settings, deepspeed=deepspeed, **found, continues=continues).warnings
+        expected = not (name == "experts in fp32" and continues)  # its remedy changes the curve
+        assert bool([each for each in warned if re.search(said, str(each))]) == expected
+    single = judge("124m", 512, "training.per_device_train_batch_size=1").warnings
+    assert [each for each in single if "tokens_per_step" in each.remedy]
+    # not of a dense model, nor of a GPU that has them
+    dense = judge("124m", 8, gpu=find_gpu("T4"), **H200_MEMORY).warnings
+    assert not [each for each in dense if "expert" in each.what or "CUDA" in each.what]
 
 
 WITHOUT_LOSS = {
@@ -543,13 +537,6 @@ def test_a_mixture_that_nothing_balances_is_warned_of_at_its_first_start(setting
         assert [remedy in each.remedy for each in warned] == ([] if continues else [True])
 
 
-def test_a_gpu_without_kernels_is_warned_of():
-    """CUDA 13 left out Volta."""
-    verdict = judge("124m", 8, gpu=find_gpu("V100"), gpu_memory_bytes=32e9)
-    assert [w for w in verdict.warnings if "CUDA 13" in w.what and "CUDA 12" in w.remedy]
-    assert not [w for w in judge("124m", 8, gpu=find_gpu("T4")).warnings if "CUDA" in w.what]
-
-
 NAMED = {"7b": (8, "H100"), "30b": (8, "H200"), "65b": (8, "H200"), "moe-30b-a3b": (8, "H200")}
 """GPUs that a recipe says it is sized for."""
 
@@ -565,53 +552,47 @@ def test_a_recipe_takes_the_fastest_layout_on_the_gpus_that_it_names(name):
     assert saved < 0.05 or round(100 * saved) == int(said[1])
 
 
-@pytest.mark.parametrize("name", [name for name in recipe_names() if name != "tiny"])
-def test_the_search_fits_and_its_arguments_are_accepted(name):
-    """Every way it names fits, the first is the fastest, and it can be pasted."""
-    recipe, gpu = load_recipe(name), find_gpu("H100")
-    found = fitting(recipe, 64, gpu)
-    assert all(each.need.total <= gpu.memory_bytes for each in found)
-    safe = [each for each in found if each.need.total <= 0.95 * gpu.memory_bytes]
-    assert found[0].step_seconds <= 1.02 * min(each.step_seconds for each in safe)
-    words = found[0].arguments.split()
-    settings = [words[place + 1] for place, word in enumerate(words) if word == "--set"]
-    chosen = load_recipe(name, settings, found[0].deepspeed)
-    need = memory_need(chosen, load_ds_config(chosen.deepspeed), 64, gpu.memory_bytes)
-    assert need.total == found[0].need.total
+SEARCHED = [(name, 64, "H100") for name in recipe_names() if name != "tiny"]
+SEARCHED += [("7b", 8, "H200"), ("7b", 64, "A10G"), ("tiny", 2, "H100"), ("1.5b", 8, "H100")]
+SEARCHED += [("7b", 8, "A100-80GB"), ("774m", 2, "A100-40GB"), ("xl", 8, "A10G")]
 
 
-@pytest.mark.parametrize("name, gpus, kind", [("7b", 8, "H200"), ("7b", 64, "A10G"), ("tiny", 2, "H100")])
-def test_of_equal_ways_the_search_takes_the_one_with_room(name, gpus, kind):
-    """15 % of the memory stay free where a way as fast leaves them; then the simplest, so no needless offload."""
-    gpu = find_gpu(kind)
-    found = fitting(load_recipe(name), gpus, gpu)
-    safe = [each for each in found if each.need.total <= 0.95 * gpu.memory_bytes]
+def burdens(way) -> tuple:
+    """What it costs beyond its time: offload, layers computed twice, split layers, messages in every micro-batch."""
+    recomputed, config = 1 / way.every_n_layers if way.every_n_layers else 0, load_ds_config(way.deepspeed)
+    offloads = "offload" in way.deepspeed or "nvme" in way.deepspeed
+    return offloads, recomputed, math.prod(degrees_of(config)), max(1, int(way.deepspeed[4]))
+
+
+@pytest.mark.parametrize("name, gpus, kind", SEARCHED)
+def test_the_search_names_ways_that_fit_the_best_first(name, gpus, kind):
+    """All fit; the first is as fast as any, leaves room if one can, and trains if pasted; none listed is beaten."""
+    recipe, gpu = load_recipe(name), find_gpu(kind)
+    there, found = gpu.memory_bytes, fitting(recipe, gpus, gpu)
+    listed = worth_choosing(found)
+    assert all(each.need.total <= there for each in found) and listed[0] is found[0]
+    # a way at 95 % of the memory is behind all others, however fast it is, and says what it is
+    safe = [each for each in found if each.need.total <= 0.95 * there]
+    assert found[: len(safe)] == safe and all(("tight: " in each.why) != (each in safe) for each in found)
     fastest = min(each.step_seconds for each in safe)
     as_fast = [each for each in safe if each.step_seconds <= 1.02 * fastest]
-    roomy = [each for each in as_fast if each.need.total <= 0.85 * gpu.memory_bytes] or as_fast
-    assert found[0] in roomy
-    assert not found[0].offload_seconds or all(each.offload_seconds for each in roomy)
-
-
-@pytest.mark.parametrize(
-    "name, gpus, kind", [("7b", 8, "A100-80GB"), ("774m", 2, "A100-40GB"), ("xl", 8, "A10G")]
-)
-def test_the_search_recommends_nothing_that_the_plan_calls_tight(name, gpus, kind):
-    """A way at 95 % of the memory is behind all others, however fast it is, and says what it is."""
-    gpu, recipe = find_gpu(kind), load_recipe(name)
-    found = fitting(recipe, gpus, gpu)
-    tight = [each for each in found if each.need.total > 0.95 * gpu.memory_bytes]
-    assert found[len(found) - len(tight) :] == tight
-    assert all(("tight: " in each.why) == (each in tight) for each in found)
-    best = worth_choosing(found)[0]
-    assert best not in tight
-    words = best.arguments.split()
-    settings = [words[place + 1] for place, word in enumerate(words) if word == "--set"]
-    verdict = judge(
-        name, gpus, *settings, deepspeed=best.deepspeed, gpu=gpu, gpu_memory_bytes=gpu.memory_bytes
-    )
-    assert not verdict.refusals
-    assert not [each for each in verdict.warnings if "fragmentation" in each.what or "fits" in each.what]
+    # 15 % stay free if a way as fast leaves them; then the simplest, so no needless offload
+    roomy = [each for each in as_fast if each.need.total <= 0.85 * there] or as_fast
+    best = found[0]
+    assert best in roomy and (not best.offload_seconds or all(each.offload_seconds for each in roomy))
+    settings = settings_in(best.arguments)
+    chosen = load_recipe(name, settings, best.deepspeed)
+    need = memory_need(chosen, load_ds_config(chosen.deepspeed) if chosen.deepspeed else None, gpus, there)
+    assert need.total == best.need.total
+    verdict = judge(name, gpus, *settings, deepspeed=best.deepspeed, gpu=gpu, gpu_memory_bytes=there)
+    assert not verdict.refusals and not [each for each in verdict.warnings if "fragmentation" in each.what]
+    assert all(1.02 * after.need.total < before.need.total for before, after in pairwise(listed))
+    # none is as fast and smaller, without being offloaded, recomputed or sharded more
+    for way in listed:
+        for other in found:
+            cheaper = all(a <= b for a, b in zip(burdens(other), burdens(way), strict=True))
+            smaller = 1.02 * other.need.total < way.need.total
+            assert not (cheaper and smaller and other.step_seconds <= way.step_seconds), (way, other)
 
 
 def test_tight_ways_are_offered_if_nothing_else_fits():
@@ -619,26 +600,6 @@ def test_tight_ways_are_offered_if_nothing_else_fits():
     least = min(each.need.total for each in candidates(recipe, 8, find_gpu("H100")))
     (first, *_) = worth_choosing(fitting(recipe, 8, find_gpu("H100"), 1.04 * least))
     assert "tight: 96% of the memory" in first.why
-
-
-@pytest.mark.parametrize("name, gpus, kind", [("1.5b", 8, "H100"), ("7b", 64, "A10G"), ("tiny", 2, "H100")])
-def test_no_way_that_is_listed_is_beaten_by_another(name, gpus, kind):
-    """None of those that fit is as fast and smaller, without being offloaded, recomputed or sharded more."""
-    found = fitting(load_recipe(name), gpus, find_gpu(kind))
-    listed = worth_choosing(found)
-    totals = [each.need.total for each in listed]
-    assert totals == sorted(totals, reverse=True) and listed[0] in found
-
-    def burdens(each) -> tuple:
-        stage = int(each.deepspeed[4]) if each.deepspeed else 0
-        recomputed = 1 / each.every_n_layers if each.every_n_layers else 0
-        return ("offload" in each.deepspeed or "nvme" in each.deepspeed, recomputed, max(1, stage))
-
-    for way in listed:
-        for other in found:
-            cheaper = all(a <= b for a, b in zip(burdens(other), burdens(way), strict=True))
-            faster = other.step_seconds <= way.step_seconds
-            assert not (cheaper and faster and 1.02 * other.need.total < way.need.total), (way, other)
 
 
 REFUSING = {
@@ -660,18 +621,6 @@ def test_the_search_offers_nothing_that_training_refuses(name):
     assert offered and not offered & refused
     for way in offered:
         load_recipe_and_ds_config("qk-norm", ["optimizer.name=adamw", setting], way)
-
-
-@pytest.mark.parametrize("line", ["7b --world_size 8 --gpu H200", "tiny --world_size 2 --gpu H100 --top 20"])
-def test_every_row_of_the_search_needs_less_memory_than_those_above(line, capsys):
-    """What predicts the same is one row, and what is neither faster nor smaller is none."""
-    main(["fit", "--recipe", *line.split(), "--json"])
-    answer = json.loads(capsys.readouterr().out)
-    needs = [way["memory"]["total"] for way in answer["ways"]]
-    assert all(1.02 * after < before for before, after in pairwise(needs))
-    assert answer["scaling"] is None
-    main(["fit", "--recipe", *line.split()])
-    assert len(capsys.readouterr().out.splitlines()) > 5
 
 
 def test_time_over_nodes_says_what_it_assumes(capsys):
@@ -698,8 +647,7 @@ def test_some_layers_are_recomputed_where_that_is_enough():
     ordered = [ways[every_n_layers] for every_n_layers in (0, 4, 2, 1)]
     assert [*sorted(ordered, key=lambda way: -way.need.total)] == ordered
     assert [*sorted(ordered, key=lambda way: way.step_seconds)] == ordered
-    words = ways[4].arguments.split()
-    chosen = load_recipe("7b", [word for word in words if "=" in word], "zero2")
+    chosen = load_recipe("7b", settings_in(ways[4].arguments), "zero2")
     assert memory_need(chosen, load_ds_config("zero2"), 8).total == ways[4].need.total < ways[0].need.total
 
 
@@ -756,12 +704,13 @@ def test_compare_says_which_memory_is_assumed(tmp_path, capsys, device):
     assert (answer["peak_memory_bytes"]["ratio"] is None) == answer["on_processor"] == on_processor
     main(["compare", str(run.path)])
     assert ("195 MB of what is predicted are assumed" in capsys.readouterr().out) == on_processor
+    # what a machine without a GPU needs is said first
     alone = as_text(full_plan(recipe, config, 2, None))
     assert "for each process beyond its libraries, 195 MB of them assumed" in alone
+    assert "MB of memory for each process without GPUs, " in alone.splitlines()[2]
     assert "without GPUs" not in as_text(full_plan(recipe, config, 2, find_gpu("H100")))
-    # What a machine without a GPU needs is said first.
-    in_short = alone.splitlines()[2]
-    assert in_short.startswith("in short") and "MB of memory for each process without GPUs, " in in_short
+    values = predicted(recipe, None, 1, None)
+    assert values["step_seconds"] is None and values["peak_memory_bytes"] > 0
 
 
 def test_compare_leaves_out_what_it_cannot_compare(tmp_path, capsys):
@@ -790,11 +739,6 @@ def test_compare_leaves_out_what_it_cannot_compare(tmp_path, capsys):
     assert sum(line.startswith("left out: ") for line in lines) == len(why)
     with pytest.raises(UserError, match=r"no plan.json there.*\(1 more"):
         main(["compare", str(tmp_path / "folder"), str(tmp_path / "file")])
-
-
-def test_an_unknown_gpu_has_no_speed_but_a_memory():
-    values = predicted(load_recipe("tiny"), None, 1, None)
-    assert values["step_seconds"] is None and values["peak_memory_bytes"] > 0
 
 
 def test_a_recipe_may_name_its_own_sizes_of_buckets():

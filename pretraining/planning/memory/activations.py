@@ -58,12 +58,10 @@ class Activations:
 
     @property
     def at_last_layer(self) -> float:
-        """Bytes while the last layer's backward pass runs: nothing of the other layers has been freed yet."""
         return self.layers + (self.recomputed if self.recomputes_last else 0) + self.backward
 
     @property
     def kept(self) -> float:
-        """Bytes that are held when the loss is computed."""
         return self.layers + self.outside
 
 
@@ -157,7 +155,6 @@ def _products(shape: dict, widths: Widths, precision: Precision) -> tuple[float,
 
 
 def _norm(shape: dict, width: int, precision: Precision, groups: int = 1) -> float:
-    """Return the bytes that a norm keeps for a token."""
     if shape["model_type"] == "gpt2":
         # LayerNorm: its input, mean and deviation
         return precision.residual * width + 2 * FP32
@@ -213,7 +210,6 @@ def _feed_forward(shape: dict, widths: Widths, index: int, precision: Precision)
 
 
 def _backward(shape: dict, widths: Widths, length: int, precision: Precision) -> float:
-    """Return the bytes of a token's gradients at the widest point of a layer's backward pass."""
     width = precision.compute
     inner = (3 if shape["model_type"] == "gpt2" else 2) * width * widths.inner
     if shape.get("attn_implementation") == "eager":

@@ -86,7 +86,6 @@ class MemoryNeed:
 
     @property
     def parts(self) -> dict[str, float]:
-        """The parts of the peak, without those that are 0."""
         return {name: size for name, size in self.phases[self.peak_phase].items() if size}
 
     @property
@@ -104,7 +103,6 @@ class MemoryNeed:
 
     @property
     def total(self) -> float:
-        """Bytes that must fit into the GPU's memory."""
         return self.allocated + self.reserve
 
     @property
@@ -132,7 +130,6 @@ class MemoryNeed:
 
     @property
     def host_bytes(self) -> float:
-        """Host memory of one rank, at its peak."""
         # the model has moved to the GPU before the first save: only the larger of the two counts
         return sum(self.host.values()) - min(self.host.get(BUILT, 0), self.host.get(SNAPSHOT, 0))
 
@@ -259,7 +256,6 @@ def state_of_recipe(recipe: Recipe, ds_config: dict | None, world_size: int) -> 
 
 
 def checkpointing_of(recipe: Recipe) -> tuple[bool, int]:
-    """Return whether layers are recomputed, and n if it is one layer in n."""
     keywords = recipe.training.activation_checkpointing_kwargs or {}
     return bool(recipe.training.activation_checkpointing), int(keywords.get("every_n_layers") or 1)
 
@@ -329,11 +325,7 @@ def snapshot_bytes(sizes: Iterable[int]) -> int:
 
 
 def _host_memory(
-    recipe: Recipe,
-    config: dict | None,
-    world_size: int,
-    state: ModelState,
-    of_rank: Sequence[Family],
+    recipe: Recipe, config: dict | None, world_size: int, state: ModelState, of_rank: Sequence[Family]
 ) -> dict[str, float]:
     """Return the host memory of one rank in bytes, by use."""
     precision, optimizer = precision_of(recipe, config), optimizer_states(recipe)
@@ -436,7 +428,6 @@ class MemoryVerb:
         }
 
     def as_text(self, answer: dict) -> str:
-        """Write one screen: a column for each phase, the peak's first."""
         phases = sorted(answer["phases"], key=lambda name: name != answer["peak_phase"])
         parts = dict.fromkeys(part for phase in phases for part in answer["phases"][phase])
         parts = [part for part in parts if any(answer["phases"][phase].get(part) for phase in phases)]

@@ -58,7 +58,6 @@ class OptimizerStates:
     """The kind of tensors that a step copies in fp32 once more."""
 
     def in_groups(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Return the tensors by parameter group."""
         # ZeRO puts the tensors of each group end to end before it cuts the group into slices
         if self.groups is None:
             return [[t for t in tensors if t.decays is decays] for decays in (True, False)]
@@ -133,7 +132,6 @@ class ModelState:
 
     @property
     def master_and_moments(self) -> float:
-        """Bytes that the optimizer holds on the GPU."""
         return self.masters + self.moments
 
     @property

@@ -88,7 +88,6 @@ class Tensor:
 
     @property
     def decays(self) -> bool:
-        """Whether weight decay applies: to every matrix."""
         return self.kind != VECTOR
 
 
@@ -158,7 +157,6 @@ class ParametersVerb:
         return {"name": recipe.name, "parameters": parameters}
 
     def as_text(self, answer: dict) -> str:
-        """Write one line for the parameters that differ in the layer alone."""
         families: dict[str, list[dict]] = {}
         for each in answer["parameters"]:
             families.setdefault(_in_every_layer(each["name"]), []).append(each)
@@ -199,7 +197,6 @@ def _is_tied(recipe: Recipe) -> bool:
 
 
 def trained_tensors(recipe: Recipe) -> tuple[Tensor, ...]:
-    """Return the parameters that the optimizer steps."""
     if not recipe.weights.frozen:
         return parameter_tensors(recipe.model)
     frozen = {tensor.name for tensor in frozen_tensors(recipe)}
@@ -207,7 +204,6 @@ def trained_tensors(recipe: Recipe) -> tuple[Tensor, ...]:
 
 
 def layer_numel(tensors: Sequence[Tensor]) -> int:
-    """Return the number of parameters in the largest layer."""
     sizes: dict[int, int] = {}
     for tensor in tensors:
         if tensor.layer is not None:
@@ -218,7 +214,6 @@ def layer_numel(tensors: Sequence[Tensor]) -> int:
 def _matrix(
     part: str, name: str, layer: int | None, rows: int, columns: int, bias: bool = False
 ) -> list[Tensor]:
-    """Return a matrix and its bias; `name` is the module's."""
     weight = Tensor.of_part(part, rows * columns, layer, rows + columns, f"{name}.weight")
     if not bias:
         return [weight]
@@ -328,7 +323,6 @@ def families(recipe: Recipe, ds_config: dict | None, world_size: int) -> list[Fa
 
 
 def held_tensors(of_rank: Sequence[Family]) -> tuple[Tensor, ...]:
-    """Return all parameters of one rank."""
     return tuple(tensor for family in of_rank for tensor in family.tensors)
 
 
