@@ -156,7 +156,7 @@ def _places_since(folder: Path, since: float) -> list[RankPlace | None]:
     return places
 
 
-def is_gone(place: Place) -> bool:
+def is_gone(place: RankPlace) -> bool:
     """Return whether a heartbeat's process has ended; False if it ran on a machine that this one cannot look into."""
     if not place.machine or place.machine != this_machine():
         return False
