@@ -198,6 +198,7 @@ def test_who_did_not_arrive(arrivals, expected):
     from pretraining.training.hangs import not_arrived
 
     places = {
-        rank: number and RankPlace(rank, "a", 1, "training", 1, number, 1) for rank, number in enumerate(arrivals)
+        rank: number and RankPlace(rank, "a", 1, "training", 1, number, 1)
+        for rank, number in enumerate(arrivals)
     }
     assert not_arrived(places, set()) == expected
