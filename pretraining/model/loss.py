@@ -4,7 +4,7 @@
 `chunked` keeps them as the model made them, `fused` keeps none of them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from pretraining.errors import UserError
 from pretraining.extend import named
 from pretraining.model.cross_entropy import LossHead, LossSettings, WideLossHead, chunked_nats, token_nats
 from pretraining.model.parallel import SplitHead
-from pretraining.model.routing import Routing, routing_of
+from pretraining.model.routing import Routing, watch_routing
 from pretraining.recipe.model import EXACT, ROUTER_COEFFICIENT
 from pretraining.recipe.sections import Loss
 from pretraining.runtime.process_group import ALONE, RankGroups
@@ -28,8 +28,6 @@ from pretraining.upstream.wide_weights import WideLinear
 
 PLAIN = Loss(kind="plain")
 """A `loss` section that asks for nothing."""
-Routers = tuple[torch.Tensor, ...]
-"""Logits [tokens, experts] of every mixture layer."""
 
 
 def build_loss(model: PreTrainedModel, settings: Loss = PLAIN, groups: RankGroups = ALONE) -> Callable:
@@ -38,7 +36,7 @@ def build_loss(model: PreTrainedModel, settings: Loss = PLAIN, groups: RankGroup
     A fused loss changes the model's head (`LossHead`). groups: which ranks have parts of the same sequences.
 
     Raises:
-        UserError: the model has no router.
+        UserError: `router_z_loss` of a model that does not return its routers' scores.
     """
     if settings.router_z_loss and not getattr(model.config, "output_router_logits", False):
         raise UserError(
@@ -46,7 +44,7 @@ def build_loss(model: PreTrainedModel, settings: Loss = PLAIN, groups: RankGroup
             "router_z_loss out"
         )
     if getattr(model.config, "output_router_logits", False) and model.config.model_type not in EXACT:
-        routing_of(model)  # the load of its experts, and what moves their biases, is read there
+        watch_routing(model)  # for the losses below, and for ExpertLoad (training/experts.py)
     coefficient, balance = balance_of(model, settings, groups) or (0.0, transformers_balance)
     return partial(
         next_token_loss,
@@ -118,10 +116,10 @@ def own_loss(
 def balance_of(
     model: PreTrainedModel, settings: Loss = PLAIN, groups: RankGroups = ALONE
 ) -> tuple[float, Callable] | None:
-    """Find the balancing loss (outputs, labels) -> scalar and what multiplies it; None if no loss balances.
+    """Return the coefficient and the balancing loss (outputs, labels) -> scalar; None if no loss balances.
 
-    The weight is that of the config if its class has one, else the recipe's. A router with a correction bias needs
-    no more than the small loss over each sequence; `RouterBias` does the rest.
+    The coefficient is the model's own if its class has one (`router_aux_loss_coef`), else the recipe's. If routers have
+    a correction bias, the loss over each sequence is enough: the biases do the rest (training/experts.py).
     """
     config = model.config
     if settings.balance == "none" or not getattr(config, "output_router_logits", False):
@@ -133,7 +131,7 @@ def balance_of(
         )
     if hasattr(config, ROUTER_COEFFICIENT):
         return getattr(config, ROUTER_COEFFICIENT), transformers_balance
-    routing = routing_of(model)
+    routing = watch_routing(model)
     if routing is None:
         return None
     if any(bias is not None for bias in routing.biases):
@@ -151,17 +149,17 @@ def transformers_balance(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
 
 def chosen_balance(outputs: Any, labels: torch.Tensor, routing: Routing) -> torch.Tensor:
     """Compute the loss for a class that has none; how many experts a token takes is seen in the forward pass."""
-    return layers_balance(outputs, labels, chosen=routing.chosen[0].shape[-1])
+    return layers_balance(outputs, labels, chosen=routing.choices[0].shape[-1])
 
 
 def sequence_balance(outputs: Any, labels: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """Add E/k sum_i f_i P_i over the layers, each a mean over sequences (DeepSeek-V3, equations 17 to 20).
+    """Add up E/k sum_i f_i P_i of the layers, as DeepSeek-V3 does; of each the mean over sequences (eq. 17 to 20).
 
     f counts the k highest scores without the correction bias; P is the mean of sigmoid scores divided by their sum.
     """
     losses = []
-    for logits, chosen in zip(outputs.router_logits, routing.chosen, strict=True):
-        scores = logits.view(*labels.shape, -1).sigmoid()
+    for logits, chosen in zip(outputs.router_logits, routing.choices, strict=True):
+        scores = logits.float().view(*labels.shape, -1).sigmoid()  # 16 bits count to 256
         experts, length = scores.shape[-1], labels.shape[-1]
         highest = scores.topk(chosen.shape[-1], dim=-1, sorted=False).indices.flatten(1)
         sent = torch.zeros_like(scores[:, 0]).scatter_add_(
@@ -209,7 +207,7 @@ def mean_over(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return all_reduce(values, group=group) / dist.get_world_size(group)
 
 
-def router_z_loss(router_logits: Routers) -> torch.Tensor:
+def router_z_loss(router_logits: Sequence[torch.Tensor]) -> torch.Tensor:
     """Average the squared log of the routers' normaliser over tokens and layers (Zoph et al. 2022, equation 5)."""
     squares = [torch.logsumexp(logits.float(), -1).square().mean() for logits in router_logits]
     return torch.stack(squares).mean()

@@ -3,6 +3,8 @@
 import math
 import sys
 from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,91 +17,58 @@ from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.stability import ADVICE
 
 PREFIX = "stability/expert_load/"
-STARVED = 0.1
-"""An expert starves if it gets less than this part of an even share ..."""
-WINDOWS = 3
-"""... in so many logged windows in a row ..."""
-FEWEST = 100
-"""... in each of which an even share was at least so many tokens."""
+STARVED, WINDOWS, FEWEST = 0.1, 3, 100
+"""An expert starves if it gets less than `STARVED` of an even share in `WINDOWS` logged windows in a row. Windows in
+which an even share is less than `FEWEST` tokens do not count."""
 
 
-class RouterBias(TrainerCallback):
-    """Move each expert's correction bias by `rate` a step: up if it had fewer tokens than an even share, down if more.
+class ExpertLoad(TrainerCallback, ExportableState):
+    """Count on the device how many tokens each expert gets; log it, and let the correction biases follow it.
 
-    Wang et al. 2024 (arXiv 2408.15664), algorithm 1, as DeepSeek-V3 does. The load is that of the whole step, all ranks
-    and micro-batches, so that the biases do not depend on how a step is divided. They are buffers of the model: in
-    checkpoints, and in the export.
+    After each step the bias of an expert with fewer tokens than an even share grows by `bias_rate`, that of one with
+    more falls by it (Wang et al. 2024, arXiv 2408.15664, algorithm 1; DeepSeek-V3). The load is that of the whole step,
+    all ranks and micro-batches, so that the biases do not depend on how a step is divided. They are buffers of the
+    model: in its checkpoints, and in the export.
+
+    The host waits for the counts at logging alone. Any loss function works, because the choices come with the model's
+    forward pass. A starving expert is reported once, and again only after it has recovered.
     """
 
-    def __init__(self, rate: float) -> None:
-        self.rate, self.routing, self.counts = rate, None, None
+    def __init__(
+        self, run: RunFolder, num_chosen: int | None = None, bias_rate: float = 0.0, logs: bool = True
+    ) -> None:
+        """num_chosen: experts of a token, by its scores; None: `model.routing` has seen what the routers chose."""
+        self.run, self.num_chosen, self.bias_rate, self.logs = run, num_chosen, bias_rate, logs
+        self.routing: Any = None
+        self.step: list[torch.Tensor] | None = None
+        """Counts of this rank in the step, [experts] of every mixture layer."""
+        self.window: list[torch.Tensor] | None = None
+        """Counts of this rank since the last row."""
+        self.starved: dict[tuple[int, int], int] = {}
 
     def around(self, compute_loss: Callable) -> Callable:
         """Wrap the Trainer's `compute_loss_func`: count the choices of the forward pass first."""
 
-        def counted(outputs, labels, **keywords):
-            if self.routing is not None:
-                counts = self.routing.counts()
-                self.counts = counts if self.counts is None else self.counts + counts
-            return compute_loss(outputs, labels, **keywords)
-
-        return counted
-
-    def on_train_begin(self, args, state, control, model=None, **kwargs) -> None:
-        routing = getattr(model, "routing", None)
-        if routing is not None and any(bias is not None for bias in routing.biases):
-            self.routing = routing
-
-    @torch.no_grad()
-    def on_step_end(self, args, state, control, **kwargs) -> None:
-        counts, self.counts = self.counts, None
-        if counts is None:
-            return
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            # ranks that share tokens (split layers) all count them: a sign does not depend on the scale
-            dist.all_reduce(counts)
-        for bias, size, row in zip(self.routing.biases, self.routing.sizes, counts, strict=True):
-            if bias is not None:
-                # size * count against the sum: in integers, so that even is even
-                bias.add_(torch.sign(row[:size].sum() - size * row[:size]), alpha=self.rate)
-
-
-class ExpertLoad(TrainerCallback, ExportableState):
-    """Count on the device how many tokens each expert gets. At logging the ranks' counts are added up.
-
-    Nothing waits before that. Any loss function works, because the choices come with the model's forward pass.
-    A starving expert is reported once, and again only after it has recovered.
-    """
-
-    def __init__(self, run: RunFolder, chosen: int | None = None) -> None:
-        """chosen: how many experts a token is sent to; None: the model's `routing` knows what was chosen."""
-        self.run, self.chosen, self.routing = run, chosen, None
-        self.counts: torch.Tensor | None = None
-        self.starved: dict[tuple[int, int], int] = {}
-
-    def around(self, compute_loss: Callable) -> Callable:
-        """Wrap the Trainer's `compute_loss_func`: count the model's outputs first."""
-
         def counted(outputs, labels, num_items_in_batch=None):
-            if self.chosen is not None:
-                self.count(outputs.router_logits)
+            if self.num_chosen is not None:
+                scores = outputs.router_logits
+                # the order does not matter for a count, and sorting costs
+                choices = [each.topk(self.num_chosen, dim=-1, sorted=False).indices for each in scores]
+                self.count(choices, [each.shape[-1] for each in scores])
             elif self.routing is not None:
-                counts = self.routing.counts()
-                self.counts = counts if self.counts is None else self.counts + counts
+                self.count(self.routing.choices, self.routing.sizes)
             return compute_loss(outputs, labels, num_items_in_batch=num_items_in_batch)
 
         return counted
 
     @torch.no_grad()
-    def count(self, router_logits: Sequence[torch.Tensor]) -> None:
-        """Count the chosen experts. router_logits: [tokens, experts] of every mixture layer."""
-        if self.counts is None:
-            shape = len(router_logits), router_logits[0].shape[-1]
-            self.counts = torch.zeros(shape, dtype=torch.int64, device=router_logits[0].device)
-        for layer, logits in zip(self.counts, router_logits, strict=True):
-            # the order does not matter for a count, and sorting costs
-            experts = logits.topk(self.chosen, dim=-1, sorted=False).indices.flatten()
-            layer.scatter_add_(0, experts, torch.ones_like(experts))
+    def count(self, choices: Sequence[torch.Tensor], sizes: Sequence[int]) -> None:
+        """Count a micro-batch. choices: [tokens, chosen] of every mixture layer; sizes: how many experts each has."""
+        if self.step is None:
+            self.step = [choices[0].new_zeros(size) for size in sizes]
+        for counts, chosen in zip(self.step, choices, strict=True):
+            # scatter_add_ and not bincount, because the host would wait for bincount
+            counts.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten()))
 
     def on_train_begin(self, args, state, control, model=None, **kwargs) -> None:
         name, self.routing = type(self).__name__, getattr(model, "routing", None)
@@ -107,15 +76,31 @@ class ExpertLoad(TrainerCallback, ExportableState):
         self.starved = {(layer, expert): windows for layer, expert, windows in saved["attributes"]["starved"]}
         state.stateful_callbacks[name] = self.state()
 
-    def on_log(self, args, state, control, logs, **kwargs) -> None:
-        if "loss" not in logs or self.counts is None:
+    @torch.no_grad()
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        step, self.step = self.step, None
+        if step is None:
             return
-        num_experts = self.counts.shape[1]
-        flat, self.counts = (
-            sum_over_ranks(self.counts.flatten().tolist()),
-            None,
-        )  # the host waits for the device
-        counts = [flat[start : start + num_experts] for start in range(0, len(flat), num_experts)]
+        self.window = (
+            step if self.window is None else [sum(pair) for pair in zip(self.window, step, strict=True)]
+        )
+        biases = self.routing.biases if self.bias_rate and self.routing is not None else []
+        if not any(bias is not None for bias in biases):
+            return
+        everywhere = torch.cat(step)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(everywhere)
+        for bias, counts in zip(biases, everywhere.split([len(counts) for counts in step]), strict=True):
+            if bias is not None:
+                # compared in integers, n * count with the sum: an even share does not move by rounding
+                bias.add_(torch.sign(counts.sum() - len(counts) * counts), alpha=self.bias_rate)
+
+    def on_log(self, args, state, control, logs, **kwargs) -> None:
+        if "loss" not in logs or self.window is None or not self.logs:
+            return
+        sizes = [len(counts) for counts in self.window]
+        flat = iter(sum_over_ranks(torch.cat(self.window).tolist()))  # the host waits for the device
+        self.window, counts = None, [list(islice(flat, size)) for size in sizes]
         logs.update({f"{PREFIX}{name}": value for name, value in load_metrics(counts).items()})
         found = self._newly_starved(counts)
         if found and state.is_world_process_zero:

@@ -25,7 +25,7 @@ from pretraining.recipe.data import is_mixed, source_names
 from pretraining.recipe.model import is_mixture
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.arrival import Arrival
-from pretraining.training.experts import ExpertLoad, RouterBias
+from pretraining.training.experts import ExpertLoad
 from pretraining.training.gradients import LayerNormsCallback, NoiseScaleCallback
 from pretraining.training.hangs import HangCallback
 from pretraining.training.metrics import MetricsCallback, ProgressCallback, SourceLoss
@@ -56,16 +56,15 @@ class RunMonitors:
         # bound here: the monitor of a later attempt replaces self.stability
         layers_every, alerted = recipe.monitors.layer_norms_steps, self.stability
         self.gradients = [*noise, LayerNormsCallback(run, layers_every, lambda: alerted.alerted_step)]
-        self.experts: list[ExpertLoad | RouterBias] = []
+        self.experts = []
         if is_mixture(recipe.model):
-            # the exact types say it by their routers' scores, under any split of their experts
-            exact = recipe.model.is_exact
-            if recipe.monitors.expert_load and (
-                not exact or recipe.model.with_defaults()["output_router_logits"]
-            ):
-                self.experts.append(ExpertLoad(run, recipe.model["num_experts_per_tok"] if exact else None))
-            if recipe.loss.balance == "auto" and not exact:
-                self.experts.append(RouterBias(recipe.loss.bias_rate))
+            # the exact types tell by their routers' scores, under any split of their experts
+            exact, model = recipe.model.is_exact, recipe.model.with_defaults()
+            rate = recipe.loss.bias_rate if recipe.loss.balance == "auto" and not exact else 0.0
+            logs = recipe.monitors.expert_load and (not exact or model["output_router_logits"])
+            if logs or rate:
+                chosen = model["num_experts_per_tok"] if exact else None
+                self.experts = [ExpertLoad(run, chosen, rate, logs)]
         separate = recipe.monitors.source_loss and is_mixed(recipe.data)
         self.sources = [SourceLoss(source_names(recipe.data, str(recipe.path)))] if separate else []
         settings = recipe.monitors.profile
