@@ -198,7 +198,7 @@ ADVICE = {
             "the routers settled while the learning rate was high",
         ],
         "try": [
-            "a higher model.router_aux_loss_coef (0.01 is common); without that key loss.balance_weight or loss.bias_rate",
+            "a higher model.router_aux_loss_coef (0.01 is common), loss.balance_weight or bias_rate",
             "loss.router_z_loss (0.001), a longer training.warmup_steps",
         ],
     },
