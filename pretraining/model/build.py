@@ -49,7 +49,7 @@ from pretraining.upstream.torch import (
     let_length_vary,
     missing_compiler,
 )
-from pretraining.upstream.transformers import attention_of
+from pretraining.upstream.transformers import attention_of, keep_buffers
 from pretraining.upstream.wide_weights import keep_in_fp32
 
 PLAIN = Speed(compile="none")
@@ -150,8 +150,8 @@ def build_model(
     if arguments.process_index == 0 and chosen:
         print(describe_attention(attention_of(built), masks_documents), flush=True)
     built.tie_weights()
-    # A step of 0.001 is lost in a bias of 16 bits. DeepSpeed keeps the buffers that the model names (0.19.8).
-    built._keep_in_fp32_modules_strict = {*(built._keep_in_fp32_modules_strict or ()), *CORRECTION_BIASES}
+    # A step of 0.001 is lost in a bias of 16 bits. DeepSpeed keeps the buffers that the model names.
+    keep_buffers(built, CORRECTION_BIASES)
     if weights.keep_in_fp32:
         keep_in_fp32(built, weights.keep_in_fp32, _parameter_dtype(arguments))
     if groups.degrees.expert > 1:

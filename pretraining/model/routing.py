@@ -5,6 +5,8 @@ from functools import partial
 import torch
 from torch import nn
 
+from pretraining.upstream.transformers import is_experts
+
 CORRECTION_BIASES = ("correction_bias", "expert_bias")
 """How classes of transformers call the buffer that changes which experts a router chooses, and not their weights."""
 
@@ -24,7 +26,7 @@ class Routing:
         """How many experts a layer has."""
         self._model, self._biases = model, []
         for name, module in model.named_modules():
-            if not hasattr(module, "_is_expert_parallel"):  # set by use_experts_implementation alone
+            if not is_experts(module):
                 continue
             mixture = name.rpartition(".")[0] + "."
             self._biases.append(next((key for key in buffers if key.startswith(mixture)), None))

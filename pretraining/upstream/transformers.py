@@ -40,6 +40,10 @@ A model's classes (transformers 5.23.0, torch 2.13.0, deepspeed 0.19.8):
   test_upstream.py. Goes with the translation.
 - Which attention a model has (`attention_of`): `config._attn_implementation`, which transformers fills in if the recipe
   leaves the choice to it. Held by test_attention.py. May go once the config says it in public.
+- Which modules are the experts of a mixture, called with each token's choices (`is_experts`): `_is_expert_parallel`,
+  which `use_experts_implementation` sets and nothing else. Held by test_balance.py.
+- Which buffers stay in fp32 (`keep_buffers`): `_keep_in_fp32_modules_strict`, which DeepSpeed reads too. Held by
+  test_balance.py.
 """
 
 import copy
@@ -219,6 +223,16 @@ def is_persistent(module: nn.Module, buffer: str) -> bool:
 
 def is_partitioned(parameter: nn.Parameter) -> bool:
     return hasattr(parameter, "ds_id")
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Return whether this module has all experts of a layer; it is called with (tokens, choices, weights)."""
+    return hasattr(module, "_is_expert_parallel")
+
+
+def keep_buffers(model: PreTrainedModel, names: Iterable[str]) -> None:
+    """Let DeepSpeed keep buffers in fp32 whose names hold one of `names`, beside those that the class keeps."""
+    model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), *names}
 
 
 def attention_of(model: PreTrainedModel) -> str:

@@ -9,6 +9,7 @@ or trains a step, over fifteen types of models and all filters: what one of them
 """
 
 import json
+import os
 import random
 import re
 import signal
@@ -351,8 +352,9 @@ def checked_recipes(
 ) -> Iterator[tuple[list[str], str, Outcome, str]]:
     """Yield settings, ds_config, the plan's outcome, and where preparation or start do not agree with it ("" if so)."""
     fuzz = RecipeFuzz(seed, trains=False, checks=True)
-    built, folder = lambda section: counted(json.loads(section)), lambda: workshop.folder / "counted"
-    with mock.patch.object(shapes, "_built", built), mock.patch.object(shapes, "_cache_folder", folder):
+    built = mock.patch.object(shapes, "_built", lambda section, extension: counted(json.loads(section)))
+    kept = mock.patch.dict(os.environ, PRETRAINING_MODEL_CACHE=str(workshop.folder / "counted"))
+    with built, kept:
         for _ in range(number):
             settings, stage = fuzz.draw(), fuzz.draw_stage()
             planned = plan_outcome(workshop, settings, stage, 1)

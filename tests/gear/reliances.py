@@ -92,6 +92,9 @@ transformers test_other_models.py
     torch._ops.OpOverload._schema
 transformers test_attention.py
     transformers.PretrainedConfig._attn_implementation
+transformers test_balance.py
+    transformers.integrations.use_experts_implementation._is_expert_parallel
+    transformers.PreTrainedModel._keep_in_fp32_modules_strict
 transformers test_given_weights.py
     transformers.conversion_mapping.get_model_conversion_mapping(model, key_mapping, hf_quantizer, add_legacy)
     transformers.core_model_loading.rename_source_key(source_key, weight_renamings, weight_converters,

@@ -166,7 +166,7 @@ def test_what_cannot_be_trained_is_one_line(model, message, tmp_path):
 def test_what_transformers_refuses_is_one_line():
     """A shape that the class itself cannot build."""
 
-    shapes._built = lambda section: {"error": "ValueError: heads"}
+    shapes._built = lambda section, extension: {"error": "ValueError: heads"}
     assert "model: transformers cannot build this qwen2: ValueError: heads" in refusal(model_size, QWEN2)
 
 

@@ -67,6 +67,7 @@ LOGGED = {
     f"{OURS}/throughput.py:take",
     f"{OURS}/throughput.py:gather",
     f"{OURS}/metrics.py:on_log",
+    f"{OURS}/experts.py:on_log",
     "pretraining/runtime/process_group.py:sum_over_ranks",
 }
 """On steps that are logged: the running loss and what else a row of metrics says."""
