@@ -16,7 +16,12 @@ from pathlib import Path
 from gear import REPOSITORY, parser_of, record, run_command
 
 RECIPE = "features/balanced-experts"
-WAYS = {"auto": (), "bias alone": ("loss.sequence_balance=0",), "none": ("loss.balance=none",)}
+WAYS = {
+    "auto": (),
+    "auto, a third of the rate": ("loss.bias_rate=0.001",),
+    "bias alone": ("loss.sequence_balance=0",),
+    "none": ("loss.balance=none",),
+}
 
 
 def main() -> None:
