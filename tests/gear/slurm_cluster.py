@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool.%n
+SlurmdSpoolDir={spool}/%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd.%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
@@ -61,7 +62,9 @@ class Cluster:
         self.folder, self.hosts = folder, hosts
         controller, *nodes = hosts.names if hosts else ["localhost", "localhost"]
         (folder / "state").mkdir(parents=True)
-        values = {"folder": folder, "controller": controller, "nodes": ",".join(nodes)}
+        # a step's socket is in it, and its path has at most 108 characters
+        self.spool = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
+        values = {"folder": folder, "spool": self.spool, "controller": controller, "nodes": ",".join(nodes)}
         values |= {"controller_port": free_port(), "node_port": free_port()}
         values["cores"] = len(os.sched_getaffinity(0))
         (folder / "slurm.conf").write_text(CONFIGURATION.format(**values))
@@ -74,7 +77,7 @@ class Cluster:
             self.start_node(node)
 
     def start_node(self, name: str) -> None:
-        (self.folder / f"spool.{name}").mkdir(exist_ok=True)
+        (self.spool / name).mkdir(exist_ok=True)
         self._start(name, ["slurmd", "-D", "-N", name])
 
     def words(self, *command: str) -> list[str]:
@@ -108,6 +111,7 @@ class Cluster:
         for process in reversed(self._started):
             process.terminate()
             process.wait()
+        shutil.rmtree(self.spool, ignore_errors=True)
 
     def _start(self, name: str, command: list[str]) -> None:
         words = [*(self.hosts.words(name) if self.hosts else []), *command]
