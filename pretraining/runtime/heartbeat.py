@@ -19,7 +19,7 @@ ENDED_STATES = "ZX"
 
 
 @dataclass(frozen=True)
-class RankPlace:
+class HeartbeatRecord:
     """Where a rank is, as its heartbeat reports it."""
 
     rank: int
@@ -50,7 +50,7 @@ class Heartbeat:
         host, process = socket.gethostname(), os.getpid()
         fields = process_fields(process)
         began = int(fields[19]) if fields else 0
-        self.place = RankPlace(rank, host, process, "start", 0, 0, 0, this_machine(), began)
+        self.place = HeartbeatRecord(rank, host, process, "start", 0, 0, 0, this_machine(), began)
         self.arrived_at = time.monotonic()
         self._moves, self._work_seen = 0, 0
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -128,12 +128,12 @@ def heartbeat_path(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05}.json"
 
 
-def read_place(folder: Path, rank: int) -> RankPlace | None:
+def read_place(folder: Path, rank: int) -> HeartbeatRecord | None:
     """Read the rank's newest heartbeat; None if it has none, or is writing it."""
     return _place_in(heartbeat_path(folder, rank))
 
 
-def killed_ranks(folder: Path, since: float) -> list[RankPlace]:
+def killed_ranks(folder: Path, since: float) -> list[HeartbeatRecord]:
     """Return the places of all ranks if all their processes are certainly gone; else an empty list.
 
     since: UNIX seconds. A heartbeat written before that belongs to an earlier start.
@@ -142,12 +142,12 @@ def killed_ranks(folder: Path, since: float) -> list[RankPlace]:
     return places if all(place is not None and is_gone(place) for place in places) else []
 
 
-def gone_ranks(folder: Path, since: float) -> list[RankPlace]:
+def gone_ranks(folder: Path, since: float) -> list[HeartbeatRecord]:
     """Return the places of the ranks whose processes are certainly gone. since: as for `killed_ranks`."""
     return [place for place in _places_since(folder, since) if place is not None and is_gone(place)]
 
 
-def _places_since(folder: Path, since: float) -> list[RankPlace | None]:
+def _places_since(folder: Path, since: float) -> list[HeartbeatRecord | None]:
     places = []
     for path in sorted(folder.glob("rank-*.json")):
         with suppress(OSError):  # removed meanwhile: its process has closed it
@@ -156,7 +156,7 @@ def _places_since(folder: Path, since: float) -> list[RankPlace | None]:
     return places
 
 
-def is_gone(place: RankPlace) -> bool:
+def is_gone(place: HeartbeatRecord) -> bool:
     """Return whether a heartbeat's process has ended; False if it ran on a machine that this one cannot look into."""
     if not place.machine or place.machine != this_machine():
         return False
@@ -195,8 +195,8 @@ def process_fields(process: int) -> list[str]:
         return []
 
 
-def _place_in(path: Path) -> RankPlace | None:
+def _place_in(path: Path) -> HeartbeatRecord | None:
     try:
-        return RankPlace(**read_json_value(path))
+        return HeartbeatRecord(**read_json_value(path))
     except (OSError, ValueError, TypeError):
         return None

@@ -17,7 +17,7 @@ from pathlib import Path
 from transformers import TrainerCallback
 
 from pretraining.runtime.exit_codes import HANG, tell_exit_code
-from pretraining.runtime.heartbeat import Heartbeat, RankPlace, heartbeat_path, read_place
+from pretraining.runtime.heartbeat import Heartbeat, HeartbeatRecord, heartbeat_path, read_place
 from pretraining.runtime.process_group import Agreement, Messages
 from pretraining.runtime.run_folder import RunFolder, utc_now
 from pretraining.training.ranks import AT_LEAVING
@@ -110,7 +110,7 @@ class Watch:
             if waited >= self.limit_seconds - self.look_seconds or (self.run.heartbeats / ALARM).exists():
                 self._raise_alarm(number)
 
-    def _observe(self, number: int) -> dict[int, RankPlace | None]:
+    def _observe(self, number: int) -> dict[int, HeartbeatRecord | None]:
         """Read every rank's place, and note since which look its heartbeat has not changed."""
         if self._relay is not None:
             self._relay.wanted = True
@@ -149,7 +149,7 @@ class Watch:
         # not sys.exit: that would end this thread only, and the main thread waits for ever
         os._exit(HANG)
 
-    def _report(self, places: dict[int, RankPlace | None], silent: set[int]) -> None:
+    def _report(self, places: dict[int, HeartbeatRecord | None], silent: set[int]) -> None:
         late = not_arrived(places, silent)
         who = "; ".join(described(rank, places[rank], rank in silent) for rank in late)
         who = who or "every rank waits at the same place"
@@ -205,14 +205,14 @@ def _created(path: Path) -> bool:
     return True
 
 
-def not_arrived(places: dict[int, RankPlace | None], silent: set[int]) -> list[int]:
+def not_arrived(places: dict[int, HeartbeatRecord | None], silent: set[int]) -> list[int]:
     """Return the ranks whose process does not run, and those that are behind the others."""
     furthest = max((place.arrivals for place in places.values() if place), default=0)
     behind = {rank for rank, place in places.items() if place is None or place.arrivals < furthest}
     return sorted(silent | behind)
 
 
-def described(rank: int, place: RankPlace | None, silent: bool) -> str:
+def described(rank: int, place: HeartbeatRecord | None, silent: bool) -> str:
     """Describe in words one rank that did not arrive."""
     if place is None:
         return f"rank {rank} (no heartbeat)"

@@ -9,7 +9,7 @@ import pytest
 
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.exit_codes import HANG
-from pretraining.runtime.heartbeat import RankPlace, long_work, read_place, work_done
+from pretraining.runtime.heartbeat import HeartbeatRecord, long_work, read_place, work_done
 from pretraining.runtime.run_folder import RunFolder
 
 LIMIT_SECONDS = 3.0
@@ -54,7 +54,7 @@ class Ranks:
         while not all(place and place.arrivals for place in map(self.place, range(len(self.processes)))):
             time.sleep(0.01)
 
-    def place(self, rank: int) -> RankPlace | None:
+    def place(self, rank: int) -> HeartbeatRecord | None:
         return read_place(self.dir.heartbeats, rank)
 
     @property
@@ -198,7 +198,7 @@ def test_who_did_not_arrive(arrivals, expected):
     from pretraining.training.hangs import not_arrived
 
     places = {
-        rank: number and RankPlace(rank, "a", 1, "training", 1, number, 1)
+        rank: number and HeartbeatRecord(rank, "a", 1, "training", 1, number, 1)
         for rank, number in enumerate(arrivals)
     }
     assert not_arrived(places, set()) == expected
