@@ -7,20 +7,19 @@ Trains features/balanced-experts (a small DeepSeek-V3 of eight experts) on the t
 tenth of the steps; and of the worst layer) and the validation loss.
 """
 
-import json
 import statistics
 import sys
 import tempfile
 from pathlib import Path
 
-from gear import REPOSITORY, parser_of, record, run_command
+from gear import choices, parser_of, record, run_command
 
 RECIPE = "features/balanced-experts"
-WAYS = {
-    "auto": (),
-    "auto, a third of the rate": ("loss.bias_rate=0.001",),
-    "bias alone": ("loss.sequence_balance=0",),
-    "none": ("loss.balance=none",),
+WAYS: dict[str, dict] = {
+    "auto": {},
+    "auto, a third of the rate": {"loss.bias_rate": 0.001},
+    "bias alone": {"loss.sequence_balance": 0},
+    "none": {"loss.balance": "none"},
 }
 
 
@@ -34,13 +33,15 @@ def main() -> None:
     record("balance", {"recipe": RECIPE, "steps": options.steps, "by": found}, options.keep)
 
 
-def load(folder: Path, steps: int, settings: tuple[str, ...]) -> dict:
+def load(folder: Path, steps: int, settings: dict) -> dict:
     """Train one way; return the loads and the loss."""
-    per_step = json.loads((REPOSITORY / "recipes" / "tiny.json").read_text())["budget"]["tokens_per_step"]
-    words = [f"budget.tokens={steps * per_step}", "training.logging_steps=1", "deepspeed=null", *settings]
-    words = [word for setting in words for word in ("--set", setting)]
+    from pretraining.recipe import load_recipe
+    from pretraining.runtime.durable_files import read_rows
+
+    tokens = steps * load_recipe(RECIPE).tokens_per_step
+    words = choices({"budget.tokens": tokens, "training.logging_steps": 1, "deepspeed": None, **settings})
     run_command(sys.executable, "train.py", "--recipe", RECIPE, "--output_dir", folder, *words)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = read_rows(folder / "metrics.jsonl")
     last = [row for row in rows if "train/loss" in row][-steps // 10 :]
     layers = [key for key in last[0] if key.startswith("stability/expert_load/max_over_mean/")]
     means = {key: statistics.mean(row[key] for row in last) for key in layers}

@@ -149,9 +149,8 @@ class CheckpointManager(TrainerCallback):
         # The sum of losses since the last logged step goes on: the next row is the same as in a run without a break.
         # With another number of ranks each takes the mean: only the mean over ranks is logged.
         savers = [rank] if same_ranks else range(reader.ranks)
-        if saved := mean_running_loss(
-            folder, savers, reader.ranks
-        ):  # an earlier version's `reshard` left it out
+        # an earlier version's `reshard` left it out
+        if saved := mean_running_loss(folder, savers, reader.ranks):
             trainer.running_loss.fill_(saved["sum"])
             trainer.last_logged_step = trainer.state.global_step - saved["steps"]
 

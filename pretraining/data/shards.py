@@ -289,9 +289,6 @@ class TokenSplit:
         return self._entry["shards"][number]["file"], row
 
 
-# Writing.
-
-
 class SplitWriter:
     """Append documents to one split through a single buffer, which grows to a shard's size with what is written.
 

@@ -196,9 +196,8 @@ def open_source(spec: TextOrigin, key: str = "data.sources.0") -> TextSource:
         return FileSource([local_file(path, root) for path in sorted(paths)])
     if spec.dataset is not None:
         return HubSource(spec.dataset, spec.config, spec.split, spec.revision, column, key)
-    return FileSource(
-        list_files(str(spec.path), key=f"{key}.path"), column
-    )  # the recipe names one of the three
+    # the recipe names one of the three
+    return FileSource(list_files(str(spec.path), key=f"{key}.path"), column)
 
 
 def open_sources(data: Data) -> list[TextSource]:

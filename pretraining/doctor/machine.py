@@ -143,10 +143,7 @@ def _limits(launch: Launch) -> Iterator[Finding]:
     # InfiniBand registers memory, and DeepSpeed locks its buffers for NVMe
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     staging = launch.need.host.get("staging buffers", 0) if launch.need and "nvme" in launch.offloads else 0
-    what, adapters = (
-        f"a process may lock {num_bytes(locked)}",
-        sorted(path.name for path in INFINIBAND.glob("*")),
-    )
+    what, adapters = f"a process may lock {num_bytes(locked)}", _adapters()
     remedy = "ulimit -l unlimited (as root), or start the container with --ulimit memlock=-1"
     if locked == resource.RLIM_INFINITY:
         yield Finding("locked memory", FINE, "no limit")
@@ -159,6 +156,10 @@ def _limits(launch: Launch) -> Iterator[Finding]:
         yield Finding("locked memory", BREAKS if launch.several_machines else COSTS, what, remedy)
     else:
         yield Finding("locked memory", FINE, f"{what}; nothing of this run locks more")
+
+
+def _adapters() -> list[str]:
+    return sorted(path.name for path in INFINIBAND.glob("*"))
 
 
 def _processors(launch: Launch) -> Iterator[Finding]:
@@ -190,7 +191,7 @@ def _processors(launch: Launch) -> Iterator[Finding]:
         what = f"this process may not run on the cores beside GPUs {', '.join(apart)}: "
         what += "copies cross the sockets"
         yield Finding("NUMA", COSTS, what, "give the job cores of every socket that its GPUs hang on")
-    if adapters := sorted(path.name for path in INFINIBAND.glob("*")):
+    if adapters := _adapters():
         # .../mlx5_0/ports/1/state reads "4: ACTIVE"
         states = {path.parts[-4]: system_text(path) for path in INFINIBAND.glob("*/ports/*/state")}
         if down := sorted(name for name, state in states.items() if "ACTIVE" not in state):

@@ -36,7 +36,7 @@ from pretraining.model.initial_weights import initialise_weights
 from pretraining.model.parallel import split_experts, split_vocabulary
 from pretraining.model.routing import CORRECTION_BIASES
 from pretraining.recipe import Recipe, model_with_defaults
-from pretraining.recipe.model import is_mixture
+from pretraining.recipe.model import has_experts
 from pretraining.recipe.mup import Mup, scales_by_name
 from pretraining.recipe.refusals import why_not_compiled
 from pretraining.recipe.sections import Speed, Weights
@@ -64,7 +64,7 @@ def build_config(model: dict, tokenizer: PreTrainedTokenizerBase) -> PreTrainedC
         load_extensions([own])  # transformers knows the type from here on
     keywords = {k: v for k, v in model.items() if k != "model_type"}
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    if own is None and is_mixture(model):
+    if own is None and has_experts(model):
         special["output_router_logits"] = True  # of balance and load, unless the recipe says otherwise
     try:
         return AutoConfig.for_model(model["model_type"], **{"use_cache": False, **special, **keywords})

@@ -19,8 +19,8 @@ from transformers.initialization import no_init_weights
 from pretraining.errors import UserError
 from pretraining.extend import check_model_keys, load_extensions, model_extension, read_extensions
 from pretraining.model.initial_weights import drawing_faults
+from pretraining.recipe.model import EXPERTS
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 
 

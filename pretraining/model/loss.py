@@ -116,7 +116,7 @@ def own_loss(
 def balance_of(
     model: PreTrainedModel, settings: Loss = PLAIN, groups: RankGroups = ALONE
 ) -> tuple[float, Callable] | None:
-    """Return the coefficient and the balancing loss (outputs, labels) -> scalar; None if no loss balances.
+    """Return the coefficient and the balancing loss (outputs) -> scalar; None if no loss balances.
 
     The coefficient is the model's own if its class has one (`router_aux_loss_coef`), else the recipe's. If routers have
     a correction bias, the loss over each sequence is enough: the biases do the rest (training/experts.py).
@@ -139,7 +139,7 @@ def balance_of(
     return settings.balance_weight, partial(chosen_balance, routing=routing)
 
 
-def transformers_balance(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+def transformers_balance(outputs: Any) -> torch.Tensor:
     """Return the balancing loss that the model class computes itself."""
     if outputs.aux_loss is None:
         what = "has router_aux_loss_coef and computes no such loss; take another type, or set loss.balance to none"
@@ -147,20 +147,21 @@ def transformers_balance(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
     return outputs.aux_loss
 
 
-def chosen_balance(outputs: Any, labels: torch.Tensor, routing: Routing) -> torch.Tensor:
+def chosen_balance(outputs: Any, routing: Routing) -> torch.Tensor:
     """Compute the loss for a class that has none; how many experts a token takes is seen in the forward pass."""
-    return layers_balance(outputs, labels, chosen=routing.choices[0].shape[-1])
+    return layers_balance(outputs, chosen=routing.choices[0].shape[-1])
 
 
-def sequence_balance(outputs: Any, labels: torch.Tensor, routing: Routing) -> torch.Tensor:
+def sequence_balance(outputs: Any, routing: Routing) -> torch.Tensor:
     """Add up E/k sum_i f_i P_i of the layers, as DeepSeek-V3 does; of each the mean over sequences (eq. 17 to 20).
 
     f counts the k highest scores without the correction bias; P is the mean of sigmoid scores divided by their sum.
     """
     losses = []
     for logits, chosen in zip(outputs.router_logits, routing.choices, strict=True):
-        scores = logits.float().view(*labels.shape, -1).sigmoid()  # 16 bits count to 256
-        experts, length = scores.shape[-1], labels.shape[-1]
+        # also a fused loss gets [batch, length, ...]; 16 bits count to 256
+        scores = logits.float().view(*outputs.logits.shape[:2], -1).sigmoid()
+        _, length, experts = scores.shape
         highest = scores.topk(chosen.shape[-1], dim=-1, sorted=False).indices.flatten(1)
         sent = torch.zeros_like(scores[:, 0]).scatter_add_(
             1, highest, torch.ones_like(highest, dtype=scores.dtype)
@@ -171,7 +172,7 @@ def sequence_balance(outputs: Any, labels: torch.Tensor, routing: Routing) -> to
 
 
 def layers_balance(
-    outputs: Any, labels: torch.Tensor, chosen: int, sequence_group: dist.ProcessGroup | None = None
+    outputs: Any, chosen: int, sequence_group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
     """Average E sum_i f_i P_i over the layers (Fedus et al. 2021, equations 4 to 6): `chosen` if all experts are equal.
 
@@ -241,7 +242,7 @@ def next_token_loss(
     if sequence_group is not None and (router_coefficient or router_z_coefficient):
         share = mean_over(share, sequence_group)  # of whole sequences: every rank has the same
     if router_coefficient:
-        loss = loss + share * router_coefficient * balance(outputs, labels)
+        loss = loss + share * router_coefficient * balance(outputs)
     if router_z_coefficient:
         loss = loss + share * router_z_coefficient * router_z_loss(outputs.router_logits)
     return loss

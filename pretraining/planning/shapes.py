@@ -29,7 +29,12 @@ from pretraining.schema import REPOSITORY, display_path
 MODULE = "pretraining.model.counting"
 SOURCES = [
     REPOSITORY / "pretraining" / name
-    for name in ("model/counting.py", "model/initial_weights.py", "upstream/transformers.py")
+    for name in (
+        "model/counting.py",
+        "model/initial_weights.py",
+        "recipe/model.py",
+        "upstream/transformers.py",
+    )
 ]
 HOW = "counted by building on the meta device"
 GATED = 2.5

@@ -45,7 +45,7 @@ OLD_ROPE = ("rope_scaling", "rope_theta", "partial_rotary_factor")
 ROPE_ALWAYS = ("rope_type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 ROTARY = ("llama", "mixtral", "qwen3", "qwen3_moe")
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """What configuration classes call a layer's number of experts."""
 
 ROUTER_COEFFICIENT = "router_aux_loss_coef"
@@ -57,14 +57,20 @@ def is_exact(model: dict) -> bool:
     return model["model_type"] in EXACT
 
 
-def is_mixture(model: dict) -> bool:
+def has_experts(model: dict) -> bool:
     """Return whether routers of this model of transformers send each token to some of several experts."""
     return model_extension(model["model_type"]) is None and _has_experts(model_with_defaults(model))
 
 
 def _has_experts(values: dict) -> bool:
-    experts = next((values[key] for key in EXPERTS if values.get(key)), 0)
-    return experts > 1 and values.get("is_moe", True)  # Doge is a mixture only where it says so
+    key = experts_key(values)
+    # Doge is a mixture only where it says so
+    return key is not None and values[key] > 1 and values.get("is_moe", True)
+
+
+def experts_key(values: dict) -> str | None:
+    """Return the key that holds a layer's number of experts; None if a section, over its defaults, has none."""
+    return next((key for key in EXPERTS if values.get(key)), None)
 
 
 @cache
@@ -268,7 +274,7 @@ def _check_heads_and_experts(model: dict) -> Wrong:
     if heads % key_value_heads:
         key = own_key(model, "num_key_value_heads")
         yield f"model.{key}", f"is {key_value_heads}, which does not divide model.{heads_key} {heads}"
-    key = next((key for key in EXPERTS if model.get(key)), None)
+    key = experts_key(model)
     if key is None:
         return
     experts, chosen, groups = model[key], model.get("num_experts_per_tok") or 1, model.get("n_group") or 1

@@ -15,7 +15,7 @@ from pretraining.errors import nearest
 from pretraining.extend import Extension, check_defined, defined
 from pretraining.recipe.budget import Budget, StepSizes, nearest_multiples
 from pretraining.recipe.data import Data, check_mixture
-from pretraining.recipe.model import CROSSES_DOCUMENTS, EXACT, Model, is_mixture, own_key
+from pretraining.recipe.model import CROSSES_DOCUMENTS, EXACT, Model, has_experts, own_key
 from pretraining.recipe.mup import Mup, check_mup
 from pretraining.recipe.section import Section, check_folder_name
 from pretraining.recipe.sections import (
@@ -361,7 +361,7 @@ def check_loss(loss: Loss, model: Model) -> Wrong:
     if loss.kind == "fused" and not model.is_exact:
         what = f"is fused, which is for {', '.join(EXACT)}: others may scale or cap their logits; use chunked"
         yield "loss.kind", what
-    if is_mixture(model) and model.get("output_router_logits") is False and loss.balance == "auto":
+    if has_experts(model) and model.get("output_router_logits") is False and loss.balance == "auto":
         what = "is false, so that nothing balances the experts; leave it out, or set loss.balance to none"
         yield "model.output_router_logits", what
     # a model of the user's own is asked again once it is built

@@ -24,7 +24,7 @@ from pretraining.errors import UserError
 from pretraining.outside.addresses import is_remote
 from pretraining.recipe import Recipe, accumulation_steps, load_recipe
 from pretraining.recipe.data import is_mixed
-from pretraining.recipe.model import DROPOUTS, EXACT, EXPERTS, MIXTURES, Model, value_of
+from pretraining.recipe.model import DROPOUTS, EXACT, MIXTURES, Model, experts_key, value_of
 from pretraining.recipe.training import ADAMW, DEFAULT_OPTIM, ELEMENTWISE
 from pretraining.schema import Wrong, display_path, refuse_first
 
@@ -415,7 +415,7 @@ def _check_expert(recipe: Recipe, model: Model, ds_config: dict, degrees: Degree
     if model.model_type not in MIXTURES:
         what = f"is for mixtures of experts of the types {' and '.join(MIXTURES)}, not for {model.model_type}"
         raise UserError(f"{name}: {what}; leave it out")
-    experts = next(value_of(model, key) for key in EXPERTS if value_of(model, key))
+    experts = model[experts_key(model)]
     if experts % size:
         fitting = [each for each in range(1, experts + 1) if not experts % each]
         nearest_size = min(fitting, key=lambda each: abs(each - size))

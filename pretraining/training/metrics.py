@@ -1,6 +1,6 @@
 """Write one row of metrics.jsonl per logged step, complete before any tracker sees it, and show the progress bar.
 
-The loss of each source and the load of each expert come from the forward passes of training itself.
+The loss of each source comes from the forward passes of training itself.
 metric_names.py groups the names (`loss` becomes `train/loss`).
 """
 

@@ -22,7 +22,7 @@ from pretraining.planning.costs import price_of
 from pretraining.planning.run_plan import RunPlan
 from pretraining.recipe import Recipe
 from pretraining.recipe.data import is_mixed, source_names
-from pretraining.recipe.model import is_mixture
+from pretraining.recipe.model import has_experts
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.arrival import Arrival
 from pretraining.training.experts import ExpertLoad
@@ -57,7 +57,7 @@ class RunMonitors:
         layers_every, alerted = recipe.monitors.layer_norms_steps, self.stability
         self.gradients = [*noise, LayerNormsCallback(run, layers_every, lambda: alerted.alerted_step)]
         self.experts = []
-        if is_mixture(recipe.model):
+        if has_experts(recipe.model):
             # the exact types tell by their routers' scores, under any split of their experts
             exact, model = recipe.model.is_exact, recipe.model.with_defaults()
             rate = recipe.loss.bias_rate if recipe.loss.balance == "auto" and not exact else 0.0

@@ -218,10 +218,9 @@ class PretrainingTrainer(OpenTrainer):
         with averaged:
             measured = self.evaluator.measure(self.model_wrapped, self.state.global_step, interrupted)
             if measured is None:
-                # Save and stop. Nothing is logged, and the next start repeats the validation.
-                self.control.should_evaluate = (
-                    False  # else the Trainer begins another one as it leaves its loop
-                )
+                # Save and stop. Nothing is logged, and the next start repeats the validation. If one were still wanted,
+                # the Trainer would begin it as it leaves its loop.
+                self.control.should_evaluate = False
                 if self.state.global_step == self.first_step:
                     self._leave_if_stopped()  # the checkpoint it came from holds all there is
                 self.control.should_save = self.control.should_training_stop = True

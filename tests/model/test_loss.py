@@ -273,13 +273,11 @@ def test_the_balancing_loss_is_the_paper_s(name, tokens):
 def test_layers_that_each_overload_another_expert_are_not_balanced():
     """Each of four layers sends all its tokens to one expert, another one each: the worst there is, not the best."""
     layers = tuple(torch.eye(4)[[layer] * 50] * 40 for layer in range(4))
-    assert layers_balance(SimpleNamespace(router_logits=layers), None, chosen=1).item() == pytest.approx(
+    assert layers_balance(SimpleNamespace(router_logits=layers), chosen=1).item() == pytest.approx(
         4, rel=1e-6
     )
     even = (torch.eye(4).repeat(25, 1) * 40,)
-    assert layers_balance(SimpleNamespace(router_logits=even), None, chosen=1).item() == pytest.approx(
-        1, rel=1e-6
-    )
+    assert layers_balance(SimpleNamespace(router_logits=even), chosen=1).item() == pytest.approx(1, rel=1e-6)
     of_transformers = load_balancing_loss_func(layers, num_experts=4, top_k=1).item()
     assert of_transformers == pytest.approx(1, rel=1e-6), "what transformers' own would say"
 

@@ -14,7 +14,7 @@ from pretraining.errors import UserError
 from pretraining.model.build import build_config
 from pretraining.model.loss import PLAIN, balance_of, build_loss
 from pretraining.model.routing import watch_routing
-from pretraining.recipe.model import is_mixture, other_model_types
+from pretraining.recipe.model import has_experts, other_model_types
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.experts import PREFIX, ExpertLoad
 from tests.gear.runs import LLAMA, STEPS, Run, execute, start_and_kill
@@ -38,7 +38,9 @@ def section(name: str) -> dict:
 
 UNSEEN = ("llama4_text",)
 """Its class has the coefficient and computes no loss, and its experts take the tokens in a way of their own."""
-MIXTURES = [name for name in other_model_types()["types"] if name not in UNSEEN and is_mixture(section(name))]
+MIXTURES = [
+    name for name in other_model_types()["types"] if name not in UNSEEN and has_experts(section(name))
+]
 
 
 def built(name: str):
@@ -55,7 +57,7 @@ def test_every_mixture_is_balanced_and_its_load_is_seen(name):
     outputs = model(input_ids=tokens)
     weight, balance = balance_of(model)
     assert weight > 0 and loss(outputs, tokens).isfinite()
-    value = balance(outputs, tokens)
+    value = balance(outputs)
     value.backward()
     routing = watch_routing(model)
     routers = [logits.grad_fn for logits in outputs.router_logits]
@@ -107,7 +109,7 @@ def test_the_loss_over_each_sequence_is_deepseek_s():
                 share = (scores / scores.sum(-1, keepdim=True))[:, expert].mean()
                 expected += 4 / (2 * 16) * chosen * share / 2
     assert weight == 1e-4
-    torch.testing.assert_close(balance(outputs, tokens), expected)
+    torch.testing.assert_close(balance(outputs), expected)
 
 
 DEEPSEEK = {

@@ -276,9 +276,6 @@ def _build(
         raise
 
 
-# Counting.
-
-
 def count_data(recipe: Recipe, num_documents: int | None = None, show_progress: bool = True) -> dict:
     """Count documents, bytes of text and tokens of each source in `recipe.data`; no shard is written.
 

@@ -86,8 +86,6 @@ def _ends_sentence(word: str) -> bool:
     return stem not in _ABBREVIATED and not is_initials
 
 
-# Words.
-
 SPACE, SYMBOL, ALPHABETIC, DIGIT, NOT_PUNCTUATION, JOINS_LETTERS, JOINS_DIGITS, RUNS = (
     1 << n for n in range(8)
 )
