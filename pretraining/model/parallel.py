@@ -35,6 +35,7 @@ from pretraining.upstream.split_weights import (
     make_tensor_groups,
 )
 from pretraining.upstream.torch import let_length_vary
+from pretraining.upstream.transformers import is_experts
 from pretraining.upstream.wide_weights import WideLinear
 
 
@@ -175,7 +176,7 @@ def split_experts(model: PreTrainedModel, size: int) -> None:
 
 def expert_modules(model: nn.Module) -> list[nn.Module]:
     """List the modules that hold all experts of a layer, stacked along the first dimension of their parameters."""
-    return [module for name, module in model.named_modules() if name.endswith(".experts")]
+    return [module for module in model.modules() if is_experts(module)]
 
 
 class ExpertDispatch:

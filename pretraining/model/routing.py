@@ -5,6 +5,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from pretraining.upstream.deepspeed import whole_shape
 from pretraining.upstream.transformers import is_experts
 
 CORRECTION_BIASES = ("correction_bias", "expert_bias")
@@ -30,7 +31,8 @@ class Routing:
                 continue
             mixture = name.rpartition(".")[0] + "."
             self._biases.append(next((key for key in buffers if key.startswith(mixture)), None))
-            self.sizes.append(module.num_experts)
+            # a rank may have some of them, and ZeRO-3 empty ones
+            self.sizes.append(whole_shape(next(module.parameters(recurse=False)))[0])
             module.register_forward_pre_hook(partial(self._note, len(self.choices)), with_kwargs=True)
             self.choices.append(None)
 

@@ -1,6 +1,7 @@
 """Build TrainingArguments from the recipe's `training` section, the budget, the command line and the promises."""
 
 import math
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
-from transformers import TrainingArguments, enable_full_determinism
+from transformers import AutoConfig, TrainingArguments, enable_full_determinism
 from transformers.utils import is_liger_kernel_available, is_torch_tf32_available
 
 from pretraining.command_line import ranks_here
@@ -150,6 +151,15 @@ def prefetch_factor(recipe: Recipe, accumulation_steps: int) -> int:
     return max(2, min(math.ceil(accumulation_steps / workers), int(room / (workers * batch_bytes))))
 
 
+SLICES: dict[str, dict] = {
+    "colwise": {"partition_type": "column"},
+    "rowwise": {"partition_type": "row"},
+    # these norms see only the heads of their rank: each rank has a part of their gradient
+    "replicated_with_grad_allreduce": {"partition_type": "skip", "grad_allreduce": True},
+}
+"""{what transformers calls a way to split a layer: AutoTP's rule}"""
+
+
 def engine_config(recipe: Recipe, ds_config: dict | None) -> dict | None:
     """Return DeepSpeed's configuration: the ds_config, with what the recipe's precision and compiled blocks need."""
     if not ds_config:
@@ -162,7 +172,7 @@ def engine_config(recipe: Recipe, ds_config: dict | None) -> dict | None:
     # Experts too (model/parallel.py): DeepSpeed would replace the routers by its own.
     config.pop("expert_parallel", None)
     if degrees_of(ds_config).tensor > 1:
-        config["tensor_parallel"] = {**ds_config["tensor_parallel"], "partition_config": split_layers()}
+        config["tensor_parallel"] = {**ds_config["tensor_parallel"], "partition_config": split_layers(recipe.model)}
         # the exported weights are gathered at every stage
         gathered = {"stage3_gather_16bit_weights_on_model_save": True}
         config["zero_optimization"] = {**ds_config["zero_optimization"], **gathered}
@@ -182,20 +192,23 @@ def engine_config(recipe: Recipe, ds_config: dict | None) -> dict | None:
     return config
 
 
-def split_layers() -> dict:
-    """Return AutoTP's rules: attention and MLP are split, norms whole; embedding and head are `model/parallel.py`'s."""
-    columns = r".*\.self_attn\.[qkv]_proj\.(weight|bias)$", r".*\.mlp\.(gate|up)_proj\.(weight|bias)$"
-    rows = r".*\.self_attn\.o_proj\.weight$", r".*\.mlp\.down_proj\.weight$"
-    # These norms see only the heads of their rank: each rank has a part of their gradient.
-    norms = (r".*\.self_attn\.[qk]_norm\.weight$",)
-    return {
-        "use_default_specs": False,
-        "layer_specs": [
-            {"patterns": list(columns), "partition_type": "column"},
-            {"patterns": list(rows), "partition_type": "row"},
-            {"patterns": list(norms), "partition_type": "skip", "grad_allreduce": True},
-        ],
-    }
+def split_layers(model: dict) -> dict:
+    """Return AutoTP's rules, from transformers' plan for the type: columns, rows, and norms of heads, which stay whole.
+
+    Experts stay whole; embedding and head are `model/parallel.py`'s. Raises `UserError` for a plan of other slices.
+    """
+    specs = []
+    for place, style in (AutoConfig.for_model(**model).base_model_tp_plan or {}).items():
+        if place.split(".")[0] != "layers" or ".experts" in place:
+            continue
+        if style not in SLICES:
+            what = f"transformers splits {place.removeprefix('layers.*.')} as {style}"
+            raise UserError(f"model.model_type: {model['model_type']} has no tensor degree: {what}")
+        # a bias of rows stays whole, and AutoTP adds it once
+        end = r"\.weight$" if style == "rowwise" else r"\.(weight|bias)$"
+        pattern = r"(.*\.)?" + re.escape(place).replace(r"\*", r"\d+") + end
+        specs.append({"patterns": [pattern], **SLICES[style]})
+    return {"use_default_specs": False, "layer_specs": specs}
 
 
 @contextmanager

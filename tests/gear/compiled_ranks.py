@@ -117,7 +117,7 @@ def trained(
     zero |= {"reduce_bucket_size": 20_000} | (block_gathering({}, 50_000) if stage == 3 else {})
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
     if degrees.tensor > 1:
-        config["tensor_parallel"] = {"autotp_size": degrees.tensor, "partition_config": split_layers()}
+        config["tensor_parallel"] = {"autotp_size": degrees.tensor, "partition_config": split_layers(section)}
     alive, groups = HfDeepSpeedConfig(config), rank_groups(degrees)
     arguments = SimpleNamespace(bf16=False, fp16=False, deepspeed=config, process_index=1, seed=7)
     model = build_model(section, TOKENIZER, arguments, speed=replace(PLAIN, **speed), groups=groups).train()

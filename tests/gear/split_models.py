@@ -1,0 +1,208 @@
+"""What degrees and ZeRO-3 change in a small model of any type: trained on two ranks, against one process at ZeRO-0."""
+
+from tests.gear.on_ranks import on_ranks
+
+LAYOUTS = {
+    "zero3": "zero3",
+    "sequence": "zero0:sequence=2",
+    "expert": "zero0:expert=2",
+    "tensor": "zero0:tensor=2",  # last: DeepSpeed keeps its mesh of split layers
+}
+"""{ability: the layout that shows it}"""
+STEPS, ROWS, LENGTH, RATE = 3, 4, 24, 0.1
+LOSS_TOLERANCE, MOVED_TOLERANCE = 1e-5, 1e-2
+"""Of a loss; of what the steps have changed in a weight, in parts of the largest change."""
+
+
+def measured_on_ranks(models: dict[str, dict]) -> dict[str, dict[str, str | None]]:
+    """Return {type: {ability: None, or why the model lacks it}} of model sections, which should be small.
+
+    Each type has processes of its own: a rank that fails ends the other, which waits for it. What was not measured
+    then is measured by itself.
+    """
+    return {name: measured_on_two(model) for name, model in models.items()}
+
+
+def measured_on_two(model: dict) -> dict[str, str | None]:
+    try:
+        return on_ranks(2, abilities_here, model, list(LAYOUTS))[0]
+    except AssertionError:
+        return {ability: _alone(model, ability) for ability in LAYOUTS}
+
+
+def _alone(model: dict, ability: str) -> str | None:
+    try:
+        return on_ranks(2, abilities_here, model, [ability])[0][ability]
+    except AssertionError as error:
+        lines = [line for line in str(error).splitlines() if "Error" in line]
+        return (lines or ["a rank failed"])[-1][:160]
+
+
+def abilities_here(model: dict, abilities: list[str]) -> dict[str, str | None]:
+    """Measure on this rank; both ranks return the same. A collective."""
+    import warnings
+
+    from transformers.utils import logging
+
+    from pretraining.runtime.process_group import gather_from_ranks
+
+    warnings.filterwarnings("ignore")
+    logging.set_verbosity_error()
+    found = {}
+    for ability in abilities:
+        try:
+            reason = measure(model, ability)
+        except Exception as error:  # each class has its own for what it cannot do
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+        found[ability] = next((each for each in gather_from_ranks(reason) if each), None)
+    return found
+
+
+def measure(model: dict, ability: str) -> str | None:
+    """Return the first thing that differs from a whole model; None if nothing does. A collective."""
+    from pretraining.ds_config import degrees_of, load_ds_config
+    from pretraining.upstream.deepspeed import own_rows, split_part, whole_shape
+    from pretraining.upstream.transformers import is_experts
+
+    model = {"initializer_range": 0.18, **model} if "initializer_range" in known_keys(model) else dict(model)
+    ds_config = load_ds_config(LAYOUTS[ability])
+    degrees = degrees_of(ds_config)
+    if ability == "sequence" and model.get("sliding_window"):
+        model["sliding_window"] = None  # recipes are asked for that
+    losses, network, before = trained({**model, "attn_implementation": "eager"}, None, degrees)
+    if ability == "expert" and not any(is_experts(module) for module in network.modules()):
+        return "it has no experts in one module"
+    ours, split, _ = trained(model, ds_config, degrees)
+    for step, (here, there) in enumerate(zip(ours, losses, strict=True), 1):
+        if not abs(here - there) <= LOSS_TOLERANCE * max(1.0, abs(there)):
+            return f"the loss of step {step} differs by {abs(here - there):.0e}"
+    theirs = dict(network.named_parameters())
+    is_split = ability in ("zero3", "sequence")
+    for name, parameter in split.named_parameters():
+        if whole_shape(parameter) != tuple(theirs[name].shape):
+            return f"{name} has another shape"
+        here, there, start = gathered(parameter), theirs[name].data, before[name]
+        if parts := split_part(parameter):
+            is_split = True
+            for dimension, (first, number) in parts.items():
+                there, start = (each.narrow(dimension, first, number) for each in (there, start))
+        there, start = own_rows(parameter, there), own_rows(parameter, start)
+        is_split = is_split or there.shape != theirs[name].shape
+        most = (theirs[name].data - before[name]).abs().max().item()
+        difference = (here - there).abs().max().item() if here.numel() else 0.0
+        if not difference <= MOVED_TOLERANCE * most + 1e-6:
+            return f"the change of {name} differs by {difference / max(most, 1e-12):.0%}"
+    buffers = dict(network.named_buffers())
+    for name, buffer in split.named_buffers():
+        if name in buffers and buffer.shape == buffers[name].shape and buffer.is_floating_point():
+            if not bool(((buffer - buffers[name]).abs() <= 1e-5).all()):
+                return f"the buffer {name} differs"
+    if ability == "tensor" and not any("lm_head" not in n and "embed" not in n and split_part(p) for n, p in split.named_parameters()):
+        return "no layer is split"
+    return None if is_split else "nothing is split"
+
+
+def known_keys(model: dict) -> dict:
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(model["model_type"]).to_dict()
+
+
+def gathered(parameter):
+    """What this rank has of a parameter, shards of ZeRO-3 put together."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter]):
+        return parameter.detach().clone()
+
+
+def trained(model: dict, ds_config: dict | None, degrees) -> tuple[list, object, dict]:
+    """Train some steps of two micro-batches by SGD; return (mean loss of each step, model, weights before).
+
+    ds_config: None: one process has both micro-batches. If the layout splits samples, each rank has one of them.
+    """
+    from types import SimpleNamespace
+
+    import deepspeed
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+    from pretraining.data.documents import part_of_sequences
+    from pretraining.model.build import build_model
+    from pretraining.model.loss import build_loss
+    from pretraining.recipe.sections import Loss
+    from pretraining.runtime.process_group import ALONE, rank_groups
+    from pretraining.training.arguments import split_layers
+    from pretraining.training.experts import ExpertLoad
+    from pretraining.upstream.split_weights import expert_groups_of
+
+    groups = rank_groups(degrees) if ds_config else ALONE
+    shares_samples = degrees.ranks_per_sample > 1
+    accumulation = 2 if shares_samples else 1
+    config = None
+    if ds_config:
+        zero = {key: value for key, value in ds_config["zero_optimization"].items() if value != "auto"}
+        if zero["stage"] == 3:
+            zero |= {"stage3_param_persistence_threshold": 0}
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": accumulation,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "steps_per_print": 10**9,
+            "gradient_clipping": 0.0,
+        }
+        if degrees.tensor > 1:
+            config["tensor_parallel"] = {**ds_config["tensor_parallel"], "partition_config": split_layers(model)}
+    tokenizer = SimpleNamespace(bos_token_id=0, eos_token_id=0)
+    alive = HfDeepSpeedConfig(config) if config else None
+    arguments = SimpleNamespace(bf16=False, fp16=False, deepspeed=config, process_index=1, seed=0)
+    try:
+        network = build_model(model, tokenizer, arguments, groups=groups).train()
+        before = {name: each.detach().clone() for name, each in network.named_parameters()}
+        loss = build_loss(network, Loss(kind="plain"), groups)
+        load = ExpertLoad(None, bias_rate=0.01, logs=False)
+        load.routing = getattr(network, "routing", None)
+        loss = load.around(loss)
+        optimizer = torch.optim.SGD(expert_groups_of([{"params": list(network.parameters())}]), lr=RATE)
+        engine = None
+        if config:
+            engine, *_ = deepspeed.initialize(model=network, optimizer=optimizer, config=config)
+        micro_batches = 2 if shares_samples or not config else 1
+        generator, losses = torch.Generator().manual_seed(1), []
+        for _ in range(STEPS):
+            tokens = torch.randint(1, model["vocab_size"], (ROWS, LENGTH + 1), generator=generator)
+            halves = tokens.chunk(2)
+            if micro_batches == 1:
+                halves = [halves[dist.get_rank()]]
+            total = 0.0
+            for half in halves:
+                batch = {"input_ids": half[:, :-1].numpy(), "labels": half[:, 1:].numpy()}
+                batch = part_of_sequences(batch, groups.sequence_part, groups.degrees.sequence)
+                batch = {k: torch.from_numpy(np.ascontiguousarray(v)) if isinstance(v, np.ndarray) else v for k, v in batch.items()}
+                labels = batch.pop("labels")
+                value = loss((engine or network)(**batch), labels)
+                if engine:
+                    engine.backward(value)
+                    engine.step()
+                else:
+                    (value / micro_batches).backward()
+                total += value.item() / micro_batches
+            if not engine:
+                optimizer.step()
+                optimizer.zero_grad()
+            load.on_step_end(None, None, None)  # one process of two counts all twice: the signs are the same
+            if config:
+                number = torch.tensor(total, dtype=torch.float64)
+                dist.all_reduce(number)
+                total = float(number) / dist.get_world_size()
+            losses.append(total)
+        return losses, network, before
+    finally:
+        unset_hf_deepspeed_config()
+        del alive
+
+
