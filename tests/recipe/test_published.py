@@ -181,7 +181,7 @@ def test_a_path_without_a_config_and_a_name_that_is_none(tmp_path):
         (tmp_path, "no config.json there"),
         ("./nowhere", "no config.json there"),
         ("a name", "neither a name on the hub"),
-        ("~nobody/model", "is no path"),
+        ("~no-such-user/model", "is no path"),
         ("a" * 5000, "is no path"),
     ):
         with pytest.raises(UserError, match=said):
