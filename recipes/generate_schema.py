@@ -23,6 +23,7 @@ from schema_generator.keys_page import keys_page  # noqa: E402
 from schema_generator.layout_plans import with_plans  # noqa: E402
 from schema_generator.layout_table import with_table  # noqa: E402
 from schema_generator.model_types import UNUSED, bounded, largest, other_model_types  # noqa: E402
+from schema_generator.types_page import types_page  # noqa: E402
 
 from pretraining.data.quality.chain import filters_schema  # noqa: E402
 from pretraining.recipe.loading import sections_schema  # noqa: E402
@@ -229,6 +230,7 @@ def main() -> int:
     schemas["recipes/features/schema.json"] = variant_schema(schemas["recipes/schema.json"])
     texts = {name: json.dumps({"$schema": DRAFT, **schema}, indent=1) for name, schema in schemas.items()}
     texts["pretraining/recipe/model_types.json"] = one_line_each(other_model_types(list(SHAPE_KEYS)))
+    texts["docs/model_types.md"] = types_page()
     texts["docs/recipe_keys.md"] = keys_page(schemas["recipes/schema.json"], REPOSITORY / "recipes")
     layouts = REPOSITORY / "docs" / "layouts.md"
     texts["docs/layouts.md"] = with_plans(with_table(layouts.read_text(encoding="utf-8"))).rstrip("\n")
