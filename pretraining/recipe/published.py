@@ -125,21 +125,19 @@ def _section(config: dict, model_type: str | None, where: str) -> tuple[dict, li
 
     model_type: the recipe's, for a configuration without one.
     """
-    said, known = (
-        [],
-        {**{name: schema_file()["$defs"][name] for name in EXACT}, **other_model_types()["types"]},
-    )
+    known, said = {**schema_file()["$defs"], **other_model_types()["types"]}, []
     inner = config.get("text_config")
-    if config.get("model_type") not in known and isinstance(inner, dict) and inner.get("model_type") in known:
+    inner = inner if isinstance(inner, dict) else {}
+    if str(config.get("model_type")) not in known and str(inner.get("model_type")) in known:
         said.append(f"the language model {inner['model_type']} alone of its {config.get('model_type')}")
         tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
         config = {**tied, **inner}
     kind = config.get("model_type") or model_type
     if kind is None:
         raise problem(where, "model_type", "is missing; write it beside from")
-    if kind not in known:
+    if not isinstance(kind, str) or kind not in known:
         # says why, or what was meant
-        checked_model({"model_type": str(kind)}, where)
+        checked_model({"model_type": str(kind)[:100]}, where)
         raise problem(where, "model_type", f"is {kind!r}, of which this recipe's own module is the author")
     own = known[kind]["properties"]
     ours = (*SPECIAL_IDS, *OF_THE_RUN, *Weights.names(), *Weights.PUBLISHED)
@@ -150,10 +148,9 @@ def _section(config: dict, model_type: str | None, where: str) -> tuple[dict, li
         section |= missing
         said.append(f"{json.dumps(missing)} by default")
     others = {key: section.pop(key) for key in list(section) if key not in own}
-    is_exact = kind in EXACT
-    section = (
-        check(section, known[kind], where, root=schema_file()) if is_exact else checked_model(section, where)
-    )
+    # the recipe's schema checks these types, `checked_model` the others
+    section = check(section, known[kind], where, root=schema_file()) if kind in EXACT else section
+    section = checked_model(section, where)
     if others:
         read = _asked({**section, **others}, sorted(own), where)
         section |= read
