@@ -153,6 +153,8 @@ MISTAKES = {
     "no type": ({"model_type": ...}, [], "model_type: is missing; write it beside from"),
     "refused": ({"model_type": "mamba2"}, [], "is 'mamba2', which does not train here: "),
     "unknown": ({"model_type": "lama"}, [], "is 'lama', which is no model type; did you mean 'llama'"),
+    "type of another kind": ({"model_type": ["llama"]}, [], "which is no model type"),
+    "positions of another kind": ({"rope_scaling": "linear"}, [], "transformers cannot read it ("),
     "wrong value": (
         {"hidden_size": "wide"},
         [],
