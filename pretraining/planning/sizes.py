@@ -395,7 +395,7 @@ class FlopsVerb:
 
     EXAMPLES = """  python -m pretraining.planning flops --recipe 30b
   python -m pretraining.planning flops --recipe 7b --set model.max_position_embeddings=32768 --json
-  python -m pretraining.planning flops --model HuggingFaceTB/SmolLM2-135M
+  python -m pretraining.planning flops --model recipes/features/files/smollm2.json
   python -m pretraining.planning flops --parameters 175b --tokens 300b"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
