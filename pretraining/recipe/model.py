@@ -167,7 +167,10 @@ def read_config(model: Any) -> tuple[Any, str]:
     section, said = {key: value for key, value in model.items() if key not in gone}, []
     if gone:
         said.append(f"{', '.join(gone)} left out, which shape no model")
-    if (old := [key for key in OLD_ROPE if key in others]) and model["model_type"] in known["old_rope"]:
+    # of any other kind it is refused by its name
+    readable = all(isinstance(section.get(key) or {}, dict) for key in ("rope_scaling", "rope_parameters"))
+    old = [key for key in OLD_ROPE if key in others]
+    if old and readable and model["model_type"] in known["old_rope"]:
         section = with_rope_parameters(section, old)
         said.append(f"{', '.join(old)} read as rope_parameters {json.dumps(section['rope_parameters'])}")
     return section, "; ".join(said)
