@@ -20,7 +20,8 @@ from pretraining.data.documents import document_borders
 from pretraining.errors import UserError
 from pretraining.model.attention import TORCH_VARLEN, register_kernels
 from pretraining.model.build import blocks_of, compile_model, keep_products
-from pretraining.model.loss import build_loss
+from pretraining.model.loss import balance_of, build_loss
+from pretraining.recipe.model import has_experts
 from pretraining.recipe.sections import Loss, Speed
 from pretraining.upstream.transformers import mask_by_positions
 
@@ -174,6 +175,21 @@ def document_by_document(
     return torch.cat(attended)
 
 
+def balances(model: dict) -> None:
+    """See that a mixture has a balancing loss, or biases that can move, which reaches every router."""
+    if not has_experts(model):
+        return
+    network, tokens = built({**model, "output_router_logits": True}), _tokens(model)
+    found = balance_of(network)
+    if found is None:
+        raise UserError("it has no loss and no biases that balance its experts")
+    weight, balance = found
+    outputs = network(input_ids=tokens)
+    value = balance(outputs)
+    if not (weight > 0 and value.isfinite() and all(each.requires_grad for each in outputs.router_logits)):
+        raise UserError("the loss that balances its experts does not reach its routers")
+
+
 ABILITIES: dict[str, Callable[[dict], None]] = {
     "chunked": partial(has_loss, kind="chunked"),
     "fused": partial(has_loss, kind="fused"),
@@ -183,5 +199,6 @@ ABILITIES: dict[str, Callable[[dict], None]] = {
     "compiled": compiles,
     "recomputed": recomputes,
     "operators": partial(recomputes, all_but_products=True),
+    "balanced": balances,
 }
 """Ability -> what raises if the model lacks it."""

@@ -373,6 +373,8 @@ def check_loss(loss: Loss, model: Model) -> Wrong:
     if has_experts(model) and model.get("output_router_logits") is False and loss.balance == "auto":
         what = "is false, so that nothing balances the experts; leave it out, or set loss.balance to none"
         yield "model.output_router_logits", what
+    if has_experts(model) and loss.balance == "auto" and (reason := why_not(model, "balanced")):
+        yield "loss.balance", f"{reason}; set it to none"
     # a model of the user's own is asked again once it is built
     if loss.router_z_loss and not model.get("output_router_logits"):
         what = "needs a mixture of experts with model.output_router_logits true"

@@ -12,6 +12,7 @@ COLUMNS = {
     "compiled": "compiled blocks",
     "recomputed": "recomputed layers",
     "operators": "all but products",
+    "balanced": "balance of experts",
 }
 """Ability -> the head of its column; abilities that are not named here have columns of their own names."""
 HEAD = """# What each model type can do
@@ -33,7 +34,7 @@ def types_page() -> str:
     kept = json.loads(MEASURED.read_text(encoding="utf-8"))
     types = kept["types"]
     abilities = list(dict.fromkeys(ability for found in types.values() for ability in found))
-    shown = [ability for ability in abilities if ability != "chunked"]
+    shown = [ability for ability in abilities if ability not in ("chunked", "balanced")]
     heads = ["type", *(COLUMNS.get(ability, ability) for ability in shown)]
     rows = [
         [f"`{name}`", *("yes" if found.get(ability, "") is None else "" for ability in shown)]

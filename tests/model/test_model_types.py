@@ -55,9 +55,10 @@ def test_what_differs_is_seen():
 REFUSED = {
     "documents": ("data.document_masking=true", "data.document_masking: does not hold for falcon_h1"),
     "fused": ('loss={"kind": "fused"}', "loss.kind: is fused: final_logit_softcapping is 30"),
+    "balanced": ("training.logging_steps=1", "loss.balance: does not hold for llama4_text"),
     "recomputed": ("training.activation_checkpointing=true", "does not hold for ctrl"),
 }
-MODELS = {"documents": "falcon_h1", "fused": "gemma2", "recomputed": "ctrl"}
+MODELS = {"balanced": "llama4_text", "documents": "falcon_h1", "fused": "gemma2", "recomputed": "ctrl"}
 
 
 @pytest.mark.parametrize("case", REFUSED)
