@@ -108,8 +108,7 @@ def full_plan(
     model = f"{size.total:,} parameters{_parts_words(recipe, plan)}: {recipe.model['model_type']}, "
     model += f"{size.num_layers} layers of width {width:,}"
     if size.counted:
-        family = family_of(recipe.model)
-        model += f"; {size.counted}, activations as those of a {family} of these widths"
+        model += f"; {size.counted}, kernels' time as that of a {family_of(recipe.model)} of these widths"
     return {
         **plan.to_dict(),
         "budget_tokens": recipe.budget.tokens,
