@@ -11,7 +11,9 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,7 +34,14 @@ CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 
 
 def main() -> None:
+    # their kernels run on a GPU alone: a layer that can use them has a path of torch's operators too
+    sys.modules.update(dict.fromkeys(KERNELS))
     print(json.dumps(counted(json.load(sys.stdin), sys.argv[1:])))
+
+
+KERNELS = ("fla", "mamba_ssm", "causal_conv1d")
+OWN_KERNELS = ("use_kernel_func_from_hub_with_fallback", "is_fast_path_available")
+"""What a file of transformers imports or has if its layers can use them."""
 
 
 def counted(model: dict, extensions: Sequence[str] = ()) -> dict:
@@ -45,7 +54,11 @@ def counted(model: dict, extensions: Sequence[str] = ()) -> dict:
     except Exception as error:  # each class of transformers raises its own for a shape it cannot take
         while error.__cause__ is not None:  # strict configurations wrap what their own checks raise
             error = error.__cause__
-        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+        return {"error": _line(error)}
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def describe(model: dict) -> dict:
@@ -70,7 +83,7 @@ def describe(model: dict) -> dict:
         "experts": _first(config, EXPERTS) if experts else 0,
         "chosen_experts": _first(config, CHOSEN) if experts else 0,
         "faults": drawing_faults(built),
-        "kept": kept_for_backward(built, model),
+        "kept": kept_or_why_not(built, model),
     }
 
 
@@ -154,6 +167,21 @@ IN_FP32 = {
 }
 """What autocast computes in fp32 on a GPU, and not on a processor."""
 OUTSIDE, LOGITS = "outside", "logits"
+
+
+def kept_or_why_not(built: PreTrainedModel, model: dict) -> dict:
+    """Return `kept_for_backward`, and under `estimated` why planning can only estimate it, if so."""
+    files = {sys.modules[type(module).__module__] for module in built.modules()}
+    why = None
+    if any(hasattr(file, name) for file in files for name in OWN_KERNELS):
+        why = "counted without the kernels that its linear layers have on a GPU"
+    try:
+        return {**kept_for_backward(built, model), "estimated": why}
+    # whatever a class of the user's own raises if its tensors hold no numbers
+    except Exception as error:
+        return {
+            "estimated": f"its matrices' inputs and results, as it does not run on fake tensors ({_line(error)})"
+        }
 
 
 def kept_for_backward(built: PreTrainedModel, model: dict) -> dict:
@@ -248,8 +276,8 @@ class Walk:
         del given
         for key, size in self.shared.items():
             count.sizes["arguments"] += size * (key not in seen)
-        for kind, size in self.inputs.items():
-            count.sizes[f"{kind} input"] = size
+        for kind, hidden in self.inputs.items():
+            count.sizes[f"{kind} input"] = hidden.untyped_storage().nbytes()
         return count
 
     def _fake(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -268,8 +296,15 @@ class Walk:
     def _add(self, sizes: Counter, place: str, tensor: torch.Tensor) -> None:
         size = tensor.untyped_storage().nbytes()
         sizes[place] += size
-        if place not in (OUTSIDE, LOGITS):
-            sizes[f"{place} largest"] = max(sizes[f"{place} largest"], size)
+        if place in (OUTSIDE, LOGITS):
+            return
+        sizes[f"{place} largest"] = max(sizes[f"{place} largest"], size)
+        *rows, width = self.inputs[place].shape
+        # heads, and inner values of a dense layer: experts have rows of their own
+        if tensor.ndim > 3 or (
+            tensor.shape[-1] not in (1, width) and (tensor.ndim > 2 or len(tensor) == prod(rows))
+        ):
+            sizes[f"{place} split"] += size
 
     def _first_of(self, kind: str, forward: Callable) -> Callable:
         def run(*args, **kwargs):
@@ -282,7 +317,7 @@ class Walk:
                     self.shared[_storage(leaf)] = leaf.untyped_storage().nbytes()
                     self.given.append(leaf.detach())
             before, self.place = self.place, kind
-            self.inputs[kind] = hidden.untyped_storage().nbytes()
+            self.inputs[kind] = hidden.detach()
             out = forward(*args, **kwargs)
             self.place = before
             self.done[kind] = _passing(hidden, out)
@@ -298,7 +333,7 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _passing(hidden: torch.Tensor, out: object) -> Callable | None:
+def _passing(hidden: torch.Tensor, out: Any) -> Callable | None:
     """Return a layer in the place of another that gave `out`: it gives on what it gets. None: it cannot be replaced."""
     first = out[0] if isinstance(out, tuple | list) and out else out
     if not isinstance(first, torch.Tensor) or first.shape != hidden.shape:

@@ -34,7 +34,7 @@ from pretraining.planning.quantities import (
     three_digits,
 )
 from pretraining.planning.run_plan import Machine, RunPlan, build_run_plan
-from pretraining.planning.shapes import family_of
+from pretraining.planning.shapes import count_model, family_of
 from pretraining.planning.sizes import workload_of_recipe
 from pretraining.planning.throughput import precision_of_products
 from pretraining.recipe import Recipe
@@ -109,6 +109,8 @@ def full_plan(
     model += f"{size.num_layers} layers of width {width:,}"
     if size.counted:
         model += f"; {size.counted}, kernels' time as that of a {family_of(recipe.model)} of these widths"
+        if why := count_model(recipe.model).estimated:
+            model += f", activations estimated: {why}"
     return {
         **plan.to_dict(),
         "budget_tokens": recipe.budget.tokens,

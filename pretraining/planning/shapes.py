@@ -61,7 +61,12 @@ class CountedModel:
     faults: tuple[str, ...]
     """Why its initial weights would not be the same at every stage."""
     kept: dict
-    """What a forward pass keeps for the backward pass (model/counting.py, `kept_for_backward`)."""
+    """What a forward pass keeps for the backward pass (model/counting.py, `kept_or_why_not`)."""
+
+    @property
+    def estimated(self) -> str | None:
+        """Why what a forward pass keeps is an estimate, if it is one."""
+        return self.kept["estimated"]
 
     def of_part(self, *parts: str) -> int:
         return sum(numel for part, numel, *_ in self.tensors if part in parts)

@@ -6,6 +6,7 @@ CUDA kernels save them. benchmarks/memory.py compares the counts with torch's me
 
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import NamedTuple
 
 from pretraining.ds_config import NOT_SPLIT, Degrees
 from pretraining.planning.memory.tensors import (
@@ -16,7 +17,7 @@ from pretraining.planning.memory.tensors import (
     rows_of_rank,
     widths_of_rank,
 )
-from pretraining.planning.shapes import Widths, count_model, is_mixture, widths_of
+from pretraining.planning.shapes import CountedModel, Widths, count_model, is_mixture, widths_of
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import model_with_defaults
 from pretraining.recipe.model import is_exact, value_of
@@ -92,11 +93,11 @@ def activations(
     # each rank has a part of every sequence; inside attention, all tokens of a part of the heads, which is as much
     tokens = micro_batch * sequence_length // degrees.sequence
     if not is_exact(model):
-        passing = _of_counted(
-            model, micro_batch, sequence_length, precision, every_n_layers, degrees, wide_head
-        )
-        # of logits that no loss divides into chunks, such as capped ones
+        passing = _of_counted(model, micro_batch, sequence_length, precision, every_n_layers, degrees)
+        # made of whole logits, such as capped ones; under a head in fp32 no 16-bit copy of its weights
         capped = 0.0 if loss.kind == "fused" else passing.logits
+        if wide_head and precision.is_autocast:
+            capped -= SIXTEEN_BIT * model_size(model).head / degrees.tensor
         hidden = value_of(model, "hidden_size")
         of_loss = _loss(model, tokens, hidden, precision, loss, gpu_memory, degrees, wide_head)
         return replace(passing, outside=passing.outside + capped, logits=of_loss)
@@ -163,58 +164,76 @@ def _loss(
     return read + loss_bytes(tokens, logits, width, precision, loss, gpu_memory)
 
 
+class _Layer(NamedTuple):
+    """Bytes of one layer of a model that was counted by building it."""
+
+    kept: float
+    input: float
+    widest: float
+    """Of its largest tensor."""
+    copies: float = 0.0
+    """Made of its weights, however many tokens there are."""
+
+
 def _of_counted(
-    model: dict,
-    rows: int,
-    length: int,
-    precision: Precision,
-    every_n_layers: int,
-    degrees: Degrees,
-    wide_head: bool,
+    model: dict, rows: int, length: int, precision: Precision, every_n_layers: int, degrees: Degrees
 ) -> Activations:
-    """Return what a model of any type keeps, as a forward pass of it was measured; of the loss, what comes before."""
-    facts = count_model(model)
-    name = "fp32" if precision.compute == FP32 else "autocast" if precision.is_autocast else "16 bit"
-    found, lengths = facts.kept["bytes"][name], facts.kept["lengths"]
+    """Return what a model of any type keeps, as its forward pass was measured; of the loss, what comes before it."""
+    facts, tokens = count_model(model), rows * length / degrees.sequence
+    if "bytes" not in facts.kept:
+        found, layers = {}, _by_matrices(facts, tokens * precision.compute, value_of(model, "hidden_size"))
+    else:
+        name = "fp32" if precision.compute == FP32 else "autocast" if precision.is_autocast else "16 bit"
+        found, layers = facts.kept["bytes"][name], []
 
     def measured(key: str) -> tuple[float, float]:
         """Return the bytes that do not depend on tokens, such as copies of weights, and the others."""
-        fixed, of_tokens = _at(found.get(key, [0] * 5), lengths, rows, length)
+        if key not in found:
+            return 0.0, 0.0
+        fixed, of_tokens = _at(found[key], facts.kept["lengths"], rows, length)
         return fixed / degrees.tensor, of_tokens / degrees.sequence
 
-    kinds = []
-    for kind in range(max(facts.kept["kinds"], default=-1) + 1):
+    for kind in facts.kept.get("kinds", ()):
         copies, kept = measured(f"{kind}")
-        # tensor ranks have a part of the heads and of the inner values each
+        # ranks that split layers hold a part of the heads and of the inner values each
         kept -= measured(f"{kind} split")[1] * (1 - 1 / degrees.tensor)
-        if degrees.sequence > 1:
-            # after the exchange back, the result of split sequences is another tensor than the kernel's
-            kept += measured(f"{kind} queries")[1]
-        kinds.append((copies, kept, measured(f"{kind} input")[1], measured(f"{kind} largest")[1]))
-    layers = [kinds[kind] for kind in facts.kept["kinds"]]
+        layers.append(_Layer(kept, measured(f"{kind} input")[1], measured(f"{kind} largest")[1], copies))
+    if degrees.sequence > 1:
+        # after the exchange back, the result is another tensor than the kernel's; keys and values may be copied
+        widths = widths_of_rank(widths_of(model), degrees)
+        keys = 2 * widths.keys * (key_value_copies(widths, degrees) - 1)
+        exchanged = tokens * precision.compute * (widths.queries + keys)
+        layers = [layer._replace(kept=layer.kept + exchanged) for layer in layers]
     again = [every_n_layers > 0 and index % every_n_layers == 0 for index in range(len(layers))]
     held = sum(
-        stream if redo else copies + kept
-        for redo, (copies, kept, stream, _) in zip(again, layers, strict=True)
+        layer.input if redo else layer.kept + layer.copies for redo, layer in zip(again, layers, strict=True)
     )
-    of_head, outside = measured("outside")
-    outside += of_head + TOKEN_INPUT_BYTES * rows * length / degrees.sequence
-    if any(again):
-        # what is an argument of every recomputed layer
-        outside += sum(measured("arguments"))
-    if wide_head and precision.is_autocast:
-        outside -= SIXTEEN_BIT * model_size(model).head / degrees.tensor
-    _, largest, stream, widest = max(layers, key=lambda layer: layer[1], default=(0, 0, 0, 0))
+    # what is an argument of every recomputed layer stays with it
+    outside = sum(sum(measured(key)) for key in ("outside", *(["arguments"] if any(again) else [])))
+    largest = max(layers, key=lambda layer: layer.kept, default=_Layer(0, 0, 0))
     return Activations(
-        per_layer=largest,
+        per_layer=largest.kept,
         layers=held,
-        recomputed=largest - stream if every_n_layers else 0.0,
-        outside=outside,
+        recomputed=largest.kept - largest.input if any(again) else 0.0,
+        outside=outside + TOKEN_INPUT_BYTES * tokens,
         logits=sum(measured("logits")),
         # the gradients of a layer's widest tensor and of what was made from it
-        backward=2 * widest + stream,
+        backward=2 * largest.widest + largest.input,
         recomputes_last=any(again[-1:]),
     )
+
+
+def _by_matrices(facts: CountedModel, bytes_of_number: float, width: int) -> list[_Layer]:
+    """Estimate layers by what goes into their matrices and comes out. bytes_of_number: of one for each token."""
+    numbers: dict[int, float] = {}
+    for part, _, layer, sides, _ in facts.tensors:
+        if layer is not None and sides:
+            met = facts.chosen_experts / facts.experts if part == "experts" and facts.experts else 1
+            numbers[layer] = numbers.get(layer, 4 * width) + met * sides
+    return [
+        _Layer(bytes_of_number * each, bytes_of_number * width, bytes_of_number * each / 4)
+        for each in numbers.values()
+    ]
 
 
 def _at(found: list[int], lengths: list[int], rows: int, length: int) -> tuple[float, float]:
