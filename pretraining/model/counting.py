@@ -241,6 +241,7 @@ class Walk:
             layer.forward = self._first_of(str(kind), layer.forward)
         if (head := built.get_output_embeddings()) is not None:
             head.register_forward_hook(self._after_head)
+        self.fakes: dict[str, dict[int, torch.Tensor]] = {}
         self.held = [
             (held, name, tensor)
             for module in built.modules()
@@ -251,15 +252,12 @@ class Walk:
 
     def measure(self, precision: str, rows: int, length: int) -> Count:
         """Return what `rows` sequences of `length` tokens keep."""
-        dtype, casts = PRECISIONS[precision]
+        casts, fakes = PRECISIONS[precision][1], self._weights_in(precision)
         self.place, self.done, self.inputs, self.saved = OUTSIDE, {}, {}, []
         self.shared, self.given, count = {}, [], Count()
-        fakes = {id(tensor): self._fake(tensor, dtype) for _, _, tensor in self.held}
-        for held, name, tensor in self.held:
-            held[name] = fakes[id(tensor)]
         with self.mode:
             ids = torch.zeros(rows, length, dtype=torch.long)
-            self.known = {_storage(tensor) for tensor in (*fakes.values(), ids)}
+            self.known = {_storage(tensor) for tensor in (*fakes, ids)}
             with (
                 torch.autocast("cpu", torch.bfloat16, enabled=casts),
                 torch.autograd.graph.saved_tensors_hooks(self._save, lambda saved: saved.tensor),
@@ -279,6 +277,16 @@ class Walk:
         for kind, hidden in self.inputs.items():
             count.sizes[f"{kind} input"] = hidden.untyped_storage().nbytes()
         return count
+
+    def _weights_in(self, precision: str) -> list[torch.Tensor]:
+        """Put fake weights and buffers of a precision into the model."""
+        if precision not in self.fakes:
+            self.fakes[precision] = {
+                id(tensor): self._fake(tensor, PRECISIONS[precision][0]) for _, _, tensor in self.held
+            }
+        for held, name, tensor in self.held:
+            held[name] = self.fakes[precision][id(tensor)]
+        return list(self.fakes[precision].values())
 
     def _fake(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         # DeepSpeed casts buffers with the weights
@@ -300,10 +308,9 @@ class Walk:
             return
         sizes[f"{place} largest"] = max(sizes[f"{place} largest"], size)
         *rows, width = self.inputs[place].shape
-        # heads, and inner values of a dense layer: experts have rows of their own
-        if tensor.ndim > 3 or (
-            tensor.shape[-1] not in (1, width) and (tensor.ndim > 2 or len(tensor) == prod(rows))
-        ):
+        is_dense = tensor.ndim > 2 or (tensor.ndim == 2 and len(tensor) == prod(rows))
+        # heads and inner values; experts have rows of their own
+        if tensor.ndim > 3 or (is_dense and tensor.shape[-1] not in (1, width)):
             sizes[f"{place} split"] += size
 
     def _first_of(self, kind: str, forward: Callable) -> Callable:

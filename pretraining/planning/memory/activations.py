@@ -218,7 +218,7 @@ def _of_counted(
         outside=outside + TOKEN_INPUT_BYTES * tokens,
         logits=sum(measured("logits")),
         # the gradients of a layer's widest tensor and of what was made from it
-        backward=2 * largest.widest + largest.input,
+        backward=2 * largest.widest / degrees.tensor + largest.input,
         recomputes_last=any(again[-1:]),
     )
 
