@@ -26,7 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pretraining.errors import UserError
 from pretraining.extend import check_model_keys, load_extensions, model_extension, read_extensions
-from pretraining.model.initial_weights import drawing_faults
+from pretraining.model.drawing_rules import drawing_faults
 from pretraining.recipe.model import EXPERTS
 from pretraining.upstream.transformers import without_padding
 

@@ -31,7 +31,7 @@ SOURCES = [
     REPOSITORY / "pretraining" / name
     for name in (
         "model/counting.py",
-        "model/initial_weights.py",
+        "model/drawing_rules.py",
         "recipe/model.py",
         "upstream/transformers.py",
     )
