@@ -202,7 +202,7 @@ def kept_for_backward(built: PreTrainedModel, model: dict) -> dict:
         counts = [walk.measure(precision, *case).sizes for case in cases]
         keys = dict.fromkeys(key for count in counts for key in count)
         found[precision] = {key: [count[key] for count in counts] for key in keys}
-    return {"lengths": lengths, "kinds": walk.kinds, "bytes": found}
+    return {"lengths": list(lengths), "kinds": walk.kinds, "bytes": found}
 
 
 def _longest(built: PreTrainedModel) -> int:
