@@ -31,8 +31,8 @@ def tracked(model: dict, precision: str, recomputes: bool, rows: int, length: in
     from torch.distributed._tools.mem_tracker import MemTracker
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from pretraining.model.counting import AsOnGpu
     from pretraining.model.loss import next_token_loss
+    from pretraining.upstream.saved_tensors import AsOnGpu
 
     dtype, casts = torch.bfloat16 if precision == "bf16" else torch.float32, precision == "autocast"
     config = AutoConfig.for_model(**{"use_cache": False, **model})

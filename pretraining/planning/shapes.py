@@ -33,6 +33,7 @@ SOURCES = [
         "model/counting.py",
         "model/drawing_rules.py",
         "recipe/model.py",
+        "upstream/saved_tensors.py",
         "upstream/transformers.py",
     )
 ]

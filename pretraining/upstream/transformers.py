@@ -42,25 +42,21 @@ A model's classes (transformers 5.23.0, torch 2.13.0, deepspeed 0.19.8):
   leaves the choice to it. Held by test_attention.py. May go once the config says it in public.
 - Which modules are the experts of a mixture, called with each token's choices (`is_experts`): `_is_expert_parallel`,
   which `use_experts_implementation` sets and nothing else. Held by test_balance.py.
-- Whether a batch has padding or several documents (`without_padding`): `masking_utils` reads it from the tokens, which
-  fake tensors do not have. Held by test_other_models.py. May go once masks can be built on fake tensors as on others.
 - Which buffers stay in fp32 (`keep_buffers`): `_keep_in_fp32_modules_strict`, which DeepSpeed reads too. Held by
   test_balance.py.
 """
 
-import contextlib
 import copy
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedModel, Trainer, masking_utils
+from transformers import PreTrainedModel, Trainer
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -289,15 +285,3 @@ def is_not_loaded(model: PreTrainedModel, saved_name: str) -> bool:
     """Return whether the class ignores a saved tensor of this name: a mask or a table that older versions saved."""
     patterns = model._keys_to_ignore_on_load_unexpected or ()
     return any(re.search(pattern, saved_name) for pattern in patterns)
-
-
-@contextlib.contextmanager
-def without_padding() -> Iterator[None]:
-    """Have masks built as for whole sequences, and none where a kernel knows of the causal one."""
-    ignores = masking_utils._ignore_causal_mask_sdpa
-    whole = {
-        "find_packed_sequence_indices": lambda *_: None,
-        "_ignore_causal_mask_sdpa": lambda padding_mask, *others, **named: ignores(None, *others, **named),
-    }
-    with mock.patch.multiple(masking_utils, **whole):
-        yield
