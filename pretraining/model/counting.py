@@ -137,8 +137,7 @@ def _head(built: PreTrainedModel) -> torch.Tensor | None:
 
 
 LENGTHS_OF_LOOPS = (64, 128, 192)
-"""Tokens of the sequences that are counted if Python goes from token to token, or needs many steps for each."""
-MANY_SAVES = 600
+"""Tokens of the sequences that are counted if Python goes from token to token, or from one chunk of 64 to the next."""
 
 
 def kept_or_why_not(built: PreTrainedModel, model: dict) -> dict:
@@ -163,9 +162,9 @@ def kept_for_backward(built: PreTrainedModel, model: dict) -> dict:
     half and of the full length, and for two of the latter two (planning/memory/activations.py, `_at`).
     """
     walk, longest = Walk(built, model.get("attn_implementation")), max(4, _longest(built))
-    saves = [walk.measure("fp32", 1, min(longest, length)).saves for length in (8, 16)]
+    saves = [walk.measure("fp32", 1, min(longest, length)).saves for length in LENGTHS_OF_LOOPS[::2]]
     lengths = (longest // 4, longest // 2, longest)
-    if saves[0] != saves[1] or saves[0] > MANY_SAVES:
+    if saves[0] != saves[1]:
         lengths = min(lengths, LENGTHS_OF_LOOPS)
     short, half, full = lengths
     found = {}

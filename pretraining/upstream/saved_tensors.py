@@ -12,6 +12,9 @@ What torch 2.13 and transformers 5.23 keep private:
 - Whether a batch has padding or several documents (`_ignore_causal_mask_sdpa`, `find_packed_sequence_indices` of
   `masking_utils`): it is read from the tokens, which fake tensors do not have.
 
+- The product of a mixture's experts (`_grouped_mm`): on fake tensors it takes no fp32. A function of autograd in its
+  place, as for attention (torch gives each a `_backward_cls`), keeps the same.
+
 Held by test_other_models.py, against torch's memory tracker. May go once torch says in public what a pass will keep.
 """
 
@@ -238,7 +241,7 @@ class AsOnGpu(TorchFunctionMode):
         if name == "scaled_dot_product_attention":
             return self._attention(*args, **kwargs)
         if name == "_grouped_mm":
-            return Grouped.apply(*args)
+            return _Grouped.apply(*args)
         if function is nn.functional.dropout:
             return self._dropout(*args, **kwargs)
         if self.casts and name in IN_FP32:
@@ -253,7 +256,7 @@ class AsOnGpu(TorchFunctionMode):
         if mask is not None and mask.dtype == torch.bool:
             # the kernel adds it to the scores
             mask = mask.new_empty(mask.shape, dtype=query.dtype)
-        return Attention.apply(query, key, value, mask)
+        return _Attention.apply(query, key, value, mask)
 
     def _dropout(self, input, p=0.5, training=True, inplace=False):
         return torch.native_dropout(input, p, training)[0] if training and p else input
@@ -264,7 +267,7 @@ def _wide(value):
     return value.float() if is_narrow else value
 
 
-class Attention(torch.autograd.Function):
+class _Attention(torch.autograd.Function):
     """Keeps what flash and memory-efficient kernels keep: an fp32 number for each head and token, and no pairs."""
 
     @staticmethod
@@ -282,7 +285,7 @@ class Attention(torch.autograd.Function):
         raise NotImplementedError
 
 
-class Grouped(torch.autograd.Function):
+class _Grouped(torch.autograd.Function):
     """A product of tokens with the weights of their experts, of any type; it keeps both."""
 
     @staticmethod
@@ -291,7 +294,7 @@ class Grouped(torch.autograd.Function):
         ctx.save_for_backward(tokens, weights)
         return tokens.new_empty(len(tokens), weights.shape[-1])
 
-    backward = Attention.backward
+    backward = _Attention.backward
 
 
 @contextlib.contextmanager
