@@ -326,7 +326,9 @@ class ParallelismVerb:
         recipe, num_gpus = workload.recipe, options.world_size
         # --parameters gives a size alone: no heads, widths or layers
         if recipe is None:
-            raise UserError("layouts need the model's shape: give --recipe NAME (and --set to change it)")
+            raise UserError(
+                "layouts need the model's shape: give --recipe NAME or --model NAME (and --set to change it)"
+            )
         efficiency = options.kernel_efficiency or table("rates")["kernel_efficiency"]["value"]
         optimizer = checkpoint_bytes(parameter_tensors(recipe.model), optimizer_states(recipe))
         fitting = layouts(

@@ -336,9 +336,7 @@ def last_product(model: dict) -> int:
 def _loss_kernel_bytes(recipe: Recipe, tokens: int, gpu: Gpu, degrees: Degrees) -> float:
     """Return the bytes that the loss moves in 16 bit on one rank, without the head's products."""
     vocab_size, hidden = recipe.model.vocab_size, widths_of(recipe.model).hidden
-    # a function of the user's own is counted as the cross-entropy of all logits
-    auto = "fused" if recipe.loss.function is None else "plain"
-    kind = {"auto": auto}.get(recipe.loss.kind, recipe.loss.kind)
+    kind = recipe.loss_kind
     if kind != "plain":
         vocab_size = rows_of_rank(vocab_size, degrees)
     compiled = compiles_loss(recipe.loss.compile, on_gpu=True)

@@ -92,6 +92,10 @@ transformers test_other_models.py
     torch._ops.OpOverload._schema
 transformers test_attention.py
     transformers.PretrainedConfig._attn_implementation
+transformers test_model_types.py
+    transformers.masking_utils.create_causal_mask
+    transformers.masking_utils.create_sliding_window_causal_mask
+    transformers.masking_utils.create_chunked_causal_mask
 transformers test_balance.py
     transformers.integrations.use_experts_implementation._is_expert_parallel
     transformers.PreTrainedModel._keep_in_fp32_modules_strict

@@ -1,5 +1,9 @@
 """A small model section of any type of transformers: two layers of width 32."""
 
+import re
+
+from pretraining.recipe.model import LOGIT_CAP
+
 SMALL = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -29,6 +33,23 @@ OWN = {
     "dots3_note_text": {"num_key_value_heads": 4},
 }
 """Keys that must fit the shape and have no common name."""
+
+
+def measurable(name: str, entry: dict) -> dict:
+    """A small model section in which nothing is random, and windows, caps and scales are felt; logits have no cap."""
+    model, properties = small(name, entry), entry["properties"]
+    for key, schema in properties.items():
+        if re.fullmatch(r".*(dropout|pdrop|dropout_prob|_drop|layerdrop)", key):
+            model[key] = 0.0
+        if "softcap" in key:
+            model[key] = 2.0
+        if re.fullmatch(r".*(multiplier|_scaling|logit_scale)", key) and isinstance(
+            schema.get("default"), float
+        ):
+            model[key] = 0.5
+    if "null" in properties.get(LOGIT_CAP, {}).get("type", ()):
+        model[LOGIT_CAP] = None
+    return model | ({"sliding_window": 6} if "sliding_window" in properties else {})
 
 
 def small(name: str, entry: dict, **sizes: int) -> dict:

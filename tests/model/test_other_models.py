@@ -126,12 +126,11 @@ def test_published_sizes(name):
     assert (size.total, size.total - size.embedding, size.tied) == (total, non_embedding, tied)
 
 
-def recipe_of(tmp_path, model: dict, **data):
+def recipe_of(tmp_path, model: dict):
     """recipes/tiny.json with another model, as a file."""
     values = load_recipe("tiny").to_dict()
     values |= {"model": {"vocab_size": 1024, **model, "max_position_embeddings": 128}, "name": "other"}
     values["model"]["vocab_size"] = 1024
-    values["data"] |= data
     path = tmp_path / "other.json"
     path.write_text(json.dumps(values))
     return path
@@ -191,7 +190,6 @@ REFUSED = {
     "wrong type": ({**QWEN2, "hidden_size": "64"}, "model.hidden_size: is the string"),
     # no default of seven billion parameters slips in
     "no shape": (WITHOUT_LAYERS, "model.num_hidden_layers: is missing"),
-    "documents apart": (QWEN2, "data.document_masking: is tested for gpt2"),
     "heads": ({**QWEN2, "num_attention_heads": 5}, "model.num_attention_heads: is 5, which does not divide"),
 }
 
@@ -199,8 +197,7 @@ REFUSED = {
 @pytest.mark.parametrize("model, message", REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_trained_is_one_line(model, message, tmp_path):
     """A configuration class of transformers would take any key without a word."""
-    data = {"document_masking": True} if "document_masking" in message else {}
-    assert message in refusal(load_recipe, str(recipe_of(tmp_path, model, **data)))
+    assert message in refusal(load_recipe, str(recipe_of(tmp_path, model)))
 
 
 def test_what_transformers_refuses_is_one_line():
