@@ -136,8 +136,9 @@ def _head(built: PreTrainedModel) -> torch.Tensor | None:
     return getattr(module, "weight", None)
 
 
-LENGTHS_OF_LOOPS = (64, 128, 192)
-"""Tokens of the sequences that are counted if Python goes from token to token, or from one chunk of 64 to the next."""
+LENGTHS_OF_LOOPS = (128, 192, 256)
+"""Tokens of the sequences that are counted if Python goes from token to token, or from one chunk of 64 to the next;
+of a single chunk less is kept."""
 
 
 def kept_or_why_not(built: PreTrainedModel, model: dict) -> dict:
