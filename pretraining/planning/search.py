@@ -34,7 +34,7 @@ from pretraining.planning.quantities import (
     share,
 )
 from pretraining.planning.run_plan import build_run_plan
-from pretraining.planning.shapes import shape_of, widths_of
+from pretraining.planning.shapes import widths_of
 from pretraining.planning.sizes import add_workload_arguments, workload_of
 from pretraining.planning.throughput import scaling_over_nodes, step_time
 from pretraining.recipe import Recipe, accumulation_steps
@@ -266,7 +266,7 @@ def _ways(recipe: Recipe, world_size: int, gpu: Gpu | None) -> list[str | None]:
     degrees = [f"tensor={size}" for size in sizes]
     degrees += [f"sequence={size}" for size in sequences]
     degrees += [f"tensor={tensor},sequence={sequence}" for tensor, sequence in both]
-    if widths_of(shape_of(recipe.model)).experts:
+    if widths_of(recipe.model).experts:
         degrees += [f"expert={size}" for size in sizes]
     tried = [*WAYS, *(f"{way}:{split}" for split in degrees for way in SPLIT_WAYS)]
     # hpZ keeps a copy of the weights in each node: worth it only among several

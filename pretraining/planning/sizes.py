@@ -125,8 +125,7 @@ def _added_up(section: str, exact: bool) -> ModelSize:
     biases = sum(tensor.numel for tensor in tensors if tensor.part.endswith(" bias"))
     parts = PartSizes(**{field.name: numel[field.name] for field in fields(PartSizes)})
     if exact:
-        shape, how = model_with_defaults(model), None
-        widths, tied = widths_of(shape), bool(shape["tie_word_embeddings"])
+        widths, how, tied = widths_of(model), None, bool(model_with_defaults(model)["tie_word_embeddings"])
         layers, experts, chosen = widths.layers, widths.experts, widths.chosen_experts
         # the table of the tokens comes first, and is the head too if that is tied
         head, attention_width = parts.head or tensors[0].numel, widths.queries

@@ -111,6 +111,19 @@ transformers test_given_weights.py
     transformers.PreTrainedModel._keys_to_ignore_on_load_unexpected
 transformers test_upstream.py
     torch.nn.Module._non_persistent_buffers_set
+saved_tensors test_other_models.py
+    torch._subclasses.fake_tensor.FakeTensorMode
+    torch._subclasses.fake_tensor.FakeTensor
+    torch.utils._pytree.tree_leaves(tree, is_leaf)
+    torch.UntypedStorage._cdata
+    torch.nn.Module._parameters
+    torch.nn.Module._buffers
+    torch.autograd.Function._backward_cls
+    torch._grouped_mm
+    transformers.PreTrainedModel._no_split_modules
+    transformers.masking_utils.find_packed_sequence_indices(position_ids)
+    transformers.masking_utils._ignore_causal_mask_sdpa(padding_mask, q_length, kv_length, q_offset, kv_offset,
+        local_attention_size)
 deepspeed test_model.py
     transformers.integrations.deepspeed.initialize_weights_zero3(model)
 deepspeed test_muon.py
