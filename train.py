@@ -74,7 +74,7 @@ def train(
     from pretraining.runtime.notices import notices
     from pretraining.training.arrival import Arrival
     from pretraining.training.monitors import Job, RunMonitors
-    from pretraining.training.ranks import joined_ranks
+    from pretraining.training.ranks import agree_on_shape, joined_ranks
 
     load_extensions(recipe.extensions)  # the user's own modules, on every rank
     ranks = joined_ranks(recipe.monitors.hang_minutes)
@@ -82,6 +82,7 @@ def train(
     sent = notices(run, recipe.name, recipe.monitors.notify)
     copies = live_files(run, recipe.checkpoints.upload)
     with ranks, run.locked(), sent, one_line_disk_errors(run.path), copies, report:
+        agree_on_shape(recipe)
         # Asked once more for several nodes: each may see a folder of its own, and rank 0's counts.
         if options.resume == "auto" and from_rank_0(lambda: run.is_finished(recipe.to_dict())):
             return from_rank_0(lambda: report_end(run))

@@ -92,7 +92,6 @@ def main() -> None:
 
 def layer_factors(family: str, compiles: str, **changes) -> dict:
     """Bytes for a token and each of its widths: those of a model's third layer, for several widths, solved."""
-    from pretraining.planning.shapes import shape_of
     from pretraining.planning.throughput import layer_widths
 
     rows, moved = [], {"forward": [], "backward": []}
@@ -102,7 +101,7 @@ def layer_factors(family: str, compiles: str, **changes) -> dict:
             count_layers({**section, LAYERS.get(family, "num_hidden_layers"): layers}, compiles)
             for layers in (2, 3)
         )
-        widths = layer_widths(shape_of(section), TOKENS)
+        widths = layer_widths(section, TOKENS)
         rows.append(list(widths.values()))
         for phase, bytes_moved in moved.items():
             bytes_moved.append((three.sum(phase, OTHER).bytes - two.sum(phase, OTHER).bytes) / TOKENS)

@@ -176,7 +176,9 @@ def without_weights(snapshot: dict) -> int:
     """All categories of the tracker but the parameters."""
     (categories,) = snapshot.values()
     return sum(
-        size for name, size in categories.items() if str(name).rpartition(".")[2] not in ("PARAM", "Total")
+        size
+        for name, size in categories.items()
+        if str(name).rpartition(".")[2] not in ("PARAM", "BUFFER", "Total")
     )
 
 

@@ -1,16 +1,20 @@
-"""Every causal language model type of transformers, tried small: built, counted, causal, trained one step.
+"""Every causal language model type of transformers, tried small: trained one step, and what it can do here.
 
     python benchmarks/model_types.py --keep
     python benchmarks/model_types.py --types qwen2 gemma bloom
 
-What fails here is refused by name in recipes (recipes/schema_generator/model_types.py). A type passes if its logits do
-not depend on later tokens, every parameter gets a finite gradient, and its weights can be drawn module by module.
+What fails to train is refused by name in recipes (recipes/schema_generator/model_types.py). A type trains if its logits
+do not depend on later tokens, every parameter gets a finite gradient, and its weights can be drawn module by module.
+With --keep the abilities (pretraining/model/abilities.py) are kept in pretraining/recipe/abilities.json, those of types
+that were not asked for as they were; `make schema` then writes docs/model_types.md.
 """
 
 import io
+import json
 import sys
 import warnings
 from contextlib import redirect_stderr, redirect_stdout
+from importlib.metadata import version
 
 from gear import REPOSITORY, parser_of, record
 
@@ -25,30 +29,52 @@ def main() -> None:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    verdicts = {name: verdict(name, entry) for name, entry in types(options.types).items()}
+    from generate_schema import one_line_each
+
+    from pretraining.model.abilities import measured
+    from pretraining.recipe.model import MEASURED
+    from tests.gear.small_models import measurable, small
+
+    verdicts, abilities = {}, json.loads(MEASURED.read_text())["types"] if MEASURED.exists() else {}
+    for name, entry in types(options.types).items():
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            try:
+                verdicts[name] = trial(small(name, entry))
+            except Exception as error:
+                verdicts[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+            if verdicts[name] == "trains":
+                abilities[name] = abilities.get(name, {}) | measured(measurable(name, entry))
+        print(
+            name,
+            verdicts[name],
+            {key: why for key, why in abilities.get(name, {}).items() if why},
+            file=sys.stderr,
+        )
     passed = sorted(name for name, words in verdicts.items() if words == "trains")
     failed = {name: words for name, words in verdicts.items() if words != "trains"}
-    record("model_types", {"tried": len(verdicts), "passed": passed, "failed": failed}, options.keep)
+    able = {
+        ability: sum(abilities[name][ability] is None for name in passed) for ability in abilities[passed[0]]
+    }
+    if options.keep:
+        versions = {name: version(name) for name in ("torch", "transformers", "deepspeed")}
+        kept = {"versions": versions, "types": dict(sorted(abilities.items()))}
+        MEASURED.write_text(one_line_each(kept) + "\n", encoding="utf-8")
+    values = {"tried": len(verdicts), "able": able, "passed": passed, "failed": failed}
+    record("model_types", values, options.keep)
 
 
 def types(chosen: list[str] | None) -> dict:
     """Type -> its names and keys, those that recipes refuse among them."""
     from schema_generator import model_types
 
+    from pretraining.recipe.model import EXACT, GPT2_NAMES
+    from pretraining.recipe.section import schema_file
+
     model_types.REFUSED.clear()
-    found = model_types.other_model_types(exact=["gpt2", "llama", "mixtral", "qwen3", "qwen3_moe"])["types"]
+    found = {name: {"names": {}, **schema_file()["$defs"][name]} for name in EXACT}
+    found["gpt2"]["names"] = GPT2_NAMES
+    found |= model_types.other_model_types(exact=list(EXACT))["types"]
     return {name: entry for name, entry in found.items() if not chosen or name in chosen}
-
-
-def verdict(name: str, entry: dict) -> str:
-    """`trains`, or what failed."""
-    from tests.gear.small_models import small
-
-    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        try:
-            return trial(small(name, entry))
-        except Exception as error:
-            return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
 
 
 def trial(model: dict) -> str:

@@ -23,6 +23,7 @@ from schema_generator.keys_page import keys_page  # noqa: E402
 from schema_generator.layout_plans import with_plans  # noqa: E402
 from schema_generator.layout_table import with_table  # noqa: E402
 from schema_generator.model_types import UNUSED, bounded, largest, other_model_types  # noqa: E402
+from schema_generator.types_page import types_page  # noqa: E402
 
 from pretraining.data.quality.chain import filters_schema  # noqa: E402
 from pretraining.recipe.loading import sections_schema  # noqa: E402
@@ -141,7 +142,7 @@ def model_schema(model_type: str) -> dict:
     for name in SHAPE_KEYS[model_type]:
         properties[name] |= {"minimum": 1, "maximum": largest(name)}
     properties.update(implementation_keys(properties))
-    properties.update(Weights.schema()["properties"])
+    properties.update(Weights.model_keys())
     return object_schema(properties, ["model_type", *SHAPE_KEYS[model_type]])
 
 
@@ -168,17 +169,23 @@ def recipe_schema() -> dict:
     model_types, others = list(SHAPE_KEYS), other_model_types(list(SHAPE_KEYS))["types"]
     model = {
         "type": "object",
-        "description": "model_type, then that configuration class's keyword arguments, verbatim; initial_weights, "
-        "frozen and keep_in_fp32 are ours.",
+        "description": "model_type, then that configuration class's keyword arguments, verbatim, or from, where they "
+        "are; revision, initial_weights, frozen and keep_in_fp32 are ours too.",
         # Any other string is told by model_types.py what is wrong with it.
         "properties": {
             "model_type": {"anyOf": [{"enum": [*model_types, *others]}, {"type": "string"}]},
-            **Weights.schema()["properties"],
+            **Weights.model_keys(),
         },
-        "required": ["model_type"],
         "allOf": [
-            {"if": {"properties": {"model_type": {"const": name}}}, "then": {"$ref": f"#/$defs/{name}"}}
-            for name in model_types
+            # a shape that is read elsewhere has its type from there
+            {"if": {"properties": {"from": {"const": None}}}, "then": {"required": ["model_type"]}},
+            *(
+                {
+                    "if": {"properties": {"model_type": {"const": name}}, "required": ["model_type"]},
+                    "then": {"$ref": f"#/$defs/{name}"},
+                }
+                for name in model_types
+            ),
         ],
     }
     sections = {**TOP_LEVEL, "model": model, "training": training_schema(), **ours}
@@ -223,6 +230,7 @@ def main() -> int:
     schemas["recipes/features/schema.json"] = variant_schema(schemas["recipes/schema.json"])
     texts = {name: json.dumps({"$schema": DRAFT, **schema}, indent=1) for name, schema in schemas.items()}
     texts["pretraining/recipe/model_types.json"] = one_line_each(other_model_types(list(SHAPE_KEYS)))
+    texts["docs/model_types.md"] = types_page()
     texts["docs/recipe_keys.md"] = keys_page(schemas["recipes/schema.json"], REPOSITORY / "recipes")
     layouts = REPOSITORY / "docs" / "layouts.md"
     texts["docs/layouts.md"] = with_plans(with_table(layouts.read_text(encoding="utf-8"))).rstrip("\n")

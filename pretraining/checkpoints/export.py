@@ -224,6 +224,8 @@ def write_model_card(recipe: dict, data: dict, results: dict, environment: dict)
     train, validation = data["splits"]["train"], data["splits"]["validation"]
     given = recipe["model"].get("initial_weights")
     start = f"Training began with the weights of `{given}`. " if given else ""
+    if shape := recipe["model"].get("from"):
+        start += f"The shape is that of `{shape}`, of whose config.json some keys may be changed. "
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation

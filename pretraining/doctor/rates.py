@@ -17,7 +17,7 @@ from pretraining.doctor.findings import COSTS, FINE, Finding
 from pretraining.doctor.roll_call import RollCall, named
 from pretraining.planning.gpus import Gpu
 from pretraining.planning.quantities import duration, num_bytes, several, three_digits
-from pretraining.planning.shapes import shape_of, widths_of
+from pretraining.planning.shapes import widths_of
 from pretraining.planning.throughput import precision_of_products
 from pretraining.recipe import Recipe
 from pretraining.training.throughput import GpuReadings
@@ -195,7 +195,7 @@ def measure_devices(call: RollCall, recipe: Recipe | None, gpu: Gpu | None, on_g
     products = NO_RECIPE
     if recipe is not None:
         tokens, precision = recipe.micro_batch * recipe.sequence_length, precision_of_products(recipe)
-        widths = widths_of(shape_of(recipe.model))
+        widths = widths_of(recipe.model)
         products = Products(tokens, widths.hidden, widths.expert_inner, precision)
     if not on_gpu:  # narrower ones of fewer tokens, in fp32
         width, inner = products.width, products.inner

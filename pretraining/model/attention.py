@@ -10,7 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import is_flash_attn_3_available
 
 from pretraining.model.parallel import SplitAttention
-from pretraining.recipe.model import is_exact
+from pretraining.recipe.model import is_exact, why_not_apart
 from pretraining.runtime.process_group import RankGroups
 
 SDPA_CAUSAL = "sdpa_causal"
@@ -42,16 +42,17 @@ def choose_attention(model: dict, arguments: TrainingArguments, masks_documents:
     """
     register_kernels()
     asked_for = model.get("attn_implementation")
-    # None for classes that are not known exactly: their layers may need masks for windows or biases.
-    if asked_for or not is_exact(model):
+    if asked_for:
         return asked_for
-    if not (torch.cuda.is_available() and (arguments.bf16 or arguments.fp16)) or model.get("attn_pdrop"):
-        return "sdpa" if masks_documents else _without_documents(model)
     if not masks_documents:
-        return _without_documents(model)
+        # None for other classes: their layers may need masks for windows or biases.
+        return _without_documents(model) if is_exact(model) else None
+    on_gpu = torch.cuda.is_available() and (arguments.bf16 or arguments.fp16)
+    if not on_gpu or model.get("attn_pdrop") or why_not_apart(model, TORCH_VARLEN):
+        return "eager" if why_not_apart(model, "sdpa") else "sdpa"
     # For sequences of different lengths torch has only FlashAttention-2: on Hopper the package is faster.
     has_3 = is_flash_attn_3_available() and torch.cuda.get_device_capability() == HOPPER
-    return "flash_attention_3" if has_3 else TORCH_VARLEN
+    return "flash_attention_3" if has_3 and is_exact(model) else TORCH_VARLEN
 
 
 def register_kernels() -> None:

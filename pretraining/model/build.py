@@ -49,7 +49,7 @@ from pretraining.upstream.torch import (
     let_length_vary,
     missing_compiler,
 )
-from pretraining.upstream.transformers import attention_of, keep_buffers
+from pretraining.upstream.transformers import attention_of, keep_buffers, mask_by_positions
 from pretraining.upstream.wide_weights import keep_in_fp32
 
 PLAIN = Speed(compile="none")
@@ -149,6 +149,8 @@ def build_model(
     chosen = torch.cuda.is_available() or masks_documents or "attn_implementation" in model
     if arguments.process_index == 0 and chosen:
         print(describe_attention(attention_of(built), masks_documents), flush=True)
+    if masks_documents:
+        mask_by_positions(built)
     built.tie_weights()
     # A step of 0.001 is lost in a bias of 16 bits. DeepSpeed keeps the buffers that the model names.
     keep_buffers(built, CORRECTION_BIASES)

@@ -18,14 +18,22 @@ from transformers.initialization import no_init_weights
 
 from pretraining.errors import UserError
 from pretraining.extend import check_model_keys, load_extensions, model_extension, read_extensions
-from pretraining.model.initial_weights import drawing_faults
+from pretraining.model.drawing_rules import drawing_faults
 from pretraining.recipe.model import EXPERTS
+from pretraining.upstream.saved_tensors import PRECISIONS, Walk
 
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 
 
 def main() -> None:
+    # their kernels run on a GPU alone: a layer that can use them has a path of torch's operators too
+    sys.modules.update(dict.fromkeys(KERNELS))
     print(json.dumps(counted(json.load(sys.stdin), sys.argv[1:])))
+
+
+KERNELS = ("fla", "mamba_ssm", "causal_conv1d")
+OWN_KERNELS = ("use_kernel_func_from_hub_with_fallback", "is_fast_path_available")
+"""What a file of transformers imports or has if its layers can use them."""
 
 
 def counted(model: dict, extensions: Sequence[str] = ()) -> dict:
@@ -38,7 +46,11 @@ def counted(model: dict, extensions: Sequence[str] = ()) -> dict:
     except Exception as error:  # each class of transformers raises its own for a shape it cannot take
         while error.__cause__ is not None:  # strict configurations wrap what their own checks raise
             error = error.__cause__
-        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+        return {"error": _line(error)}
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def describe(model: dict) -> dict:
@@ -63,6 +75,7 @@ def describe(model: dict) -> dict:
         "experts": _first(config, EXPERTS) if experts else 0,
         "chosen_experts": _first(config, CHOSEN) if experts else 0,
         "faults": drawing_faults(built),
+        "kept": kept_or_why_not(built, model),
     }
 
 
@@ -121,6 +134,51 @@ def _part(module_name: str, name: str, module: nn.Module, has_experts: bool) -> 
 def _head(built: PreTrainedModel) -> torch.Tensor | None:
     module = built.get_output_embeddings()
     return getattr(module, "weight", None)
+
+
+LENGTHS_OF_LOOPS = (128, 192, 256)
+"""Tokens of the sequences that are counted if Python goes from token to token, or from one chunk of 64 to the next;
+of a single chunk less is kept."""
+
+
+def kept_or_why_not(built: PreTrainedModel, model: dict) -> dict:
+    """Return `kept_for_backward`, and under `estimated` why planning can only estimate it, if so."""
+    files = {sys.modules[type(module).__module__] for module in built.modules()}
+    why = None
+    if any(hasattr(file, name) for file in files for name in OWN_KERNELS):
+        why = "counted without the kernels that its linear layers have on a GPU"
+    try:
+        return {**kept_for_backward(built, model), "estimated": why}
+    # whatever a class of the user's own raises if its tensors hold no numbers
+    except Exception as error:
+        return {
+            "estimated": f"its matrices' inputs and results, as it does not run on fake tensors ({_line(error)})"
+        }
+
+
+def kept_for_backward(built: PreTrainedModel, model: dict) -> dict:
+    """Measure what a training forward pass keeps for the backward pass: bytes of each kind of layer, and outside.
+
+    Nothing is computed: weights and tokens are fake tensors. Each number is measured for one sequence of a quarter, of
+    half and of the full length, and for two of the latter two (planning/memory/activations.py, `_at`).
+    """
+    walk, longest = Walk(built, model.get("attn_implementation")), max(4, _longest(built))
+    saves = [walk.measure("fp32", 1, min(longest, length)).saves for length in LENGTHS_OF_LOOPS[::2]]
+    lengths = (longest // 4, longest // 2, longest)
+    if saves[0] != saves[1]:
+        lengths = min(lengths, LENGTHS_OF_LOOPS)
+    short, half, full = lengths
+    found = {}
+    for precision in PRECISIONS:
+        cases = ((1, short), (1, half), (2, half), (1, full), (2, full))
+        counts = [walk.measure(precision, *case).sizes for case in cases]
+        keys = dict.fromkeys(key for count in counts for key in count)
+        found[precision] = {key: [count[key] for count in counts] for key in keys}
+    return {"lengths": list(lengths), "kinds": walk.kinds, "bytes": found}
+
+
+def _longest(built: PreTrainedModel) -> int:
+    return getattr(built.config.get_text_config(), "max_position_embeddings", None) or LENGTHS_OF_LOOPS[-1]
 
 
 def _first(config: PreTrainedConfig, names: tuple[str, ...]) -> int:

@@ -7,7 +7,6 @@ time, each another module, and send the results to all. Nothing is gathered that
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
+from pretraining.model.drawing_rules import parameters_near, standing_in, traced
 from pretraining.planning.quantities import several
 from pretraining.runtime.heartbeat import long_work, work_done
 from pretraining.runtime.process_group import rank_and_world_size
@@ -28,7 +28,7 @@ from pretraining.upstream.deepspeed import (
     whole_numel,
     whole_shape,
 )
-from pretraining.upstream.transformers import RuleTrace, StandIn, draw_module, forget_drawn, is_partitioned
+from pretraining.upstream.transformers import draw_module, is_partitioned
 
 NO_FACTORS: Mapping[str, float] = {}
 MANY = 1_000_000_000
@@ -102,7 +102,7 @@ def list_draws(model: PreTrainedModel) -> list[Draw]:
     """List in order what the rules of a model's modules draw, without those of which nothing is kept."""
     draws: list[Draw] = []
     drawn_again: set[nn.Parameter] = set()
-    for name, module, owner, trace in reversed(list(_traced(model))):
+    for name, module, owner, trace in reversed(list(traced(model, _on_meta))):
         near = parameters_near(module)
         kept = [each for each in near if each in trace.written - drawn_again]
         if not kept:
@@ -116,16 +116,6 @@ def list_draws(model: PreTrainedModel) -> list[Draw]:
         draws.append(Draw(name, module, owner, kept, lent, bool(continued)))
         drawn_again = (drawn_again | trace.filled) - continued
     return draws[::-1]
-
-
-def _traced(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, PreTrainedModel, RuleTrace]]:
-    """Yield (name, module, the model whose rule it is, what the rule does to the parameters), every child first."""
-    with torch.random.fork_rng(devices=[]):  # a rule may draw into tensors of its own
-        for name, module, owner in children_first(model):
-            everything = {parameter: parameter for parameter in module.parameters()}
-            with _standing_in(module, _on_meta) as stand_ins, RuleTrace({**everything, **stand_ins}) as trace:
-                draw_module(owner, module)
-            yield name, module, owner, trace
 
 
 def turns(draws: list[Draw], ranks: int) -> Iterator[list[Draw]]:
@@ -145,46 +135,6 @@ def turns(draws: list[Draw], ranks: int) -> Iterator[list[Draw]]:
             waiting.append(draw)
 
 
-def children_first(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
-    """Yield (name, module, the PreTrainedModel whose rule initialises it), every child before its parent."""
-
-    def walk(
-        name: str, module: nn.Module, owner: PreTrainedModel
-    ) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
-        owner = module if isinstance(module, PreTrainedModel) else owner
-        for child_name, child in module.named_children():
-            yield from walk(f"{name}.{child_name}" if name else child_name, child, owner)
-        yield name, module, owner
-
-    return walk("", model, model)
-
-
-def parameters_near(module: nn.Module) -> list[nn.Parameter]:
-    """List what a module's rule may draw: its own parameters and its children's."""
-    return list(dict.fromkeys(parameter for _, _, parameter in _places_near(module)))
-
-
-def _places_near(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    modules = (module, *module.children())
-    return [(each, *named) for each in modules for named in each.named_parameters(recurse=False)]
-
-
-@contextmanager
-def _standing_in(
-    module: nn.Module, tensor_for: Callable[[nn.Parameter], torch.Tensor]
-) -> Iterator[dict[nn.Parameter, StandIn]]:
-    """Put {parameter: another one, of the tensor given} in the place of all that the module's rule may draw."""
-    places = _places_near(module)
-    stand_ins = {parameter: StandIn(tensor_for(parameter)) for _, _, parameter in places}
-    for place, name, parameter in places:
-        setattr(place, name, stand_ins[parameter])
-    try:
-        yield stand_ins
-    finally:
-        for place, name, parameter in places:
-            setattr(place, name, parameter)
-
-
 def _on_meta(parameter: nn.Parameter) -> torch.Tensor:
     return torch.empty(whole_shape(parameter), dtype=torch.float32, device="meta")
 
@@ -200,7 +150,7 @@ def _draw(
         views = memory[: sum(sizes)].split(sizes)
         lent = {p: view.view(whole_shape(p)) for p, view in zip(draw.lent, views, strict=True)}
     # On the meta device nothing is drawn. On the CPU and in fp32, as a GPU, or 16 bits, would draw other numbers.
-    own = _standing_in(draw.module, lambda parameter: lent.get(parameter, _on_meta(parameter)))
+    own = standing_in(draw.module, lambda parameter: lent.get(parameter, _on_meta(parameter)))
     # Seeded by seed and module name, so that no weight depends on what was drawn before it.
     digest = hashlib.blake2b(f"{seed}/{draw.name}".encode(), digest_size=8).digest()
     with own, torch.random.fork_rng(devices=[]):
@@ -250,28 +200,3 @@ def fill(parameter: nn.Parameter, read: Callable[[int, int], Chunks]) -> None:
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             if dist.get_rank(share.copies if share else None) == 0:
                 copy_chunks(read(start, start + parameter.numel()), parameter.view(-1), start)
-
-
-@torch.no_grad()
-def drawing_faults(built: PreTrainedModel) -> list[str]:
-    """Find parameters that `initialise_weights` would not draw, or would draw from too far; one sentence each.
-
-    A matrix that no module draws would keep the bytes that its memory had before.
-
-    Args:
-        built: on the meta device.
-    """
-    faults, drawn, names = [], set(), {each: name for name, each in built.named_parameters()}
-    for parameter in built.parameters():
-        forget_drawn(parameter)
-    for _, module, _, trace in _traced(built):
-        drawn |= trace.written
-        # No other parameters have memory while the rule of a module runs.
-        far = trace.written.difference(parameters_near(module))
-        by = type(module).__name__
-        faults += [
-            f"{names[each]} is drawn from two levels above it, by {by}" for each in names if each in far
-        ]
-    # Biases and norms may be left to their constructors, which fill them with zeros and ones.
-    matrices = ((key, parameter) for key, parameter in built.named_parameters() if parameter.ndim >= 2)
-    return faults + [f"{key} is drawn by no module" for key, parameter in matrices if parameter not in drawn]

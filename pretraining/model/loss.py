@@ -21,7 +21,7 @@ from pretraining.extend import named
 from pretraining.model.cross_entropy import LossHead, LossSettings, WideLossHead, chunked_nats, token_nats
 from pretraining.model.parallel import SplitHead
 from pretraining.model.routing import Routing, watch_routing
-from pretraining.recipe.model import EXACT, ROUTER_COEFFICIENT
+from pretraining.recipe.model import EXACT, ROUTER_COEFFICIENT, why_not
 from pretraining.recipe.sections import Loss
 from pretraining.runtime.process_group import ALONE, RankGroups
 from pretraining.upstream.wide_weights import WideLinear
@@ -66,9 +66,9 @@ def _nats_of(model: PreTrainedModel, settings: Loss) -> Callable:
         return partial(token_nats, z_loss=z_loss)
     way, head = LossSettings(z_loss, settings.chunk_tokens, settings.compile), model.get_output_embeddings()
     if kind == "auto":
-        # a linear layer without bias, and nothing else: other classes may scale or cap the logits
+        # a linear layer without bias, and nothing else
         is_known = isinstance(head, LossHead) or type(head) in (nn.Linear, WideLinear)
-        fuses = model.config.model_type in EXACT and is_known and head.bias is None
+        fuses = is_known and head.bias is None and not why_not(model.config.to_dict(), "fused")
         kind = "fused" if fuses else "chunked"
     if kind == "fused":
         if isinstance(head, SplitHead):

@@ -16,6 +16,7 @@ from pretraining.planning.sizes import FlopsVerb
 
 EPILOG = """examples:
   python -m pretraining.planning flops --recipe 30b
+  python -m pretraining.planning memory --model recipes/features/files/smollm2.json --world_size 8 --gpu H100
   python -m pretraining.planning chinchilla --flops 1e23
   python -m pretraining.planning cost --recipe 7b --world_size 64 --gpu H100
   python -m pretraining.planning parallelism --recipe 65b --world_size 512 --gpu H100

@@ -29,7 +29,7 @@ from pretraining.planning.search import fitting, nearest_fit
 from pretraining.planning.sizes import balance_of_experts, model_size
 from pretraining.planning.throughput import StepTime, precision_of_products, step_time
 from pretraining.recipe import Recipe, accumulation_steps
-from pretraining.recipe.model import ROUTER_COEFFICIENT, value_of
+from pretraining.recipe.model import ROUTER_COEFFICIENT, has_experts, own_key, value_of
 from pretraining.recipe.training import ADAMW, WITHOUT_WARMUP
 
 # up to four epochs are nearly as good as new text (Muennighoff et al. 2023, section 5)
@@ -49,6 +49,8 @@ BF16_FROM = 10_000_000
 """Parameters. A smaller model waits for launches of kernels, in any precision."""
 HIGHEST_RATE = 0.1
 """Of Adam. Weights are drawn with a standard deviation of about 0.02; the largest rates of papers are near 0.01."""
+GROUPED = 8
+"""Weights of 16 bits in 16 bytes."""
 WARM_UP_TOKENS = 375_000_000
 """GPT-3 warms up over 375 million tokens at every size (Brown et al. 2020, appendix B)."""
 
@@ -81,7 +83,7 @@ def check_plan(recipe: Recipe, ds_config: dict | None, world_size: int, machine:
         # its speed in that precision is not known; its memory is, and still counts
         machine = replace(machine, gpu=None)
     case = _Case(recipe, ds_config, world_size, machine)
-    refusals = [rule(case) for rule in (_memory, _host, _disk, _gradients)]
+    refusals = [rule(case) for rule in (_memory, _host, _disk, _gradients, _borders)]
     # these remedies change the curve, which a run that continues may not
     if not machine.continues:
         warnings += [*_curve_warnings(case), _repeats(case), _unbalanced(case)]
@@ -323,6 +325,35 @@ def _experts(case: _Case) -> Objection | None:
         return Objection(what, "--deepspeed zero1, which keeps them in bf16")
     # this remedy changes the precision, and with it the curve
     return None if case.machine.continues else Objection(what, "--set training.bf16=true --deepspeed zero1")
+
+
+def _borders(case: _Case) -> Objection | None:
+    """Refuse experts whose weights or rows begin between borders of 16 bytes: torch's grouped product stops there.
+
+    On a GPU alone. ZeRO-1 and 2 lay the weights of a parameter group end to end in one buffer.
+    """
+    precision, model = precision_of(case.recipe, case.ds_config), case.recipe.model
+    tensors = parameter_tensors(model)
+    grouped = model.get("experts_implementation", "grouped_mm") == "grouped_mm" and has_experts(model)
+    if case.limit is None or not grouped or precision.name != "bf16" or precision.is_autocast:
+        return None
+    remedy = "choose multiples of 8, or --set model.experts_implementation=batched_mm"
+    for key in (own_key(model, "hidden_size"), "moe_intermediate_size"):
+        if (width := model.get(key)) and width % GROUPED:
+            what = (
+                f"model.{key} {width} leaves experts' rows between borders of 16 bytes, where torch's grouped"
+            )
+            return Objection(f"{what} product stops on a GPU", remedy)
+    # norms and biases, which do not decay, have a buffer of their own
+    flat = [each for each in tensors if each.part != "norms" and not each.name.endswith("bias")]
+    odd = next((each for each in flat if each.numel % GROUPED), None)
+    if zero_stage(case.ds_config) not in (1, 2) or odd is None:
+        return None
+    what = f"{odd.name or odd.part} has {odd.numel:,} elements: in the buffer of ZeRO-{zero_stage(case.ds_config)} the "
+    what += (
+        "experts behind it begin between borders of 16 bytes, where torch's grouped product stops on a GPU"
+    )
+    return Objection(what, f"--deepspeed zero3; or {remedy}")
 
 
 def _unbalanced(case: _Case) -> Objection | None:

@@ -13,8 +13,14 @@ from dataclasses import dataclass, replace
 from pretraining.ds_config import NOT_SPLIT, degrees_of, hpz_ranks, zero_stage
 from pretraining.planning.gpus import Gpu, kept_rates
 from pretraining.planning.memory.need import recomputed_one_in, recomputed_share, skips_last_product
-from pretraining.planning.memory.tensors import families, key_value_copies, precision_of, widths_of_rank
-from pretraining.planning.shapes import is_mixture, shape_of, widths_of
+from pretraining.planning.memory.tensors import (
+    families,
+    key_value_copies,
+    parameter_tensors,
+    precision_of,
+    widths_of_rank,
+)
+from pretraining.planning.shapes import widths_of
 from pretraining.recipe import Recipe, accumulation_steps
 
 GRADIENTS, WEIGHTS, WEIGHTS_IN_NODE = "gradients", "weights", "weights in hpZ groups"
@@ -134,8 +140,8 @@ def layer_messages(recipe: Recipe, ds_config: dict | None, world_size: int, gpu:
     degrees = degrees_of(ds_config)
     if degrees == NOT_SPLIT:
         return []
-    shape, width = shape_of(recipe.model), precision_of(recipe, ds_config).compute
-    widths = widths_of_rank(widths_of(shape), degrees)
+    width = precision_of(recipe, ds_config).compute
+    widths = widths_of_rank(widths_of(recipe.model), degrees)
     micro_batches = accumulation_steps(recipe, world_size, ds_config)
     tokens = micro_batches * recipe.micro_batch * recipe.sequence_length / degrees.sequence
     again = recomputed_share(recomputed_one_in(recipe))
@@ -148,7 +154,7 @@ def layer_messages(recipe: Recipe, ds_config: dict | None, world_size: int, gpu:
     # queries, keys and values there, results back, and their gradients
     keys = widths.keys * key_value_copies(widths, degrees)
     exchanged = width * tokens * widths.layers * (2 * widths.queries + 2 * keys) * (2 + again)
-    sparse = sum(is_mixture(shape, layer) for layer in range(widths.layers)) if widths.experts else 0
+    sparse = len({tensor.layer for tensor in parameter_tensors(recipe.model) if tensor.part == "experts"})
     # each chosen expert's input there and its result back, and their gradients
     routed = width * tokens * widths.chosen_experts * widths.hidden * sparse * 2 * (2 + again)
     # all-reduces over neighbouring ranks: a ring sends 2 (t - 1) / t of each message

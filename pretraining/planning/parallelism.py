@@ -18,7 +18,7 @@ from pretraining.planning.gpus import Gpu, find_gpu
 from pretraining.planning.memory.states import checkpoint_bytes, optimizer_states
 from pretraining.planning.memory.tensors import parameter_tensors
 from pretraining.planning.quantities import duration, gpu_count, num_bytes, share
-from pretraining.planning.shapes import shape_of, widths_of
+from pretraining.planning.shapes import widths_of
 from pretraining.planning.sizes import (
     ModelSize,
     add_workload_arguments,
@@ -116,8 +116,8 @@ class Cluster:
     """The model, the step and the GPUs that all layouts of one question share."""
 
     size: ModelSize
-    shape: dict
-    """Of `shapes.shape_of`."""
+    model: dict
+    """The recipe's section."""
     sequence_length: int
     sequences: int
     """Per optimizer step."""
@@ -150,8 +150,8 @@ def layouts(
         UserError: no layout divides what is given, or none fits (with the nearest one's memory).
     """
     rate = gpu.peak_flops(gpu.training_precision) * kernel_efficiency
-    size, shape, sequences = model_size(model), shape_of(model), tokens_per_step // sequence_length
-    cluster = Cluster(size, shape, sequence_length, sequences, num_gpus, gpu, rate, optimizer_width)
+    size, sequences = model_size(model), tokens_per_step // sequence_length
+    cluster = Cluster(size, model, sequence_length, sequences, num_gpus, gpu, rate, optimizer_width)
     tried = []
     for division in _divisions(cluster):
         layout = layout_of(cluster, division, recompute=False)
@@ -159,7 +159,7 @@ def layouts(
             layout = layout_of(cluster, division, recompute=True)
         tried.append(layout)
     if not tried:
-        widths = widths_of(shape)
+        widths = widths_of(model)
         raise UserError(
             f"no layout divides {num_gpus:,} GPUs: {widths.layers} layers, {widths.heads} heads "
             f"and {sequences:,} sequences a step have no common split with them; "
@@ -179,7 +179,7 @@ def layouts(
 
 
 def _divisions(cluster: Cluster) -> Iterator[Division]:
-    widths, length = widths_of(cluster.shape), cluster.sequence_length
+    widths, length = widths_of(cluster.model), cluster.sequence_length
     # tensor ranks stay in one node: each layer's all-reduces must not cross the network
     # (Narayanan et al. 2021, takeaway 1)
     node = min(cluster.gpu.gpus_per_node, cluster.num_gpus)
@@ -205,7 +205,7 @@ def _divisions(cluster: Cluster) -> Iterator[Division]:
 def layout_of(cluster: Cluster, division: Division, recompute: bool) -> ParallelLayout:
     """Return the layout of a division that divides the model, the step and the GPUs."""
     data, tensor, pipeline, context, micro_batch = division
-    size, gpu, widths = cluster.size, cluster.gpu, widths_of(cluster.shape)
+    size, gpu, widths = cluster.size, cluster.gpu, widths_of(cluster.model)
     microbatches, layers = cluster.sequences // (data * micro_batch), widths.layers // pipeline
     # per GPU and pass: context parallelism splits each sequence
     tokens = micro_batch * cluster.sequence_length / context
@@ -261,7 +261,7 @@ def layout_of(cluster: Cluster, division: Division, recompute: bool) -> Parallel
 def layout_memory(cluster: Cluster, division: Division, recompute: bool) -> LayoutMemory:
     """Return memory of the fullest GPU in bytes: the model states, the activations and the logits."""
     data, tensor, pipeline, context, micro_batch = division
-    size, shape, widths = cluster.size, cluster.shape, widths_of(cluster.shape)
+    size, widths = cluster.size, widths_of(cluster.model)
     tokens = micro_batch * cluster.sequence_length / context
     # the first stage holds the embedding, the last one the head: of the fuller end, its layers and a table
     of_layers = size.total - size.embedding - size.parts.head
@@ -273,7 +273,7 @@ def layout_memory(cluster: Cluster, division: Division, recompute: bool) -> Layo
     # 4.1, without dropout masks: 32 h a token for GPT). A mixture keeps those of all experts that a token is routed to;
     # a dense model counts as one expert.
     attention = widths.hidden + 2 * widths.queries + 2 * widths.keys
-    inner = (2 if shape["model_type"] == "gpt2" else 4) * widths.expert_inner * widths.chosen_experts
+    inner = (4 if widths.gated else 2) * widths.expert_inner * widths.chosen_experts
     a_token = BF16 * (2 * widths.hidden + attention + (widths.hidden + inner))
     # with sequence parallelism, tensor ranks divide all activations (Korthikanti et al. 2022, table 2)
     one_layer = a_token * tokens / tensor
@@ -288,7 +288,7 @@ def layout_memory(cluster: Cluster, division: Division, recompute: bool) -> Layo
     # shared as by Megatron-LM's distributed optimizer (ZeRO stage 1), over context ranks too
     optimizer = held * cluster.optimizer_width / (data * context)
     # as a plain loss in memory/activations.py: fp32 log-probabilities, their gradient, the logits' gradient
-    logits = 3 * FP32 * tokens * shape["vocab_size"] / tensor
+    logits = 3 * FP32 * tokens * cluster.model["vocab_size"] / tensor
     parts = (weights_and_gradients, optimizer, activations, logits)
     # fragmentation grows with what is held; the context and NCCL take the same for every layout
     reserve = table("memory")
@@ -326,7 +326,9 @@ class ParallelismVerb:
         recipe, num_gpus = workload.recipe, options.world_size
         # --parameters gives a size alone: no heads, widths or layers
         if recipe is None:
-            raise UserError("layouts need the model's shape: give --recipe NAME (and --set to change it)")
+            raise UserError(
+                "layouts need the model's shape: give --recipe NAME or --model NAME (and --set to change it)"
+            )
         efficiency = options.kernel_efficiency or table("rates")["kernel_efficiency"]["value"]
         optimizer = checkpoint_bytes(parameter_tensors(recipe.model), optimizer_states(recipe))
         fitting = layouts(

@@ -311,13 +311,15 @@ def _given(options: argparse.Namespace) -> tuple[dict, str]:
     nothing = dict.fromkeys(("flops", "parameters", "without_vocabulary", "tokens"))
     if options.flops:
         # a budget with a size would leave nothing to optimise
-        if options.recipe or options.parameters or options.tokens or options.set or options.deepspeed:
+        others = ("recipe", "model", "parameters", "tokens", "set", "deepspeed")
+        if any(getattr(options, name) for name in others):
             raise UserError("--flops stands alone: the size and the tokens follow from it")
         return {**nothing, "flops": options.flops}, f"{options.flops:.3g} FLOPs"
-    if options.tokens and not (options.recipe or options.parameters):
+    subject = options.recipe or options.model or options.parameters
+    if options.tokens and not subject:
         return {**nothing, "tokens": options.tokens}, f"{short(options.tokens)} tokens"
-    if not (options.recipe or options.parameters):
-        raise UserError("give one of --flops C, --parameters N, --tokens D or --recipe NAME")
+    if not subject:
+        raise UserError("give one of --flops C, --parameters N, --tokens D, --recipe NAME or --model NAME")
     workload = workload_of(options)
     size = workload.size
     given = {
@@ -326,6 +328,7 @@ def _given(options: argparse.Namespace) -> tuple[dict, str]:
         "parameters": workload.active,
         # Step Law counts without the embedding and the head
         "without_vocabulary": size.active - size.embedding - size.parts.head if size else None,
-        "tokens": workload.tokens,
+        # nobody has chosen those that --model assumes
+        "tokens": options.tokens if options.model else workload.tokens,
     }
     return given, workload.name

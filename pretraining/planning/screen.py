@@ -34,7 +34,7 @@ from pretraining.planning.quantities import (
     three_digits,
 )
 from pretraining.planning.run_plan import Machine, RunPlan, build_run_plan
-from pretraining.planning.shapes import family_of
+from pretraining.planning.shapes import count_model, family_of
 from pretraining.planning.sizes import workload_of_recipe
 from pretraining.planning.throughput import precision_of_products
 from pretraining.recipe import Recipe
@@ -108,8 +108,9 @@ def full_plan(
     model = f"{size.total:,} parameters{_parts_words(recipe, plan)}: {recipe.model['model_type']}, "
     model += f"{size.num_layers} layers of width {width:,}"
     if size.counted:
-        family = family_of(recipe.model)
-        model += f"; {size.counted}, activations as those of a {family} of these widths"
+        model += f"; {size.counted}, kernels' time as that of a {family_of(recipe.model)} of these widths"
+        if why := count_model(recipe.model).estimated:
+            model += f", activations estimated: {why}"
     return {
         **plan.to_dict(),
         "budget_tokens": recipe.budget.tokens,

@@ -34,7 +34,7 @@ from pretraining.planning.quantities import (
     share,
 )
 from pretraining.planning.run_plan import build_run_plan
-from pretraining.planning.shapes import shape_of, widths_of
+from pretraining.planning.shapes import widths_of
 from pretraining.planning.sizes import add_workload_arguments, workload_of
 from pretraining.planning.throughput import scaling_over_nodes, step_time
 from pretraining.recipe import Recipe, accumulation_steps
@@ -266,7 +266,7 @@ def _ways(recipe: Recipe, world_size: int, gpu: Gpu | None) -> list[str | None]:
     degrees = [f"tensor={size}" for size in sizes]
     degrees += [f"sequence={size}" for size in sequences]
     degrees += [f"tensor={tensor},sequence={sequence}" for tensor, sequence in both]
-    if widths_of(shape_of(recipe.model)).experts:
+    if widths_of(recipe.model).experts:
         degrees += [f"expert={size}" for size in sizes]
     tried = [*WAYS, *(f"{way}:{split}" for split in degrees for way in SPLIT_WAYS)]
     # hpZ keeps a copy of the weights in each node: worth it only among several
@@ -362,7 +362,9 @@ class FitVerb:
         workload, gpu = workload_of(options), find_gpu(options.gpu)
         recipe = workload.recipe
         if recipe is None:
-            raise UserError("the search needs the model's shape: give --recipe NAME (and --set to change it)")
+            raise UserError(
+                "the search needs the model's shape: give --recipe NAME or --model NAME (and --set to change it)"
+            )
         limit = options.memory or gpu.memory_bytes
         own = options.deepspeed is not None
         fits = fitting(recipe, options.world_size, gpu, limit, options.mfu, own)
@@ -418,7 +420,11 @@ def _command(options: argparse.Namespace, recipe: Recipe, best: Way, gpu: Gpu) -
         launcher = ["torchrun", f"--nnodes={nodes}", f"--nproc_per_node={number // nodes}"]
         launcher += ["--rdzv_backend=c10d", "--rdzv_endpoint=node0:29500", f"--rdzv_id={name}"]
     # `recipe.words` are the arguments that the user gave; what the search changes comes after them
-    given = [*launcher, "train.py", *recipe.words]
+    words = recipe.words
+    if options.model:
+        changes = [f"model.from={options.model}", *recipe.overrides]
+        words = ["--recipe", "RECIPE", *(word for text in changes for word in ("--set", text))]
+    given = [*launcher, "train.py", *words]
     if options.deepspeed and recipe.deepspeed == best.deepspeed:
         given += ["--deepspeed", options.deepspeed]
     return " ".join([shlex.join(given), *best.changes])

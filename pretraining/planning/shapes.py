@@ -1,6 +1,6 @@
-"""The shape of a model: its own, or that of a known family with the same widths, counted by building the model.
+"""The widths of a model; of a type that no formula describes, with what was counted by building the model.
 
-A model that no formula describes is built on the meta device, in a process of its own. The process takes the seconds
+Such a model is built on the meta device, in a process of its own. The process takes the seconds
 that torch and transformers need to load. The result is kept in ~/.cache/pretraining/models (or
 $PRETRAINING_MODEL_CACHE). Its key is the model section, the source files that count, and the version of transformers.
 """
@@ -31,8 +31,9 @@ SOURCES = [
     REPOSITORY / "pretraining" / name
     for name in (
         "model/counting.py",
-        "model/initial_weights.py",
+        "model/drawing_rules.py",
         "recipe/model.py",
+        "upstream/saved_tensors.py",
         "upstream/transformers.py",
     )
 ]
@@ -60,6 +61,13 @@ class CountedModel:
     chosen_experts: int
     faults: tuple[str, ...]
     """Why its initial weights would not be the same at every stage."""
+    kept: dict
+    """What a forward pass keeps for the backward pass (model/counting.py, `kept_or_why_not`)."""
+
+    @property
+    def estimated(self) -> str | None:
+        """Why what a forward pass keeps is an estimate, if it is one."""
+        return self.kept["estimated"]
 
     def of_part(self, *parts: str) -> int:
         return sum(numel for part, numel, *_ in self.tensors if part in parts)
@@ -82,6 +90,8 @@ class Widths:
     """Experts that a token is given to; 1 in a dense model."""
     expert_inner: int = 0
     """Inner width of one expert; in a dense model, that of the dense layer."""
+    gated: bool = True
+    """Whether a feed-forward layer has three matrices, and not two."""
 
     @property
     def queries(self) -> int:
@@ -93,36 +103,65 @@ class Widths:
         return self.key_value_heads * self.head_size
 
 
-def shape_of(model: dict) -> dict:
-    """Return the model section with its class's defaults; that of `stand_in` if no formula describes the type."""
-    return model_with_defaults(model) if is_exact(model) else stand_in(model)
+def widths_of(model: dict) -> Widths:
+    """Return the widths in a model section; of a type without a formula, with the help of the built model."""
+    # a dict cannot be a key of the cache
+    return _widths(json.dumps(model, sort_keys=True), is_exact(model))
 
 
-def widths_of(shape: dict) -> Widths:
-    """Return the widths in a model section with its class's defaults (`shape_of`)."""
-    if shape["model_type"] == "gpt2":
-        hidden, heads = shape["n_embd"], shape["n_head"]
-        inner = shape["n_inner"] or 4 * hidden
-        return Widths(hidden, heads, heads, hidden // heads, inner, shape["n_layer"], expert_inner=inner)
-    hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
+# a search asks for the same widths thousands of times
+@cache
+def _widths(section: str, exact: bool) -> Widths:
+    full = model_with_defaults(json.loads(section))
+    hidden, heads = value_of(full, "hidden_size"), value_of(full, "num_attention_heads")
+    inner = value_of(full, "intermediate_size")
+    if full["model_type"] == "gpt2":
+        inner = inner or 4 * hidden
+        layers = full["n_layer"]
+        return Widths(hidden, heads, heads, hidden // heads, inner, layers, expert_inner=inner, gated=False)
+    grouped = {
+        "hidden": hidden,
+        "heads": heads,
+        "key_value_heads": _whole(value_of(full, "num_key_value_heads")) or heads,
+        "head_size": _whole(value_of(full, "head_dim")) or hidden // heads,
+    }
+    if not exact:
+        return Widths(**grouped, **_counted_widths(count_model(json.loads(section)), hidden, inner))
     # Mixtral's key, else Qwen3-MoE's
-    experts = shape.get("num_local_experts") or shape.get("num_experts") or 0
+    experts = full.get("num_local_experts") or full.get("num_experts") or 0
     return Widths(
-        hidden=hidden,
-        heads=heads,
-        key_value_heads=shape["num_key_value_heads"] or heads,
-        head_size=shape["head_dim"] or hidden // heads,
-        inner=shape["intermediate_size"],
-        layers=shape["num_hidden_layers"],
+        **grouped,
+        inner=inner,
+        layers=full["num_hidden_layers"],
         experts=experts,
-        chosen_experts=shape["num_experts_per_tok"] if experts else 1,
+        chosen_experts=full["num_experts_per_tok"] if experts else 1,
         # only qwen3_moe has dense layers of another width beside its experts
-        expert_inner=shape.get("moe_intermediate_size") or shape["intermediate_size"],
+        expert_inner=full.get("moe_intermediate_size") or inner,
     )
 
 
+def _counted_widths(facts: CountedModel, hidden: int, inner: Any) -> dict:
+    """Return inner widths, layers and experts. inner: the model section's own; not all types have one."""
+    if facts.experts and facts.chosen_experts:
+        sparse = {layer for part, _, layer, *_ in facts.tensors if part == "experts"}
+        # a gated expert has three matrices
+        expert = facts.of_part("experts") // (3 * hidden * facts.experts * (len(sparse) or 1))
+        mixture = {"experts": facts.experts, "chosen_experts": facts.chosen_experts}
+        return {"inner": max(1, expert), "expert_inner": max(1, expert), "layers": facts.layers, **mixture}
+    # gated feed-forward layers have three matrices, others two; no model section says which
+    # in units of the hidden width: a layer's number of matrices times its inner width
+    matrices = facts.of_part("mlp", "experts") / facts.layers / hidden
+    inner = _whole(inner) or max(1, round(matrices / 2))
+    gated = matrices / inner > GATED
+    return {"inner": inner, "expert_inner": inner, "layers": facts.layers, "gated": gated}
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and value > 0 else None
+
+
 def is_mixture(shape: dict, layer: int) -> bool:
-    """Return whether this layer's feed-forward part is a mixture of experts (as transformers 5.23 chooses)."""
+    """Return whether this layer of a type with a formula is a mixture of experts (as transformers 5.23 chooses)."""
     if shape["model_type"] == "mixtral":
         return True
     if shape["model_type"] != "qwen3_moe" or not shape["num_experts"]:
@@ -131,60 +170,15 @@ def is_mixture(shape: dict, layer: int) -> bool:
 
 
 def family_of(model: dict) -> str:
-    return model["model_type"] if is_exact(model) else stand_in(model)["model_type"]
-
-
-def stand_in(model: dict) -> dict:
-    """Return a gpt2, llama, qwen3 or mixtral with the model's width, depth, heads, feed-forward part and vocabulary."""
-    full, facts = model_with_defaults(model), count_model(model)
-    width, layers = value_of(full, "hidden_size"), facts.layers
-    if facts.experts and facts.chosen_experts:
-        sparse = {layer for part, _, layer, *_ in facts.tensors if part == "experts"}
-        # a gated expert has three matrices
-        expert = facts.of_part("experts") // (3 * width * facts.experts * (len(sparse) or 1))
-        mixture = {"num_local_experts": facts.experts, "num_experts_per_tok": facts.chosen_experts}
-        return {**_grouped(full, width, layers, expert), "model_type": "mixtral", **mixture}
-    # gated feed-forward layers have three matrices, others two; no model section says which
-    # in units of width: a layer's number of matrices times its inner width
-    matrices = facts.of_part("mlp", "experts") / layers / width
-    # the section's own if it has one, else that of two matrices
-    inner = value_of(full, "intermediate_size")
-    inner = inner if isinstance(inner, int) and inner else max(1, round(matrices / 2))
-    if matrices / inner > GATED:
-        return _grouped(full, width, layers, inner, "qwen3" if facts.normed_heads else "llama")
-    own = {
-        "n_embd": width,
-        "n_layer": layers,
-        "n_head": value_of(full, "num_attention_heads"),
-        "n_inner": inner,
-    }
-    return model_with_defaults({"model_type": "gpt2", **own, **_outside(full, "n_positions")})
-
-
-def _grouped(full: dict, width: int, layers: int, inner: int, family: str = "llama") -> dict:
-    heads = value_of(full, "num_attention_heads")
-    own = {"hidden_size": width, "num_hidden_layers": layers, "intermediate_size": max(1, inner)}
-    own |= {
-        "num_attention_heads": heads,
-        "num_key_value_heads": _whole(value_of(full, "num_key_value_heads")) or heads,
-    }
-    own |= {"head_dim": _whole(value_of(full, "head_dim")) or width // heads}
-    own |= _outside(full, "max_position_embeddings")
-    return model_with_defaults({"model_type": family, **own})
-
-
-def _outside(full: dict, positions: str) -> dict:
-    return {
-        "vocab_size": full["vocab_size"],
-        positions: value_of(full, "max_position_embeddings"),
-        # it decides what a layer keeps (`memory/activations.py`)
-        "attn_implementation": full.get("attn_implementation"),
-        "tie_word_embeddings": bool(full.get("tie_word_embeddings")),
-    }
-
-
-def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and value > 0 else None
+    """Return the type whose kernels have been counted (tables/kernels.json) that has such layers."""
+    if is_exact(model):
+        return model["model_type"]
+    widths = widths_of(model)
+    if widths.experts:
+        return "mixtral"
+    if not widths.gated:
+        return "gpt2"
+    return "qwen3" if count_model(model).normed_heads else "llama"
 
 
 def count_model(model: dict) -> CountedModel:

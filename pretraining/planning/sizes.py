@@ -6,11 +6,14 @@ and a number of tokens.
 
 import argparse
 import json
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
+from pathlib import Path
 
+from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
 from pretraining.planning.memory.tensors import (
     EMBEDDING,
@@ -24,10 +27,16 @@ from pretraining.planning.memory.tensors import (
 from pretraining.planning.quantities import count, gpu_count, short, three_digits
 from pretraining.planning.shapes import HOW, count_model, widths_of
 from pretraining.recipe import Recipe, model_with_defaults, recipe_schema
-from pretraining.recipe.model import ROUTER_COEFFICIENT, is_exact
-from pretraining.recipe.refusals import load_recipe_and_ds_config
+from pretraining.recipe.loading import recipe_of
+from pretraining.recipe.model import ROUTER_COEFFICIENT, Model, is_exact
+from pretraining.recipe.published import read_published
+from pretraining.recipe.refusals import check_run, load_recipe_and_ds_config
+from pretraining.recipe.sections import Weights
 from pretraining.runtime.table import Column, facts, write_table
 
+LONGEST, SAMPLES, TOKENS_PER_PARAMETER = 2048, 256, 20
+"""What `--model` assumes: the most tokens of a sequence, the least sequences of a step, and the tokens of a run
+(Hoffmann et al. 2022)."""
 BACKWARD = 2
 """The backward pass costs twice the forward pass: one product for the inputs' gradients, one for the weights'."""
 
@@ -116,8 +125,7 @@ def _added_up(section: str, exact: bool) -> ModelSize:
     biases = sum(tensor.numel for tensor in tensors if tensor.part.endswith(" bias"))
     parts = PartSizes(**{field.name: numel[field.name] for field in fields(PartSizes)})
     if exact:
-        shape, how = model_with_defaults(model), None
-        widths, tied = widths_of(shape), bool(shape["tie_word_embeddings"])
+        widths, how, tied = widths_of(model), None, bool(model_with_defaults(model)["tie_word_embeddings"])
         layers, experts, chosen = widths.layers, widths.experts, widths.chosen_experts
         # the table of the tokens comes first, and is the head too if that is tied
         head, attention_width = parts.head or tensors[0].numel, widths.queries
@@ -261,11 +269,14 @@ class Workload:
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser, on_cluster: bool = False) -> None:
-    """Add `--recipe` with `--set` and `--deepspeed`, or `--parameters` and `--tokens`.
+    """Add `--recipe` or `--model` with `--set` and `--deepspeed`, or `--parameters`, and `--tokens`.
 
     on_cluster: add `--world_size` and `--gpu` too.
     """
     parser.add_argument("--recipe", metavar="NAME|PATH", help="a file of recipes/, or a path")
+    parser.add_argument(
+        "--model", metavar="NAME|PATH", help="instead of a recipe: a model of the hub, or its config.json"
+    )
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="change a value"
     )
@@ -281,18 +292,62 @@ def workload_of(options: argparse.Namespace) -> Workload:
     """Read the workload that the options describe.
 
     Raises:
-        UserError: --recipe and --parameters are both given or both missing, or the recipe is wrong.
+        UserError: not one of --recipe, --model and --parameters is given, or what it names is wrong.
     """
-    if bool(options.recipe) == bool(options.parameters):
-        raise UserError("give either --recipe NAME or --parameters N (with --tokens D)")
+    if sum(map(bool, (options.recipe, options.model, options.parameters))) != 1:
+        raise UserError("give one of --recipe NAME, --model NAME and --parameters N (with --tokens D)")
     if options.recipe:
         recipe, ds_config = load_recipe_and_ds_config(options.recipe, options.set, options.deepspeed)
+        return workload_of_recipe(recipe, ds_config, options.tokens)
+    if options.model:
+        recipe = recipe_of_model(options)
+        ds_config = load_ds_config(recipe.deepspeed) if recipe.deepspeed else None
+        check_run(recipe, ds_config)
         return workload_of_recipe(recipe, ds_config, options.tokens)
     if options.set or options.deepspeed:
         raise UserError("--set and --deepspeed change a recipe: give --recipe NAME instead of --parameters")
     n = options.parameters
     # 6 N (Kaplan et al. 2020), and 2 N more for another forward pass if the layers are recomputed
     return Workload(f"{short(n)} parameters", n, n, options.tokens, 6 * n, 8 * n)
+
+
+def recipe_of_model(options: argparse.Namespace) -> Recipe:
+    """Return a recipe for a model that `--model` names, with what nobody has chosen yet; stderr says what that is."""
+    where = f"--model {options.model}"
+    section, read = read_published({"from": options.model}, where)
+    model = Model(Weights.split(section)[0]).with_defaults()
+    length = min(model.max_position_embeddings, LONGEST)
+    # as many whole samples for each GPU as make about half a million tokens of 2,048
+    ranks = getattr(options, "world_size", None) or 1
+    per_step = -(-SAMPLES // ranks) * ranks * length
+    tokens = max(1, round(TOKENS_PER_PARAMETER * model_size(model).total / per_step)) * per_step
+    values = {
+        "name": Path(section["from"]).name.removesuffix(".json") or "model",
+        "description": f"The shape of {options.model}.",
+        "model": section,
+        "data": {
+            "name": "any",
+            "sources": [{"builtin": "python_stdlib"}],
+            "tokenizer": section["from"],
+            "sequence_length": length,
+            "document_masking": False,
+        },
+        "budget": {"tokens": tokens, "tokens_per_step": per_step},
+        "training": {"per_device_train_batch_size": 1, "learning_rate": 3e-4, "bf16": True},
+        "deepspeed": "zero3",
+    }
+    recipe = recipe_of(values, Path(where), options.set, options.deepspeed)
+    assumed = f"sequences of {recipe.sequence_length:,} tokens, {recipe.tokens_per_step:,} tokens a step, "
+    if options.tokens is None and recipe.num_tokens == tokens:
+        assumed += f"{TOKENS_PER_PARAMETER} tokens a parameter in all (--tokens), "
+    assumed += f"micro-batch {recipe.micro_batch}, bf16, {recipe.deepspeed or 'no DeepSpeed'}"
+    said = [
+        *recipe.notes,
+        f"{where}: {read}",
+        f"{where}: assumed are {assumed}; --set SECTION.KEY=VALUE and --deepspeed change them",
+    ]
+    print(*(f"note: {each}\n" for each in said), sep="", end="", file=sys.stderr, flush=True)
+    return recipe
 
 
 def workload_of_recipe(recipe: Recipe, ds_config: dict | None, tokens: float | None = None) -> Workload:
@@ -339,6 +394,7 @@ class FlopsVerb:
 
     EXAMPLES = """  python -m pretraining.planning flops --recipe 30b
   python -m pretraining.planning flops --recipe 7b --set model.max_position_embeddings=32768 --json
+  python -m pretraining.planning flops --model recipes/features/files/smollm2.json
   python -m pretraining.planning flops --parameters 175b --tokens 300b"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:

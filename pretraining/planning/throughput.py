@@ -43,9 +43,9 @@ from pretraining.planning.messages import (
     step_messages,
     stops_for_gradients,
 )
-from pretraining.planning.shapes import shape_of, widths_of
+from pretraining.planning.shapes import family_of, widths_of
 from pretraining.planning.sizes import BACKWARD, flops_per_token, model_size, size_of_recipe
-from pretraining.recipe import Recipe, accumulation_steps
+from pretraining.recipe import Recipe, accumulation_steps, model_with_defaults
 from pretraining.recipe.refusals import compiled_part
 from pretraining.schema import REPOSITORY, display_path
 
@@ -141,9 +141,8 @@ def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, p
     backward = behind.layers * _layer_bytes(recipe.model, mode, "backward", tokens, degrees)
     backward *= width * size.num_layers
     # embeddings and the last norm, forward and backward
-    shape = shape_of(recipe.model)
-    outside = table("kernels")["layers"][shape["model_type"]][mode]["outside"]
-    outside = width * (tokens * outside * layer_widths(shape, tokens)["hidden"])
+    outside = table("kernels")["layers"][family_of(recipe.model)][mode]["outside"]
+    outside = width * (tokens * outside * widths_of(recipe.model).hidden)
     skipped = size.num_layers * last_product(recipe.model) if skips_last_product(recipe, ds_config) else 0
     # layers are recomputed, and the head belongs to none
     recomputed = 2 * (in_layers - skipped / degrees.tensor) * tokens
@@ -288,13 +287,11 @@ def _layer_bytes(model: dict, mode: str, direction: str, tokens: int, degrees: D
 
     direction: `forward` or `backward`.
     """
-    shape, kernels = shape_of(model), table("kernels")
-    factors, widths = (
-        kernels["layers"][shape["model_type"]][mode][direction],
-        layer_widths(shape, tokens, degrees),
-    )
+    kernels, widths = table("kernels"), layer_widths(model, tokens, degrees)
+    factors = kernels["layers"][family_of(model)][mode][direction]
     # an activation function written in Python is several kernels, and each reads and writes all inner values
-    activation = shape.get("activation_function") or shape.get("hidden_act") or ""
+    values = model_with_defaults(model)
+    activation = values.get("activation_function") or values.get("hidden_act") or ""
     written_out = kernels["activations"].get(activation, {}).get(mode, {}).get(direction, 0.0)
     moved = sum(factor * widths[name] for name, factor in factors.items())
     return tokens * (moved + written_out * _inner_width(widths))
@@ -304,17 +301,17 @@ def _inner_width(widths: dict[str, float]) -> float:
     return widths["inner"] if "inner" in widths else widths["routed inner"]
 
 
-def layer_widths(shape: dict, tokens: int, degrees: Degrees = NOT_SPLIT) -> dict[str, float]:
+def layer_widths(model: dict, tokens: int, degrees: Degrees = NOT_SPLIT) -> dict[str, float]:
     """Return the widths in which a layer's bytes for a token are linear.
 
     `routed` counts a token once for every expert it is given to; the experts' weights are shared among the tokens.
     """
-    of_layer = widths_of_rank(widths_of(shape), degrees)
-    if shape["model_type"] == "gpt2":
+    of_layer = widths_of_rank(widths_of(model), degrees)
+    if not of_layer.gated:
         return {"hidden": of_layer.hidden, "inner": of_layer.inner}
     widths = {"hidden": of_layer.hidden, "queries": of_layer.queries, "keys": of_layer.keys}
-    routed = shape.get("num_experts_per_tok")
-    if not routed:
+    routed = of_layer.chosen_experts
+    if not of_layer.experts:
         return {**widths, "inner": of_layer.inner}
     return {
         **widths,
@@ -332,16 +329,14 @@ def layer_widths(shape: dict, tokens: int, degrees: Degrees = NOT_SPLIT) -> dict
 
 def last_product(model: dict) -> int:
     """Return the entries of a layer's last matrix, whose product nothing keeps."""
-    widths = layer_widths(shape_of(model), tokens=1)
+    widths = layer_widths(model, tokens=1)
     return round(widths["hidden"] * _inner_width(widths))
 
 
 def _loss_kernel_bytes(recipe: Recipe, tokens: int, gpu: Gpu, degrees: Degrees) -> float:
     """Return the bytes that the loss moves in 16 bit on one rank, without the head's products."""
-    vocab_size, hidden = recipe.model.vocab_size, layer_widths(shape_of(recipe.model), tokens)["hidden"]
-    # a function of the user's own is counted as the cross-entropy of all logits
-    auto = "fused" if recipe.loss.function is None else "plain"
-    kind = {"auto": auto}.get(recipe.loss.kind, recipe.loss.kind)
+    vocab_size, hidden = recipe.model.vocab_size, widths_of(recipe.model).hidden
+    kind = recipe.loss_kind
     if kind != "plain":
         vocab_size = rows_of_rank(vocab_size, degrees)
     compiled = compiles_loss(recipe.loss.compile, on_gpu=True)

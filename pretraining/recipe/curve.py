@@ -21,7 +21,10 @@ NEUTRAL_TRAINING_KEYS = """
 NEUTRAL_DATA_KEYS = ("name", "encoder", "prepare")
 # `loss` keys that say how the same loss is computed.
 NEUTRAL_LOSS_KEYS = ("kind", "chunk_tokens", "compile")
+# `model` keys that say where the shape was read: which one it is, its keys and the digest say.
+NEUTRAL_MODEL_KEYS = ("from", "revision")
 NEUTRAL_KEYS = {
+    *(f"model.{key}" for key in NEUTRAL_MODEL_KEYS),
     *(f"training.{key}" for key in NEUTRAL_TRAINING_KEYS.split()),
     *(f"data.{key}" for key in NEUTRAL_DATA_KEYS),
     *(f"loss.{key}" for key in NEUTRAL_LOSS_KEYS),

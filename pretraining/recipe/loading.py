@@ -23,6 +23,7 @@ from pretraining.recipe.model import (
     read_config,
     refuse_names_of_others,
 )
+from pretraining.recipe.published import read_published, with_origin
 from pretraining.recipe.recipe import KEYWORDS, RECIPES, SECTIONS, Recipe
 from pretraining.recipe.section import schema_file
 from pretraining.recipe.sections import Weights
@@ -108,12 +109,26 @@ def load_recipe(
             key or value.
     """
     path = _find(str(name_or_path))
-    where = display_path(path)
-    values = _read(path)
-    notes: list[str] = []
-    _read_model(values, notes)
+    return recipe_of(_read(path), path, overrides, deepspeed, limit_tokens, world_size)
+
+
+def recipe_of(
+    values: dict,
+    path: Path,
+    overrides: Iterable[str] = (),
+    deepspeed: str | None = None,
+    limit_tokens: int | None = None,
+    world_size: int | None = None,
+) -> Recipe:
+    """Make a recipe of the sections of a file as `load_recipe` does. path: what messages name."""
+    where, notes, overrides = display_path(path), [], list(overrides)
+    # where the shape is comes first: the other overrides change what is read there
+    of_shape = [each for each in overrides if each.partition("=")[0] in ("model.from", "model.revision")]
+    for override in of_shape:
+        key, _, text = override.partition("=")
+        values["model"] = with_origin(values.get("model"), key.removeprefix("model."), text.strip('"'))
+    _read_model(values, where + (f" with --set {' '.join(of_shape)}" if of_shape else ""), notes)
     refuse_names_of_others(values.get("model"), where)
-    overrides = list(overrides)
     for override in overrides:
         nested = _as_nested(override)
         _check_owners(nested, f"--set {override}")
@@ -121,7 +136,8 @@ def load_recipe(
             what = "is named in a recipe's file alone; --recipe takes another"
             raise problem(f"--set {override}", "base", what)
     # the file first: its errors must not name an override
-    values = _apply_overrides(check(values, recipe_schema(), where), overrides, notes)
+    others = [each for each in overrides if each not in of_shape]
+    values = _apply_overrides(check(values, recipe_schema(), where), others, notes)
     if deepspeed is not None:
         values["deepspeed"] = None if deepspeed in NO_DEEPSPEED else deepspeed
     where += f" with --set {' '.join(overrides)}" if overrides else ""
@@ -143,16 +159,24 @@ def load_recipe(
     return replace(recipe, notes=tuple(f"{display_path(path)}: {note}" for note in notes))
 
 
-def _read_model(values: dict, notes: list[str]) -> None:
-    """Take a published config.json as model section; what that changes is added to `notes`."""
-    if "model" in values:
-        values["model"], changes = read_config(values["model"])
-        notes += [f"model: {changes}"] if changes else []
+def _read_model(values: dict, where: str, notes: list[str]) -> None:
+    """Take a published config.json as model section, or the one that it names; what that says is added to `notes`."""
+    model = values.get("model")
+    if isinstance(model, dict) and "revision" in model and "from" not in model:
+        raise problem(where, "model.revision", "is set without from, which names the repository")
+    # with a digest it is a run's own recipe.json, which holds what was read
+    if isinstance(model, dict) and "from" in model and "digest" not in model:
+        values["model"], changes = read_published(model, where)
+    elif model is not None:
+        values["model"], changes = read_config(model)
+    else:
+        return
+    notes += [f"model: {changes}"] if changes else []
 
 
 def _built(values: dict, path: Path, where: str, overrides: tuple[str, ...]) -> Recipe:
     sharding = values.get("deepspeed")
-    model, weights = Weights.split(values["model"])
+    model, weights, published = Weights.split(values["model"])
     # before the model, whose type they may define
     extensions = read_extensions(values.get("extensions", ()), path.parent, where, _refuse_known_types)
     return Recipe(
@@ -163,6 +187,7 @@ def _built(values: dict, path: Path, where: str, overrides: tuple[str, ...]) -> 
         overrides=overrides,
         model=checked_model(model, where),
         weights=Weights.of(weights),
+        published=published,
         extensions=extensions,
         training=values["training"],
         **{name: section.of(values.get(name, {})) for name, section in SECTIONS.items()},
@@ -203,8 +228,8 @@ def recipe_names() -> list[str]:
 def _read(path: Path) -> dict:
     """The sections of a recipe's file, over those of the one base it may name, key by key in each section.
 
-    Lists and objects in a section replace the base's whole. A model that names its type is another model and inherits
-    nothing. The base's name and description stay its own.
+    Lists and objects in a section replace the base's whole. A model that names its type, or where it is, is another
+    model and inherits nothing. The base's name and description stay its own.
     """
     where, own = display_path(path), read_json(path)
     _check_owners(own, where)
@@ -225,7 +250,8 @@ def _read(path: Path) -> dict:
     merged = {key: value for key, value in base.items() if key not in ("name", "description")}
     for key, value in own.items():
         inherited = merged.get(key)
-        extends = isinstance(value, dict) and isinstance(inherited, dict) and "model_type" not in value
+        extends = isinstance(value, dict) and isinstance(inherited, dict)
+        extends = extends and not (key == "model" and value.keys() & {"model_type", "from"})
         merged[key] = {**inherited, **value} if extends else value
     return merged
 
@@ -294,7 +320,7 @@ def _apply_overrides(recipe: dict, overrides: Iterable[str], notes: list[str]) -
             value = text
         _set(changed, key.split("."), value, where)
         if key == "model":
-            _read_model(changed, notes)
+            _read_model(changed, where, notes)
         # after each, so that the error names the text that is wrong
         changed = check(changed, recipe_schema(), where)
     return changed

@@ -15,8 +15,8 @@ EXACT = ("gpt2", "llama", "mixtral", "qwen3", "qwen3_moe")
 """Counted by formula in planning/sizes.py; what holds for them is tested for each."""
 MIXTURES = ("mixtral", "qwen3_moe")
 """Those of them with experts."""
-DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop", "attention_dropout")
 FILE = Path(__file__).with_name("model_types.json")
+MEASURED = Path(__file__).with_name("abilities.json")
 GPT2_NAMES = {
     "hidden_size": "n_embd",
     "num_hidden_layers": "n_layer",
@@ -44,10 +44,11 @@ OLD_ROPE = ("rope_scaling", "rope_theta", "partial_rotary_factor")
 """What config.json had in place of `rope_parameters` before transformers 5."""
 ROPE_ALWAYS = ("rope_type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-ROTARY = ("llama", "mixtral", "qwen3", "qwen3_moe")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """What configuration classes call a layer's number of experts."""
 
+LOGIT_CAP = "final_logit_softcapping"
+"""What configuration classes call the bound that the logits of Gemma 2 and others stay under."""
 ROUTER_COEFFICIENT = "router_aux_loss_coef"
 """What configuration classes call the weight of the loss that balances experts."""
 
@@ -71,6 +72,41 @@ def _has_experts(values: dict) -> bool:
 def experts_key(values: dict) -> str | None:
     """Return the key that holds a layer's number of experts; None if a section, over its defaults, has none."""
     return next((key for key in EXPERTS if values.get(key)), None)
+
+
+def why_not(model: dict, ability: str) -> str | None:
+    """Return why a model of this type lacks an ability; None if it has it.
+
+    model/abilities.py measures what each ability is, on a small model of the type.
+    """
+    kind = model["model_type"]
+    found = _abilities().get(kind, {})
+    if ability not in found:
+        return f"was not measured for {kind}"
+    # the type may do so with or without a cap, and was measured without
+    if ability == "fused" and (cap := model_with_defaults(model).get(LOGIT_CAP)):
+        return f"{LOGIT_CAP} is {cap:g}, and a fused loss never has the logits"
+    return found[ability] and f"does not hold for {kind} ({found[ability]})"
+
+
+def why_not_apart(model: dict, attention: str | None) -> str | None:
+    """Return why an attention does not keep the documents of a block apart; None: why no attention of transformers."""
+    if attention is None:
+        reasons = [why_not(model, f"apart {name}") for name in ("sdpa", "eager")]
+        return None if None in reasons else reasons[0]
+    # flash-attn's kernels get the same borders, and flex_attention the same mask
+    alike = {**dict.fromkeys(FLASH, "torch_varlen"), "flex_attention": "sdpa"}
+    return why_not(model, f"apart {alike.get(attention, attention)}")
+
+
+@cache
+def _abilities() -> dict[str, dict[str, str | None]]:
+    return json.loads(MEASURED.read_text(encoding="utf-8"))["types"]
+
+
+def dropouts(model: dict) -> list[str]:
+    """Return the keys of a section, over its defaults, that drop out something."""
+    return [key for key, value in model.items() if "drop" in key and isinstance(value, float) and value]
 
 
 @cache
@@ -131,7 +167,10 @@ def read_config(model: Any) -> tuple[Any, str]:
     section, said = {key: value for key, value in model.items() if key not in gone}, []
     if gone:
         said.append(f"{', '.join(gone)} left out, which shape no model")
-    if (old := [key for key in OLD_ROPE if key in others]) and model["model_type"] in known["old_rope"]:
+    # of any other kind it is refused by its name
+    readable = all(isinstance(section.get(key) or {}, dict) for key in ("rope_scaling", "rope_parameters"))
+    old = [key for key in OLD_ROPE if key in others]
+    if old and readable and model["model_type"] in known["old_rope"]:
         section = with_rope_parameters(section, old)
         said.append(f"{', '.join(old)} read as rope_parameters {json.dumps(section['rope_parameters'])}")
     return section, "; ".join(said)
@@ -238,7 +277,7 @@ class Model(dict):
         """Yield the first key that does not fit another one, or that no model can be built with."""
         model = self.with_defaults()
         yield from _check_heads_and_experts(model)
-        if model["model_type"] in ROTARY:
+        if self.is_exact and "rope_parameters" in model:
             yield from _check_rope(model)
         yield from _check_layer_types(model)
         # ids that the recipe names are rows of the embedding; those it leaves out are the tokenizer's

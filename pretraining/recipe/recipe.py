@@ -15,7 +15,7 @@ from pretraining.errors import nearest
 from pretraining.extend import Extension, check_defined, defined
 from pretraining.recipe.budget import Budget, StepSizes, nearest_multiples
 from pretraining.recipe.data import Data, check_mixture
-from pretraining.recipe.model import CROSSES_DOCUMENTS, EXACT, Model, has_experts, own_key
+from pretraining.recipe.model import CROSSES_DOCUMENTS, Model, has_experts, own_key, why_not, why_not_apart
 from pretraining.recipe.mup import Mup, check_mup
 from pretraining.recipe.section import Section, check_folder_name
 from pretraining.recipe.sections import (
@@ -113,6 +113,8 @@ class Recipe:
     report: Report
     weights: Weights = field(default_factory=Weights)
     """The keys of `model` that are ours: what it begins with, what of it is trained."""
+    published: dict = field(default_factory=dict)
+    """Where the model's shape was read: `from`, `revision` and `digest`; empty if the recipe states it."""
     extensions: tuple[Extension, ...] = ()
     """Modules of the user's own, read and not run."""
     overrides: tuple[str, ...] = field(default=(), compare=False)
@@ -150,6 +152,15 @@ class Recipe:
     @cached_property
     def step_sizes(self) -> StepSizes:
         return self.budget.step_sizes
+
+    @property
+    def loss_kind(self) -> str:
+        """The way of the loss, with `auto` resolved: plain, chunked or fused."""
+        if self.loss.function is not None:
+            return "plain"
+        if self.loss.kind == "auto":
+            return "chunked" if why_not(self.model, "fused") else "fused"
+        return self.loss.kind
 
     @property
     def tokens_per_step(self) -> int:
@@ -217,7 +228,7 @@ class Recipe:
         values = {name: getattr(self, name) for name in ("name", "description", "deepspeed")}
         # a deep copy as plain dicts
         values |= {name: json.loads(json.dumps(getattr(self, name))) for name in KEYWORDS}
-        values["model"] |= self.weights.to_dict()
+        values["model"] = {**self.published, **values["model"], **self.weights.to_dict()}
         if self.extensions:
             values["extensions"] = [each.to_dict() for each in self.extensions]
         return values | {name: getattr(self, name).to_dict() for name in SECTIONS}
@@ -347,23 +358,23 @@ def check_documents(data: Data, model: Model) -> Wrong:
     if not data.document_masking:
         return
     name = model.get("attn_implementation")
-    if not model.is_exact:
-        what = f"is tested for {', '.join(EXACT)} alone, not for {model.model_type}; set it to false"
-        yield "data.document_masking", what
+    if reason := why_not_apart(model, None):
+        yield "data.document_masking", f"{reason}; set it to false"
     # a name with a slash is a kernel of the hub, which nothing here has tested
-    if name is not None and (name in CROSSES_DOCUMENTS or "/" in name):
+    if name is not None and (name in CROSSES_DOCUMENTS or "/" in name or why_not_apart(model, name)):
         what = f"is {name}, which is not known to keep documents apart, as data.document_masking wants; leave it out"
         yield "model.attn_implementation", what
 
 
 def check_loss(loss: Loss, model: Model) -> Wrong:
     """The logits are a product that can be fused with their loss, and the routers' are there, if that is wanted."""
-    if loss.kind == "fused" and not model.is_exact:
-        what = f"is fused, which is for {', '.join(EXACT)}: others may scale or cap their logits; use chunked"
-        yield "loss.kind", what
+    if loss.kind == "fused" and (reason := why_not(model, "fused")):
+        yield "loss.kind", f"is fused: {reason}; use chunked"
     if has_experts(model) and model.get("output_router_logits") is False and loss.balance == "auto":
         what = "is false, so that nothing balances the experts; leave it out, or set loss.balance to none"
         yield "model.output_router_logits", what
+    if has_experts(model) and loss.balance == "auto" and (reason := why_not(model, "balanced")):
+        yield "loss.balance", f"{reason}; set it to none"
     # a model of the user's own is asked again once it is built
     if loss.router_z_loss and not model.get("output_router_logits"):
         what = "needs a mixture of experts with model.output_router_logits true"

@@ -24,7 +24,16 @@ from pretraining.errors import UserError
 from pretraining.outside.addresses import is_remote
 from pretraining.recipe import Recipe, accumulation_steps, load_recipe
 from pretraining.recipe.data import is_mixed
-from pretraining.recipe.model import DROPOUTS, EXACT, MIXTURES, Model, experts_key, value_of
+from pretraining.recipe.model import (
+    EXACT,
+    MIXTURES,
+    Model,
+    dropouts,
+    experts_key,
+    has_experts,
+    value_of,
+    why_not,
+)
 from pretraining.recipe.training import ADAMW, DEFAULT_OPTIM, ELEMENTWISE
 from pretraining.schema import Wrong, display_path, refuse_first
 
@@ -252,9 +261,9 @@ def why_not_compiled(recipe: Recipe, ds_config: dict | None, on_gpu: bool = True
         return "no GPU"
     model, training = recipe.model.with_defaults(), recipe.training
     recomputes = training.activation_checkpointing
-    if not model.is_exact:
-        return f"not tried with {model.model_type}"
-    if any(model.get(key) for key in DROPOUTS):
+    if reason := why_not(model, "compiled"):
+        return reason
+    if dropouts(model):
         return "dropout would draw other numbers"
     if training.use_liger_kernel:
         return "training.use_liger_kernel: Liger's kernels take its place"
@@ -262,7 +271,7 @@ def why_not_compiled(recipe: Recipe, ds_config: dict | None, on_gpu: bool = True
         return "recomputed layers keep their inputs on the host"
     if recomputes and recipe.speed.recompute == "operators":
         return "compiled code hides the products that recomputed layers keep"
-    if recomputes and model.model_type in MIXTURES:
+    if recomputes and has_experts(model):
         return "a mixture's recomputed layers hand router logits out"
     return _why_not_gathered_as_one(ds_config)
 
@@ -292,11 +301,14 @@ def _check_fp8(recipe: Recipe, ds_config: dict | None) -> Wrong:
 def _check_recomputation(recipe: Recipe, ds_config: dict | None) -> Wrong:
     """Layers that keep their products can see these, and their memory is known."""
     training, key, remedy = recipe.training, "speed.recompute", "--set speed.recompute=layers"
+    if training.activation_checkpointing and (reason := why_not(recipe.model, "recomputed")):
+        yield "training.activation_checkpointing", f"{reason}; --set training.activation_checkpointing=false"
     if recipe.speed.recompute != "operators" or not training.activation_checkpointing:
         return
-    model_type = recipe.model.model_type
-    if not recipe.model.is_exact or model_type in MIXTURES:
-        yield key, f"is operators, which is for gpt2, llama and qwen3, not {model_type}; {remedy}"
+    if reason := why_not(recipe.model, "operators"):
+        yield key, f"is operators, which {reason}; {remedy}"
+    elif has_experts(recipe.model):
+        yield key, f"is operators, which is for layers without experts; {remedy}"
     for name in ("use_reentrant", "offload"):
         if (training.activation_checkpointing_kwargs or {}).get(name):
             what = f"is operators, which does not go with activation_checkpointing_kwargs.{name}"
@@ -374,9 +386,8 @@ def _check_tensor(recipe: Recipe, model: Model, ds_config: dict, degrees: Degree
     if recipe.training.activation_checkpointing and recipe.speed.recompute == "operators":
         what = "is operators, which keeps products, and AutoTP adds the other ranks' to them"
         yield "speed.recompute", f"{what}; --set speed.recompute=layers"
-    for key in DROPOUTS:
-        if model.get(key):
-            yield f"model.{key}", "would drop the same places of the heads of every rank; set it to 0"
+    for key in dropouts(model):
+        yield f"model.{key}", "would drop the same places of the heads of every rank; set it to 0"
     heads = model.num_attention_heads
     counts = {"attention heads": heads, "key-value heads": model.get("num_key_value_heads") or heads}
     if kind not in MIXTURES:

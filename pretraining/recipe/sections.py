@@ -6,7 +6,7 @@
 import re
 from dataclasses import fields
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pretraining.outside.addresses import slip_in
 from pretraining.outside.masking import masked
@@ -42,10 +42,38 @@ class Weights(Section):
         uniqueItems=True,
     )
 
+    PUBLISHED: ClassVar[dict[str, dict]] = {
+        "from": {
+            "type": "string",
+            "minLength": 1,
+            "description": "Where the shape is: a name on the hub (org/model), a folder or a config.json, of which "
+            "nothing else is fetched; keys beside it replace those that are read.",
+        },
+        "revision": {
+            "type": "string",
+            "minLength": 1,
+            "description": "Branch, tag or commit of from; a run's recipe.json has the commit.",
+        },
+        "digest": {
+            "type": "string",
+            "pattern": "sha256:[0-9a-f]{64}",
+            "description": "Of the config.json, in a run's recipe.json, whose model is whole: from is not read again.",
+        },
+    }
+    """Schemas of the keys of `model` that say where its shape comes from; `from` cannot be the name of a field."""
+
     @classmethod
-    def split(cls, model: dict) -> tuple[dict, dict]:
-        ours = {name: value for name, value in model.items() if name in cls.names()}
-        return {name: value for name, value in model.items() if name not in ours}, ours
+    def split(cls, model: dict) -> tuple[dict, dict, dict]:
+        """Return the config's keys, the section's own, and those of `PUBLISHED`."""
+        groups: tuple[dict, dict, dict] = ({}, {}, {})
+        for name, value in model.items():
+            groups[1 if name in cls.names() else 2 if name in cls.PUBLISHED else 0][name] = value
+        return groups
+
+    @classmethod
+    def model_keys(cls) -> dict[str, dict]:
+        """Return schemas of all keys of `model` that are ours."""
+        return {**cls.PUBLISHED, **cls.schema()["properties"]}
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from pretraining.errors import UserError, require
 from pretraining.extend import defined
 from pretraining.planning.memory.states import block_gathering
 from pretraining.planning.memory.tensors import layer_numel, parameter_tensors
-from pretraining.planning.shapes import shape_of, widths_of
+from pretraining.planning.shapes import widths_of
 from pretraining.recipe import Recipe
 from pretraining.recipe.refusals import gathers_blocks, why_not_compiled
 from pretraining.runtime.process_group import gather_from_ranks
@@ -107,7 +107,7 @@ def build_arguments(
         # 0.8.5, ops/fused_moe.py). They would also take the place of split experts, which know their exchange.
         plain = {"swiglu": False}
         keywords["liger_kernel_config"] = {
-            **(plain if widths_of(shape_of(recipe.model)).experts else {}),
+            **(plain if widths_of(recipe.model).experts else {}),
             **given,
             **(plain if degrees_of(ds_config).expert > 1 else {}),
             "cross_entropy": False,

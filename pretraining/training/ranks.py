@@ -25,11 +25,19 @@ from pretraining.command_line import ranks_here, started_by_launcher
 from pretraining.errors import UserError
 from pretraining.planning.gpus import cuda_needs, known_gpu
 from pretraining.planning.run_plan import Machine
+from pretraining.recipe import Recipe
 from pretraining.runtime.exit_codes import HANG
 from pretraining.runtime.heartbeat import process_fields
 from pretraining.runtime.host import GLOO_INTERFACE, disk_room_bytes, host_memory_bytes, loopback_name
-from pretraining.runtime.process_group import device_name, from_rank_0, is_first_to_report, keep_store
+from pretraining.runtime.process_group import (
+    device_name,
+    from_rank_0,
+    gather_from_ranks,
+    is_first_to_report,
+    keep_store,
+)
 from pretraining.runtime.run_folder import RunFolder
+from pretraining.schema import display_path, problem
 from pretraining.training.operators import keep_compiled_operators
 from pretraining.upstream.deepspeed import leave_out_shared_memory, wait_in_every_group
 from pretraining.upstream.torch import ask_the_processor_once
@@ -340,6 +348,17 @@ def _command(process: int) -> bytes:
         return Path(f"/proc/{process}/cmdline").read_bytes()
     except OSError:
         return b""
+
+
+def agree_on_shape(recipe: Recipe) -> None:
+    """Raise `UserError`, on every rank, if they have read other shapes: a branch of the hub moved, or files differ."""
+    origins = gather_from_ranks(recipe.published)
+    if other := next((each for each in origins if each.get("digest") != origins[0].get("digest")), None):
+        read = [f"{each.get('digest')} of {each.get('revision') or 'a file'}" for each in (origins[0], other)]
+        what = (
+            f"ranks have read {' and '.join(read)}; set model.revision to a commit, or name one file for all"
+        )
+        raise problem(display_path(recipe.path), "model.from", what)
 
 
 def find_machine(run: RunFolder, start: Any, data_tokens: int) -> Machine:

@@ -42,13 +42,18 @@ A model's classes (transformers 5.23.0, torch 2.13.0, deepspeed 0.19.8):
   leaves the choice to it. Held by test_attention.py. May go once the config says it in public.
 - Which modules are the experts of a mixture, called with each token's choices (`is_experts`): `_is_expert_parallel`,
   which `use_experts_implementation` sets and nothing else. Held by test_balance.py.
+- Where documents begin, for the masks of a class that does not hand its positions on, as gpt_oss
+  (`mask_by_positions`): the functions of `masking_utils`, by the names under which its module has imported them.
+  Held by test_model_types.py. May go once every class hands them on.
 - Which buffers stay in fp32 (`keep_buffers`): `_keep_in_fp32_modules_strict`, which DeepSpeed reads too. Held by
   test_balance.py.
 """
 
 import copy
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -233,6 +238,39 @@ def is_experts(module: nn.Module) -> bool:
 def keep_buffers(model: PreTrainedModel, names: Iterable[str]) -> None:
     """Let DeepSpeed keep buffers in fp32 whose names hold one of `names`, beside those that the class keeps."""
     model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), *names}
+
+
+_MASKS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask")
+_positions: list[torch.Tensor | None] = [None]
+"""Those of the forward pass that runs."""
+
+
+def mask_by_positions(model: PreTrainedModel) -> None:
+    """Let every mask of the model begin anew where its `position_ids` do, as the masks of most classes do anyway."""
+
+    def remember(module: nn.Module, inputs: tuple, keywords: dict) -> None:
+        _positions[0] = keywords.get("position_ids")
+
+    def forget(module: nn.Module, inputs: tuple, output: Any) -> None:
+        _positions[0] = None
+
+    code = sys.modules[type(model.base_model).__module__]
+    for name in _MASKS:
+        create = getattr(code, name, None)
+        if create is not None and not hasattr(create, "__wrapped__"):
+            setattr(code, name, _with_positions(create))
+    model.register_forward_pre_hook(remember, with_kwargs=True)
+    model.register_forward_hook(forget, always_call=True)
+
+
+def _with_positions(create: Callable) -> Callable:
+    @wraps(create)
+    def with_positions(*args: Any, **keywords: Any) -> Any:
+        if _positions[0] is not None and keywords.get("position_ids") is None:
+            keywords["position_ids"] = _positions[0]
+        return create(*args, **keywords)
+
+    return with_positions
 
 
 def attention_of(model: PreTrainedModel) -> str:

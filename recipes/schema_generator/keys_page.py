@@ -178,7 +178,7 @@ def _recipes_by_key(recipes: Path) -> dict[str, list[str]]:
 def _with_its_type(path: Path, recipes: Path) -> dict:
     """A recipe's own file; if its model has keys, the type of its base's model too."""
     own = json.loads(path.read_text(encoding="utf-8"))
-    if "base" in own and own.get("model"):
+    if "base" in own and own.get("model") and "from" not in own["model"]:
         base = json.loads((recipes / f"{own['base']}.json").read_text(encoding="utf-8"))
         own["model"] = {"model_type": base["model"]["model_type"], **own["model"]}
     return own

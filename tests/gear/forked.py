@@ -6,6 +6,7 @@ A forked rank runs the same `train.py` with the same arguments and variables as 
 the real launchers do is tested with the real launchers.
 """
 
+import faulthandler
 import fcntl
 import json
 import os
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from functools import cache, cached_property
 from pathlib import Path
 
@@ -52,6 +54,9 @@ get_checkpoint_conversion_mapping("gpt2")
 gc.collect()
 gc.freeze()  # a rank that collects would copy every page of what is imported here
 """
+
+
+STACKS = signal.SIGUSR2
 
 
 class Server:
@@ -126,9 +131,18 @@ class ForkedRanks:
         until = time.monotonic() + timeout
         while self.poll() is None:
             if time.monotonic() > until:
-                raise subprocess.TimeoutExpired("forked ranks", timeout)
+                raise AssertionError(f"the ranks have not ended in {timeout:.0f} s: {self._stacks()}")
             time.sleep(0.02)
         return (self.logs / "stdout").read_text(), (self.logs / "stderr").read_text()
+
+    def _stacks(self) -> str:
+        """Let the ranks that still run write where each of their threads is, even one that never lets another run."""
+        if (ranks := self.logs / "ranks").exists():
+            for rank in map(int, ranks.read_text().split()):
+                with suppress(ProcessLookupError):
+                    os.kill(rank, STACKS)
+        time.sleep(2)
+        return (self.logs / "stderr").read_text()[-20_000:]
 
     def wait(self) -> None:
         while self.poll() is None:
@@ -163,6 +177,7 @@ def serve(pipe: Path) -> None:
     """Fork the ranks that each line of the pipe asks for; write down the process that waits for them."""
     exec(IMPORTS)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    faulthandler.register(STACKS, file=2)  # a rank has its own log there
     for line in pipe.open():
         request = json.loads((Path(line.rstrip("\n")) / "request").read_text())
         child = os.fork()

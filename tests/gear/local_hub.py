@@ -1,6 +1,7 @@
-"""A Hugging Face hub of one data set or model repository on this machine: enough of its HTTP interface to push to."""
+"""A Hugging Face hub of one data set or model repository on this machine: what is pushed to, and read."""
 
 import base64
+import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -26,6 +27,10 @@ class LocalHub(ThreadingHTTPServer):
         """Repositories that nobody may read before its terms are accepted."""
         self.missing: set[str] = set()
         """Names that no repository has."""
+        self.models: dict[str, dict[str, dict[str, bytes]]] = {}
+        """{model: {commit: {file: content}}}; the last commit is that of main."""
+        self.asked: list[str] = []
+        """What was asked of files of models: `HEAD someone/model/resolve/main/config.json`."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -91,7 +96,31 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.objects[self.path.rpartition("/")[2]] = content
         self._answer({})
 
+    def do_HEAD(self) -> None:
+        self._answer_file()
+
+    def _answer_file(self) -> None:
+        """Answer a file of a model as huggingface.co does: its commit and ETag, or the code of what is missing."""
+        name, _, rest = self.path.strip("/").partition("/resolve/")
+        revision, _, file = rest.partition("/")
+        self.server.asked.append(f"{self.command} {self.path.strip('/')}")
+        if name in self.server.gated:
+            return self._answer({"error": "gated"}, 403, **{"X-Error-Code": "GatedRepo"})
+        if (commits := self.server.models.get(name)) is None:
+            return self._answer({"error": "no such repository"}, 404, **{"X-Error-Code": "RepoNotFound"})
+        commit = list(commits)[-1] if revision == "main" else revision
+        if commit not in commits:
+            return self._answer({"error": "no such revision"}, 404, **{"X-Error-Code": "RevisionNotFound"})
+        if file not in commits[commit]:
+            code = {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit}
+            return self._answer({"error": "no such file"}, 404, **code)
+        content = commits[commit][file]
+        etag = f'"{hashlib.sha1(content).hexdigest()}"'
+        self._send(content, 200, **{"X-Repo-Commit": commit, "ETag": etag})
+
     def do_GET(self) -> None:
+        if "/resolve/" in self.path:
+            return self._answer_file()
         if asked := re.match(r"/api/(?:dataset|model)s/(.+)/auth-check", self.path):
             return self._answer_access(asked[1])
         if re.match(rf"/api/datasets/{REPOSITORY_ID}/tree/main", self.path):
@@ -118,14 +147,17 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer({}, 200 if name == REPOSITORY_ID else 404)
 
     def _answer(self, values, status: int = 200, **headers: str) -> None:
-        body = json.dumps(values).encode()
+        self._send(json.dumps(values).encode(), status, **headers)
+
+    def _send(self, body: bytes, status: int, **headers: str) -> None:
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def log_message(self, *_) -> None:
         """Silence."""

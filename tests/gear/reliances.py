@@ -92,6 +92,10 @@ transformers test_other_models.py
     torch._ops.OpOverload._schema
 transformers test_attention.py
     transformers.PretrainedConfig._attn_implementation
+transformers test_model_types.py
+    transformers.masking_utils.create_causal_mask
+    transformers.masking_utils.create_sliding_window_causal_mask
+    transformers.masking_utils.create_chunked_causal_mask
 transformers test_balance.py
     transformers.integrations.use_experts_implementation._is_expert_parallel
     transformers.PreTrainedModel._keep_in_fp32_modules_strict
@@ -107,6 +111,19 @@ transformers test_given_weights.py
     transformers.PreTrainedModel._keys_to_ignore_on_load_unexpected
 transformers test_upstream.py
     torch.nn.Module._non_persistent_buffers_set
+saved_tensors test_other_models.py
+    torch._subclasses.fake_tensor.FakeTensorMode
+    torch._subclasses.fake_tensor.FakeTensor
+    torch.utils._pytree.tree_leaves(tree, is_leaf)
+    torch.UntypedStorage._cdata
+    torch.nn.Module._parameters
+    torch.nn.Module._buffers
+    torch.autograd.Function._backward_cls
+    torch._grouped_mm
+    transformers.PreTrainedModel._no_split_modules
+    transformers.masking_utils.find_packed_sequence_indices(position_ids)
+    transformers.masking_utils._ignore_causal_mask_sdpa(padding_mask, q_length, kv_length, q_offset, kv_offset,
+        local_attention_size)
 deepspeed test_model.py
     transformers.integrations.deepspeed.initialize_weights_zero3(model)
 deepspeed test_muon.py

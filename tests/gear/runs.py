@@ -28,8 +28,8 @@ Made = TypeVar("Made")
 REPOSITORY = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 MARK = "PRETRAINING_TEST_PROCESS"
-TIMEOUT_SECONDS = 1800
-"""Only for what would never end: a busy machine is slow, and a run names what hangs in it after twenty minutes."""
+TIMEOUT_SECONDS = 900
+"""Only for what would never end, as a busy machine is slow."""
 LEAVING_SECONDS = 60
 """What a launcher starts beside the ranks ends a moment after it; on a busy machine the moment is longer."""
 PORTS = range(20_000, 29_000)

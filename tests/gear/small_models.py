@@ -1,5 +1,9 @@
 """A small model section of any type of transformers: two layers of width 32."""
 
+import re
+
+from pretraining.recipe.model import EXPERTS, LOGIT_CAP
+
 SMALL = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -29,6 +33,33 @@ OWN = {
     "dots3_note_text": {"num_key_value_heads": 4},
 }
 """Keys that must fit the shape and have no common name."""
+MIXTURES = {
+    "beam": {"n_group": 1, "topk_group": 1},
+    "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8}
+    | {"indexer_budget": 16, "indexer_compress_ratio": 4},
+}
+"""The same, of four layers."""
+
+
+def measurable(name: str, entry: dict) -> dict:
+    """A small model section in which nothing is random, and windows, caps and scales are felt; logits have no cap."""
+    properties = entry["properties"]
+    model = small(name, entry, num_hidden_layers=4 if any(key in properties for key in EXPERTS) else 2)
+    if "first_k_dense_replace" in properties:
+        model["first_k_dense_replace"] = 1  # and experts in the other layers
+    model |= MIXTURES.get(name, {})
+    for key, schema in properties.items():
+        if re.fullmatch(r".*(dropout|pdrop|dropout_prob|_drop|layerdrop)", key):
+            model[key] = 0.0
+        if "softcap" in key:
+            model[key] = 2.0
+        if re.fullmatch(r".*(multiplier|_scaling|logit_scale)", key) and isinstance(
+            schema.get("default"), float
+        ):
+            model[key] = 0.5
+    if "null" in properties.get(LOGIT_CAP, {}).get("type", ()):
+        model[LOGIT_CAP] = None
+    return model | ({"sliding_window": 6} if "sliding_window" in properties else {})
 
 
 def small(name: str, entry: dict, **sizes: int) -> dict:

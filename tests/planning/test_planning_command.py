@@ -190,7 +190,7 @@ MISTAKES = {
     "cost --recipe 7b --tokens 1 --world_size 8 --gpu H100": "takes from 4,194,304, its first step",
     "flops --parameters 0.5": "must be at least 1",
     "gpus --gpu=": "no such GPU",
-    "cost --parameters 7b --recipe 7b --world_size 8 --gpu H100": "either --recipe NAME or --parameters",
+    "cost --parameters 7b --recipe 7b --world_size 8 --gpu H100": "give one of --recipe NAME, --model NAME",
     "cost --parameters 7b --set a.b=1 --tokens 5b --world_size 8 --gpu H100": "change a recipe",
     "cost --recipe 7b --world_size 8 --gpu T4": "has no bf16 peak",
     "cost --recipe 7b --world_size 7 --gpu H100": "not a multiple",

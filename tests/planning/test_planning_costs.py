@@ -14,7 +14,6 @@ from pretraining.planning.costs import energy_words, forecast
 from pretraining.planning.gpus import all_gpus, find_gpu, prices_of
 from pretraining.planning.messages import GRADIENTS, WEIGHTS, step_messages, zero_bytes
 from pretraining.planning.parallelism import Cluster, Division, layout_memory, layouts
-from pretraining.planning.shapes import shape_of
 from pretraining.planning.sizes import flops_per_token, model_size, workload_of_recipe
 from pretraining.planning.throughput import expected_utilization, step_time
 from pretraining.recipe import load_recipe
@@ -297,7 +296,7 @@ def test_memory_of_a_layout_by_component():
     gpt, size, tokens = load_recipe("65b").model, model_size(LLAMA), 4096
 
     def held(*division: int, model: dict = LLAMA, recompute: bool = False):
-        cluster = Cluster(model_size(model), shape_of(model), tokens, 8, 8, H100, 1.0)
+        cluster = Cluster(model_size(model), model, tokens, 8, 8, H100, 1.0)
         return layout_memory(cluster, Division(*division), recompute)
 
     assert held(model=gpt).activations == gpt["n_layer"] * tokens * 32 * gpt["n_embd"]

@@ -27,12 +27,14 @@ from pretraining.planning.search import candidates, fitting, nearest_fit, worth_
 from pretraining.planning.throughput import step_time
 from pretraining.recipe import load_recipe, recipe_names
 from pretraining.recipe.curve import changed_parts
+from pretraining.recipe.model import other_model_types
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.runtime.durable_files import write_json
 from pretraining.runtime.imports import MOST_ROUNDED_MIB, _pin_what_is_asked_for
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import REPOSITORY
 from tests.gear.runs import LLAMA, execute
+from tests.gear.small_models import measurable
 from tests.planning.test_planning import MODELS, SHIPPED, build
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
@@ -535,6 +537,35 @@ def test_a_mixture_that_nothing_balances_is_warned_of_at_its_first_start(setting
         verdict = judge("moe-1.5b", 8, *settings, continues=continues)
         warned = [each for each in verdict.warnings if "nothing balances the experts" in each.what]
         assert [remedy in each.remedy for each in warned] == ([] if continues else [True])
+
+
+ODD = {"model.moe_intermediate_size": 772, "model.hidden_size": 2052}
+PLAIN_PRODUCTS = "model.experts_implementation=batched_mm"
+
+
+def between_borders(name: str, *settings: str, deepspeed: str | None = None) -> list:
+    refusals = judge(name, 8, *settings, deepspeed=deepspeed, **H200_MEMORY).refusals
+    return [each for each in refusals if "16 bytes" in each.what]
+
+
+@pytest.mark.parametrize("key", ODD)
+def test_experts_between_borders_of_16_bytes_are_refused_on_a_gpu(key):
+    """There torch's grouped product stops, and no test on a processor would show it."""
+    setting = f"{key}={ODD[key]}"
+    (refused,) = between_borders("moe-30b-a3b", setting)
+    assert key in refused.what and PLAIN_PRODUCTS in refused.remedy
+    assert not between_borders("moe-30b-a3b", setting, PLAIN_PRODUCTS)
+    assert not between_borders("moe-30b-a3b")
+
+
+def test_a_vector_before_experts_in_zero_s_buffer_is_seen():
+    """The decay of qwen3_next's heads is in the group of the matrices; ZeRO-3 gathers each weight for itself."""
+    small = measurable("qwen3_next", other_model_types()["types"]["qwen3_next"])
+    model = {**small, "vocab_size": 1024, "linear_num_value_heads": 4, "linear_num_key_heads": 2}
+    settings = [f"model={json.dumps(model)}", "data.sequence_length=32", "training.bf16=true"]
+    for stage, number in (("zero1", 1), ("zero2", 1), ("zero3", 0)):
+        said = between_borders("tiny", *settings, deepspeed=stage)
+        assert len([each for each in said if "A_log has 4 elements" in each.what]) == number
 
 
 NAMED = {"7b": (8, "H100"), "30b": (8, "H200"), "65b": (8, "H200"), "moe-30b-a3b": (8, "H200")}

@@ -71,7 +71,9 @@ def test_every_key_of_ours_occurs_in_a_recipe():
     sections = recipe_schema()["properties"].items()
     ours = {"properties": {key: value for key, value in sections if key not in OF_LIBRARIES}}
     used = {key for recipe in _shipped() for key in _used(recipe)}
-    keys = (*_keys(ours), *(f"model.{name}" for name in Weights.names()))
+    # a digest is in a run's own recipe.json alone
+    of_model = {"from", *Weights.names()}
+    keys = (*_keys(ours), *(f"model.{name}" for name in of_model))
     missing = [key for key in keys if key not in used]
     assert not missing and len(list(_keys(ours))) > 100
 
@@ -255,6 +257,17 @@ def _files(*names: str) -> Callable[[Run], None]:
     return check
 
 
+def _digest(run: Run) -> None:
+    """Of the config.json, in the run's recipe.json, from which the same run goes on."""
+    section = json.loads(run.dir.recipe.read_text())["model"]
+    assert section["digest"].startswith("sha256:") and section["hidden_size"] == 96
+    assert load_recipe(str(run.dir.recipe)).published == {
+        "from": section["from"],
+        "digest": section["digest"],
+    }
+    assert section["from"] in run.finished.stderr
+
+
 SHOWN = {
     "alerts": _files("notice.json"),
     "batch-ramp": _columns("train/tokens", "train/learning_rate"),
@@ -270,6 +283,7 @@ SHOWN = {
     "own-model": _files("export/own_model.py", "extensions/own_model.py"),
     "own-validation": _columns("eval/stories_loss", "eval/advice_loss"),
     "profile": _files("profile/*"),
+    "published-shape": _digest,
     "report": _files("report.html"),
     "samples": _files("samples.jsonl"),
     "tasks": _columns("eval/hellaswag/acc_norm", "eval/next_line/acc"),

@@ -235,8 +235,8 @@ llama model.model_type=deepseek_v3 model.output_router_logits=false
     model.output_router_logits: is false, so that nothing balances the experts; leave it out
 llama model.model_type=deepseek_v3 model.num_mtp_layers=1
     model.num_mtp_layers: is 1, and nothing here trains layers that predict further tokens; leave it out, or set it to 0
-llama model.model_type=granite loss.kind=fused
-    loss.kind: is fused, which is for gpt2, llama, mixtral, qwen3, qwen3_moe: others may scale
+llama model.model_type=gemma2 loss.kind=fused
+    loss.kind: is fused: final_logit_softcapping is 30, and a fused loss never has the logits; use chunked
 llama model.model_type=deepseek_v3 model.n_group=2 model.topk_group=4
     model.topk_group: is 4, more than model.n_group 2
 llama model.initializer_range=3
@@ -331,7 +331,7 @@ def test_a_remedy_can_be_typed_as_it_stands(typed):
 THROUGH_COMMANDS = (
     "speed.compile=whole --deepspeed=zero3",
     "model.attn_implementation=flash_atention_2",
-    "llama model.model_type=granite loss.kind=fused",
+    "llama model.model_type=gemma2 loss.kind=fused",
 )
 """What is also tried with the real commands, each of which reads its recipe by the same function."""
 

@@ -18,22 +18,14 @@ from pretraining.recipe.model import has_experts, other_model_types
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.experts import PREFIX, ExpertLoad
 from tests.gear.runs import LLAMA, STEPS, Run, execute, start_and_kill
-from tests.gear.small_models import small
+from tests.gear.small_models import measurable
 
 TOKENIZER = SimpleNamespace(bos_token_id=0, eos_token_id=0)
-OWN = {
-    "beam": {"n_group": 1, "topk_group": 1},
-    "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8}
-    | {"indexer_budget": 16, "indexer_compress_ratio": 4},
-}
 
 
 def section(name: str) -> dict:
     """Return a small model section of this type, with experts in its last layers."""
-    entry = other_model_types()["types"][name]
-    model = small(name, entry, num_hidden_layers=4)  # of some types the first one to three have no experts
-    dense = {"first_k_dense_replace": 1} if "first_k_dense_replace" in entry["properties"] else {}
-    return model | dense | OWN.get(name, {})
+    return measurable(name, other_model_types()["types"][name])
 
 
 UNSEEN = ("llama4_text",)

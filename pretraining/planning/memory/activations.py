@@ -6,6 +6,7 @@ CUDA kernels save them. benchmarks/memory.py compares the counts with torch's me
 
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import NamedTuple
 
 from pretraining.ds_config import NOT_SPLIT, Degrees
 from pretraining.planning.memory.tensors import (
@@ -16,8 +17,10 @@ from pretraining.planning.memory.tensors import (
     rows_of_rank,
     widths_of_rank,
 )
-from pretraining.planning.shapes import Widths, is_mixture, shape_of, widths_of
+from pretraining.planning.shapes import CountedModel, Widths, count_model, is_mixture, widths_of
 from pretraining.planning.sizes import model_size
+from pretraining.recipe import model_with_defaults
+from pretraining.recipe.model import is_exact, value_of
 from pretraining.recipe.sections import Loss
 
 # `gelu_new` is written in Python, so four tensors stay: x, 0.5 x, tanh(...) and 1 + tanh(...)
@@ -87,10 +90,19 @@ def activations(
         degrees: over how many ranks layers and sequences are split.
         wide_head: the head multiplies in fp32 (`model.keep_in_fp32`).
     """
-    shape = shape_of(model)
     # each rank has a part of every sequence; inside attention, all tokens of a part of the heads, which is as much
     tokens = micro_batch * sequence_length // degrees.sequence
-    widths = widths_of_rank(widths_of(shape), degrees)
+    if not is_exact(model):
+        passing = _of_counted(model, micro_batch, sequence_length, precision, every_n_layers, degrees)
+        # made of whole logits, such as capped ones; under a head in fp32 no 16-bit copy of its weights
+        capped = 0.0 if loss.kind == "fused" else passing.logits
+        if wide_head and precision.is_autocast:
+            capped -= SIXTEEN_BIT * model_size(model).head / degrees.tensor
+        hidden = value_of(model, "hidden_size")
+        of_loss = _loss(model, tokens, hidden, precision, loss, gpu_memory, degrees, wide_head)
+        return replace(passing, outside=passing.outside + capped, logits=of_loss)
+    shape = model_with_defaults(model)
+    widths = widths_of_rank(widths_of(model), degrees)
     # each dropout on the residual stream keeps a mask of one byte an element
     dropouts = 2 if shape.get("resid_pdrop") else 0
     attends = 2 * _norm(shape, widths.hidden, precision) + dropouts * widths.hidden
@@ -121,22 +133,126 @@ def activations(
             copies += (size.parts.attention + size.parts.mlp) / degrees.tensor
             copies += size.parts.experts / degrees.expert + size.parts.router
         copies *= SIXTEEN_BIT
-    of_loss, read = precision, 0
-    # a plain loss gathers them
-    logits = shape["vocab_size"] if loss.kind == "plain" else rows_of_rank(shape["vocab_size"], degrees)
-    if wide_head:
-        of_loss = replace(precision, weights=FP32, compute=FP32)
-        # its input in fp32
-        read = FP32 * tokens * widths.hidden
     return Activations(
         per_layer=tokens * largest,
         layers=tokens * kept,
         recomputed=tokens * (largest - boundary - read_anyway) if every_n_layers else 0.0,
         outside=tokens * outside + copies,
-        logits=read + loss_bytes(tokens, logits, widths.hidden, of_loss, loss, gpu_memory),
+        logits=_loss(model, tokens, widths.hidden, precision, loss, gpu_memory, degrees, wide_head),
         backward=tokens * _backward(shape, widths, sequence_length, precision),
         recomputes_last=recomputes_last,
     )
+
+
+def _loss(
+    model: dict,
+    tokens: int,
+    width: int,
+    precision: Precision,
+    loss: Loss,
+    gpu_memory: float | None,
+    degrees: Degrees,
+    wide_head: bool,
+) -> float:
+    read, vocab_size = 0, model["vocab_size"]
+    # a plain loss gathers them
+    logits = vocab_size if loss.kind == "plain" else rows_of_rank(vocab_size, degrees)
+    if wide_head:
+        precision = replace(precision, weights=FP32, compute=FP32)
+        # its input in fp32
+        read = FP32 * tokens * width
+    return read + loss_bytes(tokens, logits, width, precision, loss, gpu_memory)
+
+
+class _Layer(NamedTuple):
+    """Bytes of one layer of a model that was counted by building it."""
+
+    kept: float
+    input: float
+    widest: float
+    """Of its largest tensor."""
+    copies: float = 0.0
+    """Made of its weights, however many tokens there are."""
+
+
+def _of_counted(
+    model: dict, rows: int, length: int, precision: Precision, every_n_layers: int, degrees: Degrees
+) -> Activations:
+    """Return what a model of any type keeps, as its forward pass was measured; of the loss, what comes before it."""
+    facts, tokens = count_model(model), rows * length / degrees.sequence
+    if "bytes" not in facts.kept:
+        found, layers = {}, _by_matrices(facts, tokens * precision.compute, value_of(model, "hidden_size"))
+    else:
+        name = "fp32" if precision.compute == FP32 else "autocast" if precision.is_autocast else "16 bit"
+        found, layers = facts.kept["bytes"][name], []
+
+    def measured(key: str) -> tuple[float, float]:
+        """Return the bytes that do not depend on tokens, such as copies of weights, and the others."""
+        if key not in found:
+            return 0.0, 0.0
+        fixed, of_tokens = _at(found[key], facts.kept["lengths"], rows, length)
+        return fixed / degrees.tensor, of_tokens / degrees.sequence
+
+    for kind in facts.kept.get("kinds", ()):
+        copies, kept = measured(f"{kind}")
+        # ranks that split layers hold a part of the heads and of the inner values each
+        kept -= measured(f"{kind} split")[1] * (1 - 1 / degrees.tensor)
+        layers.append(_Layer(kept, measured(f"{kind} input")[1], measured(f"{kind} largest")[1], copies))
+    if degrees.sequence > 1:
+        # after the exchange back, the result is another tensor than the kernel's; keys and values may be copied
+        widths = widths_of_rank(widths_of(model), degrees)
+        keys = 2 * widths.keys * (key_value_copies(widths, degrees) - 1)
+        exchanged = tokens * precision.compute * (widths.queries + keys)
+        layers = [layer._replace(kept=layer.kept + exchanged) for layer in layers]
+    again = [every_n_layers > 0 and index % every_n_layers == 0 for index in range(len(layers))]
+    held = sum(
+        layer.input if redo else layer.kept + layer.copies for redo, layer in zip(again, layers, strict=True)
+    )
+    # what is an argument of every recomputed layer stays with it
+    outside = sum(sum(measured(key)) for key in ("outside", *(["arguments"] if any(again) else [])))
+    largest = max(layers, key=lambda layer: layer.kept, default=_Layer(0, 0, 0))
+    return Activations(
+        per_layer=largest.kept,
+        layers=held,
+        recomputed=largest.kept - largest.input if any(again) else 0.0,
+        outside=outside + TOKEN_INPUT_BYTES * tokens,
+        logits=sum(measured("logits")),
+        # the gradients of a layer's widest tensor and of what was made from it
+        backward=2 * largest.widest / degrees.tensor + largest.input,
+        recomputes_last=any(again[-1:]),
+    )
+
+
+def _by_matrices(facts: CountedModel, bytes_of_number: float, width: int) -> list[_Layer]:
+    """Estimate layers by what goes into their matrices and comes out. bytes_of_number: of one for each token."""
+    numbers: dict[int, float] = {}
+    for part, _, layer, sides, _ in facts.tensors:
+        if layer is not None and sides:
+            met = facts.chosen_experts / facts.experts if part == "experts" and facts.experts else 1
+            numbers[layer] = numbers.get(layer, 4 * width) + met * sides
+    return [
+        _Layer(bytes_of_number * each, bytes_of_number * width, bytes_of_number * each / 4)
+        for each in numbers.values()
+    ]
+
+
+def _at(found: list[int], lengths: list[int], rows: int, length: int) -> tuple[float, float]:
+    """Return the fixed bytes and those of tokens, for `rows` sequences of `length` tokens.
+
+    Args:
+        found: bytes of one sequence of the first length, and of one and of two sequences of the others. What sequences
+            share, such as positions, is linear in their length, and one sequence's own part a polynomial of degree 2.
+        lengths: ascending.
+    """
+    (first, second, third), (of_first, *others) = lengths, found
+    own = [0, others[1] - others[0], others[3] - others[2]]
+    shared, more = others[0] - own[1], (others[2] - own[2] - others[0] + own[1]) / (third - second)
+    fixed = shared - more * second
+    own[0] = of_first - fixed - more * first
+    slope = (own[1] - own[0]) / (second - first)
+    bend = ((own[2] - own[1]) / (third - second) - slope) / (third - first)
+    of_row = own[0] + (length - first) * (slope + bend * (length - second))
+    return fixed, rows * of_row + more * length
 
 
 def _products(shape: dict, widths: Widths, precision: Precision) -> tuple[float, float]:
@@ -220,21 +336,20 @@ def _backward(shape: dict, widths: Widths, length: int, precision: Precision) ->
 
 def validation_bytes(model: dict, tokens: int, precision: Precision, degrees: Degrees) -> float:
     """Return the bytes of a forward pass that keeps nothing: those of its widest layer, or of its logits."""
-    shape = shape_of(model)
-    widths = widths_of_rank(widths_of(shape), degrees)
+    widths = widths_of_rank(widths_of(model), degrees)
     # the residual stream, its sum with a layer's result, and a norm's copy in fp32
     stream = (2 * precision.residual + FP32) * widths.hidden
     attention = 2 * widths.queries + 2 * widths.keys
     if degrees.sequence > 1:
         # before the exchange, copied for it, as it comes, and joined (model/parallel.py)
         attention = 4 * (widths.queries + 2 * widths.keys * key_value_copies(widths, degrees))
-    inner = (2 if shape["model_type"] == "gpt2" else 3) * widths.inner
+    inner = (3 if widths.gated else 2) * widths.inner
     if widths.experts:
         inner = max(inner, widths.chosen_experts * (widths.hidden + 3 * widths.expert_inner))
     layers = tokens * (stream + precision.compute * (widths.hidden + max(attention, inner)))
     # all logits at once, which are in fp32 for a few tokens at a time (evaluation/validation.py)
     at_once = 2 * FP32 * min(tokens, VALIDATED_AT_ONCE) + precision.compute * tokens
-    return max(layers, at_once * shape["vocab_size"] + precision.compute * tokens * widths.hidden)
+    return max(layers, at_once * model["vocab_size"] + precision.compute * tokens * widths.hidden)
 
 
 def compiles_loss(compile: bool | None, on_gpu: bool) -> bool:

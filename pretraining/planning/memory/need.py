@@ -190,12 +190,7 @@ def memory_need(
     of_rank, state, host, pinned = held
     precision, optimizer = precision_of(recipe, ds_config), optimizer_states(recipe)
     degrees, accumulation = degrees_of(ds_config), accumulation_steps(recipe, world_size, ds_config)
-    # as model/loss.py resolves `kind: auto`: the fused loss needs to know the model's head
-    loss = recipe.loss
-    if loss.function is not None:
-        loss = replace(loss, kind="plain")
-    elif loss.kind == "auto":
-        loss = replace(loss, kind="fused" if recipe.model.is_exact else "chunked")
+    loss = replace(recipe.loss, kind=recipe.loss_kind)
     passing = activations(
         recipe.model,
         recipe.micro_batch,

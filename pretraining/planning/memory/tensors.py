@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from pretraining.ds_config import Degrees, degrees_of, zero_stage
 from pretraining.errors import nearest_names
-from pretraining.planning.shapes import Widths, count_model, is_mixture, shape_of, widths_of
+from pretraining.planning.shapes import Widths, count_model, is_mixture, widths_of
 from pretraining.recipe import Recipe, load_recipe, model_with_defaults
 from pretraining.recipe.model import is_exact
 from pretraining.runtime.table import Column, write_table
@@ -349,7 +349,7 @@ def _cut(section: str, frozen: frozenset[str], degrees: Degrees, apart: bool) ->
         elif degrees.tensor > 1 and _CUT.search(tensor.name):
             (parts if apart else dense).append(replace(tensor, numel=tensor.numel // degrees.tensor))
         elif degrees.tensor > 1 and tensor.name in _TABLES:
-            size = shape_of(model)["vocab_size"]
+            size = model["vocab_size"]
             rows = rows_of_rank(size, degrees)
             (parts if apart else dense).append(replace(tensor, numel=tensor.numel // size * rows))
         else:

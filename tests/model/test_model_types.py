@@ -1,0 +1,87 @@
+"""What a recipe may ask of a model type is what was measured, with these versions, for every type there is."""
+
+import json
+from importlib.metadata import version
+
+import pytest
+
+from pretraining.errors import UserError
+from pretraining.model.abilities import ABILITIES, compare, keeps_apart, measured, trains_alike
+from pretraining.recipe import load_recipe
+from pretraining.recipe.model import EXACT, MEASURED, other_model_types, why_not, why_not_apart
+from pretraining.recipe.section import schema_file
+from tests.gear.finished_data import refusal
+from tests.gear.small_models import measurable
+
+TYPES = {**schema_file()["$defs"], **other_model_types()["types"]}
+
+
+def section(name: str) -> dict:
+    return measurable(name, {"names": {}, **TYPES[name]})
+
+
+def test_every_type_was_measured_with_what_is_installed():
+    """Promise: after an upgrade nothing is allowed, or refused, by what another version did."""
+    kept = json.loads(MEASURED.read_text())
+    assert kept["versions"] == {name: version(name) for name in kept["versions"]}
+    assert set(kept["types"]) == {*EXACT, *other_model_types()["types"]}
+    assert all(set(ABILITIES) <= set(found) for found in kept["types"].values())
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "falcon", "olmo3", "granite", "qwen3_next"])
+def test_the_file_says_what_is_measured_here(name):
+    """Promise: the table is of this code. Plain, soft caps, sinks, own positions, windows, scales, recurrence."""
+    kept = json.loads(MEASURED.read_text())["types"][name]
+    found = measured(section(name))
+    assert {key: why is None for key, why in found.items()} == {key: kept[key] is None for key in found}
+
+
+def test_what_differs_is_seen():
+    """Promise: a yes is worth something. A leak between documents, another gradient and a NaN are no yes."""
+    import torch
+
+    with pytest.raises(UserError, match=r"a document's text behind \d+ others differs"):
+        keeps_apart(section("llama"), "sdpa_causal")
+
+    def tilt(network):
+        network.model.layers[0].mlp.down_proj.weight.register_hook(lambda gradient: gradient * 1.001)
+
+    with pytest.raises(UserError, match=r"the gradient of model\.layers\.0\.mlp\.down_proj\.weight differs"):
+        trains_alike(section("llama"), tilt)
+    with pytest.raises(UserError, match="differs by nan"):
+        compare("it", torch.tensor(float("nan")), torch.tensor(0.0))
+
+
+REFUSED = {
+    "documents": ("data.document_masking=true", "data.document_masking: does not hold for falcon_h1"),
+    "fused": ('loss={"kind": "fused"}', "loss.kind: is fused: final_logit_softcapping is 30"),
+    "balanced": ("training.logging_steps=1", "loss.balance: does not hold for llama4_text"),
+    "recomputed": ("training.activation_checkpointing=true", "does not hold for ctrl"),
+}
+MODELS = {"balanced": "llama4_text", "documents": "falcon_h1", "fused": "gemma2", "recomputed": "ctrl"}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_type_cannot_do_is_one_line(case, tmp_path):
+    """Bad input: it names the type, what differs, and what to set."""
+    setting, message = REFUSED[case]
+    values = load_recipe("tiny").to_dict()
+    model = section(MODELS[case]) | {"vocab_size": 1024}
+    if case == "fused":
+        model["final_logit_softcapping"] = 30.0
+    values |= {"model": model, "name": "other"}
+    values["data"]["sequence_length"] = 32
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(values))
+    from pretraining.recipe.refusals import load_recipe_and_ds_config
+
+    said = refusal(load_recipe_and_ds_config, str(path), [setting], "zero1")
+    assert message in said and "\n" not in said
+
+
+def test_a_capped_model_is_not_fused_and_a_kernel_that_crosses_documents_is_not_chosen():
+    """Promise: `auto` never takes what does not hold."""
+    assert why_not(section("gemma3_text"), "fused") is None
+    assert "softcapping" in why_not({**section("gemma3_text"), "final_logit_softcapping": 30.0}, "fused")
+    assert why_not_apart(section("gemma2"), "torch_varlen") and why_not_apart(section("gemma2"), None) is None
+    assert "was not measured" in why_not({"model_type": "parallel"}, "fused")
