@@ -5,8 +5,9 @@
 
 What fails to train is refused by name in recipes (recipes/schema_generator/model_types.py). A type trains if its logits
 do not depend on later tokens, every parameter gets a finite gradient, and its weights can be drawn module by module.
-With --keep the abilities (pretraining/model/abilities.py) are kept in pretraining/recipe/abilities.json, those of types
-that were not asked for as they were; `make schema` then writes docs/model_types.md.
+With --keep the abilities (pretraining/model/abilities.py; on two ranks, tests/gear/split_models.py) are kept in
+pretraining/recipe/abilities.json, those of types that were not asked for as they were; `make schema` then writes
+docs/model_types.md.
 """
 
 import io
@@ -34,6 +35,7 @@ def main() -> None:
     from pretraining.model.abilities import measured
     from pretraining.recipe.model import MEASURED
     from tests.gear.small_models import measurable, small
+    from tests.gear.split_models import measured_on_two
 
     verdicts, abilities = {}, json.loads(MEASURED.read_text())["types"] if MEASURED.exists() else {}
     for name, entry in types(options.types).items():
@@ -43,7 +45,8 @@ def main() -> None:
             except Exception as error:
                 verdicts[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
             if verdicts[name] == "trains":
-                abilities[name] = abilities.get(name, {}) | measured(measurable(name, entry))
+                section = measurable(name, entry)
+                abilities[name] = abilities.get(name, {}) | measured(section) | measured_on_two(section)
         print(
             name,
             verdicts[name],

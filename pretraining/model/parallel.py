@@ -120,6 +120,9 @@ class SplitAttention:
         if exchanges:
             # [batch, heads, part of the length, width] becomes [batch, part of the heads, length, width], all three in
             # one exchange; a rank has at least one head of each: with fewer key-value heads than ranks they are copied
+            width = value.shape[-1]
+            if width < query.shape[-1]:  # of latent attention: filled up, values travel with the others
+                value = F.pad(value, (0, query.shape[-1] - width))
             parts = (query, key, value)
             whole = [part.repeat_interleave(max(1, self.size // part.shape[1]), 1) for part in parts]
             for_ranks = [part.unflatten(1, (self.size, -1)).transpose(0, 1) for part in whole]
@@ -127,6 +130,7 @@ class SplitAttention:
             # [ranks, batch, heads, length, width]: what goes to each rank, then what came from each
             received = exchange(torch.cat(for_ranks, 2), self.group)
             query, key, value = received.permute(1, 2, 0, 3, 4).flatten(2, 3).split(counts, 1)
+            value = value[..., :width]
         if cu_seq_lens_q is not None:
             if self.kernel is sdpa_attention_forward:
                 attention_mask = document_mask(cu_seq_lens_q, len(query), query.shape[2])

@@ -26,11 +26,11 @@ from pretraining.recipe import Recipe, accumulation_steps, load_recipe
 from pretraining.recipe.data import is_mixed
 from pretraining.recipe.model import (
     EXACT,
-    MIXTURES,
     Model,
     dropouts,
     experts_key,
     has_experts,
+    other_properties,
     value_of,
     why_not,
 )
@@ -360,9 +360,7 @@ def _check_tensor(recipe: Recipe, model: Model, ds_config: dict, degrees: Degree
     if kind == "gpt2":
         what = "gpt2 keeps queries, keys and values in one convolution, which AutoTP does not split"
         raise UserError(f"{name}: {what}; take model_type llama, or sequence parallelism")
-    if not model.is_exact:
-        known = ", ".join(each for each in EXACT if each != "gpt2")
-        raise UserError(f"{name}: is tested for {known} alone, not for {kind}")
+    _refuse_unable(name, model, "tensor")
     if ds_config["tensor_parallel"].get("partition_config"):
         what = "tensor_parallel.partition_config: the model's type says which layers are split; leave it out"
         raise UserError(f"deepspeed {recipe.deepspeed}: {what}")
@@ -389,29 +387,29 @@ def _check_tensor(recipe: Recipe, model: Model, ds_config: dict, degrees: Degree
     for key in dropouts(model):
         yield f"model.{key}", "would drop the same places of the heads of every rank; set it to 0"
     heads = model.num_attention_heads
-    counts = {"attention heads": heads, "key-value heads": model.get("num_key_value_heads") or heads}
-    if kind not in MIXTURES:
-        counts["columns of model.intermediate_size"] = value_of(model, "intermediate_size")
+    counts = {"attention heads": heads, "key-value heads": value_of(model, "num_key_value_heads") or heads}
+    # the experts of a mixture stay whole
+    if not has_experts(model) and (inner := value_of(model, "intermediate_size")):
+        counts["columns of model.intermediate_size"] = inner
     _refuse_uneven(name, size, counts)
 
 
 def _check_sequence(recipe: Recipe, model: Model, ds_config: dict, degrees: Degrees, name: str) -> Wrong:
     """The degree divides heads and length, and parts of a sequence are enough."""
     size, kernel = degrees.sequence, model.get("attn_implementation")
-    if not model.is_exact:
-        raise UserError(f"{name}: is tested for {', '.join(EXACT)} alone, not for {model.model_type}")
+    _refuse_unable(name, model, "sequence")
     if recipe.monitors.noise_scale_steps:
         what = "does not go with split sequences: a rank's gradient is not that of whole sequences"
         yield "monitors.noise_scale_steps", f"{what}; set it to null"
-    if model.get("sliding_window") and (model.model_type == "mixtral" or model.get("use_sliding_window")):
-        what = "is set, and split sequences are attended to without a mask, "
-        what += "which windows need; set it to null"
-        yield "model.sliding_window", what
+    if key := _key_of_windows(model):
+        what = "means windows, and split sequences are attended to without a mask, which these need"
+        remedy = '"full_attention" for every layer' if key == "layer_types" else "null"
+        yield f"model.{key}", f"{what}; set it to {remedy}"
     if kernel not in (None, *SPLIT_KERNELS):
         what = f"is {kernel}; split sequences go with {', '.join(SPLIT_KERNELS)}; leave it out"
         yield "model.attn_implementation", what
     heads, tensor = model.num_attention_heads, degrees.tensor
-    key_value_heads = (model.get("num_key_value_heads") or heads) // tensor
+    key_value_heads = (value_of(model, "num_key_value_heads") or heads) // tensor
     of_rank = " that tensor parallelism leaves to a rank" if tensor > 1 else ""
     counts = {f"attention heads{of_rank}": heads // tensor, "tokens of a sequence": recipe.sequence_length}
     # fewer key-value heads than ranks are copied, as often as they divide these
@@ -420,12 +418,23 @@ def _check_sequence(recipe: Recipe, model: Model, ds_config: dict, degrees: Degr
     _refuse_uneven(name, size, counts)
 
 
+def _key_of_windows(model: Model) -> str | None:
+    """Return the key by which layers look back over a window alone; None if none does."""
+    # a type without the switch has windows as soon as it has their size
+    if not (model.get("sliding_window") and model.get("use_sliding_window", True)):
+        return None
+    if model.is_exact or "layer_types" not in other_properties(model):
+        return "sliding_window"
+    is_whole = set(model.get("layer_types") or ("unknown",)) == {"full_attention"}
+    return None if is_whole else "layer_types"
+
+
 def _check_expert(recipe: Recipe, model: Model, ds_config: dict, degrees: Degrees, name: str) -> Wrong:
     """There are experts, the degree divides them, and what the run uses knows split ones."""
     size, stage = degrees.expert, zero_stage(ds_config)
-    if model.model_type not in MIXTURES:
-        what = f"is for mixtures of experts of the types {' and '.join(MIXTURES)}, not for {model.model_type}"
-        raise UserError(f"{name}: {what}; leave it out")
+    if not has_experts(model):
+        raise UserError(f"{name}: is for mixtures of experts, not for {model.model_type}; leave it out")
+    _refuse_unable(name, model, "expert")
     experts = model[experts_key(model)]
     if experts % size:
         fitting = [each for each in range(1, experts + 1) if not experts % each]
@@ -453,6 +462,12 @@ def _check_expert(recipe: Recipe, model: Model, ds_config: dict, degrees: Degree
     if (optim := recipe.training.optim) not in ELEMENTWISE:
         what = f"is {optim}, whose update looks at whole parameters, and each rank has some experts"
         yield "training.optim", f"{what}; --set training.optim={DEFAULT_OPTIM}"
+
+
+def _refuse_unable(name: str, model: Model, degree: str) -> None:
+    """Refuse a degree that was measured to change what a model of this type learns."""
+    if reason := why_not(model, degree):
+        raise UserError(f"{name}: {reason}; leave it out, or take another model.model_type")
 
 
 def _refuse_uneven(name: str, size: int, counts: dict[str, int]) -> None:

@@ -172,7 +172,10 @@ def engine_config(recipe: Recipe, ds_config: dict | None) -> dict | None:
     # Experts too (model/parallel.py): DeepSpeed would replace the routers by its own.
     config.pop("expert_parallel", None)
     if degrees_of(ds_config).tensor > 1:
-        config["tensor_parallel"] = {**ds_config["tensor_parallel"], "partition_config": split_layers(recipe.model)}
+        config["tensor_parallel"] = {
+            **ds_config["tensor_parallel"],
+            "partition_config": split_layers(recipe.model),
+        }
         # the exported weights are gathered at every stage
         gathered = {"stage3_gather_16bit_weights_on_model_save": True}
         config["zero_optimization"] = {**ds_config["zero_optimization"], **gathered}
@@ -202,8 +205,8 @@ def split_layers(model: dict) -> dict:
         if place.split(".")[0] != "layers" or ".experts" in place:
             continue
         if style not in SLICES:
-            what = f"transformers splits {place.removeprefix('layers.*.')} as {style}"
-            raise UserError(f"model.model_type: {model['model_type']} has no tensor degree: {what}")
+            what = f"{model['model_type']} has no tensor degree"
+            raise UserError(f"model.model_type: {what}: its {place.removeprefix('layers.*.')} is {style}")
         # a bias of rows stays whole, and AutoTP adds it once
         end = r"\.weight$" if style == "rowwise" else r"\.(weight|bias)$"
         pattern = r"(.*\.)?" + re.escape(place).replace(r"\*", r"\d+") + end

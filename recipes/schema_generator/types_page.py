@@ -13,6 +13,10 @@ COLUMNS = {
     "recomputed": "recomputed layers",
     "operators": "all but products",
     "balanced": "balance of experts",
+    "zero3": "ZeRO-3",
+    "tensor": "layers split",
+    "sequence": "sequences split",
+    "expert": "experts split",
 }
 """Ability -> the head of its column; abilities that are not named here have columns of their own names."""
 HEAD = """# What each model type can do
@@ -23,6 +27,10 @@ HEAD = """# What each model type can do
 compares it with plain PyTorch and transformers {transformers} within 1e-5: loss and gradients; for documents apart, the
 logits of documents that share a row with those of the same documents alone. Recipes are checked by the answers: what
 does not hold is refused in one line, or left out where the recipe says `auto`.
+
+The last columns are trained on two ranks, some steps by SGD, against one process at ZeRO-0: the losses are equal within
+1e-5, and every weight and correction bias has moved alike. Layers are split as transformers' own plan for the type
+says, if columns and rows are enough for it; sequences and experts as docs/layouts.md says.
 
 `torch_varlen` needs a GPU, and is stood in for by its definition; blocks are compiled to graphs, without inductor. A
 model with `final_logit_softcapping` has the chunked loss, whatever its type.

@@ -1,5 +1,6 @@
 """What degrees and ZeRO-3 change in a small model of any type: trained on two ranks, against one process at ZeRO-0."""
 
+from pretraining.recipe.model import has_experts
 from tests.gear.on_ranks import on_ranks
 
 LAYOUTS = {
@@ -14,20 +15,16 @@ LOSS_TOLERANCE, MOVED_TOLERANCE = 1e-5, 1e-2
 """Of a loss; of what the steps have changed in a weight, in parts of the largest change."""
 
 
-def measured_on_ranks(models: dict[str, dict]) -> dict[str, dict[str, str | None]]:
-    """Return {type: {ability: None, or why the model lacks it}} of model sections, which should be small.
-
-    Each type has processes of its own: a rank that fails ends the other, which waits for it. What was not measured
-    then is measured by itself.
-    """
-    return {name: measured_on_two(model) for name, model in models.items()}
-
-
 def measured_on_two(model: dict) -> dict[str, str | None]:
+    """Return {ability: None, or why the model lacks it} of a model section, which should be small.
+
+    A rank that fails ends the other, which waits for it; each ability is then measured by itself.
+    """
+    abilities = [ability for ability in LAYOUTS if ability != "expert" or has_experts(model)]
     try:
-        return on_ranks(2, abilities_here, model, list(LAYOUTS))[0]
+        return on_ranks(2, abilities_here, model, abilities)[0]
     except AssertionError:
-        return {ability: _alone(model, ability) for ability in LAYOUTS}
+        return {ability: _alone(model, ability) for ability in abilities}
 
 
 def _alone(model: dict, ability: str) -> str | None:
@@ -44,6 +41,7 @@ def abilities_here(model: dict, abilities: list[str]) -> dict[str, str | None]:
 
     from transformers.utils import logging
 
+    from pretraining.errors import UserError
     from pretraining.runtime.process_group import gather_from_ranks
 
     warnings.filterwarnings("ignore")
@@ -52,6 +50,8 @@ def abilities_here(model: dict, abilities: list[str]) -> dict[str, str | None]:
     for ability in abilities:
         try:
             reason = measure(model, ability)
+        except UserError as error:
+            reason = str(error).rpartition("degree: ")[2]
         except Exception as error:  # each class has its own for what it cannot do
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
         found[ability] = next((each for each in gather_from_ranks(reason) if each), None)
@@ -60,15 +60,19 @@ def abilities_here(model: dict, abilities: list[str]) -> dict[str, str | None]:
 
 def measure(model: dict, ability: str) -> str | None:
     """Return the first thing that differs from a whole model; None if nothing does. A collective."""
+    import torch
+
     from pretraining.ds_config import degrees_of, load_ds_config
     from pretraining.upstream.deepspeed import own_rows, split_part, whole_shape
     from pretraining.upstream.transformers import is_experts
 
     model = {"initializer_range": 0.18, **model} if "initializer_range" in known_keys(model) else dict(model)
+    if "attention_chunk_size" in known_keys(model):
+        model["attention_chunk_size"] = 6
     ds_config = load_ds_config(LAYOUTS[ability])
     degrees = degrees_of(ds_config)
     if ability == "sequence" and model.get("sliding_window"):
-        model["sliding_window"] = None  # recipes are asked for that
+        model |= without_windows(model)
     losses, network, before = trained({**model, "attn_implementation": "eager"}, None, degrees)
     if ability == "expert" and not any(is_experts(module) for module in network.modules()):
         return "it has no experts in one module"
@@ -94,12 +98,24 @@ def measure(model: dict, ability: str) -> str | None:
             return f"the change of {name} differs by {difference / max(most, 1e-12):.0%}"
     buffers = dict(network.named_buffers())
     for name, buffer in split.named_buffers():
-        if name in buffers and buffer.shape == buffers[name].shape and buffer.is_floating_point():
-            if not bool(((buffer - buffers[name]).abs() <= 1e-5).all()):
-                return f"the buffer {name} differs"
-    if ability == "tensor" and not any("lm_head" not in n and "embed" not in n and split_part(p) for n, p in split.named_parameters()):
-        return "no layer is split"
+        there = buffers.get(name)
+        if there is not None and there.shape == buffer.shape and not torch.allclose(buffer, there, atol=1e-5):
+            return f"the buffer {name} differs"
+    tables = {id(split.get_input_embeddings().weight), id(split.get_output_embeddings().weight)}
+    layers = [each for each in split.parameters() if id(each) not in tables]
+    if ability == "tensor" and not any(split_part(each) for each in layers):
+        return "transformers has no plan by which a layer is split"
     return None if is_split else "nothing is split"
+
+
+def without_windows(model: dict) -> dict:
+    """What a recipe with split sequences must set."""
+    from transformers import AutoConfig
+
+    if "layer_types" in known_keys(model):
+        layers = AutoConfig.for_model(**model).num_hidden_layers
+        return {"layer_types": ["full_attention"] * layers}
+    return {"sliding_window": None}
 
 
 def known_keys(model: dict) -> dict:
@@ -156,14 +172,17 @@ def trained(model: dict, ds_config: dict | None, degrees) -> tuple[list, object,
             "gradient_clipping": 0.0,
         }
         if degrees.tensor > 1:
-            config["tensor_parallel"] = {**ds_config["tensor_parallel"], "partition_config": split_layers(model)}
+            config["tensor_parallel"] = {
+                **ds_config["tensor_parallel"],
+                "partition_config": split_layers(model),
+            }
     tokenizer = SimpleNamespace(bos_token_id=0, eos_token_id=0)
     alive = HfDeepSpeedConfig(config) if config else None
     arguments = SimpleNamespace(bf16=False, fp16=False, deepspeed=config, process_index=1, seed=0)
     try:
         network = build_model(model, tokenizer, arguments, groups=groups).train()
         before = {name: each.detach().clone() for name, each in network.named_parameters()}
-        loss = build_loss(network, Loss(kind="plain"), groups)
+        loss = build_loss(network, Loss(kind="plain", balance_weight=0.1, sequence_balance=0.1), groups)
         load = ExpertLoad(None, bias_rate=0.01, logs=False)
         load.routing = getattr(network, "routing", None)
         loss = load.around(loss)
@@ -182,7 +201,10 @@ def trained(model: dict, ds_config: dict | None, degrees) -> tuple[list, object,
             for half in halves:
                 batch = {"input_ids": half[:, :-1].numpy(), "labels": half[:, 1:].numpy()}
                 batch = part_of_sequences(batch, groups.sequence_part, groups.degrees.sequence)
-                batch = {k: torch.from_numpy(np.ascontiguousarray(v)) if isinstance(v, np.ndarray) else v for k, v in batch.items()}
+                batch = {
+                    k: torch.from_numpy(np.ascontiguousarray(v)) if isinstance(v, np.ndarray) else v
+                    for k, v in batch.items()
+                }
                 labels = batch.pop("labels")
                 value = loss((engine or network)(**batch), labels)
                 if engine:
@@ -204,5 +226,3 @@ def trained(model: dict, ds_config: dict | None, degrees) -> tuple[list, object,
     finally:
         unset_hf_deepspeed_config()
         del alive
-
-

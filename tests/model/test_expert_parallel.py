@@ -155,7 +155,7 @@ NOISE, GRAPHS = ("monitors.noise_scale_steps=5",), ("speed.compile_mode=reduce-o
     "deepspeed, settings, ranks, said",
     [
         ("zero2:expert=3", (), 3, "zero2:expert=3: expert 3: does not divide the 4 experts; 2 does"),
-        ("zero2_ep2", (), 2, "expert 2: is for mixtures of experts of the types mixtral and qwen3_moe"),
+        ("zero2_ep2", (), 2, "expert 2: is for mixtures of experts, not for gpt2"),
         ("zero2:expert=8", (), 8, "does not divide the 4 experts; 4 does"),
         (
             "zero2_ep2",
