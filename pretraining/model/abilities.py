@@ -53,7 +53,9 @@ def built(model: dict, attention: str | None = None) -> PreTrainedModel:
     """Build the model in fp32, with weights of gain 1: a difference anywhere reaches the logits."""
     torch.manual_seed(0)
     special = {"use_cache": False, "bos_token_id": 0, "eos_token_id": 0, "attn_implementation": attention}
-    network = AutoModelForCausalLM.from_config(AutoConfig.for_model(**special | model)).train()
+    network = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**special | model), trust_remote_code=False
+    ).train()
     with torch.no_grad():
         for name, parameter in network.named_parameters():
             if parameter.ndim > 1:
