@@ -12,6 +12,7 @@ from pretraining.recipe.model import EXACT, MEASURED, other_model_types, why_not
 from pretraining.recipe.section import schema_file
 from tests.gear.finished_data import refusal
 from tests.gear.small_models import measurable
+from tests.gear.split_models import measured_on_two
 
 TYPES = {**schema_file()["$defs"], **other_model_types()["types"]}
 
@@ -34,6 +35,17 @@ def test_the_file_says_what_is_measured_here(name):
     kept = json.loads(MEASURED.read_text())["types"][name]
     found = measured(section(name))
     assert {key: why is None for key, why in found.items()} == {key: kept[key] is None for key in found}
+
+
+@pytest.mark.parametrize("name", ["gemma", "qwen2_moe"])
+def test_the_file_says_what_two_ranks_measure_here(name):
+    """Promise: split layers, sequences and experts, and ZeRO-3, are of this code too."""
+    kept = json.loads(MEASURED.read_text())["types"][name]
+    found = measured_on_two(section(name) | ({"router_aux_loss_coef": 0.1} if name == "qwen2_moe" else {}))
+    assert {key: why is None for key, why in found.items() if key in kept} == {
+        key: kept[key] is None for key in found if key in kept
+    }
+    assert len(kept.keys() & found.keys()) >= 3
 
 
 def test_what_differs_is_seen():
