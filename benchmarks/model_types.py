@@ -70,12 +70,10 @@ def types(chosen: list[str] | None) -> dict:
     """Type -> its names and keys, those that recipes refuse among them."""
     from schema_generator import model_types
 
-    from pretraining.recipe.model import EXACT, GPT2_NAMES
-    from pretraining.recipe.section import schema_file
+    from pretraining.recipe.model import EXACT, known_types
 
     model_types.REFUSED.clear()
-    found = {name: {"names": {}, **schema_file()["$defs"][name]} for name in EXACT}
-    found["gpt2"]["names"] = GPT2_NAMES
+    found = {name: known_types()[name] for name in EXACT}
     found |= model_types.other_model_types(exact=list(EXACT))["types"]
     return {name: entry for name, entry in found.items() if not chosen or name in chosen}
 

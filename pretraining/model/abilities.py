@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from pretraining.data.documents import document_borders
+from pretraining.data.documents import stack_blocks
 from pretraining.errors import UserError
 from pretraining.model.attention import TORCH_VARLEN, register_kernels
 from pretraining.model.build import blocks_of, compile_model, keep_products
@@ -142,10 +142,11 @@ def keeps_apart(model: dict, attention: str) -> None:
     mask_by_positions(packed)
     spans = [list(pairwise((*row, LENGTH))) for row in BEGINS]
     positions = np.stack([np.concatenate([np.arange(stop - start) for start, stop in row]) for row in spans])
-    batch = {"position_ids": positions, **document_borders(positions)}
+    blocks = zip(tokens.numpy(), positions, strict=True)
+    batch = stack_blocks([{"input_ids": row, "position_ids": places} for row, places in blocks])
     given = {key: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for key, x in batch.items()}
     with torch.no_grad(), mock.patch("torch.nn.attention.varlen.varlen_attn", document_by_document):
-        together = packed(input_ids=tokens, **given, use_cache=False).logits
+        together = packed(**given).logits
         crossing = whole(input_ids=tokens).logits
         for row, documents in enumerate(spans):
             for start, stop in documents:

@@ -29,7 +29,7 @@ from pretraining.planning.search import fitting, nearest_fit
 from pretraining.planning.sizes import balance_of_experts, model_size
 from pretraining.planning.throughput import StepTime, precision_of_products, step_time
 from pretraining.recipe import Recipe, accumulation_steps
-from pretraining.recipe.model import ROUTER_COEFFICIENT, has_experts, own_key, value_of
+from pretraining.recipe.model import ROUTER_COEFFICIENT, has_experts, own_key, properties_of, value_of
 from pretraining.recipe.training import ADAMW, WITHOUT_WARMUP
 
 # up to four epochs are nearly as good as new text (Muennighoff et al. 2023, section 5)
@@ -333,27 +333,30 @@ def _borders(case: _Case) -> Objection | None:
     On a GPU alone. ZeRO-1 and 2 lay the weights of a parameter group end to end in one buffer.
     """
     precision, model = precision_of(case.recipe, case.ds_config), case.recipe.model
-    tensors = parameter_tensors(model)
-    grouped = model.get("experts_implementation", "grouped_mm") == "grouped_mm" and has_experts(model)
-    if case.limit is None or not grouped or precision.name != "bf16" or precision.is_autocast:
+    if case.limit is None or precision.name != "bf16" or precision.is_autocast or not has_experts(model):
         return None
+    if model.get("experts_implementation", "grouped_mm") != "grouped_mm":
+        return None
+    stops = "between borders of 16 bytes, where torch's grouped product stops on a GPU"
     remedy = "choose multiples of 8, or --set model.experts_implementation=batched_mm"
-    for key in (own_key(model, "hidden_size"), "moe_intermediate_size"):
-        if (width := model.get(key)) and width % GROUPED:
-            what = (
-                f"model.{key} {width} leaves experts' rows between borders of 16 bytes, where torch's grouped"
-            )
-            return Objection(f"{what} product stops on a GPU", remedy)
-    # norms and biases, which do not decay, have a buffer of their own
-    flat = [each for each in tensors if each.part != "norms" and not each.name.endswith("bias")]
-    odd = next((each for each in flat if each.numel % GROUPED), None)
-    if zero_stage(case.ds_config) not in (1, 2) or odd is None:
-        return None
-    what = f"{odd.name or odd.part} has {odd.numel:,} elements: in the buffer of ZeRO-{zero_stage(case.ds_config)} the "
-    what += (
-        "experts behind it begin between borders of 16 bytes, where torch's grouped product stops on a GPU"
+    inner = (
+        "moe_intermediate_size" if "moe_intermediate_size" in properties_of(model) else "intermediate_size"
     )
-    return Objection(what, f"--deepspeed zero3; or {remedy}")
+    for key in (own_key(model, "hidden_size"), own_key(model, inner)):
+        if (width := model.get(key)) and width % GROUPED:
+            return Objection(f"model.{key} {width} leaves experts' rows {stops}", remedy)
+    stage = zero_stage(case.ds_config)
+    if stage not in (1, 2):
+        return None
+    # norms and biases, which do not decay, have a buffer of their own
+    flat = (
+        each for each in parameter_tensors(model) if each.part != "norms" and not each.name.endswith("bias")
+    )
+    odd = next((each for each in flat if each.numel % GROUPED), None)
+    if odd is None:
+        return None
+    what = f"{odd.name or odd.part} has {odd.numel:,} elements: in the buffer of ZeRO-{stage} the experts"
+    return Objection(f"{what} behind it begin {stops}", f"--deepspeed zero3; or {remedy}")
 
 
 def _unbalanced(case: _Case) -> Objection | None:

@@ -1,18 +1,15 @@
 """The widths of a model; of a type that no formula describes, with what was counted by building the model.
 
 Such a model is built on the meta device, in a process of its own. The process takes the seconds
-that torch and transformers need to load. The result is kept in ~/.cache/pretraining/models (or
-$PRETRAINING_MODEL_CACHE). Its key is the model section, the source files that count, and the version of transformers.
+that torch and transformers need to load. The result is kept (runtime/answers.py). It depends on the model section, the
+source files that count, and the version of transformers.
 """
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
-import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -23,7 +20,7 @@ from pretraining.errors import UserError
 from pretraining.extend import Extension, model_extension
 from pretraining.recipe import model_with_defaults
 from pretraining.recipe.model import is_exact, value_of
-from pretraining.runtime.exit_codes import variables_of_a_helper
+from pretraining.runtime.answers import answer_file, ask, keep_answer, kept_answer
 from pretraining.schema import REPOSITORY, display_path
 
 MODULE = "pretraining.model.counting"
@@ -195,7 +192,7 @@ def count_model(model: dict) -> CountedModel:
 def _counted(section: str) -> CountedModel:
     model_type = json.loads(section)["model_type"]
     extension = model_extension(model_type)
-    file = _cache_file(section, extension.digest if extension else "")
+    file = _answer_file(section, extension.digest if extension else "")
     count = _read_counted(file)
     if count is None:
         with contextlib.ExitStack() as held:
@@ -207,11 +204,7 @@ def _counted(section: str) -> CountedModel:
             # another rank of this machine may have counted meanwhile
             count = _read_counted(file) or _built(section, extension)
             if "error" not in count:
-                with contextlib.suppress(OSError):
-                    # renamed when complete, so that no rank reads half a file
-                    aside = file.with_suffix(f".{os.getpid()}")
-                    aside.write_text(json.dumps(count), encoding="utf-8")
-                    aside.replace(file)
+                keep_answer(file, count)
     if "error" in count:
         if extension:
             raise UserError(f"model: {display_path(extension.path)}: {count['error']}")
@@ -226,7 +219,7 @@ def _counted(section: str) -> CountedModel:
     return CountedModel(**{**count, "faults": tuple(count["faults"])})
 
 
-def _cache_file(section: str, own: str) -> Path:
+def _answer_file(section: str, own: str) -> Path:
     """own: digest of the user's file that builds the model, if there is one."""
     try:
         library = version("transformers")
@@ -235,38 +228,18 @@ def _cache_file(section: str, own: str) -> Path:
             "model: counting this type needs transformers; pip install -r requirements.txt"
         ) from None
     # another version of the library, or of the code that counts, must count again
-    said = "\n".join([library, own, *(source.read_text(encoding="utf-8") for source in SOURCES), section])
-    name = hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
-    try:
-        caches = Path.home() / ".cache"
-    except RuntimeError:  # a user of a container who has no home
-        caches = Path(tempfile.gettempdir())
-    folder = os.environ.get("PRETRAINING_MODEL_CACHE") or caches / "pretraining" / "models"
-    return Path(folder) / f"{name}.json"
+    sources = (source.read_text(encoding="utf-8") for source in SOURCES)
+    return answer_file("", library, own, *sources, section)
 
 
 def _read_counted(path: Path) -> dict | None:
-    try:
-        count = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return count if isinstance(count, dict) and "tensors" in count else None
+    return kept_answer(path, "tensors")
 
 
 def _built(section: str, extension: Extension | None) -> dict:
-    # the meta device needs no GPU, and a small model no threads
-    environment = variables_of_a_helper()
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = str(REPOSITORY)
-    # -P: no module of the working directory may take the place of a library
-    command = [sys.executable, "-P", "-W", "ignore", "-m", MODULE]
+    # a small model needs no threads
+    program, variables = ["-m", MODULE], {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     if extension:
-        command += [extension.module if not extension.is_file else str(extension.path.absolute())]
-        environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), *filter(None, sys.path)])
-    done = subprocess.run(command, input=section, capture_output=True, text=True, env=environment)
-    # libraries may print before it: the answer is the last line
-    lines = done.stdout.splitlines()
-    if done.returncode or not lines:
-        last = (done.stderr.splitlines() or ["it said nothing"])[-1]
-        return {"error": f"{MODULE} ended with code {done.returncode}: {last}"}
-    return json.loads(lines[-1])
+        program += [extension.module if not extension.is_file else str(extension.path.absolute())]
+        variables["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), *filter(None, sys.path)])
+    return ask(program, section, **variables)

@@ -6,14 +6,12 @@ and a number of tokens.
 
 import argparse
 import json
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 
-from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
 from pretraining.planning.memory.tensors import (
     EMBEDDING,
@@ -30,7 +28,7 @@ from pretraining.recipe import Recipe, model_with_defaults, recipe_schema
 from pretraining.recipe.loading import recipe_of
 from pretraining.recipe.model import ROUTER_COEFFICIENT, Model, is_exact
 from pretraining.recipe.published import read_published
-from pretraining.recipe.refusals import check_run, load_recipe_and_ds_config
+from pretraining.recipe.refusals import checked_ds_config, load_recipe_and_ds_config
 from pretraining.recipe.sections import Weights
 from pretraining.runtime.table import Column, facts, write_table
 
@@ -301,9 +299,7 @@ def workload_of(options: argparse.Namespace) -> Workload:
         return workload_of_recipe(recipe, ds_config, options.tokens)
     if options.model:
         recipe = recipe_of_model(options)
-        ds_config = load_ds_config(recipe.deepspeed) if recipe.deepspeed else None
-        check_run(recipe, ds_config)
-        return workload_of_recipe(recipe, ds_config, options.tokens)
+        return workload_of_recipe(recipe, checked_ds_config(recipe), options.tokens)
     if options.set or options.deepspeed:
         raise UserError("--set and --deepspeed change a recipe: give --recipe NAME instead of --parameters")
     n = options.parameters
@@ -312,7 +308,7 @@ def workload_of(options: argparse.Namespace) -> Workload:
 
 
 def recipe_of_model(options: argparse.Namespace) -> Recipe:
-    """Return a recipe for a model that `--model` names, with what nobody has chosen yet; stderr says what that is."""
+    """Return a recipe for a model that `--model` names, with what nobody has chosen yet; its notes say what that is."""
     where = f"--model {options.model}"
     section, read = read_published({"from": options.model}, where)
     model = Model(Weights.split(section)[0]).with_defaults()
@@ -341,13 +337,8 @@ def recipe_of_model(options: argparse.Namespace) -> Recipe:
     if options.tokens is None and recipe.num_tokens == tokens:
         assumed += f"{TOKENS_PER_PARAMETER} tokens a parameter in all (--tokens), "
     assumed += f"micro-batch {recipe.micro_batch}, bf16, {recipe.deepspeed or 'no DeepSpeed'}"
-    said = [
-        *recipe.notes,
-        f"{where}: {read}",
-        f"{where}: assumed are {assumed}; --set SECTION.KEY=VALUE and --deepspeed change them",
-    ]
-    print(*(f"note: {each}\n" for each in said), sep="", end="", file=sys.stderr, flush=True)
-    return recipe
+    assumed += "; --set SECTION.KEY=VALUE and --deepspeed change them"
+    return replace(recipe, notes=(*recipe.notes, f"{where}: {read}", f"{where}: assumed are {assumed}"))
 
 
 def workload_of_recipe(recipe: Recipe, ds_config: dict | None, tokens: float | None = None) -> Workload:

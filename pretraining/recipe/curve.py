@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from pretraining.errors import UserError
 from pretraining.outside.files import read_json_value
 from pretraining.recipe import recipe_schema
-from pretraining.recipe.model import other_model_types
+from pretraining.recipe.model import known_types
 from pretraining.schema import differences, suggestion
 
 # `training` keys that change where the work happens or what is recorded, not the curve.
@@ -127,8 +127,7 @@ def check_allowed(key: str) -> str:
     schema = recipe_schema()
     properties, sections = schema["properties"], {*SECTIONS, *OURS}
     names = {f"{section}.{name}" for section in sections for name in properties[section]["properties"]}
-    models = [*schema["$defs"].values(), *other_model_types()["types"].values()]
-    names |= {f"model.{name}" for model in models for name in model["properties"]}
+    names |= {f"model.{name}" for model in known_types().values() for name in model["properties"]}
     names |= {f"{section}.{name}" for section, name in BESIDE} | {*sections, DATA_FINGERPRINT, EXTENSIONS}
     whole = ".".join(key.split(".")[:2])
     if whole in NEUTRAL_KEYS:

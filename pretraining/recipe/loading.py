@@ -17,9 +17,8 @@ from pretraining.outside.addresses import refuse_credentials
 from pretraining.recipe.budget import check_multiple
 from pretraining.recipe.data import shares_are_written
 from pretraining.recipe.model import (
-    EXACT,
     checked_model,
-    other_model_types,
+    known_types,
     read_config,
     refuse_names_of_others,
 )
@@ -198,7 +197,7 @@ def _refuse_known_types(extensions: Sequence[Extension], where: str) -> None:
     """A model of the user's own has a type of its own: what is known of the other one would not hold."""
     for number, extension in enumerate(extensions):
         for name in extension.defines.get(MODEL, ()):
-            if name in EXACT or name in other_model_types()["types"]:
+            if name in known_types():
                 what = f"{extension.path.name} defines the model_type {name!r}, which transformers has; rename it"
                 raise problem(where, f"extensions.{number}", what)
 

@@ -13,8 +13,6 @@ from pretraining.schema import Wrong, check, problem
 
 EXACT = ("gpt2", "llama", "mixtral", "qwen3", "qwen3_moe")
 """Counted by formula in planning/sizes.py; what holds for them is tested for each."""
-MIXTURES = ("mixtral", "qwen3_moe")
-"""Those of them with experts."""
 FILE = Path(__file__).with_name("model_types.json")
 MEASURED = Path(__file__).with_name("abilities.json")
 GPT2_NAMES = {
@@ -115,23 +113,30 @@ def other_model_types(path: Path = FILE) -> dict:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+@cache
+def known_types() -> dict[str, dict]:
+    """Return {type of transformers that a recipe may name: {"properties", "required", "names"}}, the exact ones first.
+
+    names: what the type calls `hidden_size`, `num_hidden_layers` and so on, where it differs.
+    """
+    exact = {name: {"names": {}, **entry} for name, entry in schema_file()["$defs"].items()}
+    exact["gpt2"]["names"] = GPT2_NAMES
+    return exact | other_model_types()["types"]
+
+
 def type_entry(model_type: str) -> dict | None:
-    """What is known of a type that is not exact: {"properties", "required", "names"}; None if there is no such type.
+    """What is known of a type: {"properties", "required", "names"}; None if there is no such type.
 
     Of a model of the user's own it is what every recipe must say of it; its class has the other keys.
     """
     if model_extension(model_type) is None:
-        return other_model_types()["types"].get(model_type)
+        return known_types().get(model_type)
     properties = {name: {"type": "integer", "minimum": 1} for name in MODEL_KEYS}
     return {"properties": properties, "required": list(MODEL_KEYS), "names": {}, "of_user": True}
 
 
 def own_key(model: dict, name: str) -> str:
     """What the model's type calls `hidden_size`, `num_hidden_layers` and so on."""
-    if model["model_type"] == "gpt2":
-        return GPT2_NAMES.get(name, name)
-    if is_exact(model):
-        return name
     return type_entry(model["model_type"])["names"].get(name, name)
 
 
@@ -144,11 +149,11 @@ def refuse_names_of_others(model: object, where: str) -> None:
 
     `n_layer` of a Llama is `num_hidden_layers`. A section without a known type is left to the checks that follow.
     """
-    if not isinstance(model, dict) or model.get("model_type") not in (*EXACT, *other_model_types()["types"]):
+    if not isinstance(model, dict) or model.get("model_type") not in list(known_types()):
         return  # a type of the user's own has no other names
     # GPT-2 alone has names of its own among the exact types
     common = {name: key for key, name in GPT2_NAMES.items()}
-    for key in model if is_exact(model) else model.keys() - other_properties(model).keys():
+    for key in model if is_exact(model) else model.keys() - properties_of(model).keys():
         if (own := own_key(model, common.get(key, key))) != key:
             raise problem(where, f"model.{key}", f"unknown key{did_you_mean([f'model.{own}'])}")
 
@@ -158,7 +163,7 @@ def read_config(model: Any) -> tuple[Any, str]:
 
     What shapes no model is left out, and rotary positions get the names of today.
     """
-    types, known = {**schema_file()["$defs"], **other_model_types()["types"]}, other_model_types()
+    types, known = known_types(), other_model_types()
     if not isinstance(model, dict) or model.get("model_type") not in list(types):
         return model, ""
     own, nothing = types[model["model_type"]]["properties"], known["left_out"]
@@ -188,8 +193,8 @@ def with_rope_parameters(section: dict, old: Sequence[str]) -> dict:
     return {**rest, "rope_parameters": {"rope_type": kind, **beside, **inside}}
 
 
-def other_properties(model: dict) -> dict:
-    """Key -> schema of a section whose type is not among the exact ones."""
+def properties_of(model: dict) -> dict:
+    """Return {key: schema} of what a section of this type may have."""
     return type_entry(model["model_type"])["properties"]
 
 
@@ -198,9 +203,7 @@ def model_with_defaults(model: dict) -> dict:
 
     But for one: a mixture returns its routers' scores, by which it is balanced and its load is counted.
     """
-    exact = schema_file()["$defs"]
-    properties = exact[model["model_type"]]["properties"] if is_exact(model) else other_properties(model)
-    defaults = {key: value["default"] for key, value in properties.items() if "default" in value}
+    defaults = {key: value["default"] for key, value in properties_of(model).items() if "default" in value}
     values = {**defaults, **model}
     if (
         "output_router_logits" not in model
@@ -224,7 +227,7 @@ def checked_model(model: dict, where: str) -> dict:
         if kind in others["refused"]:
             what = f"is {kind!r}, which does not train here: {others['refused'][kind]}"
             raise problem(where, "model.model_type", what)
-        known = [*EXACT, *others["types"]]
+        known = list(known_types())
         if kind not in known:
             near = f"; known are {', '.join(EXACT)}, others of transformers, and your own, from a module in extensions"
             what = f"is {kind!r}, which is no model type{nearest_names(kind, known) or near}"

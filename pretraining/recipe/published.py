@@ -4,27 +4,23 @@ Nothing but config.json is fetched. What was read is kept in the run's recipe.js
 that a resume asks nobody.
 
 Keys that the type does not know may still shape the model: transformers reads older names of many. It is asked once, in
-a process of its own; the answer is kept in ~/.cache/pretraining/models (or $PRETRAINING_MODEL_CACHE).
+a process of its own; the answer is kept (runtime/answers.py).
 """
 
-import contextlib
 import hashlib
 import json
 import os
 import re
-import subprocess
-import sys
-import tempfile
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from pretraining.errors import UserError, require
 from pretraining.outside.files import read_bytes
-from pretraining.recipe.model import EXACT, SPECIAL_IDS, checked_model, other_model_types, read_config
+from pretraining.recipe.model import EXACT, SPECIAL_IDS, checked_model, known_types, read_config
 from pretraining.recipe.section import schema_file
 from pretraining.recipe.sections import Weights
-from pretraining.runtime.exit_codes import variables_of_a_helper
+from pretraining.runtime.answers import answer_file, ask, keep_answer, kept_answer
 from pretraining.schema import REPOSITORY, check, problem, read_json
 
 KEY = "model.from"
@@ -125,7 +121,7 @@ def _section(config: dict, model_type: str | None, where: str) -> tuple[dict, li
 
     model_type: the recipe's, for a configuration without one.
     """
-    known, said = {**schema_file()["$defs"], **other_model_types()["types"]}, []
+    known, said = known_types(), []
     inner = config.get("text_config")
     inner = inner if isinstance(inner, dict) else {}
     if str(config.get("model_type")) not in known and str(inner.get("model_type")) in known:
@@ -164,28 +160,11 @@ def _section(config: dict, model_type: str | None, where: str) -> tuple[dict, li
 def _asked(section: dict, own: list[str], where: str) -> dict:
     """Return the keys of the type that transformers reads from those that the type does not know."""
     question = json.dumps({"section": section, "own": own}, sort_keys=True)
-    text = "\n".join([version("transformers"), PROGRAM.read_text(encoding="utf-8"), question])
-    try:
-        caches = Path.home() / ".cache"
-    except RuntimeError:  # a user of a container who has no home
-        caches = Path(tempfile.gettempdir())
-    folder = Path(os.environ.get("PRETRAINING_MODEL_CACHE") or caches / "pretraining" / "models")
-    kept = folder / f"config-{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}.json"
-    with contextlib.suppress(OSError, ValueError, UserError, KeyError):
-        return read_json(kept)["read"]
-    environment = variables_of_a_helper() | {"CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
-    environment["HF_HUB_OFFLINE"] = "1"
-    # -P: no module of the working directory may take the place of a library
-    command = [sys.executable, "-P", "-W", "ignore", str(PROGRAM)]
-    done = subprocess.run(command, input=question, capture_output=True, text=True, env=environment)
-    lines = (done.stdout or done.stderr).splitlines()
-    answer = json.loads(lines[-1]) if done.returncode == 0 and lines else {"error": (lines or ["?"])[-1]}
-    if "error" in answer:
-        raise UserError(f"{where}: transformers cannot read it ({answer['error']})")
-    with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        # renamed when complete, so that no rank reads half a file
-        aside = kept.with_suffix(f".{os.getpid()}")
-        aside.write_text(json.dumps(answer), encoding="utf-8")
-        aside.replace(kept)
+    file = answer_file("config-", version("transformers"), PROGRAM.read_text(encoding="utf-8"), question)
+    answer = kept_answer(file, "read")
+    if answer is None:
+        answer = ask([str(PROGRAM)], question, HF_HUB_OFFLINE="1")
+        if "error" in answer:
+            raise UserError(f"{where}: transformers cannot read it ({answer['error']})")
+        keep_answer(file, answer)
     return answer["read"]

@@ -30,7 +30,7 @@ from pretraining.recipe.model import (
     dropouts,
     experts_key,
     has_experts,
-    other_properties,
+    properties_of,
     value_of,
     why_not,
 )
@@ -79,11 +79,16 @@ def load_recipe_and_ds_config(
 ) -> tuple[Recipe, dict | None]:
     """Read a recipe (see `load_recipe`) and its ds_config; `UserError` if they and the number of ranks cannot work."""
     recipe = load_recipe(name_or_path, overrides, deepspeed, limit_tokens, world_size)
+    return recipe, checked_ds_config(recipe, world_size)
+
+
+def checked_ds_config(recipe: Recipe, world_size: int | None = None) -> dict | None:
+    """Return the recipe's ds_config, and print the recipe's notes; `UserError` if they cannot work."""
     if os.environ.get("RANK", "0") == "0":
         print(*(f"note: {note}\n" for note in recipe.notes), sep="", end="", file=sys.stderr, flush=True)
     ds_config = load_ds_config(recipe.deepspeed) if recipe.deepspeed else None
     check_run(recipe, ds_config, world_size)
-    return recipe, ds_config
+    return ds_config
 
 
 def check_while_preparing(recipe: Recipe, data_root: Path | str) -> None:
@@ -423,7 +428,7 @@ def _key_of_windows(model: Model) -> str | None:
     # a type without the switch has windows as soon as it has their size
     if not (model.get("sliding_window") and model.get("use_sliding_window", True)):
         return None
-    if model.is_exact or "layer_types" not in other_properties(model):
+    if model.is_exact or "layer_types" not in properties_of(model):
         return "sliding_window"
     is_whole = set(model.get("layer_types") or ("unknown",)) == {"full_attention"}
     return None if is_whole else "layer_types"

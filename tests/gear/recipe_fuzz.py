@@ -133,7 +133,7 @@ class RecipeFuzz:
         for section in SECTIONS.split():
             found = self.schema["properties"][section]
             if section == "model":
-                found = self.schema["$defs"].get(family) or type_entry(family)
+                found = type_entry(family)
             for key, schema in found["properties"].items():
                 dotted = f"{section}.{key}"
                 if key == "model_type" or dotted in LEFT_OUT or (self.checks and dotted in SLOW):

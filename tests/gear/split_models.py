@@ -140,17 +140,15 @@ def trained(model: dict, ds_config: dict | None, degrees) -> tuple[list, object,
     from types import SimpleNamespace
 
     import deepspeed
-    import numpy as np
     import torch
     import torch.distributed as dist
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
-    from pretraining.data.documents import part_of_sequences
     from pretraining.model.build import build_model
     from pretraining.model.loss import build_loss
     from pretraining.recipe.sections import Loss
     from pretraining.runtime.process_group import ALONE, rank_groups
-    from pretraining.training.arguments import split_layers
+    from pretraining.training.arguments import collate_blocks, split_layers
     from pretraining.training.experts import ExpertLoad
     from pretraining.upstream.split_weights import expert_groups_of
 
@@ -199,12 +197,8 @@ def trained(model: dict, ds_config: dict | None, degrees) -> tuple[list, object,
                 halves = [halves[dist.get_rank()]]
             total = 0.0
             for half in halves:
-                batch = {"input_ids": half[:, :-1].numpy(), "labels": half[:, 1:].numpy()}
-                batch = part_of_sequences(batch, groups.sequence_part, groups.degrees.sequence)
-                batch = {
-                    k: torch.from_numpy(np.ascontiguousarray(v)) if isinstance(v, np.ndarray) else v
-                    for k, v in batch.items()
-                }
+                blocks = [{"input_ids": row[:-1], "labels": row[1:]} for row in half.numpy()]
+                batch = collate_blocks(blocks, groups.sequence_part, groups.degrees.sequence)
                 labels = batch.pop("labels")
                 value = loss((engine or network)(**batch), labels)
                 if engine:

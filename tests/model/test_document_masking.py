@@ -13,6 +13,7 @@ from transformers import TrainingArguments
 from pretraining.data.documents import IGNORED, document_borders
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.model import attention
+from pretraining.model.abilities import document_by_document
 from pretraining.model.build import build_model
 from pretraining.model.loss import next_token_loss
 from pretraining.recipe import load_recipe
@@ -92,17 +93,9 @@ def test_the_packed_loss_is_that_of_the_documents_one_by_one(split, arguments, n
     assert abs(unmasked - packed) > 1e-4
 
 
-def by_documents(query, key, value, borders, *_, scale, window_size, enable_gqa):
-    """What torch's kernel for sequences of different lengths computes, [tokens, heads, width], in a loop."""
+def by_documents(*given, window_size, **settings):
     assert window_size == (-1, 0)
-    pieces = []
-    for first, stop in pairwise(borders.tolist()):
-        heads = [x[first:stop].transpose(0, 1)[None] for x in (query, key, value)]
-        attended = torch.nn.functional.scaled_dot_product_attention(
-            *heads, is_causal=True, scale=scale, enable_gqa=enable_gqa
-        )
-        pieces.append(attended[0].transpose(0, 1))
-    return torch.cat(pieces)
+    return document_by_document(*given, window_size=window_size, **settings)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

@@ -8,24 +8,21 @@ import pytest
 from pretraining.errors import UserError
 from pretraining.model.abilities import ABILITIES, compare, keeps_apart, measured, trains_alike
 from pretraining.recipe import load_recipe
-from pretraining.recipe.model import EXACT, MEASURED, other_model_types, why_not, why_not_apart
-from pretraining.recipe.section import schema_file
+from pretraining.recipe.model import MEASURED, known_types, why_not, why_not_apart
 from tests.gear.finished_data import refusal
 from tests.gear.small_models import measurable
 from tests.gear.split_models import measured_on_two
 
-TYPES = {**schema_file()["$defs"], **other_model_types()["types"]}
-
 
 def section(name: str) -> dict:
-    return measurable(name, {"names": {}, **TYPES[name]})
+    return measurable(name, known_types()[name])
 
 
 def test_every_type_was_measured_with_what_is_installed():
     """Promise: after an upgrade nothing is allowed, or refused, by what another version did."""
     kept = json.loads(MEASURED.read_text())
     assert kept["versions"] == {name: version(name) for name in kept["versions"]}
-    assert set(kept["types"]) == {*EXACT, *other_model_types()["types"]}
+    assert set(kept["types"]) == set(known_types())
     assert all(set(ABILITIES) <= set(found) for found in kept["types"].values())
 
 

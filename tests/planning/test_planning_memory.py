@@ -558,6 +558,14 @@ def test_experts_between_borders_of_16_bytes_are_refused_on_a_gpu(key):
     assert not between_borders("moe-30b-a3b")
 
 
+def test_the_inner_width_of_mixtral_counts_too():
+    """Its experts have the width that other types give their dense layers."""
+    model = {**MODELS["mixtral"], "vocab_size": 1024, "intermediate_size": 100}
+    settings = [f"model={json.dumps(model)}", "data.sequence_length=32", "training.bf16=true"]
+    (refused,) = between_borders("tiny", *settings, deepspeed="zero3")
+    assert "model.intermediate_size 100 leaves" in refused.what
+
+
 def test_a_vector_before_experts_in_zero_s_buffer_is_seen():
     """The decay of qwen3_next's heads is in the group of the matrices; ZeRO-3 gathers each weight for itself."""
     small = measurable("qwen3_next", other_model_types()["types"]["qwen3_next"])
