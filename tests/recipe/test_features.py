@@ -20,6 +20,8 @@ from tests.gear.runs import Run, execute, made_once
 FEATURES = RECIPES / "features"
 PATHS = sorted(path for path in FEATURES.glob("*.json") if path.name != "schema.json")
 NAMES = [path.stem for path in PATHS]
+ADVICE = r"\b(?:Look|Compare|Open|Delete)\b"
+"""Begins what a description says to look at."""
 STEPS = 3
 OF_LIBRARIES = ("$schema", "model", "training")
 """Sections whose keys belong to Transformers."""
@@ -105,7 +107,7 @@ def test_each_is_a_whole_recipe_of_a_few_lines_over_a_base_and_says_what_to_look
     assert list(recipe)[:3] == ["$schema", "base", "description"] and recipe["$schema"] == "schema.json"
     assert len(path.read_text().splitlines()) <= 65
     assert recipe["description"].endswith(".") and 80 < len(recipe["description"]) < 280
-    assert re.search(r"\b(Look|Compare|Open|Delete)\b", recipe["description"])
+    assert re.search(ADVICE, recipe["description"])
 
     recipe = load_recipe(f"features/{path.stem}")
     assert recipe.words == ["--recipe", f"features/{path.stem}"] and recipe.path == path
@@ -118,12 +120,19 @@ def test_each_is_a_whole_recipe_of_a_few_lines_over_a_base_and_says_what_to_look
 
 
 def test_the_table_of_the_readme_lists_them():
-    """A row for each, in the order of their names, with its description."""
+    """A row for each, in the order of their names, with its description up to what one should look at."""
     text = (RECIPES / "README.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| \[`([\w-]+)`\]\(features/\1\.json\) \| (.*) \|$", text, re.M))
     described = {path.stem: json.loads(path.read_text())["description"] for path in PATHS}
     assert list(rows) == NAMES
-    assert rows == described
+    assert rows == {name: re.split(rf" (?={ADVICE})", words)[0] for name, words in described.items()}
+
+
+def test_the_readme_names_every_second_stage():
+    """A file of stages/ that no page links is found by nobody."""
+    text = (RECIPES / "README.md").read_text(encoding="utf-8")
+    stages = {path.stem for path in (RECIPES / "stages").glob("*.json")}
+    assert stages == set(re.findall(r"^\| \[`([\w-]+)`\]\(stages/\1\.json\) \|", text, re.M))
 
 
 @pytest.mark.parametrize("path", PATHS, ids=NAMES)
