@@ -26,8 +26,8 @@ import xxhash
 from pretraining.errors import UserError
 from pretraining.outside.files import CHECKSUM, COUNT, NAME, parse_json, read_bytes, regular
 from pretraining.recipe import Recipe
+from pretraining.recipe.budget import Progress
 from pretraining.recipe.curve import curve_parts
-from pretraining.recipe.progress import Progress
 from pretraining.runtime.durable_files import replacing, sync_to_disk, write_json
 from pretraining.runtime.heartbeat import work_done
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
@@ -297,7 +297,7 @@ class Start:
         return replace(self, initial_weights=facts)
 
     def progress(self, recipe: Recipe) -> Progress:
-        return Progress.of(recipe, self.step, self.tokens, self.changes)
+        return recipe.progress(self.step, self.tokens, self.changes)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 The order is arithmetic, not an index file: a pure function of the sample's position. Nothing depends on ranks,
 micro-batch or accumulation. A run can be resumed anywhere without reading what came before. Which samples a step has
-says recipe/progress.py.
+says recipe/budget.py (`Progress`).
 """
 
 import hashlib

@@ -37,7 +37,7 @@ from pretraining.model.parallel import split_experts, split_vocabulary
 from pretraining.model.routing import CORRECTION_BIASES
 from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.model import has_experts
-from pretraining.recipe.mup import Mup, scales_by_name
+from pretraining.recipe.optimizer import Mup, scales_by_name
 from pretraining.recipe.refusals import why_not_compiled
 from pretraining.recipe.sections import Speed, Weights
 from pretraining.runtime.process_group import ALONE, RankGroups, own_group, rank_and_world_size

@@ -1,4 +1,7 @@
-"""Tokens of every optimizer step: the same throughout, or rising in stairs while a run is young (`budget.ramp`)."""
+"""Tokens of every optimizer step: the same throughout, or rising in stairs while a run is young (`budget.ramp`).
+
+`Progress` is the one answer to how many steps, tokens and samples there are at a step of a run.
+"""
 
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -19,6 +22,8 @@ MOST_UNITS = 1_000_000
 
 IN_STEPS = ("tokens", "warmup_tokens", "decay_tokens")
 """Keys of the budget that are rounded to whole steps."""
+SCHEDULE_KEYS = ("training.lr_scheduler_type", "training.lr_scheduler_kwargs", "training.warmup_steps")
+STEP_SIZE, RAMP = "budget.tokens_per_step", "budget.ramp"
 TOKENS_OR_SHARE = {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1000000000000000000}
 
 
@@ -200,6 +205,68 @@ class StepSizes:
     def _stair(self, step: int) -> Stair:
         place = bisect_right(self.stairs, step, key=lambda stair: stair.first_step) - 1
         return self.stairs[max(0, place)]
+
+
+class Resize(NamedTuple):
+    """A change of `budget.tokens_per_step` on the way, after `step` steps."""
+
+    step: int
+    earlier: int
+    now: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Steps, tokens and samples of a run that begins, or goes on, after `step` steps and `tokens` tokens.
+
+    The two numbers agree with the recipe's step sizes unless these were changed on the way (`--allow_change`): tokens
+    that were consumed stay consumed, and the run ends when its budget is used up.
+    """
+
+    step_sizes: StepSizes
+    sequence_length: int
+    budget_tokens: int
+    step: int = 0
+    tokens: int = 0
+    resizes: tuple[Resize, ...] = ()
+
+    @property
+    def extra_tokens(self) -> int:
+        """Tokens consumed beyond `step` steps of the recipe: 0 unless step sizes changed on the way."""
+        return self.tokens - self.step_sizes.tokens_at(self.step)
+
+    @property
+    def first_sample(self) -> int:
+        """Position in the global order of the first sample to be read, in samples of the recipe's length."""
+        return self.tokens // self.sequence_length
+
+    @property
+    def last_step(self) -> int:
+        """The optimizer step that uses up the budget."""
+        return max(self.step, self.step_sizes.steps_within(self.budget_tokens - self.extra_tokens))
+
+    def tokens_at(self, step: int) -> int:
+        return self.extra_tokens + self.step_sizes.tokens_at(step)
+
+    def samples_at(self, step: int) -> int:
+        """Return the samples consumed after `step`, which is the position of the next one."""
+        return self.tokens_at(step) // self.sequence_length
+
+    def full_steps_at(self, step: int) -> float:
+        """Return the tokens consumed after `step` in steps of full size, by which a schedule in tokens counts."""
+        return self.tokens_at(step) / self.step_sizes.full
+
+    def schedule_steps_at(self, step: int) -> float:
+        """Return where a schedule that counts steps is after `step`.
+
+        It counts steps of the size with which it began. A later step of twice that size moves it on by two, so that the
+        rate stays where it was when the size changed.
+        """
+        place: float = step
+        for at, earlier, now in reversed(self.resizes):
+            # from here backwards: steps after the change, in steps of the size before it
+            place = at + (place - at) * now / earlier if step > at else place
+        return place
 
 
 def increment_of(ramp: Ramp) -> int:

@@ -13,17 +13,25 @@ from pathlib import Path
 from pretraining.ds_config import degrees_of
 from pretraining.errors import nearest
 from pretraining.extend import Extension, check_defined, defined
-from pretraining.recipe.budget import Budget, StepSizes, nearest_multiples
+from pretraining.recipe.budget import (
+    RAMP,
+    SCHEDULE_KEYS,
+    STEP_SIZE,
+    Budget,
+    Progress,
+    Resize,
+    StepSizes,
+    nearest_multiples,
+)
 from pretraining.recipe.data import Data, check_mixture
 from pretraining.recipe.model import CROSSES_DOCUMENTS, Model, has_experts, own_key, why_not, why_not_apart
-from pretraining.recipe.mup import Mup, check_mup
+from pretraining.recipe.optimizer import Mup, Optimizer, check_mup
 from pretraining.recipe.section import Section, check_folder_name
 from pretraining.recipe.sections import (
     Checkpoints,
     Evaluation,
     Loss,
     Monitors,
-    Optimizer,
     Report,
     Speed,
     Weights,
@@ -152,6 +160,32 @@ class Recipe:
     @cached_property
     def step_sizes(self) -> StepSizes:
         return self.budget.step_sizes
+
+    def progress(self, step: int = 0, tokens: int = 0, changes: Sequence[dict] = ()) -> Progress:
+        """Where a run is that begins, or goes on, after `step` steps and `tokens` tokens.
+
+        changes: what the run has accepted on the way, in order: {"step", "key", "from", "to"} each. Those of the step's
+        size are kept through which a schedule that counts steps keeps its place. A schedule that was itself changed
+        counts the steps as they are from there on. So does one that met a change while the size rose by a ramp.
+        """
+        sizes, resizes = self.step_sizes, []
+        if not any(change["key"] == RAMP for change in changes):
+            renewed = max(
+                (change["step"] for change in changes if change["key"] in SCHEDULE_KEYS), default=-1
+            )
+            first = max(renewed + 1, sizes.ramp_steps)
+            kept = [change for change in changes if change["key"] == STEP_SIZE and change["step"] >= first]
+            resizes = [Resize(change["step"], change["from"], change["to"]) for change in kept]
+        return Progress(sizes, self.sequence_length, self.budget.tokens, step, tokens, tuple(resizes))
+
+    @property
+    def own_groups(self) -> list[str]:
+        """Keys that give some kinds of parameters their own rate or rule; empty with one plain group."""
+        settings = self.optimizer
+        keys = ["mup.base_width"] if self.mup.base_width is not None else []
+        keys += ["optimizer.name"] if settings.name == "muon" else []
+        rates = [key for key in settings.to_dict() if key.startswith(("matrix_", "embedding_"))]
+        return keys + [f"optimizer.{key}" for key in rates if getattr(settings, key) is not None]
 
     @property
     def loss_kind(self) -> str:

@@ -128,15 +128,6 @@ def check_run(recipe: Recipe, ds_config: dict | None, world_size: int | None = N
         accumulation_steps(recipe, world_size, ds_config)
 
 
-def own_groups(recipe: Recipe) -> list[str]:
-    """List the recipe's keys that give some kinds of parameters their own rate or rule; empty with one plain group."""
-    settings = recipe.optimizer
-    keys = ["mup.base_width"] if recipe.mup.base_width is not None else []
-    keys += ["optimizer.name"] if settings.name == "muon" else []
-    rates = [key for key in settings.to_dict() if key.startswith(("matrix_", "embedding_"))]
-    return keys + [f"optimizer.{key}" for key in rates if getattr(settings, key) is not None]
-
-
 def _check_optimizer(recipe: Recipe, ds_config: dict | None) -> Wrong:
     """What makes the steps works under this sharding: `training.optim`, and groups of parameters of their own."""
     stage, optim, key = zero_stage(ds_config), recipe.training.optim, "training.optim"
@@ -155,7 +146,7 @@ def _check_optimizer(recipe: Recipe, ds_config: dict | None) -> Wrong:
         what = f"is {optim}, whose update looks at whole parameters, and ZeRO-{stage} gives it slices"
         yield key, f"{what}; use --deepspeed null or zero0, or --set {key}={DEFAULT_OPTIM}"
     # Muon, muP and rates by kind of parameter are groups of AdamW or Muon, which step where the weights are
-    if keys := own_groups(recipe):
+    if keys := recipe.own_groups:
         key, name = keys[0], {"mup.base_width": "muP", "optimizer.name": "muon"}.get(keys[0], "adamw")
         if optim not in ADAMW:
             what = f"groups of their own exclude training.optim {optim}; --set training.optim={DEFAULT_OPTIM}"
@@ -241,7 +232,7 @@ def _check_deepcompile(recipe: Recipe, ds_config: dict | None) -> Wrong:
         # A chunked or fused loss multiplies with the head outside of that graph: nobody would reduce its gradient.
         what = f"is deepcompile, and loss.kind {recipe.loss.kind} leaves the head out of its graph"
         yield key, f"{what}; --set loss.kind=plain"
-    if keys := own_groups(recipe):
+    if keys := recipe.own_groups:
         yield key, f"is deepcompile, which does not know the groups of {keys[0]}; --set speed.compile=auto"
 
 

@@ -1,4 +1,4 @@
-"""What our own sections of a recipe hold, beside data, budget and mup, which have modules of their own.
+"""What our own sections of a recipe hold, beside data, budget, optimizer and mup, which have modules of their own.
 
 `Weights` is no section in the file: its keys are in `model`, beside the config's.
 """
@@ -153,45 +153,6 @@ class Loss(Section):
             yield f"{at}.kind", what
         if self.z_loss:
             yield f"{at}.z_loss", f"goes with the cross-entropy; add it in {self.function}"
-
-
-class Optimizer(Section):
-    """Muon, and rates by kind of parameter; training.optim has the other optimizers by name."""
-
-    name: Literal["adamw", "muon"] = key(
-        "muon: hidden matrices by Muon, embeddings, head, routers, norms and biases by AdamW; adamw: training.optim.",
-        default="adamw",
-    )
-    matrix_learning_rate: float | None = key(
-        "Of the hidden matrices; null: training.learning_rate.", default=None, exclusiveMinimum=0
-    )
-    matrix_weight_decay: float | None = key(
-        "Of the hidden matrices; null: training.weight_decay.", default=None, minimum=0
-    )
-    embedding_learning_rate: float | None = key(
-        "Of embeddings, head and routers; null: training.learning_rate.", default=None, exclusiveMinimum=0
-    )
-    embedding_weight_decay: float | None = key(
-        "Of embeddings, head and routers; null: training.weight_decay.", default=None, minimum=0
-    )
-    momentum: float = key("Muon's.", default=0.95, minimum=0, exclusiveMaximum=1)
-    nesterov: bool = key("Muon orthogonalises the momentum one step ahead.", default=True)
-    newton_schulz_steps: int = key("Iterations of the orthogonalisation.", default=5, minimum=1, maximum=20)
-    scale: Literal["match_adamw", "spectral"] = key(
-        "Size of Muon's update: match_adamw takes AdamW's learning rates (0.2 "
-        "sqrt(max(outputs, inputs))), spectral Jordan's (sqrt(max(1, outputs / inputs))).",
-        default="match_adamw",
-    )
-    clip_value: float | None = key(
-        "Every gradient between minus and plus this, after training.max_grad_norm.",
-        default=None,
-        exclusiveMinimum=0,
-    )
-    adaptive_clip: float | None = key(
-        "No unit's gradient longer than this times its weights (AGC; 0.01 in its paper).",
-        default=None,
-        exclusiveMinimum=0,
-    )
 
 
 class Speed(Section):

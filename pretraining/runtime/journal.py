@@ -82,20 +82,6 @@ class Journal:
         """Return the position in the global order of the run's sample number `sample`, both counted from 0."""
         return position(sample, self.left_out)
 
-    @property
-    def lowers_rates(self) -> bool:
-        """Whether any step has a lower learning rate than the schedule gives it."""
-        return any(row.lr_factor != 1.0 and row.lr_steps for row in self.rollbacks)
-
-    def lr_factor(self, finished_steps: int) -> float:
-        """Return the factor of the schedule's learning rate in the step after `finished_steps` steps."""
-        factor = 1.0
-        for row in self.rollbacks:
-            if row.to_step <= finished_steps < row.to_step + row.lr_steps:
-                # windows of several rollbacks may overlap: each lowers the rate further
-                factor *= row.lr_factor
-        return factor
-
     def overtakes(self, step: int, known_rollbacks: int) -> bool:
         """Return whether a later rollback has discarded the checkpoint after `step` steps.
 

@@ -17,8 +17,8 @@ from pretraining.data.prepared import (
 )
 from pretraining.errors import UserError
 from pretraining.recipe import Recipe
+from pretraining.recipe.budget import Progress
 from pretraining.recipe.curve import changes_of_run
-from pretraining.recipe.progress import Progress
 from pretraining.runtime.heartbeat import long_work, work_done
 from pretraining.runtime.process_group import from_rank_0
 from pretraining.runtime.run_folder import RunFolder

@@ -1,7 +1,7 @@
 """Build the recipe's optimizer for the Trainer, and compute the learning rate of every step.
 
     rate of a group = its peak (`training.learning_rate`, or the group's own in `optimizer`)
-                    x muP's factor for its parameters               `build_optimizer`, recipe/mup.py
+                    x muP's factor for its parameters               `build_optimizer`, recipe/optimizer.py
                     x the schedule: warm-up, decay                  transformers' `get_scheduler`
                     x what `budget.ramp.lr_scaling` makes of a step's size
                     x what rollbacks lower (`monitors.spikes.lr_factor`)
@@ -21,10 +21,8 @@ from transformers import PreTrainedModel
 from pretraining.errors import UserError
 from pretraining.extend import named
 from pretraining.recipe import Recipe, model_with_defaults
-from pretraining.recipe.mup import Scales, scales_by_name
-from pretraining.recipe.progress import Progress
-from pretraining.recipe.refusals import own_groups
-from pretraining.recipe.sections import Optimizer
+from pretraining.recipe.budget import Progress
+from pretraining.recipe.optimizer import Optimizer, Scales, scales_by_name
 from pretraining.recipe.training import AVERAGING, Z
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
 from pretraining.training.muon import Muon, hidden_matrices
@@ -33,7 +31,7 @@ from pretraining.upstream.deepspeed import whole_numel, whole_shape
 
 def choose_optimizer(recipe: Recipe) -> tuple[Callable, dict] | None:
     """Return the Trainer's `optimizer_cls_and_kwargs`; None if `training.optim` alone names the optimizer."""
-    if not own_groups(recipe):
+    if not recipe.own_groups:
         return None
     training = recipe.training
     keywords = {
@@ -209,8 +207,13 @@ def share_of_peak(
     """Return the rate of the step after `finished_steps`, as a share of its group's peak: the last three factors."""
     # tokens in units of full steps, so that the schedule's own lengths stay steps
     count = progress.full_steps_at if counts_tokens else progress.schedule_steps_at
-    share = schedule(count(finished_steps))
-    return share * progress.step_sizes.lr_factor(finished_steps) * journal.lr_factor(finished_steps)
+    share = schedule(count(finished_steps)) * progress.step_sizes.lr_factor(finished_steps)
+    lowered = 1.0
+    for row in journal.rollbacks:
+        # windows of several rollbacks may overlap: each lowers the rate further
+        if row.to_step <= finished_steps < row.to_step + row.lr_steps:
+            lowered *= row.lr_factor
+    return share * lowered
 
 
 def follow_run(
@@ -233,7 +236,10 @@ def follow_run(
     changed_by = {
         "budget.warmup_tokens and decay_tokens": (counts_tokens, "leave them out"),
         "budget.ramp.lr_scaling": (progress.step_sizes.lr_scaling != "none", "set it to none"),
-        "monitors.spikes.lr_factor": (journal.lowers_rates, "set it to 1"),
+        "monitors.spikes.lr_factor": (
+            any(row.lr_factor != 1 and row.lr_steps for row in journal.rollbacks),
+            "set it to 1",
+        ),
     }
     for key, (changes, remedy) in changed_by.items():
         if changes:

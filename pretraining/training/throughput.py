@@ -24,7 +24,7 @@ from pretraining.planning.gpus import FILE, find_gpu
 from pretraining.planning.memory.need import recomputed_one_in, recomputed_share
 from pretraining.planning.sizes import flops_per_token, size_of_recipe
 from pretraining.recipe import Recipe
-from pretraining.recipe.progress import Progress
+from pretraining.recipe.budget import Progress
 from pretraining.runtime.process_group import rank_and_world_size
 
 PAUSES = ("evaluation", "saving")

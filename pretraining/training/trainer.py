@@ -29,7 +29,6 @@ from transformers.utils import logging
 from pretraining.errors import UserError
 from pretraining.extend import defined
 from pretraining.recipe import Recipe
-from pretraining.recipe.progress import Progress
 from pretraining.runtime.journal import NOTHING_HEALED
 from pretraining.runtime.process_group import ALONE, RankGroups
 from pretraining.runtime.processes import ignore_in_worker
@@ -98,7 +97,7 @@ class PretrainingTrainer(OpenTrainer):
     ) -> None:
         self.recipe, self.groups, self.arrival = recipe, groups, arrival
         self.evaluator, self.checkpoints = evaluator, checkpoints
-        self.progress = monitors.start.progress(recipe) if monitors else Progress.of(recipe)
+        self.progress = monitors.start.progress(recipe) if monitors else recipe.progress()
         self.journal = monitors.start.journal if monitors else NOTHING_HEALED
         self.clock = monitors.speed.clock if monitors else StepClock()
         self.stop = monitors.stop if monitors else None

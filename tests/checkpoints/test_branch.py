@@ -15,7 +15,6 @@ from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
 from pretraining.planning.run_plan import build_run_plan
 from pretraining.recipe import RECIPES, Recipe, load_recipe, recipe_names
-from pretraining.recipe.progress import Progress
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.optimizers import follow_run
 from tests.gear.runs import LLAMA, Run, bytes_of, contents, execute, launcher, on_own_port
@@ -141,7 +140,7 @@ def test_a_branch_of_a_schedule_in_tokens_goes_on_in_tokens(tmp_path, capsys):
     recipe = load_recipe(str(Path(told["run"]) / "recipe.json"))
     assert recipe.num_steps == 1000 and recipe.budget.decay_tokens == 200 * 2048
     assert "num_decay_steps" not in recipe.training.lr_scheduler_kwargs
-    progress = Progress.of(recipe)
+    progress = recipe.progress()
     scheduler = scheduler_of(recipe, progress.full_steps_at(recipe.num_steps))
     follow_run(scheduler, progress, counts_tokens=recipe.schedule_counts_tokens)
     (rate,) = scheduler.lr_lambdas

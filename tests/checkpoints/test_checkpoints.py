@@ -23,7 +23,6 @@ from pretraining.checkpoints.resume import changes_since, record_changes, record
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe, recipe_schema
 from pretraining.recipe.curve import BEFORE_THE_KEY, OURS, changed_parts, check_allowed
-from pretraining.recipe.progress import Progress
 from pretraining.runtime.durable_files import read_rows, write_json
 from pretraining.runtime.run_folder import RunFolder
 from tests.gear.checkpoint_damage import damaged, judged_rightly
@@ -279,7 +278,7 @@ def test_an_accepted_change_of_the_step_says_what_becomes_of_the_rate(run, name,
 
 def test_a_schedule_of_steps_goes_on_where_it_was_when_their_size_changes():
     """Twice, and in both directions: at the tokens of an unchanged run it is where that run is, at the end too."""
-    whole, recipe = Progress.of(load_recipe("tiny")), load_recipe("tiny", ["budget.tokens_per_step=1024"])
+    whole, recipe = load_recipe("tiny").progress(), load_recipe("tiny", ["budget.tokens_per_step=1024"])
     changes = [
         {"step": step, "key": "budget.tokens_per_step", "from": earlier, "to": now}
         for step, earlier, now in ((400, 2048, 4096), (500, 4096, 1024))

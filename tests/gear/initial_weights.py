@@ -18,7 +18,7 @@ from pretraining.model.build import build_model
 from pretraining.model.counting import build_on_meta
 from pretraining.model.given_weights import GivenWeights
 from pretraining.model.weight_files import open_weights
-from pretraining.recipe.mup import Mup
+from pretraining.recipe.optimizer import Mup
 from pretraining.recipe.sections import Speed
 from pretraining.recipe.training import Training
 from pretraining.runtime.process_group import rank_groups

@@ -67,6 +67,7 @@ from pretraining.runtime.journal import Journal
 from pretraining.runtime.lock import holder_of, lock_folder
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.supervise.hosts import HostfileCommand, Hosts
+from pretraining.training.optimizers import share_of_peak
 from tests.gear.runs import LLAMA, Workshop
 
 DEFECTS = ("traceback", "hang", "outside")
@@ -302,10 +303,9 @@ class OutsideFuzz:
     def _use_journal(self, journal: Journal) -> object:
         return (
             journal.left_out,
-            journal.lr_factor(5),
             journal.overtakes(5, 0),
             journal.position(9),
-            journal.lowers_rates,
+            share_of_peak(float, 5, self.resolved.progress(), False, journal),
         )
 
     def _list(self) -> None:

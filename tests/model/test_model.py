@@ -19,7 +19,7 @@ from pretraining.model.drawing_rules import children_first
 from pretraining.model.initial_weights import initialise_weights, list_draws, turns
 from pretraining.model.loss import build_loss, next_token_loss
 from pretraining.recipe import load_recipe, model_with_defaults, recipe_names
-from pretraining.recipe.mup import scales_by_name
+from pretraining.recipe.optimizer import scales_by_name
 from pretraining.training.trainer import PretrainingTrainer
 from tests.gear.initial_weights import CONTINUED, MUP, SPLIT
 from tests.gear.runs import MODELS, OTHER_MODELS, SMALL_RECIPE, execute, launcher

@@ -8,9 +8,8 @@ import torch
 
 from pretraining.model.build import build_model
 from pretraining.recipe import load_recipe, model_with_defaults
-from pretraining.recipe.mup import Mup, Scales, scales_by_name
+from pretraining.recipe.optimizer import Mup, Optimizer, Scales, scales_by_name
 from pretraining.recipe.refusals import load_recipe_and_ds_config
-from pretraining.recipe.sections import Optimizer
 from pretraining.training.optimizers import choose_optimizer, describe_groups
 from tests.checkpoints.test_reshard import stage_3_goes_on_in_one_process
 from tests.gear.finished_data import refusal

@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pretraining.ds_config import DS_CONFIGS
 from pretraining.recipe import load_recipe
+from pretraining.recipe.optimizer import Optimizer
 from pretraining.recipe.refusals import load_recipe_and_ds_config
-from pretraining.recipe.sections import Optimizer
 from pretraining.training import muon
 from pretraining.training.muon import (
     MatrixFragment,

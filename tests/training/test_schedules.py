@@ -11,7 +11,6 @@ from transformers import TrainingArguments, get_scheduler
 
 from pretraining.recipe import load_recipe
 from pretraining.recipe.budget import Budget
-from pretraining.recipe.progress import Progress
 from pretraining.training.arguments import build_arguments
 from pretraining.training.optimizers import follow_run
 from tests.checkpoints.test_reshard import unfinished
@@ -103,7 +102,7 @@ def recipe_in_tokens(name: str, *more: str):
 def test_a_schedule_in_tokens_does_not_see_the_ramp(name, tmp_path):
     """The rate is that of the tokens consumed, however many steps they were."""
     recipe, (_, _, factor) = recipe_in_tokens(name), IN_TOKENS[name][0]
-    progress = Progress.of(recipe)
+    progress = recipe.progress()
     arguments = build_arguments(recipe, None, tmp_path, 1)
     schedule = get_scheduler(
         arguments.lr_scheduler_type,

@@ -18,8 +18,7 @@ from pretraining.errors import UserError
 from pretraining.model.build import build_model
 from pretraining.model.loss import next_token_loss
 from pretraining.recipe import load_recipe
-from pretraining.recipe.budget import StepSizes
-from pretraining.recipe.progress import Progress
+from pretraining.recipe.budget import Progress, StepSizes
 from pretraining.recipe.sections import Monitors, Spikes
 from pretraining.recipe.training import Training
 from pretraining.runtime.durable_files import read_rows
@@ -165,7 +164,7 @@ def test_the_lowered_rate_is_a_function_of_the_step(tmp_path):
     def rates(first_step: int) -> list[float]:
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=8.0)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-        follow_run(scheduler, Progress.of(load_recipe("tiny")), journal=journal)
+        follow_run(scheduler, load_recipe("tiny").progress(), journal=journal)
         scheduler.last_epoch = first_step
         set_rates(scheduler, rates_now(scheduler))
         seen = []
@@ -180,7 +179,7 @@ def test_the_lowered_rate_is_a_function_of_the_step(tmp_path):
     assert rates(5) == rates(0)[5:]
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([torch.zeros(1)], lr=1.0))
     with pytest.raises(UserError, match="lr_factor"):
-        follow_run(plateau, Progress.of(load_recipe("tiny")), journal=journal)
+        follow_run(plateau, load_recipe("tiny").progress(), journal=journal)
 
 
 @pytest.fixture

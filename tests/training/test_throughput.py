@@ -16,7 +16,6 @@ from pretraining.ds_config import ds_config_names, load_ds_config
 from pretraining.planning.sizes import flops_per_token, model_size
 from pretraining.postmortem import attempts_of
 from pretraining.recipe import accumulation_steps, load_recipe
-from pretraining.recipe.progress import Progress
 from pretraining.reporting.analysis import analyze, sentences
 from pretraining.reporting.run_record import RunRecord
 from pretraining.runtime.durable_files import append_row
@@ -126,7 +125,7 @@ def test_an_optimizer_that_is_none_of_torchs_is_timed_too():
 def test_utilization_is_the_planners_flops_over_the_dense_peak():
     """By hand: 2,048 tokens in 0.5 s on two devices of 1e12 FLOP/s; recomputed layers count for HFU alone."""
     recipe = load_recipe("tiny", ["training.activation_checkpointing=true"])
-    speed = SpeedMeter.of(recipe, 2, Progress.of(recipe))
+    speed = SpeedMeter.of(recipe, 2, recipe.progress())
     speed.peak_flops = 1e12
     counted = flops_per_token(model_size(recipe.model), recipe.sequence_length)
     rates = speed.rates({"forward": 2.0, "backward": 2.5, "data_wait": 0.5, "evaluation": 60.0}, 20, 30)

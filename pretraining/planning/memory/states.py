@@ -22,7 +22,7 @@ from pretraining.planning.memory.tensors import (
 )
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.recipe.model import value_of
-from pretraining.recipe.refusals import gathers_blocks, own_groups
+from pretraining.recipe.refusals import gathers_blocks
 
 ELEMENTS_A_SCALE, SMALLEST_IN_8_BIT = 256, 4096
 """Elements that share a scale, and the least elements of a tensor that is kept in 8 bit (bitsandbytes 0.50)."""
@@ -68,7 +68,7 @@ def optimizer_states(recipe: Recipe) -> OptimizerStates:
     """Return the states of the recipe's optimizer; Adam's if no family names it."""
     if recipe.optimizer.name == "muon":
         return MUON
-    if own_groups(recipe):
+    if recipe.own_groups:
         return replace(ADAM, groups=MUON.groups)
     optim = recipe.training.optim
     # Adam as the default: its states are seldom the smaller ones

@@ -1,4 +1,4 @@
-"""muP: how initial values, rates, decay and Adam's epsilon of every parameter follow from a model's width and depth.
+"""The `optimizer` section, and `mup`: initial values, rates, decay and epsilon follow from a model's width and depth.
 
 CompleteP (Dey et al. 2025, table 1, alpha = 1), which is muP (Yang et al. 2022) in the width and makes depth transfer
 too: rates that are best for a narrow and shallow base model are best for this one.
@@ -11,6 +11,7 @@ as large, with c times the rate, a c-th of the decay and of the epsilon, makes t
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from pretraining.recipe.section import Section, key
 from pretraining.schema import Wrong
@@ -24,6 +25,45 @@ HEAD = "lm_head.weight"
 RULES = {"adamw": 1.0, "match_adamw": 0.5, "spectral": 0.0}
 """By which power of the width a hidden matrix' rate falls. Muon's updates have one spectral norm, and that is what
 must not grow (Yang et al. 2023): 1 under its scale `spectral`, with the root of the width under `match_adamw`."""
+
+
+class Optimizer(Section):
+    """Muon, and rates by kind of parameter; training.optim has the other optimizers by name."""
+
+    name: Literal["adamw", "muon"] = key(
+        "muon: hidden matrices by Muon, embeddings, head, routers, norms and biases by AdamW; adamw: training.optim.",
+        default="adamw",
+    )
+    matrix_learning_rate: float | None = key(
+        "Of the hidden matrices; null: training.learning_rate.", default=None, exclusiveMinimum=0
+    )
+    matrix_weight_decay: float | None = key(
+        "Of the hidden matrices; null: training.weight_decay.", default=None, minimum=0
+    )
+    embedding_learning_rate: float | None = key(
+        "Of embeddings, head and routers; null: training.learning_rate.", default=None, exclusiveMinimum=0
+    )
+    embedding_weight_decay: float | None = key(
+        "Of embeddings, head and routers; null: training.weight_decay.", default=None, minimum=0
+    )
+    momentum: float = key("Muon's.", default=0.95, minimum=0, exclusiveMaximum=1)
+    nesterov: bool = key("Muon orthogonalises the momentum one step ahead.", default=True)
+    newton_schulz_steps: int = key("Iterations of the orthogonalisation.", default=5, minimum=1, maximum=20)
+    scale: Literal["match_adamw", "spectral"] = key(
+        "Size of Muon's update: match_adamw takes AdamW's learning rates (0.2 "
+        "sqrt(max(outputs, inputs))), spectral Jordan's (sqrt(max(1, outputs / inputs))).",
+        default="match_adamw",
+    )
+    clip_value: float | None = key(
+        "Every gradient between minus and plus this, after training.max_grad_norm.",
+        default=None,
+        exclusiveMinimum=0,
+    )
+    adaptive_clip: float | None = key(
+        "No unit's gradient longer than this times its weights (AGC; 0.01 in its paper).",
+        default=None,
+        exclusiveMinimum=0,
+    )
 
 
 class Mup(Section):
