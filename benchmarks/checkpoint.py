@@ -53,6 +53,7 @@ SMALL = {
     "evaluation.max_validation_tokens": 4096,
 }
 
+SIZES = ("gigabytes", "files", "pairs")
 STEP_TOKENS = 128
 """Of a step of `resume`, so that computing it takes no time worth counting."""
 
@@ -102,9 +103,16 @@ def run_damage(options: argparse.Namespace, folder: Path) -> dict:
             kinds[kind] += 1
             with contextlib.redirect_stdout(io.StringIO()):  # a line for each checkpoint passed over
                 wrong += not judged_rightly(run, harmed, folders)
-            if options.starts and trial % max(1, options.trials // options.starts) == 0:
-                wrong += not continues_from_whole(run, harmed, folder / f"start-{trial}", options.data_dir)
-                starts += 1
+            if not options.starts or trial % max(1, options.trials // options.starts):
+                continue
+            # the run, started on a copy of the damaged folder, goes on from the newest whole one to its end
+            starts, copy = starts + 1, RunFolder(folder / f"start-{trial}")
+            shutil.copytree(run.path, copy.path)
+            run_command(*command(copy.path, options.data_dir))
+            rows = read_rows(copy.events)
+            begin = next(row for row in rows if row["event"] in ("start", "resume"))
+            whole = next((each.name for each in folders if each not in harmed), None)
+            wrong += begin["checkpoint"] != whole or rows[-1]["event"] != "end"
     return {
         "trials": options.trials,
         "seed": options.seed,
@@ -116,21 +124,11 @@ def run_damage(options: argparse.Namespace, folder: Path) -> dict:
     }
 
 
-def continues_from_whole(run: RunFolder, harmed: list[Path], copy: Path, data_dir: Path) -> bool:
-    """Whether the run, started on a copy of the damaged folder, goes on from the newest whole one to its end."""
-    shutil.copytree(run.path, copy)
-    whole = [folder.name for folder in committed_checkpoints(run) if folder not in harmed]
-    run_command(*command(copy, data_dir))
-    rows = read_rows(RunFolder(copy).events)
-    begin = next(row for row in rows if row["event"] in ("start", "resume"))
-    return begin["checkpoint"] == (whole[0] if whole else None) and rows[-1]["event"] == "end"
-
-
 def run_verify(options: argparse.Namespace, folder: Path) -> dict:
     """Return medians over pairs of reading and verifying in turn; the first pair warms up."""
     checkpoint = big_checkpoint(folder, options)
     assert damage(checkpoint) is None
-    values = {**chosen_sizes(options), "threads": THREADS}
+    values = {key: getattr(options, key) for key in SIZES} | {"threads": THREADS}
     for state in ("warm", "cold"):
         pairs = []
         for _ in range(options.pairs + 1):
@@ -146,10 +144,6 @@ def run_verify(options: argparse.Namespace, folder: Path) -> dict:
     return values
 
 
-def chosen_sizes(options: argparse.Namespace) -> dict:
-    return {key: getattr(options, key) for key in ("gigabytes", "files", "pairs")}
-
-
 def run_fetch(options: argparse.Namespace, folder: Path) -> dict:
     """Medians over rounds of reading, copying (with fsync) and fetching in turn; the first round warms up."""
     store = folder / "store" / "run"
@@ -158,8 +152,13 @@ def run_fetch(options: argparse.Namespace, folder: Path) -> dict:
     rounds = []
     for number in range(options.pairs + 1):
         copy, run = folder / f"copy-{number}", RunFolder(folder / f"empty-{number}" / "run")
+        copy.mkdir()
         read = cold(checkpoint, lambda: each_file(checkpoint, read_whole))
-        copied = cold(checkpoint, lambda copy=copy: each_file(checkpoint, lambda path: copy_to(copy, path)))
+
+        def copy_durably(path: Path, copy: Path = copy) -> None:
+            sync_to_disk(shutil.copyfile(path, copy / path.name))
+
+        copied = cold(checkpoint, lambda copied=copy_durably: each_file(checkpoint, copied))
         fetched = cold(checkpoint, lambda run=run: choose_checkpoint(run, "auto", str(store.parent)))
         rounds.append((read, copied, fetched))
         assert damage(run.checkpoint(1)) is None
@@ -168,7 +167,7 @@ def run_fetch(options: argparse.Namespace, folder: Path) -> dict:
     rounds = rounds[1:]
     names = ("read_seconds", "copy_seconds", "fetch_seconds")
     return {
-        **chosen_sizes(options),
+        **{key: getattr(options, key) for key in SIZES},
         **{name: middle(each, 3) for name, each in zip(names, zip(*rounds, strict=True), strict=True)},
         "fetch_by_read": middle((fetch / read for read, _, fetch in rounds), 2),
         "fetch_by_copy": middle((fetch / copied for _, copied, fetch in rounds), 2),
@@ -190,16 +189,9 @@ def run_resume(options: argparse.Namespace, folder: Path) -> dict:
         "training.save_steps": 1,
         "checkpoints.upload": str(store.path.parent),
     }
-    words = [*choices(settings), "--force"]
-
-    def seconds_until(reached, run: RunFolder) -> float:
-        """Return the seconds from the command until something is reached; then the run is killed."""
-        began = time.perf_counter()
-        run_until(command(run.path, options.data_dir, *words), reached)
-        return time.perf_counter() - began
-
+    words = (options.data_dir, *choices(settings), "--force")
     there = store.checkpoint(1)
-    seconds_until(lambda: (there / MARKER).exists(), started)
+    seconds_until(command(started.path, *words), lambda: (there / MARKER).exists())
     # what the run did after its first step, until it was killed
     for place in (started, store):
         for each in place.path.glob("checkpoint-*"):
@@ -216,7 +208,7 @@ def run_resume(options: argparse.Namespace, folder: Path) -> dict:
         for run in (here, empty):
             for place in filter(Path.is_dir, (there, run.checkpoint(1))):
                 forget(place)
-            times.append(seconds_until(lambda run=run: 2 in steps_of(run), run))
+            times.append(seconds_until(command(run.path, *words), lambda run=run: 2 in steps_of(run)))
         rounds.append(times)
         shutil.rmtree(folder / str(number), ignore_errors=True)  # a process of the run may still write
     rounds = rounds[1:]
@@ -234,12 +226,12 @@ def run_resume(options: argparse.Namespace, folder: Path) -> dict:
 
 
 def steps_of(run: RunFolder) -> list[int]:
-    """Return the steps that a run has logged."""
     return [row["step"] for row in read_rows(run.metrics)]
 
 
-def run_until(words: list[str], reached) -> None:
-    """Run a command until something is reached; then kill it and the processes that it started."""
+def seconds_until(words: list[str], reached) -> float:
+    """Run a command until something is reached; then kill it and the processes that it started. Its seconds."""
+    began = time.perf_counter()
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(words, cwd=REPOSITORY, stdout=log, stderr=log, start_new_session=True)
         try:
@@ -248,6 +240,7 @@ def run_until(words: list[str], reached) -> None:
                     log.seek(0)
                     raise SystemExit(log.read().decode()[-3000:])
                 time.sleep(0.02)
+            return time.perf_counter() - began
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -296,12 +289,6 @@ def read_whole(path: Path) -> None:
     with path.open("rb", buffering=0) as file:
         while file.readinto(buffer):
             pass
-
-
-def copy_to(folder: Path, path: Path) -> None:
-    folder.mkdir(exist_ok=True)
-    shutil.copyfile(path, folder / path.name)
-    sync_to_disk(folder / path.name)
 
 
 def run_full_disk(options: argparse.Namespace, folder: Path) -> dict:

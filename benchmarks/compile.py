@@ -32,7 +32,10 @@ def main() -> None:
     names = ("none", "blocks") if options.zero3 else ("none", "blocks", "whole")
     ways = {way: {"compile": way, "fp8": "none"} for way in names}
     ways |= {f"blocks, {kind}": {"compile": "blocks", "fp8": kind} for kind in options.fp8}
+    import torch
     from torch._dynamo.utils import counters
+
+    from tests.gear.tracked_memory import peak_bytes
 
     passes, first, graphs = {}, {}, {}
     for way, speed in ways.items():
@@ -52,7 +55,7 @@ def main() -> None:
             "time_ratio": middle(a / b for a, b in zip(seconds[way], seconds["none"], strict=True)),
             "graphs": graphs[way][0],
             "recompilations": graphs[way][1],
-            "peak_bytes": peak_on_gpu(passes[way]),
+            "peak_bytes": peak_bytes(passes[way]) if torch.cuda.is_available() else None,
         }
         record("compile", {**chosen(options, "fp8"), **row}, options.keep)
 
@@ -112,18 +115,6 @@ def stage_3(recipe, micro_batch: int, device: str) -> dict:
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0, **ahead}
     bf16 = {"enabled": device == "cuda"}
     return {"train_micro_batch_size_per_gpu": micro_batch, "bf16": bf16, "zero_optimization": zero}
-
-
-def peak_on_gpu(step) -> int | None:
-    """Return the most bytes that one more call has allocated on a GPU beyond what was there."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return None
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    timed(step)
-    return torch.cuda.max_memory_allocated() - before
 
 
 if __name__ == "__main__":

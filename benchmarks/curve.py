@@ -43,22 +43,16 @@ def main() -> None:
 
 def by_stage(workshop, settings: tuple[str, ...]) -> dict[str, float]:
     """Each stage on two ranks against one plain process."""
-    plain = workshop.plain(settings)
-    return {
-        stage: largest_difference(workshop.run(stage, 2, settings=settings).losses, plain.losses)
-        for stage in STAGES
-    }
+    plain, runs = workshop.plain(settings), {s: workshop.run(s, 2, settings=settings) for s in STAGES}
+    return {stage: largest_difference(run.losses, plain.losses) for stage, run in runs.items()}
 
 
 def by_batches(workshop) -> dict[str, float]:
     """ZeRO-2 with the step's eight samples laid out differently over ranks and micro-batches."""
-    found = {}
-    for ranks, micro_batch in BATCHES:
-        settings = (f"training.per_device_train_batch_size={micro_batch}",)
-        run = workshop.run("zero2", ranks, settings=settings)
-        found[f"{ranks}x{micro_batch}x{8 // ranks // micro_batch}"] = largest_difference(
-            run.losses, workshop.plain().losses
-        )
+    found, plain = {}, workshop.plain().losses
+    for ranks, size in BATCHES:
+        run = workshop.run("zero2", ranks, settings=(f"training.per_device_train_batch_size={size}",))
+        found[f"{ranks}x{size}x{8 // ranks // size}"] = largest_difference(run.losses, plain)
     return found
 
 

@@ -126,9 +126,8 @@ def endure(
         through = started.process.poll() is not None
         started.kill()
         now = preparation.tasks()
-        check(
-            all(now.get(task, when) == when for task, when in finished.items()), "a finished task ran again"
-        )
+        again = any(now.get(task, when) != when for task, when in finished.items())
+        check(not again, "a finished task ran again")
         if preparation.prepared.exists():
             check(digests(preparation.prepared) == expected, "bytes differ")
         else:

@@ -8,35 +8,25 @@ filters and deduplication; peak_bytes is of the command and its workers. The pla
 One JSON line a run.
 """
 
-import json
 import shutil
-import sys
 import tempfile
+import time
 from pathlib import Path
 
-from gear import parser_of, prepare_data, record, repository_tokenizer, run_command, tiny_recipe, write_corpus
+from gear import (
+    in_fresh_process,
+    parser_of,
+    prepare_data,
+    record,
+    repository_tokenizer,
+    tiny_recipe,
+    write_corpus,
+)
 
 CLEANED = {
     "filters": [{"rule": "length", "min_words": 5}, {"rule": "pii"}],
     "dedup": {"exact": True, "minhash": {}},
 }
-PLAN = """
-import json, sys, time
-start = time.perf_counter()
-from pathlib import Path
-from pretraining.data.preparation.plan import Preparation
-from pretraining.data.sources import open_sources
-from pretraining.recipe import load_recipe
-recipe = load_recipe(sys.argv[1], [])
-sources = open_sources(recipe.data)
-fingerprints = [source.fingerprint() for source in sources]
-plan = Preparation.of(recipe, sources, Path(sys.argv[2]), fingerprints)
-pending = {stage.name: len(stage.pending()) for stage in plan.stages}
-plan.save()
-seconds = time.perf_counter() - start
-peak = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
-print(json.dumps({"tasks": pending, "seconds": round(seconds, 3), "peak_bytes": peak}))
-"""
 
 
 def main() -> None:
@@ -76,9 +66,25 @@ def plan(folder: Path, gigabytes: int, data: dict) -> dict:
         with (folder / f"{number:05d}.jsonl").open("wb") as file:
             file.truncate(10**9)
     recipe = tiny_recipe(folder, data)
-    ended = run_command(sys.executable, "-c", PLAN, recipe, folder / "data" / "corpus")
+    found = in_fresh_process(planned, recipe, folder / "data" / "corpus")
     shutil.rmtree(folder)
-    return json.loads(ended.stdout)
+    return found
+
+
+def planned(recipe: str, folder: str) -> dict:
+    """Plan a preparation; return its tasks that are to be done, and seconds, imports among them."""
+    began = time.perf_counter()
+    from pretraining.data.preparation.plan import Preparation
+    from pretraining.data.sources import open_sources
+    from pretraining.recipe import load_recipe
+
+    loaded = load_recipe(recipe, [])
+    sources = open_sources(loaded.data)
+    fingerprints = [source.fingerprint() for source in sources]
+    made = Preparation.of(loaded, sources, Path(folder), fingerprints)
+    pending = {stage.name: len(stage.pending()) for stage in made.stages}
+    made.save()
+    return {"tasks": pending, "seconds": round(time.perf_counter() - began, 3)}
 
 
 if __name__ == "__main__":

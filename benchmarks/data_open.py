@@ -8,37 +8,14 @@ tokens take a few megabytes of disk. One JSON line on stdout; the files are remo
 
 import json
 import shutil
-import sys
 import tempfile
-from pathlib import Path
-
-from gear import parser_of, record, run_command
-
-TOKENS_PER_DOCUMENT = 100_000
-MEASURED = """
-import json, sys, time
-from pretraining.recipe.model import Model
-from pretraining.recipe.data import Data  # a run has read its recipe before it opens the data
-start = time.perf_counter()
+import time
 from pathlib import Path
 from types import SimpleNamespace
-from pretraining.data.order import GlobalOrder
-from pretraining.data.packed_dataset import PackedDataset
-from pretraining.data.prepared import open_prepared
-root, length, batch = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-section = json.loads((root / "sparse" / "manifest.json").read_text())["data"]
-section["name"] = "sparse"
-recipe = SimpleNamespace(name="sparse", words="--recipe sparse", data=Data.of(section), model=Model(vocab_size=50304))
-data = open_prepared(recipe, root)
-order = GlobalOrder(data.train.num_blocks(length), 0, data.fingerprint)
-dataset = PackedDataset(data.train, length, order)
-samples = dataset.__getitems__(list(range(batch)))
-seconds, cpu_seconds = time.perf_counter() - start, time.process_time()
-# Not ru_maxrss: it starts from the size of the process that started this one.
-peak = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
-assert len(samples) == batch and samples[-1]["labels"].shape == (length,)
-print(json.dumps({"tokens": data.train.num_tokens, "seconds": seconds, "cpu_seconds": cpu_seconds, "peak_bytes": peak}))
-"""
+
+from gear import in_fresh_process, parser_of, record
+
+TOKENS_PER_DOCUMENT = 100_000
 
 
 def main() -> None:
@@ -49,10 +26,31 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="data_open_") as root:
         num_shards = build_sparse_data(Path(root) / "sparse", options.num_tokens)
-        words = [sys.executable, "-c", MEASURED, root, options.sequence_length, options.batch]
-        result = run_command(*words)
+        found = in_fresh_process(first_batch, root, options.sequence_length, options.batch)
     layout = {"shards": num_shards, "sequence_length": options.sequence_length, "batch": options.batch}
-    record("data_open", {**json.loads(result.stdout), **layout}, options.keep)
+    record("data_open", {**found, **layout}, options.keep)
+
+
+def first_batch(root: str, length: str, batch: str) -> dict:
+    """Open the data set and read a batch; return its tokens and what it took."""
+    # a run has read its recipe before it opens the data
+    from pretraining.recipe.data import Data
+    from pretraining.recipe.model import Model
+
+    began = time.perf_counter()
+    from pretraining.data.order import GlobalOrder
+    from pretraining.data.packed_dataset import PackedDataset
+    from pretraining.data.prepared import open_prepared
+
+    section = json.loads((Path(root) / "sparse" / "manifest.json").read_text())["data"]
+    recipe = SimpleNamespace(name="sparse", words="--recipe sparse", model=Model(vocab_size=50304))
+    recipe.data = Data.of({**section, "name": "sparse"})
+    data = open_prepared(recipe, Path(root))
+    order = GlobalOrder(data.train.num_blocks(int(length)), 0, data.fingerprint)
+    samples = PackedDataset(data.train, int(length), order).__getitems__(list(range(int(batch))))
+    assert len(samples) == int(batch) and samples[-1]["labels"].shape == (int(length),)
+    seconds, cpu_seconds = time.perf_counter() - began, time.process_time()
+    return {"tokens": data.train.num_tokens, "seconds": seconds, "cpu_seconds": cpu_seconds}
 
 
 def build_sparse_data(folder: Path, num_tokens: int) -> int:

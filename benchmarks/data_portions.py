@@ -11,6 +11,7 @@ trains nothing larger. The clock stops with the first logged step. Prints one JS
 """
 
 import json
+import re
 import sys
 import tempfile
 import time
@@ -29,20 +30,9 @@ from gear import (
     write_corpus,
 )
 
-WIDTHS = {
-    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 2},
-    "llama": {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-    },
-}
-WIDTHS["mixtral"] = WIDTHS["llama"]
-WIDTHS["qwen3"] = {**WIDTHS["llama"], "head_dim": 32}
-WIDTHS["qwen3_moe"] = {**WIDTHS["qwen3"], "moe_intermediate_size": 64}
-"""The stand-in's size, by the model's type."""
+SIZES = {"vocab_size": 8192, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "moe_intermediate_size": 64}
+"""Of the stand-in, by the common names."""
 
 
 def main() -> None:
@@ -86,16 +76,19 @@ def extension(root: Path, corpus: Path, tokenizer: Path) -> dict:
 
 def first_step(folder: Path, name: str, corpus: Path, tokenizer: Path, limit: int) -> dict:
     """Prepare a limited recipe and train to its first logged step."""
+    from pretraining.recipe.model import type_entry
     from tests.gear.runs import Run, Started
 
     recipe = json.loads((REPOSITORY / "recipes" / f"{name}.json").read_text())
-    model = WIDTHS[recipe["model"]["model_type"]]
+    entry = type_entry(recipe["model"]["model_type"])
+    keys = {entry["names"].get(key, key): size for key, size in SIZES.items()}
+    model = {f"model.{key}": size for key, size in keys.items() if key in entry["properties"]}
     weights = [{key: s[key] for key in ("name", "weight") if key in s} for s in recipe["data"]["sources"]]
     sources = [{"path": str(corpus), **each} for each in weights]
     settings = {
         "data.sources": sources,
         "data.tokenizer": str(tokenizer),
-        **{f"model.{key}": value for key, value in {**model, "vocab_size": 8192}.items()},
+        **model,
         "training.logging_steps": 1,
         "training.report_to": "none",
         "report.every_seconds": None,
@@ -105,10 +98,8 @@ def first_step(folder: Path, name: str, corpus: Path, tokenizer: Path, limit: in
     summary, ended = prepare_data(*words)
     run = Run(folder / "run")
     command = [sys.executable, "train.py", *words, "--output_dir", run.folder, "--force"]
-    if ":" in recipe["deepspeed"]:  # a layout of several ranks: one process has its stage alone
-        command += ["--deepspeed", recipe["deepspeed"].partition(":")[0]]
-    if recipe["deepspeed"] == "zero3_hpz":
-        command += ["--deepspeed", "zero3"]
+    # of a layout of several ranks one process has its stage alone
+    command += ["--deepspeed", re.split(":|_hpz", recipe["deepspeed"])[0]]
     began = time.perf_counter()
     started = Started(command)
     while not run.training_rows:

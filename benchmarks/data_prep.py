@@ -46,9 +46,13 @@ def main() -> None:
     options = parser.parse_args()
     if options.engine:
         return print(json.dumps(run_engine(options.engine, options.folder)))
+    from pretraining.data.tokenizer import train_tokenizer
+
     with tempfile.TemporaryDirectory(prefix="data_prep_") as root:
         num_bytes = write_corpus(Path(root), options.megabytes * 10**6, len(os.sched_getaffinity(0)))
-        train(Path(root), options.vocab_size)
+        lines = Path(corpus_files(Path(root))[0]).read_text(encoding="utf-8").splitlines()
+        texts = (json.loads(line)["text"] for line in lines)
+        train_tokenizer(texts, options.vocab_size, Path(root) / "tokenizer")
         rounds = []
         for _ in range(options.rounds):
             rounds.append({})
@@ -59,8 +63,8 @@ def main() -> None:
     prints = {e: each["tokens_fingerprint"] for e, each in rounds[0].items() if not e.startswith("bare-")}
     if len(set(prints.values())) > 1:  # nothing else that an engine says would count
         sys.exit(f"the engines disagree on the tokens: {prints}")
-    rows = {engine: medians([one[engine] for one in rounds]) for engine in options.engines}
-    record("data_prep", {"text_bytes": num_bytes, "rounds": options.rounds, **comparison(rows)}, options.keep)
+    values = {"text_bytes": num_bytes, "rounds": options.rounds, **comparison(rounds)}
+    record("data_prep", values, options.keep)
 
 
 def run_engine(engine: str, root: Path) -> dict:
@@ -104,13 +108,6 @@ def corpus_files(root: Path) -> list[str]:
     return sorted(str(path) for path in root.glob("corpus-*.jsonl"))
 
 
-def train(root: Path, vocab_size: int) -> None:
-    from pretraining.data.tokenizer import train_tokenizer
-
-    lines = Path(corpus_files(root)[0]).read_text(encoding="utf-8").splitlines()
-    train_tokenizer((json.loads(line)["text"] for line in lines), vocab_size, root / "tokenizer")
-
-
 def shards(root: Path, output: Path, backend: str) -> tuple[Callable, Callable]:
     """This repository, from the files to the published data set, with an encoder opened before (as in `bare`)."""
     import pyarrow  # noqa: F401  outside the clock
@@ -123,12 +120,8 @@ def shards(root: Path, output: Path, backend: str) -> tuple[Callable, Callable]:
     from pretraining.data.shards import TokenSplit
     from pretraining.recipe import load_recipe
 
-    data = {
-        "sources": [{"path": str(root / "corpus-*.jsonl")}],
-        "tokenizer": str(root / "tokenizer"),
-        "validation_share": 0.005,
-        "encoder": backend,
-    }
+    data = {"sources": [{"path": str(root / "corpus-*.jsonl")}], "tokenizer": str(root / "tokenizer")}
+    data |= {"validation_share": 0.005, "encoder": backend}
     changes = [f"model.vocab_size={1 << 16}", f"model.n_positions={BLOCK}"]
     recipe = load_recipe(str(tiny_recipe(root, data)), changes)
     encoder = open_encoder(root, backend)
@@ -212,42 +205,38 @@ def by_datatrove(root: Path, output: Path) -> tuple[Callable, Callable]:
     from datatrove.pipeline.readers import JsonlReader
     from datatrove.pipeline.tokens import DocumentTokenizer
 
-    count = len(corpus_files(root))
-    steps = [
-        JsonlReader(str(root), glob_pattern="corpus-*.jsonl"),
-        DocumentTokenizer(
-            str(output / "tokens"), str(root / "tokenizer" / "tokenizer.json"), eos_token="<|endoftext|>"
-        ),
-    ]
+    count, tokenizer = len(corpus_files(root)), str(root / "tokenizer" / "tokenizer.json")
+    reader = JsonlReader(str(root), glob_pattern="corpus-*.jsonl")
+    steps = [reader, DocumentTokenizer(str(output / "tokens"), tokenizer, eos_token="<|endoftext|>")]
     executor = LocalPipelineExecutor(steps, tasks=count, workers=count, logging_dir=str(output / "logs"))
 
     def documents_of(_) -> Iterator[np.ndarray]:
         for file in sorted((output / "tokens").glob("*.ds")):
-            yield from cut(
-                np.fromfile(file, np.uint16), np.fromfile(f"{file}.index", "<u8").astype(np.int64), closing=1
-            )
+            ends = np.fromfile(f"{file}.index", "<u8").astype(np.int64)
+            yield from cut(np.fromfile(file, np.uint16), ends, closing=1)
 
     return executor.run, documents_of
 
 
-def medians(results: list[dict]) -> dict:
+def comparison(rounds: list[dict]) -> dict:
+    """Return medians by engine, each preparation's rate over its bare backend, and over the others'."""
     keys = ("seconds", "tokens_per_second", "tokens_per_cpu_second", "peak_bytes", "bytes_per_token")
-    row = {key: statistics.median(result[key] for result in results) for key in keys if key in results[0]}
-    return {"tokens": results[0]["tokens"], **row}
-
-
-def comparison(rows: dict) -> dict:
-    """The rows, each preparation's rate over its bare backend, and how many times faster it is than the others."""
-    ratios = {}
+    rows, ratios = {}, {}
+    for engine, first in rounds[0].items():
+        found = {key: statistics.median(one[engine][key] for one in rounds) for key in keys if key in first}
+        rows[engine] = {"tokens": first["tokens"], **found}
     for engine, row in rows.items():
         kind, _, backend = engine.partition("-")
         if kind == "shards":
-            others = {f"bare-{backend}", "datasets", "datatrove"} & rows.keys()
-            rates = {other: row["tokens_per_second"] / rows[other]["tokens_per_second"] for other in others}
-            ratios[engine] = {f"rate_over_{other.partition('-')[0]}": rates[other] for other in sorted(rates)}
-            if f"bare-{backend}" in rows:
-                there = rows[f"bare-{backend}"]["tokens_per_cpu_second"]
-                ratios[engine]["rate_over_bare_by_cpu_time"] = row["tokens_per_cpu_second"] / there
+            others = sorted({f"bare-{backend}", "datasets", "datatrove"} & rows.keys())
+            ratios[engine] = {
+                f"rate_over_{other.partition('-')[0]}": row["tokens_per_second"]
+                / rows[other]["tokens_per_second"]
+                for other in others
+            }
+            if there := rows.get(f"bare-{backend}"):
+                by_cpu = row["tokens_per_cpu_second"] / there["tokens_per_cpu_second"]
+                ratios[engine]["rate_over_bare_by_cpu_time"] = by_cpu
     return {"engines": rows, "ratios": ratios}
 
 

@@ -20,12 +20,13 @@ import mmap
 import os
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 
 import numpy as np
-from gear import parser_of, record
+from gear import parser_of, record, timed
 
 from pretraining.data.documents import masked_block
 from pretraining.data.order import GroupedOrder, blocks_starting
@@ -63,16 +64,40 @@ def write_split(folder: Path, options: argparse.Namespace) -> tuple[TokenSplit, 
 def measure_local(folder: Path, options: argparse.Namespace):
     split, entry = write_split(folder / "train", options)
     maps = [bare_map(split, shard) for shard in entry["shards"]]
+
+    def copy(places, starts) -> None:
+        for shard, offset in places:
+            shard[offset : offset + LENGTH].copy()
+
+    def copy_int64(places, starts) -> None:
+        for shard, offset in places:
+            shard[offset : offset + LENGTH].astype(np.int64)
+
+    def read_copy(places, starts) -> None:
+        for start in starts:
+            split.read(start, start + LENGTH).copy()
+
+    def read_int64(places, starts) -> None:
+        for start in starts:
+            split.read(start, start + LENGTH).astype(np.int64)
+
+    def read_masked(places, starts) -> None:
+        for start in starts:
+            tokens = split.read(start, start + LENGTH + 1).astype(np.int64)
+            masked_block(tokens, split.document_ends(start, start + LENGTH) - start)
+
+    ways = {each.__name__: each for each in (copy, copy_int64, read_copy, read_int64, read_masked)}
     draw = np.random.default_rng(1)
-    times: dict[str, list[float]] = {name: [] for name in WAYS}
+    times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(options.rounds):
-        shards = draw.integers(0, options.shards, options.blocks).tolist()
-        offsets = draw.integers(0, options.shard_tokens - LENGTH, options.blocks).tolist()
-        starts = [
-            shard * options.shard_tokens + offset for shard, offset in zip(shards, offsets, strict=True)
+        shards = draw.integers(0, options.shards, options.blocks)
+        offsets = draw.integers(0, options.shard_tokens - LENGTH, options.blocks)
+        starts = (shards * options.shard_tokens + offsets).tolist()
+        places = [
+            (maps[shard], offset) for shard, offset in zip(shards.tolist(), offsets.tolist(), strict=True)
         ]
-        for name, way in WAYS.items():
-            times[name].append(way(maps, split, shards, offsets, starts))
+        for name, way in ways.items():
+            times[name].append(timed(partial(way, places, starts)))
     us = {f"{name}_us": 1e6 * median(seconds[1:]) / options.blocks for name, seconds in times.items()}
     ratios = {
         "read_over_copy": us["read_copy_us"] / us["copy_us"],
@@ -82,51 +107,6 @@ def measure_local(folder: Path, options: argparse.Namespace):
     }
     rounded = {name: round(value, 3) for name, value in {**us, **ratios}.items()}
     yield {"length": LENGTH, "shards": options.shards, "rounds": options.rounds, **rounded}
-
-
-def copy(maps, split, shards, offsets, starts) -> float:
-    begin = perf_counter()
-    for shard, offset in zip(shards, offsets, strict=True):
-        maps[shard][offset : offset + LENGTH].copy()
-    return perf_counter() - begin
-
-
-def copy_int64(maps, split, shards, offsets, starts) -> float:
-    begin = perf_counter()
-    for shard, offset in zip(shards, offsets, strict=True):
-        maps[shard][offset : offset + LENGTH].astype(np.int64)
-    return perf_counter() - begin
-
-
-def read_copy(maps, split, shards, offsets, starts) -> float:
-    begin = perf_counter()
-    for start in starts:
-        split.read(start, start + LENGTH).copy()
-    return perf_counter() - begin
-
-
-def read_int64(maps, split, shards, offsets, starts) -> float:
-    begin = perf_counter()
-    for start in starts:
-        split.read(start, start + LENGTH).astype(np.int64)
-    return perf_counter() - begin
-
-
-def read_masked(maps, split, shards, offsets, starts) -> float:
-    begin = perf_counter()
-    for start in starts:
-        tokens = split.read(start, start + LENGTH + 1).astype(np.int64)
-        masked_block(tokens, split.document_ends(start, start + LENGTH) - start)
-    return perf_counter() - begin
-
-
-WAYS = {
-    "copy": copy,
-    "copy_int64": copy_int64,
-    "read_copy": read_copy,
-    "read_int64": read_int64,
-    "read_masked": read_masked,
-}
 
 
 def bare_map(split: TokenSplit, shard: dict) -> np.ndarray:

@@ -6,29 +6,16 @@ of the shards. Tokens are drawn by Zipf's law; documents are 600 tokens in the m
     python benchmarks/data_tools.py --num_tokens 200000000
 """
 
+import contextlib
+import io
 import os
 import shutil
 import statistics
-import sys
 import tempfile
+import time
 from pathlib import Path
 
-from gear import last_json, parser_of, record, repository_tokenizer, run_command
-
-MEASURED = """
-import json, shutil, sys, time
-start = time.perf_counter()
-if sys.argv[1] == "copy":
-    shutil.copytree(sys.argv[2], sys.argv[3])
-else:
-    import contextlib, io
-    from pretraining.data.__main__ import main
-    with contextlib.redirect_stdout(io.StringIO()):
-        main(sys.argv[1:])
-seconds = time.perf_counter() - start
-peak = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
-print(json.dumps({"seconds": seconds, "peak_bytes": peak}))
-"""
+from gear import in_fresh_process, parser_of, record, repository_tokenizer
 
 
 def main() -> None:
@@ -56,15 +43,8 @@ def measure_all(root: Path, num_tokens: int, repeats: int) -> dict[str, list[dic
     """Runs by verb; what a verb writes is removed after its run."""
     write_foreign(root / "theirs.ds", num_tokens)
     tokenizer = repository_tokenizer(root / "tokenizer", 512)
-    theirs = (
-        "--from",
-        "datatrove",
-        root / "theirs.ds",
-        "--tokenizer",
-        tokenizer,
-        "--validation_share",
-        "0.01",
-    )
+    theirs = ("--from", "datatrove", root / "theirs.ds", "--tokenizer", tokenizer)
+    theirs += ("--validation_share", "0.01")
     data, out = root / "data", root / "out"
     run("convert", data, *theirs, "--json")
     run("convert", data, "--to", "megatron", root / "megatron", "--json")
@@ -87,9 +67,21 @@ def measure_all(root: Path, num_tokens: int, repeats: int) -> dict[str, list[dic
 
 
 def run(*words) -> dict:
-    """Seconds and peak memory of one command in a fresh process."""
+    """Return seconds and peak memory of one verb in a fresh process."""
     os.sync()
-    return last_json(run_command(sys.executable, "-c", MEASURED, *words).stdout)
+    return in_fresh_process(done, *words)
+
+
+def done(*words: str) -> dict:
+    began = time.perf_counter()
+    if words[0] == "copy":
+        shutil.copytree(*words[1:])
+    else:
+        from pretraining.data.__main__ import main
+
+        with contextlib.redirect_stdout(io.StringIO()):
+            main(words)
+    return {"seconds": time.perf_counter() - began}
 
 
 def write_foreign(path: Path, num_tokens: int) -> None:

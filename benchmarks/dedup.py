@@ -59,8 +59,8 @@ def main() -> None:
                 ended = run_command(sys.executable, __file__, "--engine", engine, "--folder", root)
                 seconds[engine].append(ended.cpu_seconds)
                 print(f"{engine}: {ended.cpu_seconds:.1f} CPU seconds", file=sys.stderr, flush=True)
-        corpus = {"documents": len(texts), "bytes": sum(len(text.encode()) for text in texts)}
-        values = {**corpus, "pairs_at_0.8": sum(value >= 0.8 for value in truth.values())}
+        values = {"documents": len(texts), "bytes": sum(len(text.encode()) for text in texts)}
+        values["pairs_at_0.8"] = sum(value >= 0.8 for value in truth.values())
         for engine in engines:
             values[engine] = quality(truth, kept_by(folder / engine), len(texts))
             values[engine]["cpu_seconds"] = round(statistics.median(seconds[engine]), 2)
@@ -80,9 +80,11 @@ def build_corpus(folder: Path, num_bytes: int, num_pieces: int) -> list[str]:
             break
     words = [word for text in texts[:200] for word in text.split()]
     originals = chance.sample(texts, len(texts) // 10)
-    texts += [
-        edited(text, EDITS[number % len(EDITS)], words, chance) for number, text in enumerate(originals)
-    ]
+    for number, text in enumerate(originals):  # with words replaced at random places
+        parts = text.split(" ")
+        for _ in range(max(1, round(EDITS[number % len(EDITS)] * len(text.split())))):
+            parts[chance.randrange(len(parts))] = chance.choice(words)
+        texts.append(" ".join(parts))
     chance.shuffle(texts)
     folder.mkdir(parents=True)
     for piece, some in enumerate(np.array_split(np.arange(len(texts)), num_pieces)):
@@ -90,14 +92,6 @@ def build_corpus(folder: Path, num_bytes: int, num_pieces: int) -> list[str]:
             for number in some:
                 file.write(json.dumps({"text": texts[number], "id": str(number)}) + "\n")
     return texts
-
-
-def edited(text: str, share: float, words: list[str], chance: random.Random) -> str:
-    """`text` with `share` of its words (at least one) replaced at random places."""
-    parts = text.split(" ")
-    for _ in range(max(1, round(share * len(text.split())))):
-        parts[chance.randrange(len(parts))] = chance.choice(words)
-    return " ".join(parts)
 
 
 def exact_similarities(texts: list[str]) -> dict[tuple[int, int], float]:
@@ -177,18 +171,12 @@ def run_datatrove(folder: Path) -> None:
     work = folder / "datatrove"
     signatures, buckets, removed = (str(work / name) for name in ("signatures", "buckets", "removed"))
     reader = JsonlReader(str(folder / "pieces"))
+    writer = JsonlWriter(str(work), "${rank}.jsonl", compression=None)
     stages = [
         (NUM_PIECES, [reader, minhash.MinhashDedupSignature(signatures)]),
         (minhash.MinhashConfig().num_buckets, [minhash.MinhashDedupBuckets(signatures, buckets)]),
         (1, [minhash.MinhashDedupCluster(buckets, removed)]),
-        (
-            NUM_PIECES,
-            [
-                reader,
-                minhash.MinhashDedupFilter(removed),
-                JsonlWriter(str(work), "${rank}.jsonl", compression=None),
-            ],
-        ),
+        (NUM_PIECES, [reader, minhash.MinhashDedupFilter(removed), writer]),
     ]
     for number, (tasks, pipeline) in enumerate(stages):
         LocalPipelineExecutor(pipeline, tasks=tasks, workers=1, logging_dir=str(work / f"log{number}")).run()

@@ -176,6 +176,16 @@ def last_json(output: str) -> dict:
     return json.loads(output.splitlines()[-1])
 
 
+def in_fresh_process(function: Callable[..., dict], *words) -> dict:
+    """Call a function of the benchmark with texts, in a process of its own; return its values and `peak_bytes`."""
+    script = Path(sys.argv[0]).resolve()
+    program = f"import json, sys; sys.path.insert(0, {str(script.parent)!r}); import gear, {script.stem} as script; "
+    program += f"found = script.{function.__name__}(*sys.argv[1:]); "
+    # not ru_maxrss: it begins with the size of the process that started this one
+    program += "print(json.dumps({**found, 'peak_bytes': gear.memory_line('VmHWM')}))"
+    return last_json(run_command(sys.executable, "-c", program, *words).stdout)
+
+
 def choices(values: dict) -> list[str]:
     """Return the words of a command that change a recipe: {dotted key: value}."""
     return [word for key, value in values.items() for word in ("--set", f"{key}={json.dumps(value)}")]

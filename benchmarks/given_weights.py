@@ -50,6 +50,11 @@ def main() -> None:
         for stage in STAGES:
             words = as_ranks(2, "--folder", workshop.folder, "--stage", stage)
             found[stage] = last_json(run_command(*words, OMP_NUM_THREADS="1").stdout)
+        source = workshop.plain().folder / "export"
+        settings = (f"model.initial_weights={source}",)
+        reference = plain_loop(workshop, source, settings)
+        runs = {stage: workshop.run(stage, 2, settings=settings) for stage in STAGES}
+        apart = {stage: largest_difference(run.losses, reference) for stage, run in runs.items()}
         values = {
             "ranks": 2,
             "model_bytes": num_bytes,
@@ -57,7 +62,7 @@ def main() -> None:
             "peak_over_model": {stage: round(each["peak"] / num_bytes, 3) for stage, each in found.items()},
             "seconds": {stage: round(each["seconds"], 2) for stage, each in found.items()},
             "steps": STEPS,
-            "max_abs_loss_difference": continued(workshop),
+            "max_abs_loss_difference": apart,
         }
     record("given_weights", values, options.keep)
 
@@ -115,10 +120,8 @@ def build_on_rank(options: argparse.Namespace) -> None:
         for parameter in model.parameters():
             parameter.detach().sum()  # pages of a file take memory once they are read
         dist.barrier()
-    with (
-        torch.no_grad(),
-        deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=stage == "zero3"),
-    ):
+    gathered = deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=stage == "zero3")
+    with torch.no_grad(), gathered:
         # transformers' own loop over modules: no engine is needed for a forward pass of whole weights
         whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -138,15 +141,6 @@ def build_on_rank(options: argparse.Namespace) -> None:
     leave_at_once()
 
 
-def continued(workshop) -> dict[str, float]:
-    """Ten steps from an export at every stage, against the plain loop."""
-    source = workshop.plain().folder / "export"
-    settings = (f"model.initial_weights={source}",)
-    reference = plain_loop(workshop, source, settings)
-    losses = {stage: workshop.run(stage, 2, settings=settings).losses for stage in STAGES}
-    return {stage: largest_difference(each, reference) for stage, each in losses.items()}
-
-
 def plain_loop(workshop, source: Path, settings: tuple[str, ...]) -> list[float]:
     """The losses of the recipe's ten steps by torch and transformers alone, on the run's samples."""
     import torch
@@ -159,21 +153,14 @@ def plain_loop(workshop, source: Path, settings: tuple[str, ...]) -> list[float]
     recipe = load_recipe(str(workshop.recipe), settings)
     samples = build_training_dataset(open_prepared(recipe, workshop.data).for_run(recipe), recipe, 0)
     model, training = AutoModelForCausalLM.from_pretrained(source).train(), recipe.training
-    matrices = [each for each in model.parameters() if each.ndim >= 2]
-    vectors = [each for each in model.parameters() if each.ndim < 2]
     groups = [
-        {"params": matrices, "weight_decay": training.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [each for each in model.parameters() if (each.ndim >= 2) == decays], "weight_decay": decay}
+        for decays, decay in ((True, training.weight_decay), (False, 0.0))
     ]
     betas = (training.adam_beta1, training.adam_beta2)
     optimizer = torch.optim.AdamW(groups, lr=training.learning_rate, betas=betas, eps=training.adam_epsilon)
-    schedule = get_scheduler(
-        training.lr_scheduler_type,
-        optimizer,
-        training.warmup_steps,
-        recipe.num_steps,
-        training.lr_scheduler_kwargs,
-    )
+    steps = (training.warmup_steps, recipe.num_steps)
+    schedule = get_scheduler(training.lr_scheduler_type, optimizer, *steps, training.lr_scheduler_kwargs)
     losses, size = [], recipe.samples_per_step
     for step in range(STEPS):
         batch = [samples[index] for index in range(step * size, (step + 1) * size)]

@@ -70,7 +70,6 @@ def skipping(poisoned, precision: str) -> dict:
 
 
 def final_loss(run) -> float:
-    """Validation loss of the text, at the end."""
     row = run.validation_rows[-1]
     return row.get("eval/text_loss", row["eval/loss"])
 

@@ -15,7 +15,8 @@ from multiprocessing import get_context
 from types import SimpleNamespace
 
 from gear import REPOSITORY, parser_of
-from kernels import COMPILED, OTHER, count_engine, counted, counted_model
+
+from tests.gear.kernels import COMPILED, OTHER, count_engine, counted, counted_model
 
 TABLE = REPOSITORY / "pretraining" / "planning" / "tables" / "kernels.json"
 BATCH, LENGTH = 4, 1024
@@ -195,11 +196,14 @@ def count_loss(kind: str, mode: str, vocab_size: int, hidden: int, chunk: int) -
 
 def engine_factors() -> dict:
     """Bytes a parameter of DeepSpeed's engines: each micro-batch, each step, each step over the ranks' number."""
+    from pretraining.ds_config import load_ds_config
+
     few, many = 2, 8
     factors = {}
     for stage in (0, 1, 2, 3):
         with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as fresh:
-            found = [fresh.submit(count_shipped_engine, stage, ranks).result() for ranks in (few, many)]
+            config = load_ds_config(f"zero{stage}")
+            found = [fresh.submit(count_engine, config, ranks).result() for ranks in (few, many)]
         share = (found[0]["step"] - found[1]["step"]) / (1 / few - 1 / many)
         factors[str(stage)] = {
             "micro-batch": round(found[1]["micro-batch"], 2),
@@ -207,13 +211,6 @@ def engine_factors() -> dict:
             "step of its share": round(share, 2),
         }
     return factors
-
-
-def count_shipped_engine(stage: int, world_size: int) -> dict[str, float]:
-    """`count_engine` of ds_configs/zero<stage>.json."""
-    from pretraining.ds_config import load_ds_config
-
-    return count_engine(load_ds_config(f"zero{stage}"), world_size)
 
 
 if __name__ == "__main__":

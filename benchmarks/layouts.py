@@ -53,15 +53,14 @@ def differences(run, reference, dtype: str) -> dict[str, float | bool]:
     """Return the largest differences of a run from another, row by row, and of what they saved and exported."""
     rows = list(zip(run.training_rows, reference.training_rows, strict=True))
     norms = [(ours["train/grad_norm"], theirs["train/grad_norm"]) for ours, theirs in rows]
+    logits = logits_of(run)
     validations = ([row["eval/loss"] for row in each.validation_rows] for each in (run, reference))
     return {
         "loss": max(abs(ours["train/loss"] - theirs["train/loss"]) for ours, theirs in rows),
         "norm": max(abs(ours - theirs) / theirs for ours, theirs in norms),
         "validation": largest_difference(*validations),
-        "logits": float((logits_of(run) - logits_of(reference)).abs().max()),
-        "logits_to_checkpoint": float(
-            (logits_of(run) - logits_of(run, run.folder / "checkpoint-10")).abs().max()
-        ),
+        "logits": float((logits - logits_of(reference)).abs().max()),
+        "logits_to_checkpoint": float((logits - logits_of(run, run.folder / "checkpoint-10")).abs().max()),
         # without ZeRO the masters are as drawn, with it they begin as what the 16-bit weights hold
         "same_start": same_weights(*(each.folder / "checkpoint-1" for each in (run, reference)), dtype),
         "same_export": files_of_export(run) == files_of_export(reference),

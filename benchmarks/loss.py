@@ -36,6 +36,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--ways", nargs="+", choices=(*OURS, *OTHERS), default=list(OURS))
     options = parser.parse_args()
+    from tests.gear.tracked_memory import peak_bytes
+
     steps = {way: prepared(way, options) for way in options.ways}
     first = {way: timed(step) for way, step in steps.items()}
     peaks = {way: peak_bytes(step) for way, step in steps.items()}
@@ -99,27 +101,6 @@ def summed_by(way: str, head, chunk_tokens: int | None):
 
     liger = LigerFusedLinearCrossEntropyLoss(reduction="sum", accum_dtype=torch.float32)
     return lambda head, hidden, labels: liger(head.weight, hidden.flatten(0, 1), labels.flatten())
-
-
-def peak_bytes(step) -> int:
-    """The most bytes that one call has allocated at any moment, what it found there not counted."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    step()
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        step()
-        return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=False) as profiler:
-        step()
-    lies = peak = 0
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            lies += event.nbytes()
-            peak = max(peak, lies)
-    return peak
 
 
 if __name__ == "__main__":

@@ -57,6 +57,7 @@ def main() -> None:
 def traces(options: argparse.Namespace, name: str, every_n_layers: int):
     """One line for each attention, precision and loss."""
     from pretraining.recipe import load_recipe
+    from tests.gear.tracked_memory import predict, trace
 
     recipe = load_recipe(name)
     for attention, precision, loss in product(options.attention, options.precisions, options.losses):
@@ -67,119 +68,6 @@ def traces(options: argparse.Namespace, name: str, every_n_layers: int):
         words |= {"every_n_layers": every_n_layers, "micro_batch": options.micro_batch}
         ratios = {f"{key}_ratio": round(foreseen[key] / traced[key], 4) for key in traced}
         yield {**words, "traced": traced, "predicted": foreseen, **ratios}
-
-
-def predict(
-    model: dict,
-    micro_batch: int,
-    length: int,
-    precision: str,
-    every_n_layers: int,
-    loss: str = "plain",
-    keeps_products: bool = False,
-) -> dict[str, float]:
-    """Bytes kept for the backward pass (a plain loss's log-probabilities included), and at the peak of both passes."""
-    from pretraining.planning.memory.activations import activations
-    from pretraining.planning.memory.tensors import Precision, layer_numel, parameter_tensors
-    from pretraining.planning.sizes import model_size
-    from pretraining.recipe.sections import Loss
-
-    widths = {"bf16": (2, 2, 2), "fp32": (4, 4, 4), "autocast": (4, 2, 4)}[precision]
-    held = activations(
-        model,
-        micro_batch,
-        length,
-        Precision("", *widths),
-        every_n_layers,
-        Loss(kind=loss),
-        keeps_products=keeps_products,
-    )
-    tensors, size = parameter_tensors(model), model_size(model)
-    gradients = widths[0] * size.total
-    # while the first layer's backward pass runs, its own gradients and a separate table's are still to come
-    to_come = widths[0] * (layer_numel(tensors) + (0 if size.tied else size.embedding))
-    backward = gradients - to_come + held.per_layer + held.backward
-    peak = max(held.kept + held.logits, backward, gradients)
-    return {"kept": held.kept + held.logits / 3, "peak": peak} if loss == "plain" else {"peak": peak}
-
-
-def trace(
-    model: dict,
-    micro_batch: int,
-    length: int,
-    precision: str,
-    every_n_layers: int,
-    loss: str = "plain",
-    keeps_products: bool = False,
-    sequence: int = 1,
-) -> dict[str, int]:
-    """The same numbers from torch's MemTracker, over the model and the loss that training uses.
-
-    sequence: over how many ranks each sequence is split; the other ranks do not exist, and send nothing.
-    """
-    import torch
-    import torch.distributed as dist
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.distributed._tools.mem_tracker import MemTracker
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-    from transformers.initialization import no_init_weights
-
-    from pretraining.ds_config import Degrees
-    from pretraining.model.loss import build_loss
-    from pretraining.recipe.sections import Loss
-    from pretraining.runtime.process_group import RankGroups
-
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    if sequence > 1:
-        dist.init_process_group("fake", rank=0, world_size=sequence, store=FakeStore())
-    with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights():
-        groups = RankGroups(
-            Degrees(sequence=sequence), 0, sequence, dist.group.WORLD if sequence > 1 else None
-        )
-        network = fake_network(model, dtype, every_n_layers, keeps_products, groups)
-        loss_of = build_loss(network, Loss(kind=loss), groups)
-        ids = torch.zeros(micro_batch, length // sequence, dtype=torch.long)
-        tracker = MemTracker()
-        tracker.track_external(network, ids)
-        with tracker:
-            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
-                nats = loss_of(network(input_ids=ids), ids, ids.numel())
-            kept = without_weights(tracker.get_tracker_snapshot("current"))
-            nats.backward()
-        peak = without_weights(tracker.get_tracker_snapshot("peak"))
-    if sequence > 1:
-        dist.destroy_process_group()
-    return {"kept": kept, "peak": peak} if loss == "plain" else {"peak": peak}
-
-
-def fake_network(model: dict, dtype, every_n_layers: int, keeps_products: bool = False, groups=None):
-    """The model in training mode; `sdpa` without the mask that fake tensors alone would make it build."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from pretraining.model.attention import SDPA_CAUSAL, register_kernels, split_attention
-    from pretraining.model.build import keep_products
-
-    register_kernels()
-    attention = "eager" if model.get("attn_implementation") == "eager" else SDPA_CAUSAL
-    if groups and groups.degrees.sequence > 1:
-        attention = split_attention(attention, groups)
-    config = AutoConfig.for_model(**{"use_cache": False, **model, "attn_implementation": attention})
-    network = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
-    if keeps_products:
-        keep_products(network)
-    if every_n_layers:
-        network.activation_checkpointing_enable({"use_reentrant": False}, every_n_layers=every_n_layers)
-    return network
-
-
-def without_weights(snapshot: dict) -> int:
-    """All categories of the tracker but the parameters."""
-    (categories,) = snapshot.values()
-    return sum(
-        size
-        for name, size in categories.items()
-        if str(name).rpartition(".")[2] not in ("PARAM", "BUFFER", "Total")
-    )
 
 
 def split_trace(degrees: str, every_n_layers: int) -> dict:
@@ -215,6 +103,8 @@ def tracked(recipe, config: dict, folder: Path) -> int:
     """Bytes that one rank keeps in the first micro-batch, found by the tracker around the Trainer's own loss."""
     from torch.distributed._tools.mem_tracker import MemTracker
     from transformers import TrainerCallback
+
+    from tests.gear.tracked_memory import without_weights
 
     trainer, kept = short_trainer(recipe, config, folder / "run", 1, 1, TrainerCallback()), []
     compute_loss = trainer.compute_loss

@@ -13,7 +13,6 @@ ds_config, and walks the live tensors of every rank after the last but one micro
 
 import gc
 import time
-from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
 
@@ -155,25 +154,20 @@ def held_bytes(model, optimizer) -> dict[str, int]:
     owners explains: the buckets of DistributedDataParallel, the batch.
     """
     import torch
-
-    def flat(values) -> Iterable:
-        """Yield the tensors in lists, tuples and dictionaries, however deep."""
-        if isinstance(values, torch.Tensor):
-            yield values
-        elif isinstance(values, dict):
-            yield from flat(list(values.values()))
-        elif isinstance(values, list | tuple | set):
-            for value in values:
-                yield from flat(value)
-
-    def attributes(*names: str) -> list:
-        return list(flat([getattr(optimizer, name, None) for name in names]))
+    from torch.utils._pytree import tree_leaves
 
     def is_tensor(each) -> bool:
         try:
             return isinstance(each, torch.Tensor)
         except ReferenceError:
             return False
+
+    def flat(values) -> list:
+        """List the tensors in lists, tuples and dictionaries, however deep."""
+        return [each for each in tree_leaves(values) if is_tensor(each)]
+
+    def attributes(*names: str) -> list:
+        return flat([getattr(optimizer, name, None) for name in names])
 
     time.sleep(RELEASE_SECONDS)
     gc.collect()  # what only a cycle still holds is gone at the next collection

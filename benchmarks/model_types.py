@@ -47,17 +47,12 @@ def main() -> None:
             if verdicts[name] == "trains":
                 section = measurable(name, entry)
                 abilities[name] = abilities.get(name, {}) | measured(section) | measured_on_two(section)
-        print(
-            name,
-            verdicts[name],
-            {key: why for key, why in abilities.get(name, {}).items() if why},
-            file=sys.stderr,
-        )
+        lacks = {key: why for key, why in abilities.get(name, {}).items() if why}
+        print(name, verdicts[name], lacks, file=sys.stderr)
     passed = sorted(name for name, words in verdicts.items() if words == "trains")
     failed = {name: words for name, words in verdicts.items() if words != "trains"}
-    able = {
-        ability: sum(abilities[name][ability] is None for name in passed) for ability in abilities[passed[0]]
-    }
+    known = abilities[passed[0]]
+    able = {ability: sum(abilities[name][ability] is None for name in passed) for ability in known}
     if options.keep:
         versions = {name: version(name) for name in ("torch", "transformers", "deepspeed")}
         kept = {"versions": versions, "types": dict(sorted(abilities.items()))}

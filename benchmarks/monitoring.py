@@ -22,20 +22,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
-from gear import (
-    SHAPES,
-    as_ranks,
-    chosen,
-    is_rank,
-    middle,
-    record,
-    run_command,
-    step_parser,
-    timed,
-    train_blocks,
-)
+from gear import SHAPES, as_ranks, chosen, is_rank, middle, record, run_command, step_parser, train_blocks
 
 LAYERS = 80
 FEWEST_STEPS = 10
@@ -79,20 +69,14 @@ def monitoring_methods() -> dict[tuple[type, str], Callable]:
     from pretraining.training.throughput import StepClock
 
     names = {
-        StepClock: ("enter", "settle"),
-        MetricsCallback: ("on_log", "on_step_end"),
-        StabilityMonitor: ("on_log", "on_step_end"),
-        HangCallback: ("on_step_begin", "on_substep_end", "on_step_end"),
-        NoiseScaleCallback: (
-            "on_step_begin",
-            "on_substep_end",
-            "on_step_end",
-            "on_gradient_norm",
-            "on_log",
-        ),
-        LayerNormsCallback: ("on_step_begin", "on_step_end", "on_gradient_norm", "on_log"),
+        StepClock: "enter settle",
+        MetricsCallback: "on_log on_step_end",
+        StabilityMonitor: "on_log on_step_end",
+        HangCallback: "on_step_begin on_substep_end on_step_end",
+        NoiseScaleCallback: "on_step_begin on_substep_end on_step_end on_gradient_norm on_log",
+        LayerNormsCallback: "on_step_begin on_step_end on_gradient_norm on_log",
     }
-    nothing = {(owner, name): lambda *_, **__: None for owner, each in names.items() for name in each}
+    nothing = {(owner, name): lambda *_, **__: None for owner, each in names.items() for name in each.split()}
 
     def forget(watch: LossWatch, loss) -> None:
         watch._sum = None
@@ -197,29 +181,24 @@ def write_rows(folder: Path, num_rows: int) -> set[int]:
 
 
 def opened(page: Path) -> dict:
-    """Median of five openings in headless Chromium, until everything is drawn."""
+    """Return the median of five openings in headless Chromium, until everything is drawn; nothing without one."""
     browser_path = shutil.which("chromium") or shutil.which("google-chrome")
-    try:
-        from playwright.sync_api import sync_playwright
-    except ModuleNotFoundError:
+    if browser_path is None or find_spec("playwright") is None:
         return {}
-    if browser_path is None:
-        return {}
+    from playwright.sync_api import sync_playwright
+
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
-        version = browser.version
-
-        def open_once() -> None:
-            tab.goto(page.as_uri())
-            tab.wait_for_selector("html[data-drawn]")
-
-        seconds = []
+        browser, seconds = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"]), []
         for _ in range(5):
             tab = browser.new_page(viewport={"width": 1280, "height": 900})
-            seconds.append(timed(open_once))
+            began = time.perf_counter()
+            tab.goto(page.as_uri())
+            tab.wait_for_selector("html[data-drawn]")
+            seconds.append(time.perf_counter() - began)
             tab.close()
+        values = {"open_seconds": middle(seconds, 2), "chromium": browser.version}
         browser.close()
-    return {"open_seconds": middle(seconds, 2), "chromium": version}
+    return values
 
 
 if __name__ == "__main__":

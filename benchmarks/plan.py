@@ -11,7 +11,7 @@ import sys
 import tempfile
 from functools import partial
 
-from gear import middle, parser_of, record, run_command
+from gear import llama_of, middle, parser_of, record, run_command
 
 PLANNING = ("-m", "pretraining.planning")
 LLAMA = ("--recipe", "llama-70b", "--world_size", "1024", "--gpu", "H100")
@@ -32,18 +32,6 @@ QUESTIONS = {
     "fit, 30b": ["fit", "--recipe", "30b", "--world_size", "8", "--gpu", "H200"],
     "fit, llama-70b on 1,024": ["fit", *LLAMA],
     "fit, 1T on 4,096": ["fit", *TRILLION, "--gpu", "H100"],
-}
-
-
-QWEN2 = {
-    "model_type": "qwen2",
-    "vocab_size": 50304,
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "max_position_embeddings": 1024,
 }
 
 
@@ -78,8 +66,14 @@ def seconds_until(
 
 def counted_seconds(repeats: int) -> dict[str, float]:
     """Of the first plan of a qwen2 of 350 million parameters, and of the following ones."""
+    model = {
+        **llama_of(1024, 24),
+        "model_type": "qwen2",
+        "vocab_size": 50304,
+        "max_position_embeddings": 1024,
+    }
     with tempfile.TemporaryDirectory() as folder:
-        words = ("--recipe", "350m", "--set", f"model={json.dumps(QWEN2)}", "--plan")
+        words = ("--recipe", "350m", "--set", f"model={json.dumps(model)}", "--plan")
         place = {"PRETRAINING_MODEL_CACHE": folder}
         first = seconds_until(*words, repeats=1, **place)
         return {"first": first, "next": seconds_until(*words, repeats=repeats, **place)}

@@ -13,7 +13,7 @@ before it reads a text, and a start before its first step refuse. Prints one JSO
 import shutil
 import sys
 from collections import Counter
-from pathlib import Path
+from collections.abc import Iterator
 
 from gear import parser_of, record, small_runs
 
@@ -25,64 +25,54 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
+    counts: dict = {}
     with small_runs() as workshop:
-        plans = fuzz_plans(workshop, options.plans, options.seed)
-        checks = fuzz_checks(workshop, options.checks, options.seed)
-        runs = fuzz_runs(workshop, options.runs, options.seed, workshop.folder)
-    counts = {name: dict(each) for name, each in {"plans": plans, "checks": checks, "runs": runs}.items()}
-    counts["defects"] = sum(each["defect"] for each in (plans, checks, runs))
+        for name, tries in {"plans": planned, "checks": checked, "runs": trained}.items():
+            counts[name] = Counter()
+            for settings, stage, kind, said in tries(workshop, getattr(options, name), options.seed):
+                counts[name][kind] += 1
+                if kind == "defect":
+                    print(f"\n{name}: {settings} {stage}\n{said}\n", file=sys.stderr, flush=True)
+    counts["defects"] = sum(each["defect"] for each in counts.values())
     record("recipe_fuzz", {"seed": options.seed, **counts}, options.keep)
     sys.exit(int(counts["defects"] > 0))
 
 
-def fuzz_plans(workshop, number: int, seed: int) -> Counter:
-    """How many of `number` recipes came to what in the plan."""
+def planned(workshop, number: int, seed: int) -> Iterator[tuple]:
+    """Yield settings, ds_config, and what they came to in the plan."""
     from tests.gear.recipe_fuzz import RecipeFuzz, plan_outcome
 
-    fuzz, counts = RecipeFuzz(seed, trains=False), Counter()
+    fuzz = RecipeFuzz(seed, trains=False)
     for _ in range(number):
         settings, stage = fuzz.draw(), fuzz.draw_stage()
         outcome = plan_outcome(workshop, settings, stage, fuzz.random.choice((1, 2)))
-        counts[outcome.kind] += 1
-        if outcome.kind == "defect":
-            show(f"plan: {settings} --deepspeed {stage}\n{outcome.said}")
-    return counts
+        yield settings, stage, outcome.kind, outcome.said
 
 
-def fuzz_checks(workshop, number: int, seed: int) -> Counter:
-    """How many of `number` recipes came to what in the plan; a defect where preparation or start do not agree."""
+def checked(workshop, number: int, seed: int) -> Iterator[tuple]:
+    """Yield the same; a defect if preparation or start do not agree with the plan."""
     from tests.gear.recipe_fuzz import checked_recipes
 
-    counts = Counter()
-    for settings, stage, planned, wrong in checked_recipes(workshop, number, seed):
-        counts["defect" if wrong else planned.kind] += 1
-        if wrong:
-            show(f"check: {settings} --deepspeed {stage}\n{wrong}")
-    return counts
+    for settings, stage, plan, wrong in checked_recipes(workshop, number, seed):
+        yield settings, stage, "defect" if wrong else plan.kind, wrong
 
 
-def fuzz_runs(workshop, number: int, seed: int, folder: Path) -> Counter:
-    """How many of `number` recipes, all of which the plan accepts, came to what in three steps."""
+def trained(workshop, number: int, seed: int) -> Iterator[tuple]:
+    """Yield what recipes that the plan accepts came to in three steps."""
     from tests.gear.recipe_fuzz import RecipeFuzz, is_looser, plan_outcome, training_outcome
 
-    fuzz, counts, output = RecipeFuzz(seed, trains=True), Counter(), folder / "run"
-    while counts.total() < number:
+    fuzz, output, done = RecipeFuzz(seed, trains=True), workshop.folder / "run", 0
+    while done < number:
         settings, stage, ranks = fuzz.draw(), fuzz.draw_stage(), fuzz.random.choice((0, 0, 2))
-        planned = plan_outcome(workshop, settings, stage, max(1, ranks))
-        if planned.kind == "refused":
+        plan = plan_outcome(workshop, settings, stage, max(1, ranks))
+        if plan.kind == "refused":
             continue
-        trained = training_outcome(workshop, settings, stage, ranks, output, timeout=600)
-        is_defect = trained.kind == "defect" or is_looser(planned, trained)
-        counts["defect" if is_defect else trained.kind] += 1
-        if is_defect:
-            show(f"run: {settings} --deepspeed {stage}, {ranks} ranks\n{trained.said}")
+        done += 1
+        outcome = training_outcome(workshop, settings, stage, ranks, output, timeout=600)
         shutil.rmtree(output, ignore_errors=True)
-        print(f"{counts.total()}/{number}", end="\r", file=sys.stderr, flush=True)
-    return counts
-
-
-def show(defect: str) -> None:
-    print(f"\n{defect}\n", file=sys.stderr, flush=True)
+        print(f"{done}/{number}", end="\r", file=sys.stderr, flush=True)
+        kind = "defect" if is_looser(plan, outcome) else outcome.kind
+        yield settings, f"{stage}, {ranks} ranks", kind, outcome.said
 
 
 if __name__ == "__main__":

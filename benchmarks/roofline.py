@@ -36,13 +36,12 @@ def main() -> None:
 
 def ceiling_of(options: argparse.Namespace) -> dict:
     """The counted ceiling of a recipe, which kernels cost it, and what the plan says."""
-    from kernels import COMPILED, count_engine, count_waits
-
     from pretraining.planning.gpus import find_gpu
     from pretraining.planning.sizes import flops_per_token, model_size
     from pretraining.planning.throughput import ceiling, layer_mode, precision_of_products, sustained_rates
     from pretraining.recipe import accumulation_steps
     from pretraining.recipe.refusals import load_recipe_and_ds_config
+    from tests.gear.kernels import COMPILED, count_engine, count_waits
 
     changes = [*options.set, *([f"speed.compile={options.compile}"] if options.compile else [])]
     recipe, ds_config = load_recipe_and_ds_config(
@@ -87,7 +86,7 @@ def ceiling_of(options: argparse.Namespace) -> dict:
 
 def seconds_of(kernel, work, rates) -> float:
     """Of all launches of a kernel: its FLOPs or its bytes, whichever take longer."""
-    from kernels import ATTENTION, PRODUCT
+    from tests.gear.kernels import ATTENTION, PRODUCT
 
     peaks = {PRODUCT: rates.product_flops, ATTENTION: rates.attention_flops}
     return max(work.flops / peaks.get(kernel.kind, rates.product_flops), work.bytes / rates.bytes)
@@ -96,16 +95,14 @@ def seconds_of(kernel, work, rates) -> float:
 def count_pass(recipe, compiles: str, gpu):
     """The kernels of one micro-batch of the recipe, by phase: forward, loss, backward."""
     import torch
-    from kernels import counted, counted_model
 
     from pretraining.model.loss import build_loss
     from pretraining.planning.memory.activations import chunk_length, compiles_loss, logit_bytes
     from pretraining.planning.memory.need import recomputed_one_in
+    from tests.gear.kernels import counted, counted_model
 
-    tokens, compiled = (
-        recipe.micro_batch * recipe.sequence_length,
-        compiles_loss(recipe.loss.compile, on_gpu=True),
-    )
+    tokens = recipe.micro_batch * recipe.sequence_length
+    compiled = compiles_loss(recipe.loss.compile, on_gpu=True)
     vocab_size, own = recipe.model.vocab_size, recipe.loss.chunk_tokens
     chunk = chunk_length(tokens, vocab_size, logit_bytes(2, compiled), gpu.memory_bytes, own)
     with counted_model(recipe.model, compiles) as (model, kernels):

@@ -136,14 +136,8 @@ def manifest(folder: Path, shards: int) -> dict:
     from pretraining.data.order import GroupedOrder, ShardNeeds, blocks_starting
     from pretraining.rehearsal.stand_in_data import StandInSplit
 
-    entry = {
-        "tokens": 10**8,
-        "documents": 10**5,
-        "bytes": 4 * 10**8,
-        "size": 2 * 10**8,
-        "checksum": ENTRY["checksum"],
-        "buffers": {"input_ids": 0, "offsets": 0, "num_bytes": 0},
-    }
+    entry = {"tokens": 10**8, "documents": 10**5, "bytes": 4 * 10**8, "size": 2 * 10**8}
+    entry |= {"checksum": ENTRY["checksum"], "buffers": {"input_ids": 0, "offsets": 0, "num_bytes": 0}}
     entries = [{"file": f"data-{n:06d}.arrow", "source": 8 * n // shards, **entry} for n in range(shards)]
     totals = {key: shards * entry[key] for key in ("tokens", "documents", "bytes")}
     split = {**totals, "dtype": "uint16", "checksum": "0" * 32, "shards": entries}
@@ -151,9 +145,9 @@ def manifest(folder: Path, shards: int) -> dict:
         "format": FORMAT,
         "name": "d",
         "fingerprint": "0" * 32,
-        "splits": {"train": split, "validation": split},
+        "data": {"sources": [], "tokenizer": "t"},
     }
-    values |= {"data": {"sources": [], "tokenizer": "t"}}
+    values |= {"splits": {"train": split, "validation": split}}
     values |= {"tokenizer": {"vocab_size": 1, "fingerprint": "0" * 32}}
     text = json.dumps(values)
     with measured() as found:
@@ -186,12 +180,11 @@ def cache(folder: Path, shards: int) -> dict:
 
     size, kept = 1000, ShardCache(folder, 500 * shards)
     folder.mkdir()
-    glob, operations = Path.glob, 0
+    glob, listed = Path.glob, []
 
     def listing(folder: Path, pattern: str) -> list[Path]:
-        nonlocal operations
         files = list(glob(folder, pattern))
-        operations += len(files)
+        listed.append(len(files))
         return files
 
     with mock.patch.object(Path, "glob", listing), mock.patch("os.fsync"), measured() as found:
@@ -199,7 +192,7 @@ def cache(folder: Path, shards: int) -> dict:
             content = number.to_bytes(8, "little") * (size // 8)
             shard = CachedShard("data", f"xxh128:{xxhash.xxh128(content).hexdigest()}", size)
             kept.fetch(shard, lambda content=content: [content]).close()
-    return {**found, "operations": operations}
+    return {**found, "operations": sum(listed)}
 
 
 def report(folder: Path, rows: int) -> dict:

@@ -20,9 +20,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000, help="of each curve")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    record(
-        "spikes", {**chosen(options), **measure(options.curves, options.steps, options.seed)}, options.keep
-    )
+    values = {**chosen(options), **measure(options.curves, options.steps, options.seed)}
+    record("spikes", values, options.keep)
 
 
 def measure(num_curves: int, num_steps: int, seed: int) -> dict:

@@ -12,6 +12,7 @@ import os
 import signal
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
 
 from gear import middle, parser_of, record
@@ -28,22 +29,17 @@ def main() -> None:
     options = parser.parse_args()
     if options.as_rank:
         return measure_agreement()
+    from tests.gear.runs import execute
+
     if options.only in (None, "agreement"):
-        record("agreement", {"ranks": 2, "calls": ROUNDS * CALLS, **agreement()}, options.keep)
+        finished = execute(["forked", "2", __file__, "--as_rank"])
+        values = {"microseconds": float(finished.stdout.split()[-1]), "code": finished.code}
+        record("agreement", {"ranks": 2, "calls": ROUNDS * CALLS, **values}, options.keep)
     with tempfile.TemporaryDirectory(prefix="stopping_") as folder:
         if options.only in (None, "hang"):
             record("hang", {"ranks": 2, "limit_seconds": LIMIT_SECONDS, **hang(Path(folder))}, options.keep)
         if options.only in (None, "request"):
             record("request", {"ranks": 2, "stage": "zero2", **requests(Path(folder))}, options.keep)
-
-
-def agreement() -> dict:
-    """Measure in two processes of this file, as ranks."""
-
-    from tests.gear.runs import execute
-
-    finished = execute(["forked", "2", __file__, "--as_rank"])
-    return {"microseconds": float(finished.stdout.split()[-1]), "code": finished.code}
 
 
 def measure_agreement() -> None:
@@ -103,14 +99,13 @@ def requests(folder: Path) -> dict:
     accelerate = ["accelerate", "launch", "--config_file", "accelerate_configs/zero2.yaml"]
     launchers = {name: launcher(name, 2) for name in ("python", "deepspeed", "torchrun")}
     launchers |= {"accelerate": accelerate, "supervise": launcher("deepspeed", 2)}
-    for name, words in launchers.items():
-        for way in WAYS:
-            output = folder / f"{name}-{way}"
-            stage = ["--deepspeed", "null"] if name == "python" else []
-            command = workshop.typed(words, [*stage, "--set", "budget.tokens=512000"], output)
-            if name == "supervise":
-                command = ["python", "-m", "pretraining.supervise", "--", *command]
-            found.setdefault(name, {})[way] = asked(command, output, way)
+    for (name, words), way in product(launchers.items(), WAYS):
+        output = folder / f"{name}-{way}"
+        stage = ["--deepspeed", "null"] if name == "python" else []
+        command = workshop.typed(words, [*stage, "--set", "budget.tokens=512000"], output)
+        if name == "supervise":
+            command = ["python", "-m", "pretraining.supervise", "--", *command]
+        found.setdefault(name, {})[way] = asked(command, output, way)
     return found
 
 
@@ -127,7 +122,7 @@ def asked(command: list, output: Path, way: str) -> dict:
     elif way == "SIGTERM":
         os.kill(started.process.pid, signal.SIGTERM)
     else:
-        os.killpg(started.process.pid, signal.SIGINT)  # as a terminal does
+        started.interrupt()
     finished = started.finish()
     seconds = time.monotonic() - began
     stopped = run.dir.last_event("stopped") or {}

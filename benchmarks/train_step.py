@@ -17,7 +17,6 @@ torch's fused AdamW, under autocast where the recipe is in bf16. On a CPU the sh
 """
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -28,7 +27,7 @@ from contextlib import nullcontext
 from copy import deepcopy
 
 import torch
-from gear import SHAPES, as_ranks, chosen, is_rank, record, step_parser, train_blocks
+from gear import SHAPES, as_ranks, chosen, is_rank, last_json, record, run_command, step_parser, train_blocks
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
@@ -67,30 +66,19 @@ def main() -> None:
 
 
 def measure_levers(options: argparse.Namespace) -> None:
-    """Run each lever on top of those before it; print a line each as it ends, the table at the end."""
-    rows = []
+    """Run each lever on top of those before it; print a JSON line each, and a row of a table on stderr."""
+    print(f"{'':<24}{'tokens/s':>12}{'MFU':>8}{'peak GB':>10}", file=sys.stderr)
     for lever in LEVERS:
-        command = as_ranks(options.processes, "--lever", lever)
-        finished = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        finished = run_command(*as_ranks(options.processes, "--lever", lever), code=None)
         lines = [line for line in finished.stdout.splitlines() if line.startswith('{"benchmark"')]
         print(*lines, sep="\n", flush=True)
-        rows.append((lever, json.loads(lines[-1]) if finished.returncode == 0 else None))
-    print(levers_table(rows), file=sys.stderr)
-
-
-def levers_table(rows: list[tuple[str, dict | None]]) -> str:
-    """What each lever brings on top of those above it."""
-    lines = [f"{'':<24}{'tokens/s':>12}{'MFU':>8}{'peak GB':>10}"]
-    for lever, row in rows:
-        if row is None:
-            lines.append(f"{lever:<24}{'failed':>12}")
-            continue
-        mfu, peak = row["mfu"], row["peak_bytes"]
-        lines.append(
-            f"{lever:<24}{row['tokens_per_second']:>12,.0f}{'' if mfu is None else format(mfu, '.1%'):>8}"
-            f"{'' if peak is None else format(peak / 1e9, ',.1f'):>10}"
-        )
-    return "\n".join(lines)
+        if finished.code:
+            print(finished.stderr[-3000:], file=sys.stderr)
+        row = last_json(lines[-1]) if finished.code == 0 else {}
+        rate, mfu, peak = (row.get(key) for key in ("tokens_per_second", "mfu", "peak_bytes"))
+        cells = ["failed" if rate is None else f"{rate:,.0f}", "" if mfu is None else f"{mfu:.1%}"]
+        cells.append("" if peak is None else f"{peak / 1e9:,.1f}")
+        print("{:<24}{:>12}{:>8}{:>10}".format(lever, *cells), file=sys.stderr)
 
 
 def run_paired(options: argparse.Namespace) -> None:
@@ -118,8 +106,8 @@ def run_paired(options: argparse.Namespace) -> None:
 class PairedSteps(TrainerCallback):
     """After every block of Trainer steps, as many bare steps on a copy of the model."""
 
+    # the run's SpeedMeter: whoever starts training hands it over
     speed = None
-    """The run's SpeedMeter: whoever starts training hands it over."""
 
     def __init__(self, block_steps: int, bare_loop: "type[BareLoop] | None"):
         self.block_steps, self.bare_loop = block_steps, bare_loop
@@ -168,14 +156,10 @@ class PairedSteps(TrainerCallback):
             return {f"{prefix}tokens_per_second": round(rate, 1), f"{prefix}mfu": mfu}
 
         seconds = statistics.median(self.trainer_seconds[1:])
+        values = {**rates("", seconds), "peak_bytes": self.trainer_peak, "step_seconds": round(seconds, 5)}
         steps = self.block_steps * (len(self.trainer_seconds) - 1)
-        phases = ("data_wait", "forward", "backward", "optimizer")
-        values = {
-            **rates("", seconds),
-            "peak_bytes": self.trainer_peak,
-            "step_seconds": round(seconds, 5),
-            **{f"{phase}_seconds": round(self.phases[phase] / steps, 6) for phase in phases},
-        }
+        for phase in ("data_wait", "forward", "backward", "optimizer"):
+            values[f"{phase}_seconds"] = round(self.phases[phase] / steps, 6)
         if self.bare_loop:
             pairs = list(zip(self.trainer_seconds, self.bare_seconds, strict=True))[1:]
             bare_seconds = statistics.median(bare for _, bare in pairs)
@@ -205,10 +189,9 @@ class BareLoop:
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), fused=True)
         self.parameters = decayed + others
-        self.over_ranks(arguments)
+        self.share_gradients(arguments)
 
-    def over_ranks(self, arguments) -> None:
-        """Share the gradients of all ranks."""
+    def share_gradients(self, arguments) -> None:
         if self.world_size > 1:
             self.model = DistributedDataParallel(self.model)
 
@@ -220,7 +203,6 @@ class BareLoop:
         return tuple(torch.as_tensor(batch[key]).to(self.device) for key in ("input_ids", "labels"))
 
     def step(self) -> None:
-        """Forward, backward, clipping, AdamW."""
         ids, labels = self.batch()
         with self.autocast():
             loss = next_token_loss(self.model(input_ids=ids), labels)
@@ -233,8 +215,7 @@ class BareLoop:
 class EngineLoop(BareLoop):
     """The shortest loop around a second DeepSpeed engine, configured as the run's."""
 
-    def over_ranks(self, arguments) -> None:
-        """Make the engine."""
+    def share_gradients(self, arguments) -> None:
         import deepspeed
 
         config = deepcopy(arguments.hf_deepspeed_config.config)

@@ -1,7 +1,6 @@
 """The order of a run and the samples cut along it: pure functions of (seed, fingerprint, sample), mixed as measured."""
 
 import pickle
-import sys
 from itertools import chain, pairwise, product
 
 import numpy as np
@@ -19,11 +18,8 @@ from pretraining.data.order import (
 )
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shards import TokenSplit
-from pretraining.schema import REPOSITORY
 from tests.data.test_shards import write_split
-
-sys.path.insert(0, str(REPOSITORY / "benchmarks"))
-from order import full_shuffle_share, mixing_quality
+from tests.gear.mixing import full_shuffle_share, mixing_quality
 
 LENGTH = 8
 GROUP_SIZE = 4

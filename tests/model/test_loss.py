@@ -2,7 +2,6 @@
 
 import copy
 import json
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -21,11 +20,9 @@ from pretraining.model.loss import build_loss, layers_balance
 from pretraining.planning.memory.activations import chunk_length, loss_bytes
 from pretraining.planning.memory.tensors import Precision
 from pretraining.recipe.sections import Loss
-from tests.gear.runs import EXPERTS, LLAMA, MODELS, REPOSITORY
+from tests.gear.runs import EXPERTS, LLAMA, MODELS
+from tests.gear.tracked_memory import peak_bytes
 from tests.gear.watched_gpu import watched_gpu
-
-sys.path.insert(0, str(REPOSITORY / "benchmarks"))
-from loss import peak_bytes
 
 MIXTRAL = {key: value for key, value in LLAMA.items() if key != "mlp_bias"}
 MIXTRAL |= {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}

@@ -19,6 +19,7 @@ from pretraining.recipe.model import EXACT, other_model_types, own_key
 from tests.gear.finished_data import refusal
 from tests.gear.runs import LLAMA, OTHER_MODELS, execute
 from tests.gear.small_models import small
+from tests.gear.tracked_memory import activation_error
 from tests.planning.test_planning import MODELS
 from tests.planning.test_planning_memory import TRACED
 
@@ -60,18 +61,11 @@ TRACKED = ("olmo2", "gemma2", "gpt_oss", "deepseek_v3", "xglm", "nanochat", "min
 
 @pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("name", TRACKED)
-def test_activations_are_those_of_torchs_tracker(name, recomputes, monkeypatch):
+def test_activations_are_those_of_torchs_tracker(name, recomputes):
     """You know before you pay: within 5 % for types with capped logits, latent attention, windows, experts, dropout."""
-    import sys
-
-    from pretraining.schema import REPOSITORY
-
-    monkeypatch.setattr(sys, "path", [str(REPOSITORY / "benchmarks"), *sys.path])
-    from activation_error import activation_error
-
     model = small(name, other_model_types()["types"][name], max_position_embeddings=64)
     assert shapes.count_model(model).kept["bytes"]
-    assert activation_error(model, recomputes=recomputes) == pytest.approx(0, abs=0.05)
+    assert activation_error(model, recomputes) == pytest.approx(0, abs=0.05)
 
 
 @pytest.mark.parametrize("degrees", [Degrees(), Degrees(tensor=2), Degrees(sequence=2)], ids=str)

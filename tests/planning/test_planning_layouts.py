@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 
 import pytest
 
@@ -21,9 +20,7 @@ from pretraining.planning.search import fitting
 from pretraining.planning.sizes import model_size
 from pretraining.planning.throughput import ceiling, step_time
 from pretraining.recipe import RECIPES, load_recipe
-from pretraining.schema import REPOSITORY
-
-sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+from tests.gear.tracked_memory import trace
 
 H100 = find_gpu("H100")
 BF16 = Precision("bf16", 2, 2, 2)
@@ -80,18 +77,18 @@ def test_states_of_split_sequences_are_those_of_as_many_data_ranks(stage):
     assert state_of_recipe(*planned(f"{stage}:sequence=4", 8)) == state_of_recipe(*planned(stage, 8))
 
 
+WIDE = {"model_type": "llama", "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 1024}
+WIDE |= {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
+WIDE |= {"max_position_embeddings": 512, "attn_implementation": "sdpa"}
+
+
 @pytest.mark.parametrize("degree", [1, 2, 4])
 def test_activations_of_split_layers_are_those_of_a_narrower_model(degree):
     """Against torch's tracker: a rank computes as a model with a part of the heads and of the inner width."""
-    import memory
-
-    wide = {"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
-    wide |= {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
-    wide |= {"max_position_embeddings": 512, "attn_implementation": "sdpa"}
     part = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
-    narrow = {**wide, **{key: wide[key] // degree for key in part}}
-    held = activations(wide, 2, 512, BF16, degrees=Degrees(tensor=degree))
-    traced = memory.trace(narrow, 2, 512, "bf16", 0)
+    narrow = {**WIDE, **{key: WIDE[key] // degree for key in part}}
+    held = activations(WIDE, 2, 512, BF16, degrees=Degrees(tensor=degree))
+    traced = trace(narrow, 2, 512, "bf16", 0)
     assert held.kept + held.logits / 3 == pytest.approx(traced["kept"], rel=0.02)
 
 
@@ -99,10 +96,8 @@ def test_activations_of_split_layers_are_those_of_a_narrower_model(degree):
 @pytest.mark.parametrize("every_n_layers", [0, 1])
 def test_activations_of_split_sequences_are_those_that_a_rank_keeps(degree, every_n_layers):
     """Against torch's tracker over the attention that exchanges."""
-    import memory
-
-    held = activations(memory.SMALL, 2, 512, BF16, every_n_layers, degrees=Degrees(sequence=degree))
-    traced = memory.trace(memory.SMALL, 2, 512, "bf16", every_n_layers, sequence=degree)
+    held = activations(WIDE, 2, 512, BF16, every_n_layers, degrees=Degrees(sequence=degree))
+    traced = trace(WIDE, 2, 512, "bf16", every_n_layers, sequence=degree)
     assert held.kept + held.logits / 3 == pytest.approx(traced["kept"], rel=0.02)
 
 
@@ -123,12 +118,10 @@ def test_activations_of_split_sequences(degree):
 
 def test_the_peak_of_recomputed_layers_is_at_the_last_one():
     """Against torch's tracker, with a loss that is small: all inputs, and one layer's activations."""
-    import memory
-
     model = {"model_type": "llama", "vocab_size": 128, "hidden_size": 256, "intermediate_size": 704}
     model |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 6}
     model |= {"max_position_embeddings": 1024, "attn_implementation": "sdpa"}
-    traced, held = memory.trace(model, 4, 1024, "bf16", 1), activations(model, 4, 1024, BF16, 1)
+    traced, held = trace(model, 4, 1024, "bf16", 1), activations(model, 4, 1024, BF16, 1)
     assert held.recomputes_last
     assert held.at_last_layer == pytest.approx(traced["peak"], rel=0.06)
 

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import sys
 from dataclasses import replace
 from itertools import pairwise
 
@@ -32,12 +31,10 @@ from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.runtime.durable_files import write_json
 from pretraining.runtime.imports import MOST_ROUNDED_MIB, _pin_what_is_asked_for
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.schema import REPOSITORY
 from tests.gear.runs import LLAMA, execute
 from tests.gear.small_models import measurable
+from tests.gear.tracked_memory import predict, trace
 from tests.planning.test_planning import MODELS, SHIPPED, build
-
-sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 
 SMALL = {"vocab_size": 3000, "n_positions": 192, "n_embd": 192, "n_layer": 2, "n_head": 4}
 SMALL = {"model_type": "gpt2", **SMALL, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -85,10 +82,8 @@ def test_activations_are_those_of_torchs_tracker(name, attention, precision, eve
 
     These four narrow layers peak inside a layer's backward pass; in fp32 that is known to a tenth only.
     """
-    import memory
-
     case = ({**TRACED[name], "attn_implementation": attention}, 2, 192, precision, every_n_layers)
-    traced, foreseen = memory.trace(*case), memory.predict(*case)
+    traced, foreseen = trace(*case), predict(*case)
     assert foreseen["kept"] == pytest.approx(traced["kept"], rel=0.02)
     assert foreseen["peak"] == pytest.approx(traced["peak"], rel=0.05 if precision == "bf16" else 0.1)
 
@@ -97,24 +92,18 @@ def test_activations_are_those_of_torchs_tracker(name, attention, precision, eve
 @pytest.mark.parametrize("name", TRACED)
 def test_activations_of_layers_that_keep_their_products(name, attention, precision):
     """`speed.recompute` operators, against the same tracker: more than the layers' inputs, and less than all."""
-    import memory
-
     model = {**TRACED[name], "attn_implementation": attention}
-    traced, foreseen = (
-        each(model, 2, 192, precision, 1, keeps_products=True) for each in (memory.trace, memory.predict)
-    )
+    traced, foreseen = (each(model, 2, 192, precision, 1, keeps_products=True) for each in (trace, predict))
     assert foreseen["kept"] == pytest.approx(traced["kept"], rel=0.02)
-    inputs, everything = (memory.predict(model, 2, 192, precision, n)["kept"] for n in (1, 0))
+    inputs, everything = (predict(model, 2, 192, precision, n)["kept"] for n in (1, 0))
     assert inputs < foreseen["kept"] < everything
 
 
 @pytest.mark.parametrize("every_n_layers", [0, 1], ids=["kept", "recomputed"])
 def test_the_peak_at_the_end_of_the_backward_pass(every_n_layers):
     """A large model on few tokens peaks there: all gradients and one layer's activations."""
-    import memory
-
     case = ({**SMALL, "n_layer": 4, "vocab_size": 256}, 1, 24, "bf16", every_n_layers)
-    assert memory.predict(*case)["peak"] == pytest.approx(memory.trace(*case)["peak"], rel=0.05)
+    assert predict(*case)["peak"] == pytest.approx(trace(*case)["peak"], rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -118,8 +118,8 @@ def in_process(program: str) -> dict:
 def counted() -> dict:
     """Counts of this machine's libraries, beside the table's."""
     return in_process(
-        "import json, kernel_factors, kernels, roofline\n"
-        "found = {mode: kernel_factors.layer_factors('gpt2', how) for mode, how in kernels.COMPILED.items()}\n"
+        "import json, kernel_factors, roofline\n"
+        "found = {mode: kernel_factors.layer_factors('gpt2', how) for mode, how in kernel_factors.COMPILED.items()}\n"
         "loss = kernel_factors.loss_factors()\n"
         "from types import SimpleNamespace\n"
         "asked = dict(recipe='124m', deepspeed=None, gpu='H200', world_size=8, set=[], compile=None, top=3)\n"
@@ -146,7 +146,7 @@ def test_kernels_are_counted_as_they_are_launched():
     found = in_process(
         """
 import json, torch
-from kernels import ATTENTION, OTHER, PRODUCT, Kernels, counting_compiler, stand_in_tensors
+from tests.gear.kernels import ATTENTION, OTHER, PRODUCT, Kernels, counting_compiler, stand_in_tensors
 import torch.nn.functional as F
 kernels = Kernels()
 def work(kind):

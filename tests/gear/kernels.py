@@ -22,8 +22,8 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from gear import TOKENIZER
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._guards import detect_fake_mode
 from torch._inductor import compile_fx
@@ -32,6 +32,7 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -39,6 +40,7 @@ from pretraining.planning.throughput import ATTENTION_BACKWARD, CAUSAL
 
 COMPILED = {"eager": "none", "compiled": "blocks"}
 """What `speed.compile` says, by what the plan calls it."""
+TOKENIZER = SimpleNamespace(bos_token_id=0, eos_token_id=0)
 WIDTH, DEPTH = 512, 8
 """Of the layers that the engine is counted with."""
 PRODUCT, ATTENTION, OTHER = "product", "attention", "other"
@@ -318,9 +320,6 @@ def count_engine(ds_config: dict | None, world_size: int) -> dict[str, float]:
 
     A small stack of layers is trained for real. The process group answers at once and sends nothing.
     """
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     name_ranks(world_size)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     engine, parameters = initialised_engine(ds_config, "cpu"), DEPTH * WIDTH**2
