@@ -330,15 +330,10 @@ def small_runs() -> Iterator:
 
 def models() -> dict[str, dict]:
     """Return small shapes, with heads and experts that four ranks can split."""
-    from tests.gear.runs import EXPERTS, LLAMA
+    from tests.gear.runs import FAMILIES
 
-    llama = {**LLAMA, "num_key_value_heads": 4}
-    qwen3_moe = {**EXPERTS, "num_key_value_heads": 4}
-    foreign = ("moe_intermediate_size", "head_dim", "num_experts")
-    mixtral = {key: value for key, value in qwen3_moe.items() if key not in foreign}
-    mixtral |= {"model_type": "mixtral", "num_local_experts": EXPERTS["num_experts"]}
-    qwen3 = {**llama, "model_type": "qwen3", "head_dim": 16}
-    return {"llama": llama, "qwen3": qwen3, "mixtral": mixtral, "qwen3_moe": qwen3_moe}
+    names = ("llama", "qwen3", "mixtral", "qwen3_moe")
+    return {name: {**FAMILIES[name], "num_key_value_heads": 4} for name in names}
 
 
 def refusal(recipe: Path, settings: tuple[str, ...], layout: str, ranks: int) -> str | None:

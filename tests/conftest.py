@@ -51,8 +51,8 @@ if IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free > 4 << 30:
 # Files that start training processes: every other file runs before them, and those with the most work first, so that
 # no worker is left alone with a long one at the end.
 LAUNCHING = """
-    stream_order first_day slurm hostfile readme planning_memory curve compiling roofline sequence_parallel
-    tensor_parallel vocabulary_parallel expert_parallel fleet own_disks doctor_cluster chaos healing loss
+    stream_order first_day slurm hostfile readme planning_memory curve compiling roofline layouts
+    vocabulary_parallel fleet own_disks doctor_cluster chaos healing loss
     refusals sweep bad_input schedule_free muon nothing_lost reshard model one_loss uploaded_run other_models
     trackers pipeline flows ray stopping library_optimizers mup clipping document_masking batch_ramp branch
     while_preparing given_weights wide_weights extensions reporting run_folder features export loss_scale scores

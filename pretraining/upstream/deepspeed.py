@@ -25,7 +25,7 @@ elements of which parameter are in them, and no function of DeepSpeed says so.
 - AutoTP (tensor parallelism) cuts a weight in place and leaves a note on it (`split_part`): the dimension, and how many
   of its elements each rank has. Stages 0, 1 and 2 then reduce over the data ranks alone. Under stage 3, `zero.Init` has
   partitioned every weight over all ranks; AutoTP gathers what it cuts, and only that is partitioned over the data ranks
-  (`holders`). Held by test_tensor_parallel.py.
+  (`holders`). Held by test_layouts.py.
 
 Changed:
 

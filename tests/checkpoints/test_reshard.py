@@ -30,14 +30,6 @@ def unfinished(run: Run, folder: Path) -> Path:
     return folder
 
 
-def stage_3_goes_on_in_one_process(workshop, folder: Path, settings: tuple) -> None:
-    """Saved by two ranks at stage 3, resumed by a plain process without DeepSpeed: the losses of the unbroken run."""
-    whole = workshop.run("zero3", settings=settings)
-    finished = execute(workshop.command(unfinished(whole, folder), "null", 1, "plain", settings))
-    assert finished.code == 0, finished.output
-    assert Run(folder).losses == pytest.approx(whole.losses, abs=1e-5)
-
-
 @pytest.mark.parametrize(("stage", "ranks", "to_stage", "to_ranks"), PAIRS)
 def test_any_stage_on_any_ranks_goes_on_at_any_other(workshop, tmp_path, stage, ranks, to_stage, to_ranks):
     """The same command with another stage and other ranks: every later loss within 1e-5 of the unbroken run's."""

@@ -25,9 +25,8 @@ from pretraining.runtime.process_group import rank_groups
 from pretraining.training.arguments import split_layers
 from pretraining.training.ranks import join_ranks, leave_ranks
 from pretraining.upstream.split_weights import expert_groups_of
-from tests.gear.runs import MODELS
+from tests.gear.runs import MODELS, TOKENIZER
 
-TOKENIZER = SimpleNamespace(bos_token_id=0, eos_token_id=0)
 PLAIN = Speed(compile="none")
 LAYERS = 4
 

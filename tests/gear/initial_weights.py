@@ -26,7 +26,7 @@ from pretraining.training.arguments import build_arguments
 from pretraining.training.ranks import join_ranks, leave_ranks
 from pretraining.upstream.deepspeed import share_of
 from pretraining.upstream.split_weights import whole_experts
-from tests.gear.runs import MODELS, OTHER_MODELS, SMALL_RECIPE
+from tests.gear.runs import MODELS, OTHER_MODELS, SMALL_RECIPE, TOKENIZER
 
 STAGES = ("null", "zero2", "zero3")
 SPLIT = [
@@ -36,7 +36,6 @@ SPLIT = [
 MUP = Mup(base_width=32)
 CONTINUED = "halved"
 """A Llama whose MLPs halve what their down projections have drawn."""
-TOKENIZER = SimpleNamespace(bos_token_id=0, eos_token_id=0)
 
 
 def initial_weights(

@@ -37,10 +37,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pretraining.planning.throughput import ATTENTION_BACKWARD, CAUSAL
+from tests.gear.runs import TOKENIZER
 
 COMPILED = {"eager": "none", "compiled": "blocks"}
 """What `speed.compile` says, by what the plan calls it."""
-TOKENIZER = SimpleNamespace(bos_token_id=0, eos_token_id=0)
 WIDTH, DEPTH = 512, 8
 """Of the layers that the engine is counted with."""
 PRODUCT, ATTENTION, OTHER = "product", "attention", "other"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.gear.runs import execute
+from tests.gear.runs import completed
 
 
 def on_ranks(ranks: int, function: Callable, *arguments: Any) -> list:
@@ -16,8 +16,7 @@ def on_ranks(ranks: int, function: Callable, *arguments: Any) -> list:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "call").write_bytes(pickle.dumps((function, arguments)))
-        finished = execute(["forked", str(ranks), "-m", "tests.gear.on_ranks", folder])
-        assert finished.code == 0, finished.output
+        completed(["forked", str(ranks), "-m", "tests.gear.on_ranks", folder])
         return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(ranks)]
 
 

@@ -5,7 +5,7 @@ import random
 import sys
 from pathlib import Path
 
-from tests.gear.runs import SMALL_RECIPE, Run, Workshop, execute
+from tests.gear.runs import SMALL_RECIPE, Run, Workshop, completed
 
 STEPS, FIRST_NOISY, CLEAN_AGAIN = 60, 53, 55
 """Steps of the run, and the first one whose samples are noise and the first that is clean again."""
@@ -35,8 +35,7 @@ class PoisonedWorkshop(Workshop):
             "monitors": {"spikes": {"policy": "rollback", "skip_steps": 3}},
         }
         self.recipe.write_text(json.dumps(values))
-        prepared = execute([sys.executable, "data_prep.py", *self.options()])
-        assert prepared.code == 0, prepared.output
+        completed([sys.executable, "data_prep.py", *self.options()])
 
 
 def _write_noise(folder: Path) -> None:

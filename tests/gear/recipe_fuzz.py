@@ -45,27 +45,17 @@ from pretraining.recipe.model import type_entry
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.training.arguments import build_arguments
 from pretraining.training.trainer import PretrainingTrainer
-from tests.gear.runs import EXPERTS, LLAMA, Started, Workshop
+from tests.gear.runs import EXPERTS, LLAMA, MIXTRAL, QWEN3, Started, Workshop
 from tests.gear.small_models import small
 
 STEPS = 3
 PLAN_SECONDS = 60
 """After which a plan, which takes milliseconds, hangs."""
-MODELS = {
-    "gpt2": None,
-    "llama": LLAMA,
-    "qwen3_moe": EXPERTS,
-    "qwen3": {**LLAMA, "model_type": "qwen3", "head_dim": 16},
-}
+MODELS = {"gpt2": None, "llama": LLAMA, "qwen3_moe": EXPERTS, "qwen3": QWEN3}
 OTHER_TYPES = "olmo2 smollm3 gemma3_text gpt_oss deepseek_v3 granite glm4_moe phi3 mistral gpt_neox"
-FIFTEEN = {
-    **MODELS,
-    "mixtral": {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
-    **{
-        name: small(name, type_entry(name), vocab_size=512, max_position_embeddings=64)
-        for name in OTHER_TYPES.split()
-    },
-}
+FIFTEEN = {**MODELS, "mixtral": MIXTRAL}
+for _name in OTHER_TYPES.split():
+    FIFTEEN[_name] = small(_name, type_entry(_name), vocab_size=512, max_position_embeddings=64)
 SECTIONS = "training model loss optimizer mup speed monitors checkpoints evaluation data budget report"
 PREPARED = (
     "name sources tokenizer validation_share validation prepare encoder filters dedup "

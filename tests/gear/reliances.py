@@ -157,7 +157,7 @@ deepspeed test_reshard.py
     STAGE_3.checkpoint_event_epilogue(self)
     STAGE_1_AND_2.update_lp_params(self)
     BF16.update_lp_params(self)
-deepspeed test_tensor_parallel.py
+deepspeed test_layouts.py
     deepspeed.checkpoint.constants.DS_AUTOTP_UC_META
     deepspeed.utils.groups._get_model_parallel_world_size()
     deepspeed.utils.groups.get_tensor_model_parallel_rank()
@@ -198,7 +198,7 @@ split_weights test_vocabulary_parallel.py
     deepspeed.module_inject.layers.LinearLayer._mark_uc_metadata(self)
     deepspeed.module_inject.layers.TensorParallel_Layer._partition_sizes
     deepspeed.utils.groups._init_tp_mesh_device(tensor_model_parallel_size, data_parallel_size)
-split_weights test_expert_parallel.py
+split_weights test_layouts.py
     deepspeed.utils.groups._create_expert_and_data_parallel(expert_parallel_size_, mp_size, pp_size, mp_mode,
         use_data_before_expert_parallel_, folding_spec)
     deepspeed.utils.groups._get_expert_parallel_group(group_name)

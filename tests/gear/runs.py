@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import pickle
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TypeVar
 
 from pretraining.runtime.durable_files import read_rows
@@ -96,17 +98,19 @@ LLAMA = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+ROUTED = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.01}
 EXPERTS = {
     **LLAMA,
     "model_type": "qwen3_moe",
     "head_dim": 16,
     "moe_intermediate_size": 48,
     "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "output_router_logits": True,
-    "router_aux_loss_coef": 0.01,
+    **ROUTED,
 }
+QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 16}
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, **ROUTED}
 MODELS = {"gpt2": SMALL_RECIPE["model"], "llama": LLAMA, "qwen3_moe": EXPERTS}
+FAMILIES = {**MODELS, "qwen3": QWEN3, "mixtral": MIXTRAL}
 OTHER_MODELS = {
     "olmo2": {**LLAMA, "model_type": "olmo2"},
     "gemma": {**LLAMA, "model_type": "gemma", "head_dim": 16},
@@ -121,6 +125,8 @@ OTHER_MODELS = {
     },
 }
 """Types that no formula describes."""
+TOKENIZER = SimpleNamespace(bos_token_id=0, eos_token_id=0)
+"""As much of one as the configuration of a model asks for."""
 
 
 @dataclass(frozen=True)
@@ -214,6 +220,13 @@ def environment() -> dict[str, str]:
 def execute(command: list, folder: Path = REPOSITORY, timeout=TIMEOUT_SECONDS, **variables: str) -> Finished:
     """Run a command to its end."""
     return Started(command, folder, **variables).finish(timeout)
+
+
+def completed(command: list, folder: Path = REPOSITORY, **variables: str) -> Finished:
+    """Run a command to its end, which must be a good one."""
+    finished = execute(command, folder, **variables)
+    assert finished.code == 0, finished.output
+    return finished
 
 
 def forked_programs() -> dict[str, str]:
@@ -354,8 +367,7 @@ class Workshop:
             "data": {**SMALL_RECIPE["data"], "sources": [{"path": str(folder / "corpus")}]},
         }
         self.recipe.write_text(json.dumps(values))
-        prepared = execute([sys.executable, "data_prep.py", *self.options("--json")])
-        assert prepared.code == 0, prepared.output
+        prepared = completed([sys.executable, "data_prep.py", *self.options("--json")])
         self.summary = json.loads(prepared.stdout)
         values["training"]["per_device_eval_batch_size"] = _awkward_batch(self.num_validation_blocks)
         self.recipe.write_text(json.dumps(values))
@@ -388,11 +400,14 @@ class Workshop:
         def make() -> Run:
             # one launcher's interpreters are fresh ones: those of the run that most tests compare with
             forks = {} if words[0] == "deepspeed" else forked_programs()
-            finished = execute(self.typed(words, options, output), **forks)
-            assert finished.code == 0, finished.output
-            return Run(output, finished)
+            return Run(output, completed(self.typed(words, options, output), **forks))
 
         return made_once(output.with_suffix(".run"), make)
+
+    def continued(self, run: Run, output: Path, stage="null", ranks=1, by="plain", settings=()) -> Run:
+        """A copy of a run, as a kill after its checkpoint at 8 of 10 steps would have left it, continued to its end."""
+        shutil.copytree(run.folder, output, ignore=shutil.ignore_patterns(f"checkpoint-{STEPS}", "export"))
+        return Run(output, completed(self.command(output, stage, ranks, by, settings)))
 
     def plain(self, settings=()) -> Run:
         """One plain process without DeepSpeed: what every other run is compared with."""
@@ -420,6 +435,11 @@ def choices(stage: str, settings=()) -> list[str]:
     """The options of train.py that choose a stage other than the recipe's, and change values."""
     stage_words = [] if stage == SMALL_RECIPE["deepspeed"] else ["--deepspeed", stage]
     return [*stage_words, *(word for setting in settings for word in ("--set", setting))]
+
+
+def section_of(model: dict, **keys) -> str:
+    """The setting of a model section with these keys changed."""
+    return f"model={json.dumps({**model, **keys})}"
 
 
 def _write_corpus(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from pretraining.recipe.model import has_experts
 from tests.gear.on_ranks import on_ranks
+from tests.gear.runs import TOKENIZER
 
 LAYOUTS = {
     "zero3": "zero3",
@@ -174,11 +175,10 @@ def trained(model: dict, ds_config: dict | None, degrees) -> tuple[list, object,
                 **ds_config["tensor_parallel"],
                 "partition_config": split_layers(model),
             }
-    tokenizer = SimpleNamespace(bos_token_id=0, eos_token_id=0)
     alive = HfDeepSpeedConfig(config) if config else None
     arguments = SimpleNamespace(bf16=False, fp16=False, deepspeed=config, process_index=1, seed=0)
     try:
-        network = build_model(model, tokenizer, arguments, groups=groups).train()
+        network = build_model(model, TOKENIZER, arguments, groups=groups).train()
         before = {name: each.detach().clone() for name, each in network.named_parameters()}
         loss = build_loss(network, Loss(kind="plain", balance_weight=0.1, sequence_balance=0.1), groups)
         load = ExpertLoad(None, bias_rate=0.01, logs=False)

@@ -12,9 +12,7 @@ from pretraining.data.documents import document_borders
 from pretraining.errors import UserError
 from pretraining.model import attention
 from pretraining.model.build import build_model
-from tests.gear.runs import MODELS, REPOSITORY
-
-TOKENIZER = SimpleNamespace(bos_token_id=0, eos_token_id=0)
+from tests.gear.runs import MODELS, REPOSITORY, TOKENIZER
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -33,11 +33,9 @@ from pretraining.training import arguments as run_arguments
 from pretraining.training.arguments import build_arguments, engine_config
 from pretraining.training.trainer import PretrainingTrainer
 from pretraining.upstream.torch import missing_compiler
-from tests.checkpoints.test_reshard import unfinished
 from tests.gear.compiled_ranks import CASES
 from tests.gear.finished_data import refusal
-from tests.gear.runs import MODELS, OTHER_MODELS, Run, execute, launcher
-from tests.model.test_attention import TOKENIZER
+from tests.gear.runs import MODELS, OTHER_MODELS, TOKENIZER, completed, launcher
 
 IDS = torch.randint(512, (2, 64), generator=torch.Generator().manual_seed(0))
 NONE = Speed(compile="none")
@@ -108,8 +106,7 @@ def on_two_ranks(tmp_path_factory) -> dict[str, dict]:
     It takes a minute: two cases run inductor's C++, on both ranks, and no other backend shows what that code does.
     """
     path = tmp_path_factory.mktemp("compiled") / "found.pt"
-    finished = execute([*launcher("forked", 2), "-m", "tests.gear.compiled_ranks", path])
-    assert finished.code == 0, finished.output
+    finished = completed([*launcher("forked", 2), "-m", "tests.gear.compiled_ranks", path])
     assert finished.stderr.count("as rank 1 cannot compile them (BackendCompilerFailed") == 3, finished.output
     return torch.load(path, weights_only=True)
 
@@ -171,10 +168,8 @@ def test_a_compiled_run_goes_on_without(workshop, tmp_path, stage):
     with safe_open(whole.dir.export / "model.safetensors", "pt") as file:
         names = list(file.keys())
     assert names and not any("_orig_mod" in name for name in names)
-    folder = unfinished(whole, tmp_path / "run")
-    finished = execute(workshop.command(folder, "null", 1, "plain"))
-    assert finished.code == 0, finished.output
-    assert Run(folder).losses == pytest.approx(whole.losses, abs=1e-5)
+    resumed = workshop.continued(whole, tmp_path / "run")
+    assert resumed.losses == pytest.approx(whole.losses, abs=1e-5)
 
 
 WITH_A_MODE = ("compile=whole", "compile_backend=aot_eager", "compile_mode=max-autotune")

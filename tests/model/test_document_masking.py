@@ -20,14 +20,11 @@ from pretraining.recipe import load_recipe
 from pretraining.recipe.curve import changed_parts
 from pretraining.training.arguments import collate_blocks
 from tests.data.test_shards import random_documents, write_split
-from tests.gear.runs import LLAMA, MODELS, execute, made_once
-from tests.model.test_attention import TOKENIZER
+from tests.gear.runs import FAMILIES, LLAMA, TOKENIZER, completed, execute, made_once
 from tests.training.test_batch_ramp import RAMPED
 from tests.training.test_curve import column, largest_difference
 
 LENGTH = 64
-MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
-FAMILIES = {**MODELS, "mixtral": MIXTRAL, "qwen3": {**LLAMA, "model_type": "qwen3", "head_dim": 16}}
 
 
 @pytest.fixture
@@ -74,10 +71,8 @@ def one_by_one(model, batch) -> torch.Tensor:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_packed_loss_is_that_of_the_documents_one_by_one(split, arguments, name):
     """fp64, loss and every gradient, by the whole path: block, batch, mask. Without masking it is another loss."""
-    section = {
-        **FAMILIES[name],
-        **({"experts_implementation": "eager"} if "experts" in str(FAMILIES[name]) else {}),
-    }
+    eager = {"experts_implementation": "eager"} if "experts" in str(FAMILIES[name]) else {}
+    section = {**FAMILIES[name], **eager}
     model = build_model(section, TOKENIZER, arguments, masks_documents=True).double()
     alone = copy.deepcopy(model)
     dataset = PackedDataset(split, LENGTH, masks_documents=True)
@@ -170,8 +165,7 @@ def test_the_evaluation_command_keeps_documents_apart_too(workshop, lines):
     """The loss that the run's own last validation found, of its export."""
     run = workshop.run("zero3", settings=(*lines, "data.document_masking=true", "data.packing=best_fit"))
     command = ["forked", "0", "-m", "pretraining.evaluation", run.folder, "--data_dir", workshop.data]
-    finished = execute([*command, "--json", "--no-sample"])
-    assert finished.code == 0, finished.output
+    finished = completed([*command, "--json", "--no-sample"])
     found, row = json.loads(finished.stdout), run.validation_rows[-1]
     for name in ("loss", "bits_per_byte", "perplexity"):
         assert found[name] == pytest.approx(row[f"eval/{name}"], abs=1e-5, rel=1e-5)

@@ -33,10 +33,9 @@ from pretraining.planning.memory.tensors import ParametersVerb, frozen_tensors, 
 from pretraining.planning.screen import full_plan
 from pretraining.recipe import load_recipe
 from pretraining.recipe.model import Model
-from pretraining.runtime.durable_files import read_rows
 from tests.gear.finished_data import refusal
 from tests.gear.quality_texts import PROSE
-from tests.gear.runs import EXPERTS, LLAMA, SMALL_RECIPE, STEPS, execute
+from tests.gear.runs import EXPERTS, LLAMA, SMALL_RECIPE, execute
 
 UNTIED = {**LLAMA, "use_cache": False, "tie_word_embeddings": False}
 TIED = {**UNTIED, "tie_word_embeddings": True}
@@ -489,17 +488,13 @@ def test_a_run_begins_from_them_and_a_resumed_one_does_not_need_them(workshop, s
         moved = {name for name in before if not torch.equal(before[name], after[name])}
         assert moved == {name for name in before if ".h.1." in name or ".wpe." in name or ".ln_f." in name}
 
-    resumed = tmp_path / "resumed"
-    shutil.copytree(sharded.folder, resumed, ignore=shutil.ignore_patterns(f"checkpoint-{STEPS}", "export"))
     gone = source.rename(tmp_path / "gone")
     try:
-        finished = execute(workshop.command(resumed, "zero2", 2, settings=settings))
+        resumed = workshop.continued(sharded, tmp_path / "resumed", "zero2", 2, "forked", settings)
     finally:
         gone.rename(source)
-    assert finished.code == 0, finished.output
-    assert "continued from checkpoint-8" in finished.stdout
-    again = [row["train/loss"] for row in read_rows(resumed / "metrics.jsonl") if "train/loss" in row]
-    assert again[-2:] == pytest.approx(sharded.losses[-2:], abs=2e-6)
+    assert "continued from checkpoint-8" in resumed.finished.stdout
+    assert resumed.losses[-2:] == pytest.approx(sharded.losses[-2:], abs=2e-6)
 
 
 def test_mistakes_are_one_line_and_nothing_is_written(workshop, source, tmp_path):

@@ -1,7 +1,6 @@
 """The ways to compute the loss are one loss: same values, same gradients, same curve at every stage."""
 
 import copy
-import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -20,13 +19,10 @@ from pretraining.model.loss import build_loss, layers_balance
 from pretraining.planning.memory.activations import chunk_length, loss_bytes
 from pretraining.planning.memory.tensors import Precision
 from pretraining.recipe.sections import Loss
-from tests.gear.runs import EXPERTS, LLAMA, MODELS
+from tests.gear.runs import EXPERTS, FAMILIES, MODELS, section_of
 from tests.gear.tracked_memory import peak_bytes
 from tests.gear.watched_gpu import watched_gpu
 
-MIXTRAL = {key: value for key, value in LLAMA.items() if key != "mlp_bias"}
-MIXTRAL |= {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
-FAMILIES = {**MODELS, "qwen3": {**LLAMA, "model_type": "qwen3", "head_dim": 16}, "mixtral": MIXTRAL}
 WAYS = [("plain", None), ("chunked", False), ("chunked", True), ("fused", False), ("fused", True)]
 """(kind, compile)"""
 GPUS = {"T4": 15_600_000_000, "A100-40GB": 42_400_000_000, "H100": 85_000_000_000, "B200": 180_000_000_000}
@@ -365,7 +361,7 @@ def test_the_stages_fuse_to_the_plain_curve(workshop, stage):
 def test_a_head_of_its_own_is_trained_in_bf16_at_stage_1(workshop):
     """Its gradient is found inside the loss, before the backward pass reaches the model's output, at which DeepSpeed
     0.19.8 clears gradients: the head stayed as it was drawn, and the curve of stage 1 was its own."""
-    untied = (f"model={json.dumps({**MODELS['llama'], 'tie_word_embeddings': False})}", "training.bf16=true")
+    untied = (section_of(MODELS["llama"], tie_word_embeddings=False), "training.bf16=true")
     plain = workshop.run("zero1", settings=(*untied, "loss.kind=plain")).losses
     fused = workshop.run("zero1", settings=untied).losses
     assert max(abs(a - b) for a, b in zip(fused, plain, strict=True)) <= 2e-3
@@ -373,7 +369,7 @@ def test_a_head_of_its_own_is_trained_in_bf16_at_stage_1(workshop):
 
 def test_a_mixture_of_experts_fuses_at_stage_3(workshop):
     """Sharded experts, an untied head and the balancing loss, against a plain process and its plain loss."""
-    experts = f"model={json.dumps({**EXPERTS, 'tie_word_embeddings': False})}"
+    experts = section_of(EXPERTS, tie_word_embeddings=False)
     plain = workshop.plain((experts, "loss.kind=plain")).losses
     fused = workshop.run("zero3", settings=(experts,)).losses
     assert max(abs(a - b) for a, b in zip(fused, plain, strict=True)) <= 1e-4

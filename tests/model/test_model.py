@@ -22,7 +22,7 @@ from pretraining.recipe import load_recipe, model_with_defaults, recipe_names
 from pretraining.recipe.optimizer import scales_by_name
 from pretraining.training.trainer import PretrainingTrainer
 from tests.gear.initial_weights import CONTINUED, MUP, SPLIT
-from tests.gear.runs import MODELS, OTHER_MODELS, SMALL_RECIPE, execute, launcher
+from tests.gear.runs import MODELS, OTHER_MODELS, SMALL_RECIPE, TOKENIZER, completed, launcher
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +32,7 @@ def weights(tmp_path_factory) -> dict[int, dict]:
     found = {}
     for ranks, words in ((1, launcher("plain", 1)), (2, launcher("forked", 2)), (3, launcher("forked", 3))):
         path = folder / f"{ranks}.pt"
-        finished = execute([*words, "-m", "tests.gear.initial_weights", path])
-        assert finished.code == 0, finished.output
+        completed([*words, "-m", "tests.gear.initial_weights", path])
         found[ranks] = torch.load(path, weights_only=True)
     return found
 
@@ -105,9 +104,9 @@ def test_every_weight_of_a_large_recipe_is_drawn_once_and_by_all_ranks(name):
 
     The ranks draw a turn at the same time, so that it takes as long as its largest draw.
     """
-    recipe, tokens = load_recipe(name), SimpleNamespace(bos_token_id=0, eos_token_id=0)
+    recipe = load_recipe(name)
     with torch.device("meta"), torch.no_grad():
-        model = not_drawn(build_config(dict(recipe.model), tokens))
+        model = not_drawn(build_config(dict(recipe.model), TOKENIZER))
         draws = list_draws(model)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     lent = sum(parameter.numel() for draw in draws for parameter in draw.lent)
@@ -204,7 +203,7 @@ def test_no_two_matrices_start_alike(weights, name):
 
 def built(tmp_path, model: dict, seed: int = 7):
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, seed=seed, weight_decay=0.1)
-    return build_model(model, SimpleNamespace(bos_token_id=0, eos_token_id=0), arguments), arguments
+    return build_model(model, TOKENIZER, arguments), arguments
 
 
 def test_embeddings_are_tied_and_another_seed_is_another_start(tmp_path):

@@ -11,10 +11,8 @@ from pretraining.recipe import load_recipe, model_with_defaults
 from pretraining.recipe.optimizer import Mup, Optimizer, Scales, scales_by_name
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.training.optimizers import choose_optimizer, describe_groups
-from tests.checkpoints.test_reshard import stage_3_goes_on_in_one_process
 from tests.gear.finished_data import refusal
-from tests.gear.runs import MODELS
-from tests.model.test_attention import TOKENIZER
+from tests.gear.runs import MODELS, TOKENIZER
 
 MUP = ("mup.base_width=16", "mup.base_layers=1")
 BASE = Mup(base_width=16, base_layers=1)
@@ -151,7 +149,9 @@ def test_the_stage_does_not_change_the_curve(workshop, stage):
 
 def test_a_checkpoint_goes_on_at_another_stage(workshop, tmp_path):
     """Promise: nothing committed is lost. Saved at stage 3, resumed in one plain process."""
-    stage_3_goes_on_in_one_process(workshop, tmp_path / "run", MUP)
+    whole = workshop.run("zero3", settings=MUP)
+    resumed = workshop.continued(whole, tmp_path / "run", settings=MUP)
+    assert resumed.losses == pytest.approx(whole.losses, abs=1e-5)
 
 
 def test_groups_are_told_with_their_rates(arguments):

@@ -20,7 +20,7 @@ from pretraining.model.build import build_from_recipe
 from pretraining.recipe import load_recipe
 from tests.data.test_data_prep import make_texts, write_jsonl
 from tests.evaluation.test_scores import found_by_lm_eval
-from tests.gear.runs import MODELS, SMALL_RECIPE, Run, execute
+from tests.gear.runs import MODELS, SMALL_RECIPE, Run, completed, section_of
 from tests.gear.scored_tasks import write_items, write_tasks
 
 PART = "evaluation.max_validation_tokens=640"
@@ -41,16 +41,8 @@ def root(tmp_path_factory):
         data = {**SMALL_RECIPE["data"], "name": name, "sources": used, "validation_share": 0.2}
         data |= {"validation": {"sources": [letters]}} if name == "own" else {}
         (root / f"{name}.json").write_text(json.dumps({**SMALL_RECIPE, "data": data}))
-        words = [
-            sys.executable,
-            "data_prep.py",
-            "--recipe",
-            root / f"{name}.json",
-            "--data_dir",
-            root / "data",
-        ]
-        prepared = execute(words)
-        assert prepared.code == 0, prepared.output
+        where = ("--recipe", root / f"{name}.json", "--data_dir", root / "data")
+        completed([sys.executable, "data_prep.py", *where])
     return root
 
 
@@ -166,8 +158,7 @@ class TrainedRun(SmallRun):
         settings = (f"evaluation.hellaswag={root / 'items.jsonl'}", *settings)
         words = ["--recipe", recipe, "--data_dir", root / "data", "--output_dir", folder]
         words += [word for setting in settings for word in ("--set", setting)]
-        finished = execute(["forked", "2", "train.py", *words])
-        assert finished.code == 0, finished.output
+        completed(["forked", "2", "train.py", *words])
         self.recipe = load_recipe(str(folder / "recipe.json"))
         self.data = open_prepared(self.recipe, root / "data")
         self.evaluator = Evaluator(self.recipe, self.data, self.data.tokenizer, 10)
@@ -179,7 +170,7 @@ class TrainedRun(SmallRun):
 
 def settings_of(model: str, *settings: str) -> tuple[str, ...]:
     """A run's settings, with the model section of that name."""
-    return (f"model={json.dumps(MODELS[model])}", *settings)
+    return (section_of(MODELS[model]), *settings)
 
 
 CHOICES = {
@@ -316,8 +307,8 @@ def test_the_unigram_entropy_is_that_of_the_measured_tokens(root, tmp_path, caps
 def test_the_command_says_its_answer_and_nothing_else(masked):
     """Nothing of what the libraries tell on the way: no kernels that could not be loaded, no progress."""
     words = [masked.folder, "--data_dir", masked.root / "data", "--prompt", "web"]
-    finished = execute([sys.executable, "-m", "pretraining.evaluation", *words])
-    assert (finished.code, finished.stderr) == (0, ""), finished.output
+    finished = completed([sys.executable, "-m", "pretraining.evaluation", *words])
+    assert finished.stderr == ""
     lines = finished.stdout.splitlines()
     assert lines[0].startswith("validation loss") and "of the same tokens" in lines[2]
     # after the losses of the sources

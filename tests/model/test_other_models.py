@@ -17,7 +17,7 @@ from pretraining.planning.sizes import model_size
 from pretraining.recipe import load_recipe
 from pretraining.recipe.model import EXACT, other_model_types, own_key
 from tests.gear.finished_data import refusal
-from tests.gear.runs import LLAMA, OTHER_MODELS, execute
+from tests.gear.runs import LLAMA, OTHER_MODELS, execute, section_of
 from tests.gear.small_models import small
 from tests.gear.tracked_memory import activation_error
 from tests.planning.test_planning import MODELS
@@ -242,7 +242,7 @@ def test_weights_that_no_module_draws_are_found():
 
 def test_a_type_without_a_formula_trains(workshop):
     """Two steps on two ranks under ZeRO-3 through the same train.py, with a plan.json and an export."""
-    settings = (f"model={json.dumps(QWEN2)}", "budget.tokens=1024", "training.warmup_steps=0")
+    settings = (section_of(QWEN2), "budget.tokens=1024", "training.warmup_steps=0")
     run = workshop.run("zero3", settings=settings)
     assert [row["step"] for row in run.training_rows] == [1, 2]
     plan = json.loads(run.dir.plan.read_text())

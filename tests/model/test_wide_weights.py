@@ -1,7 +1,6 @@
 """Embeddings and head in fp32 beside layers in bf16 (model.keep_in_fp32), at every stage."""
 
 import json
-import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -18,18 +17,16 @@ from pretraining.planning.throughput import ceiling
 from pretraining.recipe import load_recipe
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.recipe.sections import Weights
-from pretraining.reporting.run_record import read_rows
 from pretraining.upstream.wide_weights import is_wide
 from tests.checkpoints.test_export import evaluated
 from tests.gear.finished_data import refusal
-from tests.gear.runs import LLAMA, MODELS, OTHER_MODELS, STEPS, execute
+from tests.gear.runs import LLAMA, MODELS, OTHER_MODELS, TOKENIZER, completed, section_of
 from tests.training.test_curve import BF16, IN_BF16
 
 UNTIED = {**LLAMA, "tie_word_embeddings": False}
 BOTH = ["embeddings", "head"]
-WIDE = (f"model={json.dumps({**UNTIED, 'keep_in_fp32': BOTH})}", *IN_BF16)
+WIDE = (section_of(UNTIED, keep_in_fp32=BOTH), *IN_BF16)
 TABLES = {"model.embed_tokens.weight", "lm_head.weight"}
-TOKENIZER = SimpleNamespace(bos_token_id=0, eos_token_id=0)
 OF_A_STAGE = {"bf16": True, "fp16": False, "deepspeed": {"zero_optimization": {"stage": 2}}, "device": "cpu"}
 
 
@@ -94,15 +91,12 @@ def test_every_stage_has_them_and_one_curve(workshop, stage):
 
 def test_a_checkpoint_goes_on_at_another_stage(workshop, tmp_path):
     """Saved by two ranks under ZeRO-3, continued by one under ZeRO-1; its own export is that of the run."""
-    run, resumed = workshop.run("zero3", settings=WIDE), tmp_path / "resumed"
-    shutil.copytree(run.folder, resumed, ignore=shutil.ignore_patterns(f"checkpoint-{STEPS}", "export"))
-    finished = execute(workshop.command(resumed, "zero1", 1, settings=WIDE))
-    assert finished.code == 0 and "continued from checkpoint-8" in finished.stdout, finished.output
-    again = [row["train/loss"] for row in read_rows(resumed / "metrics.jsonl") if "train/loss" in row]
-    assert again[-2:] == pytest.approx(run.losses[-2:], abs=1e-3)
+    run = workshop.run("zero3", settings=WIDE)
+    resumed = workshop.continued(run, tmp_path / "resumed", "zero1", 1, "forked", WIDE)
+    assert "continued from checkpoint-8" in resumed.finished.stdout
+    assert resumed.losses[-2:] == pytest.approx(run.losses[-2:], abs=1e-3)
     verb = ["forked", "0", "-m", "pretraining.checkpoints", "export"]
-    exported = execute([*verb, run.folder, "--to", tmp_path / "later"])
-    assert exported.code == 0, exported.output
+    completed([*verb, run.folder, "--to", tmp_path / "later"])
     at_the_end, later = (
         load_file(each / "model.safetensors") for each in (run.dir.export, tmp_path / "later")
     )
@@ -156,7 +150,7 @@ def test_what_cannot_be_is_refused_by_name(settings, stage, message):
 
 
 def test_other_models_are_refused():
-    model = {**OTHER_MODELS["gpt_neox"], "vocab_size": 1024, "keep_in_fp32": ["head"]}
-    settings = [f"model={json.dumps(model)}", "training.bf16=true"]
+    model = section_of(OTHER_MODELS["gpt_neox"], vocab_size=1024, keep_in_fp32=["head"])
+    settings = [model, "training.bf16=true"]
     found = refusal(load_recipe_and_ds_config, "tiny", settings, "zero2")
     assert "is for gpt2, llama, " in found and "not gpt_neox" in found and "--deepspeed zero0" in found

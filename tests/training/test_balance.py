@@ -1,6 +1,5 @@
 """The experts of every mixture are used alike: by a loss, or by a bias that follows their load."""
 
-import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -17,10 +16,8 @@ from pretraining.model.routing import watch_routing
 from pretraining.recipe.model import has_experts, other_model_types
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.experts import PREFIX, ExpertLoad
-from tests.gear.runs import LLAMA, STEPS, Run, execute, start_and_kill
+from tests.gear.runs import LLAMA, STEPS, TOKENIZER, Run, completed, section_of, start_and_kill
 from tests.gear.small_models import measurable
-
-TOKENIZER = SimpleNamespace(bos_token_id=0, eos_token_id=0)
 
 
 def section(name: str) -> dict:
@@ -104,23 +101,16 @@ def test_the_loss_over_each_sequence_is_deepseek_s():
     torch.testing.assert_close(balance(outputs), expected)
 
 
-DEEPSEEK = {
-    **LLAMA,
-    "num_key_value_heads": 4,
-    "model_type": "deepseek_v3",
+LATENT = {
     "q_lora_rank": 32,
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "moe_intermediate_size": 48,
-    "first_k_dense_replace": 1,
 }
-DEEPSEEK = f"model={json.dumps(DEEPSEEK)}"
+DEEPSEEK = {**LLAMA, **LATENT, "model_type": "deepseek_v3", "num_key_value_heads": 4, "n_routed_experts": 8}
+DEEPSEEK |= {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 48}
+DEEPSEEK = section_of(DEEPSEEK, first_k_dense_replace=1)
 
 
 def biases(run, step: int) -> dict[str, torch.Tensor]:
@@ -147,6 +137,6 @@ def test_the_biases_are_the_same_at_every_stage_and_after_a_kill(workshop, tmp_p
     killed = Run(tmp_path / "killed")
     command = workshop.command(killed.folder, "zero2", settings=(DEEPSEEK,))
     start_and_kill(command, lambda: any(row["step"] >= 5 for row in killed.rows))
-    assert execute(command).code == 0
+    completed(command)
     for name, bias in biases(killed, STEPS).items():
         assert torch.equal(bias, expected[name])

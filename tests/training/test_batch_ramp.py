@@ -11,7 +11,7 @@ from pretraining.recipe import accumulation_steps, load_recipe
 from pretraining.recipe.budget import Ramp, StepSizes
 from pretraining.recipe.curve import changed_parts
 from tests.gear.finished_data import refusal
-from tests.gear.runs import SMALL_RECIPE, STEPS, Run, execute
+from tests.gear.runs import SMALL_RECIPE, STEPS, Run, completed
 from tests.training.test_curve import column, largest_difference
 
 FULL = SMALL_RECIPE["budget"]["tokens_per_step"]
@@ -148,9 +148,7 @@ def test_a_small_step_is_a_step_of_that_size(workshop, ramped):
 def test_resumed_in_mid_ramp_on_other_ranks_it_is_the_same_run(workshop, ramped, tmp_path):
     """From the checkpoint after four steps, on one plain process: the unbroken run's losses."""
     output = shutil.copytree(ramped.folder, tmp_path / "resumed", ignore=LATER)
-    finished = execute(workshop.command(output, "null", 1, "plain", RAMPED))
-    assert finished.code == 0, finished.output
-    resumed = Run(output)
+    resumed = Run(output, completed(workshop.command(output, "null", 1, "plain", RAMPED)))
     assert resumed.events[-2]["event"] != "start" and len(resumed.losses) == STEPS
     assert largest_difference(resumed.losses, ramped.losses) <= 1e-5
     assert column(resumed, "train/tokens") == column(ramped, "train/tokens")
@@ -198,16 +196,14 @@ def test_a_schedule_of_ones_own_rolls_back_and_resumes_in_mid_ramp(workshop, tmp
         'training.lr_scheduler_kwargs={"power": 2}',
         'monitors.spikes={"policy": "rollback", "non_finite_streak": 1, "skip_steps": 1}',
     )
-    finished = execute(workshop.command(healed, settings=settings))
-    assert finished.code == 0, finished.output
-    run = Run(healed)
+    run = Run(healed, completed(workshop.command(healed, settings=settings)))
     (rollback,) = (event for event in run.events if event["event"] == "rollback")
     assert (rollback["step"], rollback["to_step"]) == (7, 4)
     rates = [0.01 * (1 - step / STEPS) ** 2 * (size / FULL) ** 0.5 for step, size in enumerate(SIZES)]
     assert column(run, "train/learning_rate") == pytest.approx(rates)
     assert column(run, "train/tokens") == list(accumulate(SIZES))
     again = shutil.copytree(healed, tmp_path / "again", ignore=LATER)
-    finished = execute(workshop.command(again, settings=settings))
-    assert finished.code == 0 and "continued from checkpoint-4" in finished.stdout, finished.output
+    finished = completed(workshop.command(again, settings=settings))
+    assert "continued from checkpoint-4" in finished.stdout
     for key in ("train/loss", "train/learning_rate", "train/tokens"):
         assert column(Run(again), key) == column(run, key), key

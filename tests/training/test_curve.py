@@ -7,7 +7,7 @@ import pytest
 
 from pretraining.checkpoints.format import read_marker
 from pretraining.recipe import load_recipe
-from tests.gear.runs import EXPERTS, SMALL_RECIPE, STEPS, execute
+from tests.gear.runs import EXPERTS, SMALL_RECIPE, STEPS, completed, section_of
 from tests.gear.scored_tasks import write_items, write_tasks
 
 FP32, BF16 = 1e-4, 5e-3
@@ -92,7 +92,7 @@ def test_a_mixture_of_experts_has_one_curve_too(workshop, chosen):
 
     With all experts chosen no rounding can send a token elsewhere; with two of four, ten steps are too few for it.
     """
-    settings = (f"model={json.dumps({**BALANCED, 'num_experts_per_tok': chosen})}",)
+    settings = (section_of(BALANCED, num_experts_per_tok=chosen),)
     alone, together = workshop.plain(settings), workshop.run("zero2", settings=settings)
     assert largest_difference(together.losses, alone.losses) <= FP32
     assert largest_difference(column(together, "train/grad_norm"), column(alone, "train/grad_norm")) <= 1e-3
@@ -189,8 +189,7 @@ def test_the_evaluation_command_finds_the_scores_of_the_loop(workshop, scored):
     """Those that two ranks under ZeRO-3 found after the last step."""
     settings, words = scored
     run = workshop.run("zero3", settings=settings)
-    finished = execute(["forked", "0", "-m", "pretraining.evaluation", run.folder, *words, "--json"])
-    assert finished.code == 0, finished.output
+    finished = completed(["forked", "0", "-m", "pretraining.evaluation", run.folder, *words, "--json"])
     loop = {name: run.validation_rows[-1][f"eval/{name}"] for name in SCORES}
     assert json.loads(finished.stdout) == pytest.approx(loop, rel=1e-6, abs=1e-5)
 

@@ -11,7 +11,7 @@ from pretraining.model.loss import PLAIN, build_loss
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.experts import FEWEST, PREFIX, WINDOWS, ExpertLoad, load_metrics
-from tests.gear.runs import EXPERTS
+from tests.gear.runs import EXPERTS, section_of
 from tests.training.test_muon import built
 
 LOGGED = SimpleNamespace(global_step=10, is_world_process_zero=True, stateful_callbacks={})
@@ -85,7 +85,7 @@ def test_a_starving_expert_is_told_of_once_until_it_recovers(tmp_path, capsys):
 
 def test_the_load_is_the_same_on_two_ranks_at_stage_3(workshop):
     """Summed over ranks and micro-batches: a plain process with the plain loss counts the same; other models none."""
-    experts = f"model={json.dumps({**EXPERTS, 'tie_word_embeddings': False})}"
+    experts = section_of(EXPERTS, tie_word_embeddings=False)
     plain = workshop.plain((experts, "loss.kind=plain")).training_rows
     sharded = workshop.run("zero3", settings=(experts,)).training_rows
     names = [name for name in plain[0] if name.startswith(PREFIX)]

@@ -34,11 +34,10 @@ from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.arguments import build_arguments
 from pretraining.training.monitors import RunMonitors, SettledCollector
 from pretraining.training.trainer import PretrainingTrainer
-from tests.gear.runs import EXPERTS, LLAMA
+from tests.gear.runs import EXPERTS, LLAMA, MIXTRAL, QWEN3, TOKENIZER
 from tests.gear.watched_gpu import Watch, watched_gpu
 
 LENGTH, STEPS, ACCUMULATION = 64, 2, 2
-TOKENIZER = SimpleNamespace(bos_token_id=0, eos_token_id=0)
 
 OURS = "pretraining/training"
 NORM = "pretraining/upstream/deepspeed.py:read_norm"
@@ -74,10 +73,7 @@ LOGGED = {
 MOST_A_STEP = 2
 """Waits of the host, at every stage."""
 
-QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True}
-OTHERS = ("head_dim", "moe_intermediate_size", "num_experts")
-MIXTRAL = {key: value for key, value in EXPERTS.items() if key not in OTHERS}
-MIXTRAL |= {"model_type": "mixtral", "num_local_experts": 4}
+TIED = {**QWEN3, "tie_word_embeddings": True}
 GPT2 = {"model_type": "gpt2", "vocab_size": 512, "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 4}
 GPT2 |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 
@@ -222,9 +218,9 @@ CASES = {
     "llama, chunked loss, sources": ("zero1", 1, LLAMA, {"loss": CHUNKED, "data": TWO_SOURCES}),
     "llama, documents apart, muon": ("zero3", 8, LLAMA, {"data": MASKED, "optimizer": MUON}),
     "llama, adaptive clipping": ("zero0", 8, LLAMA, {"optimizer": BY_UNITS, "monitors": EVERY_MONITOR}),
-    "qwen3, plain loss, clipping by value": ("zero2", 8, QWEN3, {**PLAIN_LOSS, "monitors": EVERY_MONITOR}),
-    "qwen3, schedule-free": ("zero2", 1, QWEN3, {"training": FREE}),
-    "qwen3 without DeepSpeed": ("null", 1, QWEN3, {}),
+    "qwen3, plain loss, clipping by value": ("zero2", 8, TIED, {**PLAIN_LOSS, "monitors": EVERY_MONITOR}),
+    "qwen3, schedule-free": ("zero2", 1, TIED, {"training": FREE}),
+    "qwen3 without DeepSpeed": ("null", 1, TIED, {}),
     "mixtral, router z-loss, muon": ("zero2", 1, MIXTRAL, {"loss": ROUTED, "optimizer": MUON}),
     "qwen3_moe, documents apart": ("zero1", 8, EXPERTS, {"data": MASKED, "loss": {"router_z_loss": 1e-3}}),
 }

@@ -20,9 +20,7 @@ from pretraining.model import attention
 from pretraining.model.attention import TORCH_VARLEN
 from pretraining.model.build import build_model
 from pretraining.training.throughput import device_peak_flops
-from tests.checkpoints.test_reshard import unfinished
-from tests.gear.runs import MODELS, Run, Workshop, execute, made_once
-from tests.model.test_attention import TOKENIZER
+from tests.gear.runs import MODELS, TOKENIZER, Run, Workshop, completed, made_once
 from tests.model.test_loss import WAYS, built, loss_and_gradients, settings
 
 DEVICE = os.environ.get("PRETRAINING_GPU_TESTS_ON", "cuda")
@@ -79,19 +77,14 @@ def run_recipe(run: Run):
 def test_a_resumed_run_goes_on_to_the_last_digit(workshop, tmp_path, stage):
     """Promise: nothing is lost. With `training.full_determinism` every later loss is the unbroken run's."""
     whole = trained(workshop, stage, EXACT)
-    folder = unfinished(whole, tmp_path / "run")
-    finished = execute(workshop.command(folder, stage, 1, "python", EXACT))
-    assert finished.code == 0, finished.output
-    assert Run(folder).losses == whole.losses
+    assert workshop.continued(whole, tmp_path / "run", stage, 1, "python", EXACT).losses == whole.losses
 
 
 def test_a_resumed_run_goes_on_without_determinism(workshop, tmp_path):
     """With the default kernels: within bf16's rounding."""
     whole = trained(workshop, "zero2")
-    folder = unfinished(whole, tmp_path / "run")
-    finished = execute(workshop.command(folder, "zero2", 1, "python", BF16))
-    assert finished.code == 0, finished.output
-    assert Run(folder).losses == pytest.approx(whole.losses, abs=0.02)
+    resumed = workshop.continued(whole, tmp_path / "run", "zero2", 1, "python", BF16)
+    assert resumed.losses == pytest.approx(whole.losses, abs=0.02)
 
 
 @needs_cuda
@@ -137,8 +130,7 @@ def test_steps_that_are_not_logged_compute_with_the_weights_of_their_step(worksh
     for folder, variables in (("behind", {}), ("waiting", {"CUDA_LAUNCH_BLOCKING": "1"})):
         run = Run(tmp_path / folder)
         command = workshop.command(tmp_path / folder, str(stage), 2, "torchrun", settings)
-        finished = execute(command, **variables)
-        assert finished.code == 0, finished.output
+        completed(command, **variables)
         ended.append((run.validation_rows[-1]["eval/loss"], weights_of(run)))
     assert ended[0] == ended[1]
 
@@ -214,5 +206,5 @@ print(taken, torch.cuda.host_memory_stats()["allocated_bytes.current"])
 @needs_cuda
 def test_large_pinned_memory_is_what_was_asked_for_and_is_given_back():
     """Promise: you know before you pay. torch would round 65 MiB up to 128, and keep them."""
-    finished = execute([sys.executable, "-c", PINNED])
+    finished = completed([sys.executable, "-c", PINNED])
     assert finished.stdout.split() == [str(65 * 2**20), "0"], finished.output

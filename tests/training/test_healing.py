@@ -24,7 +24,7 @@ from tests.gear.poisoned import (
     events,
     losses,
 )
-from tests.gear.runs import Run, committed, contents, execute, made_once, start_and_kill
+from tests.gear.runs import Run, committed, completed, contents, execute, made_once, start_and_kill
 from tests.training.test_curve import largest_difference
 
 WINDOW = (FIRST_NOISY - 4) * SAMPLES_PER_STEP, (FIRST_NOISY + 2) * SAMPLES_PER_STEP
@@ -60,9 +60,7 @@ def test_killed_after_the_rollback_and_resumed_repeats_it_exactly(poisoned):
         ),
     )
     assert committed(output)[0] == "checkpoint-40" and not (output / "export").exists()
-    finished = execute(command)
-    assert finished.code == 0, finished.output
-    run = Run(output)
+    run = Run(output, completed(command))
     assert len(events(run, "rollback")) == 1
     assert losses(run) == losses(poisoned.run())
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pretraining.ds_config import load_ds_config
-from tests.gear.runs import Run, execute
+from tests.gear.runs import Run, completed
 
 HALF = ("training.fp16=true", "training.bf16=false")
 
@@ -43,9 +43,8 @@ def test_a_resume_keeps_the_scaler_s_state(workshop, far_too_high, tmp_path):
     """To the last digit: the same losses, scales and counts as the run that went on."""
     run = workshop.run(far_too_high, settings=HALF)
     more = ("--resume", run.folder / "checkpoint-8")
-    finished = execute(workshop.command(tmp_path / "again", far_too_high, settings=HALF, more=more))
-    assert finished.code == 0, finished.output
-    again = Run(tmp_path / "again", finished).training_rows
+    completed(workshop.command(tmp_path / "again", far_too_high, settings=HALF, more=more))
+    again = Run(tmp_path / "again").training_rows
     for theirs, ours in zip(run.training_rows[-len(again) :], again, strict=True):
         for key in ("step", "train/loss", "stability/loss_scale", "stability/overflow_steps"):
             assert ours[key] == theirs[key], key

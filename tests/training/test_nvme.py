@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from pretraining.ds_config import DS_CONFIGS
-from tests.checkpoints.test_reshard import unfinished
-from tests.gear.runs import Run, execute
 
 pytestmark = pytest.mark.skipif(
     not (Path("/usr/include/libaio.h").exists() and os.environ.get("NVME_TESTS")),
@@ -39,7 +37,5 @@ def test_a_checkpoint_goes_on_to_and_from_the_drive(workshop, on_a_drive, tmp_pa
     """Saved by the one, resumed by the other: every later loss within 1e-5 of the unbroken run's."""
     whole = workshop.run("zero2") if there else workshop.run(on_a_drive)
     stage, ranks, by = (on_a_drive, 2, "forked") if there else ("null", 1, "plain")
-    folder = unfinished(whole, tmp_path / "run")
-    finished = execute(workshop.command(folder, stage, ranks, by))
-    assert finished.code == 0, finished.output
-    assert Run(folder).losses == pytest.approx(whole.losses, abs=1e-5)
+    resumed = workshop.continued(whole, tmp_path / "run", stage, ranks, by)
+    assert resumed.losses == pytest.approx(whole.losses, abs=1e-5)

@@ -15,9 +15,8 @@ from pretraining.recipe import load_recipe
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.recipe.training import AVERAGING, Z
 from pretraining.training.optimizers import counting_by_tensor
-from tests.checkpoints.test_reshard import stage_3_goes_on_in_one_process
 from tests.gear.finished_data import refusal
-from tests.gear.runs import execute
+from tests.gear.runs import completed
 from tests.training.test_curve import IN_BF16
 
 SETTINGS = (
@@ -133,7 +132,9 @@ def test_validations_do_not_move_the_curve(workshop):
 
 def test_a_checkpoint_goes_on_at_another_stage(workshop, tmp_path):
     """Promise: nothing committed is lost. Sequence, second moments and counts of two ranks continue in one process."""
-    stage_3_goes_on_in_one_process(workshop, tmp_path / "run", SETTINGS)
+    whole = workshop.run("zero3", settings=SETTINGS)
+    resumed = workshop.continued(whole, tmp_path / "run", settings=SETTINGS)
+    assert resumed.losses == pytest.approx(whole.losses, abs=1e-5)
 
 
 @pytest.mark.parametrize("stage", ["null", "zero2", "zero3"])
@@ -147,8 +148,7 @@ def test_validation_export_and_checkpoint_agree_on_the_average(workshop, tmp_pat
     assert measured["loss"] == pytest.approx(validation_losses(run)[-1], abs=1e-5)
 
     verb = ["-m", "pretraining.checkpoints", "export", run.folder, "--to", tmp_path / "export"]
-    finished = execute(["forked", "0", *verb])
-    assert finished.code == 0, finished.output
+    completed(["forked", "0", *verb])
     reader = CheckpointReader(run.dir.checkpoint(10))
     offline = AutoModelForCausalLM.from_pretrained(tmp_path / "export").state_dict()
     for name, ours in model.named_parameters():

@@ -13,9 +13,7 @@ from pretraining.recipe import load_recipe
 from pretraining.recipe.budget import Budget
 from pretraining.training.arguments import build_arguments
 from pretraining.training.optimizers import follow_run
-from tests.checkpoints.test_reshard import unfinished
 from tests.gear.finished_data import refusal
-from tests.gear.runs import Run, execute
 from tests.training.test_batch_ramp import RAMPED
 from tests.training.test_curve import column
 
@@ -138,11 +136,9 @@ def test_a_run_follows_its_tokens_and_so_does_one_that_goes_on(workshop, tmp_pat
     tokens = zip(consumed, scale, strict=False)
     expected = [min(1, at / 1024, (consumed[-1] - at) / 1024) * size**0.5 * 0.01 for at, size in tokens]
     assert column(run, "train/learning_rate") == pytest.approx(expected)
-    folder = unfinished(run, tmp_path / "run")
-    finished = execute(workshop.command(folder, "null", 1, "plain", settings))
-    assert finished.code == 0, finished.output
-    assert column(Run(folder), "train/learning_rate") == column(run, "train/learning_rate")
-    assert Run(folder).losses == run.losses
+    resumed = workshop.continued(run, tmp_path / "run", settings=settings)
+    assert column(resumed, "train/learning_rate") == column(run, "train/learning_rate")
+    assert resumed.losses == run.losses
 
 
 STABLE_THEN_DECAY = ["training.lr_scheduler_type=warmup_stable_decay", "training.lr_scheduler_kwargs={}"]

@@ -39,7 +39,7 @@ from pretraining.training.throughput import SpeedMeter
 from pretraining.training.trainer import PretrainingTrainer
 from pretraining.upstream.torch import rates_now, set_rates
 from tests.gear.on_ranks import on_ranks
-from tests.gear.runs import SMALL_RECIPE
+from tests.gear.runs import SMALL_RECIPE, TOKENIZER
 
 SPIKES = Spikes(non_finite_streak=3)
 WEIGHT = "transformer.h.0.mlp.c_fc.weight"
@@ -208,9 +208,7 @@ class Watched:
             extensions=[], training=training, training_keywords=training, num_steps=len(losses), path=tmp_path
         )
         arguments = build_arguments(recipe, None, tmp_path, 1)
-        self.model = build_model(
-            SMALL_RECIPE["model"], SimpleNamespace(bos_token_id=0, eos_token_id=0), arguments
-        )
+        self.model = build_model(SMALL_RECIPE["model"], TOKENIZER, arguments)
         self.run, self.weights = RunFolder(tmp_path / "run"), []
         monitors = Monitors(spikes=replace(SPIKES, policy=policy), plateau_steps=plateau_steps)
         self.monitor = StabilityMonitor(self.run, monitors, lambda step: {"samples": [step - 1, step]})

@@ -20,7 +20,7 @@ from pretraining.training.trackers import (
     Trackers,
     build_trackers,
 )
-from tests.gear.runs import REPOSITORY, Run, execute, without_packages
+from tests.gear.runs import REPOSITORY, Run, completed, execute, without_packages
 
 TEXT = "samples/1/text_summary"
 """What TensorBoard calls the first prompt's samples."""
@@ -189,8 +189,7 @@ def test_trackio_holds_the_names_of_metrics_jsonl(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "program.py").write_text(TRACKED)
     (tmp_path / "run" / "samples.jsonl").write_text(json.dumps(SAMPLE) + "\n")
-    finished = execute(["forked", "0", tmp_path / "program.py", tmp_path / "run"])
-    assert finished.code == 0, finished.output
+    completed(["forked", "0", tmp_path / "program.py", tmp_path / "run"])
     assert not (tmp_path / "run" / "events.jsonl").exists(), read_rows(tmp_path / "run" / "events.jsonl")
     (database,) = (tmp_path / "run" / "trackio").glob("*.db")
     assert database.stem == "pretraining"

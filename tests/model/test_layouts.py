@@ -1,0 +1,341 @@
+"""Promise: ranks may split sequences, layers and experts, and curve, checkpoints and exports stay the recipe's."""
+
+import copy
+import re
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+from pretraining.checkpoints.export import reshard
+from pretraining.checkpoints.folders import damage
+from pretraining.checkpoints.shard_files import CheckpointReader, assemble
+from pretraining.data.documents import document_borders, part_of_sequences
+from pretraining.ds_config import Degrees, degrees_of, load_ds_config
+from pretraining.evaluation.validation import _batch
+from pretraining.model.parallel import document_mask, split_experts
+from pretraining.planning.memory.need import BUILT, memory_need
+from pretraining.recipe import load_recipe
+from pretraining.recipe.refusals import load_recipe_and_ds_config
+from pretraining.runtime.process_group import RankGroups
+from pretraining.training.experts import PREFIX
+from pretraining.upstream.deepspeed import own_rows
+from tests.gear.finished_data import refusal
+from tests.gear.on_ranks import on_ranks
+from tests.gear.runs import EXPERTS, LLAMA, MIXTRAL, QWEN3, section_of
+from tests.training.test_curve import FP32, column, largest_difference
+
+NO_NOISE_SCALE = "monitors.noise_scale_steps=null"
+"""Refused with split sequences and experts: no rank has the gradient of whole sequences, or of its samples alone."""
+MASKED, PACKED = "data.document_masking=true", "data.packing=best_fit"
+BLOCKS = ("speed.compile=blocks", "speed.compile_backend=aot_eager")
+TWO = "training.per_device_train_batch_size=4"
+"""Two micro-batches a step, where no samples are split."""
+SHORT = ("budget.tokens=2560", TWO)
+"""Five steps of two micro-batches: four ranks at stage 3 on two cores wait for each other at every layer."""
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512}
+LONG = section_of(LLAMA, max_position_embeddings=2048, rope_parameters=YARN)
+LONG_STEPS = ("budget.tokens=8192", "budget.tokens_per_step=4096", "training.per_device_train_batch_size=1")
+WIDE_HEADS = section_of(LLAMA, num_attention_heads=8)
+# 515 tokens of a vocabulary: no degree divides them
+LAYERS = (section_of(QWEN3, vocab_size=515), TWO)
+TIED = section_of(LLAMA, tie_word_embeddings=True, vocab_size=513)
+BALANCED = ("loss.router_z_loss=0.01", "monitors.expert_load=true", NO_NOISE_SCALE)
+MIXTURE = (section_of(EXPERTS, router_aux_loss_coef=0.1), *BALANCED)
+WHOLE_SEQUENCES = (section_of(EXPERTS, router_aux_loss_coef=1.0), "loss.router_z_loss=0.01", NO_NOISE_SCALE)
+MUON = ("optimizer.name=muon", "optimizer.adaptive_clip=0.01", "monitors.layer_norms_steps=1")
+ASKED = {
+    "gpt2": ("zero2:sequence=2", 2, (NO_NOISE_SCALE,)),
+    "fewer key-value heads than ranks, documents apart": (
+        *("zero3:sequence=4", 4),
+        (WIDE_HEADS, NO_NOISE_SCALE, *SHORT, MASKED, PACKED),
+    ),
+    "experts, balanced over whole sequences": ("zero1:sequence=2", 2, (*WHOLE_SEQUENCES, MASKED)),
+    "2,048 tokens, stretched positions, layers computed again": (
+        *("zero3:sequence=4", 4),
+        (LONG, *LONG_STEPS, "training.activation_checkpointing=true", MASKED, PACKED, NO_NOISE_SCALE),
+    ),
+    "qwen3, whose norms of heads see a part of them": ("zero1_tp2", 2, LAYERS),
+    "zero3, two groups of samples": ("zero3:tensor=2", 4, LAYERS),
+    "zero2, compiled blocks": ("zero2:tensor=2", 2, (*LAYERS, *BLOCKS)),
+    "experts whole, attention split, without ZeRO": (
+        *("zero0:tensor=2", 2),
+        (section_of(EXPERTS), MASKED, "loss.z_loss=0.001"),
+    ),
+    "layers and sequences": ("zero2:tensor=2,sequence=2", 4, (TIED, TWO, NO_NOISE_SCALE, MASKED)),
+    "one weight for embedding and head, chunked loss": ("zero3:tensor=2", 2, (TIED, "loss.kind=chunked")),
+    "mixtral, documents apart": ("zero2_ep2", 2, (section_of(MIXTRAL), *BALANCED, MASKED)),
+    "qwen3_moe, weights sharded too": ("zero3:expert=2", 4, MIXTURE),
+    "qwen3_moe, compiled blocks": ("zero1:expert=2", 2, (*MIXTURE, *BLOCKS)),
+    "qwen3_moe, Muon, clipping by units": ("zero1:expert=2", 4, (*MIXTURE, *MUON)),
+    "without ZeRO, clipping by units": ("zero0:expert=2", 2, (*MIXTURE, *MUON[1:])),
+    "experts and sequences, offloaded": ("zero2_offload:expert=2,sequence=2", 4, MIXTURE),
+}
+
+
+@pytest.mark.parametrize("stage, ranks, settings", ASKED.values(), ids=ASKED)
+def test_split_work_has_the_curve_of_one_plain_process(workshop, stage, ranks, settings):
+    """Losses, norms whole and of layers, noise scale, tokens, loads of experts, validations and samples."""
+    alone = workshop.plain(tuple(each for each in settings if each not in BLOCKS))
+    together, degrees = workshop.run(stage, ranks, settings=settings), degrees_of(load_ds_config(stage))
+    for name, most in (("train/loss", FP32), ("train/grad_norm", 1e-3), ("train/tokens", 0)):
+        assert largest_difference(column(together, name), column(alone, name)) <= most
+    assert ("monitors.expert_load=true" in settings) <= any(
+        PREFIX in name for name in alone.training_rows[-1]
+    )
+    for ours, theirs in zip(together.rows, alone.rows, strict=True):
+        measured = [name for name in theirs if name.startswith(("stability/gradient", PREFIX, "eval/"))]
+        rel = 1e-3 if degrees.tensor > 1 else 0.02
+        assert {name: ours[name] for name in measured} == pytest.approx(
+            {name: theirs[name] for name in measured}, rel=rel
+        )
+        if "eval/loss" in theirs:
+            assert ours["eval/loss"] == pytest.approx(theirs["eval/loss"], abs=FP32)
+    if degrees.tensor > 1:
+        assert together.samples == alone.samples
+    [start] = [event for event in together.events if event["event"] == "start"]
+    split = {kind: getattr(degrees, kind) for kind in ("tensor", "sequence", "expert")}
+    assert {kind: start[kind] for kind, degree in split.items() if degree > 1}.items() <= split.items()
+
+
+PLAIN = ("null", 1, "plain")
+GOES_ON = [
+    (("zero2:sequence=2", 2), ("zero1", 1), (NO_NOISE_SCALE,)),
+    (PLAIN, ("zero3:sequence=2", 4), (NO_NOISE_SCALE,)),
+    (("zero1_tp2", 2), PLAIN, LAYERS),
+    (("zero3:tensor=2", 4), ("zero1_tp2", 2), LAYERS),
+    (PLAIN, ("zero3:tensor=2", 4), LAYERS),
+    (("zero1_tp2", 2), ("zero2:sequence=2", 2), LAYERS),
+    (("zero3:expert=2", 4), PLAIN, MIXTURE),
+    (PLAIN, ("zero2:expert=4", 4), MIXTURE),
+    (("zero3:expert=2", 4), ("zero1:expert=2", 2), MIXTURE),
+]
+
+
+@pytest.mark.parametrize("saved_by, resumed_by, settings", GOES_ON)
+def test_a_run_goes_on_with_its_work_split_or_whole(workshop, tmp_path, saved_by, resumed_by, settings):
+    """Every later loss is that of the unbroken run, moments included."""
+    if len(saved_by) == 2:
+        saved_by = (*saved_by, "forked")
+    whole = workshop.run(*saved_by, settings)
+    if "sequence" in resumed_by[0]:
+        settings = (*settings, NO_NOISE_SCALE)
+    resumed = workshop.continued(whole, tmp_path / "run", *resumed_by, settings=settings)
+    assert resumed.losses == pytest.approx(whole.losses, abs=1e-5)
+
+
+def test_a_checkpoint_names_each_part_by_what_it_is(workshop, tmp_path):
+    """Whole states under the names of one process, each element once; rewritten without parts, the same bits."""
+    source = workshop.run("zero1_tp2", settings=LAYERS).folder / "checkpoint-8"
+    reshard(source, tmp_path / "three", 3)
+    saved, rewritten = CheckpointReader(source), CheckpointReader(tmp_path / "three")
+    alone = CheckpointReader(workshop.plain(LAYERS).folder / "checkpoint-8")
+    assert damage(source) is None and damage(tmp_path / "three") is None
+    assert saved.parameters == rewritten.parameters == alone.parameters
+    for name in saved.parameters:
+        assert saved.states(name) == alone.states(name)
+        for state in saved.states(name):
+            assert torch.equal(assemble(rewritten, name, state), assemble(saved, name, state))
+            assert torch.allclose(assemble(saved, name, state), assemble(alone, name, state), atol=1e-4)
+    # no element is saved twice
+    numel = sum(saved.numel(name) * len(saved.states(name)) for name in saved.parameters)
+    assert workshop.run("zero1_tp2", settings=LAYERS).saved_state_bytes == 4 * numel
+
+
+def test_an_export_has_whole_weights_under_the_same_names(workshop):
+    """At stages that gather them and stages that do not."""
+    files = [
+        workshop.plain(LAYERS).folder,
+        workshop.run("zero1_tp2", settings=LAYERS).folder,
+        workshop.run("zero3:tensor=2", 4, settings=LAYERS).folder,
+    ]
+    exports = [safe_open(folder / "export" / "model.safetensors", framework="pt") for folder in files]
+    names = set(exports[0].keys())
+    for export in exports[1:]:
+        assert set(export.keys()) == names
+        for name in names:
+            assert torch.allclose(export.get_tensor(name), exports[0].get_tensor(name), atol=1e-4)
+
+
+@pytest.mark.parametrize("stage, ranks", [("zero2_ep2", 2), ("zero3:expert=2", 4)])
+def test_an_export_holds_all_experts_under_the_same_names(workshop, stage, ranks):
+    """The names and shapes of a plain process, and the bits of the last checkpoint."""
+    settings = next(each[2] for each in ASKED.values() if each[0] == stage)
+    alone, together = workshop.plain(settings), workshop.run(stage, ranks, settings=settings)
+    ours, theirs = (load_file(run.folder / "export" / "model.safetensors") for run in (together, alone))
+    assert {name: each.shape for name, each in ours.items()} == {
+        name: each.shape for name, each in theirs.items()
+    }
+    saved = CheckpointReader(together.folder / "checkpoint-10")
+    loaded = AutoModelForCausalLM.from_pretrained(together.folder / "export").state_dict()
+    assert saved.parameters.keys() == loaded.keys()
+    for name in saved.parameters:
+        assert torch.equal(loaded[name], assemble(saved, name)), name
+
+
+CHOICES = {"all": [0, 1, 2, 3], "those of the first rank": [0, 1], "those of the second": [3, 2], "one": [2]}
+IMPLEMENTATIONS = ("eager", "grouped_mm")
+TOKENS, CHOSEN = 24, 2
+
+
+def split_and_whole_differ_by(choices: list[int], implementation: str) -> float:
+    """Between outputs, and gradients of tokens, weights and scores, of whole and of split experts."""
+    config = AutoConfig.for_model(**MIXTRAL)
+    config._experts_implementation = implementation
+    torch.manual_seed(0)
+    whole = nn.ModuleDict({"layer": nn.ModuleDict({"experts": MixtralExperts(config)})})
+    for parameter in whole.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    split = copy.deepcopy(whole)
+    split_experts(split, 2)
+    for ours, theirs in zip(split.parameters(), whole.parameters(), strict=True):
+        ours.data.copy_(own_rows(ours, theirs.data))
+    torch.manual_seed(dist.get_rank())
+    tokens, scores = torch.randn(TOKENS, config.hidden_size), torch.rand(TOKENS, CHOSEN)
+    chosen = torch.tensor(choices)[torch.randint(len(choices), (TOKENS, CHOSEN))]
+    found = []
+    for model in (whole, split):
+        inputs = [tokens.clone().requires_grad_(), scores.clone().requires_grad_()]
+        output = model["layer"]["experts"](inputs[0], chosen, inputs[1])
+        (output**2).sum().backward()
+        weights = [parameter.grad for parameter in model.parameters()]
+        if model is whole:
+            for gradient in weights:
+                dist.all_reduce(gradient)
+            weights = [own_rows(p, each) for p, each in zip(split.parameters(), weights, strict=True)]
+        found.append([output.detach(), *(each.grad for each in inputs), *weights])
+    return max(
+        float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-6))
+        for theirs, ours in zip(*found, strict=True)
+    )
+
+
+def largest_differences() -> dict[str, float]:
+    """Of this rank, case by case."""
+    cases = product(CHOICES.items(), IMPLEMENTATIONS)
+    return {f"{name}, {how}": split_and_whole_differ_by(choices, how) for (name, choices), how in cases}
+
+
+def test_a_rank_to_which_no_token_comes_takes_part():
+    """Outputs and gradients of split experts, on ranks that are all, some or none of them chosen."""
+    for found in on_ranks(2, largest_differences):
+        assert len(found) == 8 and all(difference < 1e-5 for difference in found.values()), found
+
+
+def test_ranks_are_numbered_with_tensor_parts_first_and_samples_last():
+    groups = [RankGroups(Degrees(tensor=2, sequence=2), rank, 8) for rank in range(8)]
+    assert [each.tensor_part for each in groups] == [0, 1] * 4
+    assert [each.sequence_part for each in groups] == [0, 0, 1, 1] * 2
+    assert [each.data_rank for each in groups] == [0] * 4 + [1] * 4
+    assert [each.is_first_of_sample for each in groups] == [True, False, False, False] * 2
+    assert groups[0].data_ranks == 2
+
+
+def test_parts_of_a_batch_are_the_batch():
+    """Together inputs, labels and positions; the borders of documents stay those of whole sequences."""
+    positions = np.array([[0, 1, 2, 0, 1, 2, 3, 4], [0, 0, 1, 2, 3, 4, 5, 6]])
+    tokens = np.arange(16).reshape(2, 8)
+    plain = {"input_ids": tokens, "labels": tokens + 1}
+    masked = {**plain, "position_ids": positions, **document_borders(positions), "use_cache": False}
+    for batch in (plain, masked):
+        parts = [part_of_sequences(batch, part, 4) for part in range(4)]
+        for key in ("input_ids", "labels"):
+            np.testing.assert_array_equal(np.concatenate([part[key] for part in parts], 1), batch[key])
+    np.testing.assert_array_equal(np.concatenate([part["position_ids"] for part in parts], 1), positions)
+    assert parts[3]["cu_seq_lens_q"] is masked["cu_seq_lens_q"]
+    assert part_of_sequences(plain, 1, 2)["position_ids"].tolist() == [[4, 5, 6, 7]] * 2
+    assert part_of_sequences(plain, 0, 1) is plain
+
+
+def test_a_validation_reads_a_part_of_each_sequence():
+    """Each rank of a group its own, and attention exchanges them."""
+    blocks = [{"input_ids": np.arange(8), "labels": np.arange(1, 9)}] * 2
+    parts = [_batch(blocks, RankGroups(Degrees(sequence=2), rank, 4), torch.device("cpu")) for rank in (2, 3)]
+    assert all(part["splits_sequences"] and part["input_ids"].shape == (2, 4) for part in parts)
+    assert torch.cat([part["labels"] for part in parts], 1).tolist() == [list(range(1, 9))] * 2
+    assert "splits_sequences" not in _batch(blocks, RankGroups(), torch.device("cpu"))
+
+
+def test_the_mask_of_documents_is_the_one_of_their_borders():
+    # two rows of three tokens; documents of 3, 1 and 2
+    borders = torch.tensor([0, 3, 4, 6], dtype=torch.int32)
+    mask = document_mask(borders, 2, 3)
+    assert mask.shape == (2, 1, 3, 3)
+    assert mask[0, 0].tolist() == [[True, False, False], [True, True, False], [True, True, True]]
+    assert mask[1, 0].tolist() == [[True, False, False], [False, True, False], [False, True, True]]
+
+
+def test_building_split_experts_takes_their_part_and_one_layer_whole():
+    """In host memory, before the model moves to its GPU; `moe-30b-a3b` holds 16 of 128 experts a rank."""
+    recipe, layer = load_recipe("moe-30b-a3b"), 128 * 3 * 768 * 2048
+    built = {
+        way: memory_need(recipe, load_ds_config(way), 8).host[BUILT] for way in ("zero1", "zero1:expert=8")
+    }
+    assert built["zero1"] == 2 * 30_532_122_624
+    assert built["zero1:expert=8"] == built["zero1"] - 2 * 48 * layer * 7 / 8 + 4 * layer
+
+
+NOISE_SCALE, EAGER = ("monitors.noise_scale_steps=5",), ("model.attn_implementation=eager",)
+GRAPHS, ADAFACTOR = ("speed.compile_mode=reduce-overhead",), ("training.optim=adafactor",)
+EIGHT = (section_of(LLAMA, num_attention_heads=8, vocab_size=1024),)
+OLMO2 = (section_of(LLAMA, model_type="olmo2", vocab_size=1024),)
+DEEPCOMPILE = ("speed.compile=deepcompile", "loss.kind=plain")
+PRODUCTS = ("training.activation_checkpointing=true", "speed.recompute=operators")
+MULTIPLE = "{0} {1}: needs a multiple of {1} ranks, and there are {2}; degrees that divide {2}: 1, {3}"
+REFUSED = [
+    (
+        "zero2:sequence=3",
+        (),
+        3,
+        "zero2:sequence=3: sequence 3: does not divide the 4 attention heads; 2 does",
+    ),
+    ("zero2:sequence=8", (), 8, "does not divide the 4 attention heads; 4 does"),
+    ("zero3:sequence=4", (), 6, MULTIPLE.format("sequence", 4, 6, "2, 3, 6")),
+    ("zero3:sequence=two", (), 2, "'two' is no number of ranks; write sequence=2"),
+    ("zero3:seqence=2", (), 2, "there is no degree 'seqence'; did you mean 'sequence'?"),
+    ("zero1:sequence=2", NOISE_SCALE, 2, "monitors.noise_scale_steps: does not go with"),
+    ("zero1:sequence=2", EAGER, 2, "is eager; split sequences go with sdpa"),
+    ("zero1:sequence=2", ("budget.tokens_per_step=128",), 4, "2 groups of 2 ranks"),
+    ("zero1_tp2", (), 2, "gpt2 keeps queries, keys and values in one convolution"),
+    ("zero1:tensor=4", EIGHT, 4, "tensor 4: does not divide the 2 key-value heads; 2 does"),
+    ("zero1:tensor=3", EIGHT, 3, "tensor 3: does not divide the 8 attention heads; 2 does"),
+    ("zero1_tp2", EIGHT, 3, MULTIPLE.format("tensor", 2, 3, "3")),
+    ("zero1_tp2", (*EIGHT, "optimizer.name=muon"), 2, "optimizer.name: muon orthogonalises whole matrices"),
+    ("zero0:tensor=2", (*EIGHT, *ADAFACTOR), 2, "whose update looks at whole parameters"),
+    ("zero1_tp2", (*EIGHT, "optimizer.adaptive_clip=0.1"), 2, "compares norms of whole rows and columns"),
+    ("zero1_tp2", (*EIGHT, *DEEPCOMPILE), 2, "deepcompile, which is not tried with split layers"),
+    ("zero1_tp2", (*EIGHT, *PRODUCTS), 2, "speed.recompute: is operators, which keeps products"),
+    ("zero3_hpz:tensor=2", EIGHT, 8, "hpZ keeps copies of parameters by node"),
+    ("zero3_nvme:tensor=2", EIGHT, 2, "is not tried with states on NVMe"),
+    (
+        "zero1_tp2",
+        OLMO2,
+        2,
+        "tensor 2: does not hold for olmo2 (its self_attn.q_proj is colwise_gather_output)",
+    ),
+    ("zero2_ep2", (), 2, "expert 2: is for mixtures of experts, not for gpt2"),
+    ("zero2:expert=3", (), 3, "zero2:expert=3: expert 3: does not divide the 4 experts; 2 does"),
+    ("zero2:expert=8", (), 8, "does not divide the 4 experts; 4 does"),
+    ("zero2_ep2", (), 3, MULTIPLE.format("expert", 2, 3, "3")),
+    ("zero2_ep2", NOISE_SCALE, 2, "noise_scale_steps: does not go with split experts"),
+    ("zero2_ep2", GRAPHS, 2, "is reduce-overhead, which records CUDA graphs, and with expert 2"),
+    ("zero0:expert=2", ADAFACTOR, 2, "whose update looks at whole parameters"),
+    ("zero3_hpz:expert=2", (), 8, "zero_hpz_partition_size: does not go with split experts"),
+]
+
+
+@pytest.mark.parametrize("deepspeed, settings, ranks, said", REFUSED)
+def test_what_cannot_be_split_is_refused_in_one_line(deepspeed, settings, ranks, said):
+    """From the plan already, with the nearest degree that divides."""
+    splits_experts = (
+        re.search("ep2|expert", deepspeed) and "not for gpt2" not in said
+    )  # a dense model has none to split
+    recipe = "features/mixture-of-experts" if splits_experts else "tiny"
+    assert said in refusal(load_recipe_and_ds_config, recipe, settings, deepspeed, ranks)
