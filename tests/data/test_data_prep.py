@@ -565,8 +565,11 @@ def test_a_link_is_followed_to_another_disk(root, corpus, tmp_path):
 
 def test_a_byte_order_mark_before_json_lines_is_no_text(root, corpus):
     """As Windows' editors write it."""
+    without = prepare(root.with_name("without"), recipe_for(corpus))
     corpus.write_bytes(b"\xef\xbb\xbf" + corpus.read_bytes())
-    prepare(root, recipe_for(corpus))
+    folders = (without, prepare(root, recipe_for(corpus)))
+    shards = [{n: d for n, d in bytes_of(each).items() if n.endswith(".arrow")} for each in folders]
+    assert shards[0] and shards[0] == shards[1]
 
 
 def test_a_count_needs_nothing_cleaned(corpus):

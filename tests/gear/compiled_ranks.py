@@ -43,6 +43,8 @@ def fails_on_rank_1(graph, inputs):
 BLOCKS = {"compile": "blocks"}
 # as inductor cuts a graph in two, without the seconds of a C++ compiler: the first case has these too
 CUT = {**BLOCKS, "compile_backend": "aot_eager_decomp_partition"}
+EAGER = {**BLOCKS, "compile_backend": "aot_eager"}
+FAILING = {"compile": "auto", "compile_backend": fails_on_rank_1}
 SPLIT_LAYERS, SPLIT_EXPERTS = Degrees(tensor=2), Degrees(expert=2)
 CASES = {
     "gpt2": ("gpt2", 3, False, {}),
@@ -51,28 +53,16 @@ CASES = {
     "llama": ("llama", 3, False, {}),
     "llama blocks": ("llama", 3, False, CUT),
     "qwen3_moe": ("qwen3_moe", 3, False, {}),
-    "qwen3_moe blocks": ("qwen3_moe", 3, False, {**BLOCKS, "compile_backend": "aot_eager"}),
-    "gpt2 failing": ("gpt2", 3, False, {"compile": "auto", "compile_backend": fails_on_rank_1}),
+    "qwen3_moe blocks": ("qwen3_moe", 3, False, EAGER),
+    "gpt2 failing": ("gpt2", 3, False, FAILING),
     "gpt2 zero2": ("gpt2", 2, False, {}),
-    "gpt2 zero2 failing": ("gpt2", 2, False, {"compile": "auto", "compile_backend": fails_on_rank_1}),
+    "gpt2 zero2 failing": ("gpt2", 2, False, FAILING),
     "qwen3_moe expert": ("qwen3_moe", 3, False, {}, SPLIT_EXPERTS),
-    "qwen3_moe expert blocks": (
-        "qwen3_moe",
-        3,
-        False,
-        {**BLOCKS, "compile_backend": "aot_eager"},
-        SPLIT_EXPERTS,
-    ),
+    "qwen3_moe expert blocks": ("qwen3_moe", 3, False, EAGER, SPLIT_EXPERTS),
     # last, because AutoTP leaves traces in the process
     "llama tensor": ("llama", 2, False, {}, SPLIT_LAYERS),
     "llama tensor blocks": ("llama", 2, False, BLOCKS, SPLIT_LAYERS),
-    "llama tensor failing": (
-        "llama",
-        2,
-        False,
-        {"compile": "auto", "compile_backend": fails_on_rank_1},
-        SPLIT_LAYERS,
-    ),
+    "llama tensor failing": ("llama", 2, False, FAILING, SPLIT_LAYERS),
 }
 
 

@@ -33,11 +33,10 @@ def main(fault: str, folder: str, options: list[str]) -> None:
 
 def lines_of_node(fault: str, rank: int) -> list[Finding]:
     """Two lines that are the same everywhere, but for a number, and one that a sick node has alone."""
-    alike = [Finding("NUMA", FINE, "one socket"), Finding("disk", FINE, f"{rank + 1}.50 GB free")]
-    return [
-        *alike,
-        *([Finding("open files", BREAKS, "256", "ulimit -n 65536")] if fault == "sick" and rank else []),
-    ]
+    lines = [Finding("NUMA", FINE, "one socket"), Finding("disk", FINE, f"{rank + 1}.50 GB free")]
+    if fault == "sick" and rank:
+        lines.append(Finding("open files", BREAKS, "256", "ulimit -n 65536"))
+    return lines
 
 
 def healthy(rank: int, folder: Path) -> None:

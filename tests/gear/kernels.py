@@ -102,12 +102,8 @@ class Kernels(TorchDispatchMode):
         if function.namespace in ("prim", "c10d"):
             return result  # asks for a tensor's property, or sends it
         if name in ATTENTION_FLOPS:
-            self.add(
-                ATTENTION,
-                name,
-                ATTENTION_FLOPS[name](*arguments),
-                _bytes_of(tree_leaves((arguments, result))),
-            )
+            moved = _bytes_of(tree_leaves((arguments, result)))
+            self.add(ATTENTION, name, ATTENTION_FLOPS[name](*arguments), moved)
         elif name in PRODUCTS:
             left, right = (each for each in arguments[PRODUCTS[name] : PRODUCTS[name] + 2])
             flops = 2 * left.numel() * right.shape[-1]  # in a grouped one each token meets one expert

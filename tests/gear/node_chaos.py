@@ -50,10 +50,8 @@ class NodeChaos:
         while self.counts["kills"] < kills:
             self.counts["runs"] += 1
             name = f"run-{self.counts['runs']}"
-            self.nodes, self.remote = (
-                Nodes(self.workshop, self.folder, self.hosts, name),
-                RemoteRun(UPLOAD, name),
-            )
+            self.nodes = Nodes(self.workshop, self.folder, self.hosts, name)
+            self.remote = RemoteRun(UPLOAD, name)
             for _ in range(self.chance.randint(3, 8)):
                 if self.counts["kills"] == kills or not self._start_and_kill():
                     break
@@ -108,16 +106,11 @@ class NodeChaos:
         """Put an empty node in place of the lost one; what it alone held of checkpoints is gone."""
         self.nodes.replace(name)
         in_store = self._newest_in_store()
-        self.lost_with_a_node |= {
-            path.read_bytes() for path in self._markers() if step_in(path.parent.name) > in_store
-        }
+        self.lost_with_a_node |= {each.read_bytes() for each in self._markers() if _step_of(each) > in_store}
 
     def _markers(self) -> list[Path]:
-        return [
-            path
-            for name in NAMES
-            for path in self.nodes.disk(name).folder.glob("checkpoint-*/committed.json")
-        ]
+        disks = [self.nodes.disk(name).folder for name in NAMES]
+        return [path for disk in disks for path in disk.glob("checkpoint-*/committed.json")]
 
     def _newest_in_store(self) -> int:
         name = newest_committed(self.remote, -1)
@@ -125,12 +118,8 @@ class NodeChaos:
 
     def _least(self) -> int:
         """The step from which the next start must go on, or from a later one."""
-        whole = [
-            step_in(path.parent.name)
-            for path in self._markers()
-            if path.read_bytes() not in self.lost_with_a_node
-        ]
-        return max([self._newest_in_store(), *whole])
+        whole = [each for each in self._markers() if each.read_bytes() not in self.lost_with_a_node]
+        return max([self._newest_in_store(), *map(_step_of, whole)])
 
     def _continued(self, least: int, began: float) -> None:
         """The start since then, if it came so far, went on from the newest checkpoint there was."""
@@ -157,6 +146,10 @@ class NodeChaos:
         for path in system.ls(self.remote.where(name), detail=False):
             (copy / path.rpartition("/")[2]).write_bytes(system.cat_file(path))
         assert damage(copy) is None
+
+
+def _step_of(marker: Path) -> int:
+    return step_in(marker.parent.name)
 
 
 def _finished(started: dict[str, Started]) -> None:

@@ -58,25 +58,11 @@ class Nodes:
         """Start the run, `ranks` of them on each node."""
         port = str(free_port())
         options = self.workshop.options("--output_dir", self.output, *choices(stage, settings), *more)
-        return {
-            name: Started(
-                [
-                    "forked",
-                    ranks,
-                    "-m",
-                    "tests.gear.nodes",
-                    self.folder,
-                    name,
-                    port,
-                    self.output,
-                    "train.py",
-                    *options,
-                ],
-                **HERE,
-                **variables,
-            )
-            for name in NAMES
-        }
+        rank, train = (
+            ["forked", ranks, "-m", "tests.gear.nodes", self.folder],
+            [self.output, "train.py", *options],
+        )
+        return {name: Started([*rank, name, port, *train], **HERE, **variables) for name in NAMES}
 
     def run(self, **options) -> dict[str, Finished]:
         """Start the run, and wait for its end on every node."""

@@ -193,11 +193,11 @@ class OutsideFuzz:
             "run's recipe at a prune": Reader(run.recipe, lambda: checkpoints.main(["prune", str(run.path)])),
             "plan beside what was measured": Reader(run.plan, lambda: measured_beside_planned(run.path)),
             "marker beside the plan": Reader(marker, lambda: measured_beside_planned(run.path), sealed),
-            "records of a node": Reader(self._node(), lambda: self._fetch_records(remote)),
+            "records of a node": Reader(self._node(), lambda: fetch_records(remote.address, box / "fetched")),
             "changes in a store": Reader(
                 run.changes, lambda: changes_in(remote.read_if_there(run.changes.name) or b"[]", "it")
             ),
-            "list of shards": Reader(self.data / "train" / "state.json", self._verify),
+            "list of shards": Reader(self.data / "train" / "state.json", lambda: verify_data(self.data)),
             "items": Reader(items, lambda: read_items(str(items))),
             "evaluation set": Reader(items, lambda: list(read_evaluation_sets(items.parent))),
             "mds": Reader(
@@ -214,11 +214,8 @@ class OutsideFuzz:
         return path
 
     def _write_weights(self, folder: Path) -> None:
-        dcp.save(
-            {"model": {"a": torch.ones(3, 4), "b": torch.ones(5)}, "step": 1},
-            checkpoint_id=folder,
-            no_dist=True,
-        )
+        state = {"model": {"a": torch.ones(3, 4), "b": torch.ones(5)}, "step": 1}
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
         (folder / "index").mkdir()
         shutil.copyfile(self.run.export / "model.safetensors", folder / "index" / "model.safetensors")
         index = {"metadata": {}, "weight_map": {"transformer.wte.weight": "model.safetensors"}}
@@ -227,15 +224,9 @@ class OutsideFuzz:
     def _write_texts(self, folder: Path) -> list[Path]:
         folder.mkdir()
         # pages of text: those of HTML need a package of the data extra
-        fields = [
-            "WARC/1.0",
-            "WARC-Type: conversion",
-            "WARC-Record-ID: <urn:uuid:1>",
-            "WARC-Target-URI: http://a/",
-        ]
-        fields += ["WARC-Date: 2026-01-01T00:00:00Z", "Content-Type: text/plain", "Content-Length: 11", ""]
-        fields += ["Some words.", "", ""]
-        warc = "\r\n".join(fields).encode()
+        warc = b"WARC/1.0\r\nWARC-Type: conversion\r\nWARC-Record-ID: <urn:uuid:1>\r\n"
+        warc += b"WARC-Target-URI: http://a/\r\nWARC-Date: 2026-01-01T00:00:00Z\r\n"
+        warc += b"Content-Type: text/plain\r\nContent-Length: 11\r\n\r\nSome words.\r\n\r\n"
         rows = b'{"text": "one"}\n{"text": "two"}\n'
         packed = pyarrow.BufferOutputStream()
         with pyarrow.CompressedOutputStream(packed, "zstd") as stream:
@@ -301,12 +292,8 @@ class OutsideFuzz:
         reporting.main(["analyze", str(folder)])
 
     def _use_journal(self, journal: Journal) -> object:
-        return (
-            journal.left_out,
-            journal.overtakes(5, 0),
-            journal.position(9),
-            share_of_peak(float, 5, self.resolved.progress(), False, journal),
-        )
+        position = journal.left_out, journal.overtakes(5, 0), journal.position(9)
+        return *position, share_of_peak(float, 5, self.resolved.progress(), False, journal)
 
     def _list(self) -> None:
         checkpoints.main(["list", str(self.run.path)])
@@ -345,12 +332,6 @@ class OutsideFuzz:
             if entry.dtype is not None and torch.Size(entry.shape).numel() < 1 << 20:
                 files.tensor(name)
 
-    def _fetch_records(self, remote: RemoteRun) -> None:
-        fetch_records(remote.address, self.box / "fetched")
-
-    def _verify(self) -> None:
-        verify_data(self.data)
-
     def _hosts(self, path: Path) -> None:
         made = HostfileCommand.of(["deepspeed", f"--hostfile={path}", "--force_multi", "train.py"])
         if made is not None:
@@ -381,9 +362,8 @@ class OutsideFuzz:
     def _outcome(self, name: str, reader: Reader, mutation: str) -> Outcome:
         signal.signal(signal.SIGALRM, _too_late)
         signal.alarm(SECONDS)
-        faulthandler.dump_traceback_later(
-            10 * SECONDS, exit=True
-        )  # what waits outside of Python sees no signal
+        # what waits outside of Python sees no signal
+        faulthandler.dump_traceback_later(10 * SECONDS, exit=True)
         before = resource.getrlimit(resource.RLIMIT_AS)
         in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (in_use + MOST_MORE_BYTES, before[1]))
@@ -396,10 +376,8 @@ class OutsideFuzz:
         except Hang:
             return Outcome("hang", name, f"{mutation}\n{traceback.format_exc()}")
         except Exception as error:
-            gone = mutation == "nothing" and isinstance(
-                error, FileNotFoundError
-            )  # commands look before they read
-            # `one_line_errors` makes a line of it
+            # commands look before they read; `one_line_errors` makes a line of the others
+            gone = mutation == "nothing" and isinstance(error, FileNotFoundError)
             if isinstance(error, OSError) and (gone or file_error(error) is not None):
                 return Outcome("refused", name, str(error))
             return Outcome("traceback", name, f"{mutation}\n{traceback.format_exc()}")
@@ -419,19 +397,17 @@ class OutsideFuzz:
         return f"{kind}: {content[:2000]!r}"
 
     def _other_file(self, path: Path) -> str:
-        kind = self.random.choice(("pipe", "folder", "link", "device", "nothing", "loop"))
         path.unlink()
-        match kind:
-            case "pipe":
-                os.mkfifo(path)
-            case "folder":
-                path.mkdir()
-            case "link":
-                path.symlink_to(self.root / "sentinel" / "precious.txt")
-            case "loop":
-                path.symlink_to(path.name)
-            case "device":
-                path.symlink_to("/dev/zero")
+        others = {
+            "pipe": lambda: os.mkfifo(path),
+            "folder": path.mkdir,
+            "link": lambda: path.symlink_to(self.root / "sentinel" / "precious.txt"),
+            "device": lambda: path.symlink_to("/dev/zero"),
+            "nothing": lambda: None,
+            "loop": lambda: path.symlink_to(path.name),
+        }
+        kind = self.random.choice(tuple(others))
+        others[kind]()
         return kind
 
     def _other_bytes(self, good: bytes) -> bytes:

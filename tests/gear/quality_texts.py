@@ -10,11 +10,7 @@ from pretraining.data.quality.text import TextView
 
 PROSE = (
     "The ship left the harbour at dawn. Nobody on the quay had expected to see that happen with such haste. "
-)
-PROSE += (
     "It was said that the captain feared the weather! Was he right to do so? The sea stayed calm and clear. "
-)
-PROSE += (
     "On the third day they met a merchant who told them of the war and of all that they would have to face."
 )
 
@@ -39,9 +35,8 @@ def damaged(text: str, draw: random.Random) -> str:
     lines = text.split("\n")
     for _ in range(draw.randrange(1, 8)):
         at = draw.randrange(len(lines))
-        lines[at] = (
-            draw.choice(["- ", "• ", "", "# ", "\u00a0"]) + lines[at] + draw.choice(["...", "…", ".", ""])
-        )
+        before, after = draw.choice(["- ", "• ", "", "# ", "\u00a0"]), draw.choice(["...", "…", ".", ""])
+        lines[at] = before + lines[at] + after
         lines[at:at] = lines[at : at + draw.randrange(6)] * draw.randrange(3)
     return "\n".join(lines[: draw.randrange(1, len(lines) + 1)])
 
@@ -50,18 +45,8 @@ def damaged(text: str, draw: random.Random) -> str:
 def many_texts() -> list[str]:
     """Real texts, damaged ones, and the corners."""
     draw, real = random.Random(7), real_texts()
-    corners = [
-        " ",
-        "\n\n",
-        "a",
-        "...",
-        "\n\nx\n\n",
-        "#" * 300,
-        "a b " * 200,
-        "x " * 60,
-        PROSE,
-        *OTHER_ALPHABETS,
-    ]
+    corners = [" ", "\n\n", "a", "...", "\n\nx\n\n", "#" * 300, "a b " * 200, "x " * 60, PROSE]
+    corners += OTHER_ALPHABETS
     broken = [damaged(text, draw) for text in real]
     return [*real, *broken, *corners, *(PROSE + text for text in OTHER_ALPHABETS)]
 

@@ -128,9 +128,8 @@ class RecipeFuzz:
                 dotted = f"{section}.{key}"
                 if key == "model_type" or dotted in LEFT_OUT or (self.checks and dotted in SLOW):
                     continue
-                if self.trains and (
-                    dotted == "budget.tokens" or (section == "data" and key in PREPARED.split())
-                ):
+                asks_for_other_data = section == "data" and key in PREPARED.split()
+                if self.trains and (dotted == "budget.tokens" or asks_for_other_data):
                     continue
                 if "properties" in schema and self.random.random() < 0.8:
                     yield from ((f"{dotted}.{name}", each) for name, each in schema["properties"].items())
@@ -154,9 +153,8 @@ class RecipeFuzz:
         if kind in ("integer", "number"):
             return self._number(key, schema, kind)
         if kind == "string":
-            return self.random.choice(
-                TEXTS.get(key.rpartition(".")[2], ["", "x", "loss", "auto", "sdpa", "1"])
-            )
+            texts = TEXTS.get(key.rpartition(".")[2], ["", "x", "loss", "auto", "sdpa", "1"])
+            return self.random.choice(texts)
         if kind == "array":
             items = schema.get("items", {"type": "string"})
             return [self._value(key, items) for _ in range(self.random.choice((0, 1, 2, 3)))]
@@ -166,10 +164,8 @@ class RecipeFuzz:
         small = [-1, 0, 1, 2, 3, 4, 8, 16, 64, 100, 512]
         if kind == "number":
             small += [-0.5, 1e-8, 1e-3, 0.1, 0.5, 0.9, 0.999, 1.5, 1e6]
-        else:
-            small += (
-                [] if (self.trains or self.checks) and SIZES.search(key) else [65536, 2**31, 2**63, 10**18]
-            )
+        elif not ((self.trains or self.checks) and SIZES.search(key)):
+            small += [65536, 2**31, 2**63, 10**18]
         default = schema.get("default")
         if isinstance(default, int | float):
             small += [default, default * 2]
@@ -192,13 +188,7 @@ class RecipeFuzz:
 
 TEXTS = {
     "attn_implementation": [
-        "sdpa",
-        "eager",
-        "flex_attention",
-        "flash_attention_2",
-        "flash_atention_2",
-        "sdpa_causal",
-        "",
+        *("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_atention_2", "sdpa_causal", ""),
     ],
     "experts_implementation": ["grouped_mm", "eager", "batched_mm", "deepgemm", "fast"],
     "activation_function": ["gelu", "relu", "gelu_new", "swiglu", "silu"],
@@ -324,9 +314,8 @@ def start_outcome(workshop: Workshop, settings: list[str], stage: str) -> Outcom
             model = build_from_recipe(recipe, tokenizer, arguments, draw_weights=False)
         loss = build_loss(model, recipe.loss)
         model.to_empty(device="cpu")
-        trainer = PretrainingTrainer(
-            recipe, model, arguments, loss=loss, train_dataset=dataset, evaluator=evaluator
-        )
+        given = {"loss": loss, "train_dataset": dataset, "evaluator": evaluator}
+        trainer = PretrainingTrainer(recipe, model, arguments, **given)
         trainer.create_optimizer_and_scheduler(recipe.num_steps)
 
     # it would hold for all of this process
@@ -372,12 +361,8 @@ def training_outcome(
     workshop: Workshop, settings: list[str], stage: str, ranks: int, output: Path, timeout: float = 120
 ) -> Outcome:
     """What three real steps on `ranks` ranks (0: a plain process) come to."""
-    words = [
-        "forked",
-        str(ranks),
-        "train.py",
-        *workshop.options("--output_dir", output, "--deepspeed", stage),
-    ]
+    options = workshop.options("--output_dir", output, "--deepspeed", stage)
+    words = ["forked", str(ranks), "train.py", *options]
     started = Started([*words, *(word for each in settings for word in ("--set", each))])
     try:
         finished = started.finish(timeout)

@@ -4,22 +4,8 @@ import json
 import random
 from pathlib import Path
 
-WORDS = (
-    "the",
-    "man",
-    "a",
-    "dog",
-    "then",
-    "water",
-    "slowly",
-    "turns",
-    "around",
-    "returns",
-    "over",
-    "def",
-    "class",
-)
-WORDS += ("import", "self", "naïve", "[step]", "cuts")
+WORDS = ("the", "man", "a", "dog", "then", "water", "slowly", "turns", "around", "returns", "over", "def")
+WORDS += ("class", "import", "self", "naïve", "[step]", "cuts")
 
 GENERATION = """task: continue_line
 validation_split: validation
@@ -54,9 +40,7 @@ def hellaswag_items(number: int = 20) -> list[dict]:
             "ctx_a": f"{text(4, 70)}. [title] {text(2, 5)}  {text(1, 3)}.",
             "ctx_b": "" if index % 3 == 0 else text(1, 4),
             "ctx": f"{text(4, 60)}.",
-            "endings": [
-                f"{text(1, 9)}{draw.choice(['.', ' ', ' [substeps] ' + text(1, 2)])}" for _ in range(4)
-            ],
+            "endings": [text(1, 9) + draw.choice([".", " ", " [substeps] " + text(1, 2)]) for _ in range(4)],
             "source_id": f"wikihow~{index}",
             "split": "val",
             "split_type": "indomain",

@@ -53,9 +53,8 @@ def measurable(name: str, entry: dict) -> dict:
             model[key] = 0.0
         if "softcap" in key:
             model[key] = 2.0
-        if re.fullmatch(r".*(multiplier|_scaling|logit_scale)", key) and isinstance(
-            schema.get("default"), float
-        ):
+        is_number = isinstance(schema.get("default"), float)
+        if is_number and re.fullmatch(r".*(multiplier|_scaling|logit_scale)", key):
             model[key] = 0.5
     if "null" in properties.get(LOGIT_CAP, {}).get("type", ()):
         model[LOGIT_CAP] = None

@@ -171,9 +171,8 @@ def trained(model: dict, ds_config: dict | None, degrees) -> tuple[list, object,
             "gradient_clipping": 0.0,
         }
         if degrees.tensor > 1:
-            config["tensor_parallel"] = {
-                **ds_config["tensor_parallel"],
-                "partition_config": split_layers(model),
+            config["tensor_parallel"] = ds_config["tensor_parallel"] | {
+                "partition_config": split_layers(model)
             }
     alive = HfDeepSpeedConfig(config) if config else None
     arguments = SimpleNamespace(bf16=False, fp16=False, deepspeed=config, process_index=1, seed=0)

@@ -126,10 +126,8 @@ class StreamOrder(Watch):
 
     def _is_before(self, access: Access, stream: WatchedStream | None) -> bool:
         """Return whether an access is over when the next operation of a stream, or of the host, begins."""
-        if access.stream in (
-            stream,
-            None,
-        ):  # what the host has done is over before anything that it launches then
+        # what the host has done is over before anything that it launches then
+        if access.stream in (stream, None):
             return True
         clock = self.machine.host if stream is None else stream.clock
         return clock.get(access.stream, 0) >= access.number
