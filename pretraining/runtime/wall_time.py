@@ -148,7 +148,7 @@ class WallTime:
     lost: dict[str, float]
     """{cause: seconds}, of CAUSES."""
     stopped: float
-    """Seconds between an end or a stop on request and the next start: they are nobody's, and in no other field."""
+    """Seconds between an end or a stop on request and the next start, which are in no other field."""
 
     @classmethod
     def of(cls, events: list[dict], rows: Iterable[Row], until: float, validated: float = 0.0) -> "WallTime":

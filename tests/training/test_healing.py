@@ -155,7 +155,7 @@ def ruled(workshop) -> tuple[str, ...]:
 
 
 def test_ranks_skip_the_same_blocks_and_share_one_curve(workshop, ruled):
-    """One plain process and two under ZeRO-2: the same blocks and losses, 0 for steps of nothing else."""
+    """One plain process and two under ZeRO-2: the same blocks and losses; a step of skipped blocks alone has 0."""
     alone, together = workshop.plain(ruled), workshop.run("zero2", settings=ruled)
     rows = [{row["sample"]: row for row in read_rows(run.dir.flagged_blocks)} for run in (alone, together)]
     # loaders read ahead of the last step, more of them with more ranks
