@@ -44,9 +44,8 @@ def test_a_window_of_the_recipe_is_looked_through(name, arguments):
     with torch.no_grad():
         wanted = eager(input_ids=ids).logits
         torch.testing.assert_close(chosen(input_ids=ids).logits, wanted)
-        assert not torch.allclose(
-            build_model(whole, TOKENIZER, arguments).eval()(input_ids=ids).logits, wanted, atol=1e-3
-        )
+        without = build_model(whole, TOKENIZER, arguments).eval()(input_ids=ids).logits
+        assert not torch.allclose(without, wanted, atol=1e-3)
 
 
 def test_no_mask_is_built_under_compile(arguments):
@@ -136,9 +135,8 @@ def test_documents_reach_flash_attention_with_their_borders(monkeypatch):
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
     batch = document_borders(positions.numpy())
     given = {k: torch.from_numpy(v) if hasattr(v, "shape") else v for k, v in batch.items()}
-    flash._flash_attention_forward(
-        heads, heads, heads, None, 8, is_causal=True, position_ids=positions, **given
-    )
+    given |= {"is_causal": True, "position_ids": positions}
+    flash._flash_attention_forward(heads, heads, heads, None, 8, **given)
     assert borders == [[0, 3, 8]]
 
 
@@ -147,18 +145,8 @@ def test_the_requirements_of_gpus_can_be_installed():
     lines = (REPOSITORY / "requirements-gpu.txt").read_text().splitlines()
     wanted = [line for line in lines if line and not line.startswith("#")]
     assert wanted and not [line for line in wanted if line.startswith("flash-attn")]
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--dry-run",
-        "--no-deps",
-        "--only-binary",
-        ":all:",
-        *wanted,
-    ]
-    finished = subprocess.run(command, capture_output=True, text=True)
+    pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--only-binary", ":all:"]
+    finished = subprocess.run([*pip, *wanted], capture_output=True, text=True)
     if re.search("Connection|Retrying|Temporary failure", finished.stderr):
         pytest.skip("no package index can be reached")
     assert finished.returncode == 0, finished.stderr

@@ -112,11 +112,7 @@ def on_two_ranks(tmp_path_factory) -> dict[str, dict]:
 
 
 ALONE = ("gpt2", "llama", "qwen3_moe", "gpt2 zero2", "llama tensor", "qwen3_moe expert")
-SAME = {
-    case: max((name for name in ALONE if case.startswith(name)), key=len)
-    for case in CASES
-    if case not in ALONE
-}
+SAME = {case: max(filter(case.startswith, ALONE), key=len) for case in CASES if case not in ALONE}
 """{case: the one whose numbers it must have}."""
 
 
@@ -174,23 +170,11 @@ def test_a_compiled_run_goes_on_without(workshop, tmp_path, stage):
 
 WITH_A_MODE = ("compile=whole", "compile_backend=aot_eager", "compile_mode=max-autotune")
 REFUSED = {
-    "blocks on a drive": (
-        "zero3_nvme",
-        ["compile=blocks"],
-        "compile: a compiled block needs all its weights",
-    ),
-    "CUDA graphs": (
-        "zero3",
-        ["compile_mode=reduce-overhead"],
-        "is reduce-overhead, which records CUDA graphs",
-    ),
+    "blocks on a drive": ("zero3_nvme", ["compile=blocks"], "a compiled block needs all its weights"),
+    "CUDA graphs": ("zero3", ["compile_mode=reduce-overhead"], "which records CUDA graphs"),
     "DeepCompile without ZeRO": ("zero0", ["compile=deepcompile"], "is deepcompile, which needs ZeRO"),
     "DeepCompile, offload": ("zero3_offload", ["compile=deepcompile"], "which is not tried with offload"),
-    "DeepCompile beside a loss that holds the head": (
-        "zero3",
-        ["compile=deepcompile"],
-        "--set loss.kind=plain",
-    ),
+    "DeepCompile, a loss that holds the head": ("zero3", ["compile=deepcompile"], "--set loss.kind=plain"),
     "a mode of inductor": ("zero2", [*WITH_A_MODE], "compile_mode: is max-autotune, a mode of inductor"),
 }
 
@@ -210,12 +194,9 @@ def test_deepcompile_is_started_by_its_switch(capsys):
     assert engine_config(recipe, ds_config)["compile"] == {"deepcompile": True}
     assert "never tried" in describe_compilation(recipe.speed)
     started = []
-    engine = SimpleNamespace(
-        optimizer=object(), zero_optimization=lambda: True, compile=lambda backend: started.append(backend)
-    )
-    trainer = SimpleNamespace(
-        recipe=recipe, model_wrapped=engine, is_deepspeed_enabled=True, gradient_norm_known=None
-    )
+    engine = SimpleNamespace(optimizer=object(), zero_optimization=lambda: True, compile=started.append)
+    trainer = SimpleNamespace(recipe=recipe, model_wrapped=engine, is_deepspeed_enabled=True)
+    trainer.gradient_norm_known = None
     PretrainingTrainer.prepared(trainer)
     assert started == ["inductor"]
     if not torch.cuda.is_available():
@@ -223,6 +204,7 @@ def test_deepcompile_is_started_by_its_switch(capsys):
             check_speed(recipe.speed)
 
 
+RECOMPUTED = ["training.activation_checkpointing=true"]
 AUTO = {
     "at stage 1": ("124m", [], "zero1", None),
     "at stage 3, recomputed": ("7b", [], "zero3", None),
@@ -233,12 +215,7 @@ AUTO = {
     "weights on a drive": ("30b", [], "zero3_nvme", "from NVMe"),
     "dropout": ("124m", ["model.resid_pdrop=0.1"], "zero1", "dropout"),
     "Liger's kernels": ("7b", ["training.use_liger_kernel=true"], "zero3", "Liger's kernels take its place"),
-    "a recomputed mixture": (
-        "moe-1.5b",
-        ["training.activation_checkpointing=true"],
-        "zero1",
-        "router logits",
-    ),
+    "a recomputed mixture": ("moe-1.5b", RECOMPUTED, "zero1", "router logits"),
 }
 
 
@@ -271,8 +248,7 @@ def test_the_next_block_is_gathered_while_one_computes():
 
 def test_liger_fuses_what_no_compiler_does(monkeypatch):
     """On a GPU, if it is installed and no block is compiled; a recipe that says so decides for itself."""
-    recomputed = ["training.activation_checkpointing=true"]
-    mixture, compiled = load_recipe("moe-1.5b", recomputed), load_recipe("7b")
+    mixture, compiled = load_recipe("moe-1.5b", RECOMPUTED), load_recipe("7b")
     monkeypatch.setattr(run_arguments, "is_liger_kernel_available", lambda: True)
     assert run_arguments.fuses_with_liger(mixture, load_ds_config("zero1"), on_gpu=True)
     assert not run_arguments.fuses_with_liger(mixture, load_ds_config("zero1"), on_gpu=False)

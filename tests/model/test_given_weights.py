@@ -87,10 +87,8 @@ def write(kind: str, model: PreTrainedModel, folder: Path) -> None:
     elif kind == "bin of an old torch":
         torch.save(weights, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     elif kind == "pt":
-        torch.save(
-            {"model": {f"_orig_mod.{key}": value for key, value in weights.items()}, "step": 5},
-            folder / "last.pt",
-        )
+        wrapped = {f"_orig_mod.{key}": value for key, value in weights.items()}
+        torch.save({"model": wrapped, "step": 5}, folder / "last.pt")
     elif kind == "dcp":
         dcp.save(weights, checkpoint_id=folder, no_dist=True)
     elif kind == "dcp with states":
@@ -118,10 +116,7 @@ def test_every_kind_of_folder_gives_the_same_model(tmp_path, kind):
 
 
 META = {
-    "self_attn.q_proj": "attention.wq",
-    "self_attn.k_proj": "attention.wk",
-    "self_attn.v_proj": "attention.wv",
-    "self_attn.o_proj": "attention.wo",
+    **{f"self_attn.{each}_proj": f"attention.w{each}" for each in "qkvo"},
     "mlp.gate_proj": "feed_forward.w1",
     "mlp.down_proj": "feed_forward.w2",
     "mlp.up_proj": "feed_forward.w3",
@@ -142,8 +137,8 @@ TORCHTUNE = {
     "post_attention_layernorm.weight": "mlp_norm.scale",
     "model.norm.weight": "norm.scale",
 }
-for _name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
-    del TORCHTUNE[_name]
+for _name in "qkv":
+    del TORCHTUNE[f"self_attn.{_name}_proj"]
 PARAMS = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "norm_eps": 1e-6, "vocab_size": 512}
 
 
@@ -259,10 +254,8 @@ def test_shapes_and_tying_are_checked(tmp_path):
     write("safetensors", drawn(TIED), tmp_path / "tied")
     message = refusal(opened, tmp_path / "tied", UNTIED)
     assert "no weights for 1 of" in message and "--set model.tie_word_embeddings=true" in message
-    assert "has more layers or experts" in refusal(
-        opened, tmp_path / "tied", {**TIED, "num_hidden_layers": 1}
-    )
-    assert "no weights for 9 of" in refusal(opened, tmp_path / "tied", {**TIED, "num_hidden_layers": 3})
+    for layers, said in ((1, "has more layers or experts"), (3, "no weights for 9 of")):
+        assert said in refusal(opened, tmp_path / "tied", {**TIED, "num_hidden_layers": layers})
     message = refusal(opened, tmp_path / "tied", {**TIED, "intermediate_size": 64})
     assert "mlp.down_proj.weight is [64, 96] in tied and [64, 64] here" in message
     (tmp_path / "native").mkdir()
@@ -274,13 +267,13 @@ def test_shapes_and_tying_are_checked(tmp_path):
     assert "model.norm.weight of int8 is quantized" in refusal(opened, tmp_path / "int8", TIED)
 
 
+EPSILON = "model.rms_norm_eps: is 1e-05, and the weights of it were trained with 1e-06; --set"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"rms_norm_eps": 1e-5},
-            "model.rms_norm_eps: is 1e-05, and the weights of it were trained with 1e-06; --set",
-        ),
+        ({"rms_norm_eps": 1e-5}, EPSILON),
         ({"num_attention_heads": 8, "num_key_value_heads": 4}, "--set model.num_key_value_heads=2"),
         ({"hidden_act": "gelu"}, "--set 'model.hidden_act=\"silu\"'"),
         ({"tie_word_embeddings": True}, "--set model.tie_word_embeddings=false"),
@@ -300,10 +293,9 @@ def test_what_may_differ_is_not_refused():
     check_config(config, Model({**UNTIED, **longer, "rope_parameters": rope}), "it", "r.json")
     config.rope_parameters = {"rope_type": "default", "rope_theta": 500000.0}
     assert "--set 'model.rope_parameters=" in refusal(check_config, config, Model(UNTIED), "it", "r.json")
-    gpt2 = {**SMALL_RECIPE["model"], "activation_function": "gelu_new"}
-    check_config(
-        build_on_meta(gpt2)[0].config, Model({**gpt2, "activation_function": "gelu_pytorch_tanh"}), "it", "r"
-    )
+    config = build_on_meta({**SMALL_RECIPE["model"], "activation_function": "gelu_new"})[0].config
+    same = Model({**SMALL_RECIPE["model"], "activation_function": "gelu_pytorch_tanh"})
+    check_config(config, same, "it", "r")
 
 
 def test_the_tokenizer_is_the_sources(tmp_path):
@@ -431,9 +423,7 @@ def test_the_plan_counts_frozen_weights_as_weights_alone():
     plain, recipe = load_recipe("tiny"), load_recipe("tiny", settings)
     frozen, trained = (sum(t.numel for t in each(recipe)) for each in (frozen_tensors, trained_tensors))
     assert frozen + trained == 940_800 and frozen > 131_072
-    assert load_recipe("tiny", settings).to_dict()["model"]["frozen"] == json.loads(
-        settings[0].partition("=")[2]
-    )
+    assert recipe.to_dict()["model"]["frozen"] == json.loads(settings[0].partition("=")[2])
     for stage in ("zero0", "zero3"):
         before, after = (state_of_recipe(each, load_ds_config(stage), 2) for each in (plain, recipe))
         assert after.parameters == pytest.approx(before.parameters, rel=1e-3)
@@ -441,19 +431,16 @@ def test_the_plan_counts_frozen_weights_as_weights_alone():
     # Time and FLOPs too, also of a mixture of experts.
     for name, pattern in (("124m", "transformer.h.[0-7].*"), ("moe-1.5b", "model.layers.*.mlp.*")):
         plain, recipe = load_recipe(name), load_recipe(name, [f"model.frozen={json.dumps([pattern])}"])
-        before, after = (
-            full_plan(each, load_ds_config("zero1"), 1, find_gpu("H200")) for each in (plain, recipe)
-        )
+        gpu, zero1 = find_gpu("H200"), load_ds_config("zero1")
+        before, after = (full_plan(each, zero1, 1, gpu) for each in (plain, recipe))
         assert 0.3 < after["training_flops"] / before["training_flops"] < 0.95
         assert 0.3 < after["forecast"]["seconds"] / before["forecast"]["seconds"] < 0.95
         assert after["forecast"]["mfu"] < 0.8
     listed = ParametersVerb().answer(SimpleNamespace(recipe="tiny", set=settings))["parameters"]
     assert sum(each["elements"] for each in listed if each["frozen"]) == frozen and len(listed) == 52
     message = refusal(frozen_tensors, load_recipe("tiny", ['model.frozen=["transformer.wte"]']))
-    assert (
-        'model.frozen.0: is "transformer.wte", which matches none' in message
-        and "transformer.wte.weight" in message
-    )
+    assert 'model.frozen.0: is "transformer.wte", which matches none' in message
+    assert "transformer.wte.weight" in message
 
 
 @pytest.fixture(scope="module")
@@ -465,13 +452,9 @@ def source(shared, workshop) -> Path:
     return folder
 
 
-def _settings(source: Path) -> list[str]:
-    return [f"model.initial_weights={source}", 'model.frozen=["transformer.wte.*", "transformer.h.0.*"]']
-
-
 def test_a_run_begins_from_them_and_a_resumed_one_does_not_need_them(workshop, source, tmp_path):
     """Two ranks under ZeRO-3 have the curve of a plain process; frozen weights stay; ZeRO-2 resumes alone."""
-    settings = _settings(source)
+    settings = [f"model.initial_weights={source}", 'model.frozen=["transformer.wte.*", "transformer.h.0.*"]']
     sharded, plain = workshop.run("zero3", 2, settings=settings), workshop.run("null", 1, "plain", settings)
     assert max(abs(a - b) for a, b in zip(sharded.losses, plain.losses, strict=True)) < 2e-6
     assert plain.losses[0] < workshop.plain().losses[0] - 0.5
@@ -481,10 +464,8 @@ def test_a_run_begins_from_them_and_a_resumed_one_does_not_need_them(workshop, s
     assert trained["initial_weights"]["digest"] == began["digest"]
     assert f"began with the weights of `{source}`" in (plain.folder / "export" / "README.md").read_text()
     for run in (sharded, plain):
-        before, after = (
-            AutoModelForCausalLM.from_pretrained(each).state_dict()
-            for each in (source, run.folder / "export")
-        )
+        folders = (source, run.folder / "export")
+        before, after = (AutoModelForCausalLM.from_pretrained(each).state_dict() for each in folders)
         moved = {name for name in before if not torch.equal(before[name], after[name])}
         assert moved == {name for name in before if ".h.1." in name or ".wpe." in name or ".ln_f." in name}
 

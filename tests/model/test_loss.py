@@ -29,9 +29,7 @@ GPUS = {"T4": 15_600_000_000, "A100-40GB": 42_400_000_000, "H100": 85_000_000_00
 """Bytes that torch reports."""
 
 
-def settings(
-    kind: str, chunk_tokens: int | None = 50, z_loss: float = 0.0, compile: bool | None = None
-) -> Loss:
+def settings(kind: str, chunk_tokens: int | None = 50, z_loss=0.0, compile: bool | None = None) -> Loss:
     return Loss(kind=kind, chunk_tokens=chunk_tokens, z_loss=z_loss, compile=compile)
 
 
@@ -116,10 +114,8 @@ def test_in_bf16_only_the_rounding_of_logits_and_gradients_shows(z_loss):
     torch.manual_seed(0)
     pair, labels = [torch.randn(n, 64).bfloat16() for n in (300, 1003)], torch.randint(1003, (300,))
     labels[::7] = IGNORED
-    errors = {}
-    exact = gradients_of(
-        fused_nats, [tensor.double() for tensor in pair], labels, LossSettings(z_loss, 70, False)
-    )
+    errors, doubles = {}, [tensor.double() for tensor in pair]
+    exact = gradients_of(fused_nats, doubles, labels, LossSettings(z_loss, 70, False))
     for compile in (False, True):
         found = gradients_of(fused_nats, pair, labels, LossSettings(z_loss, 70, compile))
         errors[compile] = [((a - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
@@ -193,9 +189,8 @@ def test_a_loss_that_cannot_be_compiled_says_so_once_and_goes_on(
 def test_the_loss_never_waits_for_the_device():
     """On a GPU that is none, in bf16: no number is fetched to the host, no tensor of the host is mixed in."""
     with watched_gpu() as gpu:
-        hidden, weight = (
-            torch.empty(n, 8, dtype=torch.bfloat16, device="cuda").requires_grad_() for n in (90, 96)
-        )
+        like = {"dtype": torch.bfloat16, "device": "cuda", "requires_grad": True}
+        hidden, weight = (torch.empty(n, 8, **like) for n in (90, 96))
         labels, each = torch.empty(90, dtype=torch.long, device="cuda"), torch.empty(90, device="cuda")
         gpu.synchronisations.clear()
         fused_nats(hidden, weight, labels, LossSettings(1e-4, 64, False), each=each).backward()
@@ -236,9 +231,8 @@ def test_the_router_z_loss_is_the_paper_s(name, tokens):
         values[coefficient] = build_loss(model, way)(model(input_ids=ids), labels, torch.tensor(400)).item()
     squares = [torch.log(torch.exp(row).sum()) ** 2 for layer in expected[:2] for row in layer]
     share = (labels != IGNORED).sum().item() / 400
-    assert values[0.5] - values[0.0] == pytest.approx(
-        0.5 * share * sum(squares).item() / len(squares), rel=1e-5
-    )
+    expected = 0.5 * share * sum(squares).item() / len(squares)
+    assert values[0.5] - values[0.0] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
@@ -251,26 +245,23 @@ def test_the_balancing_loss_is_the_paper_s(name, tokens):
     for logits in outputs.router_logits:
         experts = logits.shape[1]
         chances = torch.exp(logits) / torch.exp(logits).sum(1, keepdim=True)
-        sent = [
-            sum(expert in row.argsort()[-2:] for row in chances) / len(chances) for expert in range(experts)
-        ]
+        chosen = [row.argsort()[-2:] for row in chances]
+        sent = [sum(expert in each for each in chosen) / len(chances) for expert in range(experts)]
         by_layer.append(experts * sum(f * p for f, p in zip(sent, chances.mean(0), strict=True)))
     share = (labels != IGNORED).sum().item() / 400
     found = build_loss(model, settings("plain"))(outputs, labels, torch.tensor(400))
     without = token_nats(outputs.logits, labels) / 400
-    assert (found - without).item() == pytest.approx(
-        0.5 * share * sum(by_layer).item() / len(by_layer), rel=1e-6
-    )
+    expected = 0.5 * share * sum(by_layer).item() / len(by_layer)
+    assert (found - without).item() == pytest.approx(expected, rel=1e-6)
 
 
 def test_layers_that_each_overload_another_expert_are_not_balanced():
     """Each of four layers sends all its tokens to one expert, another one each: the worst there is, not the best."""
     layers = tuple(torch.eye(4)[[layer] * 50] * 40 for layer in range(4))
-    assert layers_balance(SimpleNamespace(router_logits=layers), chosen=1).item() == pytest.approx(
-        4, rel=1e-6
-    )
     even = (torch.eye(4).repeat(25, 1) * 40,)
-    assert layers_balance(SimpleNamespace(router_logits=even), chosen=1).item() == pytest.approx(1, rel=1e-6)
+    for logits, balance in ((layers, 4), (even, 1)):
+        found = layers_balance(SimpleNamespace(router_logits=logits), chosen=1).item()
+        assert found == pytest.approx(balance, rel=1e-6)
     of_transformers = load_balancing_loss_func(layers, num_experts=4, top_k=1).item()
     assert of_transformers == pytest.approx(1, rel=1e-6), "what transformers' own would say"
 

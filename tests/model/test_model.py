@@ -67,10 +67,8 @@ def test_initial_weights_are_those_of_each_rule_alone(weights, name):
 
     Here every rule is called for its module, children first, with a generator of the module's own.
     """
-    model, seed = (
-        not_drawn(AutoConfig.for_model(**(MODELS | OTHER_MODELS)[name])),
-        SMALL_RECIPE["training"]["seed"],
-    )
+    model = not_drawn(AutoConfig.for_model(**(MODELS | OTHER_MODELS)[name]))
+    seed = SMALL_RECIPE["training"]["seed"]
     for path, module, owner in children_first(model):
         digest = hashlib.blake2b(f"{seed}/{path}".encode(), digest_size=8).digest()
         torch.manual_seed(int.from_bytes(digest, "little") >> 1)
@@ -218,10 +216,8 @@ def test_weight_decay_reaches_the_matrices_and_nothing_else(tmp_path, name):
     """Norms and biases are not decayed; embeddings and every projection are."""
 
     model, arguments = built(tmp_path, MODELS[name])
-    trainer = PretrainingTrainer(
-        load_recipe("tiny"), model, arguments, loss=build_loss(model), train_dataset=[]
-    )
-    optimizer = trainer.create_optimizer()
+    given = {"loss": build_loss(model), "train_dataset": []}
+    optimizer = PretrainingTrainer(load_recipe("tiny"), model, arguments, **given).create_optimizer()
     decayed = {id(p) for g in optimizer.param_groups if g["weight_decay"] == 0.1 for p in g["params"]}
     spared = {id(p) for g in optimizer.param_groups if g["weight_decay"] == 0.0 for p in g["params"]}
     assert decayed == {id(p) for p in model.parameters() if p.ndim >= 2}
@@ -231,20 +227,14 @@ def test_weight_decay_reaches_the_matrices_and_nothing_else(tmp_path, name):
 def test_the_recipes_activation_is_gpt2_s_own(tmp_path):
     """The larger recipes of GPT-2's shape write its activation as one kernel: the same losses, and so in an export."""
     shipped = {name: load_recipe(name).model for name in recipe_names()}
-    named = {
-        name: model.get("activation_function")
-        for name, model in shipped.items()
-        if model["model_type"] == "gpt2"
-    }
+    named = {n: m.get("activation_function") for n, m in shipped.items() if m["model_type"] == "gpt2"}
     assert {name for name, activation in named.items() if activation != "gelu_pytorch_tanh"} == {"tiny"}
     one_kernel = {**SMALL_RECIPE["model"], "activation_function": "gelu_pytorch_tanh"}
     ids = torch.arange(64)[None]
-    logits = [
-        built(tmp_path, model)[0].eval()(input_ids=ids).logits
-        for model in (SMALL_RECIPE["model"], one_kernel)
-    ]
+    models = [built(tmp_path, model)[0].eval() for model in (SMALL_RECIPE["model"], one_kernel)]
+    logits = [model(input_ids=ids).logits for model in models]
     torch.testing.assert_close(*logits, atol=1e-6, rtol=1e-5)
-    built(tmp_path, one_kernel)[0].save_pretrained(tmp_path / "export")
+    models[1].save_pretrained(tmp_path / "export")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()
     assert exported.config.activation_function == "gelu_pytorch_tanh"
     torch.testing.assert_close(exported(input_ids=ids).logits, logits[1], atol=1e-6, rtol=1e-5)

@@ -107,11 +107,8 @@ def test_the_base_itself_is_trained_as_without(name):
     """Every factor is 1 where the model is its own base."""
     base = Mup(base_width=64, base_layers=2, base_head_size=16)
     section = model_with_defaults(MODELS[name])
-    names = [
-        "model.embed_tokens.weight",
-        "transformer.h.0.mlp.c_proj.weight",
-        "model.layers.1.mlp.down_proj.weight",
-    ]
+    names = ["model.embed_tokens.weight", "transformer.h.0.mlp.c_proj.weight"]
+    names.append("model.layers.1.mlp.down_proj.weight")
     assert set(scales_by_name(names, section, base).values()) == {Scales()}
 
 

@@ -24,6 +24,7 @@ from tests.gear.runs import MODELS, SMALL_RECIPE, Run, completed, section_of
 from tests.gear.scored_tasks import write_items, write_tasks
 
 PART = "evaluation.max_validation_tokens=640"
+TOKENS_AND_PLACES = {"input_ids", "position_ids"}
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +52,8 @@ class SmallRun:
 
     def __init__(self, root, folder, data: str, settings: tuple[str, ...]):
         self.root, self.folder = root, folder
-        self.recipe = load_recipe(
-            str(root / f"{data}.json"), [f"evaluation.hellaswag={root / 'items.jsonl'}", *settings]
-        )
+        settings = [f"evaluation.hellaswag={root / 'items.jsonl'}", *settings]
+        self.recipe = load_recipe(str(root / f"{data}.json"), settings)
         folder.mkdir(exist_ok=True)
         (folder / "recipe.json").write_text(json.dumps(self.recipe.to_dict()))
         self.data = open_prepared(self.recipe, root / "data")
@@ -84,11 +84,7 @@ class SmallRun:
                 continue
             for block in part.dataset.__getitems__(list(range(len(part.dataset)))):
                 labels = torch.tensor(block["labels"])
-                given = {
-                    key: torch.tensor(block[key])[None]
-                    for key in block
-                    if key in ("input_ids", "position_ids")
-                }
+                given = {key: torch.tensor(block[key])[None] for key in block.keys() & TOKENS_AND_PLACES}
                 logs = torch.log_softmax(model(**given).logits[0].double(), -1)
                 kept = labels != IGNORED
                 nats -= logs[kept, labels[kept]].sum().item()
@@ -108,11 +104,9 @@ class SmallRun:
             texts = [(("", ""), *text) for block in blocks for text in texts_of(block)]
             nats = -sum(found[0] for found in reader._loglikelihood_tokens(texts, disable_tqdm=True))
             sums[part.name] = nats, sum(len(targets) for *_, targets in texts)
-        losses = (
-            {f"{name}_loss": nats / tokens for name, (nats, tokens) in sums.items()} if len(parts) > 1 else {}
-        )
-        counted = [sums[part.name] for part in parts if not part.beside]
-        return {**losses, "loss": sum(nats for nats, _ in counted) / sum(tokens for _, tokens in counted)}
+        losses = {f"{name}_loss": nats / tokens for name, (nats, tokens) in sums.items() if len(parts) > 1}
+        nats, tokens = map(sum, zip(*(sums[part.name] for part in parts if not part.beside), strict=True))
+        return {**losses, "loss": nats / tokens}
 
 
 def test_a_block_has_as_many_targets_as_inputs_and_validation_blocks_do_not_cross_sources(root):
@@ -225,18 +219,12 @@ def masked(root, tmp_path_factory):
     return SmallRun(root, tmp_path_factory.mktemp("masked"), "two", settings)
 
 
-def copied(run, folder):
-    """A folder of the same run, to change."""
-    return shutil.copytree(run.folder, folder)
-
-
 def test_an_export_that_fills_a_cache_has_the_loss_too(masked, tmp_path, capsys):
     """Exports of before, and what others wrote: their configs do not change what the command finds."""
-    loop, folder = masked.in_the_loop(), copied(masked, tmp_path / "run")
+    loop, folder = masked.in_the_loop(), shutil.copytree(masked.folder, tmp_path / "run")
     path = folder / "export" / "config.json"
-    path.write_text(
-        json.dumps({**json.loads(path.read_text()), "use_cache": True, "output_router_logits": True})
-    )
+    changed = {**json.loads(path.read_text()), "use_cache": True, "output_router_logits": True}
+    path.write_text(json.dumps(changed))
     found = masked.by_the_command(capsys, folder)
     assert {key: found[key] for key in loop} == pytest.approx(loop, rel=1e-5, abs=1e-5)
 
@@ -258,22 +246,14 @@ def test_exports_generate_with_a_cache(root, tmp_path, model):
     export = run.folder / "export"
     assert json.loads((export / "generation_config.json").read_text())["use_cache"] is True
     exported, lengths = AutoModelForCausalLM.from_pretrained(export), []
-    exported.get_input_embeddings().register_forward_hook(
-        lambda _, given, __: lengths.append(given[0].shape[-1])
-    )
+    embeddings = exported.get_input_embeddings()
+    embeddings.register_forward_hook(lambda _, given, __: lengths.append(given[0].shape[-1]))
     prompt = torch.randint(3, 512, (1, 9), generator=torch.Generator().manual_seed(1))
-    greedy = {
-        "attention_mask": torch.ones_like(prompt),
-        "do_sample": False,
-        "max_new_tokens": 20,
-        "eos_token_id": None,
-    }
+    greedy = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None}
+    greedy["attention_mask"] = torch.ones_like(prompt)
     cached = exported.generate(prompt, **greedy)
-    assert lengths == [9, *[1] * 19]
-    assert torch.equal(cached, exported.generate(prompt, **greedy, use_cache=False)) and cached.shape == (
-        1,
-        29,
-    )
+    assert lengths == [9, *[1] * 19] and cached.shape == (1, 29)
+    assert torch.equal(cached, exported.generate(prompt, **greedy, use_cache=False))
 
 
 def test_scores_of_the_harness_are_those_of_lm_eval_and_of_the_loop(masked, tmp_path, capsys):
@@ -294,9 +274,8 @@ def test_the_unigram_entropy_is_that_of_the_measured_tokens(root, tmp_path, caps
     """Counted anew: the targets of the part that is measured, over the bytes behind them."""
     run = SmallRun(root, tmp_path / "run", "two", settings_of("gpt2", PART, *CHOICES["masks"][masks]))
     parts = run.evaluator.validation.parts
-    labels = np.concatenate(
-        [block["labels"] for part in parts for block in part.dataset.__getitems__(range(len(part.dataset)))]
-    )
+    blocks = [each for part in parts for each in part.dataset.__getitems__(range(len(part.dataset)))]
+    labels = np.concatenate([block["labels"] for block in blocks])
     counts = np.unique(labels[labels != IGNORED], return_counts=True)[1]
     bits = -(counts * np.log2(counts / counts.sum())).sum() / sum(part.num_bytes for part in parts)
     assert run.by_the_command(capsys)["unigram_bits_per_byte"] == pytest.approx(bits, rel=1e-9)

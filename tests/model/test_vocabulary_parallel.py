@@ -18,13 +18,7 @@ from tests.gear.on_ranks import on_ranks
 from tests.gear.runs import LLAMA
 from tests.model.test_loss import WAYS, built, settings
 
-RANKS = 3
-
-
-VOCABULARY = 511
-Z_LOSS = 0.01
-
-
+RANKS, VOCABULARY, Z_LOSS = 3, 511, 0.01
 SMALL = {"ON_PROCESSOR": 1 << 17, "MULTIPLE": 16}
 """A processor's memory and lengths for which a loss that is not compiled has more chunks than a compiled one."""
 
@@ -46,9 +40,8 @@ def compare(tied: bool, kind: str, compile: bool | None, chunk_tokens: int | Non
     whole = built({**LLAMA, "vocab_size": VOCABULARY}, tied)
     ids, labels = torch.randint(VOCABULARY, (3, 64)), torch.randint(VOCABULARY, (3, 64))
     labels[0, :5] = labels[2, 60:] = IGNORED
-    expected = build_loss(whole, settings("plain", z_loss=Z_LOSS))(
-        whole(input_ids=ids), labels, torch.tensor(400)
-    )
+    plain = build_loss(whole, settings("plain", z_loss=Z_LOSS))
+    expected = plain(whole(input_ids=ids), labels, torch.tensor(400))
     expected.backward()
     split = copy.deepcopy(whole)
     split.zero_grad()

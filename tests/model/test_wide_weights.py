@@ -84,9 +84,8 @@ def test_every_stage_has_them_and_one_curve(workshop, stage):
     for name in TABLES:
         assert not torch.equal(weights[name], weights[name].bfloat16().float())
     if stage == "zero3":
-        assert evaluated(workshop, run, "--no-sample")["loss"] == pytest.approx(
-            run.events[-1]["eval_loss"], abs=1e-5
-        )
+        found = evaluated(workshop, run, "--no-sample")["loss"]
+        assert found == pytest.approx(run.events[-1]["eval_loss"], abs=1e-5)
 
 
 def test_a_checkpoint_goes_on_at_another_stage(workshop, tmp_path):
@@ -97,9 +96,8 @@ def test_a_checkpoint_goes_on_at_another_stage(workshop, tmp_path):
     assert resumed.losses[-2:] == pytest.approx(run.losses[-2:], abs=1e-3)
     verb = ["forked", "0", "-m", "pretraining.checkpoints", "export"]
     completed([*verb, run.folder, "--to", tmp_path / "later"])
-    at_the_end, later = (
-        load_file(each / "model.safetensors") for each in (run.dir.export, tmp_path / "later")
-    )
+    folders = (run.dir.export, tmp_path / "later")
+    at_the_end, later = (load_file(each / "model.safetensors") for each in folders)
     assert all(torch.equal(later[name], each) for name, each in at_the_end.items())
     assert all(later[name].dtype == each.dtype for name, each in at_the_end.items())
 
@@ -122,28 +120,17 @@ def test_the_plan_counts_them():
     assert after.seconds["products"] > before.seconds["products"]
 
 
-@pytest.mark.parametrize(
-    "settings, stage, message",
-    [
-        (
-            ["training.bf16=false"],
-            "zero2",
-            "goes with training.bf16: all is in fp32; --set training.bf16=true",
-        ),
-        (
-            [],
-            "zero3_hpz",
-            "second copy of the weights in each node (hpZ), in one type; use --deepspeed zero3",
-        ),
-        ([], "zero3_nvme", "offloads the weights, in one type"),
-        (
-            ["speed.compile=deepcompile", "loss.kind=plain"],
-            "zero2",
-            "not tried with speed.compile deepcompile",
-        ),
-        (['model.keep_in_fp32=["mlp"]'], "zero2", "model.keep_in_fp32.0: is "),
-    ],
-)
+DEEPCOMPILE = ["speed.compile=deepcompile", "loss.kind=plain"]
+REFUSED = [
+    (["training.bf16=false"], "zero2", "goes with training.bf16: all is in fp32; --set training.bf16=true"),
+    ([], "zero3_hpz", "second copy of the weights in each node (hpZ), in one type; use --deepspeed zero3"),
+    ([], "zero3_nvme", "offloads the weights, in one type"),
+    (DEEPCOMPILE, "zero2", "not tried with speed.compile deepcompile"),
+    (['model.keep_in_fp32=["mlp"]'], "zero2", "model.keep_in_fp32.0: is "),
+]
+
+
+@pytest.mark.parametrize("settings, stage, message", REFUSED)
 def test_what_cannot_be_is_refused_by_name(settings, stage, message):
     always = ["training.bf16=true", 'model.keep_in_fp32=["head"]']
     assert message in refusal(load_recipe_and_ds_config, "tiny", [*always, *settings], stage)

@@ -24,9 +24,8 @@ def clipped(model, *settings: str) -> list[torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     torch.manual_seed(1)
     for parameter in model.parameters():
-        parameter.grad = (
-            torch.randn_like(parameter) * torch.rand(parameter.shape[-1:], dtype=torch.float64) ** 4
-        )
+        sizes = torch.rand(parameter.shape[-1:], dtype=torch.float64) ** 4
+        parameter.grad = torch.randn_like(parameter) * sizes
     before = [parameter.grad.clone() for parameter in model.parameters()]
     Clipping(load_recipe("tiny", settings)).begin(model, optimizer)
     optimizer.step()
@@ -90,9 +89,8 @@ def test_every_slice_knows_its_units(shape, transposed):
     else:
         rows = math.prod(shape[:-1])
         by_row = torch.arange(rows).repeat_interleave(shape[-1])
-        by_column = (torch.arange(rows) // shape[-2]).repeat_interleave(shape[-1]) * shape[
-            -1
-        ] + table.ravel() % shape[-1]
+        matrices = (torch.arange(rows) // shape[-2]).repeat_interleave(shape[-1])
+        by_column = matrices * shape[-1] + table.ravel() % shape[-1]
         expected = by_column if transposed else by_row
     assert units.count == expected.max() + 1
     for start in range(numel):
@@ -124,9 +122,8 @@ def stepped(stage: int, in_bf16: bool, reads_once: bool) -> list:
     torch.manual_seed(1)
     dtype = torch.bfloat16 if in_bf16 else torch.float32
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)).to(dtype)
-    groups = [
-        {"params": [p for p in model.parameters() if (p.ndim > 1) == matrices]} for matrices in (True, False)
-    ]
+    matrices, vectors = ([p for p in model.parameters() if p.ndim == ndim] for ndim in (2, 1))
+    groups = [{"params": matrices}, {"params": vectors}]
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 0.05,
@@ -134,9 +131,8 @@ def stepped(stage: int, in_bf16: bool, reads_once: bool) -> list:
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 50_000},
     }
-    engine, optimizer, *_ = deepspeed.initialize(
-        model=model, optimizer=torch.optim.AdamW(groups), config=config
-    )
+    adamw = torch.optim.AdamW(groups)
+    engine, optimizer, *_ = deepspeed.initialize(model=model, optimizer=adamw, config=config)
     if reads_once:
         read_norm_once(engine.optimizer)
     norms, refused = [], []

@@ -133,12 +133,11 @@ def test_the_first_loss_is_that_of_guessing(plain):
 
 def test_validation_is_exact_at_any_number_of_ranks(workshop, plain):
     """A number of blocks that neither batch nor ranks divide: the same loss and bits per byte."""
-    batch = plain_batch(workshop)
+    batch = load_recipe(str(workshop.recipe)).training.per_device_eval_batch_size
     assert workshop.num_validation_blocks % batch
     for stage in STAGES:
-        for ours, theirs in zip(
-            stage_run(workshop, stage).validation_rows, plain.validation_rows, strict=True
-        ):
+        validated = stage_run(workshop, stage).validation_rows
+        for ours, theirs in zip(validated, plain.validation_rows, strict=True):
             assert ours["step"] == theirs["step"]
             for key in ("eval/loss", "eval/bits_per_byte"):
                 assert ours[key] == pytest.approx(theirs[key], abs=1e-5)
@@ -177,9 +176,8 @@ def test_scores_in_the_loop_are_the_same_under_zero3(workshop, scored):
     for ours, theirs in zip(together.validation_rows, alone.validation_rows, strict=True):
         names = {name for name in theirs if name.startswith("eval/")}
         assert {f"eval/{name}" for name in SCORES} < names
-        assert [ours[name] for name in names] == pytest.approx(
-            [theirs[name] for name in names], rel=1e-6, abs=1e-5
-        )
+        expected = {name: theirs[name] for name in names}
+        assert {name: ours[name] for name in names} == pytest.approx(expected, rel=1e-6, abs=1e-5)
         marker = read_marker(together.dir.checkpoint(ours["step"]))
         assert marker["metrics"]["eval_hellaswag/acc_norm"] == ours["eval/hellaswag/acc_norm"]
     assert together.losses == stage_run(workshop, "zero3").losses
@@ -192,7 +190,3 @@ def test_the_evaluation_command_finds_the_scores_of_the_loop(workshop, scored):
     finished = completed(["forked", "0", "-m", "pretraining.evaluation", run.folder, *words, "--json"])
     loop = {name: run.validation_rows[-1][f"eval/{name}"] for name in SCORES}
     assert json.loads(finished.stdout) == pytest.approx(loop, rel=1e-6, abs=1e-5)
-
-
-def plain_batch(workshop) -> int:
-    return load_recipe(str(workshop.recipe)).training.per_device_eval_batch_size

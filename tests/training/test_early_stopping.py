@@ -35,9 +35,8 @@ def test_validations_without_gain_are_counted_as_transformers_does(metric, thres
     """200 random histories, some with a NaN, whichever direction is better."""
     draw = random.Random(5)
     for _ in range(200):
-        values = [
-            draw.choice([draw.random(), draw.random(), 0.5, math.nan]) for _ in range(draw.randrange(9))
-        ]
+        draws = range(draw.randrange(9))
+        values = [draw.choice([draw.random(), draw.random(), 0.5, math.nan]) for _ in draws]
         expected = counted_by_transformers(values, metric != "loss", threshold)
         assert validations_without_gain(values, metric, threshold) == expected, values
 

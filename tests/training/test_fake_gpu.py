@@ -141,11 +141,8 @@ def make_trainer(machine, recipe_path: Path, split: TokenSplit, ds_config: str, 
     monitors = RunMonitors(run, recipe)
     monitors.begin(plan, start, dataset)
     validation = Validation(split, recipe)
-    evaluator = SimpleNamespace(
-        dataset=validation.dataset,
-        callbacks=(),
-        measure=lambda trained, step, interrupted: validation.measure(trained, interrupted),
-    )
+    evaluator = SimpleNamespace(dataset=validation.dataset, callbacks=())
+    evaluator.measure = lambda trained, step, interrupted: validation.measure(trained, interrupted)
     return PretrainingTrainer(
         recipe,
         language_model,
@@ -196,12 +193,9 @@ def of_rank(sent, rank: int):
     return [(number, rank * numel, tensor, offset, numel) for number, _, tensor, offset, numel in sent]
 
 
-FREE = {
-    "optim": "schedule_free_adamw",
-    "lr_scheduler_type": "constant_with_warmup",
-    "lr_scheduler_kwargs": {},
-}
-MASKED, MUON = {"document_masking": True}, {"name": "muon"}
+CONSTANT = {"lr_scheduler_type": "constant_with_warmup", "lr_scheduler_kwargs": {}}
+FREE = {"optim": "schedule_free_adamw", **CONSTANT}
+APART, MUON = {"data": {"document_masking": True}}, {"name": "muon"}
 TWO_SOURCES = {"sources": [{"builtin": "python_stdlib", "name": name} for name in "ab"]}
 EVERY_MONITOR = {"layer_norms_steps": 1, "noise_scale_steps": 1}
 Z_LOSS, CHUNKED = {"z_loss": 1e-4}, {"kind": "chunked", "chunk_tokens": 32}
@@ -209,20 +203,15 @@ ROUTED, BY_UNITS = {"kind": "fused", "router_z_loss": 1e-3}, {"adaptive_clip": 0
 PLAIN_LOSS = {"loss": {"kind": "plain"}, "optimizer": {"clip_value": 1.0}}
 CASES = {
     "gpt2, fused loss": ("zero1", 8, GPT2, {"monitors": EVERY_MONITOR}),
-    "gpt2, documents apart, z-loss, muon": (
-        "zero2",
-        8,
-        GPT2,
-        {"data": MASKED, "loss": Z_LOSS, "optimizer": MUON},
-    ),
+    "gpt2, documents apart, z-loss, muon": ("zero2", 8, GPT2, {**APART, "loss": Z_LOSS, "optimizer": MUON}),
     "llama, chunked loss, sources": ("zero1", 1, LLAMA, {"loss": CHUNKED, "data": TWO_SOURCES}),
-    "llama, documents apart, muon": ("zero3", 8, LLAMA, {"data": MASKED, "optimizer": MUON}),
+    "llama, documents apart, muon": ("zero3", 8, LLAMA, {**APART, "optimizer": MUON}),
     "llama, adaptive clipping": ("zero0", 8, LLAMA, {"optimizer": BY_UNITS, "monitors": EVERY_MONITOR}),
     "qwen3, plain loss, clipping by value": ("zero2", 8, TIED, {**PLAIN_LOSS, "monitors": EVERY_MONITOR}),
     "qwen3, schedule-free": ("zero2", 1, TIED, {"training": FREE}),
     "qwen3 without DeepSpeed": ("null", 1, TIED, {}),
     "mixtral, router z-loss, muon": ("zero2", 1, MIXTRAL, {"loss": ROUTED, "optimizer": MUON}),
-    "qwen3_moe, documents apart": ("zero1", 8, EXPERTS, {"data": MASKED, "loss": {"router_z_loss": 1e-3}}),
+    "qwen3_moe, documents apart": ("zero1", 8, EXPERTS, {**APART, "loss": {"router_z_loss": 1e-3}}),
 }
 
 
@@ -336,19 +325,10 @@ def test_each_read_of_the_device_is_recorded_with_its_place():
         torch.zeros(3).to("cuda"), torch.zeros(3).pin_memory().to("cuda", non_blocking=True)
     kinds = [each.kind for each in machine.synchronisations]
     assert kinds == [
-        "item",
-        "to host",
-        "item",
-        "nonzero",
-        "nonzero",
-        "device",
-        "event",
-        "stream",
-        "to device",
+        *("item", "to host", "item", "nonzero", "nonzero", "device", "event", "stream", "to device"),
     ]
-    here = (
-        f"tests/training/test_fake_gpu.py:{test_each_read_of_the_device_is_recorded_with_its_place.__name__}"
-    )
+    name = test_each_read_of_the_device_is_recorded_with_its_place.__name__
+    here = f"tests/training/test_fake_gpu.py:{name}"
     assert {each.where for each in machine.synchronisations} == {here}
 
 

@@ -19,6 +19,7 @@ from pretraining.ds_config import DS_CONFIGS
 from pretraining.model import attention
 from pretraining.model.attention import TORCH_VARLEN
 from pretraining.model.build import build_model
+from pretraining.recipe import load_recipe
 from pretraining.training.throughput import device_peak_flops
 from tests.gear.runs import MODELS, TOKENIZER, Run, Workshop, completed, made_once
 from tests.model.test_loss import WAYS, built, loss_and_gradients, settings
@@ -50,9 +51,8 @@ def test_every_stage_trains_in_bf16(workshop, stage):
     run, plain = trained(workshop, stage), trained(workshop, "null")
     assert run.losses == pytest.approx(plain.losses, abs=0.02)
     assert run.losses[-1] < run.losses[0] - 0.2
-    assert run.validation_rows[-1]["eval/loss"] == pytest.approx(
-        plain.validation_rows[-1]["eval/loss"], abs=0.02
-    )
+    ours, theirs = (each.validation_rows[-1]["eval/loss"] for each in (run, plain))
+    assert ours == pytest.approx(theirs, abs=0.02)
     assert run.dir.export.exists() and run.events[-1]["event"] == "end"
     assert "Traceback" not in run.finished.output and run.finished.strays == ()
 
@@ -62,15 +62,9 @@ def test_a_run_on_a_gpu_says_what_it_takes(workshop):
     """Peak memory in every logged step, and MFU if the table knows this GPU."""
     run = trained(workshop, "zero2")
     assert all(row["memory/peak_bytes"] > 0 for row in run.training_rows)
-    known = device_peak_flops(run_recipe(run)) is not None
+    known = device_peak_flops(load_recipe(str(run.dir.recipe))) is not None
     assert all(("throughput/mfu" in row) == known for row in run.training_rows)
     assert known != ("no MFU: " in run.finished.stdout)
-
-
-def run_recipe(run: Run):
-    from pretraining.recipe import load_recipe
-
-    return load_recipe(str(run.dir.recipe))
 
 
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])

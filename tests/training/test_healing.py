@@ -53,12 +53,12 @@ def test_killed_after_the_rollback_and_resumed_repeats_it_exactly(poisoned):
     output = poisoned.folder / "killed"
     command = poisoned.command(output)
     after = FIRST_NOISY - 3
-    start_and_kill(
-        command,
-        lambda: (
-            bool(events(Run(output), "rollback")) and any(r["step"] >= after for r in Run(output).rows[40:])
-        ),
-    )
+
+    def has_gone_on() -> bool:
+        run = Run(output)
+        return bool(events(run, "rollback")) and any(row["step"] >= after for row in run.rows[40:])
+
+    start_and_kill(command, has_gone_on)
     assert committed(output)[0] == "checkpoint-40" and not (output / "export").exists()
     run = Run(output, completed(command))
     assert len(events(run, "rollback")) == 1
@@ -131,13 +131,8 @@ def ruled(workshop) -> tuple[str, ...]:
     """Settings for the workshop's text with runs of one character, enough to fill whole steps."""
     path = workshop.folder / "ruled.jsonl"
     sources = [{"path": str(workshop.folder / "corpus")}, {"path": str(path)}]
-    mixture = {
-        "stages": [
-            {"until": 2048, "weights": {"corpus": 1}},
-            {"until": 3072, "weights": {"ruled.jsonl": 1}},
-            {},
-        ]
-    }
+    text, noise = ({"until": 2048, "weights": {"corpus": 1}}, {"until": 3072, "weights": {"ruled.jsonl": 1}})
+    mixture = {"stages": [text, noise, {}]}
     settings = (
         "data.name=ruled",
         f"data.sources={json.dumps(sources)}",

@@ -62,9 +62,7 @@ def test_rank_0_alone_unless_every_rank_is_asked_for(tmp_path):
 def test_the_history_of_memory_leaves_the_frames_of_c_out(monkeypatch):
     """They would be walked through at every allocation, so that the traced steps would not be like the others."""
     asked = {}
-    monkeypatch.setattr(
-        torch.cuda.memory, "_record_memory_history", lambda **keywords: asked.update(keywords)
-    )
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", asked.update)
     start_memory_history(5)
     assert asked == {"max_entries": 5, "stacks": "python"}
 
@@ -75,11 +73,8 @@ def test_the_table_adds_up_by_kind():
     host.append(Operation("gloo:all_reduce", 2, 0.002, 0.0))
     lines = cost_table(host, "step 1-2", 2, 0.02).splitlines()
     assert lines[0].endswith("10.0 ms a step") and "50%" in lines[1]
-    assert [line.split()[-3:] for line in lines[4:7]] == [
-        ["3.000", "60.0%", "2.0"],
-        ["1.000", "20.0%", "1.0"],
-        ["1.000", "20.0%", "1.0"],
-    ]
+    columns = [line.split()[-3:] for line in lines[4:7]]
+    assert columns == [["3.000", "60.0%", "2.0"], *[["1.000", "20.0%", "1.0"]] * 2]
     device = [*host, Operation("sm90_xmma_gemm_bf16", 2, 0.0, 0.004)]
     assert "GPU computed 20%" in cost_table(device, "step 1-2", 2, 0.02)
 

@@ -62,9 +62,8 @@ def alerted(folder: Path) -> int | None:
 def saved(folder: Path) -> list[str]:
     """How a checkpoint was written; rank 1 has no memory for a copy."""
     run, free = RunFolder(folder), 10**12 if dist.get_rank() == 0 else 10
-    writer = background.CheckpointWriter(
-        run, lambda folder, marker: (folder / "committed.json").write_text("{}")
-    )
+    commit = lambda folder, marker: (folder / "committed.json").write_text("{}")  # noqa: E731
+    writer = background.CheckpointWriter(run, commit)
     with mock.patch.object(background, "free_memory_bytes", lambda: free):
         writer.save(1, {f"master/weight@{dist.get_rank() * 4}": torch.ones(4)})
         was_in_flight = writer.in_flight
@@ -97,9 +96,7 @@ def continued(folder: Path) -> list[str]:
     torch.manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    tokenizer = mock.Mock(
-        eos_token_id=0, side_effect=lambda text, **_: {"input_ids": [ord(each) for each in text]}
-    )
+    tokenizer = mock.Mock(side_effect=lambda text, **_: {"input_ids": list(map(ord, text))}, eos_token_id=0)
     tokenizer.decode = lambda ids, **_: f"{len(ids)} tokens"
     ways = ({"until": [], "max_gen_toks": number, "ignore_eos": True} for number in (1, 9))
     asked = [Instance("generate_until", {}, ("def", way), number) for number, way in enumerate(ways)]
@@ -213,9 +210,8 @@ def test_what_one_node_lacks_is_one_line_and_exit_code_2(apart):
     """Rank 0 waits for a message meanwhile, and cannot report it."""
     finished = apart[1]
     assert finished.code == 2, finished.output
-    assert [line for line in finished.stderr.splitlines() if line.startswith("error: ")] == [
-        "error: no compiler on this node; install one"
-    ]
+    said = [line for line in finished.stderr.splitlines() if line.startswith("error: ")]
+    assert said == ["error: no compiler on this node; install one"]
 
 
 if __name__ == "__main__":

@@ -82,9 +82,7 @@ def test_counts_of_the_package_alone_would_differ():
             tensor.grad = torch.ones(2)
             optimizer.param_groups[0]["params"] = [tensor]
             optimizer.step()
-    assert (
-        theirs.param_groups[0]["k"] == 2 and ours.state[tensors[0]]["k"] == ours.state[tensors[1]]["k"] == 1
-    )
+    assert theirs.param_groups[0]["k"] == 2 and [ours.state[each]["k"] for each in tensors] == [1, 1]
 
 
 def test_another_momentum_takes_over_the_average():
@@ -168,6 +166,5 @@ def test_validation_export_and_checkpoint_agree_on_the_average(workshop, tmp_pat
 )
 def test_what_the_average_cannot_be_had_with_is_refused(setting, words):
     """Bad input: one line that names the key and what to write."""
-    assert re.search(
-        rf"tiny\.json.*{words}", refusal(load_recipe_and_ds_config, "tiny", [*SETTINGS, setting])
-    )
+    said = refusal(load_recipe_and_ds_config, "tiny", [*SETTINGS, setting])
+    assert re.search(rf"tiny\.json.*{words}", said)

@@ -111,9 +111,7 @@ def test_a_schedule_in_tokens_does_not_see_the_ramp(name, tmp_path):
     )
     follow_run(schedule, progress, counts_tokens=recipe.schedule_counts_tokens)
     (rate,) = schedule.lr_lambdas
-    assert recipe.num_steps > STEPS + 20 and recipe.num_tokens == STEPS * STEP, (
-        "the ramp takes more steps than its tokens are full ones"
-    )
+    assert recipe.num_steps > STEPS + 20 and recipe.num_tokens == STEPS * STEP
     for step in range(recipe.num_steps):
         consumed = recipe.step_sizes.tokens_at(step) / STEP
         expected = consumed / WARMUP if consumed < WARMUP else factor(consumed)
@@ -142,6 +140,7 @@ def test_a_run_follows_its_tokens_and_so_does_one_that_goes_on(workshop, tmp_pat
 
 
 STABLE_THEN_DECAY = ["training.lr_scheduler_type=warmup_stable_decay", "training.lr_scheduler_kwargs={}"]
+TWICE = 'training.lr_scheduler_kwargs={"num_decay_steps": 1}'
 REFUSED = {
     "twice": (["budget.warmup_tokens=2048"], "and training.warmup_steps are both there"),
     "no warm-up": (
@@ -161,11 +160,7 @@ REFUSED = {
         "is 200 steps; with 900 steps of warm-up that is more than the run's 1000 steps",
     ),
     "decay twice": (
-        [
-            "budget.decay_tokens=2048",
-            *STABLE_THEN_DECAY[:1],
-            'training.lr_scheduler_kwargs={"num_decay_steps": 1}',
-        ],
+        ["budget.decay_tokens=2048", *STABLE_THEN_DECAY[:1], TWICE],
         "and training.lr_scheduler_kwargs.num_decay_steps are both there",
     ),
 }
@@ -177,24 +172,12 @@ def test_what_does_not_fit_is_refused_in_one_line(settings, words):
     assert re.search(r"tiny\.json.*budget\.(warmup|decay)_tokens", said) and words in said
 
 
+ROUND, FIFTH = "budget.tokens=2e6", "budget.decay_tokens=0.2"
 ROUNDED = {
-    "a round budget": (
-        ["budget.tokens=2e6"],
-        (2_000_896, None, None),
-        "budget.tokens: 2,000,000 is read as 2,000,896, 977 steps",
-    ),
-    "the last fifth": (
-        ["budget.decay_tokens=0.2"],
-        (2_048_000, None, 409_600),
-        "0.2 is read as 409,600, 200 steps",
-    ),
+    "a round budget": ([ROUND], (2_000_896, None, None), "2,000,000 is read as 2,000,896, 977 steps"),
+    "the last fifth": ([FIFTH], (2_048_000, None, 409_600), "0.2 is read as 409,600, 200 steps"),
     "shares of a round budget": (
-        [
-            "budget.tokens=2e6",
-            "budget.decay_tokens=0.2",
-            "budget.warmup_tokens=0.01",
-            "training.warmup_steps=0",
-        ],
+        [ROUND, FIFTH, "budget.warmup_tokens=0.01", "training.warmup_steps=0"],
         (2_000_896, 20_480, 399_360),
         "budget.warmup_tokens: 0.01 is read as 20,480, 10 steps",
     ),

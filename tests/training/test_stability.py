@@ -67,9 +67,8 @@ def test_a_spike_is_found_at_its_first_step_and_a_healthy_curve_raises_none(fact
     losses = falling(600)
     assert max(scores(losses, SpikeScore(128))) < 6
     losses[300:305] = [loss * factor for loss in losses[300:305]]
-    assert [step for step, score in enumerate(scores(losses, SpikeScore(128))) if score > 6] == [
-        *range(300, 305)
-    ]
+    found = [step for step, score in enumerate(scores(losses, SpikeScore(128))) if score > 6]
+    assert found == [*range(300, 305)]
 
 
 def test_the_limit_is_the_loss_at_which_the_score_is_reached():
@@ -212,10 +211,8 @@ class Watched:
         self.run, self.weights = RunFolder(tmp_path / "run"), []
         monitors = Monitors(spikes=replace(SPIKES, policy=policy), plateau_steps=plateau_steps)
         self.monitor = StabilityMonitor(self.run, monitors, lambda step: {"samples": [step - 1, step]})
-        remaining, speed = (
-            iter(enumerate(losses)),
-            SpeedMeter(Progress(StepSizes.of(8), 8, 8 * len(losses))),
-        )
+        remaining = iter(enumerate(losses))
+        speed = SpeedMeter(Progress(StepSizes.of(8), 8, 8 * len(losses)))
 
         def loss(outputs, labels, num_items_in_batch=None):
             self.weights.append(self.model.get_parameter(WEIGHT).detach().clone())

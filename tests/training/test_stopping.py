@@ -144,11 +144,9 @@ def test_a_stop_file_inside_a_validation(workshop, tmp_path):
     assert committed(output)[0] == f"checkpoint-{stopped['step']}" and not run.dir.stop_file.exists()
     assert not run.dir.heartbeats.exists() and not run.dir.export.exists()
     completed(command)
-    trained = [[(row["step"], row["train/loss"]) for row in each.training_rows] for each in (run, reference)]
-    measured = [
-        [(row["step"], row["eval/loss"]) for row in each.validation_rows] for each in (run, reference)
-    ]
-    assert trained[0] == trained[1] and measured[0] == measured[1]
+    for rows, loss in (("training_rows", "train/loss"), ("validation_rows", "eval/loss")):
+        ours, theirs = ([(row["step"], row[loss]) for row in getattr(r, rows)] for r in (run, reference))
+        assert ours == theirs
 
 
 def test_the_time_limit_stops_a_run(workshop, tmp_path):

@@ -70,9 +70,8 @@ def test_the_rows_of_a_run_say_where_its_time_went(workshop, stage):
         assert 0 < row["throughput/goodput"] <= 1
         assert "throughput/mfu" not in row or torch.cuda.is_available()
         assert row["train/perplexity"] == pytest.approx(math.exp(row["train/loss"]))
-        assert row["throughput/samples_per_second"] == pytest.approx(
-            row["throughput/tokens_per_second"] / 64, abs=2e-3
-        )
+        samples = row["throughput/tokens_per_second"] / 64
+        assert row["throughput/samples_per_second"] == pytest.approx(samples, abs=2e-3)
         assert row["stability/spikes"] == row["stability/non_finite_steps"] == 0
         assert not [name for name in row if name.startswith("hardware/")] or torch.cuda.is_available()
     last = run.training_rows[-1]
@@ -233,19 +232,7 @@ def test_an_attempt_counts_no_step_that_the_one_before_has_done():
 def random_record(draw: random.Random) -> tuple[list[dict], list[dict]]:
     """Events and rows of a run that is started, killed, stopped, rolled back, by clocks that jump, with gaps."""
     now, step, events, rows = 1.8e9, 0, [], []
-    kinds = [
-        "start",
-        "resume",
-        "stopped",
-        "hang",
-        "rollback",
-        "failed",
-        "gave_up",
-        "end",
-        "save",
-        "resume",
-        "resume",
-    ]
+    kinds = ["start", "stopped", "hang", "rollback", "failed", "gave_up", "end", "save", *["resume"] * 3]
 
     def written() -> str:
         return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now))
@@ -350,13 +337,8 @@ GB = 1_000_000_000
         ("30b", 8, (), 16 * GB, 64),
         ("30b", 256, (), 16 * GB, 2),  # torch's own, which holds the step
         ("30b", 8, (), 64_000_000, 3),  # a container's shared memory, eight ranks: 2 MB each
-        (
-            "124m",
-            1,
-            ("training.per_device_train_batch_size=1",),
-            16 * GB,
-            128,
-        ),  # 64 MiB, of 16 rows as validated
+        # 64 MiB, of 16 rows as validated
+        ("124m", 1, ("training.per_device_train_batch_size=1",), 16 * GB, 128),
         ("moe-1.5b", 1, ("data.document_masking=true",), 16 * GB, 32),
         ("124m", 1, ("training.dataloader_prefetch_factor=5",), 16 * GB, 5),
         ("124m", 1, ("training.dataloader_num_workers=0",), 16 * GB, None),

@@ -12,14 +12,7 @@ from transformers import TrainerCallback
 from pretraining.errors import UserError
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.training.trackers import (
-    PROJECT,
-    SHOW_TEXT,
-    RunIdentity,
-    Tracker,
-    Trackers,
-    build_trackers,
-)
+from pretraining.training.trackers import PROJECT, SHOW_TEXT, RunIdentity, Tracker, Trackers, build_trackers
 from tests.gear.runs import REPOSITORY, Run, completed, execute, without_packages
 
 TEXT = "samples/1/text_summary"
@@ -70,11 +63,8 @@ def test_all_trackers_file_a_run_under_one_project(tmp_path, monkeypatch, projec
     schema = json.loads((REPOSITORY / "recipes" / "schema.json").read_text())
     assert schema["properties"]["training"]["properties"]["project"]["default"] == PROJECT
     monkeypatch.setattr(os, "environ", {"MLFLOW_EXPERIMENT_NAME": "given"})
-    arguments, state = (
-        SimpleNamespace(run_name=None, project="huggingface"),
-        SimpleNamespace(is_world_process_zero=True),
-    )
-    names = ["mlflow", "trackio", "clearml"]
+    arguments = SimpleNamespace(run_name=None, project="huggingface")
+    state, names = SimpleNamespace(is_world_process_zero=True), ["mlflow", "trackio", "clearml"]
     RunIdentity(RunFolder(tmp_path), "small", names, project).on_train_begin(arguments, state, None)
     assert (arguments.project, arguments.run_name) == (project or PROJECT, "small")
     assert os.environ == {"MLFLOW_EXPERIMENT_NAME": "given", "CLEARML_PROJECT": project or PROJECT}
@@ -104,10 +94,8 @@ def test_tensorboard_holds_the_numbers_of_metrics_jsonl(run, events):
 def test_samples_are_texts_in_the_trackers(run, events):
     """Those of samples.jsonl, at their steps."""
     shown = {event.step: event.tensor_proto.string_val[0].decode() for event in events.Tensors(TEXT)}
-    last, *_ = tables = [
-        json.loads(path.read_text())
-        for path in sorted(run.folder.glob("wandb/offline-run-*/files/media/table/samples_*"), reverse=True)
-    ]
+    paths = sorted(run.folder.glob("wandb/offline-run-*/files/media/table/samples_*"), reverse=True)
+    last, *_ = tables = [json.loads(path.read_text()) for path in paths]
     for sample in run.samples[-1:]:
         assert shown[sample["step"]] == "".join(f"    {line}\n" for line in sample["text"].split("\n"))
         row = [sample["step"], sample["prompt"], sample["text"]]
