@@ -118,6 +118,7 @@ def full_plan(
         # the same values as in plan.json, so that a run can be compared with this plan
         "predicted": predicted(recipe, ds_config, world_size, gpu, gpu_memory=there),
         "model": model,
+        "published": recipe.published.to_dict(),
         "layout": {name: size for name, size in degrees.items() if size > 1},
         "precision": precision,
         "keep_in_fp32": recipe.weights.keep_in_fp32,
@@ -260,7 +261,13 @@ def _what(answer: dict) -> list[tuple[str, str]]:
         ("steps", f"{answer['steps']:,} of {answer['tokens_per_step']:,} tokens: {step}"),
         ("how", way),
         *([("layout", ", ".join(split))] if split else []),
+        *([("published", published_words(answer["published"]))] if answer["published"] else []),
     ]
+
+
+def published_words(published: dict) -> str:
+    """Write what the run that a recipe repeats has reached, and whose it is."""
+    return f"{published.get('result', 'no result')} ({published.get('run', 'of others')})"
 
 
 def _memory(answer: dict) -> list[tuple[str, str]]:

@@ -97,7 +97,7 @@ def load_recipe(
     """Read a recipe by its name in recipes/ or by its path, apply `--set` overrides, and check all of it.
 
     Args:
-        name_or_path: `tiny`, `features/muon`, or a path that ends in .json.
+        name_or_path: `tiny`, `features/muon`, `gpt2-124m-llmc` of published/, or a path that ends in .json.
         overrides: `section.key=value` texts, applied in order.
         deepspeed: takes the place of the recipe's `deepspeed`; "null" means none.
         limit_tokens: the most that the run may train on.
@@ -175,7 +175,7 @@ def _read_model(values: dict, where: str, notes: list[str]) -> None:
 
 def _built(values: dict, path: Path, where: str, overrides: tuple[str, ...]) -> Recipe:
     sharding = values.get("deepspeed")
-    model, weights, published = Weights.split(values["model"])
+    model, weights, origin = Weights.split(values["model"])
     # before the model, whose type they may define
     extensions = read_extensions(values.get("extensions", ()), path.parent, where, _refuse_known_types)
     return Recipe(
@@ -186,7 +186,7 @@ def _built(values: dict, path: Path, where: str, overrides: tuple[str, ...]) -> 
         overrides=overrides,
         model=checked_model(model, where),
         weights=Weights.of(weights),
-        published=published,
+        origin=origin,
         extensions=extensions,
         training=values["training"],
         **{name: section.of(values.get(name, {})) for name, section in SECTIONS.items()},
@@ -268,11 +268,15 @@ def _find(name_or_path: str) -> Path:
         return Path(name_or_path)
     if "/" in name_or_path:  # a name in a folder of recipes/: features/muon
         return path if path.is_file() else Path(name_or_path)
+    published = RECIPES / "published"
+    if not path.is_file():
+        path = published / path.name
     if name_or_path == "schema" or not path.is_file():
-        names = recipe_names()
+        names, of_others = recipe_names(), [each.stem for each in sorted(published.glob("*.json"))]
         raise UserError(
-            f"--recipe {name_or_path}: no such recipe{nearest(name_or_path, names)}; "
-            f"there are: {', '.join(names)} (or give a path that ends in .json)"
+            f"--recipe {name_or_path}: no such recipe{nearest(name_or_path, names + of_others)}; "
+            f"there are: {', '.join(names)}; of published runs {', '.join(of_others)} "
+            "(or give a path that ends in .json)"
         )
     return path
 

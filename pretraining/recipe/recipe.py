@@ -32,6 +32,7 @@ from pretraining.recipe.sections import (
     Evaluation,
     Loss,
     Monitors,
+    Published,
     Report,
     Speed,
     Weights,
@@ -52,6 +53,7 @@ SECTIONS: dict[str, type[Section]] = {
     "monitors": Monitors,
     "evaluation": Evaluation,
     "report": Report,
+    "published": Published,
 }
 """Our own."""
 _TEXT = {"type": "string", "minLength": 1}
@@ -119,9 +121,10 @@ class Recipe:
     monitors: Monitors
     evaluation: Evaluation
     report: Report
+    published: Published = field(default_factory=Published)
     weights: Weights = field(default_factory=Weights)
     """The keys of `model` that are ours: what it begins with, what of it is trained."""
-    published: dict = field(default_factory=dict)
+    origin: dict = field(default_factory=dict)
     """Where the model's shape was read: `from`, `revision` and `digest`; empty if the recipe states it."""
     extensions: tuple[Extension, ...] = ()
     """Modules of the user's own, read and not run."""
@@ -262,7 +265,7 @@ class Recipe:
         values = {name: getattr(self, name) for name in ("name", "description", "deepspeed")}
         # a deep copy as plain dicts
         values |= {name: json.loads(json.dumps(getattr(self, name))) for name in KEYWORDS}
-        values["model"] = {**self.published, **values["model"], **self.weights.to_dict()}
+        values["model"] = {**self.origin, **values["model"], **self.weights.to_dict()}
         if self.extensions:
             values["extensions"] = [each.to_dict() for each in self.extensions]
         return values | {name: getattr(self, name).to_dict() for name in SECTIONS}

@@ -6,12 +6,13 @@
 import re
 from dataclasses import fields
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from pretraining.outside.addresses import slip_in
 from pretraining.outside.masking import masked
 from pretraining.recipe.section import Section, key
-from pretraining.schema import Wrong
+from pretraining.schema import REPOSITORY, Wrong
 
 
 class Weights(Section):
@@ -464,3 +465,39 @@ class Report(Section):
         default=None,
         exclusiveMinimum=0,
     )
+
+
+CURVES = REPOSITORY / "recipes" / "published" / "curves"
+
+
+class Published(Section):
+    """The run that others made known and this recipe repeats; nothing here changes what is trained."""
+
+    run: str | None = key("Who ran it, and when.", default=None, omitted=True, minLength=1)
+    result: str | None = key(
+        "What it reached, and after how many tokens.", default=None, omitted=True, minLength=1
+    )
+    exact: list[str] | None = key("What is as it was published.", default=None, omitted=True)
+    differs: list[str] | None = key("What is not, and how this recipe has it.", default=None, omitted=True)
+    unknown: list[str] | None = key(
+        "What is not published, and what this recipe takes.", default=None, omitted=True
+    )
+    sources: list[str] | None = key("Public addresses of all of it.", default=None, omitted=True)
+    curve: str | None = key(
+        "Its curve, which the report draws beneath the run's own: a name from recipes/published/curves/, or the path "
+        "of such a file.",
+        default=None,
+        omitted=True,
+        minLength=1,
+    )
+
+    def check_together(self, at: str) -> Wrong:
+        """The curve is there."""
+        if self.curve is not None and not curve_file(self.curve).is_file():
+            known = ", ".join(sorted(path.stem for path in CURVES.glob("*.json")))
+            yield f"{at}.curve", f"is {self.curve!r}: no such file; known are {known}, or the path of one"
+
+
+def curve_file(name: str) -> Path:
+    """Return the path of a published curve, by its name or path."""
+    return Path(name) if name.endswith(".json") else CURVES / f"{name}.json"

@@ -13,6 +13,7 @@ import numpy as np
 from pretraining.errors import UserError
 from pretraining.planning.comparison import measured_beside_planned
 from pretraining.planning.quantities import dollars, duration, several
+from pretraining.reporting.published import JUDGED, Beside, beside, curve_of
 from pretraining.reporting.run_record import RunRecord, Standing
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.runtime.wall_time import CAUSES, WallTime
@@ -106,6 +107,8 @@ class Analysis:
     heading: Forecast | None = None
     heading_tokens: float = 0.0
     budget_share: float | None = None
+    published: Beside | None = None
+    """This run beside the one that its recipe repeats."""
     wall_time: WallTime | None = None
     """Where the time went; None if no row has a time."""
     dollars: float | None = None
@@ -132,6 +135,10 @@ def analyze(record: RunRecord, track_record: Sequence[float] = ()) -> Analysis:
         found.validation, found.best_validation = float(validation[-1]), float(finite.min())
     if not len(rows):
         return found
+    if curve := curve_of(record.recipe):
+        columns = {metric: record.metrics.column(metric) for metric in JUDGED}
+        places = {metric: (record.tokens[rows], values) for metric, (rows, values) in columns.items()}
+        found.published = beside(curve, places)
     found.non_finite = int((~np.isfinite(losses)).sum())
     # because one row alone is noisy
     found.loss_rows = max(1, len(losses) // 20)
@@ -363,6 +370,13 @@ def sentences(found: Analysis) -> list[str]:
                 text += f", {gap:.4f} above the best it had ({found.best_validation:.4f})"
             text += f". {found.mixture_note}" if found.mixture_note else "."
         parts.append(text)
+    if (other := found.published) is not None:
+        name, gap = other.metric.partition("/")[2].replace("_", " "), other.gaps[-1]
+        side = f"{abs(gap):.4f} {'above' if gap > 0 else 'below'} it"
+        parts.append(
+            f"The published run ({other.run}) had a {'training ' * (other.metric == 'train/loss')}{name} of "
+            f"{other.published[-1]:.4f} after {other.tokens[-1]:,.0f} tokens; this one is {side}."
+        )
     parts.append(_rate_words(found))
     are = "loss is" if found.non_finite == 1 else "losses are"
     text = f"{found.non_finite} logged {are} not finite. " if found.non_finite else ""

@@ -16,6 +16,7 @@ import numpy as np
 
 from pretraining.recipe import recipe_schema
 from pretraining.reporting.analysis import Analysis, analyze, sentences
+from pretraining.reporting.published import curve_of
 from pretraining.reporting.run_record import RunRecord
 from pretraining.runtime.console_log import console_tail
 from pretraining.runtime.durable_files import replacing
@@ -239,6 +240,7 @@ def run_payload(
             **asdict(found.heading.law),
         },
         "target": found.target,
+        "published": _published(record, found),
         "best_validation": _plain(found.best_validation),
         "plan": plan_beside_measured(record),
         "scores": _scores(record),
@@ -348,6 +350,28 @@ def plan_beside_measured(record: RunRecord) -> dict:
             pairs.append(pair)
     facts = {name: record.plan[name] for name in FACTS if record.plan.get(name) is not None}
     return {"facts": facts, "pairs": pairs}
+
+
+def _published(record: RunRecord, found: Analysis) -> dict | None:
+    """Give the curve that the recipe names, by tokens and by this run's steps, and rows of it beside this run."""
+    curve = curve_of(record.recipe)
+    if curve is None:
+        return None
+    per_step = (record.recipe.get("budget") or {}).get("tokens_per_step") or 1
+    series = {
+        metric: {
+            "tokens": each["tokens"],
+            "step": [count / per_step for count in each["tokens"]],
+            "value": each["values"],
+        }
+        for metric, each in curve["curves"].items()
+    }
+    other, rows = found.published, []
+    if other is not None:
+        rows = _spread(
+            list(zip(other.tokens, other.own, other.published, other.gaps, strict=True)), MOST_SCORES
+        )
+    return {"run": curve["run"], "series": series, "metric": other and other.metric, "rows": rows}
 
 
 def _samples(record: RunRecord) -> dict:

@@ -352,7 +352,7 @@ def _command(process: int) -> bytes:
 
 def agree_on_shape(recipe: Recipe) -> None:
     """Raise `UserError`, on every rank, if they have read other shapes: a branch of the hub moved, or files differ."""
-    origins = gather_from_ranks(recipe.published)
+    origins = gather_from_ranks(recipe.origin)
     if other := next((each for each in origins if each.get("digest") != origins[0].get("digest")), None):
         read = [f"{each.get('digest')} of {each.get('revision') or 'a file'}" for each in (origins[0], other)]
         what = (

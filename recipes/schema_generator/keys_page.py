@@ -161,18 +161,32 @@ def _limits(schema: dict) -> str:
 def _recipes_by_key(recipes: Path) -> dict[str, list[str]]:
     """{dotted key: recipes that use it}: features, of which the smallest come first, else one of the others."""
     shown: dict[str, list[str]] = {}
-    paths = [path for path in recipes.rglob("*.json") if path.name != "schema.json"]
+    paths = [
+        path
+        for path in recipes.rglob("*.json")
+        if path.name != "schema.json" and path.parent.name != "curves"
+    ]
     used = {path: list(_keys_used(_with_its_type(path, recipes))) for path in paths}
     # features before others, and `tiny` before larger ones
     for path in sorted(
-        paths, key=lambda path: (path.parent == recipes, path.stem != "tiny", len(used[path]), path)
+        paths,
+        key=lambda path: (
+            path.parent.name == "published",
+            path.parent == recipes,
+            path.stem != "tiny",
+            len(used[path]),
+            path,
+        ),
     ):
         for key in dict.fromkeys(used[path]):
             # `_with_its_type` may have added it
             if key == "model.model_type" and '"model_type"' not in path.read_text(encoding="utf-8"):
                 continue
             shown.setdefault(key, []).append(path.relative_to(recipes).with_suffix("").as_posix())
-    return {key: [name for name in names if "/" in name] or names[:1] for key, names in shown.items()}
+    small = ("features/", "stages/")
+    return {
+        key: [name for name in names if name.startswith(small)] or names[:1] for key, names in shown.items()
+    }
 
 
 def _with_its_type(path: Path, recipes: Path) -> dict:

@@ -64,7 +64,8 @@ def _used(value: object, above: str = "") -> Iterator[str]:
 
 
 def _shipped() -> list[dict]:
-    paths = [*PATHS, *(path for path in RECIPES.glob("*.json") if path.name != "schema.json")]
+    own = (path for path in RECIPES.glob("*.json") if path.name != "schema.json")
+    paths = [*PATHS, *own, *(RECIPES / "published").glob("*.json")]
     return [json.loads(path.read_text()) for path in paths]
 
 
@@ -270,7 +271,7 @@ def _digest(run: Run) -> None:
     """Of the config.json, in the run's recipe.json, from which the same run goes on."""
     section = json.loads(run.dir.recipe.read_text())["model"]
     assert section["digest"].startswith("sha256:") and section["hidden_size"] == 96
-    assert load_recipe(str(run.dir.recipe)).published == {
+    assert load_recipe(str(run.dir.recipe)).origin == {
         "from": section["from"],
         "digest": section["digest"],
     }

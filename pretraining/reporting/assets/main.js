@@ -21,8 +21,20 @@ const lossLines = () => {
       train ? { label: name, ...parts("training"), color: main, width: 2, series: strength > 0 ? smoothed(train, strength) : train } : null,
       validation ? { label: several ? `${run.name} validation` : "validation", ...parts("validation"), color: other, width: 2, dash: several ? [6, 4] : null, dots: true, series: validation } : null,
       memory.get("forecast", false) ? forecastLine(run, i) : null,
+      ...["train/loss", "eval/loss"].flatMap((name) => publishedLines(run, i, name)),
     ].filter(Boolean);
   });
+};
+
+// The curve of the run that a recipe repeats, once for all runs that name it: as far as they have come, or to its end.
+const publishedLines = (run, i, name) => {
+  const made = run.published, series = made && made.series[name];
+  if (!series || xName() === "hours" || data.runs.findIndex((other) => other.published && other.published.run === made.run) < i) return [];
+  const reached = Math.max(...data.runs.map(({ last_place: at }) => at ? at.tokens : 0));
+  const beyond = series.tokens.findIndex((tokens) => tokens > reached), until = beyond < 0 || memory.get("publishedWhole", false) ? series.tokens.length : beyond + 1;
+  const cut = Object.fromEntries(Object.entries(series).map(([key, values]) => [key, values.slice(0, until)]));
+  const part = name === "train/loss" ? "published, training" : "published";
+  return [{ label: `${part}: ${made.run}`, run: null, part, metric: name, color: color("note"), dash: name === "train/loss" ? [1, 4] : [6, 4], width: 1.5, dots: name !== "train/loss", series: cut }];
 };
 
 const forecastLine = (run, i) => {
@@ -43,6 +55,7 @@ const lossCard = () => {
       el("div", { class: "tools" }, choice("x", [["tokens", "tokens"], ["step", "steps"], ["hours", "hours"]], "tokens", redraw),
         tick("logX", "log x", false, redraw), tick("logY", "log y", false, redraw), tick("whole", "from the start", false, redraw),
         data.runs.some((run) => run.heading) ? tick("forecast", "forecast", false, redraw) : null,
+        data.runs.some((run) => run.published) ? tick("publishedWhole", "published to its end", false, redraw) : null,
         el("label", {}, "smoothing", slider), csvButton("CSV", "loss", ["train/loss", "eval/loss"]))),
     charts, markFilter());
   page.append(box);
@@ -77,7 +90,7 @@ const draw = () => {
   lossCard();
   chartGroups();
   const run = detailed();
-  page.append(...[several ? words(run) : null, plan(run), spent(run), scores(run), samples(run), events(run), consoleLog(run),
+  page.append(...[several ? words(run) : null, publishedBeside(run), plan(run), spent(run), scores(run), samples(run), events(run), consoleLog(run),
     folded("Recipe", run.recipe, "recipe"), folded("Environment", run.environment, "environment")].filter(Boolean), footer(run));
   age();
   scrollTo(0, place);

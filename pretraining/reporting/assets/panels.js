@@ -98,7 +98,7 @@ const chartLines = (names) => names.flatMap((name, k) => data.runs.map((run, i) 
   run: several ? run.name : null, runLabel: run.name, part: names.length > 1 ? partOf(name) : null, metric: name, noisy: NOISY.test(name),
   color: several ? colorOfRun(i) : names.length > MANY ? depthColor(k, names.length) : runColor(k), dash: several && k ? [1 + (5 * k) % 6, 3 + (k % 6)] : null, dots: name.startsWith("eval/"), series: run.series[name],
 }))).flatMap((line, _, all) => all.some((other) => other !== line && other.run === line.run && same(other.series, line.series) && all.indexOf(other) < all.indexOf(line)) ? [] :
-  line.noisy && names.length <= MANY ? withSmooth(line, memory.get("smooth", 0.01)) : [line]);
+  line.noisy && names.length <= MANY ? withSmooth(line, memory.get("smooth", 0.01)) : [line]).concat(names.flatMap((name) => data.runs.flatMap((run, i) => publishedLines(run, i, name))));
 
 const planned = (names) => {
   if (several || !names.includes("memory/peak_bytes")) return [];

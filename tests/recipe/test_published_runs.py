@@ -1,0 +1,232 @@
+"""recipes/published/: runs that others made known. Sizes as published, rates by the authors' formulas, each trains."""
+
+import json
+import math
+import re
+from collections.abc import Callable
+
+import pytest
+from torch import zeros
+from torch.nn import Parameter
+from torch.optim import SGD
+from transformers import get_scheduler
+
+from pretraining.ds_config import load_ds_config
+from pretraining.errors import UserError
+from pretraining.extend import defined, load_extensions
+from pretraining.model.counting import counted
+from pretraining.planning import shapes
+from pretraining.planning.gpus import find_gpu
+from pretraining.planning.screen import as_text, full_plan
+from pretraining.recipe import RECIPES, Recipe, load_recipe
+from pretraining.reporting.published import curve_of
+from pretraining.training.optimizers import own_schedule
+
+FOLDER = RECIPES / "published"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
+
+PARAMETERS = {  # as published, or added up from the published shape
+    "babylm-10m": 125_239_296,
+    "cerebras-1.3b": 1_315_723_264,
+    "cerebras-111m": 111_050_496,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt2-124m-llmc": 124_475_904,
+    "gpt2-350m-llmc": 354_871_296,
+    "llama-3.1-8b": 8_030_261_248,
+    # 15.29B without the two tables
+    "moonlight-16b-a3b": 15_960_108_544,
+    "nanochat-d20": 560_988_160,
+    "olmo2-1b": 1_484_916_736,
+    "olmo2-7b": 7_298_617_344,
+    "olmo3-7b": 7_298_617_344,
+    "olmoe-1b-7b": 6_919_161_856,
+    "pythia-1.4b": 1_414_647_808,
+    "pythia-160m": 162_322_944,
+    "pythia-70m": 70_426_624,
+    "qwen3-0.6b": 596_049_920,
+    "smollm2-1.7b": 1_711_376_384,
+    "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120,
+    "smollm3-3b": 3_075_098_624,
+    "tinyllama-1.1b": 1_100_048_384,
+}
+SAME_SHAPE = r"-mup$|-stage\d$|-\d+k$"
+"""What a name adds to that of the recipe of the same shape."""
+
+MACHINES = {  # as the runs had where that is known
+    "babylm-10m": (1, "A100-80GB"),
+    "cerebras": (8, "H100"),
+    "gpt-oss-20b": (64, "H100"),
+    "gpt2": (8, "A100-80GB"),
+    "llama-3.1-8b": (64, "H100"),
+    "moonlight": (256, "H100"),
+    "nanochat": (8, "H100"),
+    "olmo2-1b": (64, "H100"),
+    "olmo2-7b": (128, "H100"),
+    "olmo3-7b": (256, "H100"),
+    "olmoe": (128, "H100"),
+    "pythia-1.4b": (64, "A100-40GB"),
+    "pythia": (32, "A100-40GB"),
+    "qwen3-0.6b": (8, "H100"),
+    "smollm2-135m": (64, "H100"),
+    "smollm2-360m": (128, "H100"),
+    "smollm2-1.7b": (256, "H100"),
+    "smollm3-3b-64k": (48, "H100"),
+    "smollm3-3b-32k": (96, "H100"),
+    "smollm3-3b": (384, "H100"),
+    "tinyllama": (16, "A100-40GB"),
+}
+
+
+@pytest.fixture(autouse=True)
+def counted_here(monkeypatch):
+    """Count models in this process, which has imported transformers, and not in one of their own each."""
+    monkeypatch.setattr(shapes, "_built", lambda section, extension: counted(json.loads(section)))
+
+
+def plan_of(name: str) -> dict:
+    recipe = load_recipe(name)
+    ranks, gpu = next(machine for prefix, machine in MACHINES.items() if name.startswith(prefix))
+    return full_plan(recipe, load_ds_config(recipe.deepspeed), ranks, find_gpu(gpu))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_is_planned_without_fault_with_the_published_size_and_result(name):
+    plan, published = plan_of(name), load_recipe(name).published
+    assert plan["parameters"] == PARAMETERS[re.sub(SAME_SHAPE, "", name)]
+    assert not plan["refusals"]
+    line = next(line for line in as_text(plan).splitlines() if line.startswith("published"))
+    assert (published.result or "no result").split()[0] in line
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_says_what_is_exact_what_differs_and_where_it_is_from(name, tmp_path):
+    """By its name alone, or with the folder's; the same after being written and read again."""
+    recipe = load_recipe(name)
+    assert recipe.path == FOLDER / f"{name}.json" and recipe.words == ["--recipe", f"published/{name}"]
+    assert load_recipe(f"published/{name}").to_dict() == recipe.to_dict()
+    published = recipe.published
+    assert published.run and published.exact and (published.differs or published.unknown)
+    assert all(
+        re.match(r"[\w ':]*((github|huggingface|babylm\.github)\.(com|co|io)|arXiv)", each)
+        for each in published.sources
+    )
+    assert 80 < len(recipe.description) < 320
+    if published.curve:
+        curve = json.loads((FOLDER / "curves" / f"{published.curve}.json").read_text())
+        assert curve_of(recipe.to_dict()) == curve and curve["sources"] and curve["licence"]
+    # models that go on from another run's export need it only when they train
+    assert load_recipe(name, recipe.overrides).to_dict() == recipe.to_dict()
+
+
+def test_a_wrong_name_and_a_missing_curve_are_one_line():
+    with pytest.raises(UserError, match="did you mean 'gpt2-124m-llmc'"):
+        load_recipe("gpt2-124m-llm")
+    with pytest.raises(UserError, match=r"published\.curve: is 'none'.*known are .*pythia-160m"):
+        load_recipe("tiny", ["published.curve=none"])
+
+
+def test_the_index_names_each():
+    """A row for each in recipes/README.md, with its size, tokens and result."""
+    text = (RECIPES / "README.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| \[`([\w.-]+)`\]\(published/\1\.json\) \| (.*) \|$", text, re.M))
+    assert sorted(rows) == NAMES
+    for name, row in rows.items():
+        size, _, result, _ = row.split(" | ")
+        recipe = load_recipe(name)
+        assert size == f"{PARAMETERS[re.sub(SAME_SHAPE, '', name)]:,}"
+        assert result == (recipe.published.result or "no result published")
+
+
+def warm(step: int, steps: int) -> float:
+    return min(1.0, step / steps)
+
+
+def cosine(step: float, first: float, last: float, end: float) -> float:
+    return end + (1 - end) * (1 + math.cos(math.pi * (step - first) / (last - first))) / 2
+
+
+def olmo(tokens_per_step: int, warmup: int) -> Callable[[int], float]:
+    """OLMo counts the tokens of the step that it takes; the cosine is planned for 5T."""
+
+    def rate(step: int) -> float:
+        done, rising = (step + 1) * tokens_per_step, warmup * tokens_per_step
+        return done / rising if done < rising else cosine(min(done, 5e12), rising, 5e12, 0.1)
+
+    return rate
+
+
+def stable(warmup: int, first: int, last: int) -> Callable[[int], float]:
+    return lambda step: warm(step, warmup) if step < first else (last - step) / (last - first)
+
+
+RATES: dict[str, Callable[[int], float]] = {  # share of the peak in the update after `step` updates
+    "gpt2-124m-llmc": lambda step: (step + 1) / 700 if step < 700 else cosine(step, 700, 19560, 0),
+    "gpt2-350m-llmc": lambda step: (step + 1) / 700 if step < 700 else cosine(step, 700, 60000, 0),
+    "nanochat-d20": lambda step: min(1.0, (21400 - step) / 4280),
+    "smollm2-135m": stable(2000, 1_600_000, 2_000_000),
+    "smollm2-360m": stable(2000, 2_080_000, 2_600_000),
+    "smollm2-1.7b": stable(2000, 4_716_000, 5_240_000),
+    "smollm3-3b": stable(2000, 4_198_001, 4_720_001),
+    "smollm3-3b-32k": lambda step: step / 1000 if step < 1000 else cosine(step, 1000, 20000, 0),
+    "smollm3-3b-64k": lambda step: step / 1000 if step < 1000 else cosine(step, 1000, 22000, 0),
+    "tinyllama-1.1b": lambda step: (
+        (8 * step + 7) / 16000 if 8 * step + 7 < 16000 else cosine(8 * step + 7, 16000, 8 * 1430512, 0.1)
+    ),
+    **{
+        f"pythia-{size}": lambda step: (
+            step / 1430
+            if step <= 1430
+            else max(0.1, (1 + math.cos(math.pi * (min(step, 141570) - 1430) / 143000)) / 2)
+        )
+        for size in ("70m", "160m", "1.4b")
+    },
+    "olmo2-1b": olmo(2_097_152, 4000),
+    "olmo2-7b": olmo(4_194_304, 2000),
+    "olmo3-7b": olmo(4_194_304, 2000),
+    "olmoe-1b-7b": olmo(4_194_304, 2500),
+    "cerebras-111m": lambda step: warm(step, 1525) - 0.9 * max(0, step - 1525) / 7512,
+    "cerebras-111m-mup": lambda step: warm(step, 1525) - 0.9 * max(0, step - 1525) / 7512,
+    "cerebras-1.3b": lambda step: step / 346 if step < 346 else cosine(step, 346, 24334, 0.1),
+    "cerebras-1.3b-mup": lambda step: step / 346 if step < 346 else cosine(step, 346, 24334, 0.1),
+    "babylm-10m": lambda step: warm(step, 5000),
+    "moonlight-16b-a3b-stage3": lambda step: step / 100 if step < 100 else 1 - (step - 100) / (14901 - 100),
+}
+RATES |= {
+    name: lambda step, steps=steps: 1 - step / steps
+    for name, steps in {"olmo2-1b-stage2": 23852, "olmo2-7b-stage2": 11931}.items()
+}
+
+
+def schedule_of(recipe: Recipe) -> Callable[[float], float]:
+    """What the Trainer multiplies the peak with, as `TokenTrainer.create_scheduler` builds it."""
+    if recipe.training.lr_scheduler_type in defined(recipe.extensions, "schedule"):
+        load_extensions(recipe.extensions)
+        return own_schedule(recipe, recipe.num_steps)
+    training = recipe.training_keywords
+    optimizer = SGD([Parameter(zeros(1))], lr=training.learning_rate)
+    return get_scheduler(
+        training.lr_scheduler_type,
+        optimizer,
+        recipe.warmup_steps(recipe.num_steps),
+        recipe.num_steps,
+        training.lr_scheduler_kwargs,
+    ).lr_lambdas[0]
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_rates_are_those_of_the_published_formula(name):
+    """At twenty steps: the first, both sides of every bend, the last, and others between."""
+    recipe = load_recipe(name)
+    ours, theirs, last, rising = (
+        schedule_of(recipe),
+        RATES[name],
+        recipe.num_steps,
+        recipe.warmup_steps(recipe.num_steps),
+    )
+    bends = [0, 1, rising // 2, max(0, rising - 1), rising, rising + 1, last - 2, last - 1]
+    steps = sorted({*bends, *(last * k // 13 for k in range(1, 13))})
+    peak = recipe.training.learning_rate
+    assert len(steps) >= 18
+    for step in steps:
+        assert peak * ours(step) == pytest.approx(peak * theirs(step), abs=1e-9), step
