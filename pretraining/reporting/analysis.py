@@ -371,11 +371,11 @@ def sentences(found: Analysis) -> list[str]:
             text += f". {found.mixture_note}" if found.mixture_note else "."
         parts.append(text)
     if (other := found.published) is not None:
-        name, gap = other.metric.partition("/")[2].replace("_", " "), other.gaps[-1]
+        gap = other.gaps[-1]
         side = f"{abs(gap):.4f} {'above' if gap > 0 else 'below'} it"
         parts.append(
-            f"The published run ({other.run}) had a {'training ' * (other.metric == 'train/loss')}{name} of "
-            f"{other.published[-1]:.4f} after {other.tokens[-1]:,.0f} tokens; this one is {side}."
+            f"The published run ({other.run}) had {JUDGED[other.metric]} {other.published[-1]:.4f} after "
+            f"{other.tokens[-1]:,.0f} tokens; this one is {side}."
         )
     parts.append(_rate_words(found))
     are = "loss is" if found.non_finite == 1 else "losses are"

@@ -28,8 +28,12 @@ _FILE = {
 """A file of recipes/published/curves/: values after so many trained tokens, by the name that metrics.jsonl has for
 them; `sources`, `licence` and `note` are for its readers."""
 
-JUDGED = ("eval/loss", "eval/bits_per_byte", "train/loss")
-"""What is compared point by point: the first of these that both curves have."""
+JUDGED = {
+    "eval/loss": "a validation loss of",
+    "eval/bits_per_byte": "bits per byte of",
+    "train/loss": "a training loss of",
+}
+"""What is compared point by point, in words: the first of these that both curves have."""
 
 
 @dataclass(frozen=True)

@@ -270,8 +270,11 @@ def published_run(shared, workshop):
     data = shared / "published.data"
     text = {"path": str(workshop.folder / "corpus")}
     own = {"name": "published", "sources": [text], "tokenizer": {"train_vocab_size": 320}}
-    own |= {"validation_share": 0.1, "prepare": "all", "mixture": None, "sequence_length": 64}
+    own |= {"validation": {"sources": [{**text, "name": "same"}]}, "validation_share": 0}
+    own |= {"mixture": None, "sequence_length": 64}
     on_data = [word for key, value in own.items() for word in ("--set", f"data.{key}={json.dumps(value)}")]
+
+    limit = ["--set", "budget.tokens_per_step=256", "--limit_tokens", str(256 * STEPS)]
 
     def prepare() -> str:
         command = [
@@ -279,13 +282,13 @@ def published_run(shared, workshop):
             "0",
             "data_prep.py",
             "--recipe",
-            "tiny",
+            NAMES[0],
             "--data_dir",
             data,
             "--executor",
             "inline",
         ]
-        finished = execute([*command, "--set", "data.dedup=null", *on_data])
+        finished = execute([*command, *on_data, *limit])
         assert finished.code == 0, finished.output
         return finished.stdout
 
@@ -296,7 +299,7 @@ def published_run(shared, workshop):
         same = recipe.model.get("num_key_value_heads") == recipe.model.get("num_attention_heads")
         small = {**SMALL, "num_key_value_heads": 4} if same else SMALL
         settings = [f"model.{key}={value}" for key, value in small.items() if key in recipe.model]
-        settings += ["budget.tokens_per_step=256", "evaluation.sample_tokens=0", "training.report_to=none"]
+        settings += ["evaluation.sample_tokens=0", "training.report_to=none"]
         settings += ["training.bf16=false", "training.dataloader_num_workers=0", "report.every_seconds=null"]
         settings += [
             "training.dataloader_persistent_workers=false",
@@ -307,7 +310,7 @@ def published_run(shared, workshop):
         words = [*on_data, *(word for text in settings for word in ("--set", text))]
         command = ["forked", "0", "train.py", "--recipe", name, "--deepspeed", "null", "--data_dir", data]
         output = shared / "published" / name
-        finished = execute([*command, "--limit_tokens", str(256 * STEPS), "--output_dir", output, *words])
+        finished = execute([*command, "--output_dir", output, *words, *limit])
         assert finished.code == 0, finished.output
         return Run(output, finished)
 

@@ -81,6 +81,22 @@ def test_the_page_is_drawn_and_fits(opened, record, width, scheme):
     assert page.locator("main script").count() == 0
 
 
+def test_a_published_curve_is_drawn_with_its_gaps(opened, tmp_path):
+    """Beneath the run's own, in every chart of what it has; the rest of it on request."""
+    run = made_run(
+        tmp_path / "run", noisy_law(300), published={"curve": "gpt2-124m-llmc"}, budget=19560 * 524288
+    )
+    for step in (200_000, 300_000):  # of 1,000 tokens
+        row = {"step": step, "time": 0, "train/tokens": 1000 * step, "train/grad_norm": 1.0, "eval/loss": 5.0}
+        append_row(run.metrics, row)
+    page, errors = opened(page_payload([run_payload(RunRecord(run.path))], None))
+    assert "published: llm.c, 2024-10-13" in page.locator("#loss .legend").inner_text()
+    assert all(told in page.locator("#published").inner_text() for told in ("300M", "5.0000", "gap"))
+    page.get_by_label("published to its end").check()
+    page.get_by_role("button", name="hours", exact=True).click()
+    assert errors == [] and "published" not in page.locator("#loss .legend").inner_text()
+
+
 def test_axes_and_overlaid_runs(opened, record):
     """Every axis and switch redraws without an error; several runs share the charts."""
     other = {**run_payload(record), "name": "other"}

@@ -37,6 +37,7 @@ from pretraining.reporting.page import (
     page_text,
     run_payload,
 )
+from pretraining.reporting.published import read_curve
 from pretraining.reporting.run_record import RunRecord
 from pretraining.runtime.durable_files import append_row, read_rows, write_json
 from pretraining.runtime.heartbeat import Heartbeat, is_gone, killed_ranks, read_place
@@ -80,6 +81,29 @@ def write_rows(run: RunFolder, losses, began: float, more=lambda k: {}, seconds_
         for k, loss in enumerate(losses, 1)
     ]
     run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_the_published_curve_lies_beneath_the_run_with_the_gap_at_each_validation(tmp_path):
+    """By tokens: compared at the run's own validations, exact at a published point, straight in the log between."""
+    tokens = [0, 100_000, 400_000, 900_000]
+    curve = {"run": "theirs, 2024", "curves": {"eval/loss": {"tokens": tokens, "values": [9, 5, 4, 3.5]}}}
+    write_json(tmp_path / "curve.json", curve)
+    run = made_run(tmp_path / "run", [6.0] * 1000, published={"curve": str(tmp_path / "curve.json")})
+    for step, loss in ((100, 5.25), (200, 4.25), (400, 3.9), (1000, 3.0)):
+        append_row(run.metrics, {"step": step, "time": 0, "train/tokens": 1000 * step, "eval/loss": loss})
+    shown = payload_of(run)["published"]
+    assert shown["run"] == "theirs, 2024" and shown["series"]["eval/loss"]["step"] == [0, 100, 400, 900]
+    assert [row[0] for row in shown["rows"]] == [100_000, 200_000, 400_000]  # none behind its end
+    assert [row[3] for row in shown["rows"]] == pytest.approx([0.25, -0.25, -0.1])
+    said = (
+        "The published run (theirs, 2024) had a validation loss of 4.0000 after 400,000 tokens; this one is"
+    )
+    assert f"{said} 0.1000 below it." in sentences(analyze(RunRecord(run.path)))
+    # a curve that has gone, or is none, is no reason to have no report
+    for text in ("{}", '{"run": "x", "curves": {"eval/loss": {"tokens": [1], "values": []}}}'):
+        (tmp_path / "other.json").write_text(text)
+        read_curve.cache_clear()
+        assert read_curve(tmp_path / "other.json") is None and read_curve(tmp_path / "gone.json") is None
 
 
 def noisy_law(num_rows=2000, seed=0, **law):

@@ -17,11 +17,11 @@ const lossLines = () => {
     const main = several ? colorOfRun(i) : color("accent"), other = several ? colorOfRun(i) : color("second");
     const name = several ? run.name : "training", parts = (part) => ({ run: several ? run.name : null, runLabel: run.label, part });
     return [
+      ...["train/loss", "eval/loss"].flatMap((name) => publishedLines(run, i, name)), // first: beneath the run's own
       train && strength > 0 ? { label: `${name} raw`, belongsTo: name, quiet: true, color: faded(main, 0.28), width: 1, series: train, ...parts("training") } : null,
       train ? { label: name, ...parts("training"), color: main, width: 2, series: strength > 0 ? smoothed(train, strength) : train } : null,
       validation ? { label: several ? `${run.name} validation` : "validation", ...parts("validation"), color: other, width: 2, dash: several ? [6, 4] : null, dots: true, series: validation } : null,
       memory.get("forecast", false) ? forecastLine(run, i) : null,
-      ...["train/loss", "eval/loss"].flatMap((name) => publishedLines(run, i, name)),
     ].filter(Boolean);
   });
 };

@@ -93,12 +93,13 @@ const chartsOfRuns = () => {
 
 const NOISY = /^stability|^train.*(loss|perplexity)$|grad_norm|per_second|mfu|utilization|^throughput.step_seconds/;
 const same = (a, b) => a && b && a.value.length === b.value.length && a.value.every((y, i) => y === b.value[i]);
-const chartLines = (names) => names.flatMap((name, k) => data.runs.map((run, i) => ({
+const chartLines = (names) => [...names.flatMap((name) => data.runs.flatMap((run, i) => publishedLines(run, i, name))), ...ownLines(names)];
+const ownLines = (names) => names.flatMap((name, k) => data.runs.map((run, i) => ({
   label: [several ? run.name : "", names.length > 1 || !several ? partOf(name) : ""].filter(Boolean).join(" "),
   run: several ? run.name : null, runLabel: run.name, part: names.length > 1 ? partOf(name) : null, metric: name, noisy: NOISY.test(name),
   color: several ? colorOfRun(i) : names.length > MANY ? depthColor(k, names.length) : runColor(k), dash: several && k ? [1 + (5 * k) % 6, 3 + (k % 6)] : null, dots: name.startsWith("eval/"), series: run.series[name],
 }))).flatMap((line, _, all) => all.some((other) => other !== line && other.run === line.run && same(other.series, line.series) && all.indexOf(other) < all.indexOf(line)) ? [] :
-  line.noisy && names.length <= MANY ? withSmooth(line, memory.get("smooth", 0.01)) : [line]).concat(names.flatMap((name) => data.runs.flatMap((run, i) => publishedLines(run, i, name))));
+  line.noisy && names.length <= MANY ? withSmooth(line, memory.get("smooth", 0.01)) : [line]);
 
 const planned = (names) => {
   if (several || !names.includes("memory/peak_bytes")) return [];
