@@ -257,6 +257,14 @@ SMALL = {
     "ffn_dim": 96,
     "word_embed_proj_dim": 64,
 }
+QUIET = {
+    "bf16": "false",
+    "dataloader_num_workers": 0,
+    "dataloader_persistent_workers": "false",
+    "logging_steps": 1,
+    "report_to": "none",
+    "save_strategy": "no",
+}
 TRAINED = [name for name in NAMES if re.sub(SAME_SHAPE, "", name) == name or name.endswith("-mup")]
 STEPS = 4
 
@@ -270,7 +278,7 @@ def published_run(shared, workshop):
     data = shared / "published.data"
     text = {"path": str(workshop.folder / "corpus")}
     own = {"name": "published", "sources": [text], "tokenizer": {"train_vocab_size": 320}}
-    own |= {"validation": {"sources": [{**text, "name": "same"}]}, "validation_share": 0}
+    own |= {"validation": {"sources": [{**text, "name": "same", "max_documents": 2}]}, "validation_share": 0}
     own |= {"mixture": None, "sequence_length": 64}
     on_data = [word for key, value in own.items() for word in ("--set", f"data.{key}={json.dumps(value)}")]
 
@@ -299,13 +307,9 @@ def published_run(shared, workshop):
         same = recipe.model.get("num_key_value_heads") == recipe.model.get("num_attention_heads")
         small = {**SMALL, "num_key_value_heads": 4} if same else SMALL
         settings = [f"model.{key}={value}" for key, value in small.items() if key in recipe.model]
-        settings += ["evaluation.sample_tokens=0", "training.report_to=none"]
-        settings += ["training.bf16=false", "training.dataloader_num_workers=0", "report.every_seconds=null"]
-        settings += [
-            "training.dataloader_persistent_workers=false",
-            "training.logging_steps=1",
-            "budget.ramp=null",
-        ]
+        settings += [f"training.{key}={value}" for key, value in QUIET.items()]
+        settings += ["evaluation.sample_tokens=0", "evaluation.max_validation_tokens=256"]
+        settings += ["report.every_seconds=null", "budget.ramp=null"]
         settings += ["mup.base_width=32"] if recipe.mup.base_width else []
         words = [*on_data, *(word for text in settings for word in ("--set", text))]
         command = ["forked", "0", "train.py", "--recipe", name, "--deepspeed", "null", "--data_dir", data]
