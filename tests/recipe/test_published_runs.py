@@ -307,6 +307,8 @@ def published_run(shared, workshop):
         same = recipe.model.get("num_key_value_heads") == recipe.model.get("num_attention_heads")
         small = {**SMALL, "num_key_value_heads": 4} if same else SMALL
         settings = [f"model.{key}={value}" for key, value in small.items() if key in recipe.model]
+        # this class has a default beyond the small vocabulary
+        settings += ["model.pad_token_id=0"] if recipe.model.model_type == "smollm3" else []
         settings += [f"training.{key}={value}" for key, value in QUIET.items()]
         settings += ["evaluation.sample_tokens=0", "evaluation.max_validation_tokens=256"]
         settings += ["report.every_seconds=null", "budget.ramp=null"]
