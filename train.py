@@ -15,6 +15,7 @@ from pretraining.planning.comparison import measured
 from pretraining.planning.gate import judge_plan
 from pretraining.planning.run_plan import RunPlan, build_run_plan
 from pretraining.planning.screen import print_plan
+from pretraining.planning.setup import Setup
 from pretraining.recipe import Recipe
 from pretraining.recipe.refusals import check_while_preparing, load_recipe_and_ds_config
 from pretraining.reporting.analysis import report_end
@@ -47,7 +48,7 @@ def main() -> None:
         from pretraining.rehearsal.rehearsal import rehearse
 
         return rehearse(recipe, ds_config, options, open_data, attempt)
-    plan = build_run_plan(recipe, ds_config, options.world_size)
+    plan = build_run_plan(Setup(recipe, ds_config, options.world_size))
     data = None if options.while_preparing else open_data(recipe, options)
     run = RunFolder(options.output_dir or REPOSITORY / "runs" / recipe.name)
     leave_again_if_stopped(run)  # a launcher that takes a stop for a crash has started it again
@@ -113,7 +114,7 @@ def attempt(job: "Job") -> bool:
     given = None if start.checkpoint else open_given(recipe, data.tokenizer)
     start = start.with_given(run, given.facts if given else None)
     machine = job.plan.machine or find_machine(run, start, data.known_tokens)  # a rehearsal brings its own
-    plan = judge_plan(job.plan, recipe, machine, options.force)
+    plan = judge_plan(job.plan, machine, options.force)
     arguments = build_arguments(recipe, plan.ds_config, run.path, plan.accumulation_steps, progress.last_step)
     # The guard looks for damaged or degenerate blocks; rollbacks leave samples out.
     guard = open_guard(run.flagged_blocks if groups.is_first_of_sample else None, data, recipe)
@@ -167,7 +168,7 @@ def finish(
     checkpoints.wait_for_upload()
     peak_bytes = job.monitors.memory.of_fullest_rank()
     if trainer.is_world_process_zero():
-        speed = measured(run, recipe, plan.world_size, plan.machine.gpu, peak_bytes)
+        speed = measured(run, plan, plan.machine.gpu, peak_bytes)
         run.add_end({**results, "measured": speed})
         report_end(run)
 

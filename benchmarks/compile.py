@@ -104,7 +104,7 @@ def prepared(speed: dict, options):
 def stage_3(recipe, micro_batch: int, device: str) -> dict:
     """A config of ZeRO-3 whose only rank is this process, for models built after it."""
     from pretraining.planning.memory.states import block_gathering
-    from pretraining.planning.memory.tensors import layer_numel, parameter_tensors
+    from pretraining.planning.shapes import layer_numel, parameter_tensors
     from pretraining.training.ranks import join_ranks
     from tests.gear.runs import free_port
 

@@ -32,7 +32,6 @@ def main() -> None:
 def line_of(run) -> dict:
     """The line; `UserError` where the run has not ended, or its MFU is not known."""
     from pretraining.errors import UserError
-    from pretraining.planning.memory.need import recomputed_one_in, recomputed_share
     from pretraining.recipe import load_recipe
 
     measured = (run.last_event("end") or {}).get("measured", {})
@@ -47,7 +46,7 @@ def line_of(run) -> dict:
         "ranks": plan["world_size"],
         "deepspeed": plan["deepspeed"],
         "micro_batch": plan["micro_batch"],
-        "recomputes": recomputed_share(recomputed_one_in(load_recipe(run.recipe))),
+        "recomputes": load_recipe(run.recipe).training.recomputed_share,
         "when": run.last_event("end")["time"].partition("T")[0],
         "environment": environment,
     }

@@ -72,9 +72,10 @@ def traces(options: argparse.Namespace, name: str, every_n_layers: int):
 
 def split_trace(degrees: str, every_n_layers: int) -> dict:
     """What the fullest of real ranks keeps of one micro-batch when its loss is computed, and the prediction."""
+
     from pretraining.ds_config import degrees_of
-    from pretraining.planning.memory.activations import activations
-    from pretraining.planning.memory.tensors import precision_of
+    from pretraining.planning.memory.activations import Pass, activations
+    from pretraining.planning.setup import Setup
 
     micro_batch, length = 2, SMALL["max_position_embeddings"]
     values = {"model": SMALL, "training.per_device_train_batch_size": micro_batch, "training.bf16": True}
@@ -85,8 +86,8 @@ def split_trace(degrees: str, every_n_layers: int) -> dict:
     ranks = on_forked_ranks(
         split.ranks_per_sample, lambda folder: {"kept": tracked(recipe, config, folder)}, degrees
     )
-    precision = precision_of(recipe, config)
-    held = activations(SMALL, micro_batch, length, precision, every_n_layers, degrees=split)
+    precision = Setup(recipe, config).precision
+    held = activations(Pass(SMALL, micro_batch, length, precision, every_n_layers, degrees=split))
     traced, foreseen = max(rank["kept"] for rank in ranks), held.kept + held.logits / 3
     words = {"model": "llama", "degrees": degrees, "precision": precision.name}
     ratio = round(foreseen / traced, 4)
@@ -130,6 +131,7 @@ def peaks(options: argparse.Namespace, name: str, every_n_layers: int):
     from transformers import TrainerCallback
 
     from pretraining.planning.memory.need import memory_need
+    from pretraining.planning.setup import Setup
     from pretraining.recipe import load_recipe
 
     if not torch.cuda.is_available():
@@ -142,7 +144,8 @@ def peaks(options: argparse.Namespace, name: str, every_n_layers: int):
     values |= {"training.activation_checkpointing_kwargs.every_n_layers": max(1, every_n_layers)}
     values |= {"training.dataloader_num_workers": 0}
     recipe, config = short_recipe(name, values, options.deepspeed, per_step, STEPS)
-    need = memory_need(recipe, config, world_size, torch.cuda.get_device_properties(0).total_memory)
+    there = torch.cuda.get_device_properties(0).total_memory
+    need = memory_need(Setup(recipe, config, world_size), there)
     torch.cuda.reset_peak_memory_stats()
     folder = Path(tempfile.mkdtemp())
     trainer = short_trainer(recipe, config, folder, ACCUMULATION, STEPS, TrainerCallback())

@@ -77,7 +77,8 @@ def least_ranks(way: str) -> int:
 
 def compare(optimizer: str, way: str, precision: str, ranks: int) -> dict:
     """One case: the fullest rank's bytes by owner, the prediction, and their ratio."""
-    from pretraining.planning.memory.need import state_of_recipe
+    from pretraining.planning.memory.states import state_of
+    from pretraining.planning.setup import Setup
     from pretraining.planning.sizes import model_size
 
     case = (optimizer, way, precision, ranks)
@@ -86,7 +87,7 @@ def compare(optimizer: str, way: str, precision: str, ranks: int) -> dict:
         ranks, lambda folder: train_and_walk(recipe, config, folder), " ".join(map(str, case))
     )
     held = max(walked, key=states_of)
-    state = state_of_recipe(recipe, config, ranks)
+    state = state_of(Setup(recipe, config, ranks))
     predicted = state.gpu + state.host
     values = dict(zip(("optimizer", "way", "precision", "ranks"), case, strict=True))
     values |= {"parameters": model_size(recipe.model).total, "held": held}

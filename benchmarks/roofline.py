@@ -37,8 +37,9 @@ def main() -> None:
 def ceiling_of(options: argparse.Namespace) -> dict:
     """The counted ceiling of a recipe, which kernels cost it, and what the plan says."""
     from pretraining.planning.gpus import find_gpu
+    from pretraining.planning.setup import Setup
     from pretraining.planning.sizes import flops_per_token, model_size
-    from pretraining.planning.throughput import ceiling, layer_mode, precision_of_products, sustained_rates
+    from pretraining.planning.throughput import ceiling, layer_mode, sustained_rates
     from pretraining.recipe import accumulation_steps
     from pretraining.recipe.refusals import load_recipe_and_ds_config
     from tests.gear.kernels import COMPILED, count_engine, count_waits
@@ -47,10 +48,11 @@ def ceiling_of(options: argparse.Namespace) -> dict:
     recipe, ds_config = load_recipe_and_ds_config(
         options.recipe, changes, options.deepspeed, options.world_size
     )
-    gpu, precision = find_gpu(options.gpu), precision_of_products(recipe)
+    gpu, precision = find_gpu(options.gpu), recipe.training.product_precision
     rates, size = sustained_rates(gpu, precision, options.world_size), model_size(recipe.model)
-    planned = ceiling(recipe, ds_config, options.world_size, gpu, precision)
-    kernels = count_pass(recipe, COMPILED[layer_mode(recipe, ds_config)], gpu)
+    setup = Setup(recipe, ds_config, options.world_size)
+    planned = ceiling(setup, gpu, precision)
+    kernels = count_pass(recipe, COMPILED[layer_mode(setup)], gpu)
     waits = count_waits(ds_config, options.world_size)
     engine = count_engine(ds_config, options.world_size)
 
@@ -98,7 +100,6 @@ def count_pass(recipe, compiles: str, gpu):
 
     from pretraining.model.loss import build_loss
     from pretraining.planning.memory.activations import chunk_length, compiles_loss, logit_bytes
-    from pretraining.planning.memory.need import recomputed_one_in
     from tests.gear.kernels import counted, counted_model
 
     tokens = recipe.micro_batch * recipe.sequence_length
@@ -106,8 +107,8 @@ def count_pass(recipe, compiles: str, gpu):
     vocab_size, own = recipe.model.vocab_size, recipe.loss.chunk_tokens
     chunk = chunk_length(tokens, vocab_size, logit_bytes(2, compiled), gpu.memory_bytes, own)
     with counted_model(recipe.model, compiles) as (model, kernels):
-        if recomputed_one_in(recipe):
-            model.activation_checkpointing_enable(every_n_layers=recomputed_one_in(recipe))
+        if every_n_layers := recipe.training.recomputed_one_in:
+            model.activation_checkpointing_enable(every_n_layers=every_n_layers)
         loss = build_loss(model, replace(recipe.loss, chunk_tokens=chunk, compile=compiled))
         ids = torch.zeros(recipe.micro_batch, recipe.sequence_length, dtype=torch.long)
         num_items = torch.ones(())

@@ -27,6 +27,7 @@ from pretraining.pipeline.step import Pipeline
 from pretraining.pipeline.steps import Plan, Prepare
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.run_plan import build_run_plan
+from pretraining.planning.setup import Setup
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.runtime.exit_codes import GAVE_UP, USER_ERROR
 from pretraining.runtime.run_folder import RunFolder, results_of
@@ -123,7 +124,7 @@ def needed(pipeline: Pipeline) -> dict:
     host_bytes = memory["host_node_bytes"] + (0 if gpu else ranks * memory["on_processor"])
     # token shards are copied to the node
     disk = facts["disk_bytes"] + facts["checkpoint_bytes"]
-    plan = build_run_plan(pipeline.recipe, pipeline.ds_config, ranks)
+    plan = build_run_plan(Setup(pipeline.recipe, pipeline.ds_config, ranks))
     answer = {"mem": f"{math.ceil(host_bytes / 2**30) + 1}Gi", "cpu": str(4 * ranks)}
     answer |= {"ephemeral_storage": f"{math.ceil((disk + plan.data_bytes) / 2**30) + 1}Gi"}
     answer |= {"gpu": str(ranks)} if gpu else {}

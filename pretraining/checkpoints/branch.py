@@ -14,7 +14,7 @@ from pretraining.checkpoints.folders import files_in
 from pretraining.checkpoints.format import MARKER, Start, flush_folder, read_marker
 from pretraining.errors import UserError
 from pretraining.extend import FOLDER
-from pretraining.planning.memory.tensors import parameter_tensors
+from pretraining.planning.shapes import parameter_tensors
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import Recipe, load_recipe, recipe_schema
 from pretraining.recipe.curve import changed_parts

@@ -280,7 +280,7 @@ def start_text(run: RunFolder, identity: Identity, plan: RunPlan) -> str:
     recipe, start = identity.recipe, identity.start
     progress = start.progress(recipe)
     left = 1 - start.tokens / max(1, progress.tokens_at(progress.last_step))
-    rows = [("run", run_line(recipe, plan, display_path(run.path), identity.environment["device"]))]
+    rows = [("run", run_line(plan, display_path(run.path), identity.environment["device"]))]
     if not run.disks.shared:
         upload = recipe.checkpoints.upload
         where = f"checkpoints meet in {upload}" if upload else "nothing is saved"
@@ -289,7 +289,7 @@ def start_text(run: RunFolder, identity: Identity, plan: RunPlan) -> str:
     rows.append(("start", _start_line(run, start, progress.last_step)))
     if (balance := balance_of_experts(recipe)) is not None:
         rows.append(("router", balance or "not balanced"))
-    rows.append(("plan", plan_line(recipe, plan, left)))
+    rows.append(("plan", plan_line(plan, left)))
     return "\n".join(f"{label:<7}{line}" for label, line in rows)
 
 

@@ -24,8 +24,7 @@ from pretraining.planning.memory.activations import compiles_loss
 from pretraining.planning.memory.need import MemoryNeed, memory_need
 from pretraining.planning.quantities import num_bytes, several
 from pretraining.planning.run_plan import Machine, RunPlan, build_run_plan
-from pretraining.planning.sizes import workload_of_recipe
-from pretraining.planning.throughput import precision_of_products
+from pretraining.planning.setup import Setup
 from pretraining.recipe import Recipe
 from pretraining.recipe.curve import changes_of_run
 from pretraining.recipe.refusals import compiled_part, load_recipe_and_ds_config
@@ -117,9 +116,9 @@ class Launch:
     def save_seconds(self) -> float | None:
         """Forecast the seconds of training between two checkpoints; None if this machine's speed is not known."""
         gpu = self.gpus.known
-        if not (self.recipe and gpu and precision_of_products(self.recipe) in gpu.dense_peak_flops):
+        if not (self.recipe and gpu and self.recipe.training.product_precision in gpu.dense_peak_flops):
             return None
-        step = forecast(workload_of_recipe(self.recipe, self.ds_config), gpu, self.world_size).step
+        step = forecast(Setup(self.recipe, self.ds_config, self.world_size), gpu).step
         return step.checkpoints.every_seconds if step.checkpoints else None
 
 
@@ -139,8 +138,9 @@ def plan_launch(options: Namespace, gpus: Gpus) -> tuple[Launch, list[Finding]]:
     try:
         asked = options.recipe, options.set, options.deepspeed, world_size
         recipe, ds_config = load_recipe_and_ds_config(*asked)
-        plan = build_run_plan(recipe, ds_config, world_size)
-        need = memory_need(recipe, ds_config, world_size)
+        setup = Setup(recipe, ds_config, world_size)
+        plan = build_run_plan(setup)
+        need = memory_need(setup)
     except UserError as error:
         # the machine can still be examined without the recipe
         return launch, [Finding.of_error("recipe", error)]
@@ -175,7 +175,7 @@ def check_fit(launch: Launch) -> list[Finding]:
         trains_on_processor=not gpus.found,
         continues=launch.continues,
     )
-    verdict = check_plan(recipe, launch.ds_config, launch.world_size, machine)
+    verdict = check_plan(Setup(recipe, launch.ds_config, launch.world_size), machine)
     findings = [Finding("plan", BREAKS, each.what, each.remedy) for each in verdict.refusals]
     if not findings:  # one line says that it fits, unless it is refused
         ranks = several(launch.world_size, "GPU" if gpus.found else "rank")

@@ -31,8 +31,9 @@ from pretraining.planning.comparison import predicted
 from pretraining.planning.gpus import known_gpu
 from pretraining.planning.memory.need import memory_need
 from pretraining.planning.quantities import duration, num_bytes, several, three_digits
+from pretraining.planning.setup import Setup
 from pretraining.planning.sizes import flops_per_token, model_size
-from pretraining.planning.throughput import model_flops_utilization, precision_of_products
+from pretraining.planning.throughput import model_flops_utilization
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.recipe.budget import Budget
 from pretraining.recipe.model import is_exact, own_key, value_of
@@ -105,7 +106,7 @@ def examine_layers(
     own = recipe.deepspeed or "null"
     configs: dict[str, dict | None] = {own: ds_config}
     # without a tolerance their curves could not be compared
-    for stage in STAGES if precision_of_products(recipe) in TOLERANCE else ():
+    for stage in STAGES if recipe.training.product_precision in TOLERANCE else ():
         configs.setdefault(stage, load_ds_config(stage))
     trained: dict[str, Trained] = {}
     left_out: list[str] = []
@@ -174,7 +175,9 @@ def reduced_recipe(recipe: Recipe, world_size: int, on_gpu: bool) -> Recipe:
         parameters = model_size(shorter).total
         fits = parameters <= PROCESSOR_PARAMETERS
         if on_gpu:
-            need = memory_need(replace(reduced, deepspeed="zero0"), load_ds_config("zero0"), world_size)
+            need = memory_need(
+                Setup(replace(reduced, deepspeed="zero0"), load_ds_config("zero0"), world_size)
+            )
             memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
             fits = (parameters <= MOST_PARAMETERS or count == 1) and need.total <= MEMORY_SHARE * memory
         if fits:
@@ -253,7 +256,8 @@ def _beside_plan(
 ) -> list[Finding]:
     """Compare speed, and the peak of the fullest rank's memory, with the plan of the reduced model."""
     on_gpu, size = torch.cuda.is_available(), model_size(reduced.model)
-    gpu, precision = known_gpu(device_name()) if on_gpu else None, precision_of_products(reduced)
+    gpu, precision = known_gpu(device_name()) if on_gpu else None, reduced.training.product_precision
+    setup = Setup(reduced, ds_config, world_size)
     rate = reduced.tokens_per_step / found.step_seconds
     # such as `2 of 32 layers of width 4,096`
     layers, of = (value_of(each.model, "num_hidden_layers") for each in (reduced, recipe))
@@ -268,7 +272,7 @@ def _beside_plan(
     if gpu is not None and precision in gpu.dense_peak_flops:
         flops = flops_per_token(size, reduced.sequence_length).training
         mfu = model_flops_utilization(rate, flops, world_size, gpu.peak_flops(precision))
-        planned = predicted(reduced, ds_config, world_size, gpu)["mfu"]
+        planned = predicted(setup, gpu)["mfu"]
         values |= {"mfu": mfu, "predicted_mfu": planned}
         message += f", MFU {mfu:.0%} (the plan of these layers: {planned:.0%})"
         if mfu < HALF_OF_THE_PLAN * planned:
@@ -278,7 +282,7 @@ def _beside_plan(
     findings = [Finding("layers", verdict, message, remedy, values=values)]
     if found.peak_memory_bytes is not None:
         peak = found.peak_memory_bytes
-        plan = predicted(reduced, ds_config, world_size, None, on_processor=not on_gpu)
+        plan = predicted(setup, None, on_processor=not on_gpu)
         planned = plan["peak_memory_bytes"]
         message = f"peak {num_bytes(peak)}, the plan of these layers says {num_bytes(planned)}"
         values = {"peak_memory_bytes": peak, "predicted_peak_memory_bytes": planned}
@@ -293,7 +297,7 @@ def _beside_plan(
 
 def _curve(reduced: Recipe, trained: dict[str, Trained], left_out: list[str]) -> list[Finding]:
     """Find each ds_config's largest difference of a step's loss to stage 0's."""
-    if precision_of_products(reduced) not in TOLERANCE:
+    if reduced.training.product_precision not in TOLERANCE:
         return []
     more = f"; left out: {', '.join(left_out)}" if left_out else ""
     reference = trained.get("zero0")
@@ -305,7 +309,7 @@ def _curve(reduced: Recipe, trained: dict[str, Trained], left_out: list[str]) ->
         for name, found in trained.items()
         if name != "zero0"
     }
-    tolerance = TOLERANCE[precision_of_products(reduced)]
+    tolerance = TOLERANCE[reduced.training.product_precision]
     losses = {name: found.losses for name, found in trained.items()}
     values = {"loss_difference_by_stage": apart, "tolerance": tolerance, "losses_by_stage": losses}
     # "not <=" and not ">", because a NaN must count as far

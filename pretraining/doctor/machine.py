@@ -15,6 +15,7 @@ from pretraining.doctor.launch import Launch
 from pretraining.planning.gate import check_plan
 from pretraining.planning.quantities import duration, num_bytes, several
 from pretraining.planning.run_plan import Machine
+from pretraining.planning.setup import Setup
 from pretraining.runtime.durable_files import sync_to_disk
 from pretraining.runtime.host import (
     container_memory_bytes,
@@ -221,7 +222,7 @@ def _run_folder(launch: Launch) -> Iterator[Finding]:
         needed = launch.plan.checkpoint_disk_bytes + launch.plan.export_bytes
         what = f"{num_bytes(free)} free, {num_bytes(needed)} for checkpoints and export"
         found = Machine(disk_room_bytes=disk_room_bytes(launch.run_folder, launch.continues))
-        refusals = check_plan(launch.recipe, launch.ds_config, launch.world_size, found).refusals
+        refusals = check_plan(Setup(launch.recipe, launch.ds_config, launch.world_size), found).refusals
     if refusals:
         yield Finding("disk", BREAKS, refusals[0].what, refusals[0].remedy, where=str(folder))
     else:

@@ -18,7 +18,6 @@ from pretraining.doctor.roll_call import RollCall, named
 from pretraining.planning.gpus import Gpu
 from pretraining.planning.quantities import duration, num_bytes, several, three_digits
 from pretraining.planning.shapes import widths_of
-from pretraining.planning.throughput import precision_of_products
 from pretraining.recipe import Recipe
 from pretraining.training.throughput import GpuReadings
 
@@ -194,7 +193,7 @@ def measure_devices(call: RollCall, recipe: Recipe | None, gpu: Gpu | None, on_g
     """Measure rates of products, of copies on GPUs, and of the host's memory; name slow ranks."""
     products = NO_RECIPE
     if recipe is not None:
-        tokens, precision = recipe.micro_batch * recipe.sequence_length, precision_of_products(recipe)
+        tokens, precision = recipe.micro_batch * recipe.sequence_length, recipe.training.product_precision
         widths = widths_of(recipe.model)
         products = Products(tokens, widths.hidden, widths.expert_inner, precision)
     if not on_gpu:  # narrower ones of fewer tokens, in fp32

@@ -25,6 +25,7 @@ from pretraining.pipeline.step import NOT_ASKED, NOT_NEEDED, Decision, Step
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.quantities import num_bytes
 from pretraining.planning.screen import full_plan, in_short
+from pretraining.planning.setup import Setup
 from pretraining.recipe.curve import changed_parts
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.exit_codes import STOPPED
@@ -57,7 +58,7 @@ class Plan(Step):
     def run(self) -> dict:
         pipeline = self.pipeline
         gpu = find_gpu(pipeline.gpu) if pipeline.gpu else None
-        plan = full_plan(pipeline.recipe, pipeline.ds_config, pipeline.world_size, gpu)
+        plan = full_plan(Setup(pipeline.recipe, pipeline.ds_config, pipeline.world_size), gpu)
         if plan["refusals"] and not pipeline.force:
             first = plan["refusals"][0]
             raise UserError(f"plan refused: {first['what']}; {first['remedy']}")

@@ -8,11 +8,11 @@ from pretraining.planning.comparison import CompareVerb
 from pretraining.planning.costs import CostVerb
 from pretraining.planning.gpus import GpusVerb
 from pretraining.planning.memory.need import MemoryVerb
-from pretraining.planning.memory.tensors import ParametersVerb
 from pretraining.planning.parallelism import ParallelismVerb
 from pretraining.planning.scaling_laws import ChinchillaVerb
 from pretraining.planning.search import FitVerb
-from pretraining.planning.sizes import FlopsVerb
+from pretraining.planning.setup import FlopsVerb
+from pretraining.planning.sizes import ParametersVerb
 
 EPILOG = """examples:
   python -m pretraining.planning flops --recipe 30b

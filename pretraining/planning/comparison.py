@@ -12,10 +12,9 @@ from pretraining.planning.costs import forecast
 from pretraining.planning.gpus import Gpu
 from pretraining.planning.memory.need import memory_need
 from pretraining.planning.quantities import duration, num_bytes, three_digits
-from pretraining.planning.run_plan import build_run_plan
-from pretraining.planning.sizes import flops_per_token, size_of_recipe, workload_of_recipe
-from pretraining.planning.throughput import model_flops_utilization, precision_of_products
-from pretraining.recipe import Recipe
+from pretraining.planning.run_plan import RunPlan, build_run_plan
+from pretraining.planning.setup import Setup
+from pretraining.planning.throughput import model_flops_utilization
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.metric_names import grouped_names
 from pretraining.runtime.run_folder import (
@@ -41,12 +40,7 @@ QUANTITIES = tuple(TITLES)
 
 
 def predicted(
-    recipe: Recipe,
-    ds_config: dict | None,
-    world_size: int,
-    gpu: Gpu | None,
-    on_processor: bool = False,
-    gpu_memory: float | None = None,
+    setup: Setup, gpu: Gpu | None, on_processor: bool = False, gpu_memory: float | None = None
 ) -> dict[str, float | None]:
     """Return the quantities of a run before it starts: plan.json's `predicted`.
 
@@ -57,15 +51,14 @@ def predicted(
         gpu_memory: bytes of one GPU, in the table or not.
     """
     values: dict[str, float | None] = dict.fromkeys(QUANTITIES)
-    need = memory_need(recipe, ds_config, world_size, gpu_memory)
+    need = memory_need(setup, gpu_memory)
     values["peak_memory_bytes"] = need.on_processor if on_processor else need.allocated
-    values["checkpoint_bytes"] = build_run_plan(recipe, ds_config, world_size).checkpoint_bytes
-    if gpu is None or precision_of_products(recipe) not in gpu.dense_peak_flops:
+    values["checkpoint_bytes"] = build_run_plan(setup).checkpoint_bytes
+    if gpu is None or setup.recipe.training.product_precision not in gpu.dense_peak_flops:
         return values
-    speed = forecast(workload_of_recipe(recipe, ds_config), gpu, world_size)
-    seconds = recipe.tokens_per_step / speed.tokens_per_second
+    speed = forecast(setup, gpu)
     return values | {
-        "step_seconds": seconds,
+        "step_seconds": setup.recipe.tokens_per_step / speed.tokens_per_second,
         "tokens_per_second": speed.tokens_per_second,
         "training_seconds": speed.seconds,
         "mfu": speed.mfu,
@@ -73,18 +66,17 @@ def predicted(
 
 
 def measured(
-    run: RunFolder, recipe: Recipe, world_size: int, gpu: Gpu | None, peak_memory_bytes: int | None
+    run: RunFolder, plan: RunPlan, gpu: Gpu | None, peak_memory_bytes: int | None
 ) -> dict[str, float]:
     """Return the same quantities of a run that has ended, for its end event, without those that were not measured."""
-    values = _observed(run)
+    values, setup = _observed(run), plan.setup
     if peak_memory_bytes is not None:
         values["peak_memory_bytes"] = peak_memory_bytes
-    precision = precision_of_products(recipe)
+    precision = setup.recipe.training.product_precision
     # an MFU needs a peak in the recipe's precision
     if gpu and precision in gpu.dense_peak_flops and "tokens_per_second" in values:
-        flops = flops_per_token(size_of_recipe(recipe), recipe.sequence_length).training
-        peak = gpu.peak_flops(precision)
-        values["mfu"] = model_flops_utilization(values["tokens_per_second"], flops, world_size, peak)
+        speed, peak = values["tokens_per_second"], gpu.peak_flops(precision)
+        values["mfu"] = model_flops_utilization(speed, setup.flops.training, setup.world_size, peak)
     return values
 
 

@@ -25,18 +25,16 @@ from pretraining.planning.run_plan import (
     save_every,
     token_bytes,
 )
-from pretraining.planning.sizes import Workload, add_workload_arguments, workload_of
+from pretraining.planning.setup import BareSize, Setup, add_setup_arguments, setup_of
 from pretraining.planning.throughput import (
     ESTIMATED,
     StepTime,
     Utilization,
     expected_utilization,
-    precision_of_products,
     scaling_over_nodes,
     step_time,
     tokens_per_second,
 )
-from pretraining.recipe import Recipe
 from pretraining.runtime import wall_time
 from pretraining.runtime.table import facts
 
@@ -109,10 +107,9 @@ class CheckpointCost:
         }
 
 
-def cost_of_checkpoints(
-    plan: RunPlan, recipe: Recipe, step_seconds: float, gpu: Gpu, num_gpus: int
-) -> CheckpointCost | None:
-    """Return what the checkpoints of a recipe cost; None if it saves none. step_seconds: of one optimizer step."""
+def cost_of_checkpoints(plan: RunPlan, step_seconds: float, gpu: Gpu) -> CheckpointCost | None:
+    """Return what the checkpoints of a run cost; None if it saves none. step_seconds: of one optimizer step."""
+    recipe, num_gpus = plan.setup.recipe, plan.world_size
     every = save_every(recipe)
     if every is None:
         return None
@@ -246,14 +243,13 @@ class RunForecast:
 
 
 def forecast(
-    workload: Workload,
+    setup: Setup | BareSize,
     gpu: Gpu,
-    num_gpus: int,
     mfu: float | None = None,
     precision: str | None = None,
     price: float | None = None,
 ) -> RunForecast:
-    """Predict the time and money of a workload.
+    """Predict the time and money of a run.
 
     An assumed utilization knows nothing of the run. So recomputed layers, offload, and messages that need longer than
     the products come on top of it. A given one is used as it is. A measured one is lowered for recomputation alone.
@@ -266,44 +262,43 @@ def forecast(
     Raises:
         UserError: the GPU lacks the precision, or the ranks do not divide the recipe's step.
     """
-    recipe, ds_config = workload.recipe, workload.ds_config
-    precision = precision or (precision_of_products(recipe) if recipe else gpu.training_precision)
-    price = price or (recipe.report.dollars_per_gpu_hour if recipe else None)
-    time = step_time(recipe, ds_config, num_gpus, gpu, mfu, precision) if recipe else None
-    flops = workload.training_flops_per_token
-    if time and time.utilization:
-        used = time.utilization
-    elif mfu:
-        used = Utilization(mfu, "given", assumed=False)
-    else:
+    num_gpus, step = setup.world_size, None
+    if isinstance(setup, BareSize):
+        # 6 N (Kaplan et al. 2020), and 2 N more for another forward pass if the layers are recomputed
+        flops, precision = 6 * setup.parameters, precision or gpu.training_precision
         # only a size is known: no recipe to count kernels of
-        recomputation = workload.hardware_flops_per_token / flops
-        used = expected_utilization(gpu, int(workload.parameters), recomputation=recomputation)
-    # tokens per second at an MFU of 1
-    at_peak = tokens_per_second(flops, num_gpus, gpu.peak_flops(precision), 1.0)
-    if time and mfu:
-        # a given utilization is that of whole steps, so recomputation is not taken off again
-        seconds = flops * recipe.tokens_per_step / (num_gpus * gpu.peak_flops(precision) * mfu)
-        time = replace(time, compute_seconds=seconds)
-    rate = at_peak * used.mfu
-    # a measured or given utilization includes the messages already, an assumed one does not
-    step = None
-    if time:
+        used = expected_utilization(gpu, int(setup.parameters), recomputation=8 / 6)
+        used = Utilization(mfu, "given", assumed=False) if mfu else used
+        at_peak = tokens_per_second(flops, num_gpus, gpu.peak_flops(precision), 1.0)
+        rate = at_peak * used.mfu
+    else:
+        recipe, flops = setup.recipe, setup.flops.training
+        precision = precision or recipe.training.product_precision
+        price = price or recipe.report.dollars_per_gpu_hour
+        time = step_time(setup, gpu, mfu, precision)
+        used = time.utilization
+        # tokens per second at an MFU of 1
+        at_peak = tokens_per_second(flops, num_gpus, gpu.peak_flops(precision), 1.0)
+        if mfu:
+            # a given utilization is that of whole steps, so recomputation is not taken off again
+            seconds = flops * recipe.tokens_per_step / (num_gpus * gpu.peak_flops(precision) * mfu)
+            time = replace(time, compute_seconds=seconds)
+        # a measured or given utilization includes the messages already, an assumed one does not
         rate = recipe.tokens_per_step / (time.seconds if used.assumed else time.compute_seconds)
-        plan, seconds = build_run_plan(recipe, ds_config, num_gpus), recipe.tokens_per_step / rate
+        plan, seconds = build_run_plan(setup), recipe.tokens_per_step / rate
         step = StepForecast(
             seconds=seconds,
             time=time,
             # loaders read token shards: 2 or 4 bytes a token
             loader_bytes_per_second=rate * token_bytes(recipe.model.vocab_size),
-            checkpoints=cost_of_checkpoints(plan, recipe, seconds, gpu, num_gpus),
+            checkpoints=cost_of_checkpoints(plan, seconds, gpu),
             disk=plan.disk,
         )
     return RunForecast(
-        name=workload.name,
-        parameters=workload.parameters,
-        tokens=workload.tokens,
-        flops=flops * workload.tokens,
+        name=setup.name,
+        parameters=setup.parameters,
+        tokens=setup.tokens,
+        flops=flops * setup.tokens,
         gpu=gpu.name,
         num_gpus=num_gpus,
         precision=precision,
@@ -311,7 +306,7 @@ def forecast(
         # derived from the rate, so that it includes messages and offload
         mfu=rate / at_peak,
         tokens_per_second=rate,
-        cost=run_cost(gpu, num_gpus * (workload.tokens / rate) / SECONDS_PER_HOUR, price),
+        cost=run_cost(gpu, num_gpus * (setup.tokens / rate) / SECONDS_PER_HOUR, price),
         scaling=scaling_over_nodes(gpu, num_gpus, used.assumed),
         step=step,
     )
@@ -352,7 +347,7 @@ class CostVerb:
   python -m pretraining.planning cost --parameters 65b --tokens 1.4t --world_size 2048 --gpu A100 --json"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add_workload_arguments(parser, on_cluster=True)
+        add_setup_arguments(parser, on_cluster=True)
         parser.add_argument(
             "--mfu", type=share, metavar="SHARE", help="share of the dense peak that whole steps reach"
         )
@@ -365,12 +360,11 @@ class CostVerb:
 
     def answer(self, options: argparse.Namespace) -> dict:
         """Return the forecast."""
-        workload, gpu = workload_of(options), find_gpu(options.gpu)
+        setup, gpu = setup_of(options), find_gpu(options.gpu)
         # a recipe has its own budget; --parameters has none
-        if not workload.tokens:
+        if not setup.tokens:
             raise UserError("--tokens D is missing: how many tokens is it to train on?")
-        result = forecast(workload, gpu, options.world_size, options.mfu, options.precision, options.price)
-        return result.to_dict()
+        return forecast(setup, gpu, options.mfu, options.precision, options.price).to_dict()
 
     def as_text(self, answer: dict) -> str:
         cost, step = answer["cost"], answer["step"]

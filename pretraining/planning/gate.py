@@ -9,26 +9,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 
-from pretraining.ds_config import (
-    degrees_of,
-    ds_config_names,
-    load_ds_config,
-    optimizer_device,
-    parameter_device,
-    zero_stage,
-)
+from pretraining.ds_config import ds_config_names, load_ds_config, optimizer_device, parameter_device
 from pretraining.planning.comparison import predicted
 from pretraining.planning.costs import cost_of_checkpoints
-from pretraining.planning.memory.need import BUILT, ROOMY, TIGHT, memory_need, recomputed_one_in
+from pretraining.planning.memory.need import BUILT, ROOMY, TIGHT, memory_need
 from pretraining.planning.memory.states import reduce_bucket, unprotected_gradient
-from pretraining.planning.memory.tensors import ROUTER, families, parameter_tensors, precision_of
 from pretraining.planning.messages import EXPERT, SEQUENCE, TENSOR, layer_messages, spans_nodes
 from pretraining.planning.quantities import duration, num_bytes, several
 from pretraining.planning.run_plan import Machine, Objection, RunPlan, Verdict, build_run_plan
 from pretraining.planning.search import fitting, nearest_fit
+from pretraining.planning.setup import Setup
+from pretraining.planning.shapes import ROUTER, parameter_tensors
 from pretraining.planning.sizes import balance_of_experts, model_size
-from pretraining.planning.throughput import StepTime, precision_of_products, step_time
-from pretraining.recipe import Recipe, accumulation_steps
+from pretraining.planning.throughput import StepTime, step_time
+from pretraining.recipe import Recipe
 from pretraining.recipe.model import ROUTER_COEFFICIENT, has_experts, own_key, properties_of, value_of
 from pretraining.recipe.training import ADAMW, WITHOUT_WARMUP
 
@@ -55,21 +49,20 @@ WARM_UP_TOKENS = 375_000_000
 """GPT-3 warms up over 375 million tokens at every size (Brown et al. 2020, appendix B)."""
 
 
-def judge_plan(plan: RunPlan, recipe: Recipe, machine: Machine, force: bool = False) -> RunPlan:
+def judge_plan(plan: RunPlan, machine: Machine, force: bool = False) -> RunPlan:
     """Return the plan with its verdict, and what it predicts, on this machine; rank 0 prints the warnings.
 
     Raises:
         UserError: the run does not fit, or ZeRO-2 could overwrite a gradient, and `force` is not set; or the ranks do
             not divide the recipe's step.
     """
-    verdict = check_plan(recipe, plan.ds_config, plan.world_size, machine).enforce(force)
-    on_processor, gpu_memory = machine.trains_on_processor, machine.gpu_memory_bytes
-    values = predicted(recipe, plan.ds_config, plan.world_size, machine.gpu, on_processor, gpu_memory)
+    verdict = check_plan(plan.setup, machine).enforce(force)
+    values = predicted(plan.setup, machine.gpu, machine.trains_on_processor, machine.gpu_memory_bytes)
     return replace(plan, machine=machine, verdict=verdict, predicted=values)
 
 
-def check_plan(recipe: Recipe, ds_config: dict | None, world_size: int, machine: Machine) -> Verdict:
-    """Judge a recipe on `world_size` ranks of the machine found. Reads no device, no file but tables and ds_configs.
+def check_plan(setup: Setup, machine: Machine) -> Verdict:
+    """Judge a recipe on ranks of the machine found. Reads no device, no file but tables and ds_configs.
 
     Raises:
         UserError: the ranks do not divide the recipe's step.
@@ -79,10 +72,10 @@ def check_plan(recipe: Recipe, ds_config: dict | None, world_size: int, machine:
         name = machine.gpu.name
         what = f"CUDA 13, for which the pinned torch is built, has no kernels for {name} and its generation"
         warnings.append(Objection(what, "install a build of torch for CUDA 12, or take a later GPU"))
-    if machine.gpu and precision_of_products(recipe) not in machine.gpu.dense_peak_flops:
+    if machine.gpu and setup.recipe.training.product_precision not in machine.gpu.dense_peak_flops:
         # its speed in that precision is not known; its memory is, and still counts
         machine = replace(machine, gpu=None)
-    case = _Case(recipe, ds_config, world_size, machine)
+    case = _Case(setup, machine)
     refusals = [rule(case) for rule in (_memory, _host, _disk, _gradients, _borders)]
     # these remedies change the curve, which a run that continues may not
     if not machine.continues:
@@ -95,21 +88,20 @@ def check_plan(recipe: Recipe, ds_config: dict | None, world_size: int, machine:
 class _Case:
     """One plan to judge, with the values that several rules need."""
 
-    def __init__(self, recipe: Recipe, ds_config: dict | None, world_size: int, machine: Machine):
-        self.recipe, self.ds_config, self.world_size, self.machine = recipe, ds_config, world_size, machine
+    def __init__(self, setup: Setup, machine: Machine):
+        self.setup, self.machine, self.recipe, self.ds_config = setup, machine, setup.recipe, setup.ds_config
         self.limit = machine.gpu_memory_bytes
-        self.need = memory_need(recipe, ds_config, world_size, self.limit)
-        self.plan = build_run_plan(recipe, ds_config, world_size)
+        self.need = memory_need(setup, self.limit)
+        self.plan = build_run_plan(setup)
 
     @cached_property
     def step(self) -> StepTime | None:
         """The step on the GPU of the table; None if it has none."""
-        gpu = self.machine.gpu
-        return None if gpu is None else step_time(self.recipe, self.ds_config, self.world_size, gpu)
+        return step_time(self.setup, self.machine.gpu) if self.machine.gpu else None
 
-    def total_with(self, ds_config: dict | None, **training) -> float:
+    def with_training(self, **training) -> Setup:
         recipe = replace(self.recipe, training={**self.recipe.training, **training})
-        return memory_need(recipe, ds_config, self.world_size, self.limit).total
+        return replace(self.setup, recipe=recipe)
 
 
 def _memory(case: _Case) -> Objection | None:
@@ -122,27 +114,27 @@ def _memory(case: _Case) -> Objection | None:
         what = f"{name} needs {num_bytes(needed)} for each of {ranks} processes here"
         what += f", this machine has {num_bytes(there)} of memory"
         # without a GPU, so that no speed decides: the table has none for processors
-        fit = nearest_fit(case.recipe, case.world_size, lambda need: ranks * need.on_processor <= there)
+        fit = nearest_fit(case.setup, lambda need: ranks * need.on_processor <= there)
         if fit is None:
             remedy = "no stage or micro-batch fits: take a smaller model, or a machine with more memory"
             return Objection(what, remedy)
         return Objection(what, f"this fits ({num_bytes(fit.need.on_processor)} each): {fit.arguments}")
     if case.limit is None or case.need.total <= case.limit:
         return None
-    part, ranks = case.need.largest, case.world_size
+    part, ranks = case.need.largest, case.setup.world_size
     gpus = f"each of {ranks} GPUs" if ranks > 1 else "1 GPU"
     what = f"{name} needs {num_bytes(case.need.total)} on {gpus} of {num_bytes(case.limit)}"
     what += f": {part} alone {num_bytes(case.need.parts[part])}"
     eval_batch = case.recipe.training.per_device_eval_batch_size
     if part == "validation" and eval_batch > 1:
         # a smaller batch of validation changes nothing of the run, so it is tried before another way to train
-        need = case.total_with(case.ds_config, per_device_eval_batch_size=1)
+        need = memory_need(case.with_training(per_device_eval_batch_size=1), case.limit).total
         if need <= case.limit:
             return Objection(
                 what, f"this fits ({num_bytes(need)}): --set training.per_device_eval_batch_size=1"
             )
     # with the GPU's memory, which decides the chunks of the loss
-    fit = nearest_fit(case.recipe, ranks, lambda need: need.total <= case.limit, case.machine.gpu, case.limit)
+    fit = nearest_fit(case.setup, lambda need: need.total <= case.limit, case.machine.gpu, case.limit)
     if fit is None:
         return Objection(what, "no stage, offload or micro-batch fits: take more or larger GPUs")
     return Objection(what, f"this fits ({num_bytes(fit.need.total)}): {fit.arguments}")
@@ -172,7 +164,7 @@ def _disk(case: _Case) -> Objection | None:
     )
     for fewer in range(plan.checkpoints_kept - 1, 0, -1):
         recipe = replace(case.recipe, checkpoints=replace(case.recipe.checkpoints, keep_last=fewer))
-        if build_run_plan(recipe, case.ds_config, case.world_size).checkpoint_disk_bytes <= room:
+        if build_run_plan(replace(case.setup, recipe=recipe)).checkpoint_disk_bytes <= room:
             return Objection(what, f"keep fewer: --set checkpoints.keep_last={fewer}")
     return Objection(what, "fewer do not fit either: give --output_dir on a larger disk")
 
@@ -181,8 +173,8 @@ def _gradients(case: _Case) -> Objection | None:
     """Refuse a gradient that GPUs may overwrite before it is reduced (`states.unprotected_gradient`)."""
     if case.machine.trains_on_processor:
         return None
-    of_rank = families(case.recipe, case.ds_config, case.world_size)
-    tensor = unprotected_gradient(case.ds_config, of_rank, value_of(case.recipe.model, "hidden_size"))
+    width = value_of(case.recipe.model, "hidden_size")
+    tensor = unprotected_gradient(case.ds_config, case.setup.families, width)
     if tensor is None:
         return None
     place = "" if tensor.layer is None else f" of layer {tensor.layer}"
@@ -195,7 +187,7 @@ def _gradients(case: _Case) -> Objection | None:
 
 def _placement(case: _Case) -> Objection | None:
     """Warn about ranks that wait for each other in every layer, and are in different nodes."""
-    degrees, gpu = degrees_of(case.ds_config), case.machine.gpu
+    degrees, gpu = case.setup.degrees, case.machine.gpu
     if gpu is None:
         return None
     # the machine found may have fewer GPUs than those that are sold with this one
@@ -208,18 +200,18 @@ def _placement(case: _Case) -> Objection | None:
         EXPERT: (degrees.expert, degrees.tensor),
     }
     outside = [name for name, group in groups.items() if spans_nodes(*group, node)]
-    if case.world_size <= node:
+    if case.setup.world_size <= node:
         return None
     # long sequences may need more ranks than a node has, layers never do
     if degrees.ranks_per_sample > node:
         outside = [name for name in outside if name == TENSOR]
     if not outside:
         return None
-    sent = layer_messages(case.recipe, case.ds_config, case.world_size, gpu)
-    seconds = sum(message.seconds for message in sent if message.name in outside)
-    as_one = replace(gpu, gpus_per_node=case.world_size)
-    there = layer_messages(case.recipe, case.ds_config, case.world_size, as_one)
-    inside = sum(message.seconds for message in there if message.name in outside)
+    as_one = replace(gpu, gpus_per_node=case.setup.world_size)
+    seconds, inside = (
+        sum(message.seconds for message in layer_messages(case.setup, each) if message.name in outside)
+        for each in (gpu, as_one)
+    )
     what = (
         f"{degrees}: groups do not fit nodes of {several(node, 'GPU')}, so that {' and '.join(outside)} take at least "
         f"{duration(seconds)} of a step, and {duration(inside)} inside a node"
@@ -234,7 +226,7 @@ def _links(case: _Case) -> Objection | None:
         return None
     if time.bound_by != "links" or case.need.total > case.limit:
         return None
-    best = fitting(case.recipe, case.world_size, gpu, case.limit, own_ds_config=True)[0]
+    best = fitting(case.setup, gpu, case.limit, own_ds_config=True)[0]
     if NOTABLY_SLOWER * best.step_seconds > time.seconds:
         return None
     messages = max(time.communication_seconds, time.waiting_seconds)
@@ -296,7 +288,7 @@ def _save_warnings(case: _Case) -> Iterator[Objection]:
         yield Objection(what, f"--set training.save_steps={max(1, steps // 10)}")
     if gpu is None or case.step is None:
         return
-    saved = cost_of_checkpoints(case.plan, case.recipe, case.step.seconds, gpu, case.world_size)
+    saved = cost_of_checkpoints(case.plan, case.step.seconds, gpu)
     if saved is None or saved.written < MANY_CHECKPOINTS:
         return
     best = saved.best_every_seconds
@@ -314,7 +306,7 @@ def _warm_up_of(steps: int, recipe: Recipe) -> str:
 
 def _experts(case: _Case) -> Objection | None:
     """Warn about experts that are multiplied one after another."""
-    precision = precision_of(case.recipe, case.ds_config)
+    precision = case.setup.precision
     experts = any(tensor.kind == ROUTER for tensor in parameter_tensors(case.recipe.model))
     # grouped products need bf16 weights; autocast does not help (transformers 5.23, integrations/moe.py `_grouped_mm`)
     if case.limit is None or not experts or (precision.name == "bf16" and not precision.is_autocast):
@@ -332,7 +324,7 @@ def _borders(case: _Case) -> Objection | None:
 
     On a GPU alone. ZeRO-1 and 2 lay the weights of a parameter group end to end in one buffer.
     """
-    precision, model = precision_of(case.recipe, case.ds_config), case.recipe.model
+    precision, model = case.setup.precision, case.recipe.model
     if case.limit is None or precision.name != "bf16" or precision.is_autocast or not has_experts(model):
         return None
     if model.get("experts_implementation", "grouped_mm") != "grouped_mm":
@@ -345,7 +337,7 @@ def _borders(case: _Case) -> Objection | None:
     for key in (own_key(model, "hidden_size"), own_key(model, inner)):
         if (width := model.get(key)) and width % GROUPED:
             return Objection(f"model.{key} {width} leaves experts' rows {stops}", remedy)
-    stage = zero_stage(case.ds_config)
+    stage = case.setup.stage
     if stage not in (1, 2):
         return None
     # norms and biases, which do not decay, have a buffer of their own
@@ -371,20 +363,20 @@ def _unbalanced(case: _Case) -> Objection | None:
 def _way_warnings(case: _Case) -> Iterator[Objection]:
     """Warn about a batch, a ZeRO stage, offload and buckets that slow every step and are not needed."""
     recipe, config, on_gpus = case.recipe, case.ds_config, case.limit is not None
-    if recipe.micro_batch <= 1 and accumulation_steps(recipe, case.world_size, config) <= 1:
+    if recipe.micro_batch <= 1 and case.setup.accumulation <= 1:
         what = "one sequence a GPU and step, without accumulation: small kernels, and a message after each"
         yield Objection(what, "use fewer GPUs, or a larger budget.tokens_per_step")
-    stage, several_gpus = zero_stage(config), case.world_size > 1
+    stage, several_gpus = case.setup.stage, case.setup.world_size > 1
     offloads = optimizer_device(config) != "gpu" or parameter_device(config) != "gpu"
     # the links are known and carry a step's messages well within the time of its products
     time = case.step
     hides_messages = time is not None and time.communication_seconds <= HIDDEN * time.compute_seconds
     # without the split other ranks would divide the step
-    if on_gpus and degrees_of(config).ranks_per_sample == 1:
+    if on_gpus and case.setup.degrees.ranks_per_sample == 1:
         # the simpler way, or the shipped ds_config of the same stage without offload, must fit with room to spare
         name = f"zero{stage}" if offloads else "zero1"
         if offloads or (stage == 3 and several_gpus and not hides_messages):
-            need = case.total_with(load_ds_config(name))
+            need = memory_need(replace(case.setup, ds_config=load_ds_config(name)), case.limit).total
             what = f"ZeRO-3 gathers the weights twice in every pass, and ZeRO-1 would fit ({num_bytes(need)})"
             if offloads:
                 what = f"offloading slows every step, and all of it fits the GPU ({num_bytes(need)})"
@@ -408,20 +400,19 @@ def _larger_buckets(case: _Case, elements: int) -> str:
 def _checkpointing(case: _Case) -> Objection | None:
     if case.limit is None:
         return None
-    if not recomputed_one_in(case.recipe):
+    if not case.recipe.training.recomputed_one_in:
         # above the limit it is refused (`_memory`), below TIGHT there is room
         if not TIGHT * case.limit < case.need.total <= case.limit:
             return None
         what = f"{num_bytes(case.need.total)} of {num_bytes(case.limit)}: fragmentation can end the run"
         return Objection(what, "--set training.activation_checkpointing=true")
-    without = case.total_with(case.ds_config, activation_checkpointing=False)
+    kept = case.with_training(activation_checkpointing=False)
+    without = memory_need(kept, case.limit).total
     if without > ROOMY * case.limit:
         return None
     longer = "longer"
     if case.machine.gpu and case.step:
-        training = {**case.recipe.training, "activation_checkpointing": False}
-        recipe = replace(case.recipe, training=training)
-        once = step_time(recipe, case.ds_config, case.world_size, case.machine.gpu).seconds
+        once = step_time(kept, case.machine.gpu).seconds
         # nothing is gained where messages, not products, take the time
         if case.step.seconds < NOTABLY_LONGER * once:
             return None

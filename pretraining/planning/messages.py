@@ -10,18 +10,11 @@ group are neighbours, and those of a sequence group are as many ranks apart as a
 
 from dataclasses import dataclass, replace
 
-from pretraining.ds_config import NOT_SPLIT, degrees_of, hpz_ranks, zero_stage
+from pretraining.ds_config import NOT_SPLIT, hpz_ranks, zero_stage
 from pretraining.planning.gpus import Gpu, kept_rates
-from pretraining.planning.memory.need import recomputed_one_in, recomputed_share, skips_last_product
-from pretraining.planning.memory.tensors import (
-    families,
-    key_value_copies,
-    parameter_tensors,
-    precision_of,
-    widths_of_rank,
-)
-from pretraining.planning.shapes import widths_of
-from pretraining.recipe import Recipe, accumulation_steps
+from pretraining.planning.memory.need import skips_last_product
+from pretraining.planning.setup import Setup
+from pretraining.planning.shapes import key_value_copies, parameter_tensors
 
 GRADIENTS, WEIGHTS, WEIGHTS_IN_NODE = "gradients", "weights", "weights in hpZ groups"
 TENSOR, SEQUENCE, EXPERT = "tensor all-reduces", "sequence all-to-alls", "expert all-to-alls"
@@ -93,37 +86,27 @@ def stops_for_gradients(ds_config: dict | None) -> bool:
     return zero_stage(ds_config) == 2 and not zero.get("overlap_comm")
 
 
-def step_messages(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu) -> list[Message]:
+def step_messages(setup: Setup, gpu: Gpu) -> list[Message]:
     """Return the messages of one optimizer step, without those that are empty.
 
     Raises:
         UserError: the ranks do not divide the recipe's step.
     """
-    sent = [
-        *_zero_messages(recipe, ds_config, world_size, gpu),
-        *layer_messages(recipe, ds_config, world_size, gpu),
-    ]
-    return [message for message in sent if message.total]
-
-
-def _zero_messages(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu) -> list[Message]:
-    """Return the messages that shard model states; the groups of a family reach over all nodes."""
-    accumulation = accumulation_steps(recipe, world_size, ds_config)
     # gradients travel in the precision that holds the weights
-    width, stage = precision_of(recipe, ds_config).weights, zero_stage(ds_config)
-    in_one_node, link = world_size <= gpu.gpus_per_node, gpu.link_bytes_per_second
-    measured = kept_rates(gpu.name, world_size).get("all_reduce_bytes_per_second")
+    width, link, group = setup.precision.weights, gpu.link_bytes_per_second, hpz_ranks(setup.ds_config)
+    measured = kept_rates(gpu.name, setup.world_size).get("all_reduce_bytes_per_second")
     sums: dict[str, Message] = {}
-    for family in families(recipe, ds_config, world_size):
-        hpz = min(hpz_ranks(ds_config), family.ranks)
-        sent = zero_bytes(family.numel, stage, family.ranks, accumulation, width, hpz)
+    # those that shard model states; the groups of a family reach over all nodes
+    for family in setup.families:
+        hpz = min(group, family.ranks)
+        sent = zero_bytes(family.numel, setup.stage, family.ranks, setup.accumulation, width, hpz)
         for name, size in sent.items():
             size *= family.trained_numel / family.numel if name == GRADIENTS else 1
-            inside = in_one_node or name == WEIGHTS_IN_NODE
+            inside = setup.world_size <= gpu.gpus_per_node or name == WEIGHTS_IN_NODE
             # a ring is as fast as its slowest link, which a measured rate includes already
             rate = link if inside else min(link, gpu.network_bytes_per_second)
             rate = measured["value"] if measured else rate
-            ranks = hpz_ranks(ds_config) if name == WEIGHTS_IN_NODE else family.ranks
+            ranks = group if name == WEIGHTS_IN_NODE else family.ranks
             # those of dense parameters and of experts are added up
             before = sums.get(name, Message(name, ranks, 0, 0, 0))
             sums[name] = replace(
@@ -132,21 +115,18 @@ def _zero_messages(recipe: Recipe, ds_config: dict | None, world_size: int, gpu:
                 across_bytes=before.across_bytes + size * (not inside),
                 seconds=before.seconds + size / rate,
             )
-    return list(sums.values())
+    return [message for message in (*sums.values(), *layer_messages(setup, gpu)) if message.total]
 
 
-def layer_messages(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu) -> list[Message]:
+def layer_messages(setup: Setup, gpu: Gpu) -> list[Message]:
     """Return the messages of one optimizer step that layers wait for."""
-    degrees = degrees_of(ds_config)
+    recipe, degrees, widths = setup.recipe, setup.degrees, setup.widths
     if degrees == NOT_SPLIT:
         return []
-    width = precision_of(recipe, ds_config).compute
-    widths = widths_of_rank(widths_of(recipe.model), degrees)
-    micro_batches = accumulation_steps(recipe, world_size, ds_config)
-    tokens = micro_batches * recipe.micro_batch * recipe.sequence_length / degrees.sequence
-    again = recomputed_share(recomputed_one_in(recipe))
+    width, again = setup.precision.compute, recipe.training.recomputed_share
+    tokens = setup.accumulation * recipe.micro_batch * recipe.sequence_length / degrees.sequence
     # a recomputed layer that stops before its last product does not add it up again either
-    again_sums = again * (FORWARD_SUMS - skips_last_product(recipe, ds_config))
+    again_sums = again * (FORWARD_SUMS - skips_last_product(setup))
     message = width * tokens * widths.hidden * widths.layers
     sums = message * (FORWARD_SUMS + BACKWARD_SUMS + again_sums)
     # an all-gather of a part sends half as much as an all-reduce of all parts

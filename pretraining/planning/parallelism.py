@@ -16,16 +16,10 @@ from pretraining.errors import UserError
 from pretraining.planning.constants import table
 from pretraining.planning.gpus import Gpu, find_gpu
 from pretraining.planning.memory.states import checkpoint_bytes, optimizer_states
-from pretraining.planning.memory.tensors import parameter_tensors
 from pretraining.planning.quantities import duration, gpu_count, num_bytes, share
-from pretraining.planning.shapes import widths_of
-from pretraining.planning.sizes import (
-    ModelSize,
-    add_workload_arguments,
-    flops_per_token,
-    model_size,
-    workload_of,
-)
+from pretraining.planning.setup import BareSize, add_setup_arguments, setup_of
+from pretraining.planning.shapes import parameter_tensors, widths_of
+from pretraining.planning.sizes import ModelSize, flops_per_token, model_size
 from pretraining.planning.throughput import model_flops_utilization
 from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.model import is_exact, value_of
@@ -129,29 +123,24 @@ class Cluster:
     """Bytes of master weights and optimizer states per parameter."""
 
 
-def layouts(
-    model: dict,
-    sequence_length: int,
-    tokens_per_step: int,
-    num_gpus: int,
-    gpu: Gpu,
-    kernel_efficiency: float,
-    optimizer_width: float = 3 * FP32,
-) -> list[ParallelLayout]:
+def cluster_of(
+    model: dict, sequence_length: int, tokens_per_step: int, num_gpus: int, gpu: Gpu, kernel_efficiency: float
+) -> Cluster:
+    """kernel_efficiency: share of the dense peak that a layer's kernels reach, before messages and bubbles."""
+    rate = gpu.peak_flops(gpu.training_precision) * kernel_efficiency
+    sequences = tokens_per_step // sequence_length
+    return Cluster(model_size(model), model, sequence_length, sequences, num_gpus, gpu, rate)
+
+
+def layouts(cluster: Cluster) -> list[ParallelLayout]:
     """Return every layout that divides the model, the step and the GPUs, and fits their memory; fastest first.
 
     A layout recomputes only if it does not fit otherwise.
 
-    Args:
-        kernel_efficiency: share of the dense peak that a layer's kernels reach, before messages and bubbles.
-        optimizer_width: bytes a parameter of master weights and the optimizer's states.
-
     Raises:
         UserError: no layout divides what is given, or none fits (with the nearest one's memory).
     """
-    rate = gpu.peak_flops(gpu.training_precision) * kernel_efficiency
-    size, sequences = model_size(model), tokens_per_step // sequence_length
-    cluster = Cluster(size, model, sequence_length, sequences, num_gpus, gpu, rate, optimizer_width)
+    gpu = cluster.gpu
     tried = []
     for division in _divisions(cluster):
         layout = layout_of(cluster, division, recompute=False)
@@ -159,9 +148,9 @@ def layouts(
             layout = layout_of(cluster, division, recompute=True)
         tried.append(layout)
     if not tried:
-        widths = widths_of(model)
+        widths, sequences = widths_of(cluster.model), cluster.sequences
         raise UserError(
-            f"no layout divides {num_gpus:,} GPUs: {widths.layers} layers, {widths.heads} heads "
+            f"no layout divides {cluster.num_gpus:,} GPUs: {widths.layers} layers, {widths.heads} heads "
             f"and {sequences:,} sequences a step have no common split with them; "
             f"take a number of GPUs that divides {sequences:,}"
         )
@@ -264,8 +253,8 @@ def layout_memory(cluster: Cluster, division: Division, recompute: bool) -> Layo
     size, widths = cluster.size, widths_of(cluster.model)
     tokens = micro_batch * cluster.sequence_length / context
     # the first stage holds the embedding, the last one the head: of the fuller end, its layers and a table
-    of_layers = size.total - size.embedding - size.parts.head
-    of_end = of_layers / pipeline + max(size.embedding, size.parts.head)
+    of_layers = size.total - size.embedding - size.parts["head"]
+    of_end = of_layers / pipeline + max(size.embedding, size.parts["head"])
     held = (size.total if pipeline == 1 else of_end) / tensor
     # a layer keeps for its backward pass, in bf16 with fused attention: the inputs of its two norms, the input of the
     # attention, queries, keys, values and their result, the input of the feed-forward layer, and that layer's inner
@@ -308,7 +297,7 @@ class ParallelismVerb:
   python -m pretraining.planning parallelism --recipe 65b --world_size 512 --gpu H100 --megatron 1"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add_workload_arguments(parser, on_cluster=True)
+        add_setup_arguments(parser, on_cluster=True)
         parser.add_argument(
             "--top", type=gpu_count, default=5, metavar="K", help="layouts to show (default 5)"
         )
@@ -322,24 +311,19 @@ class ParallelismVerb:
 
     def answer(self, options: argparse.Namespace) -> dict:
         """Return the best layouts, one of each division of the GPUs."""
-        workload, gpu = workload_of(options), find_gpu(options.gpu)
-        recipe, num_gpus = workload.recipe, options.world_size
+        setup, gpu = setup_of(options), find_gpu(options.gpu)
         # --parameters gives a size alone: no heads, widths or layers
-        if recipe is None:
+        if isinstance(setup, BareSize):
             raise UserError(
                 "layouts need the model's shape: give --recipe NAME or --model NAME (and --set to change it)"
             )
+        recipe, num_gpus = setup.recipe, setup.world_size
         efficiency = options.kernel_efficiency or table("rates")["kernel_efficiency"]["value"]
-        optimizer = checkpoint_bytes(parameter_tensors(recipe.model), optimizer_states(recipe))
-        fitting = layouts(
-            recipe.model,
-            recipe.sequence_length,
-            recipe.tokens_per_step,
-            num_gpus,
-            gpu,
-            efficiency,
-            optimizer / workload.size.total,
+        cluster = cluster_of(
+            recipe.model, recipe.sequence_length, recipe.tokens_per_step, num_gpus, gpu, efficiency
         )
+        optimizer = checkpoint_bytes(parameter_tensors(recipe.model), optimizer_states(recipe))
+        fitting = layouts(replace(cluster, optimizer_width=optimizer / setup.parameters))
         best: dict[tuple, ParallelLayout] = {}
         for layout in fitting:
             # the layouts are sorted: the first of each division is its fastest
@@ -347,14 +331,14 @@ class ParallelismVerb:
         rows, row = list(best.values()), options.megatron
         if row and row > len(rows):
             raise UserError(f"--megatron {row}: there are {len(rows)} rows; give one of them")
-        flops, peak = workload.training_flops_per_token, gpu.peak_flops(gpu.training_precision)
+        flops, peak = setup.flops.training, gpu.peak_flops(gpu.training_precision)
         shown = []
         for layout in rows[: options.top]:
             rate = recipe.tokens_per_step / layout.step_seconds
             mfu = model_flops_utilization(rate, flops, num_gpus, peak)
             shown.append({**asdict(layout), "mfu": mfu, "here": _way_here(layout, recipe)})
         return {
-            "name": workload.name,
+            "name": setup.name,
             "gpu": gpu.name,
             "memory_bytes": gpu.memory_bytes,
             "world_size": num_gpus,

@@ -5,20 +5,13 @@ import os
 import sys
 from dataclasses import asdict, dataclass, field, replace
 
-from pretraining.ds_config import Degrees, degrees_of, zero_stage
+from pretraining.ds_config import Degrees
 from pretraining.errors import UserError
 from pretraining.planning.gpus import Gpu
-from pretraining.planning.memory.need import state_of_recipe
-from pretraining.planning.memory.states import ModelState, checkpoint_bytes, optimizer_states
-from pretraining.planning.memory.tensors import (
-    FP32,
-    frozen_tensors,
-    precision_of,
-    trained_tensors,
-    wide_tensors,
-)
-from pretraining.planning.sizes import ModelSize, flops_per_token, model_size, size_of_recipe
-from pretraining.recipe import Recipe, accumulation_steps
+from pretraining.planning.memory.states import ModelState, checkpoint_bytes, optimizer_states, state_of
+from pretraining.planning.setup import FP32, Setup
+from pretraining.planning.sizes import ModelSize, frozen_tensors, model_size, trained_tensors
+from pretraining.recipe import Recipe
 from pretraining.recipe.data import num_unique_tokens
 from pretraining.runtime.run_folder import RunFolder
 
@@ -121,7 +114,7 @@ class RunPlan:
     """Tokens that are read at least once: what has to be prepared for training."""
     data_bytes: int
     """Bytes of the token shards that the run reads, if it reads each token once."""
-    ds_config: dict | None = None
+    setup: Setup | None = None
     machine: Machine | None = None
     """Machine on which the run is; None for a plan on paper."""
     verdict: Verdict | None = None
@@ -130,8 +123,12 @@ class RunPlan:
     """Result of `comparison.predicted` on that machine; empty until the plan is judged (`gate.judge_plan`)."""
 
     @property
+    def ds_config(self) -> dict | None:
+        return self.setup.ds_config
+
+    @property
     def degrees(self) -> Degrees:
-        return degrees_of(self.ds_config)
+        return self.setup.degrees
 
     @property
     def layout(self) -> dict:
@@ -179,8 +176,8 @@ class RunPlan:
     def to_dict(self) -> dict:
         """Return the plan as plain JSON values, derived ones included."""
         # asdict copies everything: what is removed below is emptied before
-        values = asdict(replace(self, ds_config=None, machine=None, verdict=None))
-        for name in ("ds_config", "machine", "verdict"):  # they have files and events of their own
+        values = asdict(replace(self, setup=None, machine=None, verdict=None))
+        for name in ("setup", "machine", "verdict"):  # they have files and events of their own
             del values[name]
         return {
             **values,
@@ -193,41 +190,38 @@ class RunPlan:
         }
 
 
-def build_run_plan(recipe: Recipe, ds_config: dict | None, world_size: int) -> RunPlan:
-    """Derive the plan of `recipe` on `world_size` ranks.
+def build_run_plan(setup: Setup) -> RunPlan:
+    """Derive the plan of a recipe on so many ranks.
 
     Raises:
         UserError: ranks x micro-batch x length does not divide the tokens per step.
     """
-    size = model_size(recipe.model)
+    recipe, ds_config, size = setup.recipe, setup.ds_config, model_size(setup.recipe.model)
     unique = num_unique_tokens(recipe.data, recipe.num_samples, recipe.sequence_length)
-    tokens, kept, written = recipe.num_tokens, _checkpoints_kept(recipe), checkpoints_written(recipe)
-    width = precision_of(recipe, ds_config).weights
-    wide = sum(tensor.numel for tensor in wide_tensors(recipe, ds_config))
+    kept, written, width = _checkpoints_kept(recipe), checkpoints_written(recipe), setup.precision.weights
+    saved = (trained_tensors(recipe), optimizer_states(recipe), frozen_tensors(recipe), width)
     return RunPlan(
         name=recipe.name,
         deepspeed=recipe.deepspeed,
         # `zero_stage(None)` is 0, but here a run without DeepSpeed differs from stage 0
-        zero_stage=zero_stage(ds_config) if ds_config else None,
-        ds_config=ds_config,
+        zero_stage=setup.stage if ds_config else None,
+        setup=setup,
         size=size,
-        tokens=tokens,
+        tokens=recipe.num_tokens,
         tokens_per_step=recipe.tokens_per_step,
         steps=recipe.num_steps,
         ramp_steps=recipe.step_sizes.ramp_steps,
         sequence_length=recipe.sequence_length,
-        world_size=world_size,
+        world_size=setup.world_size,
         micro_batch=recipe.micro_batch,
-        accumulation_steps=accumulation_steps(recipe, world_size, ds_config),
-        training_flops=tokens * flops_per_token(size_of_recipe(recipe), recipe.sequence_length).training,
-        model_state=state_of_recipe(recipe, ds_config, world_size),
-        checkpoint_bytes=checkpoint_bytes(
-            trained_tensors(recipe), optimizer_states(recipe), frozen_tensors(recipe), width
-        ),
+        accumulation_steps=setup.accumulation,
+        training_flops=recipe.num_tokens * setup.flops.training,
+        model_state=state_of(setup),
+        checkpoint_bytes=checkpoint_bytes(*saved),
         checkpoints_kept=kept,
         # every checkpoint that is not kept whole
         weights_kept=written - kept if recipe.checkpoints.demote_to_weights else 0,
-        export_bytes=width * size.total + (FP32 - width) * wide,
+        export_bytes=width * size.total + (FP32 - width) * sum(tensor.numel for tensor in setup.wide),
         unique_tokens=unique,
         data_bytes=unique * token_bytes(recipe.model.vocab_size),
     )

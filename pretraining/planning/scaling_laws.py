@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pretraining.errors import UserError
 from pretraining.planning.constants import table
 from pretraining.planning.quantities import count, short, three_digits
-from pretraining.planning.sizes import add_workload_arguments, workload_of
+from pretraining.planning.setup import Setup, add_setup_arguments, setup_of
 from pretraining.runtime.table import Column, facts, write_table
 
 PF_DAY = 8.64e19
@@ -231,7 +231,7 @@ class ChinchillaVerb:
   python -m pretraining.planning chinchilla --recipe 30b --json"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add_workload_arguments(parser)
+        add_setup_arguments(parser)
         parser.add_argument("--flops", type=count, metavar="C", help="training budget in FLOPs: 1e23")
         parser.add_argument("--inference_tokens", type=count, metavar="D", help="tokens the model will serve")
 
@@ -320,15 +320,15 @@ def _given(options: argparse.Namespace) -> tuple[dict, str]:
         return {**nothing, "tokens": options.tokens}, f"{short(options.tokens)} tokens"
     if not subject:
         raise UserError("give one of --flops C, --parameters N, --tokens D, --recipe NAME or --model NAME")
-    workload = workload_of(options)
-    size = workload.size
+    setup = setup_of(options)
+    size = setup.size if isinstance(setup, Setup) else None
     given = {
         **nothing,
         # of a mixture, only the parameters that a token passes through
-        "parameters": workload.active,
+        "parameters": setup.active,
         # Step Law counts without the embedding and the head
-        "without_vocabulary": size.active - size.embedding - size.parts.head if size else None,
+        "without_vocabulary": size.active - size.embedding - size.parts["head"] if size else None,
         # nobody has chosen those that --model assumes
-        "tokens": options.tokens if options.model else workload.tokens,
+        "tokens": options.tokens if options.model else setup.tokens,
     }
-    return given, workload.name
+    return given, setup.name

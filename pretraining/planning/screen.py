@@ -21,8 +21,7 @@ from pretraining.planning.costs import (
 )
 from pretraining.planning.gate import check_plan
 from pretraining.planning.gpus import Gpu, all_gpus, find_gpu
-from pretraining.planning.memory.need import PHASES, host_words, memory_need, recomputed_one_in, shrink
-from pretraining.planning.memory.tensors import frozen_tensors
+from pretraining.planning.memory.need import PHASES, host_words, memory_need, shrink
 from pretraining.planning.quantities import (
     dollars,
     duration,
@@ -34,9 +33,9 @@ from pretraining.planning.quantities import (
     three_digits,
 )
 from pretraining.planning.run_plan import Machine, RunPlan, build_run_plan
+from pretraining.planning.setup import Setup
 from pretraining.planning.shapes import count_model, family_of
-from pretraining.planning.sizes import workload_of_recipe
-from pretraining.planning.throughput import precision_of_products
+from pretraining.planning.sizes import frozen_tensors
 from pretraining.recipe import Recipe
 from pretraining.recipe.model import value_of
 from pretraining.recipe.refusals import compiled_part
@@ -67,45 +66,44 @@ def print_plan(
         SystemExit: with USER_ERROR, after the plan is printed, if `train.py` would refuse this run on such GPUs.
     """
     gpu = None if gpu_name is None else find_gpu(gpu_name)
-    answer = full_plan(recipe, ds_config, world_size or fewest_ranks(ds_config), gpu, nodes)
+    setup = Setup(recipe, ds_config, world_size or fewest_ranks(ds_config))
+    answer = full_plan(setup, gpu, nodes)
     print(json.dumps(answer, indent=2) if as_json else as_text(answer))
     if world_size is None and not as_json:
-        print(f"\n{world_sizes(recipe, ds_config, gpu)}")
+        print(f"\n{world_sizes(setup, gpu)}")
     # without a number of ranks it lists which fit
     if answer["refusals"] and world_size is not None:
         sys.exit(USER_ERROR)
 
 
-def full_plan(
-    recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu | None, nodes: int | None = None
-) -> dict:
+def full_plan(setup: Setup, gpu: Gpu | None, nodes: int | None = None) -> dict:
     """Collect all values that `--plan` prints, as plain JSON values.
 
     nodes: None if they are full ones, as sold with this GPU.
     """
+    recipe, ds_config, world_size = setup.recipe, setup.ds_config, setup.world_size
     # host memory and disks belong to a node
     at_node = min(world_size, gpu.gpus_per_node if gpu else GPUS_OF_A_NODE)
     if nodes:
         at_node = -(-world_size // nodes)
         gpu = gpu and replace(gpu, gpus_per_node=at_node)
-    plan, there = build_run_plan(recipe, ds_config, world_size), gpu.memory_bytes if gpu else None
-    need = memory_need(recipe, ds_config, world_size, there)
-    workload = workload_of_recipe(recipe, ds_config)
+    plan, there = build_run_plan(setup), gpu.memory_bytes if gpu else None
+    need = memory_need(setup, there)
     # time and cost need the rates of a known GPU
-    speed = forecast(workload, gpu, world_size) if gpu else None
+    speed = forecast(setup, gpu) if gpu else None
     # on paper: host memory, disk and data are not known
     machine = Machine(there, gpu, "bf16" in gpu.dense_peak_flops) if gpu else Machine()
-    verdict = check_plan(recipe, ds_config, world_size, machine)
-    degrees = {**degrees_of(ds_config)._asdict(), "hpz": hpz_ranks(ds_config)}
+    verdict = check_plan(setup, machine)
+    degrees = {**setup.degrees._asdict(), "hpz": hpz_ranks(ds_config)}
     # the table's GPUs with the recipe's precision and enough memory; the need depends on the GPU's memory alone (chunks
     # of the loss), so that it is counted once for each size
-    precision = precision_of_products(recipe)
+    precision = recipe.training.product_precision
     sizes = {
         name: each.memory_bytes for name, each in all_gpus().items() if precision in each.dense_peak_flops
     }
-    needs = {size: memory_need(recipe, ds_config, world_size, size).total for size in set(sizes.values())}
+    needs = {size: memory_need(setup, size).total for size in set(sizes.values())}
     size, width = plan.size, value_of(recipe.model, "hidden_size")
-    model = f"{size.total:,} parameters{_parts_words(recipe, plan)}: {recipe.model['model_type']}, "
+    model = f"{size.total:,} parameters{_parts_words(plan)}: {recipe.model['model_type']}, "
     model += f"{size.num_layers} layers of width {width:,}"
     if size.counted:
         model += f"; {size.counted}, kernels' time as that of a {family_of(recipe.model)} of these widths"
@@ -116,14 +114,14 @@ def full_plan(
         "budget_tokens": recipe.budget.tokens,
         "disk_bytes_of_node": plan.disk_bytes_of_node(at_node),
         # the same values as in plan.json, so that a run can be compared with this plan
-        "predicted": predicted(recipe, ds_config, world_size, gpu, gpu_memory=there),
+        "predicted": predicted(setup, gpu, gpu_memory=there),
         "model": model,
         "published": recipe.published.to_dict(),
         "layout": {name: size for name, size in degrees.items() if size > 1},
         "precision": precision,
         "keep_in_fp32": recipe.weights.keep_in_fp32,
         "compiles": compiled_part(recipe, ds_config),
-        "recomputation": recomputation_text(recomputed_one_in(recipe), recipe.speed.recompute),
+        "recomputation": recomputation_text(recipe.training.recomputed_one_in, recipe.speed.recompute),
         "gpu": gpu.name if gpu else None,
         "gpu_memory_bytes": there,
         "fitting_gpus": [name for name, size in sizes.items() if needs[size] <= size],
@@ -133,7 +131,7 @@ def full_plan(
             "host_node_bytes": at_node * need.host_bytes,
             "pinned_bytes": need.pinned,
             "snapshot_bytes": need.snapshot,
-            "shrink": shrink(need, recipe, ds_config),
+            "shrink": shrink(need, setup),
         },
         "forecast": speed.to_dict() if speed else None,
         "refusals": [asdict(each) for each in verdict.refusals],
@@ -147,12 +145,12 @@ def fewest_ranks(ds_config: dict | None) -> int:
     return math.lcm(degrees.ranks_per_sample, degrees.tensor * degrees.expert, hpz_ranks(ds_config))
 
 
-def _parts_words(recipe: Recipe, plan: RunPlan) -> str:
+def _parts_words(plan: RunPlan) -> str:
     """Write how many of the parameters a token passes, in a mixture of experts, and how many are frozen."""
     active = (
         f", {short(plan.size.active)} of them for each token" if plan.size.active < plan.size.total else ""
     )
-    frozen = sum(tensor.numel for tensor in frozen_tensors(recipe))
+    frozen = sum(tensor.numel for tensor in frozen_tensors(plan.setup.recipe))
     return active + (f", {frozen:,} frozen" if frozen else "")
 
 
@@ -187,24 +185,24 @@ def in_short(answer: dict) -> str:
     return f"{fits}; {duration(speed['seconds'])}, {costs}{estimated(speed, ' ({})')}; {disk}"
 
 
-def run_line(recipe: Recipe, plan: RunPlan, folder: str, device: str) -> str:
+def run_line(plan: RunPlan, folder: str, device: str) -> str:
     """Describe a run in one line. folder, device: as they are shown."""
-    sharding = plan.deepspeed or "without DeepSpeed"
+    recipe, sharding = plan.setup.recipe, plan.deepspeed or "without DeepSpeed"
     # a file of the user's own need not be called after its stage
     if plan.zero_stage is not None and f"zero{plan.zero_stage}" not in sharding:
         sharding += f" (zero{plan.zero_stage})"
+    size = f"{recipe.model.model_type} of {plan.parameters:,} parameters{_parts_words(plan)}"
     parts = [
-        f"{recipe.name} in {folder}: {recipe.model.model_type} of {plan.parameters:,} parameters"
-        + _parts_words(recipe, plan),
+        f"{recipe.name} in {folder}: {size}",
         f"{several(plan.world_size, 'rank')} on {device}",
         sharding,
-        precision_of_products(recipe),
+        recipe.training.product_precision,
         f"{plan.steps:,} steps, {plan.tokens:,} tokens",
     ]
     return ", ".join(parts)
 
 
-def plan_line(recipe: Recipe, plan: RunPlan, left: float = 1.0) -> str:
+def plan_line(plan: RunPlan, left: float = 1.0) -> str:
     """Describe in one line what a judged plan (`gate.judge_plan`) foresees on its machine.
 
     left: the share of the run's tokens that is still to be trained.
@@ -215,7 +213,7 @@ def plan_line(recipe: Recipe, plan: RunPlan, left: float = 1.0) -> str:
     if foreseen["training_seconds"] is None:
         parts.append("no time (this device is not in the table of GPUs)")
     else:
-        speed = forecast(workload_of_recipe(recipe, plan.ds_config), machine.gpu, plan.world_size)
+        speed = forecast(plan.setup, machine.gpu)
         rest = "" if left == 1 else " for what is left"
         rate = f"{foreseen['tokens_per_second']:,.0f} tokens/s, MFU {foreseen['mfu']:.0%}"
         prices = [price["dollars"] for price in speed.cost.prices]
@@ -381,11 +379,12 @@ def _message_words(messages: list[dict]) -> str:
     return "; ".join(parts)
 
 
-def world_sizes(recipe: Recipe, ds_config: dict | None, gpu: Gpu | None) -> str:
+def world_sizes(setup: Setup, gpu: Gpu | None) -> str:
     """Write a table of the numbers of GPUs that divide the step evenly."""
+    recipe, fewest = setup.recipe, fewest_ranks(setup.ds_config)
     at_once = recipe.micro_batch * recipe.sequence_length
-    steps, together = recipe.step_sizes.all, degrees_of(ds_config).ranks_per_sample
-    fitting = [size for size in WORLD_SIZES if size % fewest_ranks(ds_config) == 0]
+    steps, together = recipe.step_sizes.all, setup.degrees.ranks_per_sample
+    fitting = [size for size in WORLD_SIZES if size % fewest == 0]
     # with a batch-size ramp, every size of step must divide, not only the full one
     sizes = [size for size in fitting if not any(tokens % (size // together * at_once) for tokens in steps)]
     columns = [Column("GPUs", "GPUs", ","), Column("accumulation", "accumulation", ",")]
@@ -395,11 +394,11 @@ def world_sizes(recipe: Recipe, ds_config: dict | None, gpu: Gpu | None) -> str:
         columns.append(Column("GPU-hours", "GPU-hours", hours))
     rows = []
     for size in sizes:
-        need = memory_need(recipe, ds_config, size, gpu.memory_bytes if gpu else None).total
-        accumulation = build_run_plan(recipe, ds_config, size).accumulation_steps
-        rows.append({"GPUs": size, "accumulation": accumulation, "memory": need})
+        case = replace(setup, world_size=size)
+        need = memory_need(case, gpu.memory_bytes if gpu else None).total
+        rows.append({"GPUs": size, "accumulation": case.accumulation, "memory": need})
         if gpu:
-            speed = forecast(workload_of_recipe(recipe, ds_config), gpu, size)
+            speed = forecast(case, gpu)
             rows[-1] |= {"seconds": speed.seconds, "GPU-hours": speed.cost.gpu_hours}
             rows[-1]["fits"] = "yes" if need <= gpu.memory_bytes else "no"
     text = write_table(columns, rows, left=0)

@@ -12,18 +12,8 @@ from pretraining.ds_config import degrees_of, load_ds_config, optimizer_device, 
 from pretraining.errors import UserError
 from pretraining.planning.costs import cost_of_checkpoints, failure_words
 from pretraining.planning.gpus import Gpu, find_gpu
-from pretraining.planning.memory.need import (
-    ROOMY,
-    TIGHT,
-    MemoryNeed,
-    checkpointing_of,
-    held_by_rank,
-    memory_need,
-    recomputed_one_in,
-    recomputed_share,
-)
+from pretraining.planning.memory.need import ROOMY, TIGHT, MemoryNeed, held_by_rank, memory_need
 from pretraining.planning.memory.states import unprotected_gradient
-from pretraining.planning.memory.tensors import families
 from pretraining.planning.quantities import (
     count,
     duration,
@@ -34,8 +24,8 @@ from pretraining.planning.quantities import (
     share,
 )
 from pretraining.planning.run_plan import build_run_plan
+from pretraining.planning.setup import BareSize, Setup, add_setup_arguments, setup_of
 from pretraining.planning.shapes import widths_of
-from pretraining.planning.sizes import add_workload_arguments, workload_of
 from pretraining.planning.throughput import scaling_over_nodes, step_time
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.recipe.model import value_of
@@ -104,8 +94,7 @@ class Way:
 
 
 def fitting(
-    recipe: Recipe,
-    world_size: int,
+    setup: Setup,
     gpu: Gpu,
     memory_bytes: float | None = None,
     mfu: float | None = None,
@@ -123,10 +112,11 @@ def fitting(
         UserError: nothing divides the step, or nothing fits (the message names the smallest need).
     """
     limit = memory_bytes or gpu.memory_bytes
-    tried = list(candidates(recipe, world_size, gpu, mfu, limit, own_ds_config))
+    tried = list(candidates(setup, gpu, mfu, limit, own_ds_config))
     # this raises with the reason: not even one sequence per GPU divides the step
     if not tried:
-        accumulation_steps(_variant(recipe, recipe.deepspeed, 1, 0), world_size, _config(recipe.deepspeed))
+        smallest = _variant(setup, setup.recipe.deepspeed, 1, 0)
+        accumulation_steps(smallest.recipe, setup.world_size, smallest.ds_config)
     fits = [each for each in tried if each.need.total <= limit]
     if not fits:
         best = min(tried, key=lambda each: each.need.total)
@@ -134,7 +124,7 @@ def fitting(
         way = f"with {name}" if own_ds_config else "in any way"
         instead = "leave --deepspeed out, " if own_ds_config else ""
         raise UserError(
-            f"{recipe.name} does not fit {several(world_size, 'GPU')} of {num_bytes(limit)} {way}: the smallest, "
+            f"{setup.name} does not fit {several(setup.world_size, 'GPU')} of {num_bytes(limit)} {way}: the smallest, "
             f"{name} with micro-batch {best.micro_batch}, needs {num_bytes(best.need.total)} "
             f"({largest} {num_bytes(best.need.parts[largest])}); {instead}take more or larger GPUs, or a shorter "
             "data.sequence_length"
@@ -182,14 +172,13 @@ def worth_choosing(ways: list[Way]) -> list[Way]:
 
 
 def nearest_fit(
-    recipe: Recipe,
-    world_size: int,
+    setup: Setup,
     fits_in: Callable[[MemoryNeed], bool],
     gpu: Gpu | None = None,
     gpu_memory: float | None = None,
 ) -> Way | None:
     """Return the candidate that `fits_in` accepts with the fewest changes to the recipe; among those, the fastest."""
-    fits = [each for each in candidates(recipe, world_size, gpu, gpu_memory=gpu_memory) if fits_in(each.need)]
+    fits = [each for each in candidates(setup, gpu, gpu_memory=gpu_memory) if fits_in(each.need)]
     order = {way: place for place, way in enumerate(WAYS)}
 
     def distance(each: Way) -> tuple:
@@ -199,15 +188,14 @@ def nearest_fit(
             each.step_seconds or 0.0,
             # a ds_config of the user's own is not in WAYS and comes first
             order.get(each.deepspeed, 0),
-            abs(each.micro_batch - recipe.micro_batch),
+            abs(each.micro_batch - setup.recipe.micro_batch),
         )
 
     return min(fits, key=distance, default=None)
 
 
 def candidates(
-    recipe: Recipe,
-    world_size: int,
+    setup: Setup,
     gpu: Gpu | None = None,
     mfu: float | None = None,
     gpu_memory: float | None = None,
@@ -216,36 +204,37 @@ def candidates(
     """Return every combination that divides the recipe's step, whether it fits or not.
 
     Args:
+        setup: its ds_config is not looked at, but the recipe's, by name.
         gpu: gives the step times; None leaves them out.
         mfu: share of the dense peak without recomputation; None for the expected one.
         gpu_memory: bytes of one GPU, in the table or not; None: a processor trains, or it is not known.
         own_ds_config: try the recipe's ds_config alone.
     """
+    recipe = setup.recipe
     # the recipe's own choices are always candidates
-    recomputed = sorted({*RECOMPUTED, recomputed_one_in(recipe)})
-    for way in [recipe.deepspeed] if own_ds_config else _ways(recipe, world_size, gpu):
+    recomputed = sorted({*RECOMPUTED, recipe.training.recomputed_one_in})
+    for way in [recipe.deepspeed] if own_ds_config else _ways(setup, gpu):
         for micro_batch in sorted({*MICRO_BATCHES, recipe.micro_batch}):
-            groups = world_size // degrees_of(_config(way)).ranks_per_sample
+            groups = setup.world_size // degrees_of(_config(way)).ranks_per_sample
             at_once = groups * micro_batch * recipe.sequence_length
             # every step of a batch-size ramp must divide, not only the full one
             if any(size % at_once for size in recipe.step_sizes.all):
                 continue
-            held, config = None, _config(way)
+            held = None
             for every_n_layers in recomputed:
-                variant = _variant(recipe, way, micro_batch, every_n_layers)
+                variant = _variant(setup, way, micro_batch, every_n_layers)
                 # the same for all of them
-                held = held or held_by_rank(variant, config, world_size)
-                need = memory_need(variant, config, world_size, gpu_memory, held)
-                step = step_time(variant, config, world_size, gpu, mfu) if gpu else None
+                held = held or held_by_rank(variant)
+                step = step_time(variant, gpu, mfu) if gpu else None
                 yield Way(
                     deepspeed=way,
                     micro_batch=micro_batch,
-                    accumulation=accumulation_steps(variant, world_size, config),
+                    accumulation=variant.accumulation,
                     every_n_layers=every_n_layers,
-                    need=need,
+                    need=memory_need(variant, gpu_memory, held),
                     step_seconds=step.seconds if step else None,
                     offload_seconds=step.offload_seconds if step else 0.0,
-                    changes=_changes(variant, recipe),
+                    changes=_changes(variant.recipe, recipe),
                 )
 
 
@@ -255,8 +244,9 @@ def _config(way: str | None) -> dict | None:
     return load_ds_config(way) if way else None
 
 
-def _ways(recipe: Recipe, world_size: int, gpu: Gpu | None) -> list[str | None]:
+def _ways(setup: Setup, gpu: Gpu | None) -> list[str | None]:
     """Return the recipe's own ds_config and the shipped ones that `train.py` accepts with it (refusals.py)."""
+    recipe, world_size = setup.recipe, setup.world_size
     node = gpu.gpus_per_node if gpu else NODE
     # groups of split layers, sequences and experts fit into a node
     sizes = [2**n for n in range(1, 1 + min(node, world_size).bit_length()) if node % 2**n == 0]
@@ -279,36 +269,39 @@ def _ways(recipe: Recipe, world_size: int, gpu: Gpu | None) -> list[str | None]:
         tried.remove("zero0")
     shipped, width = [], value_of(recipe.model, "hidden_size")
     for way in tried:
-        variant = replace(recipe, deepspeed=way)
+        variant = Setup(replace(recipe, deepspeed=way), _config(way), world_size)
         try:
-            check_run(variant, _config(way))
+            check_run(variant.recipe, variant.ds_config)
         except UserError:
             continue
         # a run with such a gradient is refused (gate.py), so that the search must not offer it
-        if unprotected_gradient(_config(way), families(variant, _config(way), world_size), width) is None:
+        if unprotected_gradient(variant.ds_config, variant.families, width) is None:
             shipped.append(way)
     return shipped if recipe.deepspeed in shipped else [recipe.deepspeed, *shipped]
 
 
-def _variant(recipe: Recipe, way: str | None, micro_batch: int, every_n_layers: int) -> Recipe:
+def _variant(setup: Setup, way: str | None, micro_batch: int, every_n_layers: int) -> Setup:
+    recipe = setup.recipe
     values = {"per_device_train_batch_size": micro_batch, "activation_checkpointing": every_n_layers > 0}
     if every_n_layers:
         given = recipe.training.activation_checkpointing_kwargs or {}
         # other keywords of the recipe stay
         values["activation_checkpointing_kwargs"] = {**given, "every_n_layers": every_n_layers}
-    return replace(recipe, deepspeed=way, training={**recipe.training, **values})
+    recipe = replace(recipe, deepspeed=way, training={**recipe.training, **values})
+    return Setup(recipe, _config(way), setup.world_size)
 
 
 def _changes(variant: Recipe, recipe: Recipe) -> tuple[str, ...]:
-    changes = []
+    changes, every_n_layers = [], variant.training.recomputed_one_in
     if variant.deepspeed != recipe.deepspeed:
         changes.append(f"--deepspeed {variant.deepspeed}")
     if variant.micro_batch != recipe.micro_batch:
         changes.append(f"--set training.per_device_train_batch_size={variant.micro_batch}")
-    recomputes, every_n_layers = checkpointing_of(variant)
-    if recomputes != checkpointing_of(recipe)[0]:
-        changes.append(f"--set training.activation_checkpointing={str(recomputes).lower()}")
-    if recomputes and every_n_layers != checkpointing_of(recipe)[1]:
+    if bool(every_n_layers) != bool(recipe.training.activation_checkpointing):
+        recomputes = str(every_n_layers > 0).lower()
+        changes.append(f"--set training.activation_checkpointing={recomputes}")
+    given = recipe.training.activation_checkpointing_kwargs or {}
+    if every_n_layers and every_n_layers != int(given.get("every_n_layers") or 1):
         changes.append(f"--set training.activation_checkpointing_kwargs.every_n_layers={every_n_layers}")
     return tuple(changes)
 
@@ -319,7 +312,8 @@ def _burdens(each: Way) -> tuple[bool, float, int, int]:
     offloads = optimizer_device(config) != "gpu" or parameter_device(config) != "gpu"
     # stages 0 and 1 reduce once a step, stage 2 waits for its messages in every micro-batch, stage 3 gathers as well
     stage, split = max(1, zero_stage(config)), math.prod(degrees_of(config))
-    return offloads, recomputed_share(each.every_n_layers), split, stage
+    again = 1 / each.every_n_layers if each.every_n_layers else 0.0
+    return offloads, again, split, stage
 
 
 def _reason(each: Way, fastest: float, limit: float) -> str:
@@ -341,7 +335,7 @@ class FitVerb:
   python -m pretraining.planning fit --recipe 30b --world_size 8 --gpu H200 --top 3 --json"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add_workload_arguments(parser, on_cluster=True)
+        add_setup_arguments(parser, on_cluster=True)
         parser.add_argument(
             "--memory", type=count, metavar="BYTES", help="of one GPU, instead of the table's: 80e9"
         )
@@ -359,32 +353,29 @@ class FitVerb:
 
     def answer(self, options: argparse.Namespace) -> dict:
         """Return the fastest way, and those that need less memory; with `--deepspeed` those of that ds_config alone."""
-        workload, gpu = workload_of(options), find_gpu(options.gpu)
-        recipe = workload.recipe
-        if recipe is None:
+        setup, gpu = setup_of(options), find_gpu(options.gpu)
+        if isinstance(setup, BareSize):
             raise UserError(
                 "the search needs the model's shape: give --recipe NAME or --model NAME (and --set to change it)"
             )
         limit = options.memory or gpu.memory_bytes
-        own = options.deepspeed is not None
-        fits = fitting(recipe, options.world_size, gpu, limit, options.mfu, own)
+        fits = fitting(setup, gpu, limit, options.mfu, own_ds_config=options.deepspeed is not None)
         chosen = worth_choosing(fits)
         shown, best, saved = fits if options.all else chosen, chosen[0], None
         if best.step_seconds is not None:
-            variant = _variant(recipe, best.deepspeed, best.micro_batch, best.every_n_layers)
-            plan = build_run_plan(variant, _config(best.deepspeed), options.world_size)
-            saved = cost_of_checkpoints(plan, variant, best.step_seconds, gpu, options.world_size)
+            variant = _variant(setup, best.deepspeed, best.micro_batch, best.every_n_layers)
+            saved = cost_of_checkpoints(build_run_plan(variant), best.step_seconds, gpu)
         top = options.top or (len(shown) if options.all else MOST)
         return {
-            "name": workload.name,
+            "name": setup.name,
             "gpu": gpu.name,
             "memory_bytes": limit,
-            "world_size": options.world_size,
-            "scaling": scaling_over_nodes(gpu, options.world_size),
+            "world_size": setup.world_size,
+            "scaling": scaling_over_nodes(gpu, setup.world_size),
             "fitting": len(fits),
             "ways": [each.to_dict() for each in shown[:top]],
             "checkpoints": saved.to_dict() if saved else None,
-            "command": _command(options, recipe, best, gpu),
+            "command": _command(options, setup.recipe, best, gpu),
         }
 
     def as_text(self, answer: dict) -> str:

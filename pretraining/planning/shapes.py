@@ -1,26 +1,26 @@
-"""The widths of a model; of a type that no formula describes, with what was counted by building the model.
+"""The shape of a model: its widths, and each of its parameters; by formula, or as counted by building the model.
 
-Such a model is built on the meta device, in a process of its own. The process takes the seconds
+A type that no formula describes is built on the meta device, in a process of its own. The process takes the seconds
 that torch and transformers need to load. The result is kept (runtime/answers.py). It depends on the model section, the
 source files that count, and the version of transformers.
 """
 
-import contextlib
-import fcntl
 import json
 import os
 import sys
-from dataclasses import dataclass
-from functools import cache
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
+from pretraining.ds_config import Degrees
 from pretraining.errors import UserError
 from pretraining.extend import Extension, model_extension
 from pretraining.recipe import model_with_defaults
 from pretraining.recipe.model import is_exact, value_of
-from pretraining.runtime.answers import answer_file, ask, keep_answer, kept_answer
+from pretraining.runtime.answers import answered, ask
 from pretraining.schema import REPOSITORY, display_path
 
 MODULE = "pretraining.model.counting"
@@ -37,15 +37,43 @@ SOURCES = [
 HOW = "counted by building on the meta device"
 GATED = 2.5
 """Matrices of width x inner above which a feed-forward layer counts as gated: a gated one has three, others two."""
+EMBEDDING, HEAD, ROUTER, HIDDEN, VECTOR = "embedding", "head", "router", "hidden", "vector"
+PARTS = (EMBEDDING, "attention", "mlp", "experts", ROUTER, "norms", HEAD)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One parameter."""
+
+    numel: int
+    kind: str
+    """An embedding (a tied head counts as one), the head, a router, a hidden matrix, or a vector (a norm or a bias)."""
+    layer: int | None
+    """Its layer; None outside the layers."""
+    factors: int
+    """Sum of the rows and columns of its matrices; for a vector, its elements."""
+    name: str = ""
+    """What the model calls it."""
+    part: str = ""
+    """One of PARTS, which name what it does; `attention bias` or `mlp bias` for the bias of a linear layer."""
+
+    @classmethod
+    def of_part(cls, part: str, numel: int, layer: int | None, factors: int | None, name: str) -> "Tensor":
+        """Return a parameter as model/counting.py lists it; factors: None for a vector."""
+        if factors is None:
+            return cls(numel, VECTOR, layer, numel, name, part)
+        return cls(numel, part if part in (EMBEDDING, HEAD, ROUTER) else HIDDEN, layer, factors, name, part)
+
+    @property
+    def decays(self) -> bool:
+        return self.kind != VECTOR
 
 
 @dataclass(frozen=True)
 class CountedModel:
     """Facts about a model that was built on the meta device."""
 
-    tensors: tuple[tuple[str, int, int | None, int | None, str], ...]
-    """For each parameter: its part (of `sizes.PartSizes`, or `attention bias`, `mlp bias`), its elements, its layer,
-    the rows and columns together if it is a matrix, and its name."""
+    tensors: tuple[Tensor, ...]
     layers: int
     attention_width: int
     tied: bool
@@ -56,8 +84,6 @@ class CountedModel:
     experts: int
     """Experts of one mixture layer; 0 in a dense model."""
     chosen_experts: int
-    faults: tuple[str, ...]
-    """Why its initial weights would not be the same at every stage."""
     kept: dict
     """What a forward pass keeps for the backward pass (model/counting.py, `kept_or_why_not`)."""
 
@@ -65,9 +91,6 @@ class CountedModel:
     def estimated(self) -> str | None:
         """Why what a forward pass keeps is an estimate, if it is one."""
         return self.kept["estimated"]
-
-    def of_part(self, *parts: str) -> int:
-        return sum(numel for part, numel, *_ in self.tensors if part in parts)
 
 
 @dataclass(frozen=True)
@@ -122,35 +145,57 @@ def _widths(section: str, exact: bool) -> Widths:
         "key_value_heads": _whole(value_of(full, "num_key_value_heads")) or heads,
         "head_size": _whole(value_of(full, "head_dim")) or hidden // heads,
     }
-    if not exact:
-        return Widths(**grouped, **_counted_widths(count_model(json.loads(section)), hidden, inner))
-    # Mixtral's key, else Qwen3-MoE's
-    experts = full.get("num_local_experts") or full.get("num_experts") or 0
-    return Widths(
-        **grouped,
-        inner=inner,
-        layers=full["num_hidden_layers"],
-        experts=experts,
-        chosen_experts=full["num_experts_per_tok"] if experts else 1,
-        # only qwen3_moe has dense layers of another width beside its experts
-        expert_inner=full.get("moe_intermediate_size") or inner,
+    if exact:
+        # Mixtral's key, else Qwen3-MoE's
+        experts = full.get("num_local_experts") or full.get("num_experts") or 0
+        return Widths(
+            **grouped,
+            inner=inner,
+            layers=full["num_hidden_layers"],
+            experts=experts,
+            chosen_experts=full["num_experts_per_tok"] if experts else 1,
+            # only qwen3_moe has dense layers of another width beside its experts
+            expert_inner=full.get("moe_intermediate_size") or inner,
+        )
+    facts = count_model(json.loads(section))
+    numel = numel_by_part(facts.tensors)
+    if facts.experts and facts.chosen_experts:
+        sparse = {tensor.layer for tensor in facts.tensors if tensor.part == "experts"}
+        # a gated expert has three matrices
+        expert = max(1, numel["experts"] // (3 * hidden * facts.experts * (len(sparse) or 1)))
+        mixture = {"experts": facts.experts, "chosen_experts": facts.chosen_experts}
+        return Widths(**grouped, inner=expert, expert_inner=expert, layers=facts.layers, **mixture)
+    # gated feed-forward layers have three matrices, others two; no model section says which
+    # in units of the hidden width: a layer's number of matrices times its inner width
+    matrices = (numel["mlp"] + numel["experts"]) / facts.layers / hidden
+    # not all types have an inner width of their own
+    inner = _whole(inner) or max(1, round(matrices / 2))
+    gated = matrices / inner > GATED
+    return Widths(**grouped, inner=inner, expert_inner=inner, layers=facts.layers, gated=gated)
+
+
+def widths_of_rank(model: dict, degrees: Degrees) -> Widths:
+    """Return the widths of the products that one rank computes. The residual stream is as wide on every rank."""
+    widths, split = widths_of(model), degrees.tensor
+    return replace(
+        widths,
+        heads=widths.heads // split,
+        key_value_heads=max(1, widths.key_value_heads // split),
+        inner=widths.inner // split,
     )
 
 
-def _counted_widths(facts: CountedModel, hidden: int, inner: Any) -> dict:
-    """Return inner widths, layers and experts. inner: the model section's own; not all types have one."""
-    if facts.experts and facts.chosen_experts:
-        sparse = {layer for part, _, layer, *_ in facts.tensors if part == "experts"}
-        # a gated expert has three matrices
-        expert = facts.of_part("experts") // (3 * hidden * facts.experts * (len(sparse) or 1))
-        mixture = {"experts": facts.experts, "chosen_experts": facts.chosen_experts}
-        return {"inner": max(1, expert), "expert_inner": max(1, expert), "layers": facts.layers, **mixture}
-    # gated feed-forward layers have three matrices, others two; no model section says which
-    # in units of the hidden width: a layer's number of matrices times its inner width
-    matrices = facts.of_part("mlp", "experts") / facts.layers / hidden
-    inner = _whole(inner) or max(1, round(matrices / 2))
-    gated = matrices / inner > GATED
-    return {"inner": inner, "expert_inner": inner, "layers": facts.layers, "gated": gated}
+def key_value_copies(widths: Widths, degrees: Degrees) -> int:
+    """Return how often keys and values are copied, so that each rank has a head of them after the exchange.
+
+    widths: those of one rank (`widths_of_rank`).
+    """
+    return max(1, degrees.sequence // widths.key_value_heads)
+
+
+def rows_of_rank(vocab_size: int, degrees: Degrees) -> int:
+    """Return the rows of embedding and head, thus logits of a token, that the fullest rank has."""
+    return -(-vocab_size // degrees.tensor)
 
 
 def _whole(value: Any) -> int | None:
@@ -192,48 +237,28 @@ def count_model(model: dict) -> CountedModel:
 def _counted(section: str) -> CountedModel:
     model_type = json.loads(section)["model_type"]
     extension = model_extension(model_type)
-    file = _answer_file(section, extension.digest if extension else "")
-    count = _read_counted(file)
-    if count is None:
-        with contextlib.ExitStack() as held:
-            # ranks start together, and one counts for all of a machine; without a folder, or on a disk without locks,
-            # each counts for itself
-            with contextlib.suppress(OSError):
-                file.parent.mkdir(parents=True, exist_ok=True)
-                fcntl.flock(held.enter_context(file.with_suffix(".lock").open("w")), fcntl.LOCK_EX)
-            # another rank of this machine may have counted meanwhile
-            count = _read_counted(file) or _built(section, extension)
-            if "error" not in count:
-                keep_answer(file, count)
-    if "error" in count:
-        if extension:
-            raise UserError(f"model: {display_path(extension.path)}: {count['error']}")
-        raise UserError(f"model: transformers cannot build this {model_type}: {count['error']}")
-    # kept too, so that the next start refuses at once
-    if count["faults"]:
-        what = "weights would not be the same at every ZeRO stage"
-        raise UserError(
-            f"model.model_type: {model_type} does not train here, its initial {what}: {count['faults'][0]}"
-        )
-    count["tensors"] = tuple(tuple(tensor) for tensor in count["tensors"])
-    return CountedModel(**{**count, "faults": tuple(count["faults"])})
-
-
-def _answer_file(section: str, own: str) -> Path:
-    """own: digest of the user's file that builds the model, if there is one."""
     try:
         library = version("transformers")
     except PackageNotFoundError:
         raise UserError(
             "model: counting this type needs transformers; pip install -r requirements.txt"
         ) from None
-    # another version of the library, or of the code that counts, must count again
+    # another version of the library, of the code that counts, or of the user's file that builds must count again
     sources = (source.read_text(encoding="utf-8") for source in SOURCES)
-    return answer_file("", library, own, *sources, section)
-
-
-def _read_counted(path: Path) -> dict | None:
-    return kept_answer(path, "tensors")
+    depends_on = (library, extension.digest if extension else "", *sources, section)
+    count = answered("", depends_on, "tensors", lambda: _built(section, extension))
+    if "error" in count:
+        if extension:
+            raise UserError(f"model: {display_path(extension.path)}: {count['error']}")
+        raise UserError(f"model: transformers cannot build this {model_type}: {count['error']}")
+    # kept too, so that the next start refuses at once
+    if faults := count.pop("faults"):
+        what = "weights would not be the same at every ZeRO stage"
+        raise UserError(
+            f"model.model_type: {model_type} does not train here, its initial {what}: {faults[0]}"
+        )
+    count["tensors"] = tuple(Tensor.of_part(*tensor) for tensor in count["tensors"])
+    return CountedModel(**count)
 
 
 def _built(section: str, extension: Extension | None) -> dict:
@@ -243,3 +268,112 @@ def _built(section: str, extension: Extension | None) -> dict:
         program += [extension.module if not extension.is_file else str(extension.path.absolute())]
         variables["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), *filter(None, sys.path)])
     return ask(program, section, **variables)
+
+
+def parameter_tensors(model: dict) -> tuple[Tensor, ...]:
+    """Return every parameter of a recipe's model section, as transformers 5.23 orders them (modeling_<type>.py)."""
+    return _tensors_of(json.dumps(model, sort_keys=True), is_exact(model))
+
+
+# a search asks for the same tensors hundreds of times
+@cache
+def _tensors_of(section: str, exact: bool) -> tuple[Tensor, ...]:
+    if not exact:
+        return _counted(section).tensors
+    shape = model_with_defaults(json.loads(section))
+    widths, is_gpt2 = widths_of(shape), shape["model_type"] == "gpt2"
+    tensors = _matrix(EMBEDDING, _EMBEDDING[is_gpt2], None, shape["vocab_size"], widths.hidden)
+    tensors += _gpt2(shape, widths) if is_gpt2 else _llama_like(shape, widths)
+    # a tied head is the embedding
+    if not shape["tie_word_embeddings"]:
+        tensors += _matrix(HEAD, "lm_head", None, widths.hidden, shape["vocab_size"])
+    return tuple(tensors)
+
+
+_EMBEDDING = ("model.embed_tokens", "transformer.wte")
+
+
+def _matrix(
+    part: str, name: str, layer: int | None, rows: int, columns: int, bias: bool = False
+) -> list[Tensor]:
+    weight = Tensor.of_part(part, rows * columns, layer, rows + columns, f"{name}.weight")
+    if not bias:
+        return [weight]
+    return [weight, Tensor.of_part(f"{part} bias", columns, layer, None, f"{name}.bias")]
+
+
+def _norm(name: str, layer: int | None, width: int, bias: bool = False) -> list[Tensor]:
+    # the bias is a vector of its own
+    parts = ("weight", "bias") if bias else ("weight",)
+    return [Tensor.of_part("norms", width, layer, None, f"{name}.{part}") for part in parts]
+
+
+def _gpt2(shape: dict, widths: Widths) -> list[Tensor]:
+    """List GPT-2's (Radford et al. 2019): learned positions, biases everywhere, LayerNorm with bias."""
+    width, inner, norm, matrix = (
+        widths.hidden,
+        widths.inner,
+        partial(_norm, bias=True),
+        partial(_matrix, bias=True),
+    )
+    tensors = _matrix(EMBEDDING, "transformer.wpe", None, shape["n_positions"], width)
+    for layer in range(widths.layers):
+        at = f"transformer.h.{layer}"
+        tensors += norm(f"{at}.ln_1", layer, width)
+        # queries, keys and values are one matrix
+        tensors += matrix("attention", f"{at}.attn.c_attn", layer, width, 3 * width)
+        tensors += matrix("attention", f"{at}.attn.c_proj", layer, width, width)
+        tensors += norm(f"{at}.ln_2", layer, width)
+        tensors += matrix("mlp", f"{at}.mlp.c_fc", layer, width, inner)
+        tensors += matrix("mlp", f"{at}.mlp.c_proj", layer, inner, width)
+    return tensors + norm("transformer.ln_f", None, width)
+
+
+def _llama_like(shape: dict, widths: Widths) -> list[Tensor]:
+    """List those of Llama, Qwen3, Mixtral and Qwen3-MoE: RMSNorm, gated MLPs, grouped-query attention."""
+    width, queries, keys, bias = widths.hidden, widths.queries, widths.keys, bool(shape.get("attention_bias"))
+    tensors = []
+    for layer in range(widths.layers):
+        at = f"model.layers.{layer}.self_attn"
+        tensors += _matrix("attention", f"{at}.q_proj", layer, width, queries, bias)
+        tensors += _matrix("attention", f"{at}.k_proj", layer, width, keys, bias)
+        tensors += _matrix("attention", f"{at}.v_proj", layer, width, keys, bias)
+        tensors += _matrix("attention", f"{at}.o_proj", layer, queries, width, bias)
+        # one norm for all query heads of a layer, and one for all key heads
+        if shape["model_type"].startswith("qwen3"):
+            tensors += _norm(f"{at}.q_norm", layer, widths.head_size)
+            tensors += _norm(f"{at}.k_norm", layer, widths.head_size)
+        at = f"model.layers.{layer}.mlp"
+        if is_mixture(shape, layer):
+            tensors += _matrix(ROUTER, f"{at}.gate", layer, widths.experts, width)
+            # transformers 5.23 keeps a layer's experts in two tensors: both halves of the gate, and the way back
+            for name, rows in (("gate_up_proj", 2 * widths.expert_inner), ("down_proj", widths.expert_inner)):
+                numel, factors = widths.experts * rows * width, widths.experts * (rows + width)
+                tensors.append(Tensor.of_part("experts", numel, layer, factors, f"{at}.experts.{name}"))
+        else:
+            bias_inside = bool(shape.get("mlp_bias"))
+            tensors += _matrix("mlp", f"{at}.gate_proj", layer, width, widths.inner, bias_inside)
+            tensors += _matrix("mlp", f"{at}.up_proj", layer, width, widths.inner, bias_inside)
+            tensors += _matrix("mlp", f"{at}.down_proj", layer, widths.inner, width, bias_inside)
+        tensors += _norm(f"model.layers.{layer}.input_layernorm", layer, width)
+        tensors += _norm(f"model.layers.{layer}.post_attention_layernorm", layer, width)
+    return tensors + _norm("model.norm", None, width)
+
+
+def numel_by_part(tensors: Sequence[Tensor]) -> Counter[str]:
+    """Return {part: elements}, and the biases of linear layers among them under `bias` too."""
+    numel: Counter[str] = Counter()
+    for tensor in tensors:
+        part, _, bias = tensor.part.partition(" ")
+        numel[part] += tensor.numel
+        numel["bias"] += tensor.numel if bias else 0
+    return numel
+
+
+def layer_numel(tensors: Sequence[Tensor]) -> int:
+    """Return the elements of the largest layer."""
+    sizes: Counter[int] = Counter()
+    for tensor in tensors:
+        if tensor.layer is not None:
+            sizes[tensor.layer] += tensor.numel
+    return max(sizes.values())

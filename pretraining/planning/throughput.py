@@ -13,28 +13,12 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from pretraining.ds_config import (
-    NOT_SPLIT,
-    Degrees,
-    degrees_of,
-    optimizer_device,
-    parameter_device,
-    zero_stage,
-)
+from pretraining.ds_config import NOT_SPLIT, Degrees, optimizer_device, parameter_device
 from pretraining.errors import UserError
 from pretraining.planning.constants import table
 from pretraining.planning.gpus import Gpu, find_gpu, kept_rates
 from pretraining.planning.memory.activations import chunk_length, compiles_loss, logit_bytes
-from pretraining.planning.memory.need import recomputed_one_in, recomputed_share, skips_last_product
-from pretraining.planning.memory.tensors import (
-    FP32,
-    SIXTEEN_BIT,
-    families,
-    head_is_wide,
-    precision_of,
-    rows_of_rank,
-    widths_of_rank,
-)
+from pretraining.planning.memory.need import skips_last_product
 from pretraining.planning.messages import (
     GRADIENTS,
     LAYER_MESSAGES,
@@ -43,9 +27,10 @@ from pretraining.planning.messages import (
     step_messages,
     stops_for_gradients,
 )
-from pretraining.planning.shapes import family_of, widths_of
-from pretraining.planning.sizes import BACKWARD, flops_per_token, model_size, size_of_recipe
-from pretraining.recipe import Recipe, accumulation_steps, model_with_defaults
+from pretraining.planning.setup import FP32, SIXTEEN_BIT, Setup
+from pretraining.planning.shapes import family_of, rows_of_rank, widths_of_rank
+from pretraining.planning.sizes import BACKWARD
+from pretraining.recipe import model_with_defaults
 from pretraining.recipe.refusals import compiled_part
 from pretraining.schema import REPOSITORY, display_path
 
@@ -98,11 +83,10 @@ class Rates:
     """The day on which the doctor measured products; None if their rate is assumed."""
 
 
-def recipe_utilization(recipe: Recipe, gpu: Gpu, at_best: Ceiling) -> Utilization:
+def recipe_utilization(setup: Setup, gpu: Gpu, at_best: Ceiling) -> Utilization:
     """Return what was measured here on this GPU at this size, else the estimate for the recipe's own kernels."""
-    size = size_of_recipe(recipe)
-    flops = flops_per_token(size, recipe.sequence_length)
-    measured = expected_utilization(gpu, size.total, recomputation=flops.hardware / flops.training)
+    flops = setup.flops
+    measured = expected_utilization(gpu, setup.size.total, recomputation=flops.hardware / flops.training)
     # a measurement on this machine is worth more than any count
     if not measured.assumed:
         return measured
@@ -111,7 +95,7 @@ def recipe_utilization(recipe: Recipe, gpu: Gpu, at_best: Ceiling) -> Utilizatio
     return Utilization(at_best.mfu_without_recomputation, f"{ESTIMATED}{how}", assumed=True)
 
 
-def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, precision: str) -> Ceiling:
+def ceiling(setup: Setup, gpu: Gpu, precision: str) -> Ceiling:
     """Return what a recipe's kernels take on this GPU at the rates of `sustained_rates`.
 
     Args:
@@ -120,65 +104,61 @@ def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, p
     Raises:
         UserError: the GPU has no such precision, or the ranks do not divide the recipe's step.
     """
-    rates, size = sustained_rates(gpu, precision, world_size), size_of_recipe(recipe)
-    behind, degrees = size.gradients, degrees_of(ds_config)
+    recipe, degrees, size = setup.recipe, setup.degrees, setup.size
+    rates, behind = sustained_rates(gpu, precision, setup.world_size), size.gradients
     tokens = recipe.micro_batch * recipe.sequence_length // degrees.sequence
     # a head in fp32 is slower, by so many seconds for one FLOP on each weight that a token meets
     wide_head = 0.0
-    if head_is_wide(recipe):
+    if setup.head_is_wide:
         # in TF32 unless `training.tf32` is false (training/arguments.py), or the GPU has none
         tf32 = "tf32" in gpu.dense_peak_flops and recipe.training.get("tf32") is not False
-        of_head = sustained_rates(gpu, "tf32" if tf32 else "fp32", world_size)
+        of_head = sustained_rates(gpu, "tf32" if tf32 else "fp32", setup.world_size)
         wide_head = (1 + BACKWARD) * size.head * (1 / of_head.product_flops - 1 / rates.product_flops)
     in_layers = (size.matmul - size.head) / degrees.tensor
     # the table's factors are for 16-bit numbers
-    width = precision_of(recipe, ds_config).compute / SIXTEEN_BIT
-    mode = layer_mode(recipe, ds_config)
+    width = setup.precision.compute / SIXTEEN_BIT
+    mode = layer_mode(setup)
     # 2 products of 2 FLOPs each: queries with keys, probabilities with values
     scores = CAUSAL * 4 * size.num_layers * size.attention_width * recipe.sequence_length * tokens
     scores /= degrees.tensor
-    forward = width * size.num_layers * _layer_bytes(recipe.model, mode, "forward", tokens, degrees)
-    backward = behind.layers * _layer_bytes(recipe.model, mode, "backward", tokens, degrees)
+    forward = width * size.num_layers * _layer_bytes(setup, mode, "forward", tokens)
+    backward = behind.layers * _layer_bytes(setup, mode, "backward", tokens)
     backward *= width * size.num_layers
     # embeddings and the last norm, forward and backward
     outside = table("kernels")["layers"][family_of(recipe.model)][mode]["outside"]
-    outside = width * (tokens * outside * widths_of(recipe.model).hidden)
-    skipped = size.num_layers * last_product(recipe.model) if skips_last_product(recipe, ds_config) else 0
+    outside = width * (tokens * outside * setup.widths.hidden)
+    skipped = size.num_layers * last_product(recipe.model) if skips_last_product(setup) else 0
     # layers are recomputed, and the head belongs to none
     recomputed = 2 * (in_layers - skipped / degrees.tensor) * tokens
-    again = behind.layers * recomputed_share(recomputed_one_in(recipe))
+    again = behind.layers * recipe.training.recomputed_share
     # products and attention may be kept
     products_again = 0 if recipe.speed.recompute == "operators" else again
-    engine = table("kernels")["engines"][str(zero_stage(ds_config))]
-    of_rank = families(recipe, ds_config, world_size)
+    engine = table("kernels")["engines"][str(setup.stage)]
     # the part of the step that ranks share shrinks with their number
     in_step = sum(
         family.trained_numel * (engine["step"] + engine["step of its share"] / family.ranks)
-        for family in of_rank
+        for family in setup.families
     )
-    accumulation = accumulation_steps(recipe, world_size, ds_config)
+    trained = sum(family.trained_numel for family in setup.families)
+    products = (size.matmul + behind.weights + behind.inputs) / rates.product_flops + wide_head
+    of_loss = (FP32 / SIXTEEN_BIT if setup.head_is_wide else width) * _loss_kernel_bytes(setup, tokens, gpu)
     seconds = {
-        "products": 2
-        * tokens
-        * ((size.matmul + behind.weights + behind.inputs) / rates.product_flops + wide_head)
-        / degrees.tensor,
+        "products": 2 * tokens * products / degrees.tensor,
         "attention": (1 + ATTENTION_BACKWARD * behind.layers) * scores / rates.attention_flops,
         "other kernels": (forward + backward + outside) / rates.bytes,
-        "loss": (FP32 / SIXTEEN_BIT if head_is_wide(recipe) else width)
-        * _loss_kernel_bytes(recipe, tokens, gpu, degrees)
-        / rates.bytes,
+        "loss": of_loss / rates.bytes,
         "recomputation": products_again * (recomputed / rates.product_flops + scores / rates.attention_flops)
         + again * forward / rates.bytes,
-        "gradients": engine["micro-batch"] * sum(family.trained_numel for family in of_rank) / rates.bytes,
+        "gradients": engine["micro-batch"] * trained / rates.bytes,
         # one step for all micro-batches of it
-        "optimizer": in_step / rates.bytes / accumulation,
+        "optimizer": in_step / rates.bytes / setup.accumulation,
     }
     # nothing of a layer is left to compute while it waits for these
-    for message in layer_messages(recipe, ds_config, world_size, gpu):
+    for message in layer_messages(setup, gpu):
         if message.total:
-            seconds[message.name] = message.seconds / accumulation
+            seconds[message.name] = message.seconds / setup.accumulation
     # MFU counts model FLOPs alone, and the scores without the mask (PaLM, appendix B)
-    at_peak = flops_per_token(size, recipe.sequence_length).training * tokens / gpu.peak_flops(precision)
+    at_peak = setup.flops.training * tokens / gpu.peak_flops(precision)
     at_peak /= degrees.tensor
     total = sum(seconds.values())
     without = at_peak / (total - seconds["recomputation"])
@@ -277,17 +257,18 @@ def sustained_rates(gpu: Gpu, precision: str, num_gpus: int) -> Rates:
     )
 
 
-def layer_mode(recipe: Recipe, ds_config: dict | None) -> str:
+def layer_mode(setup: Setup) -> str:
     """Return which factors of tables/kernels.json hold for the recipe's layers: `eager` or `compiled`."""
-    return "eager" if compiled_part(recipe, ds_config, on_gpu=True) == "none" else "compiled"
+    return "eager" if compiled_part(setup.recipe, setup.ds_config) == "none" else "compiled"
 
 
-def _layer_bytes(model: dict, mode: str, direction: str, tokens: int, degrees: Degrees = NOT_SPLIT) -> float:
+def _layer_bytes(setup: Setup, mode: str, direction: str, tokens: int) -> float:
     """Return the bytes that one layer's kernels move for a micro-batch in 16 bit, without products and attention.
 
     direction: `forward` or `backward`.
     """
-    kernels, widths = table("kernels"), layer_widths(model, tokens, degrees)
+    model = setup.recipe.model
+    kernels, widths = table("kernels"), layer_widths(model, tokens, setup.degrees)
     factors = kernels["layers"][family_of(model)][mode][direction]
     # an activation function written in Python is several kernels, and each reads and writes all inner values
     values = model_with_defaults(model)
@@ -306,7 +287,7 @@ def layer_widths(model: dict, tokens: int, degrees: Degrees = NOT_SPLIT) -> dict
 
     `routed` counts a token once for every expert it is given to; the experts' weights are shared among the tokens.
     """
-    of_layer = widths_of_rank(widths_of(model), degrees)
+    of_layer = widths_of_rank(model, degrees)
     if not of_layer.gated:
         return {"hidden": of_layer.hidden, "inner": of_layer.inner}
     widths = {"hidden": of_layer.hidden, "queries": of_layer.queries, "keys": of_layer.keys}
@@ -333,12 +314,12 @@ def last_product(model: dict) -> int:
     return round(widths["hidden"] * _inner_width(widths))
 
 
-def _loss_kernel_bytes(recipe: Recipe, tokens: int, gpu: Gpu, degrees: Degrees) -> float:
+def _loss_kernel_bytes(setup: Setup, tokens: int, gpu: Gpu) -> float:
     """Return the bytes that the loss moves in 16 bit on one rank, without the head's products."""
-    vocab_size, hidden = recipe.model.vocab_size, widths_of(recipe.model).hidden
-    kind = recipe.loss_kind
+    recipe, hidden = setup.recipe, setup.widths.hidden
+    vocab_size, kind = recipe.model.vocab_size, recipe.loss_kind
     if kind != "plain":
-        vocab_size = rows_of_rank(vocab_size, degrees)
+        vocab_size = rows_of_rank(vocab_size, setup.degrees)
     compiled = compiles_loss(recipe.loss.compile, on_gpu=True)
     factors = table("kernels")["loss"][kind]["compiled" if compiled else "eager"]
     chunk = chunk_length(
@@ -400,15 +381,8 @@ class StepTime:
         return {name: getattr(self, name) for name in (*names, "launch_seconds", "bound_by")}
 
 
-def step_time(
-    recipe: Recipe,
-    ds_config: dict | None,
-    world_size: int,
-    gpu: Gpu,
-    mfu: float | None = None,
-    precision: str | None = None,
-) -> StepTime:
-    """Return the step of a recipe on `world_size` GPUs.
+def step_time(setup: Setup, gpu: Gpu, mfu: float | None = None, precision: str | None = None) -> StepTime:
+    """Return the step of a recipe on so many GPUs.
 
     Args:
         mfu: share of the dense peak without recomputation; None for the expected one.
@@ -417,22 +391,19 @@ def step_time(
     Raises:
         UserError: the ranks do not divide the recipe's step, or the GPU lacks the precision.
     """
-    accumulation = accumulation_steps(recipe, world_size, ds_config)
-    precision = precision or precision_of_products(recipe)
-    at_best = ceiling(recipe, ds_config, world_size, gpu, precision)
-    used = Utilization(mfu, "given", False) if mfu else recipe_utilization(recipe, gpu, at_best)
-    counted = flops_per_token(size_of_recipe(recipe), recipe.sequence_length)
+    recipe, accumulation = setup.recipe, setup.accumulation
+    precision = precision or recipe.training.product_precision
+    at_best = ceiling(setup, gpu, precision)
+    used = Utilization(mfu, "given", False) if mfu else recipe_utilization(setup, gpu, at_best)
     # the kernels of recomputed layers run as fast, on more FLOPs; only products and attention are FLOPs that count
-    again = 0.0 if recipe.speed.recompute == "operators" else recomputed_share(recomputed_one_in(recipe))
-    flops, peak = counted.training + again * counted.recomputed, gpu.peak_flops(precision)
-    rate = tokens_per_second(flops, world_size, peak, used.mfu)
+    again = 0.0 if recipe.speed.recompute == "operators" else recipe.training.recomputed_share
+    flops, peak = setup.flops.training + again * setup.flops.recomputed, gpu.peak_flops(precision)
+    rate = tokens_per_second(flops, setup.world_size, peak, used.mfu)
     compute, waiting = recipe.tokens_per_step / rate, 0.0
     # a compiled model launches fewer kernels; how many is not known
-    launches = 0
-    if compiled_part(recipe, ds_config) == "none":
-        launches = accumulation * model_size(recipe.model).num_layers
-    sent = step_messages(recipe, ds_config, world_size, gpu)
-    alone = {*LAYER_MESSAGES, *([GRADIENTS] if stops_for_gradients(ds_config) else [])}
+    launches = accumulation * setup.size.num_layers if layer_mode(setup) == "eager" else 0
+    sent = step_messages(setup, gpu)
+    alone = {*LAYER_MESSAGES, *([GRADIENTS] if stops_for_gradients(setup.ds_config) else [])}
     if used.assumed:
         # the seconds of every kernel are counted: no need to derive them from FLOPs and an MFU
         kernels = sum(seconds for name, seconds in at_best.seconds.items() if name not in LAYER_MESSAGES)
@@ -441,19 +412,13 @@ def step_time(
     return StepTime(
         compute_seconds=compute,
         communication_seconds=sum(message.seconds for message in sent if message.name not in LAYER_MESSAGES),
-        offload_seconds=_offload_seconds(recipe, ds_config, world_size, accumulation, gpu),
+        offload_seconds=_offload_seconds(setup, gpu),
         waiting_seconds=waiting,
         launch_seconds=launches * table("rates")["launch_seconds_per_layer"]["value"],
         utilization=used,
         kernel_seconds=at_best.seconds,
         messages=tuple(sent),
     )
-
-
-def precision_of_products(recipe: Recipe) -> str:
-    """Return bf16, fp16, tf32 or fp32, as the recipe's `training` says."""
-    # tf32 last: it concerns the products of fp32 alone
-    return next((name for name in ("bf16", "fp16", "tf32") if recipe.training.get(name)), "fp32")
 
 
 def scaling_over_nodes(gpu: Gpu, num_gpus: int, utilization_is_assumed: bool = True) -> dict | None:
@@ -471,15 +436,14 @@ def scaling_over_nodes(gpu: Gpu, num_gpus: int, utilization_is_assumed: bool = T
     return {"nodes": nodes, "assumption": f"{words}; latency, congestion and slow nodes are not counted"}
 
 
-def _offload_seconds(
-    recipe: Recipe, config: dict | None, world_size: int, accumulation: int, gpu: Gpu
-) -> float:
+def _offload_seconds(setup: Setup, gpu: Gpu) -> float:
     """Return the seconds of transfers and of the CPU's optimizer, nothing overlapped.
 
     The rates are those of tables/memory.json and of the GPU's PCIe (ZeRO-Offload, Ren et al. 2021, section 4).
     """
-    rates, share = table("memory"), model_size(recipe.model).total / world_size
-    in_node = min(world_size, gpu.gpus_per_node)
+    config, accumulation = setup.ds_config, setup.accumulation
+    rates, share = table("memory"), setup.size.total / setup.world_size
+    in_node = min(setup.world_size, gpu.gpus_per_node)
     seconds = 0.0
     if optimizer_device(config) != "gpu":
         # 16-bit gradients go to the host once a micro-batch, 16-bit weights return once a step

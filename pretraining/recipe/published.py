@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from pretraining.outside.files import read_bytes
 from pretraining.recipe.model import EXACT, SPECIAL_IDS, checked_model, known_types, read_config
 from pretraining.recipe.section import schema_file
 from pretraining.recipe.sections import Weights
-from pretraining.runtime.answers import answer_file, ask, keep_answer, kept_answer
+from pretraining.runtime.answers import answered, ask
 from pretraining.schema import REPOSITORY, check, problem, read_json
 
 KEY = "model.from"
@@ -160,11 +161,9 @@ def _section(config: dict, model_type: str | None, where: str) -> tuple[dict, li
 def _asked(section: dict, own: list[str], where: str) -> dict:
     """Return the keys of the type that transformers reads from those that the type does not know."""
     question = json.dumps({"section": section, "own": own}, sort_keys=True)
-    file = answer_file("config-", version("transformers"), PROGRAM.read_text(encoding="utf-8"), question)
-    answer = kept_answer(file, "read")
-    if answer is None:
-        answer = ask([str(PROGRAM)], question, HF_HUB_OFFLINE="1")
-        if "error" in answer:
-            raise UserError(f"{where}: transformers cannot read it ({answer['error']})")
-        keep_answer(file, answer)
+    depends_on = (version("transformers"), PROGRAM.read_text(encoding="utf-8"), question)
+    asked = partial(ask, [str(PROGRAM)], question, HF_HUB_OFFLINE="1")
+    answer = answered("config-", depends_on, "read", asked)
+    if "error" in answer:
+        raise UserError(f"{where}: transformers cannot read it ({answer['error']})")
     return answer["read"]

@@ -233,6 +233,22 @@ class Training(dict):
         """Steps between validations: the Trainer takes `logging_steps` if `eval_steps` is left out."""
         return self.eval_steps or self.logging_steps
 
+    @property
+    def recomputed_one_in(self) -> int:
+        """n if one layer in n is computed again for the backward pass; 0: none is."""
+        keywords = self.activation_checkpointing_kwargs or {}
+        return int(keywords.get("every_n_layers") or 1) if self.activation_checkpointing else 0
+
+    @property
+    def recomputed_share(self) -> float:
+        return 1 / self.recomputed_one_in if self.recomputed_one_in else 0.0
+
+    @property
+    def product_precision(self) -> str:
+        """Of the products: bf16, fp16, tf32 or fp32."""
+        # tf32 last: it concerns the products of fp32 alone
+        return next((name for name in ("bf16", "fp16", "tf32") if self.get(name)), "fp32")
+
     def check(self, where: str) -> Wrong:
         """Yield the first keyword that the Trainer would refuse late, or read otherwise. where: the file."""
         # keywords of activation_checkpointing_enable() and of torch.utils.checkpoint.checkpoint()

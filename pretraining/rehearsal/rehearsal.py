@@ -31,13 +31,13 @@ from pretraining.data.packed_dataset import build_training_dataset
 from pretraining.data.prepared import PreparedData
 from pretraining.data.streaming.remote_data import StreamedSplit
 from pretraining.data.tokenizer import refuse_missing_folder
-from pretraining.ds_config import degrees_of
 from pretraining.errors import UserError, fault_in_user_code, file_error
 from pretraining.planning.gate import check_plan
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.memory.need import memory_need
 from pretraining.planning.quantities import num_bytes, several
 from pretraining.planning.run_plan import Machine, RunPlan, build_run_plan
+from pretraining.planning.setup import Setup
 from pretraining.recipe import Recipe
 from pretraining.recipe.curve import changes_of_run
 from pretraining.rehearsal.stand_in_data import StandInData, stand_in_data
@@ -94,7 +94,7 @@ def rehearse(
             "faults": faults,
             "parts": [asdict(part) for part in rehearsal.parts],
             "ranks": rehearsal.ranks,
-            "memory_bytes": memory_need(recipe, ds_config, rehearsal.world_size).parts,
+            "memory_bytes": memory_need(rehearsal.setup).parts,
         }
         print(json.dumps(answer, indent=2), flush=True)
     if faults:
@@ -112,6 +112,7 @@ class Rehearsal:
     def __init__(self, recipe: Recipe, ds_config: dict | None, options: argparse.Namespace) -> None:
         self.recipe, self.ds_config, self.options = recipe, ds_config, options
         self.world_size: int = options.world_size
+        self.setup = Setup(recipe, ds_config, self.world_size)
         self.nodes: int = options.nodes or -(-self.world_size // 8)
         self.is_elsewhere = options.rehearse == ELSEWHERE
         self.gpu = find_gpu(options.gpu) if options.gpu else None
@@ -177,7 +178,7 @@ class Rehearsal:
         print(line, file=sys.stderr if self.options.json else sys.stdout, flush=True)
 
     def _plan(self, part: RehearsedPart) -> str:
-        plan, gpu = build_run_plan(self.recipe, self.ds_config, self.world_size), self.gpu
+        plan, gpu = build_run_plan(self.setup), self.gpu
         continues = not self.is_elsewhere and self.run.recipe.exists()
         machine = Machine(
             gpu_memory_bytes=gpu.memory_bytes if gpu else None,
@@ -188,14 +189,14 @@ class Rehearsal:
             continues=continues,
         )
         self.plan = replace(plan, machine=machine)
-        verdict = check_plan(self.recipe, self.ds_config, self.world_size, machine)
+        verdict = check_plan(self.setup, machine)
         part.notes += map(str, verdict.warnings)
         if verdict.refusals and not self.options.force:
             part.notes += [f"also: {each}" for each in verdict.refusals[1:]]
             raise UserError(str(verdict.refusals[0]))
         if gpu is None:
             part.notes.append("--gpu NAME lets the plan judge the memory of each GPU")
-        need = memory_need(self.recipe, self.ds_config, self.world_size, machine.gpu_memory_bytes)
+        need = memory_need(self.setup, machine.gpu_memory_bytes)
         there = f" of {num_bytes(gpu.memory_bytes)}" if gpu else ""
         return (
             f"{num_bytes(need.total)}{there} on each GPU, {need.largest} the most; {plan.steps:,} steps; "
@@ -278,7 +279,7 @@ class Rehearsal:
         first = self.recipe.step_sizes.tokens_at(STEPS_COMPARED) // self.recipe.sequence_length
         count = min(first, len(dataset))
         different = len(np.unique(dataset.block_numbers(np.arange(count))))
-        reads = self.world_size // degrees_of(self.ds_config).ranks_per_sample
+        reads = self.world_size // self.setup.degrees.ranks_per_sample
         return (
             f"the first {STEPS_COMPARED} steps read {count:,} samples, {different:,} different blocks, "
             f"on {several(reads, 'group')} of ranks; no two groups share one"
@@ -310,7 +311,7 @@ class Rehearsal:
 
     def _ranks(self, data: PreparedData, attempt: Callable[..., bool]) -> str:
         assert self.plan is not None
-        need = memory_need(self.recipe, self.ds_config, self.world_size)
+        need = memory_need(self.setup)
         if need.state and need.state.host > MOST_HOST_BYTES:
             what = f"each rank keeps {num_bytes(need.state.host)} of offloaded states in host memory, and so would a "
             what += "rehearsal; rehearse the same recipe without offload, or on more ranks"
@@ -378,7 +379,7 @@ def _be(rehearsal: Rehearsal, folder: Path, place: Any, attempt: Callable, data:
         os.dup2(file.fileno(), 2)
     answer: dict = {"rank": place.rank, "node": place.node, "local_rank": place.local_rank, "fault": None}
     run = RunFolder(folder / f"run-{place.rank}")
-    recipe, plan, degrees = rehearsal.recipe, rehearsal.plan, degrees_of(rehearsal.ds_config)
+    recipe, plan, degrees = rehearsal.recipe, rehearsal.plan, rehearsal.setup.degrees
     try:
         work = place, attempt, recipe, plan, data, run, rehearsal.options
         starts = [rehearsed.start_as(*work) for _ in range(2)]

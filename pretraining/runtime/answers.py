@@ -4,46 +4,56 @@ Answers are kept in ~/.cache/pretraining/models (or $PRETRAINING_MODEL_CACHE), u
 """
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pretraining.runtime.exit_codes import variables_of_a_helper
 
 
-def answer_file(kind: str, *depends_on: str) -> Path:
-    """Return where the answer is kept that depends on these texts. kind: begins the file's name."""
+def answered(kind: str, depends_on: Sequence[str], key: str, ask: Callable[[], dict]) -> dict:
+    """Return the answer that was kept under these texts, if it has this key; else ask, and keep what is no error.
+
+    kind: begins the file's name.
+    """
     try:
         caches = Path.home() / ".cache"
     except RuntimeError:  # a user of a container who has no home
         caches = Path(tempfile.gettempdir())
     folder = os.environ.get("PRETRAINING_MODEL_CACHE") or caches / "pretraining" / "models"
     digest = hashlib.blake2b("\n".join(depends_on).encode(), digest_size=16).hexdigest()
-    return Path(folder) / f"{kind}{digest}.json"
+    file = Path(folder) / f"{kind}{digest}.json"
+    if kept := _kept(file, key):
+        return kept
+    with contextlib.ExitStack() as held:
+        # ranks start together, and one asks for all of a machine; without a folder, or on a disk without locks, each
+        # asks for itself
+        with contextlib.suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(held.enter_context(file.with_suffix(".lock").open("w")), fcntl.LOCK_EX)
+        # another rank of this machine may have asked meanwhile
+        answer = _kept(file, key) or ask()
+        if "error" not in answer:
+            with contextlib.suppress(OSError):
+                # renamed when complete, so that no rank reads half a file
+                aside = file.with_suffix(f".{os.getpid()}")
+                aside.write_text(json.dumps(answer), encoding="utf-8")
+                aside.replace(file)
+    return answer
 
 
-def kept_answer(file: Path, key: str) -> dict | None:
-    """Return the answer that was kept; None if there is none that has this key."""
+def _kept(file: Path, key: str) -> dict | None:
     try:
         answer = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return answer if isinstance(answer, dict) and key in answer else None
-
-
-def keep_answer(file: Path, answer: dict) -> None:
-    """Keep an answer, if there is a place for it."""
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        # renamed when complete, so that no rank reads half a file
-        aside = file.with_suffix(f".{os.getpid()}")
-        aside.write_text(json.dumps(answer), encoding="utf-8")
-        aside.replace(file)
 
 
 def ask(program: Sequence[str], question: str, **variables: str) -> dict:

@@ -19,8 +19,7 @@ from pretraining.ds_config import degrees_of, zero_stage
 from pretraining.errors import UserError, require
 from pretraining.extend import defined
 from pretraining.planning.memory.states import block_gathering
-from pretraining.planning.memory.tensors import layer_numel, parameter_tensors
-from pretraining.planning.shapes import widths_of
+from pretraining.planning.shapes import layer_numel, parameter_tensors, widths_of
 from pretraining.recipe import Recipe
 from pretraining.recipe.refusals import gathers_blocks, why_not_compiled
 from pretraining.runtime.process_group import gather_from_ranks

@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from pretraining.errors import UserError
 from pretraining.planning.gpus import FILE, find_gpu
-from pretraining.planning.memory.need import recomputed_one_in, recomputed_share
 from pretraining.planning.sizes import flops_per_token, size_of_recipe
 from pretraining.recipe import Recipe
 from pretraining.recipe.budget import Progress
@@ -118,7 +117,7 @@ class SpeedMeter:
     def of(cls, recipe: Recipe, world_size: int, progress: Progress) -> "SpeedMeter":
         """Build the meter of a run on this machine's devices."""
         counted = flops_per_token(size_of_recipe(recipe), recipe.sequence_length)
-        again = recomputed_share(recomputed_one_in(recipe)) * counted.recomputed
+        again = recipe.training.recomputed_share * counted.recomputed
         return cls(
             progress, world_size, counted.training, counted.training + again, device_peak_flops(recipe)
         )

@@ -14,6 +14,7 @@ from pretraining.checkpoints.format import Start, read_marker
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
 from pretraining.planning.run_plan import build_run_plan
+from pretraining.planning.setup import Setup
 from pretraining.recipe import RECIPES, Recipe, load_recipe, recipe_names
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.optimizers import follow_run
@@ -163,7 +164,7 @@ def test_the_stages_here_continue_their_recipes(tmp_path, capsys, path):
             assert staged.to_dict()[section].items() >= values.items()
     assert staged.training.seed == 7 and staged.num_steps == 900
     config = load_ds_config(staged.deepspeed)
-    assert build_run_plan(staged, config, 8).accumulation_steps > 0
+    assert build_run_plan(Setup(staged, config, 8)).accumulation_steps > 0
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from pretraining.data.prepared import PreparedData, open_prepared
 from pretraining.data.streaming.cache import ShardCache
 from pretraining.errors import UserError
 from pretraining.planning.run_plan import build_run_plan
+from pretraining.planning.setup import Setup
 from pretraining.recipe import RECIPES, accumulation_steps, load_recipe
 from pretraining.recipe.curve import curve_parts
 from tests.data.test_data_prep import bytes_of, make_texts, recipe_for, write_jsonl
@@ -246,6 +247,6 @@ def test_budget_needs_written_shares(tmp_path):
 def test_plan_counts_only_what_is_prepared():
     """Disk and epochs of a source whose cap is below the budget."""
     recipe = load_recipe("124m", ["data.sources.0.max_tokens=1000000000"])
-    plan = build_run_plan(recipe, None, 1)
+    plan = build_run_plan(Setup(recipe, None))
     assert plan.unique_tokens == 10**9 and plan.disk["token shards"] == 2 * 10**9
     assert plan.tokens == recipe.num_tokens

@@ -23,7 +23,7 @@ from pretraining.errors import UserError
 from pretraining.planning.costs import forecast, write_words
 from pretraining.planning.gpus import FOLDER_VARIABLE, find_gpu, keep_rates, kept_rates
 from pretraining.planning.memory.need import memory_need
-from pretraining.planning.sizes import workload_of_recipe
+from pretraining.planning.setup import Setup
 from pretraining.recipe.curve import changes_of_run
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.runtime import host
@@ -258,18 +258,18 @@ def test_a_plan_uses_the_measured_disk_of_its_own_machine_only(tmp_path, monkeyp
     """The same GPUs: the checkpoint's time is from the measured rate and says so. Others, or a damaged file: as if
     nothing was kept."""
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    workload, gpu = workload_of_recipe(*load_recipe_and_ds_config("30b")), find_gpu("H200")
-    assumed = forecast(workload, gpu, 8).step.checkpoints
+    setup, gpu = Setup(*load_recipe_and_ds_config("30b"), 8), find_gpu("H200")
+    assumed = forecast(setup, gpu).step.checkpoints
     keep_rates({"disk_bytes_per_second": 1e9}, "/fast", "H200", 8)
     keep_rates({"product_flops": 5e14}, "/fast", "H200", 8)
     assert kept_rates("H200", 8).keys() == {"disk_bytes_per_second", "product_flops"}
-    measured = forecast(workload, gpu, 8).step.checkpoints
+    measured = forecast(setup, gpu).step.checkpoints
     assert measured.write_seconds == measured.bytes / 1e9 != assumed.write_seconds
     words = write_words(measured.to_dict())
     assert "5.17 minutes to write (1.00 GB/s to /fast, measured here on " in words
     assert write_words(assumed.to_dict()) == ""
     for other, number in (("H100-SXM", 8), ("H200", 16)):
-        assert forecast(workload, find_gpu(other), number).step.checkpoints.disk is None
+        assert forecast(replace(setup, world_size=number), find_gpu(other)).step.checkpoints.disk is None
 
     path = keep_rates({"disk_bytes_per_second": 1e9}, "/fast", "H200", 8)
     for content in ("{", "[]", '{"8 x H200": 3}', '{"8 x H200": {"disk_bytes_per_second": {"value": "1"}}}'):
@@ -446,7 +446,7 @@ def test_limits_of_a_container_are_those_of_its_groups(monkeypatch, tmp_path, li
 def test_memory_that_others_hold_is_not_free(monkeypatch):
     """Large enough, but not now: the kernel would end a rank."""
     recipe, ds_config = load_recipe_and_ds_config("tiny")
-    need = memory_need(recipe, ds_config, 1)
+    need = memory_need(Setup(recipe, ds_config))
     launch = Launch(gpus.Gpus(), 1, 1, Path("runs"), Path("data"), recipe, ds_config, need=need)
     for free, verdict in ((2 * need.on_processor, FINE), (need.on_processor / 2, COSTS)):
         monkeypatch.setattr(machine, "free_memory_bytes", lambda free=free: free)

@@ -40,6 +40,7 @@ from pretraining.planning import shapes
 from pretraining.planning.gate import judge_plan
 from pretraining.planning.run_plan import Machine, build_run_plan
 from pretraining.planning.screen import as_text, full_plan
+from pretraining.planning.setup import Setup
 from pretraining.recipe import load_recipe, recipe_schema
 from pretraining.recipe.model import type_entry
 from pretraining.recipe.refusals import load_recipe_and_ds_config
@@ -249,8 +250,8 @@ def plan_outcome(workshop: Workshop, settings: list[str], stage: str, world_size
     """What the plan says of a recipe, asked in this process."""
 
     def planned() -> None:
-        recipe, ds_config = load_recipe_and_ds_config(str(workshop.recipe), [*settings], stage, world_size)
-        answer = full_plan(recipe, ds_config, world_size, None)
+        loaded = load_recipe_and_ds_config(str(workshop.recipe), [*settings], stage, world_size)
+        answer = full_plan(Setup(*loaded, world_size), None)
         json.dumps(answer, allow_nan=False)
         as_text(answer)
 
@@ -300,8 +301,8 @@ def start_outcome(workshop: Workshop, settings: list[str], stage: str) -> Outcom
 
     def started() -> None:
         recipe, ds_config = load_recipe_and_ds_config(str(workshop.recipe), [*settings], stage, 1)
-        plan = build_run_plan(recipe, ds_config, 1)
-        judge_plan(plan, recipe, Machine(trains_on_processor=True), force=True)
+        plan = build_run_plan(Setup(recipe, ds_config))
+        judge_plan(plan, Machine(trains_on_processor=True), force=True)
         load_extensions(recipe.extensions)
         arguments = build_arguments(recipe, None, workshop.folder / "nowhere", plan.accumulation_steps)
         own = load_recipe(str(workshop.recipe))

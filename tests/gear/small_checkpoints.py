@@ -11,6 +11,7 @@ from pretraining.checkpoints.format import (
     write_receipt,
 )
 from pretraining.planning.run_plan import build_run_plan
+from pretraining.planning.setup import Setup
 from pretraining.recipe import load_recipe
 from pretraining.runtime.run_folder import RunFolder
 
@@ -21,7 +22,7 @@ MANIFEST = {"fingerprint": "xxh128:0", "splits": {"train": SPLIT, "validation": 
 def identity_of(*settings: str, start: Start | None = None, base: str = "tiny") -> Identity:
     """What a one-process start of a recipe writes into its markers."""
     recipe = load_recipe(base, settings)
-    layout = build_run_plan(recipe, None, 1).layout
+    layout = build_run_plan(Setup(recipe, None)).layout
     return Identity(recipe, MANIFEST, layout, {"versions": {}}, start or Start())
 
 

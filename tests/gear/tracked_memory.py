@@ -13,8 +13,9 @@ from pretraining.ds_config import Degrees
 from pretraining.model.attention import SDPA_CAUSAL, register_kernels, split_attention
 from pretraining.model.build import keep_products
 from pretraining.model.loss import build_loss, next_token_loss
-from pretraining.planning.memory.activations import activations
-from pretraining.planning.memory.tensors import Precision, layer_numel, parameter_tensors
+from pretraining.planning.memory.activations import Pass, activations
+from pretraining.planning.setup import Precision
+from pretraining.planning.shapes import layer_numel, parameter_tensors
 from pretraining.planning.sizes import model_size
 from pretraining.recipe.sections import Loss
 from pretraining.runtime.process_group import RankGroups
@@ -36,7 +37,7 @@ def predict(
     """Bytes kept for the backward pass (a plain loss's log-probabilities included), and at the peak of both passes."""
     bytes_of = Precision("", *WIDTHS[precision])
     case = (model, micro_batch, length, bytes_of, every_n_layers, Loss(kind=loss))
-    held = activations(*case, keeps_products=keeps_products)
+    held = activations(Pass(*case, keeps_products=keeps_products))
     tensors, size = parameter_tensors(model), model_size(model)
     gradients = WIDTHS[precision][0] * size.total
     # while the first layer's backward pass runs, its own gradients and a separate table's are still to come

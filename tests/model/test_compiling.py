@@ -24,7 +24,8 @@ from pretraining.model.build import (
 )
 from pretraining.model.loss import build_loss
 from pretraining.planning.memory.need import memory_need
-from pretraining.planning.memory.tensors import layer_numel, parameter_tensors
+from pretraining.planning.setup import Setup
+from pretraining.planning.shapes import layer_numel, parameter_tensors
 from pretraining.recipe import load_recipe
 from pretraining.recipe.refusals import compiled_part, load_recipe_and_ds_config, why_not_compiled
 from pretraining.recipe.sections import Speed
@@ -242,7 +243,7 @@ def test_the_next_block_is_gathered_while_one_computes():
     assert engine_config(recipe, given)["zero_optimization"]["stage3_prefetch_bucket_size"] == 5
     plain = replace(recipe, speed=replace(recipe.speed, compile="none"))
     assert engine_config(plain, ds_config)["zero_optimization"] == ds_config["zero_optimization"]
-    needs = [memory_need(each, ds_config, 8).parts["gathered weights"] for each in (recipe, plain)]
+    needs = [memory_need(Setup(each, ds_config, 8)).parts["gathered weights"] for each in (recipe, plain)]
     assert needs[0] - needs[1] == pytest.approx(2 * (block - 0.9 * 6656**2))
 
 

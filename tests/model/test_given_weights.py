@@ -28,9 +28,10 @@ from pretraining.model.given_weights import (
 )
 from pretraining.model.weight_files import open_weights, translated
 from pretraining.planning.gpus import find_gpu
-from pretraining.planning.memory.need import state_of_recipe
-from pretraining.planning.memory.tensors import ParametersVerb, frozen_tensors, trained_tensors
+from pretraining.planning.memory.states import state_of
 from pretraining.planning.screen import full_plan
+from pretraining.planning.setup import Setup
+from pretraining.planning.sizes import ParametersVerb, frozen_tensors, trained_tensors
 from pretraining.recipe import load_recipe
 from pretraining.recipe.model import Model
 from tests.gear.finished_data import refusal
@@ -425,14 +426,14 @@ def test_the_plan_counts_frozen_weights_as_weights_alone():
     assert frozen + trained == 940_800 and frozen > 131_072
     assert recipe.to_dict()["model"]["frozen"] == json.loads(settings[0].partition("=")[2])
     for stage in ("zero0", "zero3"):
-        before, after = (state_of_recipe(each, load_ds_config(stage), 2) for each in (plain, recipe))
+        before, after = (state_of(Setup(each, load_ds_config(stage), 2)) for each in (plain, recipe))
         assert after.parameters == pytest.approx(before.parameters, rel=1e-3)
         assert after.moments == pytest.approx(before.moments * trained / 940_800, rel=1e-3)
     # Time and FLOPs too, also of a mixture of experts.
     for name, pattern in (("124m", "transformer.h.[0-7].*"), ("moe-1.5b", "model.layers.*.mlp.*")):
         plain, recipe = load_recipe(name), load_recipe(name, [f"model.frozen={json.dumps([pattern])}"])
         gpu, zero1 = find_gpu("H200"), load_ds_config("zero1")
-        before, after = (full_plan(each, zero1, 1, gpu) for each in (plain, recipe))
+        before, after = (full_plan(Setup(each, zero1), gpu) for each in (plain, recipe))
         assert 0.3 < after["training_flops"] / before["training_flops"] < 0.95
         assert 0.3 < after["forecast"]["seconds"] / before["forecast"]["seconds"] < 0.95
         assert after["forecast"]["mfu"] < 0.8

@@ -22,6 +22,7 @@ from pretraining.ds_config import Degrees, degrees_of, load_ds_config
 from pretraining.evaluation.validation import _batch
 from pretraining.model.parallel import document_mask, split_experts
 from pretraining.planning.memory.need import BUILT, memory_need
+from pretraining.planning.setup import Setup
 from pretraining.recipe import load_recipe
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.runtime.process_group import RankGroups
@@ -274,9 +275,8 @@ def test_the_mask_of_documents_is_the_one_of_their_borders():
 def test_building_split_experts_takes_their_part_and_one_layer_whole():
     """In host memory, before the model moves to its GPU; `moe-30b-a3b` holds 16 of 128 experts a rank."""
     recipe, layer = load_recipe("moe-30b-a3b"), 128 * 3 * 768 * 2048
-    built = {
-        way: memory_need(recipe, load_ds_config(way), 8).host[BUILT] for way in ("zero1", "zero1:expert=8")
-    }
+    setups = {way: Setup(recipe, load_ds_config(way), 8) for way in ("zero1", "zero1:expert=8")}
+    built = {way: memory_need(setup).host[BUILT] for way, setup in setups.items()}
     assert built["zero1"] == 2 * 30_532_122_624
     assert built["zero1:expert=8"] == built["zero1"] - 2 * 48 * layer * 7 / 8 + 4 * layer
 

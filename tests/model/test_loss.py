@@ -17,7 +17,7 @@ from pretraining.model import cross_entropy
 from pretraining.model.cross_entropy import LossHead, LossSettings, chunked_nats, fused_nats, token_nats
 from pretraining.model.loss import build_loss, layers_balance
 from pretraining.planning.memory.activations import chunk_length, loss_bytes
-from pretraining.planning.memory.tensors import Precision
+from pretraining.planning.setup import Precision
 from pretraining.recipe.sections import Loss
 from tests.gear.runs import EXPERTS, FAMILIES, MODELS, section_of
 from tests.gear.tracked_memory import peak_bytes

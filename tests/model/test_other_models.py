@@ -10,9 +10,10 @@ import pytest
 from pretraining.ds_config import Degrees, load_ds_config
 from pretraining.model.counting import describe
 from pretraining.planning import shapes
-from pretraining.planning.memory.activations import activations
-from pretraining.planning.memory.tensors import Precision, parameter_tensors
+from pretraining.planning.memory.activations import Pass, activations
 from pretraining.planning.screen import as_text, full_plan
+from pretraining.planning.setup import Precision, Setup
+from pretraining.planning.shapes import parameter_tensors
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import load_recipe
 from pretraining.recipe.model import EXACT, other_model_types, own_key
@@ -34,7 +35,7 @@ def test_counting_by_building_agrees_with_every_formula(model, monkeypatch):
     """Parts, matrices, biases, idle experts, widths and tensors: two ways to the same numbers."""
     formula, tensors = model_size(model), parameter_tensors(model)
     monkeypatch.setattr("pretraining.planning.sizes.is_exact", lambda model: False)
-    monkeypatch.setattr("pretraining.planning.memory.tensors.is_exact", lambda model: False)
+    monkeypatch.setattr("pretraining.planning.shapes.is_exact", lambda model: False)
     built = model_size(model)
     assert replace(built, counted=None) == formula
 
@@ -50,10 +51,10 @@ def test_the_count_is_the_built_models(model):
     from tests.planning.test_planning import build
 
     size, network = model_size(model), build(model)
-    assert size.total == size.parts.total == sum(p.numel() for p in network.parameters())
+    assert size.total == sum(size.parts.values()) == sum(p.numel() for p in network.parameters())
     assert size.counted and (size.active < size.total) == ("num_experts" in model)
     assert size.embedding >= model["vocab_size"] * model[own_key(model, "hidden_size")]
-    assert size.parts.norms > 0 and size.parts.attention > 0
+    assert size.parts["norms"] > 0 and size.parts["attention"] > 0
 
 
 TRACKED = ("olmo2", "gemma2", "gpt_oss", "deepseek_v3", "xglm", "nanochat", "minimax")
@@ -76,10 +77,10 @@ def test_measured_activations_are_those_of_every_formula(name, degrees, monkeypa
 
     model, bf16 = TRACED[name], Precision("bf16", 2, 2, 2)
     cases = [(model, 3, length, bf16, every) for length in (64, 160) for every in (0, 1, 2)]
-    formula = [room.activations(*case, degrees=degrees) for case in cases]
+    formula = [room.activations(room.Pass(*case, degrees=degrees)) for case in cases]
     monkeypatch.setattr(room, "is_exact", lambda model: False)
     for case, expected in zip(cases, formula, strict=True):
-        measured = room.activations(*case, degrees=degrees)
+        measured = room.activations(room.Pass(*case, degrees=degrees))
         for part in ("per_layer", "layers", "recomputed"):
             assert getattr(measured, part) == pytest.approx(getattr(expected, part), rel=0.005), part
 
@@ -94,11 +95,11 @@ def test_a_model_that_reads_its_tensors_is_estimated(monkeypatch):
     monkeypatch.setattr(Qwen2ForCausalLM, "forward", forward)
     facts = shapes.count_model(QWEN2)
     assert "does not run on fake tensors" in facts.estimated
-    need = activations(QWEN2, 2, 64, Precision("bf16", 2, 2, 2))
+    need = activations(Pass(QWEN2, 2, 64, Precision("bf16", 2, 2, 2)))
     monkeypatch.undo()
     shapes._counted.cache_clear()
     monkeypatch.setattr(shapes, "_built", lambda section, extension: describe(json.loads(section)))
-    measured = activations(QWEN2, 2, 64, Precision("bf16", 2, 2, 2))
+    measured = activations(Pass(QWEN2, 2, 64, Precision("bf16", 2, 2, 2)))
     assert need.layers == pytest.approx(measured.layers, rel=0.5)
 
 
@@ -133,7 +134,7 @@ def recipe_of(tmp_path, model: dict):
 def test_the_plan_says_how_it_was_counted(tmp_path):
     """Everything else on the screen is there as for a known type."""
     recipe = load_recipe(str(recipe_of(tmp_path, QWEN2)))
-    text = " ".join(as_text(full_plan(recipe, load_ds_config("zero3"), 2, None)).split())
+    text = " ".join(as_text(full_plan(Setup(recipe, load_ds_config("zero3"), 2), None)).split())
     size = model_size(recipe.model)
     how = "parameters: qwen2, 2 layers of width 64; counted by building on the meta device"
     assert f"{size.total:,} {how}" in text

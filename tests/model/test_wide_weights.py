@@ -11,8 +11,10 @@ from pretraining.ds_config import load_ds_config
 from pretraining.model.build import build_model
 from pretraining.model.loss import build_loss
 from pretraining.planning.gpus import find_gpu
-from pretraining.planning.memory.need import memory_need, state_of_recipe
-from pretraining.planning.memory.tensors import parameter_tensors
+from pretraining.planning.memory.need import memory_need
+from pretraining.planning.memory.states import state_of
+from pretraining.planning.setup import Setup
+from pretraining.planning.shapes import parameter_tensors
 from pretraining.planning.throughput import ceiling
 from pretraining.recipe import load_recipe
 from pretraining.recipe.refusals import load_recipe_and_ds_config
@@ -109,14 +111,14 @@ def test_the_plan_counts_them():
     recipes = [load_recipe("tiny", each) for each in (settings, wide)]
     table = sum(tensor.numel for tensor in parameter_tensors(recipes[0].model) if tensor.kind == "embedding")
     for stage, ranks in (("zero0", 1), ("zero1", 1), ("zero2", 1), ("zero3", 2)):
-        config = load_ds_config(stage)
-        before, after = (state_of_recipe(each, config, 2) for each in recipes)
+        setups = [Setup(each, load_ds_config(stage), 2) for each in recipes]
+        before, after = map(state_of, setups)
         more = 0 if stage == "zero0" else 2 * table / ranks
         assert after.gpu - before.gpu == pytest.approx(more, rel=0.01)
-        before, after = (memory_need(each, config, 2, 80e9).phases["loss"] for each in recipes)
+        before, after = (memory_need(each, 80e9).phases["loss"] for each in setups)
         assert after["logits and loss"] > before["logits and loss"]
     gpu = find_gpu("H100")
-    before, after = (ceiling(each, load_ds_config("zero1"), 1, gpu, "bf16") for each in recipes)
+    before, after = (ceiling(Setup(each, load_ds_config("zero1")), gpu, "bf16") for each in recipes)
     assert after.seconds["products"] > before.seconds["products"]
 
 

@@ -6,20 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
 from pretraining.planning import throughput
 from pretraining.planning.comparison import QUANTITIES, compare_run
 from pretraining.planning.costs import forecast
-from pretraining.planning.gpus import find_gpu
 from pretraining.planning.run_plan import Objection, Verdict, build_run_plan
 from pretraining.planning.screen import as_text, full_plan
-from pretraining.planning.sizes import workload_of_recipe
-from pretraining.recipe import load_recipe
 from pretraining.runtime.durable_files import append_row, read_rows, write_json
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import REPOSITORY
 from tests.gear.runs import execute
+from tests.planning.test_planning import H200, setup
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 
@@ -56,11 +53,11 @@ def test_a_measured_run_feeds_later_plans(tmp_path, monkeypatch):
     import measured_run
 
     run = RunFolder(tmp_path / "run")
-    recipe, gpu = load_recipe("7b", ["training.activation_checkpointing=true"]), find_gpu("H200")
-    plan = replace(build_run_plan(recipe, load_ds_config("zero3"), 8), predicted={"mfu": 0.3})
+    case = setup("7b", 8, "training.activation_checkpointing=true", way="zero3")
+    plan = replace(build_run_plan(case), predicted={"mfu": 0.3})
     for path, value in (
         (run.plan, plan.to_dict()),
-        (run.recipe, recipe.to_dict()),
+        (run.recipe, case.recipe.to_dict()),
         (run.environment, {"device": "NVIDIA H200"}),
     ):
         write_json(path, value)
@@ -69,15 +66,13 @@ def test_a_measured_run_feeds_later_plans(tmp_path, monkeypatch):
     run.add_event("end", measured={"mfu": 0.36})
     append_row(tmp_path / "h200.jsonl", measured_run.line_of(run))
     monkeypatch.setattr(throughput.expected_utilization, "__defaults__", (tmp_path, 1.0))
-    found = forecast(workload_of_recipe(recipe, load_ds_config("zero3")), gpu, 8)
+    found = forecast(case, H200)
     assert "measured" in found.utilization.source and not found.utilization.assumed
     assert found.mfu == pytest.approx(0.36)
-    screen = as_text(full_plan(recipe, load_ds_config("zero3"), 8, gpu))
-    assert "MFU" in screen and "measured by benchmarks/measured_run.py on NVIDIA H200" in " ".join(
-        screen.split()
-    )
-    plain = replace(recipe, training={**recipe.training, "activation_checkpointing": False})
-    assert forecast(workload_of_recipe(plain, load_ds_config("zero3")), gpu, 8).mfu > 0.4
+    screen = " ".join(as_text(full_plan(case, H200)).split())
+    assert "MFU" in screen and "measured by benchmarks/measured_run.py on NVIDIA H200" in screen
+    plain = setup("7b", 8, "training.activation_checkpointing=false", way="zero3")
+    assert forecast(plain, H200).mfu > 0.4
 
 
 def test_warnings_are_told_once_and_kept(tmp_path, capsys, monkeypatch):

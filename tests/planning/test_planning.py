@@ -9,15 +9,16 @@ import pytest
 from pretraining.ds_config import ds_config_names, load_ds_config
 from pretraining.errors import UserError
 from pretraining.planning.gpus import find_gpu
-from pretraining.planning.memory.need import state_of_recipe
-from pretraining.planning.memory.states import model_state
-from pretraining.planning.memory.tensors import HIDDEN, Family, Tensor
+from pretraining.planning.memory.states import model_state, state_of
 from pretraining.planning.quantities import num_bytes
 from pretraining.planning.run_plan import build_run_plan, checkpoints_written
 from pretraining.planning.screen import as_text, full_plan, world_sizes
+from pretraining.planning.setup import Family, Setup
+from pretraining.planning.shapes import HIDDEN, Tensor
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import load_recipe, model_with_defaults, recipe_names
 from pretraining.recipe.model import value_of
+from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.schema import REPOSITORY
 from tests.gear.runs import answer_of, execute
 
@@ -40,13 +41,7 @@ DENSE_MODELS = {
     "gpt2 n_inner": {**GPT2, "n_inner": 100},
     "gpt2 untied": {**GPT2, "tie_word_embeddings": False},
     "llama": {"model_type": "llama", **GROUPED},
-    "llama biases": {
-        "model_type": "llama",
-        **GROUPED,
-        "attention_bias": True,
-        "mlp_bias": True,
-        "head_dim": 16,
-    },
+    "llama biases": {"model_type": "llama", **GROUPED, **BIASES},
     "llama tied": {"model_type": "llama", **GROUPED, "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", **GROUPED},
     "qwen3 biases": {"model_type": "qwen3", **GROUPED, "attention_bias": True, "head_dim": 8},
@@ -60,6 +55,12 @@ MOE_MODELS = {
 }
 MODELS = {**DENSE_MODELS, **MOE_MODELS}
 SHIPPED = {name: load_recipe(name).model for name in recipe_names()}
+H200 = find_gpu("H200")
+
+
+def setup(name: str, ranks: int = 1, *settings: str, way: str | None = None) -> Setup:
+    """As a command reads a recipe for so many ranks. way: in place of its own ds_config."""
+    return Setup(*load_recipe_and_ds_config(name, settings, way), ranks)
 
 
 def build(model, device="meta"):
@@ -70,33 +71,7 @@ def build(model, device="meta"):
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**model))
 
 
-@pytest.mark.parametrize("name", recipe_names())
-def test_descriptions_state_the_true_parameter_count(name):
-    """Honest numbers: the count in the description is the model's."""
-    assert f"{model_size(load_recipe(name).model).total:,}" in load_recipe(name).description
-
-
 RECIPES_PAGE = (REPOSITORY / "recipes" / "README.md").read_text(encoding="utf-8")
-COSINE = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}
-SHARED = {"adam_beta1": 0.9, "adam_beta2": 0.95, "weight_decay": 0.1, "max_grad_norm": 1.0}
-
-
-def table_row(recipe) -> str:
-    """The recipe's row in the table of recipes/README.md, up to where its values are from."""
-    rates = [scientific(recipe.training.learning_rate)]
-    if recipe.optimizer.matrix_learning_rate:
-        rates.append(f"Muon {scientific(recipe.optimizer.matrix_learning_rate)}")
-    tokens = recipe.num_tokens
-    cells = [
-        f"`{recipe.name}`",
-        f"{model_size(recipe.model).total:,}",
-        shape_words(recipe.model),
-        f"{tokens / 1e9:,.1f} B" if tokens >= 1e9 else f"{tokens / 1e6:.3f} M",
-        f"{recipe.tokens_per_step:,}",
-        ", ".join(rates),
-        recipe.deepspeed,
-    ]
-    return f"| {' | '.join(cells)} | "
 
 
 def scientific(rate: float) -> str:
@@ -105,19 +80,24 @@ def scientific(rate: float) -> str:
     return f"{digits.removesuffix('.0')}e{int(power)}"
 
 
-def shape_words(model: dict) -> str:
-    """What the table says of a model's shape."""
-    full = model_with_defaults(model)
-    words = [model["model_type"], f"{value_of(full, 'hidden_size'):,} wide"]
-    words += [
-        f"{value_of(full, 'num_hidden_layers')} layers",
-        f"{value_of(full, 'num_attention_heads')} heads",
-    ]
-    if full.get("num_key_value_heads", full.get("num_attention_heads")) != full.get("num_attention_heads"):
-        words.append(f"{full['num_key_value_heads']} of keys and values")
+def table_row(recipe) -> str:
+    """The recipe's row in the table of recipes/README.md, up to where its values are from."""
+    full, rates = model_with_defaults(recipe.model), [scientific(recipe.training.learning_rate)]
+    if recipe.optimizer.matrix_learning_rate:
+        rates.append(f"Muon {scientific(recipe.optimizer.matrix_learning_rate)}")
+    heads = value_of(full, "num_attention_heads")
+    shape = [full["model_type"], f"{value_of(full, 'hidden_size'):,} wide"]
+    shape += [f"{value_of(full, 'num_hidden_layers')} layers", f"{heads} heads"]
+    if (key_value_heads := full.get("num_key_value_heads", heads)) != heads:
+        shape.append(f"{key_value_heads} of keys and values")
     if experts := full.get("num_local_experts") or full.get("num_experts"):
-        words.append(f"{experts} experts of which {full['num_experts_per_tok']}")
-    return ", ".join([*words, f"{value_of(full, 'max_position_embeddings'):,} positions"])
+        shape.append(f"{experts} experts of which {full['num_experts_per_tok']}")
+    shape.append(f"{value_of(full, 'max_position_embeddings'):,} positions")
+    tokens = recipe.num_tokens
+    tokens = f"{tokens / 1e9:,.1f} B" if tokens >= 1e9 else f"{tokens / 1e6:.3f} M"
+    cells = [f"`{recipe.name}`", f"{model_size(recipe.model).total:,}", ", ".join(shape), tokens]
+    cells += [f"{recipe.tokens_per_step:,}", ", ".join(rates), recipe.deepspeed]
+    return f"| {' | '.join(cells)} | "
 
 
 def test_the_table_of_recipes_is_what_their_files_say():
@@ -130,19 +110,7 @@ def test_the_table_of_recipes_is_what_their_files_say():
     assert sorted(heads) == recipe_names()
 
 
-@pytest.mark.parametrize("name", recipe_names())
-def test_what_recipes_share_is_what_the_page_says(name):
-    """Betas, decay, clipping, schedule, dropout, vocabulary, and about 20 tokens a parameter, but for those named."""
-    recipe, full = load_recipe(name), model_with_defaults(load_recipe(name).model)
-    assert SHARED.items() <= recipe.training.items()
-    assert (COSINE.items() <= recipe.training.items()) == (name != "qk-norm")
-    assert recipe.warmup_steps(recipe.num_steps) > 0 and full["vocab_size"] % 128 == 0
-    assert not any(value for key, value in full.items() if key.endswith(("dropout", "pdrop")))
-    per_parameter = recipe.num_tokens / model_size(recipe.model).total
-    assert (19.5 < per_parameter < 20.5) == (name not in ("124m", "tiny"))
-
-
-def state_of(numel: int, config: dict | None, ranks: int, sixteen_bit: bool = True):
+def single(numel: int, config: dict | None, ranks: int, sixteen_bit: bool = True):
     """The states of a single matrix of so many elements."""
     matrix = Tensor(numel, HIDDEN, 0, 100)
     return model_state(Family((matrix,), (), numel, numel, ranks), config, sixteen_bit)
@@ -151,7 +119,7 @@ def state_of(numel: int, config: dict | None, ranks: int, sixteen_bit: bool = Tr
 def test_model_state_bytes_per_parameter():
     """Weights 2, fp32 sums of gradients 4, master and moments 12 bytes under bf16, sharded by stage."""
     per_parameter = {
-        name: state_of(8000, load_ds_config(name), 8).gpu / 8000
+        name: single(8000, load_ds_config(name), 8).gpu / 8000
         for name in ds_config_names()
         if name != "zero1_tp2"  # some parameters are split, and others are whole
     }
@@ -168,20 +136,20 @@ def test_model_state_bytes_per_parameter():
         "zero3_sp4": 18 / 8,
         "zero2_ep2": 2 + 16 / 8,
     }
-    assert state_of(1000, None, 8).gpu == 16000
-    assert state_of(1000, load_ds_config("zero0"), 8, sixteen_bit=False).gpu == 16000
-    assert state_of(1000, load_ds_config("zero3"), 1, sixteen_bit=False).gpu == 20000
+    assert single(1000, None, 8).gpu == 16000
+    assert single(1000, load_ds_config("zero0"), 8, sixteen_bit=False).gpu == 16000
+    assert single(1000, load_ds_config("zero3"), 1, sixteen_bit=False).gpu == 20000
     # Twin-Flow's ratio: that share of the optimizer states leaves the GPU
     config = load_ds_config("zero3_offload")
     config["zero_optimization"]["offload_optimizer"]["ratio"] = 0.25
-    assert state_of(1000, config, 1).master_and_moments == 0.75 * 12 * 1000
+    assert single(1000, config, 1).master_and_moments == 0.75 * 12 * 1000
 
 
 @pytest.mark.parametrize("name", ["zero2_offload", "zero3_offload", "zero3_nvme"])
 def test_offloading_moves_state_and_loses_none(name):
     """Off the GPU goes what the ds_config says; DeepSpeed keeps more on the host than it takes from the GPU."""
     base = name.partition("_")[0]
-    here, there = (state_of(8000, load_ds_config(key), 8) for key in (base, name))
+    here, there = (single(8000, load_ds_config(key), 8) for key in (base, name))
     assert there.gpu + there.host + there.nvme > here.gpu
     assert (there.host, there.nvme) == {
         "zero2_offload": (12000 + 4000 + 2000, 0),  # optimizer, a gradient for each master, weights in 16 bit
@@ -193,25 +161,23 @@ def test_offloading_moves_state_and_loses_none(name):
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_has_a_plan_on_one_screen(name):
     """Promise: parameters, steps, memory, FLOPs and disk from the recipe alone."""
-    recipe = load_recipe(name)
-    config = load_ds_config(recipe.deepspeed)
-    plan = build_run_plan(recipe, config, 2)
+    case = setup(name, 2)
+    plan = build_run_plan(case)
     assert plan.steps * plan.tokens_per_step == plan.tokens
     batch = plan.world_size * plan.micro_batch * plan.sequence_length
     assert plan.accumulation_steps * batch == plan.tokens_per_step
-    for gpu in (None, find_gpu("H200")):
-        answer = full_plan(recipe, config, 2, gpu)
+    for gpu in (None, H200):
+        answer = full_plan(case, gpu)
         text = as_text(answer)
         assert f"{plan.parameters:,}" in text and f"{plan.steps:,}" in text
         assert len(text.splitlines()) <= 40 and max(map(len, text.splitlines())) <= 120
         assert json.loads(json.dumps(answer))["parameters"] == plan.parameters
-        assert len(world_sizes(recipe, config, gpu).splitlines()) > 2
+        assert len(world_sizes(case, gpu).splitlines()) > 2
 
 
 def test_the_screen_says_what_it_takes_and_what_is_tight():
     """Memory by part and in all, time, money, disk, data; without a GPU's name, what needs one is asked for."""
-    recipe, config = load_recipe("30b"), load_ds_config("zero3")
-    answer = full_plan(recipe, config, 8, find_gpu("H200"))
+    answer = full_plan(setup("30b", 8), H200)
     text = as_text(answer)
     assert sum(answer["memory"]["parts"].values()) + answer["memory"]["reserve"] == answer["memory"]["total"]
     assert all(f"  {part} " in text for part in answer["memory"]["parts"])
@@ -230,20 +196,18 @@ def test_the_screen_says_what_it_takes_and_what_is_tight():
     assert words.count("(estimated from assumed rates)") == 2
     assert not re.search(r"at least \d|or more|ceiling|stays below", words)
     assert "estimated from assumed rates" in (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    bare = as_text(full_plan(recipe, config, 8, None))
+    bare = as_text(full_plan(setup("30b", 8), None))
     assert "give --gpu NAME" in bare and "H200" in bare and "A100-40GB" not in bare
 
 
 def test_a_plan_says_what_a_ramp_leaves_over_and_how_few_tokens_a_parameter_gets():
-    recipe = load_recipe(str(REPOSITORY / "recipes" / "features" / "batch-ramp.json"))
-    left = recipe.budget.tokens - recipe.num_tokens
-    text = " ".join(as_text(full_plan(recipe, None, 1, None)).split())
-    assert (
-        left > 0
-        and f"{recipe.num_tokens:,} ({left:,} less than the budget: the ramp leaves them over)" in text
-    )
-    few = load_recipe("124m", ["budget.tokens=6291456", "training.warmup_steps=1"])
-    assert "0.0505 per parameter" in as_text(full_plan(few, None, 1, None))
+    ramped = setup("features/batch-ramp")
+    left = ramped.recipe.budget.tokens - ramped.tokens
+    text = " ".join(as_text(full_plan(ramped, None)).split())
+    said = f"{ramped.tokens:,} ({left:,} less than the budget: the ramp leaves them over)"
+    assert left > 0 and said in text
+    few = setup("124m", 1, "budget.tokens=6291456", "training.warmup_steps=1")
+    assert "0.0505 per parameter" in as_text(full_plan(few, None))
 
 
 def test_a_plan_of_several_nodes_has_the_disk_and_the_links_of_one():
@@ -252,7 +216,7 @@ def test_a_plan_of_several_nodes_has_the_disk_and_the_links_of_one():
     full, half = (
         answer_of(execute(["python", *words, *more, "--json"]).stdout) for more in ([], ["--nodes", "4"])
     )
-    plan = build_run_plan(load_recipe("30b"), load_ds_config("zero3"), 16)
+    plan = build_run_plan(setup("30b", 16))
     for answer, nodes in ((full, 2), (half, 4)):
         shared = plan.data_bytes + plan.export_bytes
         assert answer["disk_bytes_of_node"] == shared + plan.checkpoint_disk_bytes / nodes
@@ -264,60 +228,51 @@ def test_a_plan_of_several_nodes_has_the_disk_and_the_links_of_one():
 
 def test_the_screen_offers_what_fits():
     """A plan that does not fit is an answer, not an error: it says what would."""
-    recipe = load_recipe("30b", ["training.per_device_train_batch_size=64"])
-    answer = full_plan(recipe, load_ds_config("zero3"), 8, find_gpu("H200"))
+    answer = full_plan(setup("30b", 8, "training.per_device_train_batch_size=64"), H200)
     (refusal,) = answer["refusals"]
     assert refusal["remedy"].endswith("--set training.per_device_train_batch_size=2")
     text = as_text(answer)
     assert "does not fit" in text and refusal["remedy"] in " ".join(text.split())
 
 
-def test_checkpoints_kept_and_their_disk():
-    """One is written every `save_steps`, as the Trainer counts, and one after the last step."""
-    every = ["training.save_steps=300", f"budget.tokens={2048 * 1000}"]
-    assert checkpoints_written(load_recipe("tiny", every)) == 4
-    assert checkpoints_written(load_recipe("tiny", ["training.save_strategy=no"])) == 0
-    assert checkpoints_written(load_recipe("tiny", ["training.save_steps=0.25"])) == 4
-    plan = build_run_plan(load_recipe("tiny"), load_ds_config("zero2"), 2)
-    assert plan.checkpoints_kept == 2
-    assert plan.checkpoint_bytes == 12 * plan.parameters
-    assert plan.checkpoint_disk_bytes == 3 * plan.checkpoint_bytes
-    keep_all = ["checkpoints.keep_last=null", "training.save_steps=7", f"budget.tokens={2048 * 20}"]
-    assert build_run_plan(load_recipe("tiny", keep_all), None, 1).checkpoints_kept == 3
-    assert (
-        build_run_plan(load_recipe("tiny", ["training.save_strategy=no"]), None, 1).checkpoint_disk_bytes == 0
-    )
+NOTHING_SAVED = "training.save_strategy=no"
 
 
 def test_the_disk_of_a_plan_is_all_that_the_run_writes_and_reads():
-    """Checkpoints kept and one being written, weights of earlier ones, token shards, the export: their sum, once."""
-    plan = build_run_plan(load_recipe("tiny"), load_ds_config("zero2"), 2)
+    """One checkpoint every `save_steps`, as the Trainer counts, and one after the last step. Of them those that are
+    kept and one being written, weights of earlier ones, token shards, the export: their sum, once."""
+    every = ["training.save_steps=300", f"budget.tokens={2048 * 1000}"]
+    assert checkpoints_written(load_recipe("tiny", every)) == 4
+    assert checkpoints_written(load_recipe("tiny", [NOTHING_SAVED])) == 0
+    assert checkpoints_written(load_recipe("tiny", ["training.save_steps=0.25"])) == 4
+    keep_all = ["checkpoints.keep_last=null", "training.save_steps=7", f"budget.tokens={2048 * 20}"]
+    assert build_run_plan(setup("tiny", 1, *keep_all)).checkpoints_kept == 3
+    plan = build_run_plan(setup("tiny", 2))
     weights = 4 * plan.parameters
+    assert plan.checkpoints_kept == 2 and plan.checkpoint_bytes == 3 * weights
+    assert plan.checkpoint_disk_bytes == 3 * plan.checkpoint_bytes
     assert plan.disk == {
         "checkpoints kept": 2 * plan.checkpoint_bytes,
         "one being written": plan.checkpoint_bytes,
         "token shards": 2 * plan.tokens,
         "export": weights,
     }
-    demoted = build_run_plan(load_recipe("tiny", ["checkpoints.demote_to_weights=true"]), None, 2)
+    demoted = build_run_plan(setup("tiny", 2, "checkpoints.demote_to_weights=true"))
     assert demoted.disk["weights of earlier checkpoints"] == 2 * weights
-    none = build_run_plan(load_recipe("tiny", ["training.save_strategy=no"]), None, 2)
-    assert set(none.disk) == {"token shards", "export"}
-    large = build_run_plan(load_recipe("30b"), load_ds_config("zero3"), 8)
+    none = build_run_plan(setup("tiny", 2, NOTHING_SAVED))
+    assert set(none.disk) == {"token shards", "export"} and none.checkpoint_disk_bytes == 0
+    large = build_run_plan(setup("30b", 8))
     assert large.disk["export"] == 2 * large.parameters  # bf16
-    for settings in ([], ["training.save_strategy=no"]):
-        recipe = load_recipe("30b", settings)
-        answer = full_plan(recipe, load_ds_config("zero3"), 8, find_gpu("H200"))
-        short_words = as_text(answer).splitlines()[2]
-        assert short_words.endswith(f"{num_bytes(sum(answer['disk'].values()))} of disk")
-        assert (
-            answer["disk_bytes"] == answer["forecast"]["step"]["disk_bytes"] == sum(answer["disk"].values())
-        )
+    for settings in ([], [NOTHING_SAVED]):
+        answer = full_plan(setup("30b", 8, *settings), H200)
+        total = sum(answer["disk"].values())
+        assert as_text(answer).splitlines()[2].endswith(f"{num_bytes(total)} of disk")
+        assert answer["disk_bytes"] == answer["forecast"]["step"]["disk_bytes"] == total
 
 
 def test_a_plan_that_does_not_divide_is_refused():
     with pytest.raises(UserError, match="the nearest is 3072"):
-        build_run_plan(load_recipe("tiny"), None, 3)
+        build_run_plan(setup("tiny", 3))
 
 
 PLANS = [
@@ -330,36 +285,33 @@ PLANS = [
 def test_the_plans_that_the_pages_show_are_those_that_are_printed():
     assert PLANS
     for path, block in PLANS:
-        recipe, world_size, gpu = re.match(r"plan of (\S+) on ([\d,]+) x (\S+)", block).groups()
-        name, ranks = load_recipe(recipe), int(world_size.replace(",", ""))
-        said = as_text(full_plan(name, load_ds_config(name.deepspeed), ranks, find_gpu(gpu)))
+        name, ranks, gpu = re.match(r"plan of (\S+) on ([\d,]+) x (\S+)", block).groups()
+        said = as_text(full_plan(setup(name, int(ranks.replace(",", ""))), find_gpu(gpu)))
         assert block.strip() == said.strip(), path.name
 
 
 SHARDED = (REPOSITORY / "ds_configs" / "README.md").read_text(encoding="utf-8")
+FORMULAS = re.findall(r"^\| `(zero\w+)` \|.*\| ([^|]*\d[^|]*) \|$", SHARDED, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    ("name", "formula"), re.findall(r"^\| `(zero\w+)` \|.*\| ([^|]*\d[^|]*) \|$", SHARDED, re.MULTILINE)
-)
+@pytest.mark.parametrize(("name", "formula"), FORMULAS)
 def test_the_bytes_per_parameter_of_a_ds_config_are_the_plan_s(name, formula):
     """The column of ds_configs/README.md against a plan's memory, but for the few weights that ZeRO-3 never shards."""
-    recipe = load_recipe("7b", [], name)
     for ranks in (8, 64):
-        state = state_of_recipe(recipe, load_ds_config(name), ranks)
+        case = setup("7b", ranks, way=name)
         expected = sum(float(Fraction(term.strip().replace("N", str(ranks)))) for term in formula.split("+"))
-        assert state.gpu / model_size(recipe.model).total == pytest.approx(expected, rel=5e-3)
+        assert state_of(case).gpu / case.parameters == pytest.approx(expected, rel=5e-3)
 
 
 def test_the_parts_of_those_bytes_are_the_plan_s():
     """What the page says the 18 bytes and the 16 are made of."""
     words = " ".join(SHARDED.split())
-    size = model_size(load_recipe("7b").model).total
 
     def parts(name: str) -> list[float]:
-        state = state_of_recipe(load_recipe("7b", [], name), load_ds_config(name), 1)
+        case = setup("7b", way=name)
+        state = state_of(case)
         held = (state.parameters, state.gradients + state.gradient_accumulation, state.masters, state.moments)
-        return [round(each / size, 2) for each in held]
+        return [round(each / case.parameters, 2) for each in held]
 
     assert parts("zero3") == [2, 4, 4, 8] and parts("zero0") == [4, 4, 0, 8]
     assert "weights 2, fp32 gradient sums 4, fp32 masters 4, Adam's moments 8, together 18" in words

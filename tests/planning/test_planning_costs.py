@@ -6,18 +6,18 @@ import sys
 
 import pytest
 
-from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
 from pretraining.planning import scaling_laws as laws
 from pretraining.planning.constants import table
 from pretraining.planning.costs import energy_words, forecast
 from pretraining.planning.gpus import all_gpus, find_gpu, prices_of
 from pretraining.planning.messages import GRADIENTS, WEIGHTS, step_messages, zero_bytes
-from pretraining.planning.parallelism import Cluster, Division, layout_memory, layouts
-from pretraining.planning.sizes import flops_per_token, model_size, workload_of_recipe
+from pretraining.planning.parallelism import Cluster, Division, cluster_of, layout_memory, layouts
+from pretraining.planning.sizes import flops_per_token, model_size
 from pretraining.planning.throughput import expected_utilization, step_time
 from pretraining.recipe import load_recipe
 from tests.gear.runs import execute
+from tests.planning.test_planning import setup
 
 LLAMA = load_recipe("7b").model
 H100 = find_gpu("H100")
@@ -108,10 +108,9 @@ def test_communication_volume_by_stage():
 
 def test_messages_go_at_the_rate_of_the_slowest_link():
     """Inside a node at the link's peak, over several at the network's; hpZ's own gathers stay in the node."""
-    recipe = load_recipe("7b")
 
     def sent(way: str, ranks: int) -> tuple[float, float]:
-        messages = step_messages(recipe, load_ds_config(way), ranks, H100)
+        messages = step_messages(setup("7b", ranks, way=way), H100)
         return sum(message.total for message in messages), sum(message.seconds for message in messages)
 
     for ranks, rate in ((64, 50e9), (8, 450e9)):
@@ -121,33 +120,33 @@ def test_messages_go_at_the_rate_of_the_slowest_link():
 
 
 def test_a_step_takes_the_longer_of_products_and_messages():
-    recipe = load_recipe("7b", ["training.activation_checkpointing=false"])
-    plain = step_time(recipe, load_ds_config("zero1"), 64, H100, mfu=0.4)
-    flops = flops_per_token(model_size(LLAMA), recipe.sequence_length).training * recipe.tokens_per_step
+    case = setup("7b", 64, "training.activation_checkpointing=false", way="zero1")
+    plain = step_time(case, H100, mfu=0.4)
+    flops = case.flops.training * case.recipe.tokens_per_step
     assert plain.compute_seconds == pytest.approx(flops / (64 * H100.peak_flops("bf16") * 0.4))
     assert plain.seconds == plain.compute_seconds and plain.bound_by == "compute"
-    small = load_recipe("7b", ["training.per_device_train_batch_size=1"])
-    chopped = step_time(small, load_ds_config("zero3"), 64, H100, mfu=0.4)
+    small = setup("7b", 64, "training.per_device_train_batch_size=1", way="zero3")
+    chopped = step_time(small, H100, mfu=0.4)
     assert chopped.seconds == chopped.communication_seconds and chopped.bound_by == "links"
-    again = load_recipe("7b", ["training.activation_checkpointing=true"])
-    recomputed = step_time(again, load_ds_config("zero1"), 64, H100, mfu=0.4)
+    again = setup("7b", 64, "training.activation_checkpointing=true", way="zero1")
+    recomputed = step_time(again, H100, mfu=0.4)
     assert 1.25 < recomputed.compute_seconds / plain.compute_seconds < 4 / 3
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("124m", 8), ("qk-norm", 64), ("7b", 64)])
 def test_zero_1_is_planned_no_slower_than_zero_2(name, ranks):
     """README: zero1 if everything fits. Stage 2 stops every pass until its gradients are reduced, unless overlapped."""
-    recipe = load_recipe(name, ["training.per_device_train_batch_size=1"])
-    once, often = (step_time(recipe, load_ds_config(f"zero{stage}"), ranks, H100) for stage in (1, 2))
+    single = "training.per_device_train_batch_size=1"
+    first, second = (setup(name, ranks, single, way=f"zero{stage}") for stage in (1, 2))
+    once, often = step_time(first, H100), step_time(second, H100)
     assert once.seconds <= often.seconds and once.waiting_seconds == 0 < often.waiting_seconds
-    overlapped = load_ds_config("zero2")
-    overlapped["zero_optimization"]["overlap_comm"] = True
-    assert step_time(recipe, overlapped, ranks, H100).waiting_seconds == 0
+    second.ds_config["zero_optimization"]["overlap_comm"] = True
+    assert step_time(second, H100).waiting_seconds == 0
 
 
 def test_energy_names_its_overhead():
     """Rated power times hours is not what a plan gives: the data centre's overhead is in it, and said."""
-    found = forecast(workload_of_recipe(load_recipe("124m"), load_ds_config("zero1")), H100, 1)
+    found = forecast(setup("124m", way="zero1"), H100)
     overhead = table("rates")["power_usage_effectiveness"]["value"]
     assert found.cost.energy_kwh == pytest.approx(overhead * H100.watts * found.cost.gpu_hours / 1000)
     assert f"{overhead:g} x the GPUs' rated power" in energy_words(found.to_dict()["cost"])
@@ -171,16 +170,18 @@ def test_a_measured_utilization_takes_precedence(tmp_path):
 def test_a_small_model_s_gpu_waits_for_its_kernels():
     """Python launches them no faster on a faster GPU; a large model hides it, and a given utilization holds it."""
     launch = table("rates")["launch_seconds_per_layer"]["value"]
-    recipe = load_recipe("tiny", ["speed.compile=none"])
-    tiny = forecast(workload_of_recipe(recipe, None), H100, 1)
+
+    def found(*settings: str, mfu: float | None = None):
+        return forecast(setup("tiny", 1, *settings, way="null"), H100, mfu)
+
+    tiny = found("speed.compile=none")
     assert tiny.step.time.bound_by == "kernel launches"
     assert tiny.step.seconds == pytest.approx(2 * 4 * launch)
-    larger = load_recipe("tiny", ["speed.compile=none", "training.per_device_train_batch_size=16"])
-    assert forecast(workload_of_recipe(larger, None), H100, 1).step.seconds == pytest.approx(4 * launch)
-    compiled = load_recipe("tiny")  # auto: its blocks
-    assert forecast(workload_of_recipe(compiled, None), H100, 1).step.time.launch_seconds == 0
-    assert forecast(workload_of_recipe(recipe, None), H100, 1, mfu=0.4).mfu == pytest.approx(0.4)
-    large = forecast(workload_of_recipe(load_recipe("7b"), load_ds_config("zero3")), H100, 8)
+    larger = found("speed.compile=none", "training.per_device_train_batch_size=16")
+    assert larger.step.seconds == pytest.approx(4 * launch)
+    assert found().step.time.launch_seconds == 0  # auto: compiled blocks
+    assert found("speed.compile=none", mfu=0.4).mfu == pytest.approx(0.4)
+    large = forecast(setup("7b", 8, way="zero3"), H100)
     assert large.step.time.bound_by == "compute"
 
 
@@ -192,8 +193,7 @@ def test_the_best_checkpoint_interval_loses_least(background, hours):
         f"checkpoints.background={str(background).lower()}",
         f"checkpoints.hours_between_failures={hours}",
     ]
-    recipe = load_recipe("30b", settings)
-    saved = forecast(workload_of_recipe(recipe, load_ds_config("zero3")), H100, 256).step.checkpoints
+    saved = forecast(setup("30b", 256, *settings), H100).step.checkpoints
     best = saved.best_every_seconds
     assert saved.failure_seconds == hours * 3600 and best >= saved.write_seconds
     # a save behind training holds it up for a copy to the host alone, so that it may come more often
@@ -224,8 +224,8 @@ def test_plan_and_search_name_the_best_cadence():
 def test_no_cadence_beyond_the_end_of_a_run_is_proposed(save_steps):
     """A run of 100 steps that saves at its end can save no less often: there is nothing to change."""
     settings = ["budget.tokens=52428800", "training.warmup_steps=10", f"training.save_steps={save_steps}"]
-    recipe = load_recipe("124m", [*settings, "checkpoints.hours_between_failures=1000"])
-    saved = forecast(workload_of_recipe(recipe, load_ds_config("zero1")), H100, 1).step.checkpoints
+    settings.append("checkpoints.hours_between_failures=1000")
+    saved = forecast(setup("124m", 1, *settings, way="zero1"), H100).step.checkpoints
     assert saved.best_every_steps == saved.steps == 100 and not saved.is_worth_changing
     assert saved.every_seconds == pytest.approx(100 * saved.step_seconds)
 
@@ -260,8 +260,8 @@ def test_batch_and_learning_rate_hints():
 
 def test_layouts_divide_everything_and_fit():
     """Every layout multiplies out to the GPUs and the step, keeps tensor parallelism in a node, and fits."""
-    recipe, found = load_recipe("65b"), None
-    found = layouts(recipe.model, 2048, recipe.tokens_per_step, 512, H100, 0.6)
+    recipe = load_recipe("65b")
+    found = layouts(cluster_of(recipe.model, 2048, recipe.tokens_per_step, 512, H100, 0.6))
     assert len(found) > 20
     sequences = recipe.tokens_per_step // 2048
     for layout in found:
@@ -276,16 +276,16 @@ def test_layouts_divide_everything_and_fit():
 
 def test_long_sequences_get_context_parallelism():
     recipe = load_recipe("7b", ["model.max_position_embeddings=131072"])
-    found = layouts(recipe.model, 131072, 2**22, 64, H100, 0.6)
+    found = layouts(cluster_of(recipe.model, 131072, 2**22, 64, H100, 0.6))
     assert max(layout.context for layout in found) >= 8
-    assert {layout.context for layout in layouts(LLAMA, 4096, 2**22, 64, H100, 0.6)} == {1}
+    assert {layout.context for layout in layouts(cluster_of(LLAMA, 4096, 2**22, 64, H100, 0.6))} == {1}
 
 
 def test_layouts_that_cannot_be_are_refused():
     with pytest.raises(UserError, match="no layout divides 7 GPUs"):
-        layouts(LLAMA, 4096, 2**22, 7, H100, 0.6)
+        layouts(cluster_of(LLAMA, 4096, 2**22, 7, H100, 0.6))
     with pytest.raises(UserError, match=r"no layout fits: .* needs .* on each T4 of 16 GB"):
-        layouts(load_recipe("65b").model, 2048, 2**22, 8, find_gpu("T4"), 0.6)
+        layouts(cluster_of(load_recipe("65b").model, 2048, 2**22, 8, find_gpu("T4"), 0.6))
 
 
 def test_memory_of_a_layout_by_component():
@@ -317,7 +317,7 @@ def test_memory_of_a_layout_by_component():
 
 def test_messages_of_a_layout():
     """Four all-reduces a layer, tensor ranks apart 2 (t - 1) / t; gradients and weights once a step."""
-    found = layouts(LLAMA, 4096, 2**22, 64, H100, 0.6)
+    found = layouts(cluster_of(LLAMA, 4096, 2**22, 64, H100, 0.6))
     by_size = {(x.tensor, x.pipeline, x.micro_batch, x.recompute): x for x in found}
     plain, halves = by_size[1, 1, 1, False], by_size[2, 1, 1, False]
     assert plain.tensor_seconds == plain.pipeline_seconds == plain.context_seconds == 0

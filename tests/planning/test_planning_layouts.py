@@ -10,31 +10,31 @@ from pretraining.errors import UserError
 from pretraining.planning.__main__ import main
 from pretraining.planning.gate import check_plan
 from pretraining.planning.gpus import find_gpu
-from pretraining.planning.memory.activations import activations
-from pretraining.planning.memory.need import memory_need, state_of_recipe
-from pretraining.planning.memory.tensors import Precision, families
+from pretraining.planning.memory.activations import Pass, activations
+from pretraining.planning.memory.need import memory_need
+from pretraining.planning.memory.states import state_of
 from pretraining.planning.messages import EXPERT, SEQUENCE, TENSOR, spans_nodes, step_messages
 from pretraining.planning.run_plan import Machine
 from pretraining.planning.screen import as_text, fewest_ranks, full_plan
 from pretraining.planning.search import fitting
-from pretraining.planning.sizes import model_size
+from pretraining.planning.setup import Precision, Setup
 from pretraining.planning.throughput import ceiling, step_time
 from pretraining.recipe import RECIPES, load_recipe
 from tests.gear.tracked_memory import trace
+from tests.planning.test_planning import setup
 
 H100 = find_gpu("H100")
 BF16 = Precision("bf16", 2, 2, 2)
 LONG = str(RECIPES / "stages" / "7b-131k.json")
 
 
-def planned(way: str, ranks: int, name: str = "7b"):
-    """What functions of the plan take."""
-    return load_recipe(name, (), way), load_ds_config(way), ranks
+def planned(way: str, ranks: int, name: str = "7b") -> Setup:
+    return Setup(load_recipe(name, (), way), load_ds_config(way), ranks)
 
 
 def sent(way: str, ranks: int, name: str = "7b") -> dict:
     """The messages of a step on H100s, by name."""
-    return {message.name: message for message in step_messages(*planned(way, ranks, name), H100)}
+    return {message.name: message for message in step_messages(planned(way, ranks, name), H100)}
 
 
 def test_a_rank_holds_a_part_of_each_matrix_and_all_norms():
@@ -42,17 +42,17 @@ def test_a_rank_holds_a_part_of_each_matrix_and_all_norms():
 
     ZeRO-1 then shards masters and moments over the groups; weights and sums stay as a rank holds them.
     """
-    recipe, config, ranks = planned("zero1:tensor=4", 8)
-    [family] = families(recipe, config, ranks)
-    size, state = model_size(recipe.model), state_of_recipe(recipe, config, ranks)
+    case = planned("zero1:tensor=4", 8)
+    [family] = case.families
+    state, norms = state_of(case), case.size.parts["norms"]
     assert family.ranks == 2
-    assert family.numel == (size.total - size.parts.norms) // 4 + size.parts.norms
+    assert family.numel == (case.size.total - norms) // 4 + norms
     assert state.parameters == 2 * family.numel and state.gradient_accumulation == 4 * family.numel
     assert state.master_and_moments == pytest.approx(12 * family.numel / 2, rel=1e-6)
     # three ranks have 10,667 rows of 32,000, or one less: the plan is that of the fullest
-    held = families(*planned("zero1:tensor=3", 3))[0].tensors
+    held = planned("zero1:tensor=3", 3).held
     [embedding] = [tensor for tensor in held if tensor.kind == "embedding"]
-    assert embedding.numel == 10_667 * recipe.model["hidden_size"]
+    assert embedding.numel == 10_667 * case.recipe.model["hidden_size"]
 
 
 def test_parts_are_sharded_over_the_ranks_that_hold_them():
@@ -60,21 +60,21 @@ def test_parts_are_sharded_over_the_ranks_that_hold_them():
 
     Every expert is once in a group, and ZeRO shards it over as many ranks as there are groups.
     """
-    recipe, config, ranks = planned("zero3:tensor=4", 8)
-    whole, parts = families(recipe, config, ranks)
+    case = planned("zero3:tensor=4", 8)
+    whole, parts = case.families
     assert (whole.ranks, parts.ranks) == (8, 2)
-    assert whole.numel / 8 + parts.numel / 2 == model_size(recipe.model).total / 8
-    recipe, config, ranks = planned("zero2:expert=2", 8, "moe-1.5b")
-    dense, experts = families(recipe, config, ranks)
-    size = model_size(recipe.model)
+    assert whole.numel / 8 + parts.numel / 2 == case.size.total / 8
+    case = planned("zero2:expert=2", 8, "moe-1.5b")
+    dense, experts = case.families
+    of_experts = case.size.parts["experts"]
     assert (dense.ranks, experts.ranks) == (8, 4)
-    assert experts.numel == size.parts.experts // 2 and dense.numel == size.total - size.parts.experts
+    assert experts.numel == of_experts // 2 and dense.numel == case.size.total - of_experts
 
 
 @pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2", "zero3"])
 def test_states_of_split_sequences_are_those_of_as_many_data_ranks(stage):
     """To ZeRO all ranks are data-parallel: 18 bytes a parameter at stage 3, over all of them."""
-    assert state_of_recipe(*planned(f"{stage}:sequence=4", 8)) == state_of_recipe(*planned(stage, 8))
+    assert state_of(planned(f"{stage}:sequence=4", 8)) == state_of(planned(stage, 8))
 
 
 WIDE = {"model_type": "llama", "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 1024}
@@ -87,7 +87,7 @@ def test_activations_of_split_layers_are_those_of_a_narrower_model(degree):
     """Against torch's tracker: a rank computes as a model with a part of the heads and of the inner width."""
     part = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
     narrow = {**WIDE, **{key: WIDE[key] // degree for key in part}}
-    held = activations(WIDE, 2, 512, BF16, degrees=Degrees(tensor=degree))
+    held = activations(Pass(WIDE, 2, 512, BF16, degrees=Degrees(tensor=degree)))
     traced = trace(narrow, 2, 512, "bf16", 0)
     assert held.kept + held.logits / 3 == pytest.approx(traced["kept"], rel=0.02)
 
@@ -96,7 +96,7 @@ def test_activations_of_split_layers_are_those_of_a_narrower_model(degree):
 @pytest.mark.parametrize("every_n_layers", [0, 1])
 def test_activations_of_split_sequences_are_those_that_a_rank_keeps(degree, every_n_layers):
     """Against torch's tracker over the attention that exchanges."""
-    held = activations(WIDE, 2, 512, BF16, every_n_layers, degrees=Degrees(sequence=degree))
+    held = activations(Pass(WIDE, 2, 512, BF16, every_n_layers, degrees=Degrees(sequence=degree)))
     traced = trace(WIDE, 2, 512, "bf16", every_n_layers, sequence=degree)
     assert held.kept + held.logits / 3 == pytest.approx(traced["kept"], rel=0.02)
 
@@ -106,14 +106,14 @@ def test_activations_of_split_sequences(degree):
     """A part of every sequence, and the result of attention once more, as tokens of all heads."""
     model = load_recipe("7b").model
     whole, part = (
-        activations(model, 1, length, BF16, degrees=Degrees(sequence=split))
+        activations(Pass(model, 1, length, BF16, degrees=Degrees(sequence=split)))
         for length, split in ((4096 // degree, 1), (4096, degree))
     )
     exchanged = 2 * 4096 * 4096 // degree * model["num_hidden_layers"]
     assert part.layers == whole.layers + exchanged
     # eight key-value heads are copied for sixteen ranks
-    copied = activations(model, 1, 4096, BF16, degrees=Degrees(sequence=16))
-    assert copied.per_layer > activations(model, 1, 256, BF16).per_layer
+    copied = activations(Pass(model, 1, 4096, BF16, degrees=Degrees(sequence=16)))
+    assert copied.per_layer > activations(Pass(model, 1, 256, BF16)).per_layer
 
 
 def test_the_peak_of_recomputed_layers_is_at_the_last_one():
@@ -121,18 +121,18 @@ def test_the_peak_of_recomputed_layers_is_at_the_last_one():
     model = {"model_type": "llama", "vocab_size": 128, "hidden_size": 256, "intermediate_size": 704}
     model |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 6}
     model |= {"max_position_embeddings": 1024, "attn_implementation": "sdpa"}
-    traced, held = trace(model, 4, 1024, "bf16", 1), activations(model, 4, 1024, BF16, 1)
+    traced, held = trace(model, 4, 1024, "bf16", 1), activations(Pass(model, 4, 1024, BF16, 1))
     assert held.recomputes_last
     assert held.at_last_layer == pytest.approx(traced["peak"], rel=0.06)
 
 
 def test_the_stage_of_long_sequences_fits_eight_gpus_of_80_gb():
     """7b at 131,072 tokens; whole sequences on each rank do not fit."""
-    recipe = load_recipe(LONG)
-    need = memory_need(recipe, load_ds_config(recipe.deepspeed), 8, H100.memory_bytes)
-    assert recipe.sequence_length == 131_072 and need.total < 0.6 * H100.memory_bytes
+    case, there = setup(LONG, 8), H100.memory_bytes
+    need = memory_need(case, there)
+    assert case.recipe.sequence_length == 131_072 and need.total < 0.6 * there
     assert need.peak_phase == "last layer"
-    assert memory_need(recipe, load_ds_config("zero3"), 8, H100.memory_bytes).total > H100.memory_bytes
+    assert memory_need(setup(LONG, 8, way="zero3"), there).total > there
 
 
 def test_messages_of_a_layer_stay_in_the_node_or_are_said_to_leave_it():
@@ -165,18 +165,16 @@ def test_bytes_of_messages_are_those_of_their_formulas():
 
 def test_what_layers_wait_for_is_part_of_the_ceiling():
     """Without the messages, two ranks with half of each layer are as fast as two ranks with half of the samples."""
-    split = ceiling(*planned("zero1:tensor=2", 8), H100, "bf16")
-    whole = ceiling(*planned("zero1", 8), H100, "bf16")
+    split, whole = (ceiling(planned(way, 8), H100, "bf16") for way in ("zero1:tensor=2", "zero1"))
     assert split.seconds[TENSOR] > 0 and TENSOR not in whole.seconds
     assert split.mfu < whole.mfu
-    step = step_time(*planned("zero1:tensor=2", 8), H100)
+    step = step_time(planned("zero1:tensor=2", 8), H100)
     assert 0 < step.waiting_seconds < step.compute_seconds
     assert split.seconds["attention"] == pytest.approx(whole.seconds["attention"] / 2)
 
 
 def judged(way: str, ranks: int, **machine):
-    recipe, config, ranks = planned(way, ranks)
-    return check_plan(recipe, config, ranks, Machine(H100.memory_bytes, H100, True, **machine)).warnings
+    return check_plan(planned(way, ranks), Machine(H100.memory_bytes, H100, True, **machine)).warnings
 
 
 def test_groups_that_leave_their_node_are_warned_of_with_the_cost():
@@ -187,14 +185,14 @@ def test_groups_that_leave_their_node_are_warned_of_with_the_cost():
 
 
 def test_the_plan_writes_the_layout_and_its_messages():
-    answer = full_plan(*planned("zero3:sequence=4", 16), H100)
+    answer = full_plan(planned("zero3:sequence=4", 16), H100)
     text = " ".join(as_text(answer).split())
     assert "4 groups of 4 GPUs x 1 sequence" in text
     assert "layout each sequence over 4 ranks" in text
     assert "sequence all-to-alls of 4 ranks" in text and "between nodes" in text
     names = [message["name"] for message in answer["forecast"]["step"]["messages"]]
     assert names == ["gradients", "weights", SEQUENCE] and math.isfinite(answer["forecast"]["mfu"])
-    assert "layout" not in as_text(full_plan(*planned("zero3", 16), H100)).split()
+    assert "layout" not in as_text(full_plan(planned("zero3", 16), H100)).split()
 
 
 def test_a_plan_without_a_number_of_gpus_takes_the_fewest():
@@ -203,11 +201,10 @@ def test_a_plan_without_a_number_of_gpus_takes_the_fewest():
 
 
 def test_the_search_proposes_split_sequences_where_whole_ones_do_not_fit():
-    recipe = load_recipe(LONG)
-    ways = fitting(recipe, 8, H100)
+    ways = fitting(setup(LONG, 8), H100)
     assert "sequence=" in ways[0].deepspeed
     # a short sequence is not worth splitting
-    tiny = fitting(load_recipe("tiny"), 2, H100)
+    tiny = fitting(setup("tiny", 2), H100)
     assert not [way for way in tiny if "sequence" in str(way.deepspeed)]
 
 

@@ -18,11 +18,12 @@ from pretraining.planning.gate import check_plan
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.memory.need import memory_need, pinned_bytes, shrink
 from pretraining.planning.memory.states import optimizer_states
-from pretraining.planning.memory.tensors import parameter_tensors
 from pretraining.planning.quantities import num_bytes
 from pretraining.planning.run_plan import Machine, build_run_plan
 from pretraining.planning.screen import as_text, full_plan
 from pretraining.planning.search import candidates, fitting, nearest_fit, worth_choosing
+from pretraining.planning.setup import Setup
+from pretraining.planning.shapes import parameter_tensors
 from pretraining.planning.throughput import step_time
 from pretraining.recipe import load_recipe, recipe_names
 from pretraining.recipe.curve import changed_parts
@@ -34,7 +35,7 @@ from pretraining.runtime.run_folder import RunFolder
 from tests.gear.runs import LLAMA, execute
 from tests.gear.small_models import measurable
 from tests.gear.tracked_memory import predict, trace
-from tests.planning.test_planning import MODELS, SHIPPED, build
+from tests.planning.test_planning import H200, MODELS, SHIPPED, build, setup
 
 SMALL = {"vocab_size": 3000, "n_positions": 192, "n_embd": 192, "n_layer": 2, "n_head": 4}
 SMALL = {"model_type": "gpt2", **SMALL, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -50,15 +51,12 @@ TRACED = {
 WAYS = [("sdpa", "bf16", 0), ("sdpa", "autocast", 1), ("eager", "bf16", 2), ("eager", "fp32", 0)]
 
 
-def need_of(name: str, world_size: int, deepspeed: str | None = None, *settings: str):
-    recipe = load_recipe(name, settings, deepspeed)
-    return memory_need(recipe, load_ds_config(recipe.deepspeed), world_size)
+def need_of(name: str, world_size: int, *settings: str, way: str | None = None):
+    return memory_need(setup(name, world_size, *settings, way=way))
 
 
-def judge(name: str, world_size: int, *settings: str, deepspeed: str | None = None, **found):
-    recipe = load_recipe(name, settings, deepspeed)
-    config = load_ds_config(recipe.deepspeed) if recipe.deepspeed else None
-    return check_plan(recipe, config, world_size, Machine(**found))
+def judge(name: str, world_size: int, *settings: str, way: str | None = None, **found):
+    return check_plan(setup(name, world_size, *settings, way=way), Machine(**found))
 
 
 def settings_in(arguments: str) -> list[str]:
@@ -201,19 +199,17 @@ def test_muon_keeps_one_momentum_for_hidden_matrices():
 
 def test_the_plan_names_and_counts_the_chosen_optimizer():
     """Memory, checkpoint and advice of Muon are less than Adam's, and no row speaks of Adam's moments alone."""
-    plans = {}
-    for name in ("adamw", "muon"):
-        recipe = load_recipe("1.5b", [f"optimizer.name={name}"], "zero1")
-        plans[name] = full_plan(recipe, load_ds_config("zero1"), 8, find_gpu("H100"))
+    names = ("adamw", "muon")
+    cases = {name: setup("1.5b", 8, f"optimizer.name={name}", way="zero1") for name in names}
+    plans = {name: full_plan(case, find_gpu("H100")) for name, case in cases.items()}
     assert "Muon's and Adam's moments" in as_text(plans["muon"])
     assert plans["muon"]["checkpoint_bytes"] < 0.75 * plans["adamw"]["checkpoint_bytes"]
     assert plans["muon"]["model_state"]["moments"] < 0.6 * plans["adamw"]["model_state"]["moments"]
     parts = plans["muon"]["memory"]["phases"]["loss"]
     assert parts["Muon's and Adam's moments"] == plans["muon"]["model_state"]["moments"]
-    need = need_of("7b", 8, "zero0", "optimizer.name=muon", "training.activation_checkpointing=true")
-    recipe = load_recipe("7b", ["optimizer.name=muon"], "zero0")
-    largest = replace(need, phases={"loss": {need.optimizer_states: 1.0}})
-    assert "zero1" in shrink(largest, recipe, load_ds_config("zero0"))
+    case = setup("7b", 8, "optimizer.name=muon", "training.activation_checkpointing=true", way="zero0")
+    need = memory_need(case)
+    assert "zero1" in shrink(replace(need, phases={"loss": {need.optimizer_states: 1.0}}), case)
 
 
 def test_a_step_peaks_at_its_largest_phase():
@@ -231,7 +227,7 @@ def test_the_large_recipes_fit_the_gpus_they_are_sized_for(name):
 
     65b's offloaded states stand in the host's column.
     """
-    need, there = need_of(name, 8), find_gpu("H200").memory_bytes
+    need, there = need_of(name, 8), H200.memory_bytes
     assert need.total < there and need.state.gpu < 0.5 * there
     assert ("offloaded states" in need.host) == (name == "65b")
 
@@ -261,18 +257,18 @@ def test_pinned_memory_is_counted_as_torch_is_told_to_take_it(monkeypatch, there
 
 def test_the_plan_counts_the_copy_for_a_save_and_pinned_buffers():
     """Of 30b on eight GPUs a copy of an eighth of the checkpoint; none without it; small pinned buffers rounded up."""
-    need, plan = need_of("30b", 8), build_run_plan(load_recipe("30b"), load_ds_config("zero3"), 8)
+    need, plan = need_of("30b", 8), build_run_plan(setup("30b", 8))
     assert need.snapshot == pytest.approx(plan.checkpoint_bytes / 8, rel=1e-6)
     assert need.host_bytes == need.host["process"] + need.snapshot and need.host_counted == 0
-    assert not need_of("30b", 8, None, "checkpoints.background=false").snapshot
-    assert not need_of("30b", 8, None, "training.save_strategy=no").snapshot
-    built = need_of("1.5b", 8, "zero1")
+    assert not need_of("30b", 8, "checkpoints.background=false").snapshot
+    assert not need_of("30b", 8, "training.save_strategy=no").snapshot
+    built = need_of("1.5b", 8, way="zero1")
     assert built.host_bytes == built.host["process"] + built.host["model while it is built"]
-    small = load_ds_config("zero2_offload")
-    assert memory_need(load_recipe("tiny"), small, 2).host["rounding of pinned buffers"] > 0
-    small["zero_optimization"]["offload_optimizer"]["pin_memory"] = False
-    assert "rounding of pinned buffers" not in memory_need(load_recipe("tiny"), small, 2).host
-    answer = full_plan(load_recipe("30b"), load_ds_config("zero3"), 16, find_gpu("H200"))
+    small = setup("tiny", 2, way="zero2_offload")
+    assert memory_need(small).host["rounding of pinned buffers"] > 0
+    small.ds_config["zero_optimization"]["offload_optimizer"]["pin_memory"] = False
+    assert "rounding of pinned buffers" not in memory_need(small).host
+    answer = full_plan(setup("30b", 16), H200)
     memory = json.loads(json.dumps(answer))["memory"]
     assert memory["gpus_of_node"] == 8 and memory["host_node_bytes"] == 8 * memory["host_bytes"]
     assert "copy for a save), " in " ".join(as_text(answer).split())
@@ -281,22 +277,15 @@ def test_the_plan_counts_the_copy_for_a_save_and_pinned_buffers():
 
 def test_a_plan_says_what_is_pinned_when_and_what_happens_without_room():
     """The first save waits for pages that are pinned; offloading pins before that. All of it belongs to a node."""
-    state = need_of("65b", 8)
-    recipe, config = load_recipe("65b"), load_ds_config("zero3_offload")
-    text = " ".join(as_text(full_plan(recipe, config, 8, find_gpu("H200"))).split())
+    case = setup("65b", 8)
+    state, text = memory_need(case), " ".join(as_text(full_plan(case, H200)).split())
     # sums of gradients and their copies for the step (deepspeed 0.19.8, stage3.py), in fp32
-    assert state.pinned == pytest.approx(8 * build_run_plan(recipe, config, 8).parameters / 8, rel=0.01)
+    assert state.pinned == pytest.approx(8 * case.parameters / 8, rel=0.01)
     assert f"pinned {num_bytes(state.pinned)} a GPU before the first step; " in text
-    assert (
-        f"{num_bytes(state.snapshot)} a GPU, {num_bytes(8 * state.snapshot)} a node, in the first save"
-        in text
-    )
-    assert (
-        f"with less than {num_bytes(8 * state.host_bytes)} of host memory every save stops training for"
-        in text
-    )
-    foreground = load_recipe("30b", ["checkpoints.background=false"])
-    assert "pinned" not in as_text(full_plan(foreground, load_ds_config("zero3"), 8, find_gpu("H200")))
+    copies = f"{num_bytes(state.snapshot)} a GPU, {num_bytes(8 * state.snapshot)} a node"
+    less = f"with less than {num_bytes(8 * state.host_bytes)} of host memory"
+    assert f"{copies}, in the first save" in text and f"{less} every save stops training for" in text
+    assert "pinned" not in as_text(full_plan(setup("30b", 8, "checkpoints.background=false"), H200))
 
 
 def test_no_room_for_the_copy_is_warned_of_and_not_refused():
@@ -312,15 +301,13 @@ def test_no_room_for_the_copy_is_warned_of_and_not_refused():
 
 def test_memory_falls_where_it_should():
     """Recomputation, a smaller micro-batch, a higher stage and offload each take less of the GPU."""
-    base = need_of("1.5b", 8, "zero1").total
-    assert need_of("1.5b", 8, "zero1", "training.activation_checkpointing=true").total < base
-    assert need_of("1.5b", 8, "zero1", "training.per_device_train_batch_size=4").total < base
-    stages = [
-        need_of("1.5b", 8, way).state.gpu for way in ("zero0", "zero1", "zero2", "zero3", "zero3_offload")
-    ]
+    base = need_of("1.5b", 8, way="zero1").total
+    for less in ("training.activation_checkpointing=true", "training.per_device_train_batch_size=4"):
+        assert need_of("1.5b", 8, less, way="zero1").total < base
+    ways = ("zero0", "zero1", "zero2", "zero3", "zero3_offload")
+    stages = [need_of("1.5b", 8, way=way).state.gpu for way in ways]
     assert stages == sorted(stages, reverse=True)
-    eager = need_of("1.5b", 8, "zero1", "model.attn_implementation=eager").total
-    assert eager > base
+    assert need_of("1.5b", 8, "model.attn_implementation=eager", way="zero1").total > base
 
 
 def test_a_run_that_cannot_fit_is_refused_with_what_does():
@@ -335,15 +322,15 @@ def test_a_run_that_cannot_fit_is_refused_with_what_does():
     words, settings = refusal.remedy.split(), settings_in(refusal.remedy)
     deepspeed = words[words.index("--deepspeed") + 1] if "--deepspeed" in words else None
     assert settings or deepspeed
-    assert not judge("1.5b", 8, *settings, deepspeed=deepspeed, gpu_memory_bytes=memory).refusals
+    assert not judge("1.5b", 8, *settings, way=deepspeed, gpu_memory_bytes=memory).refusals
 
 
 def test_the_nearest_fit_changes_least():
-    recipe = load_recipe("1.5b")
-    nearest = nearest_fit(recipe, 8, lambda need: need.total <= 36e9)
-    fits = [each for each in candidates(recipe, 8) if each.need.total <= 36e9]
+    case = setup("1.5b", 8)
+    nearest = nearest_fit(case, lambda need: need.total <= 36e9)
+    fits = [each for each in candidates(case) if each.need.total <= 36e9]
     assert len(nearest.changes) == min(len(each.changes) for each in fits) == 1
-    assert nearest_fit(recipe, 8, lambda need: need.total <= 1e9) is None
+    assert nearest_fit(case, lambda need: need.total <= 1e9) is None
 
 
 REFUSED = {
@@ -378,8 +365,8 @@ def test_what_fits_is_neither_refused_nor_warned_of():
 def test_no_shipped_recipe_makes_a_mistake_of_ours(name):
     """On the eight GPUs of the table's H200 that the largest are sized for: nothing refused, nothing warned of."""
     # llama-70b needs many nodes
-    gpu, ranks = find_gpu("H200"), 256 if name == "llama-70b" else 8
-    verdict = judge(name, ranks, gpu_memory_bytes=gpu.memory_bytes, gpu=gpu, has_bf16=True)
+    ranks = 256 if name == "llama-70b" else 8
+    verdict = judge(name, ranks, gpu_memory_bytes=H200.memory_bytes, gpu=H200, has_bf16=True)
     assert not verdict.refusals and not verdict.warnings
 
 
@@ -417,7 +404,7 @@ def test_common_mistakes_are_warned_of_with_a_remedy(name):
     began_with = load_recipe("1.5b", settings).to_dict()
     keeps_the_curve = name in ("no checkpoint", "stage", "offload", "tight", "needless")
     for continues in (False, True):
-        verdict = judge("1.5b", 8, *settings, deepspeed=deepspeed, **found, continues=continues)
+        verdict = judge("1.5b", 8, *settings, way=deepspeed, **found, continues=continues)
         warned = [each for each in verdict.warnings if remedy in each.remedy]
         assert bool(warned) == (keeps_the_curve or not continues) and not verdict.refusals, verdict
     for each in verdict.warnings:
@@ -431,14 +418,11 @@ def test_common_mistakes_are_warned_of_with_a_remedy(name):
 def test_the_cost_of_recomputation_is_counted(how):
     """Every second layer, or all but products and attention, cost a part of a third more FLOPs."""
     settings = [*(() if how == "seed" else (how,)), "training.activation_checkpointing=true"]
-    found = {"gpu": find_gpu("H200"), "gpu_memory_bytes": 141e9}
+    found = {"gpu": H200, "gpu_memory_bytes": 141e9}
     [warning] = [
         each for each in judge("1.5b", 8, *settings, **found).warnings if "checkpointing" in each.what
     ]
-    config = load_ds_config("zero1")
-    again, once = (
-        step_time(load_recipe("1.5b", each), config, 8, found["gpu"]).seconds for each in (settings, [])
-    )
+    again, once = (step_time(setup("1.5b", 8, *each, way="zero1"), H200).seconds for each in (settings, []))
     percent = round(100 * (again / once - 1))
     assert f"makes a step {percent}% longer" in warning.what
     assert {"speed.recompute=operators": 0 < percent < 8, "seed": 15 < percent < 34}.get(
@@ -462,10 +446,9 @@ def test_checkpoints_that_are_close_and_many_are_warned_of():
 
 def test_links_that_decide_are_warned_of_with_larger_micro_batches():
     """30b is for one node: over two, gathers for two sequences take longer than the products. The remedy ends it."""
-    gpu = find_gpu("H200")
 
     def remedies(ranks: int, *settings: str) -> list[str]:
-        warnings = judge("30b", ranks, *settings, gpu=gpu, gpu_memory_bytes=gpu.memory_bytes).warnings
+        warnings = judge("30b", ranks, *settings, gpu=H200, gpu_memory_bytes=H200.memory_bytes).warnings
         return [each.remedy for each in warnings if each.what.startswith("messages take")]
 
     [remedy] = remedies(16)
@@ -489,7 +472,7 @@ OTHERS = {
 def test_other_mistakes_are_warned_of_with_a_remedy(name):
     recipe, deepspeed, settings, found, said = OTHERS[name]
     for continues in (False, True):
-        warned = judge(recipe, 8, *settings, deepspeed=deepspeed, **found, continues=continues).warnings
+        warned = judge(recipe, 8, *settings, way=deepspeed, **found, continues=continues).warnings
         expected = not (name == "experts in fp32" and continues)  # its remedy changes the curve
         assert bool([each for each in warned if re.search(said, str(each))]) == expected
     single = judge("124m", 512, "training.per_device_train_batch_size=1").warnings
@@ -532,8 +515,8 @@ ODD = {"model.moe_intermediate_size": 772, "model.hidden_size": 2052}
 PLAIN_PRODUCTS = "model.experts_implementation=batched_mm"
 
 
-def between_borders(name: str, *settings: str, deepspeed: str | None = None) -> list:
-    refusals = judge(name, 8, *settings, deepspeed=deepspeed, **H200_MEMORY).refusals
+def between_borders(name: str, *settings: str, way: str | None = None) -> list:
+    refusals = judge(name, 8, *settings, way=way, **H200_MEMORY).refusals
     return [each for each in refusals if "16 bytes" in each.what]
 
 
@@ -551,7 +534,7 @@ def test_the_inner_width_of_mixtral_counts_too():
     """Its experts have the width that other types give their dense layers."""
     model = {**MODELS["mixtral"], "vocab_size": 1024, "intermediate_size": 100}
     settings = [f"model={json.dumps(model)}", "data.sequence_length=32", "training.bf16=true"]
-    (refused,) = between_borders("tiny", *settings, deepspeed="zero3")
+    (refused,) = between_borders("tiny", *settings, way="zero3")
     assert "model.intermediate_size 100 leaves" in refused.what
 
 
@@ -561,7 +544,7 @@ def test_a_vector_before_experts_in_zero_s_buffer_is_seen():
     model = {**small, "vocab_size": 1024, "linear_num_value_heads": 4, "linear_num_key_heads": 2}
     settings = [f"model={json.dumps(model)}", "data.sequence_length=32", "training.bf16=true"]
     for stage, number in (("zero1", 1), ("zero2", 1), ("zero3", 0)):
-        said = between_borders("tiny", *settings, deepspeed=stage)
+        said = between_borders("tiny", *settings, way=stage)
         assert len([each for each in said if "A_log has 4 elements" in each.what]) == number
 
 
@@ -573,10 +556,9 @@ NAMED = {"7b": (8, "H100"), "30b": (8, "H200"), "65b": (8, "H200"), "moe-30b-a3b
 def test_a_recipe_takes_the_fastest_layout_on_the_gpus_that_it_names(name):
     """Or its description says what is faster, by how much, and why it is not taken."""
     ranks, gpu = NAMED.get(name, (1024, "H100"))
-    recipe, gpu = load_recipe(name), find_gpu(gpu)
-    own = step_time(recipe, load_ds_config(recipe.deepspeed), ranks, gpu).seconds
-    saved = 1 - fitting(recipe, ranks, gpu)[0].step_seconds / own
-    said = re.search(r"which leaves room for .* is planned (\d+) % faster", recipe.description)
+    case, gpu = setup(name, ranks), find_gpu(gpu)
+    saved = 1 - fitting(case, gpu)[0].step_seconds / step_time(case, gpu).seconds
+    said = re.search(r"which leaves room for .* is planned (\d+) % faster", case.recipe.description)
     assert saved < 0.05 or round(100 * saved) == int(said[1])
 
 
@@ -595,8 +577,8 @@ def burdens(way) -> tuple:
 @pytest.mark.parametrize("name, gpus, kind", SEARCHED)
 def test_the_search_names_ways_that_fit_the_best_first(name, gpus, kind):
     """All fit; the first is as fast as any, leaves room if one can, and trains if pasted; none listed is beaten."""
-    recipe, gpu = load_recipe(name), find_gpu(kind)
-    there, found = gpu.memory_bytes, fitting(recipe, gpus, gpu)
+    gpu = find_gpu(kind)
+    there, found = gpu.memory_bytes, fitting(Setup(load_recipe(name), None, gpus), gpu)
     listed = worth_choosing(found)
     assert all(each.need.total <= there for each in found) and listed[0] is found[0]
     # a way at 95 % of the memory is behind all others, however fast it is, and says what it is
@@ -609,10 +591,9 @@ def test_the_search_names_ways_that_fit_the_best_first(name, gpus, kind):
     best = found[0]
     assert best in roomy and (not best.offload_seconds or all(each.offload_seconds for each in roomy))
     settings = settings_in(best.arguments)
-    chosen = load_recipe(name, settings, best.deepspeed)
-    need = memory_need(chosen, load_ds_config(chosen.deepspeed) if chosen.deepspeed else None, gpus, there)
-    assert need.total == best.need.total
-    verdict = judge(name, gpus, *settings, deepspeed=best.deepspeed, gpu=gpu, gpu_memory_bytes=there)
+    chosen = setup(name, gpus, *settings, way=best.deepspeed)
+    assert memory_need(chosen, there).total == best.need.total
+    verdict = judge(name, gpus, *settings, way=best.deepspeed, gpu=gpu, gpu_memory_bytes=there)
     assert not verdict.refusals and not [each for each in verdict.warnings if "fragmentation" in each.what]
     assert all(1.02 * after.need.total < before.need.total for before, after in pairwise(listed))
     # none is as fast and smaller, without being offloaded, recomputed or sharded more
@@ -624,9 +605,9 @@ def test_the_search_names_ways_that_fit_the_best_first(name, gpus, kind):
 
 
 def test_tight_ways_are_offered_if_nothing_else_fits():
-    recipe = load_recipe("7b")
-    least = min(each.need.total for each in candidates(recipe, 8, find_gpu("H100")))
-    (first, *_) = worth_choosing(fitting(recipe, 8, find_gpu("H100"), 1.04 * least))
+    case, gpu = setup("7b", 8), find_gpu("H100")
+    least = min(each.need.total for each in candidates(case, gpu))
+    (first, *_) = worth_choosing(fitting(case, gpu, 1.04 * least))
     assert "tight: 96% of the memory" in first.why
 
 
@@ -644,18 +625,20 @@ REFUSING = {
 def test_the_search_offers_nothing_that_training_refuses(name):
     """Offload beside Muon, ZeRO beside Adafactor, ZeRO-3 beside a model compiled whole are no remedies."""
     setting, refused = REFUSING[name]
-    recipe, _ = load_recipe_and_ds_config("qk-norm", ["optimizer.name=adamw", setting], "zero0")
-    offered = {each.deepspeed for each in candidates(recipe, 16, find_gpu("H100"))}
+    settings = ("optimizer.name=adamw", setting)
+    offered = {
+        each.deepspeed for each in candidates(setup("qk-norm", 16, *settings, way="zero0"), find_gpu("H100"))
+    }
     assert offered and not offered & refused
     for way in offered:
-        load_recipe_and_ds_config("qk-norm", ["optimizer.name=adamw", setting], way)
+        load_recipe_and_ds_config("qk-norm", settings, way)
 
 
 def test_time_over_nodes_says_what_it_assumes(capsys):
     """Plan, cost and search of more than one node name perfect scaling, as text and as JSON; of one node none does."""
     for world_size, is_said in ((8, False), (64, True)):
         common = ["--recipe", "7b", "--world_size", str(world_size), "--gpu", "H100"]
-        answer = full_plan(load_recipe("7b"), load_ds_config("zero3"), world_size, find_gpu("H100"))
+        answer = full_plan(setup("7b", world_size, way="zero3"), find_gpu("H100"))
         assert ("perfect scaling" in as_text(answer)) == is_said == bool(answer["forecast"]["scaling"])
         for verb in ("cost", "fit"):
             main([verb, *common])
@@ -668,31 +651,29 @@ def test_time_over_nodes_says_what_it_assumes(capsys):
 
 def test_some_layers_are_recomputed_where_that_is_enough():
     """Every second or fourth layer lies between all and none, in memory and in time, and may be pasted."""
-    recipe, ways = load_recipe("7b"), {}
-    for each in candidates(recipe, 8, find_gpu("A100")):
+    ways = {}
+    for each in candidates(setup("7b", 8), find_gpu("A100")):
         if (each.deepspeed, each.micro_batch) == ("zero2", 2):
             ways[each.every_n_layers] = each
     ordered = [ways[every_n_layers] for every_n_layers in (0, 4, 2, 1)]
     assert [*sorted(ordered, key=lambda way: -way.need.total)] == ordered
     assert [*sorted(ordered, key=lambda way: way.step_seconds)] == ordered
-    chosen = load_recipe("7b", settings_in(ways[4].arguments), "zero2")
-    assert memory_need(chosen, load_ds_config("zero2"), 8).total == ways[4].need.total < ways[0].need.total
+    chosen = need_of("7b", 8, *settings_in(ways[4].arguments), way="zero2")
+    assert chosen.total == ways[4].need.total < ways[0].need.total
 
 
 def test_the_search_keeps_the_step():
     """Promise: the curve belongs to the recipe: every candidate has its tokens per step."""
-    recipe = load_recipe("7b")
-    for each in candidates(recipe, 16):
+    case = setup("7b", 16)
+    for each in candidates(case):
         groups = 16 // degrees_of(load_ds_config(each.deepspeed)).ranks_per_sample
-        assert (
-            groups * each.micro_batch * each.accumulation * recipe.sequence_length == recipe.tokens_per_step
-        )
+        tokens = groups * each.micro_batch * each.accumulation * case.recipe.sequence_length
+        assert tokens == case.recipe.tokens_per_step
 
 
 def test_compare_shows_both_sides(tmp_path, capsys):
     """plan.json's prediction beside what the run's end event, rows and checkpoint say; the speeds multiply out."""
-    recipe = load_recipe("tiny")
-    plan = {"predicted": predicted(recipe, load_ds_config("zero2"), 2, find_gpu("H100"))}
+    plan = {"predicted": predicted(setup("tiny", 2), find_gpu("H100"))}
     run = RunFolder(tmp_path / "run")
     write_json(run.plan, plan)
     for number, seconds in enumerate((9.0, 0.5, 0.5, 0.7), start=1):
@@ -722,9 +703,8 @@ def test_compare_shows_both_sides(tmp_path, capsys):
 @pytest.mark.parametrize("device", ["CPU (x86_64)", "NVIDIA H100"])
 def test_compare_says_which_memory_is_assumed(tmp_path, capsys, device):
     """Without a GPU a share of the prediction is the same for every run: a note says so, and no ratio judges it."""
-    run, on_processor = RunFolder(tmp_path / "run"), device.startswith("CPU")
-    recipe, config = load_recipe("tiny"), load_ds_config("zero2")
-    write_json(run.plan, {"predicted": predicted(recipe, config, 2, None, on_processor)})
+    run, on_processor, case = RunFolder(tmp_path / "run"), device.startswith("CPU"), setup("tiny", 2)
+    write_json(run.plan, {"predicted": predicted(case, None, on_processor)})
     write_json(run.environment, {"device": device})
     run.add_event("end", measured={"peak_memory_bytes": 100_000_000})
     main(["compare", str(run.path), "--json"])
@@ -733,17 +713,17 @@ def test_compare_says_which_memory_is_assumed(tmp_path, capsys, device):
     main(["compare", str(run.path)])
     assert ("195 MB of what is predicted are assumed" in capsys.readouterr().out) == on_processor
     # what a machine without a GPU needs is said first
-    alone = as_text(full_plan(recipe, config, 2, None))
+    alone = as_text(full_plan(case, None))
     assert "for each process beyond its libraries, 195 MB of them assumed" in alone
     assert "MB of memory for each process without GPUs, " in alone.splitlines()[2]
-    assert "without GPUs" not in as_text(full_plan(recipe, config, 2, find_gpu("H100")))
-    values = predicted(recipe, None, 1, None)
+    assert "without GPUs" not in as_text(full_plan(case, find_gpu("H100")))
+    values = predicted(setup("tiny", way="null"), None)
     assert values["step_seconds"] is None and values["peak_memory_bytes"] > 0
 
 
 def test_compare_leaves_out_what_it_cannot_compare(tmp_path, capsys):
     """Its own example, runs/*: whatever else lies there, each run is compared and each other thing has a line."""
-    plan = {"predicted": predicted(load_recipe("tiny"), load_ds_config("zero2"), 2, None)}
+    plan = {"predicted": predicted(setup("tiny", 2), None)}
     for name in ("a-begun", "z-whole"):
         write_json(RunFolder(tmp_path / name).plan, plan)
     row = {"step": 1, "throughput/tokens_per_second": 4096.0, "throughput/step_seconds": 0.5}
@@ -771,9 +751,8 @@ def test_compare_leaves_out_what_it_cannot_compare(tmp_path, capsys):
 
 def test_a_recipe_may_name_its_own_sizes_of_buckets():
     """What the ds_config says is what is counted."""
-    recipe = replace(load_recipe("7b"), deepspeed="zero2")
-    config = load_ds_config("zero2")
-    config["zero_optimization"]["overlap_comm"] = False
-    before = memory_need(recipe, config, 8).parts["reduce buckets"]
-    config["zero_optimization"]["overlap_comm"] = True  # a bucket is filled while another one is sent
-    assert memory_need(recipe, config, 8).parts["reduce buckets"] == before * 2 == 2 * 2 * 200_000_000
+    case = setup("7b", 8, way="zero2")
+    case.ds_config["zero_optimization"]["overlap_comm"] = False
+    before = memory_need(case).parts["reduce buckets"]
+    case.ds_config["zero_optimization"]["overlap_comm"] = True  # a bucket is filled while another one is sent
+    assert memory_need(case).parts["reduce buckets"] == before * 2 == 2 * 2 * 200_000_000

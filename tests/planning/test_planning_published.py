@@ -6,8 +6,8 @@ from pretraining.planning import scaling_laws as laws
 from pretraining.planning.constants import table
 from pretraining.planning.costs import run_cost
 from pretraining.planning.gpus import find_gpu
-from pretraining.planning.parallelism import layouts
-from pretraining.planning.sizes import ModelSize, PartSizes, flops_per_token, model_size
+from pretraining.planning.parallelism import cluster_of, layouts
+from pretraining.planning.sizes import ModelSize, flops_per_token, model_size
 from pretraining.planning.throughput import model_flops_utilization, tokens_per_second
 
 WITHIN = 0.05
@@ -41,9 +41,8 @@ PALM = {  # Chowdhery et al. 2022: parameters, layers, heads (table 1); tokens; 
 
 def palm_size(parameters: float, layers: int, heads: int) -> ModelSize:
     """A size with PaLM's numbers: heads of 256, tied embeddings counted among the parameters."""
-    parts = PartSizes(embedding=0, attention=int(parameters), mlp=0, experts=0, router=0, norms=0, head=0)
     n = int(parameters)
-    return ModelSize(n, 0, n, n, 0, num_layers=layers, attention_width=heads * 256, tied=True, parts=parts)
+    return ModelSize(n, 0, n, n, 0, num_layers=layers, attention_width=heads * 256, tied=True, parts={})
 
 
 @pytest.mark.parametrize("name", PALM)
@@ -155,7 +154,8 @@ def test_megatrons_sizes_and_flops(name):
 def test_megatrons_layout_for_a_trillion_parameters():
     """Table 1: 1,008B on 3,072 A100 as tensor 8, pipeline 64, data 6; it is what the search puts first."""
     efficiency = table("rates")["kernel_efficiency"]["value"]
-    best = layouts(megatron_model("1008.0"), 2048, 3072 * 2048, 3072, find_gpu("A100"), efficiency)[0]
+    cluster = cluster_of(megatron_model("1008.0"), 2048, 3072 * 2048, 3072, find_gpu("A100"), efficiency)
+    best = layouts(cluster)[0]
     assert (best.tensor, best.pipeline, best.data, best.micro_batch) == (8, 64, 6, 1)
     assert best.layers_per_stage == 2
 

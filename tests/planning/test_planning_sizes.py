@@ -8,6 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from pretraining.model.build import keep_products
+from pretraining.planning.shapes import PARTS as PART_NAMES
 from pretraining.planning.sizes import flops_per_token, model_size, size_of_recipe
 from pretraining.recipe.sections import Weights
 from tests.planning.test_planning import DENSE_MODELS, GPT2, MODELS, SHIPPED, build
@@ -79,16 +80,16 @@ def test_models_are_counted_to_the_last_parameter(name):
     Published models have the sizes of their papers: Mixtral (Jiang et al. 2024), Qwen3-30B-A3B (Yang et al. 2025).
     """
     model = COUNTED[name]
-    size, counted, idle = model_size(model), dict.fromkeys(vars(model_size(model).parts), 0), 0
+    size, counted, idle = model_size(model), dict.fromkeys(PART_NAMES, 0), 0
     for key, parameter in build(model).named_parameters():
         counted[part_of(key)] += parameter.numel()
         if ".experts." in key:
             experts = parameter.shape[0]
             idle += parameter.numel() * (experts - model["num_experts_per_tok"]) // experts
-    assert vars(size.parts) == counted
-    assert size.total == size.parts.total == PUBLISHED.get(name, (model, size.total))[1]
+    assert size.parts == counted
+    assert size.total == sum(counted.values()) == PUBLISHED.get(name, (model, size.total))[1]
     assert size.active == size.total - idle and (idle > 0) == (counted["experts"] > 0)
-    assert size.tied == (size.parts.head == 0)
+    assert size.tied == (counted["head"] == 0)
     if published_active := PUBLISHED.get(name, (model, 0, None))[2]:
         assert size.active == pytest.approx(published_active, rel=0.02)
 

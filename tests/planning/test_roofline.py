@@ -12,21 +12,18 @@ from pretraining.planning.throughput import (
     ceiling,
     last_product,
     layer_mode,
-    precision_of_products,
     recipe_utilization,
     step_time,
     sustained_rates,
 )
-from pretraining.recipe import recipe_names
-from pretraining.recipe.refusals import load_recipe_and_ds_config
+from pretraining.recipe import load_recipe, recipe_names
 from tests.gear.runs import execute
+from tests.planning.test_planning import H200, setup
 
-H200 = find_gpu("H200")
 
-
-def planned(name: str, *changes: str, world_size: int = 8, gpu=H200, deepspeed: str | None = None):
-    recipe, ds_config = load_recipe_and_ds_config(name, list(changes), deepspeed, world_size)
-    return ceiling(recipe, ds_config, world_size, gpu, precision_of_products(recipe))
+def planned(name: str, *changes: str, world_size: int = 8, way: str | None = None):
+    case = setup(name, world_size, *changes, way=way)
+    return ceiling(case, H200, case.recipe.training.product_precision)
 
 
 @pytest.mark.parametrize(
@@ -34,9 +31,7 @@ def planned(name: str, *changes: str, world_size: int = 8, gpu=H200, deepspeed: 
 )
 def test_a_shipped_recipe_can_reach_this_share_of_an_h200(name, least):
     """As shipped, on eight GPUs, with whatever the step sends."""
-    recipe, ds_config = load_recipe_and_ds_config(name, [], None, 8)
-    found = ceiling(recipe, ds_config, 8, H200, "bf16")
-    time = step_time(recipe, ds_config, 8, H200)
+    found, time = planned(name), step_time(setup(name, 8), H200)
     assert found.mfu >= least
     assert found.mfu * time.compute_seconds / time.seconds >= least
 
@@ -44,10 +39,9 @@ def test_a_shipped_recipe_can_reach_this_share_of_an_h200(name, least):
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_has_a_ceiling_below_what_products_sustain(name):
     """No plan promises more than the share of the peak that products alone reach."""
-    recipe, ds_config = load_recipe_and_ds_config(name, [], None, None)
+    case = setup(name)
     for gpu in (H200, find_gpu("A100-80GB")):
-        precision = precision_of_products(recipe)
-        found = recipe_utilization(recipe, gpu, ceiling(recipe, ds_config, 1, gpu, precision))
+        found = recipe_utilization(case, gpu, ceiling(case, gpu, case.recipe.training.product_precision))
         assert found.assumed and "estimated from assumed rates" in found.source
         assert 0.02 < found.mfu < 1.1 * table("rates")["sustained"]["products"].get(gpu.architecture)["value"]
 
@@ -84,8 +78,8 @@ def test_recomputed_layers_lower_the_ceiling():
 def test_zero_3_multiplies_the_last_product_of_a_recomputed_layer_again(name, all_again):
     """Its linear function keeps its input too late to stop before it; GPT-2's layers are no linear functions."""
     again = ("training.activation_checkpointing=true", "speed.compile=none")
-    spent = {way: planned(name, *again, deepspeed=way).seconds["recomputation"] for way in ("zero2", "zero3")}
-    recipe, _ = load_recipe_and_ds_config(name)
+    spent = {way: planned(name, *again, way=way).seconds["recomputation"] for way in ("zero2", "zero3")}
+    recipe = load_recipe(name)
     tokens, peak = recipe.micro_batch * recipe.sequence_length, sustained_rates(H200, "bf16", 8).product_flops
     last = 2 * model_size(recipe.model).num_layers * last_product(recipe.model) * tokens / peak
     assert spent["zero3"] - spent["zero2"] == pytest.approx(last if all_again else 0)
@@ -94,13 +88,13 @@ def test_zero_3_multiplies_the_last_product_of_a_recomputed_layer_again(name, al
 def test_rates_measured_on_this_machine_take_the_place_of_assumed_ones(tmp_path, monkeypatch):
     """What the doctor kept counts for as many of the same GPUs, and the plan says so."""
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    recipe, ds_config = load_recipe_and_ds_config("7b", [], None, 8)
-    assumed = planned("7b"), step_time(recipe, ds_config, 8, H200)
+    case = setup("7b", 8)
+    assumed = planned("7b"), step_time(case, H200)
     keep_rates({"product_flops": 3e14, "all_reduce_bytes_per_second": 1e9}, "here", "H200", 8)
-    measured = planned("7b"), step_time(recipe, ds_config, 8, H200)
+    measured = planned("7b"), step_time(case, H200)
     assert measured[0].seconds["products"] > 2 * assumed[0].seconds["products"]
     assert measured[1].communication_seconds == pytest.approx(450 * assumed[1].communication_seconds)
-    assert "measured here on" in recipe_utilization(recipe, H200, measured[0]).source
+    assert "measured here on" in recipe_utilization(case, H200, measured[0]).source
     assert planned("7b", world_size=16).seconds["products"] == assumed[0].seconds["products"]
 
 
@@ -185,8 +179,6 @@ print(json.dumps(found))
 
 def test_layers_are_taken_as_the_run_would_run_them():
     """Compiled where `speed.compile: auto` compiles on a GPU, eager where it does not."""
-    modes = {}
-    for changes in ([], ["speed.compile=none"], ["model.resid_pdrop=0.1"]):
-        recipe, ds_config = load_recipe_and_ds_config("124m", changes, None, 1)
-        modes[" ".join(changes)] = layer_mode(recipe, ds_config)
-    assert modes == {"": "compiled", "speed.compile=none": "eager", "model.resid_pdrop=0.1": "eager"}
+    assert layer_mode(setup("124m")) == "compiled"
+    for change in ("speed.compile=none", "model.resid_pdrop=0.1"):
+        assert layer_mode(setup("124m", 1, change)) == "eager"

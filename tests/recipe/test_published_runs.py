@@ -18,6 +18,7 @@ from pretraining.model.counting import counted
 from pretraining.planning import shapes
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.screen import as_text, full_plan
+from pretraining.planning.setup import Setup
 from pretraining.recipe import RECIPES, Recipe, load_recipe
 from pretraining.reporting.published import curve_of
 from pretraining.training.optimizers import own_schedule
@@ -88,7 +89,7 @@ def counted_here(monkeypatch):
 def plan_of(name: str) -> dict:
     recipe = load_recipe(name)
     ranks, gpu = next(machine for prefix, machine in MACHINES.items() if name.startswith(prefix))
-    return full_plan(recipe, load_ds_config(recipe.deepspeed), ranks, find_gpu(gpu))
+    return full_plan(Setup(recipe, load_ds_config(recipe.deepspeed), ranks), find_gpu(gpu))
 
 
 @pytest.mark.parametrize("name", NAMES)

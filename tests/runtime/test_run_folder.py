@@ -20,6 +20,7 @@ from pretraining.evaluation import __main__ as evaluation
 from pretraining.planning.gate import judge_plan
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.run_plan import Machine, build_run_plan
+from pretraining.planning.setup import Setup
 from pretraining.recipe import load_recipe
 from pretraining.runtime.durable_files import append_row
 from pretraining.runtime.run_folder import RunFolder, read_events, step_of
@@ -41,9 +42,8 @@ def test_a_start_says_in_three_lines_what_it_is_where_it_begins_and_what_is_plan
     run = RunFolder(tmp_path / "run")
     first = replace(identity_of(), environment={"device": "CPU (x86_64)"})
     recipe, processor = first.recipe, Machine(trains_on_processor=True)
-    lines = start_text(
-        run, first, judge_plan(build_run_plan(recipe, None, 2), recipe, processor)
-    ).splitlines()
+    plan = judge_plan(build_run_plan(Setup(recipe, None, 2)), processor)
+    lines = start_text(run, first, plan).splitlines()
     model = "gpt2 of 940,800 parameters, 2 ranks on CPU (x86_64), zero2, fp32, 1,000 steps, 2,048,000 tokens"
     assert lines[:2] == [f"run    tiny in {run.path}: {model}", "start  fresh"]
     assert re.fullmatch(r"plan   \d+ MB of memory on each rank, no time \(.*\), [\d.]+ MB of disk", lines[2])
@@ -52,7 +52,7 @@ def test_a_start_says_in_three_lines_what_it_is_where_it_begins_and_what_is_plan
     checkpoint = save(run, 141, identity=replace(first, layout=layout))
     again = replace(first, start=Start.at(checkpoint))
     h100 = Machine(80e9, find_gpu("H100"), True)
-    plan = judge_plan(build_run_plan(recipe, None, 1), recipe, h100)
+    plan = judge_plan(build_run_plan(Setup(recipe, None)), h100)
     _, start, planned = start_text(run, again, plan).splitlines()
     when = read_marker(checkpoint)["saved"]
     saved = f"saved {when} by 1 rank, zero3 on {socket.gethostname()}"
@@ -65,7 +65,7 @@ def test_a_start_says_in_three_lines_what_it_is_where_it_begins_and_what_is_plan
     balances = {"auto": "a balancing loss, router_aux_loss_coef 0.01", "none": "not balanced"}
     for asked, balance in balances.items():
         mixture = replace(first, recipe=load_recipe("moe-1.5b", [f"loss.balance={asked}"]))
-        plan_of_it = judge_plan(build_run_plan(mixture.recipe, None, 8), mixture.recipe, h100, force=True)
+        plan_of_it = judge_plan(build_run_plan(Setup(mixture.recipe, None, 8)), h100, force=True)
         said = start_text(run, mixture, plan_of_it).splitlines()
         assert said[2] == f"router {balance}", said
     elsewhere = start_text(RunFolder(tmp_path / "other"), again, plan)

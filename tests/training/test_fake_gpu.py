@@ -27,6 +27,7 @@ from pretraining.evaluation.validation import Validation
 from pretraining.model import loss as losses
 from pretraining.model.build import build_from_recipe
 from pretraining.planning.run_plan import build_run_plan
+from pretraining.planning.setup import Setup
 from pretraining.recipe import load_recipe
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.runtime.process_group import rank_groups
@@ -131,7 +132,7 @@ def make_trainer(machine, recipe_path: Path, split: TokenSplit, ds_config: str, 
     budget = (f"budget.tokens_per_step={tokens}", f"budget.tokens={STEPS * tokens}")
     recipe, config = load_recipe_and_ds_config(str(recipe_path), budget, ds_config, machine.world_size)
     run, start = RunFolder(recipe_path.parent / "run"), Start()
-    plan = build_run_plan(recipe, config, machine.world_size)
+    plan = build_run_plan(Setup(recipe, config, machine.world_size))
     arguments = build_arguments(recipe, config, run.path, plan.accumulation_steps, STEPS)
     groups = rank_groups(plan.degrees)
     language_model = build_from_recipe(recipe, TOKENIZER, arguments, False, groups=groups)

@@ -11,8 +11,9 @@ from deepspeed.accelerator import get_accelerator
 from pretraining.ds_config import ds_config_names, load_ds_config
 from pretraining.planning.gate import check_plan
 from pretraining.planning.memory.states import unprotected_gradient
-from pretraining.planning.memory.tensors import EMBEDDING, Family, Tensor
 from pretraining.planning.run_plan import Machine
+from pretraining.planning.setup import Family, Setup
+from pretraining.planning.shapes import EMBEDDING, Tensor
 from pretraining.recipe import load_recipe, recipe_names
 from tests.gear.on_ranks import on_ranks
 
@@ -22,7 +23,7 @@ RANKS = 3
 
 def judged(recipe, config: dict | None, found: Machine = ON_GPUS, world_size: int = 2) -> list[str]:
     """What is refused of the buckets."""
-    refusals = check_plan(recipe, config, world_size, found).refusals
+    refusals = check_plan(Setup(recipe, config, world_size), found).refusals
     return [str(each) for each in refusals if "reduce_bucket_size" in str(each)]
 
 

@@ -9,15 +9,15 @@ from math import ceil
 from typing import NamedTuple
 
 from pretraining.ds_config import NOT_SPLIT, Degrees
-from pretraining.planning.memory.tensors import (
-    FP32,
-    SIXTEEN_BIT,
-    Precision,
+from pretraining.planning.setup import FP32, SIXTEEN_BIT, Precision
+from pretraining.planning.shapes import (
+    Widths,
+    count_model,
+    is_mixture,
     key_value_copies,
     rows_of_rank,
     widths_of_rank,
 )
-from pretraining.planning.shapes import CountedModel, Widths, count_model, is_mixture, widths_of
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import model_with_defaults
 from pretraining.recipe.model import is_exact, value_of
@@ -68,100 +68,104 @@ class Activations:
         return self.layers + self.outside
 
 
-def activations(
-    model: dict,
-    micro_batch: int,
-    sequence_length: int,
-    precision: Precision,
-    every_n_layers: int = 0,
-    loss: Loss = PLAIN,
-    gpu_memory: float | None = None,
-    keeps_products: bool = False,
-    degrees: Degrees = NOT_SPLIT,
-    wide_head: bool = False,
-) -> Activations:
-    """Return activations of one micro-batch on one rank.
+@dataclass(frozen=True)
+class Pass:
+    """A forward and backward pass of one micro-batch on one rank."""
 
-    Args:
-        every_n_layers: one layer in so many is recomputed, and only its input is kept; 0: none is.
-        keeps_products: also what a recomputed layer's products and attention gave (`speed.recompute` operators).
-        loss: the recipe's section.
-        gpu_memory: bytes of the GPU, which decide the loss's chunks; None: a processor trains, or it is not known.
-        degrees: over how many ranks layers and sequences are split.
-        wide_head: the head multiplies in fp32 (`model.keep_in_fp32`).
-    """
-    # each rank has a part of every sequence; inside attention, all tokens of a part of the heads, which is as much
-    tokens = micro_batch * sequence_length // degrees.sequence
-    if not is_exact(model):
-        passing = _of_counted(model, micro_batch, sequence_length, precision, every_n_layers, degrees)
+    model: dict
+    """The recipe's section."""
+    micro_batch: int
+    sequence_length: int
+    precision: Precision
+    every_n_layers: int = 0
+    """One layer in so many is recomputed, and only its input is kept; 0: none is."""
+    loss: Loss = PLAIN
+    gpu_memory: float | None = None
+    """Bytes of the GPU, which decide the loss's chunks; None: a processor trains, or it is not known."""
+    keeps_products: bool = False
+    """Whether what a recomputed layer's products and attention gave stays too (`speed.recompute` operators)."""
+    degrees: Degrees = NOT_SPLIT
+    """Over how many ranks layers and sequences are split."""
+    wide_head: bool = False
+    """Whether the head multiplies in fp32 (`model.keep_in_fp32`)."""
+
+    @property
+    def tokens(self) -> int:
+        # each rank has a part of every sequence; inside attention, all tokens of a part of the heads, which is as much
+        return self.micro_batch * self.sequence_length // self.degrees.sequence
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether attention keeps the probabilities of every pair."""
+        return self.model.get("attn_implementation") == "eager"
+
+    def recomputed(self, num_layers: int) -> list[bool]:
+        """Return of each layer whether it is recomputed: of every n the first."""
+        return [self.every_n_layers > 0 and index % self.every_n_layers == 0 for index in range(num_layers)]
+
+    def loss_peak(self, width: int) -> float:
+        """Return the bytes of the loss at its peak. width: of the head's input."""
+        read, precision, vocab_size = 0, self.precision, self.model["vocab_size"]
+        # a plain loss gathers them
+        logits = vocab_size if self.loss.kind == "plain" else rows_of_rank(vocab_size, self.degrees)
+        if self.wide_head:
+            precision = replace(precision, weights=FP32, compute=FP32)
+            # its input in fp32
+            read = FP32 * self.tokens * width
+        return read + loss_bytes(self.tokens, logits, width, precision, self.loss, self.gpu_memory)
+
+
+def activations(given: Pass) -> Activations:
+    """Return activations of one micro-batch on one rank."""
+    precision, degrees, tokens = given.precision, given.degrees, given.tokens
+    if not is_exact(given.model):
+        passing = _of_counted(given)
         # made of whole logits, such as capped ones; under a head in fp32 no 16-bit copy of its weights
-        capped = 0.0 if loss.kind == "fused" else passing.logits
-        if wide_head and precision.is_autocast:
-            capped -= SIXTEEN_BIT * model_size(model).head / degrees.tensor
-        hidden = value_of(model, "hidden_size")
-        of_loss = _loss(model, tokens, hidden, precision, loss, gpu_memory, degrees, wide_head)
+        capped = 0.0 if given.loss.kind == "fused" else passing.logits
+        if given.wide_head and precision.is_autocast:
+            capped -= SIXTEEN_BIT * model_size(given.model).head / degrees.tensor
+        of_loss = given.loss_peak(value_of(given.model, "hidden_size"))
         return replace(passing, outside=passing.outside + capped, logits=of_loss)
-    shape = model_with_defaults(model)
-    widths = widths_of_rank(widths_of(model), degrees)
+    shape, widths = model_with_defaults(given.model), widths_of_rank(given.model, degrees)
     # each dropout on the residual stream keeps a mask of one byte an element
     dropouts = 2 if shape.get("resid_pdrop") else 0
     attends = 2 * _norm(shape, widths.hidden, precision) + dropouts * widths.hidden
-    attends += _attention(shape, widths, sequence_length, precision, degrees)
+    attends += _attention(given, shape, widths)
     by_layer = [attends + _feed_forward(shape, widths, index, precision) for index in range(widths.layers)]
     # the input of a layer, on the residual stream
     largest, boundary = max(by_layer), precision.residual * widths.hidden
-    recomputes_last = every_n_layers > 0 and (widths.layers - 1) % every_n_layers == 0
+    again = given.recomputed(widths.layers)
     # of a recomputed layer: results of products, and of these the ones that its backward pass reads anyway
-    products, read_anyway = _products(shape, widths, precision) if keeps_products else (0, 0)
-    if every_n_layers:
-        # the first layer of every n is recomputed
-        again = [index % every_n_layers == 0 for index in range(widths.layers)]
-        kept = sum(boundary + products if redo else size for redo, size in zip(again, by_layer, strict=True))
-    else:
-        kept = sum(by_layer)
+    products, read_anyway = _products(given, shape, widths) if given.keeps_products else (0, 0)
+    kept = sum(boundary + products if redo else size for redo, size in zip(again, by_layer, strict=True))
     outside = _norm(shape, widths.hidden, precision) + precision.compute * widths.hidden + TOKEN_INPUT_BYTES
-    if every_n_layers and shape.get("attn_implementation") == "eager":
+    if given.every_n_layers and given.is_eager:
         # the mask is an argument of every recomputed layer
-        outside += precision.weights * sequence_length
+        outside += precision.weights * given.sequence_length
     copies = 0
     if precision.is_autocast:
         # autocast's 16-bit copies of the matrices do not grow with the tokens; a recomputed layer frees its own after
         # its forward pass, the head's stays
-        size = model_size(model)
-        copies = 0 if wide_head else size.head / degrees.tensor
-        if not every_n_layers:
-            copies += (size.parts.attention + size.parts.mlp) / degrees.tensor
-            copies += size.parts.experts / degrees.expert + size.parts.router
+        size = model_size(given.model)
+        copies = 0 if given.wide_head else size.head / degrees.tensor
+        if not given.every_n_layers:
+            copies += (size.parts["attention"] + size.parts["mlp"]) / degrees.tensor
+            copies += size.parts["experts"] / degrees.expert + size.parts["router"]
         copies *= SIXTEEN_BIT
+    # the gradients of a layer's inner values
+    inner = (3 if shape["model_type"] == "gpt2" else 2) * precision.compute * widths.inner
+    if given.is_eager:
+        # the gradients of all pairs may be wider
+        inner = max(inner, 2 * FP32 * widths.heads * given.sequence_length)
     return Activations(
         per_layer=tokens * largest,
         layers=tokens * kept,
-        recomputed=tokens * (largest - boundary - read_anyway) if every_n_layers else 0.0,
+        recomputed=tokens * (largest - boundary - read_anyway) if given.every_n_layers else 0.0,
         outside=tokens * outside + copies,
-        logits=_loss(model, tokens, widths.hidden, precision, loss, gpu_memory, degrees, wide_head),
-        backward=tokens * _backward(shape, widths, sequence_length, precision),
-        recomputes_last=recomputes_last,
+        logits=given.loss_peak(widths.hidden),
+        backward=tokens * (inner + boundary),
+        recomputes_last=again[-1],
     )
-
-
-def _loss(
-    model: dict,
-    tokens: int,
-    width: int,
-    precision: Precision,
-    loss: Loss,
-    gpu_memory: float | None,
-    degrees: Degrees,
-    wide_head: bool,
-) -> float:
-    read, vocab_size = 0, model["vocab_size"]
-    # a plain loss gathers them
-    logits = vocab_size if loss.kind == "plain" else rows_of_rank(vocab_size, degrees)
-    if wide_head:
-        precision = replace(precision, weights=FP32, compute=FP32)
-        # its input in fp32
-        read = FP32 * tokens * width
-    return read + loss_bytes(tokens, logits, width, precision, loss, gpu_memory)
 
 
 class _Layer(NamedTuple):
@@ -175,16 +179,27 @@ class _Layer(NamedTuple):
     """Made of its weights, however many tokens there are."""
 
 
-def _of_counted(
-    model: dict, rows: int, length: int, precision: Precision, every_n_layers: int, degrees: Degrees
-) -> Activations:
+def _of_counted(given: Pass) -> Activations:
     """Return what a model of any type keeps, as its forward pass was measured; of the loss, what comes before it."""
-    facts, tokens = count_model(model), rows * length / degrees.sequence
-    if "bytes" not in facts.kept:
-        found, layers = {}, _by_matrices(facts, tokens * precision.compute, value_of(model, "hidden_size"))
-    else:
+    facts, precision, degrees = count_model(given.model), given.precision, given.degrees
+    rows, length = given.micro_batch, given.sequence_length
+    tokens, found, layers = rows * length / degrees.sequence, {}, []
+    if "bytes" in facts.kept:
         name = "fp32" if precision.compute == FP32 else "autocast" if precision.is_autocast else "16 bit"
-        found, layers = facts.kept["bytes"][name], []
+        found = facts.kept["bytes"][name]
+    else:
+        # estimated by what goes into a layer's matrices and comes out
+        width, of_number = value_of(given.model, "hidden_size"), tokens * precision.compute
+        numbers: dict[int, float] = {}
+        for tensor in facts.tensors:
+            if tensor.layer is not None and tensor.decays:
+                met = (
+                    facts.chosen_experts / facts.experts if tensor.part == "experts" and facts.experts else 1
+                )
+                numbers[tensor.layer] = numbers.get(tensor.layer, 4 * width) + met * tensor.factors
+        layers = [
+            _Layer(of_number * each, of_number * width, of_number * each / 4) for each in numbers.values()
+        ]
 
     def measured(key: str) -> tuple[float, float]:
         """Return the bytes that do not depend on tokens, such as copies of weights, and the others."""
@@ -200,11 +215,11 @@ def _of_counted(
         layers.append(_Layer(kept, measured(f"{kind} input")[1], measured(f"{kind} largest")[1], copies))
     if degrees.sequence > 1:
         # after the exchange back, the result is another tensor than the kernel's; keys and values may be copied
-        widths = widths_of_rank(widths_of(model), degrees)
+        widths = widths_of_rank(given.model, degrees)
         keys = 2 * widths.keys * (key_value_copies(widths, degrees) - 1)
         exchanged = tokens * precision.compute * (widths.queries + keys)
         layers = [layer._replace(kept=layer.kept + exchanged) for layer in layers]
-    again = [every_n_layers > 0 and index % every_n_layers == 0 for index in range(len(layers))]
+    again = given.recomputed(len(layers))
     held = sum(
         layer.input if redo else layer.kept + layer.copies for redo, layer in zip(again, layers, strict=True)
     )
@@ -221,19 +236,6 @@ def _of_counted(
         backward=2 * largest.widest / degrees.tensor + largest.input,
         recomputes_last=any(again[-1:]),
     )
-
-
-def _by_matrices(facts: CountedModel, bytes_of_number: float, width: int) -> list[_Layer]:
-    """Estimate layers by what goes into their matrices and comes out. bytes_of_number: of one for each token."""
-    numbers: dict[int, float] = {}
-    for part, _, layer, sides, _ in facts.tensors:
-        if layer is not None and sides:
-            met = facts.chosen_experts / facts.experts if part == "experts" and facts.experts else 1
-            numbers[layer] = numbers.get(layer, 4 * width) + met * sides
-    return [
-        _Layer(bytes_of_number * each, bytes_of_number * width, bytes_of_number * each / 4)
-        for each in numbers.values()
-    ]
 
 
 def _at(found: list[int], lengths: list[int], rows: int, length: int) -> tuple[float, float]:
@@ -255,19 +257,17 @@ def _at(found: list[int], lengths: list[int], rows: int, length: int) -> tuple[f
     return fixed, rows * of_row + more * length
 
 
-def _products(shape: dict, widths: Widths, precision: Precision) -> tuple[float, float]:
+def _products(given: Pass, shape: dict, widths: Widths) -> tuple[float, float]:
     """Return the bytes of what products and attention of a dense layer give for a token, and how many are read again.
 
     No backward pass reads the two products that are added to the residual stream.
     """
-    halves = 1 if shape["model_type"] == "gpt2" else 2
-    inside = widths.queries + 2 * widths.keys + halves * widths.inner
-    kernel = 0.0
+    halves, width = 1 if shape["model_type"] == "gpt2" else 2, given.precision.compute
+    read = float(width * (widths.queries + 2 * widths.keys + halves * widths.inner))
     # eager attention multiplies in batches, which are computed again
-    if shape.get("attn_implementation") != "eager":
-        kernel = precision.compute * widths.queries + FP32 * widths.heads
-    read = precision.compute * inside + kernel
-    return read + 2 * precision.compute * widths.hidden, read
+    if not given.is_eager:
+        read += width * widths.queries + FP32 * widths.heads
+    return read + 2 * width * widths.hidden, read
 
 
 def _norm(shape: dict, width: int, precision: Precision, groups: int = 1) -> float:
@@ -278,25 +278,26 @@ def _norm(shape: dict, width: int, precision: Precision, groups: int = 1) -> flo
     return FP32 * width + FP32 * groups + precision.residual * width
 
 
-def _attention(shape: dict, widths: Widths, length: int, precision: Precision, degrees: Degrees) -> float:
+def _attention(given: Pass, shape: dict, widths: Widths) -> float:
     """Return the bytes that attention keeps for a token: inputs, queries, keys, values, result, the kernel's own."""
+    precision, degrees = given.precision, given.degrees
     width, gpt2 = precision.compute, shape["model_type"] == "gpt2"
     # autocast casts the input once for each projection; GPT-2 has one matrix for all three
     casts = 1 if gpt2 or not precision.is_autocast else 3
     inputs = casts * width * widths.hidden
     if shape["model_type"].startswith("qwen3"):
         # the norms of query and key heads read results of products, not the residual stream
-        narrow = Precision(precision.name, precision.weights, precision.compute, precision.compute)
+        narrow = replace(precision, residual=width)
         inputs += _norm(shape, widths.queries, narrow, widths.heads)
         inputs += _norm(shape, widths.keys, narrow, widths.key_value_heads)
-    if shape.get("attn_implementation") != "eager":
+    if not given.is_eager:
         # flash and memory-efficient kernels keep one fp32 number per head and token (Dao et al. 2022, section 3)
         keys = widths.keys * key_value_copies(widths, degrees)
         # after the exchange back, the result of split sequences is another tensor than the kernel's
         queries = (3 if degrees.sequence > 1 else 2) * widths.queries
         return inputs + width * (queries + 2 * keys) + FP32 * widths.heads
     # eager attention keeps the probabilities of every pair
-    pairs = widths.heads * length
+    pairs = widths.heads * given.sequence_length
     # llama and similar types, and GPT-2 under autocast, compute them in fp32 and keep them in both precisions
     fp32_first = precision.compute < FP32 and (not gpt2 or precision.is_autocast)
     probabilities = pairs * (width + (FP32 if fp32_first else 0))
@@ -325,18 +326,9 @@ def _feed_forward(shape: dict, widths: Widths, index: int, precision: Precision)
     return width * (casts * widths.hidden + (saved + 3) * widths.inner)
 
 
-def _backward(shape: dict, widths: Widths, length: int, precision: Precision) -> float:
-    width = precision.compute
-    inner = (3 if shape["model_type"] == "gpt2" else 2) * width * widths.inner
-    if shape.get("attn_implementation") == "eager":
-        # eager attention: the gradients of all pairs may be wider than those of the inner activations
-        return max(inner, 2 * FP32 * widths.heads * length) + precision.residual * widths.hidden
-    return inner + precision.residual * widths.hidden
-
-
 def validation_bytes(model: dict, tokens: int, precision: Precision, degrees: Degrees) -> float:
     """Return the bytes of a forward pass that keeps nothing: those of its widest layer, or of its logits."""
-    widths = widths_of_rank(widths_of(model), degrees)
+    widths = widths_of_rank(model, degrees)
     # the residual stream, its sum with a layer's result, and a norm's copy in fp32
     stream = (2 * precision.residual + FP32) * widths.hidden
     attention = 2 * widths.queries + 2 * widths.keys

@@ -2,40 +2,29 @@
 
 import argparse
 import textwrap
-from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from pretraining.ds_config import degrees_of, optimizer_device, parameter_device, zero_stage
+from pretraining.ds_config import optimizer_device, parameter_device
 from pretraining.errors import UserError
 from pretraining.planning.constants import table
 from pretraining.planning.gpus import find_gpu
-from pretraining.planning.memory.activations import Activations, activations, validation_bytes
+from pretraining.planning.memory.activations import Activations, Pass, activations, validation_bytes
 from pretraining.planning.memory.states import (
     ADAM,
     Buffers,
     ModelState,
     buffers,
     checkpoint_bytes,
-    model_state,
     optimizer_states,
     pinned_by_offload,
-)
-from pretraining.planning.memory.tensors import (
-    FP32,
-    SIXTEEN_BIT,
-    Family,
-    families,
-    frozen_tensors,
-    head_is_wide,
-    precision_of,
-    trained_tensors,
-    wide_of,
-    wide_tensors,
+    state_of,
 )
 from pretraining.planning.quantities import gpu_count, num_bytes, several
-from pretraining.planning.sizes import add_workload_arguments, workload_of
-from pretraining.recipe import Recipe, accumulation_steps
+from pretraining.planning.setup import FP32, BareSize, Setup, add_setup_arguments, setup_of
+from pretraining.planning.shapes import layer_numel
+from pretraining.planning.sizes import frozen_tensors, trained_tensors
 from pretraining.runtime.imports import MOST_ROUNDED_MIB
 from pretraining.runtime.table import aligned
 
@@ -53,7 +42,6 @@ PHASES = {
 SNAPSHOT_ALIGNMENT = 64
 """Bytes; a tensor of any type may begin at a multiple of it."""
 PROCESS, BUILT, SNAPSHOT = "process", "model while it is built", "copy for a save"
-SMALLER_BATCH = "a smaller micro-batch (--set training.per_device_train_batch_size={})"
 FIXED = {
     "reduce buckets": "a smaller reduce_bucket_size in the ds_config",
     "gathered weights": "a smaller stage3_max_reuse_distance in the ds_config",
@@ -145,39 +133,29 @@ class HeldByRank(NamedTuple):
     Neither the micro-batch nor recomputation changes it, as long as a step has as many micro-batches.
     """
 
-    families: list[Family]
     state: ModelState
     host: dict[str, float]
-    """Host memory, by use."""
     pinned: float
-    """Part of it that offloading pins."""
+    """Part of the host memory that offloading pins before the first step."""
 
 
-def held_by_rank(recipe: Recipe, ds_config: dict | None, world_size: int) -> HeldByRank:
-    of_rank = families(recipe, ds_config, world_size)
-    state = state_of_recipe(recipe, ds_config, world_size)
-    precision, optimizer = precision_of(recipe, ds_config), optimizer_states(recipe)
+def held_by_rank(setup: Setup) -> HeldByRank:
+    state, optimizer = state_of(setup), optimizer_states(setup.recipe)
     pinned = [
         size
-        for family in of_rank
+        for family in setup.families
         for size in pinned_by_offload(
-            ds_config, family.ranks, precision.weights, optimizer.in_groups(family.trained)
+            setup.ds_config, family.ranks, setup.precision.weights, optimizer.in_groups(family.trained)
         )
     ]
-    host = _host_memory(recipe, ds_config, world_size, state, of_rank)
+    host = _host_memory(setup, state)
     if rounding := sum(pinned_bytes(size) - size for size in pinned):
         host["rounding of pinned buffers"] = rounding
-    return HeldByRank(of_rank, state, host, sum(map(pinned_bytes, pinned)))
+    return HeldByRank(state, host, sum(map(pinned_bytes, pinned)))
 
 
-def memory_need(
-    recipe: Recipe,
-    ds_config: dict | None,
-    world_size: int,
-    gpu_memory: float | None = None,
-    held: HeldByRank | None = None,
-) -> MemoryNeed:
-    """Return the memory that a recipe needs under a ds_config on `world_size` GPUs.
+def memory_need(setup: Setup, gpu_memory: float | None = None, held: HeldByRank | None = None) -> MemoryNeed:
+    """Return the memory that a recipe needs under a ds_config on so many GPUs.
 
     Args:
         gpu_memory: bytes of one GPU; the loss takes more on a larger one. None: a processor trains, or it is not known.
@@ -186,34 +164,33 @@ def memory_need(
     Raises:
         UserError: ranks x micro-batch x length does not divide the tokens per step.
     """
-    held = held or held_by_rank(recipe, ds_config, world_size)
-    of_rank, state, host, pinned = held
-    precision, optimizer = precision_of(recipe, ds_config), optimizer_states(recipe)
-    degrees, accumulation = degrees_of(ds_config), accumulation_steps(recipe, world_size, ds_config)
-    loss = replace(recipe.loss, kind=recipe.loss_kind)
+    recipe, stage, degrees = setup.recipe, setup.stage, setup.degrees
+    state, host, pinned = held or held_by_rank(setup)
+    optimizer, extra = optimizer_states(recipe), buffers(setup)
     passing = activations(
-        recipe.model,
-        recipe.micro_batch,
-        recipe.sequence_length,
-        precision,
-        recomputed_one_in(recipe),
-        loss=loss,
-        gpu_memory=gpu_memory,
-        keeps_products=recipe.speed.recompute == "operators",
-        degrees=degrees,
-        wide_head=head_is_wide(recipe),
+        Pass(
+            recipe.model,
+            recipe.micro_batch,
+            recipe.sequence_length,
+            setup.precision,
+            recipe.training.recomputed_one_in,
+            loss=replace(recipe.loss, kind=recipe.loss_kind),
+            gpu_memory=gpu_memory,
+            keeps_products=recipe.speed.recompute == "operators",
+            degrees=degrees,
+            wide_head=setup.head_is_wide,
+        )
     )
-    extra = buffers(recipe, ds_config, world_size, of_rank)
     # the optimizer's own fp32 copies exist at the same moment as ZeRO's; without ZeRO, and at stage 0, each rank steps
     # all weights
     copies = sum(
         FP32
         * sum(tensor.numel for tensor in family.trained if tensor.kind == optimizer.copied)
-        / (family.ranks if zero_stage(ds_config) else 1)
-        for family in of_rank
+        / (family.ranks if stage else 1)
+        for family in setup.families
     )
     extra = replace(extra, step=extra.step + copies)
-    phases = _phases(state, passing, extra, zero_stage(ds_config), accumulation, optimizer.name)
+    phases = _phases(state, passing, extra, stage, setup.accumulation, optimizer.name)
     # with whole sequences, and logits, which training may never have
     if degrees.ranks_per_sample > 1 and recipe.training.eval_strategy != "no":
         # every rank reads a part of each sequence, and no activations are kept
@@ -223,11 +200,11 @@ def memory_need(
             for name, size in phases["loss"].items()
             if name not in ("activations", "logits and loss")
         }
-        of_pass = validation_bytes(recipe.model, tokens, precision, degrees)
+        of_pass = validation_bytes(recipe.model, tokens, setup.precision, degrees)
         phases["validation"] = {**kept, "validation": of_pass}
     return MemoryNeed(
         phases=phases,
-        num_gpus=world_size,
+        num_gpus=setup.world_size,
         host=host,
         nvme=state.nvme,
         pinned=pinned,
@@ -236,41 +213,12 @@ def memory_need(
     )
 
 
-def state_of_recipe(recipe: Recipe, ds_config: dict | None, world_size: int) -> ModelState:
-    """Return the model state of the fullest of `world_size` ranks, with the recipe's optimizer."""
-    accumulation, optimizer = accumulation_steps(recipe, world_size, ds_config), optimizer_states(recipe)
-    sixteen_bit = precision_of(recipe, ds_config).weights == SIXTEEN_BIT
-    states = [
-        model_state(
-            family, ds_config, sixteen_bit, accumulation, optimizer, wide_of(family, recipe, ds_config)
-        )
-        for family in families(recipe, ds_config, world_size)
-    ]
-    # every part of one family comes on top of that of the other
-    return ModelState(*(sum(parts) for parts in zip(*map(astuple, states), strict=True)))
-
-
-def checkpointing_of(recipe: Recipe) -> tuple[bool, int]:
-    keywords = recipe.training.activation_checkpointing_kwargs or {}
-    return bool(recipe.training.activation_checkpointing), int(keywords.get("every_n_layers") or 1)
-
-
-def recomputed_one_in(recipe: Recipe) -> int:
-    """Return n if one layer in n is recomputed; 0: none is."""
-    recomputes, every_n_layers = checkpointing_of(recipe)
-    return every_n_layers if recomputes else 0
-
-
-def recomputed_share(every_n_layers: int) -> float:
-    return 1 / every_n_layers if every_n_layers else 0.0
-
-
-def skips_last_product(recipe: Recipe, ds_config: dict | None) -> bool:
+def skips_last_product(setup: Setup) -> bool:
     """Return whether a recomputed layer stops before its last product."""
     # torch stops as soon as all that the backward pass needs is there again. Under ZeRO-3, DeepSpeed's linear function
     # (runtime/zero/linear.py, `zero3_linear_wrap`) keeps its input only after it has multiplied, which is too late.
     # GPT-2's layers are transformers' `Conv1D`, which DeepSpeed does not replace.
-    return zero_stage(ds_config) < 3 or recipe.model.model_type == "gpt2"
+    return setup.stage < 3 or setup.recipe.model.model_type == "gpt2"
 
 
 def _phases(
@@ -319,17 +267,15 @@ def snapshot_bytes(sizes: Iterable[int]) -> int:
     return sum(size + -size % SNAPSHOT_ALIGNMENT for size in sizes)
 
 
-def _host_memory(
-    recipe: Recipe, config: dict | None, world_size: int, state: ModelState, of_rank: Sequence[Family]
-) -> dict[str, float]:
+def _host_memory(setup: Setup, state: ModelState) -> dict[str, float]:
     """Return the host memory of one rank in bytes, by use."""
-    precision, optimizer = precision_of(recipe, config), optimizer_states(recipe)
-    trained, frozen = trained_tensors(recipe), frozen_tensors(recipe)
+    recipe, config, stage, precision = setup.recipe, setup.ds_config, setup.stage, setup.precision
+    optimizer, trained, frozen = optimizer_states(recipe), trained_tensors(recipe), frozen_tensors(recipe)
     host = {PROCESS: table("memory")["host_process_bytes"]["value"]}
     if state.host:
         host["offloaded states"] = state.host
-    staging, numels = 0.0, [tensor.numel for family in of_rank for tensor in family.trained]
-    if optimizer_device(config) == "cpu" and zero_stage(config) < 3:
+    staging, numels = 0.0, [tensor.numel for family in setup.families for tensor in family.trained]
+    if optimizer_device(config) == "cpu" and stage < 3:
         # temp_grad_buffer_for_cpu_offload, in 16 bit
         staging += 2 * max(numels)
     # NVMe is read into pinned buffers (deepspeed 0.19.8, runtime/zero/offload_config.py)
@@ -344,27 +290,25 @@ def _host_memory(
         host["staging buffers"] = staging
     # stage 3 builds its weights sharded; the others build them whole on every rank and move them to the GPU
     # (model/build.py)
-    if zero_stage(config) != 3:
+    if stage != 3:
         # bytes a parameter
         built = 2 if config and precision.name == "bf16" and not precision.is_autocast else 4
         host[BUILT] = built * sum(tensor.numel for tensor in (*trained, *frozen))
-        if (size := degrees_of(config).expert) > 1:
+        if (size := setup.degrees.expert) > 1:
             # a rank keeps its own experts, but draws those of a whole layer at once in fp32
-            split = of_rank[-1]
-            layers: dict[int | None, int] = {}
-            for tensor in split.tensors:
-                layers[tensor.layer] = layers.get(tensor.layer, 0) + size * tensor.numel
-            host[BUILT] += FP32 * max(layers.values()) - built * (size - 1) * split.numel
-        host[BUILT] += (FP32 - built) * sum(tensor.numel for tensor in wide_tensors(recipe, config))
+            split = setup.families[-1]
+            layer = size * layer_numel(split.tensors)
+            host[BUILT] += FP32 * layer - built * (size - 1) * split.numel
+        host[BUILT] += (FP32 - built) * sum(tensor.numel for tensor in setup.wide)
     if recipe.checkpoints.background and recipe.training.save_strategy != "no":
         saved = checkpoint_bytes(trained, optimizer, frozen, precision.weights)
-        host[SNAPSHOT] = pinned_bytes(snapshot_bytes([-(-saved // world_size)]))
+        host[SNAPSHOT] = pinned_bytes(snapshot_bytes([-(-saved // setup.world_size)]))
     return host
 
 
-def shrink(need: MemoryNeed, recipe: Recipe, ds_config: dict | None) -> str:
+def shrink(need: MemoryNeed, setup: Setup) -> str:
     """Write what would shrink the largest part; do not offer what is on already."""
-    part, stage = need.largest, zero_stage(ds_config)
+    part, stage, training = need.largest, setup.stage, setup.recipe.training
     if part in FIXED:
         return FIXED[part]
     if part in SHARDED_FROM or part == need.optimizer_states:
@@ -373,20 +317,18 @@ def shrink(need: MemoryNeed, recipe: Recipe, ds_config: dict | None) -> str:
             return f"the GPUs share it from --deepspeed zero{shared_from} on"
         more = "more GPUs" if stage >= shared_from else f"more GPUs and --deepspeed zero{shared_from}"
         # zero3_offload moves the optimizer, not the weights
-        stays = optimizer_device(ds_config) != "gpu" or part == "weights"
+        stays = optimizer_device(setup.ds_config) != "gpu" or part == "weights"
         return more if stays else f"{more}, or host memory takes it: --deepspeed zero3_offload"
-    if part == "validation" and recipe.training.per_device_eval_batch_size > 1:
+    if part == "validation" and training.per_device_eval_batch_size > 1:
         return "--set training.per_device_eval_batch_size=1"
-    if part == "activations" and not recomputed_one_in(recipe):
+    if part == "activations" and not training.recomputed_one_in:
         return "--set training.activation_checkpointing=true, or a smaller micro-batch"
-    if recipe.micro_batch > 1:
+    if setup.recipe.micro_batch > 1:
         # activations, logits and the loss all grow with the micro-batch
-        return SMALLER_BATCH.format(recipe.micro_batch // 2)
-    return (
-        "a shorter data.sequence_length"
-        if part == "activations"
-        else "a smaller vocabulary or sequence length"
-    )
+        smaller = f"--set training.per_device_train_batch_size={setup.recipe.micro_batch // 2}"
+        return f"a smaller micro-batch ({smaller})"
+    shorter = part == "activations"
+    return "a shorter data.sequence_length" if shorter else "a smaller vocabulary or sequence length"
 
 
 class MemoryVerb:
@@ -396,7 +338,7 @@ class MemoryVerb:
   python -m pretraining.planning memory --recipe 1.5b --world_size 8 --deepspeed zero1 --json"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add_workload_arguments(parser)
+        add_setup_arguments(parser)
         parser.add_argument("--world_size", type=gpu_count, required=True, metavar="N", help="number of GPUs")
         parser.add_argument(
             "--gpu", metavar="NAME", help="which kind (see the verb gpus), to say whether it fits"
@@ -404,21 +346,21 @@ class MemoryVerb:
 
     def answer(self, options: argparse.Namespace) -> dict:
         """Return the need at the peak, by part, and the other phases."""
-        workload = workload_of(options)
-        if workload.recipe is None:
+        setup = setup_of(options)
+        if isinstance(setup, BareSize):
             raise UserError("memory needs the model's shape: give --recipe NAME (and --set to change it)")
         gpu = None if options.gpu is None else find_gpu(options.gpu)
         there = gpu.memory_bytes if gpu else None
-        need = memory_need(workload.recipe, workload.ds_config, options.world_size, there)
+        need = memory_need(setup, there)
         return {
-            "name": workload.name,
-            "deepspeed": workload.recipe.deepspeed,
-            "world_size": options.world_size,
-            "micro_batch": workload.recipe.micro_batch,
+            "name": setup.name,
+            "deepspeed": setup.recipe.deepspeed,
+            "world_size": setup.world_size,
+            "micro_batch": setup.recipe.micro_batch,
             "gpu": gpu.name if gpu else None,
             "gpu_memory_bytes": there,
             "fits": need.total <= there if gpu else None,
-            "shrink": shrink(need, workload.recipe, workload.ds_config),
+            "shrink": shrink(need, setup),
             **need.to_dict(),
         }
 

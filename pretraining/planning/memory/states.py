@@ -2,25 +2,13 @@
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from itertools import accumulate
 
 from pretraining.ds_config import hpz_ranks, offloaded_share, optimizer_device, parameter_device, zero_stage
-from pretraining.planning.memory.tensors import (
-    EMBEDDING,
-    FP32,
-    HEAD,
-    HIDDEN,
-    ROUTER,
-    VECTOR,
-    Family,
-    Tensor,
-    held_tensors,
-    layer_numel,
-    precision_of,
-    wide_of,
-)
-from pretraining.recipe import Recipe, accumulation_steps
+from pretraining.planning.setup import FP32, SIXTEEN_BIT, Family, Setup
+from pretraining.planning.shapes import EMBEDDING, HEAD, HIDDEN, ROUTER, VECTOR, Tensor, layer_numel
+from pretraining.recipe import Recipe
 from pretraining.recipe.model import value_of
 from pretraining.recipe.refusals import gathers_blocks
 
@@ -140,6 +128,19 @@ class ModelState:
 
     def to_dict(self) -> dict:
         return {**asdict(self), "master_and_moments": self.master_and_moments, "gpu": self.gpu}
+
+
+def state_of(setup: Setup) -> ModelState:
+    """Return the model state of the fullest rank, with the recipe's optimizer."""
+    optimizer, sixteen_bit = optimizer_states(setup.recipe), setup.precision.weights == SIXTEEN_BIT
+    states = [
+        model_state(
+            family, setup.ds_config, sixteen_bit, setup.accumulation, optimizer, setup.wide_of(family)
+        )
+        for family in setup.families
+    ]
+    # every part of one family comes on top of that of the other
+    return ModelState(*(sum(parts) for parts in zip(*map(astuple, states), strict=True)))
 
 
 def model_state(
@@ -342,26 +343,22 @@ class Buffers:
     """Copies of gradients that are made in the optimizer step."""
 
 
-def buffers(recipe: Recipe, config: dict | None, world_size: int, of_rank: Sequence[Family]) -> Buffers:
-    """Return buffers of the stage.
-
-    of_rank: the parameters of one rank (`tensors.families`), of the size that it would hold without ZeRO.
-    """
-    if config is None:
+def buffers(setup: Setup) -> Buffers:
+    """Return buffers of the stage, for parameters of the size that a rank would hold without ZeRO."""
+    if setup.ds_config is None:
         return Buffers(0, 0, 0, 0)
-    stage, zero = zero_stage(config), config["zero_optimization"]
-    precision, accumulation = precision_of(recipe, config), accumulation_steps(recipe, world_size, config)
+    config, stage, zero = setup.ds_config, setup.stage, setup.ds_config["zero_optimization"]
     # the model's width decides what `"auto"` becomes (transformers 5.23, integrations/deepspeed.py)
-    element, width = precision.weights, value_of(recipe.model, "hidden_size")
-    tensors, total = held_tensors(of_rank), sum(family.trained_numel for family in of_rank)
+    element, width = setup.precision.weights, value_of(setup.recipe.model, "hidden_size")
+    tensors, total = setup.held, sum(family.trained_numel for family in setup.families)
     # elements that a rank steps
-    share = sum(family.trained_numel / family.ranks for family in of_rank)
-    wide = [tensor for family in of_rank for tensor in wide_of(family, recipe, config)]
+    share = sum(family.trained_numel / family.ranks for family in setup.families)
+    wide = [tensor for family in setup.families for tensor in setup.wide_of(family)]
     bucket = element * reduce_bucket(config, width)
-    wider = (FP32 - element) * sum(tensor.numel for tensor in wide)
+    wider = (FP32 - element) * _numel(wide)
     if stage == 3:
         # a block's weights may be gathered as one, and its gradients reduced together
-        as_one = gathers_blocks(recipe, config)
+        as_one = gathers_blocks(setup.recipe, config)
         return Buffers(
             buckets=bucket,
             gathered=element * _gathered(zero, tensors, width, as_one) + wider,
@@ -379,19 +376,20 @@ def buffers(recipe: Recipe, config: dict | None, world_size: int, of_rank: Seque
     turns = 2 if zero.get("overlap_comm") else 1
     if stage == 2:
         # with accumulation, the fp32 sums of the rank's share are held beside its gradients
-        in_flight = element * share + wider / world_size + (FP32 * share if accumulation > 1 else 0)
+        in_flight = element * share + wider / setup.world_size
+        in_flight += FP32 * share if setup.accumulation > 1 else 0
         # offloaded gradients leave the GPU one by one
         if optimizer_device(config) != "gpu":
             in_flight = element * max(tensor.numel for tensor in tensors)
         return Buffers(turns * bucket, 0, in_flight, FP32 * share)
-    if stage == 1 and precision.name == "bf16":
+    if stage == 1 and setup.precision.name == "bf16":
         # BF16_Optimizer reduces its fp32 sums after the pass, cast to 16 bit (engine.py `allreduce_bucket`)
         return Buffers(0, 0, 0, element * total)
     # in fp32 and fp16 DeepSpeed uses the optimizer of stage 2 at stage 1 too, with whole gradients
     if stage == 1:
         return Buffers(turns * bucket, 0, 0, FP32 * share)
     # stage 0: DeepSpeed's engine flattens the gradients that it reduces, a bucket at a time
-    return Buffers(0, 0, 0, element * min(total, REDUCE_BUCKET) if world_size > 1 else 0)
+    return Buffers(0, 0, 0, element * min(total, REDUCE_BUCKET) if setup.world_size > 1 else 0)
 
 
 def reduce_bucket(config: dict, width: int) -> float:
@@ -411,7 +409,9 @@ def unprotected_gradient(config: dict | None, of_rank: Sequence[Family], width: 
     several = any(family.ranks > 1 for family in of_rank)
     if zero_stage(config) != 2 or optimizer_device(config) != "gpu" or not several:
         return None
-    zero, largest = config["zero_optimization"], max(held_tensors(of_rank), key=lambda tensor: tensor.numel)
+    zero = config["zero_optimization"]
+    held = (tensor for family in of_rank for tensor in family.tensors)
+    largest = max(held, key=lambda tensor: tensor.numel)
     frees_at_once = zero.get("overlap_comm") and zero.get("contiguous_gradients", True)
     return largest if frees_at_once and largest.numel > reduce_bucket(config, width) else None
 
