@@ -6,7 +6,8 @@ import math
 import os
 import re
 import socket
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -20,15 +21,6 @@ from pretraining.runtime.run_folder import utc_now
 from pretraining.runtime.table import Column, facts, write_table
 
 FILE = "pretraining/planning/tables/gpus.json"
-NUMBERS = (
-    "memory_bytes",
-    "memory_bandwidth_bytes_per_second",
-    "link_bytes_per_second",
-    "pcie_bytes_per_second",
-    "network_bits_per_second",
-    "watts",
-    "gpus_per_node",
-)
 FOLDER_VARIABLE = "PRETRAINING_DOCTOR_FOLDER"
 RATES = {
     "disk_bytes_per_second": "one process writes to the disk of the run, in bytes per second",
@@ -40,26 +32,26 @@ TABLE_NOTE = """
 Peaks are dense TFLOPS; links are per GPU and direction. From pretraining/planning/tables/, which you may edit."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Gpu:
     """One entry of tables/gpus.json; all rates are per GPU and, for links, one direction."""
 
     name: str
-    aliases: tuple[str, ...]
-    architecture: str
+    aliases: Sequence[str] = ()
+    architecture: str = ""
     dense_peak_flops: dict[str, float]
     """FLOPs per second by precision (fp32, tf32, bf16, fp16, fp8), without sparsity."""
     memory_bytes: int
     memory_bandwidth_bytes_per_second: int
-    link: str
+    link: str = "link"
     """Name of the link between the GPUs of a node."""
     link_bytes_per_second: int
     pcie_bytes_per_second: int
     network_bits_per_second: int
     watts: int
     gpus_per_node: int
-    source: str
-    assumed: tuple[str, ...]
+    source: str = "no source given"
+    assumed: Sequence[str] = ()
     """Fields that depend on the machine around the GPU; set them to the values of yours."""
 
     @property
@@ -93,20 +85,13 @@ def all_gpus() -> dict[str, Gpu]:
     Raises:
         UserError: an entry lacks a key or holds a number that is not positive.
     """
-    return {
-        name: Gpu(
-            name=name,
-            aliases=tuple(entry.get("aliases", ())),
-            architecture=entry.get("architecture", ""),
-            # the table is in TFLOPS, as data sheets are
-            dense_peak_flops={key: 1e12 * peak for key, peak in entry["dense_peak_tflops"].items()},
-            link=entry.get("link", "link"),
-            source=entry.get("source", "no source given"),
-            assumed=tuple(entry.get("assumed", ())),
-            **{key: entry[key] for key in NUMBERS},
-        )
-        for name, entry in table("gpus")["gpus"].items()
-    }
+    gpus, names = {}, {field.name for field in fields(Gpu)}
+    for name, entry in table("gpus")["gpus"].items():
+        # the table is in TFLOPS, as data sheets are
+        peaks = {key: 1e12 * peak for key, peak in entry["dense_peak_tflops"].items()}
+        values = {key: value for key, value in entry.items() if key in names}
+        gpus[name] = Gpu(**{**values, "name": name, "dense_peak_flops": peaks})
+    return gpus
 
 
 def find_gpu(name: str) -> Gpu:
@@ -234,11 +219,7 @@ class GpusVerb:
 
     def answer(self, options: argparse.Namespace) -> dict:
         chosen = all_gpus().values() if options.gpu is None else [find_gpu(options.gpu)]
-        entries = []
-        for gpu in chosen:
-            lists = {"aliases": list(gpu.aliases), "assumed": list(gpu.assumed)}
-            entries.append({**vars(gpu), **lists, "prices": prices_of(gpu)})
-        return {"gpus": entries}
+        return {"gpus": [{**vars(gpu), "prices": prices_of(gpu)} for gpu in chosen]}
 
     def as_text(self, answer: dict) -> str:
         if len(answer["gpus"]) != 1:

@@ -6,7 +6,7 @@ Below the class stands what its sections ask of each other.
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 
@@ -42,20 +42,6 @@ from pretraining.runtime.metric_names import GROUPS, LOWER_IS_BETTER
 from pretraining.schema import REPOSITORY, Wrong, display_path, problem, refuse_first
 
 RECIPES = REPOSITORY / "recipes"
-SECTIONS: dict[str, type[Section]] = {
-    "data": Data,
-    "budget": Budget,
-    "loss": Loss,
-    "optimizer": Optimizer,
-    "mup": Mup,
-    "speed": Speed,
-    "checkpoints": Checkpoints,
-    "monitors": Monitors,
-    "evaluation": Evaluation,
-    "report": Report,
-    "published": Published,
-}
-"""Our own."""
 _TEXT = {"type": "string", "minLength": 1}
 _MODULE = {
     "type": "object",
@@ -340,6 +326,14 @@ class Recipe:
         if task_steps is not None and training.eval_strategy == "steps" and task_steps % evaluate:
             what = f"is {task_steps}, no multiple of training.eval_steps {evaluate}"
             yield "evaluation.task_steps", f"{what}: scores come with the validations"
+
+
+SECTIONS: dict[str, type[Section]] = {
+    each.name: each.type
+    for each in fields(Recipe)
+    if isinstance(each.type, type) and issubclass(each.type, Section) and each.name != "weights"
+}
+"""Our own; the keys of `Weights` are in `model`."""
 
 
 def accumulation_steps(recipe: Recipe, world_size: int, ds_config: dict | None = None) -> int:

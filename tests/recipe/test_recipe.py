@@ -9,6 +9,7 @@ import pytest
 from pretraining.data.prepared import note_repeats
 from pretraining.ds_config import DS_CONFIGS
 from pretraining.errors import UserError
+from pretraining.planning.sizes import model_size
 from pretraining.recipe import RECIPES as FOLDER
 from pretraining.recipe import accumulation_steps, load_recipe, recipe_names, recipe_schema
 from pretraining.recipe.data import Dedup
@@ -31,13 +32,11 @@ def failing(name="tiny", overrides=(), **arguments):
 
 @pytest.fixture
 def edited(tmp_path):
-    """A copy of the tiny recipe with one section's keys changed, as a path."""
+    """`edited(section, key=value)`: a copy of the tiny recipe with keys of one section changed, as a path."""
 
-    def edit(section, **values):
-        recipe = load_recipe("tiny").to_dict()
-        recipe[section] = {**recipe[section], **values}
-        path = tmp_path / "edited.json"
-        path.write_text(json.dumps(recipe))
+    def edit(section: str, **values) -> str:
+        recipe, path = load_recipe("tiny").to_dict(), tmp_path / "edited.json"
+        path.write_text(json.dumps({**recipe, section: {**recipe[section], **values}}))
         return str(path)
 
     return edit
@@ -47,8 +46,8 @@ def edited(tmp_path):
 def variant(tmp_path):
     """A file over `tiny` with these sections, as a path."""
 
-    def write(name: str = "variant.json", base: str = "tiny", **sections) -> str:
-        path = tmp_path / name
+    def write(base: str = "tiny", **sections) -> str:
+        path = tmp_path / "variant.json"
         path.write_text(json.dumps({"base": base, "description": "A variant.", **sections}))
         return str(path)
 
@@ -58,7 +57,8 @@ def variant(tmp_path):
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_shipped_recipe_divides_and_follows_the_common_practice(name):
     """Whole steps, over the GPUs each is meant for. Betas, decay, clipping, dropout 0 and a padded vocabulary, at every
-    size; cosine to a tenth, or a fifth of the run for the decay after a stable rate."""
+    size; cosine to a tenth, or a fifth of the run for the decay after a stable rate; about 20 tokens a parameter, but
+    for those named. The description states the true number of parameters."""
     recipe = load_recipe(name)
     assert recipe.name == name and recipe.num_steps * recipe.tokens_per_step == recipe.budget.tokens
     for world_size in (1, 2) if name == "tiny" else (1, 2, 4, 8, 16, 32):
@@ -68,15 +68,20 @@ def test_every_shipped_recipe_divides_and_follows_the_common_practice(name):
     assert (training.adam_beta1, training.adam_beta2) == (0.9, 0.95)
     assert (training.weight_decay, training.max_grad_norm) == (0.1, 1.0)
     schedule = training.lr_scheduler_kwargs
-    if training.lr_scheduler_type == "warmup_stable_decay":
+    if name == "qk-norm":
+        assert training.lr_scheduler_type == "warmup_stable_decay"
         assert schedule["num_decay_steps"] == round(recipe.num_steps / 5)
     else:
-        assert schedule == {"min_lr_rate": 0.1}
+        assert (training.lr_scheduler_type, schedule) == ("cosine_with_min_lr", {"min_lr_rate": 0.1})
     assert 0 < training.warmup_steps < recipe.num_steps / 5
     assert model["vocab_size"] % 128 == 0
     assert model["use_cache"] is False
-    if model["model_type"] == "gpt2":
-        assert [model[f"{part}_pdrop"] for part in ("resid", "embd", "attn")] == [0, 0, 0]
+    assert not any(
+        value for key, value in model.with_defaults().items() if key.endswith(("dropout", "pdrop"))
+    )
+    parameters = model_size(model).total
+    assert (19.5 < recipe.num_tokens / parameters < 20.5) == (name not in ("124m", "tiny"))
+    assert f"{parameters:,}" in recipe.description
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -218,14 +223,10 @@ OTHER_NAMES = {
 
 
 @pytest.mark.parametrize("recipe, key", OTHER_NAMES)
-def test_a_key_of_another_family_suggests_this_one_s(recipe, key, tmp_path):
+def test_a_key_of_another_family_suggests_this_one_s(recipe, key, variant):
     """No spelling is near: `n_layer` of a Llama is `num_hidden_layers`; from --set and from a file."""
     said = f"model.{key}: unknown key; did you mean 'model.{OTHER_NAMES[recipe, key]}'?"
-    assert said in failing(recipe, [f"model.{key}=8"])
-    values = load_recipe(recipe).to_dict()
-    values["model"][key] = 8
-    (tmp_path / "r.json").write_text(json.dumps(values))
-    assert said in failing(str(tmp_path / "r.json"))
+    assert said in failing(recipe, [f"model.{key}=8"]) and said in failing(variant(recipe, model={key: 8}))
 
 
 @pytest.mark.parametrize("key", TRAINING_KEYS)
@@ -280,25 +281,14 @@ def test_deepspeed_of_the_command_line_wins_and_one_ds_config_has_one_name(monke
     assert load_recipe("tiny", deepspeed=f"{tmp_path}/zero3.json").deepspeed == f"{tmp_path}/zero3.json"
 
 
-@pytest.mark.parametrize(
-    "settings, ranks, said",
-    [
-        (
-            ["budget.tokens_per_step=8192", "budget.tokens=81920"],
-            3,
-            [
-                "tiny.json: budget.tokens_per_step: 8192 is not a multiple of 3072 = 3 ranks",
-                "are 6144 and 9216",
-            ],
-        ),
-        ([], 8, ["training.per_device_train_batch_size: is 8", "; 2 does"]),
-    ],
-)
-def test_ranks_that_do_not_divide_a_step_are_refused_with_what_does(settings, ranks, said):
+def test_ranks_that_do_not_divide_a_step_are_refused_with_what_does():
     """Tokens per step are constant at every world size: the nearest that divide, or the largest micro-batch."""
-    with pytest.raises(UserError) as error:
-        accumulation_steps(load_recipe("tiny", settings), ranks)
-    assert all(words in str(error.value) for words in said)
+    larger = load_recipe("tiny", ["budget.tokens_per_step=8192", "budget.tokens=81920"])
+    said = "tiny.json: budget.tokens_per_step: 8192 is not a multiple of 3072 = 3 ranks.*are 6144 and 9216"
+    with pytest.raises(UserError, match=said):
+        accumulation_steps(larger, 3)
+    with pytest.raises(UserError, match=r"training.per_device_train_batch_size: is 8.*; 2 does"):
+        accumulation_steps(load_recipe("tiny"), 8)
 
 
 def test_a_limit_does_not_hide_a_step_of_less_than_a_sequence():
