@@ -263,10 +263,9 @@ def _products(given: Pass, shape: dict, widths: Widths) -> tuple[float, float]:
     No backward pass reads the two products that are added to the residual stream.
     """
     halves, width = 1 if shape["model_type"] == "gpt2" else 2, given.precision.compute
-    read = float(width * (widths.queries + 2 * widths.keys + halves * widths.inner))
     # eager attention multiplies in batches, which are computed again
-    if not given.is_eager:
-        read += width * widths.queries + FP32 * widths.heads
+    kernel = 0.0 if given.is_eager else width * widths.queries + FP32 * widths.heads
+    read = width * (widths.queries + 2 * widths.keys + halves * widths.inner) + kernel
     return read + 2 * width * widths.hidden, read
 
 
