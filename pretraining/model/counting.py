@@ -115,7 +115,7 @@ def parameters_by_part(built: PreTrainedModel) -> Iterator[tuple[str, int, int |
 
 
 def _part(module_name: str, name: str, module: nn.Module, has_experts: bool) -> str:
-    """Name one of sizes.PartSizes; biases of linear layers are marked, since no token is multiplied with them."""
+    """Name one of shapes.PARTS; biases of linear layers are marked, since no token is multiplied with them."""
     kind, path = type(module).__name__.lower(), f"{module_name}.{name}".lower()
     if isinstance(module, nn.Embedding):
         return "embedding"

@@ -12,7 +12,7 @@ from pretraining.recipe.section import schema_file
 from pretraining.schema import Wrong, check, problem
 
 EXACT = ("gpt2", "llama", "mixtral", "qwen3", "qwen3_moe")
-"""Counted by formula in planning/sizes.py; what holds for them is tested for each."""
+"""Counted by formula in planning/shapes.py; what holds for them is tested for each."""
 FILE = Path(__file__).with_name("model_types.json")
 MEASURED = Path(__file__).with_name("abilities.json")
 GPT2_NAMES = {
