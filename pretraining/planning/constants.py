@@ -46,19 +46,18 @@ _PASSES = {"forward?": NOT_NEGATIVE, "backward?": NOT_NEGATIVE}
 _ENGINE = dict.fromkeys(("micro-batch", "step", "step of its share"), NOT_NEGATIVE)
 _FIT = {"E": POSITIVE, "A": POSITIVE, "B": POSITIVE, "alpha": POSITIVE, "beta": POSITIVE, "source": TEXT}
 
+# fields of `gpus.Gpu`
+_GPU = "memory_bytes memory_bandwidth_bytes_per_second link_bytes_per_second pcie_bytes_per_second"
+_GPU = (*_GPU.split(), "network_bits_per_second", "watts", "gpus_per_node")
+_ASSUMED = ("cuda_context_bytes", "nccl_bytes", "fragmentation", "processor_bytes", "host_process_bytes")
+
 SHAPES: dict[str, Any] = {
     "cuda": {ANY: {"least_driver": POSITIVE, "least_capability": POSITIVE}},
     "gpus": {
         "gpus": {
             ANY: {
                 "dense_peak_tflops": {ANY: POSITIVE},
-                "memory_bytes": POSITIVE,
-                "memory_bandwidth_bytes_per_second": POSITIVE,
-                "link_bytes_per_second": POSITIVE,
-                "pcie_bytes_per_second": POSITIVE,
-                "network_bits_per_second": POSITIVE,
-                "watts": POSITIVE,
-                "gpus_per_node": POSITIVE,
+                **dict.fromkeys(_GPU, POSITIVE),
                 "aliases?": TEXTS,
                 "architecture?": TEXT,
                 "link?": TEXT,
@@ -84,23 +83,15 @@ SHAPES: dict[str, Any] = {
         "engines": dict.fromkeys("0123", _ENGINE),
     },
     "memory": {
-        "cuda_context_bytes": _value(NOT_NEGATIVE),
-        "nccl_bytes": _value(NOT_NEGATIVE),
-        "fragmentation": _value(NOT_NEGATIVE),
-        "processor_bytes": _value(NOT_NEGATIVE),
-        "host_process_bytes": _value(NOT_NEGATIVE),
+        **dict.fromkeys(_ASSUMED, _value(NOT_NEGATIVE)),
         "host_bandwidth_bytes_per_second": _value(POSITIVE),
         "nvme_bytes_per_second": _value(POSITIVE),
     },
     "prices": {
         "prices": [
             {
-                "gpu": TEXT,
-                "provider": TEXT,
-                "place": TEXT,
+                **dict.fromkeys(("gpu", "provider", "place", "date", "source"), TEXT),
                 "dollars_per_gpu_hour": POSITIVE,
-                "date": TEXT,
-                "source": TEXT,
             }
         ]
     },

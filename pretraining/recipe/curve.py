@@ -10,25 +10,23 @@ from pretraining.recipe import recipe_schema
 from pretraining.recipe.model import known_types
 from pretraining.schema import differences, suggestion
 
-# `training` keys that change where the work happens or what is recorded, not the curve.
-NEUTRAL_TRAINING_KEYS = """
-    activation_checkpointing activation_checkpointing_kwargs dataloader_num_workers dataloader_persistent_workers
-    dataloader_pin_memory dataloader_prefetch_factor ddp_bucket_cap_mb eval_delay eval_on_start eval_steps eval_strategy
-    log_level log_level_replica logging_first_step logging_steps logging_strategy per_device_eval_batch_size
-    per_device_train_batch_size project report_to run_name save_steps save_strategy skip_memory_metrics
-    torch_empty_cache_steps"""
-# `data` keys that say where the tokens are and how fast they were made: which ones they are, their fingerprint says.
-NEUTRAL_DATA_KEYS = ("name", "encoder", "prepare")
-# `loss` keys that say how the same loss is computed.
-NEUTRAL_LOSS_KEYS = ("kind", "chunk_tokens", "compile")
-# `model` keys that say where the shape was read: which one it is, its keys and the digest say.
-NEUTRAL_MODEL_KEYS = ("from", "revision")
-NEUTRAL_KEYS = {
-    *(f"model.{key}" for key in NEUTRAL_MODEL_KEYS),
-    *(f"training.{key}" for key in NEUTRAL_TRAINING_KEYS.split()),
-    *(f"data.{key}" for key in NEUTRAL_DATA_KEYS),
-    *(f"loss.{key}" for key in NEUTRAL_LOSS_KEYS),
+_NEUTRAL = {
+    # where the shape was read: which one it is, its keys and the digest say
+    "model": "from revision",
+    # where the work happens, or what is recorded
+    "training": """
+        activation_checkpointing activation_checkpointing_kwargs dataloader_num_workers dataloader_persistent_workers
+        dataloader_pin_memory dataloader_prefetch_factor ddp_bucket_cap_mb eval_delay eval_on_start eval_steps
+        eval_strategy log_level log_level_replica logging_first_step logging_steps logging_strategy
+        per_device_eval_batch_size per_device_train_batch_size project report_to run_name save_steps save_strategy
+        skip_memory_metrics torch_empty_cache_steps""",
+    # where the tokens are and how fast they were made: which ones they are, their fingerprint says
+    "data": "name encoder prepare",
+    # how the same loss is computed
+    "loss": "kind chunk_tokens compile",
 }
+NEUTRAL_KEYS = {f"{section}.{key}" for section, keys in _NEUTRAL.items() for key in keys.split()}
+"""Keys that change nothing of the curve."""
 
 # The sections of ours whose keys the curve depends on. A run from before a key has none: the key's default is taken.
 OURS = ("data", "budget", "loss", "optimizer", "mup")

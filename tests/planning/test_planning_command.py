@@ -40,6 +40,10 @@ def printed(capsys, words: list[str]) -> str:
     return capsys.readouterr().out
 
 
+def asked_json(capsys, *words: str) -> dict:
+    return json.loads(printed(capsys, [*words, "--json"]))
+
+
 @pytest.mark.parametrize("line", examples())
 def test_the_examples_of_help_work(line, capsys):
     """As text on one screen of 120 columns, and as JSON."""
@@ -62,8 +66,8 @@ def test_numbers_may_be_written_as_people_do(capsys):
 
 def test_cost_adds_up(capsys):
     """GPU-hours are GPUs times hours, dollars GPU-hours times the price."""
-    line = "cost --recipe 7b --world_size 64 --gpu H100 --mfu 0.4 --price 2 --json"
-    answer = json.loads(printed(capsys, line.split()))
+    line = "cost --recipe 7b --world_size 64 --gpu H100 --mfu 0.4 --price 2"
+    answer = asked_json(capsys, *line.split())
     assert answer["cost"]["gpu_hours"] == pytest.approx(64 * answer["seconds"] / 3600)
     assert answer["cost"]["prices"][0]["dollars"] == pytest.approx(2 * answer["cost"]["gpu_hours"])
     assert answer["flops"] / answer["seconds"] == pytest.approx(64 * 0.4 * 989.5e12)
@@ -124,8 +128,8 @@ def test_all_verbs_say_the_same(words, capsys):
 
 def test_tokens_take_the_place_of_the_recipe_s(capsys):
     """`--tokens` beside a recipe: checkpoints and token shards follow, in whole steps."""
-    line = "cost --recipe 7b --tokens 5b --world_size 8 --gpu H100 --json"
-    answer = json.loads(printed(capsys, line.split()))
+    line = "cost --recipe 7b --tokens 5b --world_size 8 --gpu H100"
+    answer = asked_json(capsys, *line.split())
     steps = 5_000_000_000 // 4194304
     assert answer["tokens"] == steps * 4194304
     assert answer["step"]["checkpoints"]["written"] == -(-steps // load_recipe("7b").training.save_steps)
@@ -144,33 +148,16 @@ def test_step_law_counts_without_the_vocabulary(capsys):
 def test_slow_links_lengthen_an_assumed_run_and_not_a_given_one(capsys):
     """An assumed utilization yields to the messages of the step; the user's own does not."""
     settings = [word for setting in TRILLION for word in ("--set", setting)]
-    line = ["cost", "--recipe", "65b", *settings, "--world_size", "4096", "--gpu", "H100", "--json"]
-    assumed = json.loads(printed(capsys, line))
-    given = json.loads(printed(capsys, [*line, "--mfu", str(assumed["utilization"]["mfu"])]))
+    line = ["cost", "--recipe", "65b", *settings, "--world_size", "4096", "--gpu", "H100"]
+    assumed = asked_json(capsys, *line)
+    given = asked_json(capsys, *line, "--mfu", str(assumed["utilization"]["mfu"]))
     assert assumed["parameters"] > 1e12
     assert assumed["step"]["time"]["bound_by"] == "links"
     time = assumed["step"]["time"]
-    assert assumed["step"]["seconds"] == pytest.approx(
-        time["communication_seconds"] + time["offload_seconds"]
-    )
+    links = time["communication_seconds"] + time["offload_seconds"]
+    assert assumed["step"]["seconds"] == pytest.approx(links)
     assert given["step"]["seconds"] == pytest.approx(given["step"]["time"]["compute_seconds"])
     assert given["step"]["seconds"] < assumed["step"]["seconds"]
-
-
-class Fitting:
-    """What fits."""
-
-    EXAMPLES = "  python -m pretraining.planning fitting"
-    add_arguments = staticmethod(lambda parser: None)
-    answer = staticmethod(lambda options: {"fits": 1})
-    as_text = staticmethod(lambda answer: f"fits: {answer['fits']}")
-
-
-def test_a_verb_is_one_entry_of_a_table(capsys, monkeypatch):
-    """Another verb is a line beside the others."""
-    monkeypatch.setitem(VERBS, "fitting", Fitting())
-    assert printed(capsys, ["fitting"]) == "fits: 1\n"
-    assert asked_json(capsys, "fitting") == {"fits": 1}
 
 
 MISTAKES = {
@@ -200,8 +187,8 @@ MISTAKES = {
     "memory --recipe 7b --world_size 8 --gpu=": "no such GPU",
     "chinchilla --flops 1e23 --tokens 5b": "stands alone",
     "chinchilla --flops 1e23 --set model.n_embd=8": "stands alone",
-    "parallelism --recipe 65b --world_size 7 --gpu H100": "no layout divides",
-    "parallelism --recipe 65b --world_size 8 --gpu T4": "no layout fits",
+    "parallelism --recipe 65b --world_size 7 --gpu H100": "no layout divides 7 GPUs",
+    "parallelism --recipe 65b --world_size 8 --gpu T4": "GB on each T4 of 16 GB; take about",
     "parallelism --parameters 7b --world_size 8 --gpu T4": "need the model's shape",
     "memory --parameters 7b --world_size 8": "needs the model's shape",
     "memory --recipe 7b --world_size 8 --gpu H1000": "the nearest are",
@@ -240,10 +227,6 @@ def test_a_mistake_in_the_command_of_training_is_one_line_too(words):
         options = parse_train_arguments(["--recipe", "30b", *words.split()])
         print_plan(load_recipe("30b"), None, 8, options.gpu, False)
     assert "\n" not in str(caught.value)
-
-
-def asked_json(capsys, *words: str) -> dict:
-    return json.loads(printed(capsys, [*words, "--json"]))
 
 
 def test_the_search_gives_back_a_command_that_is_a_plan(capsys):

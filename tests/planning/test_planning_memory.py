@@ -370,46 +370,59 @@ def test_no_shipped_recipe_makes_a_mistake_of_ours(name):
     assert not verdict.refusals and not verdict.warnings
 
 
-WARNED = {
-    "fp16": (["training.bf16=false", "training.fp16=true"], None, {"has_bf16": True}, "training.bf16=true"),
-    "fp32": (["training.bf16=false"], None, {"has_bf16": True}, "training.bf16=true"),
-    "rate": (["training.learning_rate=3e4"], None, {}, "1e-5 to 1e-2"),
-    "no checkpoint": (["training.save_steps=1000000"], None, {}, "training.save_steps=2510"),
-    "long warm-up": (["training.warmup_steps=1000000"], None, {}, "training.warmup_steps=2510"),
-    "warm-up": (["training.warmup_steps=10"], None, {}, "training.warmup_steps=357"),
-    "a warm-up that is not there": (
-        ["training.lr_scheduler_type=constant", "training.lr_scheduler_kwargs={}"],
-        None,
-        {},
-        "training.lr_scheduler_type=constant_with_warmup",
-    ),
-    "clipping": (["training.max_grad_norm=0"], None, {}, "training.max_grad_norm=1.0"),
-    "stage": ([], "zero3", {"gpu_memory_bytes": 141e9}, "--deepspeed zero1"),
-    "offload": ([], "zero2_offload", {"gpu_memory_bytes": 141e9}, "--deepspeed zero2"),
-    "tight": ([], None, {"gpu_memory_bytes": 41e9}, "activation_checkpointing=true"),
-    "repeats": ([], None, {"data_tokens": 5 * 10**9}, "data.sources.0.max_epochs=6"),
-    "needless": (
-        ["training.activation_checkpointing=true"],
-        None,
-        {"gpu_memory_bytes": 141e9},
-        "activation_checkpointing=false",
-    ),
+H200_MEMORY = {"gpu_memory_bytes": 141e9}
+GPT2, DENSE = "1.5b", "124m"
+CONSTANT = ("training.lr_scheduler_type=constant", "training.lr_scheduler_kwargs={}")
+FP16, FP32 = ("training.bf16=false", "training.fp16=true"), ("training.bf16=false",)
+CHANGING = {
+    "fp16": (GPT2, FP16, None, {"has_bf16": True}, "training.bf16=true"),
+    "fp32": (GPT2, FP32, None, {"has_bf16": True}, "training.bf16=true"),
+    "rate": (GPT2, ("training.learning_rate=3e4",), None, {}, "1e-5 to 1e-2"),
+    "long warm-up": (GPT2, ("training.warmup_steps=1000000",), None, {}, "training.warmup_steps=2510"),
+    "warm-up": (GPT2, ("training.warmup_steps=10",), None, {}, "training.warmup_steps=357"),
+    "no warm-up": (GPT2, CONSTANT, None, {}, "lr_scheduler_type=constant_with_warmup"),
+    "clipping": (GPT2, ("training.max_grad_norm=0",), None, {}, "training.max_grad_norm=1.0"),
+    "repeats": (GPT2, (), None, {"data_tokens": 5 * 10**9}, "data.sources.0.max_epochs=6"),
+    "experts in fp32": ("moe-1.5b", FP32, None, H200_MEMORY, "training.bf16=true"),
 }
+"""Mistakes whose remedy changes the curve: recipe, values, ds_config, machine, and what is said."""
+AGAIN = ("training.activation_checkpointing=true",)
+KEEPING = {
+    "no checkpoint": (GPT2, ("training.save_steps=1000000",), None, {}, "training.save_steps=2510"),
+    "stage": (GPT2, (), "zero3", H200_MEMORY, "--deepspeed zero1"),
+    "offload": (GPT2, (), "zero2_offload", H200_MEMORY, "--deepspeed zero2"),
+    "tight": (GPT2, (), None, {"gpu_memory_bytes": 41e9}, "activation_checkpointing=true"),
+    "needless": (GPT2, AGAIN, None, H200_MEMORY, "activation_checkpointing=false"),
+    "small buckets": (DENSE, (), "zero3", H200_MEMORY, "reduce_bucket_size"),
+    # under autocast weights of experts stay fp32, which torch multiplies one after another; in bf16 all at once
+    "experts alone": ("moe-1.5b", (), "null", H200_MEMORY, "experts in fp32.* zero1"),
+    "experts at stage 0": ("moe-1.5b", (), "zero0", H200_MEMORY, "experts in fp32.* zero1"),
+    # CUDA 13 left out Volta
+    "a GPU without kernels": (DENSE, (), None, {"gpu": find_gpu("V100")}, "CUDA 13.*CUDA 12"),
+}
+WARNED = CHANGING | KEEPING
 
 
 @pytest.mark.parametrize("name", WARNED)
-def test_common_mistakes_are_warned_of_with_a_remedy(name):
+def test_mistakes_are_warned_of_with_a_remedy(name):
     """A run that continues is given no remedy that its curve refuses: it said that at its first start."""
-    settings, deepspeed, found, remedy = WARNED[name]
-    began_with = load_recipe("1.5b", settings).to_dict()
-    keeps_the_curve = name in ("no checkpoint", "stage", "offload", "tight", "needless")
+    recipe, settings, way, found, said = WARNED[name]
+    began_with = load_recipe(recipe, settings).to_dict()
     for continues in (False, True):
-        verdict = judge("1.5b", 8, *settings, way=deepspeed, **found, continues=continues)
-        warned = [each for each in verdict.warnings if remedy in each.remedy]
-        assert bool(warned) == (keeps_the_curve or not continues) and not verdict.refusals, verdict
+        verdict = judge(recipe, 8, *settings, way=way, **found, continues=continues)
+        warned = [each for each in verdict.warnings if re.search(said, str(each))]
+        assert bool(warned) == (name in KEEPING or not continues) and not verdict.refusals, verdict
     for each in verdict.warnings:
         asked = [word for word in each.remedy.split() if "=" in word]
-        assert not changed_parts(load_recipe("1.5b", [*settings, *asked]).to_dict(), began_with)
+        assert not changed_parts(load_recipe(recipe, [*settings, *asked]).to_dict(), began_with)
+
+
+def test_small_batches_are_warned_of_and_a_dense_model_of_nothing_about_experts():
+    single = judge(DENSE, 512, "training.per_device_train_batch_size=1").warnings
+    assert [each for each in single if "tokens_per_step" in each.remedy]
+    # nor of kernels that a GPU has
+    dense = judge(DENSE, 8, gpu=find_gpu("T4"), **H200_MEMORY).warnings
+    assert not [each for each in dense if "expert" in each.what or "CUDA" in each.what]
 
 
 @pytest.mark.parametrize(
@@ -454,32 +467,6 @@ def test_links_that_decide_are_warned_of_with_larger_micro_batches():
     [remedy] = remedies(16)
     assert not remedies(8)
     assert not remedies(16, *[word for word in remedy.split() if word != "--set"])
-
-
-H200_MEMORY = {"gpu_memory_bytes": 141e9}
-OTHERS = {
-    "small buckets": ("124m", "zero3", (), H200_MEMORY, "reduce_bucket_size"),
-    # under autocast weights of experts stay fp32, which torch multiplies one after another; in bf16 all at once
-    "experts alone": ("moe-1.5b", "null", (), H200_MEMORY, "experts in fp32.* zero1"),
-    "experts at stage 0": ("moe-1.5b", "zero0", (), H200_MEMORY, "experts in fp32.* zero1"),
-    "experts in fp32": ("moe-1.5b", None, ("training.bf16=false",), H200_MEMORY, "training.bf16=true"),
-    # CUDA 13 left out Volta
-    "a GPU without kernels": ("124m", None, (), {"gpu": find_gpu("V100")}, "CUDA 13.*CUDA 12"),
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_mistakes_are_warned_of_with_a_remedy(name):
-    recipe, deepspeed, settings, found, said = OTHERS[name]
-    for continues in (False, True):
-        warned = judge(recipe, 8, *settings, way=deepspeed, **found, continues=continues).warnings
-        expected = not (name == "experts in fp32" and continues)  # its remedy changes the curve
-        assert bool([each for each in warned if re.search(said, str(each))]) == expected
-    single = judge("124m", 512, "training.per_device_train_batch_size=1").warnings
-    assert [each for each in single if "tokens_per_step" in each.remedy]
-    # not of a dense model, nor of a GPU that has them
-    dense = judge("124m", 8, gpu=find_gpu("T4"), **H200_MEMORY).warnings
-    assert not [each for each in dense if "expert" in each.what or "CUDA" in each.what]
 
 
 WITHOUT_LOSS = {

@@ -31,13 +31,8 @@ PARAMETERS = {  # counted from the authors' own weights
     "mixtral-8x7b": 46_702_792_704,
 }
 NAME, FIRST, SECOND = "HuggingFaceTB/SmolLM2-135M", "1" * 40, "2" * 40
-SMALL = {
-    "vocab_size": 1024,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "head_dim": 8,
-}
+SMALL = {"vocab_size": 1024, "hidden_size": 32, "intermediate_size": 64}
+SMALL |= {"num_hidden_layers": 2, "head_dim": 8}
 PLAN = ["data.document_masking=false", "data.sequence_length=128"]
 
 
@@ -102,10 +97,8 @@ def test_another_config_is_another_run(tmp_path):
     first = recipe_from(file).to_dict()
     assert not changed_parts(recipe_from(moved).to_dict(), first)
     file.write_text(text.replace("1e-05", "1e-06"))
-    assert [each.key for each in changed_parts(recipe_from(file).to_dict(), first)] == [
-        "model.digest",
-        "model.rms_norm_eps",
-    ]
+    changes = [each.key for each in changed_parts(recipe_from(file).to_dict(), first)]
+    assert changes == ["model.digest", "model.rms_norm_eps"]
 
 
 def test_keys_beside_it_replace_those_that_are_read(tmp_path):
@@ -294,28 +287,16 @@ def test_weights_may_come_from_where_the_shape_is(tmp_path):
 
 def test_planning_takes_a_model_without_a_recipe(hub, tmp_path):
     """What it assumes is said beside the answer, and the command that it gives names the model."""
-    words = [
-        "python",
-        "-m",
-        "pretraining.planning",
-        "fit",
-        "--model",
-        NAME,
-        "--world_size",
-        "8",
-        "--gpu",
-        "H100",
-    ]
+    planning = ["python", "-m", "pretraining.planning"]
+    words = [*planning, "fit", "--model", NAME, "--world_size", "8", "--gpu", "H100"]
     environment = {**hub.environment, "HF_HOME": str(tmp_path)}
     done = execute([*words, "--json"], **environment)
     assert done.code == 0, done.output
     answer = json.loads(done.stdout)
-    assert (
-        answer["name"] == "SmolLM2-135M" and f"--recipe RECIPE --set model.from={NAME}" in answer["command"]
-    )
-    assert (
-        "assumed are sequences of 2,048 tokens, 524,288 tokens a step, 20 tokens a parameter" in done.stderr
-    )
+    assert answer["name"] == "SmolLM2-135M"
+    assert f"--recipe RECIPE --set model.from={NAME}" in answer["command"]
+    said = "assumed are sequences of 2,048 tokens, 524,288 tokens a step, 20 tokens a parameter"
+    assert said in done.stderr
     for verb, more in (
         ("flops", ["--tokens", "1e12", "--set", "data.sequence_length=4096"]),
         ("memory", ["--world_size", "8", "--deepspeed", "zero1"]),
@@ -323,8 +304,7 @@ def test_planning_takes_a_model_without_a_recipe(hub, tmp_path):
         ("parallelism", ["--world_size", "16", "--gpu", "H100"]),
         ("chinchilla", []),
     ):
-        command = ["python", "-m", "pretraining.planning", verb, "--model", NAME, "--json", *more]
-        done = execute(command, **environment)
+        done = execute([*planning, verb, "--model", NAME, "--json", *more], **environment)
         assert done.code == 0, done.output
-    both = execute(["python", "-m", "pretraining.planning", "flops", "--model", NAME, "--recipe", "tiny"])
+    both = execute([*planning, "flops", "--model", NAME, "--recipe", "tiny"])
     assert both.code == 2 and "give one of --recipe NAME, --model NAME" in both.stderr
