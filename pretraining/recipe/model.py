@@ -78,7 +78,7 @@ def why_not(model: dict, ability: str) -> str | None:
     model/abilities.py measures what each ability is, on a small model of the type.
     """
     kind = model["model_type"]
-    found = _abilities().get(kind, {})
+    found = _json_of(MEASURED)["types"].get(kind, {})
     if ability not in found:
         return f"was not measured for {kind}"
     # the type may do so with or without a cap, and was measured without
@@ -97,20 +97,19 @@ def why_not_apart(model: dict, attention: str | None) -> str | None:
     return why_not(model, f"apart {alike.get(attention, attention)}")
 
 
-@cache
-def _abilities() -> dict[str, dict[str, str | None]]:
-    return json.loads(MEASURED.read_text(encoding="utf-8"))["types"]
-
-
 def dropouts(model: dict) -> list[str]:
     """Return the keys of a section, over its defaults, that drop out something."""
     return [key for key, value in model.items() if "drop" in key and isinstance(value, float) and value]
 
 
 @cache
-def other_model_types(path: Path = FILE) -> dict:
-    """model_types.json, generated from the installed transformers: {"types": ..., "refused": ...}."""
+def _json_of(path: Path) -> dict:
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def other_model_types() -> dict:
+    """model_types.json, generated from the installed transformers: {"types": ..., "refused": ...}."""
+    return _json_of(FILE)
 
 
 @cache

@@ -149,21 +149,16 @@ def _section(config: dict, model_type: str | None, where: str) -> tuple[dict, li
     section = check(section, known[kind], where, root=schema_file()) if kind in EXACT else section
     section = checked_model(section, where)
     if others:
-        read = _asked({**section, **others}, sorted(own), where)
-        section |= read
+        # the keys of the type that transformers reads from those that the type does not know
+        question = json.dumps({"section": {**section, **others}, "own": sorted(own)}, sort_keys=True)
+        depends_on = (version("transformers"), PROGRAM.read_text(encoding="utf-8"), question)
+        asked = partial(ask, [str(PROGRAM)], question, HF_HUB_OFFLINE="1")
+        answer = answered("config-", depends_on, "read", asked)
+        if "error" in answer:
+            raise UserError(f"{where}: transformers cannot read it ({answer['error']})")
+        section |= (read := answer["read"])
         meant = (
             f"read as {json.dumps(read)}" if read else "left out: transformers makes the same model without"
         )
         said.append(f"{', '.join(others)} {meant}")
     return section, said
-
-
-def _asked(section: dict, own: list[str], where: str) -> dict:
-    """Return the keys of the type that transformers reads from those that the type does not know."""
-    question = json.dumps({"section": section, "own": own}, sort_keys=True)
-    depends_on = (version("transformers"), PROGRAM.read_text(encoding="utf-8"), question)
-    asked = partial(ask, [str(PROGRAM)], question, HF_HUB_OFFLINE="1")
-    answer = answered("config-", depends_on, "read", asked)
-    if "error" in answer:
-        raise UserError(f"{where}: transformers cannot read it ({answer['error']})")
-    return answer["read"]

@@ -315,9 +315,20 @@ def check_schedule(
     end, peak = keywords.get("lr_end", 1e-7), training.learning_rate
     if kind == "polynomial" and end >= peak:
         yield f"{key}.lr_end", f"is {end:g}, which is not below training.learning_rate {peak:g}: lower it"
-    if kind == DECAYING:
-        full_steps = num_steps if training == in_steps else budget.tokens // budget.tokens_per_step
-        yield from _check_decay(budget, in_steps, full_steps)
+    if kind != DECAYING:
+        return
+    # the parts of such a schedule fit into the run: it would begin in the middle of its decay
+    key, keywords = f"{key}.num_decay_steps", in_steps.lr_scheduler_kwargs or {}
+    if "num_decay_steps" not in keywords:
+        yield key, f"is missing: {DECAYING} needs the number of its last steps, or budget.decay_tokens"
+    full_steps = num_steps if training == in_steps else budget.tokens // budget.tokens_per_step
+    decay, stable = keywords["num_decay_steps"], keywords.get("num_stable_steps", 0)
+    given = in_steps.warmup_steps
+    warmup = int(given) if given >= 1 else math.ceil(given * full_steps)
+    if warmup + stable + decay > full_steps:
+        parts = f"{warmup} steps of warm-up" + f", {stable} stable" * bool(stable)
+        what = f"is {decay} steps; with {parts} that is more than the run's {full_steps} steps: shorten them"
+        yield "budget.decay_tokens" if budget.decay_tokens else key, what
 
 
 def _check_tokens(budget: Budget, training: Training) -> Wrong:
@@ -339,20 +350,6 @@ def _check_tokens(budget: Budget, training: Training) -> Wrong:
             if name in (training.lr_scheduler_kwargs or {}):
                 what = f"and training.lr_scheduler_kwargs.{name} are both there; leave one out"
                 yield "budget.decay_tokens", what
-
-
-def _check_decay(budget: Budget, training: Training, num_steps: int) -> Wrong:
-    """The parts of a schedule in three parts fit into the run: it would begin in the middle of its decay."""
-    key, keywords = "training.lr_scheduler_kwargs.num_decay_steps", training.lr_scheduler_kwargs or {}
-    if "num_decay_steps" not in keywords:
-        yield key, f"is missing: {DECAYING} needs the number of its last steps, or budget.decay_tokens"
-    decay, stable = keywords["num_decay_steps"], keywords.get("num_stable_steps", 0)
-    given = training.warmup_steps
-    warmup = int(given) if given >= 1 else math.ceil(given * num_steps)
-    if warmup + stable + decay > num_steps:
-        parts = f"{warmup} steps of warm-up" + f", {stable} stable" * bool(stable)
-        what = f"is {decay} steps; with {parts} that is more than the run's {num_steps} steps: shorten them"
-        yield "budget.decay_tokens" if budget.decay_tokens else key, what
 
 
 def check_judged(budget: Budget, training: Training, spikes: Spikes) -> Wrong:
