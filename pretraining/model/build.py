@@ -7,6 +7,7 @@ used only in training.
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache, partial, wraps
 from typing import Any
@@ -62,7 +63,8 @@ def build_config(model: dict, tokenizer: PreTrainedTokenizerBase) -> PreTrainedC
     """Build the transformers config of the recipe's `model` section, with the tokenizer's special tokens."""
     if own := model_extension(model["model_type"]):
         load_extensions([own])  # transformers knows the type from here on
-    keywords = {k: v for k, v in model.items() if k != "model_type"}
+    # a copy: a class may write into the objects that it gets (Olmo3Config adds to rope_parameters)
+    keywords = {k: deepcopy(v) for k, v in model.items() if k != "model_type"}
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     if own is None and has_experts(model):
         special["output_router_logits"] = True  # of balance and load, unless the recipe says otherwise

@@ -8,6 +8,7 @@ else it is converted, a piece at a time. Under ZeRO-3 every rank reads its own p
 import os
 import re
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -279,7 +280,7 @@ def check_config(config: PreTrainedConfig, model: Model, name: str, where: str) 
     if config.model_type != model.model_type:
         what = f"is {model.model_type}, and the weights of {name} are of a {config.model_type}"
         raise problem(where, "model.model_type", f"{what}; write that type and its keys")
-    theirs, ours = config.to_dict(), AutoConfig.for_model(**model).to_dict()
+    theirs, ours = config.to_dict(), AutoConfig.for_model(**deepcopy(model)).to_dict()
     differing = []
     for key in sorted(model.with_defaults().keys() & theirs.keys()):
         mine, its = ours.get(key), theirs[key]

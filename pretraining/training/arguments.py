@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
@@ -200,7 +201,7 @@ def split_layers(model: dict) -> dict:
     Experts stay whole; embedding and head are `model/parallel.py`'s. Raises `UserError` for a plan of other slices.
     """
     specs = []
-    for place, style in (AutoConfig.for_model(**model).base_model_tp_plan or {}).items():
+    for place, style in (AutoConfig.for_model(**deepcopy(model)).base_model_tp_plan or {}).items():
         if place.split(".")[0] != "layers" or ".experts" in place:
             continue
         if style not in SLICES:
