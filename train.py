@@ -146,9 +146,8 @@ def attempt(job: "Job") -> bool:
     trainer.train(resume_from_checkpoint=start.checkpoint)
     if monitors.finding is not None:
         trainer.release()
-        roll_back(
-            run, start, monitors.finding, recipe
-        )  # raises `GaveUp` if the recipe allows no further attempt
+        # raises `GaveUp` if the recipe allows no further attempt
+        roll_back(run, start, recipe, monitors.finding.step, monitors.finding.sentence)
         return False
     finish(job, plan, trainer, checkpoints)
     return True

@@ -22,15 +22,15 @@ from flytekit.types.file import FlyteFile
 
 from pretraining.data.checksums import digest_of
 from pretraining.errors import UserError
-from pretraining.pipeline.__main__ import run_steps
+from pretraining.pipeline.__main__ import parse, run_steps
 from pretraining.pipeline.step import Pipeline
 from pretraining.pipeline.steps import Plan, Prepare
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.run_plan import build_run_plan
 from pretraining.planning.setup import Setup
-from pretraining.recipe.refusals import load_recipe_and_ds_config
+from pretraining.recipe import load_recipe
 from pretraining.runtime.exit_codes import GAVE_UP, USER_ERROR
-from pretraining.runtime.run_folder import RunFolder, results_of
+from pretraining.runtime.run_folder import results_of
 
 FORMAT = "1"
 """Of the keys: another number makes every task run again."""
@@ -66,30 +66,23 @@ def open_pipeline(request: str, data: Path | None = None, run: Path | None = Non
     settings = list(asked["settings"])
     if asked["store"]:
         settings.append(f"checkpoints.upload={json.dumps(asked['store'])}")
-    recipe, ds_config = load_recipe_and_ds_config(
-        asked["recipe"], settings, asked["deepspeed"] or None, asked["world_size"]
-    )
+    recipe = load_recipe(asked["recipe"], settings)
     place = Path(asked["folder"] or current_context().working_directory)
-    data_root = place / "data"
-    if data is not None and data != data_root / recipe.data.name:
+    words = ["--recipe", asked["recipe"], *(word for text in settings for word in ("--set", text))]
+    words += ["--data_dir", str(place / "data"), "--output_dir", str(run or place / "runs" / recipe.name)]
+    words += ["--world_size", str(asked["world_size"]), "--restarts", str(asked["restarts"])]
+    if not asked["launcher"] and asked["world_size"] > 1:
+        asked["launcher"] = f"deepspeed --num_gpus={asked['world_size']}"
+    for option in ("deepspeed", "launcher", "gpu", "publish"):
+        words += [f"--{option}", asked[option]] if asked[option] else []
+    pipeline = Pipeline(parse(words))
+    pipeline.gpu = asked["gpu"] or None  # that of this machine does not count
+    if data is not None and data != pipeline.data_folder:
         # a task of a cluster gets a copy, under a name of Flyte's
-        data_root.mkdir(parents=True, exist_ok=True)
-        (data_root / recipe.data.name).unlink(missing_ok=True)
-        (data_root / recipe.data.name).symlink_to(data)
-    several = f"deepspeed --num_gpus={asked['world_size']}" if asked["world_size"] > 1 else ""
-    return Pipeline(
-        recipe,
-        ds_config,
-        RunFolder(run or place / "runs" / recipe.name),
-        data_root,
-        ["--recipe", asked["recipe"], *(word for text in settings for word in ("--set", text))],
-        deepspeed=asked["deepspeed"] or None,
-        launcher=asked["launcher"] or several,
-        world_size=asked["world_size"],
-        gpu=asked["gpu"] or None,
-        restarts=asked["restarts"],
-        to=asked["publish"] or None,
-    )
+        pipeline.data_folder.parent.mkdir(parents=True, exist_ok=True)
+        pipeline.data_folder.unlink(missing_ok=True)
+        pipeline.data_folder.symlink_to(data)
+    return pipeline
 
 
 def do(pipeline: Pipeline, *names: str) -> list[dict]:
@@ -109,7 +102,7 @@ def keys_of(pipeline: Pipeline) -> dict[str, str]:
     tokens = Prepare(pipeline).identity()
     # where checkpoints are copied to decides nothing
     run = digest_of(tokens, json.loads(json.dumps(results_of(recipe), default=str)))
-    return {"prepare": tokens, "train": run, "publish": digest_of(run, pipeline.to)}
+    return {"prepare": tokens, "train": run, "publish": digest_of(run, pipeline.options.publish)}
 
 
 def needed(pipeline: Pipeline) -> dict:

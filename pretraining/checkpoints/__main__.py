@@ -40,14 +40,14 @@ from pretraining.command_line import (
 from pretraining.errors import UserError, one_line_errors
 from pretraining.extend import MODEL, extensions_of_run, load_code_of_run
 from pretraining.outside.addresses import is_remote
-from pretraining.outside.files import read_json_value
+from pretraining.outside.files import TEXT, object_of, read_json_value
 from pretraining.planning.quantities import duration, num_bytes
 from pretraining.recipe import recipe_schema
 from pretraining.recipe.sections import Checkpoints
 from pretraining.runtime.imports import prepare_imports
 from pretraining.runtime.lock import lock_idle_run
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.runtime.table import aligned
+from pretraining.runtime.table import Column, write_table
 from pretraining.schema import check
 
 # torch and transformers take seconds to import: the verbs that need them import their modules when they answer.
@@ -66,17 +66,6 @@ def main(arguments: list[str] | None = None) -> None:
     answer_one("python -m pretraining.checkpoints", VERBS, __doc__, EPILOG, arguments)
 
 
-_OBJECT = {"type": "object"}
-_WITH_RULE = {
-    **_OBJECT,
-    "required": ["checkpoints"],
-    "properties": {
-        "checkpoints": _OBJECT,
-        "evaluation": {**_OBJECT, "properties": {"metric": {"type": "string"}}},
-    },
-}
-
-
 class List:
     """The checkpoints of a run: step, age, size, ranks, ZeRO stage, losses, state.
 
@@ -85,7 +74,20 @@ class List:
 
     EXAMPLES = """  python -m pretraining.checkpoints list runs/tiny
   python -m pretraining.checkpoints list s3://bucket/runs/30b --json"""
-    HEADER = ("step", "state", "age", "size", "ranks", "stage", "loss", "validation")
+    COLUMNS = (
+        Column("step", "step"),
+        Column("state", "state"),
+        Column("age", "age_seconds", lambda seconds: duration(max(1, seconds))),
+        Column("size", "bytes", num_bytes),
+        Column("ranks", "ranks"),
+        # A stage of None has two meanings: no marker (then there are no ranks either), or a run without DeepSpeed.
+        Column(
+            "stage",
+            lambda each: "none" if each["ranks"] and each["zero_stage"] is None else each["zero_stage"],
+        ),
+        Column("loss", "loss", ".4f"),
+        Column("validation", "eval_loss", ".4f"),
+    )
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         _add_run(parser, or_address=True)
@@ -93,7 +95,7 @@ class List:
     def answer(self, options: argparse.Namespace) -> dict:
         """Return {"run", "checkpoints": entries of the catalogue}."""
         if is_remote(options.run):
-            store, names = _store_of(RemoteRun(options.run))
+            store, names = _store_of(options.run)
             entries = [entry_of(name, step_in(name), health(store, name)) for name in names]
         else:
             entries = catalogue(_run_of(options.run))
@@ -104,22 +106,7 @@ class List:
         if not entries:
             return f"{answer['run']}: no checkpoint yet"
         reasons = [f"{each['folder']}: {each['reason']}" for each in entries if each["reason"]]
-        rows = []
-        for each in entries:
-            # A stage of None has two meanings: no marker (then there are no ranks either), or a run without DeepSpeed.
-            stage = "-" if each["ranks"] is None else "none"
-            rows.append(
-                [
-                    str(each["step"]),
-                    each["state"],
-                    "-" if each["age_seconds"] is None else duration(max(1, each["age_seconds"])),
-                    num_bytes(each["bytes"]),
-                    str(each["ranks"] or "-"),
-                    stage if each["zero_stage"] is None else str(each["zero_stage"]),
-                    *("-" if each[key] is None else f"{each[key]:.4f}" for key in ("loss", "eval_loss")),
-                ]
-            )
-        return "\n".join([aligned([self.HEADER, *rows], left=2), *reasons])
+        return "\n".join([write_table(self.COLUMNS, entries, left=2), *reasons])
 
 
 class Verify:
@@ -153,8 +140,7 @@ class Verify:
         return {"checkpoints": [self._verified(place, each.name, of_run, is_part) for each in chosen]}
 
     def _verified(self, place: Place, name: str, of_run: bool = True, is_part: bool = False) -> dict:
-        began = time.perf_counter()
-        found = health(place, name, of_run, is_part)
+        began, found = time.perf_counter(), health(place, name, of_run, is_part)
         if found.word == OTHER_VERSION:
             raise UserError(found.reason)
         total = sum(entry["bytes"] for entry in found.files.values())
@@ -188,11 +174,10 @@ class Verify:
         damaged = [each for each in answer["checkpoints"] if not each["whole"]]
         if not damaged:
             return None
-        reason = next(reason for reason in damaged[0]["files"].values() if reason)
-        count = f"{len(damaged)} of {len(answer['checkpoints'])} checkpoints"
+        reason = next(filter(None, damaged[0]["files"].values()))
         return (
-            f"{count} damaged: {damaged[0]['checkpoint']}: {reason}; "
-            "--resume auto passes over it, prune removes it"
+            f"{len(damaged)} of {len(answer['checkpoints'])} checkpoints damaged: {damaged[0]['checkpoint']}: "
+            f"{reason}; --resume auto passes over it, prune removes it"
         )
 
 
@@ -210,10 +195,10 @@ class Export:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         _add_run(parser, or_checkpoint=True)
         _add_step(parser, "default: the newest")
-        what = "a new folder (default: RUN/export-<step>)"
-        parser.add_argument("--to", type=Path, metavar="DIR", help=what)
+        add = parser.add_argument
+        add("--to", type=Path, metavar="DIR", help="a new folder (default: RUN/export-<step>)")
         what = "config and tokenizer (default: RUN/model, written by train.py)"
-        parser.add_argument("--model", type=Path, metavar="DIR", help=what)
+        add("--model", type=Path, metavar="DIR", help=what)
         add_trust(parser)
 
     def answer(self, options: argparse.Namespace) -> dict:
@@ -254,21 +239,17 @@ class Branch:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         _add_run(parser, or_checkpoint=True)
-        parser.add_argument("--at", type=not_negative_integer, metavar="STEP", help="default: the newest")
-        what = "how many more"
-        parser.add_argument("--steps", type=positive_integer, required=True, metavar="N", help=what)
-        what = "the rate falls over them (default: it stays)"
-        parser.add_argument("--decay", choices=self.SHAPES, help=what)
-        what = "of the stable rate (0)"
-        parser.add_argument("--min_lr_ratio", type=not_negative_number, default=0.0, metavar="R", help=what)
-        what = (
-            "a file of the recipe's keys that change: a longer context, another mixture (see recipes/stages/)"
-        )
-        parser.add_argument("--stage", type=Path, metavar="FILE", help=what)
+        add, of_rate = parser.add_argument, "of the stable rate (0)"
+        add("--at", type=not_negative_integer, metavar="STEP", help="default: the newest")
+        add("--steps", type=positive_integer, required=True, metavar="N", help="how many more")
+        add("--decay", choices=self.SHAPES, help="the rate falls over them (default: it stays)")
+        add("--min_lr_ratio", type=not_negative_number, default=0.0, metavar="R", help=of_rate)
+        what = "a file of the recipe's keys that change: a longer context, another mixture "
+        add("--stage", type=Path, metavar="FILE", help=f"{what}(see recipes/stages/)")
         what = "change a value of the recipe, after the stage's (repeatable)"
-        parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=what)
+        add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=what)
         what = "the new run's folder (default: beside RUN, named after the stage)"
-        parser.add_argument("--output", type=Path, metavar="DIR", help=what)
+        add("--output", type=Path, metavar="DIR", help=what)
 
     def answer(self, options: argparse.Namespace) -> dict:
         """Return {"checkpoint", "step", "run": the new folder, "last_step", "command": what trains it}."""
@@ -284,12 +265,8 @@ class Branch:
         _refuse_existing(output, "--output")
         # --set comes after the file, so that it has the last word.
         settings, deepspeed = read_stage(options.stage) if options.stage else ((), None)
-        settings = (*settings, *options.set)
-        branch(
-            checkpoint,
-            StageChanges(options.steps, options.decay, options.min_lr_ratio, settings, deepspeed),
-            output,
-        )
+        lowered = options.steps, options.decay, options.min_lr_ratio
+        branch(checkpoint, StageChanges(*lowered, (*settings, *options.set), deepspeed), output)
         words = ["train.py", "--recipe", str(RunFolder(output).recipe), "--output_dir", str(output)]
         answer = {"checkpoint": str(checkpoint), "step": step, "run": str(output)}
         return {**answer, "last_step": step + options.steps, "command": shlex.join(words)}
@@ -312,19 +289,16 @@ class Prune:
   python -m pretraining.checkpoints prune runs/tiny --keep_last 1 --yes
   python -m pretraining.checkpoints prune runs/tiny --keep_last 1 --keep_every 1000 --demote_to_weights --yes"""
     USELESS = (DAMAGED, UNCOMMITTED, "set aside")
+    COLUMNS = (Column("folder", "folder"), Column("state", "state"), Column("size", "bytes", num_bytes))
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         _add_run(parser)
-        rule = "default: the recipe's"
-        parser.add_argument("--keep_last", type=positive_integer, metavar="N", help=f"the newest N ({rule})")
-        parser.add_argument(
-            "--keep_best", type=not_negative_integer, metavar="K", help=f"the K best ({rule})"
-        )
-        parser.add_argument(
-            "--keep_every", type=positive_integer, metavar="M", help=f"every M steps ({rule})"
-        )
+        add, rule = parser.add_argument, "default: the recipe's"
+        add("--keep_last", type=positive_integer, metavar="N", help=f"the newest N ({rule})")
+        add("--keep_best", type=not_negative_integer, metavar="K", help=f"the K best ({rule})")
+        add("--keep_every", type=positive_integer, metavar="M", help=f"every M steps ({rule})")
         what = "keep the weights of what goes, as weights-<step>/"
-        parser.add_argument("--demote_to_weights", action="store_true", help=what)
+        add("--demote_to_weights", action="store_true", help=what)
         add_trust(parser)
         choice = parser.add_mutually_exclusive_group()
         choice.add_argument("--yes", action="store_true", help="remove it")
@@ -359,8 +333,11 @@ class Prune:
         keys = ("keep_last", "keep_best", "keep_every", "demote_to_weights")
         rule, metric = {"keep_last": None}, "loss"
         if run.recipe.exists():
+            sections = object_of(
+                {"checkpoints": object_of({})}, {"evaluation": object_of({}, {"metric": TEXT})}
+            )
             try:
-                recipe = check(read_json_value(run.recipe), _WITH_RULE, str(run.recipe))
+                recipe = check(read_json_value(run.recipe), sections, str(run.recipe))
             except ValueError as error:
                 raise UserError(f"{run.recipe}: is not JSON ({error}); copy it again") from error
             found = {key: recipe["checkpoints"][key] for key in keys if key in recipe["checkpoints"]}
@@ -394,10 +371,9 @@ class Prune:
         kept = f"kept: {', '.join(map(str, answer['kept'])) or 'none'}"
         if not going:
             return f"{answer['run']}: nothing to remove; {kept}"
-        rows = [[each["folder"], each["state"], num_bytes(each["bytes"])] for each in going]
         freed = num_bytes(answer["freed_bytes"])
         done = f"removed: {freed} free" if answer["removed"] else f"would free {freed}; --yes removes it"
-        return f"{aligned([['folder', 'state', 'size'], *rows], left=2)}\n{done}; {kept}"
+        return f"{write_table(self.COLUMNS, going, left=2)}\n{done}; {kept}"
 
 
 class Reshard:
@@ -430,8 +406,8 @@ class Reshard:
         return {**answer, "files": options.files, "bytes": size}
 
     def as_text(self, answer: dict) -> str:
-        files = f"{answer['files']} files, {num_bytes(answer['bytes'])}"
-        return f"{answer['to']}: {answer['checkpoint']} in {files}"
+        size = num_bytes(answer["bytes"])
+        return f"{answer['to']}: {answer['checkpoint']} in {answer['files']} files, {size}"
 
 
 VERBS = {
@@ -480,9 +456,9 @@ def _chosen_checkpoints(folder: Path, step: int | None) -> list[Path]:
     return found
 
 
-def _store_of(remote: RemoteRun) -> tuple[RemoteRun, list[str]]:
+def _store_of(address: str) -> tuple[RemoteRun, list[str]]:
     """Return the place of a run in a store and the checkpoints there; `UserError` if there is none."""
-    remote = remote.at_first_contact()
+    remote = RemoteRun(address).at_first_contact()
     if not (names := remote.checkpoints()):
         raise UserError(
             f"{remote.address}: no checkpoint-* there; give the address of a run, as s3://bucket/runs/30b"
@@ -495,7 +471,7 @@ def _chosen_in_store(address: str, step: int | None) -> tuple[RemoteRun, list[st
     remote, name = RemoteRun.of_checkpoint(address)
     if step_in(name) >= 0:
         address, step = remote.address, step_in(name)
-    store, names = _store_of(RemoteRun(address))
+    store, names = _store_of(address)
     names = [each for each in names if step in (None, step_in(each)) and MARKER in (store.sizes(each) or {})]
     if not names:
         which = "no committed checkpoint" + ("" if step is None else f" of step {step}")

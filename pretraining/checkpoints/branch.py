@@ -70,10 +70,7 @@ def branch(checkpoint: Path, stage: StageChanges, output: Path) -> dict:
         load_recipe_and_ds_config(str(run.recipe))
         # From where the run comes, what differs, and the rollbacks that came before the checkpoint.
         step = marker["step"]
-        changes = [
-            {"step": step, "key": each.key, "from": each.earlier, "to": each.now}
-            for each in changed_parts(recipe, marker["recipe"])
-        ]
+        changes = [each.accepted_at(step) for each in changed_parts(recipe, marker["recipe"])]
         write_json(run.changes, [*marker["changes"], *changes])
         # Only the rollbacks that the checkpoint knows of: its run may have rolled back again since.
         for row in read_rows(RunFolder(checkpoint.parent).journal)[: marker["rollbacks"]]:

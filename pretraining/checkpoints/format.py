@@ -24,7 +24,17 @@ from typing import Any
 import xxhash
 
 from pretraining.errors import UserError
-from pretraining.outside.files import CHECKSUM, COUNT, NAME, parse_json, read_bytes, regular
+from pretraining.outside.files import (
+    CHECKSUM,
+    COUNT,
+    NAME,
+    NUMBER,
+    TEXT,
+    object_of,
+    parse_json,
+    read_bytes,
+    regular,
+)
 from pretraining.recipe import Recipe
 from pretraining.recipe.budget import Progress
 from pretraining.recipe.curve import curve_parts
@@ -44,38 +54,20 @@ THREADS = 8  # files read at once: the checksum releases the interpreter's lock 
 _SEAL = b',\n  "checksum": '
 _CHUNK_BYTES = 4 << 20
 
-_ENTRY = {
-    "type": "object",
-    "required": ["bytes", "checksum"],
-    "properties": {"bytes": COUNT, "checksum": CHECKSUM},
-}
-_FILES = {
-    "type": "object",
-    "patternProperties": {NAME["pattern"]: _ENTRY},
-    "additionalProperties": False,
-}
-_LOSS = {
-    "type": "object",
-    "required": ["sum", "steps"],
-    "properties": {"sum": {"type": "number"}, "steps": COUNT},
-}
-RECEIPT = {"type": "object", "required": ["files"], "properties": {"files": _FILES, "running_loss": _LOSS}}
+_ENTRIES = {NAME["pattern"]: object_of({"bytes": COUNT, "checksum": CHECKSUM})}
+_FILES = {"files": {"type": "object", "patternProperties": _ENTRIES, "additionalProperties": False}}
+RECEIPT = object_of(_FILES, {"running_loss": object_of({"sum": NUMBER, "steps": COUNT})})
 """What every reader of a receipt relies on. Names of files become paths below the checkpoint."""
-_FORMAT = {"type": "object", "required": ["format"], "properties": {"format": COUNT}}
-SHAPE = {
-    "type": "object",
-    "required": ["files"],
-    "properties": {
-        "files": _FILES,
-        **dict.fromkeys(("step", "tokens", "samples", "rollbacks"), COUNT),
-        "ranks": {"type": "integer", "minimum": 1, "maximum": 1 << 20},
-        "zero_stage": {"type": ["integer", "null"]},
-        "saved": {"type": "string"},
-        "changes": {"type": "array", "items": {"type": "object"}},
-        "metrics": {"type": "object", "patternProperties": {"(?s:.*)": {"type": ["number", "null"]}}},
-        **{key: {"type": "object"} for key in ("data", "environment", "recipe")},
-    },
+_OTHERS = {
+    **dict.fromkeys(("step", "tokens", "samples", "rollbacks"), COUNT),
+    "ranks": {"type": "integer", "minimum": 1, "maximum": 1 << 20},
+    "zero_stage": {"type": ["integer", "null"]},
+    "saved": TEXT,
+    "changes": {"type": "array", "items": {"type": "object"}},
+    "metrics": {"type": "object", "patternProperties": {"(?s:.*)": {"type": ["number", "null"]}}},
+    **{key: {"type": "object"} for key in ("data", "environment", "recipe")},
 }
+SHAPE = object_of(_FILES, _OTHERS)
 """The same of a marker."""
 
 
@@ -235,7 +227,7 @@ def parse_marker(raw: bytes, folder: Path | str) -> dict:
         raise MarkerDamage(f"{MARKER} was edited or damaged: its own checksum does not hold")
     # Anybody can compute that checksum: what the marker says is checked too.
     try:
-        content = check(parse_json(raw), _FORMAT, MARKER)
+        content = check(parse_json(raw), object_of({"format": COUNT}), MARKER)
     except (ValueError, UserError) as error:
         raise MarkerDamage(str(error)) from None
     if content["format"] > FORMAT:

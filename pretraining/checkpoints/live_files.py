@@ -22,7 +22,7 @@ from pretraining.checkpoints.remote import RUN_FILES, RemoteRun, newest_committe
 from pretraining.data.streaming.store import Patience
 from pretraining.errors import UserError
 from pretraining.outside.addresses import is_remote
-from pretraining.outside.files import NAME, parse_json, read_json_value
+from pretraining.outside.files import NAME, TEXT, object_of, parse_json, read_json_value
 from pretraining.runtime.console_log import MOST_BYTES, cut_log
 from pretraining.runtime.durable_files import file_state, write_json
 from pretraining.runtime.run_folder import RunFolder, utc_now
@@ -94,11 +94,7 @@ def live_files(run: RunFolder, upload: str | None) -> Iterator[None]:
         thread.join(_LAST_SECONDS)
 
 
-_NODE = {
-    "type": "object",
-    "required": ["name", "host", "began", "store"],
-    "properties": {"name": NAME, **{key: {"type": "string"} for key in ("host", "began", "store")}},
-}
+_NODE = object_of({"name": NAME, **dict.fromkeys(("host", "began", "store"), TEXT)})
 """Its name is that of a folder in the store."""
 
 

@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from transformers import PreTrainedModel
 
@@ -38,7 +37,7 @@ from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.prepared import PreparedData
 from pretraining.errors import GaveUp, UserError
 from pretraining.extend import copy_extensions
-from pretraining.outside.files import parse_json, read_json_value
+from pretraining.outside.files import TEXT, object_of, parse_json, read_json_value
 from pretraining.planning.quantities import several
 from pretraining.planning.run_plan import RunPlan
 from pretraining.planning.screen import plan_line, run_line
@@ -98,9 +97,7 @@ def find_start(
         recorded = [*recorded_changes(run), *changes_in(accepted, place)]
         changes_since(place, marker, recipe, data.manifest, allowed, recorded)
 
-    def check_folder() -> None:
-        changes_of_run(run.path, recipe.to_dict(), allowed)
-
+    check_folder = partial(changes_of_run, run.path, recipe.to_dict(), allowed)
     if resume != "never":
         from_rank_0(check_folder)  # the cheap check first: verifying a checkpoint reads all its bytes
     checkpoint, source = choose_checkpoint(run, resume, upload, layout, check_stored, in_parts)
@@ -116,15 +113,13 @@ def find_start(
         marker, start = read_marker(checkpoint), Start.at(checkpoint)
         changes = changes_since(checkpoint, marker, recipe, data.manifest, allowed, recorded_changes(run))
         refuse_lost_rollbacks(checkpoint, run, journal)
-        accepted = [
-            {"step": start.step, "key": each.key, "from": each.earlier, "to": each.now} for each in changes
-        ]
-        if accepted and start.step >= start.progress(recipe).last_step:
-            keys = ", ".join(each["key"] for each in accepted)
+        if changes and start.step >= start.progress(recipe).last_step:
+            keys = ", ".join(each.key for each in changes)
             raise UserError(
                 f"{run.path}: all {start.step:,} steps are done, so that changing {keys} would change none of them; "
                 "make a run of its own (python -m pretraining.checkpoints branch), or start over with --resume never"
             )
+        accepted = [each.accepted_at(start.step) for each in changes]
         return replace(start, changes=(*start.changes, *accepted), journal=journal)
 
     start = from_rank_0(start_at_checkpoint)
@@ -184,8 +179,7 @@ def changes_since(
     return changes
 
 
-_CHANGE = {"type": "object", "required": ["key", "to"], "properties": {"key": {"type": "string"}}}
-_CHANGES = {"type": "array", "items": _CHANGE}
+_CHANGES = {"type": "array", "items": object_of({"key": TEXT, "to": {}})}
 
 
 def recorded_changes(run: RunFolder) -> list[dict]:
@@ -378,10 +372,11 @@ def refuse_lone_disks(run: RunFolder, recipe: Recipe) -> None:
     remote, token = RemoteRun(upload, run.path.name).at_first_contact(), uuid.uuid4().hex.encode()
 
     def write() -> bool:
-        with suppress(UserError):
+        try:
             remote.write_bytes(_MEETING, token)
-            return True
-        return False
+        except UserError:
+            return False
+        return True
 
     # A store that does not answer is another matter: the run may continue from what the disks hold.
     if not from_rank_0(write):
@@ -426,25 +421,16 @@ def bring_history(run: RunFolder, upload: str | None) -> None:
     if remote is not None and from_rank_0(starts_in_store) > starts[owner]:
         from_rank_0(lambda: write({name: remote.read_if_there(name) for name in RUN_FILES}))
     elif starts[owner] > starts[0]:
-        paths = {name: run.path / name for name in RUN_FILES}
-        here = rank_and_world_size()[0] == owner
-        read = {name: path.read_bytes() for name, path in paths.items() if path.exists()} if here else {}
-        history = from_rank(owner, read)
+        paths = [run.path / name for name in RUN_FILES if rank_and_world_size()[0] == owner]
+        history = from_rank(owner, {path.name: path.read_bytes() for path in paths if path.exists()})
         from_rank_0(lambda: write(history))
 
 
-class RollbackCause(Protocol):
-    """Why the attempt was stopped: the optimizer step whose loss was the reason, and a sentence."""
-
-    step: int
-    sentence: str
-
-
-def roll_back(run: RunFolder, start: Start, finding: RollbackCause, recipe: Recipe) -> None:
+def roll_back(run: RunFolder, start: Start, recipe: Recipe, step: int, why: str) -> None:
     """Write a rollback into the journal, which the next `find_start` follows; every rank calls it.
 
-    The samples of `monitors.spikes.skip_steps` steps before the step of the finding, and of as many steps from it on,
-    are left out. When the run is opened again, the checkpoints saved since are set aside.
+    The samples of `monitors.spikes.skip_steps` steps before the step whose loss was the reason, and of as many steps
+    from it on, are left out. When the run is opened again, the checkpoints saved since are set aside.
 
     start: where this attempt began.
 
@@ -454,9 +440,9 @@ def roll_back(run: RunFolder, start: Start, finding: RollbackCause, recipe: Reci
     def write() -> str | None:
         """Return the run's last line, or None after a rollback."""
         spikes, done = recipe.monitors.spikes, len(start.journal.rollbacks)
-        why, allowed = finding.sentence, spikes.max_rollbacks
+        allowed = spikes.max_rollbacks
         if spikes.policy != "rollback" or done >= allowed:
-            run.add_event("gave_up", step=finding.step, why=why, policy=spikes.policy, rollbacks=done)
+            run.add_event("gave_up", step=step, why=why, policy=spikes.policy, rollbacks=done)
             after = f" after {done} rollbacks" if done else ""
             return (
                 f"{run.path}: training gave up{after} (monitors.spikes.policy {spikes.policy}): {why}; {run.events} "
@@ -465,7 +451,7 @@ def roll_back(run: RunFolder, start: Start, finding: RollbackCause, recipe: Reci
             )
         # Counted from 0, `step - 1` is the step whose loss was the reason. At the first steps of a run there are fewer
         # before it.
-        step, progress = finding.step, start.progress(recipe)
+        progress = start.progress(recipe)
         first_step, last_step = max(0, step - 1 - spikes.skip_steps), step - 1 + spikes.skip_steps
         first, last = progress.samples_at(first_step), progress.samples_at(last_step)
         # Positions in the global order, from which earlier rollbacks have left out samples already.

@@ -20,12 +20,9 @@ import torch
 import xxhash
 from safetensors import safe_open
 
-from pretraining.checkpoints.format import (
-    digest_entry,
-    read_receipt,
-)
+from pretraining.checkpoints.format import digest_entry, read_receipt
 from pretraining.errors import UserError
-from pretraining.outside.files import COUNT, read_json_value
+from pretraining.outside.files import COUNT, object_of, read_json_value
 from pretraining.runtime.heartbeat import work_done
 from pretraining.schema import check
 
@@ -428,17 +425,9 @@ def assemble(reader: CheckpointReader, parameter: str, state: str = MASTER) -> t
     return reader.read(state, parameter).view(reader.parameters[parameter])
 
 
-_TENSOR = {
-    "type": "object",
-    "required": ["shape"],
-    "properties": {"shape": {"type": "array", "items": COUNT}},
-}
+_TENSOR = object_of({"shape": {"type": "array", "items": COUNT}})
 _TENSORS = {"type": "object", "patternProperties": {"(?s:.*)": _TENSOR}}
-_STATE = {
-    "type": "object",
-    "required": ["parameters"],
-    "properties": {"parameters": _TENSORS, "buffers": _TENSORS},
-}
+_STATE = object_of({"parameters": _TENSORS}, {"buffers": _TENSORS})
 """What every reader of state.json relies on."""
 
 

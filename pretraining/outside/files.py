@@ -20,6 +20,12 @@ DIGEST = {"type": "string", "pattern": "[0-9a-f]{16,128}"}
 CHECKSUM = {"type": "string", "pattern": "[0-9a-z]+:[0-9a-f]{16,128}"}
 """Schema of a digest behind the name of its function."""
 COUNT = {"type": "integer", "minimum": 0, "maximum": (1 << 63) - 1}
+TEXT, NUMBER = {"type": "string"}, {"type": "number"}
+
+
+def object_of(needed: dict[str, dict], others: dict[str, dict] | None = None) -> dict:
+    """Return the schema of an object that has these keys, and perhaps the others."""
+    return {"type": "object", "required": [*needed], "properties": {**needed, **(others or {})}}
 
 
 def regular(path: str, flags: int) -> int:
@@ -55,20 +61,20 @@ def parse_json(content: str | bytes, **options: Any) -> Any:
 
     Half of a surrogate pair is refused too, because it could not be written again. options: of `json.loads`.
     """
+
+    def integer(digits: str) -> int:
+        if len(digits) > 300:
+            raise ValueError(f"{digits[:20]}... is too large for a number")  # also for a float
+        return int(digits)
+
     text = content if isinstance(content, str) else content.decode("utf-8")
     try:
-        value = json.loads(text, **{"parse_int": _integer, **options})
+        value = json.loads(text, **{"parse_int": integer, **options})
     except RecursionError:
         raise ValueError("is nested too deeply") from None
     if "\\u" in text:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     return value
-
-
-def _integer(digits: str) -> int:
-    if len(digits) > 300:
-        raise ValueError(f"{digits[:20]}... is too large for a number")  # also for a float
-    return int(digits)
 
 
 def read_json_value(path: Path) -> Any:

@@ -5,7 +5,6 @@ import json
 import sys
 import time
 from dataclasses import asdict
-from typing import IO
 
 from pretraining.command_line import (
     OneLineParser,
@@ -15,18 +14,14 @@ from pretraining.command_line import (
     positive_integer,
 )
 from pretraining.data.preparation.execution import EXECUTORS
-from pretraining.data.preparation.slurm import read_slurm_options
-from pretraining.doctor.gpus import read_gpus
 from pretraining.errors import UserError, one_line_errors
 from pretraining.pipeline.step import Decision, Pipeline
-from pretraining.pipeline.steps import NAMES, STEPS, ranks_of
+from pretraining.pipeline.steps import NAMES, STEPS
 from pretraining.planning.quantities import duration
-from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.runtime.exit_codes import FINISHED, INTERRUPTED, STOPPED, USER_ERROR
 from pretraining.runtime.lock import holder_of
 from pretraining.runtime.processes import CommandEnded
-from pretraining.runtime.run_folder import RunFolder
-from pretraining.schema import REPOSITORY, display_path
+from pretraining.schema import display_path
 
 EXAMPLES = """examples:
   python -m pretraining.pipeline --recipe tiny
@@ -51,9 +46,9 @@ FOLLOWS["publish"] = ("train", "report")
 
 def main(arguments: list[str] | None = None) -> int:
     """Run every step that is not up to date, and return the exit code."""
-    options = _parse(arguments)
-    output = sys.stderr if options.json else None
-    pipeline = pipeline_of(options, output)
+    options = parse(arguments)
+    first = NAMES.index(options.start) if options.start else len(NAMES)
+    pipeline = Pipeline(options, NAMES[first:], sys.stderr if options.json else None)
     # what the steps depend on changes until its end
     if (holder := holder_of(pipeline.run.path)) is not None:
         place = display_path(pipeline.run.path)
@@ -71,50 +66,13 @@ def main(arguments: list[str] | None = None) -> int:
     return code
 
 
-def pipeline_of(options: argparse.Namespace, output: IO[str] | None) -> Pipeline:
-    """Check recipe and options, and build the pipeline; nothing is written."""
-    ranks, gpus = options.world_size or ranks_of(options.launcher), read_gpus()
-    # without a number in its words, deepspeed takes every GPU
-    all_gpus = len(gpus.found) if options.launcher.split()[:1] == ["deepspeed"] else 1
-    world_size = ranks or max(1, all_gpus)
-    recipe, ds_config = load_recipe_and_ds_config(
-        options.recipe, options.set, options.deepspeed, world_size, options.limit_tokens
-    )
-    words = ["--recipe", options.recipe, *(word for text in options.set for word in ("--set", text))]
-    words += ["--limit_tokens", str(options.limit_tokens)] if options.limit_tokens else []
-    prepare = ["--executor", options.executor, "--workers", str(options.workers)]
-    read_slurm_options(options.slurm)
-    first = NAMES.index(options.start) if options.start else len(NAMES)
-    return Pipeline(
-        recipe,
-        ds_config,
-        RunFolder(options.output_dir or REPOSITORY / "runs" / recipe.name),
-        options.data_dir,
-        words,
-        deepspeed=options.deepspeed,
-        launcher=options.launcher,
-        world_size=world_size,
-        gpu=options.gpu or (gpus.known.name if gpus.known else None),
-        prepare_words=prepare + [word for text in options.slurm for word in ("--slurm", text)],
-        resume=options.resume,
-        allow_change=options.allow_change,
-        restarts=options.restarts,
-        force=options.force,
-        replace=options.replace,
-        to=options.publish,
-        private=options.private,
-        forced=frozenset(NAMES[first:]),
-        output=output,
-    )
-
-
 def run_steps(pipeline: Pipeline, names: tuple[str, ...], rows: list[dict]) -> int:
     """Run the steps in order until one ends badly; each adds a row. Returns the exit code."""
     for name in names:
         step = STEPS[name](pipeline)
         look = step.look()
         row: dict = {"step": name, "state": "runs" if look.runs else look.state, "why": look.why}
-        _say(pipeline, name, f"{row['state']}: {look.why}")
+        pipeline.say(name, f"{row['state']}: {look.why}")
         rows.append(row)
         if not look.runs:
             continue
@@ -129,7 +87,7 @@ def run_steps(pipeline: Pipeline, names: tuple[str, ...], rows: list[dict]) -> i
             next_command = "the same command goes on from here"
             if ended.code == USER_ERROR:
                 next_command = "do what the line above says, then type the same command again"
-            _say(pipeline, name, f"{state}: {ended.reason}; nothing after it was run; {next_command}")
+            pipeline.say(name, f"{state}: {ended.reason}; nothing after it was run; {next_command}")
             return ended.code
         except UserError as error:
             row |= {"state": "failed", "code": error.exit_code, "error": str(error)}
@@ -137,7 +95,7 @@ def run_steps(pipeline: Pipeline, names: tuple[str, ...], rows: list[dict]) -> i
             return error.exit_code
         seconds = time.monotonic() - began
         row |= {"state": "done", "seconds": round(seconds, 3), "facts": facts}
-        _say(pipeline, name, f"done in {duration(seconds)}: {step.words(facts)}")
+        pipeline.say(name, f"done in {duration(seconds)}: {step.words(facts)}")
     return FINISHED
 
 
@@ -146,23 +104,18 @@ def show_steps(pipeline: Pipeline, names: tuple[str, ...], rows: list[dict]) -> 
     running: set[str] = set()
     for name in names:
         before = next((each for each in FOLLOWS.get(name, ()) if each in running), None)
-        asked = name != "publish" or pipeline.to is not None
+        asked = name != "publish" or pipeline.options.publish is not None
         # before it has run, nobody knows what it makes: its content may be the same
-        look = (
-            Decision(True, f"{before} comes before it") if before and asked else STEPS[name](pipeline).look()
-        )
+        first = Decision(True, f"{before} comes before it") if before and asked else None
+        look = first or STEPS[name](pipeline).look()
         if look.runs:
             running.add(name)
-        _say(pipeline, name, f"{'would run' if look.runs else look.state}: {look.why}")
+        pipeline.say(name, f"{'would run' if look.runs else look.state}: {look.why}")
         rows.append({"step": name, **asdict(look)})
     return FINISHED
 
 
-def _say(pipeline: Pipeline, name: str, text: str) -> None:
-    print(f"{name:<9} {text}", file=pipeline.output, flush=True)
-
-
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
+def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(
         prog="python -m pretraining.pipeline",
         description=__doc__,
@@ -171,39 +124,32 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add_recipe_arguments(parser)
-    parser.add_argument("--deepspeed", metavar="NAME|PATH", help="a file of ds_configs/ over the recipe's")
-    what = "run folder (default: runs/<recipe>)"
-    parser.add_argument("--output_dir", type=named_path, metavar="DIR", help=what)
-    what = 'what starts the ranks: "deepspeed --num_gpus=8"'
-    parser.add_argument("--launcher", default="", metavar="WORDS", help=what)
+    add = parser.add_argument
+    add("--deepspeed", metavar="NAME|PATH", help="a file of ds_configs/ over the recipe's")
+    add("--output_dir", type=named_path, metavar="DIR", help="run folder (default: runs/<recipe>)")
+    add("--launcher", default="", metavar="WORDS", help='what starts the ranks: "deepspeed --num_gpus=8"')
     what = "ranks that are planned for (default: what --launcher says, else 1)"
-    parser.add_argument("--world_size", type=positive_integer, metavar="N", help=what)
-    what = "planned for, as H100 (default: the GPU of this machine)"
-    parser.add_argument("--gpu", metavar="NAME", help=what)
-    parser.add_argument("--from", dest="start", choices=NAMES, help="run this step and all after it")
-    parser.add_argument("--until", choices=NAMES, help="this step is the last one")
-    what = "leave a step out (repeatable)"
-    parser.add_argument("--skip", action="append", default=[], choices=NAMES, help=what)
-    what = (
-        "publish the export and the report there: a model repository of the hub, s3://bucket/folder, ./folder"
-    )
-    parser.add_argument("--publish", metavar="OWNER/NAME|ADDRESS|FOLDER", help=what)
-    parser.add_argument("--private", action="store_true", help="with --publish: a new repository is private")
+    add("--world_size", type=positive_integer, metavar="N", help=what)
+    add("--gpu", metavar="NAME", help="planned for, as H100 (default: the GPU of this machine)")
+    add("--from", dest="start", choices=NAMES, help="run this step and all after it")
+    add("--until", choices=NAMES, help="this step is the last one")
+    add("--skip", action="append", default=[], choices=NAMES, help="leave a step out (repeatable)")
+    what = "publish the export and the report there: a model repository of the hub, s3://bucket/folder, "
+    what += "./folder"
+    add("--publish", metavar="OWNER/NAME|ADDRESS|FOLDER", help=what)
+    add("--private", action="store_true", help="with --publish: a new repository is private")
     what = "how often a crash or hang of training is started again (default: 3)"
-    parser.add_argument("--restarts", type=not_negative_integer, default=3, metavar="N", help=what)
-    what = "of train.py"
-    parser.add_argument("--resume", default="auto", metavar="auto|never|PATH|URL", help=what)
-    parser.add_argument("--allow_change", action="append", default=[], metavar="SECTION.KEY", help=what)
+    add("--restarts", type=not_negative_integer, default=3, metavar="N", help=what)
+    add("--resume", default="auto", metavar="auto|never|PATH|URL", help="of train.py")
+    add("--allow_change", action="append", default=[], metavar="SECTION.KEY", help="of train.py")
     what = "make anew a data set or an unfinished run that differs from the recipe; the old one is kept beside it"
-    parser.add_argument("--replace", action="store_true", help=what)
-    what = "go on where the plan says that the run does not fit"
-    parser.add_argument("--force", action="store_true", help=what)
-    what = "of data_prep.py"
-    parser.add_argument("--executor", choices=EXECUTORS, default="auto", help=what)
-    parser.add_argument("--workers", type=not_negative_integer, default=0, metavar="N", help=what)
-    parser.add_argument("--slurm", action="append", default=[], metavar="KEY=VALUE", help=what)
-    parser.add_argument("--show", action="store_true", help="say what would run, and start nothing")
-    parser.add_argument("--json", action="store_true", help="the steps as JSON; commands print on stderr")
+    add("--replace", action="store_true", help=what)
+    add("--force", action="store_true", help="go on where the plan says that the run does not fit")
+    add("--executor", choices=EXECUTORS, default="auto", help="of data_prep.py")
+    add("--workers", type=not_negative_integer, default=0, metavar="N", help="of data_prep.py")
+    add("--slurm", action="append", default=[], metavar="KEY=VALUE", help="of data_prep.py")
+    add("--show", action="store_true", help="say what would run, and start nothing")
+    add("--json", action="store_true", help="the steps as JSON; commands print on stderr")
     options = parser.parse_args(arguments)
     if options.private and options.publish is None:
         raise UserError("--private goes with --publish: add that, or leave --private out")

@@ -1,66 +1,71 @@
 """What the steps of a pipeline (steps.py) share: its settings, the record of what was done, and how both compare."""
 
+import argparse
 import json
+import re
+import shlex
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
 from pretraining.checkpoints.folders import files_in
 from pretraining.checkpoints.format import file_entry
 from pretraining.data.checksums import digest_of
+from pretraining.data.preparation.slurm import read_slurm_options
+from pretraining.doctor.gpus import read_gpus
 from pretraining.outside.files import read_json_value
-from pretraining.recipe import Recipe
+from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.runtime.durable_files import write_json
 from pretraining.runtime.processes import call
 from pretraining.runtime.run_folder import RunFolder, utc_now
-from pretraining.schema import differences, listed
+from pretraining.schema import REPOSITORY, differences, listed
+from pretraining.supervise.hosts import HostfileCommand
 
 UP_TO_DATE, NOT_NEEDED, NOT_ASKED = "up to date", "not needed", "not asked for"
 
 
-@dataclass
 class Pipeline:
-    """A recipe, where its files go, how its steps are started, and what they have done."""
+    """A recipe, where its files go, how its steps are started, and what they have done.
 
-    recipe: Recipe
-    ds_config: dict | None
-    run: RunFolder
-    data_root: Path
-    recipe_words: list[str]
-    """The options that name the recipe: --recipe, --set, --limit_tokens."""
-    deepspeed: str | None = None
-    launcher: str = ""
-    world_size: int = 1
-    gpu: str | None = None
-    prepare_words: list[str] = field(default_factory=list)
-    """Options of data_prep.py alone: --executor, --workers, --slurm."""
-    resume: str = "auto"
-    allow_change: list[str] = field(default_factory=list)
-    restarts: int = 3
-    force: bool = False
-    replace: bool = False
-    to: str | None = None
-    """Where the model is published; None: nowhere."""
-    private: bool = False
-    forced: frozenset[str] = frozenset()
-    """Steps that run even if they are up to date."""
-    output: IO[str] | None = None
-    """Where the output of commands is shown; None: as this process's own."""
+    options: the command line's (`__main__.py`), which are checked here; nothing is written. forced: steps that run even
+    if they are up to date. output: where the output of commands is shown; None: as this process's own.
 
-    def __post_init__(self) -> None:
+    Raises `UserError` for a recipe or options that make no sense.
+    """
+
+    def __init__(
+        self, options: argparse.Namespace, forced: Collection[str] = (), output: IO[str] | None = None
+    ) -> None:
+        self.options, self.forced, self.output = options, forced, output
+        ranks, gpus = options.world_size or ranks_of(options.launcher), read_gpus()
+        # without a number in its words, deepspeed takes every GPU
+        all_gpus = len(gpus.found) if options.launcher.split()[:1] == ["deepspeed"] else 1
+        self.world_size = ranks or max(1, all_gpus)
+        self.recipe, self.ds_config = load_recipe_and_ds_config(
+            options.recipe, options.set, options.deepspeed, self.world_size, options.limit_tokens
+        )
+        read_slurm_options(options.slurm)
+        self.gpu = options.gpu or (gpus.known.name if gpus.known else None)
+        self.run = RunFolder(options.output_dir or REPOSITORY / "runs" / self.recipe.name)
+        self.data_folder = options.data_dir / self.recipe.data.name
         self.record = Record(self.run)
 
     @property
-    def data_folder(self) -> Path:
-        return self.data_root / self.recipe.data.name
+    def recipe_words(self) -> list[str]:
+        """List the options that name the recipe."""
+        options = self.options
+        words = ["--recipe", options.recipe, *(word for text in options.set for word in ("--set", text))]
+        return words + (["--limit_tokens", str(options.limit_tokens)] if options.limit_tokens else [])
 
     @property
     def train_words(self) -> list[str]:
         """List the options that the doctor and train.py share."""
-        chosen = ["--deepspeed", self.deepspeed] if self.deepspeed else []
-        return [*chosen, "--output_dir", str(self.run.path), "--data_dir", str(self.data_root)]
+        chosen = ["--deepspeed", self.options.deepspeed] if self.options.deepspeed else []
+        places = ["--output_dir", str(self.run.path), "--data_dir", str(self.options.data_dir)]
+        return [*self.recipe_words, *chosen, *places]
 
     def content(self, name: str) -> str | None:
         """Compute the digest of the export or of the report; None if it is not there."""
@@ -69,16 +74,13 @@ class Pipeline:
         return self.record.content(name, {str(each.relative_to(self.run.path)): each for each in paths})
 
     def call(self, *command: str, captured: bool = False) -> str:
-        """Run a command of a step to its end; `captured`: return what it printed.
+        """Run a command of a step to its end; `CommandEnded` with its exit code. captured: return what it printed."""
 
-        Raises:
-            CommandEnded: with its exit code.
-        """
-
-        def show(line: str) -> None:
-            print(line, end="", file=self.output, flush=True)
-
+        show = partial(print, end="", file=self.output, flush=True)
         return call(list(command), captured, None if self.output is None else show)
+
+    def say(self, name: str, text: str) -> None:
+        print(f"{name:<9} {text}", file=self.output, flush=True)
 
 
 class Record:
@@ -134,7 +136,12 @@ class Decision:
 
 
 class Step(ABC):
-    """One step of a pipeline."""
+    """One step of a pipeline.
+
+    `examine` decides by what the step depends on; --from does not count. `run` returns what is worth knowing of it, and
+    `words` writes that. `run` raises `CommandEnded` if its command ended with an exit code, and `UserError` if it is
+    refused.
+    """
 
     name: ClassVar[str]
 
@@ -149,21 +156,13 @@ class Step(ABC):
         return found
 
     @abstractmethod
-    def examine(self) -> Decision:
-        """Compare what the step depends on with what it was; --from does not count."""
+    def examine(self) -> Decision: ...
 
     @abstractmethod
-    def run(self) -> dict:
-        """Run the step; returns what is worth knowing of it.
-
-        Raises:
-            CommandEnded: its command ended with an exit code.
-            UserError: it is refused.
-        """
+    def run(self) -> dict: ...
 
     @abstractmethod
-    def words(self, facts: dict) -> str:
-        """Write what a finished step has made."""
+    def words(self, facts: dict) -> str: ...
 
     def inputs(self) -> dict:
         return {}
@@ -189,3 +188,19 @@ class Step(ABC):
         if changes is None:
             return Decision(True, "it has not run here")
         return Decision(True, listed(changes)) if changes else Decision(False, made)
+
+
+def ranks_of(launcher: str) -> int | None:
+    """Read from a launcher's words how many ranks it starts; None if they do not say."""
+
+    def of(*names: str) -> int | None:
+        found = re.search(rf"(?:{'|'.join(names)})[= ](\d+)(?!\S)", launcher)
+        return int(found[1]) if found else None
+
+    hosted = HostfileCommand.of([*shlex.split(launcher), "train.py"])
+    if hosted is not None:
+        return sum(map(len, hosted.slots().values()))
+    if total := of("--num_processes"):
+        return total  # accelerate counts those of all machines
+    ranks = of("--num_gpus", "--nproc_per_node", "--nproc-per-node")
+    return ranks and ranks * (of("--num_nodes", "--nnodes") or 1)

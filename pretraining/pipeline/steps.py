@@ -5,7 +5,6 @@ Files count by their content: one that was only written again changes nothing. C
 """
 
 import json
-import re
 import shlex
 import sys
 from functools import cached_property
@@ -31,7 +30,6 @@ from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.exit_codes import STOPPED
 from pretraining.runtime.processes import CommandEnded
 from pretraining.schema import REPOSITORY, differences, display_path, listed
-from pretraining.supervise.hosts import HostfileCommand
 
 REPORTED = ("recipe", "plan", "environment", "metrics", "events", "samples", "mixture")
 """Files of a run that its report shows, as `RunFolder` names them."""
@@ -49,7 +47,7 @@ class Plan(Step):
             "ds_config": pipeline.ds_config,
             "world_size": pipeline.world_size,
             "gpu": pipeline.gpu,
-            "force": pipeline.force,
+            "force": pipeline.options.force,
         }
 
     def examine(self) -> Decision:
@@ -59,7 +57,7 @@ class Plan(Step):
         pipeline = self.pipeline
         gpu = find_gpu(pipeline.gpu) if pipeline.gpu else None
         plan = full_plan(Setup(pipeline.recipe, pipeline.ds_config, pipeline.world_size), gpu)
-        if plan["refusals"] and not pipeline.force:
+        if plan["refusals"] and not pipeline.options.force:
             first = plan["refusals"][0]
             raise UserError(f"plan refused: {first['what']}; {first['remedy']}")
         kept = ("parameters", "tokens", "steps", "disk_bytes", "checkpoint_bytes", "forecast")
@@ -74,10 +72,6 @@ class Prepare(Step):
     """Token shards of the recipe's texts."""
 
     name = "prepare"
-
-    @property
-    def manifest(self) -> dict | None:
-        return read_manifest(self.pipeline.data_folder)
 
     @cached_property
     def sources(self) -> list:
@@ -109,14 +103,15 @@ class Prepare(Step):
 
     def examine(self) -> Decision:
         """Compare the finished data with the recipe and its texts."""
-        pipeline, manifest = self.pipeline, self.manifest
-        place = display_path(pipeline.data_folder)
+        pipeline, place = self.pipeline, display_path(self.pipeline.data_folder)
+        manifest = read_manifest(pipeline.data_folder)
         if manifest is None:
             return Decision(True, f"{place} is not there yet")
         fingerprints = [source.fingerprint() for source in self.sources]
         differing = prepared_differences(manifest, pipeline.recipe.data.to_dict(), fingerprints)
         if differing and not self._only_written_again(manifest):
-            return Decision(True, listed(differing) + ("" if pipeline.replace else "; it needs --replace"))
+            needs = "" if pipeline.options.replace else "; it needs --replace"
+            return Decision(True, listed(differing) + needs)
         if lacking(manifest, portions_of(pipeline.recipe)):
             return Decision(True, f"{place} holds less than this run reads")
         if self.changes() != []:
@@ -137,13 +132,19 @@ class Prepare(Step):
 
     def run(self) -> dict:
         pipeline = self.pipeline
-        words = [*pipeline.recipe_words, "--data_dir", str(pipeline.data_root), *pipeline.prepare_words]
-        words += ["--replace"] * pipeline.replace
+        options = pipeline.options
+        words = [*pipeline.recipe_words, "--data_dir", str(options.data_dir), "--executor", options.executor]
+        words += [
+            "--workers",
+            str(options.workers),
+            *(w for text in options.slurm for w in ("--slurm", text)),
+        ]
+        words += ["--replace"] * options.replace
         pipeline.call(sys.executable, str(REPOSITORY / "data_prep.py"), *words)
-        manifest = self.manifest
-        if manifest is None:
-            why = "its jobs are submitted; the same command goes on once they have ended"
-            raise CommandEnded(STOPPED, why)
+        if (manifest := read_manifest(pipeline.data_folder)) is None:
+            raise CommandEnded(
+                STOPPED, "its jobs are submitted; the same command goes on once they have ended"
+            )
         return self._facts(manifest)
 
     def _facts(self, manifest: dict) -> dict:
@@ -169,8 +170,8 @@ class Doctor(Step):
         return Decision(False, "training is done", NOT_NEEDED)
 
     def run(self) -> dict:
-        pipeline, launcher = self.pipeline, shlex.split(self.pipeline.launcher)
-        words = [*pipeline.recipe_words, *pipeline.train_words, *Train(pipeline).start_words]
+        pipeline, launcher = self.pipeline, shlex.split(self.pipeline.options.launcher)
+        words = [*pipeline.train_words, *Train(pipeline).start_words]
         if launcher:
             module = "--module" if Path(launcher[0]).name == "deepspeed" else "-m"
             pipeline.call(*launcher, module, "pretraining.doctor", *words)
@@ -251,28 +252,21 @@ class Train(Step):
             return True
         changed = bool(changed_parts(self.pipeline.recipe.to_dict(), earlier))
         other = changed or (finished and self._has_other_data())
-        return other and (finished or self.pipeline.replace)
+        return other and (finished or self.pipeline.options.replace)
 
     @property
     def start_words(self) -> list[str]:
-        pipeline = self.pipeline
-        resume = "never" if self.starts_over and not pipeline.allow_change else pipeline.resume
-        return ["--resume", resume, *(w for key in pipeline.allow_change for w in ("--allow_change", key))]
+        options = self.pipeline.options
+        resume = "never" if self.starts_over and not options.allow_change else options.resume
+        return ["--resume", resume, *(w for key in options.allow_change for w in ("--allow_change", key))]
 
     def run(self) -> dict:
         pipeline = self.pipeline
-        words = [*pipeline.recipe_words, *pipeline.train_words, *self.start_words]
-        words += ["--force"] * pipeline.force
+        words = [*pipeline.train_words, *self.start_words]
+        words += ["--force"] * pipeline.options.force
         # started again after a crash or a hang
-        supervise = [
-            sys.executable,
-            "-m",
-            "pretraining.supervise",
-            "--restarts",
-            str(pipeline.restarts),
-            "--",
-        ]
-        pipeline.call(*supervise, *train_command(words, pipeline.launcher))
+        supervise = ["-m", "pretraining.supervise", "--restarts", str(pipeline.options.restarts), "--"]
+        pipeline.call(sys.executable, *supervise, *train_command(words, pipeline.options.launcher))
         end = pipeline.run.last_event("end") or {}
         if not pipeline.run.is_finished(pipeline.recipe.to_dict()):
             place = display_path(pipeline.run.path)
@@ -302,7 +296,7 @@ class Evaluate(Step):
         return self.look_at_inputs(self.words(facts) if facts else "")
 
     def run(self) -> dict:
-        run, data = str(self.pipeline.run.path), str(self.pipeline.data_root)
+        run, data = str(self.pipeline.run.path), str(self.pipeline.options.data_dir)
         words = [sys.executable, "-m", "pretraining.evaluation", run, "--data_dir", data, "--json"]
         answer = self.pipeline.call(*words, "--trust_extensions", captured=True)
         return json.loads(answer.strip().splitlines()[-1])
@@ -326,12 +320,9 @@ class ReportStep(Step):
         """Compare its inputs, and the page with the one that was written."""
         run = self.pipeline.run
         found = self.look_at_inputs(f"{display_path(run.report)} shows the run as it is")
-        if (
-            not found.runs
-            and self.pipeline.content("report") != self.pipeline.record.facts(self.name)["content"]
-        ):
-            return Decision(True, f"{display_path(run.report)} has changed or is gone")
-        return found
+        if found.runs or self.pipeline.content("report") == self.pipeline.record.facts(self.name)["content"]:
+            return found
+        return Decision(True, f"{display_path(run.report)} has changed or is gone")
 
     def run(self) -> dict:
         # its modules are not needed to say that it is up to date
@@ -350,20 +341,17 @@ class Publish(Step):
     name = "publish"
 
     def inputs(self) -> dict:
-        contents = {
-            "the export": self.pipeline.content("export"),
-            "the report": self.pipeline.content("report"),
-        }
-        return {"to": self.pipeline.to, "contents": contents}
+        contents = {f"the {name}": self.pipeline.content(name) for name in ("export", "report")}
+        return {"to": self.pipeline.options.publish, "contents": contents}
 
     def examine(self) -> Decision:
-        if self.pipeline.to is None:
+        if self.pipeline.options.publish is None:
             return Decision(False, "--publish OWNER/NAME, ADDRESS or FOLDER asks for it", NOT_ASKED)
-        return self.look_at_inputs(f"{self.pipeline.to} holds this export")
+        return self.look_at_inputs(f"{self.pipeline.options.publish} holds this export")
 
     def run(self) -> dict:
-        words = ["push", str(self.pipeline.run.path), str(self.pipeline.to), "--json"]
-        words += ["--private"] * self.pipeline.private
+        words = ["push", str(self.pipeline.run.path), str(self.pipeline.options.publish), "--json"]
+        words += ["--private"] * self.pipeline.options.private
         answer = self.pipeline.call(sys.executable, "-m", "pretraining.checkpoints", *words, captured=True)
         return json.loads(answer)
 
@@ -375,19 +363,3 @@ STEPS: dict[str, type[Step]] = {
     step.name: step for step in (Plan, Prepare, Doctor, Train, Evaluate, ReportStep, Publish)
 }
 NAMES = tuple(STEPS)
-
-
-def ranks_of(launcher: str) -> int | None:
-    """Read from a launcher's words how many ranks it starts; None if they do not say."""
-
-    def of(*names: str) -> int | None:
-        found = re.search(rf"(?:{'|'.join(names)})[= ](\d+)(?!\S)", launcher)
-        return int(found[1]) if found else None
-
-    hosted = HostfileCommand.of([*shlex.split(launcher), "train.py"])
-    if hosted is not None:
-        return sum(map(len, hosted.slots().values()))
-    if total := of("--num_processes"):
-        return total  # accelerate counts those of all machines
-    ranks = of("--num_gpus", "--nproc_per_node", "--nproc-per-node")
-    return ranks and ranks * (of("--num_nodes", "--nnodes") or 1)

@@ -54,6 +54,10 @@ class Change(NamedTuple):
         section = self.key.partition(".")[0]
         return self.key in allowed or section in allowed
 
+    def accepted_at(self, step: int) -> dict:
+        """Return what a run keeps of it."""
+        return {"step": step, "key": self.key, "from": self.earlier, "to": self.now}
+
     def __str__(self) -> str:
         """The first single value that differs."""
         return str(differences(self.earlier, self.now, self.key)[0])

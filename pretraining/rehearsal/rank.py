@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -97,32 +97,29 @@ class Done:
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        """Add the block's time to `what`."""
         began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - began
+        yield
+        self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - began
 
 
-def start_as(
-    place: RankPlace,
-    attempt: Callable[[Job], bool],
-    recipe: Recipe,
-    plan: RunPlan,
-    data: PreparedData,
-    run: RunFolder,
-    options: argparse.Namespace,
-) -> Done:
+class Asked(NamedTuple):
+    """What is rehearsed, with the plan on its machine and the options of train.py."""
+
+    recipe: Recipe
+    plan: RunPlan
+    data: PreparedData
+    options: argparse.Namespace
+
+
+def start_as(place: RankPlace, attempt: Callable[[Job], bool], asked: Asked, run: RunFolder) -> Done:
     """Do one start of the run as this rank: from its beginning, or from the checkpoint in the folder; then one step.
 
-    attempt: train.py's. plan: on the machine that is rehearsed. run: a folder of this rehearsal.
+    attempt: train.py's. run: a folder of this rehearsal.
     """
-    done, began = Done(), time.perf_counter()
+    done, began, (recipe, plan, data, options) = Done(), time.perf_counter(), asked
     gpu = plan.machine.gpu if plan.machine else None
     named = {"name": gpu.name, "total_bytes": gpu.memory_bytes} if gpu else {}
     typed = {**vars(options), "resume": "auto", "force": True, "while_preparing": False}
-    options = argparse.Namespace(**typed)
     if not recipe.step_sizes.ramp_steps:  # else the first steps have a share of them
         plan = replace(plan, accumulation_steps=min(plan.accumulation_steps, MOST_MICRO_BATCHES))
     # the recipe of a run that ends after its first step and reports to nobody
@@ -134,9 +131,9 @@ def start_as(
     with gpu_of_none as network, without_other_ranks(), deciding_alone():
         monitors = RankMonitors(run, recipe, done, isinstance(data, StandInData))
         with closing(Arrival(recipe, options.data_dir, run, monitors.stop)) as arrival:
-            manager = partial(RankCheckpoints, place, done)
+            work = recipe, plan, data, run, argparse.Namespace(**typed), monitors, arrival
             try:
-                attempt(Job(recipe, plan, data, run, options, monitors, arrival, GPU, manager))
+                attempt(Job(*work, GPU, partial(RankCheckpoints, place, done)))
             except SystemExit as left:
                 if left.code != STOPPED:
                     raise
@@ -149,12 +146,12 @@ class RankMonitors(RunMonitors):
     """The monitors of a rank; they note too what it reads, and when the model is about to be built."""
 
     def __init__(self, run: RunFolder, recipe: Recipe, done: Done, without_data: bool) -> None:
-        """without_data: nothing can be learned from the blocks."""
         super().__init__(run, recipe)
         self.done, self.without_data = done, without_data
 
     def begin(self, plan: RunPlan, start: Any, dataset: PackedDataset) -> None:
         super().begin(plan, start, dataset)
+        # nothing can be learned from blocks that stand in
         dataset.guard = NotingGuard(self.done, None if self.without_data else dataset.guard)
         self.done.seconds["build"] = -time.perf_counter()
 
@@ -232,19 +229,20 @@ class EvenDispatch(ExpertDispatch):
 
 
 def choose_evenly(model: torch.nn.Module) -> None:
-    """Let the routers of a model whose experts are split choose every expert equally often."""
     for experts in expert_modules(model):
         if isinstance(experts.forward, ExpertDispatch):
             experts.forward = EvenDispatch(experts.forward)
 
 
-def check_samples(done: Done, place: RankPlace, recipe: Recipe, ranks_per_sample: int, first: int) -> None:
-    """Raise `UserError` unless a rank has read the samples that are its own: no other rank reads one of them."""
+def check_samples(done: Done, place: RankPlace, size: int, ranks_per_sample: int) -> None:
+    """Raise `UserError` unless a rank has read the samples that are its own: no other rank reads one of them.
+
+    done: of a start from the beginning. size: the samples of a micro-batch.
+    """
     groups, group = place.world_size // ranks_per_sample, place.rank // ranks_per_sample
-    size = recipe.micro_batch
     for number, sample in enumerate(done.samples):
         micro_batch, row = divmod(number, size)
-        own = first + (micro_batch * groups + group) * size + row
+        own = (micro_batch * groups + group) * size + row
         if sample != own:
             raise UserError(
                 f"rank {place.rank} read sample {sample:,} of the run as its {number + 1}., and its own is {own:,}: "

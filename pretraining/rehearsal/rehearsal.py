@@ -16,9 +16,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -83,7 +83,7 @@ def rehearse(
     """
     rehearsal = Rehearsal(recipe, ds_config, options)
     rehearsal.do(open_data, attempt)
-    faults = rehearsal.faults
+    faults = [f"{part.name}: {part.fault}" for part in rehearsal.parts if part.fault]
     if options.json:
         answer = {
             "recipe": recipe.name,
@@ -120,45 +120,33 @@ class Rehearsal:
         self.parts: list[RehearsedPart] = []
         self.ranks: list[dict] = []
         self.plan: RunPlan | None = None
+        self.data: PreparedData | None = None
         self.began = time.perf_counter()
-
-    @property
-    def faults(self) -> list[str]:
-        return [f"{part.name}: {part.fault}" for part in self.parts if part.fault]
 
     def do(self, open_data: Callable[..., PreparedData], attempt: Callable[..., bool]) -> None:
         """Do every part, and print a line for each."""
         kind = f", {self.gpu.name}" if self.gpu else ""
         nodes = several(self.nodes, "node")
         self._print(f"rehearsal of {self.recipe.name} on {self.world_size:,} ranks of {nodes}{kind}\n")
-        data: PreparedData | None = None
-        with self._part("plan") as part:
-            part.found = self._plan(part)
-        with self._part("run folder") as part:
-            part.found = self._run_folder()
-        with self._part("store") as part:
-            part.found = self._store(part)
-        with self._part("data") as part:
-            data, part.found = self._data(open_data, part)
-        if data is not None:
-            with self._part("samples") as part:
-                part.found = self._samples(data)
+        self._do("plan", self._plan)
+        self._do("run folder", self._run_folder)
+        self._do("store", self._store)
+        self._do("data", partial(self._data, open_data))
+        if self.data is not None:
+            self._do("samples", self._samples)
         prepare_imports()
-        with self._part("environment") as part:
-            part.found = self._environment(part)
-        if self.faults or data is None:
+        self._do("environment", self._environment)
+        if any(part.fault for part in self.parts):
             # they take minutes, and what is wrong already has to be mended first
             self._print("           not rehearsed: the ranks; mend what is above, then rehearse again")
-            return
-        with self._part("ranks") as part:
-            part.found = self._ranks(data, attempt)
+        else:
+            self._do("ranks", partial(self._ranks, attempt))
 
-    @contextmanager
-    def _part(self, name: str) -> Iterator[RehearsedPart]:
+    def _do(self, name: str, look: Callable[[RehearsedPart], str]) -> None:
         part, began = RehearsedPart(name), time.perf_counter()
         self.parts.append(part)
         try:
-            yield part
+            part.found = look(part)
         except UserError as error:
             part.fault = str(error)
         except OSError as error:
@@ -203,13 +191,14 @@ class Rehearsal:
             f"checkpoints need {num_bytes(plan.checkpoint_disk_bytes)} of disk"
         )
 
-    def _run_folder(self) -> str:
+    def _run_folder(self, part: RehearsedPart) -> str:
         if self.is_elsewhere:
             return f"{self.run.path}: not looked at (the disk of the nodes is another)"
         changes_of_run(self.run.path, self.recipe.to_dict(), self.options.allow_change)
         if self.options.resume == "auto" and self.run.is_finished(self.recipe.to_dict()):
-            what = f"{self.run.path}: this run is finished: nothing would start; choose another --output_dir"
-            raise UserError(what)
+            raise UserError(
+                f"{self.run.path}: this run is finished: nothing would start; choose another --output_dir"
+            )
         state = "goes on" if self.run.recipe.exists() else "new"
         began, folder = time.perf_counter(), existing_folder(self.run.path)
         try:
@@ -228,25 +217,27 @@ class Rehearsal:
         address = self.recipe.checkpoints.upload
         if not address:
             if self.nodes > 1:
-                what = f"unless all nodes share the disk of {self.run.path}, a lost node takes its part of every "
-                part.notes.append(f"{what}checkpoint along: --set checkpoints.upload=s3://bucket/runs")
+                part.notes.append(
+                    f"unless all nodes share the disk of {self.run.path}, a lost node takes its part of every "
+                    "checkpoint along: --set checkpoints.upload=s3://bucket/runs"
+                )
             return "none (checkpoints.upload)"
         # beside the run's own files, so that nothing of it is touched
         store = RemoteRun(address, f"{self.run.path.name}.rehearsal").at_first_contact()
-        began = time.perf_counter()
-        content = os.urandom(PROBE_BYTES)
+        began, content = time.perf_counter(), os.urandom(PROBE_BYTES)
         store.write_bytes("probe", content)
         written = time.perf_counter() - began
         found = store.read_if_there("probe")
         read = time.perf_counter() - began - written
         store.remove("probe")
         if found != content:
-            what = f"{store.where('probe')}: what was written was not read back; check checkpoints.upload"
-            raise UserError(what)
-        took = f"1 MB written in {1000 * written:.0f} ms, read in {1000 * read:.0f} ms"
-        return f"{store.where('')[:-1]}: {took}"
+            raise UserError(
+                f"{store.where('probe')}: what was written was not read back; check checkpoints.upload"
+            )
+        where = store.where("")[:-1]
+        return f"{where}: 1 MB written in {1000 * written:.0f} ms, read in {1000 * read:.0f} ms"
 
-    def _data(self, open_data: Callable[..., PreparedData], part: RehearsedPart) -> tuple[PreparedData, str]:
+    def _data(self, open_data: Callable[..., PreparedData], part: RehearsedPart) -> str:
         try:
             data = open_data(self.recipe, self.options)
         except UserError as error:
@@ -259,8 +250,9 @@ class Rehearsal:
         shards = [shard for split in data.manifest["splits"].values() for shard in split["shards"]]
         tokens = data.train.num_tokens
         found = f"{data.manifest['name']}: {tokens:,} tokens in {several(len(shards), 'shard')}"
+        self.data = data
         if isinstance(data, StandInData):
-            return data, f"{found}, none of which exists"
+            return f"{found}, none of which exists"
         for split in (each for each in (data.train, data.validation) if isinstance(each, StreamedSplit)):
             sizes = split.remote.store.sizes(split.name) or {}
             for shard in split.shard_entries:
@@ -268,14 +260,15 @@ class Rehearsal:
                 name = f"{split.name}/{shard['file']}"
                 size = sizes.get(shard["file"]) or split.remote.store.size(name)
                 if size not in (None, shard["size"]):
-                    what = f"{split.folder}/{shard['file']}: shard is {size:,} bytes, "
-                    what += f"expected {shard['size']:,} bytes"
-                    raise UserError(f"{what}; copy the data there again")
+                    raise UserError(
+                        f"{split.folder}/{shard['file']}: shard is {size:,} bytes, expected {shard['size']:,} bytes; "
+                        "copy the data there again"
+                    )
         fingerprint = data.manifest["tokenizer"]["fingerprint"]
-        return data, f"{found}, all there; its tokenizer is {fingerprint}, of {len(data.tokenizer):,} tokens"
+        return f"{found}, all there; its tokenizer is {fingerprint}, of {len(data.tokenizer):,} tokens"
 
-    def _samples(self, data: PreparedData) -> str:
-        dataset = build_training_dataset(data, self.recipe, 0)
+    def _samples(self, part: RehearsedPart) -> str:
+        dataset = build_training_dataset(self.data, self.recipe, 0)
         first = self.recipe.step_sizes.tokens_at(STEPS_COMPARED) // self.recipe.sequence_length
         count = min(first, len(dataset))
         different = len(np.unique(dataset.block_numbers(np.arange(count))))
@@ -304,24 +297,26 @@ class Rehearsal:
                     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                     listener.bind(("", int(port)))
             except (OSError, ValueError, OverflowError):
-                what = f"MASTER_PORT={port} is taken on this host, or is no port; choose another"
-                raise UserError(what) from None
+                raise UserError(
+                    f"MASTER_PORT={port} is taken on this host, or is no port; choose another"
+                ) from None
         trackers = named if isinstance(named, str) else ", ".join(named)
         return f"{several(len(self.recipe.extensions), 'extension')}; trackers: {trackers or 'none'}"
 
-    def _ranks(self, data: PreparedData, attempt: Callable[..., bool]) -> str:
-        assert self.plan is not None
+    def _ranks(self, attempt: Callable[..., bool], part: RehearsedPart) -> str:
         need = memory_need(self.setup)
         if need.state and need.state.host > MOST_HOST_BYTES:
-            what = f"each rank keeps {num_bytes(need.state.host)} of offloaded states in host memory, and so would a "
-            what += "rehearsal; rehearse the same recipe without offload, or on more ranks"
-            raise UserError(what)
+            raise UserError(
+                f"each rank keeps {num_bytes(need.state.host)} of offloaded states in host memory, and so would a "
+                "rehearsal; rehearse the same recipe without offload, or on more ranks"
+            )
         ranks = rehearsed_ranks(self.world_size)
         # forked: a rank begins with what this process has imported
         context, at_once = multiprocessing.get_context("fork"), max(1, min(AT_ONCE, int(cores())))
         shown = ", ".join(f"{each:,}" for each in ranks)
-        said = f"{shown}, {at_once} at a time: two starts each, which take minutes"
-        self._print(f"{self._now()} {'ranks':<12} {said}")
+        self._print(
+            f"{self._now()} {'ranks':<12} {shown}, {at_once} at a time: two starts each, which take minutes"
+        )
         from pretraining.rehearsal import rank as rehearsed  # the libraries, once for all ranks
 
         folder = Path(tempfile.mkdtemp(prefix="rehearsal-"))
@@ -330,7 +325,7 @@ class Rehearsal:
         while waiting or running:
             while waiting and len(running) < at_once:
                 place = waiting.pop(0)
-                running[place] = context.Process(target=_be, args=(self, folder, place, attempt, data))
+                running[place] = context.Process(target=_be, args=(self, folder, place, attempt))
                 running[place].start()
             ended = [process.sentinel for process in running.values()]
             if not multiprocessing.connection.wait(ended, SAYS_EVERY_SECONDS):
@@ -348,12 +343,11 @@ class Rehearsal:
 
     def _take(self, folder: Path, place: Any) -> None:
         """Read what a rank has left, and print it."""
-        path = folder / f"{place.rank}.json"
-        if not path.exists():
-            log = folder / f"{place.rank}.log"
-            fault = f"rank {place.rank}: its process was killed, perhaps for its memory; its output is {log}"
-            path.write_text(json.dumps({"rank": place.rank, "fault": fault, "log": str(log)}))
-        answer = json.loads(path.read_text())
+        path, log = (folder / f"{place.rank}{suffix}" for suffix in (".json", ".log"))
+        killed = f"rank {place.rank}: its process was killed, perhaps for its memory; its output is {log}"
+        answer: dict = {"rank": place.rank, "fault": killed, "log": str(log)}
+        if path.exists():
+            answer = json.loads(path.read_text())
         self.ranks.append(answer)
         if answer["fault"]:
             return
@@ -369,7 +363,7 @@ class Rehearsal:
         )
 
 
-def _be(rehearsal: Rehearsal, folder: Path, place: Any, attempt: Callable, data: PreparedData) -> None:
+def _be(rehearsal: Rehearsal, folder: Path, place: Any, attempt: Callable) -> None:
     """Be a rank, in a process of its own: start twice, and leave an answer."""
     from pretraining.rehearsal import rank as rehearsed
 
@@ -378,12 +372,12 @@ def _be(rehearsal: Rehearsal, folder: Path, place: Any, attempt: Callable, data:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     answer: dict = {"rank": place.rank, "node": place.node, "local_rank": place.local_rank, "fault": None}
-    run = RunFolder(folder / f"run-{place.rank}")
-    recipe, plan, degrees = rehearsal.recipe, rehearsal.plan, rehearsal.setup.degrees
+    run, recipe = RunFolder(folder / f"run-{place.rank}"), rehearsal.recipe
+    asked = rehearsed.Asked(recipe, rehearsal.plan, rehearsal.data, rehearsal.options)
     try:
-        work = place, attempt, recipe, plan, data, run, rehearsal.options
-        starts = [rehearsed.start_as(*work) for _ in range(2)]
-        rehearsed.check_samples(starts[0], place, recipe, degrees.ranks_per_sample, 0)
+        starts = [rehearsed.start_as(place, attempt, asked, run) for _ in range(2)]
+        ranks_per_sample = rehearsal.setup.degrees.ranks_per_sample
+        rehearsed.check_samples(starts[0], place, recipe.micro_batch, ranks_per_sample)
         answer["starts"] = [{**asdict(each), "shards": sorted(each.shards)} for each in starts]
         # Linux counts in KiB
         answer["peak_host_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

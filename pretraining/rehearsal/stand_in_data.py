@@ -27,7 +27,6 @@ class StandInSplit(TokenSplit):
         """Do nothing: there are no files."""
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return zeros."""
         return np.zeros(stop - start, self.dtype) if start < stop else super().read(start, stop)
 
     def document_ends(self, start: int, stop: int) -> np.ndarray:
@@ -38,7 +37,6 @@ class StandInSplit(TokenSplit):
         return float(BYTES_PER_TOKEN * token)
 
     def document_at(self, token: int) -> tuple[str, int]:
-        """Find the shard's name, and the row in it."""
         number, offset = self.locate(token)
         return self._entry["shards"][number]["file"], offset // DOCUMENT_TOKENS
 

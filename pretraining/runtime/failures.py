@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from pretraining.errors import UserError
-from pretraining.outside.files import COUNT
+from pretraining.outside.files import COUNT, NUMBER, TEXT, object_of
 from pretraining.outside.masking import masked
 from pretraining.runtime.durable_files import append_row, read_rows
 from pretraining.runtime.run_folder import RunFolder
@@ -215,23 +215,11 @@ def _keep(run: RunFolder, error: str, **details) -> None:
         run.fail()
 
 
-_FAULT = {
-    "type": "object",
-    "required": ["time", "text"],
-    "properties": {
-        "time": {"type": "number"},
-        "text": {"type": "string"},
-        "process": {"type": ["integer", "null"]},
-    },
-    "additionalProperties": False,
-}
-_TEXTS = {key: {"type": "string"} for key in ("host", "error", "where", "traceback")}
-_NUMBERS = {"time": {"type": "number"}, "rank": COUNT, "process": COUNT, "expected": {"type": "boolean"}}
-_ROW = {
-    "type": "object",
-    "required": [*_TEXTS, *_NUMBERS],
-    "properties": {**_TEXTS, **_NUMBERS, "faults": {"type": "array", "items": _FAULT}},
-}
+_FAULT = object_of({"time": NUMBER, "text": TEXT}, {"process": {"type": ["integer", "null"]}})
+_FAULT["additionalProperties"] = False
+_TEXTS = dict.fromkeys(("host", "error", "where", "traceback"), TEXT)
+_NUMBERS = {"time": NUMBER, "rank": COUNT, "process": COUNT, "expected": {"type": "boolean"}}
+_ROW = object_of({**_TEXTS, **_NUMBERS}, {"faults": {"type": "array", "items": _FAULT}})
 """A failure as it was written; any other row is left out, because a run folder may be a stranger's."""
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pretraining.errors import UserError
-from pretraining.outside.files import COUNT
+from pretraining.outside.files import COUNT, object_of
 from pretraining.runtime.durable_files import read_rows, replacing
 from pretraining.schema import check
 
@@ -30,16 +30,9 @@ class Rollback:
     lr_steps: int = 0
 
 
-_ROW = {
-    "type": "object",
-    "required": ["step", "to_step", "samples"],
-    "additionalProperties": False,
-    "properties": {
-        **dict.fromkeys(("step", "to_step", "lr_steps"), COUNT),
-        "samples": {"type": "array", "items": COUNT},
-        "lr_factor": {"type": "number", "minimum": 0},
-    },
-}
+_NEEDED = {"step": COUNT, "to_step": COUNT, "samples": {"type": "array", "items": COUNT}}
+_ROW = object_of(_NEEDED, {"lr_steps": COUNT, "lr_factor": {"type": "number", "minimum": 0}})
+_ROW["additionalProperties"] = False
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pretraining.outside.files import read_json_value
+from pretraining.outside.files import TEXT, object_of, read_json_value
 from pretraining.outside.masking import masked_in
 from pretraining.recipe.curve import curve_parts
 from pretraining.recipe.sections import Evaluation
@@ -150,17 +150,9 @@ class RunFolder:
 
 
 _STEP = {"type": ["number", "null"], "minimum": 0, "maximum": 1 << 53}
-_EVENT = {
-    "type": "object",
-    "properties": {
-        "time": {"type": "string"},
-        "event": {"type": "string"},
-        "measured": {"type": ["object", "null"]},
-        **dict.fromkeys(
-            ("step", "steps", "own_seconds", "median_seconds", "blocked_seconds", "world_size"), _STEP
-        ),
-    },
-}
+_STEPS = ("step", "steps", "own_seconds", "median_seconds", "blocked_seconds", "world_size")
+_TEXTS = {"time": TEXT, "event": TEXT, "measured": {"type": ["object", "null"]}}
+_EVENT = object_of({}, {**_TEXTS, **dict.fromkeys(_STEPS, _STEP)})
 
 
 def read_events(path: Path) -> list[dict]:

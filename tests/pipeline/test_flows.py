@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from pretraining.errors import UserError
 from pretraining.pipeline import step
+from pretraining.pipeline.__main__ import parse
 from pretraining.pipeline.step import Pipeline
 from pretraining.pipeline.steps import Plan
-from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.runtime.processes import CommandEnded
 from tests.pipeline.test_pipeline import SHORT, Place, forked
 
@@ -62,17 +63,19 @@ def test_a_flow_runs_once_and_then_comes_from_the_cache(workshop, tmp_path, caps
     assert place.texts.exists()
 
 
+def planned_on(recipe: str, ranks: int, gpu: str, folder: Path) -> Pipeline:
+    words = ["--recipe", recipe, "--world_size", str(ranks), "--gpu", gpu, "--output_dir", str(folder)]
+    return Pipeline(parse(words))
+
+
 def test_the_training_task_asks_for_what_the_plan_needs(tmp_path):
     """As the dynamic workflow would be sent to a cluster: GPUs, host memory, disk and a time limit."""
     from flytekit.configuration import Image, ImageConfig, SerializationSettings
     from flytekit.core.context_manager import ExecutionState, FlyteContextManager
 
     from flows import pretrain as flow
-    from pretraining.runtime.run_folder import RunFolder
 
-    recipe, ds_config = load_recipe_and_ds_config("30b", world_size=8)
-    run = RunFolder(tmp_path)
-    pipeline = Pipeline(recipe, ds_config, run, tmp_path, ["--recipe", "30b"], world_size=8, gpu="H200-SXM")
+    pipeline = planned_on("30b", 8, "H200-SXM", tmp_path)
     needs = flow.needed(pipeline)
     assert needs["gpu"] == "8" and int(needs["mem"].removesuffix("Gi")) > 100 and needs["hours"] > 24
     planned = {"needs": needs, "keys": dict.fromkeys(("prepare", "train", "publish"), "k")}
@@ -98,10 +101,6 @@ def test_the_training_task_asks_for_what_the_plan_needs(tmp_path):
 
 def test_more_ranks_than_a_node_has_are_refused(tmp_path):
     from flows.pretrain import needed
-    from pretraining.errors import UserError
-    from pretraining.runtime.run_folder import RunFolder
 
-    recipe, ds_config = load_recipe_and_ds_config("7b", world_size=16)
-    pipeline = Pipeline(recipe, ds_config, RunFolder(tmp_path), tmp_path, [], world_size=16, gpu="H100-SXM")
     with pytest.raises(UserError, match="a task of Flyte is one node"):
-        needed(pipeline)
+        needed(planned_on("7b", 16, "H100-SXM", tmp_path))

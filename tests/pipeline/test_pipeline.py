@@ -14,7 +14,8 @@ import pytest
 from pretraining.errors import UserError
 from pretraining.pipeline import step
 from pretraining.pipeline.__main__ import main
-from pretraining.pipeline.steps import NAMES, ranks_of
+from pretraining.pipeline.step import ranks_of
+from pretraining.pipeline.steps import NAMES
 from pretraining.runtime.lock import lock_idle_run
 from pretraining.runtime.processes import CommandEnded, call
 from tests.gear.local_hub import REPOSITORY_ID, local_hub
