@@ -9,7 +9,9 @@ GPU. Runs with different `--rdzv_id` may share it.
 import argparse
 import contextlib
 import json
+import os
 import socket
+import sys
 import time
 
 from pretraining.command_line import OneLineParser, positive_integer
@@ -73,7 +75,9 @@ def open_command(words: list[str], patience: float = 2 * FORGET_SECONDS) -> list
     while meeting.is_in_a_store:
         try:
             over = meeting.over()
-        except RuntimeError:  # no store: the torchrun that comes first makes one
+        except RuntimeError as error:  # no store: the torchrun that comes first makes one
+            reason = str(error).partition("\n")[0]
+            print(f"meeting_point: {reason}; the command starts as it is", file=sys.stderr, flush=True)
             return words
         if not over:
             return words
@@ -97,6 +101,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--open", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.open:
+        # before torch is imported, which would print pages of C++ frames about a store that does not answer
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
         return print(json.dumps(open_command(options.open)))
     point = MeetingPoint(options.port)
     print(f"on every node: torchrun --rdzv_endpoint={socket.gethostname()}:{options.port} ...", flush=True)

@@ -12,7 +12,9 @@
 
 import itertools
 import pickletools
+import socket
 from base64 import b64decode
+from contextlib import suppress
 from datetime import timedelta
 
 from torch.distributed import TCPStore
@@ -24,6 +26,7 @@ _PREFIX = "torch.rendezvous."
 _PORT = 29400
 """Of `--rdzv_backend=c10d`, if none is given."""
 _PATIENCE = timedelta(seconds=10)
+_SILENCE_SECONDS = 0.5
 
 
 class Meeting:
@@ -38,9 +41,12 @@ class Meeting:
         """Return {id: state} of those that are over: the command's own, and those that took its place.
 
         Raises:
-            RuntimeError: no store answers there.
+            RuntimeError: no store answers there; the first line of the message says why.
         """
         place = parse_rendezvous_endpoint(self.options.rdzv_endpoint, _PORT)
+        # torch asks again and again for about twice the patience, also a program that is no store
+        if _is_no_store(place):
+            raise RuntimeError(f"what listens at {place[0]}:{place[1]} is no store of a torchrun")
         store = TCPStore(*place, is_master=False, wait_for_workers=False, timeout=_PATIENCE)
         closed, name = closed_meetings(store), self.options.rdzv_id
         # not ".": the values of rounds are at ID.ROUND
@@ -54,6 +60,20 @@ class Meeting:
         script = len(self.words) - len(self.options.training_script_args) - 1
         chosen = f"--rdzv_id={self.options.rdzv_id}-{over}"
         return [*self.words[:script], chosen, *self.words[script:]]
+
+
+def _is_no_store(place: tuple[str, int]) -> bool:
+    """Return whether a new connection is closed there, or gets a word: a store waits for its client to begin."""
+    with suppress(OSError), socket.create_connection(place, _PATIENCE.total_seconds()) as peer:
+        peer.settimeout(_SILENCE_SECONDS)
+        try:
+            peer.recv(1)
+        except TimeoutError:
+            return False
+        except ConnectionError:
+            pass
+        return True
+    return False
 
 
 def closed_meetings(store: TCPStore) -> dict[str, bytes]:

@@ -1,5 +1,9 @@
 """Nodes that come again meet again: a rendezvous which is over is forgotten, one that lives is left alone."""
 
+import json
+import socket
+import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -16,7 +20,7 @@ from pretraining.errors import UserError
 from pretraining.meeting_point import MeetingPoint, open_command
 from pretraining.upstream import torchrun
 from pretraining.upstream.torchrun import Meeting
-from tests.gear.runs import free_port
+from tests.gear.runs import execute, free_port
 
 
 @pytest.fixture
@@ -76,6 +80,18 @@ def test_a_meeting_that_stays_over_gets_the_same_new_id_on_all_nodes(point, monk
     monkeypatch.setattr(torchrun, "_PATIENCE", timedelta(seconds=1))  # torch tries for twice that long
     gone = [word.replace(str(point.store.port), str(free_port())) for word in words]
     assert open_command(gone) == gone
+
+
+def test_what_is_no_store_is_one_line_at_once():
+    """Where torchrun is to meet, another program closes every connection: torch alone prints pages for 20 seconds."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=lambda: [listener.accept()[0].close() for _ in range(9)], daemon=True).start()
+        place = f"--rdzv_endpoint=127.0.0.1:{listener.getsockname()[1]}"
+        words = ["torchrun", "--rdzv_backend=c10d", place, "train.py"]
+        asked = execute([sys.executable, "-m", "pretraining.meeting_point", "--open", *words])
+        listener.shutdown(socket.SHUT_RDWR)
+    assert json.loads(asked.stdout) == words
+    assert asked.stderr.count("\n") == 1 and "is no store of a torchrun; the command starts" in asked.stderr
 
 
 def test_a_port_that_is_taken_is_one_line(point):
