@@ -115,7 +115,7 @@ def measure_saves(options: argparse.Namespace, training: Training, folder: Path)
         Path("/proc/self/clear_refs").write_text("5")
         before = memory_line("VmRSS")
         writer.save(step, training.tensors(), {"state.json": b"{}"})
-        while writer.in_flight:
+        while writer._flight is not None:
             busy_seconds.append(timed(training.step))
             writer.poll()
         shutil.rmtree(folder / way / f"checkpoint-{step}")

@@ -2,7 +2,7 @@
 
     python benchmarks/stopping.py --keep
 
-agreement: two ranks over gloo, microseconds of one `Agreement.largest` (median of the rounds' means). hang: a rank of
+agreement: two ranks over gloo, microseconds of one `largest_over_ranks` (median of the rounds' means). hang: a rank of
 the small recipe under `torchrun --max-restarts=1` gets a SIGSTOP; seconds until it is named, against the limit, and
 whether the run then finishes by itself with the losses of the undisturbed one. request: for each real launcher and way
 of asking, the exit code that is left, the step it stopped at, whether that step was committed, and the processes left.
@@ -45,15 +45,14 @@ def main() -> None:
 def measure_agreement() -> None:
     import torch.distributed as dist
 
-    from pretraining.runtime.process_group import Agreement
+    from pretraining.runtime.process_group import largest_over_ranks
 
     dist.init_process_group("gloo")
-    shared = Agreement()
     rounds = []
     for _ in range(ROUNDS):
         began = time.perf_counter()
         for _ in range(CALLS):
-            shared.largest(0)
+            largest_over_ranks(0)
         rounds.append((time.perf_counter() - began) / CALLS * 1e6)
     if dist.get_rank() == 0:
         print(middle(rounds, 1))

@@ -38,10 +38,10 @@ from pretraining.runtime.durable_files import one_line_disk_errors, sync_to_disk
 from pretraining.runtime.heartbeat import long_work
 from pretraining.runtime.host import free_memory_bytes
 from pretraining.runtime.process_group import (
-    Agreement,
     Messages,
     gather_from_ranks,
     host_group,
+    largest_over_ranks,
     rank_and_world_size,
 )
 from pretraining.runtime.run_folder import RunFolder
@@ -83,7 +83,7 @@ class CheckpointWriter:
         """The newest finished save, with the values of its event."""
         # The group of training may be busy on the GPU, so the reports of saves use the network of the hosts. The main
         # thread alone exchanges them, in `save`, `poll` and `wait`; the thread of a save sends messages.
-        self._group, self._agreement = host_group(), Agreement()
+        self._group = host_group()
         # Names the saves of this process in their receipts: see `wait_for_receipts`.
         self._attempt = gather_from_ranks(uuid.uuid4().hex, self._group)[0]
         self._num_saves = 0
@@ -137,7 +137,7 @@ class CheckpointWriter:
             return
         # One number at each step; thousands of reports are exchanged once, at the end of the save.
         save = self._flight
-        state = self._agreement.largest(FAILED if save.failed else DONE if save.done else WRITING)
+        state = largest_over_ranks(FAILED if save.failed else DONE if save.done else WRITING)
         if state == WRITING:
             return
         so_far = time.perf_counter() - save.began
@@ -162,11 +162,6 @@ class CheckpointWriter:
         if self.rank == 0:
             self.run.add_event("save", background=self.background, **self.last)
         self.on_committed(folder)
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether a save has begun on whose end the ranks have not agreed yet; the same on all ranks."""
-        return self._flight is not None
 
     def wait(self) -> None:
         """Wait until nothing is in flight."""

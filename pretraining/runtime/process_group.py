@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -24,8 +24,6 @@ Answer = TypeVar("Answer")
 
 _decides_alone = False
 """Whether no other rank exists: then this rank decides what rank 0 would (`deciding_alone`)."""
-
-
 _store: list[dist.Store] = []
 _PAUSE_SECONDS = 0.05
 _beside: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
@@ -137,26 +135,20 @@ def is_first_to_report() -> bool:
                 time.sleep(_PAUSE_SECONDS)
             first[:] = [store.add(key, 1) == 1]
 
-    with (
-        _without_stderr()
-    ):  # if rank 0 leaves meanwhile, and its store with it, torch writes a page about that
+    # If rank 0 leaves meanwhile, and its store with it, torch writes a page about that. The descriptor itself: what is
+    # written in C++ passes Python's streams by.
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
         # a thread: torch waits for a store that is gone as long as a collective may take
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
         asking.join(2 * SILENT_SECONDS)
-    return first[0]
-
-
-@contextmanager
-def _without_stderr() -> Iterator[None]:
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)  # the descriptor itself: what is written in C++ passes Python's streams by
-    try:
-        yield
     finally:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(nowhere)
+    return first[0]
 
 
 def host_group() -> dist.ProcessGroup | None:
@@ -195,26 +187,20 @@ def own_group(ranks: Iterable[int]) -> dist.ProcessGroup | None:
     return group if rank in members else None
 
 
-class Agreement:
-    """Find the largest of the ranks' numbers. Every main thread must make and call it at the same place."""
+def largest_over_ranks(value: int) -> int:
+    """Return the largest `value` of all ranks, whose main threads all call this at the same place.
 
-    def __init__(self) -> None:
-        import torch.distributed as dist
+    It costs the latency of the slowest link.
+    """
+    import torch
+    import torch.distributed as dist
 
-        self._several = dist.is_initialized() and dist.get_world_size() > 1
-        # beside NCCL: gloo launches no kernel and waits for no stream
-        self._group = host_group() if self._several else None
-
-    def largest(self, value: int) -> int:
-        """Return the largest `value` of all ranks. A collective: it costs the latency of the slowest link."""
-        if not self._several:
-            return value
-        import torch
-        import torch.distributed as dist
-
-        shared = torch.tensor(value, dtype=torch.int64)
-        dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self._group)
-        return int(shared)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    shared = torch.tensor(value, dtype=torch.int64)
+    # beside NCCL: gloo launches no kernel and waits for no stream
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=host_group())
+    return int(shared)
 
 
 def sum_over_ranks(values: Sequence[float]) -> list[float]:
@@ -239,38 +225,30 @@ class Messages:
 
     def __init__(self, subject: str):
         self._subject = subject
-        self._store: dist.Store | None = None
 
     def send(self, name: str, content: bytes) -> None:
         """Leave a message under a name, in place of an older one."""
-        self._open().set(self._key(name), content)
+        self._store.set(self._key(name), content)
 
     def read(self, name: str) -> bytes | None:
         """Return the message of a name; None if there is none."""
-        return self._open().get(self._key(name)) if self._open().check([self._key(name)]) else None
+        return self._store.get(self._key(name)) if self._store.check([self._key(name)]) else None
 
     def take(self, name: str) -> bytes | None:
         """Do what `read` does, and remove the message: for the only rank that reads it."""
-        content = self.read(name)
-        if content is not None:
-            self._open().delete_key(self._key(name))
+        if (content := self.read(name)) is not None:
+            self.remove(name)
         return content
 
     def remove(self, name: str) -> None:
-        self._open().delete_key(self._key(name))
+        self._store.delete_key(self._key(name))
 
     def _key(self, name: str) -> str:
         return f"pretraining/{self._subject}/{name}"
 
-    def _open(self) -> dist.Store:
-        if self._store is None:
-            self._store = _store[0].clone()
-        return self._store
-
-
-# imported at run time by the function that needs it: torch takes seconds
-if TYPE_CHECKING:
-    import torch.distributed as dist
+    @cached_property
+    def _store(self) -> dist.Store:
+        return _store[0].clone()
 
 
 @dataclass(frozen=True)

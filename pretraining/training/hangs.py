@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 
 from pretraining.runtime.exit_codes import HANG, tell_exit_code
 from pretraining.runtime.heartbeat import Heartbeat, HeartbeatRecord, heartbeat_path, read_place
-from pretraining.runtime.process_group import Agreement, Messages
+from pretraining.runtime.process_group import Messages, largest_over_ranks
 from pretraining.runtime.run_folder import RunFolder, utc_now
 from pretraining.training.ranks import AT_LEAVING
 
@@ -41,7 +41,7 @@ class HangCallback(TrainerCallback):
             return  # no watch, or that of the attempt before a rollback
         if self.run.disks.is_first:
             clear(self.run.heartbeats)
-        Agreement().largest(0)  # wait: a rank may write its file only after the folder has been cleared
+        largest_over_ranks(0)  # wait: a rank may write its file only after the folder has been cleared
         self.watch = Watch(self.run, self.hang_minutes * 60, args.process_index, args.world_size)
         AT_LEAVING.append(self.watch.close)
 

@@ -15,7 +15,7 @@ from pretraining.recipe.sections import Evaluation
 from pretraining.runtime.exit_codes import STOPPED, supervisor_file, tell_exit_code
 from pretraining.runtime.failures import keep_end_by_launcher
 from pretraining.runtime.metric_names import is_better, worst_value
-from pretraining.runtime.process_group import Agreement
+from pretraining.runtime.process_group import largest_over_ranks
 from pretraining.runtime.processes import STARTED, SignalListener, launch_details, starts_again_after_a_signal
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.ranks import launcher_is_gone, sibling_is_gone, started_by_deepspeed
@@ -34,7 +34,7 @@ class StopRequests:
 
     def __init__(self, run: RunFolder, time_limit_hours: float | None) -> None:
         self._looked_at, self._seen, self._agreed = 0.0, NOT_ASKED, NOT_ASKED
-        self.run, self.agreement = run, Agreement()
+        self.run = run
 
         def ends_with_the_others() -> bool:
             # If a rank has crashed, its launcher ends the others. An agreement with the crashed rank would never come.
@@ -56,7 +56,7 @@ class StopRequests:
     def agreed(self) -> bool:
         """Return whether all ranks stop now, the same on every rank. A collective, until they have agreed."""
         if not self._agreed:
-            self._agreed = self.agreement.largest(self._asked())
+            self._agreed = largest_over_ranks(self._asked())
         return self._agreed != NOT_ASKED
 
     def leave_if_agreed(self, step: int) -> None:

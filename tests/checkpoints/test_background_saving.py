@@ -234,7 +234,7 @@ def saved_on_a_failing_disk(folder: Path, policy: str) -> list[str]:
             writer.save(
                 step, {f"master/weight@{rank * 4}": torch.full((4,), float(step))}, marker={"rank": rank}
             )
-            while writer.in_flight:
+            while writer._flight is not None:
                 writer.poll()
             story.append("saved" if writer.last["checkpoint"] == f"checkpoint-{step}" else "not saved")
         except UserError as error:

@@ -13,7 +13,7 @@ from pretraining.checkpoints.background import CheckpointWriter
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.upload import Uploader
 from pretraining.ds_config import Degrees
-from pretraining.runtime.process_group import Agreement, host_group, own_group, rank_groups
+from pretraining.runtime.process_group import host_group, largest_over_ranks, own_group, rank_groups
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.runtime.wall_time import attempts
 from pretraining.schema import REPOSITORY
@@ -92,7 +92,7 @@ def test_all_that_the_main_threads_agree_on_goes_through_one_group(tmp_path, mon
     run, remote = RunFolder(tmp_path), RemoteRun(str(tmp_path / "store"), "run")
 
     def attempt() -> None:
-        Agreement().largest(0)
+        largest_over_ranks(0)
         CheckpointWriter(run, lambda folder, marker: None)
         Uploader(run, remote)
 
