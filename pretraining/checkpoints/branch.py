@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pretraining.checkpoints.folders import files_in
-from pretraining.checkpoints.format import MARKER, Start, flush_folder, read_marker
+from pretraining.checkpoints.format import MARKER, Start, read_marker
 from pretraining.errors import UserError
 from pretraining.extend import FOLDER
 from pretraining.planning.shapes import parameter_tensors
@@ -21,7 +21,7 @@ from pretraining.recipe.curve import changed_parts
 from pretraining.recipe.data import block_of
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.recipe.training import DECAYING, SCHEDULE_FREE, STABLE
-from pretraining.runtime.durable_files import append_row, read_rows, write_json
+from pretraining.runtime.durable_files import append_row, flush_folder, read_rows, write_json
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import display_path, problem, read_json, suggestion
 

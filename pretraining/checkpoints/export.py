@@ -13,23 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    Trainer,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.initialization import no_init_weights
 from transformers.trainer import TRAINER_STATE_NAME
 
 from pretraining.checkpoints.folders import damage, files_in
-from pretraining.checkpoints.format import (
-    commit_checkpoint,
-    file_entry,
-    flush_folder,
-    read_marker,
-    write_receipt,
-)
+from pretraining.checkpoints.format import commit_checkpoint, file_entry, read_marker, write_receipt
 from pretraining.checkpoints.live_state import live_state
 from pretraining.checkpoints.shard_files import (
     BUFFER,
@@ -45,7 +34,7 @@ from pretraining.checkpoints.shard_files import (
 from pretraining.errors import UserError
 from pretraining.extend import MODEL, extensions_of_run, load_code_of_run, load_pretrained
 from pretraining.recipe.training import AVERAGING, Z
-from pretraining.runtime.durable_files import one_line_disk_errors, sync_to_disk
+from pretraining.runtime.durable_files import one_line_disk_errors, replacing_folder, sync_to_disk
 from pretraining.runtime.heartbeat import long_work, work_done
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.upstream.split_weights import whole_experts
@@ -74,7 +63,7 @@ def export_checkpoint(
     """Write the weights of a committed checkpoint as `folder`, whole or not at all; the caller has verified it.
 
     Needs none of the ranks that saved it. Takes host memory for the weights in their own precision, and for one
-    parameter in fp32. description: the folder that `describe_model` wrote.
+    parameter in fp32. description: the run's folder of config and tokenizer.
     trust_extensions: whether the code of a model of one's own may run; it may where it has run already.
     """
     marker = read_marker(checkpoint)
@@ -114,16 +103,8 @@ def demote_checkpoint(run: RunFolder, checkpoint: Path, folder: Path) -> bool:
             return True
         except UserError as error:
             reason, removable = str(error), False
-            shutil.rmtree(_partial(folder), ignore_errors=True)
     run.add_event("checkpoint_not_demoted", checkpoint=checkpoint.name, reason=reason)
     return removable
-
-
-def describe_model(run: RunFolder, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write config and tokenizer into the run folder: an export needs them, and checkpoints do not hold them."""
-    with _replacing_folder(run.model) as partial:
-        model.config.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
 
 
 def write_model_folder(
@@ -133,7 +114,7 @@ def write_model_folder(
 
     A forward pass of the export computes the same as the run's validations; `generate` still uses a cache.
     """
-    with _replacing_folder(folder) as partial, long_work(growing=partial):
+    with replacing_folder(folder) as partial, long_work(growing=partial):
         # Tied weights are stored once, under the name that they are tied to.
         tied = set(model.all_tied_weights_keys)
         model.save_pretrained(partial, state_dict={k: v for k, v in weights.items() if k not in tied})
@@ -158,21 +139,6 @@ def write_model_folder(
             # On the disk before the rename: after a power cut the folder must not be there with empty files.
             sync_to_disk(path)
             work_done()
-
-
-@contextmanager
-def _replacing_folder(folder: Path) -> Iterator[Path]:
-    """Yield a folder to fill; if the block ends without an error, it takes the place of `folder`."""
-    partial = _partial(folder)
-    shutil.rmtree(partial, ignore_errors=True)  # of an attempt that was killed
-    yield partial
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
-    flush_folder(folder.parent)
-
-
-def _partial(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}.partial")
 
 
 def _narrowest(dtypes: Iterable[torch.dtype]) -> torch.dtype:

@@ -21,7 +21,6 @@ from pretraining.checkpoints.format import (
     THREADS,
     MarkerDamage,
     file_entry,
-    flush_folder,
     marker_or_nothing,
     no_progress,
     parse_marker,
@@ -30,6 +29,7 @@ from pretraining.checkpoints.format import (
 from pretraining.errors import UserError
 from pretraining.outside.files import read_bytes
 from pretraining.recipe.sections import Checkpoints
+from pretraining.runtime.durable_files import flush_folder
 from pretraining.runtime.metric_names import lower_is_better
 from pretraining.runtime.run_folder import RunFolder, unix_seconds
 

@@ -38,7 +38,7 @@ from pretraining.outside.files import (
 from pretraining.recipe import Recipe
 from pretraining.recipe.budget import Progress
 from pretraining.recipe.curve import curve_parts
-from pretraining.runtime.durable_files import replacing, sync_to_disk, write_json
+from pretraining.runtime.durable_files import flush_folder, replacing, write_json
 from pretraining.runtime.heartbeat import work_done
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
 from pretraining.runtime.process_group import from_rank_0
@@ -108,16 +108,6 @@ def write_bytes(path: Path, content: bytes) -> dict:
 def digest_entry(num_bytes: int, digest: xxhash.xxh128) -> dict:
     """Return the `file_entry` of bytes that were digested on their way."""
     return {"bytes": num_bytes, "checksum": f"xxh128:{digest.hexdigest()}"}
-
-
-def flush_folder(folder: Path) -> None:
-    """Return once the disk holds the names in `folder`."""
-    try:
-        sync_to_disk(folder)
-    except FileNotFoundError:
-        raise
-    except OSError:
-        pass  # some network filesystems cannot sync a folder; they keep its names by themselves
 
 
 def receipt_name(rank: int, ranks: int) -> str:

@@ -17,7 +17,6 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from pretraining.checkpoints.choosing import choose_checkpoint, is_left_behind
-from pretraining.checkpoints.export import describe_model
 from pretraining.checkpoints.folders import (
     COMMITTED,
     DiskPlace,
@@ -47,7 +46,7 @@ from pretraining.recipe.budget import RAMP, STEP_SIZE
 from pretraining.recipe.curve import DATA_FINGERPRINT, Change, changed_parts, changes_of_run, refuse_changes
 from pretraining.recipe.sections import Weights
 from pretraining.recipe.training import CONSTANT, DECAYING
-from pretraining.runtime.durable_files import replacing, rows_of, write_json
+from pretraining.runtime.durable_files import replacing, replacing_folder, rows_of, write_json
 from pretraining.runtime.heartbeat import this_machine
 from pretraining.runtime.journal import Journal, Rollback
 from pretraining.runtime.lock import move_lock
@@ -238,7 +237,11 @@ def begin_run(
         write_json(run.recipe, identity.recipe.to_dict())
         write_json(run.plan, plan.to_dict())
         write_json(run.environment, identity.environment)
-        describe_model(run, model, data.tokenizer)
+        with replacing_folder(
+            run.model
+        ) as description:  # an export needs them, and checkpoints do not hold them
+            model.config.save_pretrained(description)
+            data.tokenizer.save_pretrained(description)
         print(start_text(run, identity, plan), flush=True)
         if data.mixture is not None:
             table = data.mixture.table(identity.recipe.num_samples)

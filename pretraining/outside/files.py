@@ -19,8 +19,9 @@ DIGEST = {"type": "string", "pattern": "[0-9a-f]{16,128}"}
 """Schema of a digest, which becomes the name of a file or folder."""
 CHECKSUM = {"type": "string", "pattern": "[0-9a-z]+:[0-9a-f]{16,128}"}
 """Schema of a digest behind the name of its function."""
-COUNT = {"type": "integer", "minimum": 0, "maximum": (1 << 63) - 1}
-TEXT, NUMBER = {"type": "string"}, {"type": "number"}
+COUNT: dict = {"type": "integer", "minimum": 0, "maximum": (1 << 63) - 1}
+TEXT: dict = {"type": "string"}
+NUMBER: dict = {"type": "number"}
 
 
 def object_of(needed: dict[str, dict], others: dict[str, dict] | None = None) -> dict:

@@ -15,7 +15,7 @@ from pretraining.outside.files import parse_json, read_json_value, regular
 from pretraining.recipe import recipe_schema
 from pretraining.recipe.budget import Ramp, StepSizes
 from pretraining.runtime.durable_files import read_rows
-from pretraining.runtime.heartbeat import killed_ranks
+from pretraining.runtime.heartbeat import gone_ranks
 from pretraining.runtime.lock import was_killed
 from pretraining.runtime.metric_names import PLACE, grouped
 from pretraining.runtime.run_folder import (
@@ -210,7 +210,7 @@ class RunRecord:
             return Standing(ENDINGS[last["event"]], since, int(step), reason, checkpoint)
         step = int(self.newest_step)
         # certain, and so before the clock, which can only suspect it
-        if killed := killed_ranks(self.run.heartbeats, event_seconds(last) if last else 0.0):
+        if killed := gone_ranks(self.run.heartbeats, event_seconds(last) if last else 0.0, or_none=True):
             step = max(step, *(place.step for place in killed))
             return Standing("killed", self.last_written, step, checkpoint=checkpoint)
         # before its ranks had heartbeats

@@ -36,6 +36,31 @@ def replacing(path: Path, mode: str = "w") -> Iterator[IO]:
     partial.replace(path)
 
 
+@contextmanager
+def replacing_folder(folder: Path) -> Iterator[Path]:
+    """Yield a folder to fill; if the block ends without an error, it takes the place of `folder`, else it goes."""
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of an attempt that was killed
+    try:
+        yield partial
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+    flush_folder(folder.parent)
+
+
+def flush_folder(folder: Path) -> None:
+    """Return once the disk holds the names in `folder`."""
+    try:
+        sync_to_disk(folder)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        pass  # some network filesystems cannot sync a folder; they keep its names by themselves
+
+
 def sync_to_disk(path: Path) -> None:
     """Wait until the disk holds this file, or the names in this folder (fsync)."""
     # read-only, because a folder cannot be opened for writing

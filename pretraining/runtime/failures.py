@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from pretraining.errors import UserError
 from pretraining.outside.files import COUNT, NUMBER, TEXT, object_of
@@ -189,26 +190,22 @@ def kept_failure(run: RunFolder) -> Iterator[None]:
     except Exception as error:
         expected = isinstance(error, UserError)
         if run.has_begun or not expected:
-            _keep(
-                run,
-                masked(str(error) if expected else f"{type(error).__name__}: {error}")[:LONGEST_ERROR],
-                where=_place(error),
-                traceback=masked("".join(traceback.format_exception(error)))[-LONGEST_TRACEBACK:],
-                expected=expected,
-                faults=tuple(asdict(fault) for fault in kernel_faults(began)),
-            )
+            said = masked(str(error) if expected else f"{type(error).__name__}: {error}")[:LONGEST_ERROR]
+            text = masked("".join(traceback.format_exception(error)))[-LONGEST_TRACEBACK:]
+            faults = tuple(asdict(fault) for fault in kernel_faults(began))
+            _keep(run, said, _place(error), text, expected, faults)
         raise
 
 
 def keep_end_by_launcher(run: RunFolder) -> None:
     """Write down that this rank ended because of another one: a rank without such a line is the one that was killed."""
     if run.has_begun:
-        _keep(run, ENDED_BY_LAUNCHER, where="", traceback="", expected=False)
+        _keep(run, ENDED_BY_LAUNCHER, "", "", False)
 
 
-def _keep(run: RunFolder, error: str, **details) -> None:
+def _keep(run: RunFolder, error: str, *details: Any) -> None:
     rank = int(os.environ.get("RANK", "0"))
-    failure = Failure(time.time(), rank, socket.gethostname(), os.getpid(), error, **details)
+    failure = Failure(time.time(), rank, socket.gethostname(), os.getpid(), error, *details)
     # a full disk, or a folder that is gone, must not hide the error itself
     with contextlib.suppress(OSError):
         append_row(run.failures(rank), asdict(failure))
@@ -234,10 +231,9 @@ def read_failures(run: RunFolder) -> list[Failure]:
 def _place(error: BaseException) -> str:
     """Return the innermost frame that is ours; else the innermost of all."""
     frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if PACKAGE in Path(frame.filename).parents]
     if not frames:
         return ""
-    ours = [frame for frame in frames if PACKAGE in Path(frame.filename).parents]
     frame = (ours or frames)[-1]
     name = Path(frame.filename)
-    shown = name.relative_to(PACKAGE.parent) if ours else name
-    return f"{shown}:{frame.lineno} in {frame.name}"
+    return f"{name.relative_to(PACKAGE.parent) if ours else name}:{frame.lineno} in {frame.name}"

@@ -130,30 +130,26 @@ def heartbeat_path(folder: Path, rank: int) -> Path:
 
 def read_place(folder: Path, rank: int) -> HeartbeatRecord | None:
     """Read the rank's newest heartbeat; None if it has none, or is writing it."""
-    return _place_in(heartbeat_path(folder, rank))
+    try:
+        return HeartbeatRecord(**read_json_value(heartbeat_path(folder, rank)))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
-def killed_ranks(folder: Path, since: float) -> list[HeartbeatRecord]:
-    """Return the places of all ranks if all their processes are certainly gone; else an empty list.
+def gone_ranks(folder: Path, since: float, or_none: bool = False) -> list[HeartbeatRecord]:
+    """Return the places of the ranks whose processes are certainly gone.
 
-    since: UNIX seconds. A heartbeat written before that belongs to an earlier start.
+    since: UNIX seconds. A heartbeat written before that belongs to an earlier start. or_none: an empty list unless all
+    ranks are gone.
     """
-    places = _places_since(folder, since)
-    return places if all(place is not None and is_gone(place) for place in places) else []
-
-
-def gone_ranks(folder: Path, since: float) -> list[HeartbeatRecord]:
-    """Return the places of the ranks whose processes are certainly gone. since: as for `killed_ranks`."""
-    return [place for place in _places_since(folder, since) if place is not None and is_gone(place)]
-
-
-def _places_since(folder: Path, since: float) -> list[HeartbeatRecord | None]:
     places = []
     for path in sorted(folder.glob("rank-*.json")):
-        with suppress(OSError):  # removed meanwhile: its process has closed it
+        # removed meanwhile, because its process has closed it; or somebody else's file
+        with suppress(OSError, ValueError):
             if path.stat().st_mtime >= since:
-                places.append(_place_in(path))
-    return places
+                places.append(read_place(folder, int(path.stem.partition("-")[2])))
+    gone = [place for place in places if place is not None and is_gone(place)]
+    return [] if or_none and len(gone) < len(places) else gone
 
 
 def is_gone(place: HeartbeatRecord) -> bool:
@@ -193,10 +189,3 @@ def process_fields(process: int) -> list[str]:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return []
-
-
-def _place_in(path: Path) -> HeartbeatRecord | None:
-    try:
-        return HeartbeatRecord(**read_json_value(path))
-    except (OSError, ValueError, TypeError):
-        return None

@@ -25,7 +25,10 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 def host_memory_bytes() -> int | None:
     """Return the memory of this machine, or the container's limit if that is less; None if neither is known."""
-    return min(filter(None, (_physical_bytes(), container_memory_bytes())), default=None)
+    known = [container_memory_bytes()]
+    with suppress(ValueError, OSError):
+        known.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return min(filter(None, known), default=None)
 
 
 def container_memory_bytes() -> int | None:
@@ -124,13 +127,6 @@ def _memory_limits() -> Iterator[tuple[int, int]]:
         # v1 has two such lines: for the group alone, and as `total_` with the groups below it
         files = re.findall(r"inactive_file (\d+)$", system_text(folder / "memory.stat"), re.M)
         yield limit, max(0, used - max(map(int, files), default=0))
-
-
-def _physical_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return None
 
 
 def _groups(controller: str, file: str, file_of_v1: str) -> Iterator[tuple[Path, str]]:

@@ -49,18 +49,18 @@ class Journal:
     @classmethod
     def of(cls, rows: Sequence[dict]) -> "Journal":
         """Build the journal from rows as `write` makes them."""
+        rollbacks = []
         try:
-            checked = [check(row, _ROW, "journal.jsonl") for row in rows]
-            # JSON has no tuples: without this, a row read back would not equal the one written
-            samples = [(first, last) for first, last in (row["samples"] for row in checked)]
+            for row in rows:
+                first, last = check(row, _ROW, "journal.jsonl")["samples"]
+                # JSON has no tuples: without this, a row read back would not equal the one written
+                rollbacks.append(Rollback(**{**row, "samples": (first, last)}))
         except (UserError, ValueError) as error:
             # left out in silence, it would change the samples of the steps behind it
             raise UserError(
                 f"the run's journal is damaged ({error}); bring back the file that the run wrote"
             ) from None
-        return cls(
-            tuple(Rollback(**{**row, "samples": pair}) for row, pair in zip(checked, samples, strict=True))
-        )
+        return cls(tuple(rollbacks))
 
     def write(self, path: Path) -> None:
         with replacing(path) as file:

@@ -98,45 +98,37 @@ def find_disks(folder: Path) -> Disks:
     rank, ranks = rank_and_world_size()
     if ranks == 1:
         return Disks((0,))
-    with _tokens(folder) as make_token:
-        token = from_rank_0(make_token)
-        sees_rank_0 = rank == 0 or _appears(folder, [token]) is not None
-        if all(gather_from_ranks(sees_rank_0)):
-            return Disks((0,) * ranks)
-        # Not rank 0's: of those ranks the first of each node makes a token of its own.
-        is_first_here = not sees_rank_0 and os.environ.get("LOCAL_RANK", "0") == "0"
-        made = gather_from_ranks(together(lambda: make_token() if is_first_here else None))
-        others = {name: number for number, name in enumerate(made) if name}
-        found = token if sees_rank_0 else _appears(folder, list(others))
-        first = gather_from_ranks(0 if sees_rank_0 else others.get(found or ""))
-        missing = next((number for number, found in enumerate(first) if found is None), None)
-        hosts = gather_from_ranks(socket.gethostname())
-        if missing is not None:
-            raise UserError(
-                f"{folder}: rank {missing} on {hosts[missing]} does not see what the first rank of its node wrote "
-                "there; all ranks of a node need one --output_dir"
-            )
-    return Disks(tuple(first), first[rank])
+    tokens: list[Path] = []
 
-
-@contextlib.contextmanager
-def _tokens(folder: Path):
-    """Yield what makes a file with a random name in the folder, and remove these files after the block."""
-    made: list[Path] = []
-
-    def make() -> str:
+    def make_token() -> str:
         folder.mkdir(parents=True, exist_ok=True)
         # A name that nobody has looked for: network disks also remember for a while which names are not there.
-        path = folder / f".disk-{uuid.uuid4().hex}"
-        path.touch()
-        made.append(path)
-        return path.name
+        tokens.append(folder / f".disk-{uuid.uuid4().hex}")
+        tokens[0].touch()
+        return tokens[0].name
 
     try:
-        yield make
+        token = from_rank_0(make_token)
+        sees_rank_0 = rank == 0 or _appears(folder, [token]) is not None
+        first = [0] * ranks
+        if not all(gather_from_ranks(sees_rank_0)):
+            # Not rank 0's: of those ranks the first of each node makes a token of its own.
+            is_first_here = not sees_rank_0 and os.environ.get("LOCAL_RANK", "0") == "0"
+            made = gather_from_ranks(together(lambda: make_token() if is_first_here else None))
+            others = {name: number for number, name in enumerate(made) if name}
+            found = token if sees_rank_0 else _appears(folder, list(others))
+            first = gather_from_ranks(0 if sees_rank_0 else others.get(found or ""))
+            hosts = gather_from_ranks(socket.gethostname())
+            if None in first:
+                missing = first.index(None)
+                raise UserError(
+                    f"{folder}: rank {missing} on {hosts[missing]} does not see what the first rank of its node wrote "
+                    "there; all ranks of a node need one --output_dir"
+                )
         gather_from_ranks(None)  # nobody looks any more
+        return Disks(tuple(first), first[rank])
     finally:
-        for path in made:
+        for path in tokens:
             path.unlink(missing_ok=True)
 
 

@@ -120,18 +120,18 @@ class Notices:
             self._waiting.task_done()
 
     def _send(self, way: str, send: Callable[[dict], None], notice: dict) -> None:
+        of = {"of": notice["event"], "by": way}
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 send(notice)
+                return self._note("notified", **of, attempts=attempt)
             except Failed as failure:
                 reason = " ".join(str(failure).split())[:300]
             except Exception as error:  # whatever it is, training goes on
-                reason = f"{type(error).__name__}"
-            else:
-                return self._note("notified", of=notice["event"], by=way, attempts=attempt)
+                reason = type(error).__name__
             if attempt < ATTEMPTS:
                 time.sleep(PAUSE_SECONDS * 4 ** (attempt - 1))
-        self._note("notify_failed", of=notice["event"], by=way, attempts=ATTEMPTS, reason=reason)
+        self._note("notify_failed", **of, attempts=ATTEMPTS, reason=reason)
 
     def _note(self, kind: str, **details: object) -> None:
         # the folder may be gone, or its disk full: that is not ours to report

@@ -54,7 +54,6 @@ class RunFolder:
         self.changes = self.path / "changes.json"
         self.aside = self.path / "aside"
         self.wandb_id = self.path / "wandb_id"
-        self.tensorboard = self.path / "tensorboard"
         self.node_events = self.path / "node_events.jsonl"
         self.node = self.path / "node.json"
         self.disks = ONE_DISK

@@ -54,7 +54,7 @@ def s3(tmp_path_factory) -> Iterator[str]:
 
 
 @pytest.fixture
-def upload(request) -> str:
+def upload(request, connected) -> str:
     """An address of the bucket that no other test uses."""
     return f"s3://bucket/{request.node.name.replace('[', '-').replace(']', '')}"
 
@@ -71,6 +71,11 @@ def run_in(folder: Path) -> RunFolder:
     run = RunFolder(folder / NAME)
     write_json(run.recipe, {"name": NAME})
     return run
+
+
+@pytest.fixture
+def run(tmp_path) -> RunFolder:
+    return run_in(tmp_path)
 
 
 def commit(run: RunFolder, step: int, ranks: int = 2, rollbacks: int = 0, **marker) -> Path:
@@ -118,10 +123,9 @@ def fetched(folder: Path, upload: str, newest_here: int | None = None) -> RunFol
 
 
 def test_a_store_that_fails_one_request_in_five_gets_all_and_gives_all(
-    tmp_path, connected, monkeypatch, upload
+    run, tmp_path, connected, monkeypatch, upload
 ):
     """Two checkpoints up, the newest down again on an empty machine: the same bytes, the marker sent last."""
-    run = run_in(tmp_path)
     with Proxy(connected, one_in_five) as proxy:
         use_here(monkeypatch, proxy.address)
         send(run, upload, commit(run, 4), commit(run, 8))
@@ -152,9 +156,9 @@ def store(request, tmp_path, monkeypatch) -> Iterator[str]:
             yield "s3://bucket/alike"
 
 
-def test_stores_behave_alike(tmp_path, store):
+def test_stores_behave_alike(run, tmp_path, store):
     """Up, down, listed, replaced and removed; of a name that must be new the first content stays, if the store can."""
-    run, remote = run_in(tmp_path), RemoteRun(store, NAME)
+    remote = RemoteRun(store, NAME)
     send(run, store, commit(run, 4), commit(run, 8))
     assert {"checkpoint-4", "checkpoint-8"} <= set(remote.checkpoints())
     got = fetched(tmp_path, store)
@@ -167,9 +171,9 @@ def test_stores_behave_alike(tmp_path, store):
     assert newest_committed(remote, -1) == "checkpoint-4"
 
 
-def test_another_runs_marker_is_not_replaced(tmp_path, connected, upload):
+def test_another_runs_marker_is_not_replaced(run, upload):
     """Two runs that were started by mistake commit one step at once: the second reports it, and does not commit."""
-    run, remote = run_in(tmp_path), RemoteRun(upload, NAME)
+    remote = RemoteRun(upload, NAME)
     folder = commit(run, 4)
 
     class Late(RemoteRun):
@@ -188,9 +192,8 @@ def test_another_runs_marker_is_not_replaced(tmp_path, connected, upload):
     assert remote.read_if_there(f"checkpoint-4/{MARKER}") == b"of another run"
 
 
-def test_an_interrupted_upload_goes_on_where_it_stopped(tmp_path, connected, monkeypatch, upload):
+def test_an_interrupted_upload_goes_on_where_it_stopped(run, connected, monkeypatch, upload):
     """No marker before all is there; what a rank has sent is not sent again; the failure is an event, no error."""
-    run = run_in(tmp_path)
     folder = commit(run, 4)
     monkeypatch.setenv("PRETRAINING_DATA_PATIENCE_SECONDS", "0.5")
     with Proxy(connected, lambda number, path: "deny" if rank_file(1, 2) in path else None) as proxy:
@@ -208,9 +211,9 @@ def test_an_interrupted_upload_goes_on_where_it_stopped(tmp_path, connected, mon
     assert newest_committed(RemoteRun(upload, NAME), -1) == "checkpoint-4"
 
 
-def test_what_a_rollback_left_behind_is_not_fetched(tmp_path):
+def test_what_a_rollback_left_behind_is_not_fetched(run, tmp_path):
     """Steps 4 and 8 went up, then a rollback to step 4: the store alone, or the newer journal, knows it at once."""
-    run, mounted = run_in(tmp_path), str(tmp_path / "mounted")
+    mounted = str(tmp_path / "mounted")
     folders = [commit(run, step) for step in (4, 8)]
     send(run, mounted, *folders)
     before = fetched(tmp_path / "before", mounted)
@@ -227,9 +230,8 @@ def test_what_a_rollback_left_behind_is_not_fetched(tmp_path):
     assert late.checkpoint(6).exists() and Journal.read(late.journal) == journal
 
 
-def test_files_removed_here_still_go_up_and_removals_follow(tmp_path, connected, upload):
+def test_files_removed_here_still_go_up_and_removals_follow(run, tmp_path, upload):
     """Retention does not wait for the network: an open file outlives its removal. What it removed goes there too."""
-    run = run_in(tmp_path)
     uploader = Uploader(run, RemoteRun(upload, NAME))
     for step in (1, 2, 3):
         folder = commit(run, step)
@@ -299,10 +301,9 @@ def test_a_store_is_listed_and_verified_as_a_disk_is(tmp_path, store, capsys):
 
 
 def test_the_bar_of_a_fetch_shows_the_whole_checkpoint_and_no_byte_twice(
-    tmp_path, connected, upload, monkeypatch, capsys
+    run, tmp_path, connected, upload, monkeypatch, capsys
 ):
     """One file arrives damaged at first and comes again; another rank brings some files, on the same disk."""
-    run = run_in(tmp_path)
     folder, spoiled = commit(run, 4), []
     send(run, upload, folder)
 
@@ -333,7 +334,7 @@ def shown_last(capsys) -> str:
     return capsys.readouterr().err.strip().rpartition("\r")[2].partition("|")[0].rpartition(" ")[2]
 
 
-def test_no_listing_from_before_decides(tmp_path, connected, upload):
+def test_no_listing_from_before_decides(upload):
     """Two clients, as two machines: what the other one has written, and removed, since the last look."""
     here = RemoteRun(upload, NAME)
     here.write_bytes("folder/first", b"1")
@@ -349,9 +350,8 @@ def test_no_listing_from_before_decides(tmp_path, connected, upload):
     assert list(here.sizes("")) == ["new"]
 
 
-def test_one_damaged_on_disk_is_not_sent_as_whole(tmp_path, connected, upload):
+def test_one_damaged_on_disk_is_not_sent_as_whole(run, upload):
     """A bit that flipped since the commit is found while it is read."""
-    run = run_in(tmp_path)
     folder = commit(run, 4)
     path = folder / rank_file(1, 2)
     path.write_bytes(path.read_bytes()[:-1] + b"?")
@@ -379,9 +379,8 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_one_in_the_store_is_passed_over(tmp_path, connected, upload, damage):
+def test_a_damaged_one_in_the_store_is_passed_over(run, tmp_path, upload, damage):
     """The next older one is taken, with an event; the damaged one never gets a marker here."""
-    run = run_in(tmp_path)
     send(run, upload, commit(run, 4), commit(run, 8))
     damage(RemoteRun(upload, NAME))
     got = fetched(tmp_path, upload)
@@ -390,9 +389,8 @@ def test_a_damaged_one_in_the_store_is_passed_over(tmp_path, connected, upload, 
     assert "remote_checkpoint_passed_over" in events(got)
 
 
-def test_the_newer_one_wins_and_what_is_here_is_not_fetched(tmp_path, connected, upload):
+def test_the_newer_one_wins_and_what_is_here_is_not_fetched(run, tmp_path, upload):
     """`--resume auto`: remote newer than local is fetched; older is not; a fetch begun is not begun anew."""
-    run = run_in(tmp_path)
     send(run, upload, commit(run, 8))
     got = fetched(tmp_path, upload, newest_here=8)
     assert "fetch" not in events(got)
@@ -435,10 +433,10 @@ def test_damaged_files_of_a_checkpoint_here_come_from_the_store(tmp_path, store,
 
 @pytest.mark.parametrize("harm", ["marker", "not yet sent", "both"])
 def test_what_cannot_be_mended_here_gives_way_to_the_newest_whole_one_of_the_store(
-    tmp_path, connected, upload, harm
+    run, tmp_path, upload, harm
 ):
     """A damaged marker, or a damaged file that the store lacks or has damaged too: no step is trained again for it."""
-    run, there = run_in(tmp_path), RemoteRun(upload, NAME)
+    there = RemoteRun(upload, NAME)
     send(run, upload, commit(run, 4), commit(run, 8))
     shutil.rmtree(run.checkpoint(4))
     damaged, of_rank_0 = run.checkpoint(8), rank_file(0, 2)
@@ -459,7 +457,7 @@ def test_what_cannot_be_mended_here_gives_way_to_the_newest_whole_one_of_the_sto
         assert bytes_of(set_aside) == kept
 
 
-def test_two_runs_of_one_name_do_not_overwrite_each_other(tmp_path, connected, upload):
+def test_two_runs_of_one_name_do_not_overwrite_each_other(tmp_path, upload):
     """The second to commit a step is told; what the first has committed stays whole."""
     one, two = run_in(tmp_path / "one"), run_in(tmp_path / "two")
     uploaders = [Uploader(run, RemoteRun(upload, NAME)) for run in (one, two)]
@@ -475,9 +473,8 @@ def test_two_runs_of_one_name_do_not_overwrite_each_other(tmp_path, connected, u
     assert bytes_of(fetched(tmp_path / "again", upload).checkpoint(4)) == bytes_of(folders[1])
 
 
-def test_a_checkpoint_by_its_address_does_not_mix_with_newer_ones(tmp_path, connected, upload):
+def test_a_checkpoint_by_its_address_does_not_mix_with_newer_ones(run, tmp_path, upload):
     """As one by its path: a later start would go on from the store's newest, of another course."""
-    run = run_in(tmp_path)
     send(run, upload, commit(run, 4), commit(run, 8))
     with pytest.raises(UserError, match="checkpoint-8 is newer"):
         choose_checkpoint(run, f"{upload}/{NAME}/checkpoint-4", upload)
@@ -494,9 +491,9 @@ def test_a_checkpoint_by_its_address_does_not_mix_with_newer_ones(tmp_path, conn
     assert not Journal.read(again.journal).rollbacks
 
 
-def test_a_checkpoint_of_another_recipe_is_refused_before_it_is_fetched(tmp_path):
+def test_a_checkpoint_of_another_recipe_is_refused_before_it_is_fetched(run, tmp_path):
     """What the run in the store had accepted is known to the check, as it would be after the fetch."""
-    run, seen = run_in(tmp_path), []
+    seen = []
     write_json(run.changes, [{"key": "training.seed", "to": 8}])
     send(run, str(tmp_path / "there"), commit(run, 4, recipe={"name": NAME}))
     again = RunFolder(tmp_path / "again" / NAME)
@@ -512,9 +509,8 @@ def test_a_checkpoint_of_another_recipe_is_refused_before_it_is_fetched(tmp_path
     assert not again.checkpoint(4).exists()
 
 
-def test_what_waiting_cannot_mend_is_answered_at_once(tmp_path):
+def test_what_waiting_cannot_mend_is_answered_at_once(run, tmp_path):
     """A file in the place of a folder, and a file that a stored checkpoint lacks: no advice to wait for the store."""
-    run = run_in(tmp_path)
     send(run, str(tmp_path / "there"), commit(run, 4))
     (tmp_path / "there" / NAME / "checkpoint-4" / "state.json").unlink()
     lacking = f"a file that its {MARKER} names is not there .*state.json"
@@ -565,7 +561,7 @@ def test_a_store_that_cannot_be_reached(tmp_path, monkeypatch):
     assert events(run) == ["upload_unreachable"]
 
 
-def test_a_bucket_that_is_not_there_or_not_ours_is_told_at_once(tmp_path, connected, monkeypatch):
+def test_a_bucket_that_is_not_there_or_not_ours_is_told_at_once(connected, monkeypatch):
     """A mistake in the recipe shows at the start, not after the first save."""
     with pytest.raises(UserError, match="no such bucket"):
         RemoteRun("s3://another/runs", NAME).check_writable()
@@ -577,12 +573,11 @@ def test_a_bucket_that_is_not_there_or_not_ours_is_told_at_once(tmp_path, connec
         RemoteRun("https://127.0.0.1:9/runs", NAME).check_writable()
 
 
-def test_credentials_reach_no_file_no_event_no_message(tmp_path, monkeypatch, capsys):
+def test_credentials_reach_no_file_no_event_no_message(run, tmp_path, monkeypatch, capsys):
     """A secret in the environment, or in an address, is never repeated."""
     secret = "wJalrXUtnFEMI/K7MDENG"
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
     monkeypatch.setenv("AWS_SESSION_TOKEN", secret[::-1])
-    run = run_in(tmp_path)
     remote = RemoteRun(UPLOAD, NAME)
 
     def refuse() -> None:

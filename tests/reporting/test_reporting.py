@@ -40,7 +40,7 @@ from pretraining.reporting.page import (
 from pretraining.reporting.published import read_curve
 from pretraining.reporting.run_record import RunRecord
 from pretraining.runtime.durable_files import append_row, read_rows, write_json
-from pretraining.runtime.heartbeat import Heartbeat, is_gone, killed_ranks, read_place
+from pretraining.runtime.heartbeat import Heartbeat, gone_ranks, is_gone, read_place
 from pretraining.runtime.run_folder import RunFolder, unix_seconds, utc_now
 from tests.gear.nodes import wait_until
 from tests.gear.runs import REPOSITORY, Started, choices, execute
@@ -410,7 +410,7 @@ def test_only_what_is_certain_of_a_process_counts(tmp_path):
     """An id that was given out again is another process; of another machine, only the clock can tell."""
     Heartbeat(tmp_path, 0).beat(1)
     (place,) = [read_place(tmp_path, 0)]
-    assert not is_gone(place) and killed_ranks(tmp_path, 0.0) == []
+    assert not is_gone(place) and gone_ranks(tmp_path, 0.0) == []
     assert is_gone(replace(place, began=place.began - 1))
     assert not is_gone(replace(place, began=place.began - 1, machine="another"))
     assert not is_gone(replace(place, began=place.began - 1, machine="")), "a heartbeat that does not say"
