@@ -123,20 +123,16 @@ def move_aside(run: RunFolder, folder: Path) -> Path:
 
 
 class Place(Protocol):
-    """Where checkpoints are: a run folder or another folder (`DiskPlace`), or a store (`RemoteRun`)."""
+    """Where checkpoints are: a run folder or another folder (`DiskPlace`), or a store (`RemoteRun`).
+
+    marker: None if a checkpoint has none. sizes: {file: bytes} of a checkpoint. verdicts: {file: what is wrong with it,
+    or None}, by comparing every byte with what was committed, several files at once.
+    """
 
     def where(self, name: str, /) -> str: ...
-    def marker(self, name: str, /) -> bytes | None:
-        """Read a checkpoint's marker; None if it has none."""
-
-    def sizes(self, name: str, /) -> dict[str, int] | None:
-        """Return {file: bytes} of a checkpoint."""
-
-    def verdicts(self, name: str, files: Files, progress: Progress = no_progress) -> dict[str, str | None]:
-        """Compare every byte of these files of a checkpoint with what was committed, several files at once.
-
-        Returns {file: what is wrong with it, or None}.
-        """
+    def marker(self, name: str, /) -> bytes | None: ...
+    def sizes(self, name: str, /) -> dict[str, int] | None: ...
+    def verdicts(self, name: str, files: Files, progress: Progress = ...) -> dict[str, str | None]: ...
 
 
 class DiskPlace:
@@ -268,22 +264,21 @@ def catalogue(run: RunFolder) -> list[dict]:
     """
     place, is_part = DiskPlace(run.path), run.holds_parts()
 
-    def entry(folder: Path, step: int, state: str | None = None) -> dict:
+    def entry(folder: Path, state: str | None = None) -> dict:
         if state is None:
             found = health(place, folder.name, is_part=is_part)
         else:
             num_bytes = sum(path.stat().st_size for path in files_in(folder))
             found = Health(state, None, marker_or_nothing(folder), num_bytes=num_bytes)
+        step = step_in_name(
+            folder.with_name(folder.name.partition(".")[0])
+        )  # aside: checkpoint-<step>.<when>
         return entry_of(str(folder.relative_to(run.path)), step, found, folder.stat().st_mtime)
 
-    entries = [entry(each, step_in_name(each)) for each in checkpoint_folders(run)]
-    entries += [
-        entry(each, step_in_name(each), "weights only") for each in checkpoint_folders(run, "weights")
-    ]
+    entries = [entry(each) for each in checkpoint_folders(run)]
+    entries += [entry(each, "weights only") for each in checkpoint_folders(run, "weights")]
     entries.sort(key=lambda each: (-each["step"], each["folder"]))
-    for folder in sorted(run.aside.glob("*-*")):  # checkpoint-<step>.<when>
-        entries.append(entry(folder, int(folder.name.partition(".")[0].rpartition("-")[2]), "set aside"))
-    return entries
+    return entries + [entry(each, "set aside") for each in sorted(run.aside.glob("*-*"))]
 
 
 def entry_of(name: str, step: int, found: Health, changed: float | None = None) -> dict:

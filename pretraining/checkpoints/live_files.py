@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from pretraining.checkpoints.format import MARKER
-from pretraining.checkpoints.remote import RUN_FILES, RemoteRun, newest_committed
+from pretraining.checkpoints.remote import RUN_FILES, RemoteRun, newest_stored
 from pretraining.data.streaming.store import Patience
 from pretraining.errors import UserError
 from pretraining.outside.addresses import is_remote
@@ -66,13 +66,7 @@ def live_files(run: RunFolder, upload: str | None) -> Iterator[None]:
     of_others = run.disks.is_first or rank == 0
     files, closed = LiveFiles(run, remote, partial(_files_to_send, run, rank, of_others)), threading.Event()
 
-    def send_last() -> None:
-        thread = threading.Thread(target=files.send, name="last files", daemon=True)
-        thread.start()
-        thread.join(_FAILING_SECONDS)
-
-    def send_again_and_again() -> None:
-        pause = _LIVE_SECONDS
+    def send_again_and_again(pause: float = _LIVE_SECONDS) -> None:
         while not closed.wait(pause):
             began = time.monotonic()
             files.send(LIVE_LOG_BYTES)
@@ -80,13 +74,17 @@ def live_files(run: RunFolder, upload: str | None) -> Iterator[None]:
             pause = max(_LIVE_SECONDS, 9 * (time.monotonic() - began))
         files.send()
 
+    def start(send: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=send, name="live files", daemon=True)
+        thread.start()
+        return thread
+
     # It is called after the block too, once the failure is written.
-    run.at_failure.append(send_last)
+    run.at_failure.append(lambda: start(files.send).join(_FAILING_SECONDS))
     if not of_others:
         yield
         return
-    thread = threading.Thread(target=send_again_and_again, name="live files", daemon=True)
-    thread.start()
+    thread = start(send_again_and_again)
     try:
         yield
     finally:
@@ -164,9 +162,10 @@ def fetch_records(address: str, folder: Path) -> RunFolder:
             f"{address}: no run there ({run.events.name} is missing); s3://bucket/runs/30b is one's address"
         )
     _bring_together(remote, run)
-    if (newest := newest_committed(remote, -1)) is not None:
-        (run.path / newest).mkdir()
-        (run.path / newest / MARKER).write_bytes(remote.read(f"{newest}/{MARKER}"))
+    if (newest := newest_stored(remote, -1)) is not None:
+        name, marker, _ = newest
+        (run.path / name).mkdir()
+        (run.path / name / MARKER).write_bytes(marker)
     return run
 
 

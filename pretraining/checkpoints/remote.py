@@ -93,10 +93,10 @@ class RemoteRun(Store):
         """Read a small file; None if there is none."""
 
         def read() -> bytes | None:
-            # Caught here: `ask` would report a missing file as a wrong address.
-            with suppress(FileNotFoundError):
+            try:
                 return self._whole(path)
-            return None
+            except FileNotFoundError:  # `ask` would report it as a wrong address
+                return None
 
         return self.patience.ask(read, self.where(path))
 
@@ -129,8 +129,8 @@ class RemoteRun(Store):
         try:
             start = 0
             while start < size:
-                stop = min(start + _PIECE_BYTES, size)
-                piece = self.patience.ask(partial(read, start, stop), self.where(path))
+                read_next = partial(read, start, min(start + _PIECE_BYTES, size))
+                piece = self.patience.ask(read_next, self.where(path))
                 start += len(piece)
                 yield piece
         finally:
@@ -293,12 +293,6 @@ def newest_stored(
         if not journal.overtakes(step_in(name), marker.get("rollbacks", 0)):
             return name, content, step_fault(name, marker)
     return None
-
-
-def newest_committed(remote: RemoteRun, above: int) -> str | None:
-    """Return the name of the newest checkpoint of the store with a marker and a step above `above`, or None."""
-    found = newest_stored(remote, above)
-    return found and found[0]
 
 
 class Ranges(ThreadPoolExecutor):

@@ -18,7 +18,7 @@ from pretraining.planning.setup import Setup
 from pretraining.recipe import RECIPES, Recipe, load_recipe, recipe_names
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.optimizers import follow_run
-from tests.gear.runs import LLAMA, Run, bytes_of, contents, execute, launcher, on_own_port
+from tests.gear.runs import LLAMA, Run, bytes_of, completed, contents, execute, launcher, on_own_port
 from tests.gear.small_checkpoints import identity_of, save
 from tests.training.test_batch_ramp import RAMPED
 from tests.training.test_curve import column
@@ -59,8 +59,7 @@ def test_the_branch_decays_and_the_run_it_is_from_goes_on(workshop, tmp_path, ca
     assert bytes_of(folder / "checkpoint-8") == bytes_of(base.dir.checkpoint(8))
     recipe = ["--recipe", str(folder / "recipe.json"), "--output_dir", str(folder)]
     words = [*on_own_port(launcher("forked", 2)), "train.py", *recipe, "--deepspeed", "zero3"]
-    finished = execute([*words, "--data_dir", str(workshop.data)])
-    assert finished.code == 0, finished.output
+    completed([*words, "--data_dir", str(workshop.data)])
     run = Run(folder)
     assert [row["step"] for row in run.training_rows] == [9, 10, 11, 12]
     assert column(run, "train/learning_rate") == pytest.approx([0.01, 0.0075, 0.005, 0.0025])
@@ -85,8 +84,7 @@ def test_a_stage_goes_on_at_a_longer_context(workshop, tmp_path, capsys):
     branched(base.folder, "--at", 4, "--steps", 4, "--output", folder, *words, capsys=capsys)
     recipe = ["--recipe", str(folder / "recipe.json"), "--output_dir", str(folder), "--deepspeed", "null"]
     command = [*launcher("plain", 1), "train.py", *recipe, "--data_dir", str(workshop.data)]
-    finished = execute(command)
-    assert finished.code == 0, finished.output
+    completed(command)
     run = Run(folder)
     assert column(run, "train/learning_rate") == [0.01] * 4
     assert column(run, "train/tokens") == [2048 + 512 * step for step in (1, 2, 3, 4)]

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from pretraining.evaluation.sampling import sample_text
 from pretraining.recipe import load_recipe
 from pretraining.recipe.sections import Sampling
-from tests.gear.runs import MODELS, SMALL_RECIPE, STEPS, execute
+from tests.gear.runs import MODELS, SMALL_RECIPE, STEPS, completed
 from tests.training.test_curve import BALANCED, IN_BF16, STAGES, stage_run
 
 LENGTH = SMALL_RECIPE["model"]["n_positions"]
@@ -126,8 +126,7 @@ def test_validation_numbers_are_right(workshop):
 def evaluated(workshop, run, *words) -> dict:
     """What `python -m pretraining.evaluation RUN --json` says."""
     command = ["forked", "0", "-m", "pretraining.evaluation", run.folder, "--data_dir", workshop.data]
-    finished = execute([*command, "--json", *words])
-    assert finished.code == 0, finished.output
+    finished = completed([*command, "--json", *words])
     return json.loads(finished.stdout)
 
 

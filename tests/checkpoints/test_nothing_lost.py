@@ -14,7 +14,7 @@ from pretraining.checkpoints.format import read_marker, write_marker
 from pretraining.errors import UserError
 from pretraining.runtime.durable_files import append_row, read_rows
 from pretraining.runtime.run_folder import RunFolder, keep_past_rows
-from tests.gear.runs import Run, bytes_of, committed, contents, execute, start_and_kill
+from tests.gear.runs import Run, bytes_of, committed, completed, contents, execute, start_and_kill
 from tests.gear.small_checkpoints import Retention, save
 
 
@@ -47,8 +47,7 @@ def test_killed_inside_a_save_continues_from_the_checkpoint_before(workshop):
         if "checkpoint-8" not in committed(output):
             break
     assert committed(output) == ["checkpoint-4"]
-    finished = execute(command)
-    assert finished.code == 0, finished.output
+    completed(command)
     run = Run(output)
     same_curve(run, workshop.run("zero3"))
     found = [(event["event"], event.get("checkpoint")) for event in run.events]
@@ -70,8 +69,7 @@ def test_a_row_over_a_resume_is_the_row_of_an_unbroken_run(workshop, tmp_path):
     for lost in (("export",), ("export", "checkpoint-10")):
         for name in lost:
             shutil.rmtree(output / name)
-        finished = execute(workshop.command(output, "zero2", settings=settings))
-        assert finished.code == 0, finished.output
+        completed(workshop.command(output, "zero2", settings=settings))
         assert _losses_by_step(Run(output)) == expected
         assert Run(output).samples == whole.samples
 
@@ -96,8 +94,7 @@ def test_damaged_and_uncommitted_checkpoints_are_passed_over(workshop, unfinishe
     (unfinished / "checkpoint-9" / "committed.json").unlink()
     shard = unfinished / "checkpoint-10" / "rank-00001-of-00002.safetensors"
     os.truncate(shard, shard.stat().st_size - 1)
-    finished = execute(workshop.command(unfinished))
-    assert finished.code == 0, finished.output
+    completed(workshop.command(unfinished))
     run = Run(unfinished)
     same_curve(run, workshop.run("zero2"))
     passed_over = next(event for event in run.events if event["event"] == "checkpoint_passed_over")
@@ -127,8 +124,7 @@ def test_resume_never_keeps_the_earlier_run_aside(workshop, resumed, tmp_path):
     before = bytes_of(output)
     settings = ("training.report_to=wandb",)
     command = workshop.command(output, "null", 1, "plain", settings, ["--resume", "never"])
-    finished = execute(command)
-    assert finished.code == 0, finished.output
+    completed(command)
     (aside,) = (path for path in tmp_path.iterdir() if path != output)
     assert bytes_of(aside) == before
     run = Run(output)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from pretraining.checkpoints.remote import RemoteRun, newest_committed
+from pretraining.checkpoints.remote import RemoteRun
 from pretraining.runtime.durable_files import read_rows
 from tests.gear.disk_ranks import found_by_rank
 from tests.gear.nodes import SLOW, Nodes, two_nodes, wait_until
-from tests.gear.object_store import Proxy, connect_to, s3_server, use_here
+from tests.gear.object_store import Proxy, connect_to, newest_committed, s3_server, use_here
 from tests.gear.on_ranks import on_ranks
 from tests.gear.runs import Workshop, execute
 

@@ -28,7 +28,7 @@ from pretraining.checkpoints.format import (
     write_marker,
     write_receipt,
 )
-from pretraining.checkpoints.remote import RemoteRun, fetching_bar, newest_committed
+from pretraining.checkpoints.remote import RemoteRun, fetching_bar
 from pretraining.checkpoints.resume import changes_in
 from pretraining.checkpoints.shard_files import rank_file, write_rank_file
 from pretraining.checkpoints.upload import Uploader
@@ -40,8 +40,15 @@ from pretraining.recipe import load_recipe
 from pretraining.runtime.durable_files import read_rows, write_json
 from pretraining.runtime.journal import Journal, Rollback
 from pretraining.runtime.run_folder import RunFolder, utc_now
-from tests.gear.object_store import OTHER_CREDENTIALS, OtherServer, Proxy, s3_server, use_here
-from tests.gear.runs import bytes_of, execute
+from tests.gear.object_store import (
+    OTHER_CREDENTIALS,
+    OtherServer,
+    Proxy,
+    newest_committed,
+    s3_server,
+    use_here,
+)
+from tests.gear.runs import bytes_of, completed
 
 NAME = "tiny"
 UPLOAD = "s3://bucket/runs"
@@ -342,8 +349,7 @@ def test_no_listing_from_before_decides(upload):
     other = "import sys; from pretraining.checkpoints.remote import RemoteRun as Run; there = Run(*sys.argv[1:])\n"
     other += "there.write_bytes('folder/second', b'22'); there.write_bytes('new/file', b'')\n"
     other += "there.remove('folder/first')"
-    finished = execute([sys.executable, "-c", other, upload, NAME])
-    assert finished.code == 0, finished.output
+    completed([sys.executable, "-c", other, upload, NAME])
     assert here.sizes("folder") == {"second": 2} and list(here.sizes("")) == ["folder", "new"]
     assert here.read("folder/second") == b"22" and here.read_if_there("folder/first") is None
     here.remove_checkpoint("folder")

@@ -9,7 +9,7 @@ import torch
 from pretraining.checkpoints.export import reshard
 from pretraining.checkpoints.folders import damage
 from pretraining.checkpoints.shard_files import CheckpointReader, assemble
-from tests.gear.runs import Run, execute
+from tests.gear.runs import Run, completed, execute
 
 # (saved by stage, ranks; resumed at stage, ranks): shrinking and growing, sharded and not, offloaded and not.
 PAIRS = [
@@ -36,8 +36,7 @@ def test_any_stage_on_any_ranks_goes_on_at_any_other(workshop, tmp_path, stage, 
     whole = workshop.run(stage, ranks)
     folder = unfinished(whole, tmp_path / "run")
     by = "plain" if to_stage == "null" else "forked"
-    finished = execute(workshop.command(folder, to_stage, to_ranks, by))
-    assert finished.code == 0, finished.output
+    completed(workshop.command(folder, to_stage, to_ranks, by))
     run = Run(folder)
     resume = next(event for event in run.events if event["event"] == "resume")
     assert (resume["checkpoint"], resume["world_size"]) == ("checkpoint-8", to_ranks)
@@ -55,8 +54,7 @@ def test_the_command_writes_what_a_run_goes_on_from(workshop, tmp_path):
     assert execute(words).code == 0 and damage(target) is None
     again = execute(words)
     assert (again.code, again.stderr.count("\n")) == (2, 1) and "is there already" in again.stderr
-    finished = execute(workshop.command(tmp_path / "run", "zero2", 2, more=("--resume", target)))
-    assert finished.code == 0, finished.output
+    completed(workshop.command(tmp_path / "run", "zero2", 2, more=("--resume", target)))
     assert [row["train/loss"] for row in Run(tmp_path / "run").training_rows[-2:]] == whole.losses[-2:]
 
 

@@ -10,7 +10,7 @@ from pretraining.checkpoints.upload import Uploader
 from pretraining.runtime.exit_codes import HANG
 from pretraining.runtime.run_folder import RunFolder
 from tests.gear.object_store import Proxy, connect_to, s3_server, use_here
-from tests.gear.runs import Run, Started, execute
+from tests.gear.runs import Run, Started, completed, execute
 
 UPLOAD = ("checkpoints.upload=s3://bucket/runs",)
 SECRET = "wJalrXUtnFEMIK7MDENG"
@@ -26,8 +26,7 @@ def test_a_run_goes_on_from_the_store_on_an_empty_machine(workshop, tmp_path, mo
     with s3_server(tmp_path / "log") as address:
         variables = connect_to(address, AWS_SECRET_ACCESS_KEY=SECRET)
         command = workshop.command(output, settings=UPLOAD)
-        first = execute(command, **variables)
-        assert first.code == 0, first.output
+        first = completed(command, **variables)
         uploads = [event["checkpoint"] for event in Run(output).events if event["event"] == "upload"]
         assert uploads[-1] == "checkpoint-10"
         use_here(monkeypatch, address)
@@ -37,8 +36,7 @@ def test_a_run_goes_on_from_the_store_on_an_empty_machine(workshop, tmp_path, mo
         uploader.wait()
         shutil.rmtree(output)
         store.write_bytes("checkpoint-10/committed.json", b"{}")
-        second = execute(workshop.command(output, settings=UPLOAD), **variables)
-        assert second.code == 0, second.output
+        second = completed(workshop.command(output, settings=UPLOAD), **variables)
         refused = execute([*command, "--resume", "never"], **variables)
         another = workshop.command(tmp_path / "another" / "run", settings=(*UPLOAD, "training.seed=8"))
         stranger = execute(another, **variables)

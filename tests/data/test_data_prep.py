@@ -259,7 +259,7 @@ def _kill_when(command: list[str], root: Path, moment: str) -> bool:
 
 
 def test_preparations_of_the_same_data_wait_for_each_other(tmp_path, root, corpus):
-    """Two processes at once: one builds, both succeed, the result is whole."""
+    """Two processes at once: one builds, both completed, the result is whole."""
     command = data_prep(recipe_file(tmp_path, corpus), root, "--json")
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) for _ in range(2)]
     results = [process.communicate()[0] for process in both]

@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pretraining.checkpoints.folders import damage, step_in
-from pretraining.checkpoints.remote import RemoteRun, newest_committed
+from pretraining.checkpoints.remote import RemoteRun
 from pretraining.runtime.run_folder import unix_seconds
 from tests.gear.chaos import MOMENTS, SETTINGS, Folder, came, ends_as, have_fallen, ranks_of
 from tests.gear.hosts import Hosts
 from tests.gear.nodes import NAMES, Nodes
-from tests.gear.object_store import OTHER_CREDENTIALS, OtherServer, Proxy, connect_to
+from tests.gear.object_store import OTHER_CREDENTIALS, OtherServer, Proxy, connect_to, newest_committed
 from tests.gear.runs import Started, Workshop, send_kill
 
 TARGETS = ("node", "rank", "launcher", "store")

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from pretraining.checkpoints.remote import RemoteRun, newest_stored
 from tests.gear.runs import free_port
 
 BUCKET = "bucket"
@@ -26,6 +27,12 @@ CREDENTIALS = {
     "AWS_DEFAULT_REGION": "us-east-1",
     "AWS_EC2_METADATA_DISABLED": "true",
 }
+
+
+def newest_committed(remote: RemoteRun, above: int) -> str | None:
+    """The name of the newest checkpoint of the store with a marker and a step above `above`."""
+    found = newest_stored(remote, above)
+    return found and found[0]
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from pretraining.runtime.lock import lock_idle_run
 from pretraining.runtime.processes import CommandEnded, call
 from tests.gear.local_hub import REPOSITORY_ID, local_hub
 from tests.gear.object_store import BUCKET, s3_server, use_here
-from tests.gear.runs import REPOSITORY, Workshop, execute
+from tests.gear.runs import REPOSITORY, Workshop, completed, execute
 
 SHORT = ("budget.tokens=1024", "evaluation.sample_tokens=0", "training.report_to=none")
 OF_A_RUN = ("plan", "prepare", "doctor", "train", "evaluate", "report")
@@ -229,8 +229,7 @@ def test_an_export_reaches_the_hub_in_one_commit(tmp_path):
     (run / "report.html").write_text("page")
     words = ["python", "-m", "pretraining.checkpoints", "push", run, REPOSITORY_ID, "--private", "--json"]
     with local_hub() as hub:
-        finished = execute(words, **hub.environment)
-        assert finished.code == 0, finished.output
+        finished = completed(words, **hub.environment)
         assert "private" in hub.created[0].values() and hub.created[0].get("type") != "dataset"
         assert [set(commit) for commit in hub.commits] == [set(json.loads(finished.stdout)["sent"])]
         assert hub.files["report.html"] == b"page" and len(hub.files) == 4

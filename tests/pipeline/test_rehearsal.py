@@ -20,7 +20,7 @@ from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.rehearsal import rehearsal
 from pretraining.rehearsal.rank import RankPlace
 from pretraining.rehearsal.rehearsal import Rehearsal, rehearse
-from tests.gear.runs import LAUNCHED, MODELS, Workshop, execute, forked_programs
+from tests.gear.runs import LAUNCHED, MODELS, Workshop, completed, forked_programs
 
 RANKS = 60
 MANY = ("--world_size", RANKS, "--nodes", 7)
@@ -66,8 +66,7 @@ def test_a_sound_run_passes_on_uneven_nodes(workshop, tmp_path):
     )
     for setting in ONE_EACH:
         words += ["--set", setting]
-    finished = execute([sys.executable, "train.py", *words], **forked_programs())
-    assert finished.code == 0, finished.output
+    finished = completed([sys.executable, "train.py", *words], **forked_programs())
     answer = json.loads(finished.stdout)
     assert not answer["faults"] and not (tmp_path / "run").exists()
     places = [(each["rank"], each["node"], each["local_rank"]) for each in answer["ranks"]]

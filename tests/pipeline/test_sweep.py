@@ -13,7 +13,7 @@ import pytest
 from pretraining.api import Prepared, RunResult, prepare, run, settings_of, words_of
 from pretraining.errors import UserError
 from pretraining.sweep import _folder_name, _parsed, _short_keys, as_text
-from tests.gear.runs import REPOSITORY, Workshop, answer_of, execute, forked_programs
+from tests.gear.runs import REPOSITORY, Workshop, answer_of, completed, execute, forked_programs
 
 SHORT = ("budget.tokens=1024", "training.logging_steps=5", "evaluation.sample_tokens=0")
 SWEEP = ["python", "-m", "pretraining.sweep", "--deepspeed", "null"]
@@ -27,8 +27,7 @@ def sets(texts) -> list[str]:
 def finished_run(workshop: Workshop, folder: Path, settings) -> None:
     """A run made by a process that starts at once, where a sweep or a notebook would make it."""
     options = workshop.options("--deepspeed", "null", "--output_dir", folder, *sets(settings))
-    made = execute(["forked", "0", "train.py", *options])
-    assert made.code == 0, made.output
+    completed(["forked", "0", "train.py", *options])
 
 
 def test_a_sweep_skips_what_is_finished_stops_goes_on_and_names_the_best(workshop, tmp_path):
@@ -43,8 +42,7 @@ def test_a_sweep_skips_what_is_finished_stops_goes_on_and_names_the_best(worksho
     assert stopped.code == 75, stopped.output
     assert "learning_rate=0.01: finished before" in stopped.stdout
     assert re.search(r"^ +1e-3 +stopped +1 ", stopped.stdout, re.M), stopped.stdout
-    ended = execute([*command, "--json"], **forked_programs())
-    assert ended.code == 0, ended.output
+    ended = completed([*command, "--json"], **forked_programs())
     answer = answer_of(ended.stdout)
     states = [(point["settings"]["training.learning_rate"], point["state"]) for point in answer["points"]]
     assert states == [("0.01", "finished"), ("1e-3", "finished")]
@@ -77,8 +75,7 @@ def test_jobs_are_submitted_once(workshop, tmp_path, monkeypatch):
     (tmp_path / "sweep").mkdir()
     path = f"{commands}:{Path(sys.executable).parent}:/usr/bin:/bin"
     for _ in range(2):
-        done = execute([*SWEEP, *options, "--launcher", "x y", "--json"], CALLS=str(calls), PATH=path)
-        assert done.code == 0, done.output
+        done = completed([*SWEEP, *options, "--launcher", "x y", "--json"], CALLS=str(calls), PATH=path)
     lines = calls.read_text().splitlines()
     # the job of the second point has left the queue without a run
     assert [Path(line.partition("|")[0]).name for line in lines] == [

@@ -13,19 +13,19 @@ from pathlib import Path
 import pytest
 
 from pretraining.checkpoints.folders import step_in
-from pretraining.checkpoints.remote import RemoteRun, newest_committed
+from pretraining.checkpoints.remote import RemoteRun
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.run_folder import STARTS
 from tests.gear.hosts import hosts
 from tests.gear.nodes import HERE, SLOW, Nodes, wait_until
-from tests.gear.object_store import Proxy, connect_to, s3_server, use_here
+from tests.gear.object_store import Proxy, connect_to, newest_committed, s3_server, use_here
 from tests.gear.runs import (
     Finished,
     Started,
     Workshop,
     answer_of,
     choices,
-    execute,
+    completed,
     forked_programs,
     free_port,
 )
@@ -118,15 +118,9 @@ class TorchrunNodes(Nodes):
 
 @contextmanager
 def torchrun_nodes(
-    workshop: Workshop,
-    folder: Path,
-    monkeypatch,
-    names: tuple[str, ...],
-    settings: tuple[str, ...] = (),
-    seconds_a_step="1",
-    spare: str | None = None,
+    workshop: Workshop, folder: Path, monkeypatch, *names: str, settings=(), seconds_a_step="1", spare=None
 ) -> Iterator[tuple[TorchrunNodes, RemoteRun]]:
-    """The nodes, running, and what the store holds of their run."""
+    """The nodes, which train, and what the store holds of their run."""
     with hosts(folder, *names) as made:
         if made is None:
             pytest.skip("may not make networks here")
@@ -139,6 +133,7 @@ def torchrun_nodes(
             use_here(monkeypatch, address)
             nodes.begin(proxy.address, settings)
             try:
+                nodes.wait_until(partial(nodes.trains_with, len(nodes.started), "alpha"))
                 yield nodes, RemoteRun("s3://bucket/runs", "run")
             finally:
                 nodes.end()
@@ -146,8 +141,7 @@ def torchrun_nodes(
 
 def look_back(store: str = "s3://bucket/runs/run") -> dict:
     """What the store of a run says about its end."""
-    found = execute([sys.executable, "-m", "pretraining.postmortem", "--json", store], **os.environ)
-    assert found.code == 0, found.output
+    found = completed([sys.executable, "-m", "pretraining.postmortem", "--json", store], **os.environ)
     return answer_of(found.stdout)
 
 
@@ -164,8 +158,10 @@ def test_a_node_without_power_is_done_without_and_taken_back_and_a_report_says_w
     and 10 in which torchrun waits for nodes that come late.
     """
     reference = workshop.run("zero2")
-    with torchrun_nodes(workshop, tmp_path, monkeypatch, ("alpha", "beta"), (), "2") as (nodes, remote):
-        nodes.wait_until(partial(nodes.trains_with, len(nodes.started), "alpha"))
+    with torchrun_nodes(workshop, tmp_path, monkeypatch, "alpha", "beta", seconds_a_step="2") as (
+        nodes,
+        remote,
+    ):
         nodes.wait_until(lambda: newest_committed(remote, 1) is not None)
         nodes.lose("alpha")
         committed = step_in(newest_committed(remote, -1))
@@ -176,10 +172,8 @@ def test_a_node_without_power_is_done_without_and_taken_back_and_a_report_says_w
         assert newest_committed(remote, -1) == "checkpoint-10"
         report, found = remote.read("report.html").decode(), look_back()
     name = max(nodes.hosts.names, key=lambda name: len(nodes.starts(name)))
-    run, starts = (
-        nodes.disk(name),
-        nodes.starts(name)[-3:],
-    )  # the first may have begun with the quicker of them
+    # the first may have begun with the quicker of them
+    run, starts = nodes.disk(name), nodes.starts(name)[-3:]
     assert [ranks for _, ranks in starts] == [2, 1, 2] and starts[1][0] == committed
     assert largest_difference(run, reference) <= 1e-4
     hangs = [row for row in read_rows(nodes.disk("beta").dir.node_events) if row["event"] == "hang"]
@@ -199,11 +193,8 @@ ASKED = pytest.mark.skipif(
 def test_a_lost_meeting_point_ends_the_run_until_it_is_back(workshop: Workshop, tmp_path, monkeypatch):
     """Its process is killed; the supervisors start again, and the run goes on from its newest checkpoint."""
     reference = workshop.run("zero2")
-    with torchrun_nodes(workshop, tmp_path, monkeypatch, ("alpha", "beta"), seconds_a_step="3") as (
-        nodes,
-        remote,
-    ):
-        nodes.wait_until(partial(nodes.trains_with, len(nodes.started), "alpha"))
+    made = torchrun_nodes(workshop, tmp_path, monkeypatch, "alpha", "beta", seconds_a_step="3")
+    with made as (nodes, remote):
         nodes.wait_until(lambda: newest_committed(remote, 1) is not None)
         nodes.point.kill()
         nodes.point = nodes.meet()
@@ -218,8 +209,8 @@ def test_a_lost_meeting_point_ends_the_run_until_it_is_back(workshop: Workshop, 
 def test_a_spare_node_takes_the_place_of_a_lost_one(workshop: Workshop, tmp_path, monkeypatch):
     """Two train, for one would not divide the step of a real recipe; a third waits, with an empty disk."""
     reference, names = workshop.run("zero2"), ("alpha", "beta", "gamma")
-    with torchrun_nodes(workshop, tmp_path, monkeypatch, names, (), "3", spare="gamma") as (nodes, remote):
-        nodes.wait_until(partial(nodes.trains_with, 2, "alpha"))
+    made = torchrun_nodes(workshop, tmp_path, monkeypatch, *names, seconds_a_step="3", spare="gamma")
+    with made as (nodes, remote):
         nodes.started["gamma"] = nodes.start_on("gamma")
         nodes.wait_until(lambda: newest_committed(remote, 1) is not None)
         nodes.lose("beta")
@@ -233,9 +224,8 @@ def test_nodes_that_come_back_take_part_again(workshop: Workshop, tmp_path, monk
     """Three nodes, two at least. Rank 0's is lost and comes back with an empty disk; then another, with its disk."""
     steps = ("budget.tokens_per_step=768", "budget.tokens=7680")
     reference = workshop.run("zero2", settings=steps)
-    names = ("alpha", "beta", "gamma")
-    with torchrun_nodes(workshop, tmp_path, monkeypatch, names, steps, seconds_a_step="4") as (nodes, remote):
-        nodes.wait_until(partial(nodes.trains_with, len(nodes.started), "alpha"))
+    names, choice = ("alpha", "beta", "gamma"), {"settings": steps, "seconds_a_step": "4"}
+    with torchrun_nodes(workshop, tmp_path, monkeypatch, *names, **choice) as (nodes, remote):
         nodes.wait_until(lambda: newest_committed(remote, 1) is not None)
         for lost, first in (("alpha", "beta"), ("beta", "alpha")):
             nodes.lose(lost)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pretraining.checkpoints.remote import RemoteRun, newest_committed
+from pretraining.checkpoints.remote import RemoteRun
 from pretraining.errors import UserError
 from pretraining.runtime.exit_codes import STOPPED
 from pretraining.runtime.processes import ASKING
@@ -17,7 +17,7 @@ from pretraining.supervise import supervisor as supervise
 from pretraining.supervise.hosts import SWITCHES, VALUES, HostfileCommand, Hosts
 from pretraining.supervise.supervisor import CRASH, Supervisor
 from tests.gear.nodes import wait_until
-from tests.gear.object_store import Proxy, connect_to, s3_server, use_here
+from tests.gear.object_store import Proxy, connect_to, newest_committed, s3_server, use_here
 from tests.gear.runs import REPOSITORY, Run, Started, Workshop, choices, committed, environment, free_port
 from tests.gear.ssh_hosts import SshHosts, installed, ssh_hosts
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.gear.runs import REPOSITORY, execute
+from tests.gear.runs import REPOSITORY, completed, execute
 
 JOBSET = REPOSITORY / "launch" / "kubernetes" / "jobset.yaml"
 SKYPILOT = REPOSITORY / "launch" / "skypilot.yaml"
@@ -91,8 +91,7 @@ def test_skypilot_reads_its_file(tmp_path):
     if sys.executable == SKYPILOT_PYTHON and importlib.util.find_spec("sky") is None:
         pytest.skip("SkyPilot is not installed (requirements-skypilot.txt)")
     words = [SKYPILOT_PYTHON, "-c", READ_TASK, str(SKYPILOT)]
-    finished = execute(words, HOME=str(tmp_path), PYTHONPATH=os.environ.get("PYTHONPATH", ""))
-    assert finished.code == 0, finished.output
+    finished = completed(words, HOME=str(tmp_path), PYTHONPATH=os.environ.get("PYTHONPATH", ""))
     task = json.loads(finished.stdout.splitlines()[-1])
     assert task["nodes"] == 2 and all(each["use_spot"] for each in task["resources"])
     assert {each["job_recovery"]["strategy"] for each in task["resources"]} == {"EAGER_NEXT_REGION"}
@@ -117,13 +116,11 @@ def check_command(command: list[str], variables: dict[str, str], folder: Path, u
     torchrun.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {shlex.quote(str(folder))}/words\n')
     torchrun.chmod(0o755)
     command = [word.replace("torchrun ", f"{torchrun} ") for word in command]
-    finished = execute(command, timeout=60, **variables)
-    assert finished.code == 0, finished.output
+    completed(command, **variables)
     read = get_args_parser().parse_args((folder / "words").read_text().splitlines())
     found = (read.nnodes, read.node_rank, read.nproc_per_node, read.training_script)
     assert found == ("2", 1, "8", "train.py")
     assert read.master_addr and read.master_port
     plan = ["python", "train.py", *read.training_script_args, "--plan", "--world_size", "16", "--json"]
-    planned = execute(plan)
-    assert planned.code == 0, planned.output
+    completed(plan)
     assert f"checkpoints.upload={upload}" in read.training_script_args

@@ -24,7 +24,7 @@ from pretraining.planning.setup import Setup
 from pretraining.recipe import load_recipe
 from pretraining.runtime.durable_files import append_row
 from pretraining.runtime.run_folder import RunFolder, read_events, step_of
-from tests.gear.runs import Run, committed, contents, execute
+from tests.gear.runs import Run, committed, completed, contents, execute
 from tests.gear.small_checkpoints import identity_of, save
 
 PLAIN = ("null", 1, "plain")
@@ -155,8 +155,7 @@ def test_a_full_disk_costs_no_checkpoint(workshop, small_disk):
     assert committed(output) == ["checkpoint-4"]
     assert [event for event in Run(output).events if event["event"] == "forced" and "room" in event["what"]]
     subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
-    finished = execute(command)
-    assert finished.code == 0, finished.output
+    completed(command)
     assert Run(output).losses == workshop.plain().losses
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.gear.hosts import hosts
-from tests.gear.runs import SMALL_RECIPE, Run, Workshop, committed, execute
+from tests.gear.runs import SMALL_RECIPE, Run, Workshop, committed, completed
 from tests.gear.slurm_cluster import cluster, installed
 
 DOCTOR = "-m pretraining.doctor"
@@ -25,8 +25,7 @@ def words_of_a_node(folder: Path, job: int, **variables: str) -> list[str]:
     own = {"SLURM_JOB_ID": str(job), "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2"}
     own |= {"SLURM_CPUS_ON_NODE": "8", "SLURMD_NODENAME": "node1", "RUN": str(folder / "run"), **variables}
     command = ["bash", "-c", f"PATH={folder}:$PATH exec bash launch/slurm.sh --recipe tiny"]
-    finished = execute(command, **own)
-    assert finished.code == 0, finished.output
+    finished = completed(command, **own)
     return finished.stdout.splitlines()
 
 
@@ -75,8 +74,7 @@ def test_a_lost_node_costs_the_job_no_step(workshop: Workshop, tmp_path):
             options = workshop.options("--set", "training.save_steps=2")
             # one rank on each node: torchrun would let it compute in several threads, which add up in another order
             variables = {**slurm.variables, "RUN": str(folder), "OMP_NUM_THREADS": "1"}
-            submitted = execute(slurm.words(*job, *options), **variables)
-            assert submitted.code == 0, submitted.output
+            submitted = completed(slurm.words(*job, *options), **variables)
             slurm.wait(lambda: "checkpoint-4" in committed(run.folder), "no checkpoint", 0.005)
             made.pull_plug("node2")
             slurm.wait(lambda: "down" in slurm.output("sinfo", "-h", "-o", "%t"), "the node is not missed")
