@@ -32,8 +32,7 @@ def object_of(needed: dict[str, dict], others: dict[str, dict] | None = None) ->
 def regular(path: str, flags: int) -> int:
     """Open a regular file; the `opener` of `open()`. A link is followed to read, and never to write.
 
-    Raises:
-        OSError: ENXIO for a pipe, a socket or a device, on which a reader would wait; ELOOP for a link.
+    Raises `OSError`: ENXIO for a pipe, a socket or a device, on which a reader would wait; ELOOP for a link.
     """
     writes = flags & os.O_ACCMODE != os.O_RDONLY
     # what `truncate` loses would be lost before the kind of file is known

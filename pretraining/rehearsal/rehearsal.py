@@ -78,8 +78,7 @@ def rehearse(
 ) -> None:
     """Rehearse the start of a run and print what was found; open_data, attempt: train.py's.
 
-    Raises:
-        UserError: the first fault. All of them are printed before.
+    Raises `UserError`: the first fault. All of them are printed before.
     """
     rehearsal = Rehearsal(recipe, ds_config, options)
     rehearsal.do(open_data, attempt)

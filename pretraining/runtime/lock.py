@@ -174,8 +174,7 @@ PATIENCE_SECONDS = 5.0
 def lock_on_each_disk(folder: Path) -> Iterator[Disks]:
     """Find which ranks see the same run folder, and lock it once on each disk. At the end, remove it if it is empty.
 
-    Raises:
-        UserError: another process holds the folder. Every rank raises it, and nothing is written.
+    Raises `UserError`: another process holds the folder. Every rank raises it, and nothing is written.
     """
     locks: list[TextIO] = []  # one on the first rank of each disk, none on the others
     disks = find_disks(folder)

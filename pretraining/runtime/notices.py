@@ -144,8 +144,7 @@ class Notices:
 def notices(run: RunFolder, name: str, settings: Notify | None) -> Iterator[None]:
     """Send notices of the events inside the block. What it raises, a run that has begun journals as `failed`.
 
-    Raises:
-        UserError: the variable of the webhook is not set on rank 0, or holds no address; every rank raises it.
+    Raises `UserError`: the variable of the webhook is not set on rank 0, or holds no address; every rank raises it.
     """
     if settings is None:
         yield
@@ -201,8 +200,7 @@ def notice_of(name: str, run: RunFolder, row: dict) -> dict:
 def run_command(command: str, notice: dict) -> None:
     """Run a shell command with the notice as JSON on its standard input, and its main parts as variables.
 
-    Raises:
-        Failed: it ended with another code than 0, or did not end in time.
+    Raises `Failed`: it ended with another code than 0, or did not end in time.
     """
     variables = {f"PRETRAINING_{key.upper()}": notice[key] for key in ("event", "run", "folder", "message")}
     process = subprocess.Popen(
@@ -231,8 +229,7 @@ def run_command(command: str, notice: dict) -> None:
 def post(variable: str, notice: dict) -> None:
     """Send the notice as JSON to the address that an environment variable holds.
 
-    Raises:
-        Failed: the address cannot be reached, or answers with an error. The reason does not repeat the address.
+    Raises `Failed`: the address cannot be reached, or answers with an error. The reason does not repeat the address.
     """
     try:
         address = read_webhook(variable)

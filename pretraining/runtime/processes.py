@@ -125,8 +125,7 @@ def call(command: list[str], captured: bool = False, show: Callable[[str], None]
     captured: return its stdout instead of showing it.
     show: gets each line of its stdout and stderr; None: they are those of this process, with bars that move.
 
-    Raises:
-        CommandEnded: with the command's exit code, and its last lines of stderr if `show` is given.
+    Raises `CommandEnded`: with the command's exit code, and its last lines of stderr if `show` is given.
     """
     process = subprocess.Popen(
         command,
