@@ -62,12 +62,7 @@ class CheckpointManager(TrainerCallback):
     """
 
     def __init__(
-        self,
-        run: RunFolder,
-        recipe: Recipe,
-        plan: RunPlan,
-        data: PreparedData,
-        start: Start,
+        self, run: RunFolder, recipe: Recipe, plan: RunPlan, data: PreparedData, start: Start
     ) -> None:
         self.run, self.start = run, start
         environment = describe_environment(device_name(), plan.world_size)

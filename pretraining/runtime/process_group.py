@@ -120,6 +120,61 @@ def together(act: Callable[[], Answer]) -> Answer:
     return value
 
 
+@dataclass(frozen=True)
+class Disks:
+    """The run folders of a run, each on a disk that some ranks share.
+
+    first_ranks: for each rank, the lowest rank that sees the same run folder; empty as long as nobody has looked.
+    first_rank: that of this rank.
+    """
+
+    first_ranks: tuple[int, ...] = ()
+    first_rank: int = 0
+
+    @property
+    def shared(self) -> bool:
+        """Return whether every rank sees the run folder of rank 0."""
+        return not any(self.first_ranks)
+
+    @property
+    def count(self) -> int:
+        return len(set(self.first_ranks)) or 1
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether this rank writes what its run folder needs once."""
+        return rank_and_world_size()[0] == self.first_rank
+
+    @property
+    def has_rank_0(self) -> bool:
+        """Return whether this rank sees the run folder of rank 0, which alone holds metrics, events and report."""
+        return self.first_rank == 0
+
+    def groups(self) -> dict[int, list[int]]:
+        """Return {the lowest rank that sees a run folder: all ranks that see it}."""
+        groups: dict[int, list[int]] = {}
+        for rank, first in enumerate(self.first_ranks or (0,) * rank_and_world_size()[1]):
+            groups.setdefault(first, []).append(rank)
+        return groups
+
+    def each(self, look: Callable[[], Answer]) -> dict[int, Answer]:
+        """Return on every rank {first rank of a disk: what `look` returns there}; an error of one is raised on all."""
+        if self.shared:
+            return {0: from_rank_0(look)}
+        answers = gather_from_ranks(together(look if self.is_first else lambda: None))
+        return {first: answers[first] for first in self.groups()}
+
+    def from_one(self, first_rank: int, look: Callable[[], Answer]) -> Answer:
+        """Return on every rank what `look` returns on the first rank of one disk."""
+        if self.shared:
+            return from_rank_0(look)
+        is_there = rank_and_world_size()[0] == first_rank
+        return from_rank(first_rank, together(look if is_there else lambda: None))
+
+
+ONE_DISK = Disks()
+
+
 def is_first_to_report() -> bool:
     """Return whether this rank reports the error that ends it: rank 0 if it fails too, else the first of those that do.
 

@@ -16,7 +16,8 @@ from pretraining.outside.masking import masked_in
 from pretraining.recipe.curve import curve_parts
 from pretraining.recipe.sections import Evaluation
 from pretraining.runtime.durable_files import append_row, read_rows, replacing
-from pretraining.runtime.lock import ONE_DISK, lock_on_each_disk
+from pretraining.runtime.lock import lock_on_each_disk
+from pretraining.runtime.process_group import ONE_DISK
 from pretraining.schema import REPOSITORY, fits
 
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
