@@ -259,13 +259,11 @@ class _Chooser:
             for first, reasons in self.changed(folder, read_marker(folder)["files"]).items():
                 faults[first] = f"the checkpoint is damaged: {min(reasons.values())}" if reasons else None
         for first, reason in faults.items():
-            if reason is not None and self.run.disks.shared:
-                raise UserError(f"--resume {resume}: {reason}")
+            if reason is not None and not self.run.disks.shared:
+                reason = f"on {hosts[first]}: {reason}; nodes without a shared disk each need all its files there, or "
+                reason += "give its address in a store"
             if reason is not None:
-                raise UserError(
-                    f"--resume {resume}: on {hosts[first]}: {reason}; nodes without a shared disk each need all its "
-                    "files there, or give its address in a store"
-                )
+                raise UserError(f"--resume {resume}: {reason}")
         return Chosen(folder)
 
     def at_address(self, resume: str) -> Chosen:
@@ -401,21 +399,19 @@ class _Chooser:
         files: those that are compared on this rank's disk.
         """
         # Because the ranks share the reading, verifying a large checkpoint takes only as long as loading it.
-        groups, rank = self.run.disks.groups(), rank_and_world_size()[0]
-        ranks = groups[self.run.disks.first_rank]
         with long_work():
-            found = gather_from_ranks(changed_files(folder, share_of(files, ranks.index(rank), len(ranks))))
+            found = gather_from_ranks(changed_files(folder, share_of(files, *self.run.disks.place)))
         return {
             first: {name: reason for rank in ranks for name, reason in found[rank].items()}
-            for first, ranks in groups.items()
+            for first, ranks in self.run.disks.groups().items()
         }
 
     def fetch(self, name: str, files: Files, missing: dict[int, set[str]]) -> str | None:
         """Fetch what each disk lacks from the store; returns what is damaged there, or None."""
         run, remote = self.run, self.remote
-        ranks = run.disks.groups()[run.disks.first_rank]
         of_disk = {each: files[each] for each in sorted(missing[run.disks.first_rank])}
-        share = dict(list(of_disk.items())[ranks.index(rank_and_world_size()[0]) :: len(ranks)])
+        number, count = run.disks.place
+        share = dict(list(of_disk.items())[number::count])
         with long_work(), fetching_bar(remote.where(name), run.path / name, of_disk):
             damaged = together(lambda: fetch_share(remote, name, run.path / name, share))
         return next(filter(None, gather_from_ranks(damaged)), None)
@@ -442,26 +438,25 @@ class _Chooser:
         self, folder: Path, files: Files, good: dict[int, set[str]], missing: dict[int, set[str]]
     ) -> str | None:
         """Send files from disks that hold them to those that need them; returns what is wrong with them, or None."""
+
+        def add(path: Path, start: int, piece: bytes) -> None:
+            with path.open("r+b" if start else "wb") as file:
+                file.seek(start)
+                file.write(piece)
+            work_done(len(piece))
+
         for name in sorted(set().union(*missing.values())):
             owner = min(each for each, names in good.items() if name in names)
-            is_owner = rank_and_world_size()[0] == owner
             receives = self.run.disks.is_first and name in missing[self.run.disks.first_rank]
             path, entry = folder / name, files[name]
             for start in range(0, max(1, entry["bytes"]), _PIECE_BYTES):
                 piece = b""
-                if is_owner:
+                if rank_and_world_size()[0] == owner:
                     with path.open("rb") as file:
                         file.seek(start)
                         piece = file.read(_PIECE_BYTES)
                 piece = from_rank(owner, piece)
-
-                def add(path: Path = path, start: int = start, piece: bytes = piece) -> None:
-                    with path.open("r+b" if start else "wb") as file:
-                        file.seek(start)
-                        file.write(piece)
-                    work_done(len(piece))
-
-                together(add if receives else lambda: None)
+                together(partial(add, path, start, piece) if receives else lambda: None)
             whole = together(lambda: not receives or file_entry(path) == entry)  # noqa: B023 (called at once)
             if not all(gather_from_ranks(whole)):
                 return f"{name} did not arrive whole from another disk"

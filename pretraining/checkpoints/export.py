@@ -254,16 +254,13 @@ def reshard(folder: Path, target_folder: Path, num_files: int) -> None:
 
 
 def _write_share(reader: CheckpointReader, path: Path, index: int, num_files: int) -> dict:
-    per_element = [
-        (state, name, reader.numel(name))
-        for name in reader.parameters
-        for state in reader.states(name)
-        if state != BUFFER
-    ]
-    buffers = reader.state.get("buffers", {}).items()
-    per_element += [(BUFFER, name, torch.Size(entry["shape"]).numel()) for name, entry in buffers]
+    totals = {
+        (state, name): reader.numel(name) for name in reader.parameters for state in reader.states(name)
+    }
+    for name, entry in reader.state.get("buffers", {}).items():
+        totals[BUFFER, name] = torch.Size(entry["shape"]).numel()
     slices, shapes = {}, {}
-    for state, name, total in per_element:
+    for (state, name), total in totals.items():
         # Shares of every parameter, so that the files are of equal size; a small one may have none in this file.
         start, end = total * index // num_files, total * (index + 1) // num_files
         if end > start:

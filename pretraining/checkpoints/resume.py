@@ -185,13 +185,11 @@ def recorded_changes(run: RunFolder) -> list[dict]:
     """Return what earlier starts in this folder accepted: {"step", "key", "from", "to"} each."""
     if not run.changes.exists():
         return []
+    where = f"{run.changes} (remove it, or choose another --output_dir)"
     try:
-        found = read_json_value(run.changes)
+        return check(read_json_value(run.changes), _CHANGES, where)
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"{run.changes}: cannot be read ({error}); remove it or choose another --output_dir"
-        ) from error
-    return check(found, _CHANGES, f"{run.changes} (remove it, or choose another --output_dir)")
+        raise UserError(f"{where}: cannot be read ({error})") from error
 
 
 def changes_in(content: bytes, place: str) -> list[dict]:

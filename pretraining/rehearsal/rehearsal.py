@@ -153,16 +153,14 @@ class Rehearsal:
                 raise
             part.fault = str(refusal)
         part.seconds = round(time.perf_counter() - began, 2)
-        self._print(f"{self._now()} {name:<12} {'FAULT: ' if part.fault else ''}{part.fault or part.found}")
+        self._print(f"{name:<12} {'FAULT: ' if part.fault else ''}{part.fault or part.found}", timed=True)
         for note in part.notes:
             self._print(f"{'':>24}note: {note}")
 
-    def _now(self) -> str:
-        return f"[{time.perf_counter() - self.began:6.1f} s]"
-
-    def _print(self, line: str) -> None:
+    def _print(self, line: str, timed: bool = False) -> None:
+        since = f"[{time.perf_counter() - self.began:6.1f} s] " if timed else ""
         # with --json the answer alone is on stdout
-        print(line, file=sys.stderr if self.options.json else sys.stdout, flush=True)
+        print(f"{since}{line}", file=sys.stderr if self.options.json else sys.stdout, flush=True)
 
     def _plan(self, part: RehearsedPart) -> str:
         plan, gpu = build_run_plan(self.setup), self.gpu
@@ -313,9 +311,8 @@ class Rehearsal:
         # forked: a rank begins with what this process has imported
         context, at_once = multiprocessing.get_context("fork"), max(1, min(AT_ONCE, int(cores())))
         shown = ", ".join(f"{each:,}" for each in ranks)
-        self._print(
-            f"{self._now()} {'ranks':<12} {shown}, {at_once} at a time: two starts each, which take minutes"
-        )
+        said = f"{shown}, {at_once} at a time: two starts each, which take minutes"
+        self._print(f"{'ranks':<12} {said}", timed=True)
         from pretraining.rehearsal import rank as rehearsed  # the libraries, once for all ranks
 
         folder = Path(tempfile.mkdtemp(prefix="rehearsal-"))
@@ -329,7 +326,7 @@ class Rehearsal:
             ended = [process.sentinel for process in running.values()]
             if not multiprocessing.connection.wait(ended, SAYS_EVERY_SECONDS):
                 names = ", ".join(f"{place.rank:,}" for place in running)
-                self._print(f"{self._now()} still at work: {names}; what they print is in {folder}")
+                self._print(f"still at work: {names}; what they print is in {folder}", timed=True)
             for place in [place for place, process in running.items() if not process.is_alive()]:
                 running.pop(place).join()
                 self._take(folder, place)
@@ -356,9 +353,10 @@ class Rehearsal:
         again = second["seconds"].get("load", 0) + second["seconds"].get("step", 0)
         sent = sum(size for _, size in first["sent"].values())
         self._print(
-            f"{self._now()} rank {place.rank:<7,} node {place.node}, {words}, resume {again:.1f} s; samples "
+            f"rank {place.rank:<7,} node {place.node}, {words}, resume {again:.1f} s; samples "
             f"{first['samples'][0]:,} to {first['samples'][-1]:,} from {several(len(first['shards']), 'shard')}; "
-            f"writes {num_bytes(first['checkpoint_bytes'])} a checkpoint; moves {num_bytes(sent)}"
+            f"writes {num_bytes(first['checkpoint_bytes'])} a checkpoint; moves {num_bytes(sent)}",
+            timed=True,
         )
 
 

@@ -157,6 +157,12 @@ class Disks:
             groups.setdefault(first, []).append(rank)
         return groups
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """(number, count) of this rank among those that share its run folder."""
+        ranks = self.groups()[self.first_rank]
+        return ranks.index(rank_and_world_size()[0]), len(ranks)
+
     def each(self, look: Callable[[], Answer]) -> dict[int, Answer]:
         """Return on every rank {first rank of a disk: what `look` returns there}; an error of one is raised on all."""
         if self.shared:

@@ -125,9 +125,8 @@ def test_a_disk_that_fills_up_is_told_at_the_step_boundary(tmp_path, monkeypatch
     before = writer_in(tmp_path, background=background)
     before.save(1, tensors_of(1))
     before.wait()
-    stopping, going_on = (
-        writer_in(tmp_path, on_full_disk=p, background=background) for p in ("stop", "continue")
-    )
+    choices = [{"on_full_disk": policy, "background": background} for policy in ("stop", "continue")]
+    stopping, going_on = (writer_in(tmp_path, **each) for each in choices)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full_disk)
         with pytest.raises(UserError, match="No space left on device; free some space"):
@@ -218,22 +217,15 @@ def test_receipts_of_an_earlier_attempt_do_not_count(tmp_path):
     wait_for_receipts(tmp_path, 2, "now.1", abandoned)
 
 
-def fail_fsync(*_) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 def saved_on_a_failing_disk(folder: Path, policy: str) -> list[str]:
     """What came of three saves on this rank; in the second one the disk of rank 1 is full."""
     rank = int(os.environ["RANK"])
-    writer = CheckpointWriter(RunFolder(folder), write_marker, on_full_disk=policy)
-    flushed = os.fsync
-    story = []
+    writer, flushed, story = writer_in(folder, on_full_disk=policy), os.fsync, []
     for step in (1, 2, 3):
-        os.fsync = fail_fsync if rank == 1 and step == 2 else flushed
+        os.fsync = full_disk if rank == 1 and step == 2 else flushed
+        tensors = {f"master/weight@{rank * 4}": torch.full((4,), float(step))}
         try:
-            writer.save(
-                step, {f"master/weight@{rank * 4}": torch.full((4,), float(step))}, marker={"rank": rank}
-            )
+            writer.save(step, tensors, marker={"rank": rank})
             while writer._flight is not None:
                 writer.poll()
             story.append("saved" if writer.last["checkpoint"] == f"checkpoint-{step}" else "not saved")

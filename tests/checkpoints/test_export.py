@@ -130,42 +130,34 @@ def evaluated(workshop, run, *words) -> dict:
     return json.loads(finished.stdout)
 
 
-def test_the_evaluation_command_repeats_the_numbers_and_shows_a_sample(workshop):
-    """`python -m pretraining.evaluation RUN --json`: the run's last validation, and text from the prompt."""
-    run = workshop.run("zero3")
-    found, row = evaluated(workshop, run, "--prompt", "class A"), run.validation_rows[-1]
-    assert found["loss"] == pytest.approx(row["eval/loss"], abs=1e-5)
-    assert found["bits_per_byte"] == pytest.approx(row["eval/bits_per_byte"], abs=1e-5)
-    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]), rel=1e-6)
-    assert found["sample"].startswith("class A") and len(found["sample"]) > len("class A")
+EVALUATED = [("zero3", ()), (None, IN_BF16), ("zero0", IN_BF16), ("zero2", IN_BF16)]
+EVALUATED += [("zero2", (f"model={json.dumps(BALANCED)}",))]
 
 
-OTHERS = [(None, IN_BF16), ("zero0", IN_BF16), ("zero2", IN_BF16)]
-OTHERS += [("zero2", (f"model={json.dumps(BALANCED)}",))]
+@pytest.mark.parametrize(("stage", "settings"), EVALUATED)
+def test_the_evaluation_command_repeats_the_numbers(workshop, stage, settings):
+    """`python -m pretraining.evaluation RUN --json`: the run's last validation, and text from the prompt.
 
-
-@pytest.mark.parametrize(("stage", "settings"), OTHERS)
-def test_the_evaluation_command_repeats_the_numbers_of_other_runs(workshop, stage, settings):
-    """Weights kept in fp32 are multiplied in bf16, as by the run; weights in bf16 are taken as they are.
-
-    Of a mixture of experts it is the cross-entropy alone: neither counts the balance of the router.
+    Weights kept in fp32 are multiplied in bf16, as by the run; weights in bf16 are taken as they are. Of a mixture of
+    experts it is the cross-entropy alone: neither counts the balance of the router.
     """
     run = workshop.run(stage, settings=settings) if stage else workshop.plain(settings)
-    found, end = evaluated(workshop, run, "--no-sample"), run.events[-1]
+    words = ["--no-sample"] if settings else ["--prompt", "class A"]
+    found, end = evaluated(workshop, run, *words), run.events[-1]
     for name in ("loss", "bits_per_byte"):
         assert found[name] == pytest.approx(end[f"eval_{name}"], abs=1e-5)
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]), rel=1e-6)
     assert found["unigram_bits_per_byte"] == end["unigram_bits_per_byte"]
+    assert settings or (found["sample"].startswith("class A") and len(found["sample"]) > len("class A"))
 
 
 def test_the_last_sample_of_a_run_is_that_of_its_export(workshop):
     """The live model under ZeRO-3 writes what the exported one writes, drawn with the same seed."""
     run = workshop.run("zero3")
     last = run.samples[-1]
-    tokenizer, num_tokens = (
-        AutoTokenizer.from_pretrained(run.dir.export),
-        SMALL_RECIPE["evaluation"]["sample_tokens"],
-    )
+    tokenizer = AutoTokenizer.from_pretrained(run.dir.export)
     assert last["step"] == STEPS
+    num_tokens = SMALL_RECIPE["evaluation"]["sample_tokens"]
     assert last["text"] == sample_text(loaded(run), tokenizer, last["prompt"], num_tokens)
 
 

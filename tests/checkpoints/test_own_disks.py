@@ -205,7 +205,9 @@ def test_each_node_is_lost_once_and_the_end_is_the_undisturbed_one(nodes, tmp_pa
     assert hosts.count("alpha") == 2 and "beta" in hosts
     assert from_store.code == 0 and from_node.code == 0, from_store.output + from_node.output
     found = json.loads(from_store.stdout)
-    assert [attempt["end"] for attempt in found["attempts"]] == ["crash", "crash", "stopped", "finished"]
+    lost, ends = [attempt["end"] for attempt in found["attempts"][:2]], ("crash", "hang")
+    # gloo seldom misses the end of the other rank: then the watch over hangs ends the survivor
+    assert set(lost) <= {*ends} and [each["end"] for each in found["attempts"][2:]] == ["stopped", "finished"]
     # alpha was pulled last: its rank has no error of its own, and beta's has one
     assert found["first"]["rank"] == 0 and "ended without an error" in found["first"]["what"]
     assert json.loads(from_node.stdout) == found
