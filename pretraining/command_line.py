@@ -48,6 +48,10 @@ The same command continues a run that was stopped or killed; --resume never star
 class OneLineParser(argparse.ArgumentParser):
     """Report errors in one line, as every other error of the repository, and take no credentials."""
 
+    def __init__(self, *words: Any, **options: Any) -> None:
+        # descriptions and examples keep their lines
+        super().__init__(*words, **{"formatter_class": argparse.RawDescriptionHelpFormatter, **options})
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse, once no word holds a credential: words reach logs, recipes and manifests."""
         words = sys.argv[1:] if args is None else list(args)
@@ -142,7 +146,6 @@ def parse_train_arguments(arguments: list[str] | None = None) -> argparse.Namesp
         prog="train.py",
         description="Pretrain a causal language model from a recipe.",
         epilog="\n".join([*sections, "", TRAIN_EXAMPLES]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add_recipe_arguments(parser, remote_data=True)
@@ -284,13 +287,13 @@ def answer_one(
 ) -> None:
     """Answer one command line on stdout; then raise `UserError` if the answer is a refusal."""
     # no abbreviations: a new option would change what an old command means
-    shared: dict = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-    parser = OneLineParser(prog, description=description, epilog=epilog, **shared)
+    parser = OneLineParser(prog, description=description, epilog=epilog, allow_abbrev=False)
     parsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for name, verb in verbs.items():
         text, examples = inspect.getdoc(verb) or "", f"examples:\n{verb.EXAMPLES}"
         first_line = text.splitlines()[0]
-        of_verb = parsers.add_parser(name, help=first_line, description=text, epilog=examples, **shared)
+        shown = {"help": first_line, "description": text, "epilog": examples}
+        of_verb = parsers.add_parser(name, **shown, allow_abbrev=False)
         verb.add_arguments(of_verb)
         of_verb.add_argument("--json", action="store_true", help="the answer as JSON")
     options = parser.parse_args(arguments)

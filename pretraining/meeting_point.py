@@ -90,12 +90,8 @@ def open_command(words: list[str], patience: float = 2 * FORGET_SECONDS) -> list
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = OneLineParser(
-        prog="python -m pretraining.meeting_point",
-        description="Keep the place where the torchruns of several nodes meet (docs/fleet.md). Ctrl-C ends it.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    what = "Keep the place where the torchruns of several nodes meet (docs/fleet.md). Ctrl-C ends it."
+    parser = OneLineParser("python -m pretraining.meeting_point", description=what, epilog=EXAMPLES)
     parser.add_argument("--port", type=positive_integer, default=PORT, help=f"(default: {PORT})")
     # asked by a supervisor before it starts a torchrun again
     parser.add_argument("--open", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)

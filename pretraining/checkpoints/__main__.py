@@ -410,15 +410,8 @@ class Reshard:
         return f"{answer['to']}: {answer['checkpoint']} in {answer['files']} files, {size}"
 
 
-VERBS = {
-    "branch": Branch(),
-    "export": Export(),
-    "list": List(),
-    "prune": Prune(),
-    "push": Push(),
-    "reshard": Reshard(),
-    "verify": Verify(),
-}
+_ALL = (Branch, Export, List, Prune, Push, Reshard, Verify)
+VERBS = {verb.__name__.lower(): verb() for verb in _ALL}
 
 
 def _add_run(parser: argparse.ArgumentParser, or_checkpoint: bool = False, or_address: bool = False) -> None:

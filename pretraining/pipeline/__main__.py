@@ -116,13 +116,8 @@ def show_steps(pipeline: Pipeline, names: tuple[str, ...], rows: list[dict]) -> 
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(
-        prog="python -m pretraining.pipeline",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    prog = "python -m pretraining.pipeline"
+    parser = OneLineParser(prog, description=__doc__, epilog=EXAMPLES, allow_abbrev=False)
     add_recipe_arguments(parser)
     add = parser.add_argument
     add("--deepspeed", metavar="NAME|PATH", help="a file of ds_configs/ over the recipe's")

@@ -35,16 +35,16 @@ EVENTS = {
     "failed": ("failed",),
     "finished": ("end",),
     "alert": (
-        "spike",
-        "non_finite",
-        "gradient_explosion",
-        "plateau",
-        "starved_experts",
-        "straggler",
-        "early_stop",
-        "save_failed",
-        "upload_failed",
-        "checkpoint_passed_over",
+        *(
+            "spike",
+            "non_finite",
+            "gradient_explosion",
+            "plateau",
+            "starved_experts",
+            "straggler",
+            "early_stop",
+        ),
+        *("save_failed", "upload_failed", "checkpoint_passed_over"),
     ),
 }
 """{entry of `monitors.notify.on`: the kinds of rows of events.jsonl that it means}"""

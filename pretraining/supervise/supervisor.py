@@ -7,7 +7,6 @@ A request to stop (SIGTERM, SIGUSR1, SIGINT) goes to the ranks themselves, past 
 The hosts of DeepSpeed's hostfile are looked after too (`hosts.py`).
 """
 
-import argparse
 import json
 import os
 import signal
@@ -46,20 +45,14 @@ OPEN_COMMAND = (sys.executable, "-m", "pretraining.meeting_point", "--open")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = OneLineParser(
-        prog="python -m pretraining.supervise",
-        description="Start a run again when it crashes or hangs.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    what = "Start a run again when it crashes or hangs."
+    parser = OneLineParser("python -m pretraining.supervise", description=what, epilog=EXAMPLES)
     add = parser.add_argument
-    most = "at most so many (default: 10) ..."
-    add("--restarts", type=not_negative_integer, default=10, metavar="N", help=most)
+    what = "at most so many (default: 10) ..."
+    add("--restarts", type=not_negative_integer, default=10, metavar="N", help=what)
     add("--within_hours", type=positive_number, default=24.0, metavar="HOURS", help="... in this time (24)")
-    fewer = (
-        "with `deepspeed --hostfile`: start without hosts that do not answer, if N answer (default: all must)"
-    )
-    add("--min_hosts", type=positive_integer, metavar="N", help=fewer)
+    what = "with `deepspeed --hostfile`: start without hosts that do not answer, if N answer "
+    add("--min_hosts", type=positive_integer, metavar="N", help=f"{what}(default: all must)")
     add("command", nargs="+", metavar="COMMAND", help="after --: a launcher and train.py")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="supervise_", ignore_cleanup_errors=True) as folder:

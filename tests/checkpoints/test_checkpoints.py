@@ -327,14 +327,8 @@ def test_a_recipe_from_before_a_key_is_the_same_recipe():
 
 def test_a_part_that_is_none_is_refused():
     """Misspelt, or free to change anyway."""
-    for key in [
-        "training.seed",
-        "optimizer.momentum",
-        "loss",
-        "speed.fp8",
-        "data.fingerprint",
-        "model.n_layer",
-    ]:
+    taken = "training.seed optimizer.momentum loss speed.fp8 data.fingerprint model.n_layer"
+    for key in taken.split():
         assert check_allowed(key) == key, "what a refusal of the start names must be taken"
     refused = dict.fromkeys(
         ("seed", "training.lr", "data.sources.0.weight", "muon.momentum"),

@@ -141,17 +141,9 @@ def test_a_failed_training_repeats_no_preparation(place, monkeypatch):
 
 
 def test_a_refused_plan_is_one_line_and_nothing_is_written(tmp_path):
-    words = [
-        "--recipe",
-        "65b",
-        "--gpu",
-        "H100",
-        "--output_dir",
-        tmp_path / "run",
-        "--data_dir",
-        tmp_path / "data",
-    ]
-    finished = execute([sys.executable, "-m", "pretraining.pipeline", *words])
+    places = ["--output_dir", tmp_path / "run", "--data_dir", tmp_path / "data"]
+    command = [sys.executable, "-m", "pretraining.pipeline", "--recipe", "65b", "--gpu", "H100"]
+    finished = execute([*command, *places])
     assert finished.code == 2 and finished.stderr.count("\n") == 1, finished.output
     assert finished.stderr.startswith("error: plan refused: 65b needs ") and "--deepspeed" in finished.stderr
     assert "prepare" not in finished.stdout and not list(tmp_path.iterdir())

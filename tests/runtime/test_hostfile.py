@@ -62,18 +62,14 @@ FILTERS = [
 @pytest.mark.parametrize("words", FILTERS, ids=" ".join)
 def test_hosts_are_those_that_deepspeed_would_choose(hostfile, words):
     """And the command for them alone chooses the same."""
-    from deepspeed.launcher.runner import (
-        apply_num_nodes_and_gpus,
-        fetch_hostfile,
-        parse_args,
-        parse_inclusion_exclusion,
-    )
+    from deepspeed.launcher import runner
 
     def chosen_by_deepspeed(command: list[str]) -> dict:
-        options = parse_args(command[1:])
+        options = runner.parse_args(command[1:])
         assert [options.user_script, *options.user_args] == script
-        found = parse_inclusion_exclusion(fetch_hostfile(options.hostfile), options.include, options.exclude)
-        return dict(apply_num_nodes_and_gpus(found, options.num_nodes, options.num_gpus))
+        hosts = runner.fetch_hostfile(options.hostfile)
+        found = runner.parse_inclusion_exclusion(hosts, options.include, options.exclude)
+        return dict(runner.apply_num_nodes_and_gpus(found, options.num_nodes, options.num_gpus))
 
     script = ["train.py", "--recipe", "30b", "--num_nodes", "9"]
     command = ["deepspeed", "--hostfile", str(hostfile), *words, *script]
@@ -280,12 +276,8 @@ class Typed:
 
 ROUNDING = 1e-5
 """Of losses near 5 in fp32, after up to 120 steps on another number of ranks."""
-LONG = (
-    "monitors.hang_minutes=0.25",
-    "budget.tokens=61440",
-    "training.save_steps=5",
-    "training.eval_steps=60",
-)
+LONG = ("monitors.hang_minutes=0.25", "budget.tokens=61440")
+LONG += ("training.save_steps=5", "training.eval_steps=60")
 """120 steps of some seconds; a lost host is named after 15."""
 
 
