@@ -22,7 +22,8 @@ from pretraining.planning.gpus import find_gpu
 from pretraining.planning.run_plan import Machine, build_run_plan
 from pretraining.planning.setup import Setup
 from pretraining.recipe import load_recipe
-from pretraining.runtime.durable_files import append_row
+from pretraining.runtime.durable_files import append_row, one_line_disk_errors
+from pretraining.runtime.lock import lock_folder
 from pretraining.runtime.run_folder import RunFolder, read_events, step_of
 from tests.gear.runs import Run, committed, completed, contents, execute
 from tests.gear.small_checkpoints import identity_of, save
@@ -84,8 +85,6 @@ def test_a_renamed_checkpoint_continues_where_it_was_saved(workshop, tmp_path):
 
 def test_a_second_run_in_the_folder_is_refused(workshop, tmp_path):
     """Which process has it; the folder stays as it is."""
-    from pretraining.runtime.lock import lock_folder
-
     shutil.copytree(workshop.plain().folder, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "export")
     with lock_folder(tmp_path / "run"):
@@ -97,8 +96,6 @@ def test_a_second_run_in_the_folder_is_refused(workshop, tmp_path):
 
 def test_the_lock_of_a_killed_run_is_free(tmp_path):
     """SIGKILL: the system releases it, though its file stays; a forked data worker does not keep it."""
-    from pretraining.runtime.lock import lock_folder
-
     reader, writer = os.pipe()
     holder = os.fork()
     if holder == 0:
@@ -133,8 +130,6 @@ def test_a_stop_file_that_comes_too_late_does_not_stop_the_next_run(tmp_path):
 
 def test_a_run_folder_that_is_removed_meanwhile_is_one_line(tmp_path):
     """Whichever file was wanted; a file that is missing in a folder that is there stays a bug of ours."""
-    from pretraining.runtime.durable_files import one_line_disk_errors
-
     for folder, expected in ((tmp_path / "gone", UserError), (tmp_path, FileNotFoundError)):
         with pytest.raises(expected), one_line_disk_errors(folder):
             (folder / "sub" / "metrics.jsonl").open("a")

@@ -11,7 +11,14 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from pretraining.runtime.exit_codes import FINISHED, GAVE_UP, HANG, STOPPED, USER_ERROR, tell_exit_code
-from pretraining.runtime.processes import ASKING
+from pretraining.runtime.processes import (
+    ASKING,
+    launch_details,
+    leave_again_if_stopped,
+    resume_after_restart,
+    starts_again_after_a_signal,
+)
+from pretraining.runtime.run_folder import RunFolder
 from pretraining.supervise import hosts
 from pretraining.supervise import supervisor as supervise
 from tests.gear.runs import Started, environment, execute, forked_programs
@@ -160,8 +167,6 @@ def test_a_stopped_run_ends_its_torchrun(tmp_path, name):
 
 def test_a_signal_of_torchrun_is_no_request_to_stop_for_good(tmp_path, monkeypatch):
     """It ends the ranks by a signal when a node has come, and starts them again."""
-    from pretraining.runtime.processes import starts_again_after_a_signal
-
     for name in ("TORCHELASTIC_RESTART_COUNT", "PRETRAINING_SUPERVISOR"):
         monkeypatch.delenv(name, raising=False)
     assert not starts_again_after_a_signal()
@@ -175,9 +180,6 @@ def test_a_signal_of_torchrun_is_no_request_to_stop_for_good(tmp_path, monkeypat
 
 def test_a_restart_continues_what_its_launch_began(tmp_path, monkeypatch):
     """`--resume never` and PATH count for the first start of a launch alone."""
-    from pretraining.runtime.processes import launch_details, leave_again_if_stopped, resume_after_restart
-    from pretraining.runtime.run_folder import RunFolder
-
     run = RunFolder(tmp_path)
     run.add_event("start", launch="another:1")
     monkeypatch.setenv("PRETRAINING_SUPERVISOR", str(tmp_path))
@@ -198,9 +200,6 @@ def test_a_restart_continues_what_its_launch_began(tmp_path, monkeypatch):
 
 def test_a_torchrun_that_takes_another_node_in_goes_on(tmp_path, monkeypatch):
     """It ends the ranks by SIGTERM and starts them again; after a stop file they leave again."""
-    from pretraining.runtime.processes import launch_details, leave_again_if_stopped
-    from pretraining.runtime.run_folder import RunFolder
-
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     run = RunFolder(tmp_path)
     run.add_event("stopped", reason="SIGTERM", **launch_details())
