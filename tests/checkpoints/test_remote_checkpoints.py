@@ -5,6 +5,7 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -34,8 +35,7 @@ from pretraining.checkpoints.shard_files import rank_file, write_rank_file
 from pretraining.checkpoints.upload import Uploader
 from pretraining.data.streaming.store import Patience
 from pretraining.errors import UserError
-from pretraining.outside.addresses import is_remote, refuse_credentials
-from pretraining.outside.masking import masked
+from pretraining.outside.addresses import is_remote
 from pretraining.recipe import load_recipe
 from pretraining.runtime.durable_files import read_rows, write_json
 from pretraining.runtime.journal import Journal, Rollback
@@ -580,7 +580,7 @@ def test_a_bucket_that_is_not_there_or_not_ours_is_told_at_once(connected, monke
 
 
 def test_credentials_reach_no_file_no_event_no_message(run, tmp_path, monkeypatch, capsys):
-    """A secret in the environment, or in an address, is never repeated."""
+    """A secret in the environment is never repeated; tests/house/test_secrets.py has those in addresses."""
     secret = "wJalrXUtnFEMI/K7MDENG"
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
     monkeypatch.setenv("AWS_SESSION_TOKEN", secret[::-1])
@@ -597,27 +597,12 @@ def test_credentials_reach_no_file_no_event_no_message(run, tmp_path, monkeypatc
     said = "".join(capsys.readouterr())
     written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert secret not in said and secret.encode() not in written and secret[::-1].encode() not in written
-    for address in (f"s3://me:{secret}@bucket/runs", f"https://store/runs?sig={secret}&x=1"):
-        with pytest.raises(UserError) as refused:
-            refuse_credentials(address, "checkpoints.upload")
-        assert secret not in str(refused.value) and "AWS_SECRET_ACCESS_KEY" in str(refused.value)
-        assert secret not in masked(f"cannot reach {address}")
-    refuse_credentials("hf://datasets/me/runs@main", "checkpoints.upload")
-    refuse_credentials("abfs://container@account.dfs.core.windows.net/runs", "checkpoints.upload")
-    assert os.environ["AWS_SECRET_ACCESS_KEY"] not in masked(f"denied for {secret}")
 
 
-@pytest.mark.parametrize(
-    "slip, meant",
-    {
-        "s3//bucket/runs": "s3://bucket/runs",
-        "s3:/bucket": "s3://bucket",
-        "gcs:bucket/x": "gcs://bucket/x",
-        "HTTPS//store/x": "HTTPS://store/x",
-    }.items(),
-)
-def test_an_address_with_a_slip_is_no_folder(slip, meant):
+@pytest.mark.parametrize("slip", ["s3//bucket/runs", "s3:/bucket", "gcs:bucket/x", "HTTPS//store/x"])
+def test_an_address_with_a_slip_is_no_folder(slip):
     """Three days of checkpoints in a folder of the node that is lost would be none."""
+    meant = re.sub("[:/]+", "://", slip, count=1)
     with pytest.raises(UserError, match=f"write {meant}, or ./{slip} for a folder"):
         load_recipe("tiny", [f"checkpoints.upload={slip}"])
     with pytest.raises(UserError, match="names no place"):

@@ -13,7 +13,6 @@ from pretraining.checkpoints.remote import RemoteRun
 from pretraining.errors import UserError
 from pretraining.runtime.exit_codes import STOPPED
 from pretraining.runtime.processes import ASKING
-from pretraining.supervise import supervisor as supervise
 from pretraining.supervise.hosts import SWITCHES, VALUES, HostfileCommand, Hosts
 from pretraining.supervise.supervisor import CRASH, Supervisor
 from tests.gear.nodes import wait_until
@@ -144,28 +143,26 @@ exec /bin/sh -c "$2"
 """
 
 
-@pytest.mark.parametrize("least, enough", [(None, False), (3, False), (2, True)])
-def test_hosts_that_do_not_answer(hostfile, programs, tmp_path, capfd, least, enough):
+DOCTOR = ("--module", "pretraining.doctor", "--recipe", "30b")
+"""As documented: DeepSpeed's launcher alone would end in a traceback before the doctor begins."""
+
+
+@pytest.mark.parametrize(
+    "words, least, enough", [(DOCTOR, None, False), (["train.py"], 3, False), (["train.py"], 2, True)]
+)
+def test_hosts_that_do_not_answer(hostfile, programs, tmp_path, capfd, words, least, enough):
     """Is a start without them allowed? The agents of the others leave; here, `deepspeed` is none that could start."""
     folder = tmp_path / "supervisor"
     folder.mkdir()
-    supervisor = Supervisor(["deepspeed", "-H", str(hostfile), "train.py"], folder, min_hosts=least)
+    supervisor = Supervisor(["deepspeed", "-H", str(hostfile), *words], folder, min_hosts=least)
     if enough:
         with pytest.raises(UserError, match="deepspeed: cannot be started"):
             supervisor.run(0)
     else:
         assert supervisor.run(0) == CRASH
     said = capfd.readouterr().err
-    assert "supervise: no answer through ssh from gamma; " in said
-    assert ("starting on alpha, beta" in said) == enough == (f"edit {hostfile}" not in said)
-
-
-def test_the_doctor_of_hosts_that_do_not_answer_is_one_line(hostfile, programs, tmp_path, capfd):
-    """The documented command: DeepSpeed's launcher alone would end in a traceback before the doctor begins."""
-    words = ["deepspeed", "--hostfile", str(hostfile), "--module", "pretraining.doctor", "--recipe", "30b"]
-    assert supervise.main(["--restarts", "0", "--", *words]) == CRASH
-    said = capfd.readouterr().err
-    assert "supervise: no answer through ssh from gamma; mend this" in said and "Traceback" not in said
+    assert "supervise: no answer through ssh from gamma; " in said and "Traceback" not in said
+    assert ("starting on alpha, beta" in said) == enough == (f"mend this, edit {hostfile}" not in said)
 
 
 def test_hosts_without_pdsh_and_min_hosts_without_a_hostfile_are_one_line(hostfile, programs, tmp_path):

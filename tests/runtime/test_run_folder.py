@@ -73,16 +73,6 @@ def test_a_start_says_in_three_lines_what_it_is_where_it_begins_and_what_is_plan
     assert f"start  continued from {checkpoint} (saved " in elsewhere
 
 
-def test_a_renamed_checkpoint_continues_where_it_was_saved(workshop, tmp_path):
-    """`--resume best`: data and schedule go on after step 8, to the last digit of the run that was not stopped."""
-    reference = workshop.plain()
-    shutil.copytree(reference.folder / "checkpoint-8", tmp_path / "best")
-    command = workshop.command(tmp_path / "run", *PLAIN, more=["--resume", tmp_path / "best"])
-    finished = execute(command)
-    assert finished.code == 0 and "missing keys" not in finished.output, finished.output
-    assert [row["train/loss"] for row in Run(tmp_path / "run").training_rows] == reference.losses[8:]
-
-
 def test_a_second_run_in_the_folder_is_refused(workshop, tmp_path):
     """Which process has it; the folder stays as it is."""
     shutil.copytree(workshop.plain().folder, tmp_path / "run")
