@@ -5,6 +5,7 @@ import socket
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
@@ -84,8 +85,14 @@ def test_a_meeting_that_stays_over_gets_the_same_new_id_on_all_nodes(point, monk
 
 def test_what_is_no_store_is_one_line_at_once():
     """Where torchrun is to meet, another program closes every connection: torch alone prints pages for 20 seconds."""
+
+    def close_all() -> None:
+        with suppress(OSError):  # until the listener is closed itself
+            while True:
+                listener.accept()[0].close()
+
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=lambda: [listener.accept()[0].close() for _ in range(9)], daemon=True).start()
+        threading.Thread(target=close_all, daemon=True).start()
         place = f"--rdzv_endpoint=127.0.0.1:{listener.getsockname()[1]}"
         words = ["torchrun", "--rdzv_backend=c10d", place, "train.py"]
         asked = execute([sys.executable, "-m", "pretraining.meeting_point", "--open", *words])
