@@ -29,7 +29,7 @@ from pretraining.data.quality.chain import filters_schema  # noqa: E402
 from pretraining.recipe.loading import sections_schema  # noqa: E402
 from pretraining.recipe.recipe import TOP_LEVEL  # noqa: E402
 from pretraining.recipe.sections import Weights  # noqa: E402
-from pretraining.recipe.training import TRAINING_KEYS  # noqa: E402
+from pretraining.recipe.training import PIECEWISE, TRAINING_KEYS  # noqa: E402
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -105,7 +105,7 @@ def training_schema() -> dict:
         properties[name]["enum"].remove(choice)
     # an extension may define another one; `check_schedule` says what is wrong with any other name
     schedules = properties["lr_scheduler_type"].pop("enum")
-    properties["lr_scheduler_type"]["anyOf"] = [{"enum": schedules}, {"type": "string"}]
+    properties["lr_scheduler_type"]["anyOf"] = [{"enum": [*schedules, PIECEWISE]}, {"type": "string"}]
     # `debug` and `report_to` take one name, or a list of them
     debug = properties["debug"]
     events = debug.pop("items")["enum"]

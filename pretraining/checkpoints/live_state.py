@@ -137,6 +137,11 @@ class LiveState:
                 piece = Piece(name, deepspeed.first_element(parameter), parameter.numel(), 0, self.cuts[name])
                 yield Block(parameter, group, self.optimizer, [piece], [name])
 
+    @property
+    def kept_whole(self) -> dict[tuple[str, str], torch.Tensor]:
+        """{(state, parameter): tensor} that the optimizer keeps on every rank, however parameters are cut (NorMuon)."""
+        return getattr(self.torch_optimizer, "whole_states", dict)()
+
     def own_frozen(self, name: str) -> tuple[Piece, torch.Tensor]:
         """Return what this rank saves of a frozen parameter, and the flat tensor that has it."""
         parameter, held = self.frozen[name], self.frozen[name].detach().view(-1)

@@ -111,6 +111,10 @@ class CheckpointManager(TrainerCallback):
             for block in live.blocks:
                 with live.held(block, changed=True):
                     set_block(block, reader)
+            for (state, name), tensor in live.kept_whole.items():
+                # not there: saved before the first step, or with other settings
+                if state in reader.whole_states(name):
+                    tensor.copy_(reader.read_whole(state, name))
             live.set_weights()  # once all masters are set
             live.set_frozen(reader)
             for name, buffer in _persistent_buffers(live.model).items():
@@ -270,7 +274,9 @@ def rank_tensors(live: LiveState) -> Iterator[tuple[str, torch.Tensor]]:
         piece, tensor = live.own_frozen(name)
         if piece.numel:
             yield fragment_key(MASTER, name, piece.start, piece.cut), piece.of(tensor)
-    if dist.get_rank() == 0:  # buffers are the same on every rank
+    if dist.get_rank() == 0:  # these are the same on every rank
+        for (state, name), tensor in live.kept_whole.items():
+            yield fragment_key(state, name, None), tensor
         for name, buffer in _persistent_buffers(live.model).items():
             yield fragment_key(BUFFER, name, 0), buffer.detach().reshape(-1)
     # uint8 states of torch's generators

@@ -403,6 +403,7 @@ def megatron_arguments(recipe: Recipe, layout: ParallelLayout, gpus_per_node: in
         f"training.optim {training.optim}": not training.optim.startswith("adamw_torch"),
         f"training.lr_scheduler_type {training.lr_scheduler_type}": training.lr_scheduler_type not in STYLES,
         "mup": recipe.mup.base_width is not None,
+        **dict.fromkeys(recipe.own_groups, True),
         "model.mlp_only_layers": bool(model.get("mlp_only_layers")),
         "model.decoder_sparse_step": model.get("decoder_sparse_step", 1) != 1,
         "budget.ramp": recipe.budget.ramp is not None,

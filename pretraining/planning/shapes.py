@@ -20,6 +20,7 @@ from pretraining.errors import UserError
 from pretraining.extend import Extension, model_extension
 from pretraining.recipe import model_with_defaults
 from pretraining.recipe.model import is_exact, value_of
+from pretraining.recipe.optimizer import EMBEDDING, HEAD, HIDDEN, ROUTER, VECTOR
 from pretraining.runtime.answers import answered, ask
 from pretraining.schema import REPOSITORY, display_path
 
@@ -37,7 +38,6 @@ SOURCES = [
 HOW = "counted by building on the meta device"
 GATED = 2.5
 """Matrices of width x inner above which a feed-forward layer counts as gated: a gated one has three, others two."""
-EMBEDDING, HEAD, ROUTER, HIDDEN, VECTOR = "embedding", "head", "router", "hidden", "vector"
 PARTS = (EMBEDDING, "attention", "mlp", "experts", ROUTER, "norms", HEAD)
 
 

@@ -124,13 +124,8 @@ def frozen_tensors(recipe: Recipe) -> tuple[Tensor, ...]:
     if not recipe.weights.frozen:
         return ()
     tensors, where = parameter_tensors(recipe.model), display_path(recipe.path)
-    names = [tensor.name for tensor in tensors]
     for number, pattern in enumerate(recipe.weights.frozen):
-        if not fnmatch.filter(names, pattern):
-            what = f"is {json.dumps(pattern)}, which matches none of the {len(names)} parameters"
-            kinds = list(dict.fromkeys(map(_in_every_layer, names)))
-            near = nearest_names(pattern, kinds) or f"; there are {listed(kinds)}"
-            raise problem(where, f"model.frozen.{number}", f"{what}{near}")
+        _check_match(recipe, f"model.frozen.{number}", pattern, [tensor.name for tensor in tensors])
     frozen = tuple(tensor for tensor in tensors if recipe.weights.freezes(tensor.name))
     if len(frozen) == len(tensors):
         raise problem(where, "model.frozen", "matches every parameter: nothing is left to train")
@@ -140,6 +135,22 @@ def frozen_tensors(recipe: Recipe) -> tuple[Tensor, ...]:
 def trained_tensors(recipe: Recipe) -> tuple[Tensor, ...]:
     frozen = {tensor.name for tensor in frozen_tensors(recipe)}
     return tuple(tensor for tensor in parameter_tensors(recipe.model) if tensor.name not in frozen)
+
+
+def check_rows(recipe: Recipe) -> None:
+    """Raise `UserError` for a row of `optimizer.groups` that matches no parameter."""
+    for number, row in enumerate(recipe.optimizer.groups):
+        key = "kind" if row.names is None else "names"
+        names = [each.kind if key == "kind" else each.name for each in parameter_tensors(recipe.model)]
+        _check_match(recipe, f"optimizer.groups.{number}.{key}", getattr(row, key), names)
+
+
+def _check_match(recipe: Recipe, key: str, pattern: str, names: list[str]) -> None:
+    if not fnmatch.filter(names, pattern):
+        what = f"is {json.dumps(pattern)}, which matches none of the {len(names)} parameters"
+        there = list(dict.fromkeys(map(_in_every_layer, names)))
+        near = nearest_names(pattern, there) or f"; there are {listed(there)}"
+        raise problem(display_path(recipe.path), key, f"{what}{near}")
 
 
 def _in_every_layer(name: str) -> str:

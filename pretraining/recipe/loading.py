@@ -22,6 +22,7 @@ from pretraining.recipe.model import (
     read_config,
     refuse_names_of_others,
 )
+from pretraining.recipe.piecewise import shrunk
 from pretraining.recipe.published import read_published, with_origin
 from pretraining.recipe.recipe import KEYWORDS, RECIPES, SECTIONS, Recipe
 from pretraining.recipe.section import schema_file
@@ -396,6 +397,9 @@ def _limited(values: dict, recipe: Recipe, tokens: int, written: set[str], ranks
     for place, key in in_steps:
         if key in place:
             place[key] = max(1, int(place[key] * share))
+    for place in (keywords, *(changed.get("optimizer") or {}).get("groups", ())):
+        for key in {"points", "weight_decay", "momentum"} & place.keys():
+            place[key] = shrunk(place[key], share)
     if "training.per_device_train_batch_size" not in written:
         samples = step // recipe.sequence_length
         # Ranks that do not divide the step are refused later, with what would divide it.

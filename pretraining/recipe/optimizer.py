@@ -8,11 +8,15 @@ into the weight behind it, which under Adam is the same method (Yang et al. 2022
 as large, with c times the rate, a c-th of the decay and of the epsilon, makes the same steps.
 """
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, Literal
 
+from pretraining.recipe.piecewise import check_points, number_or_points
 from pretraining.recipe.section import Section, key
 from pretraining.schema import Wrong
 
@@ -21,10 +25,62 @@ _BLOCK = re.compile(r"\.(h|layers)\.\d+\.")
 _LEAVES_A_BRANCH = re.compile(r"\.(c_proj|o_proj|down_proj)\.")
 _QUERY = {"llama": re.compile(r"\.q_proj\."), "qwen3": re.compile(r"\.q_norm\.")}
 _FINAL_NORM = re.compile(r"(\.ln_f\.|^model\.norm\.)")
-HEAD = "lm_head.weight"
+HEAD_WEIGHT = "lm_head.weight"
 RULES = {"adamw": 1.0, "match_adamw": 0.5, "spectral": 0.0}
 """By which power of the width a hidden matrix' rate falls. Muon's updates have one spectral norm, and that is what
 must not grow (Yang et al. 2023): 1 under its scale `spectral`, with the root of the width under `match_adamw`."""
+
+
+EMBEDDING, HEAD, ROUTER, HIDDEN, VECTOR = "embedding", "head", "router", "hidden", "vector"
+"""Kinds of parameters. A tied head is an embedding; hidden matrices map hidden states to hidden states; vectors are
+norms and biases."""
+
+
+_own = partial(key, default=None, omitted=True)
+
+
+class ParameterRow(Section):
+    """What some parameters have of their own, at any stage and degree: of AdamW, or of Muon."""
+
+    keeps_what_is_written = True
+    one_of = ("kind", "names")
+
+    kind: Literal["embedding", "head", "router", "hidden", "vector"] | None = _own(
+        "hidden: the matrices of the layers; vector: norms and biases; a tied head is an embedding."
+    )
+    names: str | None = _own("Parameters by name, * for any characters, as in model.frozen.", minLength=1)
+    learning_rate: float | None = _own("The peak of the schedule.", exclusiveMinimum=0)
+    weight_decay: float | list | None = _own(
+        "A number, or points (docs/schedules.md). Vectors have 0 unless a row says otherwise.",
+        schema=number_or_points(minimum=0),
+    )
+    decay_times: Literal["rate", "share", "one"] | None = _own(
+        "What a step's decay is multiplied with: rate: the learning rate, as torch does; share: its share of the peak "
+        "(Loshchilov and Hutter 2019); one: nothing."
+    )
+    cautious_decay: bool | None = _own(
+        "Only weights that the update makes smaller too are decayed (Chen et al. 2025)."
+    )
+    momentum: float | list | None = _own(
+        "AdamW's first beta, or Muon's momentum; a number or points.",
+        schema=number_or_points(minimum=0, exclusiveMaximum=1),
+    )
+    beta2: float | None = _own("AdamW's second beta.", minimum=0, exclusiveMaximum=1)
+    epsilon: float | None = _own("AdamW's.", exclusiveMinimum=0)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        return {name: value for name, value in self.to_dict().items() if name not in self.one_of}
+
+    def matches(self, name: str, kind: str) -> bool:
+        return kind == self.kind if self.names is None else fnmatchcase(name, self.names)
+
+
+_TRIPLES = {
+    "type": "array",
+    "items": {"type": "array", "minItems": 3, "items": {"type": "number"}},
+    "minItems": 1,
+}
 
 
 class Optimizer(Section):
@@ -46,8 +102,31 @@ class Optimizer(Section):
     embedding_weight_decay: float | None = key(
         "Of embeddings, head and routers; null: training.weight_decay.", default=None, minimum=0
     )
+    groups: list[ParameterRow] = key(
+        "Rates, decay, betas and epsilon of some parameters, in place of those of training. Of several rows that match "
+        "a parameter the last one counts, value by value.",
+        default=[],
+    )
     momentum: float = key("Muon's.", default=0.95, minimum=0, exclusiveMaximum=1)
     nesterov: bool = key("Muon orthogonalises the momentum one step ahead.", default=True)
+    polynomial: str | list = key(
+        "Of the orthogonalisation: steep (Jordan 2024: near 1 in 5 steps), converging (to 1 in 12), polar_express "
+        "(Amsel et al. 2025), or the [[a, b, c], ...] of a x + b x^3 + c x^5, one a step, the last one repeated.",
+        default="steep",
+        schema={
+            "anyOf": [
+                {"enum": ["steep", "converging", "polar_express"]},
+                _TRIPLES,
+            ]
+        },
+    )
+    neuron_beta2: float | None = key(
+        "Each output's update is divided by the root of its running mean square (NorMuon, Li et al. 2025: 0.95).",
+        default=None,
+        minimum=0,
+        exclusiveMaximum=1,
+    )
+    per_head: bool = key("Queries, keys and values are orthogonalised head by head.", default=False)
     newton_schulz_steps: int = key("Iterations of the orthogonalisation.", default=5, minimum=1, maximum=20)
     scale: Literal["match_adamw", "spectral"] = key(
         "Size of Muon's update: match_adamw takes AdamW's learning rates (0.2 "
@@ -64,6 +143,27 @@ class Optimizer(Section):
         default=None,
         exclusiveMinimum=0,
     )
+
+    @property
+    def rows(self) -> list[ParameterRow]:
+        """The table, after what the keys of two kinds say."""
+        kinds = {HIDDEN: "matrix", EMBEDDING: "embedding", HEAD: "embedding", ROUTER: "embedding"}
+        given = [
+            {key: getattr(self, f"{name}_{key}") for key in ("learning_rate", "weight_decay")}
+            for name in kinds.values()
+        ]
+        rows = [ParameterRow(kind=kind, **values) for kind, values in zip(kinds, given, strict=True)]
+        return [*rows, *self.groups]
+
+    def check_course(self, num_steps: float) -> Wrong:
+        """Own coefficients are three a step, and the points of the table fit into a run of `num_steps`."""
+        for triple in self.polynomial if isinstance(self.polynomial, list) else ():
+            if len(triple) != 3:
+                yield "optimizer.polynomial", f"has {triple}; write the three coefficients of x, x^3 and x^5"
+        for number, row in enumerate(self.groups):
+            for name, below in (("weight_decay", math.inf), ("momentum", 1)):
+                at = f"optimizer.groups.{number}.{name}"
+                yield from check_points(getattr(row, name), at, num_steps, below)
 
 
 class Mup(Section):
@@ -122,7 +222,7 @@ def scales_by_name(names: Iterable[str], model: dict, mup: Mup, rule: str = "ada
     if mup.base_width is None:
         return {}
     names, kind = list(names), model["model_type"]
-    is_tied = HEAD not in names
+    is_tied = HEAD_WEIGHT not in names
     own_width, layers, head_size = shape_of(model)
     # how many times as wide and as deep as its base the model is
     width, depth = own_width / mup.base_width, layers / (mup.base_layers or layers)
@@ -133,7 +233,7 @@ def scales_by_name(names: Iterable[str], model: dict, mup: Mup, rule: str = "ada
         if not _BLOCK.search(name):
             scales = Scales(epsilon=1 / width)
             # a tied head is the embedding, so the norm before it takes the multiplier
-            holds_output_multiplier = _FINAL_NORM.search(name) if is_tied else name == HEAD
+            holds_output_multiplier = _FINAL_NORM.search(name) if is_tied else name == HEAD_WEIGHT
             return scales.times(1 / width) if holds_output_multiplier else scales
         epsilon = 1 / (width * depth)
         scales = Scales(epsilon=epsilon)

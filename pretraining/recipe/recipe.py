@@ -173,8 +173,8 @@ class Recipe:
         settings = self.optimizer
         keys = ["mup.base_width"] if self.mup.base_width is not None else []
         keys += ["optimizer.name"] if settings.name == "muon" else []
-        rates = [key for key in settings.to_dict() if key.startswith(("matrix_", "embedding_"))]
-        return keys + [f"optimizer.{key}" for key in rates if getattr(settings, key) is not None]
+        rates = [key for key in settings.to_dict() if key.startswith(("matrix_", "embedding_", "groups"))]
+        return keys + [f"optimizer.{key}" for key in rates if getattr(settings, key) not in (None, [])]
 
     @property
     def loss_kind(self) -> str:
@@ -294,6 +294,7 @@ class Recipe:
             where,
             defined(extensions, "schedule"),
         )
+        yield from self.optimizer.check_course(self.num_steps)
         yield from check_judged(self.budget, self.training, self.monitors.spikes)
         yield from check_mixture(self.data, self.num_samples, length, where)
         yield from check_mup(self.mup, model)

@@ -366,9 +366,6 @@ def _check_tensor(recipe: Recipe, model: Model, ds_config: dict, degrees: Degree
         what = "hpZ keeps copies of parameters by node, and split ones are partitioned over other ranks"
         raise UserError(f"{name}: {what}; leave zero_hpz_partition_size out")
     optim, split = recipe.training.optim, f"tensor {size} leaves a rank a part of each matrix"
-    if recipe.optimizer.name == "muon":
-        what = f"muon orthogonalises whole matrices, and {split}; --set optimizer.name=null"
-        yield "optimizer.name", what
     if recipe.optimizer.adaptive_clip:
         what = f"compares norms of whole rows and columns, and {split}"
         yield "optimizer.adaptive_clip", f"{what}; set it to null, or use optimizer.clip_value"

@@ -11,6 +11,7 @@ from typing import Any
 
 from pretraining.errors import nearest
 from pretraining.recipe.budget import Budget
+from pretraining.recipe.piecewise import POINTS, check_points
 from pretraining.recipe.sections import Spikes
 from pretraining.schema import Wrong, check
 
@@ -109,7 +110,9 @@ STABLE = (*CONSTANT, DECAYING)
 """Schedules that hold their peak: a stage may begin there."""
 BY_METRIC = ("reduce_lr_on_plateau", "greedy")
 """Schedules that follow the validation loss and not the number of steps."""
-WITHOUT_WARMUP = ("constant", *BY_METRIC)
+PIECEWISE = "piecewise"
+"""Our own schedule: shares of the peak, given by points (recipe/piecewise.py)."""
+WITHOUT_WARMUP = ("constant", *BY_METRIC, PIECEWISE)
 
 SCHEDULE_FREE = ("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd")
 """Optimizers that average in place of a decay (Defazio et al. 2024, The Road Less Scheduled)."""
@@ -288,7 +291,7 @@ def check_schedule(
     """
     kind, keywords = training.lr_scheduler_type, training.lr_scheduler_kwargs or {}
     key, optim = "training.lr_scheduler_kwargs", training.optim
-    if kind not in (names := (*KEYWORDS, *others)):
+    if kind not in (names := (*KEYWORDS, PIECEWISE, *others)):
         near = f"; known are {', '.join(names)}, or one of your own, from a module in extensions"
         yield "training.lr_scheduler_type", f"is {kind!r}, which is no schedule{nearest(kind, names) or near}"
     # averaging takes the place of a decay, and needs a momentum to average over
@@ -301,7 +304,7 @@ def check_schedule(
     yield from _check_tokens(budget, training)
     yield from _check_steps("training.warmup_steps", training.warmup_steps)
     if kind not in others:
-        known = KEYWORDS[kind]
+        known = {**KEYWORDS, PIECEWISE: {"points": POINTS}}[kind]
         for name in keywords:
             if name not in known:
                 takes = nearest(name, known) or (
@@ -311,6 +314,12 @@ def check_schedule(
                 yield f"{key}.{name}", f"is no keyword of {kind}{takes}{remedy}"
         one_of = {"oneOf": ONE_OF[kind]} if kind in ONE_OF else {}
         check(keywords, {"type": "object", "properties": known, **one_of}, where, key)
+    if kind == PIECEWISE:
+        if "points" not in keywords:
+            yield f"{key}.points", f'are missing: {kind} goes through them, as [[0, 0], [100, 1], ["end", 0]]'
+        if training.warmup_steps:
+            yield "training.warmup_steps", f"is given, but {kind} has its warm-up in its points; set it to 0"
+        yield from check_points(keywords["points"], f"{key}.points", num_steps)
     # transformers refuses an end that is not below the peak; 1e-7 is its default
     end, peak = keywords.get("lr_end", 1e-7), training.learning_rate
     if kind == "polynomial" and end >= peak:

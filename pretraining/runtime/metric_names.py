@@ -2,7 +2,7 @@
 
 import math
 
-GROUPS = ("train", "eval", "throughput", "memory", "hardware", "stability", "cost")
+GROUPS = ("train", "eval", "throughput", "memory", "hardware", "stability", "cost", "optimizer")
 
 PLACE = ("step", "time")
 """Where and when a row of metrics.jsonl was written. These are no metrics and have no group; `time` is UNIX seconds."""

@@ -23,6 +23,7 @@ from pretraining.planning.memory.states import block_gathering
 from pretraining.planning.shapes import layer_numel, parameter_tensors, widths_of
 from pretraining.recipe import Recipe
 from pretraining.recipe.refusals import gathers_blocks, why_not_compiled
+from pretraining.recipe.training import PIECEWISE
 from pretraining.runtime.process_group import gather_from_ranks
 from pretraining.schema import display_path, problem
 from pretraining.training.operators import check_operators
@@ -95,7 +96,7 @@ def build_arguments(
     if keywords.get("tf32"):
         # transformers sets only torch's new switch. Inductor's autotuning reads the old one, which then raises.
         torch.set_float32_matmul_precision("high")
-    if keywords.get("lr_scheduler_type") in defined(recipe.extensions, "schedule"):
+    if keywords.get("lr_scheduler_type") in (PIECEWISE, *defined(recipe.extensions, "schedule")):
         # PretrainingTrainer makes it: transformers takes names of its own only
         keywords |= {"lr_scheduler_type": "constant", "lr_scheduler_kwargs": {}}
     keywords.setdefault("use_liger_kernel", fuses_with_liger(recipe, ds_config, on_gpu))

@@ -22,7 +22,7 @@ from transformers.trainer_callback import ExportableState
 from pretraining.recipe import Recipe
 from pretraining.runtime.process_group import sum_over_ranks
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.training.muon import compute_device, hidden_matrices
+from pretraining.training.muon import compute_device, hidden_matrices, rectangles
 from pretraining.upstream.deepspeed import (
     first_element,
     holders,
@@ -47,42 +47,31 @@ class UnitDivision:
     Brock et al. 2021 does the same.
     """
 
-    matrices: int
     rows: int
+    """Of all its matrices."""
     columns: int
     are_columns: bool
-    """A unit is a column: GPT-2 keeps its matrices [inputs, outputs]."""
+    """A unit is a column: GPT-2 keeps its matrices [inputs, outputs], each in a parameter of its own."""
 
     @classmethod
     def of(cls, shape: tuple[int, ...], is_transposed: bool) -> "UnitDivision":
         """Divide a parameter of this shape; the first dimensions of more than two count matrices."""
         if len(shape) < 2:
-            return cls(1, 1, prod(shape), are_columns=False)
-        *others, rows, columns = shape
-        return cls(prod(others), rows, columns, is_transposed)
+            return cls(1, prod(shape), are_columns=False)
+        return cls(prod(shape[:-1]), shape[-1], is_transposed)
 
     @property
     def count(self) -> int:
-        return self.matrices * (self.columns if self.are_columns else self.rows)
+        return self.columns if self.are_columns else self.rows
 
     def parts(self, start: int, numel: int, offset: int = 0, first: int = 0) -> "Iterator[UnitPart]":
         """Cut the flattened parameter's elements [start, start + numel), which lie from `offset` on, into rectangles.
 
         first: the number of the parameter's first unit.
         """
-        position, end = start, start + numel
-        while position < end:
-            row, column = divmod(position, self.columns)
-            if column or end - position < self.columns:
-                # a part of one row: the slice begins or ends in it
-                rows, columns = 1, min(self.columns - column, end - position)
-            else:
-                rows, columns = (end - position) // self.columns, self.columns
-                if self.are_columns:  # the next matrix has columns of its own
-                    rows = min(rows, self.rows - row % self.rows)
-            unit = row // self.rows * self.columns + column if self.are_columns else row
+        for position, rows, columns in rectangles(start, numel, self.columns):
+            unit = position % self.columns if self.are_columns else position // self.columns
             yield UnitPart(offset + position - start, rows, columns, first + unit, self.are_columns)
-            position += rows * columns
 
 
 class UnitPart(NamedTuple):
@@ -336,12 +325,14 @@ MEMORY = 0.9
 """The weight of earlier measurements in the running means. A new one has the rest."""
 
 
+@dataclass
 class NoiseScale:
     """Estimate tr(Sigma) / |G|^2 from squared gradient norms at two batch sizes, in the unit of these."""
 
-    def __init__(self, small: float) -> None:
-        """small: the size of the smaller batch."""
-        self.small, self.signal, self.noise = small, 0.0, 0.0
+    small: float
+    """The size of the smaller batch."""
+    signal: float = 0.0
+    noise: float = 0.0
 
     def add(self, small_square: float, big_square: float, big: float) -> None:
         """Add a measurement: mean squared norm for the smaller batch, squared norm for a batch of size `big`."""
@@ -357,12 +348,6 @@ class NoiseScale:
     def value(self) -> float | None:
         """The noise scale; None while an estimate is not positive, because too little is known yet."""
         return self.noise / self.signal if self.signal > 0 and self.noise > 0 else None
-
-    def state(self) -> dict[str, float]:
-        return {"signal": self.signal, "noise": self.noise}
-
-    def restore(self, state: dict[str, float]) -> None:
-        self.signal, self.noise = state["signal"], state["noise"]
 
 
 class NoiseScaleCallback(TrainerCallback, ExportableState):
@@ -388,11 +373,9 @@ class NoiseScaleCallback(TrainerCallback, ExportableState):
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         # ranks that split layers: each has the gradients of all parameters that are not split
         self.degree = tensor_part_and_degree()[1]
-        self.scale = NoiseScale(args.per_device_train_batch_size * self.sequence_length)
         name = type(self).__name__
-        saved = state.stateful_callbacks.get(name)
-        if saved and saved["attributes"]:
-            self.scale.restore(saved["attributes"])
+        saved = state.stateful_callbacks.get(name, self.state())["attributes"]
+        self.scale = NoiseScale(args.per_device_train_batch_size * self.sequence_length, **saved)
         state.stateful_callbacks[name] = self.state()
 
     def on_step_begin(self, args, state, control, optimizer, **kwargs) -> None:
@@ -448,7 +431,8 @@ class NoiseScaleCallback(TrainerCallback, ExportableState):
             self.is_new = False
 
     def state(self) -> dict:
-        return {"args": {}, "attributes": {} if self.scale is None else self.scale.state()}
+        scale = self.scale
+        return {"args": {}, "attributes": {"signal": scale.signal, "noise": scale.noise} if scale else {}}
 
 
 def loss_scale(optimizer: Any) -> float:

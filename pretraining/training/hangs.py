@@ -197,12 +197,11 @@ class Relay:
 
 def _created(path: Path) -> bool:
     """Make the file; return whether this rank was the first."""
-    try:
-        # "x" fails if the file exists, so exactly one rank succeeds
-        path.open("x").close()
-    except FileExistsError:
-        return False
-    return True
+    with contextlib.suppress(FileExistsError):
+        # it fails if the file exists, so exactly one rank succeeds
+        path.touch(exist_ok=False)
+        return True
+    return False
 
 
 def not_arrived(places: dict[int, HeartbeatRecord | None], silent: set[int]) -> list[int]:

@@ -6,20 +6,22 @@ first half of this module finds its slices, shares the work between the ranks, a
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.adamw import adamw
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from pretraining.runtime.process_group import rank_and_world_size
-from pretraining.upstream.deepspeed import first_element, whole_shape, zero_partitions
+from pretraining.errors import UserError
+from pretraining.runtime.process_group import gather_from_ranks, rank_and_world_size
+from pretraining.upstream.deepspeed import Partition, Slice, first_element, split_part, whole_shape
 
 ROUND_NUMEL = 2**28
 """Elements of the matrices in one round. It limits the memory of the buffers in a step."""
@@ -36,12 +38,58 @@ class MatrixFragment(NamedTuple):
     offset: int
     """First element there."""
     numel: int
+    columns: int = 0
+    """Of a rectangle in rows of `width`, if a layer's columns are split over ranks; else 0."""
+    width: int = 0
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """View the fragment in the flattened parameter."""
+        if not self.columns:
+            return whole[self.start : self.start + self.numel]
+        row, column = divmod(self.start, self.width)
+        rows = whole.view(-1, self.width)[row : row + self.numel // self.columns]
+        return rows[:, column : column + self.columns]
+
+    @property
+    def end(self) -> int:
+        """The element after the last one, in the flattened parameter."""
+        gaps = self.numel // self.columns - 1 if self.columns else 0
+        return self.start + self.numel + gaps * (self.width - self.columns)
+
+
+def fragments_of(piece: Slice, number: int) -> Iterator[MatrixFragment]:
+    """Yield where in the whole parameter `number` the elements of a slice are."""
+    _, start, _, offset, numel = piece
+    if not (split := split_part(piece.parameter)):
+        yield MatrixFragment(number, start, 0, offset, numel)
+        return
+    # of a layer that AutoTP splits, a slice counts in this rank's part: some of its rows, or some of its columns
+    [(dim, (first, count))], width = split.items(), whole_shape(piece.parameter)[-1]
+    if dim == 0:
+        yield MatrixFragment(number, first * width + start, 0, offset, numel)
+        return
+    for at, rows, columns in rectangles(start, numel, count):
+        row, column = divmod(at, count)
+        place = row * width + first + column, 0, offset + at - start
+        yield MatrixFragment(number, *place, rows * columns, columns, width)
+
+
+def rectangles(start: int, numel: int, columns: int) -> Iterator[tuple[int, int, int]]:
+    """Cut a slice of flattened rows into the end of one, whole ones, the beginning of one: (first, rows, columns)."""
+    end = start + numel
+    while start < end:
+        width = min(columns - start % columns, end - start)
+        rows = (end - start) // columns if width == columns else 1
+        yield start, rows, width
+        start += rows * width
 
 
 @dataclass(frozen=True)
 class Round:
     """What one rank sends, receives and works on in one round. The lists have an entry for each rank."""
 
+    parameters: list[int]
+    """All of the round, whichever rank works on them."""
     owned: dict[int, int]
     """parameter -> number of its elements, for those that this rank works on."""
     given: list[list[MatrixFragment]]
@@ -59,10 +107,7 @@ def plan_rounds(
 ) -> list[Round]:
     """Agree with all ranks on who works on what. costs: {parameter: work}, equal on every rank. A collective."""
     rank, world_size = rank_and_world_size()
-    gathered = [[tuple(fragment) for fragment in local]]
-    if world_size > 1:
-        gathered = [None] * world_size
-        dist.all_gather_object(gathered, [tuple(fragment) for fragment in local])
+    gathered = gather_from_ranks([tuple(fragment) for fragment in local])
     by_parameter: dict[int, list[list[MatrixFragment]]] = {}
     for number, fragments in enumerate(gathered):
         for fragment in sorted(MatrixFragment(*each) for each in fragments):
@@ -106,7 +151,7 @@ def _round_of(rank: int, parameters: list[int], by_parameter: dict, owners: dict
                 taken[source] += ranks[source]
             for other in range(world_size):
                 handed_back[other] += ranks[other]
-    return Round(owned, given, taken, handed_back, received_back)
+    return Round(parameters, owned, given, taken, handed_back, received_back)
 
 
 def _held(fragments: list[MatrixFragment]) -> int:
@@ -115,7 +160,7 @@ def _held(fragments: list[MatrixFragment]) -> int:
 
 def _numel(ranks: list[list[MatrixFragment]]) -> int:
     # ranks may hold the same elements, so a sum would count twice
-    return max(fragment.start + fragment.numel for fragments in ranks for fragment in fragments)
+    return max(fragment.end for fragments in ranks for fragment in fragments)
 
 
 def work_on_whole(
@@ -138,15 +183,12 @@ def work_on_whole(
         whole = {p: torch.empty(numel, dtype=dtype, device=device) for p, numel in each.owned.items()}
         outgoing = [[piece(f).to(device, dtype) for f in fragments] for fragments in each.given]
         for fragment, values in _exchange(outgoing, each.taken, dtype, device):
-            _part(whole, fragment).copy_(values)
+            place = fragment.of(whole[fragment.parameter])
+            place.copy_(values.view_as(place))
         whole = work(whole)
-        outgoing = [[_part(whole, f) for f in fragments] for fragments in each.handed_back]
+        outgoing = [[f.of(whole[f.parameter]).flatten() for f in fs] for fs in each.handed_back]
         for fragment, values in _exchange(outgoing, each.received_back, dtype, device):
             piece(fragment).copy_(values)
-
-
-def _part(whole: dict[int, torch.Tensor], fragment: MatrixFragment) -> torch.Tensor:
-    return whole[fragment.parameter][fragment.start : fragment.start + fragment.numel]
 
 
 def _exchange(
@@ -186,6 +228,12 @@ class Matrices:
         return prod(self.shape)
 
     @property
+    def neurons(self) -> tuple[int, int]:
+        """How many matrices there are, and how many outputs each has."""
+        rows, columns = self._one()
+        return self.numel // (rows * columns), columns if self.transposed else rows
+
+    @property
     def cost(self) -> int:
         """The multiplications of one Newton-Schulz iteration, up to a constant factor."""
         rows, columns = self._one()
@@ -221,14 +269,14 @@ class Matrices:
         return matrices.view(self.parts, *sizes).movedim(0, dim).reshape(-1)
 
 
-def hidden_matrices(model: PreTrainedModel) -> dict[str, Matrices]:
+def hidden_matrices(model: PreTrainedModel, per_head: bool = False) -> dict[str, Matrices]:
     """Return {name: its matrices} of every parameter that maps hidden states to hidden states.
 
     Embeddings, the head, routers, norms and biases are left out: an embedding's rows are looked up one at a time, and
     a router's outputs are no features (Jordan 2024, https://kellerjordan.github.io/posts/muon; Liu et al. 2025,
-    section 2.2).
+    section 2.2). per_head: queries, keys and values are a matrix for each head.
     """
-    head = model.get_output_embeddings()
+    head, heads = model.get_output_embeddings(), _numbers_of_heads(model) if per_head else {}
     found = {}
     for module_name, module in model.named_modules():
         if module is head or isinstance(module, nn.Embedding) or type(module).__name__.endswith("Router"):
@@ -239,78 +287,79 @@ def hidden_matrices(model: PreTrainedModel) -> dict[str, Matrices]:
             if len(shape) < 2:
                 continue
             full_name = f"{module_name}.{name}" if module_name else name
+            in_heads = heads.get(module_name.rpartition(".")[2])
             if isinstance(module, Conv1D):
                 # queries, keys and values side by side: each is a matrix of its own
-                fused = full_name.endswith("c_attn.weight")
-                found[full_name] = Matrices(shape, split_dim=1, parts=3 if fused else 1, transposed=True)
+                fused = 3 if full_name.endswith("c_attn.weight") else 1
+                found[full_name] = Matrices(shape, split_dim=1, parts=in_heads or fused, transposed=True)
             elif name.endswith("gate_up_proj"):
                 # [experts, 2 x inner, hidden]: gate and up are separate matrices
                 found[full_name] = Matrices(shape, split_dim=1, parts=2)
             else:
-                found[full_name] = Matrices(shape)
+                found[full_name] = Matrices(shape, parts=in_heads or 1)
     return found
+
+
+def _numbers_of_heads(model: PreTrainedModel) -> dict[str, int]:
+    """Return {last part of a layer's name: how many heads its outputs are, side by side}."""
+    config = model.config.get_text_config()
+    queries = config.num_attention_heads
+    keys = getattr(config, "num_key_value_heads", None) or queries
+    fused = dict.fromkeys(("c_attn", "qkv_proj", "query_key_value"), queries + 2 * keys)
+    numbers = {"q_proj": queries, "k_proj": keys, "v_proj": keys, **fused}
+    if not any(name.endswith(tuple(f".{each}" for each in numbers)) for name, _ in model.named_modules()):
+        what = f"no layer of {config.model_type} is called {', '.join(numbers)}; set it to false"
+        raise UserError(f"optimizer.per_head: {what}")
+    return numbers
 
 
 class Muon(torch.optim.Optimizer):
     """An optimizer with two rules: a group's `algorithm` is "muon" or "adamw".
 
     Args:
-        groups: parameter groups; one of "muon" has lr, weight_decay, momentum, nesterov, newton_schulz_steps and
-            scale, one of "adamw" lr, weight_decay, betas and eps.
-        matrices: {parameter: its matrices} of every parameter in a group of "muon".
+        groups: parameter groups, with lr and its peak, weight_decay and decay_times, momentum; one of "muon" also has
+            nesterov, polynomial, newton_schulz_steps, neuron_beta2 and scale, one of "adamw" beta2 and eps.
+        model: whose parameters these are.
+        matrices: {name: its matrices} of every parameter in a group of "muon".
 
-    DeepSpeed replaces a group's parameters by flat fp32 partitions. `bind` then says which parts are in them.
+    DeepSpeed replaces a group's parameters by flat fp32 partitions. `bind` says which parts are in them.
     """
 
-    def __init__(self, groups: list[dict], matrices: dict[torch.Tensor, Matrices]) -> None:
+    def __init__(self, groups: list[dict], model: nn.Module, matrices: dict[str, Matrices]) -> None:
         super().__init__(groups, {"algorithm": "adamw"})
-        self.matrices = list(matrices.values())
-        # numbers, because fragments travel between ranks, where a tensor's id means nothing
-        self._numbers = {id(parameter): number for number, parameter in enumerate(matrices)}
+        self.model, self.names, self.matrices = model, list(matrices), list(matrices.values())
+        self._neurons: dict[int, torch.Tensor] = {}
         self._costs = {number: each.cost for number, each in enumerate(self.matrices)}
+        self.bind(self.whole())
 
-        def whole_parameters(parameters: Sequence[torch.Tensor]) -> list[MatrixFragment]:
-            # without ZeRO: every rank has every whole parameter, or all of its own experts
-            numbers = (self._numbers[id(parameter)] for parameter in parameters)
-            return [
-                MatrixFragment(number, first_element(parameter), place, 0, parameter.numel())
-                for place, (number, parameter) in enumerate(zip(numbers, parameters, strict=True))
-            ]
+    def whole(self) -> list[Partition]:
+        """Return what a rank steps without ZeRO: every parameter, its part of a split layer, or its own experts."""
+        return [
+            Partition(p, number, self, [p], [Slice(p, first_element(p), p, 0, p.numel())])
+            for number, group in enumerate(self.param_groups)
+            for p in group["params"]
+        ]
 
-        self.bind(list(matrices), whole_parameters)
-
-    def bind(
-        self,
-        tensors: Sequence[torch.Tensor],
-        locate: Callable[[Sequence[torch.Tensor]], list[MatrixFragment]],
-    ) -> None:
-        """Set the tensors that hold the matrices from now on. `locate` finds this rank's fragments in some of them."""
-        self._tensors, self._locate, self._plans = {id(tensor): tensor for tensor in tensors}, locate, {}
-
-    def bind_partitions(self, zero: Any) -> None:
-        """Bind to the partitions of a DeepSpeed optimizer of stage 1, 2 or 3."""
-        partitions = list(zero_partitions(zero))
-        by_tensor: dict[int, list[MatrixFragment]] = {}
-        for each in (each for partition in partitions for each in partition.slices):
-            # None: AdamW updates it
-            if (number := self._numbers.get(id(each.parameter))) is not None:
-                fragment = MatrixFragment(number, each.start, 0, each.offset, each.numel)
-                by_tensor.setdefault(id(each.tensor), []).append(fragment)
-
-        def locate(tensors: Sequence[torch.Tensor]) -> list[MatrixFragment]:
-            return [
-                fragment._replace(tensor=number)
-                for number, tensor in enumerate(tensors)
-                for fragment in by_tensor.get(id(tensor), [])
-            ]
-
-        self.bind([partition.tensor for partition in partitions], locate)
+    def bind(self, partitions: Iterable[Partition]) -> None:
+        """Set the tensors that are stepped from now on."""
+        # Numbers, because fragments travel between ranks, where a tensor's id means nothing. By name, because AutoTP
+        # may have put other parameters in the place of the model's.
+        numbers = {id(self.model.get_parameter(name)): number for number, name in enumerate(self.names)}
+        self._plans: dict[tuple, list[Round]] = {}
+        self._tensors: dict[int, tuple[torch.Tensor, list[MatrixFragment]]] = {}
+        for each in partitions:
+            if self.param_groups[each.group]["algorithm"] == "muon":
+                found = [fragments_of(piece, numbers[id(piece.parameter)]) for piece in each.slices]
+                self._tensors[id(each.tensor)] = each.tensor, list(chain.from_iterable(found))
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> float | None:
         """Update every group that has parameters. All ranks must call this together."""
         # a closure runs a backward pass, which `no_grad` around this method would prevent
         loss = None if closure is None else torch.enable_grad()(closure)()
+        if all(parameter.grad is None for group in self.param_groups for parameter in group["params"]):
+            # refused, on every rank (training/stability.py): the momentum must not move the weights either
+            return loss
         for group in self.param_groups:
             if group["params"]:
                 (self._step_muon if group["algorithm"] == "muon" else self._step_adamw)(group)
@@ -329,19 +378,60 @@ class Muon(torch.optim.Optimizer):
         # planning is a collective: once for each set of parameters, not in each step
         key = tuple(map(id, parameters))
         if key not in self._plans:
-            self._plans[key] = plan_rounds(self._locate(parameters), self._costs)
-        rule, steps = group["scale"], group["newton_schulz_steps"]
+            held = [(place, self._tensors[each][1]) for place, each in enumerate(key)]
+            local = [fragment._replace(tensor=place) for place, found in held for fragment in found]
+            self._plans[key] = plan_rounds(local, self._costs)
+        beta2, triples = group["neuron_beta2"], group["polynomial"]
+        triples = POLYNOMIALS[triples] if isinstance(triples, str) else triples
+        # one for each step: the last one is repeated
+        triples = [triples[min(n, len(triples) - 1)] for n in range(group["newton_schulz_steps"])]
 
         def orthogonalized(whole: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
             batches = [self.matrices[number].of(flat) for number, flat in whole.items()]
-            results = zip(whole, orthogonalize_all(batches, steps), strict=True)
-            return {n: self.matrices[n].put(result * self.matrices[n].scale(rule)) for n, result in results}
+            results = {}
+            for number, result in zip(whole, orthogonalize_all(batches, triples), strict=True):
+                matrices = self.matrices[number]
+                if beta2 is not None:
+                    result = even_out(result, self._moments(device)[number], beta2, matrices.transposed)
+                results[number] = matrices.put(result * matrices.scale(group["scale"]))
+            return results
 
         work_on_whole(self._plans[key], updates, orthogonalized, dtype, device)
+        if beta2 is not None:
+            self._share_moments(self._plans[key], device)
         for parameter, update in zip(parameters, updates, strict=True):
-            # decoupled weight decay, as in AdamW
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            shrink(parameter, update.view_as(parameter), group)
             parameter.add_(update.view_as(parameter), alpha=-group["lr"])
+
+    def _moments(self, device: torch.device) -> dict[int, torch.Tensor]:
+        """Return NorMuon's second moments, {parameter: [matrices, outputs]}; the same on every rank after a step."""
+        if not self._neurons:
+            shapes = [each.neurons for each in self.matrices]
+            self._neurons = {number: torch.zeros(shape, device=device) for number, shape in enumerate(shapes)}
+        return self._neurons
+
+    def _share_moments(self, rounds: list[Round], device: torch.device) -> None:
+        """Give every rank the moments that the others have worked on. They are small: a number for each neuron.
+
+        So any rank can save them, and after a start in another layout another rank can work on them.
+        """
+        if rank_and_world_size()[1] == 1:
+            return
+        owned = {number for each in rounds for number in each.owned}
+        moments = {number: self._moments(device)[number] for each in rounds for number in each.parameters}
+        own = [each if number in owned else torch.zeros_like(each) for number, each in moments.items()]
+        flat = torch.cat([each.flatten() for each in own])
+        # each is one rank's number and the others' zeros: the sum is exact
+        dist.all_reduce(flat)
+        for each, new in zip(moments.values(), flat.split([m.numel() for m in own]), strict=True):
+            each.copy_(new.view_as(each))
+
+    def whole_states(self) -> dict[tuple[str, str], torch.Tensor]:
+        """Return {(state, parameter): tensor} of what every rank keeps of whole parameters, for checkpoints."""
+        if all(group.get("neuron_beta2") is None for group in self.param_groups):
+            return {}
+        moments = self._moments(compute_device(next(self.model.parameters())))
+        return {("neuron_moment", self.names[number]): each for number, each in moments.items()}
 
     def _momentum_update(self, parameter: torch.Tensor, group: dict) -> torch.Tensor:
         """Return the running mean of the gradients, [numel], with Nesterov's look-ahead if the group asks for it."""
@@ -364,7 +454,13 @@ class Muon(torch.optim.Optimizer):
                 state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
-        beta1, beta2 = group["betas"]
+        weight_decay = group["weight_decay"]
+        if group["decay_times"] != "rate" or group["cautious_decay"]:
+            # the kernel decays every weight, times the rate
+            for parameter, state in zip(parameters, states, strict=True):
+                # an update has the sign of the first moment
+                shrink(parameter, state["exp_avg"].lerp(parameter.grad, 1 - group["momentum"]), group)
+            weight_decay = 0.0
         adamw(
             parameters,
             [parameter.grad for parameter in parameters],
@@ -374,13 +470,26 @@ class Muon(torch.optim.Optimizer):
             [state["step"] for state in states],
             fused=True,
             amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
+            beta1=group["momentum"],
+            beta2=group["beta2"],
             lr=group["lr"],
-            weight_decay=group["weight_decay"],
+            weight_decay=weight_decay,
             eps=group["eps"],
             maximize=False,
         )
+
+
+def shrink(parameter: torch.Tensor, update: torch.Tensor, group: dict) -> None:
+    """Apply decoupled weight decay; with `cautious_decay` only to weights that the update makes smaller too.
+
+    Such a weight and its update, which is subtracted, have one sign (Chen et al. 2025, arXiv 2510.12402).
+    """
+    times = {"rate": group["lr"], "share": group["lr"] / group["peak"], "one": 1.0}
+    share = group["weight_decay"] * times[group["decay_times"]]
+    if group["cautious_decay"]:
+        parameter.addcmul_(parameter, (update * parameter >= 0).to(parameter.dtype), value=-share)
+    else:
+        parameter.mul_(1 - share)
 
 
 def compute_device(tensor: torch.Tensor) -> torch.device:
@@ -388,33 +497,70 @@ def compute_device(tensor: torch.Tensor) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else tensor.device
 
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""The quintic's coefficients: steepest at zero, so that small singular values are near 1 after five iterations.
-
-Jordan 2024.
-"""
+POLAR_EXPRESS = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+    (1.875, -1.25, 0.375),
+)
+"""Amsel et al. 2025, arXiv 2505.16932, algorithm 1."""
+POLYNOMIALS = {
+    # steepest at zero, so that small singular values are near 1 after five iterations (Jordan 2024)
+    "steep": ((3.4445, -4.7750, 2.0315),),
+    # comes to 1 and stays there, in some twelve iterations (modded-nanogpt, track 3)
+    "converging": ((2.0, -1.5, 0.5),),
+    # Their margin against rounding: p(x / m) in place of p(x), twice at the start and never in the last step.
+    "polar_express": tuple(
+        (a / m, b / m**3, c / m**5)
+        for (a, b, c), m in zip(POLAR_EXPRESS, (1.01**2, *6 * (1.01,), 1.0), strict=True)
+    ),
+}
+"""{`optimizer.polynomial`: (a, b, c) of each iteration; the last one counts for those that follow too}"""
+Triples = Sequence[Sequence[float]]
 SMALLEST_NORM = 1e-7
 
 
-def orthogonalize(matrices: torch.Tensor, num_steps: int = 5) -> torch.Tensor:
+def orthogonalize(matrices: torch.Tensor, triples: Triples = 5 * POLYNOMIALS["steep"]) -> torch.Tensor:
     """Turn [n, rows, columns] into as many matrices whose singular values are all near 1.
 
-    Divide X by |X|_F, then repeat X <- a X + b (X X^T) X + c (X X^T)^2 X. The dtype is the caller's: bf16 on a GPU, in
-    which the iteration is stable.
+    Divide X by |X|_F, then X <- a X + b (X X^T) X + c (X X^T)^2 X with each (a, b, c) of `triples`. The dtype
+    is the caller's: bf16 on a GPU, in which the iteration is stable.
     """
-    a, b, c = COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]
     # so that X X^T has the shorter side
     x = matrices.mT if tall else matrices
     # the Frobenius norm bounds the largest singular value, which must begin at 1 or less
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(SMALLEST_NORM)
-    for _ in range(num_steps):
+    for a, b, c in triples:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
 
 
-def orthogonalize_all(batches: Sequence[torch.Tensor], num_steps: int = 5) -> list[torch.Tensor]:
+def even_out(
+    updates: torch.Tensor, moments: torch.Tensor, beta2: float, transposed: bool = False
+) -> torch.Tensor:
+    """Divide each neuron's update by the root of its running mean square (NorMuon, Li et al. 2025, algorithm 1).
+
+    updates: [n, outputs, inputs], or [n, inputs, outputs] if transposed; moments: [n, outputs], changed in place. The
+    result has the Frobenius norm of an orthogonal matrix, so that `scale` means the same as without: with match_adamw
+    the update is the paper's 0.2 sqrt(outputs inputs) / |O|.
+    """
+    neurons = (updates.mT if transposed else updates).to(moments.dtype)
+    moments.lerp_(neurons.square().mean(-1), 1 - beta2)
+    even = neurons / (moments.sqrt() + SMALLEST_NORM).unsqueeze(-1)
+    norm = even.norm(dim=(-2, -1), keepdim=True).clamp_min(SMALLEST_NORM)
+    even = (even * (min(even.shape[-2:]) ** 0.5 / norm)).to(updates.dtype)
+    return even.mT if transposed else even
+
+
+def orthogonalize_all(
+    batches: Sequence[torch.Tensor], triples: Triples = 5 * POLYNOMIALS["steep"]
+) -> list[torch.Tensor]:
     """Orthogonalize batches of various shapes. Matrices of one shape are computed together."""
     alike = defaultdict(list)
     for number, batch in enumerate(batches):
@@ -424,19 +570,7 @@ def orthogonalize_all(batches: Sequence[torch.Tensor], num_steps: int = 5) -> li
     for numbers in alike.values():
         tall = [batches[n].shape[1] > batches[n].shape[2] for n in numbers]
         wide = [batches[n].mT if flip else batches[n] for n, flip in zip(numbers, tall, strict=True)]
-        results = orthogonalize(torch.cat(wide), num_steps).split([len(batch) for batch in wide])
+        results = orthogonalize(torch.cat(wide), triples).split([len(batch) for batch in wide])
         for number, flip, result in zip(numbers, tall, results, strict=True):
             found[number] = result.mT if flip else result
     return found
-
-
-class BindPartitions(TrainerCallback):
-    """Tell Muon where each parameter is, after DeepSpeed has cut them up."""
-
-    def __init__(self, muon: Muon) -> None:
-        self.muon = muon
-
-    def on_train_begin(self, args, state, control, model, optimizer, **kwargs) -> None:
-        zero = getattr(optimizer, "optimizer", optimizer)
-        if args.deepspeed and zero is not self.muon:
-            self.muon.bind_partitions(zero)

@@ -1,6 +1,6 @@
 """Build the recipe's optimizer for the Trainer, and compute the learning rate of every step.
 
-    rate of a group = its peak (`training.learning_rate`, or the group's own in `optimizer`)
+    rate of a group = its peak (`training.learning_rate`, or another in `optimizer.groups`)
                     x muP's factor for its parameters               `build_optimizer`, recipe/optimizer.py
                     x the schedule: warm-up, decay                  transformers' `get_scheduler`
                     x what `budget.ramp.lr_scaling` makes of a step's size
@@ -10,116 +10,130 @@ The last three are `share_of_peak`. How many steps warm up is `Recipe.warmup_ste
 and keywords of schedules. If a schedule follows the validation loss, it refuses the last two.
 """
 
+import json
+import re
+from collections import Counter
 from collections.abc import Callable
 from functools import cache, partial
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainerCallback
 
 from pretraining.errors import UserError
-from pretraining.extend import named
+from pretraining.extend import defined, named
 from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.budget import Progress
-from pretraining.recipe.optimizer import Optimizer, Scales, scales_by_name
-from pretraining.recipe.training import AVERAGING, Z
+from pretraining.recipe.optimizer import (
+    EMBEDDING,
+    HEAD,
+    HIDDEN,
+    ROUTER,
+    VECTOR,
+    Optimizer,
+    Scales,
+    scales_by_name,
+)
+from pretraining.recipe.piecewise import value_at
+from pretraining.recipe.training import AVERAGING, PIECEWISE, Training, Z
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
 from pretraining.training.muon import Muon, hidden_matrices
-from pretraining.upstream.deepspeed import whole_numel, whole_shape
+from pretraining.upstream.deepspeed import whole_numel, whole_shape, zero_partitions
 
 
 def choose_optimizer(recipe: Recipe) -> tuple[Callable, dict] | None:
     """Return the Trainer's `optimizer_cls_and_kwargs`; None if `training.optim` alone names the optimizer."""
     if not recipe.own_groups:
         return None
-    training = recipe.training
-    keywords = {
-        "settings": recipe.optimizer,
-        "learning_rate": training.learning_rate,
-        "weight_decay": training.weight_decay,
-        "betas": (training.adam_beta1, training.adam_beta2),
-        "eps": training.adam_epsilon,
-        "scales_of": partial(scales_by_name, model=model_with_defaults(recipe.model), mup=recipe.mup),
-    }
+    scales_of = partial(scales_by_name, model=model_with_defaults(recipe.model), mup=recipe.mup)
+    keywords = {"settings": recipe.optimizer, "training": recipe.training, "scales_of": scales_of}
     # the Trainer calls the first to get the builder, and the builder with the model
     return (lambda: build_optimizer), keywords
+
+
+TABLES, VECTORS, MATRICES = "embeddings and head", "norms and biases", "hidden matrices"
+HOMES = {EMBEDDING: TABLES, HEAD: TABLES, ROUTER: TABLES, VECTOR: VECTORS, HIDDEN: MATRICES}
+"""{kind of parameter: what its group is called, unless a row of `optimizer.groups` names it}; groups in this order."""
+MUON_KEYS = ("momentum", "nesterov", "polynomial", "newton_schulz_steps", "neuron_beta2", "scale")
 
 
 def build_optimizer(
     model: PreTrainedModel,
     settings: Optimizer,
-    learning_rate: float,
-    weight_decay: float,
-    betas: tuple,
-    eps: float,
+    training: Training,
     scales_of: Callable[..., dict[str, Scales]] = lambda names, **_: {},
 ) -> Muon:
-    """Build an optimizer with three kinds of groups.
+    """Build an optimizer with a group for each set of values that parameters of one kind have.
 
-    The kinds are: embeddings, head and routers; norms and biases, without weight decay; hidden matrices. Each kind is
-    one group, or one for each set of factors that `scales_of` finds for its names.
+    They are those of `training`, then those of the rows of `optimizer.groups` that match, times the factors that
+    `scales_of` finds for a name (muP). Vectors are not decayed unless a row says so.
     """
-    matrices, tables, vectors = split_parameters(model)
-
-    def chosen(key: str, otherwise: float) -> float:
-        given = getattr(settings, key)
-        # not `or`: 0 is a value
-        return otherwise if given is None else given
-
-    adamw = {"algorithm": "adamw", "betas": betas, "eps": eps}
+    kinds, layouts = kinds_of(model), hidden_matrices(model, settings.per_head)
+    trained = dict(model.named_parameters())
     is_muon = settings.name == "muon"
-    keys = ("momentum", "nesterov", "newton_schulz_steps", "scale")
-    matrix_rule = {"algorithm": "muon", **{key: getattr(settings, key) for key in keys}} if is_muon else adamw
-    rule = settings.scale if is_muon else "adamw"
-    scales = scales_of([*tables, *vectors, *matrices], rule=rule)
-    groups = [
-        {
-            "name": "embeddings and head",
-            "params": tables,
-            "lr": chosen("embedding_learning_rate", learning_rate),
-            "weight_decay": chosen("embedding_weight_decay", weight_decay),
-            **adamw,
-        },
-        {"name": "norms and biases", "params": vectors, "lr": learning_rate, "weight_decay": 0.0, **adamw},
-        {
-            "name": "hidden matrices",
-            "params": matrices,
-            "lr": chosen("matrix_learning_rate", learning_rate),
-            "weight_decay": chosen("matrix_weight_decay", weight_decay),
-            **matrix_rule,
-        },
-    ]
-    layouts = hidden_matrices(model)
-    scaled = []
-    for group in groups:
-        # one for each set of factors; a group all of whose parameters are frozen has no entry
-        alike: dict[tuple, list] = {}
-        for name, parameter in group["params"].items():
-            each = scales.get(name, Scales())
-            alike.setdefault((each.rate, each.decay, each.epsilon), []).append(parameter)
-        for (rate, decay, epsilon), parameters in alike.items():
-            factors = {"lr": rate, "weight_decay": decay, "eps": epsilon}
-            scaled_values = {key: group[key] * factor for key, factor in factors.items() if key in group}
-            scaled.append({**group, "params": parameters, **scaled_values})
+    scales = scales_of(list(kinds), rule=settings.scale if is_muon else "adamw")
+    places, alike = list(dict.fromkeys(HOMES.values())), {}
+    # sorting is stable: a group's parameters stay in the model's order
+    for name, kind in sorted(kinds.items(), key=lambda each: places.index(HOMES[each[1]])):
+        values = {
+            "algorithm": "adamw",
+            "learning_rate": training.learning_rate,
+            "weight_decay": 0.0 if kind == VECTOR else training.weight_decay,
+            "decay_times": "rate",
+            "cautious_decay": False,
+            "momentum": training.adam_beta1,
+            "beta2": training.adam_beta2,
+            "epsilon": training.adam_epsilon,
+        }
+        if is_muon and kind == HIDDEN:
+            values |= {"algorithm": "muon", **{key: getattr(settings, key) for key in MUON_KEYS}}
+        for row in settings.rows:
+            if row.matches(name, kind):
+                values |= row.values
+        named = [row for row in settings.groups if row.matches(name, kind)]
+        label = named[-1].names or kind if named else HOMES[kind]
+        each = scales.get(name, Scales())
+        key = json.dumps([HOMES[kind], label, values, each.rate, each.decay, each.epsilon])
+        alike.setdefault(key, (label, values, each, []))[-1].append(trained[name])
+    groups, counts = [], Counter()
+    for label, values, scale, parameters in alike.values():
+        counts[label] += 1
+        # without the rate's factor, which scale.decay evens out, a decay alone has none
+        decay = scale.decay * (1.0 if values["decay_times"] == "rate" else scale.rate)
+        courses = {"weight_decay": (values["weight_decay"], decay), "momentum": (values["momentum"], 1.0)}
+        group = {
+            **values,
+            **{key: value_at(course, 0, 1) * factor for key, (course, factor) in courses.items()},
+            "params": parameters,
+            "label": f"{label} {counts[label]}" if counts[label] > 1 else label,
+            "lr": values["learning_rate"] * scale.rate,
+            "peak": values["learning_rate"] * scale.rate,
+            "eps": values["epsilon"] * scale.epsilon,
+            "courses": courses,
+        }
+        groups.append(group)
     # Muon also without a group of "muon": it is then AdamW
-    return Muon(scaled, {parameter: layouts[name] for name, parameter in matrices.items()})
+    return Muon(groups, model, {name: layouts[name] for name, kind in kinds.items() if kind == HIDDEN})
 
 
-Named = dict[str, nn.Parameter]
-
-
-def split_parameters(model: PreTrainedModel) -> tuple[Named, Named, Named]:
-    """Return {name: trained parameter}: hidden matrices; embeddings, head and routers; norms and biases."""
-    matrices, tables, vectors = {}, {}, {}
-    hidden = hidden_matrices(model)
+def kinds_of(model: PreTrainedModel) -> dict[str, str]:
+    """Return {name: kind} of every trained parameter. A table that is neither the head nor looked up is a router's."""
+    hidden, head = hidden_matrices(model), model.get_output_embeddings()
+    looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    kinds = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        dimensions = len(whole_shape(parameter))
-        home = matrices if name in hidden else tables if dimensions >= 2 else vectors
-        home[name] = parameter
-    return matrices, tables, vectors
+        if name in hidden:
+            kinds[name] = HIDDEN
+        elif len(whole_shape(parameter)) < 2:
+            kinds[name] = VECTOR
+        elif id(parameter) in looked_up:
+            kinds[name] = EMBEDDING
+        else:
+            kinds[name] = HEAD if head is not None and parameter is head.weight else ROUTER
+    return kinds
 
 
 def describe_groups(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> list[str]:
@@ -132,13 +146,44 @@ def describe_groups(optimizer: torch.optim.Optimizer, model: nn.Module | None = 
         numel = sum(map(whole_numel, parameters))
         # weights of two types are in groups of their own (`model.keep_in_fp32`)
         precision = f" in {str(parameters[0].dtype).removeprefix('torch.')}" if len(types) > 1 else ""
-        name = group.get("name") or ("decayed" if group["weight_decay"] else "not decayed")
+        label = group.get("label") or ("decayed" if group["weight_decay"] else "not decayed")
         algorithm = group.get("algorithm", type(optimizer).__name__.lower())
+        told, alone = "", {"weight_decay": (group["weight_decay"], 1)}
+        for key, (course, factor) in group.get("courses", alone).items():
+            ends = (course[0][1], course[-1][1]) if isinstance(course, list) else (course,)
+            told += f", {key.replace('_', ' ')} {' to '.join(f'{factor * end:g}' for end in ends)}"
         lines.append(
-            f"{name}: {algorithm}, {len(parameters)} tensors, {numel:,} parameters{precision}, "
-            f"learning rate {group['lr']:g}, weight decay {group['weight_decay']:g}"
+            f"{label}: {algorithm}, {len(parameters)} tensors, {numel:,} parameters{precision}, "
+            f"learning rate {group['lr']:g}{told}"
         )
     return lines
+
+
+class GroupValues(TrainerCallback):
+    """Give every group the momentum and decay of the step, which are functions of it, and log them with its rate."""
+
+    def __init__(self, optimizer: Muon, count: Callable[[int], float]) -> None:
+        """count: maps finished steps to those that the schedule counts."""
+        self.optimizer, self.count = optimizer, count
+        self.values: dict[str, float] = {}
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        # DeepSpeed has cut the parameters up by now
+        stepping, ours = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"]), self.optimizer
+        ours.bind(ours.whole() if stepping is ours else zero_partitions(stepping))
+
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        place, end = self.count(state.global_step), self.count(state.max_steps)
+        for group in self.optimizer.param_groups:
+            for key, (course, factor) in group["courses"].items():
+                group[key] = factor * value_at(course, place, end)
+            label = re.sub(r"\W+", "_", group["label"]).strip("_")
+            for name, key in (("learning_rate", "lr"), ("weight_decay",) * 2, ("momentum",) * 2):
+                self.values[f"optimizer/{label}/{name}"] = group[key]
+
+    def on_log(self, args, state, control, logs, **kwargs) -> None:
+        if "loss" in logs:
+            logs.update(self.values)
 
 
 COUNTS = ("k", "lr_max", "weight_sum")
@@ -222,7 +267,7 @@ def follow_run(
     """Have the scheduler return `share_of_peak` for every group.
 
     Raises:
-        UserError: the schedule is no function of the step (`reduce_lr_on_plateau`), and something has to change it.
+        UserError: the schedule is no function of the step (`reduce_lr_on_plateau`), and a rollback has lowered rates.
     """
     if isinstance(scheduler, LambdaLR):
 
@@ -232,26 +277,20 @@ def follow_run(
 
         scheduler.lr_lambdas = [of_run(schedule) for schedule in scheduler.lr_lambdas]
         return
-    # such a scheduler keeps rates of its own, which nothing here may multiply
-    changed_by = {
-        "budget.warmup_tokens and decay_tokens": (counts_tokens, "leave them out"),
-        "budget.ramp.lr_scaling": (progress.step_sizes.lr_scaling != "none", "set it to none"),
-        "monitors.spikes.lr_factor": (
-            any(row.lr_factor != 1 and row.lr_steps for row in journal.rollbacks),
-            "set it to 1",
-        ),
-    }
-    for key, (changes, remedy) in changed_by.items():
-        if changes:
-            raise UserError(
-                f"{key}: cannot change the rate of {type(scheduler).__name__}; {remedy}, or choose another "
-                "training.lr_scheduler_type"
-            )
+    # Such a scheduler keeps rates of its own, which nothing here may multiply. Keys that would are refused when the
+    # recipe is read (recipe/training.py); a rollback may have come before the present schedule.
+    if any(row.lr_factor != 1 and row.lr_steps for row in journal.rollbacks):
+        what = f"cannot change the rate of {type(scheduler).__name__}; set it to 1, or choose another"
+        raise UserError(f"monitors.spikes.lr_factor: {what} training.lr_scheduler_type")
 
 
-def own_schedule(recipe: Recipe, num_steps: int) -> Schedule:
-    """Return the extension's schedule that the recipe names; `UserError` if its share at step 0 is no number."""
+def own_schedule(recipe: Recipe, num_steps: float) -> Schedule | None:
+    """Return the recipe's schedule; None if it is transformers'. `UserError` if its share at step 0 is no number."""
     name, keywords = recipe.training.lr_scheduler_type, recipe.training_keywords.lr_scheduler_kwargs or {}
+    if name == PIECEWISE:
+        return lambda step: value_at(keywords["points"], step, num_steps)
+    if name not in defined(recipe.extensions, "schedule"):
+        return None
     lengths = {"num_steps": num_steps, "warmup_steps": recipe.warmup_steps(num_steps)}
     function = named("schedule", name)
     first = function(0, **lengths, **keywords)

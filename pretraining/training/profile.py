@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 from transformers import TrainerCallback
 
 from pretraining.recipe.sections import Profile
+from pretraining.runtime.process_group import gather_from_ranks
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.upstream.torch import start_memory_history, write_memory_history
 
@@ -205,12 +205,10 @@ class PeakMemory:
     def of_fullest_rank(self) -> int | None:
         """Return the largest peak of all ranks, in bytes; None if the system does not report it. A collective."""
         if torch.cuda.is_available():
-            here, device = torch.cuda.max_memory_allocated(), "cuda"
+            here = torch.cuda.max_memory_allocated()
         else:
-            here, device = max(0, (_status_bytes("VmHWM") or 0) - self.held_before), "cpu"
-        most = torch.tensor(here, device=device)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        return int(most) or None
+            here = max(0, (_status_bytes("VmHWM") or 0) - self.held_before)
+        return max(gather_from_ranks(here)) or None
 
 
 def _status_bytes(key: str) -> int | None:

@@ -24,7 +24,7 @@ from pretraining.planning.gpus import FILE, find_gpu
 from pretraining.planning.sizes import flops_per_token, size_of_recipe
 from pretraining.recipe import Recipe
 from pretraining.recipe.budget import Progress
-from pretraining.runtime.process_group import rank_and_world_size
+from pretraining.runtime.process_group import gather_from_ranks, rank_and_world_size
 
 PAUSES = ("evaluation", "saving")
 """Phases that do not belong to a step."""
@@ -228,10 +228,7 @@ class Stragglers:
     def __init__(self) -> None:
         _, self.world_size = rank_and_world_size()
         # gathered once: an event names the host of another rank without a collective
-        hosts = [socket.gethostname()] * self.world_size
-        if self.world_size > 1:
-            dist.all_gather_object(hosts, socket.gethostname())
-        self.hosts = hosts
+        self.hosts = gather_from_ranks(socket.gethostname())
         self.slow_steps = [0] * self.world_size
         self.named: set[int] = set()
 

@@ -27,7 +27,6 @@ from transformers import (
 from transformers.utils import logging
 
 from pretraining.errors import UserError
-from pretraining.extend import defined
 from pretraining.recipe import Recipe
 from pretraining.runtime.journal import NOTHING_HEALED
 from pretraining.runtime.process_group import ALONE, RankGroups
@@ -35,8 +34,9 @@ from pretraining.runtime.processes import ignore_in_worker
 from pretraining.training.arguments import collate_blocks, training_refusals
 from pretraining.training.gradients import Clipping
 from pretraining.training.monitors import RunMonitors, SettledCollector, notify
-from pretraining.training.muon import BindPartitions, Muon
+from pretraining.training.muon import Muon
 from pretraining.training.optimizers import (
+    GroupValues,
     choose_optimizer,
     counting_by_tensor,
     describe_groups,
@@ -145,15 +145,17 @@ class PretrainingTrainer(OpenTrainer):
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> LRScheduler:
         """Build the recipe's schedule, and let it follow the run."""
-        counts_tokens = self.recipe.schedule_counts_tokens
-        # in the units in which `share_of_peak` reads the schedule: full steps, or steps of the first size
-        count = self.progress.full_steps_at if counts_tokens else self.progress.schedule_steps_at
-        if self.recipe.training.lr_scheduler_type in defined(self.recipe.extensions, "schedule"):
-            steps = own_schedule(self.recipe, count(num_training_steps))
-            self.lr_scheduler = LambdaLR(self.optimizer if optimizer is None else optimizer, steps)
-        scheduler = super().create_scheduler(count(num_training_steps), optimizer)
-        follow_run(scheduler, self.progress, counts_tokens, self.journal)
+        num_steps = self.schedule_place(num_training_steps)
+        if (schedule := own_schedule(self.recipe, num_steps)) is not None:
+            self.lr_scheduler = LambdaLR(self.optimizer if optimizer is None else optimizer, schedule)
+        scheduler = super().create_scheduler(num_steps, optimizer)
+        follow_run(scheduler, self.progress, self.recipe.schedule_counts_tokens, self.journal)
         return scheduler
+
+    def schedule_place(self, finished_steps: int) -> float:
+        """Return where the schedule is, in the units in which it counts: full steps, or steps of the first size."""
+        by_tokens, by_steps = self.progress.full_steps_at, self.progress.schedule_steps_at
+        return (by_tokens if self.recipe.schedule_counts_tokens else by_steps)(finished_steps)
 
     def gradient_norm_known(self, norm: float | torch.Tensor | None) -> None:
         notify(self.callback_handler.callbacks, "on_gradient_norm", norm)
@@ -190,7 +192,8 @@ class PretrainingTrainer(OpenTrainer):
         # All of a group's parameters may be frozen, and DeepSpeed can flatten neither no parameter nor two types.
         optimizer.param_groups[:] = split_by_type(optimizer.param_groups)
         if isinstance(optimizer, Muon):
-            self.add_callback(BindPartitions(optimizer))
+            # first: what it adds to the logs comes before the row is written
+            self.callback_handler.callbacks.insert(0, GroupValues(optimizer, self.schedule_place))
         is_plain = len(optimizer.param_groups) <= PLAIN_GROUPS and not self.recipe.weights.frozen
         if self.is_world_process_zero() and not is_plain:
             print("\n".join(describe_groups(optimizer, self.model)), flush=True)

@@ -10,6 +10,7 @@ from pretraining.model.build import build_model
 from pretraining.recipe import load_recipe, model_with_defaults
 from pretraining.recipe.optimizer import Mup, Optimizer, Scales, scales_by_name
 from pretraining.recipe.refusals import load_recipe_and_ds_config
+from pretraining.recipe.training import Training
 from pretraining.training.optimizers import choose_optimizer, describe_groups
 from tests.gear.finished_data import refusal
 from tests.gear.runs import MODELS, TOKENIZER
@@ -27,7 +28,8 @@ def our_optimizer(model, section: dict, mup: Mup, rate: float = RATE, **settings
     def scales_of(names, rule):
         return scales_by_name(names, model_with_defaults(section), mup, rule)
 
-    return build_optimizer(model, Optimizer(**settings), rate, DECAY, (0.9, 0.95), EPSILON, scales_of)
+    training = Training(learning_rate=rate, weight_decay=DECAY, adam_beta2=0.95, adam_epsilon=EPSILON)
+    return build_optimizer(model, Optimizer(**settings), training, scales_of)
 
 
 def train(model, optimizer, steps: int) -> list[torch.Tensor]:

@@ -188,7 +188,7 @@ def test_muon_keeps_one_momentum_for_hidden_matrices():
         network = build(model, "cpu")
         for parameter in network.parameters():
             parameter.grad = torch.ones_like(parameter)
-        optimizer = build_optimizer(network, recipe.optimizer, 1e-3, 0.1, (0.9, 0.95), 1e-8)
+        optimizer = build_optimizer(network, recipe.optimizer, recipe.training)
         optimizer.step()
         states = [tensor for state in optimizer.state.values() for tensor in state.values()]
         held = sum(4 * tensor.numel() for tensor in states if tensor.dim())

@@ -61,8 +61,7 @@ def test_the_estimator_is_exact_on_exact_norms():
     scale.add(2.0 + 300 / 512, 2.0 + 300 / 1024, 1024)  # a ramp's smaller step
     scale.add(math.nan, 1.0, 4096)
     assert scale.value == pytest.approx(150)
-    resumed = NoiseScale(512)
-    resumed.restore(scale.state())
+    resumed = NoiseScale(512, signal=scale.signal, noise=scale.noise)
     assert resumed.value == scale.value
 
 

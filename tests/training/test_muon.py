@@ -8,12 +8,17 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from pretraining.checkpoints.export import reshard
+from pretraining.checkpoints.shard_files import CheckpointReader
 from pretraining.ds_config import DS_CONFIGS
 from pretraining.recipe import load_recipe
-from pretraining.recipe.optimizer import Optimizer
+from pretraining.recipe.optimizer import EMBEDDING, HEAD, HIDDEN, ROUTER, VECTOR, Optimizer
 from pretraining.recipe.refusals import load_recipe_and_ds_config
+from pretraining.recipe.training import Training
 from pretraining.training import muon
 from pretraining.training.muon import (
+    POLAR_EXPRESS,
+    POLYNOMIALS,
     MatrixFragment,
     hidden_matrices,
     orthogonalize,
@@ -25,13 +30,19 @@ from pretraining.training.optimizers import (
     build_optimizer,
     choose_optimizer,
     describe_groups,
-    split_parameters,
+    kinds_of,
 )
 from tests.gear.finished_data import refusal
-from tests.gear.runs import MODELS
+from tests.gear.runs import LLAMA, MODELS
 from tests.training.test_curve import IN_BF16
 
 MUON = ("optimizer.name=muon",)
+TRAINING = Training(learning_rate=0.01, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95)
+
+
+def of_kinds(model, *kinds: str) -> dict[str, torch.nn.Parameter]:
+    """{name: parameter} of these kinds."""
+    return {name: model.get_parameter(name) for name, kind in kinds_of(model).items() if kind in kinds}
 
 
 def built(name: str, **more) -> torch.nn.Module:
@@ -42,16 +53,51 @@ def built(name: str, **more) -> torch.nn.Module:
     ).double()
 
 
-def newton_schulz_of_the_paper(gradient: torch.Tensor) -> torch.Tensor:
-    """Jordan 2024, the listing, in fp64 and for one matrix."""
-    a, b, c = 3.4445, -4.7750, 2.0315
-    x = gradient / gradient.norm()
+def draw_gradients(seed: int, *models: torch.nn.Module) -> None:
+    """The same for each."""
+    for model in models:
+        torch.manual_seed(seed)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+
+
+STEEP = [(3.4445, -4.7750, 2.0315)] * 5
+OWN = [(4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037)]
+
+
+def polynomials_of_the_papers(name: str, steps: int) -> list[tuple[float, float, float]]:
+    """Jordan 2024; modded-nanogpt's track 3; Amsel et al. 2025, algorithm 1, whose margin is in all but the last."""
+    if name != "polar_express":
+        return (STEEP if name == "steep" else [(2.0, -1.5, 0.5)]) * steps
+    *many, last = POLAR_EXPRESS
+    return ([(a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in many] + [last] * steps)[:steps]
+
+
+def newton_schulz_of_the_paper(gradient: torch.Tensor, triples=STEEP, margin: float = 1.0) -> torch.Tensor:
+    """Jordan 2024, the listing, in fp64 and for one matrix; the norm is a little larger in Amsel et al. 2025."""
+    x = gradient / (gradient.norm() * margin)
     if len(x) > len(x[0]):
         x = x.T
-    for _ in range(5):
+    for a, b, c in triples:
         power = x @ x.T
         x = a * x + (b * power + c * power @ power) @ x
     return x.T if len(gradient) > len(gradient[0]) else x
+
+
+@pytest.mark.parametrize(
+    "name, steps", [("steep", 5), ("converging", 12), ("polar_express", 5), ("polar_express", 10)]
+)
+def test_polynomials_are_the_papers(name, steps):
+    """Those that converge bring every singular value above a thousandth of the largest to 1."""
+    torch.manual_seed(0)
+    matrix = torch.randn(1, 24, 40, dtype=torch.float64)
+    margin = 1.01 if name == "polar_express" else 1.0
+    expected = newton_schulz_of_the_paper(matrix[0], polynomials_of_the_papers(name, steps)[:steps], margin)
+    of_name = POLYNOMIALS[name]
+    found = orthogonalize(matrix, [*of_name, *[of_name[-1]] * steps][:steps])[0]
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    if steps >= 10:
+        assert (torch.linalg.svdvals(found) - 1).abs().max() < 1e-4
 
 
 def test_newton_schulz_is_the_paper_s():
@@ -73,10 +119,16 @@ def test_singular_values_come_near_one():
     assert not torch.isnan(orthogonalize(torch.zeros(1, 4, 4))).any()
 
 
-def matrices_of(name: str, parameter: torch.Tensor) -> list[tuple[torch.Tensor, int, int]]:
-    """(a view, outputs, inputs) of each matrix that a parameter holds, by its name."""
+def matrices_of(
+    name: str, parameter: torch.Tensor, per_head: bool = False
+) -> list[tuple[torch.Tensor, int, int]]:
+    """(a view, outputs, inputs) of each matrix that a parameter holds, by its name; the models have heads of 16."""
     if name.endswith("c_attn.weight"):
-        return [(part, part.shape[1], part.shape[0]) for part in parameter.chunk(3, dim=1)]
+        return [
+            (part, part.shape[1], part.shape[0]) for part in parameter.chunk(12 if per_head else 3, dim=1)
+        ]
+    if per_head and name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+        return [(head, *head.shape) for head in parameter.split(16)]
     if ".h." in name:
         return [(parameter, parameter.shape[1], parameter.shape[0])]
     if name.endswith("gate_up_proj"):
@@ -87,43 +139,88 @@ def matrices_of(name: str, parameter: torch.Tensor) -> list[tuple[torch.Tensor, 
 
 
 @torch.no_grad()
-def step_of_the_papers(model, momenta: dict, rate: float, decay: float, scale: str) -> None:
-    """Muon of Jordan 2024 with Nesterov momentum, decayed and scaled as in Liu et al. 2025, matrix by matrix."""
-    for name, parameter in split_parameters(model)[0].items():
+def step_of_the_papers(model, kept: dict, rate: float, decay: float, settings: dict) -> None:
+    """Muon of Jordan 2024 with Nesterov momentum, decayed and scaled as in Liu et al. 2025, matrix by matrix; NorMuon
+    (Li et al. 2025, algorithm 1) and cautious decay (Chen et al. 2025) if they are asked for."""
+    triples = settings.get("polynomial", "steep")
+    steps, margin = settings.get("newton_schulz_steps", 5), 1.01 if triples == "polar_express" else 1.0
+    triples = polynomials_of_the_papers(triples, steps)[:steps] if isinstance(triples, str) else triples
+    beta2, per_head = settings.get("neuron_beta2"), settings.get("per_head", False)
+    for name, parameter in of_kinds(model, HIDDEN).items():
         gradient = parameter.grad
-        momenta[name] = 0.95 * momenta.get(name, torch.zeros_like(gradient)) + gradient
-        ahead = gradient + 0.95 * momenta[name]
-        parameter.mul_(1 - rate * decay)
-        for (matrix, outputs, inputs), (direction, _, _) in zip(
-            matrices_of(name, parameter), matrices_of(name, ahead), strict=True
-        ):
-            size = 0.2 * math.sqrt(max(outputs, inputs)) if scale == "match_adamw" else 1.0
-            if scale == "spectral":
+        kept[name] = 0.95 * kept.get(name, torch.zeros_like(gradient)) + gradient
+        # a copy: the views of it below become the update
+        update = (gradient + 0.95 * kept[name]).clone()
+        for number, (matrix, outputs, inputs) in enumerate(matrices_of(name, update, per_head)):
+            size = 0.2 * math.sqrt(max(outputs, inputs))
+            if settings.get("scale") == "spectral":
                 size = math.sqrt(max(1, outputs / inputs))
-            matrix.sub_(rate * size * newton_schulz_of_the_paper(direction))
+            whole = newton_schulz_of_the_paper(matrix, triples, margin)
+            if beta2 is not None:
+                neurons = 0 if ".h." in name else 1
+                mean = whole.square().mean(neurons, keepdim=True)
+                moment = beta2 * kept.get((name, number), 0) + (1 - beta2) * mean
+                kept[name, number] = moment
+                whole = whole / moment.sqrt()
+                # with match_adamw this is 0.2 sqrt(outputs inputs) / |O|
+                size *= math.sqrt(min(outputs, inputs)) / whole.norm()
+            matrix.copy_(size * whole)
+        decayed = update * parameter >= 0 if settings.get("cautious") else 1.0
+        parameter.sub_(rate * (update + decay * decayed * parameter))
 
 
-@pytest.mark.parametrize("scale", ["match_adamw", "spectral"])
+VARIANTS = {
+    "match_adamw": {},
+    "spectral": {"scale": "spectral"},
+    "polar express": {"polynomial": "polar_express", "newton_schulz_steps": 6},
+    "coefficients of one's own": {"polynomial": OWN, "newton_schulz_steps": 3},
+    "NorMuon": {"neuron_beta2": 0.95},
+    "by head": {"per_head": True, "polynomial": "converging", "newton_schulz_steps": 12, "scale": "spectral"},
+    "cautious": {"cautious": True, "neuron_beta2": 0.9, "per_head": True},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", MODELS)
-def test_three_steps_are_those_of_the_papers(name, scale):
+def test_three_steps_are_those_of_the_papers(name, variant):
     """fp64: GPT-2's transposed projections with queries, keys and values apart, every expert's halves apart; the rest
     by torch's own AdamW with its own rates."""
-    ours, theirs = built(name), built(name)
+    ours, theirs, chosen = built(name), built(name), VARIANTS[variant]
     rates = {"matrix_learning_rate": 0.02, "embedding_learning_rate": 0.005}
     decays = {"matrix_weight_decay": 0.3, "embedding_weight_decay": 0.0}
-    settings = Optimizer(name="muon", scale=scale, **rates, **decays)
-    optimizer = build_optimizer(ours, settings, 0.01, 0.1, (0.9, 0.95), 1e-8)
-    _, tables, vectors = split_parameters(theirs)
+    keys = {key: value for key, value in chosen.items() if key != "cautious"}
+    cautious = [{"names": "*", "cautious_decay": True}] if "cautious" in chosen else []
+    settings = Optimizer.of({"name": "muon", **keys, **rates, **decays, "groups": cautious})
+    optimizer = build_optimizer(ours, settings, TRAINING)
+    tables, vectors = of_kinds(theirs, EMBEDDING, HEAD, ROUTER), of_kinds(theirs, VECTOR)
     groups = [{"params": [*tables.values()], "lr": 0.005}, {"params": [*vectors.values()], "lr": 0.01}]
-    adamw, momenta = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0), {}
+    adamw, kept = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0), {}
     for step in range(3):
-        for model in (ours, theirs):
-            torch.manual_seed(step)
-            for parameter in model.parameters():
-                parameter.grad = torch.randn_like(parameter)
+        draw_gradients(step, ours, theirs)
         optimizer.step()
         adamw.step()
-        step_of_the_papers(theirs, momenta, 0.02, 0.3, scale)
+        step_of_the_papers(theirs, kept, 0.02, 0.3, chosen)
+    # NorMuon's moments are fp32
+    rtol, atol = (1e-4, 1e-7) if "neuron_beta2" in chosen else (1e-9, 1e-12)
+    for (name, found), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=rtol, atol=atol, msg=name)
+
+
+def test_adamw_s_decay_can_be_cautious_too():
+    """Chen et al. 2025: x - lr (u + decay [u x >= 0] x), whatever the decay is multiplied with."""
+    ours, theirs = built("gpt2"), built("gpt2")
+    rows = [{"names": "*", "cautious_decay": True, "weight_decay": 0.3, "decay_times": "one"}]
+    optimizer = build_optimizer(ours, Optimizer.of({"groups": rows}), TRAINING)
+    adam = torch.optim.Adam(theirs.parameters(), 0.01, (0.9, 0.95), 1e-8)
+    for step in range(3):
+        draw_gradients(step, ours, theirs)
+        before = {name: parameter.detach().clone() for name, parameter in theirs.named_parameters()}
+        adam.step()
+        optimizer.step()
+        with torch.no_grad():
+            for name, parameter in theirs.named_parameters():
+                old = before[name]
+                parameter.sub_(0.3 * old * ((old - parameter) * old >= 0))
     for (name, found), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12, msg=name)
 
@@ -133,8 +230,9 @@ def test_three_steps_are_those_of_the_papers(name, scale):
 def test_hidden_matrices_are_the_layers_projections(name, tied):
     """Not the token table, GPT-2's positions, the head, a router, a norm or a bias (deepspeed tags wte and wpe)."""
     model = built(name, tie_word_embeddings=tied)
-    matrices, tables, vectors = split_parameters(model)
-    assert sum(map(len, (matrices, tables, vectors))) == len(list(model.parameters()))
+    matrices, vectors = of_kinds(model, HIDDEN), of_kinds(model, VECTOR)
+    tables = of_kinds(model, EMBEDDING, HEAD, ROUTER)
+    assert len(kinds_of(model)) == len(list(model.parameters()))
     assert all(".h." in key or ".layers." in key for key in matrices)
     expected = {"gpt2": 2, "llama": 1, "qwen3_moe": 3}[name] + (not tied)
     assert len(tables) == expected, list(tables)
@@ -143,7 +241,8 @@ def test_hidden_matrices_are_the_layers_projections(name, tied):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_matrices_go_apart_and_come_back(name):
-    for matrices in hidden_matrices(built(name)).values():
+    model = built(name)
+    for matrices in (*hidden_matrices(model).values(), *hidden_matrices(model, per_head=True).values()):
         flat = torch.arange(matrices.numel)
         assert torch.equal(matrices.put(matrices.of(flat)), flat)
 
@@ -151,10 +250,10 @@ def test_matrices_go_apart_and_come_back(name):
 def test_groups_are_told_with_their_counts():
     """Every parameter is in one group, and the line names its rule, rate and decay."""
     model = built("gpt2")
-    optimizer = build_optimizer(model, Optimizer(name="muon"), 0.01, 0.1, (0.9, 0.95), 1e-8)
+    optimizer = build_optimizer(model, Optimizer(name="muon"), TRAINING)
     lines = describe_groups(optimizer)
     assert lines[2] == (
-        "hidden matrices: muon, 8 tensors, 98,304 parameters, learning rate 0.01, weight decay 0.1"
+        "hidden matrices: muon, 8 tensors, 98,304 parameters, learning rate 0.01, weight decay 0.1, momentum 0.95"
     )
     total = sum(int(line.split("tensors, ")[1].split(" ")[0].replace(",", "")) for line in lines)
     assert total == sum(p.numel() for p in model.parameters())
@@ -198,11 +297,7 @@ def test_every_matrix_comes_together_on_one_rank_and_goes_back(monkeypatch, cut)
 
     place = SimpleNamespace(rank=0)
     monkeypatch.setattr(muon, "rank_and_world_size", lambda: (place.rank, world_size))
-    monkeypatch.setattr(
-        muon.dist,
-        "all_gather_object",
-        lambda out, _: out.__setitem__(slice(None), [list(map(tuple, f)) for f in local]),
-    )
+    monkeypatch.setattr(muon, "gather_from_ranks", lambda _: [list(map(tuple, f)) for f in local])
     rounds = []
     for place.rank in range(world_size):
         rounds.append(plan_rounds(local[place.rank], dict(enumerate(numels)), round_numel=40))
@@ -237,16 +332,42 @@ def test_one_rank_works_in_place():
     assert found == [[0, 1, -2, -3, -4, -5, -6, -7, 8, 9], [0, -1, -2, -3]]
 
 
-@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
-def test_the_stage_does_not_change_muon_s_curve(workshop, stage):
-    """fp32, two ranks, matrices cut by ZeRO: the losses of a single plain process within 1e-4."""
-    run = workshop.run(stage, settings=MUON)
-    plain, ours = workshop.plain(MUON).losses, run.losses
-    assert run.finished.stdout.count("\nhidden matrices: muon") == 1
+MODERN = (
+    *MUON,
+    "optimizer.polynomial=polar_express",
+    "optimizer.neuron_beta2=0.95",
+    "optimizer.per_head=true",
+    'optimizer.groups=[{"names": "*", "cautious_decay": true}]',
+)
+"""Every flag at once."""
+
+
+@pytest.mark.parametrize("settings", [MUON, MODERN], ids=["Muon", "every flag"])
+@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2", "zero3"])
+def test_the_stage_does_not_change_muon_s_curve(workshop, stage, settings):
+    """fp32, two ranks, matrices cut by ZeRO: the losses of a single plain process within 1e-5."""
+    run = workshop.run(stage, settings=settings)
+    plain, ours = workshop.plain(settings).losses, run.losses
+    assert run.finished.stdout.count("hidden matrices: muon") + run.finished.stdout.count("\n* 3: muon") == 1
     assert "untested optimizer" not in run.finished.stdout
-    assert max(abs(a - b) for a, b in zip(ours, plain, strict=True)) <= 1e-4
-    assert run.saved_state_bytes == json.loads(run.dir.plan.read_text())["checkpoint_bytes"]
+    assert max(abs(a - b) for a, b in zip(ours, plain, strict=True)) <= 1e-5
+    if settings == MUON:
+        assert run.saved_state_bytes == json.loads(run.dir.plan.read_text())["checkpoint_bytes"]
     assert max(abs(a - b) for a, b in zip(plain, workshop.plain().losses, strict=True)) > 1e-2
+
+
+OF_LLAMA = f"model={json.dumps(LLAMA)}"
+
+
+@pytest.mark.parametrize("settings", [MUON, MODERN], ids=["Muon", "every flag"])
+@pytest.mark.parametrize(
+    "stage, ranks", [("zero0:tensor=2", 2), ("zero1:tensor=2", 2), ("zero3:tensor=2", 4)]
+)
+def test_layers_split_over_ranks_do_not_change_it_either(workshop, stage, ranks, settings):
+    """Rows of queries, keys and values, columns of what follows: each matrix is put together all the same."""
+    settings = (*settings, OF_LLAMA, "training.per_device_train_batch_size=4")
+    ours, plain = workshop.run(stage, ranks, settings=settings).losses, workshop.plain(settings).losses
+    assert max(abs(a - b) for a, b in zip(ours, plain, strict=True)) <= 1e-5
 
 
 def test_slices_in_another_order_do_not_either(workshop):
@@ -267,15 +388,42 @@ def test_stage_1_in_bf16_too(workshop):
 
 def test_a_checkpoint_of_muon_goes_on_at_another_stage(workshop, tmp_path):
     """Promise: nothing committed is lost. Momenta saved by two ranks at stage 3 continue in one plain process."""
-    whole = workshop.run("zero3", settings=MUON)
-    resumed = workshop.continued(whole, tmp_path / "run", settings=MUON)
+    whole = workshop.run("zero3", settings=MODERN)
+    resumed = workshop.continued(whole, tmp_path / "run", settings=MODERN)
     assert resumed.losses == pytest.approx(whole.losses, abs=1e-5)
+
+
+def test_it_goes_on_bit_for_bit_in_its_own_layout(workshop, tmp_path):
+    """Moments of neurons, which every rank keeps, included; `reshard` leaves them as they are."""
+    whole = workshop.run("zero2", settings=MODERN)
+    saved = CheckpointReader(whole.folder / "checkpoint-8")
+    moments = {
+        name: saved.read_whole("neuron_moment", name) for name in saved.parameters if saved.whole_states(name)
+    }
+    assert len(moments) == 8 and all(bool((each > 0).all()) for each in moments.values())
+    reshard(saved.folder, tmp_path / "other", 3)
+    again = CheckpointReader(tmp_path / "other")
+    assert all(torch.equal(again.read_whole("neuron_moment", name), each) for name, each in moments.items())
+    resumed = workshop.continued(whole, tmp_path / "run", "zero2", 2, "forked", MODERN)
+    assert resumed.losses == whole.losses
+
+
+def test_a_refused_step_changes_nothing():
+    """No gradient at all is a step that was taken away (training/stability.py): no momentum and no decay either."""
+    model = built("gpt2")
+    optimizer = build_optimizer(model, Optimizer(name="muon"), TRAINING)
+    draw_gradients(0, model)
+    optimizer.step()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer.zero_grad()
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
 def test_partitions_nobody_told_of_are_not_passed_over():
     """A matrix must never go without its update in silence; a probe of zeros may."""
     model = built("llama")
-    optimizer = build_optimizer(model, Optimizer(name="muon"), 0.01, 0.1, (0.9, 0.95), 1e-8)
+    optimizer = build_optimizer(model, Optimizer(name="muon"), TRAINING)
     stranger = torch.nn.Parameter(torch.zeros(8))
     optimizer.param_groups[2]["params"] = [stranger]
     stranger.grad = torch.zeros(8)

@@ -8,6 +8,7 @@ from itertools import accumulate
 from pretraining.ds_config import hpz_ranks, offloaded_share, optimizer_device, parameter_device, zero_stage
 from pretraining.planning.setup import FP32, SIXTEEN_BIT, Family, Setup
 from pretraining.planning.shapes import EMBEDDING, HEAD, HIDDEN, ROUTER, VECTOR, Tensor, layer_numel
+from pretraining.planning.sizes import check_rows
 from pretraining.recipe import Recipe
 from pretraining.recipe.model import value_of
 from pretraining.recipe.refusals import gathers_blocks
@@ -53,7 +54,8 @@ class OptimizerStates:
 
 
 def optimizer_states(recipe: Recipe) -> OptimizerStates:
-    """Return the states of the recipe's optimizer; Adam's if no family names it."""
+    """Return the states of the recipe's optimizer, Adam's if no family names it; `UserError` as `check_rows`."""
+    check_rows(recipe)
     if recipe.optimizer.name == "muon":
         return MUON
     if recipe.own_groups:

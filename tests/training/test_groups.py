@@ -1,0 +1,241 @@
+"""Parameters with values of their own: the table's, at any stage; schedules by points are the published formulas."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from pretraining.planning.shapes import parameter_tensors
+from pretraining.planning.sizes import check_rows
+from pretraining.recipe import load_recipe
+from pretraining.recipe.optimizer import HEAD, Optimizer
+from pretraining.recipe.piecewise import value_at
+from pretraining.training.optimizers import (
+    build_optimizer,
+    describe_groups,
+    follow_run,
+    kinds_of,
+    own_schedule,
+)
+from pretraining.upstream.torch import rates_now
+from tests.gear.finished_data import refusal
+from tests.gear.runs import EXPERTS, LLAMA, MODELS, execute
+from tests.training.test_curve import column
+from tests.training.test_muon import TRAINING, built, draw_gradients
+
+TABLE = [
+    {"kind": "embedding", "learning_rate": 0.02, "weight_decay": 0.3, "momentum": [[0, 0.7], [5, 0.9]]},
+    {"kind": "vector", "weight_decay": 0.2, "decay_times": "share"},
+    {"names": "*attn*weight", "learning_rate": 0.004, "beta2": 0.9, "epsilon": 1e-4},
+    {"names": "*c_proj*", "weight_decay": [[0, 0.02], ["end", 0, "cosine"]], "decay_times": "one"},
+]
+
+
+def table(rows: list[dict]) -> str:
+    return f"optimizer.groups={json.dumps(rows)}"
+
+
+def test_every_parameter_has_the_table_s_values():
+    """Three steps in fp64 beside one AdamW of torch for each parameter, its decay written out; later rows win."""
+    ours, theirs = built("gpt2"), built("gpt2")
+    optimizer = build_optimizer(ours, Optimizer.of({"groups": TABLE}), TRAINING)
+    kinds, adams = kinds_of(theirs), {}
+    for name, parameter in theirs.named_parameters():
+        rate = 0.02 if kinds[name] == "embedding" else 0.004 if "attn" in name and "weight" in name else 0.01
+        beta1 = 0.7 if kinds[name] == "embedding" else 0.9
+        beta2, eps = (0.9, 1e-4) if "attn" in name and "weight" in name else (0.95, 1e-8)
+        adam = torch.optim.Adam([parameter], rate, (beta1, beta2), eps)
+        decay = rate * {"embedding": 0.3, "hidden": 0.1, "vector": 0.2}[kinds[name]]
+        if kinds[name] == "vector":
+            # a share of the peak's schedule, which is at its peak here
+            decay = 0.2
+        adams[name] = adam, 0.02 if "c_proj" in name else decay
+    for step in range(3):
+        draw_gradients(step, ours, theirs)
+        optimizer.step()
+        for name, (adam, decay) in adams.items():
+            with torch.no_grad():
+                # the last row's decay, times nothing, is a vector's too
+                theirs.get_parameter(name).mul_(1 - decay)
+            adam.step()
+    for (name, found), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_the_lines_at_the_start_name_rates_decays_and_momenta():
+    optimizer = build_optimizer(built("gpt2"), Optimizer.of({"groups": TABLE}), TRAINING)
+    lines = describe_groups(optimizer)
+    assert lines[0].startswith("embedding: adamw, 2 tensors, ")
+    assert lines[0].endswith("learning rate 0.02, weight decay 0.3, momentum 0.7 to 0.9")
+    assert any(line.startswith("*c_proj*") and "weight decay 0.02 to 0, " in line for line in lines)
+    labels = [line.partition(":")[0] for line in lines]
+    assert len(set(labels)) == len(labels) == 7
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_plan_and_the_model_agree_on_kinds(name, tied):
+    """What the plan checks a row by is what training looks a parameter up by."""
+    planned = {
+        each.name: each.kind for each in parameter_tensors({**MODELS[name], "tie_word_embeddings": tied})
+    }
+    assert kinds_of(built(name, tie_word_embeddings=tied)) == planned
+    assert (HEAD in planned.values()) is not tied
+
+
+def llm_c(step: int, steps: int) -> float:
+    """GPT-2 124M in llm.c: warm-up over 700 steps from 1/700, then a cosine to 0."""
+    if step < 700:
+        return (step + 1) / 700
+    return 0.5 * (1 + math.cos(math.pi * (step - 700) / (steps - 700)))
+
+
+def track_3(step: int, steps: int) -> float:
+    """modded-nanogpt's optimizer track: constant, then linear to 0 over the last 70 %."""
+    return min(1.0, (1 - step / steps) / 0.7)
+
+
+def nanochat_d24(step: int, steps: int) -> float:
+    """Warm-up over 40 steps, constant, then linear to 5 % over the last 65 %."""
+    if step < 40:
+        return (step + 1) / 40
+    left = (steps - step) / (0.65 * steps)
+    return 1.0 if left >= 1 else left + (1 - left) * 0.05
+
+
+PUBLISHED = {
+    "llm.c 124M": (19_560, llm_c, [[0, 1 / 700], [699, 1], [700, 1], ["end", 0, "cosine"]]),
+    "modded-nanogpt track 3, result 6": (3_375, track_3, [[0.3, 1], ["end", 0]]),
+    "nanochat d24": (5_568, nanochat_d24, [[0, 1 / 40], [39, 1], [0.35, 1], ["end", 0.05]]),
+}
+PEAKS = {"embedding": 0.3, "head": 1 / 320, "vector": 0.01, "hidden": 0.02}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_group_has_the_published_rate(name):
+    """Twenty steps from first to last: peak times the reference formula, within 1e-9."""
+    steps, formula, points = PUBLISHED[name]
+    rows = [{"kind": kind, "learning_rate": peak} for kind, peak in PEAKS.items()]
+    schedule = {"training.lr_scheduler_type": "piecewise", "training.warmup_steps": 0}
+    schedule["training.lr_scheduler_kwargs"] = json.dumps({"points": points})
+    settings = [f"{key}={value}" for key, value in schedule.items()]
+    recipe = load_recipe("tiny", [*settings, f"budget.tokens={2048 * steps}", table(rows)])
+    optimizer = build_optimizer(built("gpt2", tie_word_embeddings=False), recipe.optimizer, recipe.training)
+    scheduler = LambdaLR(optimizer, own_schedule(recipe, recipe.num_steps))
+    follow_run(scheduler, recipe.progress())
+    labels = [group["label"] for group in optimizer.param_groups]
+    assert labels == [*PEAKS]
+    for step in sorted({*range(3), 698, 699, 700, *range(3, steps, steps // 13), steps - 1}):
+        scheduler.last_epoch = step
+        expected = [peak * formula(step, steps) for peak in PEAKS.values()]
+        assert rates_now(scheduler) == pytest.approx(expected, abs=1e-9), step
+
+
+def test_values_by_points_are_nanochat_s():
+    """Muon's momentum of d20 and d24, and the decay of d24."""
+    for step in range(0, 5_568, 29):
+        rising = min(step / 300, 1)
+        assert value_at([[0, 0.85], [300, 0.95]], step, 21_400) == pytest.approx(
+            0.85 + 0.1 * rising, abs=1e-12
+        )
+        falling = max(0.0, (step - 0.35 * 5_568) / (0.65 * 5_568))
+        expected = 0.85 + 0.12 * step / 400 if step < 400 else 0.97 - 0.07 * falling
+        points = [[0, 0.85], [400, 0.97], [0.35, 0.97], ["end", 0.9]]
+        assert value_at(points, step, 5_568) == pytest.approx(expected, abs=1e-12)
+        wave = 0.0597 * 0.5 * (1 + math.cos(math.pi * step / 5_568))
+        assert value_at([[0, 0.0597], ["end", 0, "cosine"]], step, 5_568) == pytest.approx(wave, abs=1e-12)
+    assert value_at([[4, 1.0], [4, 2.0]], 3, 9) == 1.0 and value_at([[4, 1.0], [4, 2.0]], 4, 9) == 2.0
+
+
+MUP = ("mup.base_width=16", "mup.base_layers=1")
+OF_LLAMA = [
+    *TABLE[:2],
+    {"names": "*.self_attn.*", "learning_rate": 0.004},
+    {"kind": "head", "weight_decay": 0},
+]
+MUON = "optimizer.name=muon"
+RUNS = {
+    "zero1 with muP": ("zero1", 2, (table(TABLE), *MUP)),
+    "zero2": ("zero2", 2, (table(TABLE),)),
+    "zero3": ("zero3", 2, (table(TABLE),)),
+    "Muon, zero3": ("zero3", 2, (table(TABLE), MUON)),
+    "layers split": ("zero2:tensor=2", 2, (table(OF_LLAMA), f"model={json.dumps(LLAMA)}")),
+    "experts split": ("zero1:expert=2", 2, (table(OF_LLAMA), MUON, f"model={json.dumps(EXPERTS)}")),
+}
+NO_NOISE_SCALE = "monitors.noise_scale_steps=null"
+
+
+@pytest.mark.parametrize("stage, ranks, settings", RUNS.values(), ids=RUNS)
+def test_no_stage_and_no_degree_changes_the_curve(workshop, stage, ranks, settings):
+    """fp32, two ranks: the losses of a plain process, and the values of every group in the rows."""
+    settings = (*settings, NO_NOISE_SCALE)
+    plain, ours = workshop.plain(settings), workshop.run(stage, ranks, settings=settings)
+    most = 1e-4 if MUON in settings else 1e-5
+    assert max(abs(a - b) for a, b in zip(ours.losses, plain.losses, strict=True)) <= most
+    values = [[(k, v) for k, v in row.items() if k.startswith("optimizer/")] for row in plain.training_rows]
+    assert [
+        [each for each in row.items() if each[0].startswith("optimizer/")] for row in ours.training_rows
+    ] == values
+    momenta = column(plain, "optimizer/embedding/momentum")
+    assert momenta == pytest.approx([min(0.9, 0.7 + 0.04 * step) for step in range(10)])
+    rates, first = (column(plain, f"optimizer/{name}/learning_rate") for name in ("embedding", "vector"))
+    assert rates == pytest.approx(column(plain, "train/learning_rate")) and rates != first
+    assert max(abs(a - b) for a, b in zip(plain.losses, workshop.plain().losses, strict=True)) > 1e-2
+
+
+def test_a_run_goes_on_bit_for_bit_and_refuses_another_table(workshop, tmp_path):
+    """The table is the curve's: a changed row is named; without a change the rest is what it was."""
+    settings = (table(TABLE), MUON)
+    whole = workshop.run("zero2", settings=settings)
+    resumed = workshop.continued(whole, tmp_path / "run", "zero2", 2, "forked", settings)
+    assert resumed.losses == whole.losses
+    changed = [{**TABLE[0], "learning_rate": 0.01}, *TABLE[1:]]
+    refused = execute(workshop.command(tmp_path / "run", "zero2", 2, settings=(table(changed), MUON)))
+    assert refused.code == 2
+    assert "another recipe: optimizer.groups.0.learning_rate: 0.02 there, 0.01 here" in refused.stderr
+
+
+REFUSED = {
+    "no parameter": (
+        [{"names": "*.q_proj.*", "learning_rate": 1}],
+        'groups.0.names: is "*.q_proj.*", which matches none',
+    ),
+    "a tied head": (
+        [{"kind": "head", "learning_rate": 1}],
+        'groups.0.kind: is "head", which matches none of the',
+    ),
+    "kind and name": ([{"kind": "hidden", "names": "*"}], "needs exactly one of kind, names"),
+    "order": (
+        [{"kind": "hidden", "momentum": [["end", 0], [10, 0]]}],
+        "momentum.1: is at step 10, before the one",
+    ),
+    "shape": (
+        [{"kind": "hidden", "momentum": [[0, 0.5, "wave"]]}],
+        'is [0, 0.5, "wave"]; write [place, value]',
+    ),
+    "range": (
+        [{"kind": "hidden", "momentum": [[0, 1]]}],
+        "has the value 1; it must be at least 0 and less than 1",
+    ),
+}
+
+
+def test_coefficients_are_three_a_step():
+    said = refusal(load_recipe, "tiny", ["optimizer.polynomial=[[1, 2, 3], [1, 2, 3, 4]]"])
+    assert "optimizer.polynomial: has [1, 2, 3, 4]; write the three coefficients" in said
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_table_that_cannot_be_meant_is_refused_in_one_line(name):
+    rows, words = REFUSED[name]
+    assert words in refusal(lambda: check_rows(load_recipe("tiny", [table(rows)])))
+
+
+def test_points_that_are_missing_or_doubled_are_refused():
+    settings = ["training.lr_scheduler_type=piecewise", "training.lr_scheduler_kwargs={}"]
+    assert "lr_scheduler_kwargs.points: are missing" in refusal(load_recipe, "tiny", settings)
+    settings[1] = 'training.lr_scheduler_kwargs={"points": [[0, 1]]}'
+    said = refusal(load_recipe, "tiny", settings)
+    assert "training.warmup_steps: is given, but piecewise has its warm-up in its points" in said
