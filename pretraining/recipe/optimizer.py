@@ -58,9 +58,7 @@ class ParameterRow(Section):
         "What a step's decay is multiplied with: rate: the learning rate, as torch does; share: its share of the peak "
         "(Loshchilov and Hutter 2019); one: nothing."
     )
-    cautious_decay: bool | None = _own(
-        "Only weights that the update makes smaller too are decayed (Chen et al. 2025)."
-    )
+    cautious_decay: bool | None = _own("Decay only what the update shrinks too (Chen et al. 2025).")
     momentum: float | list | None = _own(
         "AdamW's first beta, or Muon's momentum; a number or points.",
         schema=number_or_points(minimum=0, exclusiveMaximum=1),
@@ -121,10 +119,7 @@ class Optimizer(Section):
         },
     )
     neuron_beta2: float | None = key(
-        "Each output's update is divided by the root of its running mean square (NorMuon, Li et al. 2025: 0.95).",
-        default=None,
-        minimum=0,
-        exclusiveMaximum=1,
+        "NorMuon's (Li et al. 2025); null: plain Muon.", default=None, minimum=0, exclusiveMaximum=1
     )
     per_head: bool = key("Queries, keys and values are orthogonalised head by head.", default=False)
     newton_schulz_steps: int = key("Iterations of the orthogonalisation.", default=5, minimum=1, maximum=20)
@@ -147,13 +142,10 @@ class Optimizer(Section):
     @property
     def rows(self) -> list[ParameterRow]:
         """The table, after what the keys of two kinds say."""
-        kinds = {HIDDEN: "matrix", EMBEDDING: "embedding", HEAD: "embedding", ROUTER: "embedding"}
-        given = [
-            {key: getattr(self, f"{name}_{key}") for key in ("learning_rate", "weight_decay")}
-            for name in kinds.values()
-        ]
-        rows = [ParameterRow(kind=kind, **values) for kind, values in zip(kinds, given, strict=True)]
-        return [*rows, *self.groups]
+        keys = ("learning_rate", "weight_decay")
+        names = {HIDDEN: "matrix", EMBEDDING: "embedding", HEAD: "embedding", ROUTER: "embedding"}
+        given = {kind: {key: getattr(self, f"{name}_{key}") for key in keys} for kind, name in names.items()}
+        return [*(ParameterRow(kind=kind, **values) for kind, values in given.items()), *self.groups]
 
     def check_course(self, num_steps: float) -> Wrong:
         """Own coefficients are three a step, and the points of the table fit into a run of `num_steps`."""

@@ -175,7 +175,7 @@ KEYWORDS: dict[str, dict] = {
 ONE_OF = {
     name: [{"required": ["min_lr"]}, {"required": ["min_lr_rate"]}]
     for name in ("cosine_with_min_lr", "cosine_warmup_with_min_lr")
-}
+} | {PIECEWISE: [{"required": ["points"]}]}
 """Keywords of which a schedule needs exactly one."""
 
 
@@ -315,8 +315,6 @@ def check_schedule(
         one_of = {"oneOf": ONE_OF[kind]} if kind in ONE_OF else {}
         check(keywords, {"type": "object", "properties": known, **one_of}, where, key)
     if kind == PIECEWISE:
-        if "points" not in keywords:
-            yield f"{key}.points", f'are missing: {kind} goes through them, as [[0, 0], [100, 1], ["end", 0]]'
         if training.warmup_steps:
             yield "training.warmup_steps", f"is given, but {kind} has its warm-up in its points; set it to 0"
         yield from check_points(keywords["points"], f"{key}.points", num_steps)

@@ -254,9 +254,8 @@ class LayerNormsCallback(TrainerCallback):
             if not self.places:  # only now: without an interval and without an alert they are never needed
                 self._find_places(model, getattr(optimizer, "optimizer", optimizer))
             self.squares = torch.zeros(len(self.layers), dtype=torch.float64)
-            self._hooks = [
-                hook_first(each, self._see) for each in self.optimizers
-            ]  # before clipping by value
+            # before clipping by value
+            self._hooks = [hook_first(each, self._see) for each in self.optimizers]
 
     def _find_places(self, model: torch.nn.Module, inner: Any) -> None:
         """Find the parts of every layer. inner: torch's optimizer, or DeepSpeed's of stage 1, 2 or 3."""

@@ -235,7 +235,9 @@ def test_a_table_that_cannot_be_meant_is_refused_in_one_line(name):
 
 def test_points_that_are_missing_or_doubled_are_refused():
     settings = ["training.lr_scheduler_type=piecewise", "training.lr_scheduler_kwargs={}"]
-    assert "lr_scheduler_kwargs.points: are missing" in refusal(load_recipe, "tiny", settings)
+    assert "lr_scheduler_kwargs: needs exactly one of points; it has none" in refusal(
+        load_recipe, "tiny", settings
+    )
     settings[1] = 'training.lr_scheduler_kwargs={"points": [[0, 1]]}'
     said = refusal(load_recipe, "tiny", settings)
     assert "training.warmup_steps: is given, but piecewise has its warm-up in its points" in said
