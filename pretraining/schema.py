@@ -369,7 +369,8 @@ def _valid_keys(name: str, properties: dict, key: str, root: dict) -> str:
     places: dict[str, list[str]] = {}
     for place in sorted(dict.fromkeys(_all_keys(root, root)), key=lambda place: place.count(".")):
         at, _, last = place.rpartition(".")
-        if at != _of_first_entry(key):
+        # a list may have no entry: not beside a place that is always there
+        if at != _of_first_entry(key) and not (last in places and ".0." in place):
             places.setdefault(last, []).append(place)
     close = get_close_matches(name, names, 1)
     # names of other frameworks, which a recipe's schema lists
