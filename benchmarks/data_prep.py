@@ -148,8 +148,7 @@ def open_encoder(root: Path, backend: str):
 
 def bare(root: Path, output: Path, backend: str) -> tuple[Callable, Callable]:
     """The backend's batch call over texts that are in memory: nothing read, nothing kept on disk."""
-    from pretraining.data.corpus import BATCH_BYTES
-    from pretraining.data.sources import open_source
+    from pretraining.data.corpus import BATCH_BYTES, open_source
     from pretraining.recipe.data import Source
 
     encoder = open_encoder(root, backend)

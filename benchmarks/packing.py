@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=256, help="blocks a round (default 256)")
     parser.add_argument("--rounds", type=int, default=9, help="timed rounds (default 9)")
     options = parser.parse_args()
-    split = open_finished(options.folder).split("train").stream
+    split = open_finished(options.folder).split("train")
     for length in options.lengths:
         values = {
             "length": length,

@@ -35,14 +35,15 @@ _PERIODS_IN_BLOCK = 8
 """A period is short if it fits at least this many times into the block."""
 
 
+# Which blocks are flagged.
 DOMINANT_SHARE = 0.6
-"""Flag a block of which the same token is this share of the tokens."""
+"""Share of the tokens that are the same one."""
 DISTINCT_SHARE = 1 / 96
-"""Flag a block that has fewer distinct tokens for each of its tokens; at least three are asked for in any block."""
+"""Fewer distinct tokens for each token; at least three are asked for in any block."""
 REPEATED_SHARE = 0.9
-"""Flag a block of whose tokens this share equal the token one period before."""
+"""Share of the tokens that equal the token one period before."""
 UNDECODABLE_SHARE = 0.05
-"""Flag a block of whose characters this share are U+FFFD."""
+"""Share of the characters that are U+FFFD."""
 
 
 def open_guard(path: Path | None, data: "PreparedData", recipe: "Recipe") -> "BlockGuard":
@@ -68,7 +69,7 @@ class BlockGuard:
         skips: bool = False,
     ):
         self.path, self.token_bytes, self.skips = path, token_bytes, skips
-        self.source_names = tuple(source_names)
+        self.source_names = dict(enumerate(source_names))
         self._at_worst = None
         if token_bytes is not None:
             # The U+FFFD in each token decoded by itself, [ids] uint16: an upper bound. In a text, the bytes of
@@ -77,24 +78,21 @@ class BlockGuard:
             self._at_worst = np.array(counts, np.uint16)
 
     def look(
-        self,
-        tokens: np.ndarray,
-        sample: int,
-        block: int,
-        source: int,
-        stretches: Sequence[tuple[int, int]],
-        split: TokenSplit,
+        self, tokens: np.ndarray, split: TokenSplit, stretches: Sequence[tuple[int, int]], **place: int
     ) -> dict[str, float]:
-        """Check one block, [L + 1] ids from these stretches of its split, and write down what is wrong with it."""
+        """Check one block, [L + 1] ids from these stretches of its split, and write down what is wrong with it.
+
+        place: its `sample`, `block` and `source`.
+        """
         reasons = self.reasons(tokens)
         if reasons and self.path is not None:
             # A packed block holds several documents: name the one in which its longest stretch begins.
             longest, _ = max(stretches, key=lambda stretch: stretch[1] - stretch[0])
             shard, document = split.document_at(longest)
-            name = self.source_names[source] if source < len(self.source_names) else source
-            place = {"sample": sample, "block": block, "source": name, "shard": shard, "document": document}
+            source = self.source_names.get(place["source"], place["source"])
+            where = {**place, "source": source, "shard": shard, "document": document}
             # One write a line, so that ranks and workers can share the file.
-            append_row(self.path, {**place, "reasons": reasons, **({"skipped": True} if self.skips else {})})
+            append_row(self.path, {**where, "reasons": reasons, **({"skipped": True} if self.skips else {})})
         return reasons
 
     def reasons(self, tokens: np.ndarray) -> dict[str, float]:

@@ -1,21 +1,40 @@
-"""Read the texts of all sources in one fixed order, cut into pieces. The hash of a text decides its split."""
+"""Open the recipe's sources, and read their texts in one fixed order, cut into pieces.
 
-import threading
+A source knows its fingerprint and streams its documents in a fixed order. The hash of a text decides its split.
+"""
+
+import os
+import sysconfig
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from functools import cached_property
-from queue import Empty, Full, Queue
-from typing import NamedTuple
+from pathlib import Path
+from typing import ClassVar, NamedTuple
 
 import xxhash
 
-from pretraining.data.checksums import digest_of
+from pretraining.data.checksums import checksum_of_file, digest_of
 from pretraining.data.manifest import FORMAT
-from pretraining.data.sources import TextSource, source_from_json
-from pretraining.data.text_files import Document, Extent
-from pretraining.errors import UserError
-from pretraining.recipe.data import Data, TextOrigin, ValidationSource
+from pretraining.data.text_files import (
+    WHOLE_FILE_SUFFIXES,
+    Document,
+    Extent,
+    InputFile,
+    TextColumn,
+    cut_file,
+    list_files,
+    local_file,
+    read_documents,
+)
+from pretraining.errors import UserError, require
+from pretraining.outside.addresses import is_remote
+from pretraining.recipe.data import Data, Source, TextOrigin, ValidationSource
+
+# Folders of packages installed beside the library, of tests and bytecode: none is text of the library.
+STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 SPLIT_SEED = 0x73706C6974
 BATCH_BYTES = 1 << 20
@@ -30,6 +49,191 @@ TASK_PIECES = 16
 
 CLEANING_KEYS = ("filters", "dedup", "decontaminate")
 """Keys of the data section for what is done between reading a text and encoding it."""
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """Text files of this machine or of a store, sorted by their path below the source's root."""
+
+    files: list[InputFile]
+    column: TextColumn = field(default_factory=TextColumn)
+    large_pieces: ClassVar[bool] = False
+
+    def documents(self, extents: Iterable[Extent] | None = None) -> Iterator[Document]:
+        """Read every document of the extents (of every file), one file open at a time."""
+        for extent in map(Extent, range(len(self.files))) if extents is None else extents:
+            yield from read_documents(self.files[extent.file], self.column, extent)
+
+    def cut(self, piece_bytes: int) -> list[list[Extent]]:
+        """Cut the source into pieces of about `piece_bytes` of text; only the files decide where."""
+        pieces, size = [[]], 0
+        for number, file in enumerate(self.files):
+            for extent, num_bytes in cut_file(file, number, piece_bytes):
+                if size + num_bytes > piece_bytes and pieces[-1]:
+                    pieces.append([])
+                    size = 0
+                pieces[-1].append(extent)
+                size += num_bytes
+        return pieces
+
+    def digest_of(self, extents: Iterable[Extent]) -> str:
+        return digest_of([(*self._identity(self.files[extent.file]), *extent[1:]) for extent in extents])
+
+    def check_unchanged(self) -> None:
+        for file in self.files:
+            file.check_unchanged()
+
+    @staticmethod
+    def _identity(file: InputFile) -> tuple:
+        # Not the address: a corpus that moved to another folder is the same.
+        return file.name, file.num_bytes, file.version
+
+    def to_json(self) -> dict:
+        """Describe the source, with every file, for a process on another machine."""
+        return {"files": [astuple(file) for file in self.files], "column": astuple(self.column)}
+
+    def content(self) -> str:
+        """Hash relative path and bytes of every file of this machine; the version of one in a store."""
+
+        def of(file: InputFile) -> str:
+            return file.version if is_remote(file.address) else checksum_of_file(Path(file.address))
+
+        # Hashing releases Python's lock.
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+            checksums = threads.map(of, self.files)
+            return digest_of([(file.name, each) for file, each in zip(self.files, checksums, strict=True)])
+
+    def fingerprint(self) -> dict:
+        """Hash relative path, size in bytes and version of every file."""
+        # No file is read: a corpus may hold terabytes.
+        digest = digest_of([self._identity(file) for file in self.files])
+        num_bytes = sum(file.num_bytes for file in self.files)
+        return {"files": len(self.files), "bytes": num_bytes, "fingerprint": digest}
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """A Hugging Face dataset, streamed through `datasets`: a hub name, or a folder `load_dataset` opens."""
+
+    dataset: str
+    config: str | None
+    split: str
+    revision: str | None
+    column: TextColumn = field(default_factory=TextColumn)
+    key: str = "data.sources"
+    """The key of the recipe that names the dataset, for error messages."""
+    large_pieces: ClassVar[bool] = True
+    """A file of a hub dataset holds hundreds of megabytes, so each file is a piece."""
+
+    def documents(self, extents: Iterable[Extent] | None = None) -> Iterator[Document]:
+        """Read every row of the extents (of the split) in the hub's order; nothing is kept on disk."""
+        rows = self._stream()
+        # Some streams do not know their columns: then each row is checked.
+        if rows.column_names:
+            self.column.check(rows.column_names, self.dataset)
+        for extent in map(Extent, range(rows.num_shards)) if extents is None else extents:
+            place = f"{self.dataset}:part {extent.file}" if rows.num_shards > 1 else self.dataset
+            try:
+                for number, row in enumerate(rows.shard(rows.num_shards, extent.file), start=1):
+                    where = f"{place}:row {number}"
+                    yield Document(self.column.text_of(row, where), where)
+            except (OSError, ValueError, RuntimeError) as error:
+                raise self._unreachable(error) from error
+
+    def cut(self, piece_bytes: int) -> list[list[Extent]]:
+        return [[Extent(number)] for number in range(self._stream().num_shards)]
+
+    def digest_of(self, extents: Iterable[Extent]) -> str:
+        return digest_of([self.fingerprint(), [list(extent) for extent in extents]])
+
+    def check_unchanged(self) -> None:
+        pass  # the hub keeps its commits
+
+    def to_json(self) -> dict:
+        return {**asdict(self), "fingerprint": self._fingerprint}
+
+    def _stream(self):
+        datasets = require("datasets", f"the dataset {self.dataset!r}")
+        named = {"split": self.split, "revision": self.revision}
+        try:
+            return datasets.load_dataset(self.dataset, self.config, **named, streaming=True)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise self._unreachable(error) from error
+
+    def _unreachable(self, error: Exception) -> UserError:
+        reason = str(error).strip().partition("\n")[0]
+        return UserError(
+            f"dataset {self.dataset!r}: cannot be read ({type(error).__name__}: {reason}); "
+            f"check dataset, config, split and revision in {self.key}, and the network"
+        )
+
+    def content(self) -> str:
+        return digest_of(self._fingerprint)
+
+    def fingerprint(self) -> dict:
+        """Return name, config, split and the commit that the revision stands for (null if the hub does not answer).
+
+        For a folder, its files take the place of a commit, as in a `FileSource`.
+        """
+        return dict(self._fingerprint)  # a copy: the caller may fill in a missing commit
+
+    @cached_property
+    def _fingerprint(self) -> dict:
+        known = {"dataset": self.dataset, "config": self.config, "split": self.split}
+        folder = Path(self.dataset)
+        if not folder.exists():
+            commit = self.revision
+            # 40 hex digits are a commit. Else the hub says which one the revision stands for, so that a dataset that
+            # has changed is prepared again.
+            if not commit or len(commit) != 40:
+                hub = require("huggingface_hub", f"the dataset {self.dataset!r}")
+                # every way of being offline has its own class; documents() reports a real fault
+                with suppress(Exception):
+                    commit = hub.HfApi().dataset_info(self.dataset, revision=commit, timeout=10).sha
+            return {**known, "commit": commit}
+        inside = [each.relative_to(folder) for each in sorted(folder.rglob("*")) if each.is_file()]
+        # Hidden files (.git, caches) are no data, and change without it.
+        shown = [folder / name for name in inside if not any(part.startswith(".") for part in name.parts)]
+        return {**known, **FileSource([local_file(path, folder) for path in shown]).fingerprint()}
+
+
+TextSource = FileSource | HubSource
+"""Both stream documents, can be cut into extents, and know what their text depends on."""
+
+
+def open_source(spec: TextOrigin, key: str = "data.sources.0") -> TextSource:
+    """Open the source that the entry at `key` of the recipe describes; UserError if there is nothing to read."""
+    column = TextColumn(spec.text_column, f"{key}.text_column")
+    if isinstance(spec, Source) and spec.builtin is not None:
+        root, paths = Path(sysconfig.get_path("stdlib")), []
+        for folder, subfolders, names in os.walk(root):
+            # In place: `os.walk` enters only the subfolders that are left in this list.
+            subfolders[:] = [name for name in subfolders if name not in STDLIB_LEFT_OUT]
+            paths += [Path(folder, name) for name in names if name.endswith(WHOLE_FILE_SUFFIXES)]
+        return FileSource([local_file(path, root) for path in sorted(paths)])
+    if spec.dataset is not None:
+        return HubSource(spec.dataset, spec.config, spec.split, spec.revision, column, key)
+    # the recipe names one of the three
+    return FileSource(list_files(str(spec.path), key=f"{key}.path"), column)
+
+
+def open_sources(data: Data) -> list[TextSource]:
+    """Open the sources of training, then those of validation."""
+    return [open_source(spec, key) for key, spec in data.text_origins]
+
+
+def source_from_json(values: dict) -> TextSource:
+    """Open the source that a `to_json` describes."""
+    if "files" in values:
+        return FileSource([InputFile(*file) for file in values["files"]], TextColumn(*values["column"]))
+    fields = {key: value for key, value in values.items() if key != "fingerprint"}
+    source = HubSource(**{**fields, "column": TextColumn(**values["column"])})
+    # All tasks go by the commit that was there at the start.
+    source.__dict__["_fingerprint"] = values["fingerprint"]
+    return source
+
+
+# Texts.
 
 
 @dataclass
@@ -121,24 +325,16 @@ class Corpus:
         """
         specs = data.sources if specs is None else specs
         places = [spec.path or spec.dataset or spec.called for spec in specs]
-        pieces = [
-            TextPiece(number, extents)
-            for number, source in enumerate(sources)
-            for extents in source.cut(PIECE_BYTES)
-        ]
-        capped = [isinstance(spec, ValidationSource) and spec.is_capped for spec in specs]
-        # A piece of the hub is a whole file, already about as large as a task.
-        sizes = [
-            len(pieces) if cap else 1 if source.large_pieces else TASK_PIECES
-            for cap, source in zip(capped, sources, strict=True)
-        ]
-        tasks, start = [], 0
-        for stop in range(1, len(pieces) + 1):
-            source = pieces[start].source
-            full = stop - start == sizes[source]
-            if stop == len(pieces) or full or pieces[stop].source != source:
-                tasks.append(range(start, stop))
-                start = stop
+        pieces, tasks = [], []
+        for number, (source, spec) in enumerate(zip(sources, specs, strict=True)):
+            start, own = len(pieces), [TextPiece(number, extents) for extents in source.cut(PIECE_BYTES)]
+            pieces += own
+            # A piece of the hub is a whole file, already about as large as a task.
+            size = 1 if source.large_pieces else TASK_PIECES
+            if isinstance(spec, ValidationSource) and spec.is_capped:
+                size = max(1, len(own))
+            stop = len(pieces)
+            tasks += [range(first, min(first + size, stop)) for first in range(start, stop, size)]
         return cls(data.name, places, sources, data.skip_undecodable, pieces, tasks)
 
     @cached_property
@@ -154,9 +350,8 @@ class Corpus:
         """Read neighbouring pieces of one source; `skipped` counts what is left out."""
         source = self.pieces[numbers.start].source
         extents = [extent for number in numbers for extent in self.pieces[number].extents]
-        yield from read_batches(
-            source, self.sources[source].documents(extents), skipped, self.skip_undecodable
-        )
+        documents = self.sources[source].documents(extents)
+        yield from read_batches(source, documents, skipped, self.skip_undecodable)
 
     def is_empty(self, skipped: dict[str, int], cleaned_by: Sequence[str] = ()) -> UserError:
         """Make the error of a corpus without a single text, or of which `cleaned_by` left nothing."""
@@ -185,18 +380,14 @@ class Corpus:
 
     @classmethod
     def from_json(cls, values: dict) -> "Corpus":
-        pieces = [
-            TextPiece(source, [Extent(*extent) for extent in extents]) for source, extents in values["pieces"]
-        ]
+        cut = [(source, [Extent(*extent) for extent in extents]) for source, extents in values["pieces"]]
         opened = {
             "sources": [source_from_json(source) for source in values["sources"]],
-            "pieces": pieces,
+            "pieces": [TextPiece(*piece) for piece in cut],
             "tasks": [range(*task) for task in values["tasks"]],
         }
         return cls(**{**values, **opened})
 
-
-# Reading ahead, in a thread.
 
 # An object of its own: None may be an item.
 _END = object()
@@ -204,39 +395,12 @@ _END = object()
 
 def prefetch(items: Iterable, depth: int = 2) -> Iterator:
     """Yield `items` in order while a thread works up to `depth` of them ahead; raise its errors here."""
-    ready, stopped = Queue(depth), threading.Event()
-
-    def put(item: object, error: BaseException | None) -> None:
-        while not stopped.is_set():
-            with suppress(Full):
-                return ready.put(
-                    (item, error), timeout=0.1
-                )  # seconds; a reader that has stopped frees no place
-
-    def fill() -> None:
-        try:
-            for item in items:
-                put(item, None)
-                if stopped.is_set():
-                    return
-            put(_END, None)
-        except BaseException as error:  # raised again in the thread that reads the queue
-            put(None, error)
-
-    thread = threading.Thread(target=fill, daemon=True)
-    thread.start()
+    iterator, thread = iter(items), ThreadPoolExecutor(1)
+    ahead = deque(thread.submit(next, iterator, _END) for _ in range(depth))
     try:
-        while True:
-            item, error = ready.get()
-            if error is not None:
-                raise error
-            if item is _END:
-                return
+        while (item := ahead.popleft().result()) is not _END:
+            ahead.append(thread.submit(next, iterator, _END))
             yield item
     finally:
-        # Also if the reader stops early: an empty queue lets a thread that waits in `put` see `stopped`.
-        stopped.set()
-        with suppress(Empty):
-            while True:
-                ready.get_nowait()
-        thread.join()
+        # Also if the reader stops early: what the thread has not begun is left.
+        thread.shutdown(cancel_futures=True)

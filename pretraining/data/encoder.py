@@ -9,11 +9,13 @@ texts.
 import json
 import random
 import unicodedata
+from collections.abc import Iterable
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from pretraining.data.shards import token_dtype
 from pretraining.data.tokenizer import TokenizerInfo
@@ -151,11 +153,7 @@ class Encoder:
 
     @classmethod
     def open(
-        cls,
-        folder: Path,
-        info: TokenizerInfo,
-        backend: str = AUTO,
-        sample: list[str] | None = None,
+        cls, folder: Path, info: TokenizerInfo, backend: str = AUTO, sample: Iterable[str] = ()
     ) -> "Encoder":
         """Open the encoder of a tokenizer folder that `data.encoder` asks for.
 
@@ -183,7 +181,7 @@ class Encoder:
             return encoder
         # Whole texts from the front, the last one cut; a first text longer than the limit still gives a sample.
         trial, left = list(adversarial_texts(tuple(special))), SAMPLE_CHARACTERS
-        for text in sample or ():
+        for text in sample:
             if left <= 0:
                 break
             trial.append(text[:left])
@@ -222,8 +220,6 @@ class Encoder:
 
 def is_checked(text: str) -> bool:
     """Return whether both encode this document. The text alone decides, for one in `CHECKED_ONE_IN`."""
-    import xxhash
-
     ends = text[:HASHED_CHARACTERS] + text[-HASHED_CHARACTERS:]
     # The length is the seed: it tells texts with equal ends apart.
     return xxhash.xxh3_64_intdigest(ends.encode("utf-8", "replace"), len(text)) % CHECKED_ONE_IN == 0
@@ -276,12 +272,9 @@ def _first_difference(one: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarra
     if all(np.array_equal(mine, theirs) for mine, theirs in zip(one, other, strict=True)):
         return None
     # Something differs: look for the first document, one by one.
-    (ids, offsets), (ids_there, offsets_there) = one, other
-    for number in range(len(offsets) - 1):
-        here = ids[offsets[number] : offsets[number + 1]]
-        if not np.array_equal(here, ids_there[offsets_there[number] : offsets_there[number + 1]]):
-            return number
-    return len(offsets) - 1
+    here, there = (np.split(ids, offsets[1:-1]) for ids, offsets in (one, other))
+    pairs = enumerate(zip(here, there, strict=True))
+    return next((n for n, pair in pairs if not np.array_equal(*pair)), len(here))
 
 
 # Strings on which tokenizers that claim to agree have been seen to differ.
@@ -296,39 +289,16 @@ _SURROUNDINGS = ('"{0}"', "a{0}b {0} 1{0}", ' "{0}"),\n{0}{0}')
 _WRITTEN_OUT = (
     *("", " ", "\n", "\r", "\r\n", "\t", "\0", "a\0b", "\ufeff", "\u2028\u2029", "\x85", "\xa0a\xa0 a"),
     *("I'm you're he'll we'd they've it's don't", "I'M YOU'RE HE'LL", "'s's ' s'", "\u2019s it\u2019ll"),
-    *(
-        "1 12 123 1234 12345 3.14159 1,000,000",
-        "\u0661\u0662\u0663 \u00bd \u2167 \u00b2",
-        "x1y2",
-        "\uff11\uff12",
-    ),
+    *("1 12 123 1234 12345 3.14159 1,000,000", "\u0661\u0662\u0663 \u00bd \u2167 \u00b2", "x1y2"),
     *("  a", "a  ", " a  b   c    d", "\n\n a\n \n\t\tb \r\n\r c", "a\r\rb\n\rc", "\u3000a\u2003 b", "a \n"),
-    *(
-        "e\u0301\u0323 a\u0323\u0301",
-        "\u0301",
-        "\u1100\u1161\u11a8 \uac01",
-        "\u0928\u093f \u0915\u094d\u0937",
-    ),
+    *("\uff11\uff12", "e\u0301\u0323 a\u0323\u0301", "\u0301", "\u1100\u1161\u11a8 \uac01"),
+    *("\u0928\u093f \u0915\u094d\u0937", "\u4e2d\u6587\u5b57\u7b26\u3002\u65e5\u672c\u8a9e\u306e"),
     *("\U0001f468\u200d\U0001f469\u200d\U0001f467", "\U0001f1e9\U0001f1ea\U0001f1eb", "\U0001f44d\U0001f3fd"),
-    *(
-        "\u4e2d\u6587\u5b57\u7b26\u3002\u65e5\u672c\u8a9e\u306e",
-        "\u05e9\u05c1\u05dc\u05d5\u05dd \u202eabc\u202c",
-    ),
-    *(
-        "\ue000 \uf8ff\U000f0000",
-        "\ufffd\uffff\ufdd0",
-        "\U00016ebb \U00016ea0",
-        "\U0010ffff",
-        "\u0378 \u0560",
-    ),
+    *("\u05e9\u05c1\u05dc\u05d5\u05dd \u202eabc\u202c", "\ue000 \uf8ff\U000f0000", "\ufffd\uffff\ufdd0"),
+    *("\U00016ebb \U00016ea0", "\U0010ffff", "\u0378 \u0560", "\u03a3\u03c3\u03c2", "__init__"),
     *(" " * 3000 + "a", "a" * 3000, "\n" * 3000, "-" * 3000 + " ", "ab" * 2000, "9" * 1500, "\u4e2d" * 800),
     *('if x == "a":\n    return {"b": [1, 2]}  # c\n', "\\n\\t\\\\", "https://a.b/c?d=e&f=%20#g", "<s></s>"),
-    *(
-        "\u0130I\u0131i \ufb01 \u1e9e\u00df \u01c5",
-        "\u03a3\u03c3\u03c2",
-        "\u200b\u200c\u200d\u2060",
-        "__init__",
-    ),
+    *("\u0130I\u0131i \ufb01 \u1e9e\u00df \u01c5", "\u200b\u200c\u200d\u2060"),
 )
 
 

@@ -31,108 +31,66 @@ DECIDING_KEYS = (
     "tokenizer",  # the ids
     "validation_share",  # on which side of the split a document is
     "validation",  # other texts on that side
-    "skip_undecodable",
-    "filters",
-    "dedup",
-    "decontaminate",  # these four: which documents are left out
+    *("skip_undecodable", "filters", "dedup", "decontaminate"),  # which documents are left out
 )
 """The keys of a recipe's data section that decide the prepared bytes. All other keys say how the bytes are read, or how
 fast they are made. A change of such a key needs no new preparation."""
 
 DECIDING_SOURCE_KEYS = (
-    "builtin",
-    "path",
-    "dataset",
-    "config",
-    "split",
-    "revision",  # which files or rows
+    *("builtin", "path", "dataset", "config", "split", "revision"),  # which files or rows
     "text_column",  # which of their columns
 )
 """The same for each entry in `sources`. Its name, weight and max_epochs only say how a run mixes it."""
 DECIDING_CAPS = ("max_tokens", "max_documents")
 """The same for each entry in `validation.sources`: every run measures all that was prepared of it."""
 
+COUNTED = ("documents", "tokens", "bytes")
+"""What the manifest counts in each shard and split."""
 
-_COUNTS = dict.fromkeys(("documents", "tokens", "bytes"), COUNT)
-_PLACES = dict.fromkeys(("input_ids", "offsets", "num_bytes"), COUNT)
-_SHARD = {
-    "type": "object",
-    "required": [*_COUNTS, "file", "size", "checksum", "buffers"],
-    "properties": {
-        **_COUNTS,
-        "file": NAME,
-        "size": COUNT,
-        "source": COUNT,
-        "checksum": CHECKSUM,
-        "buffers": {"type": "object", "required": [*_PLACES], "properties": _PLACES},
-    },
-}
-_SPLIT = {
-    "type": "object",
-    "required": [*_COUNTS, "dtype", "checksum", "shards"],
-    "properties": {
-        **_COUNTS,
-        "dtype": {"type": "string", "enum": ["uint16", "uint32"]},
-        "checksum": DIGEST,
-        "shards": {"type": "array", "items": _SHARD},
-    },
-}
+
+def _object(required: dict, **optional: dict) -> dict:
+    return {"type": "object", "required": [*required], "properties": {**required, **optional}}
+
+
+_COUNTS = dict.fromkeys(COUNTED, COUNT)
+_PLACES = _object(dict.fromkeys(("input_ids", "offsets", "num_bytes"), COUNT))
+_FILE = {"file": NAME, "size": COUNT, "checksum": CHECKSUM, "buffers": _PLACES}
+_SHARDS = {"type": "array", "items": _object({**_COUNTS, **_FILE}, source=COUNT)}
+_DTYPE = {"type": "string", "enum": ["uint16", "uint32"]}
+_SPLIT = _object({**_COUNTS, "dtype": _DTYPE, "checksum": DIGEST, "shards": _SHARDS})
 _SOURCES = {"type": "array", "items": {"type": "object"}}
-SHAPE = {
-    "type": "object",
-    "required": ["name", "fingerprint", "data", "tokenizer", "splits"],
-    "properties": {
-        "name": {"type": "string"},
-        "fingerprint": DIGEST,
-        "data": {
-            "type": "object",
-            "required": ["sources", "tokenizer"],
-            "properties": {
-                "sources": _SOURCES,
-                "validation": {
-                    "type": ["object", "null"],
-                    "required": ["sources"],
-                    "properties": {"sources": _SOURCES},
-                },
-            },
-        },
-        "tokenizer": {
-            "type": "object",
-            "required": ["vocab_size", "fingerprint"],
-            "properties": {
-                "vocab_size": COUNT,
-                "eos_token_id": COUNT,
-                "fingerprint": DIGEST,
-                "files": {"type": "object"},
-            },
-        },
-        "splits": {
-            "type": "object",
-            "required": ["train", "validation"],
-            "patternProperties": {NAME["pattern"]: _SPLIT},
-            "additionalProperties": False,
-        },
-        "sources": _SOURCES,
+_VALIDATION = {**_object({"sources": _SOURCES}), "type": ["object", "null"]}
+_TOKENIZER = {"vocab_size": COUNT, "fingerprint": DIGEST}
+_REQUIRED = {
+    "name": {"type": "string"},
+    "fingerprint": DIGEST,
+    "data": _object({"sources": _SOURCES, "tokenizer": {}}, validation=_VALIDATION),
+    "tokenizer": _object(_TOKENIZER, eos_token_id=COUNT, files={"type": "object"}),
+    "splits": {
+        "type": "object",
+        "required": ["train", "validation"],
+        "patternProperties": {NAME["pattern"]: _SPLIT},
+        "additionalProperties": False,
     },
 }
+SHAPE = _object(_REQUIRED, sources=_SOURCES)
 """What every reader of a manifest relies on. Digests and names become paths."""
 
 
 def deciding_section(data: dict) -> dict:
     """Take the part of a data section that decides the prepared bytes; a key that is not given has its default."""
+
+    def sources(section: dict, keys: tuple[str, ...]) -> dict:
+        of_each = [
+            {key: each[key] for key in keys if each.get(key) is not None} for each in section["sources"]
+        ]
+        return {"sources": of_each}
+
     whole = filled(data, recipe_schema()["properties"]["data"])
-    deciding = {key: whole.get(key) for key in DECIDING_KEYS} | {
-        "sources": _deciding_sources(whole["sources"])
-    }
-    if deciding["validation"]:
-        sources = _deciding_sources(deciding["validation"]["sources"], DECIDING_CAPS)
-        deciding["validation"] |= {"sources": sources}
+    deciding = {key: whole.get(key) for key in DECIDING_KEYS} | sources(whole, DECIDING_SOURCE_KEYS)
+    if own := deciding["validation"]:
+        deciding["validation"] |= sources(own, DECIDING_SOURCE_KEYS + DECIDING_CAPS)
     return deciding
-
-
-def _deciding_sources(specs: list[dict], caps: tuple[str, ...] = ()) -> list[dict]:
-    keys = (*DECIDING_SOURCE_KEYS, *caps)
-    return [{key: spec[key] for key in keys if spec.get(key) is not None} for spec in specs]
 
 
 def source_entries(manifest: dict) -> list[dict]:
@@ -159,8 +117,7 @@ def data_differences(manifest: dict, data: dict, fingerprints: list[dict] | None
         for place, there, here in zip(places, source_entries(manifest), fingerprints or [], strict=False)
     ]
     texts.append(tokenizer_difference(manifest, data))
-    there = manifest.get("consulted", {})
-    if fingerprints is not None and there:
+    if fingerprints is not None and (there := manifest.get("consulted")):
         # Without a list or a package that only a preparation needs, nobody knows.
         with suppress(UserError):
             here = consulted(data)
@@ -204,12 +161,10 @@ def consulted(data: dict) -> dict:
 
         chain = FilterChain.of(data["filters"])
         found = {f"data.filters.{number}": rule for number, rule in enumerate(chain.identity)}
-    if (data.get("decontaminate") or {}).get("folder"):
+    if folder := (data.get("decontaminate") or {}).get("folder"):
         from pretraining.data.dedup.decontamination import fingerprint_of_sets
 
-        found["data.decontaminate.folder"] = {
-            "files": fingerprint_of_sets(data["decontaminate"]["folder"], [])
-        }
+        found["data.decontaminate.folder"] = {"files": fingerprint_of_sets(folder, [])}
     # As the manifest gives it back: JSON has no tuples, and its keys are strings.
     return json.loads(json.dumps(found))
 

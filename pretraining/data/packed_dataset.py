@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,6 +41,7 @@ _MOST_SAMPLES = 16
 """The most samples of a step whose documents are named."""
 
 
+@dataclass(eq=False, repr=False)
 class PackedDataset:
     """Map-style: `dataset[i]` is sample `first_sample + i` of the run: input_ids and labels, int64 [L] each.
 
@@ -47,39 +49,35 @@ class PackedDataset:
     the labels: they are the NEXT tokens, already shifted. Every token except the very first of the stream is a target
     exactly once (an incomplete last block is left out). Several splits (one for each source) are streams of their own.
     Their blocks are numbered split after split, and a sample has the number of its split as `source`, int64.
-
-    Without an `order` the blocks come in sequence and end with the last split (validation). With an order, epochs
-    follow each other without end, up to `num_samples` (default: the rest of the first epoch). A resumed run begins at
-    `first_sample`: nothing that was consumed is read again. A `guard` looks at every block that is read. With
-    `masks_documents` a sample also has position_ids, and its labels are those of `masked_block`.
-
-    With `packing` "best_fit" documents near each other first change places, as `BestFit` says. The next token is then
-    that of the same document or, if this ends, the first one of the document packed behind it.
     """
 
-    def __init__(
-        self,
-        splits: TokenSplit | Sequence[TokenSplit],
-        sequence_length: int,
-        order: Order | None = None,
-        first_sample: int = 0,
-        num_samples: int | None = None,
-        guard: BlockGuard | None = None,
-        masks_documents: bool = False,
-        packing: str = "in_sequence",
-    ):
-        self.splits = (splits,) if isinstance(splits, TokenSplit) else tuple(splits)
-        self.sequence_length, self.order, self.guard = sequence_length, order, guard
-        self.masks_documents = masks_documents
+    splits: TokenSplit | Sequence[TokenSplit]
+    sequence_length: int
+    order: Order | None = None
+    """Epochs follow each other without end. None: the blocks come in sequence and end with the last split
+    (validation)."""
+    first_sample: int = 0
+    """Where a resumed run begins: nothing that was consumed is read again."""
+    num_samples: int | None = None
+    """None: the rest of the first epoch."""
+    guard: BlockGuard | None = None
+    """Looks at every block that is read."""
+    masks_documents: bool = False
+    """A sample also has position_ids, and its labels are those of `masked_block`."""
+    packing: str = "in_sequence"
+    """With "best_fit", documents near each other first change places, as `BestFit` says. The next token is then that of
+    the same document or, if this ends, the first one of the document packed behind it."""
+
+    def __post_init__(self) -> None:
+        self.splits = (self.splits,) if isinstance(self.splits, TokenSplit) else tuple(self.splits)
         self._best_fits = None
-        if packing == "best_fit":
-            self._best_fits = [BestFit(split, sequence_length) for split in self.splits]
-        counts = [split.num_blocks(sequence_length) for split in self.splits]
+        if self.packing == "best_fit":
+            self._best_fits = [BestFit(split, self.sequence_length) for split in self.splits]
+        counts = [split.num_blocks(self.sequence_length) for split in self.splits]
         self.num_blocks = sum(counts)
         self._first_blocks = [sum(counts[:number]) for number in range(len(counts))]
-        self.first_sample = first_sample
-        left = max(0, self.num_blocks - first_sample)
-        self.num_samples = left if num_samples is None else num_samples
+        if self.num_samples is None:
+            self.num_samples = max(0, self.num_blocks - self.first_sample)
         # Those of data that is being prepared grow.
         if any(isinstance(split, ArrivingSplit) for split in self.splits):
             return
@@ -89,11 +87,10 @@ class PackedDataset:
                     f"{split.folder}: {split.num_tokens:,} tokens are too few for one block of "
                     f"{self.sequence_length + 1:,}; add text or shorten the sequence length"
                 )
-        if order is not None and order.num_blocks != self.num_blocks:
-            raise ValueError(f"order of {order.num_blocks} blocks for splits of {self.num_blocks}")
-        # With an order epochs follow each other without end, so any number of samples is there.
-        if order is None and first_sample + self.num_samples > self.num_blocks:
-            raise ValueError(f"{self.num_samples} samples from {first_sample} of {self.num_blocks} blocks")
+        if self.order is not None and self.order.num_blocks != self.num_blocks:
+            raise ValueError(f"order of {self.order.num_blocks} blocks for splits of {self.num_blocks}")
+        if self.order is None and (last := self.first_sample + self.num_samples) > self.num_blocks:
+            raise ValueError(f"samples up to {last} of {self.num_blocks} blocks")
 
     @property
     def tokens_per_epoch(self) -> int | None:
@@ -114,9 +111,9 @@ class PackedDataset:
 
     def shard_needs(self) -> ShardNeeds:
         """Return which shards the samples of the run need, by position in the run; the dataset must have an order."""
-        length = self.sequence_length
-        splits = [(split.token_starts, split.num_blocks(length)) for split in self.splits]
-        return ShardNeeds(self.order, [blocks_starting(starts, length, count) for starts, count in splits])
+        return ShardNeeds(
+            self.order, [_first_blocks_of(split, self.sequence_length) for split in self.splits]
+        )
 
     def locate(self, block: int) -> tuple[int, int]:
         source = bisect_right(self._first_blocks, block) - 1
@@ -143,10 +140,9 @@ class PackedDataset:
         pieces = [split.read(*other) for other in others] + [split.read(start, stop + 1)]
         # uint16 or uint32, as on the disk: cheaper for the guard
         stored = np.concatenate(pieces) if others else pieces[0]
-        skipped = False
+        reasons = {}
         if self.guard is not None and sample is not None:
-            reasons = self.guard.look(stored, sample, block, source, stretches, split)
-            skipped = bool(reasons) and self.guard.skips
+            reasons = self.guard.look(stored, split, stretches, sample=sample, block=block, source=source)
         tokens = stored.astype(np.int64)  # torch embeds and compares int64 alone
         read = {"input_ids": tokens[:-1], "labels": tokens[1:]}
         if self.masks_documents:
@@ -156,7 +152,7 @@ class PackedDataset:
                 before = np.cumsum([end - begin for begin, end in others], dtype=np.int64)
                 ends = np.append(before, ends + before[-1])
             read = masked_block(tokens, ends)
-        if skipped:
+        if reasons and self.guard.skips:
             # The sample keeps its place, so every other sample keeps its step, on any number of ranks.
             read["labels"] = np.full_like(read["labels"], IGNORED)
         # The loss by source is added up on the device: it needs the number beside the tokens.
@@ -170,20 +166,16 @@ class PackedDataset:
         count = min(_COUNTED_BLOCKS, self.num_samples)
         places = [self.locate(block) for block in self.block_numbers(np.arange(count)).tolist()]
         windows = {(source, *self._best_fits[source].window_around(block)) for source, block in places}
-        return cut_shares(
-            (self._best_fits[source], first, max(stop, first + 1)) for source, first, stop in windows
-        )
+        sizes = ((self._best_fits[source], first, max(stop, first + 1)) for source, first, stop in windows)
+        return cut_shares(sizes)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, np.ndarray]]:
         """Read a batch, as torch's fetcher asks for it: the order is computed for all indices together."""
-        blocks = self.block_numbers(indices).tolist()
-        return [
-            self.read_block(block, self.first_sample + index)
-            for block, index in zip(blocks, indices, strict=True)
-        ]
+        read = zip(self.block_numbers(indices).tolist(), indices, strict=True)
+        return [self.read_block(block, self.first_sample + index) for block, index in read]
 
 
 def build_training_dataset(
@@ -233,10 +225,14 @@ def _order_of(split: TokenSplit, recipe: "Recipe", fingerprint: str, source: str
     num_blocks, window = split.num_blocks(length), recipe.data.shuffle_blocks
     if group_size is None and window is None:
         return GlobalOrder(num_blocks, seed, fingerprint)
-    first_blocks = blocks_starting(split.token_starts, length, num_blocks)
+    first_blocks = _first_blocks_of(split, length)
     if window is not None:
         return WindowedOrder(num_blocks, window, seed, source, shards_at_once(first_blocks, window))
     return GroupedOrder(first_blocks, group_size, seed, fingerprint)
+
+
+def _first_blocks_of(split: TokenSplit, sequence_length: int) -> np.ndarray:
+    return blocks_starting(split.token_starts, sequence_length, split.num_blocks(sequence_length))
 
 
 class PrefetchedDataset:
@@ -267,15 +263,13 @@ def prefetched(dataset: PackedDataset) -> PackedDataset | PrefetchedDataset:
     # Without an order blocks come in sequence (validation).
     if dataset.order is None or not isinstance(dataset.splits[0], StreamedSplit):
         return dataset
-    orders, cache = dataset.order.orders, dataset.splits[0].remote.cache
-    sizes = [sorted((e["size"] for e in split.shard_entries), reverse=True) for split in dataset.splits]
-    # Of each split as many shards as are shuffled together; None: all of them.
-    needed = [
-        size for shards, order in zip(sizes, orders, strict=True) for size in shards[: order.group_size]
-    ]
-    room = cache.max_bytes * SHARE_OF_CACHE
+    cache, needed = dataset.splits[0].remote.cache, []
+    for split, order in zip(dataset.splits, dataset.order.orders, strict=True):
+        # As many shards as are shuffled together; None: all of them.
+        needed += sorted((entry["size"] for entry in split.shard_entries), reverse=True)[: order.group_size]
+    room, orders = cache.max_bytes * SHARE_OF_CACHE, dataset.order.orders
     if sum(needed) > room:
-        most = int(room // max(needed) // len(sizes))
+        most = int(room // max(needed) // len(dataset.splits))
         smaller = f", or shuffle by groups of shards: --set data.shuffle_shards={most}" if most else ""
         if any(isinstance(order, WindowedOrder) for order in orders):
             smaller = ", or take a smaller data.shuffle_blocks"
@@ -298,14 +292,12 @@ def step_origins(
     flagged: what the guard found in blocks of the step. steps_before: steps of the run before the dataset begins.
     """
     names = source_names(recipe.data, display_path(recipe.path))
-    tokens_before, length = recipe.step_sizes.tokens_at(steps_before), recipe.sequence_length
-
-    def first_sample(step: int) -> int:
-        # By tokens, not by steps: the sizes of the steps may change during the run.
-        return dataset.first_sample + (recipe.step_sizes.tokens_at(step - 1) - tokens_before) // length
+    tokens_at, length = recipe.step_sizes.tokens_at, recipe.sequence_length
 
     def origins(step: int) -> dict:
-        numbers = np.arange(first_sample(step), first_sample(step + 1))
+        # By tokens, not by steps: the sizes of the steps may change during the run.
+        read = [(tokens_at(before) - tokens_at(steps_before)) // length for before in (step - 1, step)]
+        numbers = dataset.first_sample + np.arange(*read)
         # `numbers` count the samples of the run; a rollback may have left out windows of the order.
         positions = dataset.order.positions(numbers)
         documents = []
@@ -315,9 +307,8 @@ def step_origins(
             shard, document = dataset.splits[source].document_at(stretches[0][0])
             name = {"source": names[source]} if source < len(names) and len(dataset.splits) > 1 else {}
             documents.append({"sample": sample, **name, "shard": shard, "document": document})
-        rows = read_rows(run.flagged_blocks)
+        rows, named = read_rows(run.flagged_blocks), ("source", "shard", "document", "reasons")
         flagged = [row for row in rows if int(numbers[0]) <= row["sample"] <= int(numbers[-1])]
-        named = ("source", "shard", "document", "reasons")
         return {
             "samples": [int(positions[0]), int(positions[-1]) + 1],
             "documents": documents,

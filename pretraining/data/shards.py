@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, BinaryIO, Self
 import numpy as np
 
 from pretraining.data.checksums import checksum_of_file, digest_of_documents, joined_digest
-from pretraining.data.manifest import read_manifest
+from pretraining.data.manifest import COUNTED, read_manifest
 from pretraining.errors import UserError
 from pretraining.outside.files import regular
 from pretraining.runtime.durable_files import replacing
@@ -149,20 +149,17 @@ class TokenSplit:
     def part(self, first: int, stop: int) -> Self:
         """Open the stream of the shards [first, stop) alone: one source of several."""
         shards = self._entry["shards"][first:stop]
-        totals = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "bytes")}
-        return self._of_entry({**self._entry, **totals, "shards": shards})
+        return self._of_entry({**self._entry, **_totals(shards), "shards": shards})
 
     def _of_entry(self, entry: dict) -> Self:
         return type(self)(self.folder, entry)
 
     def _check_shards(self) -> None:
         """Raise UserError for the first shard that is missing or has another size."""
-        try:
-            # One listing of the folder, however many shards there are.
-            with os.scandir(self.folder) as files:
-                found = {file.name: file.stat() for file in files}
-        except FileNotFoundError:
-            found = {}
+        found = {}
+        # One listing of the folder, however many shards there are.
+        with suppress(FileNotFoundError), os.scandir(self.folder) as files:
+            found = {file.name: file.stat() for file in files}
         for shard in self._entry["shards"]:
             status = found.get(shard["file"])
             size = status and status.st_size
@@ -228,11 +225,10 @@ class TokenSplit:
             if 0 <= start == stop <= self.num_tokens:
                 return np.empty(0, self.dtype)
             raise IndexError(f"tokens {start}:{stop} of a stream of {self.num_tokens}")
-        starts = self._starts_list
-        number = bisect_right(starts, start) - 1
+        number, offset = self.locate(start)
+        shard = self._open.get(number)
         # The common case first: one mapped shard holds the whole range.
-        offset, shard = start - starts[number], self._open.get(number)
-        if shard is not None and stop <= starts[number + 1]:
+        if shard is not None and stop <= self._starts_list[number + 1]:
             return shard.view(offset, stop - start)
         pieces = [self._first_piece(number, offset, stop - start)]
         while (missing := stop - start - sum(map(len, pieces))) > 0:
@@ -256,11 +252,9 @@ class TokenSplit:
         """List the positions p of the stream, start < p <= stop, at which a document has just ended: [ends] int64."""
         if start >= stop:
             return np.empty(0, np.int64)
-        first, last = self.locate(start)[0], self.locate(stop - 1)[0]
-        pieces = []
-        for number in range(first, last + 1):
-            base = self.token_starts[number]
-            pieces.append(self._ends_between(number, start - base, stop - base) + base)
+        bases = self.token_starts
+        numbers = range(self.locate(start)[0], self.locate(stop - 1)[0] + 1)
+        pieces = [self._ends_between(n, start - bases[n], stop - bases[n]) + bases[n] for n in numbers]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def _ends_between(self, number: int, low: int, high: int) -> np.ndarray:
@@ -290,10 +284,7 @@ class TokenSplit:
 
 
 class SplitWriter:
-    """Append documents to one split through a single buffer, which grows to a shard's size with what is written.
-
-    `finish()` returns the split's entry of the manifest: counts, checksum of the tokens, and its shards.
-    """
+    """Append documents to one split through a single buffer, which grows to a shard's size with what is written."""
 
     def __init__(self, folder: Path, dtype: np.dtype, shard_tokens: int | None = None):
         folder.mkdir(parents=True)
@@ -344,8 +335,10 @@ class SplitWriter:
         import pyarrow as pa
 
         count = self._ends[-1]
-        rows = pa.LargeListArray.from_arrays(
-            _arrow_array(np.asarray(self._ends)), _arrow_array(self._tokens[:count])
+        ends, tokens = _arrow_array(np.asarray(self._ends)), _arrow_array(self._tokens[:count])
+        rows, num_bytes = (
+            pa.LargeListArray.from_arrays(ends, tokens),
+            _arrow_array(np.asarray(self._num_bytes)),
         )
         schema = pa.schema(
             {"input_ids": pa.large_list(pa.from_numpy_dtype(self.dtype)), "num_bytes": pa.uint64()},
@@ -355,7 +348,6 @@ class SplitWriter:
         # Numbered without a total, which is known only at the end: `finish` gives the final names.
         path = self.folder / f"data-{len(self._shards):05d}.arrow"
         with replacing(path, "wb") as file, pa.ipc.new_stream(file, schema) as stream:
-            num_bytes = _arrow_array(np.asarray(self._num_bytes))
             # One batch, so that the values of `input_ids` are one stream of tokens in the file.
             stream.write_batch(pa.record_batch([rows, num_bytes], schema=schema))
         self._shards.append(
@@ -410,8 +402,11 @@ def split_entry(folder: Path, shards: list[dict], dtype: str) -> dict:
 def summed_entry(shards: list[dict], dtype: str) -> dict:
     """Make the manifest entry of the stream of these shards."""
     checksum = joined_digest([s["tokens_digest"] for s in shards], [s["documents"] for s in shards])
-    totals = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "bytes")}
-    return {**totals, "dtype": dtype, "checksum": checksum, "shards": shards}
+    return {**_totals(shards), "dtype": dtype, "checksum": checksum, "shards": shards}
+
+
+def _totals(shards: list[dict]) -> dict[str, int]:
+    return {key: sum(shard[key] for shard in shards) for key in COUNTED}
 
 
 def _features(dtype: np.dtype) -> dict:
@@ -439,10 +434,6 @@ def buffer_positions(path: Path) -> dict[str, int]:
         content = file.read_buffer()
         file.seek(0)
         rows, num_bytes = pa.ipc.open_stream(file).read_next_batch().columns
-        buffers = {
-            "input_ids": rows.values.buffers()[1],
-            "offsets": rows.buffers()[1],
-            "num_bytes": num_bytes.buffers()[1],
-        }
+        columns = {"input_ids": rows.values, "offsets": rows, "num_bytes": num_bytes}
         # Both are addresses in the same map of the file.
-        return {name: buffer.address - content.address for name, buffer in buffers.items()}
+        return {name: each.buffers()[1].address - content.address for name, each in columns.items()}

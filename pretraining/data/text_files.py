@@ -13,16 +13,13 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import orjson
 
 from pretraining.errors import UserError, nearest, require
 from pretraining.outside.addresses import is_remote
 from pretraining.outside.files import regular
-
-if TYPE_CHECKING:
-    from warcio.recordloader import ArcWarcRecord
 
 WHOLE_FILE_SUFFIXES = (".txt", ".py", ".rst", ".md", ".html")
 """Each file is one document. In a user's folder only .txt of these is searched for, in the standard library all."""
@@ -220,23 +217,26 @@ def cut_file(file: InputFile, number: int, piece_bytes: int) -> list[tuple[Exten
     Plain .jsonl is cut at any byte (a line belongs to the extent in which it begins), .parquet between row groups. Any
     other file is one extent.
     """
-    if file.num_bytes <= piece_bytes and not file.name.endswith(".parquet"):
-        return [(Extent(number), _text_bytes(file))]
-    if file.name.lower().endswith(".jsonl"):
+    name, size = file.name.lower(), file.num_bytes
+    if name.endswith(".jsonl") and size > piece_bytes:
         # At any byte, without a look for the end of a line: cutting reads nothing.
-        starts = range(0, file.num_bytes, piece_bytes)
-        return [
-            (Extent(number, at, min(at + piece_bytes, file.num_bytes)), min(piece_bytes, file.num_bytes - at))
-            for at in starts
-        ]
-    if file.name.lower().endswith(".parquet") and file.num_bytes * EXPANSION > piece_bytes:
-        return _cut_parquet(file, number, piece_bytes)
-    return [(Extent(number), _text_bytes(file))]
-
-
-def _text_bytes(file: InputFile) -> int:
-    compressed = file.name.lower().endswith((".gz", ".zst", ".parquet"))
-    return file.num_bytes * (EXPANSION if compressed else 1)
+        ends = [(at, min(at + piece_bytes, size)) for at in range(0, size, piece_bytes)]
+        return [(Extent(number, start, stop), stop - start) for start, stop in ends]
+    text_bytes = size * (EXPANSION if name.endswith((".gz", ".zst", ".parquet")) else 1)
+    if not name.endswith(".parquet") or text_bytes <= piece_bytes:
+        return [(Extent(number), text_bytes)]
+    # The sizes of the row groups are in the file's footer.
+    with _open_parquet(file) as parquet:
+        rows = parquet.metadata
+        sizes = [rows.row_group(group).total_byte_size for group in range(rows.num_row_groups)]
+    extents, start, size = [], 0, 0
+    for group, group_bytes in enumerate(sizes):
+        size += group_bytes
+        if size >= piece_bytes or group == len(sizes) - 1:
+            extents.append((Extent(number, start, group + 1), size))
+            start, size = group + 1, 0
+    # A file without row groups is still read, so that a missing column is reported.
+    return extents or [(Extent(number), 0)]
 
 
 def read_documents(
@@ -344,37 +344,19 @@ def _json_document(raw: bytes, where: str, column: TextColumn) -> Document:
     line = _decode(raw, where).text
     if line is None:
         return Document(None, where)
-    reason = None
     try:
         row = json.loads(line.removeprefix("\ufeff"))
-    except json.JSONDecodeError as error:
-        reason = f"{error.msg} at column {error.colno}"
-    except (RecursionError, ValueError) as error:  # brackets a thousand deep, a number of thousands of digits
-        reason = str(error).partition(";")[0]
-    if reason is not None:
-        raise UserError(f"{where}: not valid JSON ({reason}); mend or remove the line")
+    # also brackets a thousand deep, and a number of thousands of digits
+    except (RecursionError, ValueError) as error:
+        parsed = isinstance(error, json.JSONDecodeError)
+        reason = f"{error.msg} at column {error.colno}" if parsed else str(error).partition(";")[0]
+        raise UserError(f"{where}: not valid JSON ({reason}); mend or remove the line") from error
     if not isinstance(row, dict):
         raise UserError(f"{where}: expected a JSON object with the key {column.name!r}, found {line[:40]!r}")
     return Document(column.text_of(row, where), where)
 
 
 # Parquet.
-
-
-def _cut_parquet(file: InputFile, number: int, piece_bytes: int) -> list[tuple[Extent, int]]:
-    """Cut between row groups, by their sizes in the file's footer."""
-    with _open_parquet(file) as parquet:
-        sizes = [
-            parquet.metadata.row_group(n).total_byte_size for n in range(parquet.metadata.num_row_groups)
-        ]
-    extents, start, size = [], 0, 0
-    for group, group_bytes in enumerate(sizes):
-        size += group_bytes
-        if size >= piece_bytes or group == len(sizes) - 1:
-            extents.append((Extent(number, start, group + 1), size))
-            start, size = group + 1, 0
-    # A file without row groups is still read, so that a missing column is reported.
-    return extents or [(Extent(number), 0)]
 
 
 def _read_parquet(file: InputFile, column: TextColumn, extent: Extent) -> Iterator[Document]:
@@ -447,8 +429,8 @@ def _read_warc(file: InputFile) -> Iterator[Document]:
                 yield document
 
 
-def _next_record(archive: BinaryIO, place: str) -> "ArcWarcRecord | None":
-    """Read the head of the next record; None at the end of the file."""
+def _next_record(archive: BinaryIO, place: str):
+    """Read the head of the next record, an `ArcWarcRecord`; None at the end of the file."""
     # Not warcio's ArchiveIterator: to it a file that is cut ends there, and after a wrong length it goes on.
     from warcio.recordloader import ArcWarcRecordLoader
 

@@ -61,21 +61,20 @@ def save_tokenizer(name: str, folder: Path) -> None:
     source = Path(name).expanduser()
     if (source / "tokenizer.json").is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        for file in ("tokenizer.json", *COMPANION_FILES):
-            if (source / file).is_file():
-                shutil.copyfile(source / file, folder / file)
-    else:
-        refuse_missing_folder(name)
-        try:
-            tokenizer = load_pretrained("AutoTokenizer", name, use_fast=True)
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
-            raise UserError(
-                f"data.tokenizer: {name!r} cannot be loaded ({str(error).strip().partition(chr(10))[0]}); give a "
-                'hub name that is reachable, a folder with tokenizer.json, or {"train_vocab_size": N}'
-            ) from error
-        tokenizer.save_pretrained(folder)
-        if not (folder / "tokenizer.json").is_file():
-            raise UserError(f"data.tokenizer: {name!r} has no tokenizer.json (it is not a fast tokenizer)")
+        for file in checksums_of(source):
+            shutil.copyfile(source / file, folder / file)
+        return
+    refuse_missing_folder(name)
+    try:
+        tokenizer = load_pretrained("AutoTokenizer", name, use_fast=True)
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise UserError(
+            f"data.tokenizer: {name!r} cannot be loaded ({str(error).strip().partition(chr(10))[0]}); give a "
+            'hub name that is reachable, a folder with tokenizer.json, or {"train_vocab_size": N}'
+        ) from error
+    tokenizer.save_pretrained(folder)
+    if not (folder / "tokenizer.json").is_file():
+        raise UserError(f"data.tokenizer: {name!r} has no tokenizer.json (it is not a fast tokenizer)")
 
 
 def refuse_missing_folder(name: str) -> None:
@@ -113,16 +112,13 @@ def train_tokenizer(
     )
     tokenizer.train_from_iterator(texts, trainer)
     # The trainer stops without an error if no pair is left to merge.
-    found = tokenizer.get_vocab_size()
-    if found != vocab_size:
-        raise UserError(
-            f"data.tokenizer.train_vocab_size: the corpus gives {found:,} tokens, not {vocab_size:,}; "
-            + (
-                f"set it to {found:,} or less, or add text{' or lower min_frequency' if min_frequency > 1 else ''}"
-                if found < vocab_size
-                else f"set it to {found:,} or more"
-            )
-        )
+    if (found := tokenizer.get_vocab_size()) != vocab_size:
+        remedy = f"set it to {found:,} or more"
+        if found < vocab_size:
+            lower = " or lower min_frequency" if min_frequency > 1 else ""
+            remedy = f"set it to {found:,} or less, or add text{lower}"
+        what = f"the corpus gives {found:,} tokens, not {vocab_size:,}"
+        raise UserError(f"data.tokenizer.train_vocab_size: {what}; {remedy}")
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     # With it `AutoTokenizer` opens the folder.

@@ -14,10 +14,10 @@ from pretraining.api import train_command
 from pretraining.checkpoints.folders import committed_checkpoints
 from pretraining.checkpoints.format import read_marker
 from pretraining.data.checksums import digest_of
+from pretraining.data.corpus import open_sources
 from pretraining.data.manifest import deciding_section, num_shard_bytes, read_manifest
 from pretraining.data.portions import lacking, portions_of
 from pretraining.data.preparation.prepare import prepared_differences
-from pretraining.data.sources import open_sources
 from pretraining.errors import UserError
 from pretraining.outside.files import read_json_value
 from pretraining.pipeline.step import NOT_ASKED, NOT_NEEDED, Decision, Step

@@ -164,19 +164,13 @@ class NotingGuard(BlockGuard):
         self.skips = guard is not None and guard.skips
 
     def look(
-        self,
-        tokens: np.ndarray,
-        sample: int,
-        block: int,
-        source: int,
-        stretches: Sequence[tuple[int, int]],
-        split: TokenSplit,
+        self, tokens: np.ndarray, split: TokenSplit, stretches: Sequence[tuple[int, int]], **place: int
     ) -> dict[str, float]:
-        self.done.samples.append(sample)
+        self.done.samples.append(place["sample"])
         for start, stop in stretches:
             numbers = range(split.locate(start)[0], split.locate(stop - 1)[0] + 1)
             self.done.shards |= {split.shard_entries[number]["file"] for number in numbers}
-        return self.guard.look(tokens, sample, block, source, stretches, split) if self.guard else {}
+        return self.guard.look(tokens, split, stretches, **place) if self.guard else {}
 
 
 class RankCheckpoints(CheckpointManager):

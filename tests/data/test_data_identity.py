@@ -300,7 +300,7 @@ def test_a_dataset_is_known_by_its_commit_and_a_folder_by_its_files(tmp_path, mo
     known = {"dataset": str(tmp_path / "rows"), "config": None, "split": "train"}
     for commit in (None, "def"):
         now = {**known, "commit": commit}
-        monkeypatch.setattr("pretraining.data.sources.HubSource.fingerprint", lambda self, now=now: dict(now))
+        monkeypatch.setattr("pretraining.data.corpus.HubSource.fingerprint", lambda self, now=now: dict(now))
         if commit is None:
             prepare(tmp_path / "data", recipe)
     assert 'data.sources.0.commit: "abc" there, "def" here' in refusal(prepare, tmp_path / "data", recipe)

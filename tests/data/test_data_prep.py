@@ -183,7 +183,7 @@ def _source_of(kind: str, folder: Path, texts: list[str]) -> str | dict:
 
 def test_the_embedded_default_needs_nothing_but_python():
     """builtin python_stdlib: megabytes of real text, without tests and installed packages."""
-    from pretraining.data.sources import open_source
+    from pretraining.data.corpus import open_source
 
     source = open_source(Source(builtin="python_stdlib"))
     assert source.fingerprint()["bytes"] > 5_000_000

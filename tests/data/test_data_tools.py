@@ -115,7 +115,7 @@ def test_a_block_is_taken_apart_into_its_documents(made):
             (first, last), (begin, stop) = part["document_tokens"], part["block_tokens"]
             assert begin == end and last - first == stop - begin
             tokens = stream[number * length + begin : number * length + stop]
-            assert (inspection.split.read(part["number"]).tokens[first:last] == tokens).all()
+            assert (inspection.split.document(part["number"]).tokens[first:last] == tokens).all()
             shards.add(part["shard"])
             end = stop
         assert end == length + 1
@@ -128,7 +128,7 @@ def test_a_sample_is_the_one_training_reads(made, tmp_path, capsys):
     from pretraining.recipe import load_recipe
 
     recipe = load_recipe(str(recipe_file(tmp_path, made.source)))
-    split = open_finished(made.folder).split("train").stream
+    split = open_finished(made.folder).split("train")
     fingerprint = read_manifest(made.folder)["fingerprint"]
     order = GlobalOrder(split.num_blocks(32), recipe.data_seed, fingerprint)
     dataset = PackedDataset(split, 32, order, num_samples=10_000)
@@ -157,7 +157,7 @@ def test_a_packed_sample_shows_the_documents_it_is_made_of(made, tmp_path, capsy
     file = recipe_file(tmp_path, made.source)
     file.write_text(file.read_text().replace('"name": "corpus",', '"name": "corpus", "packing": "best_fit",'))
     split = open_finished(made.folder).split("train")
-    dataset = PackedDataset(split.stream, 32, packing="best_fit")
+    dataset = PackedDataset(split, 32, packing="best_fit")
     samples = map(dataset.read_block, range(dataset.num_blocks))
     blocks = [[*sample["input_ids"], sample["labels"][-1]] for sample in samples]
     stretches = 0
@@ -166,7 +166,7 @@ def test_a_packed_sample_shows_the_documents_it_is_made_of(made, tmp_path, capsy
         tokens: list[int] = []
         for part in shown["documents"]:
             assert part["block_tokens"][0] == len(tokens)
-            tokens += split.read(part["number"]).tokens[slice(*part["document_tokens"])].tolist()
+            tokens += split.document(part["number"]).tokens[slice(*part["document_tokens"])].tolist()
         assert tokens in blocks
         stretches += len(shown["stretches"])
     assert stretches > 6

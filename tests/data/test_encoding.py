@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from pretraining.data.corpus import Batch, Corpus
+from pretraining.data.corpus import Batch, Corpus, open_source
 from pretraining.data.encoder import (
     BACKENDS,
     CHECKED_ONE_IN,
@@ -23,7 +23,6 @@ from pretraining.data.encoder import (
 from pretraining.data.preparation.prepare import count_data
 from pretraining.data.preparation.tokenizing import MakeTokenizer
 from pretraining.data.shards import SplitWriter
-from pretraining.data.sources import open_source
 from pretraining.data.tokenizer import END_OF_TEXT, describe_tokenizer, train_tokenizer
 from pretraining.errors import UserError
 from pretraining.recipe.data import Data, Source

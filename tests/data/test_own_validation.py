@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from pretraining.data.corpus import open_sources
 from pretraining.data.manifest import read_manifest, verify
 from pretraining.data.preparation.plan import Preparation
 from pretraining.data.preparation.prepare import prepare_data
 from pretraining.data.preparation.stage import run_task
 from pretraining.data.prepared import open_prepared
-from pretraining.data.sources import open_sources
 from pretraining.data.tools.finished import open_finished
 from pretraining.data.tools.inspect import measure_data, stats_text
 from pretraining.errors import UserError
@@ -43,7 +43,7 @@ def _pair(name: str) -> list[str]:
 
 
 def texts_of(split, decoder) -> list[str]:
-    return [decoder.decode(split.read(number).tokens.tolist()) for number in range(split.num_documents)]
+    return [decoder.decode(split.document(number).tokens.tolist()) for number in range(split.num_documents)]
 
 
 def test_their_texts_are_validation_whole_and_in_order(files, tmp_path):
@@ -52,7 +52,7 @@ def test_their_texts_are_validation_whole_and_in_order(files, tmp_path):
     folder = prepare(tmp_path, recipe)
     data, manifest = open_finished(folder), read_manifest(folder)
     split = data.split("validation")
-    sources = [split.source_of(entry) for entry in split.entries]
+    sources = [split.source_of(entry) for entry in split.shard_entries]
     assert sources == ["web.jsonl", "letters", "laws"] and verify(folder)
     found = {
         name: [json.loads(line)["text"] for line in (files / f"{name}.jsonl").read_text().splitlines()]
@@ -137,7 +137,7 @@ def test_their_first_documents_are_taken_up_to_a_cap(files, tmp_path, filtered, 
     texts = texts_of(data.split("validation"), data.decoder())[-letters["documents"] - laws["documents"] :]
     kept = [json.loads(line)["text"] for line in lines][filtered :: 1 + filtered]
     assert texts[:7] == kept[:7]
-    last = data.split("validation").read(data.split("validation").num_documents - 1)
+    last = data.split("validation").document(data.split("validation").num_documents - 1)
     assert laws["tokens"] >= 1000 > laws["tokens"] - len(last.tokens)
     # Another cap is another data set.
     section["sources"][0]["max_documents"] = 8

@@ -10,8 +10,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from pretraining.data.corpus import Corpus
-from pretraining.data.sources import FileSource, HubSource, open_source, open_sources
+from pretraining.data.corpus import Corpus, FileSource, HubSource, open_source, open_sources
 from pretraining.data.text_files import READABLE_SUFFIXES, Extent, list_files
 from pretraining.errors import UserError
 from pretraining.recipe.data import Data, Source

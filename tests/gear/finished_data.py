@@ -29,7 +29,7 @@ def make_data(root: Path) -> SimpleNamespace:
 def cut_into_shards(folder: Path, shard_tokens: int) -> None:
     """Write the train split anew in small shards, as a large corpus has many."""
     split = open_finished(folder).split("train")
-    documents = [split.read(number) for number in range(split.num_documents)]
+    documents = [split.document(number) for number in range(split.num_documents)]
     writer = SplitWriter(folder / "small", split.dtype, shard_tokens)
     for document in documents:
         writer.append(document.tokens, document.num_bytes)
@@ -81,7 +81,7 @@ def refusal(action, *arguments, **options) -> str:
 def documents_of(folder: Path, name: str = "train") -> list[np.ndarray]:
     """[tokens] of every document of a split."""
     split = open_finished(folder).split(name)
-    return [np.array(split.read(number).tokens) for number in range(split.num_documents)]
+    return [np.array(split.document(number).tokens) for number in range(split.num_documents)]
 
 
 def answer(capsys, *words) -> dict | list:

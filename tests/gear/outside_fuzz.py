@@ -320,7 +320,7 @@ class OutsideFuzz:
         data = open_prepared(self.recipe, root or self.data.parent, ShardCache(self.box / "cache", 1 << 30))
         data.train.read(0, 8), data.validation.document_ends(0, 8)
         if root is None:
-            open_finished(self.data).split("validation").read(0)
+            open_finished(self.data).split("validation").document(0)
 
     def _describe(self) -> None:
         describe_tokenizer(self.data / "tokenizer", "it")

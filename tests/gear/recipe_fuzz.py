@@ -24,11 +24,11 @@ from unittest import mock
 
 import torch
 
+from pretraining.data.corpus import open_sources
 from pretraining.data.packed_dataset import build_training_dataset
 from pretraining.data.portions import portions_of
 from pretraining.data.preparation.plan import Preparation
 from pretraining.data.prepared import open_prepared
-from pretraining.data.sources import open_sources
 from pretraining.ds_config import ds_config_names
 from pretraining.errors import UserError
 from pretraining.evaluation.validation import Evaluator

@@ -11,7 +11,7 @@ import pytest
 
 import data_prep
 import train
-from pretraining.data.sources import open_source
+from pretraining.data.corpus import open_source
 from pretraining.data.tokenizer import save_tokenizer
 from pretraining.errors import UserError, one_line_errors
 from pretraining.extend import load_pretrained

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, groupby, islice, repeat
 from pathlib import Path
 
 import numpy as np
@@ -105,27 +105,22 @@ class EvaluationSets(Stage):
 
     def _own_texts(self) -> Iterator[tuple[str, str]]:
         """Read (source's name, text) of `data.validation`."""
-        left = list(self.own_documents)
-        for number, piece in enumerate(self.own.pieces if self.own else ()):
-            if left[piece.source] == 0:
-                continue
-            for batch in self.own.batches(range(number, number + 1), {}):
-                texts = batch.texts[: left[piece.source]]
-                yield from ((self.own_names[piece.source], text) for text in texts)
-                if left[piece.source] is not None:
-                    left[piece.source] -= len(texts)
-                    if not left[piece.source]:
-                        break
+        pieces = enumerate(self.own.pieces if self.own else ())
+        for source, own in groupby(pieces, lambda numbered: numbered[1].source):
+            # A generator: what is behind the last document that counts is not read.
+            batches = (
+                batch for number, _ in own for batch in self.own.batches(range(number, number + 1), {})
+            )
+            texts = chain.from_iterable(batch.texts for batch in batches)
+            yield from ((self.own_names[source], text) for text in islice(texts, self.own_documents[source]))
 
     def index(self) -> ContaminationIndex:
         (folder,) = self.outputs()
         values = json.loads((folder / INDEX_NAME).read_text(encoding="utf-8"))
         lengths = values.pop("lengths")
-        hashes, owners = (
-            {length: np.load(folder / f"{length}.{kind}.npy") for length in lengths}
-            for kind in ("hashes", "owners")
-        )
-        return ContaminationIndex(self.section, hashes=hashes, owners=owners, **values)
+        for kind in ("hashes", "owners"):
+            values[kind] = {length: np.load(folder / f"{length}.{kind}.npy") for length in lengths}
+        return ContaminationIndex(self.section, **values)
 
 
 @dataclass(frozen=True)
@@ -166,19 +161,13 @@ class Clean(Stage):
         columns: dict[str, list[np.ndarray]] = defaultdict(list)
         schema = pa.schema({"text": pa.large_string(), "where": pa.large_string()})
         options = pa.ipc.IpcWriteOptions(compression="zstd")
-        with (
-            (folder / TEXTS_NAME).open("wb") as file,
-            pa.ipc.new_file(file, schema, options=options) as writer,
-        ):
+        path = folder / TEXTS_NAME
+        with path.open("wb") as file, pa.ipc.new_file(file, schema, options=options) as writer:
             # The empty batch gives the files of a piece without documents their shapes.
             for batch in chain(batches, [Batch(0)]):
+                table = pa.table([batch.texts, batch.wheres], schema=schema)
                 # The tokenizer reads a few rows at a time.
-                for start in range(0, len(batch.texts), ROWS_AT_ONCE):
-                    rows = slice(start, start + ROWS_AT_ONCE)
-                    arrays = [
-                        pa.array(values[rows], pa.large_string()) for values in (batch.texts, batch.wheres)
-                    ]
-                    writer.write_batch(pa.record_batch(arrays, schema=schema))
+                writer.write_table(table, max_chunksize=ROWS_AT_ONCE)
                 columns[DRAWS_NAME].append(np.array(batch.draws, np.float64))
                 if self.dedup and self.dedup.exact:
                     columns[HASHES_NAME].append(hash_texts(batch.texts))
@@ -222,11 +211,8 @@ class Cleaner:
         """Yield the texts that stay, as the filters leave them."""
         for batch in batches:
             texts = self._chain.apply(batch.texts, batch.wheres)
-            kept = [
-                Document(text, where)
-                for text, where in zip(texts, batch.wheres, strict=True)
-                if text is not None
-            ]
+            read = map(Document, texts, batch.wheres)
+            kept = [document for document in read if document.text is not None]
             if self._index is not None and kept:
                 contaminated, report = self._index.check([document.text for document in kept])
                 self._contaminations.append(report)
@@ -296,14 +282,20 @@ class Fates(Stage):
 
 
 @dataclass(frozen=True)
-class _Cleaned:
-    """The texts that cleaning leaves of a corpus; they are read as those of a `Corpus`."""
+class CleanedCorpus:
+    """The texts that cleaning leaves of a corpus; they are read as those of a `Corpus`.
+
+    They are cleaned before the first one is read or, `as_read`, while they are read: no more than what is wanted.
+    Without deduplication these are the same texts in the same order.
+    """
 
     corpus: Corpus
     cleaned_by: list[str]
     """The keys of the data section that ask for it."""
     clean: Clean
     fates: Fates | None = None
+    validation_share: float = 0.0
+    as_read: bool = False
 
     @property
     def pieces(self) -> list[TextPiece]:
@@ -313,6 +305,12 @@ class _Cleaned:
     def tasks(self) -> list[range]:
         return self.corpus.tasks
 
+    @property
+    def stages(self) -> list[Stage]:
+        comparing = [self.fates.match, self.fates] if self.fates else []
+        before = [] if self.as_read else [self.clean, *comparing]
+        return [*filter(None, [self.clean.evaluation_sets]), *before]
+
     @cached_property
     def keys(self) -> list[str]:
         fates = self.fates.keys if self.fates else []
@@ -321,34 +319,26 @@ class _Cleaned:
     def is_empty(self, skipped: dict[str, int]) -> UserError:
         return self.corpus.is_empty(skipped, self.cleaned_by)
 
-    def _reports(self, cleaned: list[dict]) -> dict:
-        """Join what cleaners report for the manifest, as far as the recipe asks for it."""
-        merged, reports = merged_reports(cleaned), {}
-        if self.clean.filters:
-            reports["filters"] = merged["filters"]
-        if self.clean.evaluation_sets:
-            reports["decontamination"] = merge_reports(merged["decontamination"])
-        return reports
+    def batches(self, numbers: range, account: dict) -> Iterator[Batch]:
+        """Read neighbouring pieces, each text with the draw that decides its split.
 
-
-@dataclass(frozen=True)
-class CleanedCorpus(_Cleaned):
-    """The texts that filters, decontamination and deduplication leave, cleaned before the first one is read."""
-
-    validation_share: float = 0.0
-
-    @property
-    def stages(self) -> list[Stage]:
-        comparing = [self.fates.match, self.fates] if self.fates else []
-        return [*filter(None, [self.clean.evaluation_sets]), self.clean, *comparing]
-
-    def batches(self, numbers: range, skipped: dict) -> Iterator[Batch]:
-        """Read neighbouring pieces, each text with the draw that decides its split; `skipped` stays as it is."""
+        If they are cleaned as they are read, `account` counts what is skipped, and holds the `cleaner` with its
+        reports. Else it stays as it is: `Clean` has counted.
+        """
+        source = self.pieces[numbers.start].source
+        if self.as_read:
+            cleaner = Cleaner(self.clean.filters, self.clean.evaluation_sets)
+            documents = cleaner.documents(self.corpus.batches(numbers, account))
+            for batch in read_batches(source, documents, {}, skip_undecodable=False):
+                # Not before: to read the first batch empties the account.
+                account["cleaner"] = cleaner
+                yield batch
+            account["cleaner"] = cleaner
+            return
         for number in numbers:
             kept: list[int | None] = []
             documents = self._kept_documents(number, kept)
-            # A dict of its own: `Clean` has counted what was skipped.
-            for batch in read_batches(self.pieces[number].source, documents, {}, skip_undecodable=False):
+            for batch in read_batches(source, documents, {}, skip_undecodable=False):
                 # `kept` grows as documents are read: its first fates are those of this batch.
                 fates, kept[: len(batch.texts)] = kept[: len(batch.texts)], []
                 # A fate moves a draw to its side of the share; half of the share is surely below it.
@@ -361,47 +351,26 @@ class CleanedCorpus(_Cleaned):
 
     def _kept_documents(self, number: int, kept: list[int | None]) -> Iterator[Document]:
         """Read the documents that stay; the fate of each is appended to `kept` as it is read."""
-        fates = np.load(self.fates.outputs()[0] / f"{number:05d}.npy") if self.fates else None
-        for row, document in enumerate(self.clean.texts(number)):
-            fate = None if fates is None else int(fates[row])
+        fates = self.fates and np.load(self.fates.outputs()[0] / f"{number:05d}.npy").tolist()
+        for document, fate in zip(self.clean.texts(number), fates or repeat(None), strict=False):
             if fate in (None, TRAIN, VALIDATION):
                 kept.append(fate)
                 yield document
 
-    def skipped(self) -> list[dict]:
-        """Read what each piece left out while its files were read."""
-        return [piece["skipped"] for piece in self.clean.reports()]
-
     def reports(self, accounts: list[dict]) -> dict:
-        """Report what cleaning took out of all pieces: {"filters", "decontamination", "duplicates"}."""
-        reports = self._reports(self.clean.reports())
-        return {**reports, "duplicates": self.fates.report()} if self.fates else reports
+        """Report what cleaning took out, as far as the recipe asks for it.
 
-
-@dataclass(frozen=True)
-class CleanedAsRead(_Cleaned):
-    """The texts that filters and decontamination leave, cleaned while they are read: no more than what is wanted.
-
-    The texts are those of a `CleanedCorpus` without deduplication, in the same order.
-    """
-
-    @property
-    def stages(self) -> list[Stage]:
-        return [*filter(None, [self.clean.evaluation_sets])]
-
-    def batches(self, numbers: range, account: dict) -> Iterator[Batch]:
-        """Read neighbouring pieces; `account` counts what is skipped, and holds the `cleaner` with its reports."""
-        cleaner = Cleaner(self.clean.filters, self.clean.evaluation_sets)
-        documents = cleaner.documents(self.corpus.batches(numbers, account))
-        for batch in read_batches(self.pieces[numbers.start].source, documents, {}, skip_undecodable=False):
-            # Not before: to read the first batch empties the account.
-            account["cleaner"] = cleaner
-            yield batch
-        account["cleaner"] = cleaner
-
-    def reports(self, accounts: list[dict]) -> dict:
-        """Report what cleaning took out of the texts that were read: {"filters", "decontamination"}."""
-        return self._reports([account["cleaned"] for account in accounts])
+        Returns {"filters", "decontamination", "duplicates"}. accounts: of texts that were cleaned as they were read.
+        """
+        cleaned = [account["cleaned"] for account in accounts] if self.as_read else self.clean.reports()
+        merged, reports = merged_reports(cleaned), {}
+        if self.clean.filters:
+            reports["filters"] = merged["filters"]
+        if self.clean.evaluation_sets:
+            reports["decontamination"] = merge_reports(merged["decontamination"])
+        if self.fates:
+            reports["duplicates"] = self.fates.report()
+        return reports
 
 
 def merged_reports(reports: list[dict]) -> dict:

@@ -56,51 +56,44 @@ def run_stages(
     arrived: is called before the first task of `tokenize`, and after each.
     """
     preparation.reuse_tokenizer()
+
+    def run(planned: "Preparation", stage: Stage, pending: list[int], finished: Callable[[], None]) -> None:
+        """Run some tasks of a stage; `finished` is called after each."""
+        if not pending:
+            return
+        progress.label(stage.name)
+        # Not `cpu_count`: a job of a cluster may use only some of the machine's cores.
+        cores = execution.workers or len(os.sched_getaffinity(0))
+        executor = execution.executor
+        if executor == "auto":
+            executor = "local" if len(pending) >= LOCAL_FROM_TASKS and cores > 1 else "inline"
+        if executor == "inline":
+            for number in pending:
+                run_task(stage, number, progress)
+                finished()
+            return
+        # The other processes read the preparation from the work folder.
+        planned.save()
+        if executor == "ray":
+            run_on_ray(stage, pending, execution.workers, finished)
+        else:
+            # Each process has its share of the cores.
+            workers = min(cores, len(pending))
+            run_in_workers(stage, pending, workers, max(1, cores // workers), finished)
+
     for stage in preparation.stages:
         if stage is not preparation.tokenize:
-            _run_tasks(preparation, stage, stage.pending(), execution, progress, lambda: None)
+            run(preparation, stage, stage.pending(), lambda: None)
     arrived()
     # In waves: how many tasks a portion of a source takes is known once some have been encoded.
     before: list[Path] = []
     while missing := (survey := preparation.survey()).missing:
-        bounded = preparation.bounded(survey.bounds)
+        bounded = preparation.bounded(survey)
         folders = [bounded.tokenize.folder(number) for number in missing]
         if folders == before:
             return  # A cluster has run none of them: `finish` says so.
-        _run_tasks(bounded, bounded.tokenize, missing, execution, progress, arrived)
+        run(bounded, bounded.tokenize, missing, arrived)
         before = folders
-
-
-def _run_tasks(
-    preparation: "Preparation",
-    stage: Stage,
-    pending: list[int],
-    execution: Execution,
-    progress: ProgressBar,
-    finished: Callable[[], None],
-) -> None:
-    """Run some tasks of a stage; `finished` is called after each."""
-    if not pending:
-        return
-    progress.label(stage.name)
-    # Not `cpu_count`: a job of a cluster may use only some of the machine's cores.
-    cores = execution.workers or len(os.sched_getaffinity(0))
-    executor = execution.executor
-    if executor == "auto":
-        executor = "local" if len(pending) >= LOCAL_FROM_TASKS and cores > 1 else "inline"
-    if executor == "inline":
-        for number in pending:
-            run_task(stage, number, progress)
-            finished()
-        return
-    # The other processes read the preparation from the work folder.
-    preparation.save()
-    if executor == "ray":
-        run_on_ray(stage, pending, execution.workers, finished)
-    else:
-        # Each process has its share of the cores.
-        workers = min(cores, len(pending))
-        run_in_workers(stage, pending, workers, max(1, cores // workers), finished)
 
 
 # Processes of this machine. If one dies, only its task is lost. Python's own pools wait forever for a worker that the
@@ -114,11 +107,7 @@ PRELOADED = ["pretraining.data.preparation.execution", "pretraining.data.prepara
 
 
 def run_in_workers(
-    stage: Stage,
-    numbers: list[int],
-    num_workers: int,
-    num_threads: int,
-    finished: Callable[[], None],
+    stage: Stage, numbers: list[int], num_workers: int, num_threads: int, finished: Callable[[], None]
 ) -> None:
     """Run tasks of a stage of a saved preparation in `num_workers` processes; return when the last one is done.
 
@@ -166,7 +155,7 @@ def run_in_workers(
 
 
 def report_death(stage: Stage, number: int, how: str, num_deaths: int) -> None:
-    """Say that a task's process was ended, and is run again; UserError if that was once too often."""
+    """Report that a task's process was ended, and is run again; UserError if that was once too often."""
     task = f"task {number} of the stage {stage.name!r}"
     if num_deaths == MOST_DEATHS:
         raise UserError(

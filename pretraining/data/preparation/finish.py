@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from math import inf
 from pathlib import Path
@@ -54,10 +54,6 @@ class _SourcePart:
     """The splits of the data set that `begun` is about: that in the place of the new one, which holds less of the
     same."""
 
-    @property
-    def results(self) -> list[dict]:
-        return [result for _, result in self.done]
-
     def train_shards(self) -> Iterator[tuple[Path, dict]]:
         """List the shards of training, each with its entry."""
         if self.begun:
@@ -84,18 +80,18 @@ class _SourcePart:
             tokens += result["splits"]["train"]["tokens"]
         return np.concatenate(positions)
 
-    def accounts(self) -> list[dict]:
+    def accounts(self, cut_too: bool = True) -> list[dict]:
         """List what was skipped, encoded and cleaned: {"skipped", "encoding", "cleaned"} of each stretch of tasks."""
-        return [*([self.begun.to_dict()] if self.begun else []), *self.results]
+        results = [result for _, result in self.done if cut_too or not result["cut"]]
+        return [*([self.begun.to_dict()] if self.begun else []), *results]
 
     def whole_tasks(self, keys: list[list[str]]) -> Begun:
         """Sum up the tasks that are there whole, for a preparation that goes on from here."""
-        whole = [result for result in self.results if not result["cut"]]
-        accounts = [*([self.begun.to_dict()] if self.begun else []), *whole]
-        train = [result["splits"]["train"] for result in whole]
-        number = len(whole) + (self.begun.tasks if self.begun else 0)
+        whole = [result["splits"] for _, result in self.done if not result["cut"]]
+        accounts, first = self.accounts(cut_too=False), self.begun or Begun(0, "", 0, 0, 0, 0, 0, {}, {})
+        train, number = [splits["train"] for splits in whole], len(whole) + first.tasks
+        held_out = sum(splits["validation"]["documents"] for splits in whole)
         cleaned = [account["cleaned"] for account in accounts if "cleaned" in account]
-        first = self.begun or Begun(0, "", 0, 0, 0, 0, 0, {}, {})
         return Begun(
             tasks=number,
             keys=digest_of(keys[:number]),
@@ -103,9 +99,8 @@ class _SourcePart:
             tokens=first.tokens + sum(split["tokens"] for split in train),
             shards=first.shards + sum(bool(s["documents"]) for split in train for s in split["shards"]),
             largest_task=max([first.largest_task, *(split["tokens"] for split in train)]),
-            validation_documents=first.validation_documents
-            + sum(result["splits"]["validation"]["documents"] for result in whole),
-            skipped=_summed([account["skipped"] for account in accounts]),
+            validation_documents=first.validation_documents + held_out,
+            skipped=_summed(accounts),
             encoding=_encoding(accounts),
             cleaned=merged_reports(cleaned) if cleaned else None,
         )
@@ -115,14 +110,14 @@ def keep_arrived(preparation: Preparation) -> None:
     """Write down what a run that trains meanwhile can read: the first tasks that have finished without a gap."""
     if preparation.data.shuffle_blocks is None:
         return
-    sources = []
-    for source in preparation.survey().sources:
+    survey = Survey()
+    for source in preparation.survey():
         gap = min(source.missing, default=inf)
-        sources.append(replace(source, used=[task for task in source.used if task < gap]))
+        survey.append(source._replace(used=[task for task in source.used if task < gap]))
         # The stream goes on with the next source only where one is whole.
         if source.missing:
             break
-    trained = _train_parts(preparation, Survey(sources))
+    trained = _train_parts(preparation, survey)
     train = [{**shard, "path": str(path)} for part in trained for path, shard in part.train_shards()]
     validation = [
         {**shard, "source": part.source, "path": str(output / "validation" / shard["file"])}
@@ -131,20 +126,11 @@ def keep_arrived(preparation: Preparation) -> None:
         for shard in result["splits"]["validation"]["shards"]
         if shard["documents"]
     ]
-    tokenizer, data = preparation.tokenize.tokenizer, preparation.data
-    info = tokenizer.describe(tokenizer.output)
+    dtype = token_dtype(preparation.tokenize.tokenizer.info.vocab_size).name
     manifest = {
-        "format": FORMAT,
-        "name": data.name,
-        "fingerprint": from_origin(preparation.origin),
-        "origin": preparation.origin,
-        "data": deciding_section(data.to_dict()),
-        "tokenizer": vars(info),
-        "tokenizer_folder": str(tokenizer.output),
-        "splits": {
-            name: summed_entry(shards, token_dtype(info.vocab_size).name)
-            for name, shards in {"train": train, "validation": validation}.items()
-        },
+        **_identity(preparation, from_origin(preparation.origin)),
+        "tokenizer_folder": str(preparation.tokenize.tokenizer.output),
+        "splits": {"train": summed_entry(train, dtype), "validation": summed_entry(validation, dtype)},
     }
     with replacing(preparation.work / ARRIVED_NAME) as file:
         json.dump(manifest, file)
@@ -160,20 +146,17 @@ def finish(preparation: Preparation, show_progress: bool = False) -> Path | None
     for corpus in filter(None, [preparation.corpus, preparation.validation]):
         corpus.check_unchanged()
     survey = preparation.survey()
-    if missing := survey.missing:
-        raise UserError(
-            f"{preparation.work}: {len(missing)} tasks of the stage 'tokenize' have not finished (the first: "
-            f"{missing[0]}); run the same command again: only they are repeated"
-        )
+    preparation.tokenize.refuse(survey.missing)
     trained = _train_parts(preparation, survey)
     parts = [*trained, *_validation_parts(preparation)]
-    results = [result for part in trained for result in part.results]
+    results = [result for part in trained for _, result in part.done]
     has_text = any(entry["documents"] for result in results for entry in result["splits"].values())
     if not has_text and not preparation.goes_on:
-        raise preparation.texts.is_empty(_summed([result["skipped"] for result in results]))
+        raise preparation.texts.is_empty(_summed(results))
+    dtype = token_dtype(preparation.tokenize.tokenizer.info.vocab_size)
     with building(preparation.folder) as folder:
-        validation, counts = _join_validation(parts, results, folder / "validation")
-        splits = {"train": _link_shards(trained, results, folder / "train"), "validation": validation}
+        validation, counts = _join_validation(parts, folder / "validation", dtype)
+        splits = {"train": _link_shards(trained, folder / "train", dtype), "validation": validation}
         np.save(folder / POSITIONS_FILE, np.concatenate([part.positions() for part in parts]))
         accounts = [account for part in trained for account in part.accounts()]
         reports = preparation.cleaned.reports(accounts) if preparation.cleaned else {}
@@ -198,23 +181,18 @@ def finish(preparation: Preparation, show_progress: bool = False) -> Path | None
 
 def kept_text(kept: Path, data_root: Path) -> str:
     """Write the sentence about a data set whose place another one took."""
-    options = reading_options(kept, data_root)
-    return (
-        f"the data set before it is kept in {kept}: its runs go on with the recipe as it was, and {options}"
-    )
+    goes_on = f"its runs go on with the recipe as it was, and {reading_options(kept, data_root)}"
+    return f"the data set before it is kept in {kept}: {goes_on}"
 
 
 def _train_parts(preparation: Preparation, survey: Survey) -> list[_SourcePart]:
     """List what there is of each source."""
-    stage = preparation.bounded(survey.bounds).tokenize
+    stage = preparation.bounded(survey).tokenize
     manifest = read_manifest(preparation.folder) if preparation.goes_on else None
     entries = manifest["splits"] if manifest else {}
     earlier = {name: TokenSplit(preparation.folder / name, entry) for name, entry in entries.items()}
-    parts = []
-    for number, source in enumerate(survey.sources):
-        done = [(stage.folder(task), stage.result(task)) for task in source.used]
-        parts.append(_SourcePart(number, done, preparation.begun[number], earlier))
-    return parts
+    done = [[(stage.folder(task), stage.result(task)) for task in source.used] for source in survey]
+    return [_SourcePart(n, tasks, preparation.begun[n], earlier) for n, tasks in enumerate(done)]
 
 
 def _validation_parts(preparation: Preparation) -> list[_SourcePart]:
@@ -229,11 +207,12 @@ def _validation_parts(preparation: Preparation) -> list[_SourcePart]:
     ]
 
 
-def _summed(skips: list[dict]) -> dict[str, int]:
+def _summed(accounts: list[dict]) -> dict[str, int]:
+    skips = [account["skipped"] for account in accounts]
     return {reason: sum(skip.get(reason, 0) for skip in skips) for reason in ("undecodable", "empty")}
 
 
-def _link_shards(parts: list[_SourcePart], results: list[dict], target: Path) -> dict:
+def _link_shards(parts: list[_SourcePart], target: Path, dtype: np.dtype) -> dict:
     """Give the shards of train their final names, by links."""
     shards = [shard for part in parts for shard in part.train_shards()]
     target.mkdir()
@@ -244,12 +223,11 @@ def _link_shards(parts: list[_SourcePart], results: list[dict], target: Path) ->
             os.link(path, target / shard["file"])
         except OSError:  # a file system without links
             shutil.copyfile(path, target / shard["file"])
-    return split_entry(target, [shard for _, shard in shards], results[0]["splits"]["train"]["dtype"])
+    return split_entry(target, [shard for _, shard in shards], dtype.name)
 
 
-def _join_validation(parts: list[_SourcePart], results: list[dict], target: Path) -> tuple[dict, np.ndarray]:
+def _join_validation(parts: list[_SourcePart], target: Path, dtype: np.dtype) -> tuple[dict, np.ndarray]:
     """Write the small parts of validation again, into few shards; count how often each id [vocab_size] occurs."""
-    dtype = np.dtype(results[0]["splits"]["validation"]["dtype"])
     writer = SplitWriter(target, dtype)
     counts = np.sum([np.load(output / COUNTS_NAME) for part in parts for output, _ in part.done], axis=0)
     for part in parts:
@@ -280,30 +258,36 @@ def _manifest(
     # What the tokens cost by their frequencies alone: a model must be better than that.
     bits_per_byte = entropy_bits(counts) / splits["validation"]["bytes"]
     splits["validation"]["unigram_bits_per_byte"] = round(bits_per_byte, 6)
-    data, tokenizer = preparation.data, preparation.tokenize.tokenizer
     accounts = [account for part in parts for account in part.accounts()]
     # Each text is read from its source once: by `Clean` if there is one, else by `Tokenize`.
-    skips = [account["skipped"] for account in accounts]
+    read = list(accounts)
     for texts in [preparation.cleaned, stage.texts if (stage := preparation.tokenize_validation) else None]:
-        skips += texts.skipped() if isinstance(texts, CleanedCorpus) else []
-    entries = [_source(preparation, part, splits) for part in parts]
-    own = entries[len(data.sources) :]
+        read += texts.clean.reports() if isinstance(texts, CleanedCorpus) and not texts.as_read else []
+    entries, of_training = [_source(preparation, part, splits) for part in parts], len(preparation.targets)
+    own = entries[of_training:]
     return {
-        "format": FORMAT,
-        "name": data.name,
-        "fingerprint": content_fingerprint(splits),
-        "origin": preparation.origin,
-        "data": deciding_section(data.to_dict()),
-        "consulted": preparation.consulted,
-        "tokenizer": vars(tokenizer.describe(tokenizer.output)),
+        **_identity(preparation, content_fingerprint(splits)),
         "encoding": _encoding(accounts),
-        "sources": entries[: len(data.sources)],
+        "sources": entries[:of_training],
         **({"validation_sources": own} if own else {}),
-        "skipped": _summed(skips),
+        "skipped": _summed(read),
         **reports,
         "splits": splits,
         # Of the packages that shape the bytes.
         "versions": {package: version(package) for package in ("numpy", "pyarrow", "tokenizers")},
+    }
+
+
+def _identity(preparation: Preparation, fingerprint: str) -> dict:
+    """Begin a manifest: what the data set is made from."""
+    return {
+        "format": FORMAT,
+        "name": preparation.data.name,
+        "fingerprint": fingerprint,
+        "origin": preparation.origin,
+        "data": deciding_section(preparation.data.to_dict()),
+        "consulted": preparation.consulted,
+        "tokenizer": vars(preparation.tokenize.tokenizer.info),
     }
 
 
@@ -321,7 +305,7 @@ def _source(preparation: Preparation, part: _SourcePart, splits: dict) -> dict:
     if not any(preparation.targets) or part.source >= len(preparation.targets):
         return entry
     # The last task was run up to a bound.
-    if part.done and (last := part.results[-1]["cut"]):
+    if part.done and (last := part.done[-1][1]["cut"]):
         cut = {name: sum(shard[name] for shard in shards["train"]) for name in ("documents", "tokens")}
         entry["cut"] = {**cut, "last_document_tokens": last["last_document_tokens"]}
     return {**entry, "begun": part.whole_tasks(preparation.keys_of(part.source)).to_dict()}
@@ -331,7 +315,5 @@ def _encoding(accounts: list[dict]) -> dict:
     """Say which encoder worked, and how many documents the reference has checked."""
     found = [account["encoding"] for account in accounts]
     backends = {backend for each in found for backend in each.get("backends", [each.get("backend")])}
-    return {
-        "backends": sorted(backends),
-        "checked_documents": sum(each["checked_documents"] for each in found),
-    }
+    checked = sum(each["checked_documents"] for each in found)
+    return {"backends": sorted(backends), "checked_documents": checked}

@@ -7,17 +7,18 @@ portion alone: not on the order of work, and not on what smaller portions were p
 
 import json
 import shutil
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
+from itertools import filterfalse
 from pathlib import Path
+from typing import NamedTuple
 
 from pretraining.data.checksums import digest_of
-from pretraining.data.corpus import CLEANING_KEYS, PIECE_BYTES, TASK_PIECES, Corpus
+from pretraining.data.corpus import CLEANING_KEYS, PIECE_BYTES, TASK_PIECES, Corpus, TextSource
 from pretraining.data.manifest import consulted, deciding_section
 from pretraining.data.portions import Portion
 from pretraining.data.preparation.cleaning import (
     Clean,
-    CleanedAsRead,
     CleanedCorpus,
     CleanValidation,
     EvaluationSets,
@@ -25,15 +26,8 @@ from pretraining.data.preparation.cleaning import (
     Match,
 )
 from pretraining.data.preparation.stage import Stage
-from pretraining.data.preparation.tokenizing import (
-    ALL,
-    MakeTokenizer,
-    Texts,
-    Tokenize,
-    TokenizeValidation,
-)
+from pretraining.data.preparation.tokenizing import ALL, MakeTokenizer, Texts, Tokenize, TokenizeValidation
 from pretraining.data.publishing import work_folder
-from pretraining.data.sources import TextSource
 from pretraining.extend import read_extensions
 from pretraining.recipe.data import Data
 from pretraining.recipe.recipe import Recipe
@@ -78,9 +72,8 @@ class Begun:
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
-@dataclass(frozen=True)
-class SourceSurvey:
-    """The tasks of one source."""
+class SourceSurvey(NamedTuple):
+    """How far the tasks of one source have come towards its target."""
 
     used: list[int]
     """Finished ones that the target needs, in their order, behind those that were begun with."""
@@ -90,19 +83,16 @@ class SourceSurvey:
     """Those to run next; none: the source is finished."""
 
 
-@dataclass(frozen=True)
-class Survey:
-    """The tasks of all sources."""
-
-    sources: list[SourceSurvey]
+class Survey(list[SourceSurvey]):
+    """Those of all sources."""
 
     @property
     def bounds(self) -> dict[int, Portion]:
-        return {number: bound for source in self.sources for number, bound in source.bounds.items()}
+        return {number: bound for source in self for number, bound in source.bounds.items()}
 
     @property
     def missing(self) -> list[int]:
-        return [number for source in self.sources for number in source.missing]
+        return [number for source in self for number in source.missing]
 
 
 @dataclass(frozen=True)
@@ -150,23 +140,21 @@ class Preparation:
         # other modules may import torch, for which no worker should wait
         filtering = [each for each in recipe.extensions if each.defines.get("filter")]
         named = tuple(str(each.path.absolute()) if each.is_file else each.module for each in filtering)
-        vocab_size, length = recipe.model.vocab_size, recipe.sequence_length
-        planned = cls(
-            folder, data, vocab_size, length, corpus, own, fingerprints, targets or none, none, named
-        )
+        vocab_size, length, targets = recipe.model.vocab_size, recipe.sequence_length, targets or none
+        planned = cls(folder, data, vocab_size, length, corpus, own, fingerprints, targets, none, named)
         if earlier is None:
             return planned
-        begun = [
-            Begun.of(source, planned.keys_of(number)) for number, source in enumerate(earlier["sources"])
-        ]
+        begun = [Begun.of(each, planned.keys_of(source)) for source, each in enumerate(earlier["sources"])]
         return replace(planned, begun=begun)
 
-    def keys_of(self, source: int) -> list[list[str]]:
-        tasks = [task for task in self.texts.tasks if self.source_of(task) == source]
-        return [self.texts.keys[task.start : task.stop] for task in tasks]
+    def tasks_of(self, source: int) -> list[int]:
+        """List the tasks of `tokenize` that read a source of training."""
+        pieces, tasks = self.texts.pieces, enumerate(self.texts.tasks)
+        return [number for number, task in tasks if pieces[task.start].source == source]
 
-    def source_of(self, task: range) -> int:
-        return self.texts.pieces[task.start].source
+    def keys_of(self, source: int) -> list[list[str]]:
+        tasks = [self.texts.tasks[number] for number in self.tasks_of(source)]
+        return [self.texts.keys[task.start : task.stop] for task in tasks]
 
     @property
     def goes_on(self) -> bool:
@@ -179,12 +167,13 @@ class Preparation:
     @cached_property
     def stages(self) -> list[Stage]:
         """List the stages in order; each may use the outputs of those before."""
-        cleaning = self.cleaned.stages if self.cleaned else []
-        if self.tokenize_validation is None:
-            return [*cleaning, self.tokenize.tokenizer, self.tokenize]
-        own = self.tokenize_validation.texts
-        cleaning += own.stages if isinstance(own, CleanedCorpus) else []
-        return [*cleaning, self.tokenize.tokenizer, self.tokenize, self.tokenize_validation]
+        own, cleaning = self.tokenize_validation, self.cleaned.stages if self.cleaned else []
+        if own and isinstance(own.texts, CleanedCorpus):
+            cleaning = [*cleaning, *own.texts.stages]
+        return [*cleaning, self.tokenize.tokenizer, self.tokenize, *([own] if own else [])]
+
+    def stage(self, name: str) -> Stage:
+        return next(stage for stage in self.stages if stage.name == name)
 
     @cached_property
     def consulted(self) -> dict:
@@ -194,8 +183,7 @@ class Preparation:
     @cached_property
     def origin(self) -> str:
         """Identify the tokens by all that decides them, once the tokenizer is there and before the tokens are."""
-        tokenizer = self.tokenize.tokenizer
-        made_by = tokenizer.describe(tokenizer.output).fingerprint
+        made_by = self.tokenize.tokenizer.info.fingerprint
         return digest_of(deciding_section(self.data.to_dict()), self.fingerprints, self.consulted, made_by)
 
     @property
@@ -203,21 +191,21 @@ class Preparation:
         return self.cleaned or self.corpus
 
     @cached_property
-    def cleaned(self) -> CleanedCorpus | CleanedAsRead | None:
+    def cleaned(self) -> CleanedCorpus | None:
         """Plan what cleaning leaves of the corpus; None if the recipe asks for no cleaning."""
         data, dedup = self.data, self.data.dedup
         if dedup and not (dedup.exact or dedup.minhash):
             dedup = None
-        # For the error of an empty corpus: these keys may have left nothing.
-        cleaned_by = [key for key in CLEANING_KEYS if getattr(data, key)]
         if not (dedup or data.filters or data.decontaminate):
             return None
+        # For the error of an empty corpus: these keys may have left nothing.
+        cleaned_by = [key for key in CLEANING_KEYS if getattr(data, key)]
         sets = EvaluationSets.from_recipe(self.work, data, self.validation)
         clean = Clean(self.work, self.corpus, data.filters, self.consulted, sets, dedup)
         # Documents are compared across the whole corpus; else no more is cleaned than is wanted, and no task waits for
         # text behind it.
         if not dedup and (any(self.targets) or data.shuffle_blocks):
-            return CleanedAsRead(self.corpus, cleaned_by, clean)
+            return CleanedCorpus(self.corpus, cleaned_by, clean, as_read=True)
         fates = None
         if dedup:
             names = [spec.called for spec in data.sources]
@@ -230,34 +218,6 @@ class Preparation:
         data, share = self.data, self.data.validation_share
         tokenizer = MakeTokenizer(self.work, self.texts, data.tokenizer, self.vocab_size, share)
         return Tokenize(self.work, self.texts, tokenizer, data.encoder, share, self.bounds)
-
-    def survey(self) -> Survey:
-        """Look which tasks of `tokenize` the targets need, and which of them are to run next."""
-        whole, sources = self.tokenize.bounded({}), range(len(self.targets))
-        numbers = [
-            [number for number, task in enumerate(self.texts.tasks) if self.source_of(task) == source]
-            for source in sources
-        ]
-        known = [
-            # Nobody knows how much a file of the hub holds.
-            None if source.large_pieces else PIECE_BYTES * TASK_PIECES // FEWEST_TOKEN_BYTES
-            for source in self.corpus.sources
-        ]
-        each = zip(numbers, self.targets, self.begun, known, strict=True)
-        return Survey([survey_source(whole, *source) for source in each])
-
-    def bounded(self, bounds: dict[int, Portion]) -> "Preparation":
-        return replace(self, bounds=bounds)
-
-    def reuse_tokenizer(self) -> None:
-        """Take the tokenizer of the data set that the preparation goes on from: it need not be made again."""
-        stage, there = self.tokenize.tokenizer, self.folder / "tokenizer"
-        if any(self.begun) and there.is_dir() and stage.pending():
-            stage.folder(0).parent.mkdir(parents=True, exist_ok=True)
-            part = stage.folder(0).with_name(".tokenizer")
-            shutil.rmtree(part, ignore_errors=True)
-            shutil.copytree(there, part)
-            part.rename(stage.folder(0))
 
     @cached_property
     def tokenize_validation(self) -> TokenizeValidation | None:
@@ -275,33 +235,83 @@ class Preparation:
             rules = {key: rule for key, rule in self.consulted.items() if key.startswith("data.filters")}
             clean = CleanValidation(self.work, self.validation, self.data.filters, rules, None, None)
             # No more is cleaned than is wanted.
-            texts = (
-                CleanedAsRead(self.validation, ["filters"], clean)
-                if bounds
-                else CleanedCorpus(self.validation, ["filters"], clean, None, ALL)
-            )
+            texts = CleanedCorpus(self.validation, ["filters"], clean, None, ALL, as_read=bool(bounds))
         return TokenizeValidation(self.work, texts, self.tokenize.tokenizer, self.data.encoder, ALL, bounds)
 
-    def stage(self, name: str) -> Stage:
-        return next(stage for stage in self.stages if stage.name == name)
+    def survey(self) -> Survey:
+        """Look which tasks of `tokenize` the target of each source needs, and which of them are to run next."""
+        surveys = Survey()
+        for source, (target, begun) in enumerate(zip(self.targets, self.begun, strict=True)):
+            # Nobody knows how much a file of the hub holds.
+            large = self.corpus.sources[source].large_pieces
+            most = None if large else PIECE_BYTES * TASK_PIECES // FEWEST_TOKEN_BYTES
+            numbers = self.tasks_of(source)[begun.tasks if begun else 0 :]
+            surveys.append(self._survey_source(numbers, target, begun, most))
+        return surveys
+
+    def _survey_source(
+        self, numbers: list[int], target: Portion | None, begun: Begun | None, most_tokens: int | None
+    ) -> SourceSurvey:
+        """Look how far these tasks of a source have come towards its target.
+
+        most_tokens: of a task, while none is finished; None if nobody knows.
+        """
+        whole = replace(self.tokenize, bounds={})
+
+        def finished(number: int) -> bool:
+            return whole.folder(number).is_dir()
+
+        if target is None:
+            return SourceSurvey([*filter(finished, numbers)], {}, [*filterfalse(finished, numbers)])
+        used: list[int] = []
+        largest, left = 0, target
+        if begun:
+            largest, left = begun.largest_task, target.less(begun.documents, begun.tokens)
+        for place, number in enumerate(numbers):
+            bounded = replace(whole, bounds={number: left})
+            if bounded.folder(number).is_dir():
+                if bounded.result(number)["cut"]:
+                    return SourceSurvey([*used, number], {number: left}, [])
+                # It ended before its bound: it is complete, whatever the bound was.
+                bounded.folder(number).rename(whole.folder(number))
+            if finished(number):
+                train = whole.result(number)["splits"]["train"]
+                if left.is_reached(train["documents"], train["tokens"]):
+                    return SourceSurvey(used, {number: left}, [number])
+                used.append(number)
+                largest, left = max(largest, train["tokens"]), left.less(train["documents"], train["tokens"])
+                continue
+            # Of the next tasks, those that are needed whole if none has more tokens than the largest.
+            most = largest or most_tokens
+            by_tokens_alone = left.tokens is not None and left.documents is None
+            sure = int(SURE_SHARE * left.tokens / most) if by_tokens_alone and most else 1
+            if sure > 1:
+                return SourceSurvey(used, {}, [*filterfalse(finished, numbers[place : place + sure])])
+            return SourceSurvey(used, {number: left}, [number])
+        return SourceSurvey(used, {}, [])
+
+    def bounded(self, survey: Survey) -> "Preparation":
+        """Return the same preparation, whose tasks end where a survey says that the targets end."""
+        return replace(self, bounds=survey.bounds)
+
+    def reuse_tokenizer(self) -> None:
+        """Take the tokenizer of the data set that the preparation goes on from: it need not be made again."""
+        stage, there = self.tokenize.tokenizer, self.folder / "tokenizer"
+        if self.goes_on and there.is_dir() and stage.pending():
+            stage.folder(0).parent.mkdir(parents=True, exist_ok=True)
+            part = stage.folder(0).with_name(".tokenizer")
+            shutil.rmtree(part, ignore_errors=True)
+            shutil.copytree(there, part)
+            part.rename(stage.folder(0))
 
     def save(self) -> None:
         """Write the preparation to the work folder, for tasks in other processes."""
-        values = {
-            "folder": str(self.folder),
-            "data": self.data.to_dict(),
-            "vocab_size": self.vocab_size,
-            "sequence_length": self.sequence_length,
-            "corpus": self.corpus.to_json(),
-            "validation": self.validation and self.validation.to_json(),
-            "fingerprints": self.fingerprints,
-            "targets": self.targets,
-            "begun": [begun and asdict(begun) for begun in self.begun],
-            "bounds": list(self.bounds.items()),
-            "extensions": list(self.extensions),
-        }
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values |= {"folder": str(self.folder), "data": self.data.to_dict(), "corpus": self.corpus.to_json()}
+        values |= {"validation": self.validation and self.validation.to_json()}
+        values |= {"begun": [begun and asdict(begun) for begun in self.begun]}
         with replacing(self.work / STATE_NAME) as file:
-            json.dump(values, file)
+            json.dump({**values, "bounds": list(self.bounds.items())}, file)
 
     @classmethod
     def load(cls, work: Path) -> "Preparation":
@@ -317,47 +327,3 @@ class Preparation:
         opened["begun"] = [begun and Begun(**begun) for begun in values["begun"]]
         opened["bounds"] = {number: Portion(*bound) for number, bound in values["bounds"]}
         return cls(**{**values, **opened})
-
-
-def survey_source(
-    tokenize: Tokenize,
-    numbers: list[int],
-    target: Portion | None,
-    begun: Begun | None,
-    most_tokens: int | None,
-) -> SourceSurvey:
-    """Look how far the tasks `numbers` of a source have come towards its target; `tokenize` has no bounds.
-
-    most_tokens: of a task, while none is finished; None if nobody knows.
-    """
-    numbers = numbers[begun.tasks :] if begun else numbers
-    if target is None:
-        missing = [number for number in numbers if not tokenize.folder(number).is_dir()]
-        return SourceSurvey([n for n in numbers if n not in set(missing)], {}, missing)
-    used: list[int] = []
-    largest, left = 0, target
-    if begun:
-        largest, left = begun.largest_task, target.less(begun.documents, begun.tokens)
-    for place, number in enumerate(numbers):
-        bounded = tokenize.bounded({number: left})
-        if bounded.folder(number).is_dir():
-            if bounded.result(number)["cut"]:
-                return SourceSurvey([*used, number], {number: left}, [])
-            # It ended before its bound: it is complete, whatever the bound was.
-            bounded.folder(number).rename(tokenize.folder(number))
-        if tokenize.folder(number).is_dir():
-            train = tokenize.result(number)["splits"]["train"]
-            if left.is_reached(train["documents"], train["tokens"]):
-                return SourceSurvey(used, {number: left}, [number])
-            used.append(number)
-            largest, left = max(largest, train["tokens"]), left.less(train["documents"], train["tokens"])
-            continue
-        # Of the next tasks, those that are needed whole if none has more tokens than the largest.
-        most = largest or most_tokens
-        by_tokens_alone = left.tokens is not None and left.documents is None
-        sure = int(SURE_SHARE * left.tokens / most) if by_tokens_alone and most else 1
-        if sure > 1:
-            waiting = [n for n in numbers[place : place + sure] if not tokenize.folder(n).is_dir()]
-            return SourceSurvey(used, {}, waiting)
-        return SourceSurvey(used, {number: left}, [number])
-    return SourceSurvey(used, {}, [])

@@ -7,14 +7,16 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pretraining.data.corpus import CLEANING_KEYS, Corpus, prefetch, read_batches
+from pretraining.data.corpus import CLEANING_KEYS, Corpus, open_sources, prefetch, read_batches
 from pretraining.data.manifest import (
+    COUNTED,
     check_blocks,
     data_differences,
     fitting_beside,
@@ -26,7 +28,6 @@ from pretraining.data.portions import lacking, portions_of, targets_beside
 from pretraining.data.preparation.execution import Execution, run_stages
 from pretraining.data.progress import ProgressBar
 from pretraining.data.publishing import is_half_published, preparation_lock
-from pretraining.data.sources import open_sources
 from pretraining.data.tokenizer import check_vocabulary, refuse_missing_folder
 from pretraining.errors import UserError, file_error, require
 from pretraining.recipe.data import Source
@@ -59,29 +60,20 @@ class Outcome:
         """Summarize the outcome for a script, as JSON values."""
         if self.manifest is None:
             return {"jobs": self.jobs}
-        splits = self.manifest["splits"]
-        counts = {
-            name: {key: splits[name][key] for key in ("documents", "tokens", "bytes")} for name in splits
-        }
+        splits, own = self.manifest["splits"], self.manifest.get("validation_sources", ())
+        counts = {name: {key: split[key] for key in COUNTED} for name, split in splits.items()}
         num_tokens = max(1, sum(count["tokens"] for count in counts.values()))
+        sources = []
+        for spec, entry in zip(self.specs, self.manifest["sources"], strict=True):
+            held = {key: entry[key] for key in ("documents", "tokens")}
+            share = entry["tokens"] / num_tokens
+            sources.append({"name": spec.called, **held, "share": share, "weight": spec.weight})
         return {
             "name": self.manifest["name"],
             "folder": str(self.folder),
             **counts,
-            "sources": [
-                {
-                    "name": spec.called,
-                    "documents": entry["documents"],
-                    "tokens": entry["tokens"],
-                    "share": entry["tokens"] / num_tokens,
-                    "weight": spec.weight,
-                }
-                for spec, entry in zip(self.specs, self.manifest["sources"], strict=True)
-            ],
-            "validation_sources": [
-                {key: entry[key] for key in ("name", "documents", "tokens")}
-                for entry in self.manifest.get("validation_sources", ())
-            ],
+            "sources": sources,
+            "validation_sources": [{k: entry[k] for k in ("name", "documents", "tokens")} for entry in own],
             "vocab_size": self.manifest["tokenizer"]["vocab_size"],
             "bytes_per_token": sum(count["bytes"] for count in counts.values()) / num_tokens,
             "skipped": self.manifest["skipped"],
@@ -93,10 +85,8 @@ class Outcome:
     def as_text(self) -> str:
         """Summarize the outcome for a person."""
         if self.manifest is None:
-            return (
-                f"submitted {len(self.jobs)} jobs: {', '.join(self.jobs)}; the same command tells when the data is "
-                "ready"
-            )
+            submitted = f"submitted {len(self.jobs)} jobs: {', '.join(self.jobs)}"
+            return f"{submitted}; the same command tells when the data is ready"
         summary = self.to_dict()
         lines = [f"data {summary['name']} is ready in {summary['folder']}"]
         for split in ("train", "validation"):
@@ -106,9 +96,8 @@ class Outcome:
         lines.append(f"  tokenizer  {ids:>13,} ids       {ratio:>15.2f} bytes/token")
         left_out = ", ".join(f"{count:,} {reason}" for reason, count in summary["skipped"].items())
         lines.append(f"  documents left out: {left_out}")
-        lines.append(
-            f"  unigram entropy of all validation tokens {summary['unigram_bits_per_byte']:.3f} bits per byte"
-        )
+        bits = summary["unigram_bits_per_byte"]
+        lines.append(f"  unigram entropy of all validation tokens {bits:.3f} bits per byte")
         if len(summary["sources"]) > 1:
             lines.append(f"  {'source':<24}{'documents':>14}{'tokens':>19}{'share':>9}  weight in a run")
             for source in summary["sources"]:
@@ -138,10 +127,9 @@ def prepare_data(
     """Prepare the recipe's data section under `data_root`.
 
     Returns at once if the same data was prepared already. If less of it was, goes on from there. Checks that the
-    tokenizer fits `recipe.model.vocab_size` and that each split holds a block of `recipe.sequence_length`. `execution`
-    says where the tasks run. A finished data set that differs is refused. With `replace` the new one takes its place
-    once it is finished, and the old one is kept beside it. Raises UserError if the section, the sources or the disk do
-    not allow it; finished tasks are kept.
+    tokenizer fits `recipe.model.vocab_size` and that each split holds a block of `recipe.sequence_length`. A finished
+    data set that differs is refused. With `replace` the new one takes its place once it is finished, and the old one is
+    kept beside it. Raises UserError if the section, the sources or the disk do not allow it; finished tasks are kept.
     """
     data, named = recipe.data.to_dict(), Path(data_root) / recipe.data.name
     # A rename would replace a link, not the folder that it leads to.
@@ -195,25 +183,21 @@ def _refuse_unreadable(recipe: Recipe) -> None:
     asked = [(f"{key}.dataset", "dataset", spec.dataset) for key, spec in recipe.data.text_origins]
     if isinstance(recipe.data.tokenizer, str):
         refuse_missing_folder(recipe.data.tokenizer)
-    asked.append(("data.tokenizer", "model", recipe.data.tokenizer))
-    # a folder is no name, nor is a tokenizer that is trained
-    named = [each for each in asked if isinstance(each[2], str) and not Path(each[2]).expanduser().exists()]
-    if not named:
-        return
-    hub = require("huggingface_hub", "text or a tokenizer of the hub")
-    for key, kind, name in named:
+    for key, kind, name in [*asked, ("data.tokenizer", "model", recipe.data.tokenizer)]:
+        # a folder is no name, nor is a tokenizer that is trained
+        if not isinstance(name, str) or Path(name).expanduser().exists():
+            continue
+        hub = require("huggingface_hub", "text or a tokenizer of the hub")
         try:
             # a copy of earlier days is read without asking the hub
             if kind == "model" and isinstance(hub.try_to_load_from_cache(name, "tokenizer.json"), str):
                 continue
             hub.auth_check(name, repo_type=kind)
         except hub.errors.GatedRepoError as error:
-            token = (
-                "" if hub.get_token() else ", then export HF_TOKEN=TOKEN of that account (or hf auth login)"
-            )
+            login = ", then export HF_TOKEN=TOKEN of that account (or hf auth login)"
             raise UserError(
                 f"{key}: {name} is gated, and its terms are not accepted: accept them at {HUB_PAGES[kind]}{name}"
-                f"{token}, or name another that is open; nothing was read"
+                f"{'' if hub.get_token() else login}, or name another that is open; nothing was read"
             ) from error
         except hub.errors.RepositoryNotFoundError as error:
             what = f"the hub has no {kind} {name} that this account may see; name one that is there"
@@ -228,9 +212,7 @@ def _finished(folder: Path, data: dict, fingerprints: list[dict], replace: bool)
     Raises UserError for a data set that differs, unless `replace` is set.
     """
     manifest = read_manifest(folder)
-    if manifest is None:
-        return None
-    differing = prepared_differences(manifest, data, fingerprints)
+    differing = prepared_differences(manifest, data, fingerprints) if manifest else []
     if differing and not replace:
         raise UserError(
             f"{folder}: holds another data set, and runs made from it need it: {listed(differing)}; give the new one a "
@@ -295,7 +277,7 @@ def count_data(recipe: Recipe, num_documents: int | None = None, show_progress: 
         stage = MakeTokenizer(Path(folder), corpus, data.tokenizer, vocab_size, data.validation_share)
         # Run directly, without `run_task`: the folder is temporary, so nothing is published or synced.
         stage.run(0, tokenizer, progress)
-        # Empty and undecodable texts tell nothing about the encoder.
+        # Empty and undecodable texts say nothing about the encoder.
         sample = [text for text, _ in islice(sources[0].documents(), 20) if text]
         encoder = Encoder.open(tokenizer, stage.describe(tokenizer), data.encoder, sample)
         if encoder.note and progress.shown:
@@ -305,16 +287,14 @@ def count_data(recipe: Recipe, num_documents: int | None = None, show_progress: 
         for number, source in enumerate(sources):
             skipped: dict[str, int] = {}
             documents = islice(source.documents(), num_documents)
-            batches = read_batches(number, documents, skipped, data.skip_undecodable)
-            row = {"documents": 0, "text_bytes": 0, "tokens": 0}
+            row = Counter(documents=0, text_bytes=0, tokens=0)
             # Reads the next batches while this one is encoded.
-            for batch in prefetch(batches):
+            for batch in prefetch(read_batches(number, documents, skipped, data.skip_undecodable)):
                 tokens, _ = encoder.encode(batch.texts, batch.wheres)
-                row["documents"] += len(batch.texts)
-                row["text_bytes"] += sum(batch.num_bytes)
-                row["tokens"] += len(tokens)
-                progress.add(len(batch.texts), sum(batch.num_bytes), len(tokens))
-            rows.append(row)
+                num_bytes = sum(batch.num_bytes)
+                row.update(documents=len(batch.texts), text_bytes=num_bytes, tokens=len(tokens))
+                progress.add(len(batch.texts), num_bytes, len(tokens))
+            rows.append(dict(row))
             skips.append(skipped)
     total = {key: sum(row[key] for row in rows) for key in rows[0]}
     for row in [*rows, total]:

@@ -70,7 +70,7 @@ def submit_to_slurm(preparation: "Preparation", execution: Execution) -> list[st
     preparation.reuse_tokenizer()
     # Of portions the first tasks that are surely needed. The last job runs those that are then still missing.
     survey = preparation.survey()
-    preparation = preparation.bounded(survey.bounds)
+    preparation = preparation.bounded(survey)
     preparation.save()
     before = [(stage.name, stage.pending()) for stage in preparation.stages if stage.name != "tokenize"]
     stages = [each for each in [*before, (preparation.tokenize.name, survey.missing)] if each[1]]

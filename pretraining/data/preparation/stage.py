@@ -44,12 +44,16 @@ class Stage(ABC):
 
     def outputs(self) -> list[Path]:
         """List the folders of all tasks; UserError if one has not finished."""
-        if pending := self.pending():
+        self.refuse(self.pending())
+        return [self.folder(number) for number in range(len(self.keys))]
+
+    def refuse(self, pending: list[int]) -> None:
+        """Raise UserError for tasks that have not finished, if there are any."""
+        if pending:
             raise UserError(
                 f"{self.work}: {len(pending)} tasks of the stage {self.name!r} have not finished (the first: "
                 f"{pending[0]}); run the same command again: only they are repeated"
             )
-        return [self.folder(number) for number in range(len(self.keys))]
 
 
 def run_task(stage: Stage, number: int, progress: ProgressBar | None = None) -> None:

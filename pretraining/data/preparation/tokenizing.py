@@ -4,9 +4,9 @@ import json
 import sys
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, islice, pairwise
+from itertools import accumulate, chain, groupby, islice, pairwise
 from math import floor, log10
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from pretraining.data.checksums import digest_of
 from pretraining.data.corpus import Batch, Corpus, prefetch
 from pretraining.data.encoder import Encoder
 from pretraining.data.portions import Portion
-from pretraining.data.preparation.cleaning import CleanedAsRead, CleanedCorpus, Cleaner
+from pretraining.data.preparation.cleaning import CleanedCorpus, Cleaner
 from pretraining.data.preparation.stage import Stage
 from pretraining.data.progress import ProgressBar
 from pretraining.data.shards import SplitWriter
@@ -42,7 +42,7 @@ SIZES_NAME = "sizes.npz"
 RECORDED_DOCUMENTS = 1 << 16
 """Documents whose draws are kept for an exact suggestion: a corpus with more is rarely too small."""
 
-Texts = Corpus | CleanedCorpus | CleanedAsRead
+Texts = Corpus | CleanedCorpus
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,10 @@ class MakeTokenizer(Stage):
     def output(self) -> Path:
         return self.outputs()[0]
 
+    @property
+    def info(self) -> TokenizerInfo:
+        return self.describe(self.output)
+
     def _training_texts(self, progress: ProgressBar) -> Iterator[str]:
         skipped, empty = {}, True
         for batch in prefetch(self.training_batches(skipped)):
@@ -94,19 +98,17 @@ class MakeTokenizer(Stage):
 
     def training_batches(self, skipped: dict) -> Iterator[Batch]:
         """Read the beginning of each source, equally much of each, without its validation documents."""
-        sources = sorted({piece.source for piece in self.texts.pieces})
-        for source in sources:
-            num_bytes = TRAINING_BYTES // len(sources)
-            for task in self.texts.tasks:
-                if self.texts.pieces[task.start].source != source or num_bytes <= 0:
-                    continue
-                for batch in self.texts.batches(task, skipped):
-                    # Validation must stay unseen, also by the tokenizer.
-                    kept = batch.without_validation(self.validation_share)
-                    num_bytes -= sum(kept.num_bytes)
-                    yield kept
-                    if num_bytes <= 0:
-                        break
+        by_source = groupby(self.texts.tasks, lambda task: self.texts.pieces[task.start].source)
+        tasks = [list(own) for _, own in by_source]
+        for own in tasks:
+            num_bytes = TRAINING_BYTES // len(tasks)
+            for batch in chain.from_iterable(self.texts.batches(task, skipped) for task in own):
+                # Validation must stay unseen, also by the tokenizer.
+                kept = batch.without_validation(self.validation_share)
+                num_bytes -= sum(kept.num_bytes)
+                yield kept
+                if num_bytes <= 0:
+                    break
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ class Tokenize(Stage):
         # The encoder is checked on these texts before it encodes; `chain` puts them back.
         first = list(islice(batches, 1))
         sample = [text for batch in first for text in batch.texts]
-        info = self.tokenizer.describe(self.tokenizer.output)
+        info = self.tokenizer.info
         encoder = Encoder.open(self.tokenizer.output, info, self.encoder, sample)
         # Silent in workers, else each task would print it.
         if encoder.note and progress.shown:
@@ -164,9 +166,6 @@ class Tokenize(Stage):
         cleaner: Cleaner | None = account.pop("cleaner", None)
         result = {"source": self.texts.pieces[task.start].source, "skipped": account, "encoding": encoding}
         output.finish({**result, **({"cleaned": cleaner.reports()} if cleaner else {})})
-
-    def bounded(self, bounds: dict[int, Portion]) -> "Tokenize":
-        return replace(self, bounds=bounds)
 
     def result(self, number: int) -> dict:
         """Read what a finished task reports: {"source", "splits", "skipped", "encoding", "cut", "cleaned"}."""
@@ -211,7 +210,7 @@ class _Output:
             writer.extend(run, ends[first:last] - start, num_bytes[first:last])
             if validation[first]:
                 self._counts += np.bincount(run, minlength=len(self._counts))
-        self._sizes.extend(batch.draws[:stop], lengths.tolist())
+        self._sizes.extend(batch.draws[:stop], lengths.tolist(), stop)
         self._positions.append(train_ends[validation])
         self._documents += int(counted.sum())
         self._tokens += int(lengths[counted].sum())
@@ -240,16 +239,16 @@ class SplitSizes:
         self._draws, self._tokens = array("d"), array("q")
         self._num_documents = 0
 
-    def extend(self, draws: list[float], num_tokens: list[int]) -> None:
-        self._num_documents += len(draws)
+    def extend(self, draws: list[float], num_tokens: list[int], num_documents: int) -> None:
+        # Documents beyond the recorded ones count too: with them the suggestion cannot be exact.
+        self._num_documents += num_documents
         room = max(0, RECORDED_DOCUMENTS - len(self._draws))
         self._draws.extend(draws[:room])
         self._tokens.extend(num_tokens[:room])
 
     def save(self, folder: Path) -> None:
-        np.savez(
-            folder / SIZES_NAME, draws=self._draws, tokens=self._tokens, num_documents=self._num_documents
-        )
+        counted = {"draws": self._draws, "tokens": self._tokens, "num_documents": self._num_documents}
+        np.savez(folder / SIZES_NAME, **counted)
 
     @classmethod
     def joined(cls, folders: list[Path]) -> "SplitSizes":
@@ -257,9 +256,7 @@ class SplitSizes:
         joined = cls()
         for folder in folders:
             kept = np.load(folder / SIZES_NAME)
-            joined.extend(kept["draws"].tolist(), kept["tokens"].tolist())
-            # Documents beyond the recorded ones count too: with them the suggestion cannot be exact.
-            joined._num_documents += int(kept["num_documents"]) - len(kept["draws"])
+            joined.extend(kept["draws"].tolist(), kept["tokens"].tolist(), int(kept["num_documents"]))
         return joined
 
     def workable_share(self, num_tokens: int, wanted: int) -> float | None:
@@ -268,16 +265,14 @@ class SplitSizes:
             # Not all draws are known: aim at twice what is wanted, if the corpus has room for it.
             return _round_up(2 * wanted / num_tokens, digits=1) if num_tokens > 4 * wanted else None
         documents = sorted(zip(self._draws, self._tokens, strict=True))
-        validation = 0
-        for draw, tokens in documents:
-            validation += tokens
-            if validation >= wanted:
-                # A document is in validation if its draw is below the share. Try the shortest decimal first.
-                for share in (_round_up(draw, digits) for digits in range(1, 16)):
-                    below = sum(size for place, size in documents if place < share)
-                    if wanted <= below <= num_tokens - wanted and share < 1:
-                        return share
-                return None
+        sums = accumulate(tokens for _, tokens in documents)
+        # The first document with which validation has enough. It is there if its draw is below the share.
+        draw = next((draw for (draw, _), held in zip(documents, sums, strict=True) if held >= wanted), None)
+        # Try the shortest decimal first.
+        for share in [] if draw is None else [_round_up(draw, digits) for digits in range(1, 16)]:
+            below = sum(size for place, size in documents if place < share)
+            if wanted <= below <= num_tokens - wanted and share < 1:
+                return share
         return None
 
 

@@ -5,8 +5,4 @@ rule        what every rule shares: parameters and verdicts
 heuristics  length, Gopher's, C4's and FineWeb's rules
 content     language, listed words, personal data, a function of yours
 chain       the recipe's rules applied in turn, and what they took out, with examples
-
-chain = FilterChain.of([{"rule": "gopher_quality"}, {"rule": "pii"}])
-kept = chain.apply(texts, wheres)      # None for a text that a rule rejects
-print(chain.report.as_text())
 """

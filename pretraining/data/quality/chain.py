@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pretraining.data.quality.content import Blocklist, Custom, Language, PersonalData
 from pretraining.data.quality.heuristics import (
@@ -20,21 +20,9 @@ from pretraining.schema import check, problem
 if TYPE_CHECKING:
     from pretraining.data.quality.text import TextView
 
-_CLASSES = (
-    Length,
-    Alphabetic,
-    Language,
-    GopherQuality,
-    GopherRepetition,
-    C4,
-    FineWeb,
-    Blocklist,
-    PersonalData,
-    Custom,
-)
-
-RULES: dict[str, type[Rule]] = {rule.name: rule for rule in _CLASSES}
-"""Every rule that a recipe may name; a new one is added to `_CLASSES`."""
+_PUBLISHED = (Length, Alphabetic, Language, GopherQuality, GopherRepetition, C4, FineWeb)
+RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (*_PUBLISHED, Blocklist, PersonalData, Custom)}
+"""Every rule that a recipe may name."""
 
 
 class FilterChain:
@@ -99,17 +87,17 @@ class FilterChain:
                 raise UserError(f"{where}: filter {rule.name}: {error}") from error
             if isinstance(verdict, Changed):
                 for kind, times in verdict.counts.items():
-                    report.add_change(number, kind, 1, times)
+                    report.add(number, "changed", kind, documents=1, times=times)
                 view = type(view)(verdict.text)  # later rules see the text as this one left it
                 # A rule may mask or remove all of a text: then nothing is left to train on.
                 verdict = None if verdict.text else Rejection("nothing_left", 0, "a text")
             if verdict is not None:
-                entry = report.add_rejected(number, verdict.cause, 1, _num_bytes(text))
-                if len(entry["examples"]) < NUM_EXAMPLES:
-                    # If nothing is left, the example shows the text as it was read.
-                    excerpt = (view.text or text)[verdict.position : verdict.position + EXAMPLE_CHARACTERS]
-                    found = {"measured": verdict.measured, "wanted": verdict.wanted}
-                    entry["examples"].append({"where": where, "text": excerpt, **found})
+                # If nothing is left, the example shows the text as it was read.
+                excerpt = (view.text or text)[verdict.position : verdict.position + EXAMPLE_CHARACTERS]
+                found = {"measured": verdict.measured, "wanted": verdict.wanted}
+                example = {"where": where, "text": excerpt, **found}
+                counts = {"documents": 1, "num_bytes": _num_bytes(text), "examples": [example]}
+                report.add(number, "rejected", verdict.cause, **counts)
                 return None
         report.kept_documents += 1
         report.kept_bytes += _num_bytes(view.text)
@@ -155,17 +143,13 @@ class FilterReport:
     kept_bytes: int = 0
     """UTF-8 bytes of the texts kept, as the rules left them."""
 
-    def add_change(self, rule: int, kind: str, documents: int, times: int) -> None:
-        change = self.rules[rule]["changed"].setdefault(kind, {"documents": 0, "times": 0})
-        change["documents"] += documents
-        change["times"] += times
-
-    def add_rejected(self, rule: int, cause: str, documents: int, num_bytes: int) -> dict:
-        nothing: dict = {"documents": 0, "num_bytes": 0, "examples": []}
-        entry = self.rules[rule]["rejected"].setdefault(cause, nothing)
-        entry["documents"] += documents
-        entry["num_bytes"] += num_bytes
-        return entry
+    def add(self, rule: int, outcome: str, cause: str, **counts: Any) -> None:
+        """Add counts, and examples up to `NUM_EXAMPLES`, to an entry of a rule: "rejected" or "changed"."""
+        entry = self.rules[rule][outcome].setdefault(cause, {})
+        for key, value in counts.items():
+            entry[key] = entry[key] + value if key in entry else value
+        if "examples" in entry:
+            del entry["examples"][NUM_EXAMPLES:]
 
     @classmethod
     def merged(cls, reports: Sequence["FilterReport"]) -> "FilterReport":
@@ -175,12 +159,10 @@ class FilterReport:
             for key in ("documents", "num_bytes", "kept_documents", "kept_bytes"):
                 setattr(total, key, getattr(total, key) + getattr(report, key))
             for number, rule in enumerate(report.rules):
-                for cause, entry in rule["rejected"].items():
-                    sum_of = total.add_rejected(number, cause, entry["documents"], entry["num_bytes"])
-                    # The earliest examples stay, as one worker would have kept them.
-                    sum_of["examples"] = [*sum_of["examples"], *entry["examples"]][:NUM_EXAMPLES]
-                for kind, change in rule["changed"].items():
-                    total.add_change(number, kind, **change)
+                # The earliest examples stay, as one worker would have kept them.
+                for outcome in ("rejected", "changed"):
+                    for cause, entry in rule[outcome].items():
+                        total.add(number, outcome, cause, **entry)
         return total
 
     def to_dict(self) -> dict:
@@ -194,17 +176,16 @@ class FilterReport:
 
     def as_text(self, examples: bool = False) -> str:
         """Format what each rule and cause removed, most documents first; if `examples`, show examples below."""
-        rows = [("read", self.documents, self.num_bytes)]
-        rejections = [
-            (f"{rule['name']}: {cause}", entry)
-            for rule in self.rules
+        rejections = []
+        for rule in self.rules:
             # By name if counts are equal, so that the table is always the same.
-            for cause, entry in sorted(
-                rule["rejected"].items(), key=lambda item: (-item[1]["documents"], item[0])
-            )
+            causes = sorted(rule["rejected"].items(), key=lambda item: (-item[1]["documents"], item[0]))
+            rejections += [(f"{rule['name']}: {cause}", entry) for cause, entry in causes]
+        rows = [
+            ("read", self.documents, self.num_bytes),
+            *((title, entry["documents"], entry["num_bytes"]) for title, entry in rejections),
+            ("kept", self.kept_documents, self.kept_bytes),
         ]
-        rows += [(title, entry["documents"], entry["num_bytes"]) for title, entry in rejections]
-        rows.append(("kept", self.kept_documents, self.kept_bytes))
         width = max(len(title) for title, *_ in rows)
         lines = [f"{'':{width}}  {'documents':>13}  {'share':>7}  {'text':>10}  {'share':>7}"]
         for title, documents, num_bytes in rows:

@@ -307,9 +307,6 @@ class TextView:
 
     @cached_property
     def words(self) -> Words:
-        # Imported here, so that a check of a recipe does not wait for numpy.
-        from pretraining.data.quality.text import Words
-
         return Words(self.text)
 
     @cached_property

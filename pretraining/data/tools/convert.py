@@ -82,35 +82,32 @@ class TokenFiles(NamedTuple):
 
         Beside each is the split that its name says; None: a hash of each document decides.
         """
-        origin = self.origin
-        names = {"megatron": "PREFIX.idx", "datatrove": ".ds", "bin": ".bin", "mds": "index.json"}
-        if self.form == "bin":
-            paths = sorted(origin.glob("*.bin")) if origin.is_dir() else [origin]
-            said = [path.stem for path in paths]
-            files = [BinFile(path, self.dtype, info.vocab_size, info.eos_token_id) for path in paths]
-        elif self.form == "mds":
-            paths = [origin]
-            if origin.is_dir():
-                # Its own, or those of the folders in it.
-                index = origin / "index.json"
-                paths = [index] if index.is_file() else sorted(origin.rglob("index.json"))
-            said = [path.parent.name for path in paths]
-            files = [MdsFolder(path, self.column, self.dtype, info.eos_token_id) for path in paths]
-        elif self.form == "megatron":
-            # Of one, .bin or .idx may be typed with the prefix.
-            paths = [origin.with_suffix("") if origin.suffix in (".bin", ".idx") else origin]
-            if origin.is_dir():
-                paths = sorted(path.with_suffix("") for path in origin.glob("*.idx"))
-            said = [path.name for path in paths]
-            files = [MegatronFile(prefix) for prefix in paths]
-        else:
-            paths = sorted(origin.rglob("*.ds")) if origin.is_dir() else [origin]
-            said = [path.parent.name for path in paths]
-            files = [DatatroveFile(path) for path in paths]
+        origin, eos = self.origin, info.eos_token_id
+        names = {"megatron": "*.idx", "datatrove": "**/*.ds", "bin": "*.bin", "mds": "**/index.json"}
+        paths = [origin]
+        if origin.is_dir():
+            # Of MDS its own index, or those of the folders in it.
+            own = [origin / "index.json"] if self.form == "mds" else []
+            paths = [path for path in own if path.is_file()] or sorted(origin.glob(names[self.form]))
         if not paths:
-            raise UserError(
-                f"{origin}: no {names[self.form]} files in this folder; give the folder or file that holds the tokens"
+            kind = {"megatron": "PREFIX.idx", "mds": "index.json"}.get(
+                self.form, Path(names[self.form]).suffix
             )
+            raise UserError(
+                f"{origin}: no {kind} files in this folder; give the folder or file that holds the tokens"
+            )
+        files: list[ForeignFile]
+        if self.form == "megatron":
+            # Of one, .bin or .idx may be typed with the prefix.
+            paths = [path.with_suffix("") if path.suffix in (".bin", ".idx") else path for path in paths]
+            files = [MegatronFile(prefix) for prefix in paths]
+        elif self.form == "bin":
+            files = [BinFile(path, self.dtype, info.vocab_size, eos) for path in paths]
+        elif self.form == "mds":
+            files = [MdsFolder(path, self.column, self.dtype, eos) for path in paths]
+        else:
+            files = [DatatroveFile(path) for path in paths]
+        said = [path.name if self.form in ("megatron", "bin") else path.parent.name for path in paths]
         return list(zip(paths, named_splits(said), files, strict=True))
 
 

@@ -80,8 +80,7 @@ def source_names(manifest: dict) -> list[str]:
 
     Validation sources follow those of training. Raises UserError if the manifest counts others than it names.
     """
-    entries = source_entries(manifest)
-    section = manifest["data"]
+    entries, section = source_entries(manifest), manifest["data"]
     specs = [*section.get("sources", ()), *(section.get("validation") or {}).get("sources", ())]
     if specs and len(specs) != len(entries):
         what = f"it counts {len(entries)} sources, and its data section names {len(specs)}"
@@ -94,60 +93,49 @@ def source_names(manifest: dict) -> list[str]:
     return names
 
 
-class SplitDocuments:
-    """The documents of one split, by number and by position in its token stream; one shard is mapped at a time.
+class SplitDocuments(TokenSplit):
+    """A split, and its documents by number and by position; one shard is mapped at a time.
 
     `entry` is the split's part of the manifest. UserError if a shard is missing or of another size.
     """
 
     def __init__(self, folder: Path, name: str, entry: dict, sources: list[str]):
-        self.folder, self.name, self.sources = folder / name, name, sources
-        self.stream = TokenSplit(self.folder, entry)
-        self.dtype = self.stream.dtype
-        self.entries: list[dict] = entry["shards"]
-        self.num_documents, self.num_tokens = self.stream.num_documents, self.stream.num_tokens
-        self._document_starts = np.cumsum([0] + [e["documents"] for e in self.entries], dtype=np.int64)
-        self._opened: tuple[int, Shard] | None = None
+        super().__init__(folder / name, entry)
+        self.name, self.sources, self._most_open = name, sources, 1
+        self._document_starts = np.cumsum([0] + [e["documents"] for e in entry["shards"]], dtype=np.int64)
+
+    def _of_entry(self, entry: dict) -> TokenSplit:
+        return TokenSplit(self.folder, entry)
 
     def shards(self) -> Iterator[tuple[dict, Shard]]:
-        for number, entry in enumerate(self.entries):
-            yield entry, self.shard(number)
-
-    def shard(self, number: int) -> Shard:
-        """Map shard `number`; the one before is unmapped."""
-        # Most documents are read in order, so the last shard stays mapped.
-        if self._opened is None or self._opened[0] != number:
-            self._opened = number, self.stream.map_anew(number)
-        return self._opened[1]
+        for number, entry in enumerate(self.shard_entries):
+            yield entry, self._shard(number)
 
     def source_of(self, entry: dict) -> str:
         """Name the source that a shard came from; "one of several" if the manifest does not say which."""
         number = entry.get("source", 0 if len(self.sources) == 1 else None)
         return "one of several" if number is None else self.sources[number]
 
-    def read(self, number: int) -> "StoredDocument":
+    def document(self, number: int) -> "StoredDocument":
         """Read document `number`; IndexError beyond the last."""
         if not 0 <= number < self.num_documents:
             raise IndexError(f"document {number} of {self.num_documents}")
         # side="right" skips shards without documents, which start at the same number.
         place = int(np.searchsorted(self._document_starts, number, side="right")) - 1
-        shard, entry = self.shard(place), self.entries[place]
+        shard, entry = self._shard(place), self.shard_entries[place]
         row = number - int(self._document_starts[place])
         start, stop = int(shard.ends[row - 1]) if row else 0, int(shard.ends[row])
-        base, num_bytes = int(self.stream.token_starts[place]), int(shard.num_bytes[row])
-        where = (self.name, number, entry["file"], row, self.source_of(entry), base + start)
-        return StoredDocument(*where, shard.tokens[start:stop], num_bytes)
-
-    def number_at(self, token: int) -> int:
-        """Find the document that holds the token at position `token` of the stream."""
-        place, offset = self.stream.locate(token)
-        row = int(np.searchsorted(self.shard(place).ends, offset, side="right"))
-        return int(self._document_starts[place]) + row
+        where = (entry["file"], row, self.source_of(entry), int(self.token_starts[place]) + start)
+        tokens = shard.tokens[start:stop]
+        return StoredDocument(self.name, number, *where, tokens, int(shard.num_bytes[row]))
 
     def between(self, start: int, stop: int) -> Iterator["StoredDocument"]:
         """Read the documents that hold the tokens [start, stop) of the stream, in order."""
-        for number in range(self.number_at(start), self.number_at(stop - 1) + 1):
-            yield self.read(number)
+        numbers = []
+        for place, offset in map(self.locate, (start, stop - 1)):
+            row = int(np.searchsorted(self._shard(place).ends, offset, side="right"))
+            numbers.append(int(self._document_starts[place]) + row)
+        yield from map(self.document, range(numbers[0], numbers[1] + 1))
 
 
 @dataclass(frozen=True)
@@ -233,9 +221,9 @@ def verify_data(folder: Path, show_progress: bool = False) -> dict:
                 listed = [file["filename"] for file in read_json_value(listing)["_data_files"]]
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise damaged(listing, f"missing or damaged ({error})", folder) from error
-            if listed != [entry["file"] for entry in split.entries]:
+            if listed != [entry["file"] for entry in split.shard_entries]:
                 raise damaged(listing, f"lists other shards than {MANIFEST_NAME}", folder)
-            for number, entry in enumerate(split.entries):
+            for number, entry in enumerate(split.shard_entries):
                 path = split.folder / entry["file"]
                 # The checksum first: later checks then read what was written.
                 if (checksum := checksum_of_file(path)) != entry["checksum"]:
@@ -243,7 +231,7 @@ def verify_data(folder: Path, show_progress: bool = False) -> dict:
                     raise damaged(path, what, folder)
                 if buffer_positions(path) != entry["buffers"]:
                     raise damaged(path, "its buffers are not where the manifest says", folder)
-                if problem := _problem_of(split.shard(number), entry, data.manifest["tokenizer"]):
+                if problem := _problem_of(split.map_anew(number), entry, data.manifest["tokenizer"]):
                     raise damaged(path, problem, folder)
                 found["shards"] += 1
                 for key in ("size", "documents", "tokens"):

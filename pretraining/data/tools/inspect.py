@@ -3,12 +3,11 @@
 from collections import Counter
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pretraining.data.documents import Stretch, cuts_of_split
-from pretraining.data.manifest import data_differences, entropy_bits, num_shard_bytes, source_entries
+from pretraining.data.manifest import COUNTED, data_differences, entropy_bits, num_shard_bytes, source_entries
 from pretraining.data.packed_dataset import build_training_dataset
 from pretraining.data.prepared import PreparedData
 from pretraining.data.progress import ProgressBar
@@ -24,9 +23,6 @@ from pretraining.outside.masking import escaped
 from pretraining.recipe.recipe import Recipe
 from pretraining.schema import listed
 
-if TYPE_CHECKING:
-    import tokenizers
-
 SEARCH_BATCH = 256
 """Documents that a search decodes at once."""
 
@@ -34,7 +30,6 @@ SHOWN_STRETCHES = 4
 """Places of a packed block that its heading names; all its documents are shown."""
 
 PERCENTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
-COUNTED = ("documents", "tokens", "bytes")
 
 
 class Inspection:
@@ -49,31 +44,27 @@ class Inspection:
     def document(self, number: int) -> dict:
         """Return place and text of one document; UserError if there is no such number."""
         _check_range("document", number, self.split.num_documents, self.split.name)
-        document = self.split.read(number)
+        document = self.split.document(number)
         return {**document.place(), "text": self._text(document.tokens)}
 
     def search(self, wanted: str, count: int) -> list[dict]:
         """Find the first `count` documents with `wanted` in their text; decodes from the start of the split."""
         found: list[dict] = []
         for first in range(0, self.split.num_documents, SEARCH_BATCH):
-            last = min(first + SEARCH_BATCH, self.split.num_documents)
-            documents = [self.split.read(number) for number in range(first, last)]
+            numbers = range(first, min(first + SEARCH_BATCH, self.split.num_documents))
+            documents = [self.split.document(number) for number in numbers]
             # tokenizers decodes the documents of a batch in parallel.
-            texts = self.decoder.decode_batch(
-                [self._ids(d.tokens) for d in documents], skip_special_tokens=False
-            )
-            found += [
-                {**document.place(), "text": text}
-                for document, text in zip(documents, texts, strict=True)
-                if wanted in text
-            ]
+            ids = [self._ids(document.tokens) for document in documents]
+            texts = self.decoder.decode_batch(ids, skip_special_tokens=False)
+            read = zip(documents, texts, strict=True)
+            found += [{**document.place(), "text": text} for document, text in read if wanted in text]
             if len(found) >= count:
                 break
         return found[:count]
 
     def block(self, number: int, sequence_length: int) -> dict:
         """Describe block `number` (`sequence_length` inputs and one more target) and each document's part in it."""
-        num_blocks = self.split.stream.num_blocks(sequence_length)
+        num_blocks = self.split.num_blocks(sequence_length)
         _check_range("block", number, num_blocks, self.split.name)
         start = number * sequence_length
         whole = self._made_of([(start, start + sequence_length)])
@@ -86,22 +77,14 @@ class Inspection:
             # Only the last stretch has the token after it, the target of the last input.
             end = stop + 1 if number == len(stretches) else stop
             for document in self.split.between(start, end):
-                first, last = max(start, document.start), min(end, document.stop)
-                inside = (first - document.start, last - document.start)
-                place = {
-                    "document_tokens": list(inside),
-                    "block_tokens": [first - start + length, last - start + length],
-                }
-                parts.append(
-                    {**document.place(), **place, "text": self._text(document.tokens[slice(*inside)])}
-                )
+                ends = max(start, document.start), min(end, document.stop)
+                inside = [each - document.start for each in ends]
+                place = {"document_tokens": inside, "block_tokens": [each - start + length for each in ends]}
+                text = self._text(document.tokens[slice(*inside)])
+                parts.append({**document.place(), **place, "text": text})
             length += stop - start
-        return {
-            "split": self.split.name,
-            "sequence_length": length,
-            "stretches": [list(stretch) for stretch in stretches],
-            "documents": parts,
-        }
+        block = {"split": self.split.name, "sequence_length": length}
+        return {**block, "stretches": [list(stretch) for stretch in stretches], "documents": parts}
 
     def sample(self, number: int, recipe: Recipe) -> dict:
         """Describe the block that a run of `recipe` reads as sample `number`, with its step and epoch."""
@@ -121,11 +104,10 @@ class Inspection:
             raise UserError(f"--sample {number:,}: the run has {recipe.most_samples:,}, counted from 0")
         length = recipe.sequence_length
         # A split that is shorter than one block has no samples.
-        _check_range("block", 0, self.split.stream.num_blocks(length), self.split.name)
+        _check_range("block", 0, self.split.num_blocks(length), self.split.name)
         # Converted data may have no validation.
         held_out = "validation" if "validation" in self.data.split_names else "train"
-        validation = self.data.split(held_out).stream
-        prepared = PreparedData(self.data.folder, manifest, self.split.stream, validation)
+        prepared = PreparedData(self.data.folder, manifest, self.split, self.data.split(held_out))
         dataset = build_training_dataset(prepared.for_run(recipe), recipe, number, 1)
         source, stretches = dataset.place(int(dataset.block_numbers([0])[0]))
         # The stretches count from the start of their source, `between` from the start of the split.
@@ -169,15 +151,12 @@ def document_text(document: dict, max_chars: int, note: str = "") -> str:
 
 def block_text(block: dict, max_chars: int) -> str:
     """Format a block for a reader: its place, then each document's part."""
-    lines = []
+    lines, name = [], "a block"
     if "sample" in block:
-        lines.append(
-            f"sample {block['sample']:,} of recipe {block['recipe']}: step {block['step']:,}, "
-            f"epoch {block['epoch']:,}"
-        )
-    name = (
-        f"block {block['block']:,} of {block['num_blocks']:,} in sequence" if "block" in block else "a block"
-    )
+        number, recipe = f"sample {block['sample']:,}", f"of recipe {block['recipe']}"
+        lines.append(f"{number} {recipe}: step {block['step']:,}, epoch {block['epoch']:,}")
+    if "block" in block:
+        name = f"block {block['block']:,} of {block['num_blocks']:,} in sequence"
     stretches = [f"{start:,} to {stop - 1:,}" for start, stop in block["stretches"]]
     places = ", ".join(stretches[:SHOWN_STRETCHES])
     if len(stretches) > SHOWN_STRETCHES:
@@ -209,13 +188,13 @@ def measure_data(
     size = num_shard_bytes(data.manifest)
     # Without tokens no shard is read as a whole, and there is no progress to show.
     with ProgressBar("measuring", show_progress and with_tokens, size) as progress:
-        splits = {
-            name: _measure_split(data, name, top if with_tokens else None, progress)
-            for name in data.split_names
-        }
+        counted = top if with_tokens else None
+        splits = {name: _measure_split(data, name, counted, progress) for name in data.split_names}
     if sequence_length is not None:
-        splits["train"]["cuts"] = cuts_of_split(data.split("train").stream, sequence_length)
+        splits["train"]["cuts"] = cuts_of_split(data.split("train"), sequence_length)
     num_tokens = sum(split["tokens"] for split in splits.values())
+    named = zip(source_names(data.manifest), source_entries(data.manifest), strict=True)
+    keys = ("documents", "tokens", "text_bytes")
     return {
         "folder": str(folder),
         "name": data.manifest["name"],
@@ -224,13 +203,7 @@ def measure_data(
         "disk_bytes": size,
         "disk_bytes_per_token": size / max(1, num_tokens),
         "splits": splits,
-        "sources": [
-            {
-                "name": name,
-                **{key: entry[key] for key in ("documents", "tokens", "text_bytes") if key in entry},
-            }
-            for name, entry in zip(source_names(data.manifest), source_entries(data.manifest), strict=True)
-        ],
+        "sources": [{"name": name, **{k: entry[k] for k in keys if k in entry}} for name, entry in named],
     }
 
 
@@ -238,10 +211,10 @@ def _measure_split(data: FinishedData, name: str, top: int | None, progress: Pro
     """Measure one split; top: how many tokens to list at each end, None to count none."""
     split, entry = data.split(name), data.manifest["splits"][name]
     measured = {key: entry[key] for key in COUNTED}
-    measured["shards"] = len(split.entries)
+    measured["shards"] = len(split.shard_entries)
     measured["bytes_per_token"] = entry["bytes"] / max(1, entry["tokens"])
     by_source: dict[str, dict] = {}
-    for shard_entry in split.entries:
+    for shard_entry in split.shard_entries:
         counts = by_source.setdefault(split.source_of(shard_entry), dict.fromkeys(COUNTED, 0))
         for key in COUNTED:
             counts[key] += shard_entry[key]
@@ -263,17 +236,13 @@ def _measure_split(data: FinishedData, name: str, top: int | None, progress: Pro
             length = ordered[int(np.searchsorted(documents_up_to, rank))]
             measured["document_tokens"][f"p{100 * share:g}"] = length
     if top is not None:
-        info = data.manifest["tokenizer"]
-        occurrences = count_tokens(split, info["vocab_size"], progress.add_shard)
-        measured["token_frequencies"] = _frequencies(
-            occurrences, info["eos_token_id"], entry["bytes"], top, data.decoder()
-        )
+        counts = count_tokens(split, data.manifest["tokenizer"]["vocab_size"], progress.add_shard)
+        measured["token_frequencies"] = _frequencies(data, counts, entry["bytes"], top)
     return measured
 
 
-def _frequencies(
-    counts: np.ndarray, eos: int, num_bytes: int, top: int, decoder: "tokenizers.Tokenizer"
-) -> dict:
+def _frequencies(data: FinishedData, counts: np.ndarray, num_bytes: int, top: int) -> dict:
+    eos, decoder = data.manifest["tokenizer"]["eos_token_id"], data.decoder()
     bits, total = entropy_bits(counts), max(1, int(counts.sum()))
     # Stable: of equally frequent ids the smaller one comes first, at every run.
     order = np.argsort(-counts, kind="stable")

@@ -22,7 +22,7 @@ def plan_push(folder: Path, repo_id: str) -> dict:
     card = data_card(data.manifest, repo_id)
     paths = ["dataset_dict.json"]
     for name in data.split_names:
-        listed = [entry["file"] for entry in data.split(name).entries]
+        listed = [entry["file"] for entry in data.split(name).shard_entries]
         paths += [f"{name}/{file}" for file in (*listed, "state.json", "dataset_info.json")]
     beside = [f"tokenizer/{path.name}" for path in data.tokenizer_folder.glob("*") if path.is_file()]
     # The tokenizer even if it is missing, so that this is noticed.
