@@ -27,6 +27,7 @@ from pretraining.errors import UserError
 from pretraining.outside.files import read_json_value
 from pretraining.runtime.exit_codes import variables_of_a_helper
 from pretraining.runtime.heartbeat import process_fields
+from pretraining.runtime.processes import error_line
 from pretraining.schema import REPOSITORY
 
 ARRIVED_NAME = "arrived.json"
@@ -225,14 +226,12 @@ class Alongside:
     def failure(self) -> str | None:
         """Return why it failed, in its own words; None while it works, and after it has done all."""
         code = self._process.poll()
-        if not code or self._failure is not None:
-            return self._failure
-        self._output.seek(0)
-        lines = [line.strip() for line in self._output.read().splitlines() if line.strip()]
-        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        how = f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        # without an error of ours the last line is that of a traceback
-        self._failure = errors[-1] if errors else "; ".join([how, *lines[-1:]])
+        if code and self._failure is None:
+            self._output.seek(0)
+            lines = [line.strip() for line in self._output.read().splitlines() if line.strip()]
+            how = f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            # without an error of ours the last line is that of a traceback
+            self._failure = error_line(lines) or "; ".join([how, *lines[-1:]])
         return self._failure
 
     def seconds_worked(self) -> float:

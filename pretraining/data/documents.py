@@ -1,13 +1,11 @@
 """Fill blocks with documents, and keep the documents of one block apart.
 
-Without packing, documents follow each other in sequence (`PackedDataset.place`). With it, documents inside short
-windows of the stream change places so that a block's end cuts few of them.
-
-The longest document comes first, and each goes into the block in which it leaves the least room (best-fit-decreasing;
-Ding et al. 2024, "Fewer Truncations Improve Language Modeling", arXiv 2404.10830). A document that fits into no block
-is cut to fill the remaining room. So nothing is padded, dropped or repeated, and there are as many blocks as before.
-To read one block, only its window must be packed: the order of the run, mixtures, resuming and remote shards do not
-depend on it.
+Without packing, documents follow each other in sequence. With it, documents inside short windows of the stream change
+places so that a block's end cuts few of them. The longest comes first, and each goes into the block in which it leaves
+the least room (best-fit-decreasing; Ding et al. 2024, "Fewer Truncations Improve Language Modeling", arXiv 2404.10830).
+One that fits into no block is cut to fill the remaining room. So nothing is padded, dropped or repeated, and there are
+as many blocks as before. To read a block, only its window must be packed: order, mixtures, resuming and remote shards
+do not depend on it.
 
 Masked, positions start again at each document, and no target crosses a border; model/attention.py keeps attention
 inside of a document by these positions.
@@ -222,10 +220,7 @@ def masked_block(tokens: np.ndarray, ends: np.ndarray) -> dict[str, np.ndarray]:
     """Split the tokens of one block into inputs, labels and positions, int64 [L] each.
 
     The first token of a document is no target. A document that began before the block goes on at position 0.
-
-    Args:
-        tokens: int64 [L + 1].
-        ends: places in the block, from 1 to L, at which a document has just ended.
+    tokens: int64 [L + 1]. ends: places in the block, from 1 to L, at which a document has just ended.
     """
     labels = tokens[1:].copy()
     # Label i is token i + 1, and token `end` begins the next document: nothing the model may look at comes before it.
@@ -276,7 +271,6 @@ def document_borders(position_ids: np.ndarray) -> dict[str, np.ndarray | int]:
     """
     begins = np.flatnonzero(position_ids.reshape(-1) == 0)
     borders = np.append(begins, position_ids.size).astype(np.int32)
-    length = position_ids.shape[1]
     # The bound L, not the longest document: it is the same for every batch, so kernels compile once.
-    lengths = {"max_length_q": length, "max_length_k": length}
+    lengths = dict.fromkeys(("max_length_q", "max_length_k"), position_ids.shape[1])
     return {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, **lengths}

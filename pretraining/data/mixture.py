@@ -58,14 +58,14 @@ class SourceMixture(NamedTuple):
             # A short run may end before a later stage begins.
             if stop > stage.start:
                 stages.append(self._table_part(stage.start, stop, stage))
-        run = self._table_part(0, num_samples)
+        run, length = self._table_part(0, num_samples), self.sequence_length
         return {
-            "sequence_length": self.sequence_length,
+            "sequence_length": length,
             "samples": num_samples,
-            "tokens": num_samples * self.sequence_length,
+            "tokens": num_samples * length,
             "stages": stages,
             "run": run,
-            "validation_note": _validation_note(run["sources"], self.validation_tokens, self.sequence_length),
+            "validation_note": _validation_note(run["sources"], self.validation_tokens, length),
         }
 
     def _table_part(self, start: int, stop: int, stage: InterleavedStage | None = None) -> dict:
@@ -202,14 +202,10 @@ def _validation_note(rows: Sequence[dict], validation_tokens: Sequence[int], len
     length: tokens of a block.
     """
     # The validation loss is never mixed: it keeps the natural proportions of the sources.
-    total = sum(validation_tokens)
-    if not total:
-        return None
-    shares = [
-        (row["source"], row["realised_share"], n / total)
-        for row, n in zip(rows, validation_tokens, strict=True)
-    ]
-    if all(abs(trained - validated) < _ALIKE for _, trained, validated in shares):
+    total, read = max(1, sum(validation_tokens)), zip(rows, validation_tokens, strict=True)
+    shares = [(row["source"], row["realised_share"], n / total) for row, n in read]
+    alike = all(abs(trained - validated) < _ALIKE for _, trained, validated in shares)
+    if alike or not sum(validation_tokens):
         return None
     furthest = sorted(shares, key=lambda share: -abs(share[1] - share[2]))[:_MOST_NAMED]
     named = ", ".join(f"{name} {trained:.0%} and {validated:.0%}" for name, trained, validated in furthest)

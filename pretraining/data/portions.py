@@ -60,49 +60,45 @@ def portions_of(recipe: "Recipe") -> list[Portion | None]:
         # The tokens of training that the run reads of each source if it repeats none.
         samples, where = recipe.num_samples, display_path(recipe.path)
         draws = [samples]
-        if len(recipe.data.sources) > 1:
+        if len(needed) > 1:
             # numpy takes a while to import, and most preparations are found finished.
             from pretraining.data.interleaving import InterleavedStage, Interleaving
 
-            names = source_names(recipe.data, where)
             # The shares are written in the recipe (`check_mixture`), so that any sizes will do.
-            sizes = [1] * len(names)
+            names, sizes = source_names(recipe.data, where), [1] * len(needed)
             stages = read_stages(recipe.data, names, sizes, samples, recipe.sequence_length, where)
-            interleaving = Interleaving([InterleavedStage.of(*stage) for stage in stages])
+            drawn = Interleaving([InterleavedStage.of(*stage) for stage in stages]).realised(samples)
             # Shares are rounded to a grid: enough for them as written, and as they are drawn.
-            written = [ceil(share * samples) for share in run_shares(stages, samples)]
-            draws = [max(pair) for pair in zip(interleaving.realised(samples), written, strict=True)]
+            draws = [
+                max(ceil(s * samples), n) for s, n in zip(run_shares(stages, samples), drawn, strict=True)
+            ]
         # One more than the inputs: the target of the last one.
         needed = [int(blocks) * recipe.sequence_length + 1 for blocks in draws]
-    portions: list[Portion | None] = []
+    portions = []
     for source, tokens in zip(recipe.data.sources, needed, strict=True):
         limits = [limit for limit in (tokens, source.max_tokens) if limit is not None]
-        portion = Portion(min(limits, default=None), source.max_documents)
-        portions.append(None if portion == Portion() else portion)
-    return portions
+        portions.append(Portion(min(limits, default=None), source.max_documents))
+    return [None if portion == Portion() else portion for portion in portions]
 
 
 def lacking(manifest: dict, portions: list[Portion | None]) -> list[int]:
     """List the sources of which a data set holds less than is asked for."""
-    cuts = [source.get("cut") for source in manifest.get("sources", [])]
-    return [
-        number
-        for number, (cut, portion) in enumerate(zip(cuts, portions, strict=False))
-        if cut and not (portion and portion.is_reached(cut["documents"], cut["tokens"]))
-    ]
+    each = enumerate(zip(manifest.get("sources", []), portions, strict=False))
+    return [number for number, (source, portion) in each if not _holds(source, portion)]
+
+
+def _holds(source: dict, portion: Portion | None) -> bool:
+    """Return whether a data set, whose manifest has the entry `source`, holds as much of it."""
+    cut = source.get("cut")
+    return not cut or bool(portion and portion.is_reached(cut["documents"], cut["tokens"]))
 
 
 def targets_beside(manifest: dict, portions: list[Portion | None]) -> list[Portion | None]:
     """Compute what to prepare of each source so that nothing that a data set holds is lost."""
-    targets: list[Portion | None] = []
+    targets = []
     for source, portion in zip(manifest["sources"], portions, strict=True):
-        cut = source.get("cut")
-        if cut is None:
-            targets.append(None)
-        elif portion and portion.is_reached(cut["documents"], cut["tokens"]):
-            targets.append(Portion(cut["tokens"]))
-        else:
-            targets.append(portion)
+        held = Portion(source["cut"]["tokens"]) if "cut" in source else None
+        targets.append(held if _holds(source, portion) else portion)
     return targets
 
 
@@ -146,27 +142,25 @@ def excerpt_of(
     # numpy takes a while to import, and most preparations are found finished.
     from pretraining.data.shards import summed_entry
 
-    train, validation = splits["train"].shard_entries, splits["validation"].shard_entries
+    validation = splits["validation"].shard_entries
     kept = {"train": _cut_shards(splits["train"], {n: cut.documents for n, cut in cuts.items()})}
+    kept["validation"] = validation
+    # Of data from before there were positions, or converted, only training is cut.
     if "validation_positions" in manifest:
-        counts, positions = {}, read_positions()
-        for number, cut in cuts.items():
-            own = positions[rows_of(validation, number)]
-            # Behind the last document of training nothing has been read.
-            counts[number] = bisect_left(own, cut.tokens)
+        positions = read_positions()
+        # Behind the last document of training nothing has been read.
+        counts = {n: bisect_left(positions[rows_of(validation, n)], cut.tokens) for n, cut in cuts.items()}
         kept["validation"] = _cut_shards(splits["validation"], counts)
-    else:
-        # Data from before there were positions, or converted: only training is cut.
-        kept["validation"] = validation
-    if kept == {"train": train, "validation": validation}:
+    if kept == {"train": splits["train"].shard_entries, "validation": validation}:
         return manifest
     entries = {}
     for name, shards in kept.items():
-        # The bits a byte are known of the whole split alone.
-        rest = {
-            key: value for key, value in manifest["splits"][name].items() if key != "unigram_bits_per_byte"
+        entries[name] = {
+            **manifest["splits"][name],
+            **summed_entry(shards, manifest["splits"][name]["dtype"]),
         }
-        entries[name] = {**rest, **summed_entry(shards, rest["dtype"])}
+        # The bits a byte are known of the whole split alone.
+        entries[name].pop("unigram_bits_per_byte", None)
     return {**manifest, "splits": entries, "fingerprint": content_fingerprint(entries)}
 
 

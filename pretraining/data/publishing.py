@@ -33,9 +33,8 @@ def preparation_lock(folder: Path) -> Iterator[Path | None]:
     try:
         if _building(folder).exists():
             shutil.rmtree(_building(folder))
-        if (
-            is_half_published(folder) and not folder.exists()
-        ):  # killed between the first two renames of `publish`
+        # Killed between the first two renames of `publish`?
+        if is_half_published(folder) and not folder.exists():
             _previous(folder).rename(folder)
         yield _keep_previous(folder)
     finally:
@@ -85,9 +84,9 @@ def kept_beside(folder: Path) -> list[Path]:
     """List the data sets whose place others took, the latest first."""
     named = folder.parent.glob(f"{glob.escape(folder.name)}.replaced-*")
     numbers = {path: path.name.rpartition("-")[2] for path in named}
-    numbered = [path for path, number in numbers.items() if number.isdecimal()]
     # As numbers: 10 comes after 9.
-    return sorted(numbered, key=lambda path: int(numbers[path]), reverse=True)
+    numbered = {path: int(number) for path, number in numbers.items() if number.isdecimal()}
+    return sorted(numbered, key=numbered.__getitem__, reverse=True)
 
 
 @contextmanager

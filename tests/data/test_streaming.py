@@ -304,11 +304,11 @@ def test_shards_that_are_not_read_any_more_are_unmap(prepared, connected, cache)
     for number in range(8):
         start = sum(shard["tokens"] for shard in prepared.shards[:number])
         split.read(start, start + 5)
-    assert split.num_maps() == 8
+    assert len(split._open) == 8
     for _ in range(1000):
         split.remote.count_reads(1)
         split.read(0, 5)
-    assert split.num_maps() == 1
+    assert len(split._open) == 1
 
 
 def read_sum(dataset, indices) -> int:
@@ -345,7 +345,7 @@ def test_the_prefetcher_runs_ahead_and_lets_go(prepared, connected, cache):
         # A listing is no snapshot: it may count a shard that goes and the one that takes its room.
         wait_for(lambda: held_bytes(cache) <= bound)
     prefetcher.close()
-    assert not prefetcher._process
+    assert prefetcher.running is None
 
 
 def wait_for(condition) -> None:

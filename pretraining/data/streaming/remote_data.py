@@ -40,7 +40,6 @@ FEWEST_READS, READS_PER_MAP = 256, 16
 DOWNLOADS = 3
 """A shard that arrives damaged this many times is damaged in the store."""
 
-
 LARGEST_DIRECT_SHARE = 1 / 8
 """If a block crosses into a shard that is not here, up to this share of the shard's tokens is read from the store."""
 
@@ -174,7 +173,7 @@ class RemoteData:
         self._until_sweep -= count
         if self._until_sweep <= 0:
             self.unmap(idle_only=True)
-            num_maps = sum(split.num_maps() for split in self._splits())
+            num_maps = sum(len(split._open) for split in self._splits())
             self._until_sweep = max(FEWEST_READS, READS_PER_MAP * num_maps)
 
     def unmap(self, idle_only: bool = False) -> None:
@@ -214,9 +213,6 @@ class StreamedSplit(TokenSplit):
         self.__dict__.update(state)
         _open_splits.add(self)
 
-    def num_maps(self) -> int:
-        return len(self._open)
-
     def unmap(self, idle_only: bool) -> None:
         """Close the maps, or only those not read since the last sweep."""
         for number, shard in list(self._open.items()):
@@ -226,71 +222,66 @@ class StreamedSplit(TokenSplit):
         self._reads_at_sweep = {number: shard.reads for number, shard in self._open.items()}
 
     def map_anew(self, number: int) -> Shard:
-        entry = self._entry["shards"][number]
+        entry = self.shard_entries[number]
         with self.remote.open(self.name, entry) as file:
-            return map_shard(file, self._where(number), entry, self.dtype)
-
-    def _where(self, number: int) -> str:
-        return f"{self.folder}/{self._entry['shards'][number]['file']}"
+            return map_shard(file, f"{self.folder}/{entry['file']}", entry, self.dtype)
 
     def _shard(self, number: int) -> Shard:
         try:
             return super()._shard(number)
         except CacheFull as error:
+            where = f"{self.folder}/{self.shard_entries[number]['file']}"
             raise UserError(
-                f"{self.remote.cache.root}: all that the cache may hold is in use, {self._where(number)} finds no "
-                "room; raise --data_cache_gb",
+                f"{self.remote.cache.root}: all that the cache may hold is in use, {where} finds no room; raise "
+                "--data_cache_gb",
                 on_every_rank=False,
             ) from error
 
+    def _shard_if_room(self, number: int) -> Shard | None:
+        """Return the shard; None if the cache is full, which is reported once."""
+        try:
+            return super()._shard(number)
+        except CacheFull:
+            if not self._reported:
+                log_line(
+                    f"{self.remote.cache.root}: all that the cache may hold is in use; reading blocks from the store "
+                    "one by one until there is room (raise --data_cache_gb)"
+                )
+            self._reported = True
+        return None
+
     def _first_piece(self, number: int, offset: int, count: int) -> np.ndarray:
-        shard = self._open.get(number)
-        if shard is None:
-            try:
-                shard = super()._shard(number)
-            except CacheFull:
-                self._report_full_cache()
-                return self._direct(number, offset, count)
-        return shard.view(offset, count)
+        shard = self._shard_if_room(number)
+        return self._direct(number, offset, count) if shard is None else shard.view(offset, count)
 
     def _next_piece(self, number: int, count: int) -> np.ndarray:
-        if self._is_near(number) or count > LARGEST_DIRECT_SHARE * self._entry["shards"][number]["tokens"]:
+        if self._is_near(number) or count > LARGEST_DIRECT_SHARE * self.shard_entries[number]["tokens"]:
             return self._first_piece(number, 0, count)
         return self._direct(number, 0, count)
 
     def _is_near(self, number: int) -> bool:
-        cached = self.remote.cached(self._entry["shards"][number])
+        cached = self.remote.cached(self.shard_entries[number])
         return number in self._open or self.remote.cache.holds(cached)
 
     def _ends_between(self, number: int, low: int, high: int) -> np.ndarray:
-        if low >= 0 or self._is_near(number):
-            try:
-                return between(super()._shard(number).ends, low, high)
-            except CacheFull:
-                self._report_full_cache()
-        # Straight from the store.
-        entry = self._entry["shards"][number]
+        shard = self._shard_if_room(number) if low >= 0 or self._is_near(number) else None
+        if shard is not None:
+            return between(shard.ends, low, high)
+        entry = self.shard_entries[number]
         first = entry["buffers"]["offsets"] + 8  # behind the zero that they begin with
         stop = first + 8 * min(entry["documents"], high + 1)  # a document has at least one token
-        content = self.remote.store.read_range(f"{self.name}/{entry['file']}", first, stop)
-        return between(np.frombuffer(content, "<i8"), low, high)
+        return between(self._stored(entry, first, stop, np.dtype("<i8")), low, high)
 
     def _direct(self, number: int, offset: int, count: int) -> np.ndarray:
         """Read up to `count` tokens of a shard straight from the store."""
-        entry, size = self._entry["shards"][number], self.dtype.itemsize
-        count = min(count, entry["tokens"] - offset)
+        entry, size = self.shard_entries[number], self.dtype.itemsize
         start = entry["buffers"]["input_ids"] + offset * size
-        # `read_range` checks the number of bytes. A checksum exists only for the whole shard.
-        content = self.remote.store.read_range(f"{self.name}/{entry['file']}", start, start + count * size)
-        return np.frombuffer(content, self.dtype)
+        stop = start + min(count, entry["tokens"] - offset) * size
+        return self._stored(entry, start, stop, self.dtype)
 
-    def _report_full_cache(self) -> None:
-        if not self._reported:
-            log_line(
-                f"{self.remote.cache.root}: all that the cache may hold is in use; reading blocks from the store "
-                "one by one until there is room (raise --data_cache_gb)"
-            )
-        self._reported = True
+    def _stored(self, entry: dict, start: int, stop: int, dtype: np.dtype) -> np.ndarray:
+        # `read_range` checks the number of bytes. A checksum exists only for the whole shard.
+        return np.frombuffer(self.remote.store.read_range(f"{self.name}/{entry['file']}", start, stop), dtype)
 
 
 _open_splits: weakref.WeakSet[StreamedSplit] = weakref.WeakSet()
@@ -316,51 +307,39 @@ class Prefetcher:
     def __init__(self, needs: ShardNeeds, splits: Sequence[StreamedSplit], num_samples: int):
         """splits: those `needs` numbers; num_samples: of the whole run, from sample 0 on."""
         self.needs, self.splits, self.num_samples = needs, list(splits), num_samples
-        self.cache = self.splits[0].remote.cache
-        self._forget()
+        self.running: _Threads | None = None
 
     def __getstate__(self) -> dict:
-        return {key: self.__dict__[key] for key in ("needs", "splits", "num_samples", "cache")}
-
-    def __setstate__(self, state: dict) -> None:
-        self.__dict__.update(state)
-        self._forget()
-
-    def _forget(self) -> None:
-        self._process: int | None = None
-        self._running: _Threads | None = None
+        return {**self.__dict__, "running": None}
 
     def advance(self, sample: int) -> None:
         """Note that the run reads samples from `sample` on, and that this process reads none before it."""
         # Threads do not survive a fork: the first read in a process starts its own.
-        if self._process != os.getpid():
-            self._process, self._running = os.getpid(), _Threads(self)
-            self._running.position = sample
-            for thread in self._running.threads:
-                thread.start()
-            # The threads refer to `_running`, not to the prefetcher: so it can be collected, which stops them.
-            weakref.finalize(self, self._running.stop.set)
-        self._running.position = sample
+        if self.running is None or self.running.process != os.getpid():
+            self.running = _Threads(self, sample)
+            # The threads refer to `running`, not to the prefetcher: so it can be collected, which stops them.
+            weakref.finalize(self, self.running.stop.set)
+        self.running.position = sample
 
     def close(self) -> None:
         """End the threads of this process and release the shards they kept."""
-        if self._running is not None and self._process == os.getpid():
-            self._running.stop.set()
-            for thread in self._running.threads:
+        if self.running is not None and self.running.process == os.getpid():
+            self.running.stop.set()
+            for thread in self.running.threads:
                 thread.join(END_SECONDS)
-            for file in self._running.held.values():
+            for file in self.running.held.values():
                 file.close()
-        self._forget()
+        self.running = None
 
 
 class _Threads:
     """The threads of one process, and the shards they keep from eviction."""
 
-    def __init__(self, prefetcher: Prefetcher):
-        self.splits, self.position = prefetcher.splits, 0
+    def __init__(self, prefetcher: Prefetcher, position: int):
+        self.splits, self.position, self.process = prefetcher.splits, position, os.getpid()
         self.stop = threading.Event()
         sizes = [[entry["size"] for entry in split.shard_entries] for split in self.splits]
-        room = int(prefetcher.cache.max_bytes * SHARE_OF_CACHE)
+        room = int(self.splits[0].remote.cache.max_bytes * SHARE_OF_CACHE)
         self.window = Window(prefetcher.needs, sizes, prefetcher.num_samples, room)
         self.held: dict[Key, FileIO] = {}
         self._fetching: set[Key] = set()
@@ -368,6 +347,8 @@ class _Threads:
         self._failed: set[Key] = set()
         self._turn = threading.Lock()
         self.threads = [threading.Thread(target=self._run, daemon=True) for _ in range(NUM_THREADS)]
+        for thread in self.threads:
+            thread.start()
 
     def _run(self) -> None:
         """Bring shards here and keep them for the window, until told to stop."""
@@ -377,14 +358,13 @@ class _Threads:
                 continue
             split = self.splits[key[0]]
             entry = split.shard_entries[key[1]]
+            file = None
             try:
                 file = split.remote.cache.open(split.remote.cached(entry))
                 file = file or split.remote.fetch(split.name, entry, wanted=lambda: not self.stop.is_set())
             except (ShardBusy, CacheFull):
-                file = None
                 self.stop.wait(WAIT_SECONDS)  # other threads take the shards after it meanwhile
             except UserError:  # the read that needs the shard will ask again, and raise it
-                file = None
                 self._failed.add(key)
             with self._turn:
                 self._fetching.discard(key)
@@ -396,13 +376,12 @@ class _Threads:
         with self._turn:
             self.window.move(self.position)
             # Release first: a shard no longer needed may be evicted to make room.
-            for key in [key for key in self.held if key not in self.window.last_needs]:
+            for key in self.held.keys() - self.window.last_needs.keys():
                 self.held.pop(key).close()
-            for key in self.window.last_needs:
-                if key not in self.held and key not in self._fetching and key not in self._failed:
-                    self._fetching.add(key)
-                    return key
-        return None
+            known = self.held.keys() | self._fetching | self._failed
+            if key := next((key for key in self.window.last_needs if key not in known), None):
+                self._fetching.add(key)
+            return key
 
 
 class Window:

@@ -27,13 +27,10 @@ def plan_push(folder: Path, repo_id: str) -> dict:
     beside = [f"tokenizer/{path.name}" for path in data.tokenizer_folder.glob("*") if path.is_file()]
     # The tokenizer even if it is missing, so that this is noticed.
     paths += sorted({"tokenizer/tokenizer.json", *beside})
-    files = {}
-    for path in paths:
-        if not (folder / path).is_file():
-            raise damaged(folder / path, "missing", folder)
-        files[path] = (folder / path).stat().st_size
-    files[CARD_NAME] = len(card.encode())
-    files[MANIFEST_NAME] = (folder / MANIFEST_NAME).stat().st_size
+    if missing := next((path for path in paths if not (folder / path).is_file()), None):
+        raise damaged(folder / missing, "missing", folder)
+    files = {path: (folder / path).stat().st_size for path in paths}
+    files |= {CARD_NAME: len(card.encode()), MANIFEST_NAME: (folder / MANIFEST_NAME).stat().st_size}
     size = sum(files.values())
     return {"folder": str(folder), "repo_id": repo_id, "files": files, "size": size, "card": card}
 
@@ -92,12 +89,11 @@ def hub_refusal(error: Exception, repo_id: str) -> UserError:
     reason = str(error).strip().partition("\n")[0].rstrip(".: ")
     if isinstance(error, errors.LocalTokenNotFoundError):
         return UserError(f"push: {reason}; {LOGIN}")
-    if isinstance(error, errors.HfHubHTTPError):
-        status = getattr(error.response, "status_code", None)
-        # Not logged in, or no right to write there; other refusals may pass.
-        advice = LOGIN if status in (401, 403) else AGAIN
-        return UserError(f"push: the hub refused {repo_id}: {reason}; {advice}")
-    return UserError(f"push: the hub cannot be reached ({reason}); {AGAIN}")
+    if not isinstance(error, errors.HfHubHTTPError):
+        return UserError(f"push: the hub cannot be reached ({reason}); {AGAIN}")
+    # Not logged in, or no right to write there; other refusals may pass.
+    advice = LOGIN if getattr(error.response, "status_code", None) in (401, 403) else AGAIN
+    return UserError(f"push: the hub refused {repo_id}: {reason}; {advice}")
 
 
 CARD = """\
@@ -120,8 +116,8 @@ closes it) and `num_bytes` (the UTF-8 length of its text). No sequence length is
 
 {sources}
 
-- tokenizer: {vocab_size:,} ids, end of text `{eos_token}` ({eos_token_id}), in [tokenizer/](tokenizer); \
-fingerprint `{tokenizer}`
+- tokenizer: {tokenizer[vocab_size]:,} ids, end of text `{tokenizer[eos_token]}` ({tokenizer[eos_token_id]}), in \
+[tokenizer/](tokenizer); fingerprint `{tokenizer[fingerprint]}`
 - fingerprint of the tokens: `{fingerprint}`
 - documents left out: {left_out}
 
@@ -152,18 +148,14 @@ tokenizer = AutoTokenizer.from_pretrained(f"{{folder}}/tokenizer")
 
 def data_card(manifest: dict, repo_id: str) -> str:
     """Write the card of `repo_id` from the manifest alone."""
-    info, splits = manifest["tokenizer"], manifest["splits"]
-    sources = zip(source_names(manifest), source_entries(manifest), strict=True)
+    splits, sources = manifest["splits"], zip(source_names(manifest), source_entries(manifest), strict=True)
     return CARD.format(
         repo_id=repo_id,
         name=manifest["name"],
         split_files="\n".join(f"  - split: {split}\n    path: {split}/*.arrow" for split in splits),
         splits=_table("split", splits, "bytes"),
         sources=_table("source", dict(sources), "text_bytes"),
-        vocab_size=info["vocab_size"],
-        eos_token=info["eos_token"],
-        eos_token_id=info["eos_token_id"],
-        tokenizer=info["fingerprint"],
+        tokenizer=manifest["tokenizer"],
         fingerprint=manifest["fingerprint"],
         left_out=", ".join(f"{count:,} {reason}" for reason, count in manifest["skipped"].items()),
     )
