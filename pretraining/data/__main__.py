@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from pretraining.command_line import OneLineParser, not_negative_integer, positive_integer
 from pretraining.errors import Interrupted, UserError, nearest, one_line_errors
@@ -58,11 +59,9 @@ def run_verify(options: argparse.Namespace) -> tuple[dict, str]:
     from pretraining.data.tools.finished import verify_data
 
     found = verify_data(options.folder, not options.json)
-    text = (
-        f"{found['folder']} is whole: {found['shards']:,} shards, {found['size']:,} bytes, "
-        f"{found['documents']:,} documents, {found['tokens']:,} tokens"
-    )
-    return found, text
+    size = f"{found['shards']:,} shards, {found['size']:,} bytes"
+    held = f"{found['documents']:,} documents, {found['tokens']:,} tokens"
+    return found, f"{found['folder']} is whole: {size}, {held}"
 
 
 def run_stats(options: argparse.Namespace) -> tuple[dict, str]:
@@ -86,11 +85,11 @@ def run_inspect(options: argparse.Namespace) -> tuple[dict | list, str]:
         raise UserError("--block needs --sequence_length or --recipe: blocks are cut when reading")
     recipe = load_recipe(options.recipe, options.set) if options.recipe else None
     inspection = Inspection(options.folder, options.split)
-    if options.block is not None or options.sample is not None:
-        if options.sample is not None:
-            block = inspection.sample(options.sample, recipe)
-        else:
-            block = inspection.block(options.block, options.sequence_length or recipe.sequence_length)
+    if options.sample is not None:
+        block = inspection.sample(options.sample, recipe)
+        return block, block_text(block, options.max_chars)
+    if options.block is not None:
+        block = inspection.block(options.block, options.sequence_length or recipe.sequence_length)
         return block, block_text(block, options.max_chars)
     if options.search is not None:
         documents = inspection.search(options.search, options.count or 3)
@@ -160,56 +159,54 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    def add(to, name: str, what: str, **options: Any) -> None:
+        to.add_argument(name, help=what, **options)
+
     _verb(verbs, run_verify, "compare every file of a data set with its manifest")
     stats = _verb(verbs, run_stats, "counts, document lengths, token frequencies")
     what = "counts and lengths only; no shard is read whole"
-    stats.add_argument("--no-tokens", dest="tokens", action="store_false", help=what)
-    what = "tokens listed at each end (10)"
-    stats.add_argument("--top", type=positive_integer, default=10, metavar="N", help=what)
+    add(stats, "--no-tokens", what, dest="tokens", action="store_false")
+    add(stats, "--top", "tokens listed at each end (10)", type=positive_integer, default=10, metavar="N")
     what = "also which share of train's documents the ends of blocks of L tokens cut, in sequence and by best fit"
-    stats.add_argument("--sequence_length", type=positive_integer, metavar="L", help=what)
+    add(stats, "--sequence_length", what, type=positive_integer, metavar="L")
     inspect = _verb(verbs, run_inspect, "documents as text; what a block is made of")
     which = inspect.add_mutually_exclusive_group()
-    which.add_argument("--document", type=int, metavar="N", help="this document of the split, from 0")
-    which.add_argument("--search", metavar="TEXT", help="the first documents whose text holds TEXT")
-    which.add_argument("--block", type=int, metavar="B", help="a block and the documents it is made of")
-    which.add_argument("--sample", type=int, metavar="I", help="sample I of a run of --recipe, from 0")
-    inspect.add_argument("--split", default="train", help="train (default) or validation")
-    what = "with --block: inputs a block"
-    inspect.add_argument("--sequence_length", type=positive_integer, metavar="L", help=what)
+    add(which, "--document", "this document of the split, from 0", type=int, metavar="N")
+    add(which, "--search", "the first documents whose text holds TEXT", metavar="TEXT")
+    add(which, "--block", "a block and the documents it is made of", type=int, metavar="B")
+    add(which, "--sample", "sample I of a run of --recipe, from 0", type=int, metavar="I")
+    add(inspect, "--split", "train (default) or validation", default="train")
+    add(inspect, "--sequence_length", "with --block: inputs a block", type=positive_integer, metavar="L")
     what = "with --sample: its length, order and packing; with --block: its length"
-    inspect.add_argument("--recipe", metavar="NAME|PATH", help=what)
+    add(inspect, "--recipe", what, metavar="NAME|PATH")
     what = "change a value of --recipe"
-    inspect.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=what)
-    what = "documents to show (3 at random, else 1)"
-    inspect.add_argument("--count", type=positive_integer, metavar="K", help=what)
-    inspect.add_argument("--seed", type=int, default=0, help="draw of the random documents (default 0)")
-    what = "of each text (default 2000; 0: all)"
-    inspect.add_argument("--max_chars", type=not_negative_integer, default=2000, help=what)
+    add(inspect, "--set", what, action="append", default=[], metavar="SECTION.KEY=VALUE")
+    add(inspect, "--count", "documents to show (3 at random, else 1)", type=positive_integer, metavar="K")
+    add(inspect, "--seed", "draw of the random documents (default 0)", type=int, default=0)
+    add(
+        inspect, "--max_chars", "of each text (default 2000; 0: all)", type=not_negative_integer, default=2000
+    )
     what = "to and from megatron and datatrove, and from bin (nanoGPT, llm.c) and mds"
     convert = _verb(verbs, run_convert, what)
     way = convert.add_mutually_exclusive_group(required=True)
     what = "write DIR as megatron or datatrove to OUT"
-    way.add_argument("--to", dest="export_to", nargs=2, metavar=("FORM", "OUT"), help=what)
+    add(way, "--to", what, dest="export_to", nargs=2, metavar=("FORM", "OUT"))
     what = "make DIR of megatron, datatrove, bin (nanoGPT, llm.c) or mds: a prefix, file or folder"
-    way.add_argument("--from", dest="import_from", nargs=2, metavar=("FORM", "PATH"), help=what)
-    what = "with --from: what the tokens were made with"
-    convert.add_argument("--tokenizer", metavar="NAME|PATH", help=what)
+    add(way, "--from", what, dest="import_from", nargs=2, metavar=("FORM", "PATH"))
+    add(convert, "--tokenizer", "with --from: what the tokens were made with", metavar="NAME|PATH")
     what = (
         "with --from bin without a header, or mds with a column of bytes: the type of a token (default: uint16 or "
         "uint32 by the tokenizer; int64)"
     )
-    convert.add_argument("--dtype", choices=("uint16", "uint32", "int32", "int64"), help=what)
-    what = "with --from mds: the tokens (default: tokens, input_ids)"
-    convert.add_argument("--column", metavar="NAME", help=what)
+    add(convert, "--dtype", what, choices=("uint16", "uint32", "int32", "int64"))
+    add(convert, "--column", "with --from mds: the tokens (default: tokens, input_ids)", metavar="NAME")
     what = "with --from: documents kept for validation, by a hash of their tokens (default 0.005)"
-    convert.add_argument("--validation_share", type=float, default=0.005, metavar="SHARE", help=what)
+    add(convert, "--validation_share", what, type=float, default=0.005, metavar="SHARE")
     push = _verb(verbs, run_push, "upload a data set to the Hugging Face hub")
-    push.add_argument(
-        "repo_id", metavar="OWNER/NAME", help="data set repository; made where it does not exist"
-    )
-    push.add_argument("--private", action="store_true", help="make a new repository private")
-    push.add_argument("--dry_run", action="store_true", help="list the files and the card; send nothing")
+    add(push, "repo_id", "data set repository; made where it does not exist", metavar="OWNER/NAME")
+    add(push, "--private", "make a new repository private", action="store_true")
+    add(push, "--dry_run", "list the files and the card; send nothing", action="store_true")
     push.set_defaults(after_interrupt="the same command goes on where it stopped")
     return parser.parse_args(arguments)
 

@@ -2,7 +2,6 @@
 
 A preparation whose recipe has `data.shuffle_blocks` keeps `arrived.json` in its work folder: a manifest of what can be
 read so far. The shards stay where the tasks wrote them until the data set is published, and are then found there.
-`Alongside` is such a preparation in a process of its own.
 """
 
 import os
@@ -77,12 +76,6 @@ class ScatteredSplit(TokenSplit):
         with path.open("rb") as file:
             return map_shard(file, str(path), entry, self.dtype)
 
-    def mapped(self) -> Self:
-        """Map every shard now, so that it can be read after it has moved; FileNotFoundError if one has."""
-        for number in range(len(self.shard_entries)):
-            self._shard(number)
-        return self
-
     def part(self, first: int, stop: int) -> Self:
         """Open the stream of the shards [first, stop) alone, with what is mapped of them."""
         part = super().part(first, stop)
@@ -102,10 +95,7 @@ class ArrivingSplit(ScatteredSplit):
         super().__init__(place / "train", manifest["splits"]["train"])
 
     def look(self) -> tuple[dict, bool] | None:
-        """Read the manifest of what can be read now, and whether that is all.
-
-        None in a moment in which neither place has it, and if it is another data set.
-        """
+        """Read the manifest of what can be read now, and whether that is all; None while no place has it."""
         whole = read_manifest(self.place)
         # With a larger budget, the data set that the preparation goes on from is there before.
         if whole is not None and whole.get("origin") == self.origin and not lacking(whole, self.portions):
@@ -130,8 +120,12 @@ class ArrivingSplit(ScatteredSplit):
         """Open the validation split of a manifest, wherever its shards are by now."""
         folder = self.place / "validation"
         for _ in range(MOST_TRIES):
+            # Mapped now, so that it can be read after it has moved.
             with suppress(FileNotFoundError):
-                return ScatteredSplit(folder, manifest["splits"]["validation"]).mapped()
+                split = ScatteredSplit(folder, manifest["splits"]["validation"])
+                for number in range(len(split.shard_entries)):
+                    split._shard(number)
+                return split
             # Published: the same stream, cut into other shards.
             if (seen := self.look()) is not None and seen[1]:
                 return TokenSplit(folder, seen[0]["splits"]["validation"])

@@ -1,7 +1,5 @@
 """Look at the blocks that training reads: flag those from which a model learns nothing.
 
-It looks for four things:
-
 dominant     one token fills most of the block: padding, whitespace, a run of one character
 few_tokens   hardly any distinct tokens: a table of digits, an ASCII drawing
 repeated     the block repeats itself with a short period
@@ -56,9 +54,9 @@ def open_guard(path: Path | None, data: "PreparedData", recipe: "Recipe") -> "Bl
 class BlockGuard:
     """Look at blocks of token ids, and write each flagged one as a JSON line to `path`, unless it is None.
 
-    A resumed run may flag a sample again. token_bytes: the bytes that each token id stands for (`tokens_of_file`), or
-    None to leave out the test for undecodable text. skips: whether flagged blocks are to be left out of the loss, which
-    is what the reader of the blocks does, and the row says.
+    token_bytes: the bytes that each token id stands for (`tokens_of_file`), or None to leave out the test for
+    undecodable text. skips: whether the reader of the blocks leaves flagged ones out of the loss. A resumed run may
+    flag one again.
     """
 
     def __init__(

@@ -1,9 +1,8 @@
 """Checksums of files, and digests of JSON values and of token streams.
 
-The digest of a token stream does not depend on how the stream is cut into shards. The digests of two streams can be
-joined without reading the streams again. Each document is hashed (xxh3, 64 bits). The hashes are the coefficients of a
-polynomial, which is evaluated modulo 2**64 at two odd points. The value of the joined stream follows from both values
-and the length of the second stream.
+A stream's digest does not depend on how it is cut into shards, and those of two streams can be joined without reading
+them. Each document is hashed (xxh3, 64 bits). The hashes are the coefficients of a polynomial, which is evaluated
+modulo 2**64 at two odd points: the joined value follows from both values and the length of the second stream.
 """
 
 import hashlib

@@ -1,7 +1,4 @@
-"""Open the recipe's sources, and read their texts in one fixed order, cut into pieces.
-
-A source knows its fingerprint and streams its documents in a fixed order. The hash of a text decides its split.
-"""
+"""Open the recipe's sources, and read their texts in one order, cut into pieces; a text's hash decides its split."""
 
 import os
 import sysconfig
@@ -171,10 +168,7 @@ class HubSource:
         return digest_of(self._fingerprint)
 
     def fingerprint(self) -> dict:
-        """Return name, config, split and the commit that the revision stands for (null if the hub does not answer).
-
-        For a folder, its files take the place of a commit, as in a `FileSource`.
-        """
+        """Return name, config, split and the commit of the revision (null: the hub is silent), or a folder's files."""
         return dict(self._fingerprint)  # a copy: the caller may fill in a missing commit
 
     @cached_property
@@ -263,10 +257,9 @@ def draw_of(encoded: bytes) -> float:
 def read_batches(
     source: int, documents: Iterable[Document], skipped: dict, skip_undecodable: bool
 ) -> Iterator[Batch]:
-    """Read every text that is not empty, in batches of about `BATCH_BYTES`.
+    """Read every text that is not empty, in batches of about `BATCH_BYTES`; `skipped` counts those that are left out.
 
-    `skipped` counts the texts that are left out. Raises UserError if a text is not UTF-8, unless
-    `skip_undecodable`.
+    Raises UserError if a text is not UTF-8, unless `skip_undecodable`.
     """
     skipped.update(undecodable=0, empty=0)
     batch, size = Batch(source), 0

@@ -102,8 +102,7 @@ class BestFit:
 def pack(borders: list[int], length: int, goes_on: bool = False) -> list[list[Stretch]]:
     """Make blocks of exactly `length` tokens of the documents between `borders`, whose span is a multiple of it.
 
-    A stretch that does not end its document is the last of its block. `goes_on` says that the last document goes on
-    behind the last border.
+    A stretch that does not end its document is the last of its block. goes_on: so is the end of the last document.
     """
     blocks: list[list[Stretch]] = []
     remainders: list[Stretch] = []
@@ -155,10 +154,7 @@ class _OpenBlocks:
 
 
 def cuts_of_split(split: "TokenSplit", sequence_length: int) -> dict:
-    """Count `cut_shares` in a split's windows, or in `_MOST_WINDOWS` of them from its beginning to its end.
-
-    It reads only the ends of documents, no tokens.
-    """
+    """Count `cut_shares` in a split's windows, or `_MOST_WINDOWS` of them; it reads no tokens."""
     packed, windows, block = BestFit(split, sequence_length), [], 0
     while block < split.num_blocks(sequence_length):
         first, stop = packed.window_around(block)
@@ -172,9 +168,8 @@ def cuts_of_split(split: "TokenSplit", sequence_length: int) -> dict:
 def cut_shares(windows: Iterable[tuple[BestFit, int, int]]) -> dict:
     """Count how many of the documents that would fit into one block, and end in these windows of blocks, are cut.
 
-    Returns {"documents"} and, if there are any, "in_sequence" and "best_fit", each {"cut", "cropped"}. cut: the share
-    of the documents that a block's end cuts. cropped: the share of their tokens that come after a cut and do not see
-    the beginning of their document.
+    Returns {"documents"} and, if there are any, "in_sequence" and "best_fit", each {"cut", "cropped"}: the share of the
+    documents that a block's end cuts, and of their tokens, which come after a cut and do not see the beginning.
     """
     counts = sum((_counts(*window) for window in windows), start=np.zeros(6, np.int64))
     documents, tokens, *cut = counts.tolist()
@@ -237,8 +232,8 @@ def masked_block(tokens: np.ndarray, ends: np.ndarray) -> dict[str, np.ndarray]:
 def stack_blocks(blocks: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray | int | bool]:
     """Make one batch of blocks: int64 [L] under each key becomes int64 [batch, L].
 
-    If the blocks have positions, the batch also holds what a forward pass needs to keep documents apart, whatever
-    the model's config says: their borders (`document_borders`) and `use_cache` False.
+    If they have positions, it also holds what keeps documents apart in a forward pass, whatever the model's config
+    says.
     """
     batch = {key: np.stack([block[key] for block in blocks]) for key in blocks[0]}
     if "position_ids" not in batch:
@@ -250,9 +245,7 @@ def stack_blocks(blocks: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray | 
 
 def part_of_sequences(batch: dict, part: int, parts: int) -> dict:
     """Cut inputs, labels and positions [batch, L] to one of `parts` equal parts of each sequence.
-
-    The borders of documents stay those of the whole sequences: attention gathers the parts. The positions say where in
-    the sequence the part is.
+    The borders of documents stay those of whole sequences: attention gathers the parts, and positions say where each is.
     """
     if parts == 1:
         return batch
@@ -264,10 +257,9 @@ def part_of_sequences(batch: dict, part: int, parts: int) -> dict:
 
 
 def document_borders(position_ids: np.ndarray) -> dict[str, np.ndarray | int]:
-    """Return what kernels for sequences of different lengths take, from positions [batch, L].
+    """Return what kernels for sequences of different lengths take, from positions [batch, L], by transformers' names.
 
-    The names are those of transformers. `cu_seq_lens_q` and `cu_seq_lens_k`, int32 [documents + 1], are the borders in
-    the batch written as one row. `max_length_q` and `max_length_k` are L, a bound on a document's length.
+    `cu_seq_lens_*`, int32 [documents + 1]: the borders in the batch written as one row. `max_length_*`: a bound, L.
     """
     begins = np.flatnonzero(position_ids.reshape(-1) == 0)
     borders = np.append(begins, position_ids.size).astype(np.int32)

@@ -121,14 +121,15 @@ _ASSIGNED_PLANES = 0x40000
 
 def uncovered_texts(texts: list[str]) -> list[int]:
     """List the numbers of the texts with such a code point."""
-    uncovered = []
-    for number, text in enumerate(texts):
+
+    def is_uncovered(text: str) -> bool:
         # `isascii` first: Python stores the answer with each text, so pure ASCII costs nothing.
-        if not text.isascii():
-            codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-            if _uncertain_table()[codes].any():
-                uncovered.append(number)
-    return uncovered
+        return (
+            not text.isascii()
+            and _uncertain_table()[np.frombuffer(text.encode("utf-32-le"), np.uint32)].any()
+        )
+
+    return [number for number, text in enumerate(texts) if is_uncovered(text)]
 
 
 @cache

@@ -9,7 +9,7 @@ import io
 import itertools
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -119,19 +119,16 @@ class TextColumn:
             )
 
 
-def list_files(
-    spec: str, suffixes: tuple[str, ...] = READABLE_SUFFIXES, key: str = "data.sources"
-) -> list[InputFile]:
+def list_files(spec: str, key: str = "data.sources") -> list[InputFile]:
     """List the files that a path, folder or glob names, by name; UserError if there is none to read.
 
-    In a folder only those with one of `suffixes` count; a file or glob that names others is refused.
-    key: the recipe's key that holds `spec`, for error messages.
+    In a folder only readable suffixes count; a file or glob with others is refused. key: of the recipe, for messages.
     """
     if not spec.strip():
         raise UserError(f"{key}: path is empty; name a file, a folder or a glob")
-    found = (_remote_files if is_remote(spec) else _local_files)(spec, suffixes, key)
+    found = _remote_files(spec, key) if is_remote(spec) else _local_files(spec, key)
     if not found:
-        raise UserError(f"{key}: {spec}: no readable file there ({', '.join(suffixes)})")
+        raise UserError(f"{key}: {spec}: no readable file there ({', '.join(READABLE_SUFFIXES)})")
     # By parts, not by the whole string: the order of folders, the same on every machine.
     return sorted(found, key=lambda file: PurePosixPath(file.name).parts)
 
@@ -142,60 +139,57 @@ def local_file(path: Path, root: Path) -> InputFile:
     return InputFile(str(path), path.relative_to(root).as_posix(), status.st_size, str(status.st_mtime_ns))
 
 
-def _local_files(spec: str, suffixes: tuple[str, ...], key: str) -> list[InputFile]:
+def _local_files(spec: str, key: str) -> list[InputFile]:
     path = Path(spec).expanduser()
     if path.is_dir():
-        files = (each for each in path.rglob("*") if each.name.lower().endswith(suffixes) and each.is_file())
+        files = [each for each in path.rglob("*") if _is_readable(each.name) and each.is_file()]
         return [local_file(each, path) for each in files]
-    if path.is_file():
-        _check_suffix(path, suffixes, key)
-        return [local_file(path, path.parent)]
-    # After files and folders, whose own names may hold a bracket or a star.
-    if glob.has_magic(spec):
+    root, matches = path.parent, [path]
+    if not path.is_file():
+        # After files and folders, whose own names may hold a bracket or a star.
+        if not glob.has_magic(spec):
+            raise UserError(f"{key}: {spec}: no such file or folder (looked in {Path.cwd()})")
         fixed = next(number for number, part in enumerate(path.parts) if glob.has_magic(part))
         root = Path(*path.parts[:fixed])
         matches = [each for each in root.glob(str(Path(*path.parts[fixed:]))) if each.is_file()]
-        for each in matches:
-            _check_suffix(each, suffixes, key)
-        return [local_file(each, root) for each in matches]
-    raise UserError(f"{key}: {spec}: no such file or folder (looked in {Path.cwd()})")
+    _refuse_unreadable(map(str, matches), key)
+    return [local_file(each, root) for each in matches]
 
 
-def _check_suffix(path: Path | PurePosixPath, suffixes: tuple[str, ...], key: str) -> None:
-    if not path.name.lower().endswith(suffixes):
-        raise UserError(
-            f"{key}: {path}: unknown suffix; readable are {', '.join(suffixes)}, and folders or globs of them"
-        )
+def _is_readable(name: str) -> bool:
+    return name.lower().endswith(READABLE_SUFFIXES)
 
 
-def _remote_files(spec: str, suffixes: tuple[str, ...], key: str) -> list[InputFile]:
+def _refuse_unreadable(paths: Iterable[str], key: str) -> None:
+    for path in itertools.filterfalse(_is_readable, paths):
+        readable = f"readable are {', '.join(READABLE_SUFFIXES)}, and folders or globs of them"
+        raise UserError(f"{key}: {path}: unknown suffix; {readable}")
+
+
+def _remote_files(spec: str, key: str) -> list[InputFile]:
     fsspec = require("fsspec", f"reading {spec}")
     try:
         system, path = fsspec.core.url_to_fs(spec)
         if glob.has_magic(path):
             found = system.glob(path, detail=True)
             entries = {name: info for name, info in found.items() if info["type"] == "file"}
-            for name in entries:
-                _check_suffix(PurePosixPath(name), suffixes, key)
         # not `exists`, which would take every fault of the network for an absence
         elif (info := system.info(path))["type"] == "file":
-            _check_suffix(PurePosixPath(path), suffixes, key)
             entries = {path: info}
         else:
-            below = system.find(path, detail=True)
-            entries = {name: info for name, info in below.items() if name.lower().endswith(suffixes)}
+            found = system.find(path, detail=True)
+            entries = {name: info for name, info in found.items() if _is_readable(name)}
     except FileNotFoundError as error:
         raise UserError(f"{key}: {spec}: no such file or folder can be reached there") from error
     except ImportError as error:  # fsspec names the package that this kind of address needs
         raise UserError(f"{key}: {spec}: {error}") from error
-    except UserError:
-        raise
     except Exception as error:  # every store has its own classes
         reason = str(error).strip().partition("\n")[0]
         raise UserError(
             f"{key}: {spec}: cannot be reached ({type(error).__name__}: {reason}); check the address, the "
             "credentials and the network"
         ) from error
+    _refuse_unreadable(entries, key)
     root = path.rstrip("/")
     # Not isdir(): to answer, fsspec's HTTP would fetch a whole file.
     if path in entries or glob.has_magic(path):
@@ -214,8 +208,7 @@ def _remote_files(spec: str, suffixes: tuple[str, ...], key: str) -> list[InputF
 def cut_file(file: InputFile, number: int, piece_bytes: int) -> list[tuple[Extent, int]]:
     """Cut the file into extents of about `piece_bytes` of text, each with its size in bytes of text (estimated).
 
-    Plain .jsonl is cut at any byte (a line belongs to the extent in which it begins), .parquet between row groups. Any
-    other file is one extent.
+    Plain .jsonl is cut at any byte (a line belongs to the extent in which it begins), .parquet between row groups.
     """
     name, size = file.name.lower(), file.num_bytes
     if name.endswith(".jsonl") and size > piece_bytes:

@@ -92,10 +92,10 @@ def train_tokenizer(
     min_frequency: int = 1,
     special_tokens: Sequence[str] = (),
 ) -> None:
-    """Train a byte-level BPE of exactly `vocab_size` ids, `<|endoftext|>` (id 0) among them, into `folder`.
+    """Train a byte-level BPE of exactly `vocab_size` ids into `folder`; `<|endoftext|>` is 0, `special_tokens` follow.
 
-    `special_tokens` have the ids after it. Pairs that occur less than `min_frequency` times are not merged. The same
-    texts give the same file. Raises UserError if the corpus has too few merges for that many ids.
+    Pairs that occur less than `min_frequency` times are not merged. The same texts give the same file. Raises UserError if
+    the corpus has too few merges for that many ids.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -163,10 +163,8 @@ def describe_tokenizer(folder: Path, name: str) -> TokenizerInfo:
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     eos_token = _configured_eos(folder) or next((token for token in KNOWN_EOS if token in vocab), None)
     if eos_token not in vocab:
-        raise UserError(
-            f"data.tokenizer: {name} has no end-of-text token; name one as eos_token in its "
-            "tokenizer_config.json"
-        )
+        remedy = "name one as eos_token in its tokenizer_config.json"
+        raise UserError(f"data.tokenizer: {name} has no end-of-text token; {remedy}")
     # Not the number of tokens: ids may have gaps, and an embedding needs a row for the highest.
     size = max(vocab.values()) + 1
     _DESCRIBED[key] = TokenizerInfo(size, eos_token, vocab[eos_token], files["tokenizer.json"], files)

@@ -19,7 +19,7 @@ from urllib.request import Request, urlopen
 
 from pretraining.data.prepared import open_prepared
 from pretraining.data.streaming.store import PATIENCE_VARIABLE, reason_of
-from pretraining.data.text_files import READABLE_SUFFIXES, list_files
+from pretraining.data.text_files import list_files
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.doctor.launch import Launch, trackers_of
 from pretraining.errors import UserError, require
@@ -210,7 +210,7 @@ def _of_source(source: TextOrigin) -> tuple[str, Callable[[], Finding]]:
     def count_files() -> Finding:  # of this machine, or of a store that fsspec reaches
         if path is None:
             return Finding("data", FINE, f"{name or source.called}: on this machine")
-        return Finding("data", FINE, f"{path}: {len(list_files(path, READABLE_SUFFIXES)):,} files")
+        return Finding("data", FINE, f"{path}: {len(list_files(path)):,} files")
 
     return name or path or source.called, count_files
 

@@ -7,7 +7,9 @@ import signal
 import struct
 import sys
 import time
-from itertools import chain
+from functools import partial
+from importlib.util import find_spec
+from itertools import chain, product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,22 +39,27 @@ def made(tmp_path_factory) -> SimpleNamespace:
 def test_there_and_back_is_the_same_data(made, tmp_path, form):
     """Splits, tokens, document ends, text bytes, fingerprint: all return, so a run could go on with them.
 
-    Files whose names say train and validation keep these splits.
+    Files whose names say train and validation keep these splits. A recipe opens converted data by naming what it was
+    converted from, and by no other source.
     """
     out = export_data(made.folder, form, tmp_path / "out")
     if form == "megatron":  # other names that say the same
         for path in (tmp_path / "out").glob("*.*"):
             path.rename(path.with_name(f"web_{path.name.replace('validation', 'val')}"))
-    assert out["train"]["tokens"] == read_manifest(made.folder)["splits"]["train"]["tokens"]
-    import_data(tmp_path / "back", TokenFiles(form, tmp_path / "out"), None, 0.5)
-    verify_data(tmp_path / "back")
-    there, back = read_manifest(made.folder), read_manifest(tmp_path / "back")
+    folder = tmp_path / "data" / "corpus"
+    import_data(folder, TokenFiles(form, tmp_path / "out"), None, 0.5)
+    verify_data(folder)
+    there, back = read_manifest(made.folder), read_manifest(folder)
+    assert out["train"]["tokens"] == there["splits"]["train"]["tokens"]
     assert back["fingerprint"] == there["fingerprint"] and back["tokenizer"] == there["tokenizer"]
-    for split in ("train", "validation"):
-        for key in ("documents", "tokens", "bytes", "checksum"):
-            assert back["splits"][split][key] == there["splits"][split][key]
+    for split, key in product(("train", "validation"), ("documents", "tokens", "bytes", "checksum")):
+        assert back["splits"][split][key] == there["splits"][split][key]
     entropies = [m["splits"]["validation"]["unigram_bits_per_byte"] for m in (there, back)]
     assert entropies[0] == pytest.approx(entropies[1], abs=2e-6)
+    opened = open_prepared(recipe_for(tmp_path / "out"), tmp_path / "data")
+    assert opened.fingerprint == there["fingerprint"]
+    message = refusal(open_prepared, recipe_for(made.source), tmp_path / "data")
+    assert f"converted from {form} files" in message and str(tmp_path / "out") in message
 
 
 def read_megatron(prefix: Path) -> list[np.ndarray]:
@@ -70,28 +77,22 @@ def read_megatron(prefix: Path) -> list[np.ndarray]:
 
 
 def test_megatron_files_have_the_published_layout(made, tmp_path):
-    """Read byte by byte as Megatron does, the documents are ours."""
+    """Read byte by byte as Megatron does, the documents are ours; so they are by Megatron-Core, if it is installed."""
     export_data(made.folder, "megatron", tmp_path / "out")
     for split in ("train", "validation"):
         found, expected = read_megatron(tmp_path / "out" / split), documents_of(made.folder, split)
-        assert len(found) == len(expected)
-        assert all((a == b).all() for a, b in zip(found, expected, strict=True))
-
-
-def test_megatron_itself_reads_them(made, tmp_path):
-    """Megatron-Core's own IndexedDataset, where it is installed."""
-    pytest.importorskip("megatron.core")
-    export_data(made.folder, "megatron", tmp_path / "out")
-    program = (
-        "import sys, numpy\n"
-        "from megatron.core.datasets.indexed_dataset import IndexedDataset\n"
-        "data = IndexedDataset(sys.argv[1])\n"
-        "numpy.save(sys.argv[2], numpy.concatenate([data[i] for i in range(len(data))]))"
-    )
-    words = [sys.executable, "-c", program, tmp_path / "out" / "train", tmp_path / "found.npy"]
-    finished = execute(words, PYTHONPATH=os.pathsep.join(sys.path))
-    assert finished.code == 0, finished.output
-    assert (np.load(tmp_path / "found.npy") == np.concatenate(documents_of(made.folder))).all()
+        assert [document.tolist() for document in found] == [document.tolist() for document in expected]
+    if find_spec("megatron"):
+        program = (
+            "import sys, numpy\n"
+            "from megatron.core.datasets.indexed_dataset import IndexedDataset\n"
+            "data = IndexedDataset(sys.argv[1])\n"
+            "numpy.save(sys.argv[2], numpy.concatenate([data[i] for i in range(len(data))]))"
+        )
+        words = [sys.executable, "-c", program, tmp_path / "out" / "train", tmp_path / "found.npy"]
+        finished = execute(words, PYTHONPATH=os.pathsep.join(sys.path))
+        assert finished.code == 0, finished.output
+        assert (np.load(tmp_path / "found.npy") == np.concatenate(documents_of(made.folder))).all()
 
 
 def write_megatron_by_hand(prefix: Path, documents: list[list[list[int]]], kind: type, code: int) -> None:
@@ -112,16 +113,20 @@ def test_documents_of_several_sequences_and_without_eos(made, tmp_path):
     documents = [[draw.integers(1, 280, n).tolist() for n in (5, 0, 3)] for _ in range(30)]
     documents[3], documents[4] = [], [[7, 8, 0]]
     write_megatron_by_hand(tmp_path / "theirs", documents, np.int64, 5)
-    tokenizer = str(made.folder / "tokenizer")
-    counts = import_data(tmp_path / "ours", TokenFiles("megatron", tmp_path / "theirs"), tokenizer, 0.3)
+    counts = convert(made, tmp_path, "megatron", share=0.3)
     assert (counts["documents"], counts["eos_added"], counts["empty"]) == (29, 28, 1)
     verify_data(tmp_path / "ours")
     joined = [list(chain(*document)) for document in documents if document]
     closed = [ids if ids[-1] == 0 else [*ids, 0] for ids in joined]
-    drawn = [draw_of_tokens(np.array(ids[:-1])) < 0.3 for ids in closed]
     for split, here in (("train", False), ("validation", True)):
-        expected = [ids for ids, side in zip(closed, drawn, strict=True) if side is here]
+        expected = [ids for ids in closed if (draw_of_tokens(np.array(ids[:-1])) < 0.3) is here]
         assert [d.tolist() for d in documents_of(tmp_path / "ours", split)] == expected
+
+
+def convert(made, folder: Path, form: str, origin: str = "theirs", share: float = 0.5, **more: str) -> dict:
+    """Make `folder / "ours"` of another tool's files with the tokenizer that they are made with."""
+    files = TokenFiles(form, folder / origin, **more)
+    return import_data(folder / "ours", files, str(made.folder / "tokenizer"), share)
 
 
 def test_datatrove_itself_reads_and_writes_them(made, tmp_path):
@@ -165,8 +170,7 @@ def same_data(made, folder: Path, added: int = 0) -> None:
     verify_data(folder)
     for split in ("train", "validation"):
         found, expected = documents_of(folder, split), documents_of(made.folder, split)
-        assert len(found) == len(expected)
-        assert all((one == other).all() for one, other in zip(found, expected, strict=True))
+        assert [document.tolist() for document in found] == [document.tolist() for document in expected]
     assert read_manifest(folder)["converted_from"]["eos_added"] == added
     assert read_manifest(folder)["fingerprint"] == read_manifest(made.folder)["fingerprint"]
 
@@ -185,24 +189,16 @@ def test_raw_bins_are_read(made, tmp_path, monkeypatch, names, kind, magic, dtyp
     monkeypatch.setattr("pretraining.data.tools.formats.CHUNK_TOKENS", 100)  # documents go over the borders
     for name, split in zip(names, ("train", "validation"), strict=True):
         write_bin(tmp_path / "theirs" / f"{name}.bin", documents_of(made.folder, split), kind, magic)
-    tokenizer = str(made.folder / "tokenizer")
-    words = [
-        "convert",
-        str(tmp_path / "ours"),
-        "--from",
-        "bin",
-        str(tmp_path / "theirs"),
-        "--tokenizer",
-        tokenizer,
-    ]
-    main([*words, *(["--dtype", dtype] if dtype else [])])
+    words = ["convert", tmp_path / "ours", "--from", "bin", tmp_path / "theirs"]
+    words += ["--tokenizer", made.folder / "tokenizer", *(["--dtype", dtype] if dtype else [])]
+    main([*map(str, words)])
     same_data(made, tmp_path / "ours", added)
 
 
 def write_mds(folder: Path, samples: list[np.ndarray], encoding: str, compression: str | None = None) -> None:
     """An independent writer of the published layout: a shard of two columns, `id` of a fixed size before `tokens`."""
     folder.mkdir(parents=True)
-    rows = []
+    rows, name = [], "shard.00000.mds"
     for number, tokens in enumerate(samples):
         shape = bytes([1 << 2 | 2]) + struct.pack("<I", len(tokens))
         value = {
@@ -216,20 +212,15 @@ def write_mds(folder: Path, samples: list[np.ndarray], encoding: str, compressio
     offsets = np.cumsum([start, *map(len, rows)]).astype("<u4")
     content = struct.pack("<I", len(rows)) + offsets.tobytes() + config + b"".join(rows)
     packed = gzip.compress(content) if compression else content
-    (folder / ("shard.00000.mds.gz" if compression else "shard.00000.mds")).write_bytes(packed)
+    (folder / (f"{name}.gz" if compression else name)).write_bytes(packed)
+    zipped = {"basename": f"{name}.gz", "bytes": len(packed), "hashes": {}} if compression else None
     shard = {
-        "column_encodings": ["int", encoding],
         "column_names": ["id", "tokens"],
+        "column_encodings": ["int", encoding],
         "column_sizes": [8, None],
-        "compression": compression,
-        "format": "mds",
-        "raw_data": {"basename": "shard.00000.mds", "bytes": len(content), "hashes": {}},
-        "samples": len(rows),
-        "version": 2,
-        "zip_data": {"basename": "shard.00000.mds.gz", "bytes": len(packed), "hashes": {}}
-        if compression
-        else None,
     }
+    shard |= {"format": "mds", "version": 2, "samples": len(rows), "compression": compression}
+    shard |= {"raw_data": {"basename": name, "bytes": len(content), "hashes": {}}, "zip_data": zipped}
     (folder / "index.json").write_text(json.dumps({"shards": [shard], "version": 2}))
 
 
@@ -237,12 +228,9 @@ def write_mds(folder: Path, samples: list[np.ndarray], encoding: str, compressio
 @pytest.mark.parametrize("encoding", ["bytes", "ndarray", "ndarray:int32"])
 def test_mds_is_read(made, tmp_path, encoding, compression):
     """A sample a document, as they are."""
-    for split in ("train", "val"):
-        documents = documents_of(made.folder, "validation" if split == "val" else split)
-        write_mds(tmp_path / "theirs" / split, documents, encoding, compression)
-    import_data(
-        tmp_path / "ours", TokenFiles("mds", tmp_path / "theirs"), str(made.folder / "tokenizer"), 0.5
-    )
+    for name, split in (("train", "train"), ("val", "validation")):
+        write_mds(tmp_path / "theirs" / name, documents_of(made.folder, split), encoding, compression)
+    convert(made, tmp_path, "mds")
     same_data(made, tmp_path / "ours")
 
 
@@ -250,9 +238,9 @@ def test_packed_samples_of_mds_are_cut_into_documents(made, tmp_path):
     """Samples of one length hold a stream: documents go over their borders; the last tokens that fill none are gone."""
     stream = np.concatenate(documents_of(made.folder))
     packed = stream[: len(stream) // 64 * 64].reshape(-1, 64)
-    write_mds(tmp_path / "train", list(packed), "bytes")
-    write_mds(tmp_path / "val", documents_of(made.folder, "validation"), "bytes")
-    import_data(tmp_path / "ours", TokenFiles("mds", tmp_path), str(made.folder / "tokenizer"), 0.5)
+    write_mds(tmp_path / "theirs" / "train", list(packed), "bytes")
+    write_mds(tmp_path / "theirs" / "val", documents_of(made.folder, "validation"), "bytes")
+    convert(made, tmp_path, "mds")
     found = np.concatenate(documents_of(tmp_path / "ours"))
     assert (found[: packed.size] == packed.reshape(-1)).all() and len(found) - packed.size in (0, 1)
     assert abs(len(documents_of(tmp_path / "ours")) - len(documents_of(made.folder))) <= 2
@@ -261,53 +249,41 @@ def test_packed_samples_of_mds_are_cut_into_documents(made, tmp_path):
 def test_mosaicml_streaming_itself_writes_them(made, tmp_path):
     """Its own MDSWriter, where it is installed, several shards, compressed."""
     streaming = pytest.importorskip("streaming")
-    for split in ("train", "val"):
+    for name, split in (("train", "train"), ("val", "validation")):
         columns = {"tokens": "ndarray:uint16", "source": "str"}
-        place = {"out": str(tmp_path / "theirs" / split), "columns": columns}
+        place = {"out": str(tmp_path / "theirs" / name), "columns": columns}
         with streaming.MDSWriter(**place, compression="zstd", size_limit=1 << 12) as out:
-            for document in documents_of(made.folder, "validation" if split == "val" else split):
+            for document in documents_of(made.folder, split):
                 out.write({"tokens": document.astype(np.uint16), "source": "here"})
     assert len(list((tmp_path / "theirs" / "train").glob("*.zstd"))) > 1
-    import_data(
-        tmp_path / "ours", TokenFiles("mds", tmp_path / "theirs"), str(made.folder / "tokenizer"), 0.5
-    )
+    convert(made, tmp_path, "mds")
     same_data(made, tmp_path / "ours")
 
 
 def test_streams_that_cannot_be_read_are_named(made, tmp_path):
     """A cut header file, the wrong type or tokenizer, a missing shard, a column of text: one line, nothing left."""
-    tokenizer, documents = str(made.folder / "tokenizer"), documents_of(made.folder)
-    path = tmp_path / "theirs" / "a.bin"
+    documents, refused = documents_of(made.folder), partial(refusal, convert, made, tmp_path)
+    path = tmp_path / "a.bin"
     write_bin(path, documents, "<u2", 20240520)
     path.write_bytes(path.read_bytes()[:-2])
-
-    def refused(form: str, origin: Path, **more: str) -> str:
-        return refusal(
-            lambda: import_data(tmp_path / "ours", TokenFiles(form, origin, **more), tokenizer, 0.5)
-        )
-
-    assert "a.bin: truncated or damaged" in refused("bin", path)
+    assert "a.bin: truncated or damaged" in refused("bin", "a.bin")
     path.write_bytes(np.full(99, 5, "<u2").tobytes())
-    assert "the end-of-text token 0 does not occur" in refused("bin", path)
-    assert "no whole number of uint32 tokens" in refused("bin", path, dtype="uint32")
+    assert "the end-of-text token 0 does not occur" in refused("bin", "a.bin")
+    assert "no whole number of uint32 tokens" in refused("bin", "a.bin", dtype="uint32")
     write_mds(tmp_path / "mds", documents, "bytes")
-    assert "column 'token', did you mean 'tokens'" in refused(
-        "mds", tmp_path / "mds", column="token"
-    ).replace("; ", ", ")
-    assert "column id: is int; tokens are bytes or ndarray" in refused("mds", tmp_path / "mds", column="id")
+    assert "column 'token'; did you mean 'tokens'" in refused("mds", "mds", column="token")
+    assert "column id: is int; tokens are bytes or ndarray" in refused("mds", "mds", column="id")
     (tmp_path / "mds" / "shard.00000.mds").unlink()
-    assert "shard.00000.mds: no such file, and" in refused("mds", tmp_path / "mds")
+    assert "shard.00000.mds: no such file, and" in refused("mds", "mds")
+    (tmp_path / "empty").mkdir()
+    for form, kind in {
+        "bin": ".bin",
+        "mds": "index.json",
+        "megatron": "PREFIX.idx",
+        "datatrove": ".ds",
+    }.items():
+        assert f"no {kind} files in this folder" in refused(form, "empty")
     assert not (tmp_path / "ours").exists()
-
-
-def test_converted_data_trains_under_its_own_origin_only(made, tmp_path):
-    """A recipe opens converted data by naming what it was converted from, and by no other source."""
-    export_data(made.folder, "megatron", tmp_path / "theirs")
-    import_data(tmp_path / "data" / "corpus", TokenFiles("megatron", tmp_path / "theirs"), None, 0.5)
-    recipe = recipe_for(tmp_path / "theirs")
-    assert open_prepared(recipe, tmp_path / "data").fingerprint == read_manifest(made.folder)["fingerprint"]
-    message = refusal(open_prepared, recipe_for(made.source), tmp_path / "data")
-    assert "converted from megatron files" in message and str(tmp_path / "theirs") in message
 
 
 @pytest.mark.parametrize(
@@ -334,20 +310,17 @@ def test_truncated_foreign_files_are_named(made, tmp_path, form, name, keep, sai
 def test_what_cannot_be_converted_is_one_line_and_leaves_nothing(made, tmp_path):
     """Wrong tokenizer, no tokenizer, an existing target, an empty split, an unknown form."""
     export_data(made.folder, "megatron", tmp_path / "out")
-    before, tokenizer = sorted(tmp_path.rglob("*")), str(made.folder / "tokenizer")
-    prefix = tmp_path / "out" / "train"
-    write_megatron_by_hand(prefix.with_name("wide"), [[[5, 300, 0]]], np.int32, 4)
-    wide, files = TokenFiles("megatron", prefix.with_name("wide")), TokenFiles("megatron", prefix)
-    message = refusal(import_data, tmp_path / "a", wide, tokenizer, 0.5)
+    before, ours = sorted(tmp_path.rglob("*")), tmp_path / "ours"
+    files = TokenFiles("megatron", tmp_path / "out" / "train")
+    write_megatron_by_hand(tmp_path / "out" / "wide", [[[5, 300, 0]]], np.int32, 4)
+    message = refusal(convert, made, tmp_path, "megatron", "out/wide")
     assert "token id 300, but the tokenizer has 280" in message
-    assert "give the --tokenizer" in refusal(import_data, tmp_path / "a", files, None, 0.5)
-    message = refusal(import_data, tmp_path / "a", files, "./nowhere", 0.5)
-    assert message.startswith("--tokenizer: ./nowhere")
-    assert "validation would be empty" in refusal(import_data, tmp_path / "a", files, tokenizer, 1e-9)
+    assert "give the --tokenizer" in refusal(import_data, ours, files, None, 0.5)
+    assert refusal(import_data, ours, files, "./nowhere", 0.5).startswith("--tokenizer: ./nowhere")
+    assert "validation would be empty" in refusal(convert, made, tmp_path, "megatron", "out/train", 1e-9)
     assert "exists already" in refusal(export_data, made.folder, "datatrove", tmp_path / "out")
-    assert "unknown form" in refusal(
-        main, ["convert", str(made.folder), "--to", "arrow", str(tmp_path / "b")]
-    )
+    words = ["convert", str(made.folder), "--to", "arrow", str(tmp_path / "b")]
+    assert "unknown form" in refusal(main, words)
     assert [p for p in sorted(tmp_path.rglob("*")) if not p.name.startswith("wide")] == before
 
 

@@ -4,7 +4,7 @@ import json
 import pickle
 import shlex
 import shutil
-import subprocess
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,6 @@ from data_prep import parse_arguments
 from pretraining.data.manifest import DECIDING_KEYS, DECIDING_SOURCE_KEYS, deciding_section, read_manifest
 from pretraining.data.preparation.prepare import prepare_data
 from pretraining.data.prepared import open_prepared
-from pretraining.errors import UserError
 from pretraining.recipe import load_recipe, recipe_schema
 from tests.data.test_data_prep import (
     bytes_of,
@@ -25,6 +24,7 @@ from tests.data.test_data_prep import (
     write_jsonl,
 )
 from tests.gear.finished_data import change_manifest, cut_into_shards, refusal
+from tests.gear.runs import execute
 
 FILTER = {"rule": "length", "min_words": 5}
 READING_KEYS = (
@@ -50,8 +50,7 @@ def test_what_is_left_of_each_source_is_printed(made, tmp_path):
     values["data"] |= {"sources": mixed(made, weights=(1, 3)).data.to_dict()["sources"], "filters": [FILTER]}
     recipe = tmp_path / "mixed.json"
     recipe.write_text(json.dumps(values))
-    text = subprocess.run(data_prep(recipe, made / "data"), capture_output=True, text=True, check=True).stdout
-    shown = subprocess.run(data_prep(recipe, made / "data", "--json"), capture_output=True, check=True).stdout
+    text, shown = (execute(data_prep(recipe, made / "data", *more)).stdout for more in ((), ("--json",)))
     notes, web = json.loads(shown)["sources"]
     assert notes["documents"] == web["documents"] == 60 and notes["share"] + web["share"] == pytest.approx(1)
     assert (notes["weight"], web["weight"], web["name"]) == (1, 3, "web")
@@ -67,10 +66,9 @@ def root(made, tmp_path) -> Path:
 
 
 def mixed(folder: Path, weights=(None, None), **data):
-    names = ("notes", "web")
+    named = zip(("notes", "web"), weights, strict=True)
     sources = [
-        {"path": str(folder / f"{name}.jsonl"), "name": name, "weight": weight}
-        for name, weight in zip(names, weights, strict=True)
+        {"path": str(folder / f"{name}.jsonl"), "name": name, "weight": weight} for name, weight in named
     ]
     return recipe_for(*sources, **{"filters": [FILTER], **data})
 
@@ -79,32 +77,26 @@ def test_every_key_of_the_data_section_decides_the_bytes_or_is_only_read():
     """A new key has to be put on one side."""
     properties = recipe_schema()["properties"]["data"]["properties"]
     assert sorted(properties) == sorted(DECIDING_KEYS + READING_KEYS)
-    assert sorted(properties["sources"]["items"]["properties"]) == sorted(
-        DECIDING_SOURCE_KEYS + READING_SOURCE_KEYS
-    )
+    of_sources = properties["sources"]["items"]["properties"]
+    assert sorted(of_sources) == sorted(DECIDING_SOURCE_KEYS + READING_SOURCE_KEYS)
 
 
 DECIDING = {
-    "a threshold": ({"filters": [{**FILTER, "min_words": 7}]}, "data.filters.0.min_words: 5 there, 7 here"),
-    "a rule more": ({"filters": [FILTER, {"rule": "pii"}]}, 'data.filters.1: null there, {"rule": "pii"'),
-    "tokenizer": (
-        {"tokenizer": {"train_vocab_size": 300}},
-        "data.tokenizer.train_vocab_size: 280 there, 300 here",
-    ),
-    "split": ({"validation_share": 0.3}, "data.validation_share: 0.2 there, 0.3 here"),
-    "dedup": ({"dedup": {"exact": True}}, 'data.dedup: null there, {"exact": true'),
-    "undecodable": ({"skip_undecodable": True}, "data.skip_undecodable: false there, true here"),
+    "data.filters.0.min_words: 5 there, 7 here": {"filters": [{**FILTER, "min_words": 7}]},
+    'data.filters.1: null there, {"rule": "pii"': {"filters": [FILTER, {"rule": "pii"}]},
+    "data.tokenizer.train_vocab_size: 280 there, 300 here": {"tokenizer": {"train_vocab_size": 300}},
+    "data.validation_share: 0.2 there, 0.3 here": {"validation_share": 0.3},
+    'data.dedup: null there, {"exact": true': {"dedup": {"exact": True}},
+    "data.skip_undecodable: false there, true here": {"skip_undecodable": True},
 }
 
 
-@pytest.mark.parametrize("data, said", DECIDING.values(), ids=DECIDING)
-def test_what_decides_the_bytes_is_refused_by_the_value_that_differs(made, root, data, said):
-    """Nothing is written; a run that would read it is told the same."""
+def test_what_decides_the_bytes_is_refused_by_the_value_that_differs(made, root):
+    """Nothing is written; a run that would read it gets the same message."""
     before = bytes_of(root)
-    for action in (prepare_data, open_prepared):
-        with pytest.raises(UserError) as refused:
-            action(mixed(made, **data), root)
-        assert said in str(refused.value) and "--replace" in str(refused.value)
+    for (said, data), action in product(DECIDING.items(), (prepare_data, open_prepared)):
+        message = refusal(action, mixed(made, **data), root)
+        assert said in message and "--replace" in message
     assert bytes_of(root) == before
 
 
@@ -121,14 +113,15 @@ READING = {
 @pytest.mark.parametrize("data", READING.values(), ids=READING)
 def test_what_is_only_read_needs_no_preparation(made, root, data):
     """The data set stays, down to the file, and opens."""
-    before = (root / "corpus" / "manifest.json").stat()
-    outcome = prepare_data(mixed(made, **data), root, replace=True)
-    after = (root / "corpus" / "manifest.json").stat()
-    assert outcome.kept_aside is None and (before.st_ino, before.st_mtime_ns) == (
-        after.st_ino,
-        after.st_mtime_ns,
-    )
-    assert open_prepared(mixed(made, **data), root).fingerprint == outcome.manifest["fingerprint"]
+    before, recipe = file_state(root), mixed(made, **data)
+    outcome = prepare_data(recipe, root, replace=True)
+    assert outcome.kept_aside is None and file_state(root) == before
+    assert open_prepared(recipe, root).fingerprint == outcome.manifest["fingerprint"]
+
+
+def file_state(root: Path) -> tuple[int, int]:
+    status = (root / "corpus" / "manifest.json").stat()
+    return status.st_ino, status.st_mtime_ns
 
 
 def test_weights_do_not_change_a_byte(made, tmp_path):
@@ -154,56 +147,50 @@ def test_data_of_an_earlier_version_still_opens(made, root):
 
 
 FILES = {
-    "a line more": (lambda path: path.open("a").write('{"text": "more"}\n'), "bytes in 1 file there, 3"),
-    "written anew": (
-        lambda path: path.write_bytes(path.read_bytes()),
-        "1 file of the same size, but written since",
-    ),
+    "bytes in 1 file there, 3": lambda path: path.open("a").write('{"text": "more"}\n'),
+    "1 file of the same size, but written since": lambda path: path.write_bytes(path.read_bytes()),
 }
 
 
-@pytest.mark.parametrize("change, said", FILES.values(), ids=FILES)
-def test_a_source_whose_files_changed_is_named(made, root, tmp_path, change, said):
+@pytest.mark.parametrize("said", FILES)
+def test_a_source_whose_files_changed_is_named(made, root, tmp_path, said):
     for name in ("notes", "web"):
         shutil.copy2(made / f"{name}.jsonl", tmp_path)
-    change_manifest(
-        root / "corpus",
-        lambda manifest: manifest["data"].update(deciding_section(mixed(tmp_path).data.to_dict())),
-    )
-    change(tmp_path / "web.jsonl")
-    with pytest.raises(UserError, match=r"data\.sources\.1: ") as refused:
-        prepare_data(mixed(tmp_path), root)
-    assert said in str(refused.value)
+    section = deciding_section(mixed(tmp_path).data.to_dict())
+    change_manifest(root / "corpus", lambda manifest: manifest["data"].update(section))
+    FILES[said](tmp_path / "web.jsonl")
+    message = refusal(prepare_data, mixed(tmp_path), root)
+    assert "data.sources.1: " in message and said in message
 
 
 def test_a_replaced_data_set_is_kept_beside_the_new_one(made, root):
-    """Byte for byte, under the first name that is free; the second one as well."""
+    """Byte for byte, under the first free name; the second one as well. A new one that fails leaves it in its place."""
     (root / "corpus.replaced-1").write_text("of somebody")
     before = bytes_of(root / "corpus")
-    first = prepare_data(mixed(made, validation_share=0.3), root, show_progress=False, replace=True)
-    second = prepare_data(mixed(made, validation_share=0.4), root, show_progress=False, replace=True)
-    assert [first.kept_aside.name, second.kept_aside.name] == ["corpus.replaced-2", "corpus.replaced-3"]
-    assert bytes_of(first.kept_aside) == before
-    assert read_manifest(second.kept_aside)["data"]["validation_share"] == 0.3
-    assert sorted(path.name for path in root.iterdir()) == [
-        "corpus",
-        *(f"corpus.replaced-{n}" for n in (1, 2, 3)),
-    ]
+    nothing = mixed(made, filters=[{**FILTER, "min_words": 10**6}])
+    assert "the corpus is empty" in refusal(prepare, root, nothing, replace=True)
+    assert bytes_of(root / "corpus") == before
+    first, second = (
+        prepare_data(mixed(made, validation_share=share), root, show_progress=False, replace=True).kept_aside
+        for share in (0.3, 0.4)
+    )
+    assert [first.name, second.name] == ["corpus.replaced-2", "corpus.replaced-3"]
+    assert bytes_of(first) == before and read_manifest(second)["data"]["validation_share"] == 0.3
+    names = ["corpus", *(f"corpus.replaced-{number}" for number in (1, 2, 3))]
+    assert sorted(path.name for path in root.iterdir()) == names
 
 
 def test_the_command_refuses_in_one_line_and_names_what_it_keeps(made, tmp_path):
     """Exit code 2 without --replace; with it the new data set is ready and the old one has a name, in --json too."""
     recipe, root = recipe_file(tmp_path, made / "notes.jsonl"), tmp_path / "data"
-    subprocess.run(data_prep(recipe, root), check=True, capture_output=True)
+    assert execute(data_prep(recipe, root)).code == 0
     changed = data_prep(recipe, root, "--set", "data.validation_share=0.3")
-    refused = subprocess.run(changed, capture_output=True, text=True)
-    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+    refused = execute(changed)
+    assert refused.code == 2 and refused.stderr.count("\n") == 1
     assert "data.validation_share: 0.2 there, 0.3 here" in refused.stderr
-    replaced = subprocess.run([*changed, "--replace"], capture_output=True, text=True, check=True)
-    assert replaced.stdout.splitlines()[-1].endswith(
-        "its runs go on with the recipe as it was, and --set data.name=corpus.replaced-1"
-    )
-    again = subprocess.run([*data_prep(recipe, root, "--json"), "--replace"], capture_output=True, check=True)
+    said = "its runs go on with the recipe as it was, and --set data.name=corpus.replaced-1"
+    assert execute([*changed, "--replace"]).stdout.splitlines()[-1].endswith(said)
+    again = execute(data_prep(recipe, root, "--json", "--replace"))
     assert json.loads(again.stdout)["kept_aside"] == str(root / "corpus.replaced-2")
 
 
@@ -235,14 +222,6 @@ def test_runs_of_a_replaced_data_set_are_told_its_name(made, root):
         assert f"fits: --data_dir {root} --set data.name" in refusal(action, recipe, root / "linked")
 
 
-def test_a_replacement_that_fails_keeps_the_old_data(made, root, tmp_path):
-    """In its place: what was committed stays until its successor is complete."""
-    before = bytes_of(root / "corpus")
-    with pytest.raises(UserError, match="the corpus is empty"):
-        prepare(root, mixed(made, filters=[{**FILTER, "min_words": 10**6}]), replace=True)
-    assert bytes_of(root / "corpus") == before
-
-
 @pytest.mark.parametrize("renames", [1, 2])
 def test_a_kill_between_the_renames_loses_nothing(made, root, tmp_path, renames):
     """After the first the old one is put back, after the second it gets its name; and the same command goes on."""
@@ -266,11 +245,8 @@ def test_what_filters_and_decontamination_read_is_a_part_of_the_identity(made, t
     recipe = mixed(made, filters=rules, decontaminate={"folder": str(tmp_path / "sets"), "tasks": []})
     prepare(tmp_path / "data", recipe)
     prepare(tmp_path / "data", recipe)
-    for path, key in (
-        ("words.txt", "filters.0"),
-        ("own.py", "filters.1"),
-        ("sets/quiz.txt", "decontaminate.folder"),
-    ):
+    read = {"words.txt": "filters.0", "own.py": "filters.1", "sets/quiz.txt": "decontaminate.folder"}
+    for path, key in read.items():
         before = (tmp_path / path).read_text()
         (tmp_path / path).write_text(before + "\n# and more\n")
         assert f"data.{key}: what it reads has changed since" in refusal(prepare, tmp_path / "data", recipe)

@@ -11,7 +11,7 @@ import fsspec
 import pytest
 
 from pretraining.data.corpus import Corpus, FileSource, HubSource, open_source, open_sources
-from pretraining.data.text_files import READABLE_SUFFIXES, Extent, list_files
+from pretraining.data.text_files import Extent, list_files
 from pretraining.errors import UserError
 from pretraining.recipe.data import Data, Source
 from tests.gear.runs import REPOSITORY, execute
@@ -222,7 +222,7 @@ def test_a_hub_dataset_is_cut_by_its_files(tmp_path):
 def test_a_folder_lists_only_what_can_be_read(tmp_path):
     write_lines(tmp_path / "a.jsonl")
     (tmp_path / "picture.png").write_bytes(b"")
-    assert [file.name for file in list_files(str(tmp_path), READABLE_SUFFIXES)] == ["a.jsonl"]
+    assert [file.name for file in list_files(str(tmp_path))] == ["a.jsonl"]
     assert isinstance(open_source(Source(path=str(tmp_path))), FileSource)
 
 

@@ -53,8 +53,8 @@ class ContaminationIndex:
     def check(self, texts: Sequence[str]) -> tuple[np.ndarray, dict]:
         """Return bool [texts], whether each is contaminated, and a report (`merge_reports` adds those of pieces).
 
-        The report names for every evaluation set with a find the documents dropped for it, and examples: the
-        number of the document in `texts` and the words that it shares.
+        For every evaluation set with a find it holds the documents dropped, and examples: their number and the shared
+        words.
         """
         contaminated = np.zeros(len(texts), np.bool_)
         report: dict[str, Any] = {"documents": len(texts), "dropped": 0, "sets": {}}
@@ -154,9 +154,8 @@ def merge_reports(reports: Iterable[dict]) -> dict:
 
 def read_evaluation_sets(folder: str | None = None, tasks: list[str] = ()) -> Iterator[tuple[str, str]]:
     """Yield (name of the set, text) of every file in `folder` and its folders, then of every lm-eval task.
-
-    A .txt is one text. Of a .jsonl(.gz) every string in a row is a text, whatever its key, so that questions,
-    choices and answers are found by themselves. Raises UserError for what is missing or cannot be read.
+     A .txt is one text. Of a .jsonl(.gz) every string in a row is one, whatever its key: questions, choices and answers are
+    found by themselves. Raises UserError for what is missing or cannot be read.
     """
     for path in _files_of(Path(folder)) if folder is not None else ():
         name = str(path.relative_to(folder))
@@ -205,10 +204,7 @@ def _strings_of(value: object) -> Iterator[str]:
 
 
 def _of_task(name: str) -> Iterator[str]:
-    """Yield the strings of the evaluated documents of an lm-eval task, tag or group, and their prompts.
-
-    `name` may also be the path of a task's YAML file.
-    """
+    """Yield the strings of the documents and prompts of an lm-eval task (or its YAML file), tag or group."""
     managers = require("lm_eval.tasks", f"data.decontaminate.tasks ({name})")
     # Indexing the tasks that lm-eval ships takes half a minute; a file needs none of them.
     manager = managers.TaskManager(include_defaults=not Path(name).is_file())

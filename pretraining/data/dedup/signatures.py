@@ -238,8 +238,7 @@ _GUARD_DEVIATIONS = 6
 class MinHashSpec:
     """Near-duplicate settings of a recipe, their defaults, and what follows from them.
 
-    Two documents are near duplicates if the share of signature hashes on which they agree, an estimate of the
-    Jaccard similarity of their n-gram sets, is at least `accepted`.
+    Two documents are near duplicates if the share of signature hashes on which they agree is at least `accepted`.
     """
 
     ngram: int = 5

@@ -111,10 +111,8 @@ def run_in_workers(
 ) -> None:
     """Run tasks of a stage of a saved preparation in `num_workers` processes; return when the last one is done.
 
-    finished: is called after each task.
-
-    Raises what a task raised, and UserError if the process of one task is killed again and again. The workers end
-    with this process, however it ends.
+    finished: is called after each task. Raises what a task raised, and UserError if the process of one task is killed
+    again and again. The workers end with this process, however it ends.
     """
     import multiprocessing
     from multiprocessing import connection, forkserver
@@ -124,14 +122,13 @@ def run_in_workers(
     context.set_forkserver_preload(PRELOADED)
     # The fork server ignores Ctrl-C by itself, but only once it has imported what it preloads. So it is started with
     # Ctrl-C ignored; only the main thread may set a signal handler.
-    if threading.current_thread() is threading.main_thread():
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
-            forkserver.ensure_running()
-        finally:
-            signal.signal(signal.SIGINT, before)
-    else:
+    of_main_thread = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if of_main_thread else None
+    try:
         forkserver.ensure_running()
+    finally:
+        if of_main_thread:
+            signal.signal(signal.SIGINT, before)
     waiting, deaths, workers = deque(numbers), Counter(), []
     try:
         while waiting or any(worker.number is not None for worker in workers):
@@ -211,8 +208,6 @@ def _serve(work: str, stage_name: str, num_threads: int, channel) -> None:
     import multiprocessing
     from multiprocessing import connection
 
-    from pretraining.data.preparation.plan import Preparation
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of a terminal; the parent decides
 
     def leave_with_parent() -> None:
@@ -221,23 +216,29 @@ def _serve(work: str, stage_name: str, num_threads: int, channel) -> None:
         os._exit(1)
 
     threading.Thread(target=leave_with_parent, daemon=True).start()
-    # Before an encoder is opened: rayon reads it when its threads start.
-    os.environ["RAYON_NUM_THREADS"] = str(num_threads)
-    stage = Preparation.load(Path(work)).stage(stage_name)
+    stage = _load_stage(work, stage_name, num_threads)
     with suppress(EOFError, BrokenPipeError):
         while True:
             channel.send(error_of(stage, channel.recv()))
 
 
+def _load_stage(work: str, name: str, num_threads: int) -> Stage:
+    """Load a stage of a saved preparation in the process that runs its tasks."""
+    # Before an encoder is opened: rayon reads it when its threads start.
+    os.environ["RAYON_NUM_THREADS"] = str(num_threads)
+    from pretraining.data.preparation.plan import Preparation
+
+    return Preparation.load(Path(work)).stage(name)
+
+
 def error_of(stage: Stage, number: int) -> Exception | None:
     """Run one task, and return what it raised, which another process can be sent."""
     try:
-        run_task(stage, number)
+        return run_task(stage, number)
     except Exception as error:
         # A traceback cannot be pickled: it travels as text.
         error.add_note(f"in a worker:\n{traceback.format_exc()}")
         return error
-    return None
 
 
 # A Ray cluster, whose nodes share the work folder and this repository. Ray itself would start a lost task again at
@@ -267,20 +268,19 @@ def run_on_ray(stage: Stage, numbers: list[int], workers: int, finished: Callabl
         except (ConnectionError, RuntimeError, ValueError) as error:
             address = os.environ.get("RAY_ADDRESS")
             where = f"answers at RAY_ADDRESS={address}" if address else "can be started here"
-            raise UserError(
-                f"--executor ray: no cluster {where} ({error}); start one with `ray start --head`, or correct the "
-                "variable"
-            ) from error
+            remedy = "start one with `ray start --head`, or correct the variable"
+            raise UserError(f"--executor ray: no cluster {where} ({error}); {remedy}") from error
     # More than one core a task, if the cluster has more than there are tasks.
     cores = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
     threads = max(1, min(sum(cores) // len(numbers), max(cores, default=1)))
+
     task = ray.remote(max_retries=0, num_cpus=threads)(_run_on_node)
     at_once = workers or max(1, int(ray.cluster_resources().get("CPU", 1)) // threads)
     waiting, deaths, running = deque(numbers), Counter(), {}
     while waiting or running:
         while waiting and len(running) < at_once:
             number = waiting.popleft()
-            running[task.remote(str(stage.work), stage.name, number, threads)] = number
+            running[task.remote(number, str(stage.work), stage.name, threads)] = number
         done, _ = ray.wait(list(running))
         number = running.pop(done[0])
         try:
@@ -303,9 +303,6 @@ def run_on_ray(stage: Stage, numbers: list[int], workers: int, finished: Callabl
         finished()
 
 
-def _run_on_node(work: str, stage_name: str, number: int, threads: int) -> tuple[str, Exception | None]:
-    """Run one task on a node; returns the node's name, and what the task raised."""
-    from pretraining.data.preparation.plan import Preparation
-
-    os.environ["RAYON_NUM_THREADS"] = str(threads)
-    return os.uname().nodename, error_of(Preparation.load(Path(work)).stage(stage_name), number)
+def _run_on_node(number: int, *place) -> tuple[str, Exception | None]:
+    """Run one task on a node; returns the node's name, and what the task raised. place: of `_load_stage`."""
+    return os.uname().nodename, error_of(_load_stage(*place), number)

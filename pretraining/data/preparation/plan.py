@@ -252,10 +252,7 @@ class Preparation:
     def _survey_source(
         self, numbers: list[int], target: Portion | None, begun: Begun | None, most_tokens: int | None
     ) -> SourceSurvey:
-        """Look how far these tasks of a source have come towards its target.
-
-        most_tokens: of a task, while none is finished; None if nobody knows.
-        """
+        """Look how far these tasks of a source have come; most_tokens: of a task, while none is finished."""
         whole = replace(self.tokenize, bounds={})
 
         def finished(number: int) -> bool:

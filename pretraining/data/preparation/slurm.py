@@ -93,9 +93,8 @@ def _submit(
     job_name, job = f"{preparation.data.name}-{name}", None
     for first in range(0, num_jobs, largest):
         words = [sys.executable, "-m", "pretraining.data.preparation.slurm", preparation.work, name, first]
-        array = f"0-{min(largest, num_jobs - first) - 1}"
-        if execution.workers:
-            array += f"%{execution.workers}"
+        at_once = f"%{execution.workers}" if execution.workers else ""
+        array = f"0-{min(largest, num_jobs - first) - 1}{at_once}"
         script = logs / f"jobs-{first}.sbatch"
         script.write_text(_script(options, logs, job_name, array, shlex.join(map(str, words))))
         # afterok: the stage before must succeed. afterany: arrays of one stage only take turns.
@@ -105,9 +104,8 @@ def _submit(
             # It says on stderr why it refuses a script, and on stdout "Submitted batch job ID".
             answer = subprocess.check_output(["sbatch", *waiting, str(script)], text=True)
         except FileNotFoundError as error:
-            raise UserError(
-                "--executor slurm: sbatch is not installed here; run it where jobs are submitted"
-            ) from error
+            what = "sbatch is not installed here; run it where jobs are submitted"
+            raise UserError(f"--executor slurm: {what}") from error
         except subprocess.CalledProcessError as error:
             raise UserError(
                 f"--executor slurm: sbatch refused the jobs of {job_name} (its reason is above); change --slurm, "

@@ -40,22 +40,20 @@ class FilterChain:
         self.report = FilterReport([{"name": title, "rejected": {}, "changed": {}} for title in titles])
 
     @classmethod
-    def of(cls, specs: list[dict], where: str = "", key: str = "data.filters") -> "FilterChain":
+    def of(cls, specs: list[dict], where: str = "") -> "FilterChain":
         """Build the chain of a recipe's `data.filters`.
 
-        Raises:
-            UserError: `where`, `key` and number of an entry that names no rule, an unknown parameter, a value
-                that does not fit, a file that cannot be read, a function that cannot be imported, or needs a
-                package that is not installed.
+        Raises UserError (`where`, key and number of the entry) for one that names no rule, an unknown parameter, a
+        value that does not fit, a file that cannot be read, a function that cannot be imported, or a package that
+        is not installed.
         """
-        entries = check(specs, filters_schema(), where, key)
         rules = []
-        for number, entry in enumerate(entries):
+        for number, entry in enumerate(check(specs, filters_schema(), where, "data.filters")):
             try:
                 rules.append(RULES[entry["rule"]].of(entry))
             except UserError as error:
                 # With the number of the entry, because a recipe may name a rule twice.
-                raise problem(where, f"{key}.{number}.{entry['rule']}", str(error)) from error
+                raise problem(where, f"data.filters.{number}.{entry['rule']}", str(error)) from error
         return cls(rules)
 
     @property
@@ -64,12 +62,7 @@ class FilterChain:
         return [rule.identity() for rule in self.rules]
 
     def apply(self, texts: Sequence[str], wheres: Sequence[str]) -> list[str | None]:
-        """Return each text as the rules leave it, or None if one rejects it.
-
-        Args:
-            texts: in the order in which examples are to be reported.
-            wheres: where each text comes from.
-        """
+        """Return each text as the rules leave it, or None if one rejects it; `wheres` says where each comes from."""
         # Imported here, so that a check of a recipe does not wait for numpy.
         from pretraining.data.quality.text import TextView
 
@@ -174,18 +167,16 @@ class FilterReport:
             rule["changed"] = dict(sorted(rule["changed"].items()))
         return values
 
-    def as_text(self, examples: bool = False) -> str:
-        """Format what each rule and cause removed, most documents first; if `examples`, show examples below."""
-        rejections = []
+    def as_text(self) -> str:
+        """Format what each rule and cause removed, most documents first."""
+        rows = [("read", self.documents, self.num_bytes)]
         for rule in self.rules:
             # By name if counts are equal, so that the table is always the same.
             causes = sorted(rule["rejected"].items(), key=lambda item: (-item[1]["documents"], item[0]))
-            rejections += [(f"{rule['name']}: {cause}", entry) for cause, entry in causes]
-        rows = [
-            ("read", self.documents, self.num_bytes),
-            *((title, entry["documents"], entry["num_bytes"]) for title, entry in rejections),
-            ("kept", self.kept_documents, self.kept_bytes),
-        ]
+            rows += [
+                (f"{rule['name']}: {cause}", each["documents"], each["num_bytes"]) for cause, each in causes
+            ]
+        rows.append(("kept", self.kept_documents, self.kept_bytes))
         width = max(len(title) for title, *_ in rows)
         lines = [f"{'':{width}}  {'documents':>13}  {'share':>7}  {'text':>10}  {'share':>7}"]
         for title, documents, num_bytes in rows:
@@ -198,12 +189,6 @@ class FilterReport:
                 f"{rule['name']} changed: {kind}, {change['times']:,} times in {change['documents']:,} documents"
                 for kind, change in sorted(rule["changed"].items())
             ]
-        for title, entry in rejections if examples else ():
-            lines += ["", title]
-            for example in entry["examples"]:
-                lines.append(f"  {example['where']}: {example['measured']}, wanted {example['wanted']}")
-                # One line for each example, whatever its line breaks.
-                lines.append(f"    {' '.join(example['text'].split())}")
         return "\n".join(lines)
 
 

@@ -1,7 +1,6 @@
 """What every filter rule shares: its verdict on a text, and its parameters, which are those of a recipe's section.
 
-A parameter's field carries type, default, limits and description. The recipe's JSON schema, the check of an entry
-and the identity of a preparation all follow from it.
+The recipe's JSON schema, the check of an entry and the identity of a preparation follow from a parameter's field.
 """
 
 from collections.abc import Mapping

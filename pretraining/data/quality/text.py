@@ -1,7 +1,4 @@
-"""A text as the rules see it: its lines, paragraphs and sentences, its words as arrays, and what repeats in it.
-
-It needs numpy. A check of a recipe does not: so rules reach this through the view that they judge.
-"""
+"""A text as the rules see it (numpy): its lines, paragraphs, sentences, words as arrays, and what repeats in it."""
 
 import string
 import unicodedata
@@ -67,8 +64,7 @@ _ABBREVIATED = frozenset(_ABBREVIATIONS.split())
 def count_sentences(line: str) -> int:
     """Count the sentences of a line: one, and one more for each end of a sentence that words follow.
 
-    A terminal mark ends a sentence; closing quotes and brackets after it belong to it. The period of an
-    abbreviation (Mr., etc.) or of initials (U.S., e.g.) ends none.
+    Closing quotes and brackets belong to the mark before them. The period of an abbreviation or of initials ends none.
     """
     words = line.split()
     return sum(map(_ends_sentence, words[:-1])) + 1 if words else 0

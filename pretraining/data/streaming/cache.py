@@ -56,10 +56,7 @@ class CachedShard(NamedTuple):
 
 
 class ShardCache:
-    """One cache folder and its limit in bytes, for many data sets, runs and processes.
-
-    Picklable; it keeps no file open itself.
-    """
+    """One cache folder and its limit in bytes, for many data sets, runs and processes; it keeps no file open itself."""
 
     def __init__(self, root: Path, max_bytes: int):
         self.root, self.max_bytes = Path(root), max_bytes
@@ -274,10 +271,7 @@ def _open_in_use(path: Path) -> FileIO | None:
 
 
 def _claim(path: Path) -> FileIO | None:
-    """Open an empty file at `path` under an exclusive lock; None if another process or thread has claimed it.
-
-    It takes over a file that a dead process left there.
-    """
+    """Open an empty file at `path` under an exclusive lock, also a dead process's; None if somebody has claimed it."""
     while True:
         file = _open(path, os.O_RDWR | os.O_CREAT)
         try:
@@ -292,10 +286,7 @@ def _claim(path: Path) -> FileIO | None:
 
 
 def _remove_unless_in_use(path: Path) -> bool:
-    """Remove a file unless somebody has it locked; True if this call has removed it.
-
-    A file that is no longer at `path` may have been renamed: its bytes still take room.
-    """
+    """Remove a file unless somebody has it locked; False too if it was renamed: its bytes still take room."""
     try:
         with _open(path, os.O_RDONLY) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

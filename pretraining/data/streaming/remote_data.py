@@ -186,7 +186,7 @@ class RemoteData:
 
 
 class StreamedSplit(TokenSplit):
-    """TokenSplit over shards that `remote` fetches. The bytes, their order and every method are the same.
+    """TokenSplit over shards that `remote` fetches, with the same bytes in the same order.
 
     A shard is protected from eviction while it is mapped here, and unmapped when reads have moved on.
     """
@@ -300,8 +300,8 @@ os.register_at_fork(after_in_child=_unmap_inherited)
 class Prefetcher:
     """Bring shards into the cache in the order the run needs them. It changes when they are read, not what.
 
-    `advance(sample)` gives it the position of the run. Each process that reads, such as a DataLoader worker, has its
-    own threads. A lock protects the shards that the coming samples need from eviction.
+    Each process that reads, such as a DataLoader worker, has its own threads, and holds a lock on the shards that the
+    coming samples need, which protects them from eviction.
     """
 
     def __init__(self, needs: ShardNeeds, splits: Sequence[StreamedSplit], num_samples: int):
@@ -385,10 +385,7 @@ class _Threads:
 
 
 class Window:
-    """Track the shards needed from a position on, in order of first need, up to `max_bytes` of them.
-
-    shard_bytes: for each split the sizes of its shards.
-    """
+    """Track the shards needed from a position on, in order of first need, up to `max_bytes` of their `shard_bytes`."""
 
     def __init__(self, needs: ShardNeeds, shard_bytes: Sequence[Sequence[int]], stop: int, max_bytes: int):
         self.needs, self.shard_bytes, self.stop, self.max_bytes = needs, shard_bytes, stop, max_bytes

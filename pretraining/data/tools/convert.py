@@ -12,7 +12,7 @@ import numpy as np
 from pretraining.data.block_guard import tokens_of_file
 from pretraining.data.checksums import content_fingerprint
 from pretraining.data.corpus import draw_of
-from pretraining.data.manifest import FORMAT, MANIFEST_NAME, entropy_bits, num_shard_bytes
+from pretraining.data.manifest import COUNTED, FORMAT, MANIFEST_NAME, entropy_bits, num_shard_bytes
 from pretraining.data.progress import ProgressBar
 from pretraining.data.publishing import building, preparation_lock, publish
 from pretraining.data.shards import SplitWriter, token_dtype
@@ -45,8 +45,8 @@ CHECKED_DOCUMENTS = 64
 def export_data(folder: Path, form: str, out: Path, show_progress: bool = False) -> dict:
     """Write the data set of `folder` into the new folder `out` in another tool's form; return counts by split.
 
-    `megatron` writes train.bin, train.idx, validation.bin, validation.idx. `datatrove` writes the folders train/ and
-    validation/ of .ds files. The tokenizer is beside them. If the export fails, `out` is removed.
+    `megatron` writes train.bin, train.idx, validation.bin, validation.idx, `datatrove` the folders train/ and
+    validation/ of .ds files; the tokenizer is beside them. If the export fails, `out` is removed.
     """
     data = open_finished(folder)
     splits = [data.split(name) for name in data.split_names]
@@ -55,12 +55,12 @@ def export_data(folder: Path, form: str, out: Path, show_progress: bool = False)
     with _new_folder(out) as building:
         with ProgressBar("converting", show_progress, num_shard_bytes(data.manifest)) as progress:
             for split in splits:
+                place, on_shard = building / split.name, progress.add_shard
                 if form == "megatron":
-                    write_megatron(split, building / split.name, progress.add_shard)
+                    write_megatron(split, place, on_shard)
                 else:
                     # datatrove's metadata separates its fields by "|".
-                    name = tokenizer.replace("|", "/")
-                    write_datatrove(split, building / split.name, name, progress.add_shard)
+                    write_datatrove(split, place, tokenizer.replace("|", "/"), on_shard)
         shutil.copytree(data.tokenizer_folder, building / "tokenizer")
     counts = {split.name: {"documents": split.num_documents, "tokens": split.num_tokens} for split in splits}
     return {"format": form, "folder": str(out), **counts}
@@ -78,10 +78,7 @@ class TokenFiles(NamedTuple):
     """The tokens in MDS."""
 
     def parts(self, info: TokenizerInfo) -> list[tuple[Path, str | None, ForeignFile]]:
-        """Open the files at `origin`, in the order of their names, and check that they are whole.
-
-        Beside each is the split that its name says; None: a hash of each document decides.
-        """
+        """Open the files at `origin`, by name, checked to be whole, each with the split that its name says, or None."""
         origin, eos = self.origin, info.eos_token_id
         names = {"megatron": "*.idx", "datatrove": "**/*.ds", "bin": "*.bin", "mds": "**/index.json"}
         paths = [origin]
@@ -160,23 +157,17 @@ def import_data(
                 )
         validation = SplitDocuments(building, "validation", entries["validation"], [folder.name])
         bits = entropy_bits(count_tokens(validation, info.vocab_size))
-        entries["validation"]["unigram_bits_per_byte"] = round(
-            bits / max(1, entries["validation"]["bytes"]), 6
-        )
+        bits_per_byte = bits / max(1, entries["validation"]["bytes"])
+        entries["validation"]["unigram_bits_per_byte"] = round(bits_per_byte, 6)
         with replacing(building / "dataset_dict.json") as file:
             json.dump({"splits": list(SPLITS)}, file)
-        section = {
-            "sources": [{"path": str(origin)}],
-            "tokenizer": tokenizer,
-            "validation_share": validation_share,
-        }
+        section = {"sources": [{"path": str(origin)}], "tokenizer": tokenizer}
+        section |= {"validation_share": validation_share, "skip_undecodable": False}
         # The manifest is the last file, because it says that the data set is complete.
         with replacing(building / MANIFEST_NAME) as file:
             manifest = _manifest(folder.name, files, section, writer, entries)
             file.write(json.dumps(manifest, indent=2) + "\n")
-    counts = {
-        name: {key: entry[key] for key in ("documents", "tokens", "bytes")} for name, entry in entries.items()
-    }
+    counts = {name: {key: entry[key] for key in COUNTED} for name, entry in entries.items()}
     changed = {"eos_added": writer.eos_added, "empty": writer.empty}
     return {"format": form, "folder": str(folder), **counts, **together, **changed}
 
@@ -194,12 +185,8 @@ def _manifest(name: str, files: TokenFiles, section: dict, writer: "ForeignWrite
         "format": FORMAT,
         "name": name,
         "fingerprint": fingerprint,
-        "data": {**section, "skip_undecodable": False},
-        "converted_from": {
-            "format": files.form,
-            "path": str(files.origin),
-            "eos_added": writer.eos_added,
-        },
+        "data": section,
+        "converted_from": {"format": files.form, "path": str(files.origin), "eos_added": writer.eos_added},
         "tokenizer": vars(writer.info),
         "sources": [{"fingerprint": fingerprint, **_sums(entries)}],
         "skipped": {"undecodable": 0, "empty": writer.empty},
@@ -212,8 +199,8 @@ def _manifest(name: str, files: TokenFiles, section: dict, writer: "ForeignWrite
 def draw_of_tokens(tokens: np.ndarray) -> float:
     """Draw a number in [0, 1) from the ids of a document without its EOS: below validation_share means validation.
 
-    It is `corpus.draw_of` of the ids as little-endian uint32, because there is no text. Equal documents stay together,
-    but not always in the split that their text would have drawn.
+    It is `draw_of` the ids, as there is no text: equal documents stay together, but perhaps not where their text would
+    be.
     """
     # uint32 whatever the file's own type, so that equal documents of two files agree.
     return draw_of(np.ascontiguousarray(tokens, "<u4").tobytes())
@@ -258,9 +245,7 @@ class ForeignWriter:
         num_bytes = self.token_bytes.count(wide, starts, ends)
         self.empty += len(batch) - len(stops)
         self.eos_added += int((ends == stops).sum())
-        for start, end, stop, size in zip(
-            *(a.tolist() for a in (starts, ends, stops, num_bytes)), strict=True
-        ):
+        for start, end, stop, size in np.column_stack([starts, ends, stops, num_bytes]).tolist():
             document, chosen = narrow[start:stop], split
             if split is None:
                 is_held_out = draw_of_tokens(wide[start:end]) < self.validation_share
@@ -327,9 +312,9 @@ class TokenBytes:
 
 @contextmanager
 def _new_folder(folder: Path) -> Iterator[Path]:
-    """Yield a folder to fill, which becomes `folder` once all of it is on the disk.
+    """Yield a folder to fill, which becomes `folder` once all of it is on the disk; else nothing is left.
 
-    Raises UserError if `folder` exists or the disk refuses. Then, and after an interrupt, nothing is left.
+    Raises UserError if `folder` exists or the disk refuses.
     """
     try:
         _refuse_existing(folder)

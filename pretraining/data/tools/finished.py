@@ -76,9 +76,9 @@ class FinishedData:
 
 
 def source_names(manifest: dict) -> list[str]:
-    """Name each source by its own name, else the last part of its path or data set name; all names differ.
+    """Name each source, training's first, by its name or the last part of its path or data set name; all names differ.
 
-    Validation sources follow those of training. Raises UserError if the manifest counts others than it names.
+    Raises UserError if the manifest counts others than it names.
     """
     entries, section = source_entries(manifest), manifest["data"]
     specs = [*section.get("sources", ()), *(section.get("validation") or {}).get("sources", ())]
@@ -94,10 +94,7 @@ def source_names(manifest: dict) -> list[str]:
 
 
 class SplitDocuments(TokenSplit):
-    """A split, and its documents by number and by position; one shard is mapped at a time.
-
-    `entry` is the split's part of the manifest. UserError if a shard is missing or of another size.
-    """
+    """A split, and its documents by number and by position; one shard is mapped at a time."""
 
     def __init__(self, folder: Path, name: str, entry: dict, sources: list[str]):
         super().__init__(folder / name, entry)
@@ -168,10 +165,7 @@ class StoredDocument:
 def count_tokens(
     split: SplitDocuments, vocab_size: int, on_shard: Callable[[dict], None] | None = None
 ) -> np.ndarray:
-    """Count how often each id occurs: [vocab_size] int64. `on_shard(entry)` is called after each shard.
-
-    UserError if a shard holds an id beyond the vocabulary.
-    """
+    """Count how often each id occurs: [vocab_size] int64; UserError for one beyond. on_shard: called after each."""
     counts = np.zeros(vocab_size, np.int64)
     for entry, shard in split.shards():
         for start in range(0, len(shard.tokens), CHUNK_TOKENS):
@@ -191,8 +185,8 @@ def count_tokens(
 def verify_data(folder: Path, show_progress: bool = False) -> dict:
     """Read all of `folder` once; return {"folder", "shards", "size", "documents", "tokens"} if it is whole.
 
-    Compares every shard with its checksum, the tokenizer with its fingerprint, the document ends with the
-    tokens, and the token ids with the vocabulary. UserError names the first file that is damaged.
+    Compares shards with checksums, the tokenizer with its fingerprint, document ends with tokens, ids with the
+    vocabulary. UserError names the first file that is damaged.
     """
     data = open_finished(folder)
     # First what is small: a damaged manifest is reported before the shards are read.

@@ -240,9 +240,9 @@ def named_splits(names: Sequence[str]) -> list[str | None]:
 
 
 def documents_between(chunks: Iterable[np.ndarray], eos: int, path: Path) -> Iterator[np.ndarray]:
-    """Cut a stream [tokens] behind every `eos`; a document without tokens of its own is empty.
+    """Cut a stream [tokens] behind every `eos`, which the last document may lack; one without own tokens is empty.
 
-    The last document may have no `eos`. UserError, which names `path`, for a whole stream without one.
+    UserError, which names `path`, for a whole stream without one.
     """
     rest: list[np.ndarray] = []
     first = True
@@ -378,10 +378,7 @@ class MdsFolder:
         return sum(shard["raw_data"]["bytes"] for shard in self.shards)
 
     def documents(self) -> Iterator[np.ndarray]:
-        """Yield [tokens] of every document: of samples of one length, which are packed, the stream is cut at its ends.
-
-        Samples of different lengths are documents.
-        """
+        """Yield [tokens] of every document: samples of different lengths; packed ones of one length are cut."""
         lengths = {len(sample) for sample in self._samples(self.shards[0])}
         samples = (sample for shard in self.shards for sample in self._samples(shard))
         if len(lengths) == 1 and sum(shard["samples"] for shard in self.shards) > 1:

@@ -142,11 +142,10 @@ def document_text(document: dict, max_chars: int, note: str = "") -> str:
     text = document["text"]
     shown = text[:max_chars] if max_chars else text
     more = f" [{len(text) - len(shown):,} more characters]" if len(shown) < len(text) else ""
-    return (
-        f"[{document['split']} document {document['number']:,}: {document['tokens']:,} tokens, "
-        f"{document['num_bytes']:,} bytes, source {document['source']}, {document['shard']} row "
-        f"{document['row']:,}]\n{note}{escaped(shown)}{more}"
-    )
+    where = f"source {document['source']}, {document['shard']} row {document['row']:,}"
+    size = f"{document['tokens']:,} tokens, {document['num_bytes']:,} bytes"
+    head = f"[{document['split']} document {document['number']:,}: {size}, {where}]"
+    return f"{head}\n{note}{escaped(shown)}{more}"
 
 
 def block_text(block: dict, max_chars: int) -> str:
@@ -181,8 +180,8 @@ def measure_data(
 ) -> dict:
     """Measure counts, lengths and token frequencies of the data set in `folder`, as JSON values.
 
-    If a sequence length is given, also count the documents that the ends of its blocks cut (`cut_shares`). Without
-    tokens only the manifest and the documents' ends are read, which takes seconds at any size.
+    sequence_length: also count the documents that the ends of blocks cut (`cut_shares`). Without tokens only the
+    manifest and the documents' ends are read, which takes seconds at any size.
     """
     data = open_finished(folder)
     size = num_shard_bytes(data.manifest)
@@ -228,13 +227,14 @@ def _measure_split(data: FinishedData, name: str, top: int | None, progress: Pro
             lengths.update(dict(zip(found.tolist(), times.tolist(), strict=True)))
         ordered = sorted(lengths)
         documents_up_to = np.cumsum([lengths[length] for length in ordered])
-        mean = split.num_tokens / split.num_documents
-        measured["document_tokens"] = {"mean": mean, "min": ordered[0]}
-        for share in PERCENTILES:
-            # The smallest length that at least this share of the documents do not exceed; ranks count from 1.
-            rank = max(1, ceil(share * split.num_documents))
-            length = ordered[int(np.searchsorted(documents_up_to, rank))]
-            measured["document_tokens"][f"p{100 * share:g}"] = length
+        # The smallest length that at least this share of the documents do not exceed; ranks count from 1.
+        ranks = [max(1, ceil(share * split.num_documents)) for share in PERCENTILES]
+        places = np.searchsorted(documents_up_to, ranks).tolist()
+        measured["document_tokens"] = {
+            "mean": split.num_tokens / split.num_documents,
+            "min": ordered[0],
+            **{f"p{100 * share:g}": ordered[n] for share, n in zip(PERCENTILES, places, strict=True)},
+        }
     if top is not None:
         counts = count_tokens(split, data.manifest["tokenizer"]["vocab_size"], progress.add_shard)
         measured["token_frequencies"] = _frequencies(data, counts, entry["bytes"], top)
@@ -271,10 +271,8 @@ def _frequencies(data: FinishedData, counts: np.ndarray, num_bytes: int, top: in
 
 
 def stats_text(measured: dict) -> str:
-    lines = [
-        f"{measured['name']} in {measured['folder']}: {measured['disk_bytes']:,} bytes of shards, "
-        f"{measured['disk_bytes_per_token']:.3f} bytes on disk per token, {measured['vocab_size']:,} ids"
-    ]
+    size = f"{measured['disk_bytes']:,} bytes of shards, {measured['disk_bytes_per_token']:.3f} bytes on disk"
+    lines = [f"{measured['name']} in {measured['folder']}: {size} per token, {measured['vocab_size']:,} ids"]
     for name, split in measured["splits"].items():
         lines += ["", f"{name}: {split['shards']:,} shards"]
         lines.append(_count_line("all", split["documents"], split["tokens"], split["bytes"]))
@@ -288,33 +286,29 @@ def stats_text(measured: dict) -> str:
             lines.append("  blocks of that length   hold no whole document, or there is none")
         elif cuts is not None:
             # Both ways to fill blocks, so that a recipe can choose.
-            lines += [
-                f"  {head:<24}blocks' ends cut {cuts[packing]['cut']:.2%} of the {cuts['documents']:,} documents that "
-                f"fit into one, {cuts[packing]['cropped']:.2%} of their tokens come after a cut"
-                for packing, head in {
-                    "in_sequence": "read in sequence",
-                    "best_fit": "packed by best fit",
-                }.items()
-            ]
-        if frequencies := split.get("token_frequencies"):
+            for packing, head in (("in_sequence", "read in sequence"), ("best_fit", "packed by best fit")):
+                lines.append(
+                    f"  {head:<24}blocks' ends cut {cuts[packing]['cut']:.2%} of the {cuts['documents']:,} documents "
+                    f"that fit into one, {cuts[packing]['cropped']:.2%} of their tokens come after a cut"
+                )
+        if found := split.get("token_frequencies"):
             most, rarest = (
-                "  ".join(f"{token['text']!r} {token['count']:,}" for token in frequencies[end])
+                "  ".join(f"{token['text']!r} {token['count']:,}" for token in found[end])
                 for end in ("most_frequent", "rarest")
             )
+            bits = [f"{found[f'unigram_bits_per_{unit}']:.4f} bits per {unit}" for unit in ("token", "byte")]
             lines += [
-                f"  unigram entropy         {frequencies['unigram_bits_per_token']:.4f} bits per token, "
-                f"{frequencies['unigram_bits_per_byte']:.4f} bits per byte",
-                f"  EOS                     {100 * frequencies['eos_share']:.4f} % of the tokens",
-                f"  ids                     {frequencies['unused_ids']:,} never occur, "
-                f"{frequencies['used_once']:,} once",
+                f"  unigram entropy         {', '.join(bits)}",
+                f"  EOS                     {100 * found['eos_share']:.4f} % of the tokens",
+                f"  ids                     {found['unused_ids']:,} never occur, {found['used_once']:,} once",
                 f"  most frequent           {most}",
                 f"  rarest                  {rarest}",
             ]
-    if any("tokens" in source for source in measured["sources"]):
-        lines += ["", "sources (both splits)"]
-        lines += [
-            _count_line(s["name"], s["documents"], s["tokens"], s["text_bytes"]) for s in measured["sources"]
-        ]
+    sources = [source for source in measured["sources"] if "tokens" in source]
+    lines += ["", "sources (both splits)"] if sources else []
+    lines += [
+        _count_line(*(s[key] for key in ("name", "documents", "tokens", "text_bytes"))) for s in sources
+    ]
     return "\n".join(lines)
 
 
