@@ -94,8 +94,8 @@ def train_tokenizer(
 ) -> None:
     """Train a byte-level BPE of exactly `vocab_size` ids into `folder`; `<|endoftext|>` is 0, `special_tokens` follow.
 
-    Pairs that occur less than `min_frequency` times are not merged. The same texts give the same file. Raises UserError if
-    the corpus has too few merges for that many ids.
+    Pairs that occur less than `min_frequency` times are not merged. The same texts give the same file. Raises UserError
+    if the corpus has too few merges for that many ids.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
