@@ -245,8 +245,8 @@ def stack_blocks(blocks: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray | 
 
 def part_of_sequences(batch: dict, part: int, parts: int) -> dict:
     """Cut inputs, labels and positions [batch, L] to one of `parts` equal parts of each sequence.
-    The borders of documents stay those of whole sequences: attention gathers the parts, and positions say where each
-    is.
+
+    The borders of documents stay those of whole sequences: attention gathers the parts. Positions say where each is.
     """
     if parts == 1:
         return batch

@@ -154,6 +154,7 @@ def merge_reports(reports: Iterable[dict]) -> dict:
 
 def read_evaluation_sets(folder: str | None = None, tasks: list[str] = ()) -> Iterator[tuple[str, str]]:
     """Yield (name of the set, text) of every file in `folder` and its folders, then of every lm-eval task.
+
     A .txt is one text. Of a .jsonl(.gz) every string in a row is one, whatever its key: questions, choices and answers
     are found by themselves. Raises UserError for what is missing or cannot be read.
     """
