@@ -37,7 +37,6 @@ class Length(Rule):
 
 class Alphabetic(Rule):
     """Share of alphabetic characters, of any script: few are in tables of numbers, dumps and binary files.
-
     The least share is that of StarCoder's alpha filter for code (Li et al. 2023, arXiv:2305.06161, section 3.1).
     Gopher's rule for web text, 80 % of words with a letter, is min_alphabetic_words of gopher_quality.
 
