@@ -8,6 +8,7 @@ import random
 import re
 import unicodedata
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -245,36 +246,37 @@ def test_bands_and_rows_follow_from_the_threshold():
     assert MinHashSpec.from_recipe({"bands": 14, "rows": 8, "unit": None}).num_hashes == 112
 
 
-@pytest.mark.parametrize(
-    ("section", "named"),
-    [
-        ({"bands": 4}, "rows"),
-        ({"bands": 1000, "rows": 9}, "9000"),
-        ({"threshold": 1.5}, "threshold"),
-        ({"ngram": 0}, "ngram"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused_in_one_line(section, named):
+UNFIT = {
+    "rows": {"bands": 4},
+    "9000": {"bands": 1000, "rows": 9},
+    "threshold": {"threshold": 1.5},
+    "ngram": {"ngram": 0},
+}
+
+
+@pytest.mark.parametrize("named", UNFIT)
+def test_settings_that_do_not_fit_are_refused_in_one_line(named):
     """The message names the key."""
     with pytest.raises(UserError, match=f"data.dedup.minhash.*{named}"):
-        load_recipe("tiny", [f"data.dedup={json.dumps({'minhash': section})}"])
+        load_recipe("tiny", [f"data.dedup={json.dumps({'minhash': UNFIT[named]})}"])
 
 
 # N-grams.
 
 
-def plain_words(text: str) -> list[str]:
+def normalised(text: str) -> str:
     """The stated normalisation, written a second time: character by character."""
     text = unicodedata.normalize("NFKC", text)
-    kept = "".join(c.lower() if unicodedata.category(c)[0] in "LMN" else " " for c in text)
-    return re.sub(r"([\u0e00-\u0eff\u3040-\u30ff\u4e00-\u9fff])", r" \1 ", kept).split()
+    return "".join(c.lower() if unicodedata.category(c)[0] in "LMN" else " " for c in text)
+
+
+def plain_words(text: str) -> list[str]:
+    return re.sub(r"([\u0e00-\u0eff\u3040-\u30ff\u4e00-\u9fff])", r" \1 ", normalised(text)).split()
 
 
 def plain_characters(text: str) -> str:
     """Words with one space between; letters of a script without spaces stand beside their neighbours."""
-    text = unicodedata.normalize("NFKC", text)
-    kept = "".join(c.lower() if unicodedata.category(c)[0] in "LMN" else " " for c in text)
-    return " ".join(kept.split())
+    return " ".join(normalised(text).split())
 
 
 @pytest.mark.parametrize("unit", ["words", "characters"])
@@ -282,28 +284,19 @@ def plain_characters(text: str) -> str:
 def test_ngrams_are_those_of_the_stated_normalisation(unit, n):
     """Two texts share hashes exactly where they share n-grams, counted by plain Python sets."""
     chance = random.Random(n)
-    texts = [
-        "",
-        "a",
-        "!?",
-        "Hello, World! foo_bar 12",
-        "日本語 text です。と",
-        "ﬁne Ünïcode ① x",
-        " a b ",
+    texts = ["", "a", "!?", "Hello, World! foo_bar 12", "日本語 text です。と", "ﬁne Ünïcode ① x", " a b "]
+    texts += [
         "a b c d e f g",
+        *("".join(chance.choices("aB ,.é語3_\n", k=chance.randrange(60))) for _ in range(200)),
     ]
-    texts += ["".join(chance.choices("aB ,.é語3_\n", k=chance.randrange(60))) for _ in range(200)]
-    sets = ngram_sets(texts, n, unit)
-    plain = [plain_words(text) if unit == "words" else plain_characters(text) for text in texts]
-    expected = [
-        {tuple(units[i : i + n]) for i in range(max(len(units) - n + 1, 1))} if units else set()
-        for units in plain
-    ]
+    sets, expected = ngram_sets(texts, n, unit), []
+    for units in map(plain_words if unit == "words" else plain_characters, texts):
+        grams = {tuple(units[i : i + n]) for i in range(max(len(units) - n + 1, 1))}
+        expected.append(grams if units else set())
     assert [len(found) for found in sets] == [len(truth) for truth in expected]
-    for first in range(0, len(sets), 3):
-        for second in range(len(sets)):
-            shared = len(np.intersect1d(sets[first], sets[second]))
-            assert shared == len(expected[first] & expected[second])
+    for first, second in product(range(0, len(sets), 3), range(len(sets))):
+        shared = len(np.intersect1d(sets[first], sets[second]))
+        assert shared == len(expected[first] & expected[second])
 
 
 def test_a_text_hashes_alike_alone_and_among_others():

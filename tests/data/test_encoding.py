@@ -1,15 +1,15 @@
 """Encoding: fast backends give the reference's tokens, differences are caught, and flat writing changes no byte."""
 
-import builtins
 import json
 import random
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from pretraining.data.corpus import Batch, Corpus, open_source
+from pretraining.data.corpus import Batch, Corpus, open_source, open_sources
 from pretraining.data.encoder import (
     BACKENDS,
     CHECKED_ONE_IN,
@@ -111,9 +111,8 @@ def test_a_lie_during_encoding_stops_with_the_document_named(folder: Path, monke
     monkeypatch.setitem(BACKENDS, "fastokens", lying(1))
     encoder = open_encoder(folder, "auto")
     assert checked and encoder.backend.name == "fastokens"
-    with pytest.raises(
-        UserError, match=rf'^corpus\.jsonl:line {checked[0]}: .*data\.encoder to "tokenizers"'
-    ):
+    said = rf'^corpus\.jsonl:line {checked[0]}: .*data\.encoder to "tokenizers"'
+    with pytest.raises(UserError, match=said):
         encoder.encode(texts, [f"corpus.jsonl:line {number}" for number in range(len(texts))])
 
 
@@ -146,14 +145,7 @@ def test_a_backend_that_fails_the_first_check_is_replaced_by_the_reference(folde
 
 def test_a_missing_backend_costs_a_sentence(folder: Path, monkeypatch) -> None:
     """Without fastokens `auto` encodes by the reference and says how to be fast."""
-    real_import = builtins.__import__
-
-    def without_fastokens(name, *arguments, **options):
-        if name == "fastokens":
-            raise ModuleNotFoundError("No module named 'fastokens'", name="fastokens")
-        return real_import(name, *arguments, **options)
-
-    monkeypatch.setattr(builtins, "__import__", without_fastokens)
+    monkeypatch.setitem(sys.modules, "fastokens", None)
     encoder = open_encoder(folder, "auto")
     assert encoder.backend.name == "tokenizers" and "pip install fastokens" in encoder.note
 
@@ -201,24 +193,19 @@ def test_documents_are_closed_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("shard_documents", [4, 4_000_000])
-def test_flat_runs_write_the_shards_of_single_documents(
-    tmp_path: Path, monkeypatch, shard_documents: int
-) -> None:
+def test_flat_runs_write_the_shards_of_single_documents(tmp_path, monkeypatch, shard_documents: int) -> None:
     """The shards' bytes depend on the documents, not on the runs they were appended in; long ones included."""
     monkeypatch.setattr("pretraining.data.shards.SHARD_DOCUMENTS", shard_documents)
     draw = np.random.default_rng(4)
-    documents = [
-        draw.integers(0, 60_000, size).astype(UINT16) for size in draw.choice([1, 3, 9, 60, 130], 70)
-    ]
-    num_bytes = np.arange(len(documents))
-    entries = []
-    for name, run in (("one", 1), ("seven", 7), ("all", 70)):
-        writer = SplitWriter(tmp_path / name, UINT16, 100)
+    sizes = draw.choice([1, 3, 9, 60, 130], 70)
+    documents = [draw.integers(0, 60_000, size).astype(UINT16) for size in sizes]
+    num_bytes, entries = np.arange(len(documents)), []
+    for run in (1, 7, 70):
+        writer = SplitWriter(tmp_path / str(run), UINT16, 100)
         for first in range(0, len(documents), run):
             batch = documents[first : first + run]
-            writer.extend(
-                np.concatenate(batch), np.cumsum(list(map(len, batch))), num_bytes[first : first + run]
-            )
+            ends = np.cumsum(list(map(len, batch)))
+            writer.extend(np.concatenate(batch), ends, num_bytes[first : first + run])
         entries.append(writer.finish())
     single = SplitWriter(tmp_path / "append", UINT16, 100)
     for tokens, size in zip(documents, num_bytes, strict=True):
@@ -251,16 +238,13 @@ def test_the_training_sample_takes_as_much_of_each_source(tmp_path: Path, monkey
     monkeypatch.setattr("pretraining.data.preparation.tokenizing.TRAINING_BYTES", 40_000)
     monkeypatch.setattr("pretraining.data.corpus.BATCH_BYTES", 500)
     specs = [
-        {"path": str(tmp_path / f"{name}.jsonl"), "weight": weight}
-        for name, weight in (("a", 1.0), ("b", 3.0))
+        {"path": str(tmp_path / f"{name}.jsonl"), "weight": weight} for name, weight in (("a", 1), ("b", 3))
     ]
     for spec in specs:
         lines = (json.dumps({"text": f"{number} of {spec['path']}"}) for number in range(2_000))
         Path(spec["path"]).write_text("\n".join(lines))
-    corpus = Corpus.of(
-        Data.of({"name": "c", "sources": specs, "tokenizer": "x"}),
-        [open_source(Source(**spec)) for spec in specs],
-    )
+    data = Data.of({"name": "c", "sources": specs, "tokenizer": "x"})
+    corpus = Corpus.of(data, open_sources(data))
     stage = MakeTokenizer(tmp_path, corpus, {"train_vocab_size": 300}, None, validation_share=0.3)
     seen: list[Batch] = list(stage.training_batches({}))
     sizes = [sum(sum(batch.num_bytes) for batch in seen if batch.source == source) for source in (0, 1)]

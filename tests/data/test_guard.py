@@ -70,41 +70,30 @@ def test_byte_fallback_tokens_are_single_bytes(tmp_path):
 
 def test_real_text_raises_hardly_a_flag(tokenizer, token_bytes, tmp_path):
     """At most one block in 300 of English and code, and what is flagged repeats itself."""
-    ids = np.concatenate(
-        [np.array(encoded.ids, np.uint16) for encoded in tokenizer.encode_batch(library_texts())]
-    )
+    encoded = tokenizer.encode_batch(library_texts())
+    ids = np.concatenate([np.array(each.ids, np.uint16) for each in encoded])
     guard = BlockGuard(tmp_path / "flags.jsonl", token_bytes)
     for length in (128, 512, 2048):
-        found = [
-            guard.reasons(ids[start : start + length + 1]) for start in range(0, len(ids) - length, length)
-        ]
-        flagged = [reasons for reasons in found if reasons]
-        assert len(found) > 300 and len(flagged) <= len(found) / 300
+        starts = range(0, len(ids) - length, length)
+        flagged = list(filter(None, (guard.reasons(ids[start : start + length + 1]) for start in starts)))
+        assert len(starts) > 300 and len(flagged) <= len(starts) / 300
         assert all(set(reasons) == {"repeated"} for reasons in flagged)
 
 
 def test_text_of_other_scripts_is_decodable(tokenizer, token_bytes, tmp_path):
     """Characters of several tokens each, none of which is text by itself, are not taken for broken ones."""
-    text = (
-        "数据是训练的基础。" * 3
-        + "\N{GRINNING FACE}".join("абвгдежзийклмнопрстуфх")
-        + "".join(map(chr, range(0x4E00, 0x4E80)))
-    )
-    reasons = BlockGuard(tmp_path / "flags", token_bytes).reasons(
-        np.array(tokenizer.encode(text).ids, np.uint16)
-    )
-    assert not reasons
+    text = "数据是训练的基础。" * 3 + "\N{GRINNING FACE}".join("абвгдежзийклмнопрстуфх")
+    ids = tokenizer.encode(text + "".join(map(chr, range(0x4E00, 0x4E80)))).ids
+    assert not BlockGuard(tmp_path / "flags", token_bytes).reasons(np.array(ids, np.uint16))
 
 
 RANDOM = np.random.default_rng(4)
+PERIOD = np.resize(RANDOM.permutation(2000)[:37], LENGTH + 1)
+NOISE = RANDOM.integers(0, 2000, LENGTH + 1)
 DEGENERATE = {
-    "dominant": np.where(RANDOM.random(LENGTH + 1) < 0.7, 9, RANDOM.integers(0, 2000, LENGTH + 1)),
+    "dominant": np.where(RANDOM.random(LENGTH + 1) < 0.7, 9, NOISE),
     "few_tokens": RANDOM.integers(0, 4, LENGTH + 1),
-    "repeated": np.where(
-        RANDOM.random(LENGTH + 1) < 0.03,
-        RANDOM.integers(0, 2000, LENGTH + 1),
-        np.resize(RANDOM.permutation(2000)[:37], LENGTH + 1),
-    ),
+    "repeated": np.where(RANDOM.random(LENGTH + 1) < 0.03, NOISE, PERIOD),
 }
 
 
@@ -175,13 +164,9 @@ def test_what_is_skipped_is_no_target_wherever_a_run_begins(split, tmp_path, mas
 
 def test_what_becomes_of_flagged_blocks_is_part_of_the_curve():
     """A run goes on with it as it began; a run from before the key trained on them."""
-    now, skips = (
-        load_recipe("tiny", [f"monitors.flagged_blocks={each}"]).to_dict() for each in ("log", "skip")
-    )
-    before = {
-        **now,
-        "monitors": {key: value for key, value in now["monitors"].items() if key != "flagged_blocks"},
-    }
+    ways = [f"monitors.flagged_blocks={each}" for each in ("log", "skip")]
+    now, skips, before = (load_recipe("tiny", [way]).to_dict() for way in (*ways, ways[0]))
+    before["monitors"] = {key: v for key, v in before["monitors"].items() if key != "flagged_blocks"}
     assert not changed_parts(now, before)
     assert [each.key for each in changed_parts(skips, before)] == ["monitors.flagged_blocks"]
     assert check_allowed("monitors.flagged_blocks") and check_allowed("optimizer.momentum")

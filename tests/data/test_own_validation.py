@@ -14,7 +14,6 @@ from pretraining.data.preparation.stage import run_task
 from pretraining.data.prepared import open_prepared
 from pretraining.data.tools.finished import open_finished
 from pretraining.data.tools.inspect import measure_data, stats_text
-from pretraining.errors import UserError
 from pretraining.evaluation.validation import Validation, validation_sets
 from pretraining.recipe import load_recipe
 from tests.data.test_data_prep import make_texts, prepare, recipe_for, write_jsonl
@@ -32,14 +31,12 @@ def files(tmp_path_factory) -> Path:
 
 
 def own(files: Path, *names: str, **section) -> dict:
+    """A section of validation sources; a name may stand behind that of its file and a colon."""
+    pairs = [(name.partition(":")[0], name.rpartition(":")[2]) for name in names]
     return {
-        "sources": [{"path": str(files / f"{file}.jsonl"), "name": name} for file, name in map(_pair, names)],
+        "sources": [{"path": str(files / f"{file}.jsonl"), "name": name} for file, name in pairs],
         **section,
     }
-
-
-def _pair(name: str) -> list[str]:
-    return name.split(":") if ":" in name else [name, name]
 
 
 def texts_of(split, decoder) -> list[str]:
@@ -54,20 +51,18 @@ def test_their_texts_are_validation_whole_and_in_order(files, tmp_path):
     split = data.split("validation")
     sources = [split.source_of(entry) for entry in split.shard_entries]
     assert sources == ["web.jsonl", "letters", "laws"] and verify(folder)
-    found = {
-        name: [json.loads(line)["text"] for line in (files / f"{name}.jsonl").read_text().splitlines()]
-        for name in ("web", "letters", "laws")
-    }
-    texts = texts_of(split, data.decoder())
-    assert texts[-80:] == [*found["letters"], *found["laws"]]
-    trained = texts_of(data.split("train"), data.decoder())
-    assert sorted([*trained, *texts[:-80]]) == sorted(found["web"])
+    texts, web = texts_of(split, data.decoder()), texts_in(files / "web.jsonl")
+    assert texts[-80:] == texts_in(files / "letters.jsonl") + texts_in(files / "laws.jsonl")
+    assert sorted([*texts_of(data.split("train"), data.decoder()), *texts[:-80]]) == sorted(web)
     assert [entry["documents"] for entry in manifest["validation_sources"]] == [40, 40]
     assert manifest["sources"][0]["documents"] == 40
     assert "letters" in stats_text(measure_data(folder, show_progress=False))
-    alone = prepare(tmp_path / "alone", recipe_for(files / "web.jsonl"))
-    train = [read_manifest(place)["splits"]["train"]["checksum"] for place in (folder, alone)]
-    assert train[0] == train[1]
+    alone = read_manifest(prepare(tmp_path / "alone", recipe_for(files / "web.jsonl")))
+    assert manifest["splits"]["train"]["checksum"] == alone["splits"]["train"]["checksum"]
+
+
+def texts_in(path: Path) -> list[str]:
+    return [json.loads(line)["text"] for line in path.read_text().splitlines()]
 
 
 def test_without_a_share_all_text_is_trained_on(files, tmp_path):
@@ -88,21 +83,22 @@ IDENTITY = {
 @pytest.mark.parametrize("names, said", IDENTITY.values(), ids=IDENTITY)
 def test_they_are_part_of_the_identity(files, tmp_path, names, said):
     """Another name needs no new preparation; another text does, and so does a file that changed."""
-    letters = tmp_path / "letters.jsonl"
+    letters, root = tmp_path / "letters.jsonl", tmp_path / "data"
     letters.write_bytes((files / "letters.jsonl").read_bytes())
+
+    def recipe(section: dict | None):
+        return recipe_for(files / "web.jsonl", validation=section)
+
     section = {"sources": [{"path": str(letters), "name": "letters"}]}
-    prepare(tmp_path / "data", recipe_for(files / "web.jsonl", validation=section))
-    renamed = {"sources": [{"path": str(letters), "name": "mail"}]}
-    prepare_data(recipe_for(files / "web.jsonl", validation=renamed), tmp_path / "data", show_progress=False)
-    other = recipe_for(files / "web.jsonl", validation=own(files, *names) if names else None)
+    prepare(root, recipe(section))
+    prepare(root, recipe({"sources": [{"path": str(letters), "name": "mail"}]}))
     for action in (prepare_data, open_prepared):
-        with pytest.raises(UserError) as refused:
-            action(other, tmp_path / "data")
-        assert said in str(refused.value)
-    assert "or, if no run made from this data is to go on" in str(refused.value)
+        refused = refusal(action, recipe(own(files, *names) if names else None), root)
+        assert said in refused
+    assert "or, if no run made from this data is to go on" in refused
     write_jsonl(letters, make_texts(50, 9))
-    with pytest.raises(UserError, match=r"data\.validation\.sources\.0: .* bytes in 1 file there"):
-        prepare_data(recipe_for(files / "web.jsonl", validation=section), tmp_path / "data")
+    assert "data.validation.sources.0: " in (refused := refusal(prepare_data, recipe(section), root))
+    assert "bytes in 1 file there" in refused
 
 
 def test_filters_leave_them_alone_unless_asked_for(files, tmp_path):
@@ -121,28 +117,25 @@ def test_their_first_documents_are_taken_up_to_a_cap(files, tmp_path, filtered, 
     """Documents, or tokens with the document that reaches them; counted after filters; nothing behind is read."""
     for name in ("PIECE_BYTES", "BATCH_BYTES"):
         monkeypatch.setattr(f"pretraining.data.corpus.{name}", 3000)
-    lines = (files / "letters.jsonl").read_text().splitlines()
     broken = tmp_path / "letters.jsonl"
-    broken.write_text("\n".join([*lines, "this is no JSON"]) + "\n")
-    rules = (
-        {"filters": [{"rule": "blocklist", "words": [str(n) for n in range(0, 40, 2)]}]} if filtered else {}
-    )
+    broken.write_text((files / "letters.jsonl").read_text() + "this is no JSON\n")
+    rules = [{"rule": "blocklist", "words": [str(n) for n in range(0, 40, 2)]}] if filtered else []
     section = own(files, "letters", "laws", filters=filtered)
     section["sources"][0] |= {"path": str(broken), "max_documents": 7}
     section["sources"][1] |= {"max_tokens": 1000, "max_documents": 30}
-    folder = prepare(tmp_path / "data", recipe_for(files / "web.jsonl", validation=section, **rules))
-    manifest, data = read_manifest(folder), open_finished(folder)
-    letters, laws = manifest["validation_sources"]
+    folder = prepare(tmp_path / "data", recipe_for(files / "web.jsonl", validation=section, filters=rules))
+    data, split = open_finished(folder), open_finished(folder).split("validation")
+    letters, laws = read_manifest(folder)["validation_sources"]
     assert letters["documents"] == 7 and letters["name"] == "letters"
-    texts = texts_of(data.split("validation"), data.decoder())[-letters["documents"] - laws["documents"] :]
-    kept = [json.loads(line)["text"] for line in lines][filtered :: 1 + filtered]
-    assert texts[:7] == kept[:7]
-    last = data.split("validation").document(data.split("validation").num_documents - 1)
+    texts = texts_of(split, data.decoder())[-letters["documents"] - laws["documents"] :]
+    assert texts[:7] == texts_in(files / "letters.jsonl")[filtered :: 1 + filtered][:7]
+    last = split.document(split.num_documents - 1)
     assert laws["tokens"] >= 1000 > laws["tokens"] - len(last.tokens)
     # Another cap is another data set.
     section["sources"][0]["max_documents"] = 8
-    with pytest.raises(UserError, match=r"data\.validation\.sources\.0\.max_documents: 7 there, 8 here"):
-        prepare(tmp_path / "data", recipe_for(files / "web.jsonl", validation=section, **rules))
+    larger = recipe_for(files / "web.jsonl", validation=section, filters=rules)
+    said = "data.validation.sources.0.max_documents: 7 there, 8 here"
+    assert said in refusal(prepare, tmp_path / "data", larger)
 
 
 def test_training_text_that_holds_a_stretch_of_them_is_dropped(files, tmp_path):
@@ -163,66 +156,51 @@ def test_training_text_that_holds_a_stretch_of_them_is_dropped(files, tmp_path):
 
 def test_tasks_in_other_processes_prepare_them_too(files, tmp_path):
     """What a node reads from the work folder names the same tasks as the command's own process."""
-    recipe = recipe_for(
-        files / "web.jsonl", validation=own(files, "letters", filters=True), filters=[{"rule": "pii"}]
-    )
+    section = own(files, "letters", filters=True)
+    recipe = recipe_for(files / "web.jsonl", validation=section, filters=[{"rule": "pii"}])
     sources = open_sources(recipe.data)
     made = Preparation.of(recipe, sources, tmp_path / "corpus", [each.fingerprint() for each in sources])
     made.work.mkdir(parents=True)
     made.save()
     loaded = Preparation.load(made.work)
     assert [stage.keys for stage in loaded.stages] == [stage.keys for stage in made.stages]
-    assert [stage.name for stage in made.stages] == [
-        "clean", "clean-validation", "tokenizer", "tokenize", "tokenize-validation"
-    ]  # fmt: skip
+    names = "clean clean-validation tokenizer tokenize tokenize-validation"
+    assert " ".join(stage.name for stage in made.stages) == names
     for stage in loaded.stages:
         run_task(stage, 0)
     assert not any(stage.pending() for stage in made.stages)
 
 
+MIXED = {"mixture": {"temperature": 2}}
 MISTAKES = {
-    "nothing to validate on": (
-        {"validation_share": 0},
-        "data.validation_share: is 0, and there is no data.validation",
-    ),
-    "a name twice": (
-        {"validation": ("letters", "laws:letters")},
-        "'letters' like that of validation source 0",
-    ),
-    "a training source's name": ({"validation": ("letters:web",)}, "'web' like that of a training source"),
-    "the mixture's name": (
-        {"validation": ("letters:mixture",), "mixture": {"temperature": 2}},
-        "'mixture' like that of the run's mixture",
-    ),
-    "a training source of that name": (
-        {"mixture": {"temperature": 2}, "named": "mixture"},
-        "data.sources.0.name: is 'mixture', which is what validations call the whole mixture",
-    ),
-    "decontamination without them": (
-        {"decontaminate": {"validation": True}},
-        "data.decontaminate.validation: is true, and there is no data.validation",
-    ),
+    "data.validation_share: is 0, and there is no data.validation": {"validation_share": 0},
+    "'letters' like that of validation source 0": {"validation": ("letters", "laws:letters")},
+    "'web' like that of a training source": {"validation": ("letters:web",)},
+    "'mixture' like that of the run's mixture": {"validation": ("letters:mixture",), **MIXED},
+    "data.sources.0.name: is 'mixture', which is what validations call the whole mixture": {
+        "named": "mixture",
+        **MIXED,
+    },
+    "data.decontaminate.validation: is true, and there is no data.validation": {
+        "decontaminate": {"validation": True}
+    },
 }
 
 
-@pytest.mark.parametrize("data, said", MISTAKES.values(), ids=MISTAKES)
-def test_mistakes_are_one_line(files, tmp_path, data, said):
-    names, section = data.get("validation"), {key: value for key, value in data.items() if key != "named"}
-    section |= {"validation": own(files, *names)} if names else {}
-    called = {"web": data.get("named", "web"), "code": "code"}
-    sources = [{"path": str(files / f"{file}.jsonl"), "name": name} for file, name in called.items()]
-    values = {**SMALL_RECIPE, "data": {**SMALL_RECIPE["data"], "sources": sources, **section}}
-    path = tmp_path / "own.json"
-    path.write_text(json.dumps(values))
-    with pytest.raises(UserError) as refused:
-        load_recipe(str(path))
-    assert said in str(refused.value) and "\n" not in str(refused.value)
+@pytest.mark.parametrize("said", MISTAKES)
+def test_mistakes_are_one_line(files, said):
+    data = {"validation": (), "named": "web", **MISTAKES[said]}
+    named = {data.pop("named"): "web", "code": "code"}
+    data["sources"] = [{"path": str(files / f"{file}.jsonl"), "name": name} for name, file in named.items()]
+    data["validation"] = own(files, *data["validation"]) if data["validation"] else None
+    settings = [f"data.{key}={json.dumps(value)}" for key, value in data.items()]
+    assert said in refusal(load_recipe, "tiny", settings)
 
 
 def test_one_too_short_for_a_block_is_refused(files, tmp_path):
     short = write_jsonl(tmp_path / "short.jsonl", ["a few words"])
     section = {"sources": [{"path": str(short), "name": "notes"}]}
-    said = refusal(lambda: prepare(tmp_path / "data", recipe_for(files / "web.jsonl", validation=section)))
+    said = refusal(prepare, tmp_path / "data", recipe_for(files / "web.jsonl", validation=section))
     assert "data.validation.sources.0 (notes) has" in said and "one block of 33" in said
 
 
@@ -241,15 +219,11 @@ def recipe_of(files: Path, root: Path, weights: tuple, **data):
 
 
 HALVES = [("web", False, Fraction(3, 4)), ("code", False, Fraction(1, 4))]
+OF_BOTH = ("letters:web", "laws:code", "laws:more")
 SETS = {
     "beside a share": (("letters",), 0.2, [*HALVES, ("letters", True, 0)], {"mixture"}),
     "in its place": (("letters",), 0, [("letters", False, 0)], set()),
-    "of a mixture": (
-        ("letters:web", "laws:code", "laws:more"),
-        0,
-        [*HALVES, ("more", False, 0)],
-        {"mixture"},
-    ),
+    "of a mixture": (OF_BOTH, 0, [*HALVES, ("more", False, 0)], {"mixture"}),
 }
 
 

@@ -28,9 +28,8 @@ def write_rows(path, row_group_size=25):
     import pyarrow as pa
     import pyarrow.parquet as parquet
 
-    parquet.write_table(
-        pa.table({"id": range(len(TEXTS)), "text": TEXTS}), path, row_group_size=row_group_size
-    )
+    table = pa.table({"id": range(len(TEXTS)), "text": TEXTS})
+    parquet.write_table(table, path, row_group_size=row_group_size)
     return path
 
 
@@ -51,7 +50,7 @@ def test_pieces_together_are_the_file(tmp_path, write, name, piece_bytes):
 def test_pieces_are_a_function_of_the_files_and_change_with_them(tmp_path):
     """What a finished task is known by: its own part of the input, and nothing else."""
     write_lines(tmp_path / "a.jsonl")
-    write_lines(tmp_path / "b.jsonl")
+    changing = write_lines(tmp_path / "b.jsonl")
 
     def digests():
         source = open_source(Source(path=str(tmp_path)))
@@ -59,11 +58,8 @@ def test_pieces_are_a_function_of_the_files_and_change_with_them(tmp_path):
 
     before = digests()
     assert before == digests() and len(set(before)) == len(before)
-    (tmp_path / "b.jsonl").write_text(
-        (tmp_path / "b.jsonl").read_text().replace("document 7 ", "document 8 ")
-    )
-    after = digests()
-    same = [one == other for one, other in zip(before, after, strict=True)]
+    changing.write_text(changing.read_text().replace("document 7 ", "document 8 "))
+    same = [one == other for one, other in zip(before, digests(), strict=True)]
     assert True in same and False in same
 
 
@@ -111,29 +107,26 @@ def test_a_web_server_is_read_like_a_disk(tmp_path):
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
-        texts = [
-            [document.text for document in open_source(Source(path=f"{address}/{name}")).documents()]
-            for name in ("a.jsonl.gz", "b.txt", "d.jsonl")
-        ]
-        source = open_source(Source(path=f"{address}/d.jsonl"))
+        sources = [open_source(Source(path=f"{address}/{n}")) for n in ("a.jsonl.gz", "b.txt", "d.jsonl")]
+        texts = [[document.text for document in source.documents()] for source in sources]
         with pytest.raises(UserError, match=f"{address}/d.jsonl: cannot be read .*range requests"):
-            list(source.documents([Extent(0, 17, 34)]))
+            list(sources[2].documents([Extent(0, 17, 34)]))
         with pytest.raises(UserError, match=f"{address}/c.txt"):
             open_source(Source(path=f"{address}/c.txt"))
         server.shutdown()
     assert texts == [["one", "two"], ["three"], ["four", "five"]]
 
 
-@pytest.mark.parametrize(
-    "address, said",
-    [
-        ("memory://bucket/fr", "no such file or folder can be reached there"),
-        ("memory://bucket/notes.bin", "unknown suffix"),
-        ("nowhere://bucket", "cannot be reached"),
-    ],
-)
-def test_what_a_store_does_not_hold_is_one_line(store, address, said):
-    with pytest.raises(UserError, match=said) as caught:
+NOT_HELD = {
+    "memory://bucket/fr": "no such file or folder can be reached there",
+    "memory://bucket/notes.bin": "unknown suffix",
+    "nowhere://bucket": "cannot be reached",
+}
+
+
+@pytest.mark.parametrize("address", NOT_HELD)
+def test_what_a_store_does_not_hold_is_one_line(store, address):
+    with pytest.raises(UserError, match=NOT_HELD[address]) as caught:
         open_source(Source(path=address))
     assert "\n" not in str(caught.value) and address.partition("://")[2] in str(caught.value)
 
@@ -142,16 +135,15 @@ def test_web_archives(tmp_path):
     """The text of WET records, each with the page it is from."""
     from warcio.warcwriter import WARCWriter
 
-    path = tmp_path / "crawl.warc.wet.gz"
+    path, texts = tmp_path / "crawl.warc.wet.gz", [f"page {number} is in Zürich" for number in range(3)]
     with path.open("wb") as file:
         writer = WARCWriter(file, gzip=True)
-        for number in range(3):
-            payload = gzip.io.BytesIO(f"page {number} is in Zürich".encode())
-            writer.write_record(
-                writer.create_warc_record(f"http://a/{number}", "conversion", payload=payload)
-            )
+        for number, text in enumerate(texts):
+            payload = gzip.io.BytesIO(text.encode())
+            record = writer.create_warc_record(f"http://a/{number}", "conversion", payload=payload)
+            writer.write_record(record)
     documents = list(open_source(Source(path=str(path))).documents())
-    assert [document.text for document in documents] == [f"page {number} is in Zürich" for number in range(3)]
+    assert [document.text for document in documents] == texts
     assert documents[2].where == f"{path}:http://a/2"
 
 
@@ -180,9 +172,8 @@ def test_a_web_archive_that_ends_early_is_refused(tmp_path, suffix, pack):
             refused += 1
             assert f"{path}:record " in str(error) and "truncated or damaged" in str(error)
         else:  # without the blank lines that end it a record is still whole
-            assert min(abs(size - end) for end in ends) <= 4 and found == sum(
-                end <= size + 4 for end in ends[1:]
-            )
+            assert min(abs(size - end) for end in ends) <= 4
+            assert found == sum(end <= size + 4 for end in ends[1:])
     assert refused > len(whole) - 20
 
 
@@ -244,21 +235,18 @@ ROW = dict.fromkeys(WEB, "x") | {"language_score": 0.9, "token_count": 7, "score
 
 def stand_in(spec: dict, folder: Path) -> dict:
     """The source entry of a recipe, led to a few rows on this disk in the form the published data has."""
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
     folder.mkdir()
     texts = [f"{spec.get('name', 'web')} {text}" for text in TEXTS]
     if spec.get("dataset"):
-        import pyarrow as pa
-        import pyarrow.parquet as parquet
-
-        parquet.write_table(
-            pa.Table.from_pylist([{**ROW, "text": text} for text in texts]), folder / "0.parquet"
-        )
+        rows = pa.Table.from_pylist([{**ROW, "text": text} for text in texts])
+        parquet.write_table(rows, folder / "0.parquet")
         return {**spec, "dataset": str(folder), "config": None}
-    import pyarrow as pa
-
-    rows = "".join(json.dumps({"text": text, "meta": {"redpajama_set_name": "x"}}) + "\n" for text in texts)
+    lines = [json.dumps({"text": text, "meta": {"redpajama_set_name": "x"}}) + "\n" for text in texts]
     with pa.CompressedOutputStream(str(folder / "chunk1.jsonl.zst"), "zstd") as file:
-        file.write(rows.encode())
+        file.write("".join(lines).encode())
     return {**spec, "path": str(folder)}
 
 

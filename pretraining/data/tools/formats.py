@@ -24,10 +24,12 @@ import mmap
 import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
+from pretraining.data.shards import token_dtype
 from pretraining.data.tools.finished import SplitDocuments
 from pretraining.errors import UserError, nearest
 from pretraining.outside.files import COUNT, NAME, read_json_value
@@ -88,18 +90,16 @@ class MegatronFile:
         self.bin, self.idx = (prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx"))
         for path in (self.bin, self.idx):
             if not path.is_file():
-                raise UserError(
-                    f"{path}: no such file; --from megatron takes PREFIX of PREFIX.bin and PREFIX.idx"
-                )
+                what = "no such file; --from megatron takes PREFIX of PREFIX.bin and PREFIX.idx"
+                raise UserError(f"{path}: {what}")
         with self.idx.open("rb") as file:
             header = file.read(HEADER.size)
         if len(header) < HEADER.size or not header.startswith(MAGIC):
             raise UserError(f"{self.idx}: not a Megatron index: it does not begin with {MAGIC[:7].decode()}")
         _, version, code, self.num_sequences, num_marks = HEADER.unpack(header)
         if version != 1 or code not in MEGATRON_TYPES:
-            raise UserError(
-                f"{self.idx}: index version {version}, type code {code}; can read version 1 of integers"
-            )
+            what = f"index version {version}, type code {code}; can read version 1 of integers"
+            raise UserError(f"{self.idx}: {what}")
         self.dtype = np.dtype(MEGATRON_TYPES[code])
         # 12 bytes for a sequence: its length (4) and its offset (8)
         wanted, found = HEADER.size + 12 * self.num_sequences + 8 * num_marks, self.idx.stat().st_size
@@ -118,35 +118,33 @@ class MegatronFile:
 
     def _check(self) -> None:
         """Check that every sequence is inside the .bin, and every mark inside the sequences."""
-        end = 0
+        end, wrong, marks = 0, [], self.marks
         for start in range(0, self.num_sequences, 1 << 20):
-            part = slice(start, start + (1 << 20))
-            ends = self.offsets[part] + self.lengths[part].astype(np.int64) * self.dtype.itemsize
-            if self.lengths[part].min() < 0 or self.offsets[part].min() < 0:
-                raise UserError(f"{self.idx}: damaged: a sequence of negative length or place; copy it again")
-            if (self.offsets[part] % self.dtype.itemsize).any():
-                raise UserError(f"{self.idx}: damaged: a sequence that begins inside a token; copy it again")
-            end = max(end, int(ends.max()))
+            lengths, offsets = (each[start : start + (1 << 20)] for each in (self.lengths, self.offsets))
+            if lengths.min() < 0 or offsets.min() < 0:
+                wrong.append("a sequence of negative length or place")
+            if (offsets % self.dtype.itemsize).any():
+                wrong.append("a sequence that begins inside a token")
+            end = max(end, int((offsets + lengths.astype(np.int64) * self.dtype.itemsize).max()))
+        if len(marks) and not (marks[0] == 0 and marks[-1] == self.num_sequences):
+            wrong.append("its documents do not cover its sequences")
+        if (marks[1:] < marks[:-1]).any():
+            wrong.append("its documents do not follow each other")
+        if wrong:
+            raise UserError(f"{self.idx}: damaged: {wrong[0]}; copy it again")
         if end > self.size:
-            raise UserError(
-                f"{self.bin}: truncated: {self.size:,} bytes, its index names {end:,}; copy it again"
-            )
-        if len(self.marks) and not (self.marks[0] == 0 and self.marks[-1] == self.num_sequences):
-            raise UserError(f"{self.idx}: damaged: its documents do not cover its sequences; copy it again")
-        if (self.marks[1:] < self.marks[:-1]).any():
-            raise UserError(f"{self.idx}: damaged: its documents do not follow each other; copy it again")
+            what = f"truncated: {self.size:,} bytes, its index names {end:,}"
+            raise UserError(f"{self.bin}: {what}; copy it again")
 
     def documents(self) -> Iterator[np.ndarray]:
         if not self.size:
             return
-        content = mapped(self.bin)
+        content, width = mapped(self.bin), self.dtype.itemsize
         # A .bin may be longer than its index says, by less than a token.
-        tokens = np.frombuffer(content, self.dtype, len(content) // self.dtype.itemsize)
-        for number in range(len(self.marks) - 1):
-            sequences = slice(int(self.marks[number]), int(self.marks[number + 1]))
-            starts = (self.offsets[sequences] // self.dtype.itemsize).tolist()
-            lengths = self.lengths[sequences].tolist()
-            pieces = [tokens[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+        tokens = np.frombuffer(content, self.dtype, len(content) // width)
+        for first, last in pairwise(map(int, self.marks)):
+            places = zip(self.offsets[first:last] // width, self.lengths[first:last], strict=True)
+            pieces = [tokens[start : start + length] for start, length in places]
             # A view without a copy, as most documents are one sequence.
             yield pieces[0] if len(pieces) == 1 else np.concatenate([tokens[:0], *pieces])
 
@@ -185,24 +183,20 @@ class DatatroveFile:
         self.path, self.index = path, _beside(path, "index")
         for needed in (self.path, self.index):
             if not needed.is_file():
-                raise UserError(
-                    f"{needed}: no such file; a .ds needs its .index, which says where documents end "
-                    "(datatrove's save_index)"
-                )
+                what = "no such file; a .ds needs its .index, which says where documents end"
+                raise UserError(f"{needed}: {what} (datatrove's save_index)")
         if self.index.stat().st_size % 8:
             raise UserError(f"{self.index}: truncated: not a whole number of document ends; copy it again")
+        # An empty file cannot be mapped.
         self.ends = (
-            # An empty file cannot be mapped.
             np.memmap(self.index, "<i8", mode="r") if self.index.stat().st_size else np.zeros(0, "<i8")
         )
         count = int(self.ends[-1]) if len(self.ends) else 0
         if (self.ends[1:] < self.ends[:-1]).any() or (self.ends[:1] < 0).any():
             raise UserError(f"{self.index}: damaged: its document ends do not ascend; copy it again")
         if self.size not in (2 * count, 4 * count):
-            raise UserError(
-                f"{self.path}: truncated or damaged: {self.size:,} bytes, its index counts {count:,} tokens of 2 "
-                "or 4 bytes; copy it again"
-            )
+            what = f"truncated or damaged: {self.size:,} bytes, its index counts {count:,} tokens of 2 or 4 bytes"
+            raise UserError(f"{self.path}: {what}; copy it again")
         # From the size, because the metadata file may be missing.
         self.dtype = np.dtype(DATATROVE_TYPES[self.size // count if count else 2])
 
@@ -271,25 +265,21 @@ class BinFile:
 
     def __init__(self, path: Path, dtype: str | None, vocab_size: int, eos: int):
         """dtype: of a file without a header; None: the smaller of uint16 and uint32 that holds `vocab_size` ids."""
-        self.path, self.eos = path, eos
+        self.path, self.eos, self.start = path, eos, 0
         if not path.is_file():
             raise UserError(f"{path}: no such file; --from bin takes a .bin file or a folder of them")
-        self.dtype = np.dtype(dtype or ("uint16" if vocab_size <= 1 << 16 else "uint32")).newbyteorder("<")
-        self.start = 0
+        size, self.dtype = path.stat().st_size, np.dtype(dtype or token_dtype(vocab_size)).newbyteorder("<")
         with path.open("rb") as file:
-            header = np.frombuffer(file.read(12), "<i4")
-        if len(header) == 3 and int(header[0]) in HEADER_TYPES:
-            self.dtype, self.start = np.dtype(HEADER_TYPES[int(header[0])]), HEADER_BYTES
-            expected = HEADER_BYTES + int(header[2]) * self.dtype.itemsize
-            if expected != path.stat().st_size:
-                raise UserError(
-                    f"{path}: truncated or damaged: {path.stat().st_size:,} bytes, its header counts {expected:,}; "
-                    "copy it again"
-                )
-        elif path.stat().st_size % self.dtype.itemsize:
+            header = np.frombuffer(file.read(12), "<i4").tolist()
+        if len(header) == 3 and header[0] in HEADER_TYPES:
+            self.dtype, self.start = np.dtype(HEADER_TYPES[header[0]]), HEADER_BYTES
+            if size != (expected := HEADER_BYTES + header[2] * self.dtype.itemsize):
+                what = f"truncated or damaged: {size:,} bytes, its header counts {expected:,}"
+                raise UserError(f"{path}: {what}; copy it again")
+        elif size % self.dtype.itemsize:
             raise UserError(
-                f"{path}: {path.stat().st_size:,} bytes are no whole number of {self.dtype.name} tokens; copy it "
-                f"again, or give the --dtype it was written with ({', '.join(RAW_TYPES)})"
+                f"{path}: {size:,} bytes are no whole number of {self.dtype.name} tokens; copy it again, or give the "
+                f"--dtype it was written with ({', '.join(RAW_TYPES)})"
             )
 
     @property
@@ -299,8 +289,7 @@ class BinFile:
     def documents(self) -> Iterator[np.ndarray]:
         if not self.size:
             return
-        content = mapped(self.path)
-        tokens = np.frombuffer(content, self.dtype, offset=self.start)
+        tokens = np.frombuffer(mapped(self.path), self.dtype, offset=self.start)
         chunks = (tokens[start : start + CHUNK_TOKENS] for start in range(0, len(tokens), CHUNK_TOKENS))
         yield from documents_between(chunks, self.eos, self.path)
 
@@ -323,14 +312,9 @@ _MDS_FILE = {
     "required": ["basename", "bytes"],
     "properties": {"basename": NAME, "bytes": COUNT},
 }
-_MDS_SHARD = {
-    "format": {"type": "string"},
-    "column_names": _NAMES,
-    "column_encodings": _NAMES,
-    "column_sizes": {"type": "array", "items": {"anyOf": [COUNT, {"type": "null"}]}},
-    "samples": COUNT,
-    "raw_data": _MDS_FILE,
-}
+_MDS_COLUMNS = {"column_names": _NAMES, "column_encodings": _NAMES}
+_MDS_COLUMNS |= {"column_sizes": {"type": "array", "items": {"anyOf": [COUNT, {"type": "null"}]}}}
+_MDS_SHARD = {"format": {"type": "string"}, **_MDS_COLUMNS, "samples": COUNT, "raw_data": _MDS_FILE}
 _MDS_PACKED = {
     "zip_data": {"anyOf": [_MDS_FILE, {"type": "null"}]},
     "compression": {"type": ["string", "null"]},
@@ -388,16 +372,14 @@ class MdsFolder:
 
     def _samples(self, shard: dict) -> Iterator[np.ndarray]:
         """Yield the tokens of each sample of a shard."""
-        content, count = self._content(shard), shard["samples"]
+        content, count, size = self._content(shard), shard["samples"], shard["raw_data"]["bytes"]
         place = self.folder / shard["raw_data"]["basename"]
         offsets = (
             np.frombuffer(content, "<u4", count + 1, 4) if len(content) >= 8 + 4 * count else np.zeros(1)
         )
-        if len(content) != shard["raw_data"]["bytes"] or offsets[-1] != len(content):
-            raise UserError(
-                f"{place}: truncated or damaged: {len(content):,} bytes, its index names "
-                f"{shard['raw_data']['bytes']:,}; copy it again"
-            )
+        if len(content) != size or offsets[-1] != size:
+            what = f"truncated or damaged: {len(content):,} bytes, its index names {size:,}"
+            raise UserError(f"{place}: {what}; copy it again")
         number, fixed = shard["column_names"].index(self.column), shard["column_sizes"]
         sizes_bytes = 4 * sum(not size for size in fixed)
         for start in offsets[:-1].tolist():
