@@ -228,12 +228,8 @@ def parse_manifest(content: str | bytes, where: str, if_damaged: str, if_other_f
         raise UserError(f"{where}: {error}; {if_damaged}") from None
 
 
-def verify(folder: Path) -> int:
-    """Read every shard whole and compare checksums; return the bytes read. A UserError names a damaged file."""
-    manifest = read_manifest(folder)
-    if manifest is None:
-        raise UserError(f"{folder}: no {MANIFEST_NAME}; this is not a finished data set")
-    num_bytes = 0
+def verify(folder: Path, manifest: dict) -> None:
+    """Read every shard whole and compare checksums. A UserError names a damaged file."""
     for split, entry in manifest["splits"].items():
         for shard in entry["shards"]:
             path = folder / split / shard["file"]
@@ -243,8 +239,6 @@ def verify(folder: Path) -> int:
                     f"{path}: damaged shard: checksum {found}, expected {shard['checksum']}; delete {folder} "
                     "and prepare the data again (data_prep.py), or copy it again"
                 )
-            num_bytes += shard["size"]
-    return num_bytes
 
 
 def num_shard_bytes(manifest: dict) -> int:

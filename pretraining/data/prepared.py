@@ -169,7 +169,7 @@ def open_prepared(recipe: Recipe, data_root: Path | str, cache: ShardCache | Non
     splits = {name: TokenSplit(folder / name, entry) for name, entry in manifest["splits"].items()}
     # Last, because it reads every shard.
     if num_shard_bytes(manifest) <= VERIFIED_BYTES:
-        verify(folder)
+        verify(folder, manifest)
     manifest = excerpt_of(manifest, splits, portions_of(recipe), lambda: np.load(folder / POSITIONS_FILE))
     splits = {name: TokenSplit(folder / name, entry) for name, entry in manifest["splits"].items()}
     return PreparedData(folder, manifest, splits["train"], splits["validation"])

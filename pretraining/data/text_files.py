@@ -251,9 +251,8 @@ def read_documents(
             with file.open() as opened:
                 yield _decode(opened.read().removeprefix(b"\xef\xbb\xbf"), file.address)
     except PermissionError as error:
-        raise UserError(
-            f"{file.address}: no permission to read it; make it readable or leave it out"
-        ) from error
+        remedy = "make it readable or leave it out"
+        raise UserError(f"{file.address}: no permission to read it; {remedy}") from error
     except FileNotFoundError as error:
         raise UserError(f"{file.address}: it was there when the preparation began and is gone now") from error
     except ValueError as error:  # of fsspec: a web server that only sends whole files
@@ -281,9 +280,27 @@ def _damaged(address: str, error: Exception | str) -> UserError:
 
 
 def _read_json_lines(file: InputFile, column: TextColumn, extent: Extent) -> Iterator[Document]:
+    """Read the documents of the lines that begin in the extent."""
+    at = 0
     with closing(_open_lines(file)) as lines:
-        for place, raw in _lines_of(lines, file, extent):
-            where = f"{file.address}:{place}"
+        if extent.start:
+            # One byte before: if it ends a line, the first line of this extent begins right at its start.
+            lines.seek(extent.start - 1)
+            at = (
+                extent.start - 1 + len(lines.readline())
+            )  # the rest of a line that began in the extent before
+        for number in itertools.count(1):
+            try:
+                raw = lines.readline(MAX_LINE_BYTES)
+            except (EOFError, OSError, zlib.error) as error:
+                raise _damaged(file.address, error) from error
+            if not raw or (extent.stop is not None and at >= extent.stop):
+                return
+            # Inside a file nobody has counted the lines before.
+            where = f"{file.address}:{f'byte {at}' if extent.start else f'line {number}'}"
+            if len(raw) == MAX_LINE_BYTES:
+                raise UserError(f"{where}: longer than {MAX_LINE_BYTES:,} bytes; split the document")
+            at += len(raw)
             # A third of `json`'s time. But orjson knows neither NaN nor half of a surrogate pair.
             try:
                 text = orjson.loads(raw)[column.name]
@@ -293,32 +310,6 @@ def _read_json_lines(file: InputFile, column: TextColumn, extent: Extent) -> Ite
                 yield Document(text, where)
             elif not raw.isspace():
                 yield _json_document(raw, where, column)
-
-
-def _lines_of(lines: BinaryIO, file: InputFile, extent: Extent) -> Iterator[tuple[str, bytes]]:
-    """Read the lines that begin in the extent, each with its place: a line number, or a byte if none is known."""
-    at = 0
-    if extent.start:
-        # One byte before: if it ends a line, the first line of this extent begins right at its start.
-        lines.seek(extent.start - 1)
-        at = extent.start - 1 + len(lines.readline())  # the rest of a line that began in the extent before
-    for number in itertools.count(1):
-        try:
-            raw = lines.readline(MAX_LINE_BYTES)
-        except (EOFError, OSError, zlib.error) as error:
-            raise _damaged(file.address, error) from error
-        if not raw:
-            return
-        if extent.stop is not None and at >= extent.stop:
-            return
-        # Inside a file nobody has counted the lines before.
-        place = f"byte {at}" if extent.start else f"line {number}"
-        if len(raw) == MAX_LINE_BYTES:
-            raise UserError(
-                f"{file.address}:{place}: longer than {MAX_LINE_BYTES:,} bytes; split the document"
-            )
-        yield place, raw
-        at += len(raw)
 
 
 def _open_lines(file: InputFile) -> BinaryIO:
@@ -358,12 +349,10 @@ def _read_parquet(file: InputFile, column: TextColumn, extent: Extent) -> Iterat
 
         column.check(parquet.schema_arrow.names, file.address)
         counts = [parquet.metadata.row_group(n).num_rows for n in range(parquet.metadata.num_row_groups)]
-        groups = range(extent.start, len(counts) if extent.stop is None else extent.stop)
-        row = sum(counts[: extent.start])
+        groups, row = [*range(len(counts))[extent.start : extent.stop]], sum(counts[: extent.start])
+        chosen = {"row_groups": groups, "columns": [column.name], "use_threads": False}
         try:
-            for batch in parquet.iter_batches(
-                _PARQUET_ROWS, row_groups=list(groups), columns=[column.name], use_threads=False
-            ):
+            for batch in parquet.iter_batches(_PARQUET_ROWS, **chosen):
                 for text in batch.column(0).to_pylist():
                     row += 1
                     where = f"{file.address}:row {row}"
@@ -440,9 +429,8 @@ def _next_record(archive: BinaryIO, place: str):
     if not length.isdecimal():
         raise _damaged(place, "its head has no Content-Length, or ends early")
     if int(length) >= MAX_LINE_BYTES and record.rec_type in ("conversion", "response"):
-        raise UserError(
-            f"{place}: longer than {MAX_LINE_BYTES:,} bytes, if its Content-Length is right; leave it out"
-        )
+        what = f"longer than {MAX_LINE_BYTES:,} bytes, if its Content-Length is right"
+        raise UserError(f"{place}: {what}; leave it out")
     if record.rec_type == "response":
         address = record.rec_headers["WARC-Target-URI"] or ""
         record.http_headers = loader.load_http_headers("response", address, record.raw_stream, record.length)

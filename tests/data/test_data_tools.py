@@ -1,8 +1,8 @@
 """`python -m pretraining.data stats|inspect|verify|push`: what they say is true, and what is sent is the data set."""
 
 import json
-import shutil
 import sys
+from itertools import chain, product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,12 +11,14 @@ import pytest
 
 from pretraining.data.__main__ import main
 from pretraining.data.manifest import read_manifest
+from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shards import SplitWriter
 from pretraining.data.tools.convert import FORMATS, READ_ONLY
 from pretraining.data.tools.finished import open_finished, verify_data
 from pretraining.data.tools.inspect import Inspection, measure_data
 from pretraining.data.tools.push import plan_push
+from pretraining.recipe import load_recipe
 from tests.data.test_data_prep import recipe_file
 from tests.gear.finished_data import answer, change_manifest, copy_of, documents_of, make_data, refusal
 from tests.gear.local_hub import REPOSITORY_ID, local_hub
@@ -124,32 +126,26 @@ def test_a_block_is_taken_apart_into_its_documents(made):
 
 def test_a_sample_is_the_one_training_reads(made, tmp_path, capsys):
     """Sample i of a recipe is the block that PackedDataset gives the Trainer at i, also in the next epoch."""
-    from pretraining.data.order import GlobalOrder
-    from pretraining.recipe import load_recipe
-
     recipe = load_recipe(str(recipe_file(tmp_path, made.source)))
     split = open_finished(made.folder).split("train")
     fingerprint = read_manifest(made.folder)["fingerprint"]
     order = GlobalOrder(split.num_blocks(32), recipe.data_seed, fingerprint)
     dataset = PackedDataset(split, 32, order, num_samples=10_000)
+
+    def shown(sample: int, *settings: str) -> dict:
+        words = ("--sample", sample, "--recipe", tmp_path / "small.json")
+        return answer(capsys, "inspect", made.folder, *words, *chain(*product(["--set"], settings)))
+
     for sample in (0, 7, order.num_blocks + 3):  # by whatever name the data is read
-        words = ("--sample", sample, "--recipe", tmp_path / "small.json", "--set", f"data.name=set-{sample}")
-        shown = answer(capsys, "inspect", made.folder, *words)
-        assert shown["split"] == "train"
-        [(start, stop)] = shown["stretches"]
-        tokens = split.read(start, stop + 1)
-        assert (dataset[sample]["input_ids"] == tokens[:-1]).all()
-        assert shown["epoch"] == sample // order.num_blocks
-        assert shown["step"] == sample // recipe.samples_per_step + 1
-        assert sum(last - first for first, last in (p["block_tokens"] for p in shown["documents"])) == 33
-
-
-def test_a_sample_of_a_mixture_is_shown_too(made, tmp_path, capsys):
-    """The README's command on a recipe with weights."""
-    words = ("--sample", 3, "--recipe", recipe_file(tmp_path, made.source))
-    settings = ("--set", "data.sources.0.weight=1", "--set", "data.sources.0.max_epochs=1e6")
-    shown = answer(capsys, "inspect", made.folder, *words, *settings)
-    assert shown["sample"] == 3 and sum(len(part["text"]) for part in shown["documents"])
+        found = shown(sample, f"data.name=set-{sample}")
+        assert found["split"] == "train"
+        [(start, stop)] = found["stretches"]
+        assert (dataset[sample]["input_ids"] == split.read(start, stop + 1)[:-1]).all()
+        assert found["epoch"] == sample // order.num_blocks
+        assert found["step"] == sample // recipe.samples_per_step + 1
+        assert sum(last - first for first, last in (p["block_tokens"] for p in found["documents"])) == 33
+    mixed = shown(3, "data.sources.0.weight=1", "data.sources.0.max_epochs=1e6")
+    assert mixed["sample"] == 3 and sum(len(part["text"]) for part in mixed["documents"])
 
 
 def test_a_packed_sample_shows_the_documents_it_is_made_of(made, tmp_path, capsys):
@@ -172,21 +168,21 @@ def test_a_packed_sample_shows_the_documents_it_is_made_of(made, tmp_path, capsy
     assert stretches > 6
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--sample", "1", "--recipe", "tiny", "--sequence_length", "32"], "leave out --sequence_length"),
-        (["--document", "4000"], "counted from 0 to"),
-        (["--block", "4000", "--sequence_length", "32"], "--block 4000: train has"),
-        (["--block", "1"], "--block needs --sequence_length or --recipe"),
-        (["--sample", "1"], "--sample needs --recipe"),
-        (["--split", "trian"], "did you mean 'train'?"),
-        (["--sample", "1", "--recipe", "tiny"], "trains on"),
-    ],
-)
-def test_inspect_refuses_what_is_not_there(made, words, said):
+NOT_THERE = {
+    "leave out --sequence_length": "--sample 1 --recipe tiny --sequence_length 32",
+    "counted from 0 to": "--document 4000",
+    "--block 4000: train has": "--block 4000 --sequence_length 32",
+    "--block needs --sequence_length or --recipe": "--block 1",
+    "--sample needs --recipe": "--sample 1",
+    "did you mean 'train'?": "--split trian",
+    "trains on": "--sample 1 --recipe tiny",
+}
+
+
+@pytest.mark.parametrize("said", NOT_THERE)
+def test_inspect_refuses_what_is_not_there(made, said):
     """One line that says what there is."""
-    assert said in refusal(main, ["inspect", str(made.folder), *words])
+    assert said in refusal(main, ["inspect", str(made.folder), *NOT_THERE[said].split()])
 
 
 def test_folders_that_hold_no_finished_data_are_one_line(made, tmp_path):
@@ -232,18 +228,18 @@ def test_verify_reads_everything(made, capsys):
     assert (found["documents"], found["size"]) == (120, sum(s["size"] for e in splits for s in e["shards"]))
 
 
-@pytest.mark.parametrize(
-    "damage", ["flip", "cut", "missing", "tokenizer", "tokenizer_config", "state", "swap"]
-)
+DAMAGED = {
+    "tokenizer": "tokenizer/tokenizer.json",
+    "tokenizer_config": "tokenizer/tokenizer_config.json",
+    "state": "train/state.json",
+}
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "missing", "swap", *DAMAGED])
 def test_verify_names_the_damaged_file(copy, damage):
     """Any damaged file is named in one line that says what to do."""
     shards = sorted((copy / "train").glob("*.arrow"))
-    broken = {
-        "tokenizer": copy / "tokenizer" / "tokenizer.json",
-        "tokenizer_config": copy / "tokenizer" / "tokenizer_config.json",
-        "state": copy / "train" / "state.json",
-    }
-    path = broken.get(damage, shards[2])
+    path = copy / DAMAGED[damage] if damage in DAMAGED else shards[2]
     content = bytearray(path.read_bytes())
     if damage == "missing":
         path.unlink()
@@ -282,13 +278,12 @@ def test_verify_finds_what_checksums_cannot(copy, document, num_bytes, problem):
 def test_verify_finds_a_changed_manifest(copy):
     """Counts that do not add up, and a fingerprint that is not that of the checksums."""
     manifest = read_manifest(copy)
+    other = {**manifest, "fingerprint": "0" * 32}
+    (copy / "manifest.json").write_text(json.dumps(other))
+    assert "its fingerprint is not that of its checksums" in refusal(verify_data, copy)
     manifest["splits"]["train"]["tokens"] += 1
     (copy / "manifest.json").write_text(json.dumps(manifest))
     assert "damaged manifest: the shards of train hold" in refusal(verify_data, copy)
-    manifest["splits"]["train"]["tokens"] -= 1
-    manifest["fingerprint"] = "0" * 32
-    (copy / "manifest.json").write_text(json.dumps(manifest))
-    assert "its fingerprint is not that of its checksums" in refusal(verify_data, copy)
 
 
 def test_the_card_is_what_datasets_loads_by(made):
@@ -326,14 +321,11 @@ def test_push_sends_everything_and_the_manifest_last(made, tmp_path):
     assert finished.code == 2 and "HF_TOKEN" in finished.stderr and finished.stderr.count("\n") == 1
 
 
-def test_an_older_manifest_with_a_credential_is_not_published(made, tmp_path):
+def test_an_older_manifest_with_a_credential_is_not_published(copy):
     """Data that was prepared before recipes with credentials were refused."""
-    folder = tmp_path / "old"
-    shutil.copytree(made.folder, folder)
-    manifest = read_manifest(folder)
-    manifest["sources"][0]["path"] = "s3://AKIDEXAMPLE:sesame@bucket/text"
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    said = refusal(plan_push, folder, REPOSITORY_ID)
+    address = "s3://AKIDEXAMPLE:sesame@bucket/text"
+    change_manifest(copy, lambda manifest: manifest["sources"][0].update(path=address))
+    said = refusal(plan_push, copy, REPOSITORY_ID)
     assert "manifest.json: sources.0.path: s3://***@bucket/text holds a credential" in said
 
 

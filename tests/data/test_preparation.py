@@ -5,7 +5,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pretraining.data.manifest import read_manifest
 from pretraining.data.preparation.slurm import run_slurm_job
 from tests.data.test_data_prep import bytes_of
 from tests.gear.runs import REPOSITORY, Started, execute
@@ -45,18 +45,12 @@ def corpus(tmp_path_factory) -> Path:
 
 
 def recipe_of(corpus: Path, folder: Path, **data) -> Path:
-    section = {
-        "name": "corpus",
-        "sources": [{"path": str(corpus)}],
-        "tokenizer": {"train_vocab_size": 300},
-        "validation_share": 0.2,
-        **data,
-    }
+    section = {"name": "corpus", "sources": [{"path": str(corpus)}], "tokenizer": {"train_vocab_size": 300}}
     tiny = json.loads((REPOSITORY / "recipes" / "tiny.json").read_text())
     tiny["model"].update(n_positions=32)
     tiny.pop("$schema")
     path = folder / "recipe.json"
-    path.write_text(json.dumps({**tiny, "data": section}))
+    path.write_text(json.dumps({**tiny, "data": {**section, "validation_share": 0.2, **data}}))
     return path
 
 
@@ -87,7 +81,7 @@ def reference(corpus, tmp_path_factory) -> tuple[Path, dict]:
 
 def test_filters_copies_and_evaluation_sets_are_counted(reference):
     """The manifest says what each of them cost."""
-    manifest = json.loads((reference[0].parent / "data" / "corpus" / "manifest.json").read_text())
+    manifest = read_manifest(reference[0].parent / "data" / "corpus")
     # Eleven copies of the first text; and of each third text one in which a word is another, found by `"minhash": {}`.
     assert manifest["duplicates"]["dropped"] >= 20 and manifest["decontamination"]["dropped"] >= 1
     assert manifest["filters"]["documents"] > manifest["filters"]["kept_documents"] - 1
@@ -119,9 +113,7 @@ def test_killed_again_and_again_no_finished_task_is_redone(reference, tmp_path):
         kills += started.process.poll() is None
         started.kill()
         now = tasks_done(root)
-        assert {task: when for task, when in seen.items() if task in now} == {
-            t: w for t, w in seen.items() if t in now
-        }
+        assert all(now.get(task, when) == when for task, when in seen.items())
         assert (root / "corpus").exists() or seen.keys() <= now.keys()
         seen |= now
     assert kills >= 2 and prepared(recipe, root) == expected
@@ -131,10 +123,8 @@ def test_killed_again_and_again_no_finished_task_is_redone(reference, tmp_path):
 def test_a_mended_file_repeats_only_its_own_tasks(corpus, tmp_path):
     """With a given tokenizer: a bad line stops the run; what the other files gave is kept and used."""
     tokenizer = tmp_path / "first" / "corpus" / "tokenizer"
-    recipe = recipe_of(corpus, tmp_path)
-    prepared(recipe, tmp_path / "first")
-    own = tmp_path / "texts"
-    shutil.copytree(corpus, own)
+    prepared(recipe_of(corpus, tmp_path), tmp_path / "first")
+    own = Path(shutil.copytree(corpus, tmp_path / "texts"))
     recipe = recipe_of(own, tmp_path, tokenizer=str(tokenizer))
     root, last = tmp_path / "second", sorted(own.iterdir())[-1]
     whole = last.read_text()
@@ -145,32 +135,30 @@ def test_a_mended_file_repeats_only_its_own_tasks(corpus, tmp_path):
     assert len([task for task in kept if task.startswith("tokenize/")]) >= 3
     last.write_text(whole)
     log = tmp_path / "tasks"
-    watched = PROGRAM.replace(
-        "corpus.PIECE",
-        f"""
-from pretraining.data.preparation import execution
-run_task = execution.run_task
-def logged(stage, number, progress):
-    open({str(log)!r}, "a").write(f"{{stage.name}}/{{stage.folder(number).name}}\\n")
-    run_task(stage, number, progress)
-execution.run_task = logged
-corpus.PIECE""",
-    )
+    watched = PROGRAM.replace("corpus.PIECE", WATCHED.format(log=str(log)))
     words = command(recipe, root, "--executor", "inline")
     assert execute([words[0], "-c", watched, *words[3:]]).code == 0
     ran = log.read_text().split()
     assert ran and not set(ran) & set(kept)
 
 
+WATCHED = """
+from pretraining.data.preparation import execution
+run_task = execution.run_task
+def logged(stage, number, progress):
+    open({log!r}, "a").write(f"{{stage.name}}/{{stage.folder(number).name}}\\n")
+    run_task(stage, number, progress)
+execution.run_task = logged
+corpus.PIECE"""
+
+
 def test_an_error_in_a_worker_is_one_line(corpus, tmp_path):
     """What a task in another process finds wrong is said as if it had run here."""
-    own = tmp_path / "texts"
-    shutil.copytree(corpus, own)
+    own = Path(shutil.copytree(corpus, tmp_path / "texts"))
     bad = sorted(own.iterdir())[2]
     bad.write_text("{broken\n")
-    finished = execute(
-        command(recipe_of(own, tmp_path), tmp_path / "data", "--executor", "local", "--workers", "2")
-    )
+    words = ("--executor", "local", "--workers", "2")
+    finished = execute(command(recipe_of(own, tmp_path), tmp_path / "data", *words))
     assert finished.code == 2 and finished.stderr.count("error: ") == 1, finished.output
     assert f"error: {bad}:line 1: not valid JSON" in finished.stderr and "Traceback" not in finished.stderr
 
@@ -251,39 +239,30 @@ def test_ctrl_c_is_one_line_and_keeps_what_is_finished(reference, tmp_path, exec
 
 def test_a_file_that_changes_meanwhile_is_named(corpus, tmp_path):
     """Its tokens are not taken for those of the file that the manifest would name."""
-    own = tmp_path / "texts"
+    own, writer = tmp_path / "texts", tmp_path / "writer.py"
     own.mkdir()
     for path in sorted(corpus.iterdir())[:2]:
-        shutil.copy(path, own)
-    victim = sorted(own.iterdir())[-1]
-    (tmp_path / "writer.py").write_text(
-        "def keep(text, path):\n    open(path, 'a').write('\\n')\n    return True\n"
-    )
-    rule = {
-        "rule": "callable",
-        "import": str(tmp_path / "writer.py") + ":keep",
-        "arguments": {"path": str(victim)},
-    }
+        victim = shutil.copy(path, own)
+    writer.write_text("def keep(text, path):\n    open(path, 'a').write('\\n')\n    return True\n")
+    rule = {"rule": "callable", "import": f"{writer}:keep", "arguments": {"path": str(victim)}}
     finished = execute(command(recipe_of(own, tmp_path, filters=[rule]), tmp_path / "data"))
     assert finished.code == 2 and not (tmp_path / "data" / "corpus").exists()
     assert f"error: {victim}: changed or removed while it was being prepared" in finished.stderr
 
 
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        (["--slurm", "partitoin=cpu"], "did you mean 'partition'"),
-        (["--executor", "slurm", "--slurm", "cpus_per_task=many"], "takes a whole number"),
-        (["--executor", "slurm"], "partition=NAME is missing"),
-        (["--slurm", "partition=cpu"], "add --executor slurm"),
-        (["--executor", "slurm", "--slurm", "tasks_per_job=0"], "tasks_per_job is at least 1"),
-    ],
-)
-def test_options_of_a_cluster_that_make_no_sense_are_one_line(corpus, tmp_path, words, said):
-    finished = subprocess.run(
-        command(recipe_of(corpus, tmp_path), tmp_path / "data", *words), capture_output=True, text=True
-    )
-    assert finished.returncode == 2 and said in finished.stderr and finished.stderr.count("\n") <= 3
+NONSENSE = {
+    "did you mean 'partition'": ["--slurm", "partitoin=cpu"],
+    "takes a whole number": ["--executor", "slurm", "--slurm", "cpus_per_task=many"],
+    "partition=NAME is missing": ["--executor", "slurm"],
+    "add --executor slurm": ["--slurm", "partition=cpu"],
+    "tasks_per_job is at least 1": ["--executor", "slurm", "--slurm", "tasks_per_job=0"],
+}
+
+
+@pytest.mark.parametrize("said", NONSENSE)
+def test_options_of_a_cluster_that_make_no_sense_are_one_line(corpus, tmp_path, said):
+    finished = execute(command(recipe_of(corpus, tmp_path), tmp_path / "data", *NONSENSE[said]))
+    assert finished.code == 2 and said in finished.stderr and finished.stderr.count("\n") <= 3
 
 
 SBATCH = """#!/bin/bash

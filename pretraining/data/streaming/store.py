@@ -54,9 +54,8 @@ class Patience:
                 return request()
             except UserError:  # final: asking again would give the same answer
                 raise
-            except (
-                Exception
-            ) as error:  # stores raise errors of many families; `refusal` knows the hopeless ones
+            # stores raise errors of many families; `refusal` knows the hopeless ones
+            except Exception as error:
                 refused = (self.refused or refusal)(error, what)
                 # Something else than a file in a folder that serves as a store.
                 if refused is None and isinstance(error, OSError) and error.errno in _NO_FILE:
@@ -73,10 +72,8 @@ class Patience:
                     ) from error
                 # Once a request: a log needs no line for each try.
                 if waited > REPORTED_AFTER_SECONDS and not reported:
-                    slow = (
-                        f"{what}: slow or failing store ({reason_of(error)}), trying for {waited:.0f} s now"
-                    )
-                    log_line(slow, self.speaker)
+                    slow = f"slow or failing store ({reason_of(error)}), trying for {waited:.0f} s now"
+                    log_line(f"{what}: {slow}", self.speaker)
                     reported = True
             # A random part, so that many processes do not ask again at the same moment.
             time.sleep(delay * random.uniform(0.5, 1.5))
@@ -89,9 +86,8 @@ def refusal(error: Exception, what: str) -> UserError | None:
         return UserError(f"{what}: not there; check --data_dir, or copy the data there again")
     # By name: botocore, which raises it, may not be installed.
     if isinstance(error, PermissionError) or "Credential" in type(error).__name__:
-        return UserError(
-            f"{what}: no permission to read it ({reason_of(error)}); check the account and its rights"
-        )
+        remedy = "check the account and its rights"
+        return UserError(f"{what}: no permission to read it ({reason_of(error)}); {remedy}")
     return None
 
 
@@ -130,17 +126,18 @@ class Store:
         protocol, path = split_protocol(self.address)
         return Path(path).expanduser().absolute() if protocol in (None, "file", "local") else None
 
-    def _whole(self, path: str) -> bytes:
-        if self.folder is not None:
-            return read_bytes(self.folder / path)
-        return self._filesystem().cat_file(self.where(path))
-
     def where(self, path: str) -> str:
         return f"{self.address}/{path}"
 
     def read(self, path: str) -> bytes:
         """Read a small file whole. UserError if it is not there or may not be read."""
-        return self.patience.ask(lambda: self._whole(path), self.where(path))
+
+        def whole() -> bytes:
+            if self.folder is not None:
+                return read_bytes(self.folder / path)
+            return self._filesystem().cat_file(self.where(path))
+
+        return self.patience.ask(whole, self.where(path))
 
     def read_range(self, path: str, start: int, stop: int) -> bytes:
         """Read the bytes [start, stop) of a file."""
