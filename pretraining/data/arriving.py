@@ -13,7 +13,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 
@@ -76,7 +75,7 @@ class ScatteredSplit(TokenSplit):
         with path.open("rb") as file:
             return map_shard(file, str(path), entry, self.dtype)
 
-    def part(self, first: int, stop: int) -> Self:
+    def part(self, first: int, stop: int) -> TokenSplit:
         """Open the stream of the shards [first, stop) alone, with what is mapped of them."""
         part = super().part(first, stop)
         part._open = {number - first: s for number, s in self._open.items() if first <= number < stop}

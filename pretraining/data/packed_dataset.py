@@ -51,7 +51,7 @@ class PackedDataset:
     Their blocks are numbered split after split, and a sample has the number of its split as `source`, int64.
     """
 
-    splits: TokenSplit | Sequence[TokenSplit]
+    splits: Sequence[TokenSplit]
     sequence_length: int
     order: Order | None = None
     """Epochs follow each other without end. None: the blocks come in sequence and end with the last split
@@ -69,6 +69,7 @@ class PackedDataset:
     the same document or, if this ends, the first one of the document packed behind it."""
 
     def __post_init__(self) -> None:
+        # One alone may be given too.
         self.splits = (self.splits,) if isinstance(self.splits, TokenSplit) else tuple(self.splits)
         self._best_fits = None
         if self.packing == "best_fit":
@@ -207,7 +208,7 @@ def build_training_dataset(
         ]
         order = MixedOrder(data.mixture.interleaving, orders)
     return PackedDataset(
-        data.train if data.mixture is None else data.mixture.splits,
+        [data.train] if data.mixture is None else data.mixture.splits,
         recipe.sequence_length,
         # Wrapped only if needed: it costs a search for each batch.
         OrderWithout(order, left_out) if left_out else order,

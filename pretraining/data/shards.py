@@ -15,7 +15,7 @@ from bisect import bisect_right
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, BinaryIO, Self
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
@@ -146,12 +146,12 @@ class TokenSplit:
         """The manifest's entries of the shards, in the order of the stream."""
         return self._entry["shards"]
 
-    def part(self, first: int, stop: int) -> Self:
+    def part(self, first: int, stop: int) -> "TokenSplit":
         """Open the stream of the shards [first, stop) alone: one source of several."""
         shards = self._entry["shards"][first:stop]
         return self._of_entry({**self._entry, **_totals(shards), "shards": shards})
 
-    def _of_entry(self, entry: dict) -> Self:
+    def _of_entry(self, entry: dict) -> "TokenSplit":
         return type(self)(self.folder, entry)
 
     def _check_shards(self) -> None:

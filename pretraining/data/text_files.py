@@ -332,8 +332,9 @@ def _json_document(raw: bytes, where: str, column: TextColumn) -> Document:
         row = json.loads(line.removeprefix("\ufeff"))
     # also brackets a thousand deep, and a number of thousands of digits
     except (RecursionError, ValueError) as error:
-        parsed = isinstance(error, json.JSONDecodeError)
-        reason = f"{error.msg} at column {error.colno}" if parsed else str(error).partition(";")[0]
+        reason = str(error).partition(";")[0]
+        if isinstance(error, json.JSONDecodeError):
+            reason = f"{error.msg} at column {error.colno}"
         raise UserError(f"{where}: not valid JSON ({reason}); mend or remove the line") from error
     if not isinstance(row, dict):
         raise UserError(f"{where}: expected a JSON object with the key {column.name!r}, found {line[:40]!r}")

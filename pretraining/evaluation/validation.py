@@ -268,7 +268,7 @@ def _first_blocks(sets: Sequence[ValidationSet], recipe: Recipe) -> list[Measure
     for each in sets:
         split, held = each.split, each.split.num_blocks(length)
         num_blocks = min(held, max(1, held * wanted // max(1, total)))
-        dataset = PackedDataset(split, length, num_samples=num_blocks, masks_documents=masks_documents)
+        dataset = PackedDataset([split], length, num_samples=num_blocks, masks_documents=masks_documents)
         num_bytes = split.bytes_before(
             num_blocks * length + 1
         )  # the last label is one token beyond the blocks

@@ -234,11 +234,12 @@ def _load_stage(work: str, name: str, num_threads: int) -> Stage:
 def error_of(stage: Stage, number: int) -> Exception | None:
     """Run one task, and return what it raised, which another process can be sent."""
     try:
-        return run_task(stage, number)
+        run_task(stage, number)
     except Exception as error:
         # A traceback cannot be pickled: it travels as text.
         error.add_note(f"in a worker:\n{traceback.format_exc()}")
         return error
+    return None
 
 
 # A Ray cluster, whose nodes share the work folder and this repository. Ray itself would start a lost task again at

@@ -161,7 +161,7 @@ def import_data(
         entries["validation"]["unigram_bits_per_byte"] = round(bits_per_byte, 6)
         with replacing(building / "dataset_dict.json") as file:
             json.dump({"splits": list(SPLITS)}, file)
-        section = {"sources": [{"path": str(origin)}], "tokenizer": tokenizer}
+        section: dict = {"sources": [{"path": str(origin)}], "tokenizer": tokenizer}
         section |= {"validation_share": validation_share, "skip_undecodable": False}
         # The manifest is the last file, because it says that the data set is complete.
         with replacing(building / MANIFEST_NAME) as file:
