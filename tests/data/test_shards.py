@@ -144,29 +144,6 @@ def test_more_shards_than_file_descriptors(tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_opening_knows_tokenizer_fingerprint_and_entropy(prepared):
-    """What training needs of a data set: streams, tokenizer folder, identity, the entropy to beat."""
-    data = open_prepared(prepared.recipe, prepared.root)
-    tokens = data.validation.read(0, data.validation.num_tokens)
-    shares = np.unique(tokens, return_counts=True)[1] / len(tokens)
-    bits_per_byte = -(shares * np.log2(shares)).sum() * len(tokens) / data.validation.num_bytes
-    recorded = data.manifest["splits"]["validation"]["unigram_bits_per_byte"]
-    assert recorded == pytest.approx(bits_per_byte, abs=1e-5)
-    assert (data.tokenizer_path / "tokenizer.json").is_file() and len(data.fingerprint) == 32
-
-
-def test_the_fingerprint_does_not_depend_on_shards(tmp_path):
-    """Cut into other shards, the stream is the same data: order and resume stay."""
-    documents = random_documents(50)
-    writers = [SplitWriter(tmp_path / str(size), np.dtype(np.uint16), size) for size in (100, 10_000)]
-    for writer in writers:
-        for document in documents:
-            writer.append(document, 1)
-    entries = [writer.finish() for writer in writers]
-    assert entries[0]["checksum"] == entries[1]["checksum"]
-    assert len(entries[0]["shards"]) > len(entries[1]["shards"]) == 1
-
-
 def opening_error(prepared) -> str:
     with pytest.raises(UserError) as caught:
         open_prepared(prepared.recipe, prepared.root)

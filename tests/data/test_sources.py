@@ -11,10 +11,12 @@ import fsspec
 import pytest
 
 from pretraining.data.corpus import Corpus, FileSource, HubSource, open_source, open_sources
+from pretraining.data.preparation.prepare import prepare_data
 from pretraining.data.text_files import Extent, list_files
 from pretraining.errors import UserError
+from pretraining.recipe import load_recipe
 from pretraining.recipe.data import Data, Source
-from tests.gear.runs import REPOSITORY, execute
+from pretraining.schema import REPOSITORY
 
 TEXTS = [f"document {number} " + "word " * (number % 50) for number in range(400)]
 
@@ -253,14 +255,12 @@ def stand_in(spec: dict, folder: Path) -> dict:
 @pytest.mark.parametrize("name", ["124m", "1.5b", "30b"])
 def test_the_data_section_of_a_recipe_prepares(name, tmp_path):
     """Every entry of the shipped recipes, loaded by the code that would load the published data."""
-    recipe = json.loads((REPOSITORY / "recipes" / f"{name}.json").read_text())
-    sources = [stand_in(spec, tmp_path / f"source-{n}") for n, spec in enumerate(recipe["data"]["sources"])]
-    recipe["data"] |= {"sources": sources, "tokenizer": {"train_vocab_size": 300}, "validation_share": 0.3}
-    recipe["model"] |= {"n_positions": 64}
-    del recipe["$schema"]
-    (tmp_path / "recipe.json").write_text(json.dumps(recipe))
-    data = ["--recipe", str(tmp_path / "recipe.json"), "--data_dir", str(tmp_path / "data")]
-    finished = execute(["python", "data_prep.py", *data, "--json"])
-    assert finished.code == 0, finished.output
-    summary = json.loads(finished.stdout)
+    values = json.loads((REPOSITORY / "recipes" / f"{name}.json").read_text())
+    sources = [stand_in(spec, tmp_path / f"source-{n}") for n, spec in enumerate(values["data"]["sources"])]
+    values["data"] |= {"sources": sources, "tokenizer": {"train_vocab_size": 300}, "validation_share": 0.3}
+    values["model"] |= {"n_positions": 64}
+    del values["$schema"]
+    (tmp_path / "recipe.json").write_text(json.dumps(values))
+    recipe = load_recipe(str(tmp_path / "recipe.json"))
+    summary = prepare_data(recipe, tmp_path / "data", show_progress=False).to_dict()
     assert summary["train"]["documents"] + summary["validation"]["documents"] == len(TEXTS) * len(sources)

@@ -20,28 +20,8 @@ import numpy as np
 
 from pretraining.data.checksums import digest_of
 from pretraining.data.corpus import Batch, Corpus, TextPiece, read_batches
-from pretraining.data.dedup.decontamination import (
-    ContaminationIndex,
-    build_index,
-    fingerprint_of_sets,
-    merge_reports,
-    read_evaluation_sets,
-)
-from pretraining.data.dedup.duplicates import (
-    HASHES_NAME,
-    KEYS_NAME,
-    SKETCH_NAME,
-    TRAIN,
-    VALIDATION,
-    SignatureParts,
-    assign_fates,
-    cluster,
-    duplicates_report,
-    exact_pairs,
-    hash_texts,
-    match_slice,
-    write_array,
-)
+from pretraining.data.dedup import decontamination, duplicates
+from pretraining.data.dedup.duplicates import write_array
 from pretraining.data.dedup.signatures import MinHashSpec, sign_piece
 from pretraining.data.preparation.stage import Stage
 from pretraining.data.progress import ProgressBar
@@ -90,13 +70,13 @@ class EvaluationSets(Stage):
     def keys(self) -> list[str]:
         """Make one key, of the files of the folder, the names of the tasks and the texts of `data.validation`."""
         section, own = self.section, self.own and [self.own.keys, self.own_names, self.own_documents]
-        files = fingerprint_of_sets(section.folder, section.tasks)
+        files = decontamination.fingerprint_of_sets(section.folder, section.tasks)
         return [digest_of(section.ngram, section.shortest, section.share, files, own)]
 
     def run(self, number: int, folder: Path, progress: ProgressBar) -> None:
         """Write the index: its arrays as .npy, all else as JSON."""
-        sets = read_evaluation_sets(self.section.folder, self.section.tasks)
-        index = build_index(chain(sets, self._own_texts()), self.section)
+        sets = decontamination.read_evaluation_sets(self.section.folder, self.section.tasks)
+        index = decontamination.build_index(chain(sets, self._own_texts()), self.section)
         for length, hashes in index.hashes.items():
             write_array(folder / f"{length}.hashes.npy", hashes)
             write_array(folder / f"{length}.owners.npy", index.owners[length])
@@ -114,13 +94,13 @@ class EvaluationSets(Stage):
             texts = chain.from_iterable(batch.texts for batch in batches)
             yield from ((self.own_names[source], text) for text in islice(texts, self.own_documents[source]))
 
-    def index(self) -> ContaminationIndex:
+    def index(self) -> decontamination.ContaminationIndex:
         (folder,) = self.outputs()
         values = json.loads((folder / INDEX_NAME).read_text(encoding="utf-8"))
         lengths = values.pop("lengths")
         for kind in ("hashes", "owners"):
             values[kind] = {length: np.load(folder / f"{length}.{kind}.npy") for length in lengths}
-        return ContaminationIndex(self.section, **values)
+        return decontamination.ContaminationIndex(self.section, **values)
 
 
 @dataclass(frozen=True)
@@ -170,13 +150,14 @@ class Clean(Stage):
                 writer.write_table(table, max_chunksize=ROWS_AT_ONCE)
                 columns[DRAWS_NAME].append(np.array(batch.draws, np.float64))
                 if self.dedup and self.dedup.exact:
-                    columns[HASHES_NAME].append(hash_texts(batch.texts))
+                    columns[duplicates.HASHES_NAME].append(duplicates.hash_texts(batch.texts))
                 if self.minhash:
                     signatures = sign_piece(batch.texts, self.minhash)
-                    columns[KEYS_NAME].append(signatures.keys)
-                    columns[SKETCH_NAME].append(signatures.sketch)
+                    columns[duplicates.KEYS_NAME].append(signatures.keys)
+                    columns[duplicates.SKETCH_NAME].append(signatures.sketch)
         for name, parts in columns.items():
-            write_array(folder / name, np.concatenate(parts, axis=1 if name == KEYS_NAME else 0))
+            axis = 1 if name == duplicates.KEYS_NAME else 0
+            write_array(folder / name, np.concatenate(parts, axis))
         write_json(folder / REPORT_NAME, {"skipped": skipped, **cleaner.reports()})
 
     def texts(self, number: int) -> Iterator[Document]:
@@ -240,9 +221,10 @@ class Match(Stage):
         """Write the pairs of one slice."""
         pieces, position = self.clean.outputs(), (number, len(self.keys))
         if self.clean.dedup and self.clean.dedup.exact:
-            write_array(folder / "exact.npy", exact_pairs(pieces, *position))
+            write_array(folder / "exact.npy", duplicates.exact_pairs(pieces, *position))
         if minhash := self.clean.minhash:
-            write_array(folder / "similar.npy", match_slice(SignatureParts(pieces), minhash, *position))
+            signatures = duplicates.SignatureParts(pieces)
+            write_array(folder / "similar.npy", duplicates.match_slice(signatures, minhash, *position))
 
 
 @dataclass(frozen=True)
@@ -268,14 +250,15 @@ class Fates(Stage):
         pairs = [lambda path=path: np.load(path) for path in paths]
         # Without similar pairs only equal texts (similarity 1) are in question.
         accepted = clean.minhash.accepted if clean.minhash else 1.0
-        clusters = cluster(pairs, accepted)
+        clusters = duplicates.cluster(pairs, accepted)
         # Which documents the draw puts into validation.
         drawn = [np.load(output / DRAWS_NAME) < self.validation_share for output in clean.outputs()]
-        fates = assign_fates(drawn, clusters, pairs, self.remove)
+        fates = duplicates.assign_fates(drawn, clusters, pairs, self.remove)
         for piece, own in enumerate(fates):
             write_array(folder / f"{piece:05d}.npy", own)
         sources = [piece.source for piece in clean.corpus.pieces]
-        write_json(folder / REPORT_NAME, duplicates_report(clusters, fates, sources, self.source_names))
+        report = duplicates.duplicates_report(clusters, fates, sources, self.source_names)
+        write_json(folder / REPORT_NAME, report)
 
     def report(self) -> dict:
         return json.loads((self.outputs()[0] / REPORT_NAME).read_text(encoding="utf-8"))
@@ -343,9 +326,9 @@ class CleanedCorpus:
                 fates, kept[: len(batch.texts)] = kept[: len(batch.texts)], []
                 # A fate moves a draw to its side of the share; half of the share is surely below it.
                 for place, fate in enumerate(fates):
-                    if fate == TRAIN:
+                    if fate == duplicates.TRAIN:
                         batch.draws[place] = max(batch.draws[place], self.validation_share)
-                    elif fate == VALIDATION:
+                    elif fate == duplicates.VALIDATION:
                         batch.draws[place] = min(batch.draws[place], self.validation_share / 2)
                 yield batch
 
@@ -353,7 +336,7 @@ class CleanedCorpus:
         """Read the documents that stay; the fate of each is appended to `kept` as it is read."""
         fates = self.fates and np.load(self.fates.outputs()[0] / f"{number:05d}.npy").tolist()
         for document, fate in zip(self.clean.texts(number), fates or repeat(None), strict=False):
-            if fate in (None, TRAIN, VALIDATION):
+            if fate in (None, duplicates.TRAIN, duplicates.VALIDATION):
                 kept.append(fate)
                 yield document
 
@@ -367,7 +350,7 @@ class CleanedCorpus:
         if self.clean.filters:
             reports["filters"] = merged["filters"]
         if self.clean.evaluation_sets:
-            reports["decontamination"] = merge_reports(merged["decontamination"])
+            reports["decontamination"] = decontamination.merge_reports(merged["decontamination"])
         if self.fates:
             reports["duplicates"] = self.fates.report()
         return reports
@@ -377,4 +360,5 @@ def merged_reports(reports: list[dict]) -> dict:
     """Merge what cleaners report of neighbouring texts: {"filters", "decontamination": one or none}."""
     filters = FilterReport.merged([FilterReport(**report["filters"]) for report in reports])
     found = [each for report in reports for each in report["decontamination"]]
-    return {"filters": filters.to_dict(), "decontamination": [merge_reports(found)] if found else []}
+    merged = [decontamination.merge_reports(found)] if found else []
+    return {"filters": filters.to_dict(), "decontamination": merged}

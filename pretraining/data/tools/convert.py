@@ -17,17 +17,8 @@ from pretraining.data.progress import ProgressBar
 from pretraining.data.publishing import building, preparation_lock, publish
 from pretraining.data.shards import SplitWriter, token_dtype
 from pretraining.data.tokenizer import TokenizerInfo, describe_tokenizer, save_tokenizer
+from pretraining.data.tools import formats
 from pretraining.data.tools.finished import SplitDocuments, count_tokens, open_finished
-from pretraining.data.tools.formats import (
-    BinFile,
-    DatatroveFile,
-    ForeignFile,
-    MdsFolder,
-    MegatronFile,
-    named_splits,
-    write_datatrove,
-    write_megatron,
-)
 from pretraining.errors import UserError, file_error
 from pretraining.runtime.durable_files import replacing
 
@@ -57,10 +48,10 @@ def export_data(folder: Path, form: str, out: Path, show_progress: bool = False)
             for split in splits:
                 place, on_shard = building / split.name, progress.add_shard
                 if form == "megatron":
-                    write_megatron(split, place, on_shard)
+                    formats.write_megatron(split, place, on_shard)
                 else:
                     # datatrove's metadata separates its fields by "|".
-                    write_datatrove(split, place, tokenizer.replace("|", "/"), on_shard)
+                    formats.write_datatrove(split, place, tokenizer.replace("|", "/"), on_shard)
         shutil.copytree(data.tokenizer_folder, building / "tokenizer")
     counts = {split.name: {"documents": split.num_documents, "tokens": split.num_tokens} for split in splits}
     return {"format": form, "folder": str(out), **counts}
@@ -77,7 +68,7 @@ class TokenFiles(NamedTuple):
     column: str | None = None
     """The tokens in MDS."""
 
-    def parts(self, info: TokenizerInfo) -> list[tuple[Path, str | None, ForeignFile]]:
+    def parts(self, info: TokenizerInfo) -> list[tuple[Path, str | None, formats.ForeignFile]]:
         """Open the files at `origin`, by name, checked to be whole, each with the split that its name says, or None."""
         origin, eos = self.origin, info.eos_token_id
         names = {"megatron": "*.idx", "datatrove": "**/*.ds", "bin": "*.bin", "mds": "**/index.json"}
@@ -93,19 +84,19 @@ class TokenFiles(NamedTuple):
             raise UserError(
                 f"{origin}: no {kind} files in this folder; give the folder or file that holds the tokens"
             )
-        files: list[ForeignFile]
+        files: list[formats.ForeignFile]
         if self.form == "megatron":
             # Of one, .bin or .idx may be typed with the prefix.
             paths = [path.with_suffix("") if path.suffix in (".bin", ".idx") else path for path in paths]
-            files = [MegatronFile(prefix) for prefix in paths]
+            files = [formats.MegatronFile(prefix) for prefix in paths]
         elif self.form == "bin":
-            files = [BinFile(path, self.dtype, info.vocab_size, eos) for path in paths]
+            files = [formats.BinFile(path, self.dtype, info.vocab_size, eos) for path in paths]
         elif self.form == "mds":
-            files = [MdsFolder(path, self.column, self.dtype, eos) for path in paths]
+            files = [formats.MdsFolder(path, self.column, self.dtype, eos) for path in paths]
         else:
-            files = [DatatroveFile(path) for path in paths]
+            files = [formats.DatatroveFile(path) for path in paths]
         said = [path.name if self.form in ("megatron", "bin") else path.parent.name for path in paths]
-        return list(zip(paths, named_splits(said), files, strict=True))
+        return list(zip(paths, formats.named_splits(said), files, strict=True))
 
 
 def import_data(
