@@ -110,19 +110,22 @@ def prepared(tmp_path_factory) -> PreparedData:
 
 def recipe_of(weights=None, mixture=None, max_epochs=None, **data) -> SimpleNamespace:
     """A recipe as far as the mixture is concerned; `weights` and `max_epochs` are {source: number}."""
+    asked = {"weight": weights or {}, "max_epochs": max_epochs or {}}
     sources = [
-        {"path": f"{name}.txt", "name": name, "weight": (weights or {}).get(name)}
-        | {"max_epochs": (max_epochs or {}).get(name)}
+        {"path": f"{name}.txt", "name": name, **{key: values.get(name) for key, values in asked.items()}}
         for name in SIZES
     ]
-    section = {"name": "mixed", "sources": sources, "tokenizer": "gpt2", "mixture": mixture}
-    data = Data.of({**section, **data})
+    data = Data.of({"name": "mixed", "sources": sources, "tokenizer": "gpt2", "mixture": mixture, **data})
     step = {"samples_per_step": 8, "tokens_per_step": 8 * LENGTH}
     return SimpleNamespace(data=data, path=Path("mixed.json"), sequence_length=LENGTH, data_seed=3, **step)
 
 
+def mixture_of(prepared, recipe, num_samples=800):
+    return build_mixture(prepared.train, prepared.validation, recipe, num_samples)
+
+
 def open_run(prepared, recipe, num_samples=800, first_sample=0) -> PackedDataset:
-    mixed = replace(prepared, mixture=build_mixture(prepared.train, prepared.validation, recipe, num_samples))
+    mixed = replace(prepared, mixture=mixture_of(prepared, recipe, num_samples))
     return build_training_dataset(mixed, recipe, first_sample, num_samples)
 
 
@@ -135,7 +138,7 @@ def test_a_mixed_run_reads_what_its_table_promises(prepared, order):
     recipe = recipe_of(EVEN, **order)
     dataset = open_run(prepared, recipe)
     firsts = np.array([sample["input_ids"][0] for sample in dataset.__getitems__(list(range(800)))])
-    table = build_mixture(prepared.train, prepared.validation, recipe, 800).table(800)
+    table = mixture_of(prepared, recipe).table(800)
     assert np.bincount(firsts // 10_000).tolist() == [400, 300, 100]
     assert [row["realised_tokens"] for row in table["run"]["sources"]] == [3200, 2400, 800]
     assert len(set(firsts.tolist())) == 800
@@ -146,13 +149,11 @@ def test_a_mixed_run_reads_what_its_table_promises(prepared, order):
 
 def test_a_mixture_other_than_the_validations_says_so(prepared):
     """Validation keeps the sources' proportions, 60, 30 and 10 %: weights that differ are told, with both shares."""
-    table = build_mixture(prepared.train, prepared.validation, recipe_of(EVEN), 800).table(800)
+    table = mixture_of(prepared, recipe_of(EVEN)).table(800)
     assert "(web 50% and 60%, code 38% and 30%, books 12% and 10%)" in table["validation_note"]
     assert format_table(table).endswith(table["validation_note"])
     natural = recipe_of(dict(zip(SIZES, (6, 3, 1), strict=True)))
-    assert (
-        build_mixture(prepared.train, prepared.validation, natural, 800).table(800)["validation_note"] is None
-    )
+    assert mixture_of(prepared, natural).table(800)["validation_note"] is None
 
 
 def test_a_resumed_mixed_run_continues(prepared):
@@ -181,12 +182,9 @@ def test_without_a_mixture_the_order_is_that_of_one_stream(prepared):
 
 def test_by_size_reads_every_source_once(prepared):
     """Mixed by size, a budget of the whole corpus is one epoch of each source and is not refused."""
-    blocks = [(size - 1) // LENGTH for size in SIZES.values()]
-    mixture = build_mixture(
-        prepared.train, prepared.validation, recipe_of(mixture={"temperature": 1}), sum(blocks)
-    )
-    epochs = [row["epochs"] for row in mixture.table(sum(blocks))["run"]["sources"]]
-    assert epochs == [1, 1, 1]
+    blocks = sum((size - 1) // LENGTH for size in SIZES.values())
+    table = mixture_of(prepared, recipe_of(mixture={"temperature": 1}), blocks).table(blocks)
+    assert [row["epochs"] for row in table["run"]["sources"]] == [1, 1, 1]
 
 
 REFUSED = {
@@ -223,18 +221,16 @@ def test_the_advice_for_a_source_that_is_too_small_works(prepared):
     open_run(prepared, recipe_of(small, max_epochs={"books": 2.35}))
     open_run(prepared, recipe_of({"web": 0.5, "code": 0.345, "books": 0.155}))
     open_run(prepared, recipe_of(small), num_samples=2688 // LENGTH)
-    for wrong in (
-        recipe_of(small, max_epochs={"books": 2.3}),
-        recipe_of({"web": 0.5, "code": 0.34, "books": 0.16}),
-    ):
+    wrong = recipe_of(small, max_epochs={"books": 2.3}), recipe_of({"web": 0.5, "code": 0.34, "books": 0.16})
+    for recipe in wrong:
         with pytest.raises(UserError):
-            open_run(prepared, wrong)
+            open_run(prepared, recipe)
 
 
 def test_the_weights_of_a_stage_hold_inside_it(prepared):
     """Until 40 % of the run no books; afterwards the shares that the second stage names."""
     stages = {"stages": [{"until": 0.4, "weights": {"web": 3, "code": 1}}, {"weights": EVEN}]}
-    mixture = build_mixture(prepared.train, prepared.validation, recipe_of(mixture=stages), 800)
+    mixture = mixture_of(prepared, recipe_of(mixture=stages))
     table = mixture.table(800)
     counts = [mixture.interleaving.realised(border) for border in (0, 320, 800)]
     inside = [(after - before).tolist() for before, after in pairwise(counts)]

@@ -19,12 +19,12 @@ from pretraining.data.preparation import finish
 from pretraining.data.preparation.execution import Execution
 from pretraining.data.preparation.prepare import prepare_data
 from pretraining.data.prepared import ArrivingData, is_prepared, open_prepared
-from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
 from pretraining.recipe.data import Data
 from pretraining.recipe.refusals import check_while_preparing
 from pretraining.schema import REPOSITORY
 from tests.data.test_data_prep import make_texts, recipe_for, write_jsonl
+from tests.gear.finished_data import refusal
 from tests.gear.quality_texts import PROSE
 from tests.gear.runs import Run, Started, Workshop, choices, execute, launcher
 
@@ -55,26 +55,21 @@ class SlowText:
         self.gates.mkdir(parents=True)
         (folder / "gate.py").write_text(GATE)
         draw, words = random.Random(5), PROSE.split()
-        for number in range(SOURCES):
+        names = [f"source-{number}" for number in range(SOURCES)]
+        for number, name in enumerate((*names, "held-out")):
             texts = [" ".join(draw.choices(words, k=60)) for _ in range(6)]
             texts[0] = {1: "second ", 3: "last "}.get(number, "") + texts[0]
-            write_jsonl(folder / f"source-{number}.jsonl", texts)
-        write_jsonl(folder / "held-out.jsonl", [" ".join(draw.choices(words, k=60)) for _ in range(6)])
+            write_jsonl(folder / f"{name}.jsonl", texts)
+        rule = {"rule": "callable", "import": f"{folder / 'gate.py'}:passes"}
         values = json.loads(workshop.recipe.read_text())
         values["data"] = {
             "name": "slow",
-            "sources": [{"path": str(folder / f"source-{number}.jsonl")} for number in range(SOURCES)],
+            "sources": [{"path": str(folder / f"{name}.jsonl")} for name in names],
             "validation": {"sources": [{"path": str(folder / "held-out.jsonl"), "name": "held-out"}]},
             "validation_share": 0,
             # one that is trained would read all of the text first
             "tokenizer": str(workshop.data / "corpus" / "tokenizer"),
-            "filters": [
-                {
-                    "rule": "callable",
-                    "import": f"{folder / 'gate.py'}:passes",
-                    "arguments": {"folder": str(self.gates)},
-                }
-            ],
+            "filters": [{**rule, "arguments": {"folder": str(self.gates)}}],
             "shuffle_blocks": 12,
         }
         values["training"] |= {"eval_steps": 5, "save_steps": 100, "per_device_eval_batch_size": 2}
@@ -175,10 +170,9 @@ def test_killed_failed_and_stopped_while_it_waits_ends_as_the_run_of_finished_da
 @pytest.fixture
 def small_tasks(monkeypatch):
     """A small corpus has many tasks, which are not run in processes of their own."""
-    monkeypatch.setattr("pretraining.data.corpus.PIECE_BYTES", 3000)
-    monkeypatch.setattr("pretraining.data.corpus.TASK_PIECES", 2)
-    monkeypatch.setattr("pretraining.data.preparation.plan.PIECE_BYTES", 3000)
-    monkeypatch.setattr("pretraining.data.preparation.plan.TASK_PIECES", 2)
+    for module in ("corpus", "preparation.plan"):
+        monkeypatch.setattr(f"pretraining.data.{module}.PIECE_BYTES", 3000)
+        monkeypatch.setattr(f"pretraining.data.{module}.TASK_PIECES", 2)
 
 
 LENGTH = 16
@@ -200,11 +194,10 @@ def arriving(monkeypatch, look: Callable[[], None]) -> None:
     monkeypatch.setattr(finish, "keep_arrived", lambda preparation: (keep(preparation), look()))
 
 
-@pytest.mark.parametrize(
-    "data",
-    [{}, {"packing": "best_fit", "filters": [{"rule": "length", "min_words": 53}]}],
-    ids=["raw", "filtered and packed"],
-)
+PACKED = {"packing": "best_fit", "filters": [{"rule": "length", "min_words": 53}]}
+
+
+@pytest.mark.parametrize("data", [{}, PACKED], ids=["raw", "filtered and packed"])
 def test_what_has_arrived_is_what_the_whole_begins_with(tmp_path, monkeypatch, small_tasks, data):
     """Read after every task, in windows, and by readers that were opened before the rest and the publishing came."""
     recipe = streamed(tmp_path, **data)
@@ -214,7 +207,7 @@ def test_what_has_arrived_is_what_the_whole_begins_with(tmp_path, monkeypatch, s
         manifest = read_arrived(tmp_path / "data" / "corpus")
         if manifest["splits"]["train"]["tokens"] <= LENGTH:
             return
-        if not opened or len(opened) < 2:
+        if len(opened) < 2:
             opened.append(ArrivingData.of(recipe, tmp_path / "data", manifest))
         dataset = build_training_dataset(opened[-1], recipe, 0, 10**6)
         counts.append(dataset.order.ready_until())
@@ -227,13 +220,12 @@ def test_what_has_arrived_is_what_the_whole_begins_with(tmp_path, monkeypatch, s
     whole = open_prepared(recipe, tmp_path / "data")
     finished = build_training_dataset(whole, recipe, 0, 10**6)
     assert all(finished[sample]["input_ids"].tolist() == tokens for sample, tokens in read.items())
-    samples = list(range(2 * finished.num_blocks))
+    samples, size = list(range(2 * finished.num_blocks)), whole.validation.num_tokens
     for data in opened:
         dataset = pickle.loads(pickle.dumps(build_training_dataset(data, recipe, 0, 10**6)))
         pairs = zip(*(each.__getitems__(samples) for each in (dataset, finished)), strict=True)
         assert all((one["input_ids"] == other["input_ids"]).all() for one, other in pairs)
         assert dataset.tokens_per_epoch == finished.tokens_per_epoch
-        size = whole.validation.num_tokens
         assert (data.validation.read(0, size) == whole.validation.read(0, size)).all()
         assert data.latest().manifest["fingerprint"] == whole.fingerprint
         assert data.latest().tokenizer_path.is_dir() and data.known_tokens == whole.train.num_tokens
@@ -245,24 +237,22 @@ def test_what_has_arrived_is_what_the_whole_begins_with(tmp_path, monkeypatch, s
 
 def test_a_portion_that_goes_on_arrives_behind_what_was_there(tmp_path, monkeypatch, small_tasks):
     """`max_tokens` raised: the data set that is there counts as arrived, and the end is that of the larger portion."""
-    sources = [{"path": str(tmp_path / "a.jsonl"), "max_tokens": 4000}]
-    small = streamed(tmp_path, count=60)
-    small.data = Data.of({**small.data.to_dict(), "sources": sources})
+    small, large = (streamed(tmp_path, count=60) for _ in range(2))
+    for recipe, tokens in ((small, 4000), (large, 6000)):
+        sources = [{"path": str(tmp_path / "a.jsonl"), "max_tokens": tokens}]
+        recipe.data = Data.of({**recipe.data.to_dict(), "sources": sources})
     prepare_data(small, tmp_path / "data", False, Execution("inline"))
-    before = open_prepared(small, tmp_path / "data")
-    large = SimpleNamespace(**vars(small))
-    large.data = Data.of({**small.data.to_dict(), "sources": [{**sources[0], "max_tokens": 6000}]})
-    tokens = []
+    before, trains = open_prepared(small, tmp_path / "data"), []
 
     def look() -> None:
         manifest = read_arrived(tmp_path / "data" / "corpus")
-        tokens.append(ArrivingData.of(large, tmp_path / "data", manifest).train)
+        trains.append(ArrivingData.of(large, tmp_path / "data", manifest).train)
 
     arriving(monkeypatch, look)
     assert not is_prepared(large, tmp_path / "data")
     prepare_data(large, tmp_path / "data", False, Execution("inline"))
     whole = open_prepared(large, tmp_path / "data").train
-    first, size = tokens[0], tokens[0].num_tokens
+    first, size = trains[0], trains[0].num_tokens
     assert 0 < size <= before.train.num_tokens < whole.num_tokens
     assert (first.read(0, size) == whole.read(0, size)).all()
     first.refresh()
@@ -273,13 +263,8 @@ def test_the_preparation_ends_with_its_run(slow):
     """However the run ends: its end of a pipe is gone. What is finished is kept."""
     (slow.gates / "last").unlink(missing_ok=True)
     words = ["--recipe", slow.recipe, "--data_dir", slow.folder / "left", "--executor", "inline"]
-    process = subprocess.Popen(
-        [sys.executable, "data_prep.py", *words, "--beside_training"],
-        cwd=REPOSITORY,
-        stdin=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    words, pipe = [sys.executable, "data_prep.py", *words, "--beside_training"], subprocess.PIPE
+    process = subprocess.Popen(words, cwd=REPOSITORY, stdin=pipe, stderr=pipe, text=True)
     arrived = slow.folder / "left" / ".slow.work" / "arrived.json"
     while process.poll() is None and not arrived.exists():
         time.sleep(0.01)
@@ -290,35 +275,32 @@ def test_the_preparation_ends_with_its_run(slow):
 
 def test_a_preparation_that_refuses_ends_the_run_before_it_begins(slow):
     """Its line, exit code 2, and no folder of a run."""
-    missing = f"data.sources.0.path={slow.folder / 'nothing.jsonl'}"
-    command = slow.command(
-        slow.folder / "none", slow.folder / "unmade", "--while_preparing", "--set", missing
-    )
-    refused = execute(command)
+    data, run = slow.folder / "none", slow.folder / "unmade"
+    missing = ("--set", f"data.sources.0.path={slow.folder / 'nothing.jsonl'}")
+    refused = execute(slow.command(data, run, "--while_preparing", *missing))
     assert refused.code == 2 and refused.stderr.count("error:") == 1, refused.output
     assert "the preparation failed: " in refused.stderr and "data.sources.0.path" in refused.stderr
-    assert not (slow.folder / "unmade").exists() and not (slow.folder / "none").exists()
+    assert not run.exists() and not data.exists()
 
 
 REFUSED = {
-    "no window": ({"shuffle_blocks": None}, "data.shuffle_blocks: is missing"),
-    "comparing": ({"dedup": {"exact": True}}, "data.dedup: compares all documents"),
-    "share": ({"validation_share": 0.1}, "data.validation_share: is 0.1"),
-    "mixture": ({"mixture": {"temperature": 2}}, "data.mixture: mixes sources"),
+    "data.shuffle_blocks: is missing": {"shuffle_blocks": None},
+    "data.dedup: compares all documents": {"dedup": {"exact": True}},
+    "data.validation_share: is 0.1": {"validation_share": 0.1},
+    "data.mixture: mixes sources": {"mixture": {"temperature": 2}},
 }
 
 
-@pytest.mark.parametrize("data, said", REFUSED.values(), ids=REFUSED)
-def test_what_needs_the_whole_first_is_refused(data, said):
+def test_what_needs_the_whole_first_is_refused():
     """And an address; the shipped recipe is not."""
     shipped = load_recipe("features/while-preparing")
     check_while_preparing(shipped, Path("data"))
-    with pytest.raises(UserError, match="is an address"):
-        check_while_preparing(shipped, "s3://bucket/data")
-    recipe = load_recipe("features/while-preparing", [f"data.{k}={json.dumps(v)}" for k, v in data.items()])
-    with pytest.raises(UserError, match=said) as refused:
-        check_while_preparing(recipe, Path("data"))
-    assert "run data_prep.py before train.py" in str(refused.value)
+    assert "is an address" in refusal(check_while_preparing, shipped, "s3://bucket/data")
+    for said, data in REFUSED.items():
+        settings = [f"data.{key}={json.dumps(value)}" for key, value in data.items()]
+        recipe = load_recipe("features/while-preparing", settings)
+        message = refusal(check_while_preparing, recipe, Path("data"))
+        assert said in message and "run data_prep.py before train.py" in message
 
 
 def test_a_plan_refuses_it_too(tmp_path):
