@@ -44,22 +44,24 @@ def straight_from_the_paper(borders: list[int], length: int) -> list[list[int]]:
 @pytest.mark.parametrize("seed", range(20))
 def test_a_window_is_packed_as_the_paper_does_and_then_filled(seed):
     """Blocks of exactly the length, each token once; what was not cut lies where best-fit-decreasing puts it."""
-    draw = np.random.default_rng(seed)
-    length, num_blocks = int(draw.integers(2, 60)), int(draw.integers(1, 50))
-    inside = draw.integers(0, length * num_blocks, draw.integers(0, 200)).tolist()
-    borders = sorted({1000, 1000 + length * num_blocks, *(1000 + place for place in inside)})
+    length, borders = window_of(seed, begin=1000)
     blocks = pack(borders, length)
-    assert [sum(stop - start for start, stop in block) for block in blocks] == [length] * num_blocks
+    assert {sum(stop - start for start, stop in block) for block in blocks} == {length}
     covered = sorted(stretch for block in blocks for stretch in block)
     assert all(before[1] == after[0] for before, after in pairwise(covered))
     assert (covered[0][0], covered[-1][1]) == (borders[0], borders[-1])
     assert all(stop in borders for block in blocks for _, stop in block[:-1]), "only a block's end cuts"
-
-    whole = [
-        [stop - start for start, stop in block if is_whole(start, stop, borders, length)] for block in blocks
-    ]
+    whole = [[b - a for a, b in block if is_whole(a, b, borders, length)] for block in blocks]
     for sizes, packed in zip(sorted(straight_from_the_paper(borders, length)), sorted(whole), strict=True):
         assert packed[: len(sizes)] == sizes
+
+
+def window_of(seed: int, begin: int) -> tuple[int, list[int]]:
+    """The length of a block, and borders of documents in a window of some blocks."""
+    draw = np.random.default_rng(seed)
+    length, num_blocks = int(draw.integers(2, 60)), int(draw.integers(1, 50))
+    inside = draw.integers(1, length * num_blocks, draw.integers(0, 200)).tolist()
+    return length, sorted({begin + place for place in (0, length * num_blocks, *inside)})
 
 
 def is_whole(start: int, stop: int, borders: list[int], length: int) -> bool:
@@ -98,14 +100,10 @@ def test_targets_are_the_next_tokens_of_the_same_document(split, ends, masks):
 @pytest.mark.parametrize("seed", range(20))
 def test_what_does_not_end_with_its_document_ends_its_block(seed):
     """Its true next token is then the block's last target; also of the document that the window's end cuts."""
-    draw = np.random.default_rng(seed)
-    length, num_blocks = int(draw.integers(2, 60)), int(draw.integers(1, 50))
-    inside = draw.integers(1, length * num_blocks, draw.integers(0, 200)).tolist()
-    borders = sorted({0, length * num_blocks, *inside})
+    length, borders = window_of(seed, begin=0)
     blocks = pack(borders, length, goes_on=True)
-    assert sorted(token for block in blocks for part in block for token in range(*part)) == list(
-        range(borders[-1])
-    )
+    tokens = sorted(token for block in blocks for part in block for token in range(*part))
+    assert tokens == list(range(borders[-1]))
     assert all(sum(stop - start for start, stop in block) == length for block in blocks)
     assert all(stop in borders[:-1] for block in blocks for _, stop in block[:-1])
 
@@ -116,20 +114,14 @@ def test_fewer_documents_are_cut_and_the_shares_are_true(split, ends):
     block_of = {}
     for block in range(num_blocks):
         block_of |= {token: block for part in packed.stretches(block) for token in range(*part)}
-    documents = [
-        each
-        for each in pairwise([0, *sorted(ends)])
-        if each[1] - each[0] <= LENGTH and each[1] <= len(block_of)
-    ]
-    tokens = sum(stop - start for start, stop in documents)
+    every = [range(*each) for each in pairwise([0, *sorted(ends)])]
+    documents = [each for each in every if len(each) <= LENGTH and each.stop <= len(block_of)]
     shares = cuts_of_split(split, LENGTH)
     assert shares["documents"] == len(documents)
     for packing, where in (("in_sequence", lambda token: token // LENGTH), ("best_fit", block_of.get)):
-        behind = [
-            sum(where(token) != where(start) for token in range(start, stop)) for start, stop in documents
-        ]
+        behind = [sum(where(token) != where(each[0]) for token in each) for each in documents]
         assert shares[packing]["cut"] == pytest.approx(np.count_nonzero(behind) / len(documents), rel=0.02)
-        assert shares[packing]["cropped"] == pytest.approx(sum(behind) / tokens, rel=0.02)
+        assert shares[packing]["cropped"] == pytest.approx(sum(behind) / sum(map(len, documents)), rel=0.02)
     assert shares["best_fit"]["cut"] < shares["in_sequence"]["cut"] / 5
     assert shares["best_fit"]["cropped"] < shares["in_sequence"]["cropped"] / 10
     assert 0 < cut_shares([(packed, *packed.window_around(0))])["documents"] < shares["documents"] / 2

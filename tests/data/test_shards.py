@@ -17,6 +17,7 @@ from pretraining.data.prepared import open_prepared
 from pretraining.data.shards import SplitWriter, TokenSplit, token_dtype
 from pretraining.errors import UserError
 from tests.data.test_data_prep import make_texts, prepare, recipe_for, write_jsonl
+from tests.gear.finished_data import refusal
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -144,21 +145,15 @@ def test_more_shards_than_file_descriptors(tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def opening_error(prepared) -> str:
-    with pytest.raises(UserError) as caught:
-        open_prepared(prepared.recipe, prepared.root)
-    return str(caught.value)
-
-
 def test_a_truncated_shard_says_expected_and_found_size(prepared):
     """Sizes are checked at every open."""
     size = prepared.shard.stat().st_size
     with prepared.shard.open("r+b") as file:
         file.truncate(size - 64)
-    message = opening_error(prepared)
+    message = refusal(open_prepared, prepared.recipe, prepared.root)
     assert str(prepared.shard) in message and f"{size:,}" in message and f"{size - 64:,}" in message
     prepared.shard.unlink()
-    assert "shard is missing" in opening_error(prepared)
+    assert "shard is missing" in refusal(open_prepared, prepared.recipe, prepared.root)
 
 
 def test_one_flipped_bit_is_found(prepared):
@@ -170,17 +165,18 @@ def test_one_flipped_bit_is_found(prepared):
     prepared.shard.write_bytes(content)
     with pytest.raises(UserError, match=r"damaged shard: checksum xxh128:.*, expected xxh128:"):
         verify(prepared.folder, manifest)
-    assert "damaged shard" in opening_error(prepared)
+    assert "damaged shard" in refusal(open_prepared, prepared.recipe, prepared.root)
 
 
 def test_an_exchanged_tokenizer_file_is_found(prepared):
     """The shards are worthless with another vocabulary, and so is a model that has fewer ids."""
     prepared.recipe.model["vocab_size"] = 256
-    assert "it has 280 ids, the model only 256" in opening_error(prepared)
+    said = "it has 280 ids, the model only 256"
+    assert said in refusal(open_prepared, prepared.recipe, prepared.root)
     prepared.recipe.model["vocab_size"] = 512
     path = prepared.folder / "tokenizer" / "tokenizer.json"
     path.write_text(path.read_text() + "\n")
-    assert "tokenizer.json: not the one" in opening_error(prepared)
+    assert "tokenizer.json: not the one" in refusal(open_prepared, prepared.recipe, prepared.root)
 
 
 def test_a_hundred_billion_tokens_open_at_once():

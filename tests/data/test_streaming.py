@@ -85,13 +85,10 @@ def prepared(tmp_path_factory, s3) -> SimpleNamespace:
         patch.setattr("pretraining.data.shards.SHARD_TOKENS", 1000)
         prepare(folder / "data", recipe)
     local = open_prepared(recipe, folder / "data")
-    shards = local.train.shard_entries
+    shards, address = local.train.shard_entries, upload(s3, folder / "data" / "corpus", "data/corpus")
     assert len(shards) > 10
-    address = upload(s3, folder / "data" / "corpus", "data/corpus")
-    largest = max(shard["size"] for shard in shards)
-    return SimpleNamespace(
-        root=folder / "data", recipe=recipe, local=local, address=address, shards=shards, largest=largest
-    )
+    made = {"root": folder / "data", "recipe": recipe, "local": local, "address": address, "shards": shards}
+    return SimpleNamespace(**made, largest=max(shard["size"] for shard in shards))
 
 
 @pytest.fixture
@@ -109,27 +106,22 @@ def connected(monkeypatch, s3) -> str:
 
 def test_the_samples_are_those_of_the_disk(prepared, connected, cache):
     """Promise: the curve belongs to the recipe. Address or folder: same tokens, order, tokenizer, identity."""
-    before = shared_memory()
+    before, local = shared_memory(), prepared.local
     remote = open_prepared(prepared.recipe, "s3://bucket/data", ShardCache(cache, 10**9))
-    local = prepared.local
     assert remote.fingerprint == local.fingerprint
-    assert (remote.tokenizer_path / "tokenizer.json").read_bytes() == (
-        local.tokenizer_path / "tokenizer.json"
-    ).read_bytes()
+    here, there = ((data.tokenizer_path / "tokenizer.json").read_bytes() for data in (local, remote))
+    assert here == there
     order = GlobalOrder(local.train.num_blocks(LENGTH), 3, local.fingerprint)
     theirs, ours = (
         prefetched(PackedDataset(data.train, LENGTH, order, 5, 2 * order.num_blocks))
         for data in (local, remote)
     )
-    assert (
-        isinstance(theirs, PackedDataset) and not isinstance(ours, PackedDataset) and len(ours) == len(theirs)
-    )
+    assert isinstance(theirs, PackedDataset) and not isinstance(ours, PackedDataset)
+    assert len(ours) == len(theirs)
     for start in range(0, len(ours), 16):
         indices = list(range(start, min(start + 16, len(ours))))
-        pairs = zip(ours.__getitems__(indices), theirs.__getitems__(indices), strict=True)
-        assert all(
-            (a["input_ids"] == b["input_ids"]).all() and (a["labels"] == b["labels"]).all() for a, b in pairs
-        )
+        for a, b in zip(ours.__getitems__(indices), theirs.__getitems__(indices), strict=True):
+            assert (a["input_ids"] == b["input_ids"]).all() and (a["labels"] == b["labels"]).all()
     assert remote.validation.bytes_before(100) == local.validation.bytes_before(100)
     assert (remote.train.document_ends(0, 5000) == local.train.document_ends(0, 5000)).all()
     ours.prefetcher.close()
@@ -189,10 +181,10 @@ def test_a_part_that_becomes_a_shard_meanwhile_gives_no_room(tmp_path, monkeypat
     assert held_bytes(tmp_path) == 3000 and len(held) == 3
 
 
-@pytest.mark.parametrize(
-    "treatment, packing",
-    [("error", "best_fit"), ("drop", "in_sequence"), ("cut", "best_fit"), ("spoil", "in_sequence")],
-)
+FAILING = {"error": "best_fit", "drop": "in_sequence", "cut": "best_fit", "spoil": "in_sequence"}
+
+
+@pytest.mark.parametrize("treatment, packing", FAILING.items())
 def test_a_store_that_fails_one_request_in_five_loses_nothing(
     prepared, connected, cache, treatment, packing, monkeypatch
 ):
@@ -206,10 +198,8 @@ def test_a_store_that_fails_one_request_in_five_loses_nothing(
         use_here(patch, proxy.address)
         split = open_split(prepared.address, cache, 10**9)
         order = GlobalOrder(split.num_blocks(LENGTH), 1, "order")
-        splits = (prepared.local.train, split)
-        theirs, ours = (
-            PackedDataset(part, LENGTH, order, masks_documents=True, packing=packing) for part in splits
-        )
+        ways = {"masks_documents": True, "packing": packing}
+        theirs, ours = (PackedDataset(part, LENGTH, order, **ways) for part in (prepared.local.train, split))
         for index in range(len(ours)):
             assert all((ours[index][key] == theirs[index][key]).all() for key in ("labels", "position_ids"))
     assert proxy.mistreated >= 2
@@ -229,20 +219,17 @@ def test_a_shard_damaged_in_the_store_is_named(prepared, connected, cache):
 def test_processes_share_the_cache(prepared, connected, cache):
     """Three processes that read all at once, and one after them: one fetch a shard, the store's bytes, no part left."""
     with Proxy(connected, lambda number, path: None) as proxy, pytest.MonkeyPatch.context() as patch:
-        variables = {**os.environ, **connect_to(proxy.address)}
+        place = {"cwd": REPOSITORY, "env": {**os.environ, **connect_to(proxy.address)}}
         command = [sys.executable, "-c", READER, prepared.address, str(cache), str(10**9), "0"]
-        readers = [
-            subprocess.Popen(command, cwd=REPOSITORY, env=variables, stdout=subprocess.PIPE) for _ in range(3)
-        ]
+        readers = [subprocess.Popen(command, **place, stdout=subprocess.PIPE) for _ in range(3)]
         outputs = [reader.communicate(timeout=120)[0] for reader in readers]
         assert [reader.returncode for reader in readers] == [0, 0, 0]
         use_here(patch, proxy.address)
         again = stream_of(open_split(prepared.address, cache, 10**9))
         assert (again == stream_of(prepared.local.train)).all()
     assert len(set(outputs)) == 1 and outputs[0]
-    whole = [
-        asked for asked in proxy.requests if any(f"bytes=0-{s['size'] - 1}" in asked for s in prepared.shards)
-    ]
+    ranges = [f"bytes=0-{shard['size'] - 1}" for shard in prepared.shards]
+    whole = [asked for asked in proxy.requests if any(each in asked for each in ranges)]
     assert len(whole) == len(set(whole)) == len(prepared.shards)
     originals = {(prepared.root / "corpus/train" / shard["file"]).read_bytes() for shard in prepared.shards}
     assert {path.read_bytes() for path in cache.glob("*/*.arrow")} == originals
