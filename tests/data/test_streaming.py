@@ -30,14 +30,15 @@ from tests.gear.runs import REPOSITORY
 
 LENGTH = 32
 READER = """
-import sys, time
-from types import SimpleNamespace
-from tests.data.test_streaming import LENGTH, open_split
-split = open_split(*sys.argv[1:3], int(sys.argv[3]))
-for block in range(split.num_blocks(LENGTH)):
-    split.read(block * LENGTH, block * LENGTH + LENGTH)
-    print(block, flush=True)
-    time.sleep(float(sys.argv[4]))
+import sys
+from pathlib import Path
+from pretraining.data.streaming.cache import ShardCache
+from pretraining.data.streaming.remote_data import RemoteData, StreamedSplit
+remote = RemoteData(sys.argv[1], ShardCache(Path(sys.argv[2]), int(sys.argv[3])))
+split = StreamedSplit(remote, "train", remote.read_manifest()["splits"]["train"])
+for start in range(0, split.num_tokens, 32):
+    split.read(start, min(start + 32, split.num_tokens))
+    print(start, flush=True)
 """
 
 
@@ -220,7 +221,7 @@ def test_processes_share_the_cache(prepared, connected, cache):
     """Three processes that read all at once, and one after them: one fetch a shard, the store's bytes, no part left."""
     with Proxy(connected, lambda number, path: None) as proxy, pytest.MonkeyPatch.context() as patch:
         place = {"cwd": REPOSITORY, "env": {**os.environ, **connect_to(proxy.address)}}
-        command = [sys.executable, "-c", READER, prepared.address, str(cache), str(10**9), "0"]
+        command = [sys.executable, "-c", READER, prepared.address, str(cache), str(10**9)]
         readers = [subprocess.Popen(command, **place, stdout=subprocess.PIPE) for _ in range(3)]
         outputs = [reader.communicate(timeout=120)[0] for reader in readers]
         assert [reader.returncode for reader in readers] == [0, 0, 0]
@@ -247,7 +248,7 @@ def test_a_killed_fetch_leaves_a_cache_that_works(prepared, connected, cache):
 
     bound = prepared.largest  # the stale part must be cleared: beside it nothing else has room
     with Proxy(connected, hang_once) as proxy:
-        command = [sys.executable, "-c", READER, prepared.address, str(cache), str(bound), "0"]
+        command = [sys.executable, "-c", READER, prepared.address, str(cache), str(bound)]
         reader = subprocess.Popen(command, cwd=REPOSITORY, env={**os.environ, **connect_to(proxy.address)})
         assert started.wait(60)
         reader.send_signal(signal.SIGKILL)
