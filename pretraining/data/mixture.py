@@ -94,8 +94,7 @@ def build_mixture(
 ) -> SourceMixture | None:
     """Build the recipe's mixture over the prepared splits, for a run of `num_samples` samples; None if it has none.
 
-    Raises:
-        UserError: a source too small for one block or for its share, or what `read_stages` refuses.
+    Raises UserError for a source too small for one block or for its share, and for what `read_stages` refuses.
     """
     where, length = display_path(recipe.path), recipe.sequence_length
     names = source_names(recipe.data, where)

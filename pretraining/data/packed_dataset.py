@@ -256,11 +256,7 @@ class PrefetchedDataset:
 
 
 def prefetched(dataset: PackedDataset) -> PackedDataset | PrefetchedDataset:
-    """Prefetch if the shards come from an address; the samples stay the same.
-
-    Raises:
-        UserError: the cache may not keep what the order needs at once.
-    """
+    """Prefetch if the shards come from an address; UserError if the cache may not keep what the order needs at once."""
     # Without an order blocks come in sequence (validation).
     if dataset.order is None or not isinstance(dataset.splits[0], StreamedSplit):
         return dataset

@@ -54,11 +54,7 @@ class PreparedData:
     """The mixture of a run that mixes sources; see `for_run`."""
 
     def for_run(self, recipe: Recipe) -> "PreparedData":
-        """Return the same data with the mixture of a whole run of the recipe.
-
-        Raises:
-            UserError: a source would be read more often than the recipe allows.
-        """
+        """Return the same data with the mixture of a whole run; UserError if it reads a source more often than allowed."""
         mixture = build_mixture(self.train, self.validation, recipe, recipe.num_samples)
         return replace(self, mixture=mixture)
 
