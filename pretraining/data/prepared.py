@@ -54,7 +54,7 @@ class PreparedData:
     """The mixture of a run that mixes sources; see `for_run`."""
 
     def for_run(self, recipe: Recipe) -> "PreparedData":
-        """Return the same data with the mixture of a whole run; UserError if it reads a source more often than allowed."""
+        """Return the same data with the mixture of a whole run; UserError if it reads a source too often."""
         mixture = build_mixture(self.train, self.validation, recipe, recipe.num_samples)
         return replace(self, mixture=mixture)
 
