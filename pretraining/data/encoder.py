@@ -1,9 +1,8 @@
 """Encode a batch of texts to one flat array of tokens; a share of the documents is encoded twice and compared.
 
 Three tokenizers are called the same way. Each takes the content of a tokenizer.json. `encode_flat(texts)` returns `ids`
-[tokens], uint32, and `offsets` [texts + 1], int64: text i is `ids[offsets[i]:offsets[i + 1]]`. All of them work in
-rayon's threads, without the GIL. The fast one is used if it fits the tokenizer and agrees with the reference on trial
-texts.
+[tokens], uint32, and `offsets` [texts + 1], int64: text i is `ids[offsets[i]:offsets[i + 1]]`. All work in rayon's
+threads, without the GIL. The fast one is used if it fits the tokenizer and agrees with the reference on trial texts.
 """
 
 import json
@@ -70,10 +69,7 @@ class Fastokens:
 
 
 class Gigatoken:
-    """Encode by `gigatoken`, which follows a newer Unicode than the reference.
-
-    The reference encodes the texts for which this matters.
-    """
+    """Encode by `gigatoken`; the reference encodes the texts for which its newer Unicode matters."""
 
     name = "gigatoken"
 

@@ -101,8 +101,7 @@ def source_entries(manifest: dict) -> list[dict]:
 def data_differences(manifest: dict, data: dict, fingerprints: list[dict] | None = None) -> list[str]:
     """List how a prepared data set differs from what a data section asks for, one short text for each difference.
 
-    Keys that only say how data is read do not count. `fingerprints` are those of the sources now, of training and then
-    of validation; None if the sources need not be there.
+    Keys that only say how data is read do not count. fingerprints: of all sources now; None if they need not be there.
     """
     if "converted_from" in manifest:
         return [f"it was converted from {manifest['converted_from']['format']} files, not prepared from text"]
@@ -276,10 +275,10 @@ def check_blocks(
     sequence_length: int,
     workable_share: Callable[[int, int], float | None] = lambda *_: None,
 ) -> None:
-    """Raise UserError unless train, the held-out share and each validation source hold one block of inputs and targets.
+    """Raise UserError unless train, the held-out share and each validation source hold a block, and a target more.
 
-    A block has `sequence_length` inputs. workable_share: finds a data.validation_share that leaves each split a block,
-    from the tokens that there are and those that are wanted.
+    workable_share: finds a data.validation_share that leaves each split a block, from tokens that there are and are
+    wanted.
     """
     # One more than the inputs: the target of the last one.
     wanted = sequence_length + 1

@@ -1,7 +1,4 @@
-"""Mix several sources in one run: build the mixture of a recipe over prepared data, and say what it promises.
-
-No source is read more often than the recipe allows.
-"""
+"""Mix several sources in one run, none of them more often than the recipe allows, and say what the mixture promises."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -48,9 +45,9 @@ class SourceMixture(NamedTuple):
     def table(self, num_samples: int) -> dict:
         """Return shares, tokens and epochs of each source, per stage and over the run's first `num_samples` samples.
 
-        "promised" is the printed share: a decimal value, and beside it a fraction of whole numbers. "realised" is the
-        share of the blocks that are drawn. The two never differ by a whole block. "validation_note" says how the
-        shares of the validation split differ, if they do.
+        "promised" is the printed share: a decimal value, and beside it a fraction. "realised" is that of the blocks
+        that are drawn, less than a block away. "validation_note" says how the shares of the validation split differ, if
+        they do.
         """
         stages = []
         for stage in self.interleaving.stages:
@@ -197,8 +194,7 @@ def _check_epochs_of_stream(recipe: "Recipe", num_blocks: int, num_samples: int,
 def _validation_note(rows: Sequence[dict], validation_tokens: Sequence[int], length: int) -> str | None:
     """Write one sentence for a reader who compares training and validation loss; None if both have the same mixture.
 
-    rows: those of the run (`SourceMixture.table`). validation_tokens: [sources] tokens of the validation split.
-    length: tokens of a block.
+    rows: those of the run (`SourceMixture.table`). length: tokens of a block.
     """
     # The validation loss is never mixed: it keeps the natural proportions of the sources.
     total, read = max(1, sum(validation_tokens)), zip(rows, validation_tokens, strict=True)

@@ -1,8 +1,8 @@
 """Compute the order of a run: which block its i-th sample is, and which shards it needs.
 
-The order is arithmetic, not an index file: a pure function of the sample's position. Nothing depends on ranks,
-micro-batch or accumulation. A run can be resumed anywhere without reading what came before. Which samples a step has
-says recipe/budget.py (`Progress`).
+The order is arithmetic, not an index file: a pure function of the sample's position, whatever the ranks, micro-batch or
+accumulation. A run can be resumed anywhere without reading what came before. Which samples a step has says
+recipe/budget.py.
 """
 
 import hashlib
@@ -169,10 +169,7 @@ class WindowedOrder(_EpochOrder):
 
 
 def shards_at_once(first_blocks: np.ndarray, window: int) -> int:
-    """Return the most shards in which the blocks of one window start.
-
-    first_blocks: [shards + 1], as `blocks_starting` returns them.
-    """
+    """Return the most shards in which one window's blocks start; first_blocks: [shards + 1], of `blocks_starting`."""
     starts = np.arange(0, int(first_blocks[-1]), window)
     first = np.searchsorted(first_blocks, starts, side="right")
     last = np.searchsorted(first_blocks, np.minimum(starts + window, first_blocks[-1]) - 1, side="right")
@@ -215,10 +212,7 @@ class MixedOrder(Order):
 
 
 class OrderWithout(Order):
-    """Take the samples of `order` outside the windows [first, last) of its positions.
-
-    A rollback leaves such windows out, and every later sample moves forward.
-    """
+    """Take the samples of `order` outside the windows [first, last) that a rollback left out; later ones move on."""
 
     def __init__(self, order: Order, left_out: Sequence[tuple[int, int]]):
         """left_out: disjoint windows in order (`Journal.left_out`)."""
@@ -248,8 +242,7 @@ class OrderWithout(Order):
 class ShardNeeds:
     """Map sample -> shard, for an order over the blocks of one or several splits. A prefetch uses this.
 
-    A block belongs to the shard it starts in. If it ends in the next shard, the few tokens there do not count as a
-    need of that shard.
+    A block belongs to the shard it starts in. The few tokens of one that ends in the next shard are no need of that.
     """
 
     def __init__(self, order: Order, first_blocks: Sequence[np.ndarray]):

@@ -131,8 +131,8 @@ class PackedDataset:
     def read_block(self, block: int, sample: int | None = None) -> dict[str, np.ndarray]:
         """Read inputs and labels of one block, int64 [L] each: unmasked, two views of one array of L + 1 tokens.
 
-        The guard looks at it if `sample`, its position in the run, is given. If the guard skips what it flags, no token
-        of such a block is a target.
+        The guard looks at it if `sample`, its position in the run, is given; no token of a block that it skips is a
+        target.
         """
         source, stretches = self.place(block)
         split, (*others, (start, stop)) = self.splits[source], stretches
@@ -187,10 +187,10 @@ def build_training_dataset(
     guard: BlockGuard | None = None,
     left_out: Sequence[tuple[int, int]] = (),
 ) -> PackedDataset:
-    """Build the run's `num_samples` samples from `first_sample` on, in the order that (data, seed, recipe) give.
+    """Build the run's samples from `first_sample` on, in the order that (data, seed, recipe) give.
 
-    num_samples: None for as many as the Trainer's loop may ask for.
-    left_out: windows [first, last) of that order which the run does not read (`Journal.left_out`).
+    num_samples: None for as many as the Trainer's loop may ask for. left_out: windows [first, last) of that order
+    which the run does not read (`Journal.left_out`).
     """
     if isinstance(data.train, ArrivingSplit):
         window = recipe.data.shuffle_blocks

@@ -1,8 +1,7 @@
 """Say how much of each source a run reads: the first documents, as the recipe's caps and budget ask for.
 
-What a run sees is a function of its recipe. The data set on the disk may hold more, because another recipe has had more
-prepared: the run then sees what it would have seen without (`excerpt_of`). Files stay as they are; the manifest's
-entries are cut.
+What a run sees is a function of its recipe. If the data set on the disk holds more, the run sees what it would have
+seen without (`excerpt_of`): files stay as they are, and the manifest's entries are cut.
 """
 
 from bisect import bisect_left

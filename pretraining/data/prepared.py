@@ -144,10 +144,9 @@ def is_prepared(recipe: Recipe, data_root: Path) -> bool:
 def open_prepared(recipe: Recipe, data_root: Path | str, cache: ShardCache | None = None) -> PreparedData:
     """Open what `prepare_data` made of the recipe's data section; the sources are no longer needed.
 
-    `data_root` is a local folder, or an address that fsspec understands. The shards of an address are kept in `cache`
-    (default: `ShardCache.of()`). Raises UserError if the data is not prepared, was prepared from another data
-    section or tokenizer, or has more ids than `recipe.model.vocab_size`. It also raises UserError if a shard is
-    missing, truncated or damaged; a shard at an address is checked when it is fetched.
+    data_root: a local folder, or an address of fsspec, whose shards are kept in `cache` (default: `ShardCache.of()`).
+    Raises UserError if the data is not prepared, was prepared from another data section or tokenizer, has more ids than
+    the model, or if a shard is missing, truncated or damaged; one at an address is checked when it is fetched.
     """
     if is_remote(data_root):
         return _open_remote(recipe, data_root, cache or ShardCache.of())

@@ -22,8 +22,8 @@ from pretraining.runtime.durable_files import sync_to_disk
 def preparation_lock(folder: Path) -> Iterator[Path | None]:
     """Hold the lock on the preparation of `folder`; report it and wait while another process holds the lock.
 
-    First it removes what an interrupted preparation left. It yields the new place of the data set that the interrupted
-    one was about to keep, or None.
+    It removes what an interrupted preparation left, and yields the new place of the data set that this was about to
+    keep.
     """
     path = folder.parent / f".{folder.name}.lock"
     made_parent = not folder.parent.exists()

@@ -305,8 +305,7 @@ class CleanedCorpus:
     def batches(self, numbers: range, account: dict) -> Iterator[Batch]:
         """Read neighbouring pieces, each text with the draw that decides its split.
 
-        If they are cleaned as they are read, `account` counts what is skipped, and holds the `cleaner` with its
-        reports. Else it stays as it is: `Clean` has counted.
+        as_read: `account` counts what is skipped, and holds the `cleaner` with its reports; else `Clean` has counted.
         """
         source = self.pieces[numbers.start].source
         if self.as_read:

@@ -1,7 +1,4 @@
-"""Run the stages of a preparation in this process, in processes of this machine, or on a Ray cluster.
-
-SLURM's jobs are in `slurm`.
-"""
+"""Run the stages of a preparation in this process, in processes of this machine, or on Ray; `slurm` submits jobs."""
 
 import os
 import signal
@@ -51,10 +48,7 @@ def run_stages(
     progress: ProgressBar,
     arrived: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run the pending tasks of every stage; each stage waits for the one before.
-
-    arrived: is called before the first task of `tokenize`, and after each.
-    """
+    """Run the pending tasks of every stage in turn; `arrived` is called before the first of `tokenize`, and after."""
     preparation.reuse_tokenizer()
 
     def run(planned: "Preparation", stage: Stage, pending: list[int], finished: Callable[[], None]) -> None:
@@ -253,10 +247,9 @@ SEEN_WITHIN_SECONDS = 30.0
 def run_on_ray(stage: Stage, numbers: list[int], workers: int, finished: Callable[[], None]) -> None:
     """Run tasks of a stage of a saved preparation on the cluster at RAY_ADDRESS, else on one that Ray starts here.
 
-    workers: tasks at once; 0: one for each core of the cluster. finished: is called after each task.
-
-    Raises what a task raised, and UserError if there is no cluster, if the process of one task is ended again and
-    again, or if a node does not share the work folder.
+    workers: tasks at once; 0: one for each core of the cluster. finished: is called after each task. Raises what a task
+    raised, and UserError if there is no cluster, if the process of one task is ended again and again, or if a node does
+    not share the work folder.
     """
     ray = require("ray", "--executor ray")
     # Once for all stages: idle workers keep what they have imported. Ray ends the tasks of a process that leaves.

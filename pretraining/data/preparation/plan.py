@@ -129,9 +129,8 @@ class Preparation:
         targets: list[Portion | None] | None = None,
         earlier: dict | None = None,
     ) -> "Preparation":
-        """Plan the preparation of a recipe's data; to cut the sources, it may read the footers of their files.
+        """Plan the preparation of a recipe's data; to cut the opened sources, it may read their files' footers.
 
-        sources: as `open_sources` lists them.
         earlier: the manifest in `folder` of the same data, of which there is less; the preparation goes on from there.
         """
         data, of_training = recipe.data, len(recipe.data.sources)

@@ -1,7 +1,4 @@
-"""Prepare the data section of a recipe as data/<name>/: return at once if it is there, else build and publish it.
-
-Or only count the tokens of its sources.
-"""
+"""Prepare the data section of a recipe as data/<name>/, unless it is there; or only count the tokens of its sources."""
 
 import os
 import shutil
@@ -207,10 +204,7 @@ def _refuse_unreadable(recipe: Recipe) -> None:
 
 
 def _finished(folder: Path, data: dict, fingerprints: list[dict], replace: bool) -> dict | None:
-    """Read the manifest of what is prepared already; None if it must be made, or made again.
-
-    Raises UserError for a data set that differs, unless `replace` is set.
-    """
+    """Read the manifest of what is prepared already; None: to be made. UserError if it differs, unless `replace`."""
     manifest = read_manifest(folder)
     differing = prepared_differences(manifest, data, fingerprints) if manifest else []
     if differing and not replace:
@@ -261,9 +255,9 @@ def _build(
 def count_data(recipe: Recipe, num_documents: int | None = None, show_progress: bool = True) -> dict:
     """Count documents, bytes of text and tokens of each source in `recipe.data`; no shard is written.
 
-    Texts are counted as they are read: before filters and deduplication. For each source, and for all: documents,
-    text_bytes, tokens (EOS included), bytes_per_token, and compression: bytes of text for each byte on disk.
-    `num_documents` limits the count to the first documents of each source. Raises UserError as a preparation does.
+    Texts are counted as they are read, before filters and deduplication, or the first `num_documents` of each source.
+    For each and for all: documents, text_bytes, tokens (EOS included), bytes_per_token, and compression: bytes of text
+    for each byte on disk. Raises UserError as a preparation does.
     """
     # numpy, tokenizers and pyarrow are needed from here on
     from pretraining.data.encoder import Encoder

@@ -1,8 +1,7 @@
 """Define a stage of a preparation and its numbered tasks.
 
-A task's output appears whole or not at all, so that each task can be run again alone. The name of its folder has a
-digest of everything that its output depends on. So a finished task of other input is never mistaken for this one, and a
-task whose input is unchanged is never run again.
+A task's output appears whole or not at all, so that each can be run again alone. Its folder's name has a digest of all
+that it depends on: a finished task of other input is never mistaken for it, and one of unchanged input never run again.
 """
 
 import os

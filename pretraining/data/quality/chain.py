@@ -26,10 +26,7 @@ RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (*_PUBLISHED, Blockl
 
 
 class FilterChain:
-    """Rules in the recipe's order. A verdict depends on the text alone: not on batches, workers, or earlier texts.
-
-    `report` counts everything this chain has seen.
-    """
+    """Rules in the recipe's order, and the `report` of all they have seen. A verdict depends on the text alone."""
 
     def __init__(self, rules: Sequence[Rule]):
         self.rules = tuple(rules)

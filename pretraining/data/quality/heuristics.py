@@ -1,7 +1,4 @@
-"""The published rules that measure a text's form: length, Gopher's quality and repetition, C4's and FineWeb's.
-
-A new rule is registered in chain.py.
-"""
+"""The published rules that measure a text's form: length, Gopher's quality and repetition, C4's and FineWeb's."""
 
 import re
 from collections import Counter
