@@ -2,13 +2,14 @@
 
 import os
 import sysconfig
-from collections import deque
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, field
 from functools import cached_property
 from pathlib import Path
+from queue import Empty, Queue
 from typing import ClassVar, NamedTuple
 
 import xxhash
@@ -388,12 +389,28 @@ _END = object()
 
 def prefetch(items: Iterable, depth: int = 2) -> Iterator:
     """Yield `items` in order while a thread works up to `depth` of them ahead; raise its errors here."""
-    iterator, thread = iter(items), ThreadPoolExecutor(1)
-    ahead = deque(thread.submit(next, iterator, _END) for _ in range(depth))
+    ready, stopped = Queue(depth), threading.Event()
+
+    def fill() -> None:
+        try:
+            for item in items:
+                ready.put((item, None))
+                if stopped.is_set():
+                    return
+            ready.put((_END, None))
+        except BaseException as error:  # raised again in the thread that reads the queue
+            ready.put((None, error))
+
+    thread = threading.Thread(target=fill, daemon=True)
+    thread.start()
     try:
-        while (item := ahead.popleft().result()) is not _END:
-            ahead.append(thread.submit(next, iterator, _END))
-            yield item
+        while (got := ready.get())[0] is not _END:
+            if got[1] is not None:
+                raise got[1]
+            yield got[0]
     finally:
-        # Also if the reader stops early: what the thread has not begun is left.
-        thread.shutdown(cancel_futures=True)
+        stopped.set()
+        # Also if the reader stops early: the thread may wait for a place, and must not after that.
+        while thread.is_alive():
+            with suppress(Empty):
+                ready.get(timeout=0.1)  # seconds
