@@ -1,11 +1,16 @@
 """Train while the data is prepared: rank 0 starts the preparation, and all ranks wait together for text."""
 
+import os
+import shlex
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from pretraining.data.arriving import POLL_SECONDS, Alongside, ArrivingSplit, arrived_path, read_arrived
+from pretraining.data.arriving import POLL_SECONDS, ArrivingSplit, arrived_path, read_arrived
 from pretraining.data.order import ALL_SAMPLES, Order
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.prepared import (
@@ -19,13 +24,17 @@ from pretraining.errors import UserError
 from pretraining.recipe import Recipe
 from pretraining.recipe.budget import Progress
 from pretraining.recipe.curve import changes_of_run
-from pretraining.runtime.heartbeat import long_work, work_done
+from pretraining.runtime.exit_codes import variables_of_a_helper
+from pretraining.runtime.heartbeat import long_work, process_fields, work_done
 from pretraining.runtime.process_group import from_rank_0
+from pretraining.runtime.processes import error_line
 from pretraining.runtime.run_folder import RunFolder
+from pretraining.schema import REPOSITORY
 from pretraining.training.stopping import StopRequests
 
 LOG_NAME = "preparation.log"
 LOOKS_AT_WORK_SECONDS = 5.0
+ENDING_SECONDS = 15.0
 
 
 class PreparationState(NamedTuple):
@@ -205,3 +214,59 @@ def _written(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_ino, status.st_mtime_ns
+
+
+class Alongside:
+    """`data_prep.py` beside a run, with which it ends. `command` is as it is typed; what it prints goes to `log`."""
+
+    def __init__(self, command: str, log: Path):
+        self.command, self.log = command, log
+        words = [sys.executable, str(REPOSITORY / "data_prep.py"), *shlex.split(command)[2:]]
+        self._failure: str | None = None
+        log.parent.mkdir(parents=True, exist_ok=True)
+        # Kept open: the run's folder may be renamed (`--resume never`).
+        self._output = log.open("w+")
+        self._process = subprocess.Popen(
+            [*words, "--beside_training"],
+            # Its end is how the process notices that this one is gone, however it went.
+            stdin=subprocess.PIPE,
+            stdout=self._output,
+            stderr=self._output,
+            env=variables_of_a_helper(),
+            start_new_session=True,  # Ctrl-C is for the run
+        )
+
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def failure(self) -> str | None:
+        """Return why it failed, in its own words; None while it works, and after it has done all."""
+        code = self._process.poll()
+        if code and self._failure is None:
+            self._output.seek(0)
+            lines = [line.strip() for line in self._output.read().splitlines() if line.strip()]
+            how = f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            # without an error of ours the last line is that of a traceback
+            self._failure = error_line(lines) or "; ".join([how, *lines[-1:]])
+        return self._failure
+
+    def seconds_worked(self) -> float:
+        """Add up the processor time of its processes: what grows as long as it works."""
+        ticks = 0
+        for folder in Path("/proc").glob("[0-9]*"):
+            # proc(5): from field 3 on, so the session is at 3, and user and system time at 11 and 12
+            fields = process_fields(int(folder.name))
+            if len(fields) > 12 and int(fields[3]) == self._process.pid:
+                ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def end(self) -> None:
+        """End it if it still works; what is finished is kept."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(ENDING_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._output.close()
