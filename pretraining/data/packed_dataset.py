@@ -1,7 +1,7 @@
-"""Serve token blocks as samples, which the Trainer indexes, in the order of the run; say where they came from."""
+"""Serve token blocks as samples, which the Trainer indexes, in the order of the run."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,20 +25,13 @@ from pretraining.data.order import (
 from pretraining.data.shards import TokenSplit
 from pretraining.data.streaming.remote_data import SHARE_OF_CACHE, Prefetcher, StreamedSplit
 from pretraining.errors import UserError
-from pretraining.recipe.data import source_names
-from pretraining.runtime.durable_files import read_rows
-from pretraining.schema import display_path
 
 if TYPE_CHECKING:
     from pretraining.data.prepared import PreparedData
     from pretraining.recipe import Recipe
-    from pretraining.runtime.run_folder import RunFolder
 
 _COUNTED_BLOCKS = 32
 """Blocks whose windows are counted when a run starts."""
-
-_MOST_SAMPLES = 16
-"""The most samples of a step whose documents are named."""
 
 
 @dataclass(eq=False, repr=False)
@@ -277,39 +270,3 @@ def prefetched(dataset: PackedDataset) -> PackedDataset | PrefetchedDataset:
         )
     end = dataset.first_sample + len(dataset)
     return PrefetchedDataset(dataset, Prefetcher(dataset.shard_needs(), dataset.splits, end))
-
-
-def step_origins(
-    dataset: PackedDataset, recipe: "Recipe", run: "RunFolder", steps_before: int
-) -> Callable[[int], dict]:
-    """Make a function of the optimizer step, counted from 1, that says where its samples came from, for alerts.
-
-    It returns {"samples", "documents", "flagged"}. samples: [first, last) positions of the global order, as
-    `inspect --sample` takes them. documents: the document in which each of the first `_MOST_SAMPLES` blocks starts.
-    flagged: what the guard found in blocks of the step. steps_before: steps of the run before the dataset begins.
-    """
-    names = source_names(recipe.data, display_path(recipe.path))
-    tokens_at, length = recipe.step_sizes.tokens_at, recipe.sequence_length
-
-    def origins(step: int) -> dict:
-        # By tokens, not by steps: the sizes of the steps may change during the run.
-        read = [(tokens_at(before) - tokens_at(steps_before)) // length for before in (step - 1, step)]
-        numbers = dataset.first_sample + np.arange(*read)
-        # `numbers` count the samples of the run; a rollback may have left out windows of the order.
-        positions = dataset.order.positions(numbers)
-        documents = []
-        blocks = dataset.order.blocks(numbers[:_MOST_SAMPLES]).tolist()
-        for sample, block in zip(positions[:_MOST_SAMPLES].tolist(), blocks, strict=True):
-            source, stretches = dataset.place(block)
-            shard, document = dataset.splits[source].document_at(stretches[0][0])
-            name = {"source": names[source]} if source < len(names) and len(dataset.splits) > 1 else {}
-            documents.append({"sample": sample, **name, "shard": shard, "document": document})
-        rows, named = read_rows(run.flagged_blocks), ("source", "shard", "document", "reasons")
-        flagged = [row for row in rows if int(numbers[0]) <= row["sample"] <= int(numbers[-1])]
-        return {
-            "samples": [int(positions[0]), int(positions[-1]) + 1],
-            "documents": documents,
-            "flagged": [{key: row[key] for key in named} for row in flagged],
-        }
-
-    return origins

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import TrainerCallback
 
-from pretraining.data.packed_dataset import PackedDataset, step_origins
+from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.prepared import PreparedData
 from pretraining.extend import all_of
 from pretraining.planning.costs import price_of
@@ -23,7 +24,9 @@ from pretraining.planning.run_plan import RunPlan
 from pretraining.recipe import Recipe
 from pretraining.recipe.data import is_mixed, source_names
 from pretraining.recipe.model import has_experts
+from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.run_folder import RunFolder
+from pretraining.schema import display_path
 from pretraining.training.arrival import Arrival
 from pretraining.training.experts import ExpertLoad
 from pretraining.training.gradients import LayerNormsCallback, NoiseScaleCallback
@@ -34,6 +37,9 @@ from pretraining.training.stability import Instability, StabilityMonitor
 from pretraining.training.stopping import EarlyStopping, StopRequests
 from pretraining.training.throughput import SpeedMeter
 from pretraining.training.trackers import build_trackers
+
+_MOST_SAMPLES = 16
+"""The most samples of a step whose documents are named."""
 
 
 class RunMonitors:
@@ -136,3 +142,39 @@ class Job:
     """On which the model is built, without numbers, in a rehearsal; None: on the host, with its weights."""
     checkpoints: Callable[..., Any] | None = None
     """Makes what a rehearsal saves and loads with, in place of a `CheckpointManager`."""
+
+
+def step_origins(
+    dataset: PackedDataset, recipe: Recipe, run: RunFolder, steps_before: int
+) -> Callable[[int], dict]:
+    """Make a function of the optimizer step, counted from 1, that says where its samples came from, for alerts.
+
+    It returns {"samples", "documents", "flagged"}. samples: [first, last) positions of the global order, as
+    `inspect --sample` takes them. documents: the document in which each of the first `_MOST_SAMPLES` blocks starts.
+    flagged: what the guard found in blocks of the step. steps_before: steps of the run before the dataset begins.
+    """
+    names = source_names(recipe.data, display_path(recipe.path))
+    tokens_at, length = recipe.step_sizes.tokens_at, recipe.sequence_length
+
+    def origins(step: int) -> dict:
+        # By tokens, not by steps: the sizes of the steps may change during the run.
+        read = [(tokens_at(before) - tokens_at(steps_before)) // length for before in (step - 1, step)]
+        numbers = dataset.first_sample + np.arange(*read)
+        # `numbers` count the samples of the run; a rollback may have left out windows of the order.
+        positions = dataset.order.positions(numbers)
+        documents = []
+        blocks = dataset.order.blocks(numbers[:_MOST_SAMPLES]).tolist()
+        for sample, block in zip(positions[:_MOST_SAMPLES].tolist(), blocks, strict=True):
+            source, stretches = dataset.place(block)
+            shard, document = dataset.splits[source].document_at(stretches[0][0])
+            name = {"source": names[source]} if source < len(names) and len(dataset.splits) > 1 else {}
+            documents.append({"sample": sample, **name, "shard": shard, "document": document})
+        rows, named = read_rows(run.flagged_blocks), ("source", "shard", "document", "reasons")
+        flagged = [row for row in rows if int(numbers[0]) <= row["sample"] <= int(numbers[-1])]
+        return {
+            "samples": [int(positions[0]), int(positions[-1]) + 1],
+            "documents": documents,
+            "flagged": [{key: row[key] for key in named} for row in flagged],
+        }
+
+    return origins
