@@ -74,8 +74,8 @@ def plan(folder: Path, gigabytes: int, data: dict) -> dict:
 def planned(recipe: str, folder: str) -> dict:
     """Plan a preparation; return its tasks that are to be done, and seconds, imports among them."""
     began = time.perf_counter()
+    from pretraining.data.corpus import open_sources
     from pretraining.data.preparation.plan import Preparation
-    from pretraining.data.sources import open_sources
     from pretraining.recipe import load_recipe
 
     loaded = load_recipe(recipe, [])
