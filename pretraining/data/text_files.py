@@ -285,10 +285,9 @@ def _read_json_lines(file: InputFile, column: TextColumn, extent: Extent) -> Ite
     with closing(_open_lines(file)) as lines:
         if extent.start:
             # One byte before: if it ends a line, the first line of this extent begins right at its start.
+            # Else what is read here is the rest of a line that began in the extent before.
             lines.seek(extent.start - 1)
-            at = (
-                extent.start - 1 + len(lines.readline())
-            )  # the rest of a line that began in the extent before
+            at = extent.start - 1 + len(lines.readline())
         for number in itertools.count(1):
             try:
                 raw = lines.readline(MAX_LINE_BYTES)
