@@ -20,8 +20,7 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "recipes")]
 from schema_generator.ds_config import ds_config_schema  # noqa: E402
 from schema_generator.from_types import described, first_sentence, object_schema, type_schema  # noqa: E402
 from schema_generator.keys_page import keys_page  # noqa: E402
-from schema_generator.layout_plans import with_plans  # noqa: E402
-from schema_generator.layout_table import with_table  # noqa: E402
+from schema_generator.layouts_page import with_tables  # noqa: E402
 from schema_generator.model_types import UNUSED, bounded, largest, other_model_types  # noqa: E402
 from schema_generator.types_page import types_page  # noqa: E402
 
@@ -233,7 +232,7 @@ def main() -> int:
     texts["docs/model_types.md"] = types_page()
     texts["docs/recipe_keys.md"] = keys_page(schemas["recipes/schema.json"], REPOSITORY / "recipes")
     layouts = REPOSITORY / "docs" / "layouts.md"
-    texts["docs/layouts.md"] = with_plans(with_table(layouts.read_text(encoding="utf-8"))).rstrip("\n")
+    texts["docs/layouts.md"] = with_tables(layouts.read_text(encoding="utf-8")).rstrip("\n")
     stale = []
     for name, text in texts.items():
         path, text = REPOSITORY / name, text + "\n"
