@@ -144,10 +144,8 @@ def failure_words(saved: dict) -> str:
     lost = f"{saved['lost_share']:.2%} of the time lost to it and to saves"
     if not saved["is_worth_changing"]:
         return f"{text}; {lost}"
-    best = (
-        f"least, {saved['best_lost_share']:.2%}, with --set training.save_steps={saved['best_every_steps']}"
-    )
-    return f"{text}; {lost}; {best}"
+    best = f"--set training.save_steps={saved['best_every_steps']}"
+    return f"{text}; {lost}; least, {saved['best_lost_share']:.2%}, with {best}"
 
 
 def write_words(saved: dict) -> str:
@@ -348,15 +346,10 @@ class CostVerb:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_setup_arguments(parser, on_cluster=True)
-        parser.add_argument(
-            "--mfu", type=share, metavar="SHARE", help="share of the dense peak that whole steps reach"
-        )
-        parser.add_argument(
-            "--precision", choices=PRECISIONS, help="of the products, instead of the recipe's"
-        )
-        parser.add_argument(
-            "--price", type=amount, metavar="DOLLARS", help="per GPU-hour, instead of the table's"
-        )
+        add = parser.add_argument
+        add("--mfu", type=share, metavar="SHARE", help="share of the dense peak that whole steps reach")
+        add("--precision", choices=PRECISIONS, help="of the products, instead of the recipe's")
+        add("--price", type=amount, metavar="DOLLARS", help="per GPU-hour, instead of the table's")
 
     def answer(self, options: argparse.Namespace) -> dict:
         """Return the forecast."""
@@ -399,10 +392,8 @@ def estimated(speed: dict, form: str) -> str:
 
 
 def energy_words(cost: dict) -> str:
-    overhead = table("rates")["power_usage_effectiveness"]["value"]
-    return (
-        f"{energy(cost['energy_kwh'])}: {overhead:g} x the GPUs' rated power, for cooling and the rest (PUE)"
-    )
+    overhead = f"{table('rates')['power_usage_effectiveness']['value']:g} x the GPUs' rated power"
+    return f"{energy(cost['energy_kwh'])}: {overhead}, for cooling and the rest (PUE)"
 
 
 def mfu_words(answer: dict) -> str:

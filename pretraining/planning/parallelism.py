@@ -298,16 +298,11 @@ class ParallelismVerb:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_setup_arguments(parser, on_cluster=True)
-        parser.add_argument(
-            "--top", type=gpu_count, default=5, metavar="K", help="layouts to show (default 5)"
-        )
-        parser.add_argument("--kernel_efficiency", type=share, metavar="SHARE", help="instead of the table's")
-        parser.add_argument(
-            "--megatron",
-            type=gpu_count,
-            metavar="ROW",
-            help="one row as arguments of Megatron-LM, 1 the first",
-        )
+        add = parser.add_argument
+        add("--top", type=gpu_count, default=5, metavar="K", help="layouts to show (default 5)")
+        add("--kernel_efficiency", type=share, metavar="SHARE", help="instead of the table's")
+        what = "one row as arguments of Megatron-LM, 1 the first"
+        add("--megatron", type=gpu_count, metavar="ROW", help=what)
 
     def answer(self, options: argparse.Namespace) -> dict:
         """Return the best layouts, one of each division of the GPUs."""
@@ -509,9 +504,8 @@ def _schedule(recipe: Recipe) -> list[str]:
     """Return the schedule in samples, which Megatron counts as `--train-samples` does."""
     training, unit = recipe.training, recipe.samples_per_step
     keywords, kind = training.lr_scheduler_kwargs or {}, training.lr_scheduler_type
-    lowest = keywords.get("min_lr") or training.learning_rate * (
-        keywords.get("min_lr_rate") or keywords.get("min_lr_ratio") or 0.0
-    )
+    of_peak = keywords.get("min_lr_rate") or keywords.get("min_lr_ratio") or 0.0
+    lowest = keywords.get("min_lr") or training.learning_rate * of_peak
     words = [
         f"--lr-decay-style {STYLES[kind]}",
         f"--min-lr {lowest:g}",

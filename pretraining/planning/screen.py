@@ -147,9 +147,8 @@ def fewest_ranks(ds_config: dict | None) -> int:
 
 def _parts_words(plan: RunPlan) -> str:
     """Write how many of the parameters a token passes, in a mixture of experts, and how many are frozen."""
-    active = (
-        f", {short(plan.size.active)} of them for each token" if plan.size.active < plan.size.total else ""
-    )
+    size = plan.size
+    active = f", {short(size.active)} of them for each token" if size.active < size.total else ""
     frozen = sum(tensor.numel for tensor in frozen_tensors(plan.setup.recipe))
     return active + (f", {frozen:,} frozen" if frozen else "")
 
@@ -158,11 +157,9 @@ def as_text(answer: dict) -> str:
     """Write one screen."""
     rows = [("in short", in_short(answer)), ("", ""), *_what(answer), ("", ""), *_memory(answer), ("", "")]
     rows += [*_time_and_money(answer), ("", "")]
-    judged = [("refused", each) for each in answer["refusals"]] + [
-        ("tight", each) for each in answer["warnings"]
-    ]
-    rows += [(label, f"{each['what']}; {each['remedy']}") for label, each in judged]
-    if not judged:
+    judged = {"refused": answer["refusals"], "tight": answer["warnings"]}
+    rows += [(label, f"{each['what']}; {each['remedy']}") for label in judged for each in judged[label]]
+    if not any(judged.values()):
         unknown = "nothing in the recipe; memory is judged with --gpu NAME"
         rows.append(("tight", "nothing" if answer["gpu"] else unknown))
     number, kind = answer["world_size"], answer["gpu"]
@@ -271,6 +268,7 @@ def published_words(published: dict) -> str:
 def _memory(answer: dict) -> list[tuple[str, str]]:
     need = answer["memory"]
     parts = sorted(need["parts"].items(), key=lambda part: -part[1])
+    parts.append(("CUDA, NCCL, allocator", need["reserve"]))
     rows = []
     if answer["gpu"] is None:
         assumed = num_bytes(table("memory")["processor_bytes"]["value"])
@@ -286,9 +284,6 @@ def _memory(answer: dict) -> list[tuple[str, str]]:
         fits = f"{used}: {fits}; {peak}"
     rows.append(("memory of each GPU", fits))
     rows += [(f"  {name}", f"{num_bytes(size):<9}{size / need['total']:>5.0%}") for name, size in parts]
-    rows.append(
-        ("  CUDA, NCCL, allocator", f"{num_bytes(need['reserve']):<9}{need['reserve'] / need['total']:>5.0%}")
-    )
     rows.append(("largest", f"{need['largest']}; less of it: {need['shrink']}"))
     node = f", {num_bytes(need['host_node_bytes'])} for a node of {several(need['gpus_of_node'], 'GPU')}"
     node = node if need["gpus_of_node"] > 1 else ""
@@ -305,10 +300,9 @@ def _pinned(answer: dict) -> list[tuple[str, str]]:
     if copy := need["snapshot_bytes"]:
         waits = duration(answer["forecast"]["step"]["checkpoints"]["write_seconds"])
         of_node = f", {num_bytes(node * copy)} a node" if node > 1 else ""
-        parts.append(
-            f"{num_bytes(copy)} a GPU{of_node}, in the first save, which takes longer; with less than "
-            f"{num_bytes(need['host_node_bytes'])} of host memory every save stops training for {waits} instead"
-        )
+        first = f"{num_bytes(copy)} a GPU{of_node}, in the first save, which takes longer"
+        less = f"with less than {num_bytes(need['host_node_bytes'])} of host memory"
+        parts.append(f"{first}; {less} every save stops training for {waits} instead")
     return [("pinned", "; ".join(parts))] if parts else []
 
 
@@ -321,9 +315,8 @@ def _time_and_money(answer: dict) -> list[tuple[str, str]]:
         read = f"{unique:,} tokens, read {epochs:.3g} times, are {shards}"
     disk = disk_words(answer["disk"], answer["checkpoints_kept"])
     if answer["world_size"] > answer["memory"]["gpus_of_node"]:
-        disk += (
-            f" (of all nodes; on disks of their own at most {num_bytes(answer['disk_bytes_of_node'])} each)"
-        )
+        each = num_bytes(answer["disk_bytes_of_node"])
+        disk += f" (of all nodes; on disks of their own at most {each} each)"
     speed = answer["forecast"]
     if speed is None:
         ask = "give --gpu NAME; `python -m pretraining.planning gpus` lists those known"

@@ -336,20 +336,12 @@ class FitVerb:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_setup_arguments(parser, on_cluster=True)
-        parser.add_argument(
-            "--memory", type=count, metavar="BYTES", help="of one GPU, instead of the table's: 80e9"
-        )
-        parser.add_argument(
-            "--mfu", type=share, metavar="SHARE", help="share of the dense peak where no layer is recomputed"
-        )
-        parser.add_argument(
-            "--top", type=gpu_count, metavar="K", help=f"ways to show (default {MOST}, with --all every one)"
-        )
-        parser.add_argument(
-            "--all",
-            action="store_true",
-            help="show every way that fits, not only those that a choice is between",
-        )
+        add = parser.add_argument
+        add("--memory", type=count, metavar="BYTES", help="of one GPU, instead of the table's: 80e9")
+        add("--mfu", type=share, metavar="SHARE", help="share of the dense peak where no layer is recomputed")
+        add("--top", type=gpu_count, metavar="K", help=f"ways to show (default {MOST}, with --all every one)")
+        what = "show every way that fits, not only those that a choice is between"
+        add("--all", action="store_true", help=what)
 
     def answer(self, options: argparse.Namespace) -> dict:
         """Return the fastest way, and those that need less memory; with `--deepspeed` those of that ds_config alone."""

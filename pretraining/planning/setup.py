@@ -249,19 +249,16 @@ def add_setup_arguments(parser: argparse.ArgumentParser, on_cluster: bool = Fals
 
     on_cluster: add `--world_size` and `--gpu` too.
     """
-    parser.add_argument("--recipe", metavar="NAME|PATH", help="a file of recipes/, or a path")
-    parser.add_argument(
-        "--model", metavar="NAME|PATH", help="instead of a recipe: a model of the hub, or its config.json"
-    )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="change a value"
-    )
-    parser.add_argument("--deepspeed", metavar="NAME|PATH", help="a file of ds_configs/ over the recipe's")
-    parser.add_argument("--parameters", type=count, metavar="N", help="instead of a recipe: 7b, 6.7e9")
-    parser.add_argument("--tokens", type=count, metavar="D", help="training tokens: 140b, 1.4t")
+    add = parser.add_argument
+    add("--recipe", metavar="NAME|PATH", help="a file of recipes/, or a path")
+    add("--model", metavar="NAME|PATH", help="instead of a recipe: a model of the hub, or its config.json")
+    add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="change a value")
+    add("--deepspeed", metavar="NAME|PATH", help="a file of ds_configs/ over the recipe's")
+    add("--parameters", type=count, metavar="N", help="instead of a recipe: 7b, 6.7e9")
+    add("--tokens", type=count, metavar="D", help="training tokens: 140b, 1.4t")
     if on_cluster:
-        parser.add_argument("--world_size", type=gpu_count, required=True, metavar="N", help="number of GPUs")
-        parser.add_argument("--gpu", required=True, metavar="NAME", help="which kind (see the verb gpus)")
+        add("--world_size", type=gpu_count, required=True, metavar="N", help="number of GPUs")
+        add("--gpu", required=True, metavar="NAME", help="which kind (see the verb gpus)")
 
 
 def setup_of(options: argparse.Namespace) -> Setup | BareSize:

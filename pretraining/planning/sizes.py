@@ -255,12 +255,9 @@ class ParametersVerb:
   python -m pretraining.planning parameters --recipe features/frozen-layers --json"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--recipe", required=True, metavar="NAME|PATH", help="a file of recipes/, or a path"
-        )
-        parser.add_argument(
-            "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="change a value"
-        )
+        add = parser.add_argument
+        add("--recipe", required=True, metavar="NAME|PATH", help="a file of recipes/, or a path")
+        add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="change a value")
 
     def answer(self, options: argparse.Namespace) -> dict:
         """List every parameter in the order of the modules; a tied one has the name of the embedding."""
@@ -279,11 +276,9 @@ class ParametersVerb:
         rows = []
         for pattern, members in families.items():
             sizes = [each["elements"] for each in members]
-            each = f"{sizes[0]:,}" if len(set(sizes)) == 1 else "differ"
-            frozen = sum(member["frozen"] for member in members) or None
-            rows.append(
-                {"name": pattern, "number": len(members), "each": each, "all": sum(sizes), "frozen": frozen}
-            )
+            row = {"name": pattern, "number": len(members), "all": sum(sizes)}
+            row["each"] = f"{sizes[0]:,}" if len(set(sizes)) == 1 else "differ"
+            rows.append({**row, "frozen": sum(member["frozen"] for member in members) or None})
         total = sum(each["elements"] for each in answer["parameters"])
         frozen = sum(each["elements"] for each in answer["parameters"] if each["frozen"])
         words = f"{total:,} elements in {len(answer['parameters']):,} parameters, {frozen:,} frozen"

@@ -195,13 +195,10 @@ def memory_need(setup: Setup, gpu_memory: float | None = None, held: HeldByRank 
     if degrees.ranks_per_sample > 1 and recipe.training.eval_strategy != "no":
         # every rank reads a part of each sequence, and no activations are kept
         tokens = recipe.training.per_device_eval_batch_size * recipe.sequence_length // degrees.sequence
-        kept = {
-            name: size
-            for name, size in phases["loss"].items()
-            if name not in ("activations", "logits and loss")
-        }
         of_pass = validation_bytes(recipe.model, tokens, setup.precision, degrees)
-        phases["validation"] = {**kept, "validation": of_pass}
+        phases["validation"] = {**phases["loss"], "validation": of_pass}
+        for name in ("activations", "logits and loss"):
+            del phases["validation"][name]
     return MemoryNeed(
         phases=phases,
         num_gpus=setup.world_size,
@@ -340,9 +337,8 @@ class MemoryVerb:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_setup_arguments(parser)
         parser.add_argument("--world_size", type=gpu_count, required=True, metavar="N", help="number of GPUs")
-        parser.add_argument(
-            "--gpu", metavar="NAME", help="which kind (see the verb gpus), to say whether it fits"
-        )
+        what = "which kind (see the verb gpus), to say whether it fits"
+        parser.add_argument("--gpu", metavar="NAME", help=what)
 
     def answer(self, options: argparse.Namespace) -> dict:
         """Return the need at the peak, by part, and the other phases."""
