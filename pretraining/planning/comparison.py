@@ -224,12 +224,9 @@ class CompareVerb:
         below = [f"left out: {each['run']}: {each['why']}" for each in answer["left_out"]]
         if any(run["on_processor"] for run in answer["runs"]):
             assumed = num_bytes(table("memory")["processor_bytes"]["value"])
-            note = (
-                "Without a GPU peak memory is what a process took beyond its libraries. "
-                f"{assumed} of what is predicted are assumed,\nfor libraries that are loaded later and for what the "
-                "allocator keeps: a run may take less, or more."
-            )
-            below.insert(0, note)
+            note = f"Without a GPU peak memory is what a process took beyond its libraries. {assumed} of what is "
+            note += "predicted are assumed,\nfor libraries that are loaded later and for what the allocator keeps: "
+            below.insert(0, f"{note}a run may take less, or more.")
         return "\n".join([aligned(lines, left=2), *([""] if below else []), *below])
 
 

@@ -130,9 +130,8 @@ def _memory(case: _Case) -> Objection | None:
         # a smaller batch of validation changes nothing of the run, so it is tried before another way to train
         need = memory_need(case.with_training(per_device_eval_batch_size=1), case.limit).total
         if need <= case.limit:
-            return Objection(
-                what, f"this fits ({num_bytes(need)}): --set training.per_device_eval_batch_size=1"
-            )
+            remedy = "--set training.per_device_eval_batch_size=1"
+            return Objection(what, f"this fits ({num_bytes(need)}): {remedy}")
     # with the GPU's memory, which decides the chunks of the loss
     fit = nearest_fit(case.setup, lambda need: need.total <= case.limit, case.machine.gpu, case.limit)
     if fit is None:
@@ -158,10 +157,8 @@ def _disk(case: _Case) -> Objection | None:
     if room is None or plan.checkpoint_disk_bytes <= room:
         return None
     kept = f"{plan.checkpoints_kept} checkpoint" + ("s" if plan.checkpoints_kept > 1 else "")
-    what = (
-        f"{kept} and one being written need {num_bytes(plan.checkpoint_disk_bytes)} of disk, "
-        f"there is room for {num_bytes(room)}"
-    )
+    what = f"{kept} and one being written need {num_bytes(plan.checkpoint_disk_bytes)} of disk"
+    what = f"{what}, there is room for {num_bytes(room)}"
     for fewer in range(plan.checkpoints_kept - 1, 0, -1):
         recipe = replace(case.recipe, checkpoints=replace(case.recipe.checkpoints, keep_last=fewer))
         if build_run_plan(replace(case.setup, recipe=recipe)).checkpoint_disk_bytes <= room:
@@ -178,10 +175,9 @@ def _gradients(case: _Case) -> Objection | None:
     if tensor is None:
         return None
     place = "" if tensor.layer is None else f" of layer {tensor.layer}"
-    what = (
-        f"the {tensor.kind}{place} has {tensor.numel:,} elements, more than reduce_bucket_size: with overlap_comm "
-        "ZeRO-2 frees its gradient while it is still being reduced, and nothing would say that it is wrong"
-    )
+    what = f"the {tensor.kind}{place} has {tensor.numel:,} elements, more than reduce_bucket_size"
+    why = "frees its gradient while it is still being reduced, and nothing would say that it is wrong"
+    what = f"{what}: with overlap_comm ZeRO-2 {why}"
     return Objection(what, f"{_larger_buckets(case, tensor.numel)}, or --deepspeed zero1")
 
 
@@ -212,10 +208,8 @@ def _placement(case: _Case) -> Objection | None:
         sum(message.seconds for message in layer_messages(case.setup, each) if message.name in outside)
         for each in (gpu, as_one)
     )
-    what = (
-        f"{degrees}: groups do not fit nodes of {several(node, 'GPU')}, so that {' and '.join(outside)} take at least "
-        f"{duration(seconds)} of a step, and {duration(inside)} inside a node"
-    )
+    slow = f"take at least {duration(seconds)} of a step, and {duration(inside)} inside a node"
+    what = f"{degrees}: groups do not fit nodes of {several(node, 'GPU')}, so that {' and '.join(outside)} {slow}"
     return Objection(what, f"degrees whose product divides {node}: tensor first, then sequence, data outside")
 
 
@@ -260,19 +254,16 @@ def _curve_warnings(case: _Case) -> Iterator[Objection]:
     needed = min(needed, max(1, steps // 10))
     if kind in WITHOUT_WARMUP:
         if given:
-            what = (
-                f"training.lr_scheduler_type {kind} has no warm-up: the rate is whole from the first step on"
-            )
-            what = f"{what}, whatever training.warmup_steps says"
+            what = f"training.lr_scheduler_type {kind} has no warm-up: the rate is whole from the first step on, "
+            what += "whatever training.warmup_steps says"
             remedy = "--set training.lr_scheduler_type=constant_with_warmup, or --set training.warmup_steps=0"
             yield Objection(what, remedy)
     elif given >= steps:
         what = f"the warm-up takes {given:,} of {steps:,} steps: the rate rises until the end"
         yield Objection(what, _warm_up_of(max(1, steps // 10), case.recipe))
     elif given < needed:
-        what = (
-            f"warm-up of {given} steps is short for this size: the optimizer's running means are not settled"
-        )
+        what = f"warm-up of {given} steps is short for this size"
+        what = f"{what}: the optimizer's running means are not settled"
         yield Objection(what, _warm_up_of(needed, case.recipe))
     if not training.max_grad_norm:
         what = "gradients are not clipped: one bad batch can end the run"
@@ -331,9 +322,9 @@ def _borders(case: _Case) -> Objection | None:
         return None
     stops = "between borders of 16 bytes, where torch's grouped product stops on a GPU"
     remedy = "choose multiples of 8, or --set model.experts_implementation=batched_mm"
-    inner = (
-        "moe_intermediate_size" if "moe_intermediate_size" in properties_of(model) else "intermediate_size"
-    )
+    # else the experts have the width that other types give their dense layers
+    own = "moe_intermediate_size" in properties_of(model)
+    inner = "moe_intermediate_size" if own else "intermediate_size"
     for key in (own_key(model, "hidden_size"), own_key(model, inner)):
         if (width := model.get(key)) and width % GROUPED:
             return Objection(f"model.{key} {width} leaves experts' rows {stops}", remedy)
@@ -341,10 +332,8 @@ def _borders(case: _Case) -> Objection | None:
     if stage not in (1, 2):
         return None
     # norms and biases, which do not decay, have a buffer of their own
-    flat = (
-        each for each in parameter_tensors(model) if each.part != "norms" and not each.name.endswith("bias")
-    )
-    odd = next((each for each in flat if each.numel % GROUPED), None)
+    flat = (each for each in parameter_tensors(model) if each.part != "norms")
+    odd = next((each for each in flat if each.numel % GROUPED and not each.name.endswith("bias")), None)
     if odd is None:
         return None
     what = f"{odd.name or odd.part} has {odd.numel:,} elements: in the buffer of ZeRO-{stage} the experts"
@@ -432,9 +421,8 @@ def _repeats(case: _Case) -> Objection | None:
     # whole steps
     unit = case.recipe.tokens_per_step
     fewer = f", or --set budget.tokens={MANY_EPOCHS * there // unit * unit}" if there >= unit else ""
-    return Objection(
-        what, f"add text{fewer}; --set data.sources.0.max_epochs={math.ceil(tokens / there)} states it"
-    )
+    states = f"--set data.sources.0.max_epochs={math.ceil(tokens / there)} states it"
+    return Objection(what, f"add text{fewer}; {states}")
 
 
 def _snapshot(case: _Case) -> Objection | None:

@@ -225,14 +225,12 @@ class GpusVerb:
         if len(answer["gpus"]) != 1:
             return write_table(COLUMNS, answer["gpus"]) + "\n" + TABLE_NOTE
         (gpu,) = answer["gpus"]
-        peaks = ", ".join(
-            f"{key} {three_digits(peak / 1e12)}" for key, peak in gpu["dense_peak_flops"].items()
-        )
+        peaks = [f"{key} {three_digits(peak / 1e12)}" for key, peak in gpu["dense_peak_flops"].items()]
         memory, rate = gpu["memory_bytes"], gpu["memory_bandwidth_bytes_per_second"]
         in_node = f"{gpu['gpus_per_node']} by {gpu['link']}, {num_bytes(gpu['link_bytes_per_second'])}/s"
         rows = [
             ("GPU", f"{gpu['name']} ({gpu['architecture']}); also {', '.join(gpu['aliases'])}"),
-            ("dense peak, TFLOPS", peaks),
+            ("dense peak, TFLOPS", ", ".join(peaks)),
             ("memory", f"{num_bytes(memory)} at {num_bytes(rate)}/s"),
             ("in a node", in_node),
             ("to the host", f"{num_bytes(gpu['pcie_bytes_per_second'])}/s"),
@@ -263,7 +261,5 @@ COLUMNS = (
     Column("network/s", lambda gpu: gpu["network_bits_per_second"] / 8, num_bytes),
     Column("W", "watts"),
     # the cheapest price: they are sorted
-    Column(
-        "$/hour", lambda gpu: min((p["dollars_per_gpu_hour"] for p in gpu["prices"]), default=None), ".2f"
-    ),
+    Column("$/hour", lambda gpu: next((p["dollars_per_gpu_hour"] for p in gpu["prices"]), None), ".2f"),
 )

@@ -288,10 +288,8 @@ class ChinchillaVerb:
             lines.insert(1, ("beware", f"far from what was fitted: {answer['extrapolates']}"))
         if inference := answer["with_inference"]:
             words = f"{short(inference['parameters'])} parameters on {short(inference['tokens'])} tokens"
-            served = short(inference["inference_tokens"])
-            lines.append(
-                (f"with {served} tokens served", f"{words} reach it for {inference['saved']:.0%} less in all")
-            )
+            served = f"with {short(inference['inference_tokens'])} tokens served"
+            lines.append((served, f"{words} reach it for {inference['saved']:.0%} less in all"))
         # at any size: the model's is no part of the law
         growth = 2 ** table("scaling_laws")["zhang"]["exponent"]
         growth = f"twice the tokens raise it {growth:.2f} times (Zhang et al. 2024)"
@@ -301,9 +299,8 @@ class ChinchillaVerb:
             batch = hint["batch_tokens"]
             tokens, steps = cost_of_batch(batch, critical)
             effect = f"{three_digits(tokens)} x tokens and {three_digits(steps)} x steps"
-            lines.append(
-                (name, f"learning rate {hint['learning_rate']:.2g}, batch {short(batch)} tokens ({effect})")
-            )
+            rate = f"learning rate {hint['learning_rate']:.2g}"
+            lines.append((name, f"{rate}, batch {short(batch)} tokens ({effect})"))
         return f"{write_table(COLUMNS, rows)}\n\n{facts(lines)}"
 
 
