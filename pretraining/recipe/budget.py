@@ -30,46 +30,29 @@ TOKENS_OR_SHARE = {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum":
 class Ramp(Section):
     """Smaller steps at first, by accumulation: their size rises in equal stairs."""
 
-    from_tokens_per_step: int = key("Tokens of the first step.", minimum=1)
-    over_tokens: int = key(
-        "Tokens after which a step has tokens_per_step; each stair has an equal share of them.", minimum=1
-    )
-    increment: int | None = key(
-        "Tokens by which a stair is higher than the one before; null: from_tokens_per_step.",
-        default=None,
-        minimum=1,
-    )
-    lr_scaling: Literal["none", "sqrt", "linear"] = key(
-        "How the learning rate goes with the size of a step: not at all, as its root (Adam), in proportion (SGD).",
-        default="none",
-    )
+    from_tokens_per_step: int = key(minimum=1)
+    """Tokens of the first step."""
+    over_tokens: int = key(minimum=1)
+    """Tokens after which a step has tokens_per_step; each stair has an equal share of them."""
+    increment: int | None = key(default=None, minimum=1)
+    """Tokens by which a stair is higher than the one before; null: from_tokens_per_step."""
+    lr_scaling: Literal["none", "sqrt", "linear"] = key(default="none")
+    """How the learning rate goes with the size of a step: not at all, as its root (Adam), in proportion (SGD)."""
 
 
 class Budget(Section):
     """How long to train; steps and gradient accumulation follow from it."""
 
-    tokens: int = key(
-        "Tokens to train on, in whole steps: the nearest multiple of tokens_per_step is taken.",
-        minimum=1,
-        maximum=1000000000000000000,
-    )
-    tokens_per_step: int = key(
-        "Tokens per optimizer step, at any number of GPUs: a multiple of the sequence length.",
-        minimum=1,
-        maximum=1000000000000000000,
-    )
-    warmup_tokens: int | None = key(
-        "Tokens over which the learning rate rises, or below 1 their share of tokens, in place of "
-        "training.warmup_steps; the schedule then counts tokens. Rounded to whole steps.",
-        default=None,
-        schema=TOKENS_OR_SHARE,
-    )
-    decay_tokens: int | None = key(
-        "Last tokens, over which warmup_stable_decay falls, or below 1 their share of tokens (0.2: the last fifth), in "
-        "place of num_decay_steps; the schedule then counts tokens. Rounded to whole steps.",
-        default=None,
-        schema=TOKENS_OR_SHARE,
-    )
+    tokens: int = key(minimum=1, maximum=1000000000000000000)
+    """Tokens to train on, in whole steps: the nearest multiple of tokens_per_step is taken."""
+    tokens_per_step: int = key(minimum=1, maximum=1000000000000000000)
+    """Tokens per optimizer step, at any number of GPUs: a multiple of the sequence length."""
+    warmup_tokens: int | None = key(default=None, schema=TOKENS_OR_SHARE)
+    """Tokens over which the learning rate rises, or below 1 their share of tokens, in place of training.warmup_steps;
+    the schedule then counts tokens. Rounded to whole steps."""
+    decay_tokens: int | None = key(default=None, schema=TOKENS_OR_SHARE)
+    """Last tokens, over which warmup_stable_decay falls, or below 1 their share of tokens (0.2: the last fifth), in
+    place of num_decay_steps; the schedule then counts tokens. Rounded to whole steps."""
     ramp: Ramp | None = key(default=None)
 
     @property

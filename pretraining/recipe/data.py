@@ -25,21 +25,21 @@ class TextOrigin(Section):
 
     one_of = ("path", "dataset")
 
-    path: str | None = key(
-        "A file, a folder or a glob: .txt, .jsonl(.gz, .zst), .parquet, .warc(.gz); here or "
-        "at an fsspec address (s3://, gs://, hf://, https://).",
-        default=None,
-        minLength=1,
-        omitted=True,
-    )
-    dataset: str | None = key(
-        "A Hugging Face dataset name, streamed.", default=None, minLength=1, omitted=True
-    )
-    config: str | None = key("Configuration of the dataset.", default=None, minLength=1)
-    split: str = key("Split of the dataset.", default="train", minLength=1)
-    revision: str | None = key("Commit or tag of the dataset.", default=None, minLength=1)
-    text_column: str = key("Column or JSON key that holds the text.", default="text", minLength=1)
-    name: str | None = key("What reports and data.mixture call this source.", default=None, minLength=1)
+    path: str | None = key(default=None, minLength=1, omitted=True)
+    """A file, a folder or a glob: .txt, .jsonl(.gz, .zst), .parquet, .warc(.gz); here or at an fsspec address (s3://,
+    gs://, hf://, https://)."""
+    dataset: str | None = key(default=None, minLength=1, omitted=True)
+    """A Hugging Face dataset name, streamed."""
+    config: str | None = key(default=None, minLength=1)
+    """Configuration of the dataset."""
+    split: str = key(default="train", minLength=1)
+    """Split of the dataset."""
+    revision: str | None = key(default=None, minLength=1)
+    """Commit or tag of the dataset."""
+    text_column: str = key(default="text", minLength=1)
+    """Column or JSON key that holds the text."""
+    name: str | None = key(default=None, minLength=1)
+    """What reports and data.mixture call this source."""
 
     @property
     def called(self) -> str:
@@ -51,48 +51,27 @@ class Source(TextOrigin):
 
     one_of = ("builtin", "path", "dataset")
 
-    builtin: Literal["python_stdlib"] | None = key(
-        "The text of the installed Python standard library: no network, no account.",
-        default=None,
-        omitted=True,
-    )
-    weight: float | None = key(
-        "Share of the training tokens relative to the other sources' weights; null for all sources: by size.",
-        default=None,
-        exclusiveMinimum=0,
-    )
-    max_epochs: float | None = key(
-        "How often the run may read this source; null: once in a mixture, without limit otherwise.",
-        default=None,
-        exclusiveMinimum=0,
-    )
-    max_tokens: int | None = key(
-        "Take the source's first documents alone: up to the one with which training has so many tokens of it.",
-        default=None,
-        minimum=1,
-        omitted=True,
-    )
-    max_documents: int | None = key(
-        "Take the source's first documents alone: up to so many for training, beside those of validation.",
-        default=None,
-        minimum=1,
-        omitted=True,
-    )
+    builtin: Literal["python_stdlib"] | None = key(default=None, omitted=True)
+    """The text of the installed Python standard library: no network, no account."""
+    weight: float | None = key(default=None, exclusiveMinimum=0)
+    """Share of the training tokens relative to the other sources' weights; null for all sources: by size."""
+    max_epochs: float | None = key(default=None, exclusiveMinimum=0)
+    """How often the run may read this source; null: once in a mixture, without limit otherwise."""
+    max_tokens: int | None = key(default=None, minimum=1, omitted=True)
+    """Take the source's first documents alone: up to the one with which training has so many tokens of it."""
+    max_documents: int | None = key(default=None, minimum=1, omitted=True)
+    """Take the source's first documents alone: up to so many for training, beside those of validation."""
 
 
 class ValidationSource(TextOrigin):
     """Text to validate on: a path or a dataset."""
 
-    split: str = key("Split of the dataset.", default="validation", minLength=1)
-    max_tokens: int | None = key(
-        "Take the first documents alone: up to the one with which they have so many tokens.",
-        default=None,
-        minimum=1,
-        omitted=True,
-    )
-    max_documents: int | None = key(
-        "Take so many first documents alone.", default=None, minimum=1, omitted=True
-    )
+    split: str = key(default="validation", minLength=1)
+    """Split of the dataset."""
+    max_tokens: int | None = key(default=None, minimum=1, omitted=True)
+    """Take the first documents alone: up to the one with which they have so many tokens."""
+    max_documents: int | None = key(default=None, minimum=1, omitted=True)
+    """Take so many first documents alone."""
 
     @property
     def is_capped(self) -> bool:
@@ -102,10 +81,10 @@ class ValidationSource(TextOrigin):
 class OwnValidation(Section):
     """Validation on sources of its own, prepared with the rest, each measured by its name; null: on the share alone."""
 
-    sources: list[ValidationSource] = key(
-        "The texts, in this order, whole unless they are capped.", minItems=1
-    )
-    filters: bool = key("Apply data.filters to them too; false: they are taken as they are.", default=False)
+    sources: list[ValidationSource] = key(minItems=1)
+    """The texts, in this order, whole unless they are capped."""
+    filters: bool = key(default=False)
+    """Apply data.filters to them too; false: they are taken as they are."""
 
 
 class MinHash(Section):
@@ -113,17 +92,18 @@ class MinHash(Section):
 
     keeps_what_is_written = True
 
-    ngram: int = key("Words or characters in an n-gram.", default=5, minimum=1, maximum=1024)
-    unit: Literal["words", "characters"] = key("What an n-gram is made of.", default="words")
-    threshold: float = key(
-        "Jaccard similarity from which documents are near duplicates.",
-        default=0.8,
-        exclusiveMinimum=0,
-        maximum=1,
-    )
-    bands: int | None = key("null: derived from threshold (32 x 8 at 0.8).", default=None, minimum=1)
-    rows: int | None = key("Hashes in a band; goes with bands.", default=None, minimum=1)
-    seed: int = key("Picks the hash functions.", default=0, minimum=0)
+    ngram: int = key(default=5, minimum=1, maximum=1024)
+    """Words or characters in an n-gram."""
+    unit: Literal["words", "characters"] = key(default="words")
+    """What an n-gram is made of."""
+    threshold: float = key(default=0.8, exclusiveMinimum=0, maximum=1)
+    """Jaccard similarity from which documents are near duplicates."""
+    bands: int | None = key(default=None, minimum=1)
+    """null: derived from threshold (32 x 8 at 0.8)."""
+    rows: int | None = key(default=None, minimum=1)
+    """Hashes in a band; goes with bands."""
+    seed: int = key(default=0, minimum=0)
+    """Picks the hash functions."""
 
     def check_together(self, at: str) -> Wrong:
         """Bands have rows, and not too many of them."""
@@ -139,26 +119,28 @@ class MinHash(Section):
 class Dedup(Section):
     """Leave out repeated documents, across all sources; the first in source order is kept."""
 
-    exact: bool = key("Drop documents whose text occurred before.", default=True)
-    remove: bool = key("false keeps every copy, on one side of the train/validation split.", default=True)
+    exact: bool = key(default=True)
+    """Drop documents whose text occurred before."""
+    remove: bool = key(default=True)
+    """false keeps every copy, on one side of the train/validation split."""
     minhash: MinHash | None = key(default=None)
 
 
 class Decontaminate(Section):
     """Drop documents that hold a stretch of an evaluation set."""
 
-    folder: str | None = key("Folder of .txt and .jsonl(.gz) evaluation sets.", default=None, minLength=1)
-    tasks: list[str] = key(
-        "lm-eval tasks, groups, or paths of task YAML files.", default=[], items={"minLength": 1}
-    )
-    ngram: int = key("Words that must be shared.", default=13, minimum=1, maximum=1024)
-    shortest: int = key(
-        "Shorter evaluation texts are looked for whole, down to this many words.", default=8, minimum=1
-    )
-    share: float = key(
-        "Share of a document's n-grams that must be found; 0: any one.", default=0, minimum=0, maximum=1
-    )
-    validation: bool = key("The texts of data.validation are evaluation sets too.", default=False)
+    folder: str | None = key(default=None, minLength=1)
+    """Folder of .txt and .jsonl(.gz) evaluation sets."""
+    tasks: list[str] = key(default=[], items={"minLength": 1})
+    """lm-eval tasks, groups, or paths of task YAML files."""
+    ngram: int = key(default=13, minimum=1, maximum=1024)
+    """Words that must be shared."""
+    shortest: int = key(default=8, minimum=1)
+    """Shorter evaluation texts are looked for whole, down to this many words."""
+    share: float = key(default=0, minimum=0, maximum=1)
+    """Share of a document's n-grams that must be found; 0: any one."""
+    validation: bool = key(default=False)
+    """The texts of data.validation are evaluation sets too."""
 
     def check_together(self, at: str) -> Wrong:
         """There are evaluation sets, and none is looked for by more words than an n-gram has."""
@@ -173,14 +155,10 @@ class MixtureStage(Section):
 
     keeps_what_is_written = True
 
-    until: float | None = key(
-        "End of the stage: a share of the run below 1, or tokens; left out in the last.",
-        default=None,
-        exclusiveMinimum=0,
-    )
-    weights: dict | None = key(
-        "Weight by source name; a source left out is not read in this stage.", default=None
-    )
+    until: float | None = key(default=None, exclusiveMinimum=0)
+    """End of the stage: a share of the run below 1, or tokens; left out in the last."""
+    weights: dict | None = key(default=None)
+    """Weight by source name; a source left out is not read in this stage."""
 
 
 class Mixture(Section):
@@ -188,21 +166,20 @@ class Mixture(Section):
 
     keeps_what_is_written = True
 
-    temperature: float | None = key(
-        "Without weights: shares go as size ** (1 / temperature).", default=None, minimum=1
-    )
-    stages: list[MixtureStage] | None = key(
-        "Weights that change during the run, in order.", default=None, minItems=1
-    )
+    temperature: float | None = key(default=None, minimum=1)
+    """Without weights: shares go as size ** (1 / temperature)."""
+    stages: list[MixtureStage] | None = key(default=None, minItems=1)
+    """Weights that change during the run, in order."""
 
 
 class Data(Section):
     """The text, how it becomes tokens, and how much of it validates."""
 
-    name: str = key("Folder below data/ that holds the prepared tokens; recipes with equal data share it.")
-    sources: list[Source] = key("Where the text comes from, in this order.", minItems=1)
+    name: str = key()
+    """Folder below data/ that holds the prepared tokens; recipes with equal data share it."""
+    sources: list[Source] = key(minItems=1)
+    """Where the text comes from, in this order."""
     tokenizer: str | dict = key(
-        'A name or path, or {"train_vocab_size": N} to train byte-level BPE on the corpus.',
         minLength=1,
         properties={
             "train_vocab_size": {
@@ -224,53 +201,34 @@ class Data(Section):
         required=["train_vocab_size"],
         additionalProperties=False,
     )
-    validation_share: float = key(
-        "Share of the documents kept for validation, whole, by a hash of their text; 0: data.validation alone.",
-        default=0.005,
-        minimum=0,
-        exclusiveMaximum=1,
-    )
+    """A name or path, or {"train_vocab_size": N} to train byte-level BPE on the corpus."""
+    validation_share: float = key(default=0.005, minimum=0, exclusiveMaximum=1)
+    """Share of the documents kept for validation, whole, by a hash of their text; 0: data.validation alone."""
     validation: OwnValidation | None = key(default=None)
-    encoder: Literal["auto", "fastokens", "gigatoken", "tokenizers"] = key(
-        "What turns text into tokens; auto: the fast exact one where it fits the tokenizer, "
-        "else tokenizers. The tokens are the same.",
-        default="auto",
-    )
-    prepare: Literal["all", "budget"] = key(
-        "How much of the sources is encoded: all of it, or what the budget needs of each by its share, each token "
-        "once, and validation. A larger budget goes on from there.",
-        default="all",
-    )
+    encoder: Literal["auto", "fastokens", "gigatoken", "tokenizers"] = key(default="auto")
+    """What turns text into tokens; auto: the fast exact one where it fits the tokenizer, else tokenizers. The tokens
+    are the same."""
+    prepare: Literal["all", "budget"] = key(default="all")
+    """How much of the sources is encoded: all of it, or what the budget needs of each by its share, each token once,
+    and validation. A larger budget goes on from there."""
     filters: list[dict] = key(default=[], schema={})
     dedup: Dedup | None = key(default=None)
     decontaminate: Decontaminate | None = key(default=None)
     mixture: Mixture | None = key(default=None)
-    shuffle_shards: int | None = key(
-        "Shuffle inside groups of so many shards, so that a remote cache stays small; null: over the whole epoch.",
-        default=None,
-        minimum=1,
-    )
-    shuffle_blocks: int | None = key(
-        "Read the text as it comes, shuffled inside windows of so many blocks: the order that training while the data "
-        "is prepared needs; null: over the whole epoch.",
-        default=None,
-        minimum=1,
-    )
-    skip_undecodable: bool = key(
-        "Skip and count text that is not UTF-8 instead of stopping at it.", default=False
-    )
-    sequence_length: int | None = key(
-        "Tokens per sample; null: the model's positions.", default=None, minimum=1
-    )
-    document_masking: bool = key(
-        "Attention and positions stop at the ends of documents, and no document's first token is a target.",
-        default=False,
-    )
-    packing: Literal["in_sequence", "best_fit"] = key(
-        "How documents fill blocks: one after the other, or rearranged near each other so "
-        "that few are cut by a block's end.",
-        default="in_sequence",
-    )
+    shuffle_shards: int | None = key(default=None, minimum=1)
+    """Shuffle inside groups of so many shards, so that a remote cache stays small; null: over the whole epoch."""
+    shuffle_blocks: int | None = key(default=None, minimum=1)
+    """Read the text as it comes, shuffled inside windows of so many blocks: the order that training while the data is
+    prepared needs; null: over the whole epoch."""
+    skip_undecodable: bool = key(default=False)
+    """Skip and count text that is not UTF-8 instead of stopping at it."""
+    sequence_length: int | None = key(default=None, minimum=1)
+    """Tokens per sample; null: the model's positions."""
+    document_masking: bool = key(default=False)
+    """Attention and positions stop at the ends of documents, and no document's first token is a target."""
+    packing: Literal["in_sequence", "best_fit"] = key(default="in_sequence")
+    """How documents fill blocks: one after the other, or rearranged near each other so that few are cut by a block's
+    end."""
 
     @property
     def text_origins(self) -> list[tuple[str, TextOrigin]]:

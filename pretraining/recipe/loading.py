@@ -217,8 +217,8 @@ def recipe_schema() -> dict:
     return {**written, "properties": properties, "other_names": other_names}
 
 
-def sections_schema() -> dict[str, dict]:
-    return {name: section.schema() for name, section in SECTIONS.items()}
+def sections_schema(described: bool = False) -> dict[str, dict]:
+    return {name: section.schema(described) for name, section in SECTIONS.items()}
 
 
 def recipe_names() -> list[str]:

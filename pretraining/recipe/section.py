@@ -2,19 +2,24 @@
 
     class Report(Section):
         "What the page shows."
-        every_seconds: float | None = key("Write it at most this often.", default=30, minimum=0.1)
+        every_seconds: float | None = key(default=30, minimum=0.1)
+        "Write it at most this often."
 
 `Report.schema()` is the section's JSON Schema, `Report.of(values)` builds it from checked JSON, `to_dict()` is what
 recipe.json holds of it.
 """
 
+import ast
+import inspect
 import json
 import re
+import textwrap
 import types
 from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
+from itertools import pairwise
 from typing import Any, ClassVar, Literal, Self, Union, dataclass_transform, get_args, get_origin
 
 from pretraining.schema import REPOSITORY, Wrong
@@ -43,7 +48,7 @@ def key(
     """A field of a section.
 
     Args:
-        description: for editors and docs/recipe_keys.md; a section's is its docstring.
+        description: what editors and docs/recipe_keys.md say of it, if that is not the text beneath the field.
         default: what the recipe means if it leaves the key out; without one the key is required.
         default_factory: the class of a section that is there, with its own defaults, if the recipe leaves it out.
         omitted: whether the key stays out of recipe.json, and of the schema's defaults, while it is None.
@@ -92,8 +97,10 @@ class Section:
         return values
 
     @classmethod
-    def schema(cls) -> dict:
-        properties = {each.name: _field_schema(each) for each in fields(cls)}
+    def schema(cls, described: bool = False) -> dict:
+        """described: with the texts beneath the fields, for which the source is read; checks do without."""
+        texts = _texts_beneath(cls) if described else {}
+        properties = {each.name: _field_schema(each, texts, described) for each in fields(cls)}
         required = [
             each.name for each in fields(cls) if each.default is MISSING and each.default_factory is MISSING
         ]
@@ -120,6 +127,18 @@ class Section:
 def description_of(section: type[Section]) -> str:
     """The first paragraph of the class's docstring, as one line."""
     return " ".join((section.__doc__ or "").partition("\n\n")[0].split())
+
+
+def _texts_beneath(section: type[Section]) -> dict[str, str]:
+    """{name: text beneath the field, as one line}, of a class and of those that it inherits from."""
+    texts: dict[str, str] = {}
+    for each in reversed(section.__mro__):
+        if issubclass(each, Section):
+            (body,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
+            for node, after in pairwise(body.body):
+                if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr):
+                    texts[node.target.id] = " ".join(after.value.value.split())
+    return texts
 
 
 @cache
@@ -152,14 +171,14 @@ def _plain(value: Any) -> Any:
     return {name: _plain(item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
-def _field_schema(each: Field) -> dict:
+def _field_schema(each: Field, texts: dict[str, str], described: bool) -> dict:
     limits = dict(each.metadata["limits"])
-    schema = limits.pop("schema", None) or _type_schema(each.type)
+    schema = limits.pop("schema", None) or _type_schema(each.type, described)
     if each.metadata["omitted"] and "enum" in schema:
         schema = {"enum": [choice for choice in schema["enum"] if choice is not None]}
     elif each.metadata["omitted"] and (names := [name for name in schema.get("type", ()) if name != "null"]):
         schema = {**schema, "type": names[0] if len(names) == 1 else names}
-    if description := each.metadata["description"]:
+    if description := each.metadata["description"] or texts.get(each.name):
         schema = {**schema, "description": description}
     if "items" in limits:
         limits["items"] = {**schema["items"], **limits["items"]}
@@ -172,16 +191,16 @@ def _field_schema(each: Field) -> dict:
     return schema
 
 
-def _type_schema(hint: Any) -> dict:
+def _type_schema(hint: Any, described: bool) -> dict:
     """`int | None` -> {"type": ["integer", "null"]}; a section -> its own schema; Literal -> its choices."""
     if isinstance(hint, type) and issubclass(hint, Section):
-        return hint.schema()
+        return hint.schema(described)
     if get_origin(hint) is Literal:
         return {"enum": list(get_args(hint))}
     if get_origin(hint) is list:
-        return {"type": "array", "items": _type_schema(get_args(hint)[0])}
+        return {"type": "array", "items": _type_schema(get_args(hint)[0], described)}
     if get_origin(hint) in (types.UnionType, Union):
-        parts = [_type_schema(part) for part in get_args(hint)]
+        parts = [_type_schema(part, described) for part in get_args(hint)]
         if any("enum" in part for part in parts):
             return {"enum": [choice for part in parts for choice in part.get("enum", [None])]}
         merged = {name: value for part in parts for name, value in part.items()}

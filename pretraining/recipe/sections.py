@@ -19,29 +19,17 @@ class Weights(Section):
     """What a model begins with, and what of it is trained: the keys of `model` that are ours and never reach its
     config."""
 
-    initial_weights: str | None = key(
-        "What training begins with in place of drawn weights: a name on the hub (org/model, or org/model@revision), or "
-        "a folder of safetensors, of torch files or of torch.distributed.checkpoint; a run's export too.",
-        default=None,
-        omitted=True,
-        minLength=1,
-    )
-    frozen: list[str] | None = key(
-        "Names of parameters that stay as they are, * for any characters: transformer.wte.*; each must match one.",
-        default=None,
-        omitted=True,
-        minItems=1,
-        items={"minLength": 1},
-    )
+    initial_weights: str | None = key(default=None, omitted=True, minLength=1)
+    """What training begins with in place of drawn weights: a name on the hub (org/model, or org/model@revision), or a
+    folder of safetensors, of torch files or of torch.distributed.checkpoint; a run's export too."""
+    frozen: list[str] | None = key(default=None, omitted=True, minItems=1, items={"minLength": 1})
+    """Names of parameters that stay as they are, * for any characters: transformer.wte.*; each must match one."""
 
     keep_in_fp32: list[Literal["embeddings", "head"]] | None = key(
-        "Beside layers in bf16: embeddings: their weights, looked up (and added, in gpt2) in fp32; head: its weights "
-        "and the product that gives the logits. A tied weight is both. gpt2, llama, qwen3 and their mixtures.",
-        default=None,
-        omitted=True,
-        minItems=1,
-        uniqueItems=True,
+        default=None, omitted=True, minItems=1, uniqueItems=True
     )
+    """Beside layers in bf16: embeddings: their weights, looked up (and added, in gpt2) in fp32; head: its weights and
+    the product that gives the logits. A tied weight is both. gpt2, llama, qwen3 and their mixtures."""
 
     PUBLISHED: ClassVar[dict[str, dict]] = {
         "from": {
@@ -74,7 +62,7 @@ class Weights(Section):
     @classmethod
     def model_keys(cls) -> dict[str, dict]:
         """Return schemas of all keys of `model` that are ours."""
-        return {**cls.PUBLISHED, **cls.schema()["properties"]}
+        return {**cls.PUBLISHED, **cls.schema(described=True)["properties"]}
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -88,60 +76,34 @@ class Loss(Section):
     """How the training loss is computed; kind, chunk_tokens and compile are memory and speed, not the
     curve."""
 
-    kind: Literal["auto", "plain", "chunked", "fused"] = key(
-        "plain: logits in fp32; chunked: no fp32 copy; fused: one chunk of the logits at a "
-        "time; auto: fused where the head allows it, else chunked.",
-        default="auto",
-    )
-    chunk_tokens: int | None = key(
-        "Tokens in a chunk; null: as many as take a GiB, a 64th of a smaller GPU's memory, or 256 MiB on a processor.",
-        default=None,
-        minimum=1,
-    )
-    compile: bool | None = key(
-        "torch.compile of a chunked or fused loss, at any ZeRO stage: logits are read twice "
-        "and written once; null: on a GPU. If it fails, the run says so and goes on without.",
-        default=None,
-    )
-    z_loss: float = key(
-        "Weight of log(Z)^2, which keeps the logits from drifting (1e-4 in PaLM); in the training loss only.",
-        default=0.0,
-        minimum=0,
-    )
-    function: str | None = key(
-        "A loss of an extension, in the place of the cross-entropy while training; null: the cross-entropy. "
-        "Validation measures the cross-entropy in any case.",
-        default=None,
-        minLength=1,
-    )
-    arguments: dict = key("Keyword arguments of function.", default={})
-    balance: Literal["auto", "none"] = key(
-        "What keeps the experts of a mixture equally used. auto: model.router_aux_loss_coef if the type has it; a "
-        "correction bias follows the load if its routers have one; else balance_weight. none: nothing.",
-        default="auto",
-    )
-    balance_weight: float = key(
-        "Weight of the balancing loss (Fedus et al. 2021) of a type without router_aux_loss_coef and correction bias.",
-        default=0.001,
-        minimum=0,
-    )
-    bias_rate: float = key(
-        "What a step adds to the correction bias of an expert with less than an even share of the tokens, and takes "
-        "from one with more (Wang et al. 2024; 0.001 in DeepSeek-V3).",
-        default=0.001,
-        minimum=0,
-    )
-    sequence_balance: float = key(
-        "Weight of the balancing loss over each sequence, beside a correction bias (1e-4 in DeepSeek-V3).",
-        default=0.0001,
-        minimum=0,
-    )
-    router_z_loss: float = key(
-        "The same for a mixture's routers (1e-3 in ST-MoE), a mean over tokens and layers; "
-        "needs model.output_router_logits.",
-        default=0.0,
-        minimum=0,
-    )
+    kind: Literal["auto", "plain", "chunked", "fused"] = key(default="auto")
+    """plain: logits in fp32; chunked: no fp32 copy; fused: one chunk of the logits at a time; auto: fused where the
+    head allows it, else chunked."""
+    chunk_tokens: int | None = key(default=None, minimum=1)
+    """Tokens in a chunk; null: as many as take a GiB, a 64th of a smaller GPU's memory, or 256 MiB on a processor."""
+    compile: bool | None = key(default=None)
+    """torch.compile of a chunked or fused loss, at any ZeRO stage: logits are read twice and written once; null: on a
+    GPU. If it fails, the run says so and goes on without."""
+    z_loss: float = key(default=0.0, minimum=0)
+    """Weight of log(Z)^2, which keeps the logits from drifting (1e-4 in PaLM); in the training loss only."""
+    function: str | None = key(default=None, minLength=1)
+    """A loss of an extension, in the place of the cross-entropy while training; null: the cross-entropy. Validation
+    measures the cross-entropy in any case."""
+    arguments: dict = key(default={})
+    """Keyword arguments of function."""
+    balance: Literal["auto", "none"] = key(default="auto")
+    """What keeps the experts of a mixture equally used. auto: model.router_aux_loss_coef if the type has it; a
+    correction bias follows the load if its routers have one; else balance_weight. none: nothing."""
+    balance_weight: float = key(default=0.001, minimum=0)
+    """Weight of the balancing loss (Fedus et al. 2021) of a type without router_aux_loss_coef and correction bias."""
+    bias_rate: float = key(default=0.001, minimum=0)
+    """What a step adds to the correction bias of an expert with less than an even share of the tokens, and takes from
+    one with more (Wang et al. 2024; 0.001 in DeepSeek-V3)."""
+    sequence_balance: float = key(default=0.0001, minimum=0)
+    """Weight of the balancing loss over each sequence, beside a correction bias (1e-4 in DeepSeek-V3)."""
+    router_z_loss: float = key(default=0.0, minimum=0)
+    """The same for a mixture's routers (1e-3 in ST-MoE), a mean over tokens and layers; needs
+    model.output_router_logits."""
 
     def check_together(self, at: str) -> Wrong:
         """A function of the user's own gets all logits, and is the whole loss of a token."""
@@ -159,72 +121,52 @@ class Loss(Section):
 class Speed(Section):
     """What makes a step faster; fp8 alone changes what it computes."""
 
-    compile: Literal["auto", "none", "blocks", "whole", "deepcompile"] = key(
-        "torch.compile of the training passes: of every block by itself (one graph, compiled once for all layers) or "
-        "of the whole model (not with ZeRO-3). auto: blocks on a GPU, uncompiled where that fails. deepcompile: "
-        "DeepSpeed's passes over the whole model, with ZeRO-3 too; untested.",
-        default="auto",
-    )
-    compile_backend: Literal["inductor", "cudagraphs", "aot_eager", "eager"] = key(
-        "torch.compile's backend; the last two trace and do not generate code.", default="inductor"
-    )
+    compile: Literal["auto", "none", "blocks", "whole", "deepcompile"] = key(default="auto")
+    """torch.compile of the training passes: of every block by itself (one graph, compiled once for all layers) or of
+    the whole model (not with ZeRO-3). auto: blocks on a GPU, uncompiled where that fails. deepcompile: DeepSpeed's
+    passes over the whole model, with ZeRO-3 too; untested."""
+    compile_backend: Literal["inductor", "cudagraphs", "aot_eager", "eager"] = key(default="inductor")
+    """torch.compile's backend; the last two trace and do not generate code."""
     compile_mode: Literal["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = key(
-        "inductor's mode: reduce-overhead records CUDA graphs, for small models; null: default.", default=None
+        default=None
     )
-    recompute: Literal["layers", "operators"] = key(
-        "What of a layer under training.activation_checkpointing is computed again: layers: all but its input; "
-        "operators: only what is cheap (norms, activation functions, copies), products and attention are kept. "
-        "gpt2, llama and qwen3, uncompiled.",
-        default="layers",
-    )
-    fp8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = key(
-        "fp8 products in the blocks' linear layers, by torchao's recipes of scales: Hopper "
-        "and later, bf16, not gpt2, not with ZeRO-3.",
-        default="none",
-    )
+    """inductor's mode: reduce-overhead records CUDA graphs, for small models; null: default."""
+    recompute: Literal["layers", "operators"] = key(default="layers")
+    """What of a layer under training.activation_checkpointing is computed again: layers: all but its input; operators:
+    only what is cheap (norms, activation functions, copies), products and attention are kept. gpt2, llama and qwen3,
+    uncompiled."""
+    fp8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = key(default="none")
+    """fp8 products in the blocks' linear layers, by torchao's recipes of scales: Hopper and later, bf16, not gpt2, not
+    with ZeRO-3."""
 
 
 class Spikes(Section):
     """Losses far above their course, and streaks of steps that are not finite; judged every step on the
     mean over all ranks."""
 
-    policy: Literal["log", "skip", "rollback", "stop"] = key(
-        "log: an event. skip: such a step is not applied. rollback: back to the last good "
-        "checkpoint, without the samples around the spike. stop: exit code 77.",
-        default="log",
-    )
-    score: float = key(
-        "Robust standard deviations above the course that make a spike.", default=6.0, minimum=1
-    )
-    window: int = key("Steps that the noise is measured on.", default=128, minimum=32, maximum=65536)
-    non_finite_streak: int = key(
-        "So many steps in a row with a loss or gradients that are not finite count as a spike.",
-        default=8,
-        minimum=1,
-    )
-    max_rollbacks: int = key(
-        "Rollbacks in the whole run; then it stops with exit code 77.", default=3, minimum=0
-    )
-    skip_steps: int = key(
-        "With rollback: the samples of so many steps before the spike, and of as many from it on, are left out.",
-        default=8,
-        minimum=1,
-        maximum=10000,
-    )
-    lr_factor: float = key(
-        "Of the learning rate in the lr_steps steps after a rollback.",
-        default=1.0,
-        exclusiveMinimum=0,
-        maximum=1,
-    )
-    lr_steps: int = key("How long lr_factor holds.", default=0, minimum=0)
+    policy: Literal["log", "skip", "rollback", "stop"] = key(default="log")
+    """log: an event. skip: such a step is not applied. rollback: back to the last good checkpoint, without the samples
+    around the spike. stop: exit code 77."""
+    score: float = key(default=6.0, minimum=1)
+    """Robust standard deviations above the course that make a spike."""
+    window: int = key(default=128, minimum=32, maximum=65536)
+    """Steps that the noise is measured on."""
+    non_finite_streak: int = key(default=8, minimum=1)
+    """So many steps in a row with a loss or gradients that are not finite count as a spike."""
+    max_rollbacks: int = key(default=3, minimum=0)
+    """Rollbacks in the whole run; then it stops with exit code 77."""
+    skip_steps: int = key(default=8, minimum=1, maximum=10000)
+    """With rollback: the samples of so many steps before the spike, and of as many from it on, are left out."""
+    lr_factor: float = key(default=1.0, exclusiveMinimum=0, maximum=1)
+    """Of the learning rate in the lr_steps steps after a rollback."""
+    lr_steps: int = key(default=0, minimum=0)
+    """How long lr_factor holds."""
 
 
 class Profile(Section):
     """Steps to trace into runs/<name>/profile/, with a table of their costs; null: none."""
 
     steps: int | list[int] | None = key(
-        "One step, or the first and the last one: [10, 12].",
         default=None,
         schema={
             "anyOf": [
@@ -234,8 +176,11 @@ class Profile(Section):
         },
         omitted=True,
     )
-    memory: bool = key("With a snapshot of every allocation on the GPU.", default=True)
-    every_rank: bool = key("A trace of each rank; else of rank 0 alone.", default=False)
+    """One step, or the first and the last one: [10, 12]."""
+    memory: bool = key(default=True)
+    """With a snapshot of every allocation on the GPU."""
+    every_rank: bool = key(default=False)
+    """A trace of each rank; else of rank 0 alone."""
 
     def check_together(self, at: str) -> Wrong:
         """The steps are named, for there is no default: one, or the first and the last."""
@@ -253,23 +198,15 @@ class Notify(Section):
         Literal[
             "started", "continued", "stopped", "hang", "rollback", "gave_up", "failed", "finished", "alert"
         ]
-    ] = key(
-        "Of which events; alert: spikes, steps that are not finite, plateaus, starving experts, slow ranks, saves and "
-        "uploads that failed.",
-        default=["stopped", "hang", "rollback", "gave_up", "failed", "finished"],
-        minItems=1,
-    )
-    command: str | None = key(
-        "Shell command that gets the notice as JSON on its standard input, and as PRETRAINING_EVENT, _RUN, _FOLDER and "
-        "_MESSAGE. No secrets in it: the shell replaces $NAME.",
-        default=None,
-        minLength=1,
-    )
-    webhook_env: str | None = key(
-        "Name of the environment variable with the address to which the notice is posted as JSON (Slack, Teams, "
-        "Discord, your own).",
-        default=None,
-    )
+    ] = key(default=["stopped", "hang", "rollback", "gave_up", "failed", "finished"], minItems=1)
+    """Of which events; alert: spikes, steps that are not finite, plateaus, starving experts, slow ranks, saves and
+    uploads that failed."""
+    command: str | None = key(default=None, minLength=1)
+    """Shell command that gets the notice as JSON on its standard input, and as PRETRAINING_EVENT, _RUN, _FOLDER and
+    _MESSAGE. No secrets in it: the shell replaces $NAME."""
+    webhook_env: str | None = key(default=None)
+    """Name of the environment variable with the address to which the notice is posted as JSON (Slack, Teams, Discord,
+    your own)."""
 
     def check_together(self, at: str) -> Wrong:
         """Somebody receives the notices, and the recipe holds no secrets: it is kept in files and in stores."""
@@ -288,41 +225,25 @@ class Monitors(Section):
     """What watches the run, and what it does about what it sees."""
 
     spikes: Spikes = key(default_factory=Spikes)
-    hang_minutes: float | None = key(
-        "Minutes without progress (a step, a round of validation, a save) after which the run names the ranks that "
-        "stand still, dumps every rank's stacks and exits with code 76; null: never.",
-        default=20,
-        minimum=0.25,
-        maximum=43200,
-    )
-    flagged_blocks: Literal["log", "skip"] = key(
-        "Blocks from which nothing can be learned (one token fills them, they repeat themselves, they do not decode): "
-        "log: listed in flagged_blocks.jsonl and trained on. skip: listed, and none of their tokens is a target.",
-        default="log",
-    )
-    plateau_steps: int | None = key(
-        "An alert when the loss has not gained 0.1 % for so many steps; null: none.", default=None, minimum=1
-    )
-    noise_scale_steps: int | None = key(
-        "Every so many steps the gradient noise scale is measured, and logged in tokens as "
-        "stability/gradient_noise_scale: a batch well below it may grow; null: never.",
-        default=None,
-        minimum=1,
-    )
-    layer_norms_steps: int | None = key(
-        "Every so many steps the gradient norm of each layer is measured and logged as "
-        "stability/gradient_norm/<layer>; null: only after an alert, as an event.",
-        default=None,
-        minimum=1,
-    )
-    expert_load: bool = key(
-        "Of a mixture of experts with output_router_logits: how evenly its experts are used, "
-        "logged as stability/expert_load/..., and an alert when one starves.",
-        default=True,
-    )
-    source_loss: bool = key(
-        "Of a mixture of sources: the training loss of each, logged as train/<source>_loss.", default=True
-    )
+    hang_minutes: float | None = key(default=20, minimum=0.25, maximum=43200)
+    """Minutes without progress (a step, a round of validation, a save) after which the run names the ranks that stand
+    still, dumps every rank's stacks and exits with code 76; null: never."""
+    flagged_blocks: Literal["log", "skip"] = key(default="log")
+    """Blocks from which nothing can be learned (one token fills them, they repeat themselves, they do not decode): log:
+    listed in flagged_blocks.jsonl and trained on. skip: listed, and none of their tokens is a target."""
+    plateau_steps: int | None = key(default=None, minimum=1)
+    """An alert when the loss has not gained 0.1 % for so many steps; null: none."""
+    noise_scale_steps: int | None = key(default=None, minimum=1)
+    """Every so many steps the gradient noise scale is measured, and logged in tokens as stability/gradient_noise_scale:
+    a batch well below it may grow; null: never."""
+    layer_norms_steps: int | None = key(default=None, minimum=1)
+    """Every so many steps the gradient norm of each layer is measured and logged as stability/gradient_norm/<layer>;
+    null: only after an alert, as an event."""
+    expert_load: bool = key(default=True)
+    """Of a mixture of experts with output_router_logits: how evenly its experts are used, logged as
+    stability/expert_load/..., and an alert when one starves."""
+    source_loss: bool = key(default=True)
+    """Of a mixture of sources: the training loss of each, logged as train/<source>_loss."""
     profile: Profile | None = key(default=None)
     notify: Notify | None = key(default=None)
 
@@ -330,45 +251,28 @@ class Monitors(Section):
 class Checkpoints(Section):
     """training.save_steps says how often, this section what stays."""
 
-    keep_last: int | None = key("Complete checkpoints to keep; null keeps all.", default=2, minimum=1)
-    keep_best: int = key(
-        "So many more: the best by evaluation.metric, which is the validation loss unless said otherwise; each save "
-        "must then be validated (save_steps a multiple of eval_steps).",
-        default=0,
-        minimum=0,
-    )
-    keep_every: int | None = key(
-        "Keep for ever the checkpoints whose step is a multiple of this.", default=None, minimum=1
-    )
-    demote_to_weights: bool = key(
-        "Of a checkpoint that goes, keep the weights as a from_pretrained folder weights-<step>/.",
-        default=False,
-    )
-    on_full_disk: Literal["stop", "continue"] = key(
-        "When a checkpoint finds no room: end the run in one line, or train on and try again at the next save.",
-        default="stop",
-    )
-    background: bool = key(
-        "Write behind training from a copy in host memory; false: training stands still while a checkpoint is written.",
-        default=True,
-    )
-    hours_between_failures: float | None = key(
-        "Mean hours between failures of the whole job, for the plan's cadence of saves; null: those of Llama 3.",
-        default=None,
-        exclusiveMinimum=0,
-    )
-    upload: str | None = key(
-        "Where committed checkpoints also go, behind training: a folder, s3://bucket/runs, hf://..., any fsspec "
-        "address; below it, the run's name. No credentials in it: the environment holds them.",
-        default=None,
-        minLength=1,
-    )
-    upload_mirror: bool = key("Checkpoints that are removed here are removed there too.", default=True)
-    time_limit_hours: float | None = key(
-        "Wall-clock hours after which the run saves and stops (exit code 75); leave room for the save. null: no limit.",
-        default=None,
-        exclusiveMinimum=0,
-    )
+    keep_last: int | None = key(default=2, minimum=1)
+    """Complete checkpoints to keep; null keeps all."""
+    keep_best: int = key(default=0, minimum=0)
+    """So many more: the best by evaluation.metric, which is the validation loss unless said otherwise; each save must
+    then be validated (save_steps a multiple of eval_steps)."""
+    keep_every: int | None = key(default=None, minimum=1)
+    """Keep for ever the checkpoints whose step is a multiple of this."""
+    demote_to_weights: bool = key(default=False)
+    """Of a checkpoint that goes, keep the weights as a from_pretrained folder weights-<step>/."""
+    on_full_disk: Literal["stop", "continue"] = key(default="stop")
+    """When a checkpoint finds no room: end the run in one line, or train on and try again at the next save."""
+    background: bool = key(default=True)
+    """Write behind training from a copy in host memory; false: training stands still while a checkpoint is written."""
+    hours_between_failures: float | None = key(default=None, exclusiveMinimum=0)
+    """Mean hours between failures of the whole job, for the plan's cadence of saves; null: those of Llama 3."""
+    upload: str | None = key(default=None, minLength=1)
+    """Where committed checkpoints also go, behind training: a folder, s3://bucket/runs, hf://..., any fsspec address;
+    below it, the run's name. No credentials in it: the environment holds them."""
+    upload_mirror: bool = key(default=True)
+    """Checkpoints that are removed here are removed there too."""
+    time_limit_hours: float | None = key(default=None, exclusiveMinimum=0)
+    """Wall-clock hours after which the run saves and stops (exit code 75); leave room for the save. null: no limit."""
 
     def check_together(self, at: str) -> Wrong:
         """No slip that makes a folder of an address."""
@@ -379,67 +283,47 @@ class Checkpoints(Section):
 class Sampling(Section):
     """How the samples after each validation are drawn; evaluation.sample_tokens is their length."""
 
-    temperature: float = key("0: the likeliest token each time.", default=0.8, minimum=0)
-    top_k: int | None = key(
-        "Draw among so many of the likeliest tokens; null: among all.", default=50, minimum=1
-    )
-    top_p: float = key(
-        "Draw among the likeliest tokens that together have this probability.",
-        default=1.0,
-        exclusiveMinimum=0,
-        maximum=1,
-    )
-    seed: int = key("The same draws after each validation.", default=0, minimum=0)
+    temperature: float = key(default=0.8, minimum=0)
+    """0: the likeliest token each time."""
+    top_k: int | None = key(default=50, minimum=1)
+    """Draw among so many of the likeliest tokens; null: among all."""
+    top_p: float = key(default=1.0, exclusiveMinimum=0, maximum=1)
+    """Draw among the likeliest tokens that together have this probability."""
+    seed: int = key(default=0, minimum=0)
+    """The same draws after each validation."""
 
 
 class Evaluation(Section):
     """training.eval_steps says how often, this section on what."""
 
-    max_validation_tokens: int | None = key(
-        "A fixed part of the validation tokens; null: all of them.", default=None, minimum=1
-    )
+    max_validation_tokens: int | None = key(default=None, minimum=1)
+    """A fixed part of the validation tokens; null: all of them."""
     prompt: str | list[str] = key(
-        "What the samples after each validation continue: a text, or a list of texts.",
-        default="",
-        schema={"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "string"}]},
+        default="", schema={"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "string"}]}
     )
-    sample_tokens: int = key("Length of a sample; 0: no samples.", default=128, minimum=0)
+    """What the samples after each validation continue: a text, or a list of texts."""
+    sample_tokens: int = key(default=128, minimum=0)
+    """Length of a sample; 0: no samples."""
     sampling: Sampling = key(default_factory=Sampling)
-    hellaswag: str | None = key(
-        "HellaSwag's validation set: a .jsonl file, or a dataset on the hub as Rowan/hellaswag; scored with the "
-        "validations as hellaswag/acc and hellaswag/acc_norm. null: not.",
-        default=None,
-        minLength=1,
-    )
-    tasks: list[str] = key(
-        "Tasks, tags or groups of lm-eval, YAML files of tasks, or folders of them; scored "
-        "with the validations. Needs requirements-eval.txt.",
-        default=[],
-        items={"minLength": 1},
-    )
-    task_steps: int | None = key(
-        "Score hellaswag and tasks at the validations whose step is a multiple of this, and "
-        "at the last; null: at each.",
-        default=None,
-        minimum=1,
-    )
-    task_limit: int | None = key("Only the first so many items of each; null: all.", default=None, minimum=1)
-    metric: str = key(
-        "What patience and checkpoints.keep_best judge a validation by, with or without eval/ before it: loss, "
-        "bits_per_byte, <source>_loss, hellaswag/acc_norm, <task>/<metric>. Losses, perplexities and bits "
-        "per byte are better when lower.",
-        default="loss",
-        minLength=1,
-    )
-    patience: int | None = key(
-        "Stop after so many validations in a row that are not better than the best before "
-        "them; null: train to the end of the budget.",
-        default=None,
-        minimum=1,
-    )
-    min_improvement: float = key(
-        "With patience: better by no more than this does not count.", default=0.0, minimum=0
-    )
+    hellaswag: str | None = key(default=None, minLength=1)
+    """HellaSwag's validation set: a .jsonl file, or a dataset on the hub as Rowan/hellaswag; scored with the
+    validations as hellaswag/acc and hellaswag/acc_norm. null: not."""
+    tasks: list[str] = key(default=[], items={"minLength": 1})
+    """Tasks, tags or groups of lm-eval, YAML files of tasks, or folders of them; scored with the validations. Needs
+    requirements-eval.txt."""
+    task_steps: int | None = key(default=None, minimum=1)
+    """Score hellaswag and tasks at the validations whose step is a multiple of this, and at the last; null: at each."""
+    task_limit: int | None = key(default=None, minimum=1)
+    """Only the first so many items of each; null: all."""
+    metric: str = key(default="loss", minLength=1)
+    """What patience and checkpoints.keep_best judge a validation by, with or without eval/ before it: loss,
+    bits_per_byte, <source>_loss, hellaswag/acc_norm, <task>/<metric>. Losses, perplexities and bits per byte are better
+    when lower."""
+    patience: int | None = key(default=None, minimum=1)
+    """Stop after so many validations in a row that are not better than the best before them; null: train to the end of
+    the budget."""
+    min_improvement: float = key(default=0.0, minimum=0)
+    """With patience: better by no more than this does not count."""
 
     def __post_init__(self) -> None:
         # Named as the logs name it, or without their group.
@@ -449,22 +333,12 @@ class Evaluation(Section):
 class Report(Section):
     """runs/<name>/report.html, the page that shows how the run goes."""
 
-    every_seconds: float | None = key(
-        "Write it at most this often while training, by a process of its own; null: not at all.",
-        default=30,
-        minimum=0.1,
-        maximum=86400,
-    )
-    target_loss: float | None = key(
-        "Validation loss in nats per token that the run should reach; the report compares with it.",
-        default=None,
-        exclusiveMinimum=0,
-    )
-    dollars_per_gpu_hour: float | None = key(
-        "Dollars an hour of a GPU, for the plan and the cost of the run so far and at its end; null: a listed price.",
-        default=None,
-        exclusiveMinimum=0,
-    )
+    every_seconds: float | None = key(default=30, minimum=0.1, maximum=86400)
+    """Write it at most this often while training, by a process of its own; null: not at all."""
+    target_loss: float | None = key(default=None, exclusiveMinimum=0)
+    """Validation loss in nats per token that the run should reach; the report compares with it."""
+    dollars_per_gpu_hour: float | None = key(default=None, exclusiveMinimum=0)
+    """Dollars an hour of a GPU, for the plan and the cost of the run so far and at its end; null: a listed price."""
 
 
 CURVES = REPOSITORY / "recipes" / "published" / "curves"
@@ -473,23 +347,21 @@ CURVES = REPOSITORY / "recipes" / "published" / "curves"
 class Published(Section):
     """The run that others made known and this recipe repeats; nothing here changes what is trained."""
 
-    run: str | None = key("Who ran it, and when.", default=None, omitted=True, minLength=1)
-    result: str | None = key(
-        "What it reached, and after how many tokens.", default=None, omitted=True, minLength=1
-    )
-    exact: list[str] | None = key("What is as it was published.", default=None, omitted=True)
-    differs: list[str] | None = key("What is not, and how this recipe has it.", default=None, omitted=True)
-    unknown: list[str] | None = key(
-        "What is not published, and what this recipe takes.", default=None, omitted=True
-    )
-    sources: list[str] | None = key("Public addresses of all of it.", default=None, omitted=True)
-    curve: str | None = key(
-        "Its curve, which the report draws beneath the run's own: a name from recipes/published/curves/, or the path "
-        "of such a file.",
-        default=None,
-        omitted=True,
-        minLength=1,
-    )
+    run: str | None = key(default=None, omitted=True, minLength=1)
+    """Who ran it, and when."""
+    result: str | None = key(default=None, omitted=True, minLength=1)
+    """What it reached, and after how many tokens."""
+    exact: list[str] | None = key(default=None, omitted=True)
+    """What is as it was published."""
+    differs: list[str] | None = key(default=None, omitted=True)
+    """What is not, and how this recipe has it."""
+    unknown: list[str] | None = key(default=None, omitted=True)
+    """What is not published, and what this recipe takes."""
+    sources: list[str] | None = key(default=None, omitted=True)
+    """Public addresses of all of it."""
+    curve: str | None = key(default=None, omitted=True, minLength=1)
+    """Its curve, which the report draws beneath the run's own: a name from recipes/published/curves/, or the path of
+    such a file."""
 
     def check_together(self, at: str) -> Wrong:
         """The curve is there."""

@@ -74,9 +74,9 @@ class Rule(Section):
         return super().of({f"{name}_" if iskeyword(name) else name: value for name, value in given.items()})
 
     @classmethod
-    def schema(cls) -> dict:
+    def schema(cls, described: bool = False) -> dict:
         """Return the JSON schema of this rule's entry in the recipe."""
-        whole = super().schema()
+        whole = super().schema(described)
         # Editors show the first line of the docstring.
         rule = {"const": cls.name, "description": (cls.__doc__ or "").partition("\n")[0]}
         schema = {"properties": {"rule": rule, **_as_keys(whole["properties"])}, **cls.together}
