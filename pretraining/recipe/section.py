@@ -134,10 +134,12 @@ def _texts_beneath(section: type[Section]) -> dict[str, str]:
     texts: dict[str, str] = {}
     for each in reversed(section.__mro__):
         if issubclass(each, Section):
-            (body,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
-            for node, after in pairwise(body.body):
-                if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr):
-                    texts[node.target.id] = " ".join(after.value.value.split())
+            whole = ast.parse(textwrap.dedent(inspect.getsource(each))).body[0]
+            assert isinstance(whole, ast.ClassDef)
+            for pair in pairwise(whole.body):
+                match pair:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(text))):
+                        texts[name] = " ".join(text.split())
     return texts
 
 
