@@ -131,7 +131,7 @@ def attempt(job: "Job") -> bool:
         recipe,
         model,
         arguments,
-        loss=build_loss(model, recipe.loss, groups),
+        loss=build_loss(model, recipe.resolved_loss, groups),
         train_dataset=prefetched(dataset),
         evaluator=evaluator,
         checkpoints=checkpoints,

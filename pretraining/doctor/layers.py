@@ -234,7 +234,7 @@ def train_some_steps(recipe: Recipe, ds_config: dict | None, world_size: int) ->
         recipe,
         language_model,
         arguments,
-        loss=build_loss(language_model, recipe.loss),
+        loss=build_loss(language_model, recipe.resolved_loss),
         train_dataset=MadeUpTokens(recipe),
         callbacks=[recorder],
     )

@@ -2,11 +2,17 @@
 
 recipe/abilities.json keeps the answers, recipes are checked by them (`recipe.model.why_not`), docs/model_types.md shows
 them. benchmarks/model_types.py measures every type, and adds what takes several ranks.
+
+As a program it reads a model section on stdin and prints one JSON object, {"abilities": ...} or {"error": one line}. Its
+argument is the module of a model of the user's own.
 """
 
+import json
+import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pretraining.data.documents import stack_blocks
 from pretraining.errors import UserError
+from pretraining.extend import load_extensions, read_extensions
 from pretraining.model.attention import TORCH_VARLEN, register_kernels
 from pretraining.model.build import blocks_of, compile_model, keep_products
 from pretraining.model.loss import balance_of, build_loss
@@ -32,6 +39,16 @@ VISIBLE = 1e-3
 LENGTH = 24
 BEGINS = ((0, 9, 14), (0, 13))
 """Where documents begin in the two rows of a batch."""
+
+
+def main() -> None:
+    section = json.load(sys.stdin)
+    try:
+        load_extensions(read_extensions(sys.argv[1:], Path(), "extensions"))
+        answer: dict = {"abilities": measured(section)}
+    except UserError as error:
+        answer = {"error": str(error)}
+    print(json.dumps(answer))
 
 
 def measured(model: dict) -> dict[str, str | None]:
@@ -205,3 +222,7 @@ ABILITIES: dict[str, Callable[[dict], None]] = {
     "balanced": balances,
 }
 """Ability -> what raises if the model lacks it."""
+
+
+if __name__ == "__main__":
+    main()

@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 
 from pretraining.data.documents import IGNORED
 from pretraining.errors import UserError
-from pretraining.extend import named
+from pretraining.extend import model_extension, named
 from pretraining.model.cross_entropy import LossHead, LossSettings, WideLossHead, chunked_nats, token_nats
 from pretraining.model.parallel import SplitHead
 from pretraining.model.routing import Routing, watch_routing
-from pretraining.recipe.model import EXACT, ROUTER_COEFFICIENT, why_not
+from pretraining.recipe.model import ROUTER_COEFFICIENT, why_not
 from pretraining.recipe.sections import Loss
 from pretraining.runtime.process_group import ALONE, RankGroups
 from pretraining.upstream.wide_weights import WideLinear
@@ -43,9 +43,9 @@ def build_loss(model: PreTrainedModel, settings: Loss = PLAIN, groups: RankGroup
             "loss.router_z_loss: needs a mixture of experts with model.output_router_logits true; set it, or leave "
             "router_z_loss out"
         )
-    if getattr(model.config, "output_router_logits", False) and model.config.model_type not in EXACT:
+    if getattr(model.config, "output_router_logits", False):
         watch_routing(model)  # for the losses below, and for ExpertLoad (training/experts.py)
-    coefficient, balance = balance_of(model, settings, groups) or (0.0, transformers_balance)
+    coefficient, balance = balance_of(model, settings, groups) or (0.0, own_balance)
     return partial(
         next_token_loss,
         router_coefficient=coefficient,
@@ -68,7 +68,10 @@ def _nats_of(model: PreTrainedModel, settings: Loss) -> Callable:
     if kind == "auto":
         # a linear layer without bias, and nothing else
         is_known = isinstance(head, LossHead) or type(head) in (nn.Linear, WideLinear)
-        fuses = is_known and head.bias is None and not why_not(model.config.to_dict(), "fused")
+        section = model.config.to_dict()
+        # of a class of the user's own the recipe knows more (`Recipe.resolved_loss`)
+        is_known = is_known and head.bias is None and model_extension(section["model_type"]) is None
+        fuses = is_known and not why_not(section, "fused")
         kind = "fused" if fuses else "chunked"
     if kind == "fused":
         if isinstance(head, SplitHead):
@@ -124,83 +127,78 @@ def balance_of(
     config = model.config
     if settings.balance == "none" or not getattr(config, "output_router_logits", False):
         return None
-    if config.model_type in EXACT:
-        sequence_group, chosen = groups.sequence_group, config.num_experts_per_tok
-        return getattr(config, ROUTER_COEFFICIENT), partial(
-            layers_balance, chosen=chosen, sequence_group=sequence_group
-        )
-    if hasattr(config, ROUTER_COEFFICIENT):
-        return getattr(config, ROUTER_COEFFICIENT), transformers_balance
-    routing = watch_routing(model)
+    routing, has_coefficient = watch_routing(model), hasattr(config, ROUTER_COEFFICIENT)
+    weight = getattr(config, ROUTER_COEFFICIENT, settings.balance_weight)
     if routing is None:
-        return None
-    if any(bias is not None for bias in routing.biases):
-        return settings.sequence_balance, partial(sequence_balance, routing=routing)
-    return settings.balance_weight, partial(chosen_balance, routing=routing)
+        return (weight, own_balance) if has_coefficient else None
+    watched = {"routing": routing, "sequence_group": groups.sequence_group}
+    if not has_coefficient and any(bias is not None for bias in routing.biases):
+        return settings.sequence_balance, partial(sequence_balance, **watched)
+    return weight, partial(layers_balance, **watched)
 
 
-def transformers_balance(outputs: Any) -> torch.Tensor:
-    """Return the balancing loss that the model class computes itself."""
+def own_balance(outputs: Any) -> torch.Tensor:
+    """Return the balancing loss that a model class computes itself, whose experts cannot be watched."""
     if outputs.aux_loss is None:
         what = "has router_aux_loss_coef and computes no such loss; take another type, or set loss.balance to none"
         raise UserError(f"model.model_type: {what}")
     return outputs.aux_loss
 
 
-def chosen_balance(outputs: Any, routing: Routing) -> torch.Tensor:
-    """Compute the loss for a class that has none; how many experts a token takes is seen in the forward pass."""
-    return layers_balance(outputs, chosen=routing.choices[0].shape[-1])
-
-
-def sequence_balance(outputs: Any, routing: Routing) -> torch.Tensor:
+def sequence_balance(
+    outputs: Any, routing: Routing, sequence_group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
     """Add up E/k sum_i f_i P_i of the layers, as DeepSeek-V3 does; of each the mean over sequences (eq. 17 to 20).
 
     f counts the k highest scores without the correction bias; P is the mean of sigmoid scores divided by their sum.
     """
-    losses = []
+    layers = []
     for logits, chosen in zip(outputs.router_logits, routing.choices, strict=True):
         # also a fused loss gets [batch, length, ...]; 16 bits count to 256
         scores = logits.float().view(*outputs.logits.shape[:2], -1).sigmoid()
-        _, length, experts = scores.shape
-        highest = scores.topk(chosen.shape[-1], dim=-1, sorted=False).indices.flatten(1)
-        sent = torch.zeros_like(scores[:, 0]).scatter_add_(
-            1, highest, torch.ones_like(highest, dtype=scores.dtype)
-        )
-        probabilities = (scores / scores.sum(-1, keepdim=True)).mean(1)
-        losses.append(experts / chosen.shape[-1] * (sent / length * probabilities).sum(-1).mean())
-    return torch.stack(losses).sum()
+        highest = scores.topk(chosen.shape[-1], dim=-1, sorted=False).indices
+        layers.append((counted(highest, scores[:, 0]), (scores / scores.sum(-1, keepdim=True)).mean(1)))
+    sums = products(layers, sequence_group)
+    return torch.stack([each.mean() / c.shape[-1] for each, c in zip(sums, routing.choices, strict=True)]).sum()
 
 
 def layers_balance(
-    outputs: Any, chosen: int, sequence_group: dist.ProcessGroup | None = None
+    outputs: Any, routing: Routing, sequence_group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Average E sum_i f_i P_i over the layers (Fedus et al. 2021, equations 4 to 6): `chosen` if all experts are equal.
+    """Average E sum_i f_i P_i over the layers (Fedus et al. 2021, equations 4 to 6): k if all experts are equal.
 
-    sequence_group: ranks that have the other parts of the same sequences. f and P are then means over all of them.
+    f is the share of tokens that are sent to an expert; each goes to k experts. P is the mean probability of an expert.
     """
     # Layer by layer: transformers adds up the tokens of each expert number over all layers before it multiplies. Layers
     # that each overload another expert then look balanced.
-    layers = [expert_shares(logits, chosen) for logits in outputs.router_logits]
+    layers = []
+    for logits, chosen in zip(outputs.router_logits, routing.choices, strict=True):
+        probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).mean(0)
+        layers.append((counted(chosen, probabilities), probabilities))
+    return torch.stack(products(layers, sequence_group)).mean()
+
+
+def counted(choices: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return the share of tokens that are sent to each expert. choices: [..., tokens, k]; like: [..., experts]."""
+    # scatter_add_ and not bincount, because the host would wait for bincount
+    experts = choices.flatten(-2)
+    sent = torch.zeros_like(like).scatter_add_(-1, experts, torch.ones_like(experts, dtype=like.dtype))
+    return sent / choices.shape[-2]
+
+
+def products(
+    layers: Sequence[tuple[torch.Tensor, torch.Tensor]], sequence_group: dist.ProcessGroup | None
+) -> list[torch.Tensor]:
+    """Return E sum_i f_i P_i of each layer's (f, P), [..., experts] each.
+
+    sequence_group: ranks that have the other parts of the same sequences. f and P are then means over all of them.
+    """
     if sequence_group is not None:
         # One message for all layers. The gradient passes through the sum over the ranks: each has the whole loss.
-        whole = mean_over(torch.stack([torch.stack(shares) for shares in layers]), sequence_group)
-        layers = [(frequencies, probabilities) for frequencies, probabilities in whole]
-    return torch.stack([len(f) * (f * p).sum() for f, p in layers]).mean()
-
-
-def expert_shares(logits: torch.Tensor, chosen: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return f and P of one layer's experts, [experts] each.
-
-    f is the share of tokens that are sent to an expert; each token goes to `chosen` experts. P is the mean probability
-    of an expert.
-    """
-    probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).mean(0)
-    experts = logits.topk(chosen, dim=-1, sorted=False).indices.flatten()
-    # scatter_add_ and not bincount, because the host would wait for bincount.
-    sent = torch.zeros_like(probabilities).scatter_add_(
-        0, experts, torch.ones_like(experts, dtype=probabilities.dtype)
-    )
-    return sent / len(logits), probabilities
+        flat = mean_over(torch.cat([each.flatten() for pair in layers for each in pair]), sequence_group)
+        parts = iter(flat.split([each.numel() for pair in layers for each in pair]))
+        layers = [(next(parts).view_as(f), next(parts).view_as(p)) for f, p in layers]
+    return [f.shape[-1] * (f * p).sum(-1) for f, p in layers]
 
 
 def mean_over(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -219,7 +217,7 @@ def next_token_loss(
     labels: torch.Tensor,
     num_items_in_batch: torch.Tensor | int | None = None,
     router_coefficient: float = 0.0,
-    balance: Callable = transformers_balance,
+    balance: Callable = own_balance,
     router_z_coefficient: float = 0.0,
     sequence_group: dist.ProcessGroup | None = None,
     nats: Callable = token_nats,

@@ -43,7 +43,7 @@ class Routing:
 
     def _note(self, layer: int, module: nn.Module, inputs: tuple, keywords: dict) -> None:
         # If activations are recomputed, the layer is called again with the same choices: nothing is counted twice.
-        self.choices[layer] = [*inputs, *keywords.values()][1].detach()
+        self.choices[layer] = [*inputs, *keywords.values()][1]
 
 
 def watch_routing(model: nn.Module) -> Routing | None:

@@ -6,8 +6,6 @@ source files that count, and the version of transformers.
 """
 
 import json
-import os
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,11 +15,11 @@ from typing import Any
 
 from pretraining.ds_config import Degrees
 from pretraining.errors import UserError
-from pretraining.extend import Extension, model_extension
+from pretraining.extend import model_extension
 from pretraining.recipe import model_with_defaults
-from pretraining.recipe.model import is_exact, value_of
+from pretraining.recipe.model import ask_of_model, is_exact, value_of
 from pretraining.recipe.optimizer import EMBEDDING, HEAD, HIDDEN, ROUTER, VECTOR
-from pretraining.runtime.answers import answered, ask
+from pretraining.runtime.answers import answered
 from pretraining.schema import REPOSITORY, display_path
 
 MODULE = "pretraining.model.counting"
@@ -246,7 +244,7 @@ def _counted(section: str) -> CountedModel:
     # another version of the library, of the code that counts, or of the user's file that builds must count again
     sources = (source.read_text(encoding="utf-8") for source in SOURCES)
     depends_on = (library, extension.digest if extension else "", *sources, section)
-    count = answered("", depends_on, "tensors", lambda: _built(section, extension))
+    count = answered("", depends_on, "tensors", lambda: ask_of_model(MODULE, section))
     if "error" in count:
         if extension:
             raise UserError(f"model: {display_path(extension.path)}: {count['error']}")
@@ -259,15 +257,6 @@ def _counted(section: str) -> CountedModel:
         )
     count["tensors"] = tuple(Tensor.of_part(*tensor) for tensor in count["tensors"])
     return CountedModel(**count)
-
-
-def _built(section: str, extension: Extension | None) -> dict:
-    # a small model needs no threads
-    program, variables = ["-m", MODULE], {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    if extension:
-        program += [extension.module if not extension.is_file else str(extension.path.absolute())]
-        variables["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), *filter(None, sys.path)])
-    return ask(program, section, **variables)
 
 
 def parameter_tensors(model: dict) -> tuple[Tensor, ...]:

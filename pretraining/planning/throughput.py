@@ -317,7 +317,7 @@ def last_product(model: dict) -> int:
 def _loss_kernel_bytes(setup: Setup, tokens: int, gpu: Gpu) -> float:
     """Return the bytes that the loss moves in 16 bit on one rank, without the head's products."""
     recipe, hidden = setup.recipe, setup.widths.hidden
-    vocab_size, kind = recipe.model.vocab_size, recipe.loss_kind
+    vocab_size, kind = recipe.model.vocab_size, recipe.resolved_loss.kind
     if kind != "plain":
         vocab_size = rows_of_rank(vocab_size, setup.degrees)
     compiled = compiles_loss(recipe.loss.compile, on_gpu=True)

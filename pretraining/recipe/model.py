@@ -1,20 +1,33 @@
 """The `model` section: which types a recipe may name, what their keys are called, and what fits together."""
 
 import json
+import os
+import sys
 from collections.abc import Sequence
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from pretraining.errors import did_you_mean, nearest, nearest_names
+from pretraining.errors import UserError, did_you_mean, nearest, nearest_names
 from pretraining.extend import MODEL_KEYS, model_extension
 from pretraining.recipe.section import schema_file
-from pretraining.schema import Wrong, check, problem
+from pretraining.runtime.answers import answered, ask
+from pretraining.schema import REPOSITORY, Wrong, check, display_path, problem
 
 EXACT = ("gpt2", "llama", "mixtral", "qwen3", "qwen3_moe")
 """Counted by formula in planning/shapes.py; what holds for them is tested for each."""
 FILE = Path(__file__).with_name("model_types.json")
 MEASURED = Path(__file__).with_name("abilities.json")
+MEASURING = (
+    "model/abilities.py",
+    "model/attention.py",
+    "model/build.py",
+    "model/cross_entropy.py",
+    "model/loss.py",
+    "upstream/transformers.py",
+)
+"""Files of the package by which the answer about a class of the user's own is measured."""
 GPT2_NAMES = {
     "hidden_size": "n_embd",
     "num_hidden_layers": "n_layer",
@@ -75,10 +88,11 @@ def experts_key(values: dict) -> str | None:
 def why_not(model: dict, ability: str) -> str | None:
     """Return why a model of this type lacks an ability; None if it has it.
 
-    model/abilities.py measures what each ability is, on a small model of the type.
+    model/abilities.py measures what each ability is, on a small model of the type; for a class of the user's own at
+    its first use, with this section's other keys.
     """
     kind = model["model_type"]
-    found = _json_of(MEASURED)["types"].get(kind, {})
+    found = _json_of(MEASURED)["types"].get(kind, {}) if model_extension(kind) is None else _measured(model)
     if ability not in found:
         return f"was not measured for {kind}"
     # the type may do so with or without a cap, and was measured without
@@ -95,6 +109,43 @@ def why_not_apart(model: dict, attention: str | None) -> str | None:
     # flash-attn's kernels get the same borders, and flex_attention the same mask
     alike = {**dict.fromkeys(FLASH, "torch_varlen"), "flex_attention": "sdpa"}
     return why_not(model, f"apart {alike.get(attention, attention)}")
+
+
+def _measured(model: dict) -> dict[str, str | None]:
+    """Return what a class of the user's own can do, with few layers, words and positions.
+
+    Raises:
+        UserError: its module does not run.
+    """
+    sizes = {"vocab_size": 96, "max_position_embeddings": 32}
+    if not any(isinstance(value, list) for value in model.values()):  # which may have an entry for each layer
+        sizes["num_hidden_layers"] = 2
+    section = {**model, **{key: min(size, model[key]) for key, size in sizes.items()}}
+    section.pop("attn_implementation", None)
+    return _measured_section(json.dumps(section, sort_keys=True))
+
+
+@cache
+def _measured_section(section: str) -> dict[str, str | None]:
+    own = model_extension(json.loads(section)["model_type"])
+    code = [(REPOSITORY / "pretraining" / name).read_text(encoding="utf-8") for name in MEASURING]
+    versions = [version(name) for name in ("torch", "transformers")]
+    depends_on, module = (*versions, own.digest, *code, section), "pretraining.model.abilities"
+    answer = answered("abilities-", depends_on, "abilities", lambda: ask_of_model(module, section))
+    if "error" in answer:
+        raise UserError(f"model: {display_path(own.path)}: {answer['error']}")
+    return answer["abilities"]
+
+
+def ask_of_model(module: str, section: str) -> dict:
+    """Ask a module of this package about a model section, in a process that loads the module of its class first."""
+    own = model_extension(json.loads(section)["model_type"])
+    # a small model needs no threads
+    program, variables = ["-m", module], {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    if own:
+        program += [str(own.path.absolute()) if own.is_file else own.module]
+        variables["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), *filter(None, sys.path)])
+    return ask(program, section, **variables)
 
 
 def dropouts(model: dict) -> list[str]:

@@ -6,13 +6,13 @@ Below the class stands what its sections ask of each other.
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 
 from pretraining.ds_config import degrees_of
 from pretraining.errors import nearest
-from pretraining.extend import Extension, check_defined, defined
+from pretraining.extend import Extension, check_defined, defined, model_extension
 from pretraining.recipe.budget import (
     RAMP,
     SCHEDULE_KEYS,
@@ -177,13 +177,13 @@ class Recipe:
         return keys + [f"optimizer.{key}" for key in rates if getattr(settings, key) not in (None, [])]
 
     @property
-    def loss_kind(self) -> str:
-        """The way of the loss, with `auto` resolved: plain, chunked or fused."""
+    def resolved_loss(self) -> Loss:
+        """The section `loss` with the way that `auto` takes: plain, chunked or fused."""
         if self.loss.function is not None:
-            return "plain"
-        if self.loss.kind == "auto":
-            return "chunked" if why_not(self.model, "fused") else "fused"
-        return self.loss.kind
+            return replace(self.loss, kind="plain")
+        if self.loss.kind != "auto":
+            return self.loss
+        return replace(self.loss, kind="chunked" if why_not(self.model, "fused") else "fused")
 
     @property
     def tokens_per_step(self) -> int:
@@ -267,8 +267,9 @@ class Recipe:
         yield from check_folder_name(self.data.name, "data.name")
         yield from self.data.check("data")
         yield from self.model.check()
-        yield from check_documents(self.data, model)
-        yield from check_loss(self.loss, model)
+        if model_extension(model.model_type) is None:  # else its code would run: before it trains (refusals.py)
+            yield from check_documents(self.data, model)
+            yield from check_loss(self.loss, model)
         for number, rule in enumerate(self.data.filters):
             if rule["rule"] == "callable" and ":" not in rule["import"]:
                 at = f"data.filters.{number}.import"

@@ -21,6 +21,7 @@ from pretraining.ds_config import (
     zero_stage,
 )
 from pretraining.errors import UserError
+from pretraining.extend import model_extension
 from pretraining.outside.addresses import is_remote
 from pretraining.recipe import Recipe, accumulation_steps, load_recipe
 from pretraining.recipe.data import is_mixed
@@ -34,6 +35,7 @@ from pretraining.recipe.model import (
     value_of,
     why_not,
 )
+from pretraining.recipe.recipe import check_documents, check_loss
 from pretraining.recipe.training import ADAMW, DEFAULT_OPTIM, ELEMENTWISE
 from pretraining.schema import Wrong, display_path, refuse_first
 
@@ -278,6 +280,13 @@ def _why_not_gathered_as_one(ds_config: dict | None) -> str | None:
     return "a compiled block needs all its weights at once, and they come from NVMe one by one"
 
 
+def _check_own_model(recipe: Recipe, ds_config: dict | None) -> Wrong:
+    """What is measured of a class of the user's own; of the others it is known when the recipe is read."""
+    if model_extension(recipe.model.model_type):
+        yield from check_documents(recipe.data, recipe.model)
+        yield from check_loss(recipe.loss, recipe.model)
+
+
 def _check_fp8(recipe: Recipe, ds_config: dict | None) -> Wrong:
     """fp8 products are in bf16 training of linear layers without ZeRO-3."""
     key, kind = "speed.fp8", recipe.speed.fp8
@@ -499,5 +508,6 @@ CHECKS = (
     _check_compile,
     _check_recomputation,
     _check_fp8,
+    _check_own_model,
 )
 """In this order: the first error is the one that is shown."""

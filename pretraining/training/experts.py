@@ -34,11 +34,8 @@ class ExpertLoad(TrainerCallback, ExportableState):
     forward pass. A starving expert is reported once, and again only after it has recovered.
     """
 
-    def __init__(
-        self, run: RunFolder, num_chosen: int | None = None, bias_rate: float = 0.0, logs: bool = True
-    ) -> None:
-        """num_chosen: experts of a token, by its scores; None: `model.routing` has seen what the routers chose."""
-        self.run, self.num_chosen, self.bias_rate, self.logs = run, num_chosen, bias_rate, logs
+    def __init__(self, run: RunFolder, bias_rate: float = 0.0, logs: bool = True) -> None:
+        self.run, self.bias_rate, self.logs = run, bias_rate, logs
         self.routing: Any = None
         self.step: list[torch.Tensor] | None = None
         """Counts of this rank in the step, [experts] of every mixture layer."""
@@ -50,12 +47,7 @@ class ExpertLoad(TrainerCallback, ExportableState):
         """Wrap the Trainer's `compute_loss_func`: count the choices of the forward pass first."""
 
         def counted(outputs, labels, num_items_in_batch=None):
-            if self.num_chosen is not None:
-                scores = outputs.router_logits
-                # the order does not matter for a count, and sorting costs
-                choices = [each.topk(self.num_chosen, dim=-1, sorted=False).indices for each in scores]
-                self.count(choices, [each.shape[-1] for each in scores])
-            elif self.routing is not None:
+            if self.routing is not None:
                 self.count(self.routing.choices, self.routing.sizes)
             return compute_loss(outputs, labels, num_items_in_batch=num_items_in_batch)
 

@@ -64,13 +64,9 @@ class RunMonitors:
         self.gradients = [*noise, LayerNormsCallback(run, layers_every, lambda: alerted.alerted_step)]
         self.experts = []
         if has_experts(recipe.model):
-            # the exact types tell by their routers' scores, under any split of their experts
-            exact, model = recipe.model.is_exact, recipe.model.with_defaults()
-            rate = recipe.loss.bias_rate if recipe.loss.balance == "auto" and not exact else 0.0
-            logs = recipe.monitors.expert_load and (not exact or model["output_router_logits"])
-            if logs or rate:
-                chosen = model["num_experts_per_tok"] if exact else None
-                self.experts = [ExpertLoad(run, chosen, rate, logs)]
+            rate = recipe.loss.bias_rate if recipe.loss.balance == "auto" else 0.0
+            if recipe.monitors.expert_load or rate:
+                self.experts = [ExpertLoad(run, rate, recipe.monitors.expert_load)]
         separate = recipe.monitors.source_loss and is_mixed(recipe.data)
         self.sources = [SourceLoss(source_names(recipe.data, str(recipe.path)))] if separate else []
         settings = recipe.monitors.profile

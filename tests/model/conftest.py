@@ -17,6 +17,6 @@ def arguments(tmp_path) -> TrainingArguments:
 @pytest.fixture
 def counts_here(monkeypatch, tmp_path):
     """Counts in this process, which has torch: the program's own function, without the seconds of its imports."""
-    monkeypatch.setattr(shapes, "_built", lambda section, extension: describe(json.loads(section)))
+    monkeypatch.setattr(shapes, "ask_of_model", lambda module, section: describe(json.loads(section)))
     monkeypatch.setenv("PRETRAINING_MODEL_CACHE", str(tmp_path / "counted"))
     shapes._counted.cache_clear()

@@ -284,7 +284,9 @@ def test_the_balancing_loss_is_asked_for_by_the_recipe():
     config = SimpleNamespace(output_router_logits=True, router_aux_loss_coef=0.25, **known)
 
     def coefficient() -> float:
-        return build_loss(SimpleNamespace(config=config)).keywords["router_coefficient"]
+        network = torch.nn.Module()
+        network.config = config
+        return build_loss(network).keywords["router_coefficient"]
 
     assert coefficient() == 0.25
     config.output_router_logits = False

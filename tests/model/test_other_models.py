@@ -98,7 +98,7 @@ def test_a_model_that_reads_its_tensors_is_estimated(monkeypatch):
     need = activations(Pass(QWEN2, 2, 64, Precision("bf16", 2, 2, 2)))
     monkeypatch.undo()
     shapes._counted.cache_clear()
-    monkeypatch.setattr(shapes, "_built", lambda section, extension: describe(json.loads(section)))
+    monkeypatch.setattr(shapes, "ask_of_model", lambda module, section: describe(json.loads(section)))
     measured = activations(Pass(QWEN2, 2, 64, Precision("bf16", 2, 2, 2)))
     assert need.layers == pytest.approx(measured.layers, rel=0.5)
 
@@ -158,12 +158,12 @@ def test_ranks_that_start_together_count_once(monkeypatch, tmp_path):
     monkeypatch.setenv("PRETRAINING_MODEL_CACHE", str(tmp_path))
     counted = []
 
-    def built(section: str, extension: None) -> dict:
+    def built(module: str, section: str) -> dict:
         counted.append(section)
         time.sleep(0.2)  # in which the others arrive
         return describe(json.loads(section))
 
-    monkeypatch.setattr(shapes, "_built", built)
+    monkeypatch.setattr(shapes, "ask_of_model", built)
     with ThreadPoolExecutor(3) as ranks:
         sizes = list(ranks.map(lambda _: shapes.count_model(QWEN2), range(3)))
     assert len(counted) == 1 and sizes[0] == sizes[1] == sizes[2]
@@ -191,7 +191,7 @@ def test_what_cannot_be_trained_is_one_line(model, message, tmp_path):
 def test_what_transformers_refuses_is_one_line():
     """A shape that the class itself cannot build."""
 
-    shapes._built = lambda section, extension: {"error": "ValueError: heads"}
+    shapes.ask_of_model = lambda module, section: {"error": "ValueError: heads"}
     assert "model: transformers cannot build this qwen2: ValueError: heads" in refusal(model_size, QWEN2)
 
 

@@ -30,8 +30,9 @@ def test_the_load_is_what_the_routers_chose(tmp_path, kind):
                     seen[expert] += 1
 
             module.register_forward_hook(see)
-    load = ExpertLoad(RunFolder(tmp_path), EXPERTS["num_experts_per_tok"])
+    load, state = ExpertLoad(RunFolder(tmp_path)), SimpleNamespace(stateful_callbacks={})
     loss = load.around(build_loss(model, replace(PLAIN, kind=kind)))
+    load.on_train_begin(None, state, None, model=model)
     for _ in range(2):
         tokens = torch.randint(512, (3, 64))
         loss(model(input_ids=tokens), tokens).backward()
@@ -68,7 +69,7 @@ def logged_windows(load: ExpertLoad, tokens_of_expert_1: list[int]) -> None:
 def test_a_starving_expert_is_told_of_once_until_it_recovers(tmp_path, capsys):
     """After some windows in a row, over a restart too; the terminal has a line with what to try."""
     run, state = RunFolder(tmp_path), SimpleNamespace(stateful_callbacks={})
-    load, resumed = ExpertLoad(run, 1), ExpertLoad(run, 1)
+    load, resumed = ExpertLoad(run), ExpertLoad(run)
     logged_windows(load, [3 * FEWEST, 2, 3 * FEWEST] + [2] * (WINDOWS - 1))
     assert not read_rows(run.events)
     state.stateful_callbacks["ExpertLoad"] = json.loads(json.dumps(load.state()))

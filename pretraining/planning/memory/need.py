@@ -174,7 +174,7 @@ def memory_need(setup: Setup, gpu_memory: float | None = None, held: HeldByRank 
             recipe.sequence_length,
             setup.precision,
             recipe.training.recomputed_one_in,
-            loss=replace(recipe.loss, kind=recipe.loss_kind),
+            loss=recipe.resolved_loss,
             gpu_memory=gpu_memory,
             keeps_products=recipe.speed.recompute == "operators",
             degrees=degrees,
