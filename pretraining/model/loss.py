@@ -159,7 +159,9 @@ def sequence_balance(
         highest = scores.topk(chosen.shape[-1], dim=-1, sorted=False).indices
         layers.append((counted(highest, scores[:, 0]), (scores / scores.sum(-1, keepdim=True)).mean(1)))
     sums = products(layers, sequence_group)
-    return torch.stack([each.mean() / c.shape[-1] for each, c in zip(sums, routing.choices, strict=True)]).sum()
+    return torch.stack(
+        [each.mean() / c.shape[-1] for each, c in zip(sums, routing.choices, strict=True)]
+    ).sum()
 
 
 def layers_balance(

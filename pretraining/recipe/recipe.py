@@ -267,7 +267,9 @@ class Recipe:
         yield from check_folder_name(self.data.name, "data.name")
         yield from self.data.check("data")
         yield from self.model.check()
-        if model_extension(model.model_type) is None:  # else its code would run: before it trains (refusals.py)
+        if (
+            model_extension(model.model_type) is None
+        ):  # else its code would run: before it trains (refusals.py)
             yield from check_documents(self.data, model)
             yield from check_loss(self.loss, model)
         for number, rule in enumerate(self.data.filters):

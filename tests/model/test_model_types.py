@@ -6,8 +6,10 @@ from importlib.metadata import version
 import pytest
 
 from pretraining.errors import UserError
+from pretraining.extend import load_extensions, model_extension
 from pretraining.model.abilities import ABILITIES, compare, keeps_apart, measured, trains_alike
 from pretraining.recipe import load_recipe
+from pretraining.recipe import model as model_types
 from pretraining.recipe.model import MEASURED, known_types, why_not, why_not_apart
 from tests.gear.finished_data import refusal
 from tests.gear.small_models import measurable
@@ -88,9 +90,35 @@ def test_what_a_type_cannot_do_is_one_line(case, tmp_path):
     assert message in said and "\n" not in said
 
 
+def test_a_class_of_the_user_s_own_is_measured_at_its_first_use(monkeypatch, tmp_path):
+    """Promise: what it can do is known before it trains, by one measurement for all processes of a machine."""
+    from pretraining.recipe.refusals import load_recipe_and_ds_config
+
+    asked = []
+
+    def ask(module: str, section: str) -> dict:
+        """In this process, without the program's imports; plans of features/own-model start it."""
+        asked.append(module)
+        load_extensions([model_extension("parallel")])
+        return {"abilities": measured(json.loads(section))}
+
+    monkeypatch.setattr(model_types, "ask_of_model", ask)
+    monkeypatch.setenv("PRETRAINING_MODEL_CACHE", str(tmp_path))
+    model_types._measured_section.cache_clear()
+    settings = ["model.hidden_size=64", "training.activation_checkpointing=true"]
+    recipe, _ = load_recipe_and_ds_config("features/own-model", settings, "zero1")
+    assert recipe.resolved_loss.kind == "fused" and why_not(recipe.model, "compiled") is None
+    model_types._measured_section.cache_clear()  # as another process has it
+    masked = [*settings, "data.document_masking=true"]
+    said = refusal(load_recipe_and_ds_config, "features/own-model", masked, "zero1")
+    assert "data.document_masking: does not hold for parallel" in said and len(asked) == 1
+    said = refusal(load_recipe_and_ds_config, "features/own-model", settings, "zero1:sequence=2")
+    assert "sequence 2: was not measured for parallel" in said
+
+
 def test_a_capped_model_is_not_fused_and_a_kernel_that_crosses_documents_is_not_chosen():
     """Promise: `auto` never takes what does not hold."""
     assert why_not(section("gemma3_text"), "fused") is None
     assert "softcapping" in why_not({**section("gemma3_text"), "final_logit_softcapping": 30.0}, "fused")
     assert why_not_apart(section("gemma2"), "torch_varlen") and why_not_apart(section("gemma2"), None) is None
-    assert "was not measured" in why_not({"model_type": "parallel"}, "fused")
+    assert "was not measured" in why_not({"model_type": "unheard_of"}, "fused")

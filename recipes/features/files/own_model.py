@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutput
 
 
@@ -25,7 +26,7 @@ class ParallelConfig(PreTrainedConfig):
     tie_word_embeddings: bool = False
 
 
-class ParallelBlock(nn.Module):
+class ParallelBlock(GradientCheckpointingLayer):
     """x + attention(norm(x)) + mlp(norm(x))"""
 
     def __init__(self, config: ParallelConfig) -> None:
@@ -51,6 +52,7 @@ class ParallelForCausalLM(PreTrainedModel, GenerationMixin):
 
     config_class = ParallelConfig
     _no_split_modules = ("ParallelBlock",)
+    supports_gradient_checkpointing = True
 
     def __init__(self, config: ParallelConfig) -> None:
         super().__init__(config)
