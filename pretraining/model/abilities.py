@@ -3,8 +3,8 @@
 recipe/abilities.json keeps the answers, recipes are checked by them (`recipe.model.why_not`), docs/model_types.md shows
 them. benchmarks/model_types.py measures every type, and adds what takes several ranks.
 
-As a program it reads a model section on stdin and prints one JSON object, {"abilities": ...} or {"error": one line}. Its
-argument is the module of a model of the user's own.
+As a program it reads a model section on stdin and prints one JSON object, {"abilities": ...} or {"error": one line}.
+Its argument is the module of a model of the user's own.
 """
 
 import json

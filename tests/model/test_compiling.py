@@ -23,10 +23,12 @@ from pretraining.model.build import (
     describe_compilation,
 )
 from pretraining.model.loss import build_loss
+from pretraining.model.routing import watch_routing
 from pretraining.planning.memory.need import memory_need
 from pretraining.planning.setup import Setup
 from pretraining.planning.shapes import layer_numel, parameter_tensors
 from pretraining.recipe import load_recipe
+from pretraining.recipe.model import known_types
 from pretraining.recipe.refusals import compiled_part, load_recipe_and_ds_config, why_not_compiled
 from pretraining.recipe.sections import Speed
 from pretraining.recipe.training import TRAINING_KEYS
@@ -37,6 +39,7 @@ from pretraining.upstream.torch import missing_compiler
 from tests.gear.compiled_ranks import CASES
 from tests.gear.finished_data import refusal
 from tests.gear.runs import MODELS, OTHER_MODELS, TOKENIZER, completed, launcher
+from tests.gear.small_models import measurable
 
 IDS = torch.randint(512, (2, 64), generator=torch.Generator().manual_seed(0))
 NONE = Speed(compile="none")
@@ -81,6 +84,23 @@ def test_one_graph_and_no_second_compilation(name, arguments, compile, checkpoin
     losses(name, arguments, compile=compile, compile_backend="eager", checkpointing=checkpointing)
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"] and not counters["recompiles"]
+
+
+def test_watched_experts_are_compiled_once_for_all_layers(arguments):
+    """What notes the routers' choices has nothing of a layer's own in it: else a ninth layer would run uncompiled."""
+    graphs = []
+    for watched in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        section = measurable("deepseek_v3", known_types()["deepseek_v3"])
+        model = build_model(
+            section, TOKENIZER, arguments, speed=Speed(compile="blocks", compile_backend="aot_eager")
+        )
+        if watched:
+            watch_routing(model)
+        model.train()(input_ids=IDS % 96).logits.sum().backward()
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1] > 0
 
 
 def test_batches_of_any_number_of_documents_share_a_graph(monkeypatch):

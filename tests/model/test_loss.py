@@ -240,8 +240,8 @@ def test_the_balancing_loss_is_the_paper_s(name, tokens):
     """Fedus et al. 2021, equations 4 to 6, in fp64: N sum f P of each layer by itself, weighted."""
     routed = {**FAMILIES[name], "output_router_logits": True, "router_aux_loss_coef": 0.5}
     model, (ids, labels) = built(routed, False), tokens
-    outputs = model(input_ids=ids)
-    by_layer = []
+    loss = build_loss(model, settings("plain"))  # watches the routers from here on
+    outputs, by_layer = model(input_ids=ids), []
     for logits in outputs.router_logits:
         experts = logits.shape[1]
         chances = torch.exp(logits) / torch.exp(logits).sum(1, keepdim=True)
@@ -249,7 +249,7 @@ def test_the_balancing_loss_is_the_paper_s(name, tokens):
         sent = [sum(expert in each for each in chosen) / len(chances) for expert in range(experts)]
         by_layer.append(experts * sum(f * p for f, p in zip(sent, chances.mean(0), strict=True)))
     share = (labels != IGNORED).sum().item() / 400
-    found = build_loss(model, settings("plain"))(outputs, labels, torch.tensor(400))
+    found = loss(outputs, labels, torch.tensor(400))
     without = token_nats(outputs.logits, labels) / 400
     expected = 0.5 * share * sum(by_layer).item() / len(by_layer)
     assert (found - without).item() == pytest.approx(expected, rel=1e-6)
