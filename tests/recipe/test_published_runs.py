@@ -13,7 +13,7 @@ from transformers import get_scheduler
 
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
-from pretraining.extend import defined, load_extensions
+from pretraining.extend import load_extensions
 from pretraining.model.counting import counted
 from pretraining.planning import shapes
 from pretraining.planning.gpus import find_gpu
@@ -37,6 +37,8 @@ PARAMETERS = {  # as published, or added up from the published shape
     "llama-3.1-8b": 8_030_261_248,
     # 15.29B without the two tables
     "moonlight-16b-a3b": 15_960_108_544,
+    "modded-nanogpt-adamw": 162_354_816,
+    "modded-nanogpt-muon": 162_354_816,
     "nanochat-d20": 560_988_160,
     "olmo2-1b": 1_484_916_736,
     "olmo2-7b": 7_298_617_344,
@@ -62,9 +64,11 @@ MACHINES = {  # as the runs had where that is known
     "gpt2": (8, "A100-80GB"),
     "llama-3.1-8b": (64, "H100"),
     "moonlight": (256, "H100"),
+    "modded-nanogpt": (8, "H100"),
     "nanochat": (8, "H100"),
     "olmo2-1b": (64, "H100"),
     "olmo2-7b": (128, "H100"),
+    "olmo3-7b-stage2": (128, "H100"),
     "olmo3-7b": (256, "H100"),
     "olmoe": (128, "H100"),
     "pythia-1.4b": (64, "A100-40GB"),
@@ -163,6 +167,8 @@ def stable(warmup: int, first: int, last: int) -> Callable[[int], float]:
 RATES: dict[str, Callable[[int], float]] = {  # share of the peak in the update after `step` updates
     "gpt2-124m-llmc": lambda step: (step + 1) / 700 if step < 700 else cosine(step, 700, 19560, 0),
     "gpt2-350m-llmc": lambda step: (step + 1) / 700 if step < 700 else cosine(step, 700, 60000, 0),
+    "modded-nanogpt-adamw": lambda step: min(1, (step + 1) / 250) * min(1, (5625 - step) / (0.7 * 5625)),
+    "modded-nanogpt-muon": lambda step: min(1, (3250 - step) / (0.7 * 3250)),
     "nanochat-d20": lambda step: min(1.0, (21400 - step) / 4280),
     "smollm2-135m": stable(2000, 1_600_000, 2_000_000),
     "smollm2-360m": stable(2000, 2_080_000, 2_600_000),
@@ -190,6 +196,8 @@ RATES: dict[str, Callable[[int], float]] = {  # share of the peak in the update 
     "cerebras-1.3b": lambda step: step / 346 if step < 346 else cosine(step, 346, 24334, 0.1),
     "cerebras-1.3b-mup": lambda step: step / 346 if step < 346 else cosine(step, 346, 24334, 0.1),
     "babylm-10m": lambda step: warm(step, 5000),
+    "olmo3-7b-stage2": lambda step: 1 - step / 47684,
+    "olmo3-7b-stage3": lambda step: step / 200 if step < 200 else 1 - (step - 200) / (11921 - 200),
     "moonlight-16b-a3b-stage3": lambda step: step / 100 if step < 100 else 1 - (step - 100) / (14901 - 100),
 }
 RATES |= {
@@ -200,9 +208,9 @@ RATES |= {
 
 def schedule_of(recipe: Recipe) -> Callable[[float], float]:
     """What the Trainer multiplies the peak with, as `TokenTrainer.create_scheduler` builds it."""
-    if recipe.training.lr_scheduler_type in defined(recipe.extensions, "schedule"):
-        load_extensions(recipe.extensions)
-        return own_schedule(recipe, recipe.num_steps)
+    load_extensions(recipe.extensions)
+    if (own := own_schedule(recipe, recipe.num_steps)) is not None:
+        return own
     training = recipe.training_keywords
     optimizer = SGD([Parameter(zeros(1))], lr=training.learning_rate)
     return get_scheduler(
@@ -331,4 +339,9 @@ def test_each_trains_with_its_own_groups_and_schedule(name, published_run):
     losses = [row["train/loss"] for row in run.rows if "train/loss" in row]
     assert len(losses) == STEPS and all(map(math.isfinite, losses))
     assert any(row.get("train/learning_rate") for row in run.rows)
-    assert load_recipe(str(run.dir.recipe)).published == load_recipe(name).published
+    recipe, said = load_recipe(name), (run.folder / "console.log").read_text(encoding="utf-8")
+    for row in recipe.optimizer.groups:
+        rate, decay = row.learning_rate, row.weight_decay
+        assert rate is None or f"learning rate {rate:g}," in said
+        assert decay is None or f"weight decay {decay:g}," in said
+    assert load_recipe(str(run.dir.recipe)).published == recipe.published
