@@ -114,7 +114,10 @@ def build_optimizer(
         }
         groups.append(group)
     # Muon also without a group of "muon": it is then AdamW
-    return Muon(groups, model, {name: layouts[name] for name, kind in kinds.items() if kind == HIDDEN})
+    optimizer = Muon(groups, model, {name: layouts[name] for name, kind in kinds.items() if kind == HIDDEN})
+    # transformers' polynomial schedule looks for the peak here
+    optimizer.defaults["lr"] = training.learning_rate
+    return optimizer
 
 
 def kinds_of(model: PreTrainedModel) -> dict[str, str]:

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_scheduler
 
 from pretraining.planning.shapes import parameter_tensors
 from pretraining.planning.sizes import check_rows
@@ -62,6 +63,13 @@ def test_every_parameter_has_the_table_s_values():
             adam.step()
     for (name, found), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_a_polynomial_schedule_finds_its_peak():
+    optimizer = build_optimizer(built("gpt2"), Optimizer.of({"groups": TABLE}), TRAINING)
+    ends = {"lr_end": TRAINING.learning_rate / 10, "power": 1.0}
+    shares = get_scheduler("polynomial", optimizer, 10, 110, scheduler_specific_kwargs=ends).lr_lambdas[0]
+    assert [shares(step) for step in (0, 10, 60, 110)] == pytest.approx([0, 1, 0.55, 0.1])
 
 
 def test_the_lines_at_the_start_name_rates_decays_and_momenta():
