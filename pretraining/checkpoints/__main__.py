@@ -333,9 +333,8 @@ class Prune:
         keys = ("keep_last", "keep_best", "keep_every", "demote_to_weights")
         rule, metric = {"keep_last": None}, "loss"
         if run.recipe.exists():
-            sections = object_of(
-                {"checkpoints": object_of({})}, {"evaluation": object_of({}, {"metric": TEXT})}
-            )
+            evaluation = object_of({}, {"metric": TEXT})
+            sections = object_of({"checkpoints": object_of({})}, {"evaluation": evaluation})
             try:
                 recipe = check(read_json_value(run.recipe), sections, str(run.recipe))
             except ValueError as error:

@@ -270,9 +270,8 @@ def catalogue(run: RunFolder) -> list[dict]:
         else:
             num_bytes = sum(path.stat().st_size for path in files_in(folder))
             found = Health(state, None, marker_or_nothing(folder), num_bytes=num_bytes)
-        step = step_in_name(
-            folder.with_name(folder.name.partition(".")[0])
-        )  # aside: checkpoint-<step>.<when>
+        # one that was set aside is checkpoint-<step>.<when>
+        step = step_in_name(folder.with_name(folder.name.partition(".")[0]))
         return entry_of(str(folder.relative_to(run.path)), step, found, folder.stat().st_mtime)
 
     entries = [entry(each) for each in checkpoint_folders(run)]

@@ -235,9 +235,8 @@ def begin_run(
         write_json(run.recipe, identity.recipe.to_dict())
         write_json(run.plan, plan.to_dict())
         write_json(run.environment, identity.environment)
-        with replacing_folder(
-            run.model
-        ) as description:  # an export needs them, and checkpoints do not hold them
+        # an export needs them, and checkpoints do not hold them
+        with replacing_folder(run.model) as description:
             model.config.save_pretrained(description)
             data.tokenizer.save_pretrained(description)
         print(start_text(run, identity, plan), flush=True)

@@ -35,16 +35,8 @@ EVENTS = {
     "failed": ("failed",),
     "finished": ("end",),
     "alert": (
-        *(
-            "spike",
-            "non_finite",
-            "gradient_explosion",
-            "plateau",
-            "starved_experts",
-            "straggler",
-            "early_stop",
-        ),
-        *("save_failed", "upload_failed", "checkpoint_passed_over"),
+        *("spike", "non_finite", "gradient_explosion", "plateau", "starved_experts"),
+        *("straggler", "early_stop", "save_failed", "upload_failed", "checkpoint_passed_over"),
     ),
 }
 """{entry of `monitors.notify.on`: the kinds of rows of events.jsonl that it means}"""
@@ -124,11 +116,12 @@ class Notices:
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 send(notice)
-                return self._note("notified", **of, attempts=attempt)
             except Failed as failure:
                 reason = " ".join(str(failure).split())[:300]
             except Exception as error:  # whatever it is, training goes on
                 reason = type(error).__name__
+            else:
+                return self._note("notified", **of, attempts=attempt)
             if attempt < ATTEMPTS:
                 time.sleep(PAUSE_SECONDS * 4 ** (attempt - 1))
         self._note("notify_failed", **of, attempts=ATTEMPTS, reason=reason)

@@ -151,8 +151,8 @@ class RunFolder:
 
 _STEP = {"type": ["number", "null"], "minimum": 0, "maximum": 1 << 53}
 _STEPS = ("step", "steps", "own_seconds", "median_seconds", "blocked_seconds", "world_size")
-_TEXTS = {"time": TEXT, "event": TEXT, "measured": {"type": ["object", "null"]}}
-_EVENT = object_of({}, {**_TEXTS, **dict.fromkeys(_STEPS, _STEP)})
+_MEASURED = {"type": ["object", "null"]}
+_EVENT = object_of({}, {"time": TEXT, "event": TEXT, "measured": _MEASURED, **dict.fromkeys(_STEPS, _STEP)})
 
 
 def read_events(path: Path) -> list[dict]:
