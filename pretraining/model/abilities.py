@@ -53,7 +53,6 @@ def main() -> None:
 
 def measured(model: dict) -> dict[str, str | None]:
     """Return {ability: None, or why the model lacks it} of a model section, which should be small."""
-    register_kernels()
     found: dict[str, str | None] = {}
     for ability, measure in ABILITIES.items():
         try:
@@ -68,6 +67,7 @@ def measured(model: dict) -> dict[str, str | None]:
 
 def built(model: dict, attention: str | None = None) -> PreTrainedModel:
     """Build the model in fp32, with weights of gain 1: a difference anywhere reaches the logits."""
+    register_kernels()
     torch.manual_seed(0)
     special = {"use_cache": False, "bos_token_id": 0, "eos_token_id": 0, "attn_implementation": attention}
     network = AutoModelForCausalLM.from_config(
