@@ -84,19 +84,19 @@ def table_row(recipe) -> str:
     full, rates = model_with_defaults(recipe.model), [scientific(recipe.training.learning_rate)]
     if recipe.optimizer.matrix_learning_rate:
         rates.append(f"Muon {scientific(recipe.optimizer.matrix_learning_rate)}")
-    heads = value_of(full, "num_attention_heads")
-    shape = [full["model_type"], f"{value_of(full, 'hidden_size'):,} wide"]
-    shape += [f"{value_of(full, 'num_hidden_layers')} layers", f"{heads} heads"]
-    if (key_value_heads := full.get("num_key_value_heads", heads)) != heads:
-        shape.append(f"{key_value_heads} of keys and values")
-    if experts := full.get("num_local_experts") or full.get("num_experts"):
-        shape.append(f"{experts} experts of which {full['num_experts_per_tok']}")
-    shape.append(f"{value_of(full, 'max_position_embeddings'):,} positions")
+    width, layers, heads, positions = (
+        value_of(full, key)
+        for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+    )
+    of_keys = full.get("num_key_value_heads", heads)
+    experts = full.get("num_local_experts") or full.get("num_experts")
     tokens = recipe.num_tokens
-    tokens = f"{tokens / 1e9:,.1f} B" if tokens >= 1e9 else f"{tokens / 1e6:.3f} M"
-    cells = [f"`{recipe.name}`", f"{model_size(recipe.model).total:,}", ", ".join(shape), tokens]
+    cells = [f"`{recipe.name}`", f"{model_size(recipe.model).total:,}", full["model_type"], f"{width:,}"]
+    cells += [f"{layers}", f"{heads}" if of_keys == heads else f"{heads} ({of_keys})"]
+    cells += [f"{experts} ({full['num_experts_per_tok']})" if experts else "", f"{positions:,}"]
+    cells += [f"{tokens / 1e9:,.1f} B" if tokens >= 1e9 else f"{tokens / 1e6:.3f} M"]
     cells += [f"{recipe.tokens_per_step:,}", ", ".join(rates), recipe.deepspeed]
-    return f"| {' | '.join(cells)} | "
+    return f"| {' | '.join(cells)} | ".replace("|  |", "| |")
 
 
 def test_the_table_of_recipes_is_what_their_files_say():
