@@ -121,12 +121,13 @@ def test_each_is_a_whole_recipe_of_a_few_lines_over_a_base_and_says_what_to_look
 
 
 def test_the_table_of_the_readme_lists_them():
-    """A row for each, in the order of their names, with its description up to what one should look at."""
+    """A row for each, in the order of their names: of its description what comes first, without the rest of it."""
     text = (RECIPES / "README.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| \[`([\w-]+)`\]\(features/\1\.json\) \| (.*) \|$", text, re.M))
     described = {path.stem: json.loads(path.read_text())["description"] for path in PATHS}
     assert list(rows) == NAMES
-    assert rows == {name: re.split(rf" (?={ADVICE})", words)[0] for name, words in described.items()}
+    ends = rf"\.? (?={ADVICE})|[:;] (?![^(]*\))"
+    assert rows == {name: f"{re.split(ends, words)[0]}." for name, words in described.items()}
 
 
 def test_the_readme_names_every_second_stage():
