@@ -27,7 +27,7 @@ from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
 from pretraining.recipe.data import Data, Source
 from pretraining.recipe.model import Model
-from tests.gear.local_hub import local_hub
+from tests.gear.local_hub import LocalHub
 from tests.gear.runs import REPOSITORY, execute
 
 WORDS = [
@@ -522,7 +522,7 @@ def test_a_tokenizer_that_the_hub_does_not_give_is_named_before_text_is_read(tmp
     sources = json.dumps([{"path": str(corpus)}])
     command = [sys.executable, "data_prep.py", "--recipe", "tiny", "--data_dir", tmp_path / "data"]
     command += ["--set", f"data.tokenizer={name}", "--set", f"data.sources={sources}"]
-    with local_hub() as hub:
+    with LocalHub() as hub:
         hub.gated.add("someone/gated")
         hub.missing.add("gpt3")
         refused = execute(command, **{**hub.environment, "HF_TOKEN": "", "HF_HOME": tmp_path / "hub"})

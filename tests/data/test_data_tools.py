@@ -21,7 +21,7 @@ from pretraining.data.tools.push import plan_push
 from pretraining.recipe import load_recipe
 from tests.data.test_data_prep import recipe_file
 from tests.gear.finished_data import answer, change_manifest, copy_of, documents_of, make_data, refusal
-from tests.gear.local_hub import REPOSITORY_ID, local_hub
+from tests.gear.local_hub import REPOSITORY_ID, LocalHub
 from tests.gear.runs import execute
 
 TOOL = [sys.executable, "-m", "pretraining.data"]
@@ -304,7 +304,7 @@ def test_the_card_is_what_datasets_loads_by(made):
 
 def test_push_sends_everything_and_the_manifest_last(made, tmp_path):
     """What arrives at the hub is the data set, whole; the manifest comes with the last commit, stale shards go."""
-    with local_hub() as hub:
+    with LocalHub() as hub:
         hub.files["train/data-00099-of-00100.arrow"] = b"of an earlier push"
         words = [*TOOL, "push", made.folder, REPOSITORY_ID, "--private", "--json"]
         finished = execute(words, **hub.environment)

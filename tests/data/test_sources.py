@@ -2,9 +2,8 @@
 
 import gzip
 import json
-import threading
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 
 import fsspec
@@ -17,6 +16,7 @@ from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
 from pretraining.recipe.data import Data, Source
 from pretraining.schema import REPOSITORY
+from tests.gear.served import Served
 
 TEXTS = [f"document {number} " + "word " * (number % 50) for number in range(400)]
 
@@ -106,16 +106,14 @@ def test_a_web_server_is_read_like_a_disk(tmp_path):
     (tmp_path / "b.txt").write_text("three")
     (tmp_path / "d.jsonl").write_text('{"text": "four"}\n{"text": "five"}\n')
     handler = partial(SimpleHTTPRequestHandler, directory=tmp_path)
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{server.server_port}"
+    with Served(handler) as server:
+        address = server.address
         sources = [open_source(Source(path=f"{address}/{n}")) for n in ("a.jsonl.gz", "b.txt", "d.jsonl")]
         texts = [[document.text for document in source.documents()] for source in sources]
         with pytest.raises(UserError, match=f"{address}/d.jsonl: cannot be read .*range requests"):
             list(sources[2].documents([Extent(0, 17, 34)]))
         with pytest.raises(UserError, match=f"{address}/c.txt"):
             open_source(Source(path=f"{address}/c.txt"))
-        server.shutdown()
     assert texts == [["one", "two"], ["three"], ["four", "five"]]
 
 

@@ -28,7 +28,7 @@ from pretraining.recipe.curve import changes_of_run
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.runtime import host
 from pretraining.runtime.failures import failing_gpus
-from tests.gear.local_hub import REPOSITORY_ID, local_hub
+from tests.gear.local_hub import REPOSITORY_ID, LocalHub
 from tests.gear.runs import LAUNCHED, SMALL_RECIPE, execute
 
 NVIDIA_SMI = """#!{python}
@@ -173,7 +173,7 @@ def sick(request) -> Examined:
         "TORCH_EXTENSIONS_DIR": str(home / "built"),
         "NCCL_P2P_DISABLE": "1",
     }
-    with local_hub() as hub:
+    with LocalHub() as hub:
         hub.gated.add("someone/gated")
         variables |= {**hub.environment, "HF_TOKEN": "", "NCCL_SOCKET_IFNAME": "ib9"}
         return Examined(execute([*namespaces, "sh", "-c", faults, "sh", *command], **variables))
@@ -229,7 +229,7 @@ def test_a_healthy_machine_has_none_of_these_faults(tmp_path):
     plant_gpus(folder / "bin", 8)
     install_torch(folder / "packages", "2.13.0+cu130", "13.0")
     recipe = write_recipe(folder, REPOSITORY_ID, REPOSITORY_ID, report_to="none")
-    with local_hub() as hub:
+    with LocalHub() as hub:
         variables = {**hub.environment, "PYTHONPATH": str(folder / "packages"), "HF_HOME": str(folder / "hf")}
         variables |= {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", FOLDER_VARIABLE: str(folder / "kept")}
         variables |= SEEN
@@ -536,7 +536,7 @@ def test_an_answer_that_does_not_come_is_not_waited_for(monkeypatch):
 )
 def test_what_the_hub_answers_is_said_in_words(monkeypatch, tmp_path, status, has_token, words):
     """A token without rights, a hub that is down: each has its own remedy."""
-    with local_hub() as hub:
+    with LocalHub() as hub:
         hub.refuse_with = status
         token = {"HF_TOKEN": "hf_local" if has_token else "", "HF_HOME": str(tmp_path)}
         for name, value in {**hub.environment, **token}.items():

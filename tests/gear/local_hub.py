@@ -4,20 +4,19 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from http.server import BaseHTTPRequestHandler
+
+from tests.gear.served import Served
 
 REPOSITORY_ID = "someone/corpus"
 OF_DATA = f"/datasets/{REPOSITORY_ID}"
 
 
-class LocalHub(ThreadingHTTPServer):
+class LocalHub(Served):
     """Keeps the repository's files and what each commit changed, as the client sent them."""
 
     def __init__(self):
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.files: dict[str, bytes] = {}
         self.objects: dict[str, bytes] = {}
         self.commits: list[list[str]] = []
@@ -35,9 +34,8 @@ class LocalHub(ThreadingHTTPServer):
     @property
     def environment(self) -> dict[str, str]:
         """What makes the client talk to this hub, by plain LFS."""
-        endpoint = f"http://127.0.0.1:{self.server_port}"
         return {
-            "HF_ENDPOINT": endpoint,
+            "HF_ENDPOINT": self.address,
             "HF_TOKEN": "hf_local",
             "HF_HUB_OFFLINE": "0",
             "HF_HUB_DISABLE_XET": "1",
@@ -136,7 +134,7 @@ class _Handler(BaseHTTPRequestHandler):
         )
 
     def _url(self, path: str) -> str:
-        return f"http://127.0.0.1:{self.server.server_port}{path}"
+        return f"{self.server.address}{path}"
 
     def _answer_access(self, name: str) -> None:
         if name in self.server.missing:
@@ -166,17 +164,3 @@ class _Handler(BaseHTTPRequestHandler):
 def _mode_of(file: dict) -> dict:
     mode = "lfs" if file["path"].endswith(".arrow") else "regular"
     return {"path": file["path"], "uploadMode": mode, "shouldIgnore": False}
-
-
-@contextmanager
-def local_hub() -> Iterator[LocalHub]:
-    """A hub that serves until the block ends."""
-    hub = LocalHub()
-    thread = Thread(target=hub.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield hub
-    finally:
-        hub.shutdown()
-        hub.server_close()
-        thread.join()

@@ -11,11 +11,12 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 from pretraining.checkpoints.remote import RemoteRun, newest_stored
 from tests.gear.runs import free_port
+from tests.gear.served import Served
 
 BUCKET = "bucket"
 OF_A_CONNECTION = ("connection", "transfer-encoding", "content-length", "accept-encoding", "expect")
@@ -125,17 +126,15 @@ def use_here(monkeypatch, address: str, **more: str) -> None:
     s3fs.S3FileSystem.clear_instance_cache()
 
 
-class Proxy(ThreadingHTTPServer):
+class Proxy(Served):
     """Passes requests on to `target`. `mistreat(number, path)` says what becomes of the n-th GET, PUT, POST or DELETE:
 
     None (passed on), "error" (status 500), "deny" (403), "drop" (closed without an answer), "cut" (half a body),
     "spoil" (one bit).
     """
 
-    daemon_threads = True
-
     def __init__(self, target: str, mistreat: Callable[[int, str], str | None], host: str = "127.0.0.1"):
-        super().__init__((host, 0), _Passing)
+        super().__init__(_Passing, host)
         self.target, self.mistreat = target, mistreat
         self.requests: list[str] = []
         """Paths of the GETs, with the range asked for."""
@@ -143,15 +142,6 @@ class Proxy(ThreadingHTTPServer):
         """Method, path and treatment of each PUT, POST and DELETE."""
         self.mistreated = 0
         self.lock = threading.Lock()
-        self.address = f"http://{host}:{self.server_port}"
-
-    def __enter__(self) -> "Proxy":
-        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.shutdown()
-        self.server_close()
 
     def handle_error(self, request, client_address) -> None:
         """Clients that hang up are part of the test."""

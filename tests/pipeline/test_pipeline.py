@@ -18,7 +18,7 @@ from pretraining.pipeline.step import ranks_of
 from pretraining.pipeline.steps import NAMES
 from pretraining.runtime.lock import lock_idle_run
 from pretraining.runtime.processes import CommandEnded, call
-from tests.gear.local_hub import REPOSITORY_ID, local_hub
+from tests.gear.local_hub import REPOSITORY_ID, LocalHub
 from tests.gear.object_store import BUCKET, s3_server, use_here
 from tests.gear.runs import REPOSITORY, Workshop, completed, execute
 
@@ -220,7 +220,7 @@ def test_an_export_reaches_the_hub_in_one_commit(tmp_path):
         (run / "export" / name).write_text("---\ntags: [a]\n---\n")
     (run / "report.html").write_text("page")
     words = ["python", "-m", "pretraining.checkpoints", "push", run, REPOSITORY_ID, "--private", "--json"]
-    with local_hub() as hub:
+    with LocalHub() as hub:
         finished = completed(words, **hub.environment)
         assert "private" in hub.created[0].values() and hub.created[0].get("type") != "dataset"
         assert [set(commit) for commit in hub.commits] == [set(json.loads(finished.stdout)["sent"])]

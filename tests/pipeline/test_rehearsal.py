@@ -5,9 +5,8 @@ import os
 import shutil
 import socket
 import sys
-import threading
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 
 import fsspec
@@ -21,6 +20,7 @@ from pretraining.rehearsal import rehearsal
 from pretraining.rehearsal.rank import RankPlace
 from pretraining.rehearsal.rehearsal import Rehearsal, rehearse
 from tests.gear.runs import LAUNCHED, MODELS, Workshop, completed, forked_programs
+from tests.gear.served import Served
 
 RANKS = 60
 MANY = ("--world_size", RANKS, "--nodes", 7)
@@ -139,9 +139,8 @@ class Unlisted(SimpleHTTPRequestHandler):
 @pytest.mark.parametrize("handler", [SimpleHTTPRequestHandler, Unlisted])
 def test_data_of_a_web_server_is_looked_at(workshop, tmp_path, own_data, without_ranks, capsys, handler):
     """It lists no sizes: each shard is asked for. One that is cut, and one that is not there, are named."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=own_data)) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        words = ("--data_dir", f"http://127.0.0.1:{server.server_port}")
+    with Served(partial(handler, directory=own_data)) as server:
+        words = ("--data_dir", server.address)
         rehearsed(workshop, tmp_path, *words)
         assert "all there" in capsys.readouterr().out
         shard = next((own_data / "corpus" / "train").glob("*.arrow"))
@@ -151,7 +150,6 @@ def test_data_of_a_web_server_is_looked_at(workshop, tmp_path, own_data, without
         shard.unlink()
         with pytest.raises(UserError, match=r"^data: http.*\.arrow: not there"):
             rehearsed(workshop, tmp_path, *words)
-        server.shutdown()
 
 
 def test_a_finished_run_of_this_machine_is_no_fault_of_another(workshop, tmp_path, without_ranks, capsys):

@@ -15,7 +15,7 @@ from pretraining.planning.sizes import model_size
 from pretraining.recipe import Recipe, load_recipe
 from pretraining.recipe.curve import changed_parts
 from pretraining.training.ranks import agree_on_shape
-from tests.gear.local_hub import local_hub
+from tests.gear.local_hub import LocalHub
 from tests.gear.on_ranks import on_ranks
 from tests.gear.quality_texts import PROSE
 from tests.gear.runs import REPOSITORY, execute
@@ -191,7 +191,7 @@ def test_a_path_without_a_config_and_a_name_that_is_none(tmp_path):
 @pytest.fixture
 def hub():
     """A hub with one model of two commits, which differ in the number of layers."""
-    with local_hub() as hub:
+    with LocalHub() as hub:
         first = {**published("smollm2-135m"), "num_hidden_layers": 3}
         second = {**first, "num_hidden_layers": 4}
         commits = {FIRST: first, SECOND: second}

@@ -1,9 +1,8 @@
 """Notices of a run's events, to a real server and a real command; neither may hold up a run or end it."""
 
 import json
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 
@@ -16,6 +15,7 @@ from pretraining.runtime.exit_codes import OF_RANKS
 from pretraining.runtime.notices import notices
 from pretraining.runtime.run_folder import RunFolder
 from tests.gear.runs import execute
+from tests.gear.served import Served
 
 WEBHOOK = "PRETRAINING_TEST_WEBHOOK"
 NO_PART_OF_FILES = "T0/B0/sesame"
@@ -41,13 +41,10 @@ def server(monkeypatch):
         def log_message(self, *words):
             pass
 
-    server = HTTPServer(("127.0.0.1", 0), Answer)
-    server.received, server.answers = [], []
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv(WEBHOOK, f"http://127.0.0.1:{server.server_port}/{NO_PART_OF_FILES}")
-    yield server
-    server.shutdown()
-    server.server_close()
+    with Served(Answer) as server:
+        server.received, server.answers = [], []
+        monkeypatch.setenv(WEBHOOK, f"{server.address}/{NO_PART_OF_FILES}")
+        yield server
 
 
 def journalled(run: RunFolder) -> list[dict]:
