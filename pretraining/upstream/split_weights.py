@@ -21,7 +21,7 @@ its place. What follows from them:
   for marked parameters too. Stage 3 looks at the parameters alone (`ds_zero_placement_family`).
 - The gradient norm counts every expert once.
 
-Held by test_expert_parallel.py. May go once DeepSpeed can be told in public which ranks have copies of a
+Held by test_layouts.py. May go once DeepSpeed can be told in public which ranks have copies of a
 parameter.
 
 AutoEP itself (`expert_parallel`, module_inject/auto_ep.py) is not used. It replaces router and experts by modules of

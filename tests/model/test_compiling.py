@@ -215,7 +215,8 @@ def test_deepcompile_is_started_by_its_switch(capsys):
     assert engine_config(recipe, ds_config)["compile"] == {"deepcompile": True}
     assert "never tried" in describe_compilation(recipe.speed)
     started = []
-    engine = SimpleNamespace(optimizer=object(), zero_optimization=lambda: True, compile=started.append)
+    engine = SimpleNamespace(optimizer=object(), zero_optimization=lambda: True)
+    engine.compile = lambda backend: started.append(backend)
     trainer = SimpleNamespace(recipe=recipe, model_wrapped=engine, is_deepspeed_enabled=True)
     trainer.gradient_norm_known = None
     PretrainingTrainer.prepared(trainer)
