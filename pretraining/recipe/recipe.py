@@ -159,10 +159,8 @@ class Recipe:
         """
         sizes, resizes = self.step_sizes, []
         if not any(change["key"] == RAMP for change in changes):
-            renewed = max(
-                (change["step"] for change in changes if change["key"] in SCHEDULE_KEYS), default=-1
-            )
-            first = max(renewed + 1, sizes.ramp_steps)
+            renewed = [change["step"] for change in changes if change["key"] in SCHEDULE_KEYS]
+            first = max(max(renewed, default=-1) + 1, sizes.ramp_steps)
             kept = [change for change in changes if change["key"] == STEP_SIZE and change["step"] >= first]
             resizes = [Resize(change["step"], change["from"], change["to"]) for change in kept]
         return Progress(sizes, self.sequence_length, self.budget.tokens, step, tokens, tuple(resizes))
@@ -237,14 +235,7 @@ class Recipe:
     @property
     def training_keywords(self) -> Training:
         """`training`, with what the budget says of the schedule in tokens, in full steps."""
-        # a copy: the recipe itself stays as it was written
-        keywords = Training(self.training)
-        if (tokens := self.budget.warmup_tokens) is not None:
-            keywords["warmup_steps"] = tokens // self.tokens_per_step
-        if (tokens := self.budget.decay_tokens) is not None:
-            given = self.training.lr_scheduler_kwargs or {}
-            keywords["lr_scheduler_kwargs"] = {**given, "num_decay_steps": tokens // self.tokens_per_step}
-        return keywords
+        return self.training.in_steps(self.budget)
 
     def to_dict(self) -> dict:
         """The resolved recipe: written to a file and loaded again, it is this recipe."""
@@ -289,14 +280,8 @@ class Recipe:
         yield from self.budget.check_length(length)
         for name in SECTIONS:
             yield from getattr(self, name).check(name)
-        yield from check_schedule(
-            self.budget,
-            self.training,
-            self.training_keywords,
-            self.num_steps,
-            where,
-            defined(extensions, "schedule"),
-        )
+        schedules = defined(extensions, "schedule")
+        yield from check_schedule(self.budget, self.training, self.num_steps, where, schedules)
         yield from self.optimizer.check_course(self.num_steps)
         yield from check_judged(self.budget, self.training, self.monitors.spikes)
         yield from check_mixture(self.data, self.num_samples, length, where)
@@ -376,9 +361,7 @@ def accumulation_steps(recipe: Recipe, world_size: int, ds_config: dict | None =
             if rest:
                 what += f"make from_tokens_per_step and increment multiples of {ranks * length}, or take fewer ranks"
             else:
-                fitting = next(
-                    micro for micro in range(min(micro_batch, shared), 0, -1) if shared % micro == 0
-                )
+                fitting = next(each for each in range(min(micro_batch, shared), 0, -1) if shared % each == 0)
                 what += f"training.per_device_train_batch_size={fitting} divides every step"
             raise problem(where, "budget.ramp", what)
     return steps

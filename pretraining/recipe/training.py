@@ -236,6 +236,17 @@ class Training(dict):
         """Steps between validations: the Trainer takes `logging_steps` if `eval_steps` is left out."""
         return self.eval_steps or self.logging_steps
 
+    def in_steps(self, budget: Budget) -> "Training":
+        """With what the budget says of the schedule in tokens, in full steps."""
+        # a copy: the recipe itself stays as it was written
+        keywords = Training(self)
+        if (tokens := budget.warmup_tokens) is not None:
+            keywords["warmup_steps"] = tokens // budget.tokens_per_step
+        if (tokens := budget.decay_tokens) is not None:
+            given = self.lr_scheduler_kwargs or {}
+            keywords["lr_scheduler_kwargs"] = {**given, "num_decay_steps": tokens // budget.tokens_per_step}
+        return keywords
+
     @property
     def recomputed_one_in(self) -> int:
         """n if one layer in n is computed again for the backward pass; 0: none is."""
@@ -282,12 +293,11 @@ def _check_steps(key: str, given: float) -> Wrong:
 
 
 def check_schedule(
-    budget: Budget, training: Training, in_steps: Training, num_steps: int, where: str, others: Sequence[str]
+    budget: Budget, training: Training, num_steps: int, where: str, others: Sequence[str]
 ) -> Wrong:
     """Yield what of a schedule transformers would refuse, or follow otherwise than it reads.
 
-    in_steps: `training`, with what the budget says of the schedule in tokens, in full steps. num_steps: of the whole
-    run. others: names of schedules of extensions.
+    num_steps: of the whole run. others: names of schedules of extensions.
     """
     kind, keywords = training.lr_scheduler_type, training.lr_scheduler_kwargs or {}
     key, optim = "training.lr_scheduler_kwargs", training.optim
@@ -325,6 +335,7 @@ def check_schedule(
     if kind != DECAYING:
         return
     # the parts of such a schedule fit into the run: it would begin in the middle of its decay
+    in_steps = training.in_steps(budget)
     key, keywords = f"{key}.num_decay_steps", in_steps.lr_scheduler_kwargs or {}
     if "num_decay_steps" not in keywords:
         yield key, f"is missing: {DECAYING} needs the number of its last steps, or budget.decay_tokens"
