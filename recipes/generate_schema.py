@@ -164,7 +164,7 @@ def implementation_keys(properties: dict) -> dict:
 def recipe_schema() -> dict:
     """The recipe's schema: our sections from their classes, the libraries' from theirs."""
     ours = sections_schema(described=True)
-    ours["data"]["properties"]["filters"] = filters_schema()
+    ours["data"]["properties"]["filters"] = filters_schema(described=True)
     model_types, others = list(SHAPE_KEYS), other_model_types(list(SHAPE_KEYS))["types"]
     model = {
         "type": "object",

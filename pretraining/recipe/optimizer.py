@@ -45,26 +45,25 @@ class ParameterRow(Section):
     keeps_what_is_written = True
     one_of = ("kind", "names")
 
-    kind: Literal["embedding", "head", "router", "hidden", "vector"] | None = _own(
-        "hidden: the matrices of the layers; vector: norms and biases; a tied head is an embedding."
-    )
-    names: str | None = _own("Parameters by name, * for any characters, as in model.frozen.", minLength=1)
-    learning_rate: float | None = _own("The peak of the schedule.", exclusiveMinimum=0)
-    weight_decay: float | list | None = _own(
-        "A number, or points (docs/schedules.md). Vectors have 0 unless a row says otherwise.",
-        schema=number_or_points(minimum=0),
-    )
-    decay_times: Literal["rate", "share", "one"] | None = _own(
-        "What a step's decay is multiplied with: rate: the learning rate, as torch does; share: its share of the peak "
-        "(Loshchilov and Hutter 2019); one: nothing."
-    )
-    cautious_decay: bool | None = _own("Decay only what the update shrinks too (Chen et al. 2025).")
-    momentum: float | list | None = _own(
-        "AdamW's first beta, or Muon's momentum; a number or points.",
-        schema=number_or_points(minimum=0, exclusiveMaximum=1),
-    )
-    beta2: float | None = _own("AdamW's second beta.", minimum=0, exclusiveMaximum=1)
-    epsilon: float | None = _own("AdamW's.", exclusiveMinimum=0)
+    kind: Literal["embedding", "head", "router", "hidden", "vector"] | None = _own()
+    """hidden: the matrices of the layers; vector: norms and biases; a tied head is an embedding."""
+    names: str | None = _own(minLength=1)
+    """Parameters by name, * for any characters, as in model.frozen."""
+    learning_rate: float | None = _own(exclusiveMinimum=0)
+    """The peak of the schedule."""
+    weight_decay: float | list | None = _own(schema=number_or_points(minimum=0))
+    """A number, or points (docs/schedules.md). Vectors have 0 unless a row says otherwise."""
+    decay_times: Literal["rate", "share", "one"] | None = _own()
+    """What a step's decay is multiplied with: rate: the learning rate, as torch does; share: its share of the peak
+    (Loshchilov and Hutter 2019); one: nothing."""
+    cautious_decay: bool | None = _own()
+    """Decay only what the update shrinks too (Chen et al. 2025)."""
+    momentum: float | list | None = _own(schema=number_or_points(minimum=0, exclusiveMaximum=1))
+    """AdamW's first beta, or Muon's momentum; a number or points."""
+    beta2: float | None = _own(minimum=0, exclusiveMaximum=1)
+    """AdamW's second beta."""
+    epsilon: float | None = _own(exclusiveMinimum=0)
+    """AdamW's."""
 
     @property
     def values(self) -> dict[str, Any]:
@@ -84,32 +83,24 @@ _TRIPLES = {
 class Optimizer(Section):
     """Muon, and rates by kind of parameter; training.optim has the other optimizers by name."""
 
-    name: Literal["adamw", "muon"] = key(
-        "muon: hidden matrices by Muon, embeddings, head, routers, norms and biases by AdamW; adamw: training.optim.",
-        default="adamw",
-    )
-    matrix_learning_rate: float | None = key(
-        "Of the hidden matrices; null: training.learning_rate.", default=None, exclusiveMinimum=0
-    )
-    matrix_weight_decay: float | None = key(
-        "Of the hidden matrices; null: training.weight_decay.", default=None, minimum=0
-    )
-    embedding_learning_rate: float | None = key(
-        "Of embeddings, head and routers; null: training.learning_rate.", default=None, exclusiveMinimum=0
-    )
-    embedding_weight_decay: float | None = key(
-        "Of embeddings, head and routers; null: training.weight_decay.", default=None, minimum=0
-    )
-    groups: list[ParameterRow] = key(
-        "Rates, decay, betas and epsilon of some parameters, in place of those of training. Of several rows that match "
-        "a parameter the last one counts, value by value.",
-        default=[],
-    )
-    momentum: float = key("Muon's.", default=0.95, minimum=0, exclusiveMaximum=1)
-    nesterov: bool = key("Muon orthogonalises the momentum one step ahead.", default=True)
+    name: Literal["adamw", "muon"] = key(default="adamw")
+    """muon: hidden matrices by Muon, embeddings, head, routers, norms and biases by AdamW; adamw: training.optim."""
+    matrix_learning_rate: float | None = key(default=None, exclusiveMinimum=0)
+    """Of the hidden matrices; null: training.learning_rate."""
+    matrix_weight_decay: float | None = key(default=None, minimum=0)
+    """Of the hidden matrices; null: training.weight_decay."""
+    embedding_learning_rate: float | None = key(default=None, exclusiveMinimum=0)
+    """Of embeddings, head and routers; null: training.learning_rate."""
+    embedding_weight_decay: float | None = key(default=None, minimum=0)
+    """Of embeddings, head and routers; null: training.weight_decay."""
+    groups: list[ParameterRow] = key(default=[])
+    """Rates, decay, betas and epsilon of some parameters, in place of those of training. Of several rows that match a
+    parameter the last one counts, value by value."""
+    momentum: float = key(default=0.95, minimum=0, exclusiveMaximum=1)
+    """Muon's."""
+    nesterov: bool = key(default=True)
+    """Muon orthogonalises the momentum one step ahead."""
     polynomial: str | list = key(
-        "Of the orthogonalisation: steep (Jordan 2024: near 1 in 5 steps), converging (to 1 in 12), polar_express "
-        "(Amsel et al. 2025), or the [[a, b, c], ...] of a x + b x^3 + c x^5, one a step, the last one repeated.",
         default="steep",
         schema={
             "anyOf": [
@@ -118,26 +109,21 @@ class Optimizer(Section):
             ]
         },
     )
-    neuron_beta2: float | None = key(
-        "NorMuon's (Li et al. 2025); null: plain Muon.", default=None, minimum=0, exclusiveMaximum=1
-    )
-    per_head: bool = key("Queries, keys and values are orthogonalised head by head.", default=False)
-    newton_schulz_steps: int = key("Iterations of the orthogonalisation.", default=5, minimum=1, maximum=20)
-    scale: Literal["match_adamw", "spectral"] = key(
-        "Size of Muon's update: match_adamw takes AdamW's learning rates (0.2 "
-        "sqrt(max(outputs, inputs))), spectral Jordan's (sqrt(max(1, outputs / inputs))).",
-        default="match_adamw",
-    )
-    clip_value: float | None = key(
-        "Every gradient between minus and plus this, after training.max_grad_norm.",
-        default=None,
-        exclusiveMinimum=0,
-    )
-    adaptive_clip: float | None = key(
-        "No unit's gradient longer than this times its weights (AGC; 0.01 in its paper).",
-        default=None,
-        exclusiveMinimum=0,
-    )
+    """Of the orthogonalisation: steep (Jordan 2024: near 1 in 5 steps), converging (to 1 in 12), polar_express (Amsel
+    et al. 2025), or the [[a, b, c], ...] of a x + b x^3 + c x^5, one a step, the last one repeated."""
+    neuron_beta2: float | None = key(default=None, minimum=0, exclusiveMaximum=1)
+    """NorMuon's (Li et al. 2025); null: plain Muon."""
+    per_head: bool = key(default=False)
+    """Queries, keys and values are orthogonalised head by head."""
+    newton_schulz_steps: int = key(default=5, minimum=1, maximum=20)
+    """Iterations of the orthogonalisation."""
+    scale: Literal["match_adamw", "spectral"] = key(default="match_adamw")
+    """Size of Muon's update: match_adamw takes AdamW's learning rates (0.2 sqrt(max(outputs, inputs))), spectral
+    Jordan's (sqrt(max(1, outputs / inputs)))."""
+    clip_value: float | None = key(default=None, exclusiveMinimum=0)
+    """Every gradient between minus and plus this, after training.max_grad_norm."""
+    adaptive_clip: float | None = key(default=None, exclusiveMinimum=0)
+    """No unit's gradient longer than this times its weights (AGC; 0.01 in its paper)."""
 
     @property
     def rows(self) -> list[ParameterRow]:
@@ -162,18 +148,13 @@ class Mup(Section):
     """Rates tuned on a smaller model (muP; CompleteP in the depth): initial values, rates, decay and
     epsilon follow from how much larger this one is."""
 
-    base_width: int | None = key(
-        "Width of the model that training.learning_rate was tuned for; null: no muP. All "
-        "other widths grow in proportion, the heads in number.",
-        default=None,
-        minimum=1,
-    )
-    base_layers: int | None = key("Its layers; null: as many as here.", default=None, minimum=1)
-    base_head_size: int | None = key(
-        "Size of its heads, for attention that is divided by the size and not its root; null: as here.",
-        default=None,
-        minimum=1,
-    )
+    base_width: int | None = key(default=None, minimum=1)
+    """Width of the model that training.learning_rate was tuned for; null: no muP. All other widths grow in proportion,
+    the heads in number."""
+    base_layers: int | None = key(default=None, minimum=1)
+    """Its layers; null: as many as here."""
+    base_head_size: int | None = key(default=None, minimum=1)
+    """Size of its heads, for attention that is divided by the size and not its root; null: as here."""
 
     def check_together(self, at: str) -> Wrong:
         """The rest of a base needs its width."""

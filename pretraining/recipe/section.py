@@ -38,24 +38,22 @@ LONGEST_NAME = 200
 
 
 def key(
-    description: str = "",
     *,
     default: Any = MISSING,
     default_factory: Any = MISSING,
     omitted: bool = False,
     **limits: Any,
 ) -> Any:
-    """A field of a section.
+    """A field of a section. The text beneath it is what editors and docs/recipe_keys.md say of it.
 
     Args:
-        description: what editors and docs/recipe_keys.md say of it, if that is not the text beneath the field.
         default: what the recipe means if it leaves the key out; without one the key is required.
         default_factory: the class of a section that is there, with its own defaults, if the recipe leaves it out.
         omitted: whether the key stays out of recipe.json, and of the schema's defaults, while it is None.
         limits: of the value, in the words of JSON Schema (minimum, minLength, ...); `schema` takes the place of
             what the annotation says.
     """
-    metadata = {"description": description, "omitted": omitted, "limits": limits}
+    metadata = {"omitted": omitted, "limits": limits}
     if isinstance(default, list | dict):  # one for each section, as dataclasses ask for
         kept, default = default, MISSING
         return field(default_factory=lambda: copy(kept), metadata=metadata)
@@ -180,8 +178,8 @@ def _field_schema(each: Field, texts: dict[str, str], described: bool) -> dict:
         schema = {"enum": [choice for choice in schema["enum"] if choice is not None]}
     elif each.metadata["omitted"] and (names := [name for name in schema.get("type", ()) if name != "null"]):
         schema = {**schema, "type": names[0] if len(names) == 1 else names}
-    if description := each.metadata["description"] or texts.get(each.name):
-        schema = {**schema, "description": description}
+    if each.name in texts:
+        schema = {**schema, "description": texts[each.name]}
     if "items" in limits:
         limits["items"] = {**schema["items"], **limits["items"]}
     schema |= limits

@@ -94,8 +94,9 @@ class FilterChain:
         return view.text
 
 
-def filters_schema() -> dict:
+def filters_schema(described: bool = False) -> dict:
     """Return the JSON schema of `data.filters`, in the part of the language that `pretraining.schema` reads."""
+    rules = {name: rule.schema(described) for name, rule in RULES.items()}
     return {
         "type": "array",
         "default": [],
@@ -105,7 +106,10 @@ def filters_schema() -> dict:
             "properties": {"rule": {"enum": list(RULES), "description": "Which rule."}},
             "required": ["rule"],
             "allOf": [
-                {"if": {"properties": {"rule": {"const": name}}}, "then": {"type": "object", **rule.schema()}}
+                {
+                    "if": {"properties": {"rule": {"const": name}}},
+                    "then": {"type": "object", **rule.schema(described=True)},
+                }
                 for name, rule in RULES.items()
             ],
         },

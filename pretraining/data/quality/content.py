@@ -55,14 +55,14 @@ class Language(Rule):
             }
         ]
     }
-    languages: list[str] = key("Codes of the languages to keep, such as en.", minItems=1)
-    min_score: float = key("Least probability of one of them.", default=0.65, minimum=0, maximum=1)
-    max_characters: int | None = key(
-        "Look at so many characters of a text only (it is the slowest rule); null: all.",
-        default=None,
-        minimum=1,
-    )
-    model: str | None = key("Path of another fastText model; null: the one installed.", default=None)
+    languages: list[str] = key(minItems=1)
+    """Codes of the languages to keep, such as en."""
+    min_score: float = key(default=0.65, minimum=0, maximum=1)
+    """Least probability of one of them."""
+    max_characters: int | None = key(default=None, minimum=1)
+    """Look at so many characters of a text only (it is the slowest rule); null: all."""
+    model: str | None = key(default=None)
+    """Path of another fastText model; null: the one installed."""
 
     def __post_init__(self):
         if not self._path.is_file():
@@ -130,17 +130,16 @@ class Blocklist(Rule):
 
     name: ClassVar[str] = "blocklist"
     together: ClassVar[dict] = {"some_of": ["words", "path", "languages"]}
-    words: list[str] = key("Words or phrases.", default=[], items={"type": "string", "minLength": 1})
-    path: str | None = key(
-        "Text file with one word or phrase a line; empty lines do not count.", default=None
-    )
-    languages: list[str] = key(
-        "Codes of languages (en, de, ...) whose lists of bad words apply; needs the package glin-profanity.",
-        default=[],
-        schema={"type": "array", "items": {"enum": list(_LISTED)}},
-    )
-    whole_words: bool = key("false: also inside of words, for scripts without spaces.", default=True)
-    max_occurrences: int = key("Texts with more occurrences than this are rejected.", default=0, minimum=0)
+    words: list[str] = key(default=[], items={"type": "string", "minLength": 1})
+    """Words or phrases."""
+    path: str | None = key(default=None)
+    """Text file with one word or phrase a line; empty lines do not count."""
+    languages: list[str] = key(default=[], schema={"type": "array", "items": {"enum": list(_LISTED)}})
+    """Codes of languages (en, de, ...) whose lists of bad words apply; needs the package glin-profanity."""
+    whole_words: bool = key(default=True)
+    """false: also inside of words, for scripts without spaces."""
+    max_occurrences: int = key(default=0, minimum=0)
+    """Texts with more occurrences than this are rejected."""
 
     def __post_init__(self):
         if not self._entries:
@@ -277,11 +276,15 @@ class PersonalData(Rule):
 
     name: ClassVar[str] = "pii"
     mask: list[str] = key(
-        "What to mask.", default=["email", "ip"], minItems=1, items={"type": "string", "enum": list(_FINDERS)}
+        default=["email", "ip"], minItems=1, items={"type": "string", "enum": list(_FINDERS)}
     )
-    email: str = key("What stands for an e-mail address (RFC 2606).", default="email@example.com")
-    ip: str = key("What stands for an IP address (RFC 5737).", default="192.0.2.1")
-    phone: str = key("What stands for a telephone number (reserved for fiction).", default="+1 202-555-0100")
+    """What to mask."""
+    email: str = key(default="email@example.com")
+    """What stands for an e-mail address (RFC 2606)."""
+    ip: str = key(default="192.0.2.1")
+    """What stands for an IP address (RFC 5737)."""
+    phone: str = key(default="+1 202-555-0100")
+    """What stands for a telephone number (reserved for fiction)."""
 
     def judge(self, view: "TextView") -> Changed | None:
         """Put in the placeholders; None if there is nothing to mask."""
@@ -312,10 +315,10 @@ class Custom(Rule):
     """
 
     name: ClassVar[str] = "callable"
-    import_: str = key(
-        "A filter of the recipe's extensions, package.module:function, or path/to/file.py:function."
-    )
-    arguments: dict = key("Keyword arguments passed to it after the text.", default={})
+    import_: str = key()
+    """A filter of the recipe's extensions, package.module:function, or path/to/file.py:function."""
+    arguments: dict = key(default={})
+    """Keyword arguments passed to it after the text."""
 
     def __post_init__(self):
         if not callable(self._function):

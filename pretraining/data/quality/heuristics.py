@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING, ClassVar
 
-from pretraining.data.quality.rule import Changed, Rejection, Rule, above, below, from_one_to
+from pretraining.data.quality.rule import Changed, Rejection, Rule, above, below
 from pretraining.recipe.section import key
 
 if TYPE_CHECKING:
@@ -16,10 +16,14 @@ class Length(Rule):
 
     name: ClassVar[str] = "length"
     together: ClassVar[dict] = {"some_of": ["min_words", "max_words", "min_characters", "max_characters"]}
-    min_words: int | None = key("Fewest words; null: no limit.", default=None, minimum=1)
-    max_words: int | None = key("Most words; null: no limit.", default=None, minimum=1)
-    min_characters: int | None = key("Fewest characters; null: no limit.", default=None, minimum=1)
-    max_characters: int | None = key("Most characters; null: no limit.", default=None, minimum=1)
+    min_words: int | None = key(default=None, minimum=1)
+    """Fewest words; null: no limit."""
+    max_words: int | None = key(default=None, minimum=1)
+    """Most words; null: no limit."""
+    min_characters: int | None = key(default=None, minimum=1)
+    """Fewest characters; null: no limit."""
+    max_characters: int | None = key(default=None, minimum=1)
+    """Most characters; null: no limit."""
 
     def judge(self, view: "TextView") -> Rejection | None:
         # Characters first: most texts then need no words.
@@ -42,8 +46,10 @@ class Alphabetic(Rule):
 
     name: ClassVar[str] = "alphabetic"
     together: ClassVar[dict] = {"some_of": ["min_share", "max_share"]}
-    min_share: float | None = from_one_to(0.25, "Least share of the characters")
-    max_share: float | None = from_one_to(None, "Greatest share of the characters")
+    min_share: float | None = key(default=0.25, minimum=0, maximum=1)
+    """Least share of the characters; null: no limit."""
+    max_share: float | None = key(default=None, minimum=0, maximum=1)
+    """Greatest share of the characters; null: no limit."""
 
     def judge(self, view: "TextView") -> Rejection | None:
         share = view.words.num_letters / max(1, len(view.text))
@@ -63,23 +69,26 @@ class GopherQuality(Rule):
     """
 
     name: ClassVar[str] = "gopher_quality"
-    min_words: int | None = key("Fewest words; null: no limit.", default=50, minimum=0)
-    max_words: int | None = key("Most words; null: no limit.", default=100_000, minimum=1)
-    min_mean_word_length: float | None = key("Characters; null: no limit.", default=3, minimum=0)
-    max_mean_word_length: float | None = key("Characters; null: no limit.", default=10, minimum=0)
-    max_symbols_per_word: float | None = key(
-        "For hashes and for ellipses; null: no limit.", default=0.1, minimum=0
-    )
-    max_bullet_lines: float | None = from_one_to(0.9, "Share of lines that start with a bullet")
-    max_ellipsis_lines: float | None = from_one_to(0.3, "Share of lines that end with an ellipsis")
-    min_alphabetic_words: float | None = from_one_to(0.8, "Share of words with an alphabetic character")
-    min_stop_words: int | None = key(
-        "How many of stop_words must occur; null: no limit.", default=2, minimum=0
-    )
-    stop_words: list[str] = key(
-        "Words of ordinary text, lower case.",
-        default=["the", "be", "to", "of", "and", "that", "have", "with"],
-    )
+    min_words: int | None = key(default=50, minimum=0)
+    """Fewest words; null: no limit."""
+    max_words: int | None = key(default=100_000, minimum=1)
+    """Most words; null: no limit."""
+    min_mean_word_length: float | None = key(default=3, minimum=0)
+    """Characters; null: no limit."""
+    max_mean_word_length: float | None = key(default=10, minimum=0)
+    """Characters; null: no limit."""
+    max_symbols_per_word: float | None = key(default=0.1, minimum=0)
+    """For hashes and for ellipses; null: no limit."""
+    max_bullet_lines: float | None = key(default=0.9, minimum=0, maximum=1)
+    """Share of lines that start with a bullet; null: no limit."""
+    max_ellipsis_lines: float | None = key(default=0.3, minimum=0, maximum=1)
+    """Share of lines that end with an ellipsis; null: no limit."""
+    min_alphabetic_words: float | None = key(default=0.8, minimum=0, maximum=1)
+    """Share of words with an alphabetic character; null: no limit."""
+    min_stop_words: int | None = key(default=2, minimum=0)
+    """How many of stop_words must occur; null: no limit."""
+    stop_words: list[str] = key(default=["the", "be", "to", "of", "and", "that", "have", "with"])
+    """Words of ordinary text, lower case."""
 
     def judge(self, view: "TextView") -> Rejection | None:
         """Reject by the first of the paper's rules that the text breaks."""
@@ -128,20 +137,20 @@ class GopherRepetition(Rule):
     """
 
     name: ClassVar[str] = "gopher_repetition"
-    max_duplicate_paragraphs: float | None = from_one_to(0.3, "Share of paragraphs that stood before")
-    max_duplicate_paragraph_characters: float | None = from_one_to(0.2, "Share of characters in them")
-    max_duplicate_lines: float | None = from_one_to(0.3, "Share of lines that stood before")
-    max_duplicate_line_characters: float | None = from_one_to(0.2, "Share of characters in them")
-    max_top_ngrams: dict = key(
-        "n -> share of characters in the most frequent n-gram.",
-        default={"2": 0.20, "3": 0.18, "4": 0.16},
-        **_NGRAM_SHARES,
-    )
+    max_duplicate_paragraphs: float | None = key(default=0.3, minimum=0, maximum=1)
+    """Share of paragraphs that stood before; null: no limit."""
+    max_duplicate_paragraph_characters: float | None = key(default=0.2, minimum=0, maximum=1)
+    """Share of characters in them; null: no limit."""
+    max_duplicate_lines: float | None = key(default=0.3, minimum=0, maximum=1)
+    """Share of lines that stood before; null: no limit."""
+    max_duplicate_line_characters: float | None = key(default=0.2, minimum=0, maximum=1)
+    """Share of characters in them; null: no limit."""
+    max_top_ngrams: dict = key(default={"2": 0.20, "3": 0.18, "4": 0.16}, **_NGRAM_SHARES)
+    """n -> share of characters in the most frequent n-gram."""
     max_duplicate_ngrams: dict = key(
-        "n -> share of characters in n-grams that stood before.",
-        default={"5": 0.15, "6": 0.14, "7": 0.13, "8": 0.12, "9": 0.11, "10": 0.10},
-        **_NGRAM_SHARES,
+        default={"5": 0.15, "6": 0.14, "7": 0.13, "8": 0.12, "9": 0.11, "10": 0.10}, **_NGRAM_SHARES
     )
+    """n -> share of characters in n-grams that stood before."""
 
     def judge(self, view: "TextView") -> Rejection | None:
         """Reject by the first row of the table that the text breaks."""
@@ -196,17 +205,24 @@ class C4(Rule):
     """
 
     name: ClassVar[str] = "c4"
-    only_lines_with_terminal: bool = key("Take out lines that do not end a sentence.", default=True)
-    min_words_per_line: int | None = key("Take out lines with fewer; null: none.", default=3, minimum=0)
-    max_word_characters: int | None = key(
-        "Take out lines with a longer word; null: none.", default=1000, minimum=1
-    )
-    remove_citations: bool = key("Take out [1], [edit] and [citation needed].", default=True)
-    remove_javascript_lines: bool = key("Take out lines that say javascript.", default=True)
-    remove_policy_lines: bool = key("Take out lines about cookies and terms of use.", default=True)
-    reject_lorem_ipsum: bool = key("Reject texts with lorem ipsum.", default=True)
-    reject_curly_brackets: bool = key("Reject texts with a curly bracket: they are code.", default=True)
-    min_sentences: int | None = key("Fewest sentences left in a text; null: no limit.", default=5, minimum=0)
+    only_lines_with_terminal: bool = key(default=True)
+    """Take out lines that do not end a sentence."""
+    min_words_per_line: int | None = key(default=3, minimum=0)
+    """Take out lines with fewer; null: none."""
+    max_word_characters: int | None = key(default=1000, minimum=1)
+    """Take out lines with a longer word; null: none."""
+    remove_citations: bool = key(default=True)
+    """Take out [1], [edit] and [citation needed]."""
+    remove_javascript_lines: bool = key(default=True)
+    """Take out lines that say javascript."""
+    remove_policy_lines: bool = key(default=True)
+    """Take out lines about cookies and terms of use."""
+    reject_lorem_ipsum: bool = key(default=True)
+    """Reject texts with lorem ipsum."""
+    reject_curly_brackets: bool = key(default=True)
+    """Reject texts with a curly bracket: they are code."""
+    min_sentences: int | None = key(default=5, minimum=0)
+    """Fewest sentences left in a text; null: no limit."""
 
     def judge(self, view: "TextView") -> Rejection | Changed | None:
         """Reject the text, or keep the lines that pass, stripped and joined by newlines."""
@@ -262,11 +278,16 @@ class FineWeb(Rule):
     """FineWeb's own rules (Penedo et al. 2024, arXiv:2406.17557, section 3.6 and its pipeline's list rule)."""
 
     name: ClassVar[str] = "fineweb"
-    min_lines_with_terminal: float | None = from_one_to(0.12, "Share of lines that end a sentence")
-    max_short_lines: float | None = from_one_to(0.67, "Share of short lines")
-    short_line_characters: int = key("Characters of the longest short line.", default=30, minimum=0)
-    max_duplicate_line_characters: float | None = from_one_to(0.01, "Share of characters in repeated lines")
-    max_newlines_per_word: float | None = key("Lists have many; null: no limit.", default=0.3, minimum=0)
+    min_lines_with_terminal: float | None = key(default=0.12, minimum=0, maximum=1)
+    """Share of lines that end a sentence; null: no limit."""
+    max_short_lines: float | None = key(default=0.67, minimum=0, maximum=1)
+    """Share of short lines; null: no limit."""
+    short_line_characters: int = key(default=30, minimum=0)
+    """Characters of the longest short line."""
+    max_duplicate_line_characters: float | None = key(default=0.01, minimum=0, maximum=1)
+    """Share of characters in repeated lines; null: no limit."""
+    max_newlines_per_word: float | None = key(default=0.3, minimum=0)
+    """Lists have many; null: no limit."""
 
     def judge(self, view: "TextView") -> Rejection | None:
         """Reject by the first of the four rules that the text breaks; empty lines do not count."""

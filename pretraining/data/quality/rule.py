@@ -5,9 +5,9 @@ The recipe's JSON schema, the check of an entry and the identity of a preparatio
 
 from collections.abc import Mapping
 from keyword import iskeyword
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
-from pretraining.recipe.section import Section, key
+from pretraining.recipe.section import Section
 
 if TYPE_CHECKING:
     from pretraining.data.quality.text import TextView
@@ -45,11 +45,6 @@ def above(cause: str, measured: float, maximum: float | None) -> Rejection | Non
 def _rounded(value: float) -> float | int:
     # Counts stay integers in the JSON report; shares keep four digits.
     return int(value) if float(value).is_integer() else float(f"{value:.4g}")
-
-
-def from_one_to(default: float | None, description: str) -> Any:
-    """Make a parameter that is a share of a whole, or null for no limit."""
-    return key(f"{description}; null: no limit.", default=default, minimum=0, maximum=1)
 
 
 class Rule(Section):
