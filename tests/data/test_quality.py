@@ -238,7 +238,7 @@ def test_the_identity_changes_with_all_that_verdicts_depend_on(tmp_path):
 
 def test_the_schema_describes_every_parameter():
     """An editor completes each rule's keys; each has a description, and a default unless it is required."""
-    schema = filters_schema()
+    schema = filters_schema(described=True)
     assert check([{"rule": "gopher_quality"}], schema, "x") == [{"rule": "gopher_quality"}]
     branches = schema["items"]["allOf"]
     assert len(branches) == len(RULES)

@@ -106,11 +106,8 @@ def filters_schema(described: bool = False) -> dict:
             "properties": {"rule": {"enum": list(RULES), "description": "Which rule."}},
             "required": ["rule"],
             "allOf": [
-                {
-                    "if": {"properties": {"rule": {"const": name}}},
-                    "then": {"type": "object", **rule.schema(described=True)},
-                }
-                for name, rule in RULES.items()
+                {"if": {"properties": {"rule": {"const": name}}}, "then": {"type": "object", **rule}}
+                for name, rule in rules.items()
             ],
         },
     }
