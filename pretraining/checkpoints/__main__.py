@@ -1,8 +1,10 @@
 """What one does with the checkpoints of a run: look, verify, branch a decay off, reshard, export, push, make room."""
 
 import argparse
+import json
 import shlex
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -31,6 +33,7 @@ from pretraining.checkpoints.format import MARKER, marker_or_nothing
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.upload import Push
 from pretraining.command_line import (
+    add_data_source,
     add_trust,
     answer_one,
     not_negative_integer,
@@ -222,6 +225,118 @@ class Export:
         return f"{answer['export']}: the model after {answer['step']:,} steps, {num_bytes(answer['bytes'])}"
 
 
+class Merge:
+    """Average the weights of several checkpoints of a run: one model, often as good as a decay of the rate.
+
+    Parts are committed checkpoints and `weights-<step>/`, which retention leaves; the newest must be a checkpoint.
+    Model merging in pretraining: Li et al. 2025 (arXiv 2505.12082), and LAWA, Kaddour 2022 (arXiv 2209.14981).
+    """
+
+    EXAMPLES = """  python -m pretraining.checkpoints merge runs/qk-norm --last 8
+  python -m pretraining.checkpoints merge runs/qk-norm --steps 6000,7000,8000 --weights 1,2,3 --validate"""
+    COLUMNS = (
+        Column("part", "part"),
+        Column("step", "step", ","),
+        Column("share", "share", ".4f"),
+        Column("validation", "loss", ".4f"),
+    )
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        _add_run(parser)
+        add, which = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
+        which.add_argument("--last", type=positive_integer, metavar="N", help="the newest N")
+        which.add_argument("--steps", metavar="A,B,...", help="those of these steps")
+        what = "how much each counts, from the oldest to the newest (default: alike)"
+        add("--weights", metavar="W,W,...", help=what)
+        add("--to", type=Path, metavar="DIR", help="a new folder (default: RUN/merged-<first>-<last>)")
+        add("--validate", action="store_true", help="measure the result on the run's validation set")
+        add_data_source(parser)
+        add_trust(parser)
+
+    def answer(self, options: argparse.Namespace) -> dict:
+        """Return {"export", "loss": of the result or None, "parts": [{"part", "step", "share", "loss"}]}."""
+        run, parts = _run_of(options.run), self._parts(options)
+        shares = self._shares(options.weights, len(parts))
+        for part in parts:
+            if (part / MARKER).exists() and (reason := damage(part)):
+                raise UserError(f"{part}: the checkpoint is damaged: {reason}; name others with --steps")
+        folder = options.to or run.path / f"merged-{step_in_name(parts[0])}-{step_in_name(parts[-1])}"
+        _refuse_existing(folder, "--to")
+        prepare_imports()
+        from transformers.utils import logging
+
+        from pretraining.checkpoints.export import export_checkpoint
+
+        logging.disable_progress_bar()
+        export_checkpoint(parts[-1], run.model, folder, options.trust_extensions, parts[:-1], shares)
+        losses = [marker_or_nothing(part).get("metrics", {}).get("eval_loss") for part in parts]
+        rows = [
+            {"part": part.name, "step": step_in_name(part), "share": part_share, "loss": loss}
+            for part, part_share, loss in zip(parts, shares, losses, strict=True)
+        ]
+        loss = self._measured(folder, options) if options.validate else None
+        return {"export": str(folder), "loss": loss, "parts": rows}
+
+    def _parts(self, options: argparse.Namespace) -> list[Path]:
+        """Return the folders that are averaged, the oldest first."""
+        there = {step_in_name(each): each for each in options.run.glob("weights-*")}
+        there |= {step_in_name(each): each for each in committed_checkpoints(RunFolder(options.run))}
+        newest_first, known = sorted(there, reverse=True), ", ".join(map(str, sorted(there))) or "none"
+        if options.steps:
+            words = options.steps.split(",")
+            wanted = {int(word) for word in words if word.strip().isdigit()}
+            if len(wanted) < len(words) or not wanted <= there.keys():
+                what = "is not a list of different steps that are there"
+                raise UserError(f"--steps {options.steps}: {what}; there are {known}")
+        else:
+            wanted = set(newest_first[: options.last])
+            if len(wanted) < options.last:
+                raise UserError(f"--last {options.last}: {options.run} has {len(wanted)}: {known}")
+        parts = [there[step] for step in sorted(wanted)]
+        if len(parts) < 2:
+            raise UserError("one checkpoint is no average; `export` writes its weights")
+        if not (parts[-1] / MARKER).exists():
+            raise UserError(f"{parts[-1]}: the newest part must be a checkpoint, which names recipe and data")
+        return parts
+
+    def _shares(self, weights: str | None, number: int) -> list[float]:
+        if weights is None:
+            return [1 / number] * number
+        try:
+            numbers = [not_negative_number(word) for word in weights.split(",")]
+        except argparse.ArgumentTypeError as error:
+            raise UserError(f"--weights {weights}: {error}") from error
+        if len(numbers) != number or not sum(numbers):
+            raise UserError(f"--weights {weights}: needs {number} numbers, one a part, not all 0")
+        return [each / sum(numbers) for each in numbers]
+
+    def _measured(self, folder: Path, options: argparse.Namespace) -> float:
+        """Return the loss on the run's validation set, measured by the command that measures an export."""
+        source = {"--data_dir": options.data_dir, "--data_cache": options.data_cache}
+        words = [word for key, value in source.items() if value is not None for word in (key, str(value))]
+        words += ["--trust_extensions"] if options.trust_extensions else []
+        command = [
+            sys.executable,
+            "-m",
+            "pretraining.evaluation",
+            str(folder),
+            "--json",
+            "--no-sample",
+            *words,
+        ]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        if done.returncode:
+            raise UserError(f"{folder}: is written, and could not be measured: {shlex.join(command[1:])}")
+        return json.loads(done.stdout.splitlines()[-1])["loss"]
+
+    def as_text(self, answer: dict) -> str:
+        merged = {"part": Path(answer["export"]).name, "step": answer["parts"][-1]["step"], "share": 1.0}
+        rows = [*answer["parts"], {**merged, "loss": answer["loss"]}]
+        measure = f"measure it: python -m pretraining.evaluation {answer['export']}"
+        table = write_table(self.COLUMNS, rows)
+        return table if answer["loss"] is not None else f"{table}\n{measure}"
+
+
 class Branch:
     """Start a decay of the learning rate, or another stage, from a stable checkpoint, as a run of its own.
 
@@ -409,7 +524,7 @@ class Reshard:
         return f"{answer['to']}: {answer['checkpoint']} in {answer['files']} files, {size}"
 
 
-_ALL = (Branch, Export, List, Prune, Push, Reshard, Verify)
+_ALL = (Branch, Export, List, Merge, Prune, Push, Reshard, Verify)
 VERBS = {verb.__name__.lower(): verb() for verb in _ALL}
 
 

@@ -8,17 +8,18 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.initialization import no_init_weights
 from transformers.trainer import TRAINER_STATE_NAME
 
 from pretraining.checkpoints.folders import damage, files_in
-from pretraining.checkpoints.format import commit_checkpoint, file_entry, read_marker, write_receipt
+from pretraining.checkpoints.format import MARKER, commit_checkpoint, file_entry, read_marker, write_receipt
 from pretraining.checkpoints.live_state import live_state
 from pretraining.checkpoints.shard_files import (
     BUFFER,
@@ -58,13 +59,23 @@ def export_model(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: P
 
 
 def export_checkpoint(
-    checkpoint: Path, description: Path, folder: Path, trust_extensions: bool = False
+    checkpoint: Path,
+    description: Path,
+    folder: Path,
+    trust_extensions: bool = False,
+    earlier: Sequence[Path] = (),
+    shares: Sequence[float] = (1.0,),
 ) -> None:
     """Write the weights of a committed checkpoint as `folder`, whole or not at all; the caller has verified it.
 
     Needs none of the ranks that saved it. Takes host memory for the weights in their own precision, and for one
     parameter in fp32. description: the run's folder of config and tokenizer.
     trust_extensions: whether the code of a model of one's own may run; it may where it has run already.
+    earlier: checkpoints, or folders of weights, of the same model that are averaged with it.
+    shares: of the earlier ones and of the checkpoint itself in the average; they add up to 1.
+
+    Raises:
+        UserError: an earlier one is of another model.
     """
     marker = read_marker(checkpoint)
     if not (description / "config.json").exists():
@@ -77,16 +88,36 @@ def export_checkpoint(
         config = load_pretrained("AutoConfig", description)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     tokenizer = load_pretrained("AutoTokenizer", description)
-    results = {"step": marker["step"], "tokens": marker["tokens"], **marker["metrics"]}
+    results = {"step": marker["step"], "tokens": marker["tokens"]}
+    # the checkpoint's own metrics say nothing about an average
+    results |= {"averaged checkpoints": len(shares)} if earlier else marker["metrics"]
     card = write_model_card(marker["recipe"], marker["data"], results, marker["environment"])
     reader = CheckpointReader(checkpoint)
-    weights = {}
+    weights, others = {}, [_weights_in(part) for part in earlier]
     for name, entry in reader.state["parameters"].items():
-        weights[name] = averaged(reader, name).to(getattr(torch, entry["dtype"]))
+        weight = averaged(reader, name)
+        if earlier:
+            weight *= shares[-1]
+            for part, read, part_share in zip(earlier, others, shares, strict=False):
+                other = read(name)
+                if other is None or other.shape != weight.shape:
+                    raise UserError(f"{part}: is of another model than {checkpoint.name}: {name} differs")
+                weight.add_(other.float(), alpha=part_share)
+        weights[name] = weight.to(getattr(torch, entry["dtype"]))
     for name, entry in reader.state.get("buffers", {}).items():
         weights[name] = reader.read(BUFFER, name, 0, torch.Size(entry["shape"]).numel()).view(entry["shape"])
     reader.close()
     write_model_folder(model, weights, tokenizer, folder, card)
+
+
+def _weights_in(part: Path) -> Callable[[str], torch.Tensor | None]:
+    """Return what reads a parameter by its name from a checkpoint, or from a folder of weights alone."""
+    if (part / MARKER).exists():
+        reader = CheckpointReader(part)
+        return lambda name: averaged(reader, name) if name in reader.parameters else None
+    files = [safe_open(path, "pt") for path in sorted(part.glob("*.safetensors"))]
+    place = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+    return lambda name: place[name].get_tensor(name) if name in place else None
 
 
 def demote_checkpoint(run: RunFolder, checkpoint: Path, folder: Path) -> bool:

@@ -5,9 +5,13 @@ import shutil
 import sys
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from pretraining.checkpoints.__main__ import main
 from pretraining.checkpoints.format import read_marker
+from pretraining.errors import UserError
 from pretraining.runtime.run_folder import RunFolder
 from tests.gear.runs import Run, completed, execute
 
@@ -31,6 +35,54 @@ def test_pruning_can_keep_the_weights(workshop, tmp_path):
     assert not run.checkpoint(8).exists() and run.checkpoint(10).exists()
     model = AutoModelForCausalLM.from_pretrained(run.weights(8))
     assert sum(p.numel() for p in model.parameters()) > 0 and not list(run.path.glob("*.partial"))
+
+
+def weights_of(folder) -> dict:
+    return load_file(folder / "model.safetensors")
+
+
+def test_merged_weights_are_the_average_of_their_parts(workshop, tmp_path):
+    """By hand from the exports of each part; a part of which only weights are left counts as its checkpoint did."""
+    run, verb = shutil.copytree(workshop.plain().folder, tmp_path / "run"), ["-m", "pretraining.checkpoints"]
+    for step in ("8", "10"):
+        completed(["forked", "0", *verb, "export", run, "--step", step, "--to", tmp_path / step])
+    data = ["--data_dir", workshop.data, "--validate", "--json"]
+    said = completed(["forked", "0", *verb, "merge", run, "--last", "2", *data]).stdout
+    answer = json.loads(said[said.index("{") :])
+    parts = [weights_of(tmp_path / step) for step in ("8", "10")]
+    assert [(each["step"], each["share"]) for each in answer["parts"]] == [(8, 0.5), (10, 0.5)]
+    for name, merged in weights_of(run / "merged-8-10").items():
+        torch.testing.assert_close(merged, (parts[0][name] + parts[1][name]) / 2, rtol=1e-6, atol=1e-8)
+    before, last = (each["loss"] for each in answer["parts"])
+    assert before is None and 0 < abs(answer["loss"] - last) < 0.5  # step 8 was not validated
+    assert "| averaged checkpoints | 2 |" in (run / "merged-8-10" / "README.md").read_text()
+    # as retention leaves it
+    completed(["forked", "0", *verb, "prune", run, "--keep_last", "1", "--demote_to_weights", "--yes"])
+    chosen = ["--steps", "10,8", "--weights", "1,3", "--to", tmp_path / "weighted"]
+    shown = completed(["forked", "0", *verb, "merge", run, *chosen]).stdout
+    assert "weights-8" in shown and f"python -m pretraining.evaluation {tmp_path / 'weighted'}" in shown
+    for name, merged in weights_of(tmp_path / "weighted").items():
+        torch.testing.assert_close(merged, (parts[0][name] + 3 * parts[1][name]) / 4, rtol=1e-6, atol=1e-8)
+
+
+UNMERGED = {
+    "more than there are": (["--last", "3"], "--last 3: {run} has 2: 8, 10"),
+    "one": (["--last", "1"], "one checkpoint is no average; `export` writes its weights"),
+    "no such step": (["--steps", "8,9"], "--steps 8,9: is not a list of different steps that are there"),
+    "too few weights": (["--last", "2", "--weights", "1"], "--weights 1: needs 2 numbers, one a part"),
+    "no number": (["--last", "2", "--weights", "1,x"], "--weights 1,x: "),
+    "written before": (["--last", "2", "--to", "{run}"], "{run}: is there already"),
+}
+
+
+@pytest.mark.parametrize("case", UNMERGED)
+def test_what_cannot_be_merged_is_one_line(case, workshop):
+    """Bad input: nothing is written."""
+    run = workshop.plain().folder
+    words, message = UNMERGED[case]
+    with pytest.raises(UserError) as refused:
+        main(["merge", str(run), *(word.format(run=run) for word in words)])
+    assert message.format(run=run) in str(refused.value) and not list(run.glob("merged-*"))
 
 
 def test_an_accepted_change_is_recorded(workshop, tmp_path):

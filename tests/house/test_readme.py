@@ -119,6 +119,13 @@ def run_branch(workshop: Workshop, words: list[str]) -> None:
     assert (output / "checkpoint-8").is_dir()
 
 
+def run_merge(workshop: Workshop, words: list[str]) -> None:
+    """`... merge runs/qk-norm`: of the same small run, into a folder beside it."""
+    words = ["forked", "0", *small_of(workshop, without(words[1:], "--to"))]
+    succeeded(execute([*words, "--to", workshop.folder / "merged"]), "measure it")
+    assert (workshop.folder / "merged" / "model.safetensors").exists()
+
+
 def run_prepare(workshop: Workshop, words: list[str]) -> None:
     """`data_prep.py`: the built-in text as it stands in a small shape; hub data without a network is one line."""
     recipe = option(words, "--recipe")
@@ -264,6 +271,7 @@ SCALED = {
     r"touch runs/": run_stop_file,
     r"RUN=\S+ (PROGRAM=\"[^\"]+\" )?sbatch ": run_sbatch,
     r"python -m pretraining\.checkpoints branch ": run_branch,
+    r"python -m pretraining\.checkpoints merge ": run_merge,
     r"python -m pretraining\.(data|planning|checkpoints|evaluation|reporting|postmortem) ": run_small,
     r"python -m pretraining\.doctor ": run_doctor,
     r"deepspeed .*--module pretraining\.doctor ": run_doctor_together,
