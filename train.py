@@ -105,7 +105,7 @@ def attempt(job: "Job") -> bool:
     from pretraining.model.loss import build_loss
     from pretraining.training.arguments import build_arguments
     from pretraining.training.ranks import find_machine
-    from pretraining.training.trainer import PretrainingTrainer
+    from pretraining.training.trainer import PretrainingTrainer, RunParts
 
     recipe, data, run, monitors, options = job.recipe, job.data, job.run, job.monitors, job.options
     start = find_start(run, recipe, data, options.resume, options.allow_change, job.plan.layout)
@@ -133,11 +133,7 @@ def attempt(job: "Job") -> bool:
         arguments,
         loss=build_loss(model, recipe.resolved_loss, groups),
         train_dataset=prefetched(dataset),
-        evaluator=evaluator,
-        checkpoints=checkpoints,
-        monitors=monitors,
-        groups=groups,
-        arrival=job.arrival,
+        parts=RunParts(evaluator, checkpoints, monitors, job.arrival, groups=groups),
     )
     # If data is still prepared, this waits until the first step's samples are there.
     job.arrival.follow(dataset, progress)

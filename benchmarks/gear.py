@@ -398,7 +398,7 @@ def short_trainer(recipe, config: dict | None, folder: Path, accumulation: int, 
     from pretraining.runtime.process_group import rank_groups
     from pretraining.training.arguments import build_arguments
     from pretraining.training.ranks import join_ranks
-    from pretraining.training.trainer import PretrainingTrainer
+    from pretraining.training.trainer import PretrainingTrainer, RunParts
 
     join_ranks()
     arguments = build_arguments(recipe, config, folder, accumulation)
@@ -411,8 +411,7 @@ def short_trainer(recipe, config: dict | None, folder: Path, accumulation: int, 
         arguments,
         loss=build_loss(built, recipe.resolved_loss, groups),
         train_dataset=[{"input_ids": block, "labels": block}] * (recipe.samples_per_step * steps),
-        callbacks=[callback],
-        groups=groups,
+        parts=RunParts(callbacks=[callback], groups=groups),
     )
 
 

@@ -41,7 +41,7 @@ from pretraining.recipe.refusals import check_run
 from pretraining.runtime.process_group import device_name
 from pretraining.training.arguments import build_arguments
 from pretraining.training.profile import PeakMemory
-from pretraining.training.trainer import PretrainingTrainer
+from pretraining.training.trainer import PretrainingTrainer, RunParts
 
 STAGES = ("zero0", "zero1", "zero2", "zero3")
 STEPS, WARM_STEPS = 6, 2
@@ -236,7 +236,7 @@ def train_some_steps(recipe: Recipe, ds_config: dict | None, world_size: int) ->
         arguments,
         loss=build_loss(language_model, recipe.resolved_loss),
         train_dataset=MadeUpTokens(recipe),
-        callbacks=[recorder],
+        parts=RunParts(callbacks=[recorder]),
     )
     try:
         trainer.train()

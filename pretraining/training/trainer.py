@@ -7,6 +7,7 @@ import gc
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,26 @@ ABSENT: dict = {}
 """A micro-batch that a smaller step does not have."""
 
 
+@dataclass(frozen=True)
+class RunParts:
+    """What a run has beside its model and its data; each may be absent."""
+
+    evaluator: Any = None
+    """An `Evaluator`; None validates nothing."""
+    checkpoints: Any = None
+    """A `CheckpointManager`; None saves nothing."""
+    monitors: RunMonitors | None = None
+    """They have begun this attempt, and say where. None: it begins at the first step."""
+    arrival: Any = None
+    """An `Arrival`, of data that is prepared meanwhile."""
+    callbacks: Sequence[TrainerCallback] = ()
+    groups: RankGroups = ALONE
+    """Which ranks work on the same samples."""
+
+
+NO_PARTS = RunParts()
+
+
 class PretrainingTrainer(OpenTrainer):
     """Train a recipe from the present step of its run.
 
@@ -70,11 +91,6 @@ class PretrainingTrainer(OpenTrainer):
 
     Args:
         loss: the Trainer's `compute_loss_func`.
-        evaluator: an `Evaluator`; None validates nothing.
-        checkpoints: a `CheckpointManager`; None saves nothing.
-        monitors: which have begun this attempt, and say where. None: it begins at the first step.
-        arrival: an `Arrival`, of data that is prepared meanwhile.
-        groups: which ranks work on the same samples.
 
     Raises:
         UserError: transformers refuses a value of the recipe's `training`, optimizer and schedule included.
@@ -88,14 +104,15 @@ class PretrainingTrainer(OpenTrainer):
         *,
         loss: Callable,
         train_dataset: Dataset | Sequence,
-        evaluator: Any = None,
-        checkpoints: Any = None,
-        monitors: RunMonitors | None = None,
-        arrival: Any = None,
-        callbacks: Sequence[TrainerCallback] = (),
-        groups: RankGroups = ALONE,
+        parts: RunParts = NO_PARTS,
     ) -> None:
-        self.recipe, self.groups, self.arrival = recipe, groups, arrival
+        monitors, evaluator, checkpoints, groups = (
+            parts.monitors,
+            parts.evaluator,
+            parts.checkpoints,
+            parts.groups,
+        )
+        self.recipe, self.groups, self.arrival = recipe, groups, parts.arrival
         self.evaluator, self.checkpoints = evaluator, checkpoints
         self.progress = monitors.start.progress(recipe) if monitors else recipe.progress()
         self.journal = monitors.start.journal if monitors else NOTHING_HEALED
@@ -115,7 +132,7 @@ class PretrainingTrainer(OpenTrainer):
                 callbacks=[
                     *(evaluator.callbacks if evaluator else ()),
                     *(monitors.callbacks(checkpoints) if monitors else ()),
-                    *callbacks,
+                    *parts.callbacks,
                     Clipping(recipe),
                 ],
             )

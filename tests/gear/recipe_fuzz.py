@@ -45,7 +45,7 @@ from pretraining.recipe import load_recipe, recipe_schema
 from pretraining.recipe.model import type_entry
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.training.arguments import build_arguments
-from pretraining.training.trainer import PretrainingTrainer
+from pretraining.training.trainer import PretrainingTrainer, RunParts
 from tests.gear.runs import EXPERTS, LLAMA, MIXTRAL, QWEN3, Started, Workshop
 from tests.gear.small_models import small
 
@@ -315,7 +315,7 @@ def start_outcome(workshop: Workshop, settings: list[str], stage: str) -> Outcom
             model = build_from_recipe(recipe, tokenizer, arguments, draw_weights=False)
         loss = build_loss(model, recipe.loss)
         model.to_empty(device="cpu")
-        given = {"loss": loss, "train_dataset": dataset, "evaluator": evaluator}
+        given = {"loss": loss, "train_dataset": dataset, "parts": RunParts(evaluator)}
         trainer = PretrainingTrainer(recipe, model, arguments, **given)
         trainer.create_optimizer_and_scheduler(recipe.num_steps)
 

@@ -34,7 +34,7 @@ from pretraining.runtime.process_group import rank_groups
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.arguments import build_arguments
 from pretraining.training.monitors import RunMonitors, SettledCollector
-from pretraining.training.trainer import PretrainingTrainer
+from pretraining.training.trainer import PretrainingTrainer, RunParts
 from tests.gear.runs import EXPERTS, LLAMA, MIXTRAL, QWEN3, TOKENIZER
 from tests.gear.watched_gpu import Watch, watched_gpu
 
@@ -150,11 +150,7 @@ def make_trainer(machine, recipe_path: Path, split: TokenSplit, ds_config: str, 
         arguments,
         loss=losses.build_loss(language_model, recipe.loss, groups),
         train_dataset=dataset,
-        evaluator=evaluator,
-        checkpoints=NoCheckpoints(),
-        monitors=monitors,
-        groups=groups,
-        callbacks=callbacks,
+        parts=RunParts(evaluator, NoCheckpoints(), monitors, callbacks=callbacks, groups=groups),
     )
 
 

@@ -36,7 +36,7 @@ from pretraining.training.stability import (
     StabilityMonitor,
 )
 from pretraining.training.throughput import SpeedMeter
-from pretraining.training.trainer import PretrainingTrainer
+from pretraining.training.trainer import PretrainingTrainer, RunParts
 from pretraining.upstream.torch import rates_now, set_rates
 from tests.gear.on_ranks import on_ranks
 from tests.gear.runs import SMALL_RECIPE, TOKENIZER
@@ -229,7 +229,7 @@ class Watched:
             arguments,
             loss=self.monitor.watch.around(loss),
             train_dataset=[{"input_ids": np.arange(8), "labels": np.arange(8)}] * len(losses),
-            callbacks=[self.monitor, layers, MetricsCallback(self.run, speed, lambda: 80)],
+            parts=RunParts(callbacks=[self.monitor, layers, MetricsCallback(self.run, speed, lambda: 80)]),
         ).train()
 
     def applied(self) -> list[bool]:
