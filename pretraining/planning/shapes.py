@@ -58,8 +58,9 @@ class Tensor:
     @classmethod
     def of_part(cls, part: str, numel: int, layer: int | None, factors: int | None, name: str) -> "Tensor":
         """Return a parameter as model/counting.py lists it; factors: None for a vector."""
-        if factors is None:
-            return cls(numel, VECTOR, layer, numel, name, part)
+        # the biases of all experts are in one tensor of two dimensions
+        if factors is None or name.endswith("bias"):
+            return cls(numel, VECTOR, layer, factors or numel, name, part)
         return cls(numel, part if part in (EMBEDDING, HEAD, ROUTER) else HIDDEN, layer, factors, name, part)
 
     @property

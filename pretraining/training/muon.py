@@ -284,7 +284,8 @@ def hidden_matrices(model: PreTrainedModel, per_head: bool = False) -> dict[str,
         for name, parameter in module.named_parameters(recurse=False):
             # under ZeRO-3 the parameter itself is empty here
             shape = whole_shape(parameter)
-            if len(shape) < 2:
+            # the biases of all experts are in one tensor
+            if len(shape) < 2 or name.endswith("bias"):
                 continue
             full_name = f"{module_name}.{name}" if module_name else name
             in_heads = heads.get(module_name.rpartition(".")[2])

@@ -130,7 +130,7 @@ def kinds_of(model: PreTrainedModel) -> dict[str, str]:
             continue
         if name in hidden:
             kinds[name] = HIDDEN
-        elif len(whole_shape(parameter)) < 2:
+        elif len(whole_shape(parameter)) < 2 or name.endswith("bias"):
             kinds[name] = VECTOR
         elif id(parameter) in looked_up:
             kinds[name] = EMBEDDING

@@ -6,12 +6,12 @@ import math
 import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import get_scheduler
+from transformers import AutoConfig, AutoModelForCausalLM, get_scheduler
 
 from pretraining.planning.shapes import parameter_tensors
 from pretraining.planning.sizes import check_rows
 from pretraining.recipe import load_recipe
-from pretraining.recipe.optimizer import HEAD, Optimizer
+from pretraining.recipe.optimizer import HEAD, VECTOR, Optimizer
 from pretraining.recipe.piecewise import value_at
 from pretraining.training.optimizers import (
     build_optimizer,
@@ -91,6 +91,18 @@ def test_the_plan_and_the_model_agree_on_kinds(name, tied):
     }
     assert kinds_of(built(name, tie_word_embeddings=tied)) == planned
     assert (HEAD in planned.values()) is not tied
+
+
+def test_biases_of_experts_are_vectors():
+    """They are in one tensor of two dimensions, which is no matrix: nothing decays or orthogonalises it."""
+    section = {**EXPERTS, "model_type": "gpt_oss", "num_local_experts": 4, "intermediate_size": 48}
+    for key in ("moe_intermediate_size", "num_experts", "output_router_logits", "router_aux_loss_coef"):
+        del section[key]
+    special = {"use_cache": False, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**section, **special))
+    planned = {each.name: each.kind for each in parameter_tensors({**section, "pad_token_id": 0})}
+    assert kinds_of(model) == planned
+    assert planned["model.layers.0.mlp.experts.down_proj_bias"] == VECTOR
 
 
 def llm_c(step: int, steps: int) -> float:
