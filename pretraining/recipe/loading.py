@@ -228,8 +228,8 @@ def recipe_names() -> list[str]:
 def _read(path: Path) -> dict:
     """The sections of a recipe's file, over those of the one base it may name, key by key in each section.
 
-    Lists and objects in a section replace the base's whole. A model that names its type, or where it is, is another
-    model and inherits nothing. The base's name and description stay its own.
+    Lists and objects in a section replace the base's whole, and so does `published`. A model that names its type, or
+    where it is, is another model and inherits nothing. The base's name and description stay its own.
     """
     where, own = display_path(path), read_json(path)
     _check_owners(own, where)
@@ -252,6 +252,8 @@ def _read(path: Path) -> dict:
         inherited = merged.get(key)
         extends = isinstance(value, dict) and isinstance(inherited, dict)
         extends = extends and not (key == "model" and value.keys() & {"model_type", "from"})
+        # another run: what the base's reached is not its result
+        extends = extends and key != "published"
         merged[key] = {**inherited, **value} if extends else value
     return merged
 

@@ -53,8 +53,8 @@ TOP_LEVEL = {
     "base": {
         **_TEXT,
         "description": "Another recipe, by name or by its path from this file, without a base of its own: its keys "
-        "hold where this file says nothing. Lists and objects in a section replace the base's; so does a model with a "
-        "model_type.",
+        "hold where this file says nothing. Lists and objects in a section replace the base's; so do a model with a "
+        "model_type, and published.",
     },
     "name": {
         "type": "string",

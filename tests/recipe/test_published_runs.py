@@ -130,6 +130,15 @@ def test_a_wrong_name_and_a_missing_curve_are_one_line():
         load_recipe("tiny", ["published.curve=none"])
 
 
+def test_a_variant_has_the_base_s_curve_unless_it_is_a_published_run_itself(tmp_path):
+    """One's own experiment is compared with the run that it varies; a later stage with nothing of the first."""
+    stage = load_recipe("olmo3-7b-stage3").published
+    assert stage.curve is None and stage.result is None and stage.run == "OLMo 3 7B, stage 3"
+    variant = tmp_path / "variant.json"
+    variant.write_text(json.dumps({"base": "gpt2-124m-llmc", "description": "x", "training": {"seed": 1}}))
+    assert load_recipe(str(variant)).published.curve == "gpt2-124m-llmc"
+
+
 def test_the_index_names_each():
     """A row for each in recipes/README.md, with its size, tokens and result."""
     text = (RECIPES / "README.md").read_text(encoding="utf-8")
