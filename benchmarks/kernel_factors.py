@@ -11,12 +11,13 @@ test_roofline.py tells when.
 import json
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from types import SimpleNamespace
 
 from gear import REPOSITORY, parser_of
 
-from tests.gear.kernels import COMPILED, OTHER, count_engine, counted, counted_model
+from tests.gear.kernels import COMPILED, OTHER, count_engine, counted, counted_model, join_nobody
 
 TABLE = REPOSITORY / "pretraining" / "planning" / "tables" / "kernels.json"
 BATCH, LENGTH = 4, 1024
@@ -74,6 +75,10 @@ SHAPES["qwen3_moe"] = [
     for section in SHAPES["mixtral"]
 ]
 """Of each family, shapes that differ in one width at a time."""
+MIXTURES = ("mixtral", "qwen3_moe")
+SPLIT = " split"
+"""Behind the name of a family whose experts are split."""
+DEGREES = (4, 8)
 
 
 def main() -> None:
@@ -86,6 +91,11 @@ def main() -> None:
         for mode, compiles in COMPILED.items():
             layers.setdefault(family, {})[mode] = layer_factors(family, compiles)
             print(family, mode, layers[family][mode], file=sys.stderr, flush=True)
+            if family in MIXTURES:
+                with ProcessPoolExecutor(1, get_context("spawn")) as fresh:
+                    found = fresh.submit(split_layer_factors, family, compiles).result()
+                layers.setdefault(family + SPLIT, {})[mode] = found
+                print(family + SPLIT, mode, found, file=sys.stderr, flush=True)
     values |= {"activations": activation_factors(layers["gpt2"]), "loss": loss_factors()}
     values |= {"engines": engine_factors()}
     TABLE.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
@@ -112,6 +122,25 @@ def layer_factors(family: str, compiles: str, **changes) -> dict:
     return factors
 
 
+def split_layer_factors(family: str, compiles: str) -> dict:
+    """The same of layers whose experts are split; `again` is what their recomputation moves."""
+    from pretraining.ds_config import Degrees
+    from pretraining.planning.throughput import layer_widths
+
+    join_nobody(max(DEGREES))
+    rows, moved = [], {"forward": [], "backward": [], "again": []}
+    for number, shape in enumerate(SHAPES[family]):
+        for degree in DEGREES[: 1 + number // 6]:
+            two, three = (
+                count_layers({**shape, "num_hidden_layers": layers}, compiles, degree) for layers in (2, 3)
+            )
+            widths = layer_widths(shape, TOKENS, Degrees(expert=degree))
+            rows.append(list(widths.values()))
+            for phase, found in moved.items():
+                found.append((three.sum(phase, OTHER).bytes - two.sum(phase, OTHER).bytes) / TOKENS)
+    return {phase: solved(tuple(widths), rows, bytes_moved) for phase, bytes_moved in moved.items()}
+
+
 def solved(names: tuple[str, ...], rows: list[list[float]], moved: list[float]) -> dict[str, float]:
     """The factor of each name, for which every row's sum is what was moved."""
     import numpy as np
@@ -122,11 +151,19 @@ def solved(names: tuple[str, ...], rows: list[list[float]], moved: list[float]) 
     return {name: round(float(factor), 2) for name, factor in zip(names, found, strict=False)}
 
 
-def count_layers(section: dict, compiles: str):
-    """The kernels of a model without its loss."""
+def count_layers(section: dict, compiles: str, ranks: int = 1):
+    """The kernels of a model without its loss; if ranks split its experts, also those of a recomputation."""
     import torch
 
-    with counted_model(section, compiles) as (model, kernels):
+    from pretraining.model.build import blocks_of
+
+    with counted_model(section, compiles, ranks) as (model, kernels):
+        if ranks > 1:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+            for block in blocks_of(model):
+                block._gradient_checkpointing_func = partial(
+                    counted_again, kernels, block._gradient_checkpointing_func
+                )
         ids = torch.zeros(BATCH, LENGTH, dtype=torch.long)
 
         def run() -> None:
@@ -137,6 +174,20 @@ def count_layers(section: dict, compiles: str):
             model.zero_grad()
 
         return counted(run, kernels)
+
+
+def counted_again(kernels, checkpoint, function, *arguments):
+    """Call transformers' `checkpoint`, and count as phase `again` what the backward pass has computed again."""
+
+    def counted_function(*given):
+        phase = kernels.phase
+        kernels.phase = "again" if phase == "backward" else phase
+        try:
+            return function(*given)
+        finally:  # torch stops a recomputation by an exception
+            kernels.phase = phase
+
+    return checkpoint(counted_function, *arguments)
 
 
 def activation_factors(gpt2_layers: dict) -> dict:

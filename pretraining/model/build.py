@@ -34,7 +34,14 @@ from pretraining.extend import load_extensions, model_extension
 from pretraining.model.attention import INSTALL, choose_attention, describe_attention, split_attention
 from pretraining.model.given_weights import GivenWeights
 from pretraining.model.initial_weights import initialise_weights
-from pretraining.model.parallel import split_experts, split_vocabulary
+from pretraining.model.parallel import (
+    PLAIN_KERNELS,
+    ExpertDispatch,
+    Kernels,
+    expert_modules,
+    split_experts,
+    split_vocabulary,
+)
 from pretraining.model.routing import CORRECTION_BIASES
 from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.model import has_experts
@@ -243,8 +250,12 @@ def compile_model(model: nn.Module, speed: Speed, degrees: Degrees = NOT_SPLIT) 
     if degrees != NOT_SPLIT:
         trial = torch.compile(lambda numbers: (numbers.sin() * 2).sum(), **options)
     first_pass = FirstPass(_missing(speed), trial) if speed.compile == "auto" else None
+    kernels = PLAIN_KERNELS.compiled(**options)
     for module in modules:
-        compiled = torch.compile(module.forward, **options)
+        if speed.compile != "whole" and expert_modules(module):
+            compiled = _recomputed_outside(module, kernels, options)
+        else:
+            compiled = torch.compile(module.forward, **options)
         if first_pass:
             compiled = first_pass.trying(compiled, module.forward)
         module.forward = _in_training(module, compiled)
@@ -278,6 +289,36 @@ def _in_training(module: nn.Module, compiled: Callable) -> Callable:
         for borders in kwargs.keys() & BORDERS:  # one graph for every number of documents
             let_length_vary(kwargs[borders])
         return compiled(*args, **kwargs)
+
+    return forward
+
+
+def _recomputed_outside(module: nn.Module, kernels: Kernels, options: dict) -> Callable:
+    """Compile a block with experts so that activation checkpointing calls the compiled code.
+
+    Other blocks are recomputed within their graph. Here graphs end inside of the block, at the routers' logits and at
+    exchanges, and torch cannot end a graph inside of what is recomputed in it.
+    """
+    # the class's forward pass, which transformers wraps (modeling_layers.py)
+    compiled = torch.compile(type(module).forward.__wrapped__.__get__(module), **options)
+    dispatches = [each.forward for each in expert_modules(module) if isinstance(each.forward, ExpertDispatch)]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        for each in dispatches:
+            each.kernels = kernels
+        try:
+            return compiled(*args, **kwargs)
+        finally:  # a block that is not compiled, or a validation, takes plain ones
+            for each in dispatches:
+                each.kernels = PLAIN_KERNELS
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not module.gradient_checkpointing:
+            return run(*args, **kwargs)
+        # as in that wrapper: a cache would be written twice
+        kwargs |= {name: None for name in ("past_key_values", "layer_past") if name in kwargs}
+        kwargs |= {"use_cache": False} if "use_cache" in kwargs else {}
+        return module._gradient_checkpointing_func(partial(run, **kwargs), *args)
 
     return forward
 

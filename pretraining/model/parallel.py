@@ -6,8 +6,8 @@
   (`UlyssesSPAttentionHF`), but it refuses GPT-2, keeps packed documents apart only with the package flash-attn, and
   its loader cannot resume within an epoch.
 - Experts, GShard (Lepikhin et al. 2020, arXiv 2006.16668): every rank routes its own tokens, sends each to the ranks of
-  its experts, and gets the results back. No token is dropped: the exchange has as many rows as were chosen. All else
-  is data-parallel, and the ranks read different samples.
+  its experts, and gets the results back. No token is dropped, and none travels twice to the same rank. All else is
+  data-parallel, and the ranks read different samples.
 - The vocabulary, Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, section 3): a rank looks up the tokens whose rows
   it has, and the ranks add up what they found. Of the head each rank computes the logits of its own rows. The loss
   needs one number of each rank and token, the log of its normaliser, so that no rank has whole logits while it trains.
@@ -35,7 +35,7 @@ from pretraining.upstream.split_weights import (
     make_tensor_groups,
 )
 from pretraining.upstream.torch import let_length_vary
-from pretraining.upstream.transformers import is_experts
+from pretraining.upstream.transformers import activate, grouped_product, is_experts, multiplies_in_groups
 from pretraining.upstream.wide_weights import WideLinear
 
 
@@ -160,7 +160,6 @@ def document_mask(borders: torch.Tensor, batch: int, length: int) -> torch.Tenso
 FEWEST_ROWS = 2
 """Fewer are filled up with zeros: without a row no gradient would reach the weights, and this rank would miss the
 reductions of the others. torch.compile would make a graph of its own for a single row."""
-_exchange = torch.compiler.disable(exchange)
 
 
 def split_experts(model: PreTrainedModel, size: int) -> None:
@@ -183,20 +182,111 @@ def expert_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if is_experts(module)]
 
 
+def pass_through(forward: Callable, *parts: torch.Tensor) -> torch.Tensor:
+    """Call the experts' own forward pass."""
+    return forward(*parts)
+
+
+class Kernels(NamedTuple):
+    """What computes little between the products of experts: as it is, or compiled."""
+
+    activate: Callable = activate
+    pass_through: Callable = pass_through
+
+    def compiled(self, **options: Any) -> "Kernels":
+        return Kernels(*(torch.compile(each, **options) for each in self))
+
+
+PLAIN_KERNELS = Kernels()
+
+
+class Copies(NamedTuple):
+    """Rows that are copies of the lines of a matrix, each line of some."""
+
+    sources: torch.Tensor
+    """Which line each row is a copy of, [rows]."""
+    of_lines: torch.Tensor
+    """The rows of the first line, then those of the second, and so on, [rows]."""
+    starts: torch.Tensor
+    """Where those of each line begin, [lines]."""
+
+    @classmethod
+    def of(cls, sources: torch.Tensor, num_lines: int) -> "Copies":
+        lines, of_lines = sources.to(torch.int32).sort(stable=True)
+        numbers = torch.arange(num_lines, dtype=lines.dtype, device=lines.device)
+        return cls(sources, of_lines, torch.searchsorted(lines, numbers))
+
+    def take(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Copy lines to rows; the gradient of a line is the sum of its rows', which needs no atomic addition."""
+        return _Taken.apply(matrix, self)
+
+    def add_up(self, rows: torch.Tensor) -> torch.Tensor:
+        """Add up the rows of each line."""
+        return _Summed.apply(rows, self)
+
+    def sums(self, rows: torch.Tensor) -> torch.Tensor:
+        if not len(rows):
+            return rows.new_zeros(len(self.starts), rows.shape[1])
+        # one kernel, which adds 16-bit numbers in fp32; detached, it makes no tables for a backward pass of its own
+        return F.embedding_bag(self.of_lines, rows.detach(), self.starts, mode="sum")
+
+
+class _Taken(torch.autograd.Function):
+    """The tables stay with the graph. They are no saved tensors, which a recomputed layer would compute again: so its
+    recomputation ends with the input of the last product, and nothing is sent back a second time. It routes as the
+    first pass did, because nothing before it adds in an order of chance."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: torch.Tensor, copies: Copies) -> torch.Tensor:
+        ctx.copies = copies
+        return matrix[copies.sources]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:  # type: ignore[override]
+        return ctx.copies.sums(gradient), None
+
+
+class _Summed(torch.autograd.Function):
+    """The other way round."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, copies: Copies) -> torch.Tensor:
+        ctx.copies = copies
+        return copies.sums(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:  # type: ignore[override]
+        return gradient[ctx.copies.sources], None
+
+
+class Agreed(NamedTuple):
+    """How many rows an exchange has, which the host must know."""
+
+    sent: list[int]
+    """To each rank: the tokens that chose any of its experts."""
+    received: list[int]
+    choices: int
+    """Of this rank's experts, by the tokens of all ranks."""
+
+
 class ExpertDispatch:
     """The forward pass of a module of experts of which this rank has a part.
 
-    It takes the arguments of the module's own forward pass, and returns the same. In a compiled block, a graph ends
-    before it and another begins after it; the rank's own experts are a graph between the two exchanges.
+    It takes the arguments of the module's own forward pass, and returns the same. A token travels once to every rank
+    that has one of its experts or more. There the experts' outputs are added up, and one row travels back. Each choice
+    is weighted before its expert's last product, so that no backward pass reads what that product gave.
+
+    In a compiled block, a graph ends before it and another begins after it.
     """
 
     def __init__(self, experts: Any, group: dist.ProcessGroup) -> None:
         """experts: with the number of all experts still."""
-        self.compute, self.group = experts.forward, group
-        self.experts, self.ranks = experts.num_experts, dist.get_world_size(group)
-        self.local = self.experts // self.ranks
+        self.module, self.forward, self.group = experts, experts.forward, group
+        self.ranks = dist.get_world_size(group)
+        self.local = experts.num_experts // self.ranks
+        self.kernels = PLAIN_KERNELS
 
-    @torch.compiler.disable(recursive=False)
+    @torch.compiler.disable
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
@@ -207,43 +297,78 @@ class ExpertDispatch:
             top_k_index: the chosen experts, [tokens, chosen], numbered over all ranks.
             top_k_weights: [tokens, chosen].
         """
-        tokens, chosen = top_k_index.shape
-        numbers = top_k_index.flatten()
-        order = numbers.argsort(stable=True)  # by expert, thus by rank
-        counts, sent, received = self.agree(numbers)
-        rows = _exchange(hidden_states[order // chosen], self.group, sent, received)
-        rows = _exchange(self._computed(rows, counts), self.group, received, sent)
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order), device=order.device)
-        # as the module's own forward pass does: weighted in the weights' type, and added up in it
-        weighted = rows[back].view(tokens, chosen, -1) * top_k_weights.unsqueeze(-1)
-        return weighted.sum(1).to(hidden_states.dtype)
+        owners = top_k_index // self.local
+        travels = torch.zeros(self.ranks, len(owners), dtype=torch.int64, device=owners.device)
+        travels.scatter_(0, owners.T, 1)
+        # rows are numbered by rank, and those of a rank by token: in the order of the entries of `travels` that are 1
+        most = travels.numel()
+        numbers = (travels.flatten().cumsum(0) - 1).masked_fill_(travels.flatten() == 0, most)
+        entries = numbers.new_empty(most + 1).scatter_(0, numbers, torch.arange(most, device=numbers.device))
+        sent, received, choices = self.agree(owners, travels)
+        entries = entries[: sum(sent)]  # the last one received all that are 0
+        copies = Copies.of(entries % len(owners), len(owners))
+        rows = exchange(copies.take(hidden_states), self.group, sent, received)
+        # of each row its token's choices, as numbers of the rank's experts; those of other ranks are left out
+        own = top_k_index[copies.sources] - (entries // len(owners) * self.local).unsqueeze(1)
+        is_there = (own >= 0) & (own < self.local)
+        weights = copies.take(top_k_weights).masked_fill(~is_there, 0)
+        wide = torch.promote_types(weights.dtype, torch.float32)  # exact, as the numbers are
+        chosen = torch.cat([weights.to(wide), own.masked_fill(~is_there, self.local).to(wide)], 1)
+        weights, experts = exchange(chosen, self.group, sent, received).chunk(2, 1)
+        results = self._computed(rows, experts.detach().long(), weights, choices)
+        returned = exchange(results, self.group, received, sent)
+        return copies.add_up(returned).to(hidden_states.dtype)
 
-    @torch.compiler.disable
-    def agree(self, numbers: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
-        """Return the rows that come here [ranks, own experts], and how many go to and come from each rank."""
+    def agree(self, owners: torch.Tensor, travels: torch.Tensor) -> Agreed:
+        """Exchange how many rows and choices go to each rank.
+
+        Args:
+            owners: ranks of the chosen experts, [tokens, chosen].
+            travels: 1 if a token goes to a rank, else 0, [ranks, tokens].
+        """
         # not bincount, for which the host would wait
-        ones = torch.ones_like(numbers)
-        going = torch.zeros(self.experts, dtype=ones.dtype, device=ones.device).scatter_add_(0, numbers, ones)
+        numbers = owners.flatten()
+        choices = torch.zeros_like(travels[:, 0]).scatter_add_(0, numbers, torch.ones_like(numbers))
+        going = torch.stack([travels.sum(1), choices], 1)
         coming = torch.empty_like(going)
         dist.all_to_all_single(coming, going, group=self.group)
-        sums = torch.stack([going, coming]).view(2, self.ranks, self.local).sum(2)
-        sent, received = sums.tolist()  # the host waits here, once: it must know the sizes of the exchange
-        return coming.view(self.ranks, self.local), sent, received
+        known = torch.stack([going[:, 0], coming[:, 0], coming[:, 1]])
+        # the host waits here, once: it must know the sizes of the exchange
+        sent, received, chosen = known.tolist()
+        return Agreed(sent, received, sum(chosen))
 
-    @torch.compiler.disable(recursive=False)
-    def _computed(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Pass rows through this rank's experts; counts: [ranks, own experts], in the order of the rows."""
-        numbers = torch.arange(self.local, device=rows.device).repeat(self.ranks)
-        numbers = numbers.repeat_interleave(counts.flatten(), output_size=len(rows))
-        num_rows, missing = len(rows), FEWEST_ROWS - len(rows)
-        if missing > 0:
-            rows = torch.cat([rows, rows.new_zeros(missing, rows.shape[1])])
-            numbers = torch.cat([numbers, numbers.new_zeros(missing)])
-        parts = rows, numbers.unsqueeze(1), rows.new_ones(len(rows), 1)
-        for part in parts:  # one graph for every number of rows
-            let_length_vary(part)
-        return self.compute(*parts)[:num_rows]
+    def _computed(
+        self, rows: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, choices: int
+    ) -> torch.Tensor:
+        """Return for each row the weighted sum of what its experts here give, [rows, width].
+
+        experts, weights: [rows, chosen]; an expert's number past the last one is none.
+        """
+        numbers, order = experts.flatten().to(torch.int16).sort(stable=True)
+        numbers, order = numbers[:choices], order[:choices]
+        copies = Copies.of(order // experts.shape[1], len(experts))
+        inputs, weights = copies.take(rows), weights.flatten().gather(0, order).unsqueeze(1)
+        if (missing := FEWEST_ROWS - choices) > 0:
+            inputs, weights = (
+                torch.cat([each, each.new_zeros(missing, each.shape[1])]) for each in (inputs, weights)
+            )
+            numbers = torch.cat([numbers, numbers.new_full((missing,), self.local - 1)])
+            return copies.add_up(self._multiplied(inputs, numbers, weights)[:choices])
+        return copies.add_up(self._multiplied(inputs, numbers, weights))
+
+    def _multiplied(self, inputs: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Pass each row [rows, width] through one expert and weight it; rows are in the order of the experts."""
+        module, numbers_of_rows = self.module, numbers.long().unsqueeze(1)
+        for each in (inputs, numbers_of_rows, weights):  # one graph for every number of rows
+            let_length_vary(each)
+        if not multiplies_in_groups(module):
+            return self.kernels.pass_through(self.forward, inputs, numbers_of_rows, weights)
+        bounds = torch.arange(self.local, dtype=numbers.dtype, device=numbers.device)
+        ends = torch.searchsorted(numbers, bounds, right=True, out_int32=True)
+        first = module.gate_up_proj if module.has_gate else module.up_proj
+        inner = grouped_product(module, inputs, first, ends)
+        let_length_vary(inner)
+        return grouped_product(module, self.kernels.activate(module, inner, weights), module.down_proj, ends)
 
 
 class SplitEmbedding(nn.Embedding):

@@ -30,7 +30,9 @@ def _layers(*widths: str) -> dict:
     """Return the shape of one model type's factors, by the widths that `throughput.layer_widths` gives it."""
     # fitted factors, which may be negative
     moved = dict.fromkeys(widths, NUMBER)
-    mode = {"forward": moved, "backward": moved, "outside": POSITIVE}
+    # what is recomputed of a layer whose experts are split; what is outside of layers is the same
+    more = {"again": moved} if "sent hidden" in widths else {"outside": POSITIVE}
+    mode = {"forward": moved, "backward": moved, **more}
     return {"eager": mode, "compiled": mode}
 
 
@@ -41,6 +43,7 @@ def _loss(*names: str) -> dict:
 # the names of `throughput.layer_widths`
 _DENSE = ("hidden", "queries", "keys", "inner")
 _MIXTURE = ("hidden", "queries", "keys", "routed hidden", "routed inner", "routed", "expert weights")
+_SPLIT = (*_MIXTURE[:5], "sent hidden", "sent choices")
 # a missing one counts as 0 (`throughput._layer_bytes`)
 _PASSES = {"forward?": NOT_NEGATIVE, "backward?": NOT_NEGATIVE}
 _ENGINE = dict.fromkeys(("micro-batch", "step", "step of its share"), NOT_NEGATIVE)
@@ -72,6 +75,8 @@ SHAPES: dict[str, Any] = {
             "qwen3": _layers(*_DENSE),
             "mixtral": _layers(*_MIXTURE),
             "qwen3_moe": _layers(*_MIXTURE),
+            "mixtral split": _layers(*_SPLIT),
+            "qwen3_moe split": _layers(*_SPLIT),
         },
         "activations": {ANY: {"eager?": _PASSES, "compiled?": _PASSES}},
         "loss": {

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pretraining.ds_config import NOT_SPLIT, hpz_ranks, zero_stage
 from pretraining.planning.gpus import Gpu, kept_rates
 from pretraining.planning.memory.need import skips_last_product
-from pretraining.planning.setup import Setup
-from pretraining.planning.shapes import key_value_copies, parameter_tensors
+from pretraining.planning.setup import FP32, Setup
+from pretraining.planning.shapes import key_value_copies, parameter_tensors, ranks_met
 
 GRADIENTS, WEIGHTS, WEIGHTS_IN_NODE = "gradients", "weights", "weights in hpZ groups"
 TENSOR, SEQUENCE, EXPERT = "tensor all-reduces", "sequence all-to-alls", "expert all-to-alls"
@@ -135,8 +135,12 @@ def layer_messages(setup: Setup, gpu: Gpu) -> list[Message]:
     keys = widths.keys * key_value_copies(widths, degrees)
     exchanged = width * tokens * widths.layers * (2 * widths.queries + 2 * keys) * (2 + again)
     sparse = len({tensor.layer for tensor in parameter_tensors(recipe.model) if tensor.part == "experts"})
-    # each chosen expert's input there and its result back, and their gradients
-    routed = width * tokens * widths.chosen_experts * widths.hidden * sparse * 2 * (2 + again)
+    # a token once to each rank that has any of its experts, a sum back, and their gradients; a recomputed layer sends
+    # the tokens again, but no sums
+    rows = tokens * sparse * ranks_met(widths.experts, widths.chosen_experts, degrees.expert)
+    routed = rows * width * widths.hidden * (4 + again)
+    # numbers and weights of its experts, in fp32, and gradients of both
+    routed += rows * FP32 * 2 * widths.chosen_experts * (2 + again)
     # all-reduces over neighbouring ranks: a ring sends 2 (t - 1) / t of each message
     sums *= 2 * (degrees.tensor - 1) / degrees.tensor
     near = not spans_nodes(degrees.tensor, 1, gpu.gpus_per_node)

@@ -6,6 +6,7 @@ source files that count, and the version of transformers.
 """
 
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -120,6 +121,16 @@ class Widths:
     @property
     def keys(self) -> int:
         return self.key_value_heads * self.head_size
+
+
+def ranks_met(experts: int, chosen: int, degree: int) -> float:
+    """Return how many ranks a token meets on average, of `degree` ranks with an equal part of the experts each.
+
+    All choices of as many experts are taken as equally likely. A router that prefers some experts sends to fewer ranks.
+    """
+    if degree == 1:
+        return 1.0
+    return degree * (1 - math.comb(experts - experts // degree, chosen) / math.comb(experts, chosen))
 
 
 def widths_of(model: dict) -> Widths:

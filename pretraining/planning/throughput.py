@@ -28,7 +28,7 @@ from pretraining.planning.messages import (
     stops_for_gradients,
 )
 from pretraining.planning.setup import FP32, SIXTEEN_BIT, Setup
-from pretraining.planning.shapes import family_of, rows_of_rank, widths_of_rank
+from pretraining.planning.shapes import family_of, ranks_met, rows_of_rank, widths_of_rank
 from pretraining.planning.sizes import BACKWARD
 from pretraining.recipe import model_with_defaults
 from pretraining.recipe.refusals import compiled_part
@@ -124,6 +124,7 @@ def ceiling(setup: Setup, gpu: Gpu, precision: str) -> Ceiling:
     forward = width * size.num_layers * _layer_bytes(setup, mode, "forward", tokens)
     backward = behind.layers * _layer_bytes(setup, mode, "backward", tokens)
     backward *= width * size.num_layers
+    redone = width * size.num_layers * _layer_bytes(setup, mode, "again", tokens)
     # embeddings and the last norm, forward and backward
     outside = table("kernels")["layers"][family_of(recipe.model)][mode]["outside"]
     outside = width * (tokens * outside * setup.widths.hidden)
@@ -148,7 +149,7 @@ def ceiling(setup: Setup, gpu: Gpu, precision: str) -> Ceiling:
         "other kernels": (forward + backward + outside) / rates.bytes,
         "loss": of_loss / rates.bytes,
         "recomputation": products_again * (recomputed / rates.product_flops + scores / rates.attention_flops)
-        + again * forward / rates.bytes,
+        + again * redone / rates.bytes,
         "gradients": engine["micro-batch"] * trained / rates.bytes,
         # one step for all micro-batches of it
         "optimizer": in_step / rates.bytes / setup.accumulation,
@@ -265,11 +266,15 @@ def layer_mode(setup: Setup) -> str:
 def _layer_bytes(setup: Setup, mode: str, direction: str, tokens: int) -> float:
     """Return the bytes that one layer's kernels move for a micro-batch in 16 bit, without products and attention.
 
-    direction: `forward` or `backward`.
+    direction: `forward`, `backward`, or `again`, for a forward pass whose layers are recomputed.
     """
     model = setup.recipe.model
     kernels, widths = table("kernels"), layer_widths(model, tokens, setup.degrees)
-    factors = kernels["layers"][family_of(model)][mode][direction]
+    family = family_of(model) + (" split" if setup.degrees.expert > 1 else "")
+    counted = kernels["layers"][family][mode]
+    # the recomputation of split experts ends before their results are added up
+    direction = direction if direction in counted else "forward"
+    factors = counted[direction]
     # an activation function written in Python is several kernels, and each reads and writes all inner values
     values = model_with_defaults(model)
     activation = values.get("activation_function") or values.get("hidden_act") or ""
@@ -294,17 +299,16 @@ def layer_widths(model: dict, tokens: int, degrees: Degrees = NOT_SPLIT) -> dict
     routed = of_layer.chosen_experts
     if not of_layer.experts:
         return {**widths, "inner": of_layer.inner}
+    widths |= {"routed hidden": routed * of_layer.hidden, "routed inner": routed * of_layer.expert_inner}
+    if degrees.expert > 1:
+        # a token's row is sent once to each rank, with all its choices
+        sent = ranks_met(of_layer.experts, routed, degrees.expert)
+        return {**widths, "sent hidden": sent * of_layer.hidden, "sent choices": sent * routed}
     return {
         **widths,
-        "routed hidden": routed * of_layer.hidden,
-        "routed inner": routed * of_layer.expert_inner,
         "routed": routed,
         # three matrices an expert, read once for all tokens of the micro-batch
-        "expert weights": 3
-        * (of_layer.experts / degrees.expert)
-        * of_layer.hidden
-        * of_layer.expert_inner
-        / tokens,
+        "expert weights": 3 * of_layer.experts * of_layer.hidden * of_layer.expert_inner / tokens,
     }
 
 

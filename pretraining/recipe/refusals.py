@@ -269,8 +269,6 @@ def why_not_compiled(recipe: Recipe, ds_config: dict | None, on_gpu: bool = True
         return "recomputed layers keep their inputs on the host"
     if recomputes and recipe.speed.recompute == "operators":
         return "compiled code hides the products that recomputed layers keep"
-    if recomputes and has_experts(model):
-        return "a mixture's recomputed layers hand router logits out"
     return _why_not_gathered_as_one(ds_config)
 
 

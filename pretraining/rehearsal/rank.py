@@ -36,8 +36,9 @@ from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.prepared import PreparedData
 from pretraining.data.shards import TokenSplit
 from pretraining.errors import UserError
-from pretraining.model.parallel import ExpertDispatch, expert_modules
+from pretraining.model.parallel import Agreed, ExpertDispatch, expert_modules
 from pretraining.planning.run_plan import RunPlan
+from pretraining.planning.shapes import ranks_met
 from pretraining.recipe import Recipe
 from pretraining.rehearsal.stand_in_data import StandInData
 from pretraining.runtime.exit_codes import STOPPED
@@ -211,15 +212,12 @@ class EvenDispatch(ExpertDispatch):
     def __init__(self, dispatch: ExpertDispatch) -> None:
         vars(self).update(vars(dispatch))
 
-    def agree(self, numbers: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
-        each, more = divmod(len(numbers), self.experts)
-        counts = [each + (expert < more) for expert in range(self.experts)]
-        going = torch.tensor(counts, device=numbers.device)
+    def agree(self, owners: torch.Tensor, travels: torch.Tensor) -> Agreed:
+        going = torch.zeros(self.ranks, 2, dtype=torch.int64, device=owners.device)
         dist.all_to_all_single(torch.empty_like(going), going, group=self.group)
-        of_ranks = [counts[first : first + self.local] for first in range(0, len(counts), self.local)]
-        own = of_ranks[dist.get_rank(self.group)]
-        coming = torch.tensor([own] * self.ranks, device=numbers.device)
-        return coming, list(map(sum, of_ranks)), [sum(own)] * self.ranks
+        tokens, chosen = owners.shape
+        to_each = round(tokens * ranks_met(self.local * self.ranks, chosen, self.ranks) / self.ranks)
+        return Agreed([to_each] * self.ranks, [to_each] * self.ranks, tokens * chosen)
 
 
 def choose_evenly(model: torch.nn.Module) -> None:

@@ -20,7 +20,8 @@ from pretraining.ds_config import degrees_of, zero_stage
 from pretraining.errors import UserError, require
 from pretraining.extend import defined
 from pretraining.planning.memory.states import block_gathering
-from pretraining.planning.shapes import layer_numel, parameter_tensors, widths_of
+from pretraining.planning.setup import Setup
+from pretraining.planning.shapes import layer_numel, widths_of
 from pretraining.recipe import Recipe
 from pretraining.recipe.refusals import gathers_blocks, why_not_compiled
 from pretraining.recipe.training import PIECEWISE
@@ -182,7 +183,8 @@ def engine_config(recipe: Recipe, ds_config: dict | None) -> dict | None:
         config["zero_optimization"] = {**ds_config["zero_optimization"], **gathered}
     if gathers_blocks(recipe, ds_config, torch.cuda.is_available()):
         zero = config["zero_optimization"]
-        ahead = block_gathering(zero, layer_numel(parameter_tensors(recipe.model)))
+        # of layers and experts that are split, a rank gathers its own parts
+        ahead = block_gathering(zero, layer_numel(Setup(recipe, ds_config).held))
         config["zero_optimization"] = {**zero, **ahead}
     if recipe.speed.compile == "deepcompile":
         config["compile"] = {"deepcompile": True}

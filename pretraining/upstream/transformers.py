@@ -42,6 +42,8 @@ A model's classes (transformers 5.23.0, torch 2.13.0, deepspeed 0.19.8):
   leaves the choice to it. Held by test_attention.py. May go once the config says it in public.
 - Which modules are the experts of a mixture, called with each token's choices (`is_experts`): `_is_expert_parallel`,
   which `use_experts_implementation` sets and nothing else. Held by test_balance.py.
+- The two halves of what a module of experts computes (`grouped_product`, `activate`): `_grouped_linear`, and
+  `_apply_gate`, which the same decorator gives every class. Held by test_layouts.py.
 - Where documents begin, for the masks of a class that does not hand its positions on, as gpt_oss
   (`mask_by_positions`): the functions of `masking_utils`, by the names under which its module has imported them.
   Held by test_model_types.py. May go once every class hands them on.
@@ -70,6 +72,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 from transformers.integrations import integration_utils
+from transformers.integrations.moe import _grouped_linear
 
 
 class OpenTrainer(Trainer):
@@ -233,6 +236,25 @@ def is_partitioned(parameter: nn.Parameter) -> bool:
 def is_experts(module: nn.Module) -> bool:
     """Return whether this module has all experts of a layer; it is called with (tokens, choices, weights)."""
     return hasattr(module, "_is_expert_parallel")
+
+
+def multiplies_in_groups(experts: Any) -> bool:
+    """Return whether experts are two grouped products with an activation between them, without biases and norms."""
+    is_grouped = experts.config._experts_implementation == "grouped_mm"
+    return is_grouped and not experts.has_bias and not getattr(experts, "has_post_expert_norm", False)
+
+
+def grouped_product(
+    experts: Any, rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor
+) -> torch.Tensor:
+    """Multiply rows [rows, width] by the matrix of each one's expert; ends: of each expert's rows, int32 [experts]."""
+    return _grouped_linear(rows, weight, ends, is_transposed=experts.is_transposed)
+
+
+def activate(experts: Any, inner: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Apply the activation of experts to [rows, inner], and each row's weight [rows, 1]."""
+    activated = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
+    return (activated * weights).to(inner.dtype)
 
 
 def keep_buffers(model: PreTrainedModel, names: Iterable[str]) -> None:

@@ -59,6 +59,10 @@ CASES = {
     "gpt2 zero2 failing": ("gpt2", 2, False, FAILING),
     "qwen3_moe expert": ("qwen3_moe", 3, False, {}, SPLIT_EXPERTS),
     "qwen3_moe expert blocks": ("qwen3_moe", 3, False, EAGER, SPLIT_EXPERTS),
+    "qwen3_moe blocks recomputed": ("qwen3_moe", 3, True, EAGER),
+    "qwen3_moe expert recomputed": ("qwen3_moe", 3, True, {}, SPLIT_EXPERTS),
+    "qwen3_moe expert blocks recomputed": ("qwen3_moe", 3, True, CUT, SPLIT_EXPERTS),
+    "qwen3_moe expert failing": ("qwen3_moe", 3, True, FAILING, SPLIT_EXPERTS),
     # last, because AutoTP leaves traces in the process
     "llama tensor": ("llama", 2, False, {}, SPLIT_LAYERS),
     "llama tensor blocks": ("llama", 2, False, BLOCKS, SPLIT_LAYERS),

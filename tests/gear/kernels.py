@@ -44,7 +44,8 @@ COMPILED = {"eager": "none", "compiled": "blocks"}
 WIDTH, DEPTH = 512, 8
 """Of the layers that the engine is counted with."""
 PRODUCT, ATTENTION, OTHER = "product", "attention", "other"
-NO_KERNEL = {"_unsafe_view", "_reshape_alias", "detach", "empty", "empty_like", "empty_strided", "lift_fresh"}
+NO_KERNEL = {"_unsafe_view", "_reshape_alias", "detach", "empty", "empty_like", "empty_strided", "new_empty"}
+NO_KERNEL |= {"lift_fresh"}
 """Without data movement, though their schemas do not say that they are views."""
 PRODUCTS = {"mm": 0, "bmm": 0, "_grouped_mm": 0, "addmm": 1, "baddbmm": 1}
 """Where the left one of their two matrices stands among the arguments."""
@@ -279,15 +280,20 @@ def _operators_of(node) -> str:
 
 
 @contextlib.contextmanager
-def counted_model(section: dict, compiles: str) -> Iterator[tuple]:
-    """(the model on stand-in tensors in bf16, the Kernels that count it), compiled as a run's would be."""
+def counted_model(section: dict, compiles: str, ranks: int = 1) -> Iterator[tuple]:
+    """(the model on stand-in tensors in bf16, the Kernels that count it), compiled as a run's would be.
+
+    ranks: that split its experts, which are chosen equally often; a process group of these is there.
+    """
     from transformers import AttentionInterface, AutoModelForCausalLM
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     from pretraining.model import cross_entropy
     from pretraining.model.attention import SDPA_CAUSAL
     from pretraining.model.build import build_config, compile_model
+    from pretraining.model.parallel import split_experts
     from pretraining.recipe.sections import Speed
+    from pretraining.rehearsal.rank import choose_evenly
 
     AttentionInterface.register(SDPA_CAUSAL, sdpa_attention_forward)
     kernels = Kernels()
@@ -298,6 +304,9 @@ def counted_model(section: dict, compiles: str) -> Iterator[tuple]:
         config = build_config({**section, "attn_implementation": SDPA_CAUSAL}, TOKENIZER)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
         model.loss_type = None
+        if ranks > 1:
+            split_experts(model, ranks)
+            choose_evenly(model)
         compile_model(model, Speed(compile=compiles))
         yield model, kernels
 
@@ -316,8 +325,7 @@ def count_engine(ds_config: dict | None, world_size: int) -> dict[str, float]:
 
     A small stack of layers is trained for real. The process group answers at once and sends nothing.
     """
-    name_ranks(world_size)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    join_nobody(world_size)
     engine, parameters = initialised_engine(ds_config, "cpu"), DEPTH * WIDTH**2
     kernels, phases = Kernels(), ("first", "second", "last", "step")
     for _ in range(3):  # the first two steps make buffers
@@ -327,6 +335,18 @@ def count_engine(ds_config: dict | None, world_size: int) -> dict[str, float]:
     moved = {phase: kernels.sum(phase, OTHER).bytes / parameters for phase in phases}
     micro_batch = moved["second"]
     return {"micro-batch": micro_batch, "step": sum(moved.values()) - 3 * micro_batch}
+
+
+def join_nobody(world_size: int) -> None:
+    """Be one of so many ranks, whose messages are answered at once and move nothing."""
+    import deepspeed
+
+    from pretraining.upstream.deepspeed import leave_out_shared_memory
+
+    leave_out_shared_memory()
+    name_ranks(world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    deepspeed.init_distributed("fake", dist_init_required=False)
 
 
 def train_step(engine, kernels, phases: tuple[str, ...]) -> Iterator[str]:

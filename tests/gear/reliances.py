@@ -99,6 +99,9 @@ transformers test_model_types.py
 transformers test_balance.py
     transformers.integrations.use_experts_implementation._is_expert_parallel
     transformers.PreTrainedModel._keep_in_fp32_modules_strict
+transformers test_layouts.py
+    transformers.integrations.moe._grouped_linear(input, weight, offs, bias, is_transposed)
+    transformers.integrations.use_experts_implementation._apply_gate
 transformers test_given_weights.py
     transformers.conversion_mapping.get_model_conversion_mapping(model, key_mapping, hf_quantizer, add_legacy)
     transformers.core_model_loading.rename_source_key(source_key, weight_renamings, weight_converters,

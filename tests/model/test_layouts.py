@@ -3,6 +3,7 @@
 import copy
 import re
 from itertools import product
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
@@ -20,7 +23,7 @@ from pretraining.checkpoints.shard_files import CheckpointReader, assemble
 from pretraining.data.documents import document_borders, part_of_sequences
 from pretraining.ds_config import Degrees, degrees_of, load_ds_config
 from pretraining.evaluation.validation import _batch
-from pretraining.model.parallel import document_mask, split_experts
+from pretraining.model.parallel import ExpertDispatch, document_mask, split_experts
 from pretraining.planning.memory.need import BUILT, memory_need
 from pretraining.planning.setup import Setup
 from pretraining.recipe import load_recipe
@@ -227,6 +230,118 @@ def test_a_rank_to_which_no_token_comes_takes_part():
     """Outputs and gradients of split experts, on ranks that are all, some or none of them chosen."""
     for found in on_ranks(2, largest_differences):
         assert len(found) == 8 and all(difference < 1e-5 for difference in found.values()), found
+
+
+def errors_in_bf16() -> dict[str, list[float]]:
+    """Of the output and of each gradient: how far whole and split experts in bf16 are from whole ones in fp32."""
+    config = AutoConfig.for_model(**MIXTRAL)
+    config._experts_implementation = "grouped_mm"
+    torch.manual_seed(0)
+    exact = nn.ModuleDict({"experts": MixtralExperts(config)})
+    for parameter in exact.parameters():
+        nn.init.normal_(parameter, std=0.1)
+        parameter.data = parameter.data.bfloat16().float()
+    whole, split = copy.deepcopy(exact).bfloat16(), copy.deepcopy(exact).bfloat16()
+    split_experts(split, 2)
+    for ours, theirs in zip(split.parameters(), whole.parameters(), strict=True):
+        ours.data.copy_(own_rows(ours, theirs.data))
+    torch.manual_seed(dist.get_rank())
+    tokens, scores = torch.randn(256, config.hidden_size).bfloat16(), torch.rand(256, CHOSEN).bfloat16()
+    chosen = torch.randint(config.num_local_experts, (256, CHOSEN))
+    found = []
+    for model in (exact, whole, split):
+        dtype = next(model.parameters()).dtype
+        inputs = [each.to(dtype).requires_grad_() for each in (tokens.clone(), scores.clone())]
+        output = model["experts"](inputs[0], chosen, inputs[1])
+        output.backward(tokens.to(dtype))
+        weights = [parameter.grad.float() for parameter in model.parameters()]
+        if model is not split:
+            for gradient in weights:
+                dist.all_reduce(gradient)
+            weights = [own_rows(p, each) for p, each in zip(split.parameters(), weights, strict=True)]
+        found.append([output.detach().float(), *(each.grad.float() for each in inputs), *weights])
+    names = ("output", "tokens", "scores", "first weights", "last weights")
+    return {
+        name: [float((each[index] - found[0][index]).norm() / found[0][index].norm()) for each in found[1:]]
+        for index, name in enumerate(names)
+    }
+
+
+def test_split_experts_in_bf16_are_as_near_to_fp32_as_whole_ones():
+    """They weight a choice and add up in another order, with as much rounding."""
+    for found in on_ranks(2, errors_in_bf16):
+        for name, (whole, split) in found.items():
+            assert 0 < split < 1.25 * whole < 0.02, name
+
+
+class CountedOperators(TorchDispatchMode):
+    """The names of what is computed while it is entered, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        self.names.append(function._overloadpacket.__name__)
+        return function(*arguments, **(keywords or {}))
+
+
+def counted_in_a_recomputed_layer() -> tuple[dict[str, list[int]], float]:
+    """Exchanges and grouped products of a layer's forward and backward pass, and how far its gradients are off."""
+    config = AutoConfig.for_model(**MIXTRAL)
+    config._experts_implementation = "grouped_mm"
+    torch.manual_seed(0)
+    experts = MixtralExperts(config)
+    split_experts(nn.ModuleDict({"experts": experts}), 2)
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    chosen = torch.arange(TOKENS * CHOSEN).view(TOKENS, CHOSEN) % config.num_local_experts
+    counts: dict[str, list[int]] = {"exchanges": [], "products": []}
+    gradients = []
+    for recomputes in (True, False):
+        tokens = torch.linspace(-1, 1, TOKENS * config.hidden_size).view(TOKENS, -1).requires_grad_()
+        scores = torch.full((TOKENS, CHOSEN), 0.5, requires_grad=True)
+        with CountedOperators() as forward:
+            if recomputes:
+                output = checkpoint(experts, tokens, chosen, scores, use_reentrant=False)
+            else:
+                output = experts(tokens, chosen, scores)
+        with CountedOperators() as backward:
+            (output**2).sum().backward()
+        for each in (forward, backward):
+            counts["exchanges"].append(each.names.count("alltoall_base_"))
+            counts["products"].append(each.names.count("_grouped_mm"))
+        gradients.append([tokens.grad, scores.grad, *(parameter.grad for parameter in experts.parameters())])
+        experts.zero_grad()
+    ours, theirs = gradients
+    return counts, max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_recomputed_layer_sends_nothing_back_again_and_spares_its_last_product():
+    """Forward: sizes, tokens, choices, results. Again: all but the results. Backward: results, tokens, choices."""
+    for counts, difference in on_ranks(2, counted_in_a_recomputed_layer):
+        assert difference == 0.0
+        assert counts["exchanges"] == [4, 3 + 3, 4, 3]
+        assert counts["products"] == [2, 1 + 4, 2, 4]
+
+
+def test_a_token_travels_once_to_each_rank():
+    """However many of its experts are there: rows are counted by rank, choices by expert."""
+    assert on_ranks(2, rows_of_a_step) == [([2, 1], [2, 2], 6), ([2, 2], [1, 2], 4)]
+
+
+def rows_of_a_step() -> tuple[list[int], list[int], int]:
+    """What two ranks agree on: three tokens of rank 0 and two of rank 1, with experts 0 and 1 on rank 0."""
+    config = AutoConfig.for_model(**MIXTRAL)
+    experts = MixtralExperts(config)
+    split_experts(nn.ModuleDict({"experts": experts}), 2)
+    choices = [[[0, 1], [2, 3], [1, 0]], [[0, 2], [3, 0]]][dist.get_rank()]
+    agreed, agree = [], ExpertDispatch.agree
+    with mock.patch.object(ExpertDispatch, "agree", lambda *given: agreed.append(agree(*given)) or agreed[0]):
+        experts(
+            torch.ones(len(choices), config.hidden_size), torch.tensor(choices), torch.ones(len(choices), 2)
+        )
+    return tuple(agreed[0])
 
 
 def test_ranks_are_numbered_with_tensor_parts_first_and_samples_last():

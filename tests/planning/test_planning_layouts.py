@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import combinations
 
 import pytest
 
@@ -18,6 +19,7 @@ from pretraining.planning.run_plan import Machine
 from pretraining.planning.screen import as_text, fewest_ranks, full_plan
 from pretraining.planning.search import fitting
 from pretraining.planning.setup import Precision, Setup
+from pretraining.planning.shapes import ranks_met
 from pretraining.planning.throughput import ceiling, step_time
 from pretraining.recipe import RECIPES, load_recipe
 from tests.gear.tracked_memory import trace
@@ -28,13 +30,13 @@ BF16 = Precision("bf16", 2, 2, 2)
 LONG = str(RECIPES / "stages" / "7b-131k.json")
 
 
-def planned(way: str, ranks: int, name: str = "7b") -> Setup:
-    return Setup(load_recipe(name, (), way), load_ds_config(way), ranks)
+def planned(way: str, ranks: int, name: str = "7b", *changes: str) -> Setup:
+    return Setup(load_recipe(name, changes, way), load_ds_config(way), ranks)
 
 
-def sent(way: str, ranks: int, name: str = "7b") -> dict:
+def sent(way: str, ranks: int, name: str = "7b", *changes: str) -> dict:
     """The messages of a step on H100s, by name."""
-    return {message.name: message for message in step_messages(planned(way, ranks, name), H100)}
+    return {message.name: message for message in step_messages(planned(way, ranks, name, *changes), H100)}
 
 
 def test_a_rank_holds_a_part_of_each_matrix_and_all_norms():
@@ -156,11 +158,24 @@ def test_bytes_of_messages_are_those_of_their_formulas():
     exchanged = 2 * tokens / 4 * layers * (2 * 4096 + 2 * 1024) * 2
     assert sent("zero1:sequence=4", 16)[SEQUENCE].total == pytest.approx(exchanged * 3 / 4)
     moe = load_recipe("moe-1.5b")
-    routed = 2 * moe.tokens_per_step / 4 * 2 * 1024 * 24 * 4
+    # 2 of 6 experts are on 1.6 of 2 ranks: tokens and sums in 16 bit, numbers and weights in fp32, and their gradients
+    rows = 1.6 * moe.tokens_per_step / 4 * 24
+    routed = rows * (4 * 2 * 1024 + 2 * 4 * 4)
     assert sent("zero2:expert=2", 4, "moe-1.5b")[EXPERT].total == pytest.approx(routed / 2)
+    # computed again: without the sums
+    routed += rows * (2 * 1024 + 4 * 4)
+    again = "training.activation_checkpointing=true"
+    assert sent("zero2:expert=2", 4, "moe-1.5b", again)[EXPERT].total == pytest.approx(routed / 2)
     # gradients of experts go round among fewer ranks, each of which holds half of them
     of_gradients = [sent(way, 8, "moe-1.5b")["gradients"].total for way in ("zero1:expert=2", "zero1")]
     assert of_gradients[0] < of_gradients[1]
+
+
+def test_a_token_meets_as_many_ranks_as_its_choices_are_on():
+    """The mean over all choices of three of eight experts, on four ranks."""
+    met = [len({expert // 2 for expert in chosen}) for chosen in combinations(range(8), 3)]
+    assert ranks_met(8, 3, 4) == pytest.approx(sum(met) / len(met))
+    assert ranks_met(8, 1, 4) == 1 and ranks_met(8, 8, 4) == 4
 
 
 def test_what_layers_wait_for_is_part_of_the_ceiling():

@@ -535,7 +535,7 @@ def test_a_vector_before_experts_in_zero_s_buffer_is_seen():
         assert len([each for each in said if "A_log has 4 elements" in each.what]) == number
 
 
-NAMED = {"7b": (8, "H100"), "30b": (8, "H200"), "65b": (8, "H200"), "moe-30b-a3b": (8, "H200")}
+NAMED = {"7b": (8, "H100"), "30b": (8, "H200"), "65b": (8, "H200"), "moe-30b-a3b": (8, "H100")}
 """GPUs that a recipe says it is sized for."""
 
 

@@ -7,6 +7,8 @@ import pytest
 
 from pretraining.planning.constants import table
 from pretraining.planning.gpus import FOLDER_VARIABLE, find_gpu, keep_rates
+from pretraining.planning.memory.need import memory_need, skips_last_product
+from pretraining.planning.messages import EXPERT
 from pretraining.planning.sizes import model_size
 from pretraining.planning.throughput import (
     ceiling,
@@ -17,7 +19,7 @@ from pretraining.planning.throughput import (
     sustained_rates,
 )
 from pretraining.recipe import load_recipe, recipe_names
-from tests.gear.runs import execute
+from tests.gear.runs import REPOSITORY, execute
 from tests.planning.test_planning import H200, setup
 
 
@@ -72,6 +74,27 @@ def test_recomputed_layers_lower_the_ceiling():
     assert twice.mfu < once.mfu
     assert once.seconds["recomputation"] == 0 < twice.seconds["recomputation"]
     assert twice.mfu_without_recomputation == pytest.approx(once.mfu)
+
+
+def test_the_ceiling_of_a_mixture_is_what_its_page_says():
+    """Above what others measured on such GPUs, on which it fits; every number of the table is the plan's."""
+    case, gpu, measured_by_others = setup("moe-30b-a3b", 8), find_gpu("H100"), 12_040
+    assert memory_need(case, gpu.memory_bytes).total < gpu.memory_bytes
+    seconds = ceiling(case, gpu, case.recipe.training.product_precision).seconds
+    rate = case.recipe.tokens_per_step / 8 / step_time(case, gpu).seconds
+    counted = [seconds[name] for name in ("products", "attention", "other kernels", "recomputation", EXPERT)]
+    counted.append(sum(seconds[name] for name in ("loss", "gradients", "optimizer")))
+    page = (REPOSITORY / "docs" / "speed.md").read_text(encoding="utf-8")
+    table_of_page = page.partition("## The ceiling of a mixture")[2].partition("\n\n- ")[0]
+    rows = [row.split("|") for row in table_of_page.splitlines() if row.startswith("| ")][1:]
+    assert [row[3].strip() for row in rows] == [*(f"{1000 * each:.0f}" for each in counted), f"{rate:,.0f}"]
+    assert rate > measured_by_others
+
+
+def test_split_experts_are_computed_again_up_to_their_last_product():
+    """Whole ones are weighted behind it, so that all of it is computed again."""
+    for way, skips in (("zero1:expert=8", True), ("zero3:expert=8", True), ("zero1", False)):
+        assert skips_last_product(setup("moe-30b-a3b", 8, way=way)) is skips
 
 
 @pytest.mark.parametrize(("name", "all_again"), [("7b", True), ("124m", False)])

@@ -45,6 +45,7 @@ CASES = {
     "zero2": ("zero2", {}, MIXTRAL, {"optimizer": MUON}),
     "zero2, overlapped": ("zero2", {"overlap_comm": True}, LLAMA, {}),
     "zero2, split experts": ("zero2_ep2", {}, EXPERTS, {}),
+    "zero3, split experts recomputed": ("zero3:expert=2", NONE_WHOLE, EXPERTS, RECOMPUTED),
     "zero2, offloaded": ("zero2_offload", {}, LLAMA, {}),
     "zero3": ("zero3", {}, LLAMA, {}),
     "zero3, muon": ("zero3", NONE_WHOLE, LLAMA, {"optimizer": MUON}),

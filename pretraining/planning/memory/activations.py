@@ -15,6 +15,7 @@ from pretraining.planning.shapes import (
     count_model,
     is_mixture,
     key_value_copies,
+    ranks_met,
     rows_of_rank,
     widths_of_rank,
 )
@@ -26,6 +27,8 @@ from pretraining.recipe.sections import Loss
 # `gelu_new` is written in Python, so four tensors stay: x, 0.5 x, tanh(...) and 1 + tanh(...)
 ELEMENTWISE_SAVED = {"gelu_new": 4, "relu": 0}
 """Tensors that an activation function saves beside its result; most save one, their input (activations.py)."""
+INDEX = 8
+"""Bytes of an int64."""
 TOKEN_INPUT_BYTES = 24
 """Bytes of a token's id, label and position, int64 each."""
 PLAIN = Loss(kind="plain")
@@ -131,13 +134,18 @@ def activations(given: Pass) -> Activations:
     dropouts = 2 if shape.get("resid_pdrop") else 0
     attends = 2 * _norm(shape, widths.hidden, precision) + dropouts * widths.hidden
     attends += _attention(given, shape, widths)
-    by_layer = [attends + _feed_forward(shape, widths, index, precision) for index in range(widths.layers)]
+    by_layer = [attends + _feed_forward(given, shape, widths, index) for index in range(widths.layers)]
     # the input of a layer, on the residual stream
     largest, boundary = max(by_layer), precision.residual * widths.hidden
+    # tables that say where rows are (`Copies` of model/parallel.py): source and place of each row sent and of each
+    # choice, and where those of a token and of a received row begin
+    met = ranks_met(widths.experts, widths.chosen_experts, degrees.expert)
+    tables = INDEX * (3 * met + 2 * widths.chosen_experts + 1) if degrees.expert > 1 else 0.0
     again = given.recomputed(widths.layers)
     # of a recomputed layer: results of products, and of these the ones that its backward pass reads anyway
     products, read_anyway = _products(given, shape, widths) if given.keeps_products else (0, 0)
     kept = sum(boundary + products if redo else size for redo, size in zip(again, by_layer, strict=True))
+    kept += widths.layers * tables
     outside = _norm(shape, widths.hidden, precision) + precision.compute * widths.hidden + TOKEN_INPUT_BYTES
     if given.every_n_layers and given.is_eager:
         # the mask is an argument of every recomputed layer
@@ -154,6 +162,9 @@ def activations(given: Pass) -> Activations:
         copies *= SIXTEEN_BIT
     # the gradients of a layer's inner values
     inner = (3 if shape["model_type"] == "gpt2" else 2) * precision.compute * widths.inner
+    if degrees.expert > 1:
+        # those of the experts, and of their inputs
+        inner = precision.compute * widths.chosen_experts * (widths.hidden + 2 * widths.expert_inner)
     if given.is_eager:
         # the gradients of all pairs may be wider
         inner = max(inner, 2 * FP32 * widths.heads * given.sequence_length)
@@ -307,12 +318,16 @@ def _attention(given: Pass, shape: dict, widths: Widths) -> float:
     return inputs + 4 * width * widths.queries + probabilities
 
 
-def _feed_forward(shape: dict, widths: Widths, index: int, precision: Precision) -> float:
+def _feed_forward(given: Pass, shape: dict, widths: Widths, index: int) -> float:
     """Return the bytes that a layer's feed-forward part keeps for a token."""
-    width, gpt2 = precision.compute, shape["model_type"] == "gpt2"
+    precision, gpt2 = given.precision, shape["model_type"] == "gpt2"
+    width = precision.compute
     if is_mixture(shape, index):
         # once for each chosen expert, and the router's in fp32
         of_expert = 2 * widths.hidden + 4 * widths.expert_inner
+        if given.degrees.expert > 1:
+            # nothing behind the last product, but the product with the weight before it (model/parallel.py)
+            of_expert = widths.hidden + 5 * widths.expert_inner
         router = 2 * FP32 * widths.experts
         return width * (widths.hidden + widths.chosen_experts * of_expert) + router
     saved = ELEMENTWISE_SAVED.get(shape["activation_function" if gpt2 else "hidden_act"], 1)

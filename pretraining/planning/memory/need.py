@@ -212,9 +212,12 @@ def memory_need(setup: Setup, gpu_memory: float | None = None, held: HeldByRank 
 
 def skips_last_product(setup: Setup) -> bool:
     """Return whether a recomputed layer stops before its last product."""
-    # torch stops as soon as all that the backward pass needs is there again. Under ZeRO-3, DeepSpeed's linear function
-    # (runtime/zero/linear.py, `zero3_linear_wrap`) keeps its input only after it has multiplied, which is too late.
-    # GPT-2's layers are transformers' `Conv1D`, which DeepSpeed does not replace.
+    # torch stops as soon as all that the backward pass needs is there again. In a mixture, this includes what experts
+    # give, unless they are split: then each choice is weighted before their last product (model/parallel.py).
+    if setup.widths.experts:
+        return setup.degrees.expert > 1
+    # Under ZeRO-3, DeepSpeed's linear function (runtime/zero/linear.py, `zero3_linear_wrap`) keeps its input only after
+    # it has multiplied, which is too late. GPT-2's layers are transformers' `Conv1D`, which DeepSpeed does not replace.
     return setup.stage < 3 or setup.recipe.model.model_type == "gpt2"
 
 

@@ -363,7 +363,7 @@ def buffers(setup: Setup) -> Buffers:
         as_one = gathers_blocks(setup.recipe, config)
         return Buffers(
             buckets=bucket,
-            gathered=element * _gathered(zero, tensors, width, as_one) + wider,
+            gathered=element * _gathered(zero, setup.families, width, as_one) + wider,
             # whole gradients: those of a block together, else one tensor at a time
             in_flight=max(
                 element * layer_numel(tensors) * as_one,
@@ -418,20 +418,24 @@ def unprotected_gradient(config: dict | None, of_rank: Sequence[Family], width: 
     return largest if frees_at_once and largest.numel > reduce_bucket(config, width) else None
 
 
-def _gathered(zero: dict, tensors: Sequence[Tensor], width: int, as_one: bool) -> float:
+def _gathered(zero: dict, of_rank: Sequence[Family], width: int, as_one: bool) -> float:
     """Return the elements of whole weights that are held at a time.
 
     A weight stays gathered after its forward pass if it is used again within `stage3_max_reuse_distance` elements
-    (zero/partitioned_param_coordinator.py). The layer at work and the prefetched weights come on top.
+    (zero/partitioned_param_coordinator.py). The layer at work and the prefetched weights come on top. What one rank
+    alone holds takes part in these distances, but is not copied (`NoGatherHandle`, zero/partition_parameters.py).
     """
+    tensors = [tensor for family in of_rank for tensor in family.tensors]
     if as_one:
         zero = {**zero, **block_gathering(zero, layer_numel(tensors))}
+    shared = [tensor for family in of_rank if family.ranks > 1 for tensor in family.tensors] or tensors
+    share = layer_numel(shared) / layer_numel(tensors)
     reuse = _elements(zero, "stage3_max_reuse_distance", MAX_REUSE_DISTANCE, MAX_REUSE_DISTANCE)
     prefetch = _elements(zero, "stage3_prefetch_bucket_size", PREFETCH_BUCKET, 0.9 * width**2)
-    tables = max((tensor.numel for tensor in tensors if tensor.layer is None), default=0)
-    at_work = max(layer_numel(tensors), tables)
+    tables = max((tensor.numel for tensor in shared if tensor.layer is None), default=0)
+    at_work = max(layer_numel(shared), tables)
     # a weight of the last half of that distance before the loss comes back within it, on the way back
-    return min(sum(tensor.numel for tensor in tensors), reuse / 2 + at_work + prefetch)
+    return min(sum(tensor.numel for tensor in shared), share * (reuse / 2 + prefetch) + at_work)
 
 
 def block_gathering(zero: dict, block_numel: int) -> dict:
