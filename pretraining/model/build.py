@@ -57,7 +57,13 @@ from pretraining.upstream.torch import (
     let_length_vary,
     missing_compiler,
 )
-from pretraining.upstream.transformers import attention_of, keep_buffers, mask_by_positions
+from pretraining.upstream.transformers import (
+    attention_of,
+    call_recomputed,
+    forward_of_class,
+    keep_buffers,
+    mask_by_positions,
+)
 from pretraining.upstream.wide_weights import keep_in_fp32
 
 PLAIN = Speed(compile="none")
@@ -299,8 +305,7 @@ def _recomputed_outside(module: nn.Module, kernels: Kernels, options: dict) -> C
     Other blocks are recomputed within their graph. Here graphs end inside of the block, at the routers' logits and at
     exchanges, and torch cannot end a graph inside of what is recomputed in it.
     """
-    # the class's forward pass, which transformers wraps (modeling_layers.py)
-    compiled = torch.compile(type(module).forward.__wrapped__.__get__(module), **options)
+    compiled = torch.compile(forward_of_class(module), **options)
     dispatches = [each.forward for each in expert_modules(module) if isinstance(each.forward, ExpertDispatch)]
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -312,15 +317,7 @@ def _recomputed_outside(module: nn.Module, kernels: Kernels, options: dict) -> C
             for each in dispatches:
                 each.kernels = PLAIN_KERNELS
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if not module.gradient_checkpointing:
-            return run(*args, **kwargs)
-        # as in that wrapper: a cache would be written twice
-        kwargs |= {name: None for name in ("past_key_values", "layer_past") if name in kwargs}
-        kwargs |= {"use_cache": False} if "use_cache" in kwargs else {}
-        return module._gradient_checkpointing_func(partial(run, **kwargs), *args)
-
-    return forward
+    return partial(call_recomputed, module, run)
 
 
 class FirstPass:

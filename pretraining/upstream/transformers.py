@@ -42,8 +42,11 @@ A model's classes (transformers 5.23.0, torch 2.13.0, deepspeed 0.19.8):
   leaves the choice to it. Held by test_attention.py. May go once the config says it in public.
 - Which modules are the experts of a mixture, called with each token's choices (`is_experts`): `_is_expert_parallel`,
   which `use_experts_implementation` sets and nothing else. Held by test_balance.py.
+- How a layer is recomputed (`forward_of_class`, `call_recomputed`): `_gradient_checkpointing_func`, and that the forward
+  pass of its class is wrapped once. Held by test_compiling.py.
 - The two halves of what a module of experts computes (`grouped_product`, `activate`): `_grouped_linear`, and
-  `_apply_gate`, which the same decorator gives every class. Held by test_layouts.py.
+  `_apply_gate`, which the same decorator gives every class; and whether it is these (`multiplies_in_groups`):
+  `_experts_implementation`. Held by test_layouts.py.
 - Where documents begin, for the masks of a class that does not hand its positions on, as gpt_oss
   (`mask_by_positions`): the functions of `masking_utils`, by the names under which its module has imported them.
   Held by test_model_types.py. May go once every class hands them on.
@@ -55,7 +58,7 @@ import copy
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -236,6 +239,21 @@ def is_partitioned(parameter: nn.Parameter) -> bool:
 def is_experts(module: nn.Module) -> bool:
     """Return whether this module has all experts of a layer; it is called with (tokens, choices, weights)."""
     return hasattr(module, "_is_expert_parallel")
+
+
+def forward_of_class(block: Any) -> Callable:
+    """Return the block's forward pass without the checkpointing that transformers wraps around it."""
+    return type(block).forward.__wrapped__.__get__(block)
+
+
+def call_recomputed(block: Any, function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Call a function in the place of that forward pass; if layers are recomputed, it is called again."""
+    if not block.gradient_checkpointing:
+        return function(*args, **kwargs)
+    # as in that wrapper: a cache would be written twice
+    kwargs |= {name: None for name in ("past_key_values", "layer_past") if name in kwargs}
+    kwargs |= {"use_cache": False} if "use_cache" in kwargs else {}
+    return block._gradient_checkpointing_func(partial(function, **kwargs), *args)
 
 
 def multiplies_in_groups(experts: Any) -> bool:

@@ -99,7 +99,10 @@ transformers test_model_types.py
 transformers test_balance.py
     transformers.integrations.use_experts_implementation._is_expert_parallel
     transformers.PreTrainedModel._keep_in_fp32_modules_strict
+transformers test_compiling.py
+    transformers.PreTrainedModel._set_gradient_checkpointing._gradient_checkpointing_func
 transformers test_layouts.py
+    transformers.PreTrainedConfig._experts_implementation
     transformers.integrations.moe._grouped_linear(input, weight, offs, bias, is_transposed)
     transformers.integrations.use_experts_implementation._apply_gate
 transformers test_given_weights.py
