@@ -42,8 +42,8 @@ A model's classes (transformers 5.23.0, torch 2.13.0, deepspeed 0.19.8):
   leaves the choice to it. Held by test_attention.py. May go once the config says it in public.
 - Which modules are the experts of a mixture, called with each token's choices (`is_experts`): `_is_expert_parallel`,
   which `use_experts_implementation` sets and nothing else. Held by test_balance.py.
-- How a layer is recomputed (`forward_of_class`, `call_recomputed`): `_gradient_checkpointing_func`, and that the forward
-  pass of its class is wrapped once. Held by test_compiling.py.
+- How a layer is recomputed (`forward_of_class`, `call_recomputed`): `_gradient_checkpointing_func`, and that its
+  class's forward pass is wrapped once. Held by test_compiling.py.
 - The two halves of what a module of experts computes (`grouped_product`, `activate`): `_grouped_linear`, and
   `_apply_gate`, which the same decorator gives every class; and whether it is these (`multiplies_in_groups`):
   `_experts_implementation`. Held by test_layouts.py.
