@@ -15,7 +15,7 @@ import shlex
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,16 +25,9 @@ from pretraining.errors import UserError
 from pretraining.outside.files import read_json_value
 from pretraining.recipe import Recipe
 from pretraining.recipe.refusals import load_recipe_and_ds_config
+from pretraining.runtime import processes
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.exit_codes import FINISHED, GAVE_UP, HANG, INTERRUPTED, STOPPED
-from pretraining.runtime.processes import (
-    LINES_KEPT,
-    CommandEnded,
-    call,
-    environment,
-    error_line,
-    handlers_kept,
-)
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import REPOSITORY
 from pretraining.supervise.supervisor import Supervisor
@@ -94,8 +87,6 @@ SPLITS = ("train", "validation")
 
 @dataclass(frozen=True)
 class Prepared:
-    """A prepared data set."""
-
     folder: Path
     summary: dict
     """What `data_prep.py --json` prints."""
@@ -130,17 +121,15 @@ def prepare(recipe: str | Path, *, show: bool = True, **options: Any) -> Prepare
     words = [*words_of({"recipe": recipe, **options}), "--json"]
     command = [sys.executable, str(REPOSITORY / "data_prep.py"), *words]
     try:
-        answer = call(command, captured=True, show=_reader(show))
-    except CommandEnded as ended:
+        answer = processes.call(command, captured=True, show=_print_line if show else lambda line: None)
+    except processes.CommandEnded as ended:
         if ended.code == INTERRUPTED:
             raise KeyboardInterrupt from None
         raise _failure(command, ended.code, ended.lines) from None
     summary = json.loads(answer.strip().splitlines()[-1])
-    tokens = options.get("limit_tokens")
+    tokens, settings = options.get("limit_tokens"), settings_of(options.get("set", {}))
     limit = None if tokens is None else number_of_tokens(str(tokens))
-    loaded, _ = load_recipe_and_ds_config(
-        str(recipe), settings_of(options.get("set", {})), limit_tokens=limit
-    )
+    loaded, _ = load_recipe_and_ds_config(str(recipe), settings, limit_tokens=limit)
     return Prepared(Path(summary.get("folder", "")), summary, loaded)
 
 
@@ -161,14 +150,16 @@ def run(recipe: str | Path, *, launcher: str = "", show: bool = True, **options:
     """
     words = words_of({"recipe": recipe, **options})
     command, (_, folder) = train_command(words, launcher), checked_run(words)
-    read, last = _reader(show), deque(maxlen=LINES_KEPT)
+    last: deque[str] = deque(maxlen=processes.LINES_KEPT)
 
     def keep(line: str) -> None:
         last.append(line)
-        read(line)
+        if show:
+            _print_line(line)
 
-    with tempfile.TemporaryDirectory(prefix="run_") as place, handlers_kept():
-        code = Supervisor(command, Path(place), keep, environment() | {"PYTHONUNBUFFERED": "1"}).run(0)
+    variables = processes.environment() | {"PYTHONUNBUFFERED": "1"}
+    with tempfile.TemporaryDirectory(prefix="run_") as place, processes.handlers_kept():
+        code = Supervisor(command, Path(place), keep, variables).run(0)
     if code not in REASONS:
         raise _failure(command, code, last)
     return RunResult.of(folder, REASONS[code])
@@ -178,12 +169,10 @@ def checked_run(words: Sequence[str]) -> tuple[Recipe, Path]:
     """Check the options of train.py and the recipe in this process; return the recipe and the folder of the run."""
     options = parse_train_arguments(list(words))
     if options.plan:
-        raise UserError(
-            "plan: a plan starts no run; python -m pretraining.planning answers, or train.py --plan --json"
-        )
-    recipe, _ = load_recipe_and_ds_config(
-        options.recipe, options.set, options.deepspeed, limit_tokens=options.limit_tokens
-    )
+        answers = "python -m pretraining.planning answers, or train.py --plan --json"
+        raise UserError(f"plan: a plan starts no run; {answers}")
+    typed = options.recipe, options.set, options.deepspeed
+    recipe, _ = load_recipe_and_ds_config(*typed, limit_tokens=options.limit_tokens)
     return recipe, Path(options.output_dir or REPOSITORY / "runs" / recipe.name)
 
 
@@ -221,17 +210,13 @@ def settings_of(settings: Mapping[str, Any] | Sequence[str] | str) -> list[str]:
     return [f"{key}={json.dumps(value, default=plain)}" for key, value in settings.items()]
 
 
-def _reader(show: bool) -> Callable[[str], None]:
-    """Return what gets the lines of a command: its error is not printed, because an exception reports it."""
-
-    def read(line: str) -> None:
-        if show and not line.startswith("error: "):
-            print(line, end="", flush=True)
-
-    return read
+def _print_line(line: str) -> None:
+    """Print a line of a command, but not its error, because an exception reports it."""
+    if not line.startswith("error: "):
+        print(line, end="", flush=True)
 
 
 def _failure(command: list[str], code: int, last: Iterable[str]) -> Exception:
-    if error := error_line(last):
+    if error := processes.error_line(last):
         return UserError(error)
     return CommandFailed(f"{shlex.join(command)}\nended with exit code {code}:\n{''.join(last)}")

@@ -92,9 +92,8 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
 def add_data_source(parser: argparse.ArgumentParser) -> None:
     """Add `--data_dir` of a command that reads prepared data, with `--data_cache` and `--data_cache_gb`."""
     add = parser.add_argument
-    what = (
-        "prepared data: a folder (default: data/), or an address as s3://bucket/data, gs://, hf://, https://"
-    )
+    what = "prepared data: a folder (default: data/), or an address as s3://bucket/data, gs://, "
+    what += "hf://, https://"
     add("--data_dir", type=_folder_or_address, default=REPOSITORY / "data", metavar="DIR|URL", help=what)
     what = "with a --data_dir that is an address: keeps fetched shards (default: $PRETRAINING_DATA_CACHE or "
     what += "~/.cache/pretraining/data)"
@@ -125,8 +124,7 @@ def _folder_or_address(text: str) -> Path | str:
 
 
 def _local_folder(text: str) -> Path:
-    address = _folder_or_address(text)
-    if isinstance(address, str):
+    if isinstance(address := _folder_or_address(text), str):
         what = f"{text} is not a local folder; prepare into one, then copy it there"
         raise argparse.ArgumentTypeError(what)
     return address
@@ -142,12 +140,9 @@ def parse_train_arguments(arguments: list[str] | None = None) -> argparse.Namesp
     for name, section in SECTIONS.items():
         indents = {"initial_indent": f"  {name:<13}", "subsequent_indent": " " * 15}
         sections += wrap(description_of(section), 100, **indents)
-    parser = OneLineParser(
-        prog="train.py",
-        description="Pretrain a causal language model from a recipe.",
-        epilog="\n".join([*sections, "", TRAIN_EXAMPLES]),
-        allow_abbrev=False,
-    )
+    what = "Pretrain a causal language model from a recipe."
+    epilog = "\n".join([*sections, "", TRAIN_EXAMPLES])
+    parser = OneLineParser("train.py", description=what, epilog=epilog, allow_abbrev=False)
     add_recipe_arguments(parser, remote_data=True)
     add = parser.add_argument
     what = "a file of ds_configs/, or a path, over the recipe's, with degrees of parallelism after a colon if wanted "
@@ -161,10 +156,8 @@ def parse_train_arguments(arguments: list[str] | None = None) -> argparse.Namesp
     what = "go on although this part of the recipe is not what the run began with (repeatable; recorded)"
     allowed = {"type": _part_of_the_curve, "default": [], "metavar": "SECTION.KEY"}
     add("--allow_change", action="append", help=what, **allowed)
-    what = (
-        "start data_prep.py's work too, and train on the text that is prepared so far; the curve is that of "
-    )
-    what += "preparing first (the recipe needs data.shuffle_blocks)"
+    what = "start data_prep.py's work too, and train on the text that is prepared so far; "
+    what += "the curve is that of preparing first (the recipe needs data.shuffle_blocks)"
     add("--while_preparing", action="store_true", help=what)
     add("--plan", action="store_true", help="print what the run will need, and exit")
     what = "do the start of the run on so many ranks, without them and without GPUs, and exit; `elsewhere` if data "
@@ -207,10 +200,8 @@ def started_by_launcher() -> bool:
     """
     if "WORLD_SIZE" not in os.environ:
         return False
-    missing = [
-        name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
-    ]
-    if missing:
+    others = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    if missing := [name for name in others if name not in os.environ]:
         what = f"WORLD_SIZE is set without {', '.join(missing)}: use a launcher, or unset WORLD_SIZE"
         raise UserError(what)
     ranks, rank = world_size_here(), _number_of("RANK", least=0)
@@ -229,7 +220,6 @@ def on_one_node() -> bool:
 
 
 def ranks_here() -> int:
-    """Return the number of this run's processes on this machine."""
     # torchrun and accelerate set LOCAL_WORLD_SIZE, deepspeed sets LOCAL_SIZE.
     return _number_of("LOCAL_WORLD_SIZE" if os.environ.get("LOCAL_WORLD_SIZE") else "LOCAL_SIZE", least=1)
 
@@ -237,11 +227,11 @@ def ranks_here() -> int:
 def _number_of(variable: str, least: int) -> int:
     """Read the number in a variable of the environment, 1 if it is unset or empty."""
     text = os.environ.get(variable) or "1"
-    # isdigit alone is true of digits such as a superscript 2, which int() refuses
-    if not text.isascii() or not text.isdigit() or int(text) < least:
+    try:
+        return _whole_number(least, text)
+    except argparse.ArgumentTypeError:
         what = f"{variable}={text}: is not a whole number of at least {least}; use a launcher, or unset it"
-        raise UserError(what)
-    return int(text)
+        raise UserError(what) from None
 
 
 def _part_of_the_curve(text: str) -> str:
@@ -253,6 +243,7 @@ def _part_of_the_curve(text: str) -> str:
 
 
 def _whole_number(least: int, text: str) -> int:
+    # isdigit alone is true of digits such as a superscript 2, which int() refuses
     if not text.isascii() or not text.isdigit() or int(text) < least:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
     return int(text)

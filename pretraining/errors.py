@@ -17,32 +17,20 @@ from pretraining.outside.masking import escaped, masked
 from pretraining.runtime.exit_codes import FINISHED, GAVE_UP, INTERRUPTED, USER_ERROR, tell_exit_code
 from pretraining.runtime.imports import silence_libraries
 
-# Errors of files and memory that a user can cause and mend; any other is a bug of ours.
-_WRITABLE = "choose a folder that can be written (--output_dir, --data_dir)"
-_ALLOWED = "have it allowed to you, or choose another folder (--output_dir, --data_dir)"
-_ROOM = "free some space, then type the same command again: what is complete is kept"
-_FOLDER = "choose another path, or move what lies there"
-_DISK = "the disk failed; type the same command again once it is back"
-FILE_ERRORS = {
-    errno.ENOSPC: _ROOM,
-    errno.EDQUOT: _ROOM,
-    errno.EROFS: _WRITABLE,
-    errno.EACCES: _ALLOWED,
-    errno.EPERM: _ALLOWED,
-    errno.ENOTDIR: _FOLDER,
-    errno.EISDIR: _FOLDER,
-    errno.EEXIST: _FOLDER,
-    errno.ELOOP: _FOLDER,
-    errno.ENXIO: _FOLDER,
-    errno.ENAMETOOLONG: "choose a shorter name",
-    errno.EIO: _DISK,
-    errno.ESTALE: _DISK,
-    errno.EFBIG: "allow larger files (ulimit -f), or choose a disk that takes them",
-    errno.EMFILE: "allow more open files (ulimit -n)",
-    errno.ENFILE: "end programs of this machine that hold many files open",
-    errno.ENOMEM: "take fewer processes at once, allow more memory (ulimit -v), or use a machine that has more",
+_REMEDIES = {
+    "free some space, then type the same command again: what is complete is kept": "ENOSPC EDQUOT",
+    "choose a folder that can be written (--output_dir, --data_dir)": "EROFS",
+    "have it allowed to you, or choose another folder (--output_dir, --data_dir)": "EACCES EPERM",
+    "choose another path, or move what lies there": "ENOTDIR EISDIR EEXIST ELOOP ENXIO",
+    "choose a shorter name": "ENAMETOOLONG",
+    "the disk failed; type the same command again once it is back": "EIO ESTALE",
+    "allow larger files (ulimit -f), or choose a disk that takes them": "EFBIG",
+    "allow more open files (ulimit -n)": "EMFILE",
+    "end programs of this machine that hold many files open": "ENFILE",
+    "take fewer processes at once, allow more memory (ulimit -v), or use a machine that has more": "ENOMEM",
 }
-
+FILE_ERRORS = {getattr(errno, name): what for what, names in _REMEDIES.items() for name in names.split()}
+"""{error of files or memory that a user can cause: how to mend it}; any other is a bug of ours."""
 
 SILENT_SECONDS = 3
 """How long ranks that print nothing wait before they leave. A launcher ends all ranks when one leaves, so the one that
@@ -81,8 +69,6 @@ class UserError(Exception):
 
 
 class Interrupted(UserError):
-    """The user pressed Ctrl-C."""
-
     exit_code = INTERRUPTED
 
 
@@ -109,9 +95,8 @@ def one_line_errors(after_interrupt: str = "") -> Iterator[None]:
             try:
                 text.encode()
             except UnicodeEncodeError:
-                shown = (
-                    os.fsencode(text).decode(errors="replace").encode("ascii", "backslashreplace").decode()
-                )
+                shown = os.fsencode(text).decode(errors="replace")
+                shown = shown.encode("ascii", "backslashreplace").decode()
                 what = f"{shown}: not a name in this locale; set LC_ALL=C.UTF-8 or PYTHONUTF8=1"
                 raise UserError(what) from None
         yield
@@ -132,9 +117,8 @@ def one_line_errors(after_interrupt: str = "") -> Iterator[None]:
         # after BrokenPipeError, which is an OSError too
         told = fault_in_user_code(error) or file_error(error)
         if told is None:
-            sys.excepthook = lambda *error: sys.stderr.write(
-                masked("".join(traceback.format_exception(*error)))
-            )
+            traces = traceback.format_exception
+            sys.excepthook = lambda *error: sys.stderr.write(masked("".join(traces(*error))))
             raise
         if os.environ.get("RANK", "0") != "0":
             time.sleep(SILENT_SECONDS)  # if rank 0 meets the same error, its line is the only one
@@ -163,11 +147,9 @@ def file_error(error: BaseException, folder: Path | None = None) -> UserError | 
         return None
     where = getattr(error, "filename", None) or folder
     place = f"{os.fspath(where)}: " if isinstance(where, str | os.PathLike) else ""
+    reason = getattr(error, "strerror", None) or os.strerror(number)
     # a disk may fail on one node alone: each rank reports its own
-    return UserError(
-        f"{place}{getattr(error, 'strerror', None) or os.strerror(number)}; {FILE_ERRORS[number]}",
-        on_every_rank=False,
-    )
+    return UserError(f"{place}{reason}; {FILE_ERRORS[number]}", on_every_rank=False)
 
 
 def _leave(error: UserError) -> None:
@@ -193,12 +175,7 @@ def cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 2 :]}"
 
 
-def nearest(word: str, candidates: Iterable[str]) -> str:
-    """Suggest the candidate closest to `word`: `; did you mean 'x'?`, or an empty string."""
-    return nearest_names(word, candidates, 1)
-
-
-def nearest_names(word: str, candidates: Iterable[str], most: int = 3) -> str:
+def nearest(word: str, candidates: Iterable[str], most: int = 1) -> str:
     """Suggest the candidates closest to `word`: `; did you mean 'x', 'y' or 'z'?`, or an empty string."""
     names = list(candidates)
     return did_you_mean(get_close_matches(word, names, n=most, cutoff=0.6) or abbreviated(word, names)[:most])

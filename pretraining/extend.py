@@ -36,13 +36,8 @@ PACKAGE = "pretraining_extensions"
 """What files of extensions are modules of; the last part of a module's name is the file's."""
 FOLDER = "extensions"
 """Their folder in a run folder."""
-MODEL_KEYS = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "max_position_embeddings",
-)
+MODEL_KEYS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+MODEL_KEYS += ("max_position_embeddings",)
 """What a recipe says of a model of one's own, by these names, so that it can be planned."""
 
 _decorated: dict[tuple[str, str, str], Any] = {}
@@ -102,7 +97,6 @@ class Extension:
     digest: str
     """`sha256:<hex>` of its source."""
     defines: Mapping[str, tuple[str, ...]]
-    """{kind: names}"""
 
     @property
     def is_file(self) -> bool:
@@ -113,7 +107,7 @@ class Extension:
         return f"{PACKAGE}.{self.path.stem}" if self.is_file else self.module
 
     def to_dict(self) -> dict:
-        """What recipe.json holds of it: its place in the run folder, and its digest."""
+        """Return what recipe.json holds of it: its place in the run folder, and its digest."""
         place = f"{FOLDER}/{self.path.name}" if self.is_file else self.module
         return {"module": place, "digest": self.digest}
 
@@ -283,12 +277,8 @@ def load_pretrained(kind: str, place: str | Path, **settings: Any) -> Any:
 
 
 def all_of(extensions: Iterable[Extension], kind: str) -> dict[str, Any]:
-    """Return {name: what was decorated} of this kind."""
-    return {
-        name: _thing(kind, name, extension)
-        for extension in extensions
-        for name in extension.defines.get(kind, ())
-    }
+    places = {name: extension for extension in extensions for name in extension.defines.get(kind, ())}
+    return {name: _thing(kind, name, extension) for name, extension in places.items()}
 
 
 def named(kind: str, name: str) -> Any:
@@ -328,10 +318,8 @@ def _load(extension: Extension) -> None:
     except (Exception, SystemExit) as error:
         if fault := fault_in_user_code(error):
             raise fault from error
-        what = f"{type(error).__name__}: {error}"
-        raise UserError(
-            f"{display_path(extension.path)}: cannot be imported ({what}); mend the extension"
-        ) from error
+        what = f"cannot be imported ({type(error).__name__}: {error}); mend the extension"
+        raise UserError(f"{display_path(extension.path)}: {what}") from error
     _run[name] = extension.digest
 
 
@@ -339,10 +327,8 @@ def _executed(extension: Extension) -> ModuleType:
     """Run a file, or the `__init__.py` of a folder, as a module of `PACKAGE`."""
     folder = extension.path.is_dir()
     file = (extension.path / "__init__.py" if folder else extension.path).resolve()
-    places = [str(file.parent)] if folder else None
-    spec = importlib.util.spec_from_file_location(
-        extension.import_name, file, submodule_search_locations=places
-    )
+    places = {"submodule_search_locations": [str(file.parent)] if folder else None}
+    spec = importlib.util.spec_from_file_location(extension.import_name, file, **places)
     module = importlib.util.module_from_spec(spec)
     # relative imports look up the package above
     above = sys.modules.setdefault(PACKAGE, ModuleType(PACKAGE))
@@ -363,11 +349,8 @@ def _register_models(extension: Extension, module: ModuleType) -> None:
         return
     # not imported here: a module that defines a model has done so
     transformers: Any = sys.modules["transformers"]
-    classes: list[Any] = [
-        each
-        for each in vars(module).values()
-        if inspect.isclass(each) and issubclass(each, transformers.PreTrainedModel)
-    ]
+    found: list[Any] = [each for each in vars(module).values() if inspect.isclass(each)]
+    classes = [each for each in found if issubclass(each, transformers.PreTrainedModel)]
     for model_type in wanted:
         # the base classes of transformers have no configuration class of their own
         of_type = [each for each in classes if getattr(each.config_class, "model_type", None) == model_type]
@@ -401,12 +384,12 @@ def copy_extensions(extensions: Iterable[Extension], run_folder: Path) -> None:
     files = [extension.path for extension in extensions if extension.is_file]
     folder, partial = run_folder / FOLDER, run_folder / f"{FOLDER}.partial"
     shutil.rmtree(partial, ignore_errors=True)
-    if files:
-        partial.mkdir(parents=True)
     for path in files:
-        ignored = shutil.ignore_patterns("__pycache__")
-        copy = shutil.copytree if path.is_dir() else shutil.copyfile
-        copy(path, partial / path.name, **({"ignore": ignored} if path.is_dir() else {}))
+        partial.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            shutil.copytree(path, partial / path.name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copyfile(path, partial / path.name)
     # after the copies: a run that is started from its own folder reads them there
     shutil.rmtree(folder, ignore_errors=True)
     if files:

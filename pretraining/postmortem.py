@@ -5,7 +5,6 @@ kernels of the ranks' machines had logged. On a machine of the run, it reads tha
 have folders of their own, the run's address in its store holds the records of all.
 """
 
-import argparse
 import itertools
 import json
 import re
@@ -39,12 +38,20 @@ node of the run it reads the kernel's log too."""
 FAILED = ("crash", "hang", "gave up", "silent")
 """Ends of an attempt that somebody has to look at. Silent: whether it has ended cannot be known from here."""
 _FATAL = re.compile(r"Fatal Python error: (.+)")
-_OUT_OF_MEMORY = re.compile(r"(CUDA|HIP) out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED")
-_OUT_OF_HOST_MEMORY = re.compile(
-    r"DefaultCPUAllocator|not enough memory|[Cc]an(no|')t allocate memory|bad_alloc|MemoryError"
-)
-_KERNEL_FAULT = re.compile(r"illegal memory access|device-side assert|unspecified launch failure|misaligned")
-_MESSAGES = re.compile(r"NCCL|ncclUnhandled|ibv_|DistBackendError")
+ADVICE = {
+    "^killed by the kernel": NO_MEMORY[1],
+    "(CUDA|HIP) out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED": "take a smaller micro-batch, --set "
+    "training.activation_checkpointing=true or a higher ZeRO stage; train.py --plan says what fits",
+    "DefaultCPUAllocator|not enough memory|[Cc]an(no|')t allocate memory|bad_alloc|MemoryError": "the machine had no "
+    f"memory left: {NO_MEMORY[1]}",
+    "illegal memory access|device-side assert|unspecified launch failure|misaligned": "CUDA_LAUNCH_BLOCKING=1 names "
+    "the kernel; without it the traceback's line is a later one",
+    "NCCL|ncclUnhandled|ibv_|DistBackendError": "run the doctor on these nodes (deepspeed --module "
+    "pretraining.doctor); NCCL_DEBUG=WARN says more",
+    "^a hang: ": "the stacks say where each rank waited; the rank that did not arrive is the one to look at",
+    "^silent since ": "look whether its processes live; if none does, it was killed",
+}
+"""{pattern of what failed first: what to do}; the first that fits counts."""
 
 NOT_FINITE = ("stability/non_finite_steps", "stability/refused_steps")
 """Metrics: steps that were not finite, and steps that were not applied."""
@@ -54,8 +61,6 @@ MANY_NOT_FINITE = 0.01
 
 @dataclass
 class First:
-    """What failed first."""
-
     what: str
     where: str = ""
     """The place in the code, or the file that says more."""
@@ -93,13 +98,8 @@ class Postmortem:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Print what is known about the end of a run."""
-    parser = OneLineParser(
-        prog="python -m pretraining.postmortem",
-        description=(__doc__ or "").partition("\n")[0],
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    first_line = (__doc__ or "").partition("\n")[0]
+    parser = OneLineParser("python -m pretraining.postmortem", description=first_line, epilog=EXAMPLES)
     what = "a run folder, such as runs/tiny, or its address in the store of its checkpoints"
     parser.add_argument("run", metavar="RUN", help=what)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -130,8 +130,7 @@ def look_back(folder: Path) -> Postmortem:
             found.dollars_lost = found.dollars / gpu_hours * spent.rank_seconds / 3600 * by_failures
     if found.state in ("running", "silent") and not record.run.events.exists():
         found.state = "unknown"
-        what = f"{record.run.events} is missing, which says how it ended: look in the run's store"
-        found.advice.append(what)
+        found.advice += [f"{record.run.events} is missing, which says how it ended: look in the run's store"]
     last = starts[-1] if starts else None
     if last and last.end in ("running", "silent"):
         # over by a failure of a rank, or by a rank that is gone while nothing is written any more; one that is gone
@@ -150,39 +149,27 @@ def look_back(folder: Path) -> Postmortem:
     if not_finite:
         first = next((event for event in record.events if event.get("event") == "non_finite"), {})
         since = f", the first at step {first['step']:,}" if "step" in first else ""
-        found.not_finite = (
-            f"{several(not_finite, 'step')} of {found.step:,}{since}; {refused:,} steps were not applied"
-        )
+        steps = f"{several(not_finite, 'step')} of {found.step:,}{since}"
+        found.not_finite = f"{steps}; {refused:,} steps were not applied"
     if not_finite > MANY_NOT_FINITE * found.step:
-        found.advice.append(
-            "most likely training.learning_rate is too high; look at the first of these steps"
-        )
+        found.advice += ["most likely training.learning_rate is too high; look at the first of these steps"]
     if found.state not in ("finished", "running", "unknown"):
-        where = (
-            f"from {found.checkpoint}"
-            if found.checkpoint
-            else "from the beginning: no checkpoint is committed"
-        )
-        found.advice.append(f"the same command continues {where}")
+        place = found.checkpoint or "the beginning: no checkpoint is committed"
+        found.advice.append(f"the same command continues from {place}")
     return found
 
 
 def as_text(found: Postmortem) -> str:
-    """Write the answer as one screen."""
     run, first = RunFolder(Path(found.run)), found.first
-    lines = {
-        "run": [f"{run.path}: {found.state} at step {found.step:,}, {several(len(found.attempts), 'start')}"]
-    }
+    starts = several(len(found.attempts), "start")
+    lines = {"run": [f"{run.path}: {found.state} at step {found.step:,}, {starts}"]}
     if found.failed is None or first is None:
         lines["failures"] = ["none" if found.attempts else "no start is on record"]
     else:
         when = f"after {clock(found.failed.ended)}" if first.time is None else clock(first.time)
-        rank, host = (
-            "" if first.rank is None else f"rank {first.rank}",
-            f"on {first.host}" if first.host else "",
-        )
-        who = " ".join(filter(None, [rank, host]))
-        lines["failed first"] = [f"{f'{who}, ' if who else ''}{when}: {short(first.what)}"]
+        rank = None if first.rank is None else f"rank {first.rank}"
+        who = " ".join(filter(None, [rank, first.host and f"on {first.host}"]))
+        lines["failed first"] = [f"{', '.join(filter(None, [who, when]))}: {short(first.what)}"]
         lines |= {"where": [first.where], "then": found.then, "kernel": found.faults, "slow": found.slow}
         places = (run.failures_folder, run.logs, run.stacks)
         lines["see also"] = [f"{display_path(place)}/" for place in places if place.is_dir()]
@@ -202,10 +189,8 @@ def as_text(found: Postmortem) -> str:
         lines["cost so far"] = [f"{dollars(found.dollars)}{lost}"]
     lines["what to do"] = found.advice
     # the label stands before the first of its lines
-    shown = {label: list(filter(None, texts)) for label, texts in lines.items()}
-    return facts(
-        [("" if n else label, text) for label, texts in shown.items() for n, text in enumerate(texts)]
-    )
+    shown = ((label, enumerate(filter(None, texts))) for label, texts in lines.items())
+    return facts([("" if number else label, text) for label, texts in shown for number, text in texts])
 
 
 def attempts_of(record: RunRecord, state: str) -> list[Attempt]:
@@ -226,15 +211,12 @@ def attempts_of(record: RunRecord, state: str) -> list[Attempt]:
         if attempt.end not in ("finished", "stopped"):
             # its last sign of life; the next start is an event too
             next_start = float("inf") if is_last else attempt.held_until
-            attempt.ended = max(
-                (each for each in signs if attempt.began <= each < next_start), default=attempt.began
-            )
+            of_attempt = (each for each in signs if attempt.began <= each < next_start)
+            attempt.ended = max(of_attempt, default=attempt.began)
     return found
 
 
 class Evidence:
-    """What the files say about one attempt that failed."""
-
     def __init__(self, record: RunRecord, attempt: Attempt, next_start: float) -> None:
         """next_start: UNIX seconds; infinity for the last attempt."""
         self.record, self.run, self.attempt = record, record.run, attempt
@@ -245,6 +227,8 @@ class Evidence:
         # each start clears the heartbeats of the one before
         ranks = range(attempt.ranks) if is_last else ()
         self.places = [place for rank in ranks if (place := read_place(self.run.heartbeats, rank))]
+        self.hosts = {failure.rank: failure.host for failure in self.failures}
+        self.hosts |= {place.rank: place.host for place in self.places}
         # (host, fault): what the ranks kept when they failed, then this machine's log, if ranks ran here
         faults = {(each.host, fault.text): fault for each in self.failures for fault in each.kernel}
         here = [place for place in self.places if is_gone(place)]
@@ -282,10 +266,8 @@ class Evidence:
             return First(f"training gave up: {self.attempt.why}", display_path(self.run.events))
         if self.attempt.end == "silent":
             hosts = ", ".join(sorted({place.host for place in self.places})[:4])
-            return First(
-                f"silent since {clock(self.attempt.ended)}: killed, or still at work; only "
-                f"{hosts or 'the machine of its ranks'} can tell"
-            )
+            what = f"silent since {clock(self.attempt.ended)}: killed, or still at work; only "
+            return First(f"{what}{hosts or 'the machine of its ranks'} can tell")
         candidates = [_first_of(each) for each in self.failures if not each.is_consequence]
         candidates += self._fatal_errors()
         # ranks that the kernel killed because memory was short
@@ -303,10 +285,9 @@ class Evidence:
             place = next((place for place in self.places if place.rank == silent[0]), None)
             doing = f", {place.phase} at step {place.step}" if place else ""
             who = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent[:8]))}"
-            what = (
-                f"{who} ended without an error of its own{doing}: killed from outside, or its machine is gone"
-            )
-            return First(what, "", silent[0], self._host(silent[0]))
+            what = f"{who} ended without an error of its own{doing}"
+            what += ": killed from outside, or its machine is gone"
+            return First(what, "", silent[0], self.hosts.get(silent[0]))
         if self.failures:
             return _first_of(self.failures[0])
         return First(self.attempt.why or "all ranks ended without a word: killed, or their machine is gone")
@@ -323,43 +304,19 @@ class Evidence:
             # a process begins its section before it opens the run
             texts = [text for when, text in starts if unix_seconds(when) <= self.attempt.began + 1]
             if texts and (fatal := _FATAL.search(texts[-1])):
-                found.append(First(fatal[1], display_path(path), rank, self._host(rank), self.attempt.ended))
+                host = self.hosts.get(rank)
+                found.append(First(fatal[1], display_path(path), rank, host, self.attempt.ended))
         return found
-
-    def _host(self, rank: int) -> str | None:
-        hosts = {each.rank: each.host for each in self.failures} | {
-            each.rank: each.host for each in self.places
-        }
-        return hosts.get(rank)
 
     def advice(self, first: First) -> list[str]:
         """Say what to do about it, most important first."""
-        advice = [
-            f"{host}: {fault.meaning[1]}"
-            for host, fault in self.faults
-            if fault.meaning and fault.process is None
-        ]
-        text, end = first.what, self.attempt.end
-        more = ""
-        if text.startswith("killed by the kernel"):
-            more = NO_MEMORY[1]
-        elif _OUT_OF_MEMORY.search(text):
-            more = "take a smaller micro-batch, --set training.activation_checkpointing=true or a higher ZeRO stage; "
-            more += "train.py --plan says what fits"
-        elif _OUT_OF_HOST_MEMORY.search(text):
-            more = f"the machine had no memory left: {NO_MEMORY[1]}"
-        elif _KERNEL_FAULT.search(text):
-            more = "CUDA_LAUNCH_BLOCKING=1 names the kernel; without it the traceback's line is a later one"
-        elif _MESSAGES.search(text):
-            more = "run the doctor on these nodes (deepspeed --module pretraining.doctor); NCCL_DEBUG=WARN says more"
-        elif end == "hang":
-            more = "the stacks say where each rank waited; the rank that did not arrive is the one to look at"
-        elif end == "silent":
-            more = "look whether its processes live; if none does, it was killed"
-        elif first.rank is not None and "killed from outside" in text:
-            more = f"look at {first.host or 'its host'}: kernel log (memory), the scheduler, power; this command says "
-            more += "more if it runs there"
-        return list(dict.fromkeys([*advice, *filter(None, [more])]))
+        of_gpus = [(host, fault.meaning) for host, fault in self.faults if fault.process is None]
+        advice = [f"{host}: {meaning[1]}" for host, meaning in of_gpus if meaning]
+        fitting = [what for pattern, what in ADVICE.items() if re.search(pattern, first.what)]
+        if first.rank is not None and "killed from outside" in first.what:
+            what = f"look at {first.host or 'its host'}: kernel log (memory), the scheduler, power"
+            fitting.append(f"{what}; this command says more if it runs there")
+        return list(dict.fromkeys([*advice, *fitting[:1]]))
 
 
 def _first_of(failure: Failure) -> First:

@@ -11,10 +11,11 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,6 @@ LONGEST_NAME = 120
 
 @dataclass(frozen=True)
 class Point:
-    """One run of a sweep."""
-
     settings: dict[str, str]
     """{dotted key: value as it was typed}"""
     folder: Path
@@ -68,11 +67,9 @@ class Point:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train or submit every point that is not finished, then print the table."""
     options = _parse(arguments)
-    recipe, _ = load_recipe_and_ds_config(
-        options.recipe, options.set, options.deepspeed, limit_tokens=options.limit_tokens
-    )
+    typed = options.recipe, options.set, options.deepspeed
+    recipe, _ = load_recipe_and_ds_config(*typed, limit_tokens=options.limit_tokens)
     folder = options.output_dir or REPOSITORY / "runs" / f"{recipe.name}-sweep"
     # all of them before the first is started: a wrong value is no surprise after hours
     points = points_of(options, recipe, folder)
@@ -88,8 +85,8 @@ def main(arguments: list[str] | None = None) -> int:
         write_json(folder / JOBS, answer)
     print(json.dumps(answer, indent=2) if options.json else as_text(answer), flush=True)
     if failures:
-        first = next(iter(failures.items()))
-        raise UserError(f"{len(failures)} of {len(points)} points failed; {first[0]}: {first[1]}")
+        name, failure = next(iter(failures.items()))
+        raise UserError(f"{len(failures)} of {len(points)} points failed; {name}: {failure}")
     return code
 
 
@@ -200,36 +197,32 @@ def submit(points: Sequence[Point], sbatch_options: str, launcher: str, jobs: di
         # launch/slurm.sh adds --output_dir itself
         words = words_of({key: value for key, value in point.options.items() if key != "output_dir"})
         command = ["sbatch", "--parsable", *shlex.split(sbatch_options), f"--job-name={point.recipe.name}"]
+        command += [str(REPOSITORY / "launch" / "slurm.sh"), *words]
         variables = {"RUN": str(point.folder.absolute())} | ({"LAUNCHER": launcher} if launcher else {})
-        done = _called([*command, str(REPOSITORY / "launch" / "slurm.sh"), *words], variables)
-        if done is None:
-            raise UserError("--slurm: sbatch is not installed here; run it where jobs are submitted")
+        settings: dict = {"env": os.environ | variables, "cwd": REPOSITORY}
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, **settings)
+        except FileNotFoundError:
+            what = "--slurm: sbatch is not installed here; run it where jobs are submitted"
+            raise UserError(what) from None
         if done.returncode:
             raise UserError(f"--slurm: sbatch refused {name}: {done.stderr.strip()}")
         jobs[name] = done.stdout.strip().partition(";")[0]
         print(f"submitted {name}: job {jobs[name]}", file=sys.stderr, flush=True)
 
 
-def _called(command: list[str], variables: dict[str, str]) -> subprocess.CompletedProcess | None:
-    environment = {**os.environ, **variables}
-    try:
-        return subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True)
-    except FileNotFoundError:
-        return None
-
-
 def _is_queued(job: str | None) -> bool:
-    done = _called(["squeue", "--noheader", "--jobs", job], {}) if job else None
-    return done is not None and done.returncode == 0 and bool(done.stdout.strip())
+    if job is None or shutil.which("squeue") is None:
+        return False
+    done = subprocess.run(["squeue", "--noheader", "--jobs", job], capture_output=True, text=True)
+    return done.returncode == 0 and bool(done.stdout.strip())
 
 
 def _known_jobs(folder: Path) -> dict[str, str]:
-    try:
+    with suppress(OSError, ValueError, KeyError, TypeError):  # another file of that name, or half a one
         points = read_json_value(folder / JOBS)["points"]
         return {Path(point["folder"]).name: point["job"] for point in points if point["job"]}
-    # another file of that name, or half a one
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+    return {}
 
 
 def answer_of(
@@ -253,10 +246,10 @@ def answer_of(
         row: dict = {"settings": point.settings, "folder": str(point.folder), "state": state}
         rows.append({**row, "job": job, "metrics": metrics})
     # a run that is not at its end is compared with none
-    judged = [row for row in rows if row["state"] == "finished" and row["metrics"].get(metric) is not None]
     best: dict | None = None
-    for row in judged:
-        if best is None or is_better(metric, row["metrics"][metric], best["metrics"][metric]):
+    for row in rows:
+        value = row["metrics"].get(metric) if row["state"] == "finished" else None
+        if value is not None and (best is None or is_better(metric, value, best["metrics"][metric])):
             best = row
     logged = [point.folder for point in points if RunFolder(point.folder).metrics.exists()]
     report = str(write_report(logged, folder / "report.html")) if logged else None
@@ -285,27 +278,22 @@ def as_text(answer: dict) -> str:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(
-        prog="python -m pretraining.sweep",
-        description="Train a recipe for each combination of values, and compare the runs.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    what = "Train a recipe for each combination of values, and compare the runs."
+    shown = {"description": what, "epilog": EXAMPLES}
+    parser = OneLineParser("python -m pretraining.sweep", **shown, allow_abbrev=False)
     add_recipe_arguments(parser, remote_data=True)
+    add = parser.add_argument
     what = "values to train with (repeatable: every combination)"
-    parser.add_argument("--over", action="append", required=True, metavar="SECTION.KEY=A,B,...", help=what)
-    parser.add_argument("--deepspeed", metavar="NAME|PATH", help="a file of ds_configs/ over the recipe's")
+    add("--over", action="append", required=True, metavar="SECTION.KEY=A,B,...", help=what)
+    add("--deepspeed", metavar="NAME|PATH", help="a file of ds_configs/ over the recipe's")
     what = "folder of all runs (default: runs/<recipe>-sweep)"
-    parser.add_argument("--output_dir", type=named_path, metavar="DIR", help=what)
-    what = 'what starts the ranks: "deepspeed --num_gpus=8"'
-    parser.add_argument("--launcher", default="", metavar="WORDS", help=what)
+    add("--output_dir", type=named_path, metavar="DIR", help=what)
+    add("--launcher", default="", metavar="WORDS", help='what starts the ranks: "deepspeed --num_gpus=8"')
     what = "submit launch/slurm.sh for each point, with these options of sbatch"
-    parser.add_argument("--slurm", nargs="?", const="", metavar="OPTIONS", help=what)
-    what = "go on where the plan says that a run does not fit"
-    parser.add_argument("--force", action="store_true", help=what)
-    parser.add_argument("--show", action="store_true", help="print the table as it is now, and start nothing")
-    parser.add_argument("--json", action="store_true", help="the table as JSON; runs print on stderr")
+    add("--slurm", nargs="?", const="", metavar="OPTIONS", help=what)
+    add("--force", action="store_true", help="go on where the plan says that a run does not fit")
+    add("--show", action="store_true", help="print the table as it is now, and start nothing")
+    add("--json", action="store_true", help="the table as JSON; runs print on stderr")
     options = parser.parse_args(arguments)
     if options.show and options.slurm is not None:
         raise UserError("--show: starts nothing, so --slurm says nothing; leave one out")

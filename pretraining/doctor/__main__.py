@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from pretraining.command_line import (
@@ -79,7 +80,7 @@ def main(arguments: list[str] | None = None) -> None:
                 "host": socket.gethostname(),
                 "world_size": launch.world_size,
                 "gpus": [gpu.name for gpu in launch.gpus.found],
-                "findings": [finding.to_dict() for finding in findings],
+                "findings": [asdict(finding) for finding in findings],
                 "summary": counts,
                 "versions": versions(),
                 "kept": str(kept) if kept else None,
@@ -95,13 +96,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the arguments of the doctor; those that launchers add (`--local_rank`) are accepted and ignored."""
-    parser = OneLineParser(
-        prog="python -m pretraining.doctor",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    shown = {"description": __doc__, "epilog": EXAMPLES}
+    parser = OneLineParser("python -m pretraining.doctor", **shown, allow_abbrev=False)
     add, as_train = parser.add_argument, "as train.py will get it"
     add("--recipe", metavar="NAME|PATH", help="the run that is to start here")
     add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="change one value of it")

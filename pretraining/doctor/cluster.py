@@ -16,32 +16,23 @@ import uuid
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import closing, suppress
+from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
+from itertools import chain, zip_longest
 
 import torch
 import torch.distributed as dist
 from torch.distributed import DistError, PrefixStore, Store
 
 from pretraining.command_line import world_size_here
+from pretraining.doctor import shared
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding, as_lines, of_all_nodes, worst
 from pretraining.doctor.gpus import Gpus
 from pretraining.doctor.launch import Launch, plan_launch
 from pretraining.doctor.layers import examine_layers
 from pretraining.doctor.rates import measure_devices, measure_messages
 from pretraining.doctor.roll_call import FAILED, SILENT, WAITS, RollCall, Stuck, named, one_line
-from pretraining.doctor.shared import (
-    BYTES_ELSEWHERE,
-    BYTES_ON_GPU_MACHINES,
-    ProbedFolder,
-    ask_for_the_time,
-    compare_ranks,
-    describe_rank,
-    judge_clocks,
-    judge_data,
-    look_at_run_folder,
-    manifest_of,
-    measure_disk,
-)
 from pretraining.planning.gpus import known_gpu
 from pretraining.planning.quantities import duration, several
 from pretraining.runtime.host import GLOO_INTERFACE, loopback_name, own_address
@@ -119,7 +110,7 @@ class Examination:
     def run(self) -> None:
         self._say(f"waiting for {several(self.size, 'rank')}")
         self.call = RollCall(self.rank, self.size, ARRIVAL_SECONDS)
-        gone = self.call.missing
+        gone = [rank for rank, came in enumerate(self.call.ranks) if came is None]
         if gone:
             self._add_missing(gone)
         else:
@@ -140,41 +131,38 @@ class Examination:
         def describe() -> dict:
             prepare_rank()
             self.gpu = known_gpu(device_name()) if self.on_gpu else None
-            return describe_rank(self.on_gpu)
+            return shared.describe_rank(self.on_gpu)
 
-        described = self._gathered("versions, variables, devices", describe, DESCRIBE_SECONDS)
-        if described is not None:
-            self.findings += compare_ranks(self.call, described)
+        self._gathered("versions, variables, devices", describe, shared.compare_ranks, DESCRIBE_SECONDS)
         # empty on ranks other than 0
-        found = self.call.collect("the nodes", [each.to_dict() for each in self.of_nodes])
+        found = self.call.collect("the nodes", [asdict(each) for each in self.of_nodes])
         first = [node[0] for node in self.call.nodes] if found else []
         of_nodes = [[Finding(**fields) for fields in found[rank]] for rank in first]
         self.of_nodes = of_all_nodes([self.call.hosts[rank] for rank in first], of_nodes)
-        clocks = self._gathered("clocks", lambda: ask_for_the_time(self.call))
-        if clocks is not None:
-            self.findings += judge_clocks(self.call, clocks)
+        self._gathered("clocks", lambda: shared.ask_for_the_time(self.call), shared.judge_clocks)
 
     def _in_folders(self) -> None:
         # a name that all agree on: rank 0's
         token = self.call.gather("token", uuid.uuid4().hex[:8])[0]
-        probed = ProbedFolder(self.launch.run_folder, self.rank, token)
+        probed = shared.ProbedFolder(self.launch.run_folder, self.rank, token)
         try:
             upload = self.recipe and self.recipe.checkpoints.upload
-            looked = self._attempt("shared folders", lambda: look_at_run_folder(self.call, probed, upload))
+            look = partial(shared.look_at_run_folder, self.call, probed, upload)
+            looked = self._attempt("shared folders", look)
             # a speed means nothing if the ranks write to different folders
             if worst(looked) == FINE:
-                size = BYTES_ON_GPU_MACHINES if self.on_gpu else BYTES_ELSEWHERE
+                size = shared.BYTES_ON_GPU_MACHINES if self.on_gpu else shared.BYTES_ELSEWHERE
                 saved = self.launch.plan and self.launch.plan.checkpoint_bytes
-                self._attempt("disk of all ranks", lambda: measure_disk(self.call, probed, size, saved))
+                self._attempt(
+                    "disk of all ranks", partial(shared.measure_disk, self.call, probed, size, saved)
+                )
         finally:
             # also if a step raises: nothing of ours stays in the run folder
             probed.clear()
-        if self.recipe is None:
-            return
-        place, name = self.launch.data_dir, self.recipe.data.name
-        digests = self._gathered("shared data", lambda: manifest_of(place, name))
-        if digests is not None:
-            self.findings += judge_data(self.call, place, name, digests)
+        if self.recipe is not None:
+            place = self.launch.data_dir, self.recipe.data.name
+            judge = partial(shared.judge_data, place)
+            self._gathered("shared data", lambda: shared.manifest_of(*place), judge)
 
     def _between_ranks(self) -> None:
         """Check what needs ranks that meet, and then what needs a process group of all ranks."""
@@ -192,7 +180,8 @@ class Examination:
         met = self._attempt(PAIRS, lambda: meet_in_pairs(self.call, address["address"], self.on_gpu))
         if worst(met) == BREAKS:
             return self._say("the rest is left out: it needs ranks that meet")
-        if self._gathered("process group of all ranks", lambda: join_ranks() and None, JOIN_SECONDS) is None:
+        name = "process group of all ranks"
+        if not self._gathered(name, lambda: join_ranks() and None, seconds=JOIN_SECONDS):
             return
         self._attempt("messages", lambda: measure_messages(self.call, self.gpu, self.on_gpu))
         self._attempt("devices", lambda: measure_devices(self.call, self.recipe, self.gpu, self.on_gpu))
@@ -206,7 +195,7 @@ class Examination:
 
         def work() -> list[dict]:
             found = examine_layers(self.recipe, self.launch.ds_config, self.size, seconds, self._say)
-            return [finding.to_dict() for finding in found]
+            return [asdict(finding) for finding in found]
 
         found = self.call.values("the recipe's layers", work, max(1.0, self._left()))
         return [Finding(**fields) for fields in found[0]]
@@ -225,13 +214,19 @@ class Examination:
         self.findings += found
         return found
 
-    def _gathered(self, name: str, work: Callable[[], object], seconds: float = STEP_SECONDS) -> list | None:
-        """Return what the work returned on every rank; None, and a finding for each failed rank, if one failed."""
+    def _gathered(
+        self,
+        name: str,
+        work: Callable[[], object],
+        judge: Callable[[RollCall, list], list[Finding]] = lambda call, values: [],
+        seconds: float = STEP_SECONDS,
+    ) -> bool:
+        """Judge what the work returned on every rank; return False, with a finding for each, if ranks failed."""
         self._say(name)
         answers = self.call.step(name, work, seconds)
         failures = self.call.failures(name, answers)
-        self.findings += failures
-        return None if failures else [answer.value for answer in answers]
+        self.findings += failures or judge(self.call, [answer.value for answer in answers])
+        return not failures
 
     def _left(self) -> float:
         """Return the seconds that are left, the same number on every rank: by the clock of rank 0."""
@@ -241,13 +236,10 @@ class Examination:
     def _add_missing(self, missing: list[int]) -> None:
         hosts = ", ".join(sorted({rank.host for rank in self.call.ranks if rank is not None}))
         # in short: `3, 8 to 15`
-        rows: list[list[int]] = []
-        for rank in missing:
-            if rows and rank == rows[-1][-1] + 1:
-                rows[-1].append(rank)
-            else:
-                rows.append([rank])
-        numbers = ", ".join(f"{row[0]} to {row[-1]}" if len(row) > 1 else str(row[0]) for row in rows)
+        firsts = [rank for rank in missing if rank - 1 not in missing]
+        lasts = [rank for rank in missing if rank + 1 not in missing]
+        ends = zip(firsts, lasts, strict=True)
+        numbers = ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in ends)
         what = f"{several(len(missing), 'rank')} of {self.size} never came within {ARRIVAL_SECONDS:.0f} s: "
         what += f"{numbers}; there are ranks on {hosts}"
         remedy = "see that every node was started, with the same --master_addr and port, "
@@ -315,7 +307,7 @@ def meet_in_pairs(call: RollCall, address: str, on_gpu: bool) -> list[Finding]:
 
     address: the one on which this rank listens, as `bound_address` says.
     """
-    began, failed, met, slowest = time.monotonic(), {}, 0, 0.0
+    began, failed, met = time.monotonic(), {}, []
     # Rounds that meet between nodes come first: what is left out are pairs inside a node.
     rounds = rounds_of(call.nodes)
     left_out = len(rounds)
@@ -330,12 +322,10 @@ def meet_in_pairs(call: RollCall, address: str, on_gpu: bool) -> list[Finding]:
         name = f"{PAIRS}, round {number + 1}"
         answers = call.step(name, lambda m=meeting, p=ours: p and m.of(p), PAIR_SECONDS)
         for pair in pairs:
-            errors = [answers[rank].error for rank in pair if answers[rank].state == FAILED]
-            if errors:
+            if errors := [answers[rank].error for rank in pair if answers[rank].state == FAILED]:
                 failed[pair] = errors
             else:
-                met += 1
-                slowest = max(slowest, *(answers[rank].value["round_trip_seconds"] for rank in pair))
+                met.append(max(answers[rank].value for rank in pair))
     # a firewall is one cause for all pairs of two hosts: one finding, with the first of their pairs
     by_hosts: dict[tuple[str, str], list[Pair]] = {}
     for pair in failed:
@@ -347,9 +337,9 @@ def meet_in_pairs(call: RollCall, address: str, on_gpu: bool) -> list[Finding]:
         what = f"{one} and {other} cannot meet{more}: {'; '.join(dict.fromkeys(failed[pairs[0]]))}"
         findings.append(Finding(PAIRS, BREAKS, what, pair_remedy(failed[pairs[0]]), f"{one}, {other}"))
     if met:
-        nodes, values = several(len(call.nodes), "node"), {"pairs": met, "round_trip_seconds": slowest}
-        what = f"{several(met, 'pair')} of ranks on {nodes} met; a byte there and back took at most "
-        what += duration(slowest)
+        values = {"pairs": len(met), "round_trip_seconds": max(met)}
+        what = f"{several(len(met), 'pair')} of ranks on {several(len(call.nodes), 'node')} met; "
+        what += f"a byte there and back took at most {duration(max(met))}"
         verdict, remedy = FINE, ""
         if left_out:
             what += f"; {several(left_out, 'round')} of pairs left out, the time was over"
@@ -372,17 +362,10 @@ def pair_remedy(errors: list[str]) -> str:
 
 def rounds_of(nodes: list[list[int]]) -> list[list[Pair]]:
     """Plan rounds of disjoint pairs: ranks of the same local number of each two nodes, and each two ranks of a node."""
-    across = [
-        [pair for a, b in pairs for pair in zip(nodes[a], nodes[b], strict=False)]
-        for pairs in tournament(len(nodes))
-    ]
-    inside: list[list[Pair]] = []
-    for ranks in nodes:
-        for number, pairs in enumerate(tournament(len(ranks))):
-            if number == len(inside):
-                inside.append([])
-            inside[number] += [(ranks[a], ranks[b]) for a, b in pairs]
-    return across + inside
+    rounds = tournament(len(nodes))
+    across = [[pair for a, b in pairs for pair in zip(nodes[a], nodes[b], strict=False)] for pairs in rounds]
+    of_nodes = ([[(node[a], node[b]) for a, b in pairs] for pairs in tournament(len(node))] for node in nodes)
+    return across + [list(chain.from_iterable(pairs)) for pairs in zip_longest(*of_nodes, fillvalue=())]
 
 
 def tournament(players: int) -> list[list[Pair]]:
@@ -406,8 +389,8 @@ class _Meeting:
     def __init__(self, store: Store, rank: int, address: str, on_gpu: bool):
         self.store, self.rank, self.address, self.on_gpu = store, rank, address, on_gpu
 
-    def of(self, pair: Pair) -> dict:
-        """Meet the other rank of the pair; return {"round_trip_seconds": of one byte there and back}.
+    def of(self, pair: Pair) -> float:
+        """Meet the other rank of the pair; return the seconds of one byte there and back.
 
         `ConnectionError` says which way is closed.
         """
@@ -415,7 +398,7 @@ class _Meeting:
         self._reduce(pair, "gloo", "cpu")
         if self.on_gpu:
             self._reduce(pair, "nccl", "cuda")
-        return {"round_trip_seconds": seconds}
+        return seconds
 
     def _connect(self, other: int) -> float:
         """Listen, and connect to the other's address: both ways, because a firewall may be open in only one."""

@@ -3,7 +3,7 @@
 import re
 import textwrap
 from collections import Counter
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 from pretraining.errors import UserError
 
@@ -24,7 +24,6 @@ class Finding:
     check: str
     """What was looked at, in the field's words: "driver", "shared memory", "all-reduce"."""
     verdict: str
-    """One of VERDICTS."""
     message: str
     """What was found, numbers with their units."""
     remedy: str = ""
@@ -45,9 +44,6 @@ class Finding:
     def on(self, place: str) -> "Finding":
         """Return the same finding with one or several nodes as its place."""
         return replace(self, where=f"{self.where} on {place}" if self.where else place)
-
-    def to_dict(self) -> dict:
-        return asdict(self)
 
 
 def worst(findings: list[Finding]) -> str:

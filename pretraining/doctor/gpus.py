@@ -39,8 +39,6 @@ SLOWED = {0x2: "its clocks are set lower", 0x8: "hardware slowdown", 0x40: "heat
 
 @dataclass(frozen=True)
 class GpuFound:
-    """One GPU."""
-
     index: str
     name: str
     memory_bytes: int
@@ -60,18 +58,6 @@ class GpuFound:
     @property
     def is_sliced(self) -> bool:
         return self.fields.get("mig.mode.current") == "Enabled"
-
-    @property
-    def watt_limits(self) -> tuple[float, float]:
-        """Return (its power limit, the usual one); 0 for one that is not known."""
-        return self.number("power.limit") or 0, self.number("power.default_limit") or 0
-
-    @property
-    def slowed_by(self) -> list[str]:
-        # hexadecimal, or a text such as [N/A]
-        text = self.fields.get("clocks_event_reasons.active", "")
-        bits = int(text, 16) if text.startswith("0x") else 0
-        return [words for bit, words in SLOWED.items() if bits & bit]
 
 
 @dataclass(frozen=True)
@@ -143,13 +129,10 @@ def read_gpus() -> Gpus:
             # a slice belongs: the first that is cut into slices counts.
             if name.startswith("MIG-"):
                 match = [gpu for gpu in found if gpu.is_sliced]
+            elif name.startswith("GPU-"):
+                match = [gpu for gpu in found if gpu.fields["uuid"].startswith(name)]
             else:
-                by_uuid = name.startswith("GPU-")
-                match = [
-                    gpu
-                    for gpu in found
-                    if name == gpu.index or (by_uuid and gpu.fields["uuid"].startswith(name))
-                ]
+                match = [gpu for gpu in found if gpu.index == name]
             if not match:  # CUDA ignores all that follows a name it does not know
                 break
             visible += match[:1]
@@ -267,19 +250,21 @@ def _of_each(found: tuple[GpuFound, ...]) -> Iterator[Finding]:
         remedy = f"turn MIG off: nvidia-smi -i {_indices(sliced)} -mig 0 (as root, "
         remedy += "with nothing running there)"
         yield Finding("MIG", COSTS, f"{_which(sliced)}: {what}", remedy)
-    uncorrected, retired = "ecc.errors.uncorrected.volatile.total", "retired_pages.pending"
-    if broken := [
-        gpu for gpu in found if (gpu.number(uncorrected) or 0) > 0 or gpu.fields.get(retired) == "Yes"
-    ]:
+    lost, retired = "ecc.errors.uncorrected.volatile.total", "retired_pages.pending"
+    if broken := [gpu for gpu in found if gpu.number(lost) or gpu.fields.get(retired) == "Yes"]:
         what = "memory errors that ECC could not correct, or pages that wait to be retired"
         remedy = "restart the machine, which retires the pages; have the GPU replaced if they come again"
         yield Finding("GPU memory errors", COSTS, f"{_which(broken)}: {what}", remedy)
-    if limited := [gpu for gpu in found if 0 < gpu.watt_limits[0] < gpu.watt_limits[1]]:
-        given, usual = min(gpu.watt_limits for gpu in limited)
+    limits = [(gpu.number("power.limit") or 0, gpu.number("power.default_limit") or 0) for gpu in found]
+    if limited := [gpu for gpu, (given, usual) in zip(found, limits, strict=True) if 0 < given < usual]:
+        given, usual = min(each for each in limits if 0 < each[0] < each[1])
         what = f"{_which(limited)}: limited to {given:.0f} W of {usual:.0f} W"
         yield Finding("power limit", COSTS, what, f"nvidia-smi -pl {usual:.0f} (as root)")
-    if slow := [gpu for gpu in found if gpu.slowed_by]:
-        why = ", ".join(dict.fromkeys(reason for gpu in slow for reason in gpu.slowed_by))
+    # hexadecimal, or a text such as [N/A]
+    texts = [gpu.fields.get("clocks_event_reasons.active", "") for gpu in found]
+    bits = [int(text, 16) if text.startswith("0x") else 0 for text in texts]
+    if slow := [gpu for gpu, each in zip(found, bits, strict=True) if any(each & bit for bit in SLOWED)]:
+        why = ", ".join(words for bit, words in SLOWED.items() if any(each & bit for each in bits))
         remedy = "nvidia-smi -rgc and -rac give the clocks back (as root); "
         remedy += "for heat and power ask whoever runs the machine"
         yield Finding("GPU clocks", COSTS, f"{_which(slow)}: slowed down ({why})", remedy)

@@ -48,9 +48,7 @@ class Launch:
 
     gpus: Gpus
     world_size: int
-    """Ranks of the whole run."""
     ranks_here: int
-    """Ranks on this machine."""
     run_folder: Path
     data_dir: Path | str
     """A folder, or an address that fsspec understands."""
@@ -130,23 +128,21 @@ def plan_launch(options: Namespace, gpus: Gpus) -> tuple[Launch, list[Finding]]:
     launched = started_by_launcher()
     world_size = options.world_size or (world_size_here() if launched else len(gpus.found) or 1)
     here = ranks_here() if launched else min(world_size, len(gpus.found) or world_size)
-    run_folder = options.output_dir or REPOSITORY / "runs"
+    runs = REPOSITORY / "runs"
     kept = {"starts_over": options.resume == "never", "allowed": tuple(options.allow_change)}
-    launch = Launch(gpus, world_size, here, run_folder, options.data_dir, **kept)
+    launch = Launch(gpus, world_size, here, options.output_dir or runs, options.data_dir, **kept)
     if options.recipe is None:
         return launch, []
     try:
-        asked = options.recipe, options.set, options.deepspeed, world_size
-        recipe, ds_config = load_recipe_and_ds_config(*asked)
+        typed = options.recipe, options.set, options.deepspeed
+        recipe, ds_config = load_recipe_and_ds_config(*typed, world_size)
         setup = Setup(recipe, ds_config, world_size)
-        plan = build_run_plan(setup)
-        need = memory_need(setup)
+        plan, need = build_run_plan(setup), memory_need(setup)
     except UserError as error:
         # the machine can still be examined without the recipe
         return launch, [Finding.of_error("recipe", error)]
-    run_folder = options.output_dir or run_folder / recipe.name  # as train.py chooses it
-    known = {"recipe": recipe, "ds_config": ds_config, "plan": plan, "need": need}
-    return replace(launch, run_folder=run_folder, **known), []
+    folder = options.output_dir or runs / recipe.name  # as train.py chooses it
+    return replace(launch, run_folder=folder, recipe=recipe, ds_config=ds_config, plan=plan, need=need), []
 
 
 def check_earlier_start(launch: Launch) -> list[Finding]:
@@ -234,8 +230,8 @@ def _tested() -> Iterator[Finding]:
         yield Finding("Python", BREAKS, f"{found}; {needed} or newer is needed", f"install Python {needed}")
     tested, here = pins(REPOSITORY / "requirements.txt"), versions()
     missing = [f"{name}=={pin}" for name, pin in tested.items() if here[name] is None]
-    differ = [name for name, pin in tested.items() if here[name] not in (None, pin)]
-    other = [f"{name} {here[name]} (tested: {tested[name]})" for name in differ]
+    differing = ((name, pin) for name, pin in tested.items() if here[name] not in (None, pin))
+    other = [f"{name} {here[name]} (tested: {pin})" for name, pin in differing]
     remedy = "pip install -r requirements.txt"
     if missing:
         yield Finding("packages", BREAKS, f"not installed: {', '.join(missing)}", remedy)
@@ -250,9 +246,7 @@ def _optional(launch: Launch) -> Iterator[Finding]:
     """Report packages that the recipe needs beyond requirements.txt and that are missing."""
     # looked for and not imported: some take seconds
     missing = [needed for needed in needs_of(launch) if find_spec(needed.module) is None]
-    if not missing:
-        return
-    files = sorted(REPOSITORY.glob("requirements*.txt"))
+    files = sorted(REPOSITORY.glob("requirements*.txt")) if missing else ()
     known = {name: pin for file in files for name, pin in pins(file).items()}
     for needed in missing:
         name = needed.distribution or needed.module
@@ -294,7 +288,7 @@ def needs_of(launch: Launch) -> list[Needed]:
     addresses += [(key, source.path) for key, source in data.text_origins] if prepares else []
     for key, address in addresses:
         protocol = str(address).partition("://")[0]
-        table.append((package := STORES.get(protocol), package, f"{key} {protocol}://"))
+        table.append((protocol in STORES, STORES.get(protocol), f"{key} {protocol}://"))
     if prepares:
         rules = {rule["rule"] for rule in data.filters}
         foreign = any(rule["rule"] == "blocklist" and rule.get("languages") for rule in data.filters)

@@ -51,20 +51,10 @@ MOST_LAYERS = 4
 MOST_ACCUMULATION = 4
 MEMORY_SHARE = 0.9
 """Share of the GPU's memory that the model may take by the plan without any sharding, as stage 0 has it."""
-ON_PROCESSOR = {"n_embd": 128, "n_inner": 512, "hidden_size": 128, "intermediate_size": 256}
-ON_PROCESSOR |= {
-    "moe_intermediate_size": 128,
-    "n_head": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-ON_PROCESSOR |= {
-    "head_dim": 32,
-    "vocab_size": 2048,
-    "num_local_experts": 4,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-}
+ON_PROCESSOR = {"n_embd": 128, "n_inner": 512, "hidden_size": 128, "intermediate_size": 256, "n_head": 4}
+ON_PROCESSOR |= {"moe_intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+ON_PROCESSOR |= {"head_dim": 32, "vocab_size": 2048, "num_local_experts": 4, "num_experts": 4}
+ON_PROCESSOR["num_experts_per_tok"] = 2
 """The largest values that the model may have if the processor trains."""
 PROCESSOR_LENGTH, PROCESSOR_LAYERS, PROCESSOR_MICRO_BATCH = 128, 2, 2
 PROCESSOR_PARAMETERS = 20_000_000
@@ -153,12 +143,9 @@ def reduced_recipe(recipe: Recipe, world_size: int, on_gpu: bool) -> Recipe:
     layers = value_of(model, "num_hidden_layers")
     tokens = world_size * micro_batch * length * accumulation
     training = {key: value for key, value in recipe.training.items() if key not in DROPPED_TRAINING_KEYS}
-    training |= {
-        "per_device_train_batch_size": micro_batch,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-    }
-    training |= {"eval_strategy": "no", "save_strategy": "no", "dataloader_num_workers": 0}
+    training |= {"per_device_train_batch_size": micro_batch, "lr_scheduler_type": "constant"}
+    training |= {"eval_strategy": "no", "save_strategy": "no", "logging_steps": 1}
+    training["dataloader_num_workers"] = 0
     reduced = replace(
         recipe,
         budget=Budget(tokens_per_step=tokens, tokens=tokens * STEPS),
@@ -276,12 +263,11 @@ def _beside_plan(
         values |= {"mfu": mfu, "predicted_mfu": planned}
         message += f", MFU {mfu:.0%} (the plan of these layers: {planned:.0%})"
         if mfu < HALF_OF_THE_PLAN * planned:
-            verdict, remedy = COSTS, "see slow ranks and messages above; a larger micro-batch (--set "
-            remedy += "training.per_device_train_batch_size=N), or --set speed.compile=blocks, which was off "
-            remedy += "here"
+            verdict = COSTS
+            remedy = "see slow ranks and messages above; a larger micro-batch (--set training."
+            remedy += "per_device_train_batch_size=N), or --set speed.compile=blocks, which was off here"
     findings = [Finding("layers", verdict, message, remedy, values=values)]
-    if found.peak_memory_bytes is not None:
-        peak = found.peak_memory_bytes
+    if (peak := found.peak_memory_bytes) is not None:
         plan = predicted(setup, None, on_processor=not on_gpu)
         planned = plan["peak_memory_bytes"]
         message = f"peak {num_bytes(peak)}, the plan of these layers says {num_bytes(planned)}"
@@ -317,9 +303,9 @@ def _curve(reduced: Recipe, trained: dict[str, Trained], left_out: list[str]) ->
     shown = ", ".join(f"{name} {three_digits(difference)}" for name, difference in apart.items())
     message = f"largest difference of the loss to zero0's in {STEPS} steps: {shown}"
     message += f" (up to {tolerance:g} is rounding){more}"
-    if far:
-        good = next((name for name in trained if name not in far), "zero0")
-        remedy = f"do not train under {' or '.join(far)} here: --deepspeed {good}; "
-        remedy += "or try another version of torch, DeepSpeed or the driver"
-        return [Finding("curve of stages", BREAKS, message, remedy, values=values)]
-    return [Finding("curve of stages", FINE, message, values=values)]
+    if not far:
+        return [Finding("curve of stages", FINE, message, values=values)]
+    good = next((name for name in trained if name not in far), "zero0")
+    remedy = f"do not train under {' or '.join(far)} here: --deepspeed {good}; "
+    remedy += "or try another version of torch, DeepSpeed or the driver"
+    return [Finding("curve of stages", BREAKS, message, remedy, values=values)]

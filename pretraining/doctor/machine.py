@@ -16,22 +16,11 @@ from pretraining.planning.gate import check_plan
 from pretraining.planning.quantities import duration, num_bytes, several
 from pretraining.planning.run_plan import Machine
 from pretraining.planning.setup import Setup
+from pretraining.runtime import host
 from pretraining.runtime.durable_files import sync_to_disk
-from pretraining.runtime.host import (
-    container_memory_bytes,
-    cores,
-    disk_room_bytes,
-    existing_folder,
-    free_memory_bytes,
-    host_memory_bytes,
-    kernel_bytes,
-    system_text,
-    unwritable,
-)
 
 SHARED_MEMORY = Path("/dev/shm")
 INFINIBAND = Path("/sys/class/infiniband")
-NODES = Path("/sys/devices/system/node")
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 NCCL_BYTES_A_RANK = 10_000_000
 """NCCL's first segment is 9,637,888 bytes: the size its message names if it does not fit (NVIDIA/nccl#342)."""
@@ -67,14 +56,13 @@ SLOW_SAVE_SECONDS = 600.0
 
 
 def check_machine(launch: Launch) -> list[Finding]:
-    """Check what the machine allows its processes."""
     return [*_memory(launch), _shared_memory(launch), *_limits(launch), *_processors(launch)]
 
 
 def _memory(launch: Launch) -> Iterator[Finding]:
     """Check the memory that is free now, of which the plan judges the whole size, and swap."""
-    total, container = host_memory_bytes() or 0, container_memory_bytes()
-    free = free_memory_bytes() or total
+    total, container = host.host_memory_bytes() or 0, host.container_memory_bytes()
+    free = host.free_memory_bytes() or total
     what = f"{num_bytes(total)}, {num_bytes(free)} free"
     what += ", as much as the container allows" if container == total else ""
     # More than there is at all is refused by the plan; here it would fit if others did not hold a part of it.
@@ -86,7 +74,7 @@ def _memory(launch: Launch) -> Iterator[Finding]:
         yield Finding("host memory", COSTS, what, remedy)
     else:
         yield Finding("host memory", FINE, what)
-    swapped = (kernel_bytes("SwapTotal") or 0) - (kernel_bytes("SwapFree") or 0)
+    swapped = (host.kernel_bytes("SwapTotal") or 0) - (host.kernel_bytes("SwapFree") or 0)
     if swapped >= SWAPPED_BYTES:
         what = f"{num_bytes(swapped)} of memory are swapped out: what a rank has there, all ranks wait for"
         yield Finding("swap", COSTS, what, "end other processes, or swapoff -a (as root)")
@@ -100,25 +88,25 @@ def _shared_memory(launch: Launch) -> Finding:
         remedy = f"mount a tmpfs there: mount -t tmpfs none {SHARED_MEMORY} (as root)"
         return Finding("shared memory", BREAKS, f"{SHARED_MEMORY}: {os.strerror(error.errno)}", remedy)
     free, ranks = status.f_frsize * status.f_bavail, launch.ranks_here
-    needed = 0
+    with_nccl = launch.trains_on_gpus and ranks > 1  # one GPU sends no messages
+    needed = ranks * NCCL_BYTES_A_RANK if with_nccl else 0
     if launch.recipe and launch.workers:  # they keep batches ready
         ahead = int(launch.recipe.training.dataloader_prefetch_factor or PREFETCHED)
         batch = launch.recipe.micro_batch * launch.recipe.sequence_length * TOKEN_BYTES
         needed += ranks * launch.workers * ahead * batch
-    with_nccl = launch.trains_on_gpus and ranks > 1  # one GPU sends no messages
-    needed += ranks * NCCL_BYTES_A_RANK if with_nccl else 0
     what = f"{num_bytes(free)} free in {SHARED_MEMORY}"
     values = {"free_bytes": free, "needed_bytes": needed}
     size = max(1, math.ceil(needed / 1e9))  # docker's own default is 64 MB
     remedy = f"start the container with --shm-size={size}g or with --ipc=host; "
     remedy += f"else mount -o remount,size={size}G {SHARED_MEMORY} (as root)"
+    verdict = FINE
     if free < needed:
+        verdict = BREAKS
         what += f", {num_bytes(needed)} needed by data workers{' and NCCL' * with_nccl}"
-        return Finding("shared memory", BREAKS, what, remedy, values=values)
-    if with_nccl and free < SHARED_MEMORY_FOR_NCCL:
+    elif with_nccl and free < SHARED_MEMORY_FOR_NCCL:
+        verdict = COSTS
         what += ", which NCCL may fill if GPUs cannot reach each other directly"
-        return Finding("shared memory", COSTS, what, remedy, values=values)
-    return Finding("shared memory", FINE, what, values=values)
+    return Finding("shared memory", verdict, what, "" if verdict == FINE else remedy, values=values)
 
 
 def _limits(launch: Launch) -> Iterator[Finding]:
@@ -126,10 +114,8 @@ def _limits(launch: Launch) -> Iterator[Finding]:
     # The soft limit does not matter: each rank raises its own up to the hard one (`prepare_rank`).
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = FILES_OF_A_RANK + FILES_FOR_A_RANK_ELSEWHERE * launch.world_size
-    what = f"a process may open {files:,}"
-    if files == resource.RLIM_INFINITY:
-        yield Finding("open files", FINE, "no limit")
-    elif files >= needed:
+    what = "no limit" if files == resource.RLIM_INFINITY else f"a process may open {files:,}"
+    if files == resource.RLIM_INFINITY or files >= needed:
         yield Finding("open files", FINE, what)
     else:
         what += f", a rank needs about {needed:,}"
@@ -166,8 +152,8 @@ def _adapters() -> list[str]:
 def _processors(launch: Launch) -> Iterator[Finding]:
     """Check the cores, those beside the GPUs, and the network's adapters."""
     # a rank needs a core, and so does each of its data workers
-    each, workers = cores() / launch.ranks_here, launch.workers
-    what = f"{cores():g} for {several(launch.ranks_here, 'rank')} here"
+    each, workers = host.cores() / launch.ranks_here, launch.workers
+    what = f"{host.cores():g} for {several(launch.ranks_here, 'rank')} here"
     what += f" of {several(workers, 'data worker')} each" if workers else ""
     # A rank on a processor waits for its own arithmetic, not for its workers.
     if each >= 1 + workers or (not launch.trains_on_gpus and each >= 1):
@@ -181,9 +167,9 @@ def _processors(launch: Launch) -> Iterator[Finding]:
     apart = []
     for gpu in launch.gpus.found if allowed else ():
         # nvidia-smi writes the PCI domain with eight digits, the kernel with four.
-        device = PCI_DEVICES / gpu.fields.get("pci.bus_id", "")[-12:].lower() / "numa_node"
-        # `0-3,8`; empty for a device that belongs to no node
-        ranges = system_text(NODES / f"node{system_text(device)}" / "cpulist").split(",")
+        device = PCI_DEVICES / gpu.fields.get("pci.bus_id", "")[-12:].lower()
+        # `0-3,8`; all cores for a device that belongs to no node
+        ranges = host.system_text(device / "local_cpulist").split(",")
         ends = [part.partition("-") for part in ranges if part]
         beside = {core for first, _, last in ends for core in range(int(first), int(last or first) + 1)}
         if beside and not beside & allowed:
@@ -194,7 +180,7 @@ def _processors(launch: Launch) -> Iterator[Finding]:
         yield Finding("NUMA", COSTS, what, "give the job cores of every socket that its GPUs hang on")
     if adapters := _adapters():
         # .../mlx5_0/ports/1/state reads "4: ACTIVE"
-        states = {path.parts[-4]: system_text(path) for path in INFINIBAND.glob("*/ports/*/state")}
+        states = {path.parts[-4]: host.system_text(path) for path in INFINIBAND.glob("*/ports/*/state")}
         if down := sorted(name for name, state in states.items() if "ACTIVE" not in state):
             what = f"{', '.join(down)} of {', '.join(adapters)} are not active"
             remedy = "have the links brought up, or name the others in NCCL_IB_HCA"
@@ -209,24 +195,23 @@ def check_disks(launch: Launch) -> list[Finding]:
 
 
 def _run_folder(launch: Launch) -> Iterator[Finding]:
-    folder = existing_folder(launch.run_folder)
-    if broken := unwritable(folder):
+    folder = host.existing_folder(launch.run_folder)
+    if broken := host.unwritable(folder):
         what = f"{launch.run_folder} cannot be written ({broken})"
         yield Finding("run folder", BREAKS, what, "give --output_dir a folder that can be written")
         return
     yield check_filesystem(folder)
     # the free bytes beside the checkpoints that are to be kept
-    free, refusals = shutil.disk_usage(folder).free, []
-    what = f"{num_bytes(free)} free at {folder}"
+    free = num_bytes(shutil.disk_usage(folder).free)
+    disk = Finding("disk", FINE, f"{free} free at {folder}")
     if launch.plan is not None:
         needed = launch.plan.checkpoint_disk_bytes + launch.plan.export_bytes
-        what = f"{num_bytes(free)} free, {num_bytes(needed)} for checkpoints and export"
-        found = Machine(disk_room_bytes=disk_room_bytes(launch.run_folder, launch.continues))
-        refusals = check_plan(Setup(launch.recipe, launch.ds_config, launch.world_size), found).refusals
-    if refusals:
-        yield Finding("disk", BREAKS, refusals[0].what, refusals[0].remedy, where=str(folder))
-    else:
-        yield Finding("disk", FINE, what)
+        disk = Finding("disk", FINE, f"{free} free, {num_bytes(needed)} for checkpoints and export")
+        found = Machine(disk_room_bytes=host.disk_room_bytes(launch.run_folder, launch.continues))
+        setup = Setup(launch.recipe, launch.ds_config, launch.world_size)
+        for refusal in check_plan(setup, found).refusals[:1]:
+            disk = Finding("disk", BREAKS, refusal.what, refusal.remedy, where=str(folder))
+    yield disk
     status = os.statvfs(folder)
     if status.f_files and status.f_favail < FEWEST_FILES:  # some filesystems count none
         what = f"{status.f_favail:,} more files fit at {folder}, whatever the free bytes"
@@ -282,17 +267,14 @@ def filesystem_of(folder: Path) -> tuple[str, str]:
 
 def missing_operations(folder: Path) -> list[str]:
     """List the operations that commits and locks rely on and that the filesystem refuses."""
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".doctor-") as inside:
+    with (
+        tempfile.TemporaryDirectory(dir=folder, prefix=".doctor-") as inside,
+        Path(inside, "one").open("w") as file,
+    ):
         one, other = Path(inside, "one"), Path(inside, "other")
-        one.write_bytes(b"1")
-
-        def lock() -> None:
-            with one.open("r+") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
         # in this order: the last one moves the first file away
         attempts: dict[str, Callable[[], object]] = {
-            "file locks": lock,
+            "file locks": lambda: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB),
             "sync of files": lambda: sync_to_disk(one),
             "sync of folders": lambda: sync_to_disk(Path(inside)),
             "hard links": lambda: os.link(one, other),
@@ -331,16 +313,16 @@ def _data_folder(launch: Launch) -> Iterator[Finding]:
     """Check the room for token shards that are still to be prepared."""
     if launch.data_folder is None or launch.data_is_prepared:
         return
-    folder = existing_folder(launch.data_folder)
-    if broken := unwritable(folder):
+    folder = host.existing_folder(launch.data_folder)
+    if broken := host.unwritable(folder):
         what = f"{launch.data_folder} cannot be written ({broken}), and the data is still to be prepared"
         yield Finding("data folder", BREAKS, what, "give --data_dir a folder that can be written")
         return
     free, needed = shutil.disk_usage(folder).free, launch.plan.data_bytes
     if not any(source.path or source.dataset for source in launch.recipe.data.sources):
         return  # the interpreter's own library is small, whatever the budget
-    what = f"{num_bytes(needed)} of token shards if each token is read once, {num_bytes(free)} free at "
-    what += str(folder)
+    what = f"{num_bytes(needed)} of token shards if each token is read once, "
+    what += f"{num_bytes(free)} free at {folder}"
     if needed <= free:
         yield Finding("data folder", FINE, what)
     else:
@@ -353,13 +335,13 @@ def _nvme_folders(launch: Launch) -> Iterator[Finding]:
     zero = (launch.ds_config or {}).get("zero_optimization", {})
     blocks = [zero.get(name) or {} for name in ("offload_param", "offload_optimizer")]
     for place in sorted({block["nvme_path"] for block in blocks if block.get("device") == "nvme"}):
-        folder = existing_folder(Path(place))
-        broken, needed = unwritable(folder), launch.ranks_here * launch.need.nvme
+        folder = host.existing_folder(Path(place))
+        broken, needed = host.unwritable(folder), launch.ranks_here * launch.need.nvme
         free = shutil.disk_usage(folder).free
         if broken or needed > free:
             why = broken or f"{num_bytes(needed)} of states, {num_bytes(free)} free"
-            remedy = "set nvme_path, in a copy of the ds_config, to a folder of a local NVMe disk with room; or take "
-            remedy += "--deepspeed zero3_offload"
+            remedy = "set nvme_path, in a copy of the ds_config, to a folder of a local NVMe disk with room"
+            remedy += "; or take --deepspeed zero3_offload"
             yield Finding("NVMe folder", BREAKS, f"{place}: {why}", remedy)
         elif folder != Path(place):
             what = f"{place} is not there: states would go to the disk of {folder}"

@@ -32,9 +32,8 @@ HALF_OF_THE_LINK = 0.5
 path than the plan counts on: PCIe for NVLink, TCP for InfiniBand, one network card for eight."""
 SLOW_ANSWER_SECONDS = 1e-3
 """A small all-reduce takes 0.02 to 0.1 ms over NVLink or InfiniBand; a millisecond is TCP, or a busy processor."""
-OTHER_PATH = (
-    "nvidia-smi topo -m shows what joins the GPUs; NCCL_DEBUG=INFO which way NCCL takes (P2P, SHM or NET)"
-)
+OTHER_PATH = "nvidia-smi topo -m shows what joins the GPUs; NCCL_DEBUG=INFO which way NCCL takes (P2P, "
+OTHER_PATH += "SHM or NET)"
 OTHER_NETWORK = (
     "NCCL_DEBUG=INFO says NET/IB or NET/Socket: for InfiniBand install its driver and leave NCCL_IB_DISABLE unset; "
     "name the cards by NCCL_IB_HCA; set the network's rate in pretraining/planning/tables/gpus.json to yours"
@@ -170,9 +169,7 @@ def judge_messages(
             remedies.append(OTHER_PATH if len(call.nodes) == 1 else OTHER_NETWORK)
     what += f"; {num_bytes(smallest)} take {duration(answer)}"
     if on_gpu and answer > SLOW_ANSWER_SECONDS:
-        remedies.append(
-            "small messages are slow: bind each rank to the cores near its GPU, look for other load"
-        )
+        remedies += ["small messages are slow: bind each rank to the cores near its GPU, look for other load"]
     return Finding(kind, COSTS if remedies else FINE, what, "; ".join(remedies), values=values)
 
 
@@ -282,13 +279,8 @@ def _copy_rate(target: torch.Tensor, source: torch.Tensor) -> float:
 
 def state_in_words(state: dict) -> str:
     """Write `1,410 MHz, 83 C, 690 W, held back by heat (driver)`, or an empty string."""
-    words = []
-    if "clock_hz" in state:
-        words.append(f"{state['clock_hz'] / 1e6:,.0f} MHz")
-    if "temperature_celsius" in state:
-        words.append(f"{state['temperature_celsius']:.0f} C")
-    if "watts" in state:
-        words.append(f"{state['watts']:.0f} W")
+    units = {"clock_hz": (1e-6, "MHz"), "temperature_celsius": (1, "C"), "watts": (1, "W")}
+    words = [f"{state[key] * scale:,.0f} {unit}" for key, (scale, unit) in units.items() if key in state]
     if state.get("held_back_by"):
         words.append(f"held back by {' and '.join(state['held_back_by'])}")
     return ", ".join(words)

@@ -27,14 +27,7 @@ from pretraining.outside.addresses import is_remote
 from pretraining.outside.masking import masked
 from pretraining.planning.quantities import several
 from pretraining.recipe.data import TextOrigin
-from pretraining.runtime.host import (
-    GLOO_INTERFACE,
-    existing_folder,
-    loopback_name,
-    own_address,
-    system_text,
-    unwritable,
-)
+from pretraining.runtime import host
 
 SLOWING = {
     "NCCL_P2P_DISABLE": ("1", "GPUs copy through the processor"),
@@ -64,10 +57,11 @@ def check_names(launch: Launch) -> list[Finding]:
 
 def _own_name(launch: Launch) -> Finding:
     """Check the address of the machine's own name, on which gloo listens."""
-    name, address, chosen = socket.gethostname(), own_address(), os.environ.get(GLOO_INTERFACE)
+    name, address = socket.gethostname(), host.own_address()
+    chosen = os.environ.get(host.GLOO_INTERFACE)
     leads = "leads to no address of this machine" if address is None else f"resolves to {address}"
     what = f"{name} {leads}"
-    if loopback_name() is None:  # the same judgement as that of `join_ranks`, which refuses
+    if host.loopback_name() is None:  # the same judgement as that of `join_ranks`, which refuses
         what = f"{what}; GLOO_SOCKET_IFNAME is {chosen}" if chosen else f"{name} is {address}"
         return Finding("host name", FINE, what, values={"address": address})
     what += "" if address is None else ", this machine itself"
@@ -83,7 +77,7 @@ def _own_name(launch: Launch) -> Finding:
 def _outward_interface() -> str | None:
     """Return the interface that the default route takes."""
     # the kernel's table: interface, destination, ...; a destination of zeros is the default route
-    routes = [line.split() for line in system_text(Path("/proc/net/route")).splitlines()[1:]]
+    routes = [line.split() for line in host.system_text(Path("/proc/net/route")).splitlines()[1:]]
     return next((route[0] for route in routes if len(route) > 1 and route[1] == "00000000"), None)
 
 
@@ -122,16 +116,17 @@ def _proxies() -> Iterator[Finding]:
     without = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "").split(",")
     endings = [entry.strip() for entry in without if entry]
     for variable in ("HF_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
-        host = urlsplit(os.environ.get(variable, "")).hostname
-        if not host or any(fnmatch(host, f"*{ending}") for ending in endings):
+        server = urlsplit(os.environ.get(variable, "")).hostname
+        if not server or any(fnmatch(server, f"*{ending}") for ending in endings):
             continue
         try:
-            is_local = ipaddress.ip_address(host).is_private
+            is_local = ipaddress.ip_address(server).is_private
         except ValueError:
-            is_local = "." not in host  # a name without a domain is one of this network
+            is_local = "." not in server  # a name without a domain is one of this network
         if is_local:
-            what = f"{variable} is {host}, a local address, and a proxy is set for all addresses"
-            yield Finding("proxy", COSTS, what, f"export no_proxy={','.join(filter(None, [*without, host]))}")
+            what = f"{variable} is {server}, a local address, and a proxy is set for all addresses"
+            remedy = f"export no_proxy={','.join(filter(None, [*without, server]))}"
+            yield Finding("proxy", COSTS, what, remedy)
             return  # one remedy spares this host; the next start names another
 
 
@@ -196,7 +191,6 @@ def questions_of(launch: Launch) -> dict[Question, Callable[[], Finding]]:
 
 
 def _of_source(source: TextOrigin) -> tuple[str, Callable[[], Finding]]:
-    """Return (what a source needs, the function that asks for it)."""
     # The repository is the subject: it is asked about once, also if several of its folders are sources.
     name, path = source.dataset, source.path
     if name and not Path(name).exists():
@@ -252,8 +246,8 @@ def _repository(check: str, kind: str, name: str) -> Finding:
         remedy = "unset HF_HUB_OFFLINE, or export HF_HOME=FOLDER, the cache that holds it"
         what = f"{name}: not fetched yet, and HF_HUB_OFFLINE forbids asking the hub"
         return Finding(check, BREAKS, what, remedy)
-    cache = existing_folder(Path(os.environ.get("HF_HOME") or "~/.cache/huggingface"))
-    if broken := unwritable(cache):
+    cache = host.existing_folder(Path(os.environ.get("HF_HOME") or "~/.cache/huggingface"))
+    if broken := host.unwritable(cache):
         what = f"{name}: what is fetched cannot be kept in {cache} ({broken})"
         return Finding(check, BREAKS, what, "export HF_HOME=FOLDER, one that can be written")
     token = hub.get_token()
@@ -298,8 +292,8 @@ def check_clock(date: str | None) -> Finding | None:
     ahead = time.time() - calendar.timegm(parsed) if parsed else 0.0
     if abs(ahead) < SKEWED_SECONDS:
         return None
-    what = f"this machine's clock is {abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}: "
-    what += "stores and certificates count on it"
+    side = "ahead" if ahead > 0 else "behind"
+    what = f"this machine's clock is {abs(ahead):.0f} s {side}: stores and certificates count on it"
     verdict = BREAKS if abs(ahead) >= REFUSED_SECONDS else COSTS
     return Finding("clock", verdict, what, "timedatectl set-ntp true (as root)")
 

@@ -83,7 +83,11 @@ class RollCall:
         client = TCPStore(server.host, server.port, is_master=False, wait_for_workers=False, timeout=limit)
         self._store, self.work_store = PrefixStore(attempt, server), PrefixStore(attempt, client)
         """Of both, the second is for use inside a step: one that waits keeps others from using its connection."""
-        self._worker = _Worker()
+        self._work: queue.SimpleQueue = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue = queue.SimpleQueue()
+        # Work is done in a thread, because it may hang inside a library, where nothing can end it. A daemon: one that
+        # hangs must not keep the process alive.
+        threading.Thread(target=self._serve, daemon=True, name="doctor").start()
         self._calls = 0
         mine = Rank(rank, socket.gethostname(), os.getpid(), int(os.environ.get("LOCAL_RANK", "0")))
         # rank 0 counts from its own start; the others do not know when that was, and wait longer
@@ -94,10 +98,6 @@ class RollCall:
             what = f"{mine}: rank 0 does not answer, though its port is open; look at its host, and its log"
             raise UserError(what, on_every_rank=mine.local_rank != 0) from stuck
         self.ranks: list[Rank | None] = [None if fields is None else Rank(**fields) for fields in arrived]
-
-    @property
-    def missing(self) -> list[int]:
-        return [rank for rank, came in enumerate(self.ranks) if came is None]
 
     @property
     def hosts(self) -> list[str]:
@@ -117,7 +117,11 @@ class RollCall:
     def step(self, name: str, work: Callable[[], object], seconds: float) -> list[Answer]:
         """Do `work` on every rank at once; return the answers of all ranks, on every rank."""
         until = time.monotonic() + seconds + GRACE_SECONDS
-        mine = self._worker.run(work, seconds)
+        self._work.put(work)
+        try:
+            mine = self._answers.get(timeout=seconds)
+        except queue.Empty:
+            mine = Answer(WAITS)
         gathered = self._collect_from_all(name, asdict(mine), until)
         answers = [Answer() if each is None else Answer(**each) for each in gathered]
         # of the other states no rank can do the next step
@@ -135,9 +139,9 @@ class RollCall:
 
     def failures(self, check: str, answers: list[Answer]) -> list[Finding]:
         """Make one finding for each of the first ranks on which a step failed; none if it failed nowhere."""
-        by_rank = zip(self.ranks, answers, strict=True)
-        failed = [(rank, each.error) for rank, each in by_rank if each.state == FAILED]
-        return [Finding.of_error(check, error, where=str(rank)) for rank, error in failed[:MOST_REFUSED]]
+        by_rank = zip(map(str, self.ranks), answers, strict=True)
+        failed = [(rank, answer.error) for rank, answer in by_rank if answer.state == FAILED]
+        return [Finding.of_error(check, error, where=rank) for rank, error in failed[:MOST_REFUSED]]
 
     def gather(self, name: str, value: Any) -> list:
         """Return the value of every rank, on every rank, at once."""
@@ -168,10 +172,11 @@ class RollCall:
                     # asked rank by rank: `wait` would not say which key is missing
                     missing -= {rank for rank in missing if self._store.check([f"{name}/{rank}"])}
                     time.sleep(_POLL_SECONDS if missing else 0)
-                values = [
-                    None if rank in missing else json.loads(self._store.get(f"{name}/{rank}"))
+                sent = (
+                    None if rank in missing else self._store.get(f"{name}/{rank}")
                     for rank in range(self.size)
-                ]
+                )
+                values = [None if each is None else json.loads(each) for each in sent]
                 self._store.set(f"{name}/all", json.dumps(values))
             left = max(0.1, until - time.monotonic()) + GRACE_SECONDS
             self._store.wait([f"{name}/all"], timedelta(seconds=left))
@@ -190,23 +195,6 @@ class RollCall:
                 time.sleep(_POLL_SECONDS)
         except DistError:
             pass  # the other side has left already
-
-
-class _Worker:
-    """Run work in a thread, because it may hang inside a library, where nothing can end it."""
-
-    def __init__(self) -> None:
-        self._work: queue.SimpleQueue = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue = queue.SimpleQueue()
-        # a daemon: one that hangs must not keep the process alive
-        threading.Thread(target=self._serve, daemon=True, name="doctor").start()
-
-    def run(self, work: Callable[[], object], seconds: float) -> Answer:
-        self._work.put(work)
-        try:
-            return self._answers.get(timeout=seconds)
-        except queue.Empty:
-            return Answer(WAITS)
 
     def _serve(self) -> None:
         while True:
@@ -230,14 +218,12 @@ def _connect(rank: int, seconds: float) -> TCPStore:
     serves, patience = rank == 0 and not shared_with_the_launcher(), timedelta(seconds=seconds)
     try:
         # multi_tenant: the process group, made later, meets in the same server.
-        return TCPStore(
-            host, port, is_master=serves, multi_tenant=True, wait_for_workers=False, timeout=patience
-        )
+        options = {"multi_tenant": True, "wait_for_workers": False, "timeout": patience}
+        return TCPStore(host, port, is_master=serves, **options)
     except DistError as error:
         if serves:
             what = f"port {port} of {host} cannot be opened ({one_line(error)})"
             raise UserError(f"{what}; choose another: --master_port=N", on_every_rank=False) from error
-        what = f"{socket.gethostname()} does not reach rank 0 at {host}:{port} within {seconds:.0f} s"
-        remedy = "start every node, open all TCP ports between the nodes (firewall), "
-        remedy += "or name another --master_addr"
-        raise UserError(f"{what}; {remedy}", on_every_rank=os.environ.get("LOCAL_RANK") != "0") from error
+        what = f"{socket.gethostname()} does not reach rank 0 at {host}:{port} within {seconds:.0f} s; start every "
+        what += "node, open all TCP ports between the nodes (firewall), or name another --master_addr"
+        raise UserError(what, on_every_rank=os.environ.get("LOCAL_RANK") != "0") from error

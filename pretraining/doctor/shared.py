@@ -182,35 +182,34 @@ class ProbedFolder:
         self.probe = self.folder / f".doctor-{token}"
         # Folders that only the doctor makes: they are removed at the end, the innermost first.
         self._absent = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
-        self._data = self.probe / f"data-{rank}"
+        self.data = self.probe / f"data-{rank}"
 
     def leave_token(self) -> None:
         """Write this rank's token; `UserError` if the folder cannot be written."""
         try:
             self.probe.mkdir(parents=True, exist_ok=True)
-            self._token(self.rank).write_text("here")
+            (self.probe / f"rank-{self.rank}").write_text("here")
         except OSError as error:
             raise file_error(error, self.folder) or error from error
 
     def look_for(self, ranks: int) -> list[int]:
         """Wait for the tokens of all ranks; list the ranks whose token is not here after LOOK_SECONDS."""
-        missing, until = list(range(ranks)), time.monotonic() + LOOK_SECONDS
-        while missing:
-            missing = [rank for rank in missing if not self._token(rank).exists()]
+        until = time.monotonic() + LOOK_SECONDS
+        while missing := [rank for rank in range(ranks) if not (self.probe / f"rank-{rank}").exists()]:
             if time.monotonic() > until:
                 break
-            time.sleep(0.05 if missing else 0)
+            time.sleep(0.05)
         return missing
 
     def write_and_read(self, num_bytes: int) -> dict:
         """Write, flush to the disk and read again: {"bytes", "write_seconds", "read_seconds"}; `UserError` if it fails.
 
-        The file stays until `remove_data`, so that the disk must hold those of all ranks at once.
+        The file `data` stays, so that the disk must hold those of all ranks at once.
         """
         try:
             # nothing that a filesystem could compress
             piece, began, written = os.urandom(PIECE_BYTES), time.perf_counter(), 0
-            with self._data.open("wb") as file:
+            with self.data.open("wb") as file:
                 while written < num_bytes and time.perf_counter() - began < DISK_SECONDS:
                     written += file.write(piece)
                 file.flush()
@@ -219,7 +218,7 @@ class ProbedFolder:
                 if hasattr(os, "posix_fadvise"):  # else the file would be read from memory
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             began = time.perf_counter()
-            with self._data.open("rb", buffering=0) as file:
+            with self.data.open("rb", buffering=0) as file:
                 while time.perf_counter() - began < DISK_SECONDS and file.read(PIECE_BYTES):
                     continue
             read_seconds = time.perf_counter() - began
@@ -227,18 +226,12 @@ class ProbedFolder:
         except OSError as error:
             raise file_error(error, self.folder) or error from error
 
-    def remove_data(self) -> None:
-        self._data.unlink(missing_ok=True)
-
     def clear(self) -> None:
         """Remove everything, also what stopped ranks have left; no step needs the probe any more."""
         shutil.rmtree(self.probe, ignore_errors=True)
         for path in self._absent:
             with contextlib.suppress(OSError):  # another rank was first, or somebody else has written there
                 path.rmdir()
-
-    def _token(self, rank: int) -> Path:
-        return self.probe / f"rank-{rank}"
 
 
 def look_at_run_folder(call: RollCall, probed: ProbedFolder, upload: str | None = None) -> list[Finding]:
@@ -287,15 +280,15 @@ def manifest_of(data_dir: Path | str, name: str) -> str | None:
     return digest.hexdigest()
 
 
-def judge_data(call: RollCall, data_dir: Path | str, name: str, digests: list[str | None]) -> list[Finding]:
-    """Check whether every rank finds the same prepared data, in one folder or in copies of it."""
-    place, check = f"{str(data_dir).rstrip('/')}/{name}", "shared data"
+def judge_data(where: tuple[Path | str, str], call: RollCall, digests: list[str | None]) -> list[Finding]:
+    """Check whether every rank finds the same prepared data. where: (folder of data sets, name of this one)."""
+    place, check = f"{str(where[0]).rstrip('/')}/{where[1]}", "shared data"
     if not any(digests):
         return []  # what each node finds of the data is a line of its own
     if len(set(digests)) == 1:
         message = f"{place} holds the same prepared data for {several(call.size, 'rank')}"
         return [Finding(check, FINE, message)]
-    usual = max((each for each in digests if each), key=digests.count)  # what most ranks have
+    usual = max(filter(None, digests), key=digests.count)  # what most ranks have
     odd = [rank for rank, each in enumerate(digests) if each != usual]
     lacks = all(digests[rank] is None for rank in odd)
     message = f"{place}: {'no prepared data' if lacks else 'other prepared data'} here, other ranks have it"
@@ -311,7 +304,7 @@ def measure_disk(
     """Measure the bytes per second of all ranks at once, and how long a checkpoint takes at that rate."""
     check = "disk of all ranks"
     answers = call.step(check, lambda: probed.write_and_read(size), 3 * DISK_SECONDS)
-    probed.remove_data()
+    probed.data.unlink(missing_ok=True)
     if refused := _refused_folder(call, check, answers):
         return refused
     total = sum(answer.value["bytes"] for answer in answers)
@@ -325,8 +318,8 @@ def measure_disk(
         return [Finding(check, FINE, message, values=values)]
     saving = values["checkpoint_seconds"] = checkpoint_bytes / writes
     message += f"; a checkpoint of {num_bytes(checkpoint_bytes)} takes {duration(saving)}"
-    if saving > SAVE_SECONDS:
-        remedy = "give --output_dir a faster disk; on SLURM ask for the stop so much earlier: "
-        remedy += f"sbatch --signal=B:USR1@{math.ceil(1.5 * saving)}"
-        return [Finding(check, COSTS, message, remedy, values=values)]
-    return [Finding(check, FINE, message, values=values)]
+    if saving <= SAVE_SECONDS:
+        return [Finding(check, FINE, message, values=values)]
+    remedy = "give --output_dir a faster disk; on SLURM ask for the stop so much earlier: "
+    remedy += f"sbatch --signal=B:USR1@{math.ceil(1.5 * saving)}"
+    return [Finding(check, COSTS, message, remedy, values=values)]

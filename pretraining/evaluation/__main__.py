@@ -32,7 +32,6 @@ EXAMPLES = """examples:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure or score the model that the words name, and print the results."""
     options = _parse_arguments(arguments)
     # A run folder has its config in the export, so config.json at the top means an export.
     is_export = (options.run / "config.json").exists()
@@ -51,9 +50,8 @@ def main(arguments: list[str] | None = None) -> None:
         lines = (f"{name:{width}}  {value:.4f}" for name, value in scores.items())
         return print(json.dumps(scores) if options.json else "\n".join(lines))
     if recipe is None:
-        raise UserError(
-            f"{export}: no recipe.json beside it says what it was validated on; give the run's folder, or --tasks"
-        )
+        what = "no recipe.json beside it says what it was validated on; give the run's folder, or --tasks"
+        raise UserError(f"{export}: {what}")
     results = evaluate_run(export, recipe, options)
     print(json.dumps(results, ensure_ascii=False) if options.json else _readable(results))
 
@@ -141,9 +139,8 @@ def _load(export: Path, kind: str, **settings: Any) -> Any:
     try:
         return load_pretrained(kind, export, **settings)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise UserError(
-            f"{export}: the export cannot be loaded: {error}; the run's own command exports it again"
-        ) from error
+        what = f"the export cannot be loaded: {error}; the run's own command exports it again"
+        raise UserError(f"{export}: {what}") from error
 
 
 def _readable(results: dict) -> str:
@@ -162,33 +159,26 @@ def _readable(results: dict) -> str:
 
 
 def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(
-        prog="python -m pretraining.evaluation",
-        description="Measure an exported model on its run's validation set and print a sample, or score it.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    what = "run folder, or a from_pretrained folder"
-    parser.add_argument("run", type=Path, metavar="RUN|EXPORT", help=what)
-    what = "score these instead: lm-eval's tasks, YAML files or folders of them"
-    parser.add_argument("--tasks", metavar="A,B", help=what)
-    what = "score HellaSwag of a .jsonl file or hub name"
-    parser.add_argument("--hellaswag", metavar="FILE|NAME", help=what)
-    what = "only the first N items of each task"
-    parser.add_argument("--limit", type=positive_integer, metavar="N", help=what)
+    what = "Measure an exported model on its run's validation set and print a sample, or score it."
+    shown = {"description": what, "epilog": EXAMPLES}
+    parser = OneLineParser("python -m pretraining.evaluation", **shown, allow_abbrev=False)
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN|EXPORT", help="run folder, or a from_pretrained folder")
+    add("--tasks", metavar="A,B", help="score these instead: lm-eval's tasks, YAML files or folders of them")
+    add("--hellaswag", metavar="FILE|NAME", help="score HellaSwag of a .jsonl file or hub name")
+    add("--limit", type=positive_integer, metavar="N", help="only the first N items of each task")
     add_data_source(parser)
-    parser.add_argument("--prompt", help="text to continue (default: the recipe's first evaluation.prompt)")
+    add("--prompt", help="text to continue (default: the recipe's first evaluation.prompt)")
     what = "length of the sample (default: evaluation.sample_tokens)"
-    parser.add_argument("--tokens", type=not_negative_integer, help=what)
+    add("--tokens", type=not_negative_integer, help=what)
     what = "0 is greedy (default: evaluation.sampling of the recipe)"
-    parser.add_argument("--temperature", type=not_negative_number, help=what)
-    parser.add_argument("--top-k", type=positive_integer, help="draw among so many of the likeliest tokens")
-    parser.add_argument("--top-p", type=share, help="draw among the likeliest with this probability together")
-    parser.add_argument("--seed", type=not_negative_integer, help="of the draws")
-    parser.add_argument("--no-sample", dest="sample", action="store_false", help="measure only")
+    add("--temperature", type=not_negative_number, help=what)
+    add("--top-k", type=positive_integer, help="draw among so many of the likeliest tokens")
+    add("--top-p", type=share, help="draw among the likeliest with this probability together")
+    add("--seed", type=not_negative_integer, help="of the draws")
+    add("--no-sample", dest="sample", action="store_false", help="measure only")
     add_trust(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add("--json", action="store_true", help="print one JSON object")
     return parser.parse_args(arguments)
 
 

@@ -5,14 +5,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from pretraining.recipe import Recipe
 from pretraining.recipe.sections import Sampling
@@ -32,26 +26,17 @@ class SamplingCallback(TrainerCallback):
     and training mode are as before.
     """
 
-    def __init__(self, run: RunFolder, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, run: RunFolder, recipe: Recipe, tokenizer: Tokenizer) -> None:
         self.run, self.tokenizer = run, tokenizer
         self.prompts, self.num_tokens = prompts_of(recipe), recipe.evaluation.sample_tokens
         self.sampling = recipe.evaluation.sampling
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_train_begin(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
             # A resumed run repeats the steps after its checkpoint and writes their samples again.
             keep_past_rows(self.run.samples, state.global_step, state.log_history, lambda row: True)
 
-    def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: torch.nn.Module,
-        **kwargs: object,
-    ) -> None:
+    def on_evaluate(self, args, state, control, model=None, **kwargs):
         for prompt in self.prompts if self.num_tokens else ():
             text = sample_text(model, self.tokenizer, prompt, self.num_tokens, self.sampling)
             if state.is_world_process_zero:
@@ -63,13 +48,8 @@ def prompts_of(recipe: Recipe) -> list[str]:
     return [prompt] if isinstance(prompt, str) else prompt
 
 
-@torch.no_grad()
 def sample_text(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: str,
-    num_tokens: int,
-    sampling: Sampling = DEFAULT,
+    model: PreTrainedModel, tokenizer: Tokenizer, prompt: str, num_tokens: int, sampling: Sampling = DEFAULT
 ) -> str:
     """Continue `prompt` by at most `num_tokens` tokens, fewer if the model's positions end.
 
@@ -78,40 +58,44 @@ def sample_text(
     """
     ids = encode(tokenizer, prompt) or [tokenizer.eos_token_id]
     # Positions beyond those of training would be noise, or an error of learned ones.
-    room = model.config.max_position_embeddings - len(ids)
-    if min(num_tokens, room) <= 0:
-        return tokenizer.decode(ids, skip_special_tokens=True)
+    num_tokens = min(num_tokens, model.config.max_position_embeddings - len(ids))
     settings: dict[str, Any] = {"do_sample": False}  # `generate` does not take temperature 0
     if sampling.temperature:
         # for `generate`, top_k 0 means all tokens
         among = {"top_k": sampling.top_k or 0, "top_p": sampling.top_p}
         settings = {"do_sample": True, "temperature": float(sampling.temperature), **among}
-    prompt_ids = torch.tensor([ids], device=model.device)
-    with seeded(sampling.seed, model.device), evaluation_mode(model), long_work():
+    if num_tokens > 0:
+        with seeded(sampling.seed, model.device):
+            ids += continued(model, tokenizer, ids, num_tokens, **settings)
+    return tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@torch.no_grad()
+def continued(
+    model: PreTrainedModel, tokenizer: Tokenizer, ids: list[int], num_tokens: int, **settings: Any
+) -> list[int]:
+    """Return at most `num_tokens` tokens that follow `ids`; settings: of `generate`. Every rank must call it."""
+    prompt = torch.tensor([ids], device=next(model.parameters()).device)
+    with evaluation_mode(model), long_work():
         output = model.generate(
-            prompt_ids,
-            attention_mask=torch.ones_like(prompt_ids),
-            max_new_tokens=min(num_tokens, room),
-            pad_token_id=tokenizer.eos_token_id,  # else transformers warns at each sample
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=num_tokens,
+            pad_token_id=tokenizer.eos_token_id,  # else transformers warns at each text
             use_cache=True,  # the config says False, which is right for training
+            tokenizer=tokenizer,  # for stop strings
             streamer=TokensCounted(),
-            synced_gpus=passes_together(),
+            # Until no rank needs another token: ranks may exchange in every forward pass. transformers asks for it
+            # under ZeRO-3 alone, and split experts exchange at every stage.
+            synced_gpus=rank_and_world_size()[1] > 1,
             **settings,
         )
-    return tokenizer.decode(output[0], skip_special_tokens=True)
+    return output[0, len(ids) :].tolist()
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     """Encode a text without special tokens, as documents are encoded for training."""
     return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def passes_together() -> bool:
-    """Return whether `generate` goes on until no rank needs another token: ranks may exchange in every forward pass.
-
-    transformers asks for it under ZeRO-3 alone. Split experts exchange at every stage.
-    """
-    return rank_and_world_size()[1] > 1
 
 
 class TokensCounted:

@@ -3,7 +3,7 @@
 import random
 import re
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,18 +11,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedTokenizerBase
+from torch import nn
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from pretraining.ds_config import NOT_SPLIT, Degrees
 from pretraining.errors import UserError, nearest, require
-from pretraining.evaluation.sampling import TokensCounted, encode, evaluation_mode, passes_together, seeded
+from pretraining.evaluation.sampling import continued, encode, evaluation_mode, seeded
 from pretraining.outside.files import COUNT, json_lines
-from pretraining.runtime.heartbeat import long_work
 from pretraining.runtime.process_group import rank_groups
 from pretraining.schema import fits
 from pretraining.upstream.lm_eval import no_task_bars
-
-HELLASWAG_FIELDS = ("activity_label", "ctx_a", "ctx_b", "endings", "label")
 
 SEED = 1234
 """The seed that lm-eval itself uses for few-shot examples."""
@@ -40,8 +38,6 @@ class Pair(NamedTuple):
 
 
 class Score(NamedTuple):
-    """The score of one continuation."""
-
     log_probability: float
     """In nats, summed over the tokens of the continuation."""
     is_greedy: bool
@@ -58,38 +54,42 @@ class Passes(NamedTuple):
     """Ranks that split the model's layers read the same texts."""
 
 
-class ScoringStopped(Exception):
+class MeasurementStopped(Exception):
     """Raised if the run is asked to stop: the measurement has no result."""
 
 
+Asked = Callable[[], bool]
+"""Answers whether the run is asked to stop; called before every round, it must return the same on all ranks."""
+
+
+def never() -> bool:
+    return False
+
+
+def own_of_rounds(count: int, rank: int, ranks: int, interrupted: Asked) -> Iterator[int]:
+    """Yield this rank's number in every round of `count` pieces of work; from `count` on there is nothing left for it.
+
+    `MeasurementStopped` if the run is asked to stop.
+    """
+    for first in range(0, count, ranks):
+        if interrupted():
+            raise MeasurementStopped
+        yield first + rank
+
+
 @torch.no_grad()
-def score(
-    model: torch.nn.Module,
-    pairs: Sequence[Pair],
-    passes: Passes,
-    interrupted: Callable[[], bool] = lambda: False,
-) -> list[Score]:
+def score(model: nn.Module, pairs: Sequence[Pair], passes: Passes, interrupted: Asked = never) -> list[Score]:
     """Score each pair: the same on every rank and at any world size. All ranks must call it with the same pairs.
 
     The ranks share the batches. Pairs of similar length share a batch, longest first, whatever the world size.
-
-    Args:
-        interrupted: is called before every round (one batch for each rank), and must return the same on all ranks.
-
-    Raises:
-        ScoringStopped: `interrupted` returned True.
     """
     groups, size = rank_groups(passes.degrees), passes.batch_size
-    rank, ranks = groups.evaluating
     # Longest first: a batch that does not fit in memory fails at once, and padding stays small.
     order = sorted(range(len(pairs)), key=lambda i: -len(pairs[i].context) - len(pairs[i].continuation))
     batches = [order[start : start + size] for start in range(0, len(order), size)]
     scores = torch.zeros(len(pairs), 2, dtype=torch.float64, device=next(model.parameters()).device)
     with evaluation_mode(model):
-        for round_start in range(0, len(batches), ranks):
-            if interrupted():
-                raise ScoringStopped
-            number = round_start + rank
+        for number in own_of_rounds(len(batches), *groups.evaluating, interrupted):
             # Under ZeRO-3 a forward pass is a collective: a rank that runs out repeats the shortest batch without
             # effect.
             batch = batches[min(number, len(batches) - 1)]
@@ -102,7 +102,7 @@ def score(
     return [Score(nats, greedy == 1.0) for nats, greedy in scores.tolist()]
 
 
-def _score_batch(model: torch.nn.Module, pairs: Sequence[Pair], max_length: int) -> torch.Tensor:
+def _score_batch(model: nn.Module, pairs: Sequence[Pair], max_length: int) -> torch.Tensor:
     """Score one batch: [pairs, 2] in fp64, the log-probability and 1 if all tokens are the likeliest."""
     device = next(model.parameters()).device
     # Padding is on the right: earlier positions of a causal model do not see it.
@@ -130,9 +130,7 @@ def _on(device: torch.device, numbers: list) -> torch.Tensor:
     return torch.tensor(numbers).to(device, non_blocking=True)
 
 
-def encode_pair(
-    tokenizer: PreTrainedTokenizerBase, context: str, continuation: str
-) -> tuple[list[int], list[int]]:
+def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], list[int]]:
     """Encode context and continuation as one text, cut at the end of the context's tokens.
 
     Spaces at the end of the context belong to the continuation, as in lm-eval. An empty context is the end-of-text
@@ -153,8 +151,6 @@ def encode_pair(
 
 
 class Item(NamedTuple):
-    """One question of HellaSwag."""
-
     context: str
     endings: tuple[str, ...]
     right: int
@@ -176,30 +172,22 @@ class HellaSwag:
     Prompts, tokens and scores are lm-eval's: an ending is scored alone, given what comes before it.
     """
 
-    def __init__(self, items: Iterable[Item], tokenizer: PreTrainedTokenizerBase, passes: Passes) -> None:
+    def __init__(self, items: Iterable[Item], tokenizer: Tokenizer, passes: Passes) -> None:
         self.items, self.passes = list(items), passes
-        self.pairs = [
-            Pair(*encode_pair(tokenizer, item.context, f" {ending}"))
-            for item in self.items
-            for ending in item.endings
-        ]
+        texts = [(item.context, f" {ending}") for item in self.items for ending in item.endings]
+        self.pairs = [Pair(*encode_pair(tokenizer, *text)) for text in texts]
 
     def num_items(self) -> dict[str, int]:
-        """Count what is scored, by a name for it."""
         return {"evaluation.hellaswag, endings": len(self.pairs)}
 
-    def measure(
-        self, model: torch.nn.Module, interrupted: Callable[[], bool] = lambda: False
-    ) -> dict[str, float]:
-        """Compute {"hellaswag/acc", "hellaswag/acc_norm"}; every rank must call it. Raises `ScoringStopped`."""
+    def measure(self, model: nn.Module, interrupted: Asked = never) -> dict[str, float]:
+        """Compute {"hellaswag/acc", "hellaswag/acc_norm"}; every rank must call it. Raises `MeasurementStopped`."""
         chosen = list(zip(self.items, self.answers(model, interrupted), strict=True))
         right = sum(choice.plain == item.right for item, choice in chosen)
         right_norm = sum(choice.normalised == item.right for item, choice in chosen)
         return {"hellaswag/acc": right / len(chosen), "hellaswag/acc_norm": right_norm / len(chosen)}
 
-    def answers(
-        self, model: torch.nn.Module, interrupted: Callable[[], bool] = lambda: False
-    ) -> list[Choice]:
+    def answers(self, model: nn.Module, interrupted: Asked = never) -> list[Choice]:
         """Find the model's choice in each item."""
         # scores come in the order of the pairs: the endings of the first item, then of the next
         scores = iter(score(model, self.pairs, self.passes, interrupted))
@@ -207,9 +195,8 @@ class HellaSwag:
         for item in self.items:
             plain = [next(scores).log_probability for _ in item.endings]
             # An ending may be empty once its marks are removed.
-            normalised = [
-                nats / max(1, len(ending)) for nats, ending in zip(plain, item.endings, strict=True)
-            ]
+            both = zip(plain, item.endings, strict=True)
+            normalised = [nats / max(1, len(ending)) for nats, ending in both]
             # The first of equal ones, as argmax does.
             answers.append(Choice(plain.index(max(plain)), normalised.index(max(normalised))))
         return answers
@@ -234,10 +221,8 @@ def read_items(source: str, limit: int | None = None) -> list[Item]:
             split = datasets.load_dataset(source, split="validation")
         except (OSError, ValueError, RuntimeError) as error:
             reason = str(error).strip().partition("\n")[0]
-            raise UserError(
-                f"evaluation.hellaswag: {source}: no such file, and no dataset that can be read ({reason}); give a "
-                ".jsonl file or a name on the hub, as Rowan/hellaswag"
-            ) from error
+            what = f"evaluation.hellaswag: {source}: no such file, and no dataset that can be read ({reason})"
+            raise UserError(f"{what}; give a .jsonl file or a name on the hub, as Rowan/hellaswag") from error
         rows = [(f"row {number}", row) for number, row in enumerate(islice(split, limit), start=1)]
     if not rows:
         raise UserError(f"evaluation.hellaswag: {source} holds no items; give the file hellaswag_val.jsonl")
@@ -254,9 +239,8 @@ _ITEM = {
 def _item(row: dict, where: str) -> Item:
     """Spell an item as lm-eval does; `label` is the number of the right ending, as text or number."""
     given = row if isinstance(row, dict) else {}
-    missing = [name for name in HELLASWAG_FIELDS if given.get(name) in (None, "", [])]
-    if "ctx_b" in given:  # may be empty
-        missing = [name for name in missing if name != "ctx_b"]
+    there = {name for name, value in given.items() if name == "ctx_b" or value not in (None, "", [])}
+    missing = [name for name in _ITEM if name not in there]
     odd = [] if missing else [name for name, schema in _ITEM.items() if not fits(row[name], schema)]
     if missing or odd or int(row["label"]) >= len(row["endings"]):
         wrong = (odd or ["label"])[0]
@@ -283,28 +267,19 @@ class Harness:
     """
 
     def __init__(
-        self,
-        names: Sequence[str],
-        tokenizer: PreTrainedTokenizerBase,
-        passes: Passes,
-        limit: int | None = None,
+        self, names: Sequence[str], tokenizer: Tokenizer, passes: Passes, limit: int | None = None
     ) -> None:
         self.loaded = load_tasks(names)
         self.tokenizer, self.passes, self.limit = tokenizer, passes, limit
 
     def num_items(self) -> dict[str, int]:
-        """Count the items of each task, by a name for it."""
-        return {
-            f"evaluation.tasks, items of {name}": len(task.eval_docs)
-            for name, task in self.loaded["tasks"].items()
-        }
+        tasks = self.loaded["tasks"].items()
+        return {f"evaluation.tasks, items of {name}": len(task.eval_docs) for name, task in tasks}
 
-    def measure(
-        self, model: torch.nn.Module, interrupted: Callable[[], bool] = lambda: False
-    ) -> dict[str, float]:
-        """Compute {"<task>/<metric>": score}, the same on every rank; all ranks must call it. Raises `ScoringStopped`.
+    def measure(self, model: nn.Module, interrupted: Asked = never) -> dict[str, float]:
+        """Compute {"<task>/<metric>": score}, the same on every rank; all ranks must call it.
 
-        Every rank builds all requests, and the ranks share the forward passes.
+        Every rank builds all requests, and the ranks share the forward passes. Raises `MeasurementStopped`.
         """
         from lm_eval.evaluator import evaluate  # optional: only a recipe with tasks needs it
 
@@ -317,9 +292,8 @@ class Harness:
         try:
             with seeded(SEED, next(model.parameters()).device), no_task_bars():
                 # no bootstrap: errors of the estimates are not logged, and take minutes
-                results = evaluate(
-                    answering, self.loaded, limit=self.limit, bootstrap_iters=0, log_samples=False
-                )
+                settings = {"limit": self.limit, "bootstrap_iters": 0, "log_samples": False}
+                results = evaluate(answering, self.loaded, **settings)
         finally:
             random.setstate(states[0])
             np.random.set_state(states[1])
@@ -338,11 +312,7 @@ class HarnessModel:
     rank, world_size = 0, 1
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        tokenizer: PreTrainedTokenizerBase,
-        passes: Passes,
-        interrupted: Callable[[], bool] = lambda: False,
+        self, model: nn.Module, tokenizer: Tokenizer, passes: Passes, interrupted: Asked = never
     ) -> None:
         self.model, self.tokenizer, self.passes, self.interrupted = model, tokenizer, passes, interrupted
 
@@ -355,16 +325,10 @@ class HarnessModel:
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
         # The first window of a text has the end-of-text token as its context.
-        settings = {
-            "prefix_token": self.tokenizer.eos_token_id,
-            "max_seq_len": self.passes.max_length,
-            "context_len": 1,
-        }
+        settings = {"prefix_token": self.tokenizer.eos_token_id, "max_seq_len": self.passes.max_length}
         texts = [encode(self.tokenizer, *request.args) for request in requests]
-        windows = [
-            [Pair(*make_disjoint_window(window)) for window in get_rolling_token_windows(text, **settings)]
-            for text in texts
-        ]
+        cut = [get_rolling_token_windows(text, context_len=1, **settings) for text in texts]
+        windows = [[Pair(*make_disjoint_window(window)) for window in text] for text in cut]
         pairs = [window for text in windows for window in text]
         scores = iter(score(self.model, pairs, self.passes, self.interrupted))
         return [sum(next(scores).log_probability for _ in text) for text in windows]
@@ -374,18 +338,14 @@ class HarnessModel:
         from lm_eval.models.utils import normalize_gen_kwargs
 
         groups = rank_groups(self.passes.degrees)
-        rank, ranks = groups.evaluating
         texts: list[str | None] = [None] * len(requests)
         # One limit for all requests, because a rank that is done goes on with the longest of a round. Half of the
         # model's positions at most, so that there is room for the question.
         settings = [normalize_gen_kwargs(request.args[1]) for request in requests]
-        longest = max(each["max_gen_toks"] for each in settings)
-        most_tokens = min(longest, self.passes.max_length // 2)
-        for round_start in range(0, len(requests), ranks):
-            if self.interrupted():
-                raise ScoringStopped
+        most_tokens = min(max(each["max_gen_toks"] for each in settings), self.passes.max_length // 2)
+        for own in own_of_rounds(len(requests), *groups.evaluating, self.interrupted):
             # A forward pass may be a collective: a rank that runs out repeats the last request without effect.
-            number = min(round_start + rank, len(requests) - 1)
+            number = min(own, len(requests) - 1)
             texts[number] = self._continued(requests[number].args[0], settings[number], most_tokens)
         if groups.world_size == 1:
             return texts
@@ -393,35 +353,23 @@ class HarnessModel:
         dist.all_gather_object(shares, texts)
         return [next(text for text in column if text is not None) for column in zip(*shares, strict=True)]
 
-    @torch.no_grad()
     def _continued(self, context: str, settings: dict, most_tokens: int) -> str:
         """Continue one context; no request gets more than `most_tokens` new tokens."""
-        eos = self.tokenizer.eos_token_id
         # The end of a long context stays: the question comes last.
-        ids = encode(self.tokenizer, context)[-(self.passes.max_length - most_tokens) :] or [eos]
-        prompt = torch.tensor([ids], device=next(self.model.parameters()).device)
+        ids = encode(self.tokenizer, context)[-(self.passes.max_length - most_tokens) :]
         sampling = {key: settings[key] for key in PASSED_ON if key in settings}
         # lm-eval 0.4.13 adds temperature 0 to greedy tasks, which `generate` does not need.
         if settings["do_sample"]:
             sampling["temperature"] = settings["temperature"]
         # An empty stop string would end every text at once.
         stops = [stop for stop in settings["until"] if stop]
+        sampling |= {"stop_strings": stops} if stops else {}
         # An engine or DDP wraps the model that has `generate`.
-        model = getattr(self.model, "module", self.model)
-        with evaluation_mode(model), long_work():
-            output = model.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                max_new_tokens=min(settings["max_gen_toks"], most_tokens),
-                pad_token_id=eos,
-                use_cache=True,
-                streamer=TokensCounted(),
-                synced_gpus=passes_together(),
-                **({"stop_strings": stops, "tokenizer": self.tokenizer} if stops else {}),
-                **sampling,
-            )
+        model, ids = getattr(self.model, "module", self.model), ids or [self.tokenizer.eos_token_id]
+        num_tokens = min(settings["max_gen_toks"], most_tokens)
+        found = continued(model, self.tokenizer, ids, num_tokens, **sampling)
         # `generate` stops after the stop string: cut it off, as lm-eval does
-        text = self.tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)
+        text = self.tokenizer.decode(found, skip_special_tokens=True)
         return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
 
 
@@ -453,9 +401,8 @@ def load_tasks(names: Sequence[str]) -> dict:
         raise
     except Exception as error:  # from a task's own code, its YAML, its data set or the network
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise UserError(
-            f"evaluation.tasks: {', '.join(wanted)} cannot be loaded ({reason}); check the names and the network"
-        ) from error
+        what = f"{', '.join(wanted)} cannot be loaded ({reason}); check the names and the network"
+        raise UserError(f"evaluation.tasks: {what}") from error
     for task in loaded["tasks"].values():
         # The same defaults as lm-eval's own command.
         if task.get_config("num_fewshot") is None:

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.utils.data import ConcatDataset
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from pretraining.data.documents import IGNORED, part_of_sequences, stack_blocks
 from pretraining.data.manifest import entropy_bits
@@ -24,13 +25,13 @@ from pretraining.data.prepared import PreparedData
 from pretraining.data.shards import TokenSplit
 from pretraining.ds_config import NOT_SPLIT, Degrees
 from pretraining.errors import UserError, nearest
+from pretraining.evaluation import scores
 from pretraining.evaluation.sampling import SamplingCallback, evaluation_mode
-from pretraining.evaluation.scores import Harness, HellaSwag, Passes, ScoringStopped, read_items
 from pretraining.extend import all_of
 from pretraining.recipe import Recipe
 from pretraining.recipe.data import is_mixed, read_stages, run_shares, source_names
 from pretraining.runtime.metric_names import perplexity
-from pretraining.runtime.process_group import RankGroups, gather_from_ranks, rank_groups
+from pretraining.runtime.process_group import gather_from_ranks, rank_groups
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import display_path
 
@@ -132,24 +133,16 @@ class Validation:
         return len(self.parts) > 1 and sum(part.share for part in self.parts) == 1
 
     @torch.no_grad()
-    def measure(
-        self, model: torch.nn.Module, interrupted: Callable[[], bool] = lambda: False
-    ) -> dict[str, float] | None:
+    def measure(self, model: nn.Module, interrupted: scores.Asked = scores.never) -> dict[str, float]:
         """Measure {"loss": nats per token, "perplexity", "bits_per_byte"} of all blocks; every rank must call it.
 
         With several sources also {"<source>_loss", ...} for each, as the Trainer names the metrics of several
         evaluation sets, and {"mixture_loss", ...}: their means by the shares that the run's mixture gives the sources.
         Group r of n takes every n-th batch: a rank, or the ranks that split layers or sequences. Each of those that
-        split sequences counts its own part.
-
-        Args:
-            interrupted: is called before every round (one batch for each rank), and must return the same on all
-                ranks. If it returns True, the result is None.
+        split sequences counts its own part. Raises `MeasurementStopped`.
         """
         with evaluation_mode(model):
             totals = self._totals(model, interrupted)
-        if totals is None:
-            return None
         if dist.is_initialized() and dist.get_world_size() > 1:
             if rank_groups(self.degrees).tensor_part:
                 totals.zero_()  # what the first rank of those that split the layers has counted
@@ -186,11 +179,8 @@ class Validation:
                 counts = found
         return entropy_bits(counts) / sum(part.num_bytes for part in parts)
 
-    def _totals(self, model: torch.nn.Module, interrupted: Callable[[], bool]) -> torch.Tensor | None:
-        """Sum nats, tokens and own metrics of each part over this rank's batches; None if interrupted.
-
-        [parts, 2 + own metrics]
-        """
+    def _totals(self, model: nn.Module, interrupted: scores.Asked) -> torch.Tensor:
+        """Sum nats, tokens and own metrics of each part over this rank's batches: [parts, 2 + own metrics]."""
         groups, device = rank_groups(self.degrees), next(model.parameters()).device
         # fp64: sums over a million tokens would lose digits in fp32, and differ with the number of ranks.
         totals = torch.zeros(len(self.parts), 2 + len(self.own_metrics), dtype=torch.float64, device=device)
@@ -200,15 +190,20 @@ class Validation:
             for number, part in enumerate(self.parts)
             for start in range(0, len(part.dataset), self.batch_size)
         ]
-        for round_start in range(0, len(batches), groups.data_ranks):
-            if interrupted():
-                return None
-            number = round_start + groups.data_rank
+        for number in scores.own_of_rounds(len(batches), groups.data_rank, groups.data_ranks, interrupted):
             # Under ZeRO-3 a forward pass is a collective: a rank that runs out reads the first block, and counts
             # nothing of it.
             part, indices = batches[number] if number < len(batches) else (0, range(0))
             dataset = self.parts[part].dataset
-            inputs = _batch([dataset[i] for i in indices] or [dataset[0]], groups, device)
+            batch = stack_blocks([dataset[i] for i in indices] or [dataset[0]])
+            # this rank's part of each sequence
+            batch = part_of_sequences(batch, groups.sequence_part, self.degrees.sequence)
+            inputs: dict[str, Any] = {
+                key: torch.from_numpy(x).to(device, non_blocking=True) if isinstance(x, np.ndarray) else x
+                for key, x in batch.items()
+            }
+            if self.degrees.sequence > 1:
+                inputs["splits_sequences"] = True  # for the attention of split sequences (model/parallel.py)
             labels = inputs.pop("labels")
             if not indices:
                 labels.fill_(IGNORED)
@@ -221,18 +216,6 @@ class Validation:
 def _named(prefix: str, loss: float, bits_per_byte: float) -> dict[str, float]:
     names = (f"{prefix}{name}" for name in MEASURED)
     return dict(zip(names, (loss, perplexity(loss), bits_per_byte), strict=True))
-
-
-def _batch(blocks: list[dict[str, np.ndarray]], groups: RankGroups, device: torch.device) -> dict[str, Any]:
-    """Stack blocks (`stack_blocks`) into tensors on the device, and keep this rank's part of each sequence."""
-    parts = groups.degrees.sequence
-    batch = part_of_sequences(stack_blocks(blocks), groups.sequence_part, parts)
-    if parts > 1:
-        batch["splits_sequences"] = True  # for the attention of split sequences (model/parallel.py)
-    return {
-        key: torch.from_numpy(x).to(device, non_blocking=True) if isinstance(x, np.ndarray) else x
-        for key, x in batch.items()
-    }
 
 
 def _sums(own_metrics: Mapping[str, Callable], logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -269,9 +252,8 @@ def _first_blocks(sets: Sequence[ValidationSet], recipe: Recipe) -> list[Measure
         split, held = each.split, each.split.num_blocks(length)
         num_blocks = min(held, max(1, held * wanted // max(1, total)))
         dataset = PackedDataset([split], length, num_samples=num_blocks, masks_documents=masks_documents)
-        num_bytes = split.bytes_before(
-            num_blocks * length + 1
-        )  # the last label is one token beyond the blocks
+        # the last label is one token beyond the blocks
+        num_bytes = split.bytes_before(num_blocks * length + 1)
         # If documents are masked, their first tokens are no targets: their text, taken as a mean share, does not count.
         if masks_documents:
             num_bytes *= 1 - len(split.document_ends(0, num_blocks * length)) / (num_blocks * length)
@@ -298,7 +280,7 @@ class Evaluator:
         self,
         recipe: Recipe,
         data: PreparedData,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         last_step: int,
         run: RunFolder | None = None,
         degrees: Degrees = NOT_SPLIT,
@@ -308,7 +290,7 @@ class Evaluator:
         self.validation = Validation(validation_sets(data, recipe), recipe, degrees)
         self.dataset = self.validation.dataset  # for the Trainer
         self.unigram_bits_per_byte = self.validation.unigram_bits_per_byte
-        passes = Passes(recipe.model.max_position_embeddings, self.validation.batch_size, degrees)
+        passes = scores.Passes(recipe.model.max_position_embeddings, self.validation.batch_size, degrees)
         self.scorers = build_scorers(section.tasks, section.hellaswag, tokenizer, passes, section.task_limit)
         check_alike(data, self.validation, self.scorers)
         self.task_steps, self.last_step = section.task_steps, last_step
@@ -317,24 +299,19 @@ class Evaluator:
         if "/" not in self.metric:
             self._check_metric(self.validation.names)
 
-    def measure(
-        self, model: torch.nn.Module, step: int, interrupted: Callable[[], bool]
-    ) -> dict[str, float] | None:
+    def measure(self, model: nn.Module, step: int, interrupted: scores.Asked) -> dict[str, float] | None:
         """Measure the model after `step`; every rank must call it, and gets the same metrics. None if interrupted."""
-        metrics = self.validation.measure(model, interrupted)
-        # Interrupted: all ranks return here together.
-        if metrics is None:
-            return None
         due = self.task_steps is None or step % self.task_steps == 0 or step == self.last_step
-        if self.scorers and due:
-            try:
-                for scorer in self.scorers:
-                    metrics |= scorer.measure(model, interrupted)
-            except ScoringStopped:
-                return None
-            # The first scores show whether the name exists.
-            if "/" in self.metric:
-                self._check_metric(metrics)
+        scorers = self.scorers if due else []
+        try:
+            metrics = self.validation.measure(model, interrupted)
+            for scorer in scorers:
+                metrics |= scorer.measure(model, interrupted)
+        except scores.MeasurementStopped:  # on all ranks together
+            return None
+        # The first scores show whether the name exists.
+        if scorers and "/" in self.metric:
+            self._check_metric(metrics)
         return metrics
 
     def _check_metric(self, names: Collection[str]) -> None:
@@ -343,7 +320,9 @@ class Evaluator:
             raise UserError(f"evaluation.metric: a validation has no {self.metric!r}{known}")
 
 
-def check_alike(data: PreparedData, validation: Validation, scorers: Sequence[HellaSwag | Harness]) -> None:
+def check_alike(
+    data: PreparedData, validation: Validation, scorers: Sequence[scores.HellaSwag | scores.Harness]
+) -> None:
     """Raise `UserError` on all ranks if one reads other data, or more or fewer items. A collective.
 
     Nodes may have files of their own. A rank with more items would wait for passes that the others do not make.
@@ -358,23 +337,22 @@ def check_alike(data: PreparedData, validation: Validation, scorers: Sequence[He
     for host, there in others:
         for what, value in expected.items():
             if there.get(what) != value:
-                raise UserError(
-                    f"{what}: {value} on {first}, {there.get(what)} on {host}; all nodes must read the same files"
-                )
+                differing = f"{value} on {first}, {there.get(what)} on {host}"
+                raise UserError(f"{what}: {differing}; all nodes must read the same files")
 
 
 def build_scorers(
     tasks: Sequence[str],
     hellaswag: str | None,
-    tokenizer: PreTrainedTokenizerBase,
-    passes: Passes,
+    tokenizer: Tokenizer,
+    passes: scores.Passes,
     limit: int | None,
-) -> list[HellaSwag | Harness]:
+) -> list[scores.HellaSwag | scores.Harness]:
     """Open HellaSwag if its data is named, and lm-eval if tasks are; `limit` items of each."""
     # Opened before the model is built, so that a missing file or task is reported at once.
-    scorers: list[HellaSwag | Harness] = []
+    scorers: list[scores.HellaSwag | scores.Harness] = []
     if hellaswag is not None:
-        scorers.append(HellaSwag(read_items(hellaswag, limit), tokenizer, passes))
+        scorers.append(scores.HellaSwag(scores.read_items(hellaswag, limit), tokenizer, passes))
     if tasks:
-        scorers.append(Harness(tasks, tokenizer, passes, limit))
+        scorers.append(scores.Harness(tasks, tokenizer, passes, limit))
     return scorers

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 
-from pretraining.errors import nearest_names
+from pretraining.errors import nearest
 from pretraining.planning.shapes import (
     EMBEDDING,
     HEAD,
@@ -149,7 +149,7 @@ def _check_match(recipe: Recipe, key: str, pattern: str, names: list[str]) -> No
     if not fnmatch.filter(names, pattern):
         what = f"is {json.dumps(pattern)}, which matches none of the {len(names)} parameters"
         there = list(dict.fromkeys(map(_in_every_layer, names)))
-        near = nearest_names(pattern, there) or f"; there are {listed(there)}"
+        near = nearest(pattern, there, 3) or f"; there are {listed(there)}"
         raise problem(display_path(recipe.path), key, f"{what}{near}")
 
 

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from pretraining.errors import UserError, did_you_mean, nearest, nearest_names
+from pretraining.errors import UserError, did_you_mean, nearest
 from pretraining.extend import MODEL_KEYS, model_extension
 from pretraining.recipe.section import schema_file
 from pretraining.runtime.answers import answered, ask
@@ -280,7 +280,7 @@ def checked_model(model: dict, where: str) -> dict:
         known = list(known_types())
         if kind not in known:
             near = f"; known are {', '.join(EXACT)}, others of transformers, and your own, from a module in extensions"
-            what = f"is {kind!r}, which is no model type{nearest_names(kind, known) or near}"
+            what = f"is {kind!r}, which is no model type{nearest(kind, known, 3) or near}"
             raise problem(where, "model.model_type", what)
     # Its configuration class would take any key without a word.
     entry = type_entry(kind)

@@ -119,7 +119,7 @@ def start_as(place: RankPlace, attempt: Callable[[Job], bool], asked: Asked, run
     """
     done, began, (recipe, plan, data, options) = Done(), time.perf_counter(), asked
     gpu = plan.machine.gpu if plan.machine else None
-    named = {"name": gpu.name, "total_bytes": gpu.memory_bytes} if gpu else {}
+    named = {"gpu": (gpu.name, gpu.memory_bytes)} if gpu else {}
     typed = {**vars(options), "resume": "auto", "force": True, "while_preparing": False}
     if not recipe.step_sizes.ramp_steps:  # else the first steps have a share of them
         plan = replace(plan, accumulation_steps=min(plan.accumulation_steps, MOST_MICRO_BATCHES))

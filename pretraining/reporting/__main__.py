@@ -30,7 +30,6 @@ from pretraining.runtime.durable_files import replacing
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Write the page of these runs or their rows as CSV, or analyze one."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["analyze"]:
         return _analyze(arguments[1:])
@@ -48,7 +47,6 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def write_report(folders: list[Path], output: Path) -> Path:
-    """Write the page of these runs, once."""
     records = [RunRecord(folder) for folder in folders]
     names, payloads = names_of(records), []
     for record, name in zip(records, names, strict=True):
@@ -84,11 +82,9 @@ def _write_rows(arguments: list[str]) -> None:
 
 
 def _analyze(arguments: list[str]) -> None:
-    """Print one sentence a line, or JSON."""
     parser = _parser(" analyze")
-    parser.add_argument(
-        "run", metavar="RUN", help="a run folder, or its address in the store of its checkpoints"
-    )
+    what = "a run folder, or its address in the store of its checkpoints"
+    parser.add_argument("run", metavar="RUN", help=what)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
     with records_of(options.run) as (folder, shown):
@@ -104,11 +100,7 @@ def _analyze(arguments: list[str]) -> None:
 
 def _parser(word: str, output: str | None = None) -> argparse.ArgumentParser:
     """Make the parser of a word after the module's name. output: the help of --output, if it takes several runs."""
-    parser = OneLineParser(
-        prog=f"python -m pretraining.reporting{word}",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = OneLineParser(f"python -m pretraining.reporting{word}", description=__doc__)
     if output is not None:
         parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
         parser.add_argument("--output", type=Path, metavar="FILE", help=output)

@@ -5,8 +5,10 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -63,8 +65,8 @@ class PowerLaw:
     exponent: float
     unit: float
 
-    def at(self, tokens: float) -> float:
-        """Give the loss, in nats a token."""
+    def at(self, tokens: Any) -> Any:
+        """Give the loss, in nats a token, at a number of tokens or at each of an array."""
         return self.floor + self.scale * (tokens / self.unit) ** -self.exponent
 
 
@@ -87,7 +89,6 @@ class Analysis:
     loss: float | None = None
     """Median over the last twentieth of the rows."""
     loss_rows: int = 0
-    """How many rows these are."""
     last_loss: float | None = None
     last_step: int = 0
     validation: float | None = None
@@ -100,7 +101,6 @@ class Analysis:
     """Share of the loss gained over the last quarter of the tokens."""
     stagnant: bool = False
     spikes: list[int] = field(default_factory=list)
-    """Steps."""
     non_finite: int = 0
     target: float | None = None
     target_is_met: bool | None = None
@@ -130,9 +130,9 @@ def analyze(record: RunRecord, track_record: Sequence[float] = ()) -> Analysis:
     found.wall_time = record.wall_time()
     found.dollars, found.dollars_at_end = map(record.metrics.last, ("cost/dollars", "cost/dollars_at_end"))
     _, validation = record.metrics.column("eval/loss")
-    finite = validation[np.isfinite(validation)]
-    if len(finite):
-        found.validation, found.best_validation = float(validation[-1]), float(finite.min())
+    if np.isfinite(validation).any():
+        best = validation[np.isfinite(validation)].min()
+        found.validation, found.best_validation = float(validation[-1]), float(best)
     if not len(rows):
         return found
     if curve := curve_of(record.recipe):
@@ -216,15 +216,13 @@ def after_warm_up(record: RunRecord) -> int:
 def track_record_of(folder: Path, but: Path | None = None) -> list[float]:
     """List the relative errors of forecasts from the first halves of the finished runs in `folder`, but one."""
     errors = []
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if (path / "metrics.jsonl").is_file() and (but is None or path.resolve() != but.resolve()):
-            try:
-                record = RunRecord(path)
-            except (UserError, OSError):
-                continue
-            if record.state == "finished" and (error := half_fit_error(record)) is not None:
-                errors.append(error)
-    return errors
+    for metrics in sorted(folder.glob("*/metrics.jsonl")):
+        if but is not None and metrics.parent.resolve() == but.resolve():
+            continue
+        with suppress(UserError, OSError):
+            record = RunRecord(metrics.parent)
+            errors.append(half_fit_error(record) if record.state == "finished" else None)
+    return [error for error in errors if error is not None]
 
 
 def half_fit_error(record: RunRecord) -> float | None:
@@ -249,11 +247,9 @@ def spike_rows(values: np.ndarray) -> list[int]:
     for start in range(2 * BLOCK, len(values), BLOCK):
         # from the two blocks before: the spike must not raise its own level
         level, spread = _level_and_spread(values[start - 2 * BLOCK : start])
-        block = values[start : start + BLOCK]
         with np.errstate(invalid="ignore"):
-            high[start : start + BLOCK] |= (block > level + SPIKE_SCORE * spread) & (
-                block > SPIKE_RISE * level
-            )
+            least = max(level + SPIKE_SCORE * spread, SPIKE_RISE * level)
+            high[start : start + BLOCK] |= values[start : start + BLOCK] > least
     rows = np.flatnonzero(high)
     # rows that are close belong to one spike
     spikes = np.split(rows, np.flatnonzero(np.diff(rows) > SPIKE_GAP) + 1) if len(rows) else []
@@ -289,9 +285,14 @@ def forecast(tokens: np.ndarray, losses: np.ndarray, at_tokens: float) -> Foreca
     if len(x) < FEWEST_POINTS:
         return None
     unit, weights = float(x[-1]), np.sqrt(rows)
-    floor, scale, exponent = (float(part[0]) for part in _fit(x / unit, y[:, None], weights))
-    law = PowerLaw(floor, scale, exponent, unit)
-    fitted = floor + scale * (x / unit) ** -exponent
+
+    def law_from(first: int) -> PowerLaw:
+        parts = _fit(x[first:] / unit, y[first:, None], weights[first:])
+        floor, scale, exponent = (float(part[0]) for part in parts)
+        return PowerLaw(floor, scale, exponent, unit)
+
+    law = law_from(0)
+    fitted = law.at(x)
     # residuals are scaled to equal noise before they are drawn: buckets have unequal numbers of rows
     residuals, points = (y - fitted) * np.sqrt(weights), len(y)
     # in blocks, so that their slow waves stay; a fixed seed, so that a page written again shows the same interval
@@ -301,12 +302,9 @@ def forecast(tokens: np.ndarray, losses: np.ndarray, at_tokens: float) -> Foreca
     noisy = fitted[:, None] + residuals[drawn] / np.sqrt(weights)[:, None]
     floors, scales, exponents = _fit(x / unit, noisy, weights)
     low, high = np.quantile(floors + scales * (at_tokens / unit) ** -exponents, [0.05, 0.95])
-    ends = [low, high, law.at(at_tokens)]
-    for first in (len(x) // 4, len(x) // 2):  # the later parts of the curve alone
-        if len(x) - first >= FEWEST_POINTS:
-            parts = _fit(x[first:] / unit, y[first:, None], weights[first:])
-            floor, scale, exponent = (float(part[0]) for part in parts)
-            ends.append(PowerLaw(floor, scale, exponent, unit).at(at_tokens))
+    # the whole curve, and its later parts alone
+    begins = [first for first in (0, len(x) // 4, len(x) // 2) if len(x) - first >= FEWEST_POINTS]
+    ends = [low, high, *(law_from(first).at(at_tokens) for first in begins)]
     return Forecast(law.at(at_tokens), float(min(ends)), float(max(ends)), law)
 
 
@@ -380,11 +378,9 @@ def sentences(found: Analysis) -> list[str]:
     parts.append(_rate_words(found))
     are = "loss is" if found.non_finite == 1 else "losses are"
     text = f"{found.non_finite} logged {are} not finite. " if found.non_finite else ""
-    shown, plural = ", ".join(f"{step:,}" for step in found.spikes[-5:]), "s" if len(found.spikes) > 1 else ""
-    spikes = (
-        f"{len(found.spikes)} spike{plural}, the last at step{plural} {shown}." if shown else "No spikes."
-    )
-    parts += [f"{text}{spikes}", *_words_ahead(found)]
+    plural, shown = "s" if len(found.spikes) > 1 else "", ", ".join(f"{step:,}" for step in found.spikes[-5:])
+    text += f"{len(found.spikes)} spike{plural}, the last at step{plural} {shown}." if shown else "No spikes."
+    parts += [text, *_words_ahead(found)]
     spent = found.wall_time
     if spent is not None and spent.counted:
         text = f"{spent.counted / spent.seconds:.1%} of the wall time went into steps that counted"
@@ -412,12 +408,10 @@ def _rate_words(found: Analysis) -> str:
     if (gain := found.gain_per_doubling) is not None:
         # what was, and no promise: the quarter is a part of this half
         text += f"; over the last half, which is one doubling, its trend {moved(gain, '.3f')} nats"
-    if found.stagnant:
-        text += "; that is stagnation: " + (
-            "more tokens at this rate would bring little"
-            if found.standing.state == "finished"
-            else "stop it, or continue with --allow_change training.learning_rate and a lower rate"
-        )
+    if found.stagnant and found.standing.state == "finished":
+        text += "; that is stagnation: more tokens at this rate would bring little"
+    elif found.stagnant:
+        text += "; that is stagnation: stop it, or continue with --allow_change training.learning_rate and a lower rate"
     return f"{text}."
 
 
@@ -448,11 +442,10 @@ def _words_ahead(found: Analysis) -> list[str]:
     return [*parts, text]
 
 
-def lost_words(spent: WallTime, least: float = 0.0005) -> str:
-    """Say which shares of the wall time went to which cause, largest first, without those below `least`."""
-    return ", ".join(
-        f"{share:.1%} to {CAUSES[cause]}" for cause, share in spent.shares.items() if share >= least
-    )
+def lost_words(spent: WallTime) -> str:
+    """Say which shares of the wall time went to which cause, largest first, without those below 0.05 %."""
+    shares = ((CAUSES[cause], share) for cause, share in spent.shares.items() if share >= 0.0005)
+    return ", ".join(f"{share:.1%} to {name}" for name, share in shares)
 
 
 def report_end(run: RunFolder) -> None:
@@ -491,15 +484,14 @@ def standing_text(standing: Standing, now: float) -> str:
     # never 0 or less, whatever the two clocks say
     since += f" ({duration(max(1.0, now - standing.since))} ago)"
     reason = f": {standing.reason}" if standing.reason else ""
-    continues = (
-        f"The same command continues {f'from {standing.checkpoint}' if standing.checkpoint else 'it'}."
-    )
+    step = f"step {standing.step:,}"
+    continues = "The same command continues "
+    continues += f"{f'from {standing.checkpoint}' if standing.checkpoint else 'it'}."
     return {
-        "killed": f"Killed after step {standing.step:,}: none of its processes is left; it last wrote at {since}. "
-        f"{continues}",
-        "stopped": f"Stopped at step {standing.step:,} since {since}{reason}. {continues}",
-        "silent": f"Nothing was written since {since}, after step {standing.step:,}: it may have been killed. "
-        f"If no process of it is left, the same command continues it.",
-        "hang": f"It hung after step {standing.step:,} and ended, {since}. {continues}",
-        "gave up": f"It gave up at step {standing.step:,}, {since}{reason}. Look at it before you start it again.",
+        "killed": f"Killed after {step}: none of its processes is left; it last wrote at {since}. {continues}",
+        "stopped": f"Stopped at {step} since {since}{reason}. {continues}",
+        "silent": f"Nothing was written since {since}, after {step}: it may have been killed. "
+        "If no process of it is left, the same command continues it.",
+        "hang": f"It hung after {step} and ended, {since}. {continues}",
+        "gave up": f"It gave up at {step}, {since}{reason}. Look at it before you start it again.",
     }.get(standing.state, "")

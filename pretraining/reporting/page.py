@@ -3,6 +3,7 @@
 import html
 import json
 import math
+import re
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -38,24 +39,13 @@ LONGEST_TEXT = 6000
 """Characters of a sample or of an event's detail."""
 LAST_CONSOLE_BYTES = 60_000
 """How much of the end of console.log is in the page."""
-LEVELS = {
-    "alert": "bad",
-    "spike": "bad",
-    "non_finite": "bad",
-    "gradient_explosion": "bad",
-    "hang": "bad",
-    "rollback": "bad",
-    "plateau": "warn",
-    "starved_experts": "warn",
-    "straggler": "warn",
-    "tracker_failed": "warn",
-    "checkpoint_passed_over": "warn",
-    "uncommitted_checkpoint_removed": "warn",
-    "refusal": "warn",
-    "start": "note",
-    "resume": "note",
-    "end": "note",
+_KINDS = {
+    "bad": "alert spike non_finite gradient_explosion hang rollback",
+    "warn": "plateau starved_experts straggler tracker_failed checkpoint_passed_over refusal "
+    "uncommitted_checkpoint_removed",
+    "note": "start resume end",
 }
+LEVELS = {kind: level for level, kinds in _KINDS.items() for kind in kinds.split()}
 """How an event is shown; a kind that is not here is a note, or as its own `level` says."""
 ROUTINE = ("save", "upload", "notified")
 """Kinds that are many and go well. They are no marks; the checkpoints on disk are."""
@@ -92,14 +82,8 @@ def page_text(payload: dict, title: str) -> str:
         "title": html.escape(title),
         "data": data.replace("<", "\\u003c"),
     }
-    # Cut at the placeholders and not replaced one by one: a run's text may hold "{{data}}" itself.
-    pieces = (PAGE / "index.html").read_text(encoding="utf-8").split("{{")
-    filled = [pieces[0]]
-    # each piece begins with a placeholder's name
-    for piece in pieces[1:]:
-        name, _, rest = piece.partition("}}")
-        filled += [parts[name], rest]
-    return "".join(filled)
+    # In one pass and not one by one: a run's text may hold "{{data}}" itself.
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _joined(("index.html",)))
 
 
 def _finite(value: Any) -> Any:
@@ -155,16 +139,12 @@ def settings_that_differ(runs: Sequence[dict]) -> dict[str, list[str | None]]:
     flats = []
     for run in runs:
         environment, ranks = run["environment"], run["plan"]["facts"].get("world_size")
-        names = ("device", "versions", "git_commit")
         around = {} if ranks is None else {"ranks": ranks}
-        around["environment"] = {
-            name: environment[name] for name in names if environment.get(name) is not None
-        }
+        shown = {name: environment.get(name) for name in ("device", "versions", "git_commit")}
+        around["environment"] = {name: value for name, value in shown.items() if value is not None}
         flats.append(_flat(filled(run["recipe"], recipe_schema())) | _flat(around))
-    # a dict, because it keeps the order of the keys
-    keys = {
-        key: None for flat in flats for key in flat if key.partition(".")[0] not in ("name", "description")
-    }
+    keys = dict.fromkeys(key for flat in flats for key in flat)  # no set, because it keeps their order
+    keys = [key for key in keys if key.partition(".")[0] not in ("name", "description")]
     return {
         key: [json.dumps(flat[key], ensure_ascii=False) if key in flat else None for flat in flats]
         for key in keys
@@ -207,6 +187,12 @@ def run_payload(
     routine = [event.get("event") in ROUTINE for event in record.events]
     halves = ([n for n, each in enumerate(routine) if each == kind] for kind in (False, True))
     listed = sorted(n for half in halves for n in half[-MOST_EVENTS // 2 :])
+    of_event = {n: {"step": record.event_steps[n], "routine": routine[n]} for n in listed}
+    events = [_plain(record.events[n]) | more for n, more in of_event.items()]
+    heading = None
+    if found.heading is not None:
+        heading = {**asdict(found.heading), "tokens": found.heading_tokens, **asdict(found.heading.law)}
+        del heading["law"]
     return {
         "name": name or record.name,
         "folder": str(record.run.path),
@@ -217,7 +203,7 @@ def run_payload(
         "broken_lines": metrics.broken_lines,
         "last": {name: _plain(metrics.last(name)) for name in metrics.names()},
         "speed": record.speed(),
-        "last_place": record.newest_place if len(metrics) else None,
+        "last_place": record.at_step(record.newest_step) if len(metrics) else None,
         "budget_share": record.budget_share,
         "budget": record.recipe.get("budget") or {},
         "phase": found.phase,
@@ -233,21 +219,14 @@ def run_payload(
         else None,
         "series": curves_of(record),
         "marks": marks_of(record, found.spikes),
-        "heading": found.heading
-        and {
-            "tokens": found.heading_tokens,
-            **{name: getattr(found.heading, name) for name in ("loss", "low", "high")},
-            **asdict(found.heading.law),
-        },
+        "heading": heading,
         "target": found.target,
         "published": _published(record, found),
         "best_validation": _plain(found.best_validation),
         "plan": plan_beside_measured(record),
         "scores": _scores(record),
         "sources": [row.get("source") for row in record.mixture.get("run", {}).get("sources", [])],
-        "events": [
-            {**_plain(record.events[n]), "step": record.event_steps[n], "routine": routine[n]} for n in listed
-        ],
+        "events": events,
         "samples": _samples(record),
         "console": console_tail(record.run.console_log, LAST_CONSOLE_BYTES),
         "recipe": record.recipe,
@@ -281,6 +260,10 @@ def marks_of(record: RunRecord, spike_steps: list[int]) -> list[dict]:
     Marks are events that have a place on the curves, spikes that no event reports, and the checkpoints on disk.
     """
     marks: list[dict] = []
+
+    def add(kind: str, level: str, label: str, step: float) -> None:
+        marks.append({"kind": kind, "level": level, "label": label, **record.at_step(step)})
+
     for event, step in zip(record.events, record.event_steps, strict=True):
         if event.get("event") in (None, *ROUTINE):
             continue
@@ -289,18 +272,15 @@ def marks_of(record: RunRecord, spike_steps: list[int]) -> list[dict]:
         hidden = ("event", "time", "step", "export")
         text = _brief({key: value for key, value in event.items() if key not in hidden and value is not None})
         label = f"{kind.replace('_', ' ')} at step {step:,.0f}" + (f": {text[:280]}" if text else "")
-        level = level if level in ("bad", "warn", "note") else "note"
-        marks.append({"kind": kind, "level": level, "label": label, **record.at_step(step)})
+        add(kind, level if level in ("bad", "warn", "note") else "note", label, step)
     reported = [mark["step"] for mark in marks if mark["kind"] in ("spike", "rollback", "alert")]
     # An event names the exact step; the row that shows it may be some steps later.
     near = max(2.0, NEAR * (float(record.steps[-1]) if len(record.steps) else 0))
     for step in spike_steps:
         if not any(abs(step - other) <= near for other in reported):
-            label = f"spike of the loss at step {step:,}"
-            marks.append({"kind": "spike", "level": "bad", "label": label, **record.at_step(step)})
+            add("spike", "bad", f"spike of the loss at step {step:,}", step)
     for step in record.checkpoint_steps():
-        label = f"checkpoint of step {step:,}, on disk"
-        marks.append({"kind": "checkpoint", "level": "good", "label": label, **record.at_step(step)})
+        add("checkpoint", "good", f"checkpoint of step {step:,}, on disk", step)
     # the newest are kept
     return sorted(marks, key=lambda mark: mark["step"])[-MOST_MARKS:]
 
@@ -320,34 +300,26 @@ def plan_beside_measured(record: RunRecord) -> dict:
     The measured speed is that of all steps together. Measured memory comes from the end event, else from the last
     row. A checkpoint's bytes are those of the newest.
     """
-    predicted = {
-        "checkpoint_bytes": record.plan.get("checkpoint_bytes"),
-        **(record.plan.get("predicted") or {}),
-    }
+    predicted = {"checkpoint_bytes": record.plan.get("checkpoint_bytes")}
+    predicted |= record.plan.get("predicted") or {}
     ends = [event for event in record.events if event.get("event") == "end"]
-    measured_at_end = (ends[-1].get("measured") or {}) if ends else {}
     pairs = []
-    on_processor = trained_on_processor(record.environment)
     measured = {"peak_memory_bytes": record.metrics.last("memory/peak_bytes"), "checkpoint_bytes": None}
     folders = [path.parent for path in record.run.path.glob("checkpoint-*/committed.json")]
     if folders:
         newest = max(folders, key=lambda folder: folder.stat().st_mtime)
         files = [path for path in newest.rglob("*") if path.is_file()]
         measured["checkpoint_bytes"] = float(sum(path.stat().st_size for path in files))
-    measured |= {**measured_at_end, **record.speed()}
+    at_end = ends[-1].get("measured") if ends else None
+    measured |= (at_end or {}) | record.speed()
     if not ends:
         measured.pop("training_seconds", None)  # the plan's is that of the whole run
     for quantity, (unit, label) in QUANTITIES.items():
-        pair = {
-            "quantity": quantity,
-            # there is no GPU whose memory could be measured
-            "label": ON_PROCESSOR if on_processor and quantity == "peak_memory_bytes" else label,
-            "unit": unit,
-            "predicted": predicted.get(quantity),
-            "measured": measured.get(quantity),
-        }
-        if pair["predicted"] is not None or pair["measured"] is not None:
-            pairs.append(pair)
+        if quantity == "peak_memory_bytes" and trained_on_processor(record.environment):
+            label = ON_PROCESSOR  # there is no GPU whose memory could be measured
+        both = {"predicted": predicted.get(quantity), "measured": measured.get(quantity)}
+        if any(value is not None for value in both.values()):
+            pairs.append({"quantity": quantity, "label": label, "unit": unit, **both})
     facts = {name: record.plan[name] for name in FACTS if record.plan.get(name) is not None}
     return {"facts": facts, "pairs": pairs}
 
@@ -382,12 +354,10 @@ def _samples(record: RunRecord) -> dict:
         text = text if isinstance(text, str) else json.dumps(sample, ensure_ascii=False)
         # a step that was repeated is there twice: the newer text counts
         by_step.setdefault(sample["step"], {})[str(sample.get("prompt") or "")] = _plain(text)
-    steps = {step: by_step[step] for step in _spread(sorted(by_step), MOST_SAMPLED_STEPS)}
-    prompts = list(dict.fromkeys(prompt for texts in steps.values() for prompt in texts))
-    return {
-        "prompts": prompts,
-        "steps": [[step, *(texts.get(prompt) for prompt in prompts)] for step, texts in steps.items()],
-    }
+    steps = _spread(sorted(by_step), MOST_SAMPLED_STEPS)
+    prompts = list(dict.fromkeys(prompt for step in steps for prompt in by_step[step]))
+    rows = [[step, *(by_step[step].get(prompt) for prompt in prompts)] for step in steps]
+    return {"prompts": prompts, "steps": rows}
 
 
 def _scores(record: RunRecord) -> dict:
@@ -397,8 +367,8 @@ def _scores(record: RunRecord) -> dict:
     for name in names:
         for row, value in zip(*record.metrics.column(name), strict=True):
             by_step.setdefault(float(record.steps[row]), {})[name] = _plain(float(value))
-    chosen = _spread(sorted(by_step), MOST_SCORES)
-    rows = [[step, *(by_step[step].get(name) for name in names)] for step in chosen]
+    steps = _spread(sorted(by_step), MOST_SCORES)
+    rows = [[step, *(by_step[step].get(name) for name in names)] for step in steps]
     return {"names": names, "rows": rows}
 
 
@@ -506,8 +476,8 @@ def _numbers(values: np.ndarray, digits: int = 6) -> list:
     for value in values.tolist():
         if not math.isfinite(value):
             plain.append(None)
-        else:
-            # fewer characters: a page stays small
-            short = float(f"{value:.{digits}g}")
-            plain.append(int(short) if short.is_integer() else short)
+            continue
+        # fewer characters: a page stays small
+        short = float(f"{value:.{digits}g}")
+        plain.append(int(short) if short.is_integer() else short)
     return plain

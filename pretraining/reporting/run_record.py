@@ -3,6 +3,7 @@
 import math
 import time
 from array import array
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,6 @@ FEWEST_SILENT_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Standing:
-    """The state of a run at one moment."""
-
     state: str
     """finished, stopped, hang or "gave up", from its last event. Without such an event: killed if its processes are
     certainly gone, else running or silent, by the clock.
@@ -64,9 +63,8 @@ class RunRecord:
         if not folder.is_dir():
             raise UserError(f"{folder}: no such folder; give run folders, such as runs/tiny")
         if not (self.run.metrics.exists() or self.run.events.exists()):
-            raise UserError(
-                f"{folder}: no metrics.jsonl there, so no run has logged a step; give run folders, such as runs/tiny"
-            )
+            what = "no metrics.jsonl there, so no run has logged a step; give run folders, such as runs/tiny"
+            raise UserError(f"{folder}: {what}")
         self.metrics = MetricsFile(self.run.metrics)
         self.refresh()
 
@@ -98,11 +96,9 @@ class RunRecord:
             self.hours = np.maximum(0.0, times - began) / 3600
         else:
             rows, seconds = self.metrics.column(SECONDS)
-            self.hours = np.zeros(len(self.steps))
-            if len(rows):
-                # A row has the seconds of one step, averaged since the row before.
-                done = np.cumsum(np.diff(self.steps[rows], prepend=first_step(self.events)) * seconds)
-                self.hours = np.interp(self.steps, self.steps[rows], done) / 3600
+            # A row has the seconds of one step, averaged since the row before.
+            done = np.cumsum(np.diff(self.steps[rows], prepend=first_step(self.events)) * seconds)
+            self.hours = np.interp(self.steps, self.steps[rows], done) / 3600 if len(rows) else 0 * self.steps
         self.event_steps = self._steps_of_events()
         # `newest_step`: of the last row and of the events since the last start, which may be later
         starts = [n for n, event in enumerate(self.events) if event.get("event") in STARTS]
@@ -112,12 +108,11 @@ class RunRecord:
         self._known = {"step": self.steps, "tokens": self.tokens, "hours": self.hours}
         if len(self.steps) and self.newest_step <= self.steps[-1]:
             return
-        tokens, hours = (float(known[-1]) if len(known) else 0.0 for known in (self.tokens, self.hours))
-        last = int(self.steps[-1]) if len(self.steps) else 0
-        tokens += self.tokens_at(int(self.newest_step)) - self.tokens_at(last)
+        newest = {name: float(known[-1]) if len(known) else 0.0 for name, known in self._known.items()}
+        newest["tokens"] += self.tokens_at(int(self.newest_step)) - self.tokens_at(int(newest["step"]))
+        newest["step"] = self.newest_step
         if self.has_times:
-            hours += max(0.0, self.last_written - self.metrics.times[-1]) / 3600
-        newest = {"step": self.newest_step, "tokens": tokens, "hours": hours}
+            newest["hours"] += max(0.0, self.last_written - self.metrics.times[-1]) / 3600
         self._known = {name: np.append(known, newest[name]) for name, known in self._known.items()}
 
     def tokens_at(self, step: int) -> int:
@@ -170,14 +165,11 @@ class RunRecord:
         return {**places, "step": float(step)}
 
     @property
-    def newest_place(self) -> dict[str, float]:
-        return self.at_step(self.newest_step)
-
-    @property
     def budget_share(self) -> float | None:
         """Share of the token budget spent at the newest step; None if unknown."""
         rows, shares = self.metrics.column("throughput/budget_share")
-        tokens, budget = self.newest_place["tokens"], (self.recipe.get("budget") or {}).get("tokens")
+        tokens = self.at_step(self.newest_step)["tokens"]
+        budget = (self.recipe.get("budget") or {}).get("tokens")
         if len(rows) and self.tokens[rows[-1]]:
             return min(1.0, float(shares[-1] * tokens / self.tokens[rows[-1]]))
         return min(1.0, tokens / budget) if budget else None
@@ -199,25 +191,24 @@ class RunRecord:
 
     def standing(self, now: float | None = None) -> Standing:
         """Judge the run's state at `now`, in UNIX seconds (default: the time of the call)."""
-        kinds = (*STARTS, *ENDINGS)
-        steps = reversed(list(zip(self.events, self.event_steps, strict=True)))
-        none: tuple[dict[str, Any], float] = ({}, 0.0)
-        last, step = next((each for each in steps if each[0].get("event") in kinds), none)
-        checkpoint = next((f"checkpoint-{step}" for step in reversed(self.checkpoint_steps())), None)
+        last: dict[str, Any] = {}
+        for event, step in zip(self.events, self.event_steps, strict=True):
+            if event.get("event") in (*STARTS, *ENDINGS):
+                last, last_step = event, int(step)
+        committed = self.checkpoint_steps()
+        checkpoint = f"checkpoint-{committed[-1]}" if committed else None
         if last.get("event") in ENDINGS:
             reason = str(last.get("reason") or last.get("why") or "")
             since = min(event_seconds(last), time.time())  # infinity if the event has no time
-            return Standing(ENDINGS[last["event"]], since, int(step), reason, checkpoint)
-        step = int(self.newest_step)
-        # certain, and so before the clock, which can only suspect it
-        if killed := gone_ranks(self.run.heartbeats, event_seconds(last) if last else 0.0, or_none=True):
-            step = max(step, *(place.step for place in killed))
-            return Standing("killed", self.last_written, step, checkpoint=checkpoint)
-        # before its ranks had heartbeats
-        if was_killed(self.run.path):
-            return Standing("killed", self.last_written, step, checkpoint=checkpoint)
-        silent = (time.time() if now is None else now) - self.last_written > self.silent_after
-        return Standing("silent" if silent else "running", self.last_written, step, checkpoint=checkpoint)
+            return Standing(ENDINGS[last["event"]], since, last_step, reason, checkpoint)
+        killed = gone_ranks(self.run.heartbeats, event_seconds(last) if last else 0.0, or_none=True)
+        quiet_seconds = (time.time() if now is None else now) - self.last_written
+        state = "silent" if quiet_seconds > self.silent_after else "running"
+        # certain, and so before the clock, which can only suspect it; by the lock, before its ranks had heartbeats
+        if killed or was_killed(self.run.path):
+            state = "killed"
+        step = int(max([self.newest_step, *(place.step for place in killed)]))
+        return Standing(state, self.last_written, step, checkpoint=checkpoint)
 
     def checkpoint_steps(self) -> list[int]:
         folders = [path.parent.name for path in self.run.path.glob("checkpoint-*/committed.json")]
@@ -254,14 +245,11 @@ class RunRecord:
 
 
 _NUMBER = {"type": ["number", "null"]}
+_RAMP = recipe_schema()["properties"]["budget"]["properties"]["ramp"]
 _SHAPES: dict[str, dict] = {
     "budget": {
         "type": "object",
-        "properties": {
-            "tokens": _NUMBER,
-            "tokens_per_step": _NUMBER,
-            "ramp": recipe_schema()["properties"]["budget"]["properties"]["ramp"],
-        },
+        "properties": {"tokens": _NUMBER, "tokens_per_step": _NUMBER, "ramp": _RAMP},
     },
     "report": {"type": "object", "properties": {"target_loss": _NUMBER, "every_seconds": _NUMBER}},
     "run": {"type": "object", "properties": {"sources": {"type": "array", "items": {"type": "object"}}}},
@@ -299,16 +287,14 @@ class MetricsFile:
         self.columns: dict[str, tuple[array, array]] = {}  # name -> (row numbers, values)
         self._names: dict[str, str] = {}
 
-    def read(self) -> bool:
-        """Read new rows; return whether there were any."""
+    def read(self) -> None:
         if not self.path.is_file():
-            return False
+            return
         status = self.path.stat()
         # another file under this name, or rows cut off its end
         if status.st_ino != self.inode or status.st_size < self.offset:
             self._forget()
             self.inode = status.st_ino
-        before = len(self.steps)
         with open(self.path, "rb", opener=regular) as file:
             file.seek(self.offset)
             for line in file:
@@ -316,7 +302,6 @@ class MetricsFile:
                     break  # being written, or never finished
                 self.offset += len(line)
                 self._add(line)
-        return len(self.steps) > before
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -336,10 +321,9 @@ class MetricsFile:
         try:
             row = orjson.loads(line)
         except ValueError:
-            try:
+            row = None
+            with suppress(ValueError):
                 row = parse_json(line)  # Python writes NaN, which is no JSON: orjson refuses it
-            except ValueError:
-                row = None
         if not isinstance(row, dict) or not isinstance(row.get("step"), int | float):
             self.broken_lines += bool(line.strip())
             return
@@ -349,10 +333,9 @@ class MetricsFile:
         self.times.append(row["time"] if isinstance(row.get("time"), int | float) else math.nan)
         for name, value in row.items():
             if name not in PLACE and isinstance(value, int | float):
-                known = self._names.get(name)
-                if known is None:
-                    known = self._names[name] = grouped(name)
-                    self.columns.setdefault(known, (array("q"), array("d")))
-                rows, values = self.columns[known]
+                if name not in self._names:
+                    self._names[name] = grouped(name)
+                    self.columns.setdefault(self._names[name], (array("q"), array("d")))
+                rows, values = self.columns[self._names[name]]
                 rows.append(number)
                 values.append(value)

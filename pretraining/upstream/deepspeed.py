@@ -47,10 +47,11 @@ Changed:
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from math import prod
 from typing import Any, NamedTuple
+from unittest import mock
 
 import deepspeed
 import torch
@@ -125,11 +126,10 @@ class _FilledOnTheDevice(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if function is torch.tensor and "device" in kwargs:
-            shape, number = (
-                ((1,), args[0][0]) if isinstance(args[0], list) and len(args[0]) == 1 else ((), args[0])
-            )
+            listed = isinstance(args[0], list) and len(args[0]) == 1
+            number = args[0][0] if listed else args[0]
             if isinstance(number, int | float):
-                return torch.full(shape, number, **kwargs)
+                return torch.full((1,) if listed else (), number, **kwargs)
         return function(*args, **kwargs)
 
 
@@ -282,9 +282,7 @@ class Share(NamedTuple):
     """Which part of a parameter this rank has, along the first dimension, if its experts are split over ranks."""
 
     start: int
-    """First index."""
     end: int
-    """The index after the last one."""
     total: int
     """Length of the whole parameter."""
     group: dist.ProcessGroup
@@ -484,11 +482,8 @@ def holders(parameter: torch.Tensor, optimizer: Any) -> tuple[int, int]:
 
     optimizer: the engine's, or torch's own.
     """
-    tensor, is_split = tensor_part_and_degree(), bool(split_part(parameter))
-    if (
-        is_stage_3(optimizer)
-        and dist.get_world_size(group=parameter.ds_process_group) == dist.get_world_size()
-    ):
+    tensor, is_split, ranks = tensor_part_and_degree(), bool(split_part(parameter)), dist.get_world_size()
+    if is_stage_3(optimizer) and dist.get_world_size(group=parameter.ds_process_group) == ranks:
         # `zero.Init` partitions over all ranks. Only what AutoTP splits afterwards is partitioned over the data ranks.
         return 0, 1
     if is_stage_3(optimizer) or is_stage_1_or_2(optimizer):
@@ -496,20 +491,14 @@ def holders(parameter: torch.Tensor, optimizer: Any) -> tuple[int, int]:
         return (0, 1) if is_split else tensor
     if (share := share_of(parameter)) is not None:
         return dist.get_rank(share.copies), dist.get_world_size(share.copies)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     return (rank // tensor[1], ranks // tensor[1]) if is_split else (rank, ranks)
 
 
-@contextmanager
-def no_zero3_draw() -> Iterator[None]:
-    """Leave weights as `zero.Init` has cut them up."""
+def no_zero3_draw() -> AbstractContextManager:
+    """Leave weights as `zero.Init` has cut them up in the `with` block."""
     # transformers imports it from this module at each call.
-    draw = hf_deepspeed.initialize_weights_zero3
-    hf_deepspeed.initialize_weights_zero3 = lambda model: None
-    try:
-        yield
-    finally:
-        hf_deepspeed.initialize_weights_zero3 = draw
+    return mock.patch.object(hf_deepspeed, "initialize_weights_zero3", lambda model: None)
 
 
 Chunks = Iterable[tuple[int, torch.Tensor]]
@@ -548,15 +537,9 @@ def fill_partition(parameter: torch.Tensor, read: Callable[[int, int], Chunks]) 
     return True
 
 
-@contextmanager
-def groups_at_once(own_group: Callable[[Iterable[int]], dist.ProcessGroup | None]) -> Iterator[None]:
+def groups_at_once(own_group: Callable[[Iterable[int]], dist.ProcessGroup | None]) -> AbstractContextManager:
     """Let DeepSpeed make groups by `own_group`: in the block it makes only some that together have all ranks."""
-    new_group = deepspeed.comm.new_group
-    deepspeed.comm.new_group = own_group
-    try:
-        yield
-    finally:
-        deepspeed.comm.new_group = new_group
+    return mock.patch.object(deepspeed.comm, "new_group", own_group)
 
 
 def gather_as_one(modules: Iterable[nn.Module]) -> None:

@@ -39,17 +39,11 @@ MOST_KNOWN = 4096
 GPU = torch.device("cuda", 0)
 # Name and bytes as of an H100, whose compute capability is 9.0.
 NAME, TOTAL_BYTES = "NVIDIA H100 80GB HBM3", 80 * 10**9
-# Functions that return 0, and below functions that return nothing.
-_ZERO = ("current_device", "initial_seed", "utilization", "memory_allocated", "max_memory_allocated")
-_ZERO += ("memory_reserved", "max_memory_reserved")
-_NOTHING = ("_lazy_init", "set_device", "empty_cache", "ipc_collect", "manual_seed", "manual_seed_all")
-_NOTHING += (
-    "set_rng_state",
-    "reset_peak_memory_stats",
-    "reset_max_memory_allocated",
-    "synchronize",
-    "set_stream",
-)
+_ZERO = """current_device initial_seed utilization memory_allocated max_memory_allocated memory_reserved
+    max_memory_reserved"""
+"""Functions of `torch.cuda` that return 0, and below those that return nothing."""
+_NOTHING = """_lazy_init set_device empty_cache ipc_collect manual_seed manual_seed_all set_rng_state
+    reset_peak_memory_stats reset_max_memory_allocated synchronize set_stream"""
 
 
 class FakeStream:
@@ -78,12 +72,13 @@ class FakeStream:
 def _functions_of_cuda(num_gpus: int, name: str, total_bytes: int) -> dict[str, object]:
     """Return {name in `torch.cuda`: its stand-in}, of those that training calls."""
     state, stream = torch.zeros(16, dtype=torch.uint8), FakeStream()
-    properties = SimpleNamespace(
-        name=name, total_memory=total_bytes, major=9, minor=0, multi_processor_count=132
-    )
+    of_random = {"get_rng_state": lambda *_: state.clone(), "set_rng_state": lambda *_: None}
+    of_random["fork_rng"] = torch.random.fork_rng
+    of_gpu = {"name": name, "total_memory": total_bytes, "major": 9, "minor": 0, "multi_processor_count": 132}
     return {
-        **{name: lambda *_, **__: 0 for name in _ZERO},
-        **{name: lambda *_, **__: None for name in _NOTHING},
+        # a function of its own for each: torch's compiler tells functions apart by what they are
+        **{name: lambda *_, **__: 0 for name in _ZERO.split()},
+        **{name: lambda *_, **__: None for name in _NOTHING.split()},
         **{name: lambda *_, **__: stream for name in ("current_stream", "default_stream")},
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -92,16 +87,12 @@ def _functions_of_cuda(num_gpus: int, name: str, total_bytes: int) -> dict[str, 
         "device_count": lambda: num_gpus,
         "get_device_name": lambda *_: name,
         "get_device_capability": lambda *_: (9, 0),
-        "get_device_properties": lambda *_: properties,
+        "get_device_properties": lambda *_: SimpleNamespace(**of_gpu),
         "mem_get_info": lambda *_: (total_bytes, total_bytes),
         "memory_stats": lambda *_: {},
         "get_rng_state": lambda *_: state.clone(),
         "get_rng_state_all": lambda: [state.clone()],
-        "random": SimpleNamespace(
-            get_rng_state=lambda *_: state.clone(),
-            set_rng_state=lambda *_: None,
-            fork_rng=torch.random.fork_rng,
-        ),
+        "random": SimpleNamespace(**of_random),
         "Stream": lambda *_, **__: FakeStream(),
         "Event": lambda *_, **__: FakeStream(),
         "stream": lambda _: contextlib.nullcontext(),
@@ -139,10 +130,9 @@ def _inner(value):
     return INNER if named or (isinstance(value, torch.device) and value.type == "cuda") else value
 
 
-def _fused_attention(
-    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
-) -> torch.Tensor:
+def _fused_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **named) -> Any:
     """Call the kernel that torch takes on an H100: FlashAttention, or the memory-efficient one if that cannot be."""
+    scale = named.get("scale")
     if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
         flash = aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
@@ -214,36 +204,25 @@ class Device(TorchDispatchMode):
         # A copy makes the host wait, unless it is asked not to and the host's memory is pinned.
         into, source = (None, args[0]) if func is aten._to_copy.default else args[:2]
         target = kwargs.get("device") if into is None else into.device
-        from_device = isinstance(source, FakeTensor)
-        to_device = (
-            isinstance(into, FakeTensor)
-            if into is not None
-            else target is not None and target.type == INNER.type
-        )
-        if from_device and target is not None and target.type == "cpu":
-            non_blocking = kwargs.pop("non_blocking", False) or (into is not None and args[2:] == (True,))
+        to_host, to_device = (target is not None and target.type == kind for kind in ("cpu", INNER.type))
+        non_blocking = kwargs.get("non_blocking", False) or (into is not None and args[2:] == (True,))
+        if isinstance(source, FakeTensor) and to_host:
             if not (non_blocking and (into is None or _is_pinned(into))):
                 self.waits("to host")
-            if into is not None:
-                return into.copy_(_values(source, into.dtype))
-            return _values(source, kwargs.get("dtype") or source.dtype)
-        if to_device and not from_device:
-            non_blocking = kwargs.get("non_blocking", False) or (into is not None and args[2:] == (True,))
+            found = _values(source, kwargs.get("dtype") or (source if into is None else into).dtype)
+            return found if into is None else into.copy_(found)
+        if to_device and not isinstance(source, FakeTensor):
             if not non_blocking and not (into is not None and source.ndim == 0):
                 self.waits("to device")
             if into is None:
-                dtype = kwargs.get("dtype") or source.dtype
+                layout = {"dtype": kwargs.get("dtype") or source.dtype, "device": target}
                 with self.fakes:
-                    into = aten.empty_strided.default(
-                        source.shape, source.stride(), dtype=dtype, device=target
-                    )
+                    into = aten.empty_strided.default(source.shape, source.stride(), **layout)
             # Kept if it is small: a later read of the host then gets the true numbers.
             into.known_values = source.clone() if into.numel() <= MOST_KNOWN else None
             return into
-        if from_device or to_device:
-            with self.fakes:
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
+        with self.fakes if to_device or isinstance(source, FakeTensor) else contextlib.nullcontext():
+            return func(*args, **kwargs)
 
     def _read(self, func, args, kwargs):
         """Answer what the host cannot know without waiting: a number, or how many elements there are."""
@@ -279,18 +258,10 @@ class Device(TorchDispatchMode):
         return (args[0], indices, *args[2:])
 
 
-_READS = {
-    aten._local_scalar_dense.default,
-    aten.equal.default,
-    aten.nonzero.default,
-    aten.masked_select.default,
-}
-_INDEXING = {
-    aten.index.Tensor,
-    aten.index_put.default,
-    aten.index_put_.default,
-    aten._index_put_impl_.default,
-}
+_READS = {aten._local_scalar_dense.default, aten.equal.default}
+_READS |= {aten.nonzero.default, aten.masked_select.default}
+_INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
+_INDEXING |= {aten._index_put_impl_.default}
 
 
 def _values(tensor: FakeTensor, dtype: torch.dtype) -> torch.Tensor:
@@ -309,7 +280,7 @@ def _pin(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _is_pinned(tensor: torch.Tensor) -> bool:
+def _is_pinned(tensor: torch.Tensor, *_: Any) -> bool:
     return not isinstance(tensor, FakeTensor) and getattr(tensor.untyped_storage(), "is_pinned_here", False)
 
 
@@ -318,34 +289,27 @@ def fake_gpu(
     world_size: int = 1,
     rank: int = 0,
     place: tuple[int, int] | None = None,
-    name: str = NAME,
-    total_bytes: int = TOTAL_BYTES,
+    gpu: tuple[str, int] = (NAME, TOTAL_BYTES),
     network: Network | None = None,
     device: Device | None = None,
 ) -> Iterator[Network]:
     """Give this process a GPU as rank `rank` of `world_size`, until the end of the block.
 
-    place: (number of the rank in its node, ranks of the node); None puts all ranks into one node. name, total_bytes: of
-    the GPU; it computes as an H100 does. network, device: those of a test, which see what they are asked.
+    place: (number of the rank in its node, ranks of the node); None puts all ranks into one node. gpu: name and bytes
+    of the GPU; it computes as an H100 does. network, device: those of a test, which see what they are asked.
 
     Raises:
         RuntimeError: this process is in a process group already.
     """
-    network, device, run_backward = (
-        network or Network(),
-        device or Device(),
-        torch.autograd._engine_run_backward,
-    )
+    network, device = network or Network(), device or Device()
+    run_backward = torch.autograd._engine_run_backward
 
     def run_inside(*args, **kwargs):
         with calls:
             return run_backward(*args, **kwargs)
 
-    def is_pinned(tensor, *_) -> bool:
-        return _is_pinned(tensor)
-
     stand_ins: dict[object, dict[str, object]] = {
-        torch.cuda: _functions_of_cuda(place[1] if place else world_size, name, total_bytes),
+        torch.cuda: _functions_of_cuda(place[1] if place else world_size, *gpu),
         torch._C: dict.fromkeys(("_get_accelerator", "_accelerator_getAccelerator"), lambda *_, **__: CUDA),
         torch.accelerator: {"current_stream": lambda *_: torch.cuda.current_stream()},
         torch.cuda.nvtx: dict.fromkeys(("range_push", "range_pop"), lambda *_: 0),
@@ -362,7 +326,7 @@ def fake_gpu(
         # A parameter stays the same object when a model moves it, also if others hold references to it.
         torch.__future__: {"get_swap_module_params_on_conversion": lambda: True},
         weakref: {"getweakrefs": lambda each: []},
-        torch.Tensor: {"pin_memory": lambda tensor, *_: _pin(tensor.clone()), "is_pinned": is_pinned},
+        torch.Tensor: {"pin_memory": lambda tensor, *_: _pin(tensor.clone()), "is_pinned": _is_pinned},
         # Hooks, and layers that are computed again, run inside a backward pass: their calls need the mode too.
         torch.autograd: {"_engine_run_backward": run_inside},
     }

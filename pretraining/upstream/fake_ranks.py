@@ -7,7 +7,6 @@ there are no numbers.
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -46,34 +45,21 @@ COLLECTIVES = {
 """Name -> the methods of torch's process groups that do it."""
 
 
-@dataclass(frozen=True)
-class Collective:
-    """One operation of this rank with the others of a group."""
-
-    name: str
-    """A key of `COLLECTIVES`, `barrier`, or torch's name of a collective that sends objects."""
-    backend: str
-    """nccl or gloo."""
-    group_size: int
-    bytes: int
-    """Bytes that go in or that come out on this rank, whichever is more."""
-    dtype: torch.dtype | None
-    """None if no tensors are moved."""
-
-
 class Network:
     """What this rank and the others say to each other: here, what it sends is added up, and they send the same."""
 
     def __init__(self) -> None:
         self.sent: dict[str, list[int]] = {}
-        """{collective: [times, bytes]} of this rank."""
+        """{collective: [times, bytes]} of this rank; bytes that go in or that come out, whichever is more."""
 
-    def hears(
-        self, collective: Collective, group: dist.ProcessGroup, sides: list[list[torch.Tensor]]
-    ) -> FakeWork:
-        """See a collective; sides: outputs, then inputs. Returns what waits for its end."""
-        times, num_bytes = self.sent.get(collective.name, (0, 0))
-        self.sent[collective.name] = [times + 1, num_bytes + collective.bytes]
+    def hears(self, name: str, group: dist.ProcessGroup, sides: list[list[torch.Tensor]]) -> FakeWork:
+        """See a collective, and return what waits for its end.
+
+        name: a key of `COLLECTIVES`, `barrier`, or torch's name of one that sends objects. sides: outputs, then inputs.
+        """
+        times, num_bytes = self.sent.get(name, (0, 0))
+        moved = (sum(tensor.nbytes for tensor in side) for side in sides)
+        self.sent[name] = [times + 1, num_bytes + max(moved, default=0)]
         return FakeWork()
 
     def object_of(self, sent: object, rank: int) -> object:
@@ -139,7 +125,7 @@ class FakeRanks(dist.ProcessGroup):
         return self.work
 
     def barrier(self, *_: object, **__: object) -> FakeWork:
-        return self.network.hears(Collective("barrier", self.backend, self._size, 0, None), self, [])
+        return self.network.hears("barrier", self, [])
 
     def moves(self, name: str, *args: Any) -> FakeWork:
         """Record one collective.
@@ -148,15 +134,12 @@ class FakeRanks(dist.ProcessGroup):
             RuntimeError: a tensor lies where the backend cannot reach it.
         """
         # Outputs and inputs come as separate arguments.
-        sides = [
-            [leaf for leaf in pytree.tree_leaves(side) if isinstance(leaf, torch.Tensor)] for side in args
-        ]
+        sides = [[leaf for leaf in pytree.tree_leaves(side) if torch.is_tensor(leaf)] for side in args]
         tensors = [tensor for side in sides for tensor in side]
         wanted = MOVED_BY[self.backend]
-        for tensor in tensors:
-            if tensor.device.type != wanted:
-                where = f"a tensor of {tensor.device.type} was given to {name}"
-                raise RuntimeError(f"{self.backend} moves tensors of {wanted} alone, and {where}")
+        if away := [tensor for tensor in tensors if tensor.device.type != wanted]:
+            where = f"a tensor of {away[0].device.type} was given to {name}"
+            raise RuntimeError(f"{self.backend} moves tensors of {wanted} alone, and {where}")
         if name == "all_reduce":
             # Every rank has the same values: their mean or maximum is the value itself.
             times = self._size if args[-1].reduceOp == dist.ReduceOp.SUM else 1
@@ -165,9 +148,7 @@ class FakeRanks(dist.ProcessGroup):
                 tensor.known_values = None if known is None else known * times
         elif name != "broadcast":  # which keeps the values: every rank has the same
             forget_values(tensors)
-        most = max((sum(tensor.nbytes for tensor in side) for side in sides), default=0)
-        dtype = tensors[0].dtype if tensors else None
-        self.work = self.network.hears(Collective(name, self.backend, self._size, most, dtype), self, sides)
+        self.work = self.network.hears(name, self, sides)
         return self.work
 
 
@@ -177,17 +158,10 @@ def forget_values(tensors: list[torch.Tensor]) -> None:
         tensor.known_values = None
 
 
-def _method(name: str) -> Callable:
-    # A function of its own binds `name`; in the loop below all methods would share the last one.
-    def method(self: FakeRanks, *args, **kwargs) -> FakeWork:
-        return self.moves(name, *args, *kwargs.values())
-
-    return method
-
-
 for _name, _methods in COLLECTIVES.items():
     for _each in _methods.split():
-        setattr(FakeRanks, _each, _method(_name))
+        # the default binds the name: else all methods would share the last one
+        setattr(FakeRanks, _each, lambda self, *a, _name=_name, **k: self.moves(_name, *a, *k.values()))
 
 
 @contextmanager
@@ -204,9 +178,10 @@ def fake_ranks(
     """
     if dist.is_initialized():
         raise RuntimeError("this process is a rank of a real group: leave that one first")
+    backends = {"ProcessGroupNCCL": "nccl", "ProcessGroupGloo": "gloo"}
+    made = {name: {"backend": backend, "network": network} for name, backend in backends.items()}
     stand_ins = {
-        "ProcessGroupNCCL": type("ProcessGroupNCCL", (FakeRanks,), {"backend": "nccl", "network": network}),
-        "ProcessGroupGloo": type("ProcessGroupGloo", (FakeRanks,), {"backend": "gloo", "network": network}),
+        **{name: type(name, (FakeRanks,), attributes) for name, attributes in made.items()},
         "default_pg_nccl_timeout": timedelta(minutes=10),
         "is_nccl_available": lambda: True,
         "is_gloo_available": lambda: True,
@@ -231,9 +206,8 @@ def fake_ranks(
             undone.callback(vars(module).update, before)
             undone.callback(vars(module).clear)
         # A store in memory: no other process will join.
-        dist.init_process_group(
-            "nccl", store=dist.HashStore(), rank=rank, world_size=size, device_id=torch.device("cuda", 0)
-        )
+        of_rank = {"rank": rank, "world_size": size, "device_id": torch.device("cuda", 0)}
+        dist.init_process_group("nccl", store=dist.HashStore(), **of_rank)
         # torch notes the device at a group of its own class
         dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
         undone.callback(dist.destroy_process_group)
@@ -246,7 +220,7 @@ def _object_collectives(network: Network) -> dict[str, Callable]:
 
     def gathered(name: str, obj, group: dist.ProcessGroup | None) -> list:
         group = group or distributed_c10d._get_default_group()
-        network.hears(Collective(name, group.name(), group.size(), 0, None), group, [])
+        network.hears(name, group, [])
         return [obj if rank == group.rank() else network.object_of(obj, rank) for rank in range(group.size())]
 
     def all_gather_object(object_list, obj, group=None):
@@ -318,8 +292,8 @@ def _reduced_at_once(
     sent.div_(ranks)
     received = sent.narrow(0, rank * sum(parts), sum(parts))
     deepspeed.comm.comm.reduce_scatter_fn(received, sent, group=group)
-    own = [
-        max(0, min(part, tensor.numel() - rank * part)) for part, tensor in zip(parts, tensors, strict=True)
-    ]
-    starts = [sum(parts[:number]) for number in range(len(parts))]
-    return [received.narrow(0, start, numel) for start, numel in zip(starts, own, strict=True)]
+    own, start = [], 0
+    for part, tensor in zip(parts, tensors, strict=True):
+        own.append(received.narrow(0, start, max(0, min(part, tensor.numel() - rank * part))))
+        start += part
+    return own

@@ -95,9 +95,8 @@ def hold_rows(modules: Sequence[Any], group: dist.ProcessGroup) -> HeldRows:
             module.weight = weight
     is_trained = weight.requires_grad
     # Only for its notes: a layer of another name would be cut by heads.
-    layer = LinearLayer(
-        SimpleNamespace(weight=weight, bias=None), group, skip_partition=True, name="vocabulary"
-    )
+    held = SimpleNamespace(weight=weight, bias=None)
+    layer = LinearLayer(held, group, skip_partition=True, name="vocabulary")
     numbers = layer._partition_sizes
     rows = HeldRows(sum(numbers[: layer.tp_index]), numbers, group)
     # a copy, or the whole would stay in memory

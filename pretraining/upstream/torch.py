@@ -73,16 +73,9 @@ def hook_first(optimizer: torch.optim.Optimizer, hook: Callable) -> RemovableHan
     return handle
 
 
-_aten = torch.ops.aten
-DEAR_OPERATORS = {
-    _aten.mm.default,
-    _aten.addmm.default,
-    _aten._scaled_mm.default,
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-}
+_DEAR = """mm addmm _scaled_mm _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
+    _scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu"""
+DEAR_OPERATORS = {getattr(torch.ops.aten, name).default for name in _DEAR.split()}
 """Operators whose results are dear to compute again. Not those of eager attention: they are as large as all pairs."""
 
 WORKERS = 4

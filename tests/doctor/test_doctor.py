@@ -41,21 +41,12 @@ for field in asked:
 for row in ROWS:
     print(", ".join(str(row.get(field, "[N/A]")) for field in asked))
 """
-HEALTHY = {
-    "name": "NVIDIA H100 80GB HBM3",
-    "driver_version": "580.95.05",
-    "memory.total": 81559,
-    "memory.used": 4,
-}
+HEALTHY = {"name": "NVIDIA H100 80GB HBM3", "driver_version": "580.95.05", "memory.total": 81559}
 HEALTHY |= {"compute_cap": "9.0", "mig.mode.current": "Disabled", "ecc.errors.uncorrected.volatile.total": 0}
 HEALTHY |= {"power.limit": "700.00", "power.default_limit": "700.00", "persistence_mode": "Enabled"}
-HEALTHY |= {"clocks_event_reasons.active": "0x0000000000000001"}
-SICK = {
-    "driver_version": "535.183.01",
-    "memory.used": 40000,
-    "compute_cap": "7.0",
-    "mig.mode.current": "Enabled",
-}
+HEALTHY |= {"clocks_event_reasons.active": "0x0000000000000001", "memory.used": 4}
+SICK = {"driver_version": "535.183.01", "memory.used": 40000, "compute_cap": "7.0"}
+SICK |= {"mig.mode.current": "Enabled"}
 SICK |= {"ecc.errors.uncorrected.volatile.total": 3, "power.limit": "400.00", "persistence_mode": "Disabled"}
 FAULTS = """set -e
 mount -t tmpfs -o size=64k none /dev/shm
@@ -88,9 +79,8 @@ def install_torch(folder: Path, version: str, cuda: str | None) -> None:
     package = folder / "torch"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise AssertionError('the doctor imports torch')\n")
-    (package / "version.py").write_text(
-        f"from typing import Optional\n__version__ = '{version}'\ncuda: Optional[str] = {cuda!r}\n"
-    )
+    text = f"from typing import Optional\n__version__ = '{version}'\ncuda: Optional[str] = {cuda!r}\n"
+    (package / "version.py").write_text(text)
     install(folder, "torch", version)
 
 
@@ -100,10 +90,8 @@ SEEN = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
 
 def plant_gpus(folder: Path, number: int, unknown: tuple = (), **fields) -> None:
     """An nvidia-smi that tells of so many GPUs; it does not know the `unknown` fields."""
-    rows = [
-        {**HEALTHY, "index": index, "uuid": f"GPU-{index}", "pci.bus_id": f"00000000:0{index}:00.0", **fields}
-        for index in range(number)
-    ]
+    names = [{"index": n, "uuid": f"GPU-{n}", "pci.bus_id": f"00000000:0{n}:00.0"} for n in range(number)]
+    rows = [{**HEALTHY, **each, **fields} for each in names]
     folder.mkdir(parents=True, exist_ok=True)
     tool = folder / "nvidia-smi"
     tool.write_text(NVIDIA_SMI.format(python=sys.executable, rows=rows, unknown=unknown))
@@ -166,13 +154,8 @@ def sick(request) -> Examined:
     faults = FAULTS.format(folder=folder, run=run, data=data, home=home)
     command = [sys.executable, "-m", "pretraining.doctor", "--json", "--recipe", recipe, "--world_size", "64"]
     command += ["--deepspeed", "zero3_nvme", "--output_dir", run, "--data_dir", data]
-    variables = {
-        **SEEN,
-        "PYTHONPATH": str(folder / "packages"),
-        "HF_HOME": str(folder / "hf"),
-        "TORCH_EXTENSIONS_DIR": str(home / "built"),
-        "NCCL_P2P_DISABLE": "1",
-    }
+    variables = {**SEEN, "PYTHONPATH": str(folder / "packages"), "HF_HOME": str(folder / "hf")}
+    variables |= {"TORCH_EXTENSIONS_DIR": str(home / "built"), "NCCL_P2P_DISABLE": "1"}
     with LocalHub() as hub:
         hub.gated.add("someone/gated")
         variables |= {**hub.environment, "HF_TOKEN": "", "NCCL_SOCKET_IFNAME": "ib9"}
@@ -317,11 +300,8 @@ def test_the_table_for_people_ends_in_one_summary_line_and_a_misspelt_option_is_
     assert finished.code == 0, finished.output
     assert before_last == "" and last.startswith("nothing will break; ")
     findings = [Finding("a", COSTS, "slow", "mend it"), Finding("b", BREAKS, "gone", where="rank 1")]
-    assert as_lines(findings).splitlines() == [
-        "costs you   a  slow",
-        "               -> mend it",
-        "will break  b  gone (rank 1)",
-    ]
+    shown = ["costs you   a  slow", "               -> mend it", "will break  b  gone (rank 1)"]
+    assert as_lines(findings).splitlines() == shown
     assert summary_line(summary(findings, 0.25)) == "1 will break a run here; 1 cost you; 0 fine (0.2 s)"
 
 
@@ -395,7 +375,6 @@ def test_the_own_name_is_judged_as_ranks_judge_it(monkeypatch):
     own = ("127.0.1.1", "node", BREAKS), (None, "node", BREAKS), ("10.0.0.7", None, FINE)
     for address, name, verdict in own:
         monkeypatch.setattr(host, "own_address", lambda address=address: address)
-        monkeypatch.setattr(reach, "own_address", lambda address=address: address)
         assert host.loopback_name() == name
         names = [only("host name", reach.check_names(launch)).verdict for launch in (several, alone)]
         assert names == [verdict, FINE]
@@ -417,14 +396,11 @@ V1 = {"memory.limit_in_bytes": "8000000000", "memory.usage_in_bytes": "500000000
 V1["memory.stat"] = "inactive_file 0\ntotal_inactive_file 1000000000"
 
 
-@pytest.mark.parametrize(
-    "line, group, files, cpu",
-    [
-        ("0::/jobs/mine", "", V2, {"cpu.max": "150000 100000"}),
-        ("4:memory:/jobs/mine", "memory", V1, {}),
-        ("0::/elsewhere/on/the/host", "", V2, {}),
-    ],
-)
+GROUPS = [("0::/jobs/mine", "", V2, {"cpu.max": "150000 100000"}), ("0::/elsewhere/on/the/host", "", V2, {})]
+GROUPS += [("4:memory:/jobs/mine", "memory", V1, {})]
+
+
+@pytest.mark.parametrize("line, group, files, cpu", GROUPS)
 def test_limits_of_a_container_are_those_of_its_groups(monkeypatch, tmp_path, line, group, files, cpu):
     """SLURM limits a group below the root, a container shows its own group as the root; both versions of groups."""
     folder = tmp_path / group / ("" if "elsewhere" in line else "jobs")
@@ -449,7 +425,7 @@ def test_memory_that_others_hold_is_not_free(monkeypatch):
     need = memory_need(Setup(recipe, ds_config))
     launch = Launch(gpus.Gpus(), 1, 1, Path("runs"), Path("data"), recipe, ds_config, need=need)
     for free, verdict in ((2 * need.on_processor, FINE), (need.on_processor / 2, COSTS)):
-        monkeypatch.setattr(machine, "free_memory_bytes", lambda free=free: free)
+        monkeypatch.setattr(host, "free_memory_bytes", lambda free=free: free)
         assert only("host memory", machine.check_machine(launch)).verdict == verdict
 
 
@@ -470,14 +446,11 @@ def test_a_local_store_is_not_asked_through_a_proxy(monkeypatch):
 def test_gpus_on_a_socket_that_this_process_may_not_use(monkeypatch, tmp_path):
     """Copies would cross the sockets; a GPU beside our cores is none of the matter."""
     (tmp_path / "0000:07:00.0").mkdir()
-    (tmp_path / "0000:07:00.0" / "numa_node").write_text("1")
-    (tmp_path / "node1").mkdir()
-    monkeypatch.setattr(machine, "NODES", tmp_path)
     monkeypatch.setattr(machine, "PCI_DEVICES", tmp_path)
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: {0, 1})
     launch = on_gpus(1, 1, **{"pci.bus_id": "00000000:07:00.0"})
     for cores, verdict in (("8-15", COSTS), ("0-7", None)):
-        (tmp_path / "node1" / "cpulist").write_text(cores)
+        (tmp_path / "0000:07:00.0" / "local_cpulist").write_text(cores)
         finding = only("NUMA", machine.check_machine(launch))
         assert (finding and finding.verdict) == verdict
 
@@ -530,10 +503,10 @@ def test_an_answer_that_does_not_come_is_not_waited_for(monkeypatch):
         reach.ask_all({("data", "fault of ours"): lambda: 1 / 0})()
 
 
-@pytest.mark.parametrize(
-    "status, has_token, words",
-    [(403, True, "closed to the account of your token (403)"), (503, False, "the hub answers 503")],
-)
+ANSWERS = [(403, True, "closed to the account of your token (403)"), (503, False, "the hub answers 503")]
+
+
+@pytest.mark.parametrize("status, has_token, words", ANSWERS)
 def test_what_the_hub_answers_is_said_in_words(monkeypatch, tmp_path, status, has_token, words):
     """A token without rights, a hub that is down: each has its own remedy."""
     with LocalHub() as hub:
@@ -551,11 +524,8 @@ def test_folders_of_one_repository_are_one_question():
     """Seven sources of a mixture lie in one repository of the hub."""
     recipe, ds_config = load_recipe_and_ds_config("30b")
     launch = Launch(gpus.Gpus(), 1, 1, Path("runs"), Path("nowhere"), recipe, ds_config)
-    assert list(reach.questions_of(launch)) == [
-        ("data", "prepared data"),
-        ("data", "MBZUAI-LLM/SlimPajama-627B-DC"),
-        ("tokenizer", "gpt2"),
-    ]
+    asked = [("data", "prepared data"), ("data", "MBZUAI-LLM/SlimPajama-627B-DC"), ("tokenizer", "gpt2")]
+    assert list(reach.questions_of(launch)) == asked
 
 
 def test_only_the_gpus_that_a_process_sees_count(monkeypatch, tmp_path):
@@ -662,11 +632,8 @@ def test_what_an_upload_needs_is_tried(tmp_path):
 
 def test_packages_are_asked_for_by_the_key_that_needs_them():
     """Each need names its key; a recipe that asks for nothing has none."""
-    settings = [
-        "training.report_to=trackio",
-        "training.optim=lion_32bit",
-        "checkpoints.upload=s3://bucket/runs",
-    ]
+    settings = ["training.report_to=trackio", "training.optim=lion_32bit"]
+    settings += ["checkpoints.upload=s3://bucket/runs"]
     recipe, ds_config = load_recipe_and_ds_config("124m", settings, "zero1")
     launch = Launch(gpus.Gpus(), 1, 1, Path("runs"), Path("data"), recipe, ds_config)
     modules = {needed.module for needed in needs_of(launch)}

@@ -142,11 +142,8 @@ def test_what_differs_between_ranks_is_named_once_with_its_ranks():
     own = [{**alike, "variable NCCL_SOCKET_IFNAME": f"eth{rank // 2}"} for rank in range(6)]
     assert [each.verdict for each in compare_ranks(call, own)] == [FINE]
     odd = [dict(each) for each in own]
-    odd[3] |= {
-        "version of torch": "2.12.0",
-        "variable NCCL_SOCKET_IFNAME": "eth9",
-        "variable NCCL_ALGO": "Ring",
-    }
+    odd[3] |= {"version of torch": "2.12.0", "variable NCCL_ALGO": "Ring"}
+    odd[3] |= {"variable NCCL_SOCKET_IFNAME": "eth9"}
     odd[5]["GPU"] = "A100"
     found = {each.message.partition(" is ")[0]: each for each in compare_ranks(call, odd)}
     assert set(found) == {"version of torch", "variable NCCL_SOCKET_IFNAME", "variable NCCL_ALGO", "GPU"}
@@ -225,20 +222,15 @@ def test_a_line_that_is_not_the_same_on_every_node_names_its_nodes():
         for node, host in enumerate(hosts)
     ]
     found[2][2] = Finding("cores", COSTS, "2", "more")
-    found[1] += [
-        Finding("disk", BREAKS, "full", "free some", "/data"),
-        Finding("disk", BREAKS, "full", "", "/fast"),
-    ]
+    found[1] += [Finding("disk", BREAKS, "full", "", place) for place in ("/data", "/fast")]
     lines = [(each.check, each.verdict, each.where) for each in of_all_nodes(hosts, found)]
-    assert lines == [
-        ("memory", FINE, "node0"),
-        ("host name", FINE, "node0"),
-        ("cores", FINE, "node0, node1"),
+    expected = [("memory", FINE, "node0"), ("host name", FINE, "node0"), ("cores", FINE, "node0, node1")]
+    expected += [
         ("network", COSTS, ""),
         ("disk", BREAKS, "/data on node1"),
         ("disk", BREAKS, "/fast on node1"),
-        ("cores", COSTS, "node2"),
     ]
+    assert lines == [*expected, ("cores", COSTS, "node2")]
     many = [[Finding("clock", COSTS, f"{node} s ahead")] for node in range(9)]
     (line,) = of_all_nodes([f"n{node}" for node in range(9)], many)
     assert line.where == "n0, n1, n2, n3 and 5 more"

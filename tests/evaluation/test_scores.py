@@ -12,6 +12,7 @@ from pretraining.errors import UserError
 from pretraining.evaluation import validation as evaluators
 from pretraining.evaluation.scores import (
     Harness,
+    HarnessModel,
     HellaSwag,
     Pair,
     Passes,
@@ -25,6 +26,7 @@ from pretraining.recipe import load_recipe
 from tests.gear.runs import REPOSITORY, SMALL_RECIPE
 from tests.gear.scored_tasks import hellaswag_items, write_hellaswag_task, write_items, write_tasks
 
+NOT_INSTALLED = "lm-eval is not installed (requirements-eval.txt)"
 PASSES = Passes(SMALL_RECIPE["model"]["n_positions"], batch_size=3)
 
 
@@ -49,9 +51,7 @@ def items(tmp_path_factory):
 
 def found_by_lm_eval(model, tokenizer, folder, samples=False) -> dict:
     """What lm-eval's evaluator and its own model class say of the tasks in a folder."""
-    evaluator = pytest.importorskip(
-        "lm_eval.evaluator", reason="lm-eval is not installed (requirements-eval.txt)"
-    )
+    evaluator = pytest.importorskip("lm_eval.evaluator", reason=NOT_INSTALLED)
     from lm_eval.models.huggingface import HFLM
 
     asked = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=2, max_length=PASSES.max_length)
@@ -65,19 +65,14 @@ def test_hellaswag_is_scored_as_lm_eval_does_item_by_item(model, tokenizer, item
     ours = HellaSwag(read_items(str(items)), tokenizer, PASSES)
     scores = iter(score(model, ours.pairs, PASSES))
     for item, answer, sample in zip(ours.items, ours.answers(model), samples, strict=True):
-        assert (answer.plain == item.right, answer.normalised == item.right) == (
-            bool(sample["acc"]),
-            bool(sample["acc_norm"]),
-        )
+        theirs_of = bool(sample["acc"]), bool(sample["acc_norm"])
+        assert (answer.plain == item.right, answer.normalised == item.right) == theirs_of
         for response in sample["filtered_resps"]:
             assert next(scores).log_probability == pytest.approx(float(response[0]), abs=1e-4)
     found = ours.measure(model)
-    assert found == {
-        f"hellaswag/{key}": theirs["results"]["hellaswag"][f"{key},none"] for key in ("acc", "acc_norm")
-    }
-    assert 0 < found["hellaswag/acc"] < 1 and any(
-        each.plain != each.normalised for each in ours.answers(model)
-    )
+    assert found == scores_of({"hellaswag": theirs["results"]["hellaswag"]})
+    assert 0 < found["hellaswag/acc"] < 1
+    assert any(each.plain != each.normalised for each in ours.answers(model))
 
 
 def test_tasks_are_scored_as_lm_eval_does(model, tokenizer, items, tmp_path):
@@ -95,17 +90,13 @@ def test_tasks_are_scored_as_lm_eval_does(model, tokenizer, items, tmp_path):
 
 def test_continuations_are_those_of_lm_eval(model, tokenizer, items, tmp_path):
     """Text by text, cut at the stop string."""
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed (requirements-eval.txt)")
+    pytest.importorskip("lm_eval", reason=NOT_INSTALLED)
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    from pretraining.evaluation.scores import HarnessModel
-
     arguments = {"until": ["a", "\n"], "max_gen_toks": 12}
-    asked = [
-        Instance("generate_until", {}, (f"def {word}", arguments), number)
-        for number, word in enumerate(("run", "x", "f(self"))
-    ]
+    texts = enumerate(("def run", "def x", "def f(self"))
+    asked = [Instance("generate_until", {}, (text, arguments), number) for number, text in texts]
     theirs = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, max_length=PASSES.max_length)
     ours = HarnessModel(model, tokenizer, PASSES)
     texts = ours.generate_until(asked)
@@ -155,12 +146,11 @@ def test_a_metric_that_no_validation_has_is_told(workshop, model, tokenizer, ite
         evaluator(workshop, tokenizer, items, metric="hellaswag/acc_nrm").measure(model, 4, lambda: False)
 
 
-@pytest.mark.parametrize(
-    "what", ["fingerprint of the data", "validation blocks", "evaluation.hellaswag, endings"]
-)
-def test_ranks_that_read_other_items_are_told_before_there_is_a_model(
-    workshop, tokenizer, items, what, monkeypatch
-):
+COUNTED = ["fingerprint of the data", "validation blocks", "evaluation.hellaswag, endings"]
+
+
+@pytest.mark.parametrize("what", COUNTED)
+def test_ranks_that_read_other_items_are_told_at_once(workshop, tokenizer, items, what, monkeypatch):
     """Else some would wait for passes that others do not make, at the first validation."""
 
     def gathered(mine):
@@ -174,20 +164,15 @@ def test_ranks_that_read_other_items_are_told_before_there_is_a_model(
 
 def test_what_lm_eval_calls_its_scores():
     """A filter of its own stays in the name; errors of estimates and names do not count as scores."""
-    results = {
-        "gsm8k": {"alias": "gsm8k", "exact_match,strict-match": 0.5, "exact_match_stderr,strict-match": "N/A"}
-    }
-    results["arc"] = {"acc,none": 1, "acc_stderr,none": 0.1, "sample_len": 3}
+    gsm8k = {"alias": "gsm8k", "exact_match,strict-match": 0.5, "exact_match_stderr,strict-match": "N/A"}
+    results = {"gsm8k": gsm8k, "arc": {"acc,none": 1, "acc_stderr,none": 0.1, "sample_len": 3}}
     assert scores_of(results) == {"gsm8k/exact_match.strict-match": 0.5, "arc/acc": 1.0}
 
 
 BROKEN = {
     "no JSON": ("{", "line 1|cannot be read"),
     "a field missing": (json.dumps({**hellaswag_items(1)[0], "endings": []}), "line 1: has no endings"),
-    "a label that names no ending": (
-        json.dumps({**hellaswag_items(1)[0], "label": "4"}),
-        "has the label '4'",
-    ),
+    "no such label": (json.dumps({**hellaswag_items(1)[0], "label": "4"}), "has the label '4'"),
     "nothing": ("", "holds no items"),
 }
 
@@ -232,7 +217,7 @@ def test_a_missing_lm_eval_costs_one_sentence(monkeypatch):
 
 @pytest.mark.parametrize("text, said", [("task: [", "cannot be loaded"), (None, "knows no task")])
 def test_a_task_that_cannot_be_loaded_is_told(tmp_path, text, said):
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed (requirements-eval.txt)")
+    pytest.importorskip("lm_eval", reason=NOT_INSTALLED)
     path = tmp_path / "task.yaml"
     if text is not None:
         path.write_text(text)

@@ -87,9 +87,8 @@ def test_every_source_is_measured_and_they_add_up(entry):
         assert measured[f"{name}_loss"] == pytest.approx(found / num_blocks / LENGTH, abs=1e-5)
         bits = found / math.log(2) / split.bytes_before(num_blocks * LENGTH + 1)
         assert measured[f"{name}_bits_per_byte"] == pytest.approx(bits, rel=1e-5)
-        assert measured[f"{name}_perplexity"] == pytest.approx(
-            math.exp(found / num_blocks / LENGTH), rel=1e-5
-        )
+        perplexity = math.exp(found / num_blocks / LENGTH)
+        assert measured[f"{name}_perplexity"] == pytest.approx(perplexity, rel=1e-5)
         nats, tokens = nats + found, tokens + num_blocks * LENGTH
     assert measured["loss"] == pytest.approx(nats / tokens, abs=1e-5)
     assert len({round(measured[f"{name}_loss"], 3) for name in splits}) == 3
@@ -98,9 +97,8 @@ def test_every_source_is_measured_and_they_add_up(entry):
 def test_one_set_is_measured_as_one_split_and_by_its_name_if_it_has_one(entry):
     """The three of the whole split, whatever its form; a source of data.validation has them by its name too."""
     split = by_source(entry)["web"]
-    one, named = (
-        Validation(given, recipe_of()).measure(Bigrams()) for given in (split, sets_of({"web": split}))
-    )
+    forms = split, sets_of({"web": split})
+    one, named = (Validation(given, recipe_of()).measure(Bigrams()) for given in forms)
     assert set(one) == {"loss", "perplexity", "bits_per_byte"}
     assert named == one | {f"web_{name}": value for name, value in one.items()}
     assert isinstance(Validation(split, recipe_of()).dataset, PackedDataset)
@@ -144,9 +142,8 @@ def test_the_mixture_is_measured_in_its_own_proportions(entry):
     validation = Validation(sets_of(splits, ("1/2", "3/10", "1/5")), recipe_of())
     measured = validation.measure(model)
     assert list(measured) == validation.names
-    expected = sum(
-        share * measured[f"{name}_loss"] for name, share in zip(splits, (0.5, 0.3, 0.2), strict=True)
-    )
+    shares = zip(splits, (0.5, 0.3, 0.2), strict=True)
+    expected = sum(share * measured[f"{name}_loss"] for name, share in shares)
     assert measured["mixture_loss"] == pytest.approx(expected) != measured["loss"]
     # every token of these documents stands for three bytes
     assert measured["mixture_bits_per_byte"] == pytest.approx(expected / math.log(2) / 3, rel=0.02)

@@ -54,8 +54,8 @@ def sick(rank: int, folder: Path) -> None:
     sys.path.insert(0, str(other))
     os.environ["NCCL_ALGO"] = "Ring"
     shared.time = SimpleNamespace(**{**vars(time), "time": lambda: time.time() + 90})
-    absolute = cluster.ProbedFolder
-    cluster.ProbedFolder = lambda run, *more: absolute(run / "elsewhere", *more)
+    absolute = shared.ProbedFolder
+    shared.ProbedFolder = lambda run, *more: absolute(run / "elsewhere", *more)
     whole = rates.round_of_products
 
     def slow_products(products: rates.Products, on_gpu: bool) -> tuple[int, Callable[[], None]]:

@@ -104,6 +104,18 @@ class Synchronisation:
         return f"{self.file}:{self.function}"
 
 
+@dataclass(frozen=True)
+class Collective:
+    """One operation of this rank with the others of a group."""
+
+    name: str
+    backend: str
+    """nccl or gloo."""
+    group_size: int
+    bytes: int
+    """Bytes that go in or that come out on this rank, whichever is more."""
+
+
 class Watch:
     """Sees what the device does; here, does nothing about it."""
 
@@ -130,7 +142,7 @@ class WatchedGpu(fake_ranks.Network):
     def __init__(self, world_size: int, busy: bool = False, watch: Watch | None = None):
         self.world_size, self.busy, self.watch = world_size, busy, watch or Watch()
         self.synchronisations: list[Synchronisation] = []
-        self.collectives: list[fake_ranks.Collective] = []
+        self.collectives: list[Collective] = []
         self.made: list[WatchedStream] = []
         """Every stream; the first is the default stream."""
         self.streams = [WatchedStream(self)]
@@ -182,21 +194,20 @@ class WatchedGpu(fake_ranks.Network):
             join(self.host, stream.clock)
         join(self.host, self.current_stream.clock if clock is None else clock)
 
-    def hears(
-        self, collective: fake_ranks.Collective, group: dist.ProcessGroup, sides: list[list[torch.Tensor]]
-    ) -> FakeWork:
+    def hears(self, name: str, group: dist.ProcessGroup, sides: list[list[torch.Tensor]]) -> FakeWork:
         """Record a collective, and the wait of the host if there is one; return what waits for its end."""
-        self.collectives.append(collective)
-        if collective.backend != "nccl":
+        moved = max((sum(tensor.nbytes for tensor in side) for side in sides), default=0)
+        self.collectives.append(Collective(name, group.name(), group.size(), moved))
+        if group.name() != "nccl":
             return FakeWork()
         # NCCL sends objects as tensors of the device: the host waits for them, as for a barrier.
-        if collective.dtype is None:
+        if not any(sides):
             self.waits("barrier")
         stream = self.communicators.setdefault(group, WatchedStream(self))
         stream.wait_stream(self.current_stream)
         with self.on_stream(stream):
             self.launch()
-            self.watch.collective(collective.name, sides)
+            self.watch.collective(name, sides)
         return _Work(self, dict(stream.clock))
 
 

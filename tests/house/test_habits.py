@@ -92,9 +92,8 @@ def test_a_bug_is_reported_with_what_the_doctor_says():
     path = REPOSITORY / ".github" / "ISSUE_TEMPLATE" / "bug.yml"
     form = yaml.safe_load(path.read_text(encoding="utf-8"))
     fields = {field["id"]: field for field in form["body"]}
-    assert (
-        "python -m pretraining.doctor --recipe RECIPE --json" in fields["doctor"]["attributes"]["description"]
-    )
+    asked = "python -m pretraining.doctor --recipe RECIPE --json"
+    assert asked in fields["doctor"]["attributes"]["description"]
     assert fields["doctor"]["validations"]["required"]
     helped = execute(["python", "-m", "pretraining.doctor", "--help"])
     assert "--json" in helped.stdout and "--recipe" in helped.stdout
@@ -110,9 +109,8 @@ def test_pages_name_files_that_there_are(page):
     links = [link.partition("#") for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
     words = [word for code in re.findall(r"`([^`\n]+)`", text) for word in code.split()]
     rooms = ("pretraining/", "tests/", "recipes/", "benchmarks/", "ds_configs/", "requirements")
-    paths = [
-        word.rstrip(",").partition("::")[0] for word in words if word.startswith(rooms) and "*" not in word
-    ]
+    named = [word for word in words if word.startswith(rooms) and "*" not in word]
+    paths = [word.rstrip(",").partition("::")[0] for word in named]
     missing = [path for path in paths if not (REPOSITORY / path).exists()]
     missing += re.findall(r"@[A-Z]+@", text)
     for place, _, heading in links:
@@ -152,10 +150,7 @@ def _is_typed(function: ast.FunctionDef, is_method: bool) -> bool:
 
 def test_every_public_function_says_what_it_takes_and_returns():
     """The type checker sees what functions say of themselves."""
-    modules = [
-        *(REPOSITORY / "pretraining").rglob("*.py"),
-        *(Path(REPOSITORY, n) for n in ("train.py", "data_prep.py")),
-    ]
+    modules = [*(REPOSITORY / "pretraining").rglob("*.py"), *REPOSITORY.glob("*.py")]
     untyped = [
         f"{path.relative_to(REPOSITORY)}:{function.lineno}: {function.name}"
         for path in sorted(modules)

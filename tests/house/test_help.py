@@ -7,10 +7,11 @@ from itertools import pairwise
 import pytest
 
 import data_prep
-from pretraining import meeting_point, postmortem
+from pretraining import meeting_point, postmortem, sweep
 from pretraining.checkpoints import __main__ as checkpoints
 from pretraining.command_line import parse_train_arguments
 from pretraining.data import __main__ as data
+from pretraining.doctor import __main__ as doctor
 from pretraining.evaluation import __main__ as evaluation
 from pretraining.pipeline import __main__ as pipeline
 from pretraining.planning import __main__ as planning
@@ -32,6 +33,8 @@ COMMANDS = {
     "meeting_point": (meeting_point.main, ()),
     "postmortem": (postmortem.main, ()),
     "pipeline": (pipeline.main, ()),
+    "doctor": (doctor.main, ()),
+    "sweep": (sweep.main, ()),
 }
 HELPS = [(name, verb) for name, (_, verbs) in COMMANDS.items() for verb in ("", *verbs)]
 RECIPES = {name: load_recipe(name) for name in [*recipe_names(), "features/frozen-layers"]}
@@ -57,7 +60,8 @@ def help_of(capsys):
 
 def examples_in(text: str) -> list[list[str]]:
     """The words of every command line after `examples:`; of two columns the first."""
-    lines = [line.strip() for line in text.partition("examples:")[2].splitlines()]
+    text = text.partition("examples:")[2].replace("\\\n", " ")  # a line that goes on in the next
+    lines = [line.strip() for line in text.splitlines()]
     return [shlex.split(re.split(r"\s{2,}", line)[0]) for line in lines if re.match(STARTS, line)]
 
 

@@ -13,7 +13,7 @@ from pretraining.command_line import parse_train_arguments
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.runtime.run_folder import RunFolder
 from tests.conftest import num_gpus
-from tests.gear.runs import BIN, REPOSITORY, Finished, Workshop, execute
+from tests.gear.runs import REPOSITORY, Finished, Workshop, execute
 from tests.gear.scored_tasks import write_items, write_tasks
 from tests.training.test_batch_ramp import RAMPED
 
@@ -57,6 +57,10 @@ def succeeded(finished: Finished, said: str) -> None:
     assert said in finished.stdout
 
 
+def items_of(workshop: Workshop) -> Path:
+    return write_items(workshop.folder / "items.jsonl")
+
+
 # What a command names -> what a test gives it; what is written goes elsewhere.
 PLACES: dict[str, Callable[[Workshop], object]] = {
     "runs/tiny": lambda workshop: workshop.run("zero2", by="deepspeed").folder,
@@ -65,10 +69,8 @@ PLACES: dict[str, Callable[[Workshop], object]] = {
     "runs/qk-norm": lambda workshop: workshop.run("zero3", settings=RAMPED).folder,
     "data/python-stdlib": lambda workshop: workshop.data / "corpus",
     "tiny": lambda workshop: workshop.recipe,
-    "Rowan/hellaswag": lambda workshop: write_items(workshop.folder / "items.jsonl"),
-    "arc_easy,piqa": lambda workshop: write_tasks(
-        workshop.folder / "tasks", write_items(workshop.folder / "items.jsonl")
-    ),
+    "Rowan/hellaswag": items_of,
+    "arc_easy,piqa": lambda workshop: write_tasks(workshop.folder / "tasks", items_of(workshop)),
     "out/megatron": lambda workshop: workshop.folder / "megatron",
     "both.html": lambda workshop: workshop.folder / "both.html",
     "both.csv": lambda workshop: workshop.folder / "both.csv",
@@ -135,9 +137,8 @@ def run_prepare(workshop: Workshop, words: list[str]) -> None:
         return succeeded(execute(["python", "data_prep.py", *small]), said)
     finished = execute([*words, "--data_dir", workshop.folder / "hub"])
     assert finished.code == 2 and finished.stderr.count("\n") == 1, finished.output
-    assert finished.stderr.startswith("error: ") and re.search(
-        "cannot be re|can be reached", finished.stderr
-    ), finished.output
+    said = r"error: (.*)(cannot be re|can be reached)"
+    assert re.match(said, finished.stderr), finished.output
 
 
 def parse_rehearsal(workshop: Workshop, words: list[str]) -> None:
@@ -172,16 +173,14 @@ def run_doctor(workshop: Workshop, words: list[str]) -> None:
     finished = execute(words)
     if finished.code == 0:
         return succeeded(finished, "nothing will break")
-    assert "1 will break" in finished.stdout and "run: python data_prep.py" in finished.stdout, (
-        finished.output
-    )
+    said = r"(.|\n)*run: python data_prep\.py(.|\n)*1 will break"
+    assert re.match(said, finished.stdout), finished.output
 
 
 def run_doctor_together(workshop: Workshop, words: list[str]) -> None:
     """`deepspeed --module pretraining.doctor`: of two ranks with the small recipe."""
-    assert (
-        words[2:4] == ["--module", "pretraining.doctor"] and workshop.examined()["summary"]["will_break"] == 0
-    )
+    assert words[2:4] == ["--module", "pretraining.doctor"]
+    assert workshop.examined()["summary"]["will_break"] == 0
 
 
 def run_make(workshop: Workshop, words: list[str]) -> None:
@@ -190,12 +189,10 @@ def run_make(workshop: Workshop, words: list[str]) -> None:
     assert shown.code == 0, shown.output
     recipe = [line for line in shown.stdout.splitlines() if line and not MAKE_SETUP.search(line)]
     if words[1] == "test":
-        lint, rest = (
-            ["ruff check .", "ruff format --check .", "mypy"],
-            "python -m pytest -n 3 --dist loadfile",
-        )
-        on_gpu = ["python -m pytest -m gpu"] if num_gpus() else []
-        assert recipe[-4 - len(on_gpu) :] == [*lint, *on_gpu, f"{rest} --no-loadscope-reorder"]
+        wanted = ["ruff check .", "ruff format --check .", "mypy"]
+        wanted += ["python -m pytest -m gpu"] if num_gpus() else []
+        wanted += ["python -m pytest -n 3 --dist loadfile --no-loadscope-reorder"]
+        assert recipe[-len(wanted) :] == wanted
         return
     assert [line.split()[0] for line in recipe] == ["python", "deepspeed", "python"]
     for line in recipe:
@@ -224,9 +221,8 @@ def run_flow(workshop: Workshop, words: list[str]) -> None:
     """`pyflyte run FILE WORKFLOW`: flytekit reads it and knows every option; test_flows.py runs it for real."""
     pytest.importorskip("flytekit", reason="flytekit is not installed (requirements-flows.txt)")
     place = words.index("flows/pretrain.py")
-    shown = execute(
-        ["python", "-m", "flytekit.clis.sdk_in_container.pyflyte", "run", *words[place : place + 2], "--help"]
-    )
+    pyflyte = ["python", "-m", "flytekit.clis.sdk_in_container.pyflyte", "run"]
+    shown = execute([*pyflyte, *words[place : place + 2], "--help"])
     options = {word for word in words[place + 2 :] if word.startswith("--")}
     assert shown.code == 0 and all(option in shown.stdout for option in options), shown.output
 
@@ -343,31 +339,6 @@ def test_every_page_is_linked():
             next_ones += [(page.parent / target).resolve() for target in targets if "://" not in target]
     pages = {REPOSITORY / name for name in ("SECURITY.md", "benchmarks/README.md")} | set(PAGES)
     assert reached >= pages, sorted(map(str, pages - reached))
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "train.py",
-        "data_prep.py",
-        "-m pretraining.evaluation",
-        "-m pretraining.data",
-        "-m pretraining.planning",
-        "-m pretraining.supervise",
-        "-m pretraining.meeting_point",
-        "-m pretraining.postmortem",
-        "-m pretraining.sweep",
-        "-m pretraining.checkpoints",
-        "-m pretraining.reporting",
-        "-m pretraining.doctor",
-        "-m pretraining.pipeline",
-    ],
-)
-def test_every_command_has_help_with_an_example(command):
-    """--help answers without any of the heavy libraries being asked."""
-    finished = execute(["python", *command.split(), "--help"])
-    succeeded(finished, "examples:")
-    assert (BIN / "python").exists()
 
 
 def test_the_file_tree_is_that_of_the_repository():

@@ -26,14 +26,10 @@ from tests.gear.runs import REPOSITORY, SMALL_RECIPE
 SECRET = "wJalrXUtnFEMIK7MDENG"
 WITH_PASSWORD, BY_USER_ALONE = f"s3://AKIDEXAMPLE:{SECRET}@bucket/x", f"https://{SECRET}@host/x"
 BY_SIGNATURE = f"https://host/x?st=2026-01-01&se=2026-02-01&sp=r&sig={SECRET}"
-CREDENTIAL = "holds a credential"
+CREDENTIAL, OWN = "holds a credential", {"name": "own", "path": BY_SIGNATURE}
 WAYS = {
     "path of a source": ({"data.sources": [{"path": WITH_PASSWORD}]}, [], CREDENTIAL),
-    "path of a source of validation": (
-        {"data.validation": {"sources": [{"name": "own", "path": BY_SIGNATURE}]}},
-        [],
-        CREDENTIAL,
-    ),
+    "path of a source of validation": ({"data.validation": {"sources": [OWN]}}, [], CREDENTIAL),
     "folder of decontamination": ({"data.decontaminate": {"folder": WITH_PASSWORD}}, [], CREDENTIAL),
     "tokenizer": ({"data.tokenizer": f"hf_{SECRET}@name"}, [], CREDENTIAL),
     "initial weights": ({"model.initial_weights": BY_USER_ALONE}, [], CREDENTIAL),
@@ -134,23 +130,19 @@ def test_addresses_without_a_secret_are_taken_and_shown_whole(address):
     assert masked(address) == address
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "s3://KEY:SEC/RET@bucket",
-        "https://ghtoken@github.com/me/data",
-        "https://host/x?X-Amz-Signature=abc",
-        "https://host/x?a=1&key=abc",
-        "hf_" + "a1B2c3D4" * 4,
-        "ghp_" + "a1B2c3D4" * 4,
-        "AKIA" + "ABCD1234" * 2,
-        "sk-proj-" + "a1B2c3D4" * 4,
-    ],
-)
+SHAPES = [
+    "s3://KEY:SEC/RET@bucket",
+    "https://ghtoken@github.com/me/data",
+    "https://host/x?X-Amz-Signature=abc",
+]
+SHAPES += ["https://host/x?a=1&key=abc", "AKIA" + "ABCD1234" * 2]
+SHAPES += [f"{kind}{'a1B2c3D4' * 4}" for kind in ("hf_", "ghp_", "sk-proj-")]
+
+
+@pytest.mark.parametrize("text", SHAPES)
 def test_a_secret_of_a_known_shape_is_refused_at_any_depth(text):
-    with pytest.raises(
-        UserError, match=r"^r.json: data.sources.0.path: .*\*\*\*.* holds a credential"
-    ) as refused:
+    said = r"^r.json: data.sources.0.path: .*\*\*\*.* holds a credential"
+    with pytest.raises(UserError, match=said) as refused:
         refuse_credentials({"data": {"sources": [{"path": text}]}}, "r.json")
     assert text not in str(refused.value)
 

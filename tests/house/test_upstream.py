@@ -25,10 +25,7 @@ from tests.gear.runs import REPOSITORY, execute
 
 UPSTREAM = REPOSITORY / "pretraining" / "upstream"
 INSIDE = sorted(UPSTREAM.glob("*.py"))
-OUTSIDE = sorted(
-    {*(REPOSITORY / "pretraining").rglob("*.py"), REPOSITORY / "train.py", REPOSITORY / "data_prep.py"}
-    - {*INSIDE}
-)
+OUTSIDE = sorted({*(REPOSITORY / "pretraining").rglob("*.py"), *REPOSITORY.glob("*.py")} - {*INSIDE})
 OF_PYTHON = {"_exit", "_asdict", "_replace", "_fields", "_getframe"}
 """Names that begin with an underscore and are documented."""
 
@@ -198,12 +195,8 @@ def _defined(tree: ast.AST) -> set[str]:
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
-        elif (
-            isinstance(node, ast.Attribute)
-            and isinstance(node.ctx, ast.Store)
-            and ast.unparse(node.value) in ("self", "cls")
-        ):
-            names.add(node.attr)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names |= {node.attr} if ast.unparse(node.value) in ("self", "cls") else set()
     return names
 
 
@@ -264,7 +257,6 @@ def _overriding(file: Path) -> frozenset[str]:
         if inspect.isclass(each) and each.__module__ == module.__name__:
             bases = [base for base in each.__mro__[1:] if not base.__module__.startswith("pretraining")]
             mine = {name for name in vars(each) if _is_private(name)}
-            names |= {
-                name for name in mine if any(name in vars(base) for base in bases if base is not object)
-            }
+            theirs = set().union(*(vars(base) for base in bases if base is not object))
+            names |= mine & theirs
     return frozenset(names)

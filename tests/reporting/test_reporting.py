@@ -70,16 +70,9 @@ def made_run(folder, losses, finished=False, events=(), budget=None, **more) -> 
 
 def write_rows(run: RunFolder, losses, began: float, more=lambda k: {}, seconds_a_row: float = 0.1) -> None:
     """Logged losses at these times."""
-    rows = [
-        {
-            "step": k,
-            "time": began + k * seconds_a_row,
-            "train/loss": loss,
-            "train/tokens": 1000 * k,
-            **more(k),
-        }
-        for k, loss in enumerate(losses, 1)
-    ]
+    rows = [{"step": k, "train/loss": loss, "train/tokens": 1000 * k} for k, loss in enumerate(losses, 1)]
+    for k, row in enumerate(rows, 1):
+        row |= {"time": began + k * seconds_a_row, **more(k)}
     run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -163,8 +156,8 @@ def test_marks_stand_where_the_events_happened(tmp_path):
     events = [
         {"event": "resume", "checkpoint": "checkpoint-120"},
         {"event": "rollback", "step": 300, "to": 280},
-        {"event": "brand_new_kind", "step": 310, "level": "warn"},
     ]
+    events += [{"event": "brand_new_kind", "step": 310, "level": "warn"}]
     run = made_run(tmp_path / "run", losses, events=events)
     (run.checkpoint(380)).mkdir()
     write_json(run.checkpoint(380) / "committed.json", {})
@@ -185,14 +178,8 @@ def test_a_run_has_come_as_far_as_its_newest_row_or_event(tmp_path, capsys):
     kept = read_rows(run.metrics)
     run.metrics.write_text("".join(json.dumps(kept[step - 1]) + "\n" for step in (1, 10, 20)))
     run.events.write_text("")
-    kinds = (
-        {"event": "start"},
-        {"event": "stopped", "step": 25},
-        {"event": "warning"},
-        {"event": "upload_failed"},
-    )
-    for moment, event in zip(moments, kinds, strict=True):
-        append_row(run.events, {"time": moment, **event})
+    for moment, kind in zip(moments, ("start", "stopped", "warning", "upload_failed"), strict=True):
+        append_row(run.events, {"time": moment, "event": kind, **({"step": 25} if kind == "stopped" else {})})
     payload = payload_of(run)
     assert payload["at_step"] == 25 and payload["budget_share"] == pytest.approx(0.25)
     assert (payload["last_place"]["step"], payload["last_place"]["tokens"]) == (25, 25_000)
@@ -266,14 +253,16 @@ CURVES = {
     "plateau": (np.concatenate([noisy_law(300), np.full(700, 6.0)]), "plateau"),
     "diverging": (np.concatenate([noisy_law(300), np.linspace(7, 12, 300)]), "rising"),
     "broken": (np.concatenate([noisy_law(100), [math.nan] * 5]), "not a number"),
+    "too few rows": (noisy_law(4), "Too few rows are logged"),
+    "finished with few rows": (noisy_law(4), "The run is finished; too few"),
 }
 
 
 @pytest.mark.parametrize("phase", CURVES)
 def test_the_phase_is_said_in_words(tmp_path, phase):
-    """One curve of each kind."""
+    """One curve of each kind. Few rows are no sign of a beginning."""
     losses, told = CURVES[phase]
-    said = analyzed(made_run(tmp_path / "run", losses, budget=10_000_000))
+    said = analyzed(made_run(tmp_path / "run", losses, "finished" in phase, budget=10_000_000))
     assert told in said[0], said
 
 
@@ -282,14 +271,12 @@ FLAT = np.concatenate([noisy_law(300), np.linspace(6.0, 4.5, 300), np.linspace(4
 
 def test_no_sentence_takes_back_another(tmp_path):
     """A quarter that rose and a half that fell are told of their times; what cannot be done is not advised."""
-    running, finished = (
-        analyzed(made_run(tmp_path / name, FLAT, finished=name == "over")) for name in ("now", "over")
-    )
+    running, finished = (analyzed(made_run(tmp_path / str(over), FLAT, over)) for over in (False, True))
     (rate,), (last,) = ([each for each in said if "quarter" in each] for said in (running, finished))
-    assert re.search(
-        r"the loss rose by 1\.\d%; over the last half, which is one doubling, its trend fell by 0\.\d+ nats",
-        rate,
+    said = (
+        r"the loss rose by 1\.\d%; over the last half, which is one doubling, its trend fell by 0\.\d+ nats"
     )
+    assert re.search(said, rate)
     assert "lowers" not in rate and "--allow_change training.learning_rate" in rate
     assert "that is stagnation" in last and "stop" not in last and "--allow_change" not in last
     for phase in ("diverging", "broken"):
@@ -308,13 +295,6 @@ def test_a_run_is_analyzed_from_its_store_too(tmp_path, capsys):
     assert capsys.readouterr().out == here
     with pytest.raises(UserError, match=f"^file://{tmp_path}/none: no run there"):
         main(["analyze", f"file://{tmp_path}/none"])
-
-
-def test_a_short_run_is_not_said_to_have_just_begun(tmp_path):
-    """Few rows are no sign of a beginning: a finished run is finished, another has spent what it has spent."""
-    for finished, told in {True: "The run is finished; too few", False: "Too few rows are logged"}.items():
-        run = made_run(tmp_path / told[:3], noisy_law(4), finished=finished)
-        assert analyzed(run)[0].startswith(told)
 
 
 STOPPED = {"event": "stopped", "step": 90, "reason": "SIGTERM"}
@@ -347,9 +327,8 @@ def test_a_killed_run_is_silent_by_the_clock_of_its_reader(tmp_path, capsys):
     write_rows(run, [3.0] * 100, killed_at - 1000, seconds_a_row=10.0)
     run.events.write_text("")
     record = RunRecord(run.path)
-    assert record.last_written == pytest.approx(killed_at, abs=11), (
-        "not the file's time, which a copy changes"
-    )
+    # not the file's time, which a copy changes
+    assert record.last_written == pytest.approx(killed_at, abs=11)
     assert record.standing(killed_at + 60).state == "running" and record.standing().state == "silent"
     assert record.standing(killed_at + 60).step == 100
     main(["analyze", str(run.path)])
@@ -362,16 +341,15 @@ def test_a_killed_run_is_silent_by_the_clock_of_its_reader(tmp_path, capsys):
     assert RunRecord(run.path).state == "running", "it has paused for so long before"
 
 
-BEATING = (
-    "import sys, time\n"
-    "from pathlib import Path\n"
-    "from pretraining.runtime.heartbeat import Heartbeat\n"
-    "beating = Heartbeat(Path(sys.argv[1]), int(sys.argv[2]))\n"
-    "beating.arrive('training', 110)\n"
-    "beating.beat(1)\n"
-    "print(flush=True)\n"
-    "time.sleep(600)\n"
-)
+BEATING = """import sys, time
+from pathlib import Path
+from pretraining.runtime.heartbeat import Heartbeat
+beating = Heartbeat(Path(sys.argv[1]), int(sys.argv[2]))
+beating.arrive('training', 110)
+beating.beat(1)
+print(flush=True)
+time.sleep(600)
+"""
 
 
 def test_a_run_whose_processes_are_gone_is_killed_at_once(tmp_path, capsys):
@@ -445,10 +423,8 @@ def test_the_end_of_a_run_says_what_it_took(tmp_path, monkeypatch, capsys):
     append_row(run.events, {"time": "2001-01-01T05:20:00Z", "event": "end", **results, "measured": measured})
     report_end(run)
     told = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
-    assert told[0][0] == "result"
-    assert told[0][1].startswith(
-        "validation loss 3.5000 nats per token, 2.0000 bits per byte (0.500 of the unigram entropy 4.0000, which"
-    )
+    said = "validation loss 3.5000 nats per token, 2.0000 bits per byte (0.500 of the unigram entropy 4.0000, which"
+    assert told[0][0] == "result" and told[0][1].startswith(said)
     assert told[1:] == [
         ["took", "40 steps, 40,000 tokens in 20.0 minutes, 4.00 s of them in its steps: 10,000 tokens/s"],
         ["measured", "peak memory 300 MB (planned 290 MB), tokens/s, all steps 10,000 (planned 12,500)"],
@@ -602,9 +578,8 @@ def test_overlaid_runs_show_the_settings_that_differ(tmp_path):
         ["data.sources.0.path", '"a"', '"b"'],
         ["environment.versions.torch", '"one"', '"two"'],
     ]
-    assert payload["runs"][1]["label"] == (
-        'two: deepspeed null, training.learning_rate 0.002, data.sources.0.path "b"'
-    )
+    label = 'two: deepspeed null, training.learning_rate 0.002, data.sources.0.path "b"'
+    assert payload["runs"][1]["label"] == label
     alone = page_payload([run_payload(RunRecord(tmp_path / "one"))], None)
     assert (alone["settings"], alone["runs"][0]["label"]) == ([], "one")
 

@@ -295,7 +295,7 @@ class WordTokenizer:
         return self(text)["input_ids"]
 
     def decode(self, ids, **_) -> str:
-        return " ".join(map(str, ids.tolist()))
+        return " ".join(map(str, ids))
 
 
 def test_nccl_moves_no_tensor_of_the_host():
