@@ -243,9 +243,8 @@ def _quote_hint(value: Any, names: list[str]) -> str:
 
 
 def _check_object(value: dict, schema: dict, where: str, key: str, root: dict) -> dict:
-    properties, names, others = (
-        schema.get(each, {}) for each in ("properties", "propertyNames", "additionalProperties")
-    )
+    properties, names = schema.get("properties", {}), schema.get("propertyNames", {})
+    others = schema.get("additionalProperties", {})
     patterns = [
         (re.compile(pattern).fullmatch, _is_right(inner), inner)
         for pattern, inner in schema.get("patternProperties", {}).items()
@@ -254,23 +253,20 @@ def _check_object(value: dict, schema: dict, where: str, key: str, root: dict) -
     def fitting(name: str) -> tuple | None:
         return next((each for each in patterns if each[0](name)), None)
 
-    checked = {}
-    others_allowed = others is not False
-    if unknown := [each for each in value if not (others_allowed or each in properties or fitting(each))]:
+    if unknown := [each for each in value if others is False and not (each in properties or fitting(each))]:
         # all of them at once, with what each was meant to be
         hints = {name: _valid_keys(name, properties, key, root) for name in unknown[:MOST_UNKNOWN]}
         if len(unknown) == 1:
-            raise problem(
-                where, f"{key}.{unknown[0]}" if key else unknown[0], f"unknown key{hints[unknown[0]]}"
-            )
+            raise problem(where, _below(key, unknown[0]), f"unknown key{hints[unknown[0]]}")
         # all valid keys at every one of them would be too much
         named = [
             f"{name!r} ({hint[2:]})" if "did you" in hint else repr(name) for name, hint in hints.items()
         ]
         more = f", and {len(unknown) - MOST_UNKNOWN} more" if len(unknown) > MOST_UNKNOWN else ""
         raise problem(where, key, f"{len(unknown)} unknown keys: {', '.join(named)}{more}")
+    checked = {}
     for name, item in value.items():
-        dotted = f"{key}.{name}" if key else name
+        dotted = _below(key, name)
         if names and not re.fullmatch(names["pattern"], name):
             raise problem(where, dotted, f"unknown key; {names['description']}")
         if name in properties:
@@ -282,7 +278,7 @@ def _check_object(value: dict, schema: dict, where: str, key: str, root: dict) -
             checked[name] = check(item, others, where, dotted, root) if isinstance(others, dict) else item
     for name in schema.get("required", []):
         if name not in value:
-            raise problem(where, f"{key}.{name}" if key else name, "is missing")
+            raise problem(where, _below(key, name), "is missing")
     one_of = [branch["required"][0] for branch in schema.get("oneOf", [])]
     given = [name for name in one_of if name in value]
     if one_of and len(given) != 1:
@@ -297,7 +293,7 @@ def _check_object(value: dict, schema: dict, where: str, key: str, root: dict) -
 
 def _check_together(value: dict, schema: dict, where: str, key: str) -> None:
     """Raise `UserError` if none of the keys `some_of` holds anything, or a least value is above its greatest."""
-    properties, above = schema.get("properties", {}), f"{key}." if key else ""
+    properties = schema.get("properties", {})
     full = {name: each["default"] for name, each in properties.items() if "default" in each} | value
     some = schema.get("some_of", [])
     if some and all(full.get(name) in (None, [], "") for name in some):
@@ -307,7 +303,7 @@ def _check_together(value: dict, schema: dict, where: str, key: str) -> None:
         most = full.get(other) if name.startswith("min_") else None
         if _is_type(least, "number") and _is_type(most, "number") and least > most:
             what = f"{name} is {least}, more than {other} {most}: nothing is left between them"
-            raise problem(where, above + (name if name in value else other), what)
+            raise problem(where, _below(key, name if name in value else other), what)
 
 
 def fits(value: Any, schema: dict, root: dict | None = None) -> bool:
@@ -343,7 +339,7 @@ def suggestion(key: str, schema: dict) -> str | None:
     """
     known, above = list(_all_keys(schema, schema)), ""
     for name in key.split("."):
-        dotted = f"{above}.{name}" if above else name
+        dotted = _below(above, name)
         # the number of an entry is no key itself
         if _of_first_entry(dotted) not in known and not name.isdecimal():
             below = f"{_of_first_entry(above)}." if above else ""
@@ -356,11 +352,10 @@ def suggestion(key: str, schema: dict) -> str | None:
 def _valid_keys(name: str, properties: dict, key: str, root: dict) -> str:
     """Guess what was meant: an entry of a list, a key of another place, or the nearest key here; else list all keys."""
     names = [valid for valid in properties if valid != "$schema"]
-    above = f"{key}." if key else ""
     # "sources[0]" for sources.0
     whole, bracket, index = name.partition("[")
     if bracket and whole in names:
-        return did_you_mean([f"{above}{whole}.{index.rstrip(']')}"])
+        return did_you_mean([f"{_below(key, whole)}.{index.rstrip(']')}"])
     if "." in name and not key:
         section, _, inner = name.partition(".")
         near = suggestion(name, root)
@@ -376,11 +371,13 @@ def _valid_keys(name: str, properties: dict, key: str, root: dict) -> str:
     # names of other frameworks, which a recipe's schema lists
     meant = root.get("other_names", {}).get(name.lower(), [])
     if name in places:
-        return did_you_mean([*[*meant, *places[name]][: 3 - len(close)], *(above + each for each in close)])
+        return did_you_mean(
+            [*[*meant, *places[name]][: 3 - len(close)], *(_below(key, each) for each in close)]
+        )
     if meant:
         return did_you_mean(meant)
     if here := close or abbreviated(name, names):
-        return did_you_mean([above + each for each in here[:3]])
+        return did_you_mean([_below(key, each) for each in here[:3]])
     # 0.92: among so many names a loose match would be a wrong guess
     if misspelt := get_close_matches(name, places, 1, cutoff=0.92):
         return did_you_mean(places[misspelt[0]][:3])
@@ -400,13 +397,18 @@ def _all_keys(schema: dict, root: dict, key: str = "") -> Iterator[str]:
     if "$ref" in schema:
         schema = root["$defs"][schema["$ref"].removeprefix("#/$defs/")]
     for name, inner in schema.get("properties", {}).items():
-        dotted = f"{key}.{name}" if key else name
+        dotted = _below(key, name)
         yield dotted
         yield from _all_keys(inner, root, dotted)
     if "items" in schema:
         yield from _all_keys(schema["items"], root, f"{key}.0")
     for branch in [*schema.get("anyOf", []), *(each["then"] for each in schema.get("allOf", []))]:
         yield from _all_keys(branch, root, key)
+
+
+def _below(key: str, name: str) -> str:
+    """Return the dotted key of `name` in the object of `key`, which is empty for the whole file."""
+    return f"{key}.{name}" if key else name
 
 
 def problem(where: str, key: str, what: str) -> UserError:
@@ -444,7 +446,7 @@ def differences(there: Any, here: Any, key: str = "") -> list[Difference]:
         pairs = [(str(number), *pair) for number, pair in enumerate(zip_longest(there, here))]
     else:
         return [] if there == here else [Difference(key, there, here)]
-    inner = [differences(one, other, f"{key}.{name}" if key else name) for name, one, other in pairs]
+    inner = [differences(one, other, _below(key, name)) for name, one, other in pairs]
     return [difference for group in inner for difference in group]
 
 
