@@ -78,7 +78,7 @@ NESTED = {
     "properties": {
         "rate": {"type": "object", "properties": {"seed": {}, "peak": {}}, "additionalProperties": False},
         "texts": {"type": "array", "items": {"$ref": "#/$defs/text"}},
-        "rules": {"allOf": [{"if": {"required": []}, "then": {"properties": {"min_words": {}}}}]},
+        "rules": {"allOf": [{"if": {"required": []}, "then": {"properties": {"min_words": {}, "seed": {}}}}]},
     },
     "additionalProperties": False,
     "$defs": {
@@ -95,7 +95,8 @@ ELSEWHERE = {
     "of a list's entries": ({"rate": {"weight": 1}}, "did you mean 'texts.0.weight'?"),
     "misspelt": ({"min_wrods": 1}, "f.json: min_wrods: unknown key; valid keys: rate, texts, rules"),
     "hardly misspelt": ({"min_worrds": 1}, "did you mean 'rules.min_words'?"),
-    "of several places": ({"seed": 1}, "did you mean 'rate.seed' or 'texts.0.noise.seed'?"),
+    # texts.0.noise.seed too, but there may be no texts
+    "of several places": ({"seed": 1}, "did you mean 'rate.seed' or 'rules.seed'?"),
     "and near here": (
         {"texts": [{"weigth": 1}]},
         "f.json: texts.0.weigth: unknown key; did you mean 'texts.0.weight'?",
