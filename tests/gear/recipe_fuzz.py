@@ -332,7 +332,7 @@ def checked_recipes(
 ) -> Iterator[tuple[list[str], str, Outcome, str]]:
     """Yield settings, ds_config, the plan's outcome, and where preparation or start do not agree with it ("" if so)."""
     fuzz = RecipeFuzz(seed, trains=False, checks=True)
-    built = mock.patch.object(shapes, "_built", lambda section, extension: counted(json.loads(section)))
+    built = mock.patch.object(shapes, "ask_of_model", lambda _, section: counted(json.loads(section)))
     kept = mock.patch.dict(os.environ, PRETRAINING_MODEL_CACHE=str(workshop.folder / "counted"))
     with built, kept:
         for _ in range(number):
