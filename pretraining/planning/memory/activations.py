@@ -140,7 +140,7 @@ def activations(given: Pass) -> Activations:
     # tables that say where rows are (`Copies` of model/parallel.py): source and place of each row sent and of each
     # choice, and where those of a token and of a received row begin
     met = ranks_met(widths.experts, widths.chosen_experts, degrees.expert)
-    tables = INDEX * (3 * met + 2 * widths.chosen_experts + 1) if degrees.expert > 1 else 0.0
+    tables = INDEX * (3 * met + 2 * widths.chosen_experts + 1) if degrees.expert > 1 else 0
     again = given.recomputed(widths.layers)
     # of a recomputed layer: results of products, and of these the ones that its backward pass reads anyway
     products, read_anyway = _products(given, shape, widths) if given.keeps_products else (0, 0)
