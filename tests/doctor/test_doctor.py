@@ -410,7 +410,7 @@ def test_limits_of_a_container_are_those_of_its_groups(monkeypatch, tmp_path, li
     (tmp_path / "own").write_text(line)
     monkeypatch.setattr(host, "_CGROUPS", tmp_path)
     monkeypatch.setattr(host, "_OWN_GROUPS", tmp_path / "own")
-    monkeypatch.setattr(host, "_physical_bytes", lambda: 64_000_000_000)
+    monkeypatch.setattr(host.os, "sysconf", {"SC_PHYS_PAGES": 15_625_000, "SC_PAGE_SIZE": 4096}.__getitem__)
     monkeypatch.setattr(host, "kernel_bytes", lambda name: 30_000_000_000)
     assert host.host_memory_bytes() == host.container_memory_bytes() == 8_000_000_000
     assert host.free_memory_bytes() == 4_000_000_000
