@@ -421,7 +421,6 @@ REFUSED = [
     ("zero1:tensor=4", EIGHT, 4, "tensor 4: does not divide the 2 key-value heads; 2 does"),
     ("zero1:tensor=3", EIGHT, 3, "tensor 3: does not divide the 8 attention heads; 2 does"),
     ("zero1_tp2", EIGHT, 3, MULTIPLE.format("tensor", 2, 3, "3")),
-    ("zero1_tp2", (*EIGHT, "optimizer.name=muon"), 2, "optimizer.name: muon orthogonalises whole matrices"),
     ("zero0:tensor=2", (*EIGHT, *ADAFACTOR), 2, "whose update looks at whole parameters"),
     ("zero1_tp2", (*EIGHT, "optimizer.adaptive_clip=0.1"), 2, "compares norms of whole rows and columns"),
     ("zero1_tp2", (*EIGHT, *DEEPCOMPILE), 2, "deepcompile, which is not tried with split layers"),
