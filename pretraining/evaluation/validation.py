@@ -31,7 +31,7 @@ from pretraining.extend import all_of
 from pretraining.recipe import Recipe
 from pretraining.recipe.data import is_mixed, read_stages, run_shares, source_names
 from pretraining.runtime.metric_names import perplexity
-from pretraining.runtime.process_group import gather_from_ranks, rank_groups
+from pretraining.runtime.process_group import RankGroups, gather_from_ranks, rank_groups
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import display_path
 
@@ -195,15 +195,7 @@ class Validation:
             # nothing of it.
             part, indices = batches[number] if number < len(batches) else (0, range(0))
             dataset = self.parts[part].dataset
-            batch = stack_blocks([dataset[i] for i in indices] or [dataset[0]])
-            # this rank's part of each sequence
-            batch = part_of_sequences(batch, groups.sequence_part, self.degrees.sequence)
-            inputs: dict[str, Any] = {
-                key: torch.from_numpy(x).to(device, non_blocking=True) if isinstance(x, np.ndarray) else x
-                for key, x in batch.items()
-            }
-            if self.degrees.sequence > 1:
-                inputs["splits_sequences"] = True  # for the attention of split sequences (model/parallel.py)
+            inputs = _batch([dataset[i] for i in indices] or [dataset[0]], groups, device)
             labels = inputs.pop("labels")
             if not indices:
                 labels.fill_(IGNORED)
@@ -216,6 +208,18 @@ class Validation:
 def _named(prefix: str, loss: float, bits_per_byte: float) -> dict[str, float]:
     names = (f"{prefix}{name}" for name in MEASURED)
     return dict(zip(names, (loss, perplexity(loss), bits_per_byte), strict=True))
+
+
+def _batch(blocks: list[dict[str, np.ndarray]], groups: RankGroups, device: torch.device) -> dict[str, Any]:
+    """Stack blocks (`stack_blocks`) into tensors on the device, and keep this rank's part of each sequence."""
+    parts = groups.degrees.sequence
+    batch = part_of_sequences(stack_blocks(blocks), groups.sequence_part, parts)
+    if parts > 1:
+        batch["splits_sequences"] = True  # for the attention of split sequences (model/parallel.py)
+    return {
+        key: torch.from_numpy(x).to(device, non_blocking=True) if isinstance(x, np.ndarray) else x
+        for key, x in batch.items()
+    }
 
 
 def _sums(own_metrics: Mapping[str, Callable], logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

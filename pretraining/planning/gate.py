@@ -374,8 +374,16 @@ def _way_warnings(case: _Case) -> Iterator[Objection]:
     # only messages between GPUs are slowed by latency
     if on_gpus and several_gpus and stage >= 2:
         bucket = reduce_bucket(config, value_of(recipe.model, "hidden_size"))
+        experts = case.setup.degrees.expert
+        numels = [
+            each.numel // (experts if each.part == "experts" else 1)
+            for each in parameter_tensors(recipe.model)
+        ]
+        # a parameter that is larger than the bucket is a message of its own
+        alone = [numel for numel in numels if numel > bucket]
+        messages = len(alone) + (sum(numels) - sum(alone)) / bucket
         # four messages for the whole model are few, however small they are
-        if bucket < min(SMALL_BUCKET, model_size(recipe.model).total / 4):
+        if sum(numels) / messages < SMALL_BUCKET and messages > 4:
             what = f"reduce buckets of {bucket:,} elements send many small messages"
             yield Objection(what, _larger_buckets(case, 50_000_000))
 

@@ -128,7 +128,7 @@ def ranks_met(experts: int, chosen: int, degree: int) -> float:
 
     All choices of as many experts are taken as equally likely. A router that prefers some experts sends to fewer ranks.
     """
-    if degree == 1:
+    if degree == 1 or not experts:
         return 1.0
     return degree * (1 - math.comb(experts - experts // degree, chosen) / math.comb(experts, chosen))
 

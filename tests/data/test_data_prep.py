@@ -402,7 +402,8 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, root):
     sources = json.dumps([{"path": str(tmp_path / name)} for name in ("a.jsonl", "nowhere.txt")])
     result = execute(data_prep(recipe, root, "--set", f"data.sources={sources}"))
     assert result.code == 2 and not root.exists() and result.stderr.count("\n") == 1
-    assert result.stderr.startswith(f"error: {recipe}: data.sources.1.path: ")
+    assert result.stderr.startswith(f"error: {recipe} with --set data.sources=")
+    assert f": data.sources.1.path: {tmp_path / 'nowhere.txt'}: no such file" in result.stderr
 
 
 def test_a_log_file_gets_lines_and_no_bar(capsys, monkeypatch):

@@ -34,6 +34,7 @@ from pretraining.runtime.process_group import rank_groups
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.arguments import build_arguments
 from pretraining.training.monitors import RunMonitors, SettledCollector
+from pretraining.training.muon import MatrixFragment
 from pretraining.training.trainer import PretrainingTrainer, RunParts
 from tests.gear.runs import EXPERTS, LLAMA, MIXTRAL, QWEN3, TOKENIZER
 from tests.gear.watched_gpu import Watch, watched_gpu
@@ -187,7 +188,7 @@ def of_rank(sent, rank: int):
     """What another rank sends: under ZeRO-3 Muon's slices are those behind this one's."""
     if not (isinstance(sent, list) and sent and isinstance(sent[0], tuple)):
         return sent
-    return [(number, rank * numel, tensor, offset, numel) for number, _, tensor, offset, numel in sent]
+    return [tuple(MatrixFragment(*each)._replace(start=rank * each[4])) for each in sent]
 
 
 CONSTANT = {"lr_scheduler_type": "constant_with_warmup", "lr_scheduler_kwargs": {}}

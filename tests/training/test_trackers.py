@@ -75,7 +75,7 @@ def events(run):
     """TensorBoard's files, which lie in the run folder."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    return EventAccumulator(str(run.dir.tensorboard)).Reload()
+    return EventAccumulator(str(run.folder / "tensorboard")).Reload()
 
 
 def test_tensorboard_holds_the_numbers_of_metrics_jsonl(run, events):
