@@ -4,7 +4,6 @@ import argparse
 import json
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from pretraining.checkpoints.folders import (
     DAMAGED,
     OTHER_VERSION,
     UNCOMMITTED,
+    WEIGHTS_ONLY,
     DiskPlace,
     Place,
     Retention,
@@ -49,6 +49,7 @@ from pretraining.recipe import recipe_schema
 from pretraining.recipe.sections import Checkpoints
 from pretraining.runtime.imports import prepare_imports
 from pretraining.runtime.lock import lock_idle_run
+from pretraining.runtime.processes import CommandEnded, call
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.runtime.table import Column, write_table
 from pretraining.schema import check
@@ -257,10 +258,11 @@ class Merge:
         """Return {"export", "loss": of the result or None, "parts": [{"part", "step", "share", "loss"}]}."""
         run, parts = _run_of(options.run), self._parts(options)
         shares = self._shares(options.weights, len(parts))
-        for part in parts:
-            if (part / MARKER).exists() and (reason := damage(part)):
+        folders = [run.path / each["folder"] for each in parts]
+        for each, part in zip(parts, folders, strict=True):
+            if each["state"] == COMMITTED and (reason := damage(part)):
                 raise UserError(f"{part}: the checkpoint is damaged: {reason}; name others with --steps")
-        folder = options.to or run.path / f"merged-{step_in_name(parts[0])}-{step_in_name(parts[-1])}"
+        folder = options.to or run.path / f"merged-{parts[0]['step']}-{parts[-1]['step']}"
         _refuse_existing(folder, "--to")
         prepare_imports()
         from transformers.utils import logging
@@ -268,19 +270,19 @@ class Merge:
         from pretraining.checkpoints.export import export_checkpoint
 
         logging.disable_progress_bar()
-        export_checkpoint(parts[-1], run.model, folder, options.trust_extensions, parts[:-1], shares)
-        losses = [marker_or_nothing(part).get("metrics", {}).get("eval_loss") for part in parts]
+        export_checkpoint(folders[-1], run.model, folder, options.trust_extensions, folders[:-1], shares)
         rows = [
-            {"part": part.name, "step": step_in_name(part), "share": part_share, "loss": loss}
-            for part, part_share, loss in zip(parts, shares, losses, strict=True)
+            {"part": each["folder"], "step": each["step"], "share": part_share, "loss": each["eval_loss"]}
+            for each, part_share in zip(parts, shares, strict=True)
         ]
         loss = self._measured(folder, options) if options.validate else None
         return {"export": str(folder), "loss": loss, "parts": rows}
 
-    def _parts(self, options: argparse.Namespace) -> list[Path]:
-        """Return the folders that are averaged, the oldest first."""
-        there = {step_in_name(each): each for each in options.run.glob("weights-*")}
-        there |= {step_in_name(each): each for each in committed_checkpoints(RunFolder(options.run))}
+    def _parts(self, options: argparse.Namespace) -> list[dict]:
+        """Return the entries of the catalogue that are averaged, the oldest first."""
+        # of a step that has both, the checkpoint comes first in the catalogue, and counts
+        entries = reversed(catalogue(_run_of(options.run)))
+        there = {each["step"]: each for each in entries if each["state"] in (COMMITTED, WEIGHTS_ONLY)}
         newest_first, known = sorted(there, reverse=True), ", ".join(map(str, sorted(there))) or "none"
         if options.steps:
             words = options.steps.split(",")
@@ -295,8 +297,9 @@ class Merge:
         parts = [there[step] for step in sorted(wanted)]
         if len(parts) < 2:
             raise UserError("one checkpoint is no average; `export` writes its weights")
-        if not (parts[-1] / MARKER).exists():
-            raise UserError(f"{parts[-1]}: the newest part must be a checkpoint, which names recipe and data")
+        if parts[-1]["state"] != COMMITTED:
+            newest = options.run / parts[-1]["folder"]
+            raise UserError(f"{newest}: the newest part must be a checkpoint, which names recipe and data")
         return parts
 
     def _shares(self, weights: str | None, number: int) -> list[float]:
@@ -312,22 +315,17 @@ class Merge:
 
     def _measured(self, folder: Path, options: argparse.Namespace) -> float:
         """Return the loss on the run's validation set, measured by the command that measures an export."""
-        source = {"--data_dir": options.data_dir, "--data_cache": options.data_cache}
-        words = [word for key, value in source.items() if value is not None for word in (key, str(value))]
-        words += ["--trust_extensions"] if options.trust_extensions else []
-        command = [
-            sys.executable,
-            "-m",
-            "pretraining.evaluation",
-            str(folder),
-            "--json",
-            "--no-sample",
-            *words,
-        ]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-        if done.returncode:
-            raise UserError(f"{folder}: is written, and could not be measured: {shlex.join(command[1:])}")
-        return json.loads(done.stdout.splitlines()[-1])["loss"]
+        command = [sys.executable, "-m", "pretraining.evaluation", str(folder), "--json", "--no-sample"]
+        for name in ("data_dir", "data_cache", "data_cache_gb"):
+            if (value := getattr(options, name)) is not None:
+                command += [f"--{name}", str(value)]
+        command += ["--trust_extensions"] if options.trust_extensions else []
+        try:
+            # its warnings are not shown: if it fails, its error is
+            said = call(command, captured=True, show=lambda line: None)
+        except CommandEnded as error:
+            raise UserError(f"{folder}: is written, and could not be measured: {error.reason}") from error
+        return json.loads(said.splitlines()[-1])["loss"]
 
     def as_text(self, answer: dict) -> str:
         merged = {"part": Path(answer["export"]).name, "step": answer["parts"][-1]["step"], "share": 1.0}

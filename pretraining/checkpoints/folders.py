@@ -34,6 +34,7 @@ from pretraining.runtime.metric_names import lower_is_better
 from pretraining.runtime.run_folder import RunFolder, unix_seconds
 
 COMMITTED, DAMAGED, OTHER_VERSION, UNCOMMITTED = "committed", "damaged", "other version", "uncommitted"
+WEIGHTS_ONLY = "weights only"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 Files = Mapping[str, dict]
@@ -275,7 +276,7 @@ def catalogue(run: RunFolder) -> list[dict]:
         return entry_of(str(folder.relative_to(run.path)), step, found, folder.stat().st_mtime)
 
     entries = [entry(each) for each in checkpoint_folders(run)]
-    entries += [entry(each, "weights only") for each in checkpoint_folders(run, "weights")]
+    entries += [entry(each, WEIGHTS_ONLY) for each in checkpoint_folders(run, "weights")]
     entries.sort(key=lambda each: (-each["step"], each["folder"]))
     return entries + [entry(each, "set aside") for each in sorted(run.aside.glob("*-*"))]
 
