@@ -7,12 +7,9 @@ As a program it reads a model section on stdin and prints one JSON object, {"abi
 Its argument is the module of a model of the user's own.
 """
 
-import json
-import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -24,9 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pretraining.data.documents import stack_blocks
 from pretraining.errors import UserError
-from pretraining.extend import load_extensions, read_extensions
 from pretraining.model.attention import TORCH_VARLEN, register_kernels
 from pretraining.model.build import blocks_of, compile_model, keep_products
+from pretraining.model.counting import answer_on_stdin
 from pretraining.model.loss import balance_of, build_loss
 from pretraining.recipe.model import has_experts
 from pretraining.recipe.sections import Loss, Speed
@@ -42,13 +39,7 @@ BEGINS = ((0, 9, 14), (0, 13))
 
 
 def main() -> None:
-    section = json.load(sys.stdin)
-    try:
-        load_extensions(read_extensions(sys.argv[1:], Path(), "extensions"))
-        answer: dict = {"abilities": measured(section)}
-    except UserError as error:
-        answer = {"error": str(error)}
-    print(json.dumps(answer))
+    answer_on_stdin(lambda section: {"abilities": measured(section)})
 
 
 def measured(model: dict) -> dict[str, str | None]:

@@ -8,7 +8,7 @@ neither DeepSpeed nor the Trainer, so that it answers sooner.
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -28,7 +28,7 @@ CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 def main() -> None:
     # their kernels run on a GPU alone: a layer that can use them has a path of torch's operators too
     sys.modules.update(dict.fromkeys(KERNELS))
-    print(json.dumps(counted(json.load(sys.stdin), sys.argv[1:])))
+    answer_on_stdin(describe)
 
 
 KERNELS = ("fla", "mamba_ssm", "causal_conv1d")
@@ -36,11 +36,21 @@ OWN_KERNELS = ("use_kernel_func_from_hub_with_fallback", "is_fast_path_available
 """What a file of transformers imports or has if its layers can use them."""
 
 
-def counted(model: dict, extensions: Sequence[str] = ()) -> dict:
-    """Return the facts of `describe`, or {"error": one line}. extensions: modules of the user's own."""
+def answer_on_stdin(measure: Callable[[dict], dict]) -> None:
+    """Print what `measure` finds of the model section on stdin; the arguments are modules of the user's own."""
+    print(json.dumps(counted(json.load(sys.stdin), sys.argv[1:], measure)))
+
+
+def counted(
+    model: dict, extensions: Sequence[str] = (), measure: Callable[[dict], dict] | None = None
+) -> dict:
+    """Return the facts of `describe`, or of another measure, or {"error": one line}.
+
+    extensions: modules of the user's own.
+    """
     try:
         load_extensions(read_extensions(extensions, Path(), "extensions"))
-        return describe(model)
+        return (measure or describe)(model)
     except UserError as error:
         return {"error": str(error)}
     except Exception as error:  # each class of transformers raises its own for a shape it cannot take
