@@ -180,8 +180,10 @@ def _stable_since(recipe: Recipe, start: Start, checkpoint: Path) -> int:
     """Return the full steps of warm-up before the stable rate; `UserError` if the rate at `start` is not stable."""
     training = recipe.training_keywords
     progress, unit = start.progress(recipe), recipe.tokens_per_step
-    count = progress.full_steps_at if recipe.schedule_counts_tokens else progress.schedule_steps_at
-    now, total = count(progress.step), count(progress.last_step)
+    now, total = (
+        progress.schedule_place(step, recipe.schedule_counts_tokens)
+        for step in (progress.step, progress.last_step)
+    )
     kind, kwargs = training.lr_scheduler_type, training.lr_scheduler_kwargs or {}
     if kind not in STABLE:
         raise UserError(

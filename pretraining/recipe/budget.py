@@ -251,6 +251,10 @@ class Progress:
             place = at + (place - at) * now / earlier if step > at else place
         return place
 
+    def schedule_place(self, step: int, counts_tokens: bool) -> float:
+        """Return where the schedule is after `step`, in the units in which it counts."""
+        return self.full_steps_at(step) if counts_tokens else self.schedule_steps_at(step)
+
 
 def increment_of(ramp: Ramp) -> int:
     """By how much a stair is higher than the one before: the first one's size where the recipe does not say."""

@@ -254,8 +254,8 @@ def share_of_peak(
 ) -> float:
     """Return the rate of the step after `finished_steps`, as a share of its group's peak: the last three factors."""
     # tokens in units of full steps, so that the schedule's own lengths stay steps
-    count = progress.full_steps_at if counts_tokens else progress.schedule_steps_at
-    share = schedule(count(finished_steps)) * progress.step_sizes.lr_factor(finished_steps)
+    place = progress.schedule_place(finished_steps, counts_tokens)
+    share = schedule(place) * progress.step_sizes.lr_factor(finished_steps)
     lowered = 1.0
     for row in journal.rollbacks:
         # windows of several rollbacks may overlap: each lowers the rate further

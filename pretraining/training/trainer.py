@@ -171,8 +171,7 @@ class PretrainingTrainer(OpenTrainer):
 
     def schedule_place(self, finished_steps: int) -> float:
         """Return where the schedule is, in the units in which it counts: full steps, or steps of the first size."""
-        by_tokens, by_steps = self.progress.full_steps_at, self.progress.schedule_steps_at
-        return (by_tokens if self.recipe.schedule_counts_tokens else by_steps)(finished_steps)
+        return self.progress.schedule_place(finished_steps, self.recipe.schedule_counts_tokens)
 
     def gradient_norm_known(self, norm: float | torch.Tensor | None) -> None:
         notify(self.callback_handler.callbacks, "on_gradient_norm", norm)
