@@ -7,24 +7,13 @@ from pathlib import Path
 
 import numpy as np
 
-from pretraining.outside.files import read_json_value
+from pretraining.outside.files import NUMBER, TEXT, object_of, read_json_value
 from pretraining.recipe.sections import curve_file
 from pretraining.schema import fits
 
-_NUMBERS = {"type": "array", "items": {"type": "number"}}
-_SERIES = {
-    "type": "object",
-    "properties": {"tokens": _NUMBERS, "values": _NUMBERS},
-    "required": ["tokens", "values"],
-}
-_FILE = {
-    "type": "object",
-    "properties": {
-        "run": {"type": "string"},
-        "curves": {"type": "object", "patternProperties": {"": _SERIES}},
-    },
-    "required": ["run", "curves"],
-}
+_NUMBERS = {"type": "array", "items": NUMBER}
+_SERIES = object_of({"tokens": _NUMBERS, "values": _NUMBERS})
+_FILE = object_of({"run": TEXT, "curves": {"type": "object", "patternProperties": {"": _SERIES}}})
 """A file of recipes/published/curves/: values after so many trained tokens, by the name that metrics.jsonl has for
 them; `sources`, `licence` and `note` are for its readers."""
 
