@@ -3,9 +3,10 @@
 dominant     one token fills most of the block: padding, whitespace, a run of one character
 few_tokens   hardly any distinct tokens: a table of digits, an ASCII drawing
 repeated     the block repeats itself with a short period
+ngram        an n-gram of at most `longest` tokens comes `times` times in a row, if the recipe asks for this
 undecodable  a good part of the block's characters is U+FFFD: binary files, or text in a wrong encoding
 
-At these thresholds real English and code (among them Python's library and its documentation) raise no flag, except
+At the other thresholds real English and code (among them Python's library and its documentation) raise no flag, except
 for text that also looks degenerate to a person: dumps of numbers, tables of one value, drawn lines.
 """
 
@@ -25,6 +26,7 @@ from pretraining.schema import display_path
 if TYPE_CHECKING:
     from pretraining.data.prepared import PreparedData
     from pretraining.recipe import Recipe
+    from pretraining.recipe.sections import RepeatedNgrams
 
 _SAMPLED_ONE_IN = 16
 """The first look takes one of this many tokens."""
@@ -48,15 +50,18 @@ def open_guard(path: Path | None, data: "PreparedData", recipe: "Recipe") -> "Bl
     """Make the guard that lists degenerate blocks of the run in the file `path`; None if another rank lists them."""
     token_bytes = data.read_tokenizer(lambda folder: tokens_of_file(folder / "tokenizer.json"))
     names = source_names(recipe.data, display_path(recipe.path))
-    return BlockGuard(path, token_bytes, names, skips=recipe.monitors.flagged_blocks == "skip")
+    monitors = recipe.monitors
+    return BlockGuard(
+        path, token_bytes, names, monitors.flagged_blocks == "skip", ngrams=monitors.repeated_ngrams
+    )
 
 
 class BlockGuard:
     """Look at blocks of token ids, and write each flagged one as a JSON line to `path`, unless it is None.
 
     token_bytes: the bytes that each token id stands for (`tokens_of_file`), or None to leave out the test for
-    undecodable text. skips: whether the reader of the blocks leaves flagged ones out of the loss. A resumed run may
-    flag one again.
+    undecodable text. skips: whether the reader of the blocks leaves flagged ones out of the loss. ngrams: which
+    repetition is left out in any case. A resumed run may flag one again.
     """
 
     def __init__(
@@ -65,8 +70,9 @@ class BlockGuard:
         token_bytes: Sequence[bytes] | None = None,
         source_names: Sequence[str] = (),
         skips: bool = False,
+        ngrams: "RepeatedNgrams | None" = None,
     ):
-        self.path, self.token_bytes, self.skips = path, token_bytes, skips
+        self.path, self.token_bytes, self.skips, self.ngrams = path, token_bytes, skips, ngrams
         self.source_names = dict(enumerate(source_names))
         self._at_worst = None
         if token_bytes is not None:
@@ -90,8 +96,15 @@ class BlockGuard:
             source = self.source_names.get(place["source"], place["source"])
             where = {**place, "source": source, "shard": shard, "document": document}
             # One write a line, so that ranks and workers can share the file.
-            append_row(self.path, {**where, "reasons": reasons, **({"skipped": True} if self.skips else {})})
+            append_row(
+                self.path,
+                {**where, "reasons": reasons, **({"skipped": True} if self.leaves_out(reasons) else {})},
+            )
         return reasons
+
+    def leaves_out(self, reasons: dict) -> bool:
+        """Return whether none of a block's tokens is to be a target."""
+        return self.skips or "ngram" in reasons
 
     def reasons(self, tokens: np.ndarray) -> dict[str, float]:
         """Return {what is wrong: its measure} for one block of ids; empty for a sound one."""
@@ -118,6 +131,8 @@ class BlockGuard:
             reasons["repeated"] = period
         if (share := self._undecodable_share(tokens)) >= UNDECODABLE_SHARE:
             reasons["undecodable"] = round(share, 4)
+        if self.ngrams and (size := repeated_ngram(tokens, self.ngrams.longest, self.ngrams.times)):
+            reasons["ngram"] = size
         return reasons
 
     def _undecodable_share(self, tokens: np.ndarray) -> float:
@@ -148,6 +163,23 @@ def short_period(tokens: np.ndarray, share: float) -> int | None:
     for distance in (np.flatnonzero((a & (b | c)) | (b & c)) + 1).tolist():
         if np.count_nonzero(tokens[distance:] == tokens[:-distance]) >= share * (len(tokens) - distance):
             return distance
+    return None
+
+
+def repeated_ngram(tokens: np.ndarray, longest: int, times: int) -> int | None:
+    """Find the shortest n-gram, of up to `longest` tokens, that comes `times` times in a row in the block; or None.
+
+    This is the rule of OLMo's data loader (Groeneveld et al. 2024), there with n-grams of 1 to 13 tokens and 32 times.
+    """
+    for size in range(1, min(longest, len(tokens) // times) + 1):
+        # So many tokens in a row equal the one `size` before them.
+        needed = size * (times - 1)
+        one, other = tokens[size:], tokens[:-size]
+        # One of every `needed` neighbours is looked at first: hardly any block has equal ones there.
+        if (one[needed - 1 :: needed] == other[needed - 1 :: needed]).any():
+            differing = np.flatnonzero(one != other)
+            if np.diff(differing, prepend=-1, append=len(one)).max() > needed:
+                return size
     return None
 
 

@@ -124,8 +124,8 @@ class PackedDataset:
     def read_block(self, block: int, sample: int | None = None) -> dict[str, np.ndarray]:
         """Read inputs and labels of one block, int64 [L] each: unmasked, two views of one array of L + 1 tokens.
 
-        The guard looks at it if `sample`, its position in the run, is given; no token of a block that it skips is a
-        target.
+        The guard looks at it if `sample`, its position in the run, is given; no token of a block that it leaves out is
+        a target.
         """
         source, stretches = self.place(block)
         split, (*others, (start, stop)) = self.splits[source], stretches
@@ -146,7 +146,7 @@ class PackedDataset:
                 before = np.cumsum([end - begin for begin, end in others], dtype=np.int64)
                 ends = np.append(before, ends + before[-1])
             read = masked_block(tokens, ends)
-        if reasons and self.guard.skips:
+        if reasons and self.guard.leaves_out(reasons):
             # The sample keeps its place, so every other sample keeps its step, on any number of ranks.
             read["labels"] = np.full_like(read["labels"], IGNORED)
         # The loss by source is added up on the device: it needs the number beside the tokens.

@@ -34,7 +34,11 @@ OURS = ("data", "budget", "loss", "optimizer", "mup")
 BEFORE_THE_KEY = {"data.document_masking": False, "data.packing": "in_sequence"}
 
 # Keys of other sections that it depends on, and their defaults.
-BESIDE = {("speed", "fp8"): "none", ("monitors", "flagged_blocks"): "log"}
+BESIDE = {
+    ("speed", "fp8"): "none",
+    ("monitors", "flagged_blocks"): "log",
+    ("monitors", "repeated_ngrams"): None,
+}
 
 EXTENSIONS = "extensions"
 """The user's own modules, by name and digest of their source."""

@@ -221,6 +221,18 @@ class Notify(Section):
             yield at, "has no receiver; give command or webhook_env"
 
 
+class RepeatedNgrams(Section):
+    """Leave out a block in which some n-gram comes many times in a row, as OLMo does; null: none.
+
+    It is listed in flagged_blocks.jsonl, and none of its tokens is a target.
+    """
+
+    longest: int = key(default=13, minimum=1, maximum=1024)
+    """Tokens of the longest n-gram that is looked for."""
+    times: int = key(default=32, minimum=2)
+    """How often in a row it must come."""
+
+
 class Monitors(Section):
     """What watches the run, and what it does about what it sees."""
 
@@ -231,6 +243,7 @@ class Monitors(Section):
     flagged_blocks: Literal["log", "skip"] = key(default="log")
     """Blocks from which nothing can be learned (one token fills them, they repeat themselves, they do not decode): log:
     listed in flagged_blocks.jsonl and trained on. skip: listed, and none of their tokens is a target."""
+    repeated_ngrams: RepeatedNgrams | None = key(default=None)
     plateau_steps: int | None = key(default=None, minimum=1)
     """An alert when the loss has not gained 0.1 % for so many steps; null: none."""
     noise_scale_steps: int | None = key(default=None, minimum=1)
@@ -246,6 +259,10 @@ class Monitors(Section):
     """Of a mixture of sources: the training loss of each, logged as train/<source>_loss."""
     profile: Profile | None = key(default=None)
     notify: Notify | None = key(default=None)
+
+    @property
+    def skips_blocks(self) -> bool:
+        return self.flagged_blocks == "skip" or self.repeated_ngrams is not None
 
 
 class Checkpoints(Section):

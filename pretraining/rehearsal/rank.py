@@ -162,7 +162,6 @@ class NotingGuard(BlockGuard):
 
     def __init__(self, done: Done, guard: BlockGuard | None) -> None:
         self.done, self.guard = done, guard
-        self.skips = guard is not None and guard.skips
 
     def look(
         self, tokens: np.ndarray, split: TokenSplit, stretches: Sequence[tuple[int, int]], **place: int
@@ -172,6 +171,9 @@ class NotingGuard(BlockGuard):
             numbers = range(split.locate(start)[0], split.locate(stop - 1)[0] + 1)
             self.done.shards |= {split.shard_entries[number]["file"] for number in numbers}
         return self.guard.look(tokens, split, stretches, **place) if self.guard else {}
+
+    def leaves_out(self, reasons: dict) -> bool:
+        return self.guard is not None and self.guard.leaves_out(reasons)
 
 
 class RankCheckpoints(CheckpointManager):

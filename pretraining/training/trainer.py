@@ -334,7 +334,7 @@ class PretrainingTrainer(OpenTrainer):
 
         Each rank's loss is a sum divided by this count, and the step's loss the mean of the ranks' losses.
         """
-        skips = self.recipe.monitors.flagged_blocks == "skip"
+        skips = self.recipe.monitors.skips_blocks
         if not batch_samples or not (skips or self.recipe.data.document_masking):
             return count
         count = count.to(self.args.device)

@@ -12,6 +12,7 @@ from pretraining.data.block_guard import (
     DISTINCT_SHARE,
     DOMINANT_SHARE,
     BlockGuard,
+    repeated_ngram,
     tokens_of_file,
 )
 from pretraining.data.documents import IGNORED
@@ -20,6 +21,7 @@ from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shards import TokenSplit
 from pretraining.recipe import load_recipe
 from pretraining.recipe.curve import changed_parts, check_allowed
+from pretraining.recipe.sections import RepeatedNgrams
 from tests.data.test_shards import write_split
 
 LENGTH = 512
@@ -160,6 +162,36 @@ def test_what_is_skipped_is_no_target_wherever_a_run_begins(split, tmp_path, mas
             assert (one["labels"] == (IGNORED if sample in skipped else other["labels"])).all()
         kept = PackedDataset(split, 100, order, first).__getitems__(range(90 - first))
         assert skipped == {first + place for place, each in enumerate(kept) if len(set(each["labels"])) < 3}
+
+
+def straight_repeats(tokens: list[int], longest: int, times: int) -> int | None:
+    """The size of the shortest n-gram that comes so often in a row, by a look at every place."""
+    sizes, places = range(1, longest + 1), range(len(tokens))
+    found = [n for n in sizes for at in places if tokens[at : at + n * times] == tokens[at : at + n] * times]
+    return min([n for n in found if n * times <= len(tokens)], default=None)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_ngram_that_comes_often_in_a_row_is_found_wherever_it_is(seed):
+    """Exactly as often as asked for, and at either end of the block; once more is not found."""
+    draw = np.random.default_rng(seed)
+    size, times = draw.integers(1, 9), draw.integers(2, 8)
+    tokens = draw.integers(0, 30, 150).astype(np.uint16)
+    at = draw.choice([0, len(tokens) - size * times, draw.integers(0, len(tokens) - size * times)])
+    tokens[at : at + size * times] = np.tile(tokens[at : at + size], times)
+    for asked in (int(times), int(times) + 1):
+        assert repeated_ngram(tokens, 8, asked) == straight_repeats(tokens.tolist(), 8, asked)
+
+
+def test_a_block_that_repeats_an_ngram_is_left_out_alone(split, tmp_path):
+    """Others that are flagged are trained on, unless they are skipped too."""
+    guard = BlockGuard(tmp_path / "flags.jsonl", ngrams=RepeatedNgrams(longest=3, times=20))
+    tokens = np.concatenate([NOISE[:100], np.tile([5, 6, 7], 20), NOISE[100:]])
+    assert guard.reasons(tokens) == {"ngram": 3} and guard.leaves_out({"ngram": 3})
+    assert "few_tokens" in guard.reasons(DEGENERATE["few_tokens"]) and not guard.leaves_out({"few_tokens": 4})
+    dataset = PackedDataset(split, 100, GlobalOrder(split.num_blocks(100), 1, "data"), guard=guard)
+    left_out = sum((sample["labels"] == IGNORED).all() for sample in dataset.__getitems__(range(99)))
+    assert left_out == len(guard.path.read_text().splitlines()) >= 9
 
 
 def test_what_becomes_of_flagged_blocks_is_part_of_the_curve():
