@@ -33,7 +33,7 @@ from pretraining.errors import UserError, require
 from pretraining.extend import load_extensions, model_extension
 from pretraining.model.attention import INSTALL, choose_attention, describe_attention, split_attention
 from pretraining.model.given_weights import GivenWeights
-from pretraining.model.initial_weights import initialise_weights
+from pretraining.model.initial_weights import initialise_weights, rules_of
 from pretraining.model.parallel import (
     PLAIN_KERNELS,
     ExpertDispatch,
@@ -43,6 +43,7 @@ from pretraining.model.parallel import (
     split_vocabulary,
 )
 from pretraining.model.routing import CORRECTION_BIASES
+from pretraining.planning.shapes import parameter_tensors
 from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.model import has_experts
 from pretraining.recipe.optimizer import Mup, scales_by_name
@@ -179,8 +180,11 @@ def build_model(
     elif draw_weights:
         names = [name for name, _ in built.named_parameters()]
         scales = scales_by_name(names, model_with_defaults(model), mup)
-        factors = {name: each.initial for name, each in scales.items()}
-        initialise_weights(built, arguments.seed, factors)
+        factors, rules = {name: each.initial for name, each in scales.items()}, {}
+        if weights.draw:
+            kinds = {tensor.name: tensor.kind for tensor in parameter_tensors(model)}
+            rules = rules_of(built, weights.draw, kinds)
+        initialise_weights(built, arguments.seed, factors, rules)
     if groups.degrees.tensor > 1:
         split_vocabulary(built, groups.degrees.tensor)
     for name, parameter in built.named_parameters():

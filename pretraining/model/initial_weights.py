@@ -1,12 +1,14 @@
 """Initial weights that depend only on the seed and the parameter's name: the same at every ZeRO stage.
 
-Each module has a random generator of its own, so it does not matter which rank draws it: the ranks draw at the same
+They are drawn by the rules of the model's class, and matrices that a row of `model.draw` names by that row. Each module
+has a random generator of its own, so it does not matter which rank draws it: the ranks draw at the same
 time, each another module, and send the results to all. Nothing is gathered that is overwritten anyway.
 """
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -16,6 +18,7 @@ from transformers import PreTrainedModel
 
 from pretraining.model.drawing_rules import parameters_near, standing_in, traced
 from pretraining.planning.quantities import several
+from pretraining.recipe.optimizer import VECTOR, InitialRow
 from pretraining.runtime.heartbeat import long_work, work_done
 from pretraining.runtime.process_group import rank_and_world_size
 from pretraining.upstream.deepspeed import (
@@ -28,9 +31,27 @@ from pretraining.upstream.deepspeed import (
     whole_numel,
     whole_shape,
 )
+from pretraining.upstream.matrices import hidden_matrices
 from pretraining.upstream.transformers import draw_module, is_partitioned
 
 NO_FACTORS: Mapping[str, float] = {}
+
+
+class Normal(NamedTuple):
+    """A normal distribution of mean 0, from which the recipe draws a parameter."""
+
+    std: float
+    cut: float | None = None
+    """Values are within so many std."""
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        if self.cut is None or not self.std:
+            nn.init.normal_(tensor, std=self.std)
+        else:
+            nn.init.trunc_normal_(tensor, std=self.std, a=-self.cut * self.std, b=self.cut * self.std)
+
+
+NO_RULES: Mapping[str, Normal] = {}
 MANY = 1_000_000_000
 """So many weights take minutes, or seconds on many ranks: then it is printed that they are drawn."""
 NEWS_SECONDS = 30.0
@@ -47,8 +68,10 @@ class Draw(NamedTuple):
     """What it draws, without what a later rule draws again."""
     lent: list[nn.Parameter]
     """What needs memory for it."""
-    continues: bool
+    continues: bool = False
     """Whether the rule uses values that it has not drawn itself."""
+    own: "Normal | None" = None
+    """The recipe's rule, for one parameter, in the place of the class's."""
 
     @property
     def num_kept(self) -> int:
@@ -57,7 +80,12 @@ class Draw(NamedTuple):
 
 
 @torch.no_grad()
-def initialise_weights(model: PreTrainedModel, seed: int, factors: Mapping[str, float] = NO_FACTORS) -> None:
+def initialise_weights(
+    model: PreTrainedModel,
+    seed: int,
+    factors: Mapping[str, float] = NO_FACTORS,
+    rules: Mapping[str, Normal] = NO_RULES,
+) -> None:
     """Draw every weight from the architecture's own distribution, in fp32 on the CPU, seeded by module name.
 
     The class's rule for each module runs on full fp32 tensors, with a generator for each module. If several rules draw
@@ -67,9 +95,10 @@ def initialise_weights(model: PreTrainedModel, seed: int, factors: Mapping[str, 
 
     Args:
         factors: {parameter name: factor of the drawn values}.
+        rules: {parameter name: what it is drawn from}, of those that do not follow their class.
     """
     rank, ranks = rank_and_world_size()
-    draws = list_draws(model)
+    draws = list_draws(model, rules)
     scales = {parameter: factors.get(name, 1.0) for name, parameter in model.named_parameters()}
     # The same for every draw, since fresh pages cost time; none of it is taken before it is written to. Not pinned: a
     # rank's part goes over the bus once, and to pin memory for it takes about as long.
@@ -98,10 +127,11 @@ def initialise_weights(model: PreTrainedModel, seed: int, factors: Mapping[str, 
                 print(f"drew {what}, about {minutes:.1f} minutes left", flush=True)
 
 
-def list_draws(model: PreTrainedModel) -> list[Draw]:
+def list_draws(model: PreTrainedModel, rules: Mapping[str, Normal] = NO_RULES) -> list[Draw]:
     """List in order what the rules of a model's modules draw, without those of which nothing is kept."""
     draws: list[Draw] = []
-    drawn_again: set[nn.Parameter] = set()
+    by_recipe = {parameter: rules[name] for name, parameter in model.named_parameters() if name in rules}
+    drawn_again: set[nn.Parameter] = set(by_recipe)
     for name, module, owner, trace in reversed(list(traced(model, _on_meta))):
         near = parameters_near(module)
         kept = [each for each in near if each in trace.written - drawn_again]
@@ -114,8 +144,28 @@ def list_draws(model: PreTrainedModel) -> list[Draw]:
         lent = [each for each in near if each in trace.written - lost]
         continued = (trace.written | trace.read) - trace.filled
         draws.append(Draw(name, module, owner, kept, lent, bool(continued)))
-        drawn_again = (drawn_again | trace.filled) - continued
-    return draws[::-1]
+        drawn_again = (drawn_again | trace.filled) - continued | by_recipe.keys()
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    # first: a rule that continues from one of them then finds its values
+    own = [Draw(names[each], model, model, [each], [each], own=rule) for each, rule in by_recipe.items()]
+    return own + draws[::-1]
+
+
+def rules_of(
+    model: PreTrainedModel, rows: Sequence[InitialRow], kinds: Mapping[str, str]
+) -> dict[str, Normal]:
+    """Return what the rows of `model.draw` draw matrices from; of several that match one the last counts.
+
+    kinds: {parameter name: its kind}.
+    """
+    layers, matrices = model.config.get_text_config().num_hidden_layers, hidden_matrices(model)
+    rules = {}
+    for name, parameter in model.named_parameters():
+        matching = [row for row in rows if kinds[name] != VECTOR and row.matches(name, kinds[name])]
+        if matching:
+            sides = matrices[name].sides if name in matrices else whole_shape(parameter)[-2:]
+            rules[name] = Normal(matching[-1].deviation(layers, *sides), matching[-1].cut)
+    return rules
 
 
 def turns(draws: list[Draw], ranks: int) -> Iterator[list[Draw]]:
@@ -150,13 +200,16 @@ def _draw(
         views = memory[: sum(sizes)].split(sizes)
         lent = {p: view.view(whole_shape(p)) for p, view in zip(draw.lent, views, strict=True)}
     # On the meta device nothing is drawn. On the CPU and in fp32, as a GPU, or 16 bits, would draw other numbers.
-    own = standing_in(draw.module, lambda parameter: lent.get(parameter, _on_meta(parameter)))
+    own = nullcontext() if draw.own else standing_in(draw.module, lambda p: lent.get(p, _on_meta(p)))
     # Seeded by seed and module name, so that no weight depends on what was drawn before it.
     digest = hashlib.blake2b(f"{seed}/{draw.name}".encode(), digest_size=8).digest()
     with own, torch.random.fork_rng(devices=[]):
         # 63 bits, because torch's seeds are signed
         torch.random.default_generator.manual_seed(int.from_bytes(digest, "little") >> 1)
-        draw_module(draw.owner, draw.module)
+        if draw.own:
+            draw.own.fill(lent[draw.kept[0]])
+        else:
+            draw_module(draw.owner, draw.module)
     values = {p: lent[p].view(-1).to(_sending_device(), p.dtype) for p in draw.kept}
     return {p: value if scales[p] == 1.0 else value.mul_(scales[p]) for p, value in values.items()}
 

@@ -16,6 +16,7 @@ from pretraining.planning.shapes import (
     HOW,
     PARTS,
     ROUTER,
+    VECTOR,
     Tensor,
     count_model,
     numel_by_part,
@@ -138,11 +139,16 @@ def trained_tensors(recipe: Recipe) -> tuple[Tensor, ...]:
 
 
 def check_rows(recipe: Recipe) -> None:
-    """Raise `UserError` for a row of `optimizer.groups` that matches no parameter."""
-    for number, row in enumerate(recipe.optimizer.groups):
+    """Raise `UserError` for a row of `optimizer.groups`, or of `model.draw`, that matches no parameter."""
+    of_groups = [(f"optimizer.groups.{number}", row) for number, row in enumerate(recipe.optimizer.groups)]
+    of_matrices = [(f"model.draw.{number}", row) for number, row in enumerate(recipe.weights.draw or ())]
+    for place, row in of_groups + of_matrices:
         key = "kind" if row.names is None else "names"
-        names = [each.kind if key == "kind" else each.name for each in parameter_tensors(recipe.model)]
-        _check_match(recipe, f"optimizer.groups.{number}.{key}", getattr(row, key), names)
+        tensors = parameter_tensors(recipe.model)
+        if (place, row) in of_matrices:
+            tensors = tuple(each for each in tensors if each.kind != VECTOR)
+        names = [each.kind if key == "kind" else each.name for each in tensors]
+        _check_match(recipe, f"{place}.{key}", getattr(row, key), names)
 
 
 def _check_match(recipe: Recipe, key: str, pattern: str, names: list[str]) -> None:

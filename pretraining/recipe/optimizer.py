@@ -39,8 +39,8 @@ norms and biases."""
 _own = partial(key, default=None, omitted=True)
 
 
-class ParameterRow(Section):
-    """What some parameters have of their own, at any stage and degree: of AdamW, or of Muon."""
+class SomeParameters(Section):
+    """Parameters of a kind, or by their names."""
 
     keeps_what_is_written = True
     one_of = ("kind", "names")
@@ -49,6 +49,14 @@ class ParameterRow(Section):
     """hidden: the matrices of the layers; vector: norms and biases; a tied head is an embedding."""
     names: str | None = _own(minLength=1)
     """Parameters by name, * for any characters, as in model.frozen."""
+
+    def matches(self, name: str, kind: str) -> bool:
+        return kind == self.kind if self.names is None else fnmatchcase(name, self.names)
+
+
+class ParameterRow(SomeParameters):
+    """What some parameters have of their own, at any stage and degree: of AdamW, or of Muon."""
+
     learning_rate: float | None = _own(exclusiveMinimum=0)
     """The peak of the schedule."""
     weight_decay: float | list | None = _own(schema=number_or_points(minimum=0))
@@ -69,8 +77,28 @@ class ParameterRow(Section):
     def values(self) -> dict[str, Any]:
         return {name: value for name, value in self.to_dict().items() if name not in self.one_of}
 
-    def matches(self, name: str, kind: str) -> bool:
-        return kind == self.kind if self.names is None else fnmatchcase(name, self.names)
+
+class InitialRow(SomeParameters):
+    """How some matrices begin in place of their class's own rule: normal, with mean 0."""
+
+    kind: Literal["embedding", "head", "router", "hidden"] | None = _own()
+    """hidden: the matrices of the layers; a tied head is an embedding; norms and biases keep their class's rule."""
+    std: float = key(minimum=0)
+    """The standard deviation; 0: zeros."""
+    over: Literal["layers", "inputs", "spectral"] | None = _own()
+    """What std is divided by. layers: sqrt(2 layers), as the outputs of GPT-2's branches; inputs: sqrt(inputs) of the
+    matrix; spectral: that, times sqrt(inputs / outputs) if this is above 1 (Yang et al. 2023)."""
+    cut: float | None = _own(minimum=0.5)
+    """Only values within so many std are drawn."""
+
+    def deviation(self, layers: int, outputs: int, inputs: int) -> float:
+        """Return std divided by what `over` names, for a matrix of these sides."""
+        divisors = {
+            "layers": math.sqrt(2 * layers),
+            "inputs": math.sqrt(inputs),
+            "spectral": math.sqrt(inputs * max(1.0, inputs / outputs)),
+        }
+        return self.std / divisors.get(self.over or "", 1.0)
 
 
 _TRIPLES = {
@@ -226,11 +254,18 @@ def scales_by_name(names: Iterable[str], model: dict, mup: Mup, rule: str = "ada
     return {name: scales_of(name) for name in names}
 
 
-def check_mup(mup: Mup, model: dict) -> Wrong:
+def check_mup(mup: Mup, model: dict, draw: Iterable[InitialRow]) -> Wrong:
     """This model has a rule from the base. model: the section with its class's defaults."""
     kind = model["model_type"]
     if mup.base_width is None:
         return
+    for number, row in enumerate(draw):
+        if row.over:
+            what = f"is {row.over}, and mup scales std from the base's model to this one; write the base's std alone"
+            yield f"model.draw.{number}.over", what
+        if mup.base_layers is not None:
+            what = "scales what the class draws with its layers, and model.draw has values of its own"
+            yield "mup.base_layers", f"{what}; leave one of them out"
     if kind not in FAMILIES:
         what = f"is set, but muP has no rule here for the routers and experts of {kind}; "
         what += "leave it out, or choose"

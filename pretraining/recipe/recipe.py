@@ -285,7 +285,7 @@ class Recipe:
         yield from self.optimizer.check_course(self.num_steps)
         yield from check_judged(self.budget, self.training, self.monitors.spikes)
         yield from check_mixture(self.data, self.num_samples, length, where)
-        yield from check_mup(self.mup, model)
+        yield from check_mup(self.mup, model, self.weights.draw or ())
         # a tokenizer that is trained here has no more tokens than the model has rows
         trained = self.data.tokenizer["train_vocab_size"] if isinstance(self.data.tokenizer, dict) else 0
         if trained > model.vocab_size:

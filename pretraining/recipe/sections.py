@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 
 from pretraining.outside.addresses import slip_in
 from pretraining.outside.masking import masked
+from pretraining.recipe.optimizer import InitialRow
 from pretraining.recipe.section import Section, key
 from pretraining.schema import REPOSITORY, Wrong
 
@@ -24,7 +25,8 @@ class Weights(Section):
     folder of safetensors, of torch files or of torch.distributed.checkpoint; a run's export too."""
     frozen: list[str] | None = key(default=None, omitted=True, minItems=1, items={"minLength": 1})
     """Names of parameters that stay as they are, * for any characters: transformer.wte.*; each must match one."""
-
+    draw: list[InitialRow] | None = key(default=None, omitted=True, minItems=1)
+    """How matrices are drawn, by kind or by names; of several rows that match one, the last counts."""
     keep_in_fp32: list[Literal["embeddings", "head"]] | None = key(
         default=None, omitted=True, minItems=1, uniqueItems=True
     )

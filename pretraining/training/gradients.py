@@ -22,7 +22,7 @@ from transformers.trainer_callback import ExportableState
 from pretraining.recipe import Recipe
 from pretraining.runtime.process_group import sum_over_ranks
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.training.muon import compute_device, hidden_matrices, rectangles
+from pretraining.training.muon import compute_device, rectangles
 from pretraining.upstream.deepspeed import (
     first_element,
     holders,
@@ -33,6 +33,7 @@ from pretraining.upstream.deepspeed import (
     zero_partitions,
     zero_slices,
 )
+from pretraining.upstream.matrices import hidden_matrices
 from pretraining.upstream.torch import hook_first
 
 SMALLEST_NORM = 1e-3

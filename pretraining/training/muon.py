@@ -9,19 +9,16 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from math import prod
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.adamw import adamw
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
-from pretraining.errors import UserError
 from pretraining.runtime.process_group import gather_from_ranks, rank_and_world_size
 from pretraining.upstream.deepspeed import Partition, Slice, first_element, split_part, whole_shape
+from pretraining.upstream.matrices import Matrices
 
 ROUND_NUMEL = 2**28
 """Elements of the matrices in one round. It limits the memory of the buffers in a step."""
@@ -209,109 +206,6 @@ def _exchange(
     dist.all_to_all_single(received, sent, sizes_in, sizes_out)
     expected = [fragment for fragments in incoming for fragment in fragments]
     yield from zip(expected, received.split([f.numel for f in expected]), strict=True)
-
-
-@dataclass(frozen=True)
-class Matrices:
-    """The matrices that one parameter holds: GPT-2's queries, keys and values, or both halves of every expert."""
-
-    shape: tuple[int, ...]
-    """Shape of the whole parameter, even if this rank has only a part of it."""
-    split_dim: int = 0
-    parts: int = 1
-    """The number of matrices side by side along `split_dim`."""
-    transposed: bool = False
-    """True for [inputs, outputs], the layout of GPT-2's Conv1D; False for [outputs, inputs]."""
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
-
-    @property
-    def neurons(self) -> tuple[int, int]:
-        """How many matrices there are, and how many outputs each has."""
-        rows, columns = self._one()
-        return self.numel // (rows * columns), columns if self.transposed else rows
-
-    @property
-    def cost(self) -> int:
-        """The multiplications of one Newton-Schulz iteration, up to a constant factor."""
-        rows, columns = self._one()
-        # X X^T is formed on the shorter side, see `orthogonalize`
-        return self.numel * min(rows, columns)
-
-    def scale(self, rule: str) -> float:
-        """Return what the orthogonalised update is multiplied with (`optimizer.scale`).
-
-        spectral: the effect on the outputs is then the same for every shape (Jordan 2024). match_adamw: updates are as
-        large as AdamW's then, and its learning rates fit (Liu et al. 2025, eq. 4).
-        """
-        rows, columns = self._one()
-        outputs, inputs = (columns, rows) if self.transposed else (rows, columns)
-        return max(1.0, outputs / inputs) ** 0.5 if rule == "spectral" else 0.2 * max(outputs, inputs) ** 0.5
-
-    def _one(self) -> tuple[int, int]:
-        sizes = list(self.shape)
-        sizes[self.split_dim] //= self.parts
-        return sizes[-2], sizes[-1]
-
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Reshape [numel] to [matrices, rows, columns], as a view if the layout allows it."""
-        dim, sizes = self.split_dim, list(self.shape)
-        sizes[dim : dim + 1] = [self.parts, sizes[dim] // self.parts]
-        apart = flat.view(sizes).movedim(dim, 0)
-        return apart.reshape(-1, *apart.shape[-2:])
-
-    def put(self, matrices: torch.Tensor) -> torch.Tensor:
-        """Reverse `of`: [matrices, rows, columns] to [numel]."""
-        dim, sizes = self.split_dim, list(self.shape)
-        sizes[dim] //= self.parts
-        return matrices.view(self.parts, *sizes).movedim(0, dim).reshape(-1)
-
-
-def hidden_matrices(model: PreTrainedModel, per_head: bool = False) -> dict[str, Matrices]:
-    """Return {name: its matrices} of every parameter that maps hidden states to hidden states.
-
-    Embeddings, the head, routers, norms and biases are left out: an embedding's rows are looked up one at a time, and
-    a router's outputs are no features (Jordan 2024, https://kellerjordan.github.io/posts/muon; Liu et al. 2025,
-    section 2.2). per_head: queries, keys and values are a matrix for each head.
-    """
-    head, heads = model.get_output_embeddings(), _numbers_of_heads(model) if per_head else {}
-    found = {}
-    for module_name, module in model.named_modules():
-        if module is head or isinstance(module, nn.Embedding) or type(module).__name__.endswith("Router"):
-            continue
-        for name, parameter in module.named_parameters(recurse=False):
-            # under ZeRO-3 the parameter itself is empty here
-            shape = whole_shape(parameter)
-            # the biases of all experts are in one tensor
-            if len(shape) < 2 or name.endswith("bias"):
-                continue
-            full_name = f"{module_name}.{name}" if module_name else name
-            in_heads = heads.get(module_name.rpartition(".")[2])
-            if isinstance(module, Conv1D):
-                # queries, keys and values side by side: each is a matrix of its own
-                fused = 3 if full_name.endswith("c_attn.weight") else 1
-                found[full_name] = Matrices(shape, split_dim=1, parts=in_heads or fused, transposed=True)
-            elif name.endswith("gate_up_proj"):
-                # [experts, 2 x inner, hidden]: gate and up are separate matrices
-                found[full_name] = Matrices(shape, split_dim=1, parts=2)
-            else:
-                found[full_name] = Matrices(shape, parts=in_heads or 1)
-    return found
-
-
-def _numbers_of_heads(model: PreTrainedModel) -> dict[str, int]:
-    """Return {last part of a layer's name: how many heads its outputs are, side by side}."""
-    config = model.config.get_text_config()
-    queries = config.num_attention_heads
-    keys = getattr(config, "num_key_value_heads", None) or queries
-    fused = dict.fromkeys(("c_attn", "qkv_proj", "query_key_value"), queries + 2 * keys)
-    numbers = {"q_proj": queries, "k_proj": keys, "v_proj": keys, **fused}
-    if not any(name.endswith(tuple(f".{each}" for each in numbers)) for name, _ in model.named_modules()):
-        what = f"no layer of {config.model_type} is called {', '.join(numbers)}; set it to false"
-        raise UserError(f"optimizer.per_head: {what}")
-    return numbers
 
 
 class Muon(torch.optim.Optimizer):

@@ -38,8 +38,9 @@ from pretraining.recipe.optimizer import (
 from pretraining.recipe.piecewise import value_at
 from pretraining.recipe.training import AVERAGING, PIECEWISE, Training, Z
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
-from pretraining.training.muon import Muon, hidden_matrices
+from pretraining.training.muon import Muon
 from pretraining.upstream.deepspeed import whole_numel, whole_shape, zero_partitions
+from pretraining.upstream.matrices import hidden_matrices
 
 
 def choose_optimizer(recipe: Recipe) -> tuple[Callable, dict] | None:

@@ -19,7 +19,7 @@ from pretraining.model.counting import build_on_meta
 from pretraining.model.given_weights import GivenWeights
 from pretraining.model.weight_files import open_weights
 from pretraining.recipe.optimizer import Mup
-from pretraining.recipe.sections import Speed
+from pretraining.recipe.sections import Speed, Weights
 from pretraining.recipe.training import Training
 from pretraining.runtime.process_group import rank_groups
 from pretraining.training.arguments import build_arguments
@@ -34,12 +34,19 @@ SPLIT = [
 ]
 """Of two ranks each has half of the experts."""
 MUP = Mup(base_width=32)
+DRAW = [
+    {"kind": "hidden", "std": 1.0, "over": "spectral"},
+    {"kind": "embedding", "std": 0.5, "cut": 2.0},
+    {"names": "*.k_proj.weight", "std": 0.6, "over": "inputs"},
+    {"names": "*.o_proj.weight", "std": 0.0},
+    {"names": "*.down_proj*", "std": 0.02, "over": "layers", "cut": 3.0},
+]
 CONTINUED = "halved"
 """A Llama whose MLPs halve what their down projections have drawn."""
 
 
 def initial_weights(
-    model: dict, stage: str, bf16: bool, given: GivenWeights | None = None, mup: Mup = Mup()
+    model: dict, stage: str, bf16: bool, given: GivenWeights | None = None, **sections: Mup | Weights
 ) -> dict[str, torch.Tensor]:
     """{parameter name: full tensor} of a freshly built model, whose weights are drawn or given."""
     training = Training({**SMALL_RECIPE["training"], "bf16": bf16})
@@ -48,7 +55,7 @@ def initial_weights(
     ds_config = None if stage == "null" else load_ds_config(stage)
     arguments = build_arguments(recipe, ds_config, Path("unused"), 1)
     groups = rank_groups(degrees_of(ds_config))
-    built = build_model(model, TOKENIZER, arguments, given=given, groups=groups, mup=mup)
+    built = build_model(model, TOKENIZER, arguments, given=given, groups=groups, **sections)
     is_sharded = Path(stage).name.startswith("zero3")
     assert any(hasattr(p, "ds_id") for p in built.parameters()) == is_sharded
     split = whole_experts(built)
@@ -73,9 +80,10 @@ def rule_that_continues(self, module) -> None:
 def special_weights(stage: str, bf16: bool) -> dict[tuple, dict[str, torch.Tensor]]:
     """Weights with muP's factors, and those of a rule that continues from its children's."""
     scaled = initial_weights(MODELS["llama"], stage, bf16, mup=MUP)
+    drawn = initial_weights(MODELS["qwen3_moe"], stage, bf16, weights=Weights.of({"draw": DRAW}))
     with mock.patch.object(LlamaPreTrainedModel, "_init_weights", rule_that_continues):
         continued = initial_weights(MODELS["llama"], stage, bf16)
-    return {("mup", stage, bf16): scaled, (CONTINUED, stage, bf16): continued}
+    return {("mup", stage, bf16): scaled, ("drawn", stage, bf16): drawn, (CONTINUED, stage, bf16): continued}
 
 
 def with_copies_on_the_node(folder: Path) -> str:
@@ -111,6 +119,9 @@ def main() -> None:
         found |= special_weights(stage, bf16)
     split = SPLIT if dist.get_world_size() == 2 else []
     found |= {(name, stage, bf16): initial_weights(MODELS[name], stage, bf16) for name, stage, bf16 in split}
+    rows = Weights.of({"draw": DRAW})
+    for name, stage, bf16 in split:
+        found["drawn", stage, bf16] = initial_weights(MODELS[name], stage, bf16, weights=rows)
     path, digests = Path(sys.argv[1]), {}
     if dist.get_world_size() == 2:
         # DeepSpeed makes the groups of such copies once a process

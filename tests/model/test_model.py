@@ -1,6 +1,7 @@
 """The model: initial weights that are the same at every stage, decay on matrices alone, and the loss."""
 
 import hashlib
+import json
 import math
 from types import SimpleNamespace
 
@@ -18,11 +19,12 @@ from pretraining.model.cross_entropy import token_nats
 from pretraining.model.drawing_rules import children_first
 from pretraining.model.initial_weights import initialise_weights, list_draws, turns
 from pretraining.model.loss import build_loss, next_token_loss
+from pretraining.planning.sizes import check_rows
 from pretraining.recipe import load_recipe, model_with_defaults, recipe_names
 from pretraining.recipe.optimizer import scales_by_name
 from pretraining.training.trainer import PretrainingTrainer
 from tests.gear.initial_weights import CONTINUED, MUP, SPLIT
-from tests.gear.runs import MODELS, OTHER_MODELS, SMALL_RECIPE, TOKENIZER, completed, launcher
+from tests.gear.runs import EXPERTS, MODELS, OTHER_MODELS, SMALL_RECIPE, TOKENIZER, completed, launcher
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,7 @@ def differing(ours: dict, theirs: dict) -> list[str]:
     return [name for name in ours if not torch.equal(ours[name], theirs[name])]
 
 
-@pytest.mark.parametrize("name", [*MODELS, *OTHER_MODELS, "mup", CONTINUED])
+@pytest.mark.parametrize("name", [*MODELS, *OTHER_MODELS, "mup", "drawn", CONTINUED])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
 def test_initial_weights_are_the_same_at_every_stage_and_world_size(weights, name, ranks, stage):
@@ -94,6 +96,43 @@ def test_multiplied_weights_are_the_drawn_ones_times_a_factor(weights):
     assert {1.0} < {each.initial for each in factors.values()}
     for key, scaled in weights[3]["mup", "zero3", False].items():
         assert torch.equal(scaled, plain[key] * factors[key].initial), key
+
+
+def test_matrices_begin_as_the_recipe_s_rows_say(weights):
+    """model.draw: by kind and by name, the last row that matches; cut, divided, zero; all else as its class does."""
+    plain, drawn = (weights[1][name, "null", False] for name in ("qwen3_moe", "drawn"))
+    width, layers = EXPERTS["hidden_size"], EXPERTS["num_hidden_layers"]
+    for key, tensor in drawn.items():
+        outputs, inputs = tensor.shape[-2:] if tensor.ndim > 1 else (1, 1)
+        # both halves of gate and up are in one tensor
+        outputs = outputs // 2 if "gate_up" in key else outputs
+        std, cut = 1 / math.sqrt(inputs * max(1.0, inputs / outputs)), None
+        if "norm" in key or ".gate.weight" in key or key == "lm_head.weight":
+            assert torch.equal(tensor, plain[key]), key
+            continue
+        if "embed" in key:
+            std, cut = 0.5, 2.0
+        elif "k_proj" in key:
+            std = 0.6 / math.sqrt(width)
+        elif "down_proj" in key:
+            std, cut = 0.02 / math.sqrt(2 * layers), 3.0
+        elif "o_proj" in key:
+            assert not tensor.any(), key
+            continue
+        # of a normal distribution that is cut at 2 and 3 deviations
+        left = {None: 1.0, 2.0: 0.8796, 3.0: 0.9866}[cut] * std
+        assert tensor.std().item() == pytest.approx(left, rel=6 / math.sqrt(tensor.numel())), key
+        assert cut is None or std * cut * 0.9 < tensor.abs().max() <= std * cut, key
+
+
+def test_a_pattern_of_initial_values_that_matches_no_matrix_is_one_line():
+    """Norms are no matrices; muP scales std itself."""
+    row = {"names": "*.ln_1.weight", "std": 1.0}
+    with pytest.raises(UserError, match=r"model\.draw\.0\.names.*matches none of the"):
+        check_rows(load_recipe("tiny", [f"model.draw={json.dumps([row])}"]))
+    over = [f"model.draw={json.dumps([{'kind': 'hidden', 'std': 1.0, 'over': 'inputs'}])}"]
+    with pytest.raises(UserError, match=r"model\.draw\.0\.over: is inputs, and mup scales"):
+        load_recipe("tiny", [*over, "mup.base_width=32"])
 
 
 @pytest.mark.parametrize("name", ["30b", "65b", "7b", "llama-70b", "moe-30b-a3b"])
@@ -173,7 +212,7 @@ def test_given_weights_are_the_same_at_every_stage_and_world_size(weights, name,
 def test_split_experts_begin_as_whole_ones(weights, name, stage, bf16):
     """Drawn or given: each rank's experts together are those of a plain process, bit for bit."""
     sharded = stage.partition(":")[0]
-    for key in ((name,), ("given", name)):
+    for key in ((name,), ("given", name), ("drawn",)):
         assert not differing(weights[2][*key, stage, bf16], weights[1][*key, sharded, bf16])
 
 

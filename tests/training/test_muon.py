@@ -20,7 +20,6 @@ from pretraining.training.muon import (
     POLAR_EXPRESS,
     POLYNOMIALS,
     MatrixFragment,
-    hidden_matrices,
     orthogonalize,
     orthogonalize_all,
     plan_rounds,
@@ -32,6 +31,7 @@ from pretraining.training.optimizers import (
     describe_groups,
     kinds_of,
 )
+from pretraining.upstream.matrices import hidden_matrices
 from tests.gear.finished_data import refusal
 from tests.gear.runs import LLAMA, MODELS
 from tests.training.test_curve import IN_BF16
