@@ -4,6 +4,9 @@ The thread of each rank writes and checksums its files in one pass, waits for th
 of rank 0 also waits for all receipts, writes the marker, and then removes old checkpoints. At most one save is in
 flight. All ranks agree on its result at a step boundary, so that a failure stops every rank at the same step.
 
+A save that comes before the validation of its step counts at once. Then its threads wait for what is measured, and add
+it to the marker. Only after that old checkpoints are removed, except the best, and the new one is uploaded.
+
 If nodes have run folders of their own, each holds the files of its own ranks. Receipts go to rank 0 as messages, and
 the marker comes back in the same way: the first rank of each other disk writes it there.
 
@@ -28,7 +31,14 @@ from typing import Any, TypeVar
 import torch
 
 from pretraining.checkpoints.folders import remove_checkpoint
-from pretraining.checkpoints.format import MARKER, place_marker, receipt_name, write_bytes, write_receipt
+from pretraining.checkpoints.format import (
+    MARKER,
+    add_metrics,
+    place_marker,
+    receipt_name,
+    write_bytes,
+    write_receipt,
+)
 from pretraining.checkpoints.shard_files import rank_file, write_rank_file
 from pretraining.command_line import ranks_here
 from pretraining.errors import UserError
@@ -81,6 +91,8 @@ class CheckpointWriter:
         self.snapshot = HostSnapshot()
         self.last: dict | None = None
         """The newest finished save, with the values of its event."""
+        self.validation_follows = False
+        """Whether each `save` from now on is followed by `add_validation`."""
         # The group of training may be busy on the GPU, so the reports of saves use the network of the hosts. The main
         # thread alone exchanges them, in `save`, `poll` and `wait`; the thread of a save sends messages.
         self._group = host_group()
@@ -119,6 +131,8 @@ class CheckpointWriter:
             began=began,
             waited_seconds=time.perf_counter() - began,
         )
+        if not self.validation_follows:
+            save.validated.set()
         if self._open(save, tensors):
             self._start(save, save.attempt(lambda: self.snapshot.take(tensors)))
             save.blocked_seconds = time.perf_counter() - began
@@ -126,7 +140,23 @@ class CheckpointWriter:
             with long_work():
                 save.attempt(lambda: self._write(save, tensors))
             self._start(save, None)  # the commit waits for other ranks, which may still write
-            self.wait()
+            if save.validated.is_set():
+                self.wait()
+
+    def add_validation(self, metrics: Mapping) -> bool:
+        """Give the save in flight what the validation after it has measured; returns whether it waits for that."""
+        save = self._flight
+        if save is None or save.validated.is_set():
+            return False
+        save.metrics = dict(metrics)
+        save.validated.set()
+        return True
+
+    def wait_for_marker(self) -> None:
+        """Wait, without the other ranks, until the save in flight counts or has failed: this rank is about to die."""
+        save = self._flight
+        while save is not None and not save.failed and not (save.folder / MARKER).exists():
+            time.sleep(_PAUSE_SECONDS)
 
     def poll(self) -> None:
         """Exchange how far the ranks are with the save in flight, if there is one; called at each step boundary.
@@ -226,6 +256,7 @@ class CheckpointWriter:
             """Write the marker of rank 0 to this disk, and remove old checkpoints once every disk holds it."""
             place_marker(save.folder, read(MARKER))
             self._messages.send(f"{save.name}/{self.rank}", b"yes")
+            save.take_validation()
             read("done")
             self.after_commit()
 
@@ -267,6 +298,8 @@ class CheckpointWriter:
             self._messages.remove(f"{save.name}/{MARKER}")
             # The one before: all have read it, because they have saved since.
             self._messages.remove(f"{self._attempt}.{self._num_saves - 1}/done")
+        save.take_validation()
+        if not self.run.disks.shared:
             self._messages.send(f"{save.name}/done", b"yes")
         self.after_commit()
 
@@ -328,6 +361,17 @@ class RankSave:
     error: tuple[str, bool] | None = None
     """What went wrong on this rank, and whether a user can repair it."""
     abandoned: threading.Event = field(default_factory=threading.Event)
+    validated: threading.Event = field(default_factory=threading.Event)
+    """Set if no validation follows, or once `metrics` has what it measured."""
+    metrics: dict = field(default_factory=dict)
+
+    def take_validation(self) -> None:
+        """Wait for the validation that follows, and add it to the marker on this disk: the same on every disk."""
+        while not self.validated.wait(_LONGEST_PAUSE_SECONDS):
+            if self.abandoned.is_set():
+                raise SaveAbandoned
+        if self.metrics:
+            add_metrics(self.folder, self.metrics)
 
     def attempt(self, work: Callable[[], Result]) -> Result | None:
         """Do `work`, unless something has failed already; an error is kept until the step boundary."""

@@ -342,11 +342,11 @@ class _Chooser:
             from_rank_0(self.bring_run_files)
 
         def finish() -> bool:
-            """Write the marker, if it is not here yet; returns whether it was not."""
+            """Write the marker, if this one is not here yet; returns whether it was not."""
             if not candidate.in_store and self.in_parts:
                 for path in folder.iterdir():  # what a power cut spoils, a store would give again
                     sync_to_disk(path)
-            is_here = (folder / MARKER).exists()
+            is_here = _marker_here(folder) == candidate.marker
             if not is_here:
                 place_marker(folder, candidate.marker)
             return not is_here
@@ -382,7 +382,8 @@ class _Chooser:
         Returns the files that it holds in their sizes, and what is wrong with the first of the others.
         """
         folder = self.run.path / candidate.name
-        if _marker_here(folder) != candidate.marker:
+        # that of a disk which missed the step's validation may lack metrics, and names the same files
+        if marker_or_nothing(folder).get("files") != files:
             if (folder / MARKER).exists():
                 move_aside(self.run, folder)  # another one of that step
             folder.mkdir(parents=True, exist_ok=True)

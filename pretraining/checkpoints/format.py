@@ -16,7 +16,7 @@ from a damaged one.
 import json
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -172,6 +172,15 @@ def write_marker(folder: Path, content: dict) -> None:
     place_marker(folder, _with_checksum(text.removesuffix("\n}").encode()))
 
 
+def add_metrics(folder: Path, metrics: Mapping) -> None:
+    """Add what was measured after a commit to the marker, which is replaced whole or not at all."""
+    marker = read_marker(folder)
+    added = {**marker["metrics"], **metrics}
+    if added != marker["metrics"]:
+        del marker["checksum"]
+        write_marker(folder, {**marker, "metrics": added})
+
+
 def place_marker(folder: Path, sealed: bytes) -> None:
     """Do the same with the bytes of a marker that another node, or a store, holds already."""
     # First the names of the files, so that the disk never holds a marker without them; then the marker's own name.
@@ -256,6 +265,8 @@ class Start:
     """Brings a file of the checkpoint that this node lacks from the store; None: it needs nothing of it."""
     initial_weights: dict | None = None
     """Source and digest of the weights that the run began with; None: it drew them."""
+    validation: dict | None = None
+    """What was measured after its step: a checkpoint that was saved before that has it in the marker alone."""
 
     @classmethod
     def at(cls, checkpoint: Path) -> "Start":
@@ -264,7 +275,10 @@ class Start:
         marker = check(read_marker(checkpoint), needed, str(checkpoint / MARKER))
         changes = tuple(marker["changes"])
         given = marker.get("initial_weights")
-        return cls(checkpoint, marker["step"], marker["tokens"], changes, initial_weights=given)
+        metrics = marker.get("metrics", {}).items()
+        validation = {key: value for key, value in metrics if key.startswith("eval_")}
+        step, tokens = marker["step"], marker["tokens"]
+        return cls(checkpoint, step, tokens, changes, initial_weights=given, validation=validation)
 
     def with_given(self, run: RunFolder, facts: dict | None) -> "Start":
         """Return this start with the weights that it begins with; `UserError` if the run began with others."""
@@ -301,8 +315,6 @@ class Identity:
         log_history: the Trainer's. What it logged at `step` itself of the loss and of the validation is in the marker.
         """
         recipe, progress = self.recipe.to_dict(), self.start.progress(self.recipe)
-        # The Trainer logs the loss and the validation in rows of their own.
-        rows = [row for row in log_history if row.get("step") == step]
         # Sorted keys, so that a recipe written in another order has the same fingerprint.
         curve = json.dumps(curve_parts(recipe), sort_keys=True, ensure_ascii=False).encode()
         # The next start continues by tokens: the numbers of samples and steps change if their sizes change.
@@ -314,9 +326,7 @@ class Identity:
             "zero_stage": self.layout["zero_stage"],
             "host": socket.gethostname(),  # of rank 0
             "saved": utc_now(),
-            "metrics": {
-                key: row[key] for row in rows for key in row if key == "loss" or key.startswith("eval_")
-            },
+            "metrics": metrics_at(step, log_history),
             "recipe_fingerprint": f"xxh128:{xxhash.xxh128(curve).hexdigest()}",
             "data": described_data(self.recipe, self.manifest),
             "changes": list(self.start.changes),
@@ -325,6 +335,12 @@ class Identity:
             **({"initial_weights": given} if (given := self.start.initial_weights) else {}),
             "recipe": recipe,
         }
+
+
+def metrics_at(step: int, log_history: list[dict]) -> dict:
+    """Return what the Trainer logged at a step of the loss and of the validation, in rows of their own."""
+    rows = (row for row in log_history if row.get("step") == step)
+    return {key: row[key] for row in rows for key in row if key == "loss" or key.startswith("eval_")}
 
 
 def described_data(recipe: Recipe, manifest: dict) -> dict:

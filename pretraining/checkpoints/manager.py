@@ -27,7 +27,14 @@ from transformers.trainer_callback import ExportableState
 from pretraining.checkpoints.background import CheckpointWriter
 from pretraining.checkpoints.export import averaged_weights, demote_checkpoint
 from pretraining.checkpoints.folders import Retention
-from pretraining.checkpoints.format import Identity, Start, commit_checkpoint, read_receipt
+from pretraining.checkpoints.format import (
+    Identity,
+    Start,
+    add_metrics,
+    commit_checkpoint,
+    metrics_at,
+    read_receipt,
+)
 from pretraining.checkpoints.live_state import LiveState, live_state, set_block
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.shard_files import (
@@ -46,8 +53,8 @@ from pretraining.errors import UserError
 from pretraining.planning.run_plan import RunPlan
 from pretraining.recipe import Recipe
 from pretraining.runtime.heartbeat import long_work
-from pretraining.runtime.process_group import device_name, from_rank_0
-from pretraining.runtime.run_folder import RunFolder, describe_environment
+from pretraining.runtime.process_group import device_name, from_rank_0, together
+from pretraining.runtime.run_folder import RunFolder, describe_environment, is_validated
 from pretraining.upstream.deepspeed import whole_shape
 from pretraining.upstream.torch import rates_now, set_rates
 from pretraining.upstream.transformers import OpenTrainer, is_persistent
@@ -79,18 +86,37 @@ class CheckpointManager(TrainerCallback):
             background=section.background,
             on_full_disk=section.on_full_disk,
         )
-        # The step, and how many rows were logged: a validation at the same step adds a row and is saved again.
-        self._last_saved: tuple[int, int] | None = None
+        self._last_saved: int | None = None
         self._last_logged: dict | None = None
 
-    def save(self, trainer: Trainer) -> None:
-        """Begin to save the Trainer's state of this step; returns once it is copied and may change."""
-        step, rows = trainer.state.global_step, trainer.state.log_history
-        # When the Trainer leaves its loop, a stop and the end of an epoch ask for the same save again.
-        if self._last_saved == (step, len(rows)):
+    def save(self, trainer: Trainer, validation_follows: bool = False) -> None:
+        """Begin to save the Trainer's state of this step; returns once it is copied and may change.
+
+        validation_follows: `add_validation` is called once this step is validated.
+        """
+        step = trainer.state.global_step
+        # After the validation the Trainer asks for the same save again, and when it leaves its loop once more.
+        if self._last_saved == step:
             return
-        self._last_saved = step, len(rows)
-        self.writer.save(step, *rank_share(trainer), self.identity.marker_at(step, rows))
+        self._last_saved, self.writer.validation_follows = step, validation_follows
+        marker = self.identity.marker_at(step, trainer.state.log_history)
+        self.writer.save(step, *rank_share(trainer), marker)
+
+    def add_validation(self, trainer: Trainer) -> None:
+        """Add what was measured of this step to the marker of its checkpoint, if there is one."""
+        step = trainer.state.global_step
+        metrics = metrics_at(step, trainer.state.log_history)
+        if self.writer.add_validation(metrics) or not is_validated(step, trainer.state.log_history):
+            return
+        folder = self.start.checkpoint
+        if folder is not None and folder == self.run.checkpoint(step):
+            # the run continues from it, and an earlier start was cut short in this validation
+            together(lambda: add_metrics(folder, metrics) if self.run.disks.is_first else None)
+            self._upload(folder)
+
+    def wait_for_marker(self) -> None:
+        """Wait until the checkpoint that is being written counts: this rank ends with an error."""
+        self.writer.wait_for_marker()
 
     def load_state(self, trainer: OpenTrainer, folder: Path) -> None:
         """Set weights, optimizer states, schedule and loss scaler of a prepared Trainer from a checkpoint, in place.
@@ -121,6 +147,12 @@ class CheckpointManager(TrainerCallback):
                 buffer.copy_(reader.read(BUFFER, name, 0, buffer.numel()).view_as(buffer))
         reader.close()
         set_schedule(trainer.lr_scheduler, reader.state["schedule"])
+        state, validation = trainer.state, self.start.validation
+        if validation and not is_validated(state.global_step, state.log_history):
+            # saved before its validation: what that changed is done now
+            state.log_history.append({**validation, "epoch": state.epoch, "step": state.global_step})
+            if not isinstance(trainer.lr_scheduler, LambdaLR):
+                trainer.lr_scheduler.step(validation["eval_loss"])
         scaler: Any = live.loss_scaler or trainer.accelerator.scaler
         saved = reader.state["loss_scaler"] or {}
         # values that this scaler does not have are left out

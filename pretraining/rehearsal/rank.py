@@ -187,7 +187,7 @@ class RankCheckpoints(CheckpointManager):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         choose_evenly(model)
 
-    def save(self, trainer: Any) -> None:
+    def save(self, trainer: Any, validation_follows: bool = False) -> None:
         step = trainer.state.global_step
         if self.done.step == step:
             return

@@ -249,8 +249,8 @@ def keep_past_rows(
 
     log_history: the checkpoint's. of_validation: whether a row belongs to the validation after its step.
     """
-    # the closing validation comes after the last checkpoint, which therefore does not have it: it is measured again
-    validated = any("eval_loss" in row and row["step"] == step for row in log_history)
+    # one that was cut short is measured again
+    validated = is_validated(step, log_history)
 
     def stays(row: dict) -> bool:
         made = row.get("step", 0)
@@ -261,6 +261,11 @@ def keep_past_rows(
         with replacing(path) as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in kept)
     return kept
+
+
+def is_validated(step: int, log_history: list[dict]) -> bool:
+    """Return whether the Trainer's history has the validation after a step."""
+    return any("eval_loss" in row and row["step"] == step for row in log_history)
 
 
 def describe_environment(device: str, world_size: int) -> dict:

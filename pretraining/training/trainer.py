@@ -32,6 +32,7 @@ from pretraining.recipe import Recipe
 from pretraining.runtime.journal import NOTHING_HEALED
 from pretraining.runtime.process_group import ALONE, RankGroups
 from pretraining.runtime.processes import ignore_in_worker
+from pretraining.runtime.run_folder import is_validated
 from pretraining.training.arguments import collate_blocks, training_refusals
 from pretraining.training.gradients import Clipping
 from pretraining.training.monitors import RunMonitors, SettledCollector, notify
@@ -44,7 +45,7 @@ from pretraining.training.optimizers import (
     follow_run,
     own_schedule,
 )
-from pretraining.training.stopping import StoppingCallback
+from pretraining.training.stopping import StoppingCallback, repeats_validation
 from pretraining.training.throughput import StepClock
 from pretraining.upstream.deepspeed import keep_norm_at_stage_0, mend_optimizer
 from pretraining.upstream.split_weights import expert_groups_of
@@ -224,7 +225,30 @@ class PretrainingTrainer(OpenTrainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict:
-        """Measure validation loss in nats per token, perplexity and bits per byte, and tasks; every rank takes part."""
+        """Measure validation loss in nats per token, perplexity and bits per byte, and tasks; every rank takes part.
+
+        A save that is due comes first: if the validation dies, no step is lost.
+        """
+        step, strategy = self.state.global_step, self.args.save_strategy
+        # `epoch` saves at the end of the only one, which is validated before
+        is_due = self.control.should_save or (strategy == "epoch" and step >= self.state.max_steps)
+        if self.checkpoints and is_due and step > self.first_step:
+            with self.clock.during("saving"):
+                self.checkpoints.save(self, validation_follows=True)
+        try:
+            metrics = self._measure(metric_key_prefix)
+        except Exception:
+            if self.checkpoints:
+                self.checkpoints.wait_for_marker()  # written behind the validation; the process ends with it
+            raise
+        if self.checkpoints:
+            if self.control.should_save and not is_validated(step, self.state.log_history):
+                self.checkpoints.save(self)  # cut short: before a schedule follows the NaN that stands for it
+            self.checkpoints.add_validation(self)
+        return metrics
+
+    def _measure(self, prefix: str) -> dict[str, float]:
+        """Measure, log and hand on what was measured; a NaN if a stop cuts it short."""
 
         def interrupted() -> bool:
             """Return whether the validation is to end, between two of its rounds."""
@@ -245,7 +269,7 @@ class PretrainingTrainer(OpenTrainer):
                 # the Trainer looks this metric up in what a validation returns
                 judged = (self.args.metric_for_best_model or "loss").removeprefix("eval_")
                 return {f"eval_{judged}": math.nan}
-            metrics = {f"{metric_key_prefix}_{name}": value for name, value in measured.items()}
+            metrics = {f"{prefix}_{name}": value for name, value in measured.items()}
             self.log(metrics)
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
             return metrics
@@ -359,6 +383,9 @@ class PretrainingTrainer(OpenTrainer):
             mend_optimizer(engine.optimizer)
             if self.recipe.speed.compile == "deepcompile":
                 engine.compile(backend=self.recipe.speed.compile_backend)
+
+    def repeats_validation(self) -> bool:
+        return repeats_validation(self.args, self.state)
 
     def save_checkpoint(self) -> None:
         self.checkpoints.save(self)

@@ -10,6 +10,7 @@ run's own Trainer fills in:
     _load_from_checkpoint         (nothing)                 without DeepSpeed it would load weights before that
     _load_rng_state               load_position             called once the loop's own counters are at their start
     _save_checkpoint              save_checkpoint           the Trainer's and DeepSpeed's are pickles of one layout
+    _evaluate                     repeats_validation    a schedule that follows the loss sees a repeated validation too
     _run_epoch                    (skipped)                 a run that early stopping had left is not trained on
     _tr_loss                      running_loss              one NaN would stay in it for ever
     _globalstep_last_logged       last_logged_step          a resumed run logs the row that was due
@@ -102,6 +103,10 @@ class OpenTrainer(Trainer):
     def save_checkpoint(self) -> None:
         """Save at the cadence of `save_steps`; `on_save` of the callbacks comes next."""
 
+    def repeats_validation(self) -> bool:
+        """Return whether a validation before the first step is that of the step before, which was cut short."""
+        return False
+
     @property
     def running_loss(self) -> torch.Tensor:
         """The sum of losses since the last log, on the device."""
@@ -146,6 +151,11 @@ class OpenTrainer(Trainer):
 
     def _save_checkpoint(self, model, trial):
         self.save_checkpoint()
+
+    def _evaluate(self, trial, ignore_keys_for_eval, skip_scheduler=False):
+        return super()._evaluate(
+            trial, ignore_keys_for_eval, skip_scheduler and not self.repeats_validation()
+        )
 
     def _run_epoch(self, *args, **kwargs):
         # A resumed `control` may already ask for the stop, which the loop checks only after a step.

@@ -456,9 +456,9 @@ def _awkward_batch(num_blocks: int) -> int:
     return next(size for size in range(16, 80) if num_blocks % size and -(-num_blocks // size) % 2)
 
 
-def start_and_kill(command: list[str], reached: Callable[[], bool]) -> None:
+def start_and_kill(command: list[str], reached: Callable[[], bool], **variables: str) -> None:
     """Start a run and SIGKILL all its processes as soon as `reached()`: within a millisecond those known by then."""
-    started, known, looked_at = Started(command), [], 0.0
+    started, known, looked_at = Started(command, **variables), [], 0.0
     try:
         while started.process.poll() is None and not reached():
             if time.monotonic() - looked_at > 2:
