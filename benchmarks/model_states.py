@@ -57,7 +57,9 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=WAYS, choices=(*WAYS, "split"), help="split: degrees")
     parser.add_argument("--ranks", nargs="+", type=int, default=(1, 2, 3, 4))
     parser.add_argument("--precisions", nargs="+", default=("bf16", "fp32"), choices=("bf16", "fp32", "wide"))
-    parser.add_argument("--optimizers", nargs="+", default=("adamw",), help="or muon, or a `training.optim`")
+    parser.add_argument(
+        "--optimizers", nargs="+", default=("adamw",), help="or muon, averaged, or a `training.optim`"
+    )
     options = parser.parse_args()
     ways = [way for way in WAYS if ":" in way] if "split" in options.ways else options.ways
     for case in product(options.optimizers, ways, options.precisions, options.ranks):
@@ -116,7 +118,9 @@ def case_of(optimizer: str, way: str, precision: str, ranks: int):
     values |= {"training.logging_steps": 100}
     if precision == "wide":  # bf16, but for embeddings and head
         values |= {"model.keep_in_fp32": ["embeddings", "head"]}
-    if optimizer != "adamw":
+    if optimizer == "averaged":
+        values |= {"optimizer.average_decay": 0.9}
+    elif optimizer != "adamw":
         values |= {"optimizer.name": "muon"} if optimizer == "muon" else {"training.optim": optimizer}
     if optimizer.startswith("schedule_free"):
         values |= {"training.lr_scheduler_type": "constant_with_warmup", "training.lr_scheduler_kwargs": None}

@@ -194,6 +194,7 @@ class Export:
 
     EXAMPLES = """  python -m pretraining.checkpoints export runs/tiny
   python -m pretraining.checkpoints export runs/tiny --step 750 --to out/tiny-750
+  python -m pretraining.checkpoints export runs/averages --average
   python -m pretraining.checkpoints export /mnt/copies/checkpoint-750 --model runs/tiny/model --to out/tiny-750"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -201,6 +202,8 @@ class Export:
         _add_step(parser, "default: the newest")
         add = parser.add_argument
         add("--to", type=Path, metavar="DIR", help="a new folder (default: RUN/export-<step>)")
+        what = "the average that the run keeps of its weights (optimizer.average_decay), not the weights"
+        add("--average", action="store_true", help=what)
         what = "config and tokenizer (default: RUN/model, written by train.py)"
         add("--model", type=Path, metavar="DIR", help=what)
         add_trust(parser)
@@ -218,7 +221,8 @@ class Export:
         from pretraining.checkpoints.export import export_checkpoint
 
         logging.disable_progress_bar()
-        export_checkpoint(checkpoint, options.model or run.model, folder, options.trust_extensions)
+        description, trust = options.model or run.model, options.trust_extensions
+        export_checkpoint(checkpoint, description, folder, trust, exponential=options.average)
         size = sum(path.stat().st_size for path in folder.iterdir())
         return {"checkpoint": str(checkpoint), "step": step, "export": str(folder), "bytes": size}
 
@@ -270,7 +274,8 @@ class Merge:
         from pretraining.checkpoints.export import export_checkpoint
 
         logging.disable_progress_bar()
-        export_checkpoint(folders[-1], run.model, folder, options.trust_extensions, folders[:-1], shares)
+        by_part = dict(zip(folders, shares, strict=True))
+        export_checkpoint(folders[-1], run.model, folder, options.trust_extensions, by_part)
         rows = [
             {"part": each["folder"], "step": each["step"], "share": part_share, "loss": each["eval_loss"]}
             for each, part_share in zip(parts, shares, strict=True)

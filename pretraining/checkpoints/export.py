@@ -8,7 +8,7 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,11 +34,16 @@ from pretraining.checkpoints.shard_files import (
 )
 from pretraining.errors import UserError
 from pretraining.extend import MODEL, extensions_of_run, load_code_of_run, load_pretrained
+from pretraining.recipe.optimizer import AVERAGE
 from pretraining.recipe.training import AVERAGING, Z
 from pretraining.runtime.durable_files import one_line_disk_errors, replacing_folder, sync_to_disk
 from pretraining.runtime.heartbeat import long_work, work_done
+from pretraining.runtime.metric_names import OF_AVERAGE
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.upstream.split_weights import whole_experts
+
+EXCHANGED_NUMEL = 1 << 24
+"""Elements that are copied at once where weights and their average change places."""
 
 
 def export_model(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: Path, model_card: str) -> None:
@@ -63,19 +68,19 @@ def export_checkpoint(
     description: Path,
     folder: Path,
     trust_extensions: bool = False,
-    earlier: Sequence[Path] = (),
-    shares: Sequence[float] = (1.0,),
+    shares: Mapping[Path, float] | None = None,
+    exponential: bool = False,
 ) -> None:
     """Write the weights of a committed checkpoint as `folder`, whole or not at all; the caller has verified it.
 
     Needs none of the ranks that saved it. Takes host memory for the weights in their own precision, and for one
     parameter in fp32. description: the run's folder of config and tokenizer.
     trust_extensions: whether the code of a model of one's own may run; it may where it has run already.
-    earlier: checkpoints, or folders of weights, of the same model that are averaged with it.
-    shares: of the earlier ones and of the checkpoint itself in the average; they add up to 1.
+    shares: checkpoints, or folders of weights, of the same model that are averaged, this one among them, with the share
+    of each. exponential: write the average that the optimizer keeps (`optimizer.average_decay`).
 
     Raises:
-        UserError: an earlier one is of another model.
+        UserError: an earlier one is of another model, or no average is kept.
     """
     marker = read_marker(checkpoint)
     if not (description / "config.json").exists():
@@ -88,21 +93,31 @@ def export_checkpoint(
         config = load_pretrained("AutoConfig", description)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     tokenizer = load_pretrained("AutoTokenizer", description)
+    reader, of_average = CheckpointReader(checkpoint), f"eval_{OF_AVERAGE}"
+    if exponential and not any(reader.has(AVERAGE, name) for name in reader.parameters):
+        raise UserError(
+            f"{checkpoint}: no average is kept there (optimizer.average_decay); leave out --average"
+        )
     results = {"step": marker["step"], "tokens": marker["tokens"]}
     # the checkpoint's own metrics say nothing about an average
-    results |= {"averaged checkpoints": len(shares)} if earlier else marker["metrics"]
+    if shares:
+        results |= {"averaged checkpoints": len(shares)}
+    elif exponential:
+        measured = {key: value for key, value in marker["metrics"].items() if key.startswith(of_average)}
+        results |= {"weights": "their exponential average", **measured}
+    else:
+        results |= marker["metrics"]
     card = write_model_card(marker["recipe"], marker["data"], results, marker["environment"])
-    reader = CheckpointReader(checkpoint)
-    weights, others = {}, [_weights_in(part) for part in earlier]
+    weights, others = {}, {part: _weights_in(part) for part in shares or () if part != checkpoint}
     for name, entry in reader.state["parameters"].items():
-        weight = averaged(reader, name)
-        if earlier:
-            weight *= shares[-1]
-            for part, read, part_share in zip(earlier, others, shares, strict=False):
-                other = read(name)
-                if other is None or other.shape != weight.shape:
-                    raise UserError(f"{part}: is of another model than {checkpoint.name}: {name} differs")
-                weight.add_(other.float(), alpha=part_share)
+        weight = averaged(reader, name, exponential)
+        if shares:
+            weight *= shares[checkpoint]
+        for part, read in others.items():
+            other = read(name)
+            if other is None or other.shape != weight.shape:
+                raise UserError(f"{part}: is of another model than {checkpoint.name}: {name} differs")
+            weight.add_(other.float(), alpha=shares[part])
         weights[name] = weight.to(getattr(torch, entry["dtype"]))
     for name, entry in reader.state.get("buffers", {}).items():
         weights[name] = reader.read(BUFFER, name, 0, torch.Size(entry["shape"]).numel()).view(entry["shape"])
@@ -200,8 +215,38 @@ def averaged_weights(trainer: Trainer) -> Iterator[bool]:
         live.set_weights()
 
 
-def averaged(reader: CheckpointReader, parameter: str) -> torch.Tensor:
-    """Read a parameter's averaged weights from a checkpoint, in fp32; the masters if nothing was averaged."""
+@contextmanager
+def exponential_average(trainer: Trainer) -> Iterator[None]:
+    """Exchange weights and their exponential average in the block, at any stage; afterwards both are as they were.
+
+    Every rank must call it. Takes memory for a small part of the weights.
+    """
+    live = live_state(trainer.model, trainer.optimizer)
+
+    @torch.no_grad()
+    def exchange() -> None:
+        for block in live.blocks:
+            with live.held(block, changed=True):
+                average = block.state.get(AVERAGE, block.tensor)
+                parts = (each.view(-1).split(EXCHANGED_NUMEL) for each in (block.tensor.detach(), average))
+                for weights, its_average in zip(*parts, strict=True):
+                    kept = weights.clone()
+                    weights.copy_(its_average)
+                    its_average.copy_(kept)
+        live.set_weights()
+
+    exchange()
+    yield  # no finally: see above
+    exchange()
+
+
+def averaged(reader: CheckpointReader, parameter: str, exponential: bool = False) -> torch.Tensor:
+    """Read a parameter's averaged weights from a checkpoint, in fp32; the masters if nothing was averaged.
+
+    exponential: the average that is kept beside the weights, where there is one.
+    """
+    if exponential and reader.has(AVERAGE, parameter):
+        return assemble(reader, parameter, AVERAGE)
     masters = assemble(reader, parameter)
     share = reader.state["scalars"].get(parameter, {}).get(AVERAGING)
     return masters if share is None else masters.lerp_(assemble(reader, parameter, Z), share)

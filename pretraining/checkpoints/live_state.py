@@ -18,6 +18,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from pretraining.checkpoints.shard_files import MASTER, CheckpointReader, Cut
 from pretraining.errors import UserError
+from pretraining.recipe.optimizer import AVERAGE
 from pretraining.upstream import deepspeed
 
 
@@ -257,9 +258,12 @@ def set_block(block: Block, reader: CheckpointReader) -> None:
             if key not in live:
                 live[key] = torch.zeros_like(block.tensor, dtype=example.dtype, device=example.device)
             for piece in block.pieces:
+                # An average that the checkpoint does not hold begins as the weights.
+                averages = key == AVERAGE and not reader.has(key, piece.parameter)
+                saved_as = MASTER if averages else key
                 # A parameter that no gradient had reached has no states in the checkpoint, and gets zeros here.
-                if reader.has(key, piece.parameter):
-                    elements = reader.read(key, piece.parameter, piece.start, piece.numel, piece.cut)
+                if reader.has(saved_as, piece.parameter):
+                    elements = reader.read(saved_as, piece.parameter, piece.start, piece.numel, piece.cut)
                     piece.of(live[key]).copy_(elements)
                 elif piece.parameter in table:
                     raise _other_states(block, key, piece.parameter, reader)

@@ -25,7 +25,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
 from pretraining.checkpoints.background import CheckpointWriter
-from pretraining.checkpoints.export import averaged_weights, demote_checkpoint
+from pretraining.checkpoints.export import averaged_weights, demote_checkpoint, exponential_average
 from pretraining.checkpoints.folders import Retention
 from pretraining.checkpoints.format import (
     Identity,
@@ -188,6 +188,10 @@ class CheckpointManager(TrainerCallback):
     def averaged_weights(self, trainer: Trainer) -> AbstractContextManager:
         """Put the averaged weights in place inside the block, if the optimizer averages the weights that it trains."""
         return averaged_weights(trainer)
+
+    def exponential_average(self, trainer: Trainer) -> AbstractContextManager:
+        """Put the exponential average of the weights in place inside the block, if the optimizer keeps one."""
+        return exponential_average(trainer)
 
     def wait_for_upload(self) -> None:
         """Wait until the last checkpoint and the export are uploaded, or failed; every rank calls this at the end."""

@@ -30,7 +30,7 @@ from pretraining.evaluation.sampling import SamplingCallback, evaluation_mode
 from pretraining.extend import all_of
 from pretraining.recipe import Recipe
 from pretraining.recipe.data import is_mixed, read_stages, run_shares, source_names
-from pretraining.runtime.metric_names import perplexity
+from pretraining.runtime.metric_names import OF_AVERAGE, perplexity
 from pretraining.runtime.process_group import RankGroups, gather_from_ranks, rank_groups
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import display_path
@@ -301,7 +301,9 @@ class Evaluator:
         self.metric = section.metric
         # A score's name ("<task>/<metric>") is known only after it is measured; every other name is known now.
         if "/" not in self.metric:
-            self._check_metric(self.validation.names)
+            averages = recipe.optimizer.average_decay is not None
+            of_average = [f"{OF_AVERAGE}{name}" for name in MEASURED] if averages else []
+            self._check_metric([*self.validation.names, *of_average])
 
     def measure(self, model: nn.Module, step: int, interrupted: scores.Asked) -> dict[str, float] | None:
         """Measure the model after `step`; every rank must call it, and gets the same metrics. None if interrupted."""

@@ -36,6 +36,9 @@ EMBEDDING, HEAD, ROUTER, HIDDEN, VECTOR = "embedding", "head", "router", "hidden
 norms and biases."""
 
 
+AVERAGE = "average"
+"""Name of the optimizer's state that is an exponential average of the weights."""
+
 _own = partial(key, default=None, omitted=True)
 
 
@@ -152,6 +155,11 @@ class Optimizer(Section):
     """Every gradient between minus and plus this, after training.max_grad_norm."""
     adaptive_clip: float | None = key(default=None, exclusiveMinimum=0)
     """No unit's gradient longer than this times its weights (AGC; 0.01 in its paper)."""
+    average_decay: float | None = key(default=None, exclusiveMinimum=0, exclusiveMaximum=1)
+    """What a step leaves of an exponential average of the weights, which is kept, saved and validated beside them, as
+    eval/average_loss; null: none."""
+    average_steps: int = key(default=1, minimum=1)
+    """The average takes the weights every so many steps, with the decay of all of them."""
 
     @property
     def rows(self) -> list[ParameterRow]:

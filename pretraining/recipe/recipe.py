@@ -38,7 +38,7 @@ from pretraining.recipe.sections import (
     Weights,
 )
 from pretraining.recipe.training import Training, check_judged, check_schedule
-from pretraining.runtime.metric_names import GROUPS, LOWER_IS_BETTER
+from pretraining.runtime.metric_names import GROUPS, LOWER_IS_BETTER, OF_AVERAGE
 from pretraining.schema import REPOSITORY, Wrong, display_path, problem, refuse_first
 
 RECIPES = REPOSITORY / "recipes"
@@ -310,6 +310,8 @@ class Recipe:
         if evaluation.patience is not None and training.eval_strategy == "no":
             what = f"is {evaluation.patience}, but nothing is validated while training"
             yield "evaluation.patience", f"{what}: set training.eval_strategy to steps"
+        if self.optimizer.average_decay is not None:
+            metrics = [*metrics, *(f"{OF_AVERAGE}{name}" for name in LOWER_IS_BETTER)]
         yield from check_metric(evaluation, self.data, metrics)
         task_steps = evaluation.task_steps
         if task_steps is not None and training.eval_strategy == "steps" and task_steps % evaluate:

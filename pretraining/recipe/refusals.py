@@ -36,7 +36,7 @@ from pretraining.recipe.model import (
     why_not,
 )
 from pretraining.recipe.recipe import check_documents, check_loss
-from pretraining.recipe.training import ADAMW, DEFAULT_OPTIM, ELEMENTWISE
+from pretraining.recipe.training import ADAMW, DEFAULT_OPTIM, ELEMENTWISE, SCHEDULE_FREE
 from pretraining.schema import Wrong, display_path, refuse_first
 
 SOME_BLOCKS = 8192
@@ -159,6 +159,14 @@ def _check_optimizer(recipe: Recipe, ds_config: dict | None) -> Wrong:
         if in_fp16:
             remedy = "--set training.fp16=false --set training.bf16=true, or --deepspeed zero1"
             yield key, f"{name} {in_fp16}; {remedy}"
+    if recipe.optimizer.average_decay is not None:
+        key, swapped = "optimizer.average_decay", optimizer_device(ds_config) == "nvme"
+        if optim in SCHEDULE_FREE:
+            yield key, f"is set, but {optim} averages the weights already; leave it out"
+        buffers = ds_config["zero_optimization"]["offload_optimizer"].get("buffer_count", 4) if swapped else 5
+        if buffers < 5:
+            what = "needs five buffers on NVMe (weights, two moments, average, gradients)"
+            yield key, f"{what}; set zero_optimization.offload_optimizer.buffer_count, now {buffers}, to 5"
     if recipe.optimizer.adaptive_clip and in_fp16:
         yield "optimizer.adaptive_clip", f"{in_fp16}; use --deepspeed zero1"
 

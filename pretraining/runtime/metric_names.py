@@ -16,6 +16,9 @@ _RENAMED = {"throughput/gpu_utilization": "hardware/gpu_utilization"}
 LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
 """How the names of losses of a validation end; every other metric is a score, which is better if it is higher."""
 
+OF_AVERAGE = "average_"
+"""Before the names of what a validation measures of the average of the weights."""
+
 
 def grouped(name: str) -> str:
     """Add the group: `loss` -> `train/loss`, `eval_loss` -> `eval/loss`; a name that has its group keeps it."""

@@ -206,7 +206,7 @@ class Clipping(TrainerCallback):
     def begin(self, model: PreTrainedModel, optimizer: Any) -> None:
         """Clip from the next step on. optimizer: torch's, or DeepSpeed's of stage 1, 2 or 3."""
         is_whole = isinstance(optimizer, torch.optim.Optimizer)
-        steppers = [optimizer] if is_whole else stepping_optimizers(optimizer)
+        steppers = stepping_optimizers(optimizer)
         hooks: list[Callable] = []
         if self.ratio:
             # hooks run in the order of registration: units first, then single values

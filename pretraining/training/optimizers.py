@@ -15,6 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,6 +27,7 @@ from pretraining.extend import defined, named
 from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.budget import Progress
 from pretraining.recipe.optimizer import (
+    AVERAGE,
     EMBEDDING,
     HEAD,
     HIDDEN,
@@ -244,6 +246,35 @@ def counting_by_tensor(optimizer_class: type) -> type:
         return optimizer_class
     # the same name: it is written and shown as the package's class
     return type(optimizer_class.__name__, (_CountsByTensor, optimizer_class), {})
+
+
+def keep_average(optimizer: torch.optim.Optimizer, settings: Optimizer, finished: Callable[[], int]) -> None:
+    """Let an optimizer keep an exponential average of what it steps, as one more state of each tensor.
+
+    The average begins as the weights after the first step. At each step whose number `average_steps` divides, it is
+    moved to the weights by 1 - `average_decay` ** `average_steps`. ZeRO cuts it as it cuts the weights.
+
+    finished: returns the steps of the run before this one.
+    """
+    every, decay = settings.average_steps, settings.average_decay
+
+    def move(stepping: torch.optim.Optimizer, *_: Any) -> None:
+        weights = [weight for group in stepping.param_groups for weight in group["params"]]
+        # the step was refused (training/stability.py)
+        if all(weight.grad is None for weight in weights):
+            return
+        averages, moved = [], []
+        for weight in weights:
+            state = stepping.state[weight] if weight.grad is not None else stepping.state.get(weight, {})
+            if AVERAGE in state:
+                averages.append(state[AVERAGE])
+                moved.append(weight.detach())
+            elif state or weight.grad is not None:
+                state[AVERAGE] = weight.detach().clone()
+        if averages and (finished() + 1) % every == 0:
+            torch._foreach_lerp_(averages, moved, 1 - decay**every)
+
+    optimizer.register_step_post_hook(move)
 
 
 Schedule = Callable[[float], float]

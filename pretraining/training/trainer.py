@@ -30,6 +30,7 @@ from transformers.utils import logging
 from pretraining.errors import UserError
 from pretraining.recipe import Recipe
 from pretraining.runtime.journal import NOTHING_HEALED
+from pretraining.runtime.metric_names import OF_AVERAGE
 from pretraining.runtime.process_group import ALONE, RankGroups
 from pretraining.runtime.processes import ignore_in_worker
 from pretraining.runtime.run_folder import is_validated
@@ -43,11 +44,12 @@ from pretraining.training.optimizers import (
     counting_by_tensor,
     describe_groups,
     follow_run,
+    keep_average,
     own_schedule,
 )
 from pretraining.training.stopping import StoppingCallback, repeats_validation
 from pretraining.training.throughput import StepClock
-from pretraining.upstream.deepspeed import keep_norm_at_stage_0, mend_optimizer
+from pretraining.upstream.deepspeed import keep_norm_at_stage_0, mend_optimizer, stepping_optimizers
 from pretraining.upstream.split_weights import expert_groups_of
 from pretraining.upstream.transformers import OpenTrainer
 from pretraining.upstream.wide_weights import split_by_type
@@ -255,10 +257,17 @@ class PretrainingTrainer(OpenTrainer):
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
             return self.stop is not None and self.stop.agreed()
 
+        step, averages = self.state.global_step, self.recipe.optimizer.average_decay is not None
+        of_average: dict | None = {}
+        if self.checkpoints and averages and step > 0:
+            with self.checkpoints.exponential_average(self):
+                of_average = self.evaluator.measure(self.model_wrapped, step, interrupted)
         # the weights are exchanged for their average, and back after the block
         averaged = self.checkpoints.averaged_weights(self) if self.checkpoints else nullcontext()
         with averaged:
-            measured = self.evaluator.measure(self.model_wrapped, self.state.global_step, interrupted)
+            measured = None
+            if of_average is not None:
+                measured = self.evaluator.measure(self.model_wrapped, step, interrupted)
             if measured is None:
                 # Save and stop. Nothing is logged, and the next start repeats the validation. If one were still wanted,
                 # the Trainer would begin it as it leaves its loop.
@@ -269,6 +278,7 @@ class PretrainingTrainer(OpenTrainer):
                 # the Trainer looks this metric up in what a validation returns
                 judged = (self.args.metric_for_best_model or "loss").removeprefix("eval_")
                 return {f"eval_{judged}": math.nan}
+            measured |= {f"{OF_AVERAGE}{name}": value for name, value in of_average.items()}
             metrics = {f"{prefix}_{name}": value for name, value in measured.items()}
             self.log(metrics)
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -383,6 +393,10 @@ class PretrainingTrainer(OpenTrainer):
             mend_optimizer(engine.optimizer)
             if self.recipe.speed.compile == "deepcompile":
                 engine.compile(backend=self.recipe.speed.compile_backend)
+        if self.recipe.optimizer.average_decay is not None:
+            # now: accelerate and DeepSpeed have put others in the place of the one that was created
+            for each in stepping_optimizers(self.optimizer.optimizer):
+                keep_average(each, self.recipe.optimizer, lambda: self.state.global_step)
 
     def repeats_validation(self) -> bool:
         return repeats_validation(self.args, self.state)

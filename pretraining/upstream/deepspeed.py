@@ -402,7 +402,12 @@ def _of_sub_groups(zero: Any) -> Iterator[Partition]:
 
 
 def stepping_optimizers(zero: Any) -> list[torch.optim.Optimizer]:
-    """Return the optimizers which DeepSpeed's steps: one, or two with a part of stage 3's offloaded."""
+    """Return the optimizers which DeepSpeed's steps: one, or two with a part of stage 3's offloaded.
+
+    Returns torch's own as it is.
+    """
+    if isinstance(zero, torch.optim.Optimizer):
+        return [zero]
     steppers = (zero.optimizer, getattr(zero, "backup_optimizer", None))
     return [each for each in steppers if each is not None]
 

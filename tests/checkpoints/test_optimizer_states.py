@@ -13,7 +13,8 @@ from pretraining.checkpoints.live_state import live_state, set_block
 from pretraining.checkpoints.manager import rank_tensors, schedule_state, set_schedule
 from pretraining.checkpoints.shard_files import CheckpointReader, rank_file, write_rank_file
 from pretraining.errors import UserError
-from pretraining.training.optimizers import counting_by_tensor
+from pretraining.recipe.optimizer import AVERAGE, Optimizer
+from pretraining.training.optimizers import counting_by_tensor, keep_average
 
 OPTIMIZERS = {
     "AdamW": lambda groups: torch.optim.AdamW(groups, lr=0.01),
@@ -24,6 +25,16 @@ OPTIMIZERS = {
     "schedule-free": lambda groups: counting_by_tensor(AdamWScheduleFree)(groups, lr=0.01),
     "Adafactor": lambda groups: Adafactor(groups, lr=0.01, relative_step=False, beta1=0.9),
 }
+AVERAGED = Optimizer(average_decay=0.9)
+
+
+def averaging(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer, which keeps an average of what it steps."""
+    keep_average(optimizer, AVERAGED, lambda: 0)
+    return optimizer
+
+
+OPTIMIZERS["averaged"] = lambda groups: averaging(torch.optim.AdamW(groups, lr=0.01))
 
 
 @pytest.fixture(autouse=True)
@@ -92,6 +103,19 @@ def trained_and_continued(tmp_path, name: str, steps_before_load: int) -> tuple[
 def test_any_optimizer_goes_on_bit_for_bit(tmp_path, name, steps_before_load):
     """Saved after three steps, set in a fresh one or over another's states: the next two steps are the same."""
     assert all(map(torch.equal, *trained_and_continued(tmp_path, name, steps_before_load)))
+
+
+def test_an_average_that_no_checkpoint_holds_begins_as_the_weights(tmp_path):
+    """Switched on at a resume, after steps without one; what no gradient had reached yet has none."""
+    model, other = Model(), Model()
+    optimizer, fresh = (
+        OPTIMIZERS[name](groups_of(each)) for name, each in (("AdamW", model), ("averaged", other))
+    )
+    step(model, optimizer, 0)
+    load(other, fresh, save(model, optimizer, tmp_path))
+    for parameter in other.parameters():
+        average = fresh.state[parameter][AVERAGE]
+        assert torch.equal(average, parameter.detach()) and average.data_ptr() != parameter.data_ptr()
 
 
 def test_8_bit_states_go_on_bit_for_bit(tmp_path, monkeypatch):

@@ -54,8 +54,17 @@ class OptimizerStates:
 
 
 def optimizer_states(recipe: Recipe) -> OptimizerStates:
-    """Return the states of the recipe's optimizer, Adam's if no family names it; `UserError` as `check_rows`."""
+    """Return the states of the recipe's optimizer, an average of the weights included; `UserError` as `check_rows`."""
     check_rows(recipe)
+    own = _states_of(recipe)
+    if recipe.optimizer.average_decay is None:
+        return own
+    name = f"{own.name} and the average"
+    return replace(own, name=name, bytes_of=lambda tensor: own.bytes_of(tensor) + FP32 * tensor.numel)
+
+
+def _states_of(recipe: Recipe) -> OptimizerStates:
+    """Return what the optimizer itself keeps; as Adam if no family names it."""
     if recipe.optimizer.name == "muon":
         return MUON
     if recipe.own_groups:
