@@ -194,7 +194,7 @@ class Export:
 
     EXAMPLES = """  python -m pretraining.checkpoints export runs/tiny
   python -m pretraining.checkpoints export runs/tiny --step 750 --to out/tiny-750
-  python -m pretraining.checkpoints export runs/averages --average
+  python -m pretraining.checkpoints export /mnt/runs/350m --average
   python -m pretraining.checkpoints export /mnt/copies/checkpoint-750 --model runs/tiny/model --to out/tiny-750"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:

@@ -68,6 +68,7 @@ OTHER_NAMES = {
     "training.logging_steps": "log_every log_every_n_steps log_freq log_interval",
     "training.report_to": "logger tensorboard tracker wandb",
     "training.project": "project_name wandb_project",
+    "optimizer.average_decay": "ema ema_decay",
     "checkpoints.keep_last": "keep_last_n max_checkpoints save_top_k",
     "evaluation.max_validation_tokens": "eval_iters limit_val_batches max_eval_steps val_steps",
 }

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 from transformers import PreTrainedModel, TrainerCallback
 
 from pretraining.errors import UserError
@@ -256,7 +257,8 @@ def keep_average(optimizer: torch.optim.Optimizer, settings: Optimizer, finished
 
     finished: returns the steps of the run before this one.
     """
-    every, decay = settings.average_steps, settings.average_decay
+    every = settings.average_steps
+    move_all = get_ema_multi_avg_fn(settings.average_decay**every)
 
     def move(stepping: torch.optim.Optimizer, *_: Any) -> None:
         weights = [weight for group in stepping.param_groups for weight in group["params"]]
@@ -272,7 +274,7 @@ def keep_average(optimizer: torch.optim.Optimizer, settings: Optimizer, finished
             elif state or weight.grad is not None:
                 state[AVERAGE] = weight.detach().clone()
         if averages and (finished() + 1) % every == 0:
-            torch._foreach_lerp_(averages, moved, 1 - decay**every)
+            move_all(averages, moved, None)
 
     optimizer.register_step_post_hook(move)
 

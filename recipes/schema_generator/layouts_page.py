@@ -70,6 +70,7 @@ FEATURES = {
     ),
     "Adafactor": ("training.optim=adafactor",),
     "clipping by value": ("optimizer.clip_value=1.0",),
+    "average of the weights": ("optimizer.average_decay=0.999",),
     "adaptive clipping": ("optimizer.adaptive_clip=0.01",),
     "batch-size ramp": (
         'budget.ramp={"from_tokens_per_step": 1024, "increment": 1024, "over_tokens": 100000}',

@@ -85,6 +85,21 @@ def test_the_stage_does_not_change_the_average(workshop, stage):
     assert all(abs(a - b) > 1e-3 for a, b in zip(average_losses(plain), weights, strict=True))
 
 
+SPLIT = {
+    "experts under Muon": ("zero3:expert=2", (section_of(EXPERTS), "optimizer.name=muon")),
+    "layers in bf16": ("zero1:tensor=2", (section_of(LLAMA), *IN_BF16)),
+}
+
+
+@pytest.mark.parametrize("case", SPLIT)
+def test_parts_of_layers_are_averaged_where_they_are(workshop, case):
+    """Two ranks with other experts, or other parts of a layer: a loop over the saved weights, within fp32's rounding."""
+    stage, settings = SPLIT[case]
+    run = workshop.run(stage, settings=(*SETTINGS, *settings))
+    same(averages_of(run), in_a_loop(run), 1e-6)
+    assert len(average_losses(run)) == len(run.validation_rows) == 2
+
+
 def test_the_curve_is_that_of_a_run_without_one(workshop):
     """Exchanged for the average and back in each validation: training goes on from the very bits."""
     run = workshop.plain(SETTINGS)
