@@ -14,7 +14,8 @@ from pretraining.recipe.optimizer import AVERAGE, Optimizer
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.training.optimizers import keep_average
 from tests.gear.finished_data import refusal
-from tests.gear.runs import STEPS, Run, completed, execute
+from tests.gear.runs import EXPERTS, LLAMA, STEPS, Run, completed, execute, section_of
+from tests.training.test_curve import IN_BF16
 
 DECAY, EVERY = 0.8, 2
 SETTINGS = (
@@ -75,7 +76,7 @@ def test_a_step_in_parts_moves_each_tensor_once():
         assert optimizer.state[tensor][AVERAGE].tolist() == [-0.6875] * 3
 
 
-@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2", "zero3", "zero2_offload"])
+@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2_offload", "zero3"])
 def test_the_stage_does_not_change_the_average(workshop, stage):
     """fp32, two ranks: within 1e-5 of a loop over the weights of a single plain process; its validations too."""
     plain, ours = workshop.plain(SETTINGS), workshop.run(stage, settings=SETTINGS)
@@ -86,18 +87,21 @@ def test_the_stage_does_not_change_the_average(workshop, stage):
 
 
 SPLIT = {
-    "experts under Muon": ("zero3:expert=2", (section_of(EXPERTS), "optimizer.name=muon")),
+    "experts under Muon": (
+        "zero3:expert=2",
+        (section_of(EXPERTS), "optimizer.name=muon", "monitors.noise_scale_steps=null"),
+    ),
     "layers in bf16": ("zero1:tensor=2", (section_of(LLAMA), *IN_BF16)),
 }
 
 
 @pytest.mark.parametrize("case", SPLIT)
 def test_parts_of_layers_are_averaged_where_they_are(workshop, case):
-    """Two ranks with other experts, or other parts of a layer: a loop over the saved weights, within fp32's rounding."""
+    """Two ranks with other experts, or other parts of a layer: a loop over their weights, within rounding."""
     stage, settings = SPLIT[case]
     run = workshop.run(stage, settings=(*SETTINGS, *settings))
     same(averages_of(run), in_a_loop(run), 1e-6)
-    assert len(average_losses(run)) == len(run.validation_rows) == 2
+    assert 0 < abs(average_losses(run)[-1] - run.validation_rows[-1]["eval/loss"]) < 1
 
 
 def test_the_curve_is_that_of_a_run_without_one(workshop):
