@@ -395,7 +395,8 @@ class PretrainingTrainer(OpenTrainer):
                 engine.compile(backend=self.recipe.speed.compile_backend)
         if self.recipe.optimizer.average_decay is not None:
             # now: accelerate and DeepSpeed have put others in the place of the one that was created
-            for each in stepping_optimizers(self.optimizer.optimizer):
+            prepared: Any = self.optimizer
+            for each in stepping_optimizers(prepared.optimizer):
                 keep_average(each, self.recipe.optimizer, lambda: self.state.global_step)
 
     def repeats_validation(self) -> bool:
