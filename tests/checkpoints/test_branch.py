@@ -39,7 +39,7 @@ def branched(run: Path, *words, capsys) -> dict:
 
 
 def checkpoint_of(
-    tmp_path, step: int, *settings: str, base: str = "tiny", start: Start | None = None
+    tmp_path, step: int, *settings: str, base: str = "features/gpt2", start: Start | None = None
 ) -> Path:
     """A small checkpoint of a recipe after `step` steps; the folder of its run."""
     run, identity = RunFolder(tmp_path / "base"), identity_of(*settings, start=start, base=base)

@@ -44,7 +44,10 @@ def test_the_marker_says_what_the_checkpoint_is(run):
     marker = read_marker(run.checkpoint(8))
     assert (marker["step"], marker["tokens"], marker["samples"]) == (8, 8 * 2048, 8 * 2048 // 128)
     assert (marker["ranks"], marker["zero_stage"]) == (1, None)
-    assert marker["recipe"]["name"] == "tiny" and marker["data"]["fingerprint"] == MANIFEST["fingerprint"]
+    assert (
+        marker["recipe"]["name"] == "gpt2"
+        and marker["data"]["fingerprint"] == MANIFEST["fingerprint"]
+    )
     assert marker["metrics"] == {"loss": 1.0, "eval_loss": 1.0}
     names = {"trainer_state.json", "state_0.bin", "state_1.bin", receipt_name(0, 1)}
     assert set(marker["files"]) == names
@@ -262,7 +265,7 @@ ACCEPTED = {
 def test_an_accepted_change_of_the_step_says_what_becomes_of_the_rate(run, name, capsys):
     """In the line printed and in the event, with the keys that count tokens; only where the schedule counts steps."""
     settings, words = ACCEPTED[name]
-    recipe, (key, _, value) = load_recipe("tiny", settings), settings[0].partition("=")
+    recipe, (key, _, value) = load_recipe("features/gpt2", settings), settings[0].partition("=")
     earlier = None if key == "budget.ramp" else 2048
     change = {"step": 12, "key": key, "from": earlier, "to": json.loads(value)}
     start = Start(run.checkpoint(12), 12, 12 * 2048, (change,))
@@ -278,7 +281,10 @@ def test_an_accepted_change_of_the_step_says_what_becomes_of_the_rate(run, name,
 
 def test_a_schedule_of_steps_goes_on_where_it_was_when_their_size_changes():
     """Twice, and in both directions: at the tokens of an unchanged run it is where that run is, at the end too."""
-    whole, recipe = load_recipe("tiny").progress(), load_recipe("tiny", ["budget.tokens_per_step=1024"])
+    whole, recipe = (
+        load_recipe("features/gpt2").progress(),
+        load_recipe("features/gpt2", ["budget.tokens_per_step=1024"]),
+    )
     changes = [
         {"step": step, "key": "budget.tokens_per_step", "from": earlier, "to": now}
         for step, earlier, now in ((400, 2048, 4096), (500, 4096, 1024))
@@ -293,7 +299,7 @@ def test_a_schedule_of_steps_goes_on_where_it_was_when_their_size_changes():
 
 def test_with_tokens_counted_the_rate_stays_where_it_was():
     """As large a share of the schedule is done as before the steps grew."""
-    before, now = load_recipe("tiny"), load_recipe("tiny", [LARGER, *BY_TOKENS])
+    before, now = load_recipe("features/gpt2"), load_recipe("features/gpt2", [LARGER, *BY_TOKENS])
     progress = Start(None, 400, 400 * 2048).progress(now)
     clock, last = progress.full_steps_at, progress.last_step
     assert clock(400) / clock(last) == 400 / before.num_steps
@@ -314,7 +320,7 @@ def test_changed_tokens_per_step_keep_the_budget_and_the_position(run):
 
 def test_a_recipe_from_before_a_key_is_the_same_recipe():
     """Every key of ours that has a default may come after a run: taken out of its recipe, nothing has changed."""
-    now, properties = load_recipe("tiny").to_dict(), recipe_schema()["properties"]
+    now, properties = load_recipe("features/gpt2").to_dict(), recipe_schema()["properties"]
     for section in OURS:
         for key in now.get(section, {}):
             if "default" not in properties[section]["properties"][key]:

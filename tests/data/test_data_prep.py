@@ -521,7 +521,7 @@ HUB = {
 def test_a_tokenizer_that_the_hub_does_not_give_is_named_before_text_is_read(tmp_path, corpus, name, said):
     """In one line, and no folder is made: cleaning comes before the tokenizer is needed, and may take hours."""
     sources = json.dumps([{"path": str(corpus)}])
-    command = [sys.executable, "data_prep.py", "--recipe", "tiny", "--data_dir", tmp_path / "data"]
+    command = [sys.executable, "data_prep.py", "--recipe", "features/gpt2", "--data_dir", tmp_path / "data"]
     command += ["--set", f"data.tokenizer={name}", "--set", f"data.sources={sources}"]
     with LocalHub() as hub:
         hub.gated.add("someone/gated")
@@ -553,4 +553,4 @@ def test_a_mixture_is_refused_before_its_data_is_prepared():
     sources = json.dumps([{"path": "x.txt", "name": name, "weight": 1} for name in ("notes", "web")])
     mixture = json.dumps({"stages": [{"weights": {"nots": 1}}]})
     with pytest.raises(UserError, match="names no source; did you mean 'notes'"):
-        load_recipe("tiny", [f"data.sources={sources}", f"data.mixture={mixture}"])
+        load_recipe("features/gpt2", [f"data.sources={sources}", f"data.mixture={mixture}"])

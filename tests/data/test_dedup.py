@@ -258,7 +258,7 @@ UNFIT = {
 def test_settings_that_do_not_fit_are_refused_in_one_line(named):
     """The message names the key."""
     with pytest.raises(UserError, match=f"data.dedup.minhash.*{named}"):
-        load_recipe("tiny", [f"data.dedup={json.dumps({'minhash': UNFIT[named]})}"])
+        load_recipe("features/gpt2", [f"data.dedup={json.dumps({'minhash': UNFIT[named]})}"])
 
 
 # N-grams.

@@ -197,7 +197,7 @@ def test_a_block_that_repeats_an_ngram_is_left_out_alone(split, tmp_path):
 def test_what_becomes_of_flagged_blocks_is_part_of_the_curve():
     """A run goes on with it as it began; a run from before the key trained on them."""
     ways = [f"monitors.flagged_blocks={each}" for each in ("log", "skip")]
-    now, skips, before = (load_recipe("tiny", [way]).to_dict() for way in (*ways, ways[0]))
+    now, skips, before = (load_recipe("features/gpt2", [way]).to_dict() for way in (*ways, ways[0]))
     before["monitors"] = {key: v for key, v in before["monitors"].items() if key != "flagged_blocks"}
     assert not changed_parts(now, before)
     assert [each.key for each in changed_parts(skips, before)] == ["monitors.flagged_blocks"]

@@ -195,7 +195,7 @@ def test_mistakes_are_one_line(files, said):
     data["sources"] = [{"path": str(files / f"{file}.jsonl"), "name": name} for name, file in named.items()]
     data["validation"] = own(files, *data["validation"]) if data["validation"] else None
     settings = [f"data.{key}={json.dumps(value)}" for key, value in data.items()]
-    assert said in refusal(load_recipe, "tiny", settings)
+    assert said in refusal(load_recipe, "features/gpt2", settings)
 
 
 def test_one_too_short_for_a_block_is_refused(files, tmp_path):

@@ -214,7 +214,7 @@ def test_every_recipe_can_be_tried_on_few_tokens(name):
 
 def test_limit_is_what_the_page_says_of_it():
     """The figures of docs/data.md: sequences of a step, and documents of validation."""
-    small = load_recipe("tiny", limit_tokens=20_000)
+    small = load_recipe("features/gpt2", limit_tokens=20_000)
     assert (small.sequence_length, small.samples_per_step, small.num_steps) == (128, 8, 19)
     shares = {2_500_000: 0.02, 1_000_000: 0.05, 250_000: 0.2, 20_000: 0.2}
     found = {limit: load_recipe("124m", limit_tokens=limit) for limit in [*shares, 900 * 1024]}
@@ -238,7 +238,7 @@ def test_budget_needs_written_shares():
     """Sources read by size: their shares are known once all is prepared, so that a budget cannot say how much."""
     settings = ["data.prepare=budget", f"data.sources={json.dumps([{'path': name} for name in 'ab'])}"]
     said = "data.prepare: is budget, but the 2 sources are read by size"
-    assert said in refusal(load_recipe, "tiny", settings)
+    assert said in refusal(load_recipe, "features/gpt2", settings)
 
 
 def test_plan_counts_only_what_is_prepared():

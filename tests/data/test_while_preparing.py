@@ -305,7 +305,7 @@ def test_what_needs_the_whole_first_is_refused():
 
 def test_a_plan_refuses_it_too(tmp_path):
     """Exit code 2, one line, nothing written, from the recipe alone."""
-    words = ["--recipe", "tiny", "--while_preparing", "--output_dir", tmp_path / "run"]
+    words = ["--recipe", "features/gpt2", "--while_preparing", "--output_dir", tmp_path / "run"]
     for more in (["--plan"], ["--data_dir", tmp_path / "data"]):
         refused = execute([sys.executable, "train.py", *words, *more])
         assert refused.code == 2 and not list(tmp_path.iterdir())

@@ -282,18 +282,18 @@ def test_a_torch_for_processors_beside_gpus_and_a_hub_that_is_gone(tmp_path):
 
 def test_a_refused_recipe_or_data_that_cannot_be_read_is_one_line_among_the_others(tmp_path):
     """The machine is examined all the same."""
-    found = examine("--recipe", "tiny", "--world_size", "3")
+    found = examine("--recipe", "features/gpt2", "--world_size", "3")
     assert found.code == 2 and found.find("recipe", "tokens_per_step").verdict == BREAKS
     assert found.find("host memory", "GB").verdict == FINE
     (tmp_path / "file").write_text("no folder")
-    found = examine("--recipe", "tiny", "--data_dir", tmp_path / "file")
+    found = examine("--recipe", "features/gpt2", "--data_dir", tmp_path / "file")
     assert found.find("data", "cannot be read").verdict == BREAKS
     assert found.find("disk speed", "one process writes")
 
 
 def test_the_table_for_people_ends_in_one_summary_line_and_a_misspelt_option_is_one_line():
     """Verdict, check, message; the remedy beneath; the worst verdict decides the code."""
-    finished = execute([sys.executable, "-m", "pretraining.doctor", "--recip", "tiny"])
+    finished = execute([sys.executable, "-m", "pretraining.doctor", "--recip", "features/gpt2"])
     assert finished.code == 2 and finished.stderr.startswith("error: ") and finished.stderr.count("\n") == 1
     finished = execute([sys.executable, "-m", "pretraining.doctor", "--local_rank", "0"])
     *_, before_last, last = finished.stdout.splitlines()
@@ -344,9 +344,11 @@ KEPT = {
 def test_a_run_folder_is_read_as_a_start_reads_it(tmp_path, name):
     """The words are those with which train.py refuses it (`changes_of_run`)."""
     kept, said = KEPT[name]
-    recipe, ds_config = load_recipe_and_ds_config("tiny")
+    recipe, ds_config = load_recipe_and_ds_config("features/gpt2")
     if isinstance(kept, dict):
-        other, _ = load_recipe_and_ds_config("tiny", [f"{key}={value}" for key, value in kept.items()])
+        other, _ = load_recipe_and_ds_config(
+            "features/gpt2", [f"{key}={value}" for key, value in kept.items()]
+        )
         kept = json.dumps(other.to_dict())
     (tmp_path / "recipe.json").write_text(kept)
     (finding,) = check_earlier_start(Launch(gpus.Gpus(), 1, 1, tmp_path, Path("data"), recipe, ds_config))
@@ -421,7 +423,7 @@ def test_limits_of_a_container_are_those_of_its_groups(monkeypatch, tmp_path, li
 
 def test_memory_that_others_hold_is_not_free(monkeypatch):
     """Large enough, but not now: the kernel would end a rank."""
-    recipe, ds_config = load_recipe_and_ds_config("tiny")
+    recipe, ds_config = load_recipe_and_ds_config("features/gpt2")
     need = memory_need(Setup(recipe, ds_config))
     launch = Launch(gpus.Gpus(), 1, 1, Path("runs"), Path("data"), recipe, ds_config, need=need)
     for free, verdict in ((2 * need.on_processor, FINE), (need.on_processor / 2, COSTS)):
@@ -638,7 +640,7 @@ def test_packages_are_asked_for_by_the_key_that_needs_them():
     launch = Launch(gpus.Gpus(), 1, 1, Path("runs"), Path("data"), recipe, ds_config)
     modules = {needed.module for needed in needs_of(launch)}
     assert {"trackio", "bitsandbytes", "s3fs"} <= modules
-    recipe, ds_config = load_recipe_and_ds_config("tiny")
+    recipe, ds_config = load_recipe_and_ds_config("features/gpt2")
     assert needs_of(Launch(gpus.Gpus(), 1, 1, Path("runs"), Path("data"), recipe, ds_config)) == []
 
 

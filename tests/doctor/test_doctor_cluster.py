@@ -191,7 +191,7 @@ def test_on_a_gpu_the_recipes_own_width_and_batch_are_kept(monkeypatch):
 
 def test_a_stage_that_leaves_stage_0s_curve_is_named():
     """A NaN, too; stages for which there was no time are named as left out."""
-    recipe = load_recipe("tiny")
+    recipe = load_recipe("features/gpt2")
     trained = {"zero0": Trained([6.0, 5.0], 1.0, None), "zero2": Trained([6.0, 5.1], 1.0, None)}
     (found,) = _curve(recipe, trained, ["zero3 (no time)"])
     assert found.verdict == BREAKS and "zero2" in found.remedy and "zero3 (no time)" in found.message

@@ -116,7 +116,7 @@ def trained(
     model = build_model(section, TOKENIZER, arguments, speed=replace(PLAIN, **speed), groups=groups).train()
     if recomputes:
         model.activation_checkpointing_enable({"use_reentrant": False})
-    loss = build_loss(model, load_recipe("tiny").loss)
+    loss = build_loss(model, load_recipe("features/gpt2").loss)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     optimizer.param_groups[:] = expert_groups_of(optimizer.param_groups)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)

@@ -173,7 +173,7 @@ def _refusals(rank: Rank) -> list[str]:
     reasons = []
     for each in settings:
         try:
-            refuse_lone_disks(rank.run, load_recipe("tiny", each))
+            refuse_lone_disks(rank.run, load_recipe("features/gpt2", each))
             reasons.append("")
         except UserError as error:
             reasons.append(str(error))

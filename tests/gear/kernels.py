@@ -380,7 +380,7 @@ def initialised_engine(ds_config: dict | None, device: str):
 
     leave_out_shared_memory()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    config = without_auto(engine_config(load_recipe("tiny", ["training.bf16=true"]), ds_config))
+    config = without_auto(engine_config(load_recipe("features/gpt2", ["training.bf16=true"]), ds_config))
     config |= {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 3,

@@ -19,7 +19,7 @@ SPLIT = {"documents": 1, "tokens": 1000}
 MANIFEST = {"fingerprint": "xxh128:0", "splits": {"train": SPLIT, "validation": SPLIT}}
 
 
-def identity_of(*settings: str, start: Start | None = None, base: str = "tiny") -> Identity:
+def identity_of(*settings: str, start: Start | None = None, base: str = "features/gpt2") -> Identity:
     """What a one-process start of a recipe writes into its markers."""
     recipe = load_recipe(base, settings)
     layout = build_run_plan(Setup(recipe, None)).layout

@@ -168,5 +168,5 @@ def test_the_plan_of_every_recipe_needs_no_torch(name):
 @pytest.mark.parametrize("command", ["train.py", "data_prep.py"])
 def test_a_recipe_error_needs_no_torch(command):
     """A mistake in a recipe is told at once."""
-    code, modules = modules_after(command, "--recipe", "tiny", "--set", "training.learnin_rate=1")
+    code, modules = modules_after(command, "--recipe", "features/gpt2", "--set", "training.learnin_rate=1")
     assert code == 2 and not modules & HEAVY

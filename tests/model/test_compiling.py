@@ -60,7 +60,7 @@ def losses(name: str, arguments, checkpointing: bool = False, **speed) -> list[f
     model = build_model(section, TOKENIZER, arguments, speed=replace(NONE, **speed)).train()
     if checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
-    loss, found = build_loss(model, load_recipe("tiny").loss), []
+    loss, found = build_loss(model, load_recipe("features/gpt2").loss), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         here = loss(model(input_ids=IDS), IDS.roll(-1, 1))
@@ -205,14 +205,14 @@ REFUSED = {
 def test_what_cannot_be_compiled_is_one_line(name):
     """Bad input: what, and what to write."""
     stage, speed, words = REFUSED[name]
-    said = refusal(load_recipe_and_ds_config, "tiny", [f"speed.{each}" for each in speed], stage)
+    said = refusal(load_recipe_and_ds_config, "features/gpt2", [f"speed.{each}" for each in speed], stage)
     assert "speed.compile" in said and words in said
 
 
 def test_deepcompile_is_started_by_its_switch(capsys):
     """The engine compiles once it is mended; what the log says is honest about it. Nothing of it runs on a CPU."""
     settings = ["speed.compile=deepcompile", "loss.kind=plain"]
-    recipe, ds_config = load_recipe_and_ds_config("tiny", settings, "zero3")
+    recipe, ds_config = load_recipe_and_ds_config("features/gpt2", settings, "zero3")
     assert engine_config(recipe, ds_config)["compile"] == {"deepcompile": True}
     assert "never tried" in describe_compilation(recipe.speed)
     started = []
@@ -309,9 +309,9 @@ def test_a_mixture_keeps_its_own_experts_beside_liger(name, monkeypatch, tmp_pat
 
 def test_the_log_says_what_is_compiled(arguments, capsys):
     """At the start; on a processor nothing is said of what nobody asked for."""
-    build_from_recipe(load_recipe("tiny"), TOKENIZER, arguments, draw_weights=False)
+    build_from_recipe(load_recipe("features/gpt2"), TOKENIZER, arguments, draw_weights=False)
     assert capsys.readouterr().out == ""
-    build_from_recipe(load_recipe("tiny", BLOCKS), TOKENIZER, arguments, draw_weights=False)
+    build_from_recipe(load_recipe("features/gpt2", BLOCKS), TOKENIZER, arguments, draw_weights=False)
     assert "compiled: every block, by aot_eager" in capsys.readouterr().out
     assert describe_compilation(NONE) == "compiled: nothing"
     assert describe_compilation(NONE, "no GPU") == "compiled: nothing (no GPU)"
@@ -381,7 +381,7 @@ def test_autotuning_finds_one_answer_about_tf32(monkeypatch, tmp_path):
         monkeypatch.setattr(f"{module}.is_torch_tf32_available", lambda: True)
     before = torch.get_float32_matmul_precision()
     try:
-        recipe = load_recipe("tiny", ["training.bf16=true"])
+        recipe = load_recipe("features/gpt2", ["training.bf16=true"])
         build_arguments(recipe, None, tmp_path, 1)
         assert torch.get_float32_matmul_precision() == "high" and torch.backends.fp32_precision == "tf32"
     finally:
@@ -392,7 +392,7 @@ def test_autotuning_finds_one_answer_about_tf32(monkeypatch, tmp_path):
 def test_the_trainer_s_own_switch_names_its_place():
     """It would compile validation and samples too, and put `_orig_mod` into names."""
     assert all("speed" in TRAINING_KEYS[f"torch_compile{rest}"] for rest in ("", "_backend", "_mode"))
-    said = refusal(load_recipe, "tiny", ["training.torch_compile=true"])
+    said = refusal(load_recipe, "features/gpt2", ["training.torch_compile=true"])
     assert "training.torch_compile: does not belong here: the recipe's speed section" in said
 
 

@@ -121,10 +121,10 @@ def test_torch_s_kernel_equals_the_mask_on_a_gpu(split, tmp_path):
 
 def test_runs_from_before_there_was_a_choice_go_on():
     """A recipe without the key is one that does not mask; one that masks has another curve."""
-    now = load_recipe("tiny").to_dict()
+    now = load_recipe("features/gpt2").to_dict()
     before = {**now, "data": {key: value for key, value in now["data"].items() if key != "document_masking"}}
     assert not changed_parts(now, before)
-    masked = load_recipe("tiny", ["data.document_masking=true"]).to_dict()
+    masked = load_recipe("features/gpt2", ["data.document_masking=true"]).to_dict()
     assert [each.key for each in changed_parts(masked, before)] == ["data.document_masking"]
 
 

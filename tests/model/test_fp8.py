@@ -60,7 +60,7 @@ def test_hardware_without_it_is_one_line(monkeypatch):
 
 
 UNFIT = {
-    "gpt2": ("tiny", "zero2", "gpt2 has convolutions"),
+    "gpt2": ("features/gpt2", "zero2", "gpt2 has convolutions"),
     "fp32": ("qk-norm", "zero2", "goes with training.bf16"),
     "sharded weights": ("qk-norm", "zero3", "use --deepspeed zero1 or zero2"),
 }

@@ -421,7 +421,7 @@ def test_a_folder_without_weights_is_named_for_what_it_is(tmp_path, workshop):
 def test_the_plan_counts_frozen_weights_as_weights_alone():
     """Masters, moments, gradients and most of a checkpoint go; a pattern that matches nothing is refused."""
     settings = ['model.frozen=["transformer.wte.*", "transformer.h.[01].*"]']
-    plain, recipe = load_recipe("tiny"), load_recipe("tiny", settings)
+    plain, recipe = load_recipe("features/gpt2"), load_recipe("features/gpt2", settings)
     frozen, trained = (sum(t.numel for t in each(recipe)) for each in (frozen_tensors, trained_tensors))
     assert frozen + trained == 940_800 and frozen > 131_072
     assert recipe.to_dict()["model"]["frozen"] == json.loads(settings[0].partition("=")[2])
@@ -437,9 +437,9 @@ def test_the_plan_counts_frozen_weights_as_weights_alone():
         assert 0.3 < after["training_flops"] / before["training_flops"] < 0.95
         assert 0.3 < after["forecast"]["seconds"] / before["forecast"]["seconds"] < 0.95
         assert after["forecast"]["mfu"] < 0.8
-    listed = ParametersVerb().answer(SimpleNamespace(recipe="tiny", set=settings))["parameters"]
+    listed = ParametersVerb().answer(SimpleNamespace(recipe="features/gpt2", set=settings))["parameters"]
     assert sum(each["elements"] for each in listed if each["frozen"]) == frozen and len(listed) == 52
-    message = refusal(frozen_tensors, load_recipe("tiny", ['model.frozen=["transformer.wte"]']))
+    message = refusal(frozen_tensors, load_recipe("features/gpt2", ['model.frozen=["transformer.wte"]']))
     assert 'model.frozen.0: is "transformer.wte", which matches none' in message
     assert "transformer.wte.weight" in message
 

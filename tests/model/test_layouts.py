@@ -450,5 +450,5 @@ def test_what_cannot_be_split_is_refused_in_one_line(deepspeed, settings, ranks,
     splits_experts = (
         re.search("ep2|expert", deepspeed) and "not for gpt2" not in said
     )  # a dense model has none to split
-    recipe = "features/mixture-of-experts" if splits_experts else "tiny"
+    recipe = "features/mixture-of-experts" if splits_experts else "features/gpt2"
     assert said in refusal(load_recipe_and_ds_config, recipe, settings, deepspeed, ranks)

@@ -129,10 +129,10 @@ def test_a_pattern_of_initial_values_that_matches_no_matrix_is_one_line():
     """Norms are no matrices; muP scales std itself."""
     row = {"names": "*.ln_1.weight", "std": 1.0}
     with pytest.raises(UserError, match=r"model\.draw\.0\.names.*matches none of the"):
-        check_rows(load_recipe("tiny", [f"model.draw={json.dumps([row])}"]))
+        check_rows(load_recipe("features/gpt2", [f"model.draw={json.dumps([row])}"]))
     over = [f"model.draw={json.dumps([{'kind': 'hidden', 'std': 1.0, 'over': 'inputs'}])}"]
     with pytest.raises(UserError, match=r"model\.draw\.0\.over: is inputs, and mup scales"):
-        load_recipe("tiny", [*over, "mup.base_width=32"])
+        load_recipe("features/gpt2", [*over, "mup.base_width=32"])
 
 
 @pytest.mark.parametrize("name", ["30b", "65b", "7b", "llama-70b", "moe-30b-a3b"])
@@ -256,7 +256,7 @@ def test_weight_decay_reaches_the_matrices_and_nothing_else(tmp_path, name):
 
     model, arguments = built(tmp_path, MODELS[name])
     given = {"loss": build_loss(model), "train_dataset": []}
-    optimizer = PretrainingTrainer(load_recipe("tiny"), model, arguments, **given).create_optimizer()
+    optimizer = PretrainingTrainer(load_recipe("features/gpt2"), model, arguments, **given).create_optimizer()
     decayed = {id(p) for g in optimizer.param_groups if g["weight_decay"] == 0.1 for p in g["params"]}
     spared = {id(p) for g in optimizer.param_groups if g["weight_decay"] == 0.0 for p in g["params"]}
     assert decayed == {id(p) for p in model.parameters() if p.ndim >= 2}
@@ -267,7 +267,9 @@ def test_the_recipes_activation_is_gpt2_s_own(tmp_path):
     """The larger recipes of GPT-2's shape write its activation as one kernel: the same losses, and so in an export."""
     shipped = {name: load_recipe(name).model for name in recipe_names()}
     named = {n: m.get("activation_function") for n, m in shipped.items() if m["model_type"] == "gpt2"}
-    assert {name for name, activation in named.items() if activation != "gelu_pytorch_tanh"} == {"tiny"}
+    assert {name for name, activation in named.items() if activation != "gelu_pytorch_tanh"} == {
+        "features/gpt2"
+    }
     one_kernel = {**SMALL_RECIPE["model"], "activation_function": "gelu_pytorch_tanh"}
     ids = torch.arange(64)[None]
     models = [built(tmp_path, model)[0].eval() for model in (SMALL_RECIPE["model"], one_kernel)]

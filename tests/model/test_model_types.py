@@ -76,7 +76,7 @@ MODELS = {"balanced": "llama4_text", "documents": "falcon_h1", "fused": "gemma2"
 def test_what_a_type_cannot_do_is_one_line(case, tmp_path):
     """Bad input: it names the type, what differs, and what to set."""
     setting, message = REFUSED[case]
-    values = load_recipe("tiny").to_dict()
+    values = load_recipe("features/gpt2").to_dict()
     model = section(MODELS[case]) | {"vocab_size": 1024}
     if case == "fused":
         model["final_logit_softcapping"] = 30.0

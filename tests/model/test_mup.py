@@ -155,8 +155,8 @@ def test_a_checkpoint_goes_on_at_another_stage(workshop, tmp_path):
 
 def test_groups_are_told_with_their_rates(arguments):
     """Every parameter is in one group, at the rate its place asks for."""
-    factory, keywords = choose_optimizer(load_recipe("tiny", ["mup.base_width=32"]))
-    model = build_model(load_recipe("tiny").model, TOKENIZER, arguments)
+    factory, keywords = choose_optimizer(load_recipe("features/gpt2", ["mup.base_width=32"]))
+    model = build_model(load_recipe("features/gpt2").model, TOKENIZER, arguments)
     lines = describe_groups(factory()(model, **keywords))
     assert lines[-1].startswith("hidden matrices: adamw, ") and "rate 0.00125, weight decay 0.4" in lines[-1]
     assert any(line.startswith("norms and biases") and "rate 0.00125" in line for line in lines), "final norm"
@@ -177,6 +177,6 @@ RECIPES = {"experts": "moe-1.5b"}
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_has_no_rule_is_refused_by_name(name):
     settings, words = REFUSED[name]
-    stage, recipe = "zero2_offload" if name == "offloaded" else "zero2", RECIPES.get(name, "tiny")
+    stage, recipe = "zero2_offload" if name == "offloaded" else "zero2", RECIPES.get(name, "features/gpt2")
     said = refusal(load_recipe_and_ds_config, recipe, settings, stage)
     assert f"recipes/{recipe}.json" in said and words in said

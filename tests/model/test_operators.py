@@ -160,7 +160,7 @@ def test_what_an_offload_cannot_compile_is_one_line(tools, tmp_path, name):
     deepspeed, said = MISSING[name]
     operators.check_operators(load_ds_config("zero3_nvme"))  # nothing is missing yet
     take_away(tools, name)
-    recipe = load_recipe("tiny")
+    recipe = load_recipe("features/gpt2")
     with pytest.raises(UserError, match=said) as error:
         build_arguments(recipe, load_ds_config(deepspeed), tmp_path, 1)
     assert "\n" not in str(error.value)

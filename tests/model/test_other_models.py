@@ -122,8 +122,8 @@ def test_published_sizes(name):
 
 
 def recipe_of(tmp_path, model: dict):
-    """recipes/tiny.json with another model, as a file."""
-    values = load_recipe("tiny").to_dict()
+    """recipes/features/gpt2.json with another model, as a file."""
+    values = load_recipe("features/gpt2").to_dict()
     values |= {"model": {"vocab_size": 1024, **model, "max_position_embeddings": 128}, "name": "other"}
     values["model"]["vocab_size"] = 1024
     path = tmp_path / "other.json"

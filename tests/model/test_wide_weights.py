@@ -66,7 +66,7 @@ def test_the_parts_are_fp32_and_the_layers_get_bf16(section, parts, wide):
     assert torch.equal(logits, expected)
     labels = ids.roll(-1, 1)
     plain = torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels.flatten())
-    fused = build_loss(model, load_recipe("tiny").loss)
+    fused = build_loss(model, load_recipe("features/gpt2").loss)
     loss = fused(model.train()(input_ids=ids), labels)
     assert loss.item() == pytest.approx(plain.item(), abs=1e-6)
     loss.backward()
@@ -108,7 +108,7 @@ def test_the_plan_counts_them():
     """Two more bytes a weight, shared from ZeRO-3 on; larger logits; a slower head. At stage 0 all weights are fp32."""
     settings = ["training.bf16=true"]
     wide = [*settings, f"model.keep_in_fp32={json.dumps(BOTH)}"]
-    recipes = [load_recipe("tiny", each) for each in (settings, wide)]
+    recipes = [load_recipe("features/gpt2", each) for each in (settings, wide)]
     table = sum(tensor.numel for tensor in parameter_tensors(recipes[0].model) if tensor.kind == "embedding")
     for stage, ranks in (("zero0", 1), ("zero1", 1), ("zero2", 1), ("zero3", 2)):
         setups = [Setup(each, load_ds_config(stage), 2) for each in recipes]
@@ -135,11 +135,11 @@ REFUSED = [
 @pytest.mark.parametrize("settings, stage, message", REFUSED)
 def test_what_cannot_be_is_refused_by_name(settings, stage, message):
     always = ["training.bf16=true", 'model.keep_in_fp32=["head"]']
-    assert message in refusal(load_recipe_and_ds_config, "tiny", [*always, *settings], stage)
+    assert message in refusal(load_recipe_and_ds_config, "features/gpt2", [*always, *settings], stage)
 
 
 def test_other_models_are_refused():
     model = section_of(OTHER_MODELS["gpt_neox"], vocab_size=1024, keep_in_fp32=["head"])
     settings = [model, "training.bf16=true"]
-    found = refusal(load_recipe_and_ds_config, "tiny", settings, "zero2")
+    found = refusal(load_recipe_and_ds_config, "features/gpt2", settings, "zero2")
     assert "is for gpt2, llama, " in found and "not gpt_neox" in found and "--deepspeed zero0" in found

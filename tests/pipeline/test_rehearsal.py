@@ -264,7 +264,7 @@ def test_each_rank_has_a_place_of_its_own(world_size, nodes):
 )
 def test_options_that_do_not_go_together_are_refused(words, named):
     with pytest.raises(UserError, match=named):
-        parse_train_arguments(["--recipe", "tiny", *words])
+        parse_train_arguments(["--recipe", "features/gpt2", *words])
 
 
 def test_a_rehearsal_is_one_process(workshop, tmp_path, without_ranks, monkeypatch):

@@ -53,7 +53,9 @@ MOE_MODELS = {
     "qwen3_moe sparse step": {**QWEN3_MOE, "decoder_sparse_step": 2},
 }
 MODELS = {**DENSE_MODELS, **MOE_MODELS}
-SHIPPED = {name: load_recipe(name).model for name in recipe_names()}
+# `tiny` has a class of its own, which no formula describes; it was GPT-2's shape once.
+OF_TYPES = ["features/gpt2", *(name for name in recipe_names() if name != "tiny")]
+SHIPPED = {name: load_recipe(name).model for name in OF_TYPES}
 H200 = find_gpu("H200")
 
 
@@ -244,12 +246,12 @@ def test_the_disk_of_a_plan_is_all_that_the_run_writes_and_reads():
     """One checkpoint every `save_steps`, as the Trainer counts, and one after the last step. Of them those that are
     kept and one being written, weights of earlier ones, token shards, the export: their sum, once."""
     every = ["training.save_steps=300", f"budget.tokens={2048 * 1000}"]
-    assert checkpoints_written(load_recipe("tiny", every)) == 4
-    assert checkpoints_written(load_recipe("tiny", [NOTHING_SAVED])) == 0
-    assert checkpoints_written(load_recipe("tiny", ["training.save_steps=0.25"])) == 4
+    assert checkpoints_written(load_recipe("features/gpt2", every)) == 4
+    assert checkpoints_written(load_recipe("features/gpt2", [NOTHING_SAVED])) == 0
+    assert checkpoints_written(load_recipe("features/gpt2", ["training.save_steps=0.25"])) == 4
     keep_all = ["checkpoints.keep_last=null", "training.save_steps=7", f"budget.tokens={2048 * 20}"]
-    assert build_run_plan(setup("tiny", 1, *keep_all)).checkpoints_kept == 3
-    plan = build_run_plan(setup("tiny", 2))
+    assert build_run_plan(setup("features/gpt2", 1, *keep_all)).checkpoints_kept == 3
+    plan = build_run_plan(setup("features/gpt2", 2))
     weights = 4 * plan.parameters
     assert plan.checkpoints_kept == 2 and plan.checkpoint_bytes == 3 * weights
     assert plan.checkpoint_disk_bytes == 3 * plan.checkpoint_bytes
@@ -259,9 +261,9 @@ def test_the_disk_of_a_plan_is_all_that_the_run_writes_and_reads():
         "token shards": 2 * plan.tokens,
         "export": weights,
     }
-    demoted = build_run_plan(setup("tiny", 2, "checkpoints.demote_to_weights=true"))
+    demoted = build_run_plan(setup("features/gpt2", 2, "checkpoints.demote_to_weights=true"))
     assert demoted.disk["weights of earlier checkpoints"] == 2 * weights
-    none = build_run_plan(setup("tiny", 2, NOTHING_SAVED))
+    none = build_run_plan(setup("features/gpt2", 2, NOTHING_SAVED))
     assert set(none.disk) == {"token shards", "export"} and none.checkpoint_disk_bytes == 0
     large = build_run_plan(setup("30b", 8))
     assert large.disk["export"] == 2 * large.parameters  # bf16

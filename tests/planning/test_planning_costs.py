@@ -172,7 +172,7 @@ def test_a_small_model_s_gpu_waits_for_its_kernels():
     launch = table("rates")["launch_seconds_per_layer"]["value"]
 
     def found(*settings: str, mfu: float | None = None):
-        return forecast(setup("tiny", 1, *settings, way="null"), H100, mfu)
+        return forecast(setup("features/gpt2", 1, *settings, way="null"), H100, mfu)
 
     tiny = found("speed.compile=none")
     assert tiny.step.time.bound_by == "kernel launches"

@@ -219,7 +219,7 @@ def test_the_search_proposes_split_sequences_where_whole_ones_do_not_fit():
     ways = fitting(setup(LONG, 8), H100)
     assert "sequence=" in ways[0].deepspeed
     # a short sequence is not worth splitting
-    tiny = fitting(setup("tiny", 2), H100)
+    tiny = fitting(setup("features/gpt2", 2), H100)
     assert not [way for way in tiny if "sequence" in str(way.deepspeed)]
 
 

@@ -151,7 +151,7 @@ def test_an_optimizer_keeps_what_the_plan_says(name, tmp_path):
     values = [f"training.optim={optim}", *([f'training.optim_args="{given}"'] if given else [])]
     if optim.startswith("schedule_free"):
         values += ["training.lr_scheduler_type=constant_with_warmup", "training.lr_scheduler_kwargs=null"]
-    recipe = load_recipe("tiny", values)
+    recipe = load_recipe("features/gpt2", values)
     states = optimizer_states(recipe)
     assert states.name == OPTIMIZERS[name]
     trainer = trainer_of(recipe, tmp_path)
@@ -184,8 +184,8 @@ def test_muon_keeps_one_momentum_for_hidden_matrices():
     """The optimizer that training builds, stepped: two moments for tables, norms and biases, one for the rest."""
     from pretraining.training.optimizers import build_optimizer
 
-    for name, model in {**MODELS, "tiny": SHIPPED["tiny"]}.items():
-        recipe = replace(load_recipe("tiny", ["optimizer.name=muon"]), model=model)
+    for name, model in {**MODELS, "features/gpt2": SHIPPED["features/gpt2"]}.items():
+        recipe = replace(load_recipe("features/gpt2", ["optimizer.name=muon"]), model=model)
         network = build(model, "cpu")
         for parameter in network.parameters():
             parameter.grad = torch.ones_like(parameter)
@@ -265,7 +265,7 @@ def test_the_plan_counts_the_copy_for_a_save_and_pinned_buffers():
     assert not need_of("30b", 8, "training.save_strategy=no").snapshot
     built = need_of("1.5b", 8, way="zero1")
     assert built.host_bytes == built.host["process"] + built.host["model while it is built"]
-    small = setup("tiny", 2, way="zero2_offload")
+    small = setup("features/gpt2", 2, way="zero2_offload")
     assert memory_need(small).host["rounding of pinned buffers"] > 0
     small.ds_config["zero_optimization"]["offload_optimizer"]["pin_memory"] = False
     assert "rounding of pinned buffers" not in memory_need(small).host
@@ -356,7 +356,7 @@ def test_what_fits_is_neither_refused_nor_warned_of():
     assert not verdict.refusals and not verdict.warnings
     assert not judge("1.5b", 8).refusals
     small = {"host_memory_bytes": 4e9, "ranks_per_host": 2, "trains_on_processor": True}
-    assert not judge("tiny", 2, **small).refusals and not judge("tiny", 2, **small).warnings
+    assert not judge("features/gpt2", 2, **small).refusals and not judge("features/gpt2", 2, **small).warnings
     assert not judge(
         "1.5b", 8, host_memory_bytes=24e9, ranks_per_host=8
     ).refusals  # what is assumed refuses nothing
@@ -522,7 +522,7 @@ def test_the_inner_width_of_mixtral_counts_too():
     """Its experts have the width that other types give their dense layers."""
     model = {**MODELS["mixtral"], "vocab_size": 1024, "intermediate_size": 100}
     settings = [f"model={json.dumps(model)}", "data.sequence_length=32", "training.bf16=true"]
-    (refused,) = between_borders("tiny", *settings, way="zero3")
+    (refused,) = between_borders("features/gpt2", *settings, way="zero3")
     assert "model.intermediate_size 100 leaves" in refused.what
 
 
@@ -532,7 +532,7 @@ def test_a_vector_before_experts_in_zero_s_buffer_is_seen():
     model = {**small, "vocab_size": 1024, "linear_num_value_heads": 4, "linear_num_key_heads": 2}
     settings = [f"model={json.dumps(model)}", "data.sequence_length=32", "training.bf16=true"]
     for stage, number in (("zero1", 1), ("zero2", 1), ("zero3", 0)):
-        said = between_borders("tiny", *settings, way=stage)
+        said = between_borders("features/gpt2", *settings, way=stage)
         assert len([each for each in said if "A_log has 4 elements" in each.what]) == number
 
 
@@ -551,7 +551,7 @@ def test_a_recipe_takes_the_fastest_layout_on_the_gpus_that_it_names(name):
 
 
 SEARCHED = [(name, 64, "H100") for name in recipe_names() if name != "tiny"]
-SEARCHED += [("7b", 8, "H200"), ("7b", 64, "A10G"), ("tiny", 2, "H100"), ("1.5b", 8, "H100")]
+SEARCHED += [("7b", 8, "H200"), ("7b", 64, "A10G"), ("features/gpt2", 2, "H100"), ("1.5b", 8, "H100")]
 SEARCHED += [("7b", 8, "A100-80GB"), ("774m", 2, "A100-40GB"), ("xl", 8, "A10G")]
 
 
@@ -661,7 +661,7 @@ def test_the_search_keeps_the_step():
 
 def test_compare_shows_both_sides(tmp_path, capsys):
     """plan.json's prediction beside what the run's end event, rows and checkpoint say; the speeds multiply out."""
-    plan = {"predicted": predicted(setup("tiny", 2), find_gpu("H100"))}
+    plan = {"predicted": predicted(setup("features/gpt2", 2), find_gpu("H100"))}
     run = RunFolder(tmp_path / "run")
     write_json(run.plan, plan)
     for number, seconds in enumerate((9.0, 0.5, 0.5, 0.7), start=1):
@@ -691,7 +691,7 @@ def test_compare_shows_both_sides(tmp_path, capsys):
 @pytest.mark.parametrize("device", ["CPU (x86_64)", "NVIDIA H100"])
 def test_compare_says_which_memory_is_assumed(tmp_path, capsys, device):
     """Without a GPU a share of the prediction is the same for every run: a note says so, and no ratio judges it."""
-    run, on_processor, case = RunFolder(tmp_path / "run"), device.startswith("CPU"), setup("tiny", 2)
+    run, on_processor, case = RunFolder(tmp_path / "run"), device.startswith("CPU"), setup("features/gpt2", 2)
     write_json(run.plan, {"predicted": predicted(case, None, on_processor)})
     write_json(run.environment, {"device": device})
     run.add_event("end", measured={"peak_memory_bytes": 100_000_000})
@@ -705,19 +705,19 @@ def test_compare_says_which_memory_is_assumed(tmp_path, capsys, device):
     assert "for each process beyond its libraries, 195 MB of them assumed" in alone
     assert "MB of memory for each process without GPUs, " in alone.splitlines()[2]
     assert "without GPUs" not in as_text(full_plan(case, find_gpu("H100")))
-    values = predicted(setup("tiny", way="null"), None)
+    values = predicted(setup("features/gpt2", way="null"), None)
     assert values["step_seconds"] is None and values["peak_memory_bytes"] > 0
 
 
 def test_compare_leaves_out_what_it_cannot_compare(tmp_path, capsys):
     """Its own example, runs/*: whatever else lies there, each run is compared and each other thing has a line."""
-    plan = {"predicted": predicted(setup("tiny", 2), None)}
+    plan = {"predicted": predicted(setup("features/gpt2", 2), None)}
     for name in ("a-begun", "z-whole"):
         write_json(RunFolder(tmp_path / name).plan, plan)
     row = {"step": 1, "throughput/tokens_per_second": 4096.0, "throughput/step_seconds": 0.5}
     unclear = {**row, "step": 2, "throughput/step_seconds": None}
     RunFolder(tmp_path / "z-whole").metrics.write_text(f"{json.dumps(row)}\n{json.dumps(unclear)}\n")
-    contents = {"folder": None, "older": '{"name": "tiny"}', "cut": '{"name": ', "list": "[]"}
+    contents = {"folder": None, "older": '{"name": "features/gpt2"}', "cut": '{"name": ', "list": "[]"}
     for name, text in contents.items():
         (tmp_path / name).mkdir()
         if text is not None:

@@ -170,7 +170,7 @@ def texts(shared, workshop) -> dict[str, Path]:
 def _export_of_tiny(folder: Path, corpus: Path) -> Path:
     """A folder as `tiny` exports it, with weights as they are drawn and a tokenizer of this corpus."""
     train_tokenizer([path.read_text() for path in sorted(corpus.iterdir())], 320, folder)
-    config = AutoConfig.for_model(**load_recipe("tiny").model)
+    config = AutoConfig.for_model(**load_recipe("features/gpt2").model)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 

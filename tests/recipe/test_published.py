@@ -37,7 +37,7 @@ PLAN = ["data.document_masking=false", "data.sequence_length=128"]
 
 
 def recipe_from(source: object, *settings: str):
-    return load_recipe("tiny", [f"model.from={source}", *PLAN, *settings])
+    return load_recipe("features/gpt2", [f"model.from={source}", *PLAN, *settings])
 
 
 def published(name: str) -> dict:
@@ -182,7 +182,7 @@ def test_a_path_without_a_config_and_a_name_that_is_none(tmp_path):
         with pytest.raises(UserError, match=said):
             recipe_from(source)
     with pytest.raises(UserError, match=r"model\.revision: is set without from"):
-        load_recipe("tiny", ["model.revision=main"])
+        load_recipe("features/gpt2", ["model.revision=main"])
     with pytest.raises(UserError, match=r"cannot be read|not JSON|line 1"):
         (tmp_path / "config.json").write_text("{")
         recipe_from(tmp_path)
@@ -205,7 +205,7 @@ def hub():
 
 
 def planned(hub, cache: Path, *settings: str, **environment: str):
-    words = ["train.py", "--recipe", "tiny", "--plan", "--json", *(f"--set={each}" for each in PLAN)]
+    words = ["train.py", "--recipe", "features/gpt2", "--plan", "--json", *(f"--set={each}" for each in PLAN)]
     words = [*words, *(f"--set={each}" for each in settings)]
     return execute(["python", *words], **{**hub.environment, "HF_HOME": str(cache), **environment})
 
@@ -306,5 +306,5 @@ def test_planning_takes_a_model_without_a_recipe(hub, tmp_path):
     ):
         done = execute([*planning, verb, "--model", NAME, "--json", *more], **environment)
         assert done.code == 0, done.output
-    both = execute([*planning, "flops", "--model", NAME, "--recipe", "tiny"])
+    both = execute([*planning, "flops", "--model", NAME, "--recipe", "features/gpt2"])
     assert both.code == 2 and "give one of --recipe NAME, --model NAME" in both.stderr

@@ -133,7 +133,7 @@ def test_a_wrong_name_and_a_missing_curve_are_one_line():
     with pytest.raises(UserError, match="did you mean 'gpt2-124m-llmc'"):
         load_recipe("gpt2-124m-llm")
     with pytest.raises(UserError, match=r"published\.curve: is 'none'.*known are .*pythia-160m"):
-        load_recipe("tiny", ["published.curve=none"])
+        load_recipe("features/gpt2", ["published.curve=none"])
 
 
 def test_a_variant_has_the_base_s_curve_unless_it_is_a_published_run_itself(tmp_path):

@@ -283,7 +283,7 @@ def settings_of(typed: str) -> tuple[list[str], str | None]:
     return [word for word in words if not word.startswith("--")], stages[0] if stages else None
 
 
-def refused(settings: list[str], stage: str | None = None, recipe: str = "tiny") -> str:
+def refused(settings: list[str], stage: str | None = None, recipe: str = "features/gpt2") -> str:
     """The one line of the error."""
     with pytest.raises(UserError) as error:
         load_recipe_and_ds_config(recipe, settings, stage)
@@ -297,7 +297,7 @@ def test_what_is_wrong_is_one_line_with_its_key_and_the_remedy(typed):
     settings, stage = settings_of(typed)
     text = refused(settings, stage)
     assert REFUSED[typed] in text
-    assert text.startswith(("recipes/tiny.json", *(f"--set {each}" for each in settings)))
+    assert text.startswith(("recipes/features/gpt2.json", *(f"--set {each}" for each in settings)))
 
 
 REMEDIED = """
@@ -321,7 +321,7 @@ def test_a_remedy_can_be_typed_as_it_stands(typed):
     assert remedies
     for option, value in remedies:
         more, other = ([value], stage) if option == "set" else ([], value)
-        load_recipe_and_ds_config("tiny", [*settings, *more], other)
+        load_recipe_and_ds_config("features/gpt2", [*settings, *more], other)
 
 
 THROUGH_COMMANDS = (
@@ -336,7 +336,7 @@ THROUGH_COMMANDS = (
 def test_plan_preparation_and_training_refuse_with_the_same_line(typed, tmp_path):
     """Nothing is written by any of them."""
     settings, stage = settings_of(typed)
-    recipe = json.loads((load_recipe("tiny").path).read_text())
+    recipe = json.loads((load_recipe("features/gpt2").path).read_text())
     path = tmp_path / "recipe.json"
     path.write_text(json.dumps({**recipe, "deepspeed": stage or "zero2"}))
     options = ["--recipe", path, *(word for each in settings for word in ("--set", each))]
@@ -368,7 +368,7 @@ def test_what_an_accelerate_config_asks_for_beside_the_recipe_is_refused(variabl
     value, words = LAUNCHER[variable]
     monkeypatch.setenv(variable, value)
     with pytest.raises(UserError, match="accelerate's config: ") as error:
-        load_recipe_and_ds_config("tiny")
+        load_recipe_and_ds_config("features/gpt2")
     assert words in str(error.value)
 
 
@@ -377,14 +377,14 @@ def test_a_stage_in_an_accelerate_config_is_refused_and_what_it_says_as_the_reci
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
     with pytest.raises(UserError, match="accelerate's config: zero_stage 3: a ds_config says how to shard"):
-        load_recipe_and_ds_config("tiny")
+        load_recipe_and_ds_config("features/gpt2")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "ds_configs/zero3.json")
-    load_recipe_and_ds_config("tiny")
+    load_recipe_and_ds_config("features/gpt2")
     for variable in LAUNCHER:
         monkeypatch.setenv(variable, "no" if "USE" not in variable else "false")
-    load_recipe_and_ds_config("tiny")
+    load_recipe_and_ds_config("features/gpt2")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    load_recipe_and_ds_config("tiny", ["training.bf16=true"])
+    load_recipe_and_ds_config("features/gpt2", ["training.bf16=true"])
 
 
 def test_ranks_that_cannot_be_grouped_are_refused():

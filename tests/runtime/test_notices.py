@@ -164,7 +164,7 @@ def test_a_run_that_fails_says_so_once(tmp_path):
 def test_what_cannot_be_notified_is_one_line(tmp_path, notify, said):
     """Where and what to do; a secret that was written into the recipe is not repeated."""
     path = tmp_path / "mine.json"
-    path.write_text(json.dumps({"base": "tiny", "description": "d", "monitors": {"notify": notify}}))
+    path.write_text(json.dumps({"base": "features/gpt2", "description": "d", "monitors": {"notify": notify}}))
     with pytest.raises(UserError) as error:
         load_recipe(str(path))
     assert said in str(error.value) and "sesame" not in str(error.value)

@@ -58,7 +58,7 @@ def test_stairs_have_equal_shares_of_the_tokens():
 
 
 def test_without_a_ramp_every_step_is_full():
-    recipe = load_recipe("tiny")
+    recipe = load_recipe("features/gpt2")
     assert recipe.step_sizes.all == [recipe.tokens_per_step] and recipe.step_sizes.ramp_steps == 0
     assert recipe.num_tokens == recipe.budget.tokens and recipe.num_samples == recipe.most_samples
     before = recipe.to_dict()
@@ -95,13 +95,15 @@ WRONG = {
 
 @pytest.mark.parametrize("ramp, message", WRONG.values(), ids=WRONG)
 def test_a_ramp_that_cannot_be_is_one_line(ramp, message):
-    assert message in refusal(load_recipe, "tiny", [f"budget.ramp={json.dumps(ramp)}"])
+    assert message in refusal(load_recipe, "features/gpt2", [f"budget.ramp={json.dumps(ramp)}"])
 
 
 def test_every_size_must_divide_over_the_ranks():
     """The line names the micro-batch that does, or says what the sizes must be multiples of."""
     four, one = (
-        load_recipe("tiny", [f'budget.ramp={{"from_tokens_per_step": {tokens}, "over_tokens": 20480}}'])
+        load_recipe(
+            "features/gpt2", [f'budget.ramp={{"from_tokens_per_step": {tokens}, "over_tokens": 20480}}']
+        )
         for tokens in (512, 128)
     )
     said = refusal(accumulation_steps, four, 2)
@@ -112,7 +114,7 @@ def test_every_size_must_divide_over_the_ranks():
 def test_a_ramp_given_up_on_the_way_trains_the_rest_of_the_budget():
     """--allow_change budget.ramp: what was consumed counts, full steps for what is left."""
     start = Start(None, step=8, tokens=sum(SIZES[:8]))
-    recipe = load_recipe("tiny", ["budget.tokens_per_step=1024", "budget.tokens=10240"])
+    recipe = load_recipe("features/gpt2", ["budget.tokens_per_step=1024", "budget.tokens=10240"])
     assert start.progress(recipe).last_step == 8 + (10240 - 1792) // 1024
     assert start.progress(recipe).tokens_at(9) == 1792 + 1024
 

@@ -27,7 +27,7 @@ def clipped(model, *settings: str) -> list[torch.Tensor]:
         sizes = torch.rand(parameter.shape[-1:], dtype=torch.float64) ** 4
         parameter.grad = torch.randn_like(parameter) * sizes
     before = [parameter.grad.clone() for parameter in model.parameters()]
-    Clipping(load_recipe("tiny", settings)).begin(model, optimizer)
+    Clipping(load_recipe("features/gpt2", settings)).begin(model, optimizer)
     optimizer.step()
     return before
 
@@ -74,7 +74,7 @@ def test_clipping_by_value_cuts_every_element():
 def test_nothing_more_is_clipped_unless_asked():
     model = built("gpt2")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    Clipping(load_recipe("tiny")).on_train_begin(None, None, None, model, optimizer)
+    Clipping(load_recipe("features/gpt2")).on_train_begin(None, None, None, model, optimizer)
     assert not optimizer._optimizer_step_pre_hooks
 
 

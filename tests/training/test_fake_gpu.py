@@ -81,8 +81,8 @@ GPT2 |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 
 
 def written_recipe(folder: Path, model_section: dict, **sections: dict) -> Path:
-    """recipes/tiny.json in bf16 with another model and the keys of `sections` changed, as a file."""
-    values = load_recipe("tiny").to_dict() | {"name": "faked", "model": model_section}
+    """recipes/features/gpt2.json in bf16 with another model and the keys of `sections` changed, as a file."""
+    values = load_recipe("features/gpt2").to_dict() | {"name": "faked", "model": model_section}
     values["data"]["tokenizer"] = {"train_vocab_size": 512}
     values["training"] |= {"bf16": True, "logging_steps": 1, "per_device_train_batch_size": 2}
     values["training"] |= {"eval_strategy": "no", "save_strategy": "no", "warmup_steps": 0}

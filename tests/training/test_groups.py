@@ -141,7 +141,7 @@ def test_every_group_has_the_published_rate(name):
     schedule = {"training.lr_scheduler_type": "piecewise", "training.warmup_steps": 0}
     schedule["training.lr_scheduler_kwargs"] = json.dumps({"points": points})
     settings = [f"{key}={value}" for key, value in schedule.items()]
-    recipe = load_recipe("tiny", [*settings, f"budget.tokens={2048 * steps}", table(rows)])
+    recipe = load_recipe("features/gpt2", [*settings, f"budget.tokens={2048 * steps}", table(rows)])
     optimizer = build_optimizer(built("gpt2", tie_word_embeddings=False), recipe.optimizer, recipe.training)
     scheduler = LambdaLR(optimizer, own_schedule(recipe, recipe.num_steps))
     follow_run(scheduler, recipe.progress())
@@ -243,21 +243,21 @@ REFUSED = {
 
 
 def test_coefficients_are_three_a_step():
-    said = refusal(load_recipe, "tiny", ["optimizer.polynomial=[[1, 2, 3], [1, 2, 3, 4]]"])
+    said = refusal(load_recipe, "features/gpt2", ["optimizer.polynomial=[[1, 2, 3], [1, 2, 3, 4]]"])
     assert "optimizer.polynomial: has [1, 2, 3, 4]; write the three coefficients" in said
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_table_that_cannot_be_meant_is_refused_in_one_line(name):
     rows, words = REFUSED[name]
-    assert words in refusal(lambda: check_rows(load_recipe("tiny", [table(rows)])))
+    assert words in refusal(lambda: check_rows(load_recipe("features/gpt2", [table(rows)])))
 
 
 def test_points_that_are_missing_or_doubled_are_refused():
     settings = ["training.lr_scheduler_type=piecewise", "training.lr_scheduler_kwargs={}"]
     assert "lr_scheduler_kwargs: needs exactly one of points; it has none" in refusal(
-        load_recipe, "tiny", settings
+        load_recipe, "features/gpt2", settings
     )
     settings[1] = 'training.lr_scheduler_kwargs={"points": [[0, 1]]}'
-    said = refusal(load_recipe, "tiny", settings)
+    said = refusal(load_recipe, "features/gpt2", settings)
     assert "training.warmup_steps: is given, but piecewise has its warm-up in its points" in said

@@ -452,15 +452,17 @@ REFUSED = {
 def test_what_a_stage_would_change_is_refused_by_name(name):
     """Bad input: one line that names the key, and what to write."""
     settings, stage, words = REFUSED[name]
-    said = refusal(load_recipe_and_ds_config, "tiny", settings, stage)
-    assert "recipes/tiny.json" in said and words in said
+    said = refusal(load_recipe_and_ds_config, "features/gpt2", settings, stage)
+    assert "recipes/features/gpt2.json" in said and words in said
 
 
 def test_the_trainer_s_own_optimizer_stays_the_default():
     """AdamW with decayed and undecayed parameters, unless the recipe gives kinds of parameters their own rates."""
-    assert choose_optimizer(load_recipe("tiny")) is None
-    assert choose_optimizer(load_recipe("tiny", ["training.optim=adafactor"])) is None
-    factory, keywords = choose_optimizer(load_recipe("tiny", ["optimizer.embedding_learning_rate=0.1"]))
+    assert choose_optimizer(load_recipe("features/gpt2")) is None
+    assert choose_optimizer(load_recipe("features/gpt2", ["training.optim=adafactor"])) is None
+    factory, keywords = choose_optimizer(
+        load_recipe("features/gpt2", ["optimizer.embedding_learning_rate=0.1"])
+    )
     optimizer = factory()(built("llama"), **keywords)
     assert [group["algorithm"] for group in optimizer.param_groups] == ["adamw"] * 3
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.005, 0.005]

@@ -130,5 +130,5 @@ def test_operations_have_a_kind_in_plain_words(name, kind):
 def test_bad_steps_are_refused_by_name(setting, words):
     """One line, what to write instead; a good value is filled up with the defaults."""
     with pytest.raises(UserError, match=words):
-        load_recipe("tiny", [f"monitors.profile.{setting}"])
-    assert load_recipe("tiny", ["monitors.profile.steps=7"]).monitors.profile == Profile(steps=7)
+        load_recipe("features/gpt2", [f"monitors.profile.{setting}"])
+    assert load_recipe("features/gpt2", ["monitors.profile.steps=7"]).monitors.profile == Profile(steps=7)

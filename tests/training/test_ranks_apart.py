@@ -41,7 +41,7 @@ SHARED_MEMORY = Path("/dev/shm")
 def prefetched(folder: Path) -> int:
     """Batches that a worker reads ahead; on rank 1 others have filled the shared memory."""
     free = 10**9 if dist.get_rank() == 0 else 10**5
-    recipe = load_recipe("tiny", ["training.dataloader_num_workers=1"])
+    recipe = load_recipe("features/gpt2", ["training.dataloader_num_workers=1"])
     with mock.patch.object(shutil, "disk_usage", lambda path: SimpleNamespace(free=free)):
         return run_arguments.build_arguments(recipe, None, folder, 16).dataloader_prefetch_factor
 

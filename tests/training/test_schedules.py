@@ -57,7 +57,7 @@ def test_the_rate_at_every_step(name, tmp_path):
     kind, keywords, factor = SCHEDULES[name]
     settings = [f"training.lr_scheduler_type={kind}", f"training.warmup_steps={WARMUP}"]
     settings += [f"training.lr_scheduler_kwargs={json.dumps(keywords)}"]
-    training = load_recipe("tiny", settings).training
+    training = load_recipe("features/gpt2", settings).training
     keys = ("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
     given = {key: training[key] for key in keys}
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **given)
@@ -93,7 +93,7 @@ def recipe_in_tokens(name: str, *more: str):
     (kind, keywords, _), budget = IN_TOKENS[name]
     settings = [f"training.lr_scheduler_type={kind}", f"budget.tokens={STEPS * STEP}", RISING, *budget]
     settings += [f"training.lr_scheduler_kwargs={json.dumps(keywords)}"]
-    return load_recipe("tiny", [*settings, "training.warmup_steps=0", *more])
+    return load_recipe("features/gpt2", [*settings, "training.warmup_steps=0", *more])
 
 
 @pytest.mark.parametrize("name", IN_TOKENS)
@@ -168,7 +168,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("settings, words", REFUSED.values(), ids=REFUSED)
 def test_what_does_not_fit_is_refused_in_one_line(settings, words):
-    said = refusal(load_recipe, "tiny", settings)
+    said = refusal(load_recipe, "features/gpt2", settings)
     assert re.search(r"tiny\.json.*budget\.(warmup|decay)_tokens", said) and words in said
 
 
@@ -187,7 +187,9 @@ ROUNDED = {
 @pytest.mark.parametrize("settings, expected, said", ROUNDED.values(), ids=ROUNDED)
 def test_budgets_are_written_as_people_say_them(settings, expected, said):
     """Tokens and shares are rounded to whole steps, and a note says to how many; a resolved recipe has none to say."""
-    recipe = load_recipe("tiny", [*settings, *(STABLE_THEN_DECAY if "decay" in str(settings) else [])])
+    recipe = load_recipe(
+        "features/gpt2", [*settings, *(STABLE_THEN_DECAY if "decay" in str(settings) else [])]
+    )
     budget = recipe.budget
     assert (budget.tokens, budget.warmup_tokens, budget.decay_tokens) == expected
     assert any(said in note for note in recipe.notes)

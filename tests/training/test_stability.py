@@ -163,7 +163,7 @@ def test_the_lowered_rate_is_a_function_of_the_step(tmp_path):
     def rates(first_step: int) -> list[float]:
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=8.0)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-        follow_run(scheduler, load_recipe("tiny").progress(), journal=journal)
+        follow_run(scheduler, load_recipe("features/gpt2").progress(), journal=journal)
         scheduler.last_epoch = first_step
         set_rates(scheduler, rates_now(scheduler))
         seen = []
@@ -178,7 +178,7 @@ def test_the_lowered_rate_is_a_function_of_the_step(tmp_path):
     assert rates(5) == rates(0)[5:]
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([torch.zeros(1)], lr=1.0))
     with pytest.raises(UserError, match="lr_factor"):
-        follow_run(plateau, load_recipe("tiny").progress(), journal=journal)
+        follow_run(plateau, load_recipe("features/gpt2").progress(), journal=journal)
 
 
 @pytest.fixture
@@ -224,7 +224,7 @@ class Watched:
 
         layers = LayerNormsCallback(self.run, None, lambda: self.monitor.alerted_step)
         PretrainingTrainer(
-            load_recipe("tiny"),
+            load_recipe("features/gpt2"),
             self.model,
             arguments,
             loss=self.monitor.watch.around(loss),

@@ -123,7 +123,7 @@ def test_an_optimizer_that_is_none_of_torchs_is_timed_too():
 
 def test_utilization_is_the_planners_flops_over_the_dense_peak():
     """By hand: 2,048 tokens in 0.5 s on two devices of 1e12 FLOP/s; recomputed layers count for HFU alone."""
-    recipe = load_recipe("tiny", ["training.activation_checkpointing=true"])
+    recipe = load_recipe("features/gpt2", ["training.activation_checkpointing=true"])
     speed = SpeedMeter.of(recipe, 2, recipe.progress())
     speed.peak_flops = 1e12
     counted = flops_per_token(model_size(recipe.model), recipe.sequence_length)
@@ -320,10 +320,12 @@ def test_tf32_is_for_what_stays_fp32_beside_bf16(tmp_path, monkeypatch, settings
     given = {}
     monkeypatch.setattr(arguments, "is_torch_tf32_available", lambda: True)
     monkeypatch.setattr(arguments, "TrainingArguments", lambda **keywords: given.update(keywords))
-    recipe = load_recipe("tiny", ["training.bf16=false", *settings])
+    recipe = load_recipe("features/gpt2", ["training.bf16=false", *settings])
     arguments.build_arguments(recipe, None, tmp_path, 1)
     assert given.get("tf32") is wanted
-    arguments.build_arguments(load_recipe("tiny", [*settings, "training.tf32=false"]), None, tmp_path, 1)
+    arguments.build_arguments(
+        load_recipe("features/gpt2", [*settings, "training.tf32=false"]), None, tmp_path, 1
+    )
     assert given["tf32"] is False
 
 
@@ -366,7 +368,7 @@ def test_determinism_begins_before_the_model_is_built(tmp_path, monkeypatch):
     for name in ("CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC"):
         monkeypatch.setenv(name, "not set")
     try:
-        recipe = load_recipe("tiny", ["training.full_determinism=true"])
+        recipe = load_recipe("features/gpt2", ["training.full_determinism=true"])
         arguments.build_arguments(recipe, None, tmp_path, 1)
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
