@@ -44,10 +44,7 @@ def test_the_marker_says_what_the_checkpoint_is(run):
     marker = read_marker(run.checkpoint(8))
     assert (marker["step"], marker["tokens"], marker["samples"]) == (8, 8 * 2048, 8 * 2048 // 128)
     assert (marker["ranks"], marker["zero_stage"]) == (1, None)
-    assert (
-        marker["recipe"]["name"] == "gpt2"
-        and marker["data"]["fingerprint"] == MANIFEST["fingerprint"]
-    )
+    assert marker["recipe"]["name"] == "gpt2" and marker["data"]["fingerprint"] == MANIFEST["fingerprint"]
     assert marker["metrics"] == {"loss": 1.0, "eval_loss": 1.0}
     names = {"trainer_state.json", "state_0.bin", "state_1.bin", receipt_name(0, 1)}
     assert set(marker["files"]) == names
