@@ -30,7 +30,7 @@ from pretraining.planning.messages import (
 from pretraining.planning.setup import FP32, SIXTEEN_BIT, Setup
 from pretraining.planning.shapes import family_of, ranks_met, rows_of_rank, widths_of_rank
 from pretraining.planning.sizes import BACKWARD
-from pretraining.recipe import model_with_defaults
+from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.refusals import compiled_part
 from pretraining.schema import REPOSITORY, display_path
 
@@ -140,6 +140,9 @@ def ceiling(setup: Setup, gpu: Gpu, precision: str) -> Ceiling:
         family.trained_numel * (engine["step"] + engine["step of its share"] / family.ranks)
         for family in setup.families
     )
+    if optimizer_device(setup.ds_config) == "gpu":
+        held = [each.trained_numel / (each.ranks if setup.stage else 1) for each in setup.families]
+        in_step += average_bytes(recipe) * sum(held)
     trained = sum(family.trained_numel for family in setup.families)
     products = (size.matmul + behind.weights + behind.inputs) / rates.product_flops + wide_head
     of_loss = (FP32 / SIXTEEN_BIT if setup.head_is_wide else width) * _loss_kernel_bytes(setup, tokens, gpu)
@@ -343,6 +346,12 @@ ADAM_BYTES = 28
 """Bytes that the CPU optimizer moves for one element: it reads four fp32 numbers and writes three of them."""
 
 
+def average_bytes(recipe: Recipe) -> float:
+    """Return what a step moves for one element of an average of the weights: both are read, the average is written."""
+    settings = recipe.optimizer
+    return 0.0 if settings.average_decay is None else 3 * FP32 / settings.average_steps
+
+
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of one optimizer step, and what decides them."""
@@ -453,7 +462,8 @@ def _offload_seconds(setup: Setup, gpu: Gpu) -> float:
         # 16-bit gradients go to the host once a micro-batch, 16-bit weights return once a step
         seconds += 2 * share * (accumulation + 1) / gpu.pcie_bytes_per_second
         # ranks of a node share its memory's bandwidth
-        seconds += ADAM_BYTES * share * in_node / rates["host_bandwidth_bytes_per_second"]["value"]
+        moved = (ADAM_BYTES + average_bytes(setup.recipe)) * share * in_node
+        seconds += moved / rates["host_bandwidth_bytes_per_second"]["value"]
     if optimizer_device(config) == "nvme":
         # fp32 masters and moments: 12 bytes an element, read and written
         seconds += 2 * 12 * share * in_node / rates["nvme_bytes_per_second"]["value"]

@@ -38,6 +38,21 @@ def test_a_shipped_recipe_can_reach_this_share_of_an_h200(name, least):
     assert found.mfu * time.compute_seconds / time.seconds >= least
 
 
+@pytest.mark.parametrize("way, share", [("zero0", 1), ("zero3", 1 / 8), ("zero3_offload", 0)])
+def test_an_average_moves_twelve_bytes_of_each_weight_that_a_rank_steps(way, share):
+    """In every step, or in one of so many; where the host steps the weights, it is the host's time."""
+    average = "optimizer.average_decay=0.999"
+    case = setup("124m", 8, way=way)
+    expected = 12 * share * case.size.total / sustained_rates(H200, "bf16", 8).bytes / case.accumulation
+    without, each, seldom = (
+        planned("124m", *changes, way=way).seconds["optimizer"]
+        for changes in ((), (average,), (average, "optimizer.average_steps=4"))
+    )
+    assert each - without == pytest.approx(expected) == pytest.approx(4 * (seldom - without))
+    slower = [step_time(setup("124m", 8, *changes, way=way), H200).seconds for changes in ((average,), ())]
+    assert slower[0] > slower[1]
+
+
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_has_a_ceiling_below_what_products_sustain(name):
     """No plan promises more than the share of the peak that products alone reach."""
