@@ -135,14 +135,6 @@ def ceiling(setup: Setup, gpu: Gpu, precision: str) -> Ceiling:
     # products and attention may be kept
     products_again = 0 if recipe.speed.recompute == "operators" else again
     engine = table("kernels")["engines"][str(setup.stage)]
-    # the part of the step that ranks share shrinks with their number
-    in_step = sum(
-        family.trained_numel * (engine["step"] + engine["step of its share"] / family.ranks)
-        for family in setup.families
-    )
-    if optimizer_device(setup.ds_config) == "gpu":
-        held = [each.trained_numel / (each.ranks if setup.stage else 1) for each in setup.families]
-        in_step += average_bytes(recipe) * sum(held)
     trained = sum(family.trained_numel for family in setup.families)
     products = (size.matmul + behind.weights + behind.inputs) / rates.product_flops + wide_head
     of_loss = (FP32 / SIXTEEN_BIT if setup.head_is_wide else width) * _loss_kernel_bytes(setup, tokens, gpu)
@@ -155,7 +147,7 @@ def ceiling(setup: Setup, gpu: Gpu, precision: str) -> Ceiling:
         + again * redone / rates.bytes,
         "gradients": engine["micro-batch"] * trained / rates.bytes,
         # one step for all micro-batches of it
-        "optimizer": in_step / rates.bytes / setup.accumulation,
+        "optimizer": _step_bytes(setup, engine) / rates.bytes / setup.accumulation,
     }
     # nothing of a layer is left to compute while it waits for these
     for message in layer_messages(setup, gpu):
@@ -339,6 +331,19 @@ def _loss_kernel_bytes(setup: Setup, tokens: int, gpu: Gpu) -> float:
     # every chunk adds to the gradient of the whole head
     of_head = factors["head"] + factors["head a chunk"] * -(-tokens // chunk)
     return of_tokens + of_head * vocab_size * hidden
+
+
+def _step_bytes(setup: Setup, engine: dict[str, float]) -> float:
+    """Return what an optimizer step moves on a GPU, by the measured engine of the stage, with an average's bytes."""
+    # the part of the step that ranks share shrinks with their number
+    in_step = sum(
+        family.trained_numel * (engine["step"] + engine["step of its share"] / family.ranks)
+        for family in setup.families
+    )
+    if optimizer_device(setup.ds_config) != "gpu":
+        return in_step
+    held = [each.trained_numel / (each.ranks if setup.stage else 1) for each in setup.families]
+    return in_step + average_bytes(setup.recipe) * sum(held)
 
 
 # read: gradient, master and two moments; written: master and moments
