@@ -27,6 +27,15 @@ from pretraining.model.counting import answer_on_stdin
 from pretraining.model.loss import balance_of, build_loss
 from pretraining.recipe.model import has_experts
 from pretraining.recipe.sections import Loss, Speed
+from pretraining.upstream.attention_logits import (
+    WATCH,
+    clipped_units,
+    factors,
+    forget_logits,
+    of_units,
+    read_logits,
+    watch_attention,
+)
 from pretraining.upstream.transformers import mask_by_positions
 
 TOLERANCE = 1e-5
@@ -201,6 +210,45 @@ def balances(model: dict) -> None:
         raise UserError("the loss that balances its experts does not reach its routers")
 
 
+def logits_of(network: PreTrainedModel, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the largest logit of each head in a training pass."""
+    watch_attention()
+    WATCH.is_on = True
+    try:
+        network(input_ids=tokens)
+        return read_logits(network)
+    finally:
+        WATCH.is_on = False
+        forget_logits(network)
+
+
+def sees_logits(model: dict) -> None:
+    """Compare the largest logits of the class's own kernel and of eager attention, which has the scores."""
+    tokens = _tokens(model)
+    found, eager = (logits_of(built(model, kernel), tokens) for kernel in (None, "eager"))
+    if not found:
+        raise UserError("its attention is not one of transformers' kernels")
+    for layer, largest in eager.items():
+        compare(f"the largest logit of {layer}", found[layer], largest)
+
+
+def clips_logits(model: dict) -> None:
+    """Clip the first layer's heads at half of its largest logit, and measure them again."""
+    sees_logits(model)
+    network, tokens = built(model), _tokens(model)
+    units = clipped_units(network)
+    layer, before = next(iter(logits_of(network, tokens).items()))
+    threshold = before.max().item() / 2
+    for name in [name for name, each in units.items() if each.layer == layer]:
+        factor = of_units(units[name], factors(before, threshold))
+        parameter = network.get_parameter(name)
+        is_plain = parameter.ndim == 2 and not units[name].transposed
+        parameter.data.mul_(factor[:, None] if is_plain else factor)
+    after, expected = logits_of(network, tokens)[layer], before.clamp(max=threshold)
+    if not torch.allclose(after, expected, rtol=TOLERANCE, atol=TOLERANCE):
+        raise UserError("its logits do not shrink with these weights, as where queries and keys are normed")
+
+
 ABILITIES: dict[str, Callable[[dict], None]] = {
     "chunked": partial(has_loss, kind="chunked"),
     "fused": partial(has_loss, kind="fused"),
@@ -211,6 +259,8 @@ ABILITIES: dict[str, Callable[[dict], None]] = {
     "recomputed": recomputes,
     "operators": partial(recomputes, all_but_products=True),
     "balanced": balances,
+    "logits": sees_logits,
+    "clipped logits": clips_logits,
 }
 """Ability -> what raises if the model lacks it."""
 

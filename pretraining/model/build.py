@@ -50,6 +50,7 @@ from pretraining.recipe.optimizer import Mup, scales_by_name
 from pretraining.recipe.refusals import why_not_compiled
 from pretraining.recipe.sections import Speed, Weights
 from pretraining.runtime.process_group import ALONE, RankGroups, own_group, rank_and_world_size
+from pretraining.upstream.attention_logits import is_watched, watch_attention
 from pretraining.upstream.deepspeed import gather_as_one, groups_at_once, no_zero3_draw
 from pretraining.upstream.torch import (
     DEAR_OPERATORS,
@@ -108,6 +109,8 @@ def build_from_recipe(
     # A processor compiles nothing unless it is asked to: that is no news.
     if arguments.process_index == 0 and (on_gpu or speed.compile != "none"):
         print(describe_compilation(speed, why_none), flush=True)
+    if recipe.watched_keys:
+        watch_attention()
     sections = {"speed": speed, "mup": recipe.mup, "weights": recipe.weights}
     shared = {"given": given, "groups": groups}
     return build_model(
@@ -262,7 +265,7 @@ def compile_model(model: nn.Module, speed: Speed, degrees: Degrees = NOT_SPLIT) 
     first_pass = FirstPass(_missing(speed), trial) if speed.compile == "auto" else None
     kernels = PLAIN_KERNELS.compiled(**options)
     for module in modules:
-        if speed.compile != "whole" and expert_modules(module):
+        if speed.compile != "whole" and (expert_modules(module) or is_watched()):
             compiled = _recomputed_outside(module, kernels, options)
         else:
             compiled = torch.compile(module.forward, **options)
@@ -304,10 +307,10 @@ def _in_training(module: nn.Module, compiled: Callable) -> Callable:
 
 
 def _recomputed_outside(module: nn.Module, kernels: Kernels, options: dict) -> Callable:
-    """Compile a block with experts so that activation checkpointing calls the compiled code.
+    """Compile a block with experts, or whose logits are seen, so that activation checkpointing calls the compiled code.
 
-    Other blocks are recomputed within their graph. Here graphs end inside of the block, at the routers' logits and at
-    exchanges, and torch cannot end a graph inside of what is recomputed in it.
+    Other blocks are recomputed within their graph. Here graphs end inside of the block, at the routers' logits, at an
+    attention that is seen and at exchanges, and torch cannot end a graph inside of what is recomputed in it.
     """
     compiled = torch.compile(forward_of_class(module), **options)
     dispatches = [each.forward for each in expert_modules(module) if isinstance(each.forward, ExpertDispatch)]

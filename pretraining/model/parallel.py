@@ -27,6 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from pretraining.model.cross_entropy import LossHead
 from pretraining.runtime.process_group import RankGroups
+from pretraining.upstream.attention_logits import WATCH, see_logits
 from pretraining.upstream.split_weights import (
     HeldRows,
     hold_experts,
@@ -92,9 +93,13 @@ class SplitAttention:
     nothing is exchanged.
     """
 
+    sees_logits = True
+    """Here, and not outside where a rank has parts of the sequences."""
+
     def __init__(self, kernel: Callable, groups: RankGroups) -> None:
         """kernel: takes the arguments of `__call__` and returns the same."""
         self.kernel, self.size, self.group = kernel, groups.degrees.sequence, groups.sequence_group
+        self.part = groups.sequence_part
 
     def __call__(
         self,
@@ -136,6 +141,9 @@ class SplitAttention:
                 attention_mask = document_mask(cu_seq_lens_q, len(query), query.shape[2])
             else:
                 kwargs["cu_seq_lens_q"] = cu_seq_lens_q
+        if WATCH.is_on and module.training:
+            named = {**kwargs, "cu_seq_lens_q": cu_seq_lens_q, "sequence_part": (self.part, self.size)}
+            see_logits(module, query, key, attention_mask, **named)
         heads = HeadsHere(query.shape[1] // key.shape[1])
         attended, _ = self.kernel(heads, query, key, value, attention_mask, **kwargs)
         if exchanges:

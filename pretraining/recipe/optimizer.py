@@ -160,6 +160,9 @@ class Optimizer(Section):
     eval/average_loss; null: none."""
     average_steps: int = key(default=1, minimum=1)
     """The average takes the weights every so many steps, with the decay of all of them."""
+    qk_clip: float | None = key(default=None, exclusiveMinimum=0)
+    """After each step the queries and keys of a head shrink whose largest logit in it was above this, so that it would
+    have been this (MuonClip, Kimi Team 2025; 100 there)."""
 
     @property
     def rows(self) -> list[ParameterRow]:

@@ -175,6 +175,15 @@ class Recipe:
         return keys + [f"optimizer.{key}" for key in rates if getattr(settings, key) not in (None, [])]
 
     @property
+    def watched_keys(self) -> list[str]:
+        """Keys for which attention is watched."""
+        watching = {
+            "optimizer.qk_clip": self.optimizer.qk_clip,
+            "monitors.activations_steps": self.monitors.activations_steps,
+        }
+        return [key for key, value in watching.items() if value is not None]
+
+    @property
     def resolved_loss(self) -> Loss:
         """The section `loss` with the way that `auto` takes: plain, chunked or fused."""
         if self.loss.function is not None:

@@ -167,8 +167,11 @@ def _check_optimizer(recipe: Recipe, ds_config: dict | None) -> Wrong:
         if buffers < 5:
             what = "needs five buffers on NVMe (weights, two moments, average, gradients)"
             yield key, f"{what}; set zero_optimization.offload_optimizer.buffer_count, now {buffers}, to 5"
-    if recipe.optimizer.adaptive_clip and in_fp16:
-        yield "optimizer.adaptive_clip", f"{in_fp16}; use --deepspeed zero1"
+    for key in ("adaptive_clip", "qk_clip"):
+        if getattr(recipe.optimizer, key) and in_fp16:
+            yield f"optimizer.{key}", f"{in_fp16}; use --deepspeed zero1"
+    if recipe.optimizer.qk_clip and optim in SCHEDULE_FREE:
+        yield "optimizer.qk_clip", f"would change weights that {optim} averages; set it to null"
 
 
 def _check_weights(recipe: Recipe, ds_config: dict | None) -> Wrong:
@@ -291,6 +294,20 @@ def _check_own_model(recipe: Recipe, ds_config: dict | None) -> Wrong:
     if model_extension(recipe.model.model_type):
         yield from check_documents(recipe.data, recipe.model)
         yield from check_loss(recipe.loss, recipe.model)
+
+
+def _check_watched(recipe: Recipe, ds_config: dict | None) -> Wrong:
+    """Largest logits can be seen, and if they are to be clipped, projections of queries and keys do that."""
+    kernel, compiled = str(recipe.model.get("attn_implementation")), recipe.speed.compile
+    for key in recipe.watched_keys:
+        if kernel == "flex_attention" or "/" in kernel:
+            what = f"needs queries and keys with a mask that can be read, which {kernel} does not give"
+            yield key, f"{what}; set it to null, or --set model.attn_implementation=sdpa"
+        if compiled in ("whole", "deepcompile"):
+            what = f"ends a graph at every attention, and speed.compile is {compiled}"
+            yield key, f"{what}; set it to null, or --set speed.compile=blocks"
+    if recipe.optimizer.qk_clip and (reason := why_not(recipe.model, "clipped logits")):
+        yield "optimizer.qk_clip", f"{reason}; set it to null"
 
 
 def _check_fp8(recipe: Recipe, ds_config: dict | None) -> Wrong:
@@ -515,5 +532,6 @@ CHECKS = (
     _check_recomputation,
     _check_fp8,
     _check_own_model,
+    _check_watched,
 )
 """In this order: the first error is the one that is shown."""

@@ -149,10 +149,13 @@ class Spikes(Section):
     policy: Literal["log", "skip", "rollback", "stop"] = key(default="log")
     """log: an event. skip: such a step is not applied. rollback: back to the last good checkpoint, without the samples
     around the spike. stop: exit code 77."""
+    rule: Literal["robust", "deviations"] = key(default="robust")
+    """What makes a spike. robust: a loss so many robust deviations above its course, in logarithms. deviations: a loss
+    or a gradient norm so many standard deviations above its mean over the window (with skip, OLMo 3's rule)."""
     score: float = key(default=6.0, minimum=1)
-    """Robust standard deviations above the course that make a spike."""
+    """So many deviations."""
     window: int = key(default=128, minimum=32, maximum=65536)
-    """Steps that the noise is measured on."""
+    """Steps that the noise is measured on; with rule deviations the mean too, and from half of them on."""
     non_finite_streak: int = key(default=8, minimum=1)
     """So many steps in a row with a loss or gradients that are not finite count as a spike."""
     max_rollbacks: int = key(default=3, minimum=0)
@@ -254,6 +257,9 @@ class Monitors(Section):
     layer_norms_steps: int | None = key(default=None, minimum=1)
     """Every so many steps the gradient norm of each layer is measured and logged as stability/gradient_norm/<layer>;
     null: only after an alert, as an event."""
+    activations_steps: int | None = key(default=None, minimum=1)
+    """Every so many steps the largest attention logit of each layer (before caps and biases) and the root mean square
+    of its output are measured, as stability/attention_logit/<layer> and stability/activation/<layer>; null: never."""
     expert_load: bool = key(default=True)
     """Of a mixture of experts with output_router_logits: how evenly its experts are used, logged as
     stability/expert_load/..., and an alert when one starves."""

@@ -371,8 +371,14 @@ def _check_tokens(budget: Budget, training: Training) -> Wrong:
 
 
 def check_judged(budget: Budget, training: Training, spikes: Spikes) -> Wrong:
-    """A schedule that follows the validation loss is no function of the step: nothing can be multiplied with it."""
+    """A schedule that follows the validation loss is no function of the step: nothing can be multiplied with it.
+
+    fp16 finds its loss scale by steps that are refused, so that none is refused for its norm.
+    """
     kind, ramp = training.lr_scheduler_type, budget.ramp
+    if spikes.rule == "deviations" and training.fp16:
+        what = "is deviations, whose refused steps would lower the loss scale of training.fp16"
+        yield "monitors.spikes.rule", f"{what}; --set training.fp16=false --set training.bf16=true, or robust"
     if kind not in BY_METRIC:
         return
     if training.eval_strategy == "no":

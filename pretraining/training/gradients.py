@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
@@ -24,6 +25,7 @@ from pretraining.runtime.process_group import sum_over_ranks
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.muon import compute_device, rectangles
 from pretraining.upstream.deepspeed import (
+    Slice,
     first_element,
     holders,
     split_part,
@@ -142,7 +144,7 @@ def unit_layouts(model: PreTrainedModel, zero: Any = None) -> dict[int, UnitLayo
 @torch.no_grad()
 def clip_by_value(optimizer: torch.optim.Optimizer, value: float) -> None:
     """Clip every gradient to [-value, value], element by element. It works on whole parameters and on slices."""
-    for tensor in _stepped(optimizer):
+    for tensor in stepped(optimizer):
         if tensor.grad is not None:
             tensor.grad.clamp_(-value, value)
 
@@ -153,7 +155,7 @@ def clip_adaptively(optimizer: torch.optim.Optimizer, layouts: dict[int, UnitLay
 
     A collective for tensors whose units are shared by the ranks.
     """
-    for tensor in _stepped(optimizer):
+    for tensor in stepped(optimizer):
         layout = layouts.get(id(tensor))
         # without ZeRO a parameter may have no gradient; with ZeRO all ranks take part
         if layout is None or not layout.num_units or (tensor.grad is None and not layout.is_shared):
@@ -185,7 +187,15 @@ def _unit_squares(weights: torch.Tensor, gradient: torch.Tensor | None, layout: 
     return shared.to(squares.device)
 
 
-def _stepped(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+def stepped_slices(model: nn.Module, inner: Any) -> list[Slice]:
+    """List what is stepped of the model's parameters: all of them whole, or this rank's slices of ZeRO's."""
+    if not isinstance(inner, torch.optim.Optimizer):
+        return list(zero_slices(inner))
+    return [Slice(each, first_element(each), each, 0, each.numel()) for each in model.parameters()]
+
+
+def stepped(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Yield what the optimizer steps now: whole parameters, or ZeRO's flat tensors."""
     return (tensor for group in optimizer.param_groups for tensor in group["params"])
 
 
@@ -206,7 +216,6 @@ class Clipping(TrainerCallback):
     def begin(self, model: PreTrainedModel, optimizer: Any) -> None:
         """Clip from the next step on. optimizer: torch's, or DeepSpeed's of stage 1, 2 or 3."""
         is_whole = isinstance(optimizer, torch.optim.Optimizer)
-        steppers = stepping_optimizers(optimizer)
         hooks: list[Callable] = []
         if self.ratio:
             # hooks run in the order of registration: units first, then single values
@@ -214,7 +223,7 @@ class Clipping(TrainerCallback):
             hooks.append(partial(clip_adaptively, layouts=layouts, ratio=self.ratio))
         if self.value:
             hooks.append(partial(clip_by_value, value=self.value))
-        for stepper in steppers:
+        for stepper in stepping_optimizers(optimizer):
             for hook in hooks:
                 stepper.register_step_pre_hook(lambda each, *_, hook=hook: hook(each))
 
@@ -263,15 +272,10 @@ class LayerNormsCallback(TrainerCallback):
         names = {id(parameter): layer_of(name) for name, parameter in model.named_parameters()}
         self.layers = list(dict.fromkeys(names.values()))
         numbers = {key: self.layers.index(layer) for key, layer in names.items()}
-        if isinstance(inner, torch.optim.Optimizer):
-            self.optimizers = [inner]
-            parts = [(each, each, 0, each.numel()) for each in model.parameters()]
-        else:
-            self.optimizers = stepping_optimizers(inner)
-            parts = [(each.parameter, each.tensor, each.offset, each.numel) for each in zero_slices(inner)]
+        self.optimizers = stepping_optimizers(inner)
         # Without ZeRO and layers that are split, every rank has the whole gradients.
         alone = not dist.is_initialized()
-        for parameter, tensor, offset, numel in parts:
+        for parameter, _, tensor, offset, numel in stepped_slices(model, inner):
             if (layer := numbers.get(id(parameter))) is not None:
                 copies = 1 if alone else holders(parameter, inner)[1]
                 self.places.setdefault(id(tensor), []).append((layer, offset, numel, copies))
@@ -279,7 +283,7 @@ class LayerNormsCallback(TrainerCallback):
     @torch.no_grad()
     def _see(self, optimizer: torch.optim.Optimizer, *_) -> None:
         norms, layers, copies = [], [], []
-        for tensor in _stepped(optimizer):
+        for tensor in stepped(optimizer):
             if tensor.grad is not None:
                 flat = tensor.grad.reshape(-1)
                 for layer, offset, numel, held_by in self.places.get(id(tensor), ()):

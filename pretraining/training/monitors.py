@@ -27,6 +27,7 @@ from pretraining.recipe.model import has_experts
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import display_path
+from pretraining.training.activations import ActivationsCallback
 from pretraining.training.arrival import Arrival
 from pretraining.training.experts import ExpertLoad
 from pretraining.training.gradients import LayerNormsCallback, NoiseScaleCallback
@@ -62,6 +63,8 @@ class RunMonitors:
         # bound here: the monitor of a later attempt replaces self.stability
         layers_every, alerted = recipe.monitors.layer_norms_steps, self.stability
         self.gradients = [*noise, LayerNormsCallback(run, layers_every, lambda: alerted.alerted_step)]
+        if (every := recipe.monitors.activations_steps) is not None:
+            self.gradients.append(ActivationsCallback(every))
         self.experts = []
         if has_experts(recipe.model):
             rate = recipe.loss.bias_rate if recipe.loss.balance == "auto" else 0.0

@@ -1,8 +1,8 @@
 """Judge every step in the same way on all ranks, report spikes and plateaus, and apply the recipe's policy.
 
-A spike is a high robust score over a window (`monitors.spikes.score`). `LossWatch` computes the mean loss of all ranks
-before the gradients. `NonFiniteGuard` prevents steps with gradients that are not finite, at any ZeRO stage and without
-DeepSpeed. An alert names likely causes in the order in which to look at them.
+A spike is a high score over a window (`monitors.spikes`): a robust one, or by mean and deviation. `LossWatch` computes
+the mean loss of all ranks before the gradients. `NonFiniteGuard` prevents steps with gradients that are not finite, at
+any ZeRO stage and without DeepSpeed. An alert names likely causes in the order in which to look at them.
 """
 
 import math
@@ -20,10 +20,10 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from pretraining.recipe.sections import Monitors
-from pretraining.runtime.process_group import sum_over_ranks
+from pretraining.runtime.process_group import rank_and_world_size, sum_over_ranks
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.gradients import loss_scale
-from pretraining.upstream.deepspeed import drop_refused_sums
+from pretraining.upstream.deepspeed import drop_refused_sums, refuse_norms
 from pretraining.upstream.torch import rates_now, set_rates
 
 RECENT = 16
@@ -126,6 +126,52 @@ class SpikeScore:
 def _log(value: float) -> float:
     # a loss or norm of zero has no logarithm
     return math.log(max(value, 1e-300))
+
+
+class Deviations:
+    """Score values by the mean and standard deviation of the last `window` of them, spikes too.
+
+    The rule of OLMo 3 (OLMo-core, `SkipStepOptimizer`): nothing is judged before half a window is there.
+    """
+
+    def __init__(self, window: int):
+        self.values: deque[float] = deque(maxlen=window)
+
+    def score(self, value: float) -> float:
+        """Return standard deviations above the mean; inf if the value is not finite, 0 while too little is known."""
+        if not math.isfinite(value):
+            return math.inf
+        mean, deviation = self._mean_and_deviation()
+        if not deviation:
+            return 0.0 if value <= mean else math.inf
+        return (value - mean) / deviation
+
+    def limit(self, score: float) -> float:
+        """Return the value at which `score` is reached; inf while too little is known."""
+        mean, deviation = self._mean_and_deviation()
+        return mean + score * deviation
+
+    @property
+    def expected(self) -> float | None:
+        return math.fsum(self.values) / len(self.values) if self.values else None
+
+    def add(self, value: float, is_spike: bool) -> None:
+        if math.isfinite(value):
+            self.values.append(value)
+
+    def _mean_and_deviation(self) -> tuple[float, float]:
+        """Return both; infinite while too little is known."""
+        if 2 * len(self.values) < self.values.maxlen:
+            return math.inf, math.inf
+        mean = self.expected
+        squares = math.fsum((value - mean) ** 2 for value in self.values)
+        return mean, math.sqrt(squares / (len(self.values) - 1))
+
+    def state(self) -> dict:
+        return {"values": list(self.values)}
+
+    def restore(self, state: dict) -> None:
+        self.values = deque(state["values"], maxlen=self.values.maxlen)
 
 
 LEAST_GAIN = 0.001
@@ -240,10 +286,15 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         """origins: maps an optimizer step (counted from 1) to a description of its samples, for the events."""
         self.run, self.settings, self.origins = run, monitors.spikes, origins
         self.policy = self.settings.policy
-        self.watch = LossWatch(refuses=self.policy == "skip")
-        self.loss_course = SpikeScore(self.settings.window)
+        self.judges_norms = self.settings.rule == "deviations"
+        # loss and norm are judged together where the norm is known
+        self.watch = LossWatch(refuses=self.policy == "skip" and not self.judges_norms)
+        self.loss_course: SpikeScore | Deviations = SpikeScore(self.settings.window)
         # 0.1 is in log norm, as SMALLEST_SCALE is in log loss
-        self.norm_course = SpikeScore(self.settings.window, smallest_scale=0.1)
+        self.norm_course: SpikeScore | Deviations = SpikeScore(self.settings.window, smallest_scale=0.1)
+        if self.judges_norms:
+            self.loss_course, self.norm_course = (Deviations(self.settings.window) for _ in range(2))
+        self.norm, self.norm_limit = math.nan, math.inf
         self.plateau = Plateau(monitors.plateau_steps)
         self.in_spike = self.norm_in_spike = False
         self.non_finite_streak = self.refused_steps = self.spikes = self.non_finite_steps = 0
@@ -253,7 +304,9 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         self.alerted_step: int | None = None
 
     def on_train_begin(self, args, state, control, optimizer, lr_scheduler, **kwargs) -> None:
-        self.guard = NonFiniteGuard(optimizer)
+        is_refused = self._is_refused if self.judges_norms else None
+        self.guard = NonFiniteGuard(optimizer, is_refused)
+        refuse_norms(is_refused)
         self.is_scaled = args.fp16
         self.loss_scale = loss_scale(optimizer)
         name = type(self).__name__
@@ -265,9 +318,17 @@ class StabilityMonitor(TrainerCallback, ExportableState):
             set_rates(lr_scheduler, rates_now(lr_scheduler))
         self._set_limit()
 
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        self.norm = math.nan
+
     def on_gradient_norm(self, norm: Any) -> None:
         """Keep the step's norm before clipping. DeepSpeed reports it after the step, the Trainer before it."""
         self.guard.on_gradient_norm(norm)
+
+    def _is_refused(self, norm: float) -> bool:
+        """Return whether the step is left out, by its loss and its norm; the same on every rank."""
+        self.norm = norm
+        return self.policy == "skip" and (self.watch.last_loss() > self.watch.limit or norm > self.norm_limit)
 
     def on_step_end(self, args, state, control, optimizer, lr_scheduler, **kwargs) -> None:
         if getattr(optimizer, "step_was_skipped", False) and isinstance(lr_scheduler, LambdaLR):
@@ -290,15 +351,19 @@ class StabilityMonitor(TrainerCallback, ExportableState):
             if self.is_scaled:
                 logs["stability/loss_scale"] = self.loss_scale
                 logs["stability/overflow_steps"] = self.overflow_steps
+            if self.judges_norms and math.isfinite(self.norm):
+                logs["grad_norm"] = self.norm  # of a step that was left out DeepSpeed says infinity
             # the norm of a step that overflowed is none
-            if not self.overflow_streak:
+            elif not self.overflow_streak:
                 self._judge_norm(logs.get("grad_norm"), state)
 
     def _judge(self, loss: float, refused: bool, state) -> None:
         score, began = self.loss_course.score(loss), not self.in_spike
         expected = self.loss_course.expected
+        # not "<=": a norm that is not finite is no spike
+        norm_is_high = self.judges_norms and self.norm_limit < self.norm < math.inf
         # not ">": a NaN counts as a spike
-        is_spike = not loss <= self.watch.limit
+        is_spike = not loss <= self.watch.limit or norm_is_high
         # the policy "skip" refuses a spike by NaN gradients: that refusal is no non-finite step
         finite = math.isfinite(loss) and (not refused or (is_spike and self.policy == "skip"))
         # left out to find a loss scale (fp16): the loss is good, only its gradients, times the scale, did not fit
@@ -312,6 +377,14 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         self.in_spike = is_spike
         self.loss_course.add(loss, is_spike or not finite)
         facts = {"loss": loss, "expected": expected, "applied": not refused}
+        why = f"the loss is {loss:.4g}, {score:.1f} deviations above {expected or math.nan:.4g}"
+        if self.judges_norms:
+            facts |= {"grad_norm": self.norm, "expected_grad_norm": self.norm_course.expected}
+            if norm_is_high:
+                high, usual = self.norm_course.score(self.norm), self.norm_course.expected
+                why = f"the gradient norm is {self.norm:.4g}, {high:.1f} deviations above {usual:.4g}"
+                score = max(score, high)
+            self.norm_course.add(self.norm, is_spike)
         if not finite:
             if self.non_finite_streak == 1:
                 self._tell("non_finite", state, **facts)
@@ -321,7 +394,7 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         elif is_spike and began:
             self.spikes += 1
             self._tell("spike", state, score=score, **facts)
-            self._leave(state, f"the loss is {loss:.4g}, {score:.1f} deviations above {expected:.4g}")
+            self._leave(state, why)
         if self.plateau.shows(state.global_step, self.loss_course.expected):
             self._tell("plateau", state, **facts, since_step=self.plateau.best_step)
 
@@ -355,6 +428,8 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         """Set the highest loss that is applied from now on, rounded to fp32, in which the device compares it."""
         limit = self.loss_course.limit(self.settings.score)
         self.watch.limit = torch.tensor(limit, dtype=torch.float32).item()
+        if self.judges_norms:
+            self.norm_limit = self.norm_course.limit(self.settings.score)
 
     def state(self) -> dict:
         """Return what checkpoints keep."""
@@ -446,9 +521,14 @@ class NonFiniteGuard:
     stage 0 uses too, would write such gradients into every weight. This guard removes them before it steps.
     """
 
-    def __init__(self, optimizer: Any) -> None:
-        """optimizer: the Trainer's, as accelerate or DeepSpeed wrapped it."""
-        self.optimizer, self._took_away, self._norm = optimizer, False, None
+    def __init__(self, optimizer: Any, is_refused: Callable[[float], bool] | None = None) -> None:
+        """Guard an optimizer.
+
+        Args:
+            optimizer: the Trainer's, as accelerate or DeepSpeed wrapped it.
+            is_refused: says of a finite norm if its step is left out too.
+        """
+        self.optimizer, self.is_refused, self._took_away, self._norm = optimizer, is_refused, False, None
         inner = getattr(optimizer, "optimizer", optimizer)
         # `overflow`: DeepSpeed's fp16 optimizers check the gradients themselves
         if isinstance(inner, torch.optim.Optimizer) and not hasattr(inner, "overflow"):
@@ -466,6 +546,10 @@ class NonFiniteGuard:
             norm = torch.nn.utils.get_total_norm(gradients).item() if gradients else 0.0
         # gradients are the same on every rank by now, so every rank decides the same
         self._took_away = not math.isfinite(norm)
+        if self.is_refused is not None:
+            # rank 0's: unlike GPUs compute other last digits of it
+            [norm] = sum_over_ranks([float(norm) if rank_and_world_size()[0] == 0 else 0.0])
+            self._took_away = self.is_refused(norm) or not math.isfinite(norm)
         if self._took_away:
             for parameter in parameters:
                 # torch's optimizers leave weights and moments of a parameter without a gradient as they are

@@ -34,6 +34,7 @@ from pretraining.runtime.metric_names import OF_AVERAGE
 from pretraining.runtime.process_group import ALONE, RankGroups
 from pretraining.runtime.processes import ignore_in_worker
 from pretraining.runtime.run_folder import is_validated
+from pretraining.training.activations import LogitClip
 from pretraining.training.arguments import collate_blocks, training_refusals
 from pretraining.training.gradients import Clipping
 from pretraining.training.monitors import RunMonitors, SettledCollector, notify
@@ -137,6 +138,7 @@ class PretrainingTrainer(OpenTrainer):
                     *(monitors.callbacks(checkpoints) if monitors else ()),
                     *parts.callbacks,
                     Clipping(recipe),
+                    *([LogitClip(recipe.optimizer.qk_clip)] if recipe.optimizer.qk_clip else []),
                 ],
             )
             # Let transformers refuse names and keywords now rather than when training begins.

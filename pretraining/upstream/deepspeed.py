@@ -38,6 +38,8 @@ Changed:
 - Groups of experts and of nodes (`groups_at_once`): DeepSpeed makes one after another, and looks
   `deepspeed.comm.new_group` up at each call. Held by test_scale.py; may go once it takes a mesh for them, as for
   tensor parallelism.
+- Which gradient norms refuse a step (`refuse_norms`): each optimizer looks `is_invalid_grad_norm` up in its module.
+  Held by test_stability.py; may go once DeepSpeed has a limit for the norm.
 - Leaves of ZeRO-3 (`gather_as_one`): public, but explained nowhere. Held by test_compiling.py.
 - The limit of a group that is made without one (`wait_in_every_group`; torch 2.13): DeepSpeed reduces in a group of its
   own making. torch's `default_pg_timeout` and `default_pg_nccl_timeout` are read when a group is made. Held by
@@ -62,7 +64,7 @@ from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from deepspeed.runtime import bf16_optimizer, utils
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.utils import clip_grad_norm_
-from deepspeed.runtime.zero import stage3
+from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -200,6 +202,19 @@ def gather_after_writes(optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
     if not accelerator.resolves_data_dependency():
         gathering = optimizer.parameter_offload._DeepSpeedZeRoOffload__allgather_stream
         gathering.wait_stream(accelerator.current_stream())
+
+
+def refuse_norms(is_refused: Callable[[float], bool] | None) -> None:
+    """Let the optimizers of all ZeRO stages refuse a step by its norm too, as one that is not finite.
+
+    The norm is the same on every rank. None: as DeepSpeed does.
+    """
+
+    def is_invalid(norm: Any) -> bool:
+        return utils.is_invalid_grad_norm(norm) or (is_refused is not None and is_refused(float(norm)))
+
+    for module in (bf16_optimizer, stage3, stage_1_and_2):
+        module.is_invalid_grad_norm = is_invalid
 
 
 def keep_norm_at_stage_0(engine: DeepSpeedEngine, report: Callable[[float], None]) -> None:

@@ -65,11 +65,14 @@ def set_rates(scheduler: LRScheduler, rates: Sequence[float]) -> None:
         group["lr"] = rate
 
 
-def hook_first(optimizer: torch.optim.Optimizer, hook: Callable) -> RemovableHandle:
-    """Register a hook that is called before each step, before all that are registered already."""
+def hook_first(optimizer: torch.optim.Optimizer, hook: Callable, after_step: bool = False) -> RemovableHandle:
+    """Register a hook that is called before each step, or after it, before all that are registered already."""
     # The hooks are in an ordered dict: its first entry is called first.
-    handle = optimizer.register_step_pre_hook(hook)
-    optimizer._optimizer_step_pre_hooks.move_to_end(handle.id, last=False)
+    if after_step:
+        handle, hooks = optimizer.register_step_post_hook(hook), optimizer._optimizer_step_post_hooks
+    else:
+        handle, hooks = optimizer.register_step_pre_hook(hook), optimizer._optimizer_step_pre_hooks
+    hooks.move_to_end(handle.id, last=False)
     return handle
 
 

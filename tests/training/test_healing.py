@@ -11,6 +11,7 @@ import pytest
 
 from pretraining.checkpoints.resume import refuse_lost_rollbacks
 from pretraining.errors import UserError
+from pretraining.recipe import load_recipe
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.journal import Journal
 from pretraining.training.monitors import SettledCollector
@@ -82,6 +83,31 @@ def test_a_spike_is_skipped_alike_without_deepspeed_and_at_stage_3(poisoned):
         assert f"train/{other}_loss" not in row
     rates = [[row["train/learning_rate"] for row in r.training_rows] for r in (run, plain)]
     assert rates[0] == rates[1] and len(set(rates[0][10:])) == STEPS - 10  # each step has its own rate
+
+
+def test_steps_beyond_mean_and_deviations_are_left_out_alike_and_again_after_a_resume(poisoned, tmp_path):
+    """OLMo 3's rule at stage 3 on two ranks, as without DeepSpeed; the window is part of the checkpoint."""
+    rule = ("policy=skip", "rule=deviations", "window=32", "score=5")
+    settings = tuple(f"monitors.spikes.{each}" for each in rule)
+    plain, run = poisoned.run("null", 1, "plain", settings), poisoned.run("zero3", settings=settings)
+    refused = [[row["stability/refused_steps"] for row in each.training_rows] for each in (run, plain)]
+    assert refused[0] == refused[1] and not any(refused[0][:16])
+    assert refused[0][CLEAN_AGAIN - 2] - refused[0][FIRST_NOISY - 2] == CLEAN_AGAIN - FIRST_NOISY
+    spike = next(each for each in events(run, "spike") if each["step"] == FIRST_NOISY)
+    assert not spike["applied"] and spike["score"] > 5
+    assert losses(run) == pytest.approx(losses(plain), abs=1e-5)
+    norms = [[row["train/grad_norm"] for row in each.training_rows] for each in (run, plain)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3) and all(map(math.isfinite, norms[0]))
+    output = tmp_path / "resumed"
+    shutil.copytree(run.folder, output)
+    for name in ("export", "checkpoint-60"):
+        shutil.rmtree(output / name)
+    resumed = Run(output, completed(poisoned.command(output, "zero3", settings=settings)))
+    assert losses(resumed) == losses(run)
+    with pytest.raises(
+        UserError, match=r"monitors\.spikes\.rule: is deviations, whose refused steps would lower"
+    ):
+        load_recipe("tiny", [*settings, "training.fp16=true"])
 
 
 def test_a_rollback_frees_what_training_froze_and_looks_at_nothing_else(monkeypatch):

@@ -29,6 +29,7 @@ from pretraining.training.gradients import LayerNormsCallback
 from pretraining.training.metrics import MetricsCallback
 from pretraining.training.optimizers import follow_run
 from pretraining.training.stability import (
+    Deviations,
     NonFiniteGuard,
     NumberOnItsWay,
     Plateau,
@@ -94,6 +95,37 @@ def test_a_restored_score_goes_on_as_if_nothing_had_happened():
     resumed = SpikeScore(64)
     resumed.restore(json.loads(json.dumps(saved.state())))
     assert scores(losses[170:], resumed) == expected[170:]
+
+
+def test_deviations_are_those_of_olmo_3(tmp_path):
+    """A value is judged by mean and deviation of the window before it, spikes in it too, once half of it is there."""
+    values, window, course = falling(150), 16, Deviations(16)
+    values[40], values[90:92] = values[40] * 2, [math.nan, math.inf]
+    for step, value in enumerate(values):
+        before = torch.tensor([each for each in values[:step] if math.isfinite(each)][-window:]).double()
+        if len(before) < window // 2:
+            assert course.score(value) == 0 and course.limit(6) == math.inf
+        elif math.isfinite(value):
+            deviation, mean = torch.std_mean(before)
+            assert course.limit(6) == pytest.approx((mean + 6 * deviation).item())
+            assert course.score(value) == pytest.approx(((value - mean) / deviation).item())
+        course.add(value, is_spike=value > course.limit(6))
+        again = Deviations(window)
+        again.restore(json.loads(json.dumps(course.state())))
+        course = again
+    assert course.score(math.nan) == math.inf
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_step_is_left_out_by_its_norm_alone(tmp_path):
+    """The loss is as ever and the gradient is not: the event says both."""
+    spikes = Spikes(policy="skip", rule="deviations", window=32)
+    watched = Watched(
+        tmp_path, [3.0 + 0.01 * (step % 3) for step in range(40)], spikes, bad_gradients=(30,), factor=100.0
+    )
+    assert [step for step, applied in enumerate(watched.applied()) if not applied] == [30]
+    (spike,) = (event for event in read_rows(watched.run.events) if event["event"] == "spike")
+    assert spike["step"] == 31 and spike["grad_norm"] > 10 * spike["expected_grad_norm"]
 
 
 @pytest.mark.gpu
@@ -197,10 +229,11 @@ class Watched:
         self,
         tmp_path: Path,
         losses: list[float],
-        policy: str,
+        policy: str | Spikes,
         plateau_steps=None,
         bad_gradients=(),
         logging_steps=1,
+        factor=math.inf,
     ):
         training = Training(logging_steps=logging_steps, per_device_train_batch_size=1, save_strategy="no")
         recipe = SimpleNamespace(
@@ -209,7 +242,8 @@ class Watched:
         arguments = build_arguments(recipe, None, tmp_path, 1)
         self.model = build_model(SMALL_RECIPE["model"], TOKENIZER, arguments)
         self.run, self.weights = RunFolder(tmp_path / "run"), []
-        monitors = Monitors(spikes=replace(SPIKES, policy=policy), plateau_steps=plateau_steps)
+        spikes = policy if isinstance(policy, Spikes) else replace(SPIKES, policy=policy)
+        monitors = Monitors(spikes=spikes, plateau_steps=plateau_steps)
         self.monitor = StabilityMonitor(self.run, monitors, lambda step: {"samples": [step - 1, step]})
         remaining = iter(enumerate(losses))
         speed = SpeedMeter(Progress(StepSizes.of(8), 8, 8 * len(losses)))
@@ -219,7 +253,7 @@ class Watched:
             step, value = next(remaining)
             real = next_token_loss(outputs, labels, num_items_in_batch)
             if step in bad_gradients:
-                real.register_hook(lambda gradient: gradient * math.inf)
+                real.register_hook(lambda gradient: gradient * factor)
             return real - real.detach() + value
 
         layers = LayerNormsCallback(self.run, None, lambda: self.monitor.alerted_step)

@@ -61,7 +61,8 @@ const groupOf = (name) => {
   return { eval: "Validation", throughput: "Speed", cost: "Speed", stability: "Stability" }[first] || "Training";
 };
 const titleOf = (name) => {
-  if (name.startsWith("stability/gradient_norm/")) return "Gradient norm by layer";
+  const ofLayers = /^stability\/(gradient_norm|activation|attention_logit)\//.exec(name);
+  if (ofLayers) return { gradient_norm: "Gradient norm by layer", activation: "Activation (root mean square) by layer", attention_logit: "Largest attention logit by layer" }[ofLayers[1]];
   if (name.startsWith("hardware/gpu_")) return `GPU ${spoken(chartOf(name)).slice(4, -1).replace(/ (celsius|watts|mhz)$/, "")} of each rank`;
   if (isPart(name)) return name.startsWith("eval/") ? proper(chartOf(name).slice(5, -1)) : titled(spoken(chartOf(name)).slice(0, -1));
   const source = /^(.+)_(loss|perplexity|bits_per_byte)$/.exec(chartOf(name));
