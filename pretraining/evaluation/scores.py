@@ -3,9 +3,11 @@
 import random
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+from statistics import stdev
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +21,7 @@ from pretraining.errors import UserError, nearest, require
 from pretraining.evaluation.sampling import continued, encode, evaluation_mode, seeded
 from pretraining.outside.files import COUNT, json_lines
 from pretraining.runtime.process_group import rank_groups
-from pretraining.schema import fits
+from pretraining.schema import check, fits, read_json
 from pretraining.upstream.lm_eval import no_task_bars
 
 SEED = 1234
@@ -262,14 +264,15 @@ class Harness:
     """Tasks of lm-eval. They are loaded with their data before there is a model.
 
     Args:
-        names: tasks, tags or groups of lm-eval, YAML files, or folders of YAML files.
+        names: tasks, tags or groups of lm-eval, YAML files, folders of YAML files, or sets of tasks.
         limit: items of each task.
     """
 
     def __init__(
         self, names: Sequence[str], tokenizer: Tokenizer, passes: Passes, limit: int | None = None
     ) -> None:
-        self.loaded = load_tasks(names)
+        self.sets = {name: read_set(name) for name in names if is_set(name)}
+        self.loaded = load_tasks([name for name in names if name not in self.sets], self.sets)
         self.tokenizer, self.passes, self.limit = tokenizer, passes, limit
 
     def num_items(self) -> dict[str, int]:
@@ -297,7 +300,10 @@ class Harness:
         finally:
             random.setstate(states[0])
             np.random.set_state(states[1])
-        return scores_of(results["results"])
+        found = scores_of(results["results"])
+        for name, chosen in self.sets.items():
+            found |= summary_of(Path(name).stem, chosen, found)
+        return found
 
 
 class HarnessModel:
@@ -373,15 +379,79 @@ class HarnessModel:
         return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
 
 
-def load_tasks(names: Sequence[str]) -> dict:
-    """Load what `lm_eval.evaluator.evaluate` takes, with as many few-shot examples as each task says.
+SETS = Path(__file__).with_name("sets")
+_ROW = {
+    "type": "object",
+    "properties": {
+        "task": {"type": "string", "minLength": 1},
+        "shots": COUNT,
+        "metric": {"type": "string", "minLength": 1},
+        "chance": {"type": "number", "minimum": 0, "exclusiveMaximum": 1},
+    },
+    "required": ["task", "shots", "metric", "chance"],
+    "additionalProperties": False,
+}
+_RUNS = {"type": "array", "items": {"type": "number"}, "minItems": 2}
+_SPREAD = {"type": "object", "properties": {"runs": _RUNS}, "required": ["runs"]}
+_SET = {
+    "type": "object",
+    "properties": {
+        "tasks": {"type": "array", "items": _ROW, "minItems": 1},
+        "metric": {"enum": ["mean", "centered"]},
+        "spread": _SPREAD,
+    },
+    "required": ["tasks", "metric"],
+}
+
+
+def is_set(name: str) -> bool:
+    """Return whether `evaluation.tasks` names a set of tasks: one of SETS, or a file of the same kind."""
+    return name.endswith(".json") or (SETS / f"{name}.json").is_file()
+
+
+def read_set(name: str) -> dict:
+    """Read a set: its tasks with examples, metric and chance, and how their scores become one."""
+    path = Path(name) if name.endswith(".json") else SETS / f"{name}.json"
+    return check(read_json(path), _SET, f"evaluation.tasks: {name}")
+
+
+def score_name(set_name: str, row: dict) -> str:
+    """Return what a task of a set is called: it may be there twice, with other examples."""
+    return f"{set_name}_{Path(row['task']).stem}_{row['shots']}"
+
+
+def summary_of(set_name: str, chosen: dict, found: dict[str, float]) -> dict[str, float]:
+    """Compute the score of a set, and the deviation of repeated runs if it is published: {"dclm_core/centered": ...}.
+
+    centered: of each task what is above chance, in parts of what could be (CORE: Li et al. 2024, section 3.5).
+    """
+    summed = 0.0
+    for row in chosen["tasks"]:
+        name = f"{score_name(set_name, row)}/{row['metric']}"
+        if name not in found:
+            there = nearest(name, found) or f"; there are {', '.join(found)}"
+            raise UserError(
+                f"evaluation.tasks: {set_name} has the metric {name}, which its task does not{there}"
+            )
+        chance = row["chance"] if chosen["metric"] == "centered" else 0.0
+        summed += (found[name] - chance) / (1 - chance)
+    summary = {f"{set_name}/{chosen['metric']}": summed / len(chosen["tasks"])}
+    if "spread" in chosen:
+        summary[f"{set_name}/deviation_of_runs"] = stdev(chosen["spread"]["runs"])
+    return summary
+
+
+def load_tasks(names: Sequence[str], sets: Mapping[str, dict] = MappingProxyType({})) -> dict:
+    """Load what `lm_eval.evaluator.evaluate` takes, with as many few-shot examples as each task or set says.
 
     Raises:
         UserError: lm-eval is missing, knows no such task, or cannot read its data.
     """
-    managers = require("lm_eval.tasks", f"evaluation.tasks ({', '.join(names)})")
+    managers = require("lm_eval.tasks", f"evaluation.tasks ({', '.join([*names, *sets])})")
+    rows = {score_name(Path(name).stem, row): row for name, each in sets.items() for row in each["tasks"]}
+    of_sets = list(dict.fromkeys(row["task"] for row in rows.values()))
     folders = [name for name in names if Path(name).is_dir()]
-    shipped = [name for name in names if name not in folders and not name.endswith(SUFFIXES)]
+    shipped = [name for name in [*names, *of_sets] if name not in folders and not name.endswith(SUFFIXES)]
     # Indexing the tasks that lm-eval ships takes half a minute; files need none of them.
     manager = managers.TaskManager(include_path=folders or None, include_defaults=bool(shipped))
     wanted = [name for name in names if name not in folders]
@@ -391,12 +461,17 @@ def load_tasks(names: Sequence[str]) -> dict:
             what = "holds no task of lm-eval; give a folder of YAML files"
             raise UserError(f"evaluation.tasks: {folder} {what}")
         wanted += inside
-    for name in wanted:
+    for name in [*wanted, *of_sets]:
         if name not in manager.all_tasks and not Path(name).is_file():
             known = nearest(name, manager.all_tasks) or "; `lm-eval ls tasks` lists them"
             raise UserError(f"evaluation.tasks: lm-eval knows no task {name!r}{known}")
     try:
         loaded = manager.load(wanted)
+        for name, row in rows.items():
+            # one for each row: their examples differ
+            [task] = manager.load([row["task"]])["tasks"].values()
+            task.set_config(key="num_fewshot", value=row["shots"])
+            loaded["tasks"][name] = task
     except UserError:
         raise
     except Exception as error:  # from a task's own code, its YAML, its data set or the network

@@ -334,8 +334,8 @@ class Evaluation(Section):
     """HellaSwag's validation set: a .jsonl file, or a dataset on the hub as Rowan/hellaswag; scored with the
     validations as hellaswag/acc and hellaswag/acc_norm. null: not."""
     tasks: list[str] = key(default=[], items={"minLength": 1})
-    """Tasks, tags or groups of lm-eval, YAML files of tasks, or folders of them; scored with the validations. Needs
-    requirements-eval.txt."""
+    """Tasks, tags or groups of lm-eval, YAML files of tasks, or folders of them; sets: dclm_core, olmes, or a JSON file
+    of one; scored with the validations. Needs requirements-eval.txt."""
     task_steps: int | None = key(default=None, minimum=1)
     """Score hellaswag and tasks at the validations whose step is a multiple of this, and at the last; null: at each."""
     task_limit: int | None = key(default=None, minimum=1)

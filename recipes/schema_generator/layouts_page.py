@@ -76,6 +76,8 @@ FEATURES = {
         'budget.ramp={"from_tokens_per_step": 1024, "increment": 1024, "over_tokens": 100000}',
     ),
     "gradient noise scale": ("monitors.noise_scale_steps=10",),
+    "attention logits and activations": ("monitors.activations_steps=10",),
+    "clipping of queries and keys": ("optimizer.qk_clip=100",),
     "norms of layers": ("monitors.layer_norms_steps=10",),
     "spikes rolled back": ('monitors.spikes={"policy": "rollback"}',),
     "compiled blocks": ("speed.compile=blocks",),

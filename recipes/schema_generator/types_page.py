@@ -13,6 +13,8 @@ COLUMNS = {
     "recomputed": "recomputed layers",
     "operators": "all but products",
     "balanced": "balance of experts",
+    "logits": "attention logits seen",
+    "clipped logits": "queries and keys clipped",
     "zero3": "ZeRO-3",
     "tensor": "layers split",
     "sequence": "sequences split",

@@ -18,8 +18,11 @@ from pretraining.evaluation.scores import (
     Passes,
     load_tasks,
     read_items,
+    read_set,
     score,
+    score_name,
     scores_of,
+    summary_of,
 )
 from pretraining.evaluation.validation import Evaluator
 from pretraining.recipe import load_recipe
@@ -86,6 +89,50 @@ def test_tasks_are_scored_as_lm_eval_does(model, tokenizer, items, tmp_path):
     for _ in range(2):
         assert ours.measure(model) == pytest.approx(theirs, abs=1e-6)
     assert model.config.to_dict() == state
+
+
+def write_set(path, items, **keys):
+    """Two rows of one task with other examples, and a third."""
+    folder = write_tasks(path.parent, items)
+    write_hellaswag_task(folder, items)
+    choice = {"task": str(folder / "local_hellaswag.yaml"), "metric": "acc_norm", "chance": 0.25}
+    text = {"task": str(folder / "continue_line.yaml"), "shots": 0, "metric": "exact_match", "chance": 0}
+    rows = [{**choice, "shots": 0}, {**choice, "shots": 2}, text]
+    path.write_text(json.dumps({"tasks": rows, "metric": "centered", **keys}))
+    return path
+
+
+def test_a_set_of_tasks_has_one_score_above_chance(model, tokenizer, items, tmp_path):
+    """Each row with its own examples; the deviation of published runs beside the mean."""
+    path = write_set(tmp_path / "mine.json", items, spread={"runs": [0.25, 0.27, 0.26]})
+    found = Harness([str(path)], tokenizer, PASSES).measure(model)
+    alone = Harness([str(tmp_path / "local_hellaswag.yaml")], tokenizer, PASSES).measure(model)
+    rows = [found[f"mine_local_hellaswag_{shots}/acc_norm"] for shots in (0, 2)]
+    assert rows[0] == alone["hellaswag/acc_norm"]
+    above = [(rows[0] - 0.25) / 0.75, (rows[1] - 0.25) / 0.75, found["mine_continue_line_0/exact_match"]]
+    assert found["mine/centered"] == pytest.approx(sum(above) / 3)
+    assert found["mine/deviation_of_runs"] == pytest.approx(0.01)
+
+
+def test_a_wrong_set_is_one_line(tokenizer, items, tmp_path):
+    path = write_set(tmp_path / "mine.json", items, metric="median")
+    with pytest.raises(UserError, match=r"evaluation\.tasks: .*mine\.json: metric"):
+        Harness([str(path)], tokenizer, PASSES)
+    with pytest.raises(UserError, match=r"none\.json"):
+        Harness([str(tmp_path / "none.json")], tokenizer, PASSES)
+
+
+def test_the_sets_that_are_here_are_the_published_ones():
+    """CORE's tasks, but for one that lm-eval does not have, by DCLM's file; where they differ they say so."""
+    core, olmes = (read_set(name) for name in ("dclm_core", "olmes"))
+    assert len(core["tasks"]) == 21 and "Jeopardy" in core["differs"][0]
+    assert summary_of("x", core, {f"{score_name('x', r)}/{r['metric']}": 1.0 for r in core["tasks"]}) == {
+        "x/centered": pytest.approx(1.0),
+        "x/deviation_of_runs": pytest.approx(0.0053, abs=1e-4),
+    }
+    guessed = {f"{score_name('x', row)}/{row['metric']}": row["chance"] for row in core["tasks"]}
+    assert summary_of("x", core, guessed)["x/centered"] == 0
+    assert len(olmes["tasks"]) == 9 and all(row["shots"] == 5 for row in olmes["tasks"])
 
 
 def test_continuations_are_those_of_lm_eval(model, tokenizer, items, tmp_path):

@@ -35,7 +35,11 @@ SETTINGS = {
     ),
     "batch-ramp": ("budget.ramp.over_tokens=1024", "budget.tokens=4096"),
     "compiled-blocks": ("speed.compile_backend=eager",),  # inductor: test_compiling.py
-    "gradient-statistics": ("monitors.noise_scale_steps=1", "monitors.layer_norms_steps=1"),
+    "gradient-statistics": (
+        "monitors.noise_scale_steps=1",
+        "monitors.layer_norms_steps=1",
+        "monitors.activations_steps=1",
+    ),
     "early-stopping": ("evaluation.patience=1", "evaluation.min_improvement=9", "training.eval_steps=1"),
     "healing": ("data.mixture.stages.0.until=2048", "data.mixture.stages.1.until=4096"),
     "piecewise": ("training.warmup_steps=0",),
