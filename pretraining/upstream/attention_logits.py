@@ -54,12 +54,11 @@ def watch_attention() -> None:
     AttentionInterface.get_interface = get_watched
 
 
-def _call(
-    kernel: Callable, module: Any, query: Any, key: Any, value: Any, mask: Any = None, *others, **named
-):
+def _call(kernel: Callable, module: Any, query: Any, key: Any, value: Any, *others: Any, **named: Any) -> Any:
     if WATCH.is_on and module.training:
-        see_logits(module, query, key, mask, **named)
-    return kernel(module, query, key, value, mask, *others, **named)
+        # the mask is the fifth argument, with or without its name
+        see_logits(module, query, key, *others[:1], **named)
+    return kernel(module, query, key, value, *others, **named)
 
 
 @torch.compiler.disable
@@ -68,7 +67,7 @@ def see_logits(
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
-    mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | None = None,
     scaling: float | None = None,
     sequence_part: tuple[int, int] = (0, 1),
     **named: Any,
@@ -77,7 +76,9 @@ def see_logits(
 
     sequence_part: (number of this rank, ranks) among those that share the heads of split sequences.
     """
-    largest = largest_logits(query, key, mask, scaling, getattr(module, "is_causal", True), **named)
+    if named.get("is_causal") is None:
+        named["is_causal"] = getattr(module, "is_causal", True)
+    largest = largest_logits(query, key, attention_mask, scaling, **named)
     before = getattr(module, "largest_logits", None)
     module.largest_logits = largest if before is None else torch.maximum(before, largest)
     part, (own, ranks) = tensor_part_and_degree()[0], sequence_part
