@@ -183,44 +183,39 @@ def clipped_units(model: PreTrainedModel) -> dict[str, ClippedUnits]:
         UserError: an attention layer with projections of other names.
     """
     config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    shares_keys = (getattr(config, "num_key_value_heads", None) or heads) != heads
-    found: dict[str, ClippedUnits] = {}
-
-    def add(layer: str, name: str, parts: list[tuple[int, float]], is_transposed: bool = False) -> None:
-        """Each head has parts of so many outputs with a power each."""
-        powers = torch.tensor([power for size, power in parts for _ in range(size)])
-        numbers = torch.arange(heads).repeat_interleave(len(powers))
-        for key in ("weight", "bias"):
-            if getattr(layers[f"{layer}.{name}"], key, None) is not None:
-                units = ClippedUnits(layer, numbers, powers.repeat(heads), is_transposed)
-                found[f"{layer}.{name}.{key}"] = units
-
-    layers = dict(model.named_modules())
-    for layer, attention in layers.items():
-        children = dict(attention.named_children())
-        if isinstance(children.get("c_attn"), Conv1D):
-            width = config.hidden_size // heads
-            add(layer, "c_attn", [(width, 0.5)], is_transposed=True)
-            for key in ("weight", "bias"):
-                queries = found[f"{layer}.c_attn.{key}"]
-                # queries, keys and values side by side
-                powers = torch.cat([queries.powers, queries.powers, 0 * queries.powers])
-                found[f"{layer}.c_attn.{key}"] = queries._replace(
-                    heads=queries.heads.repeat(3), powers=powers
-                )
-        elif "kv_b_proj" in children:
-            plain, rotary = config.qk_nope_head_dim, config.qk_rope_head_dim
-            add(layer, "q_b_proj" if "q_b_proj" in children else "q_proj", [(plain, 0.5), (rotary, 1.0)])
-            add(layer, "kv_b_proj", [(plain, 0.5), (config.v_head_dim, 0.0)])
-        elif {"q_proj", "k_proj"} <= children.keys():
-            width = getattr(attention, "head_dim", None) or config.hidden_size // heads
-            add(layer, "q_proj", [(width, 1.0 if shares_keys else 0.5)])
-            if not shares_keys:
-                add(layer, "k_proj", [(width, 0.5)])
+    heads, found = config.num_attention_heads, {}
+    for layer, attention in model.named_modules():
+        for name, blocks in _blocks_of(attention, config).items():
+            numbers, powers = [], []
+            for block in blocks:
+                powers += heads * [power for size, power in block for _ in range(size)]
+                numbers += [head for head in range(heads) for size, _ in block for _ in range(size)]
+            projection = getattr(attention, name)
+            units = ClippedUnits(
+                layer, torch.tensor(numbers), torch.tensor(powers), isinstance(projection, Conv1D)
+            )
+            found |= {f"{layer}.{name}.{key}": units for key, _ in projection.named_parameters(recurse=False)}
     if not found:
         raise UserError("no layer has projections named q_proj and k_proj, kv_b_proj or c_attn")
     return found
+
+
+def _blocks_of(attention: Any, config: Any) -> dict[str, list[list[tuple[int, float]]]]:
+    """Return {projection: its blocks side by side}, of each the (outputs, power) that every head has in it."""
+    children, heads = dict(attention.named_children()), config.num_attention_heads
+    width = getattr(attention, "head_dim", None) or config.hidden_size // heads
+    if isinstance(children.get("c_attn"), Conv1D):
+        # queries, keys and values
+        return {"c_attn": [[(width, 0.5)], [(width, 0.5)], [(width, 0.0)]]}
+    if "kv_b_proj" in children:
+        plain, queries = config.qk_nope_head_dim, "q_b_proj" if "q_b_proj" in children else "q_proj"
+        of_queries, of_keys = (config.qk_rope_head_dim, 1.0), (config.v_head_dim, 0.0)
+        return {queries: [[(plain, 0.5), of_queries]], "kv_b_proj": [[(plain, 0.5), of_keys]]}
+    if not {"q_proj", "k_proj"} <= children.keys():
+        return {}
+    if (getattr(config, "num_key_value_heads", None) or heads) != heads:
+        return {"q_proj": [[(width, 1.0)]]}
+    return {"q_proj": [[(width, 0.5)]], "k_proj": [[(width, 0.5)]]}
 
 
 def factors(largest: torch.Tensor, threshold: float) -> torch.Tensor:
