@@ -142,8 +142,8 @@ class Deviations:
         if not math.isfinite(value):
             return math.inf
         mean, deviation = self._mean_and_deviation()
-        if not deviation:
-            return 0.0 if value <= mean else math.inf
+        if deviation in (0.0, math.inf):
+            return math.inf if value > mean else 0.0
         return (value - mean) / deviation
 
     def limit(self, score: float) -> float:
