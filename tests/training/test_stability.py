@@ -102,7 +102,8 @@ def test_deviations_are_those_of_olmo_3(tmp_path):
     values, window, course = falling(150), 16, Deviations(16)
     values[40], values[90:92] = values[40] * 2, [math.nan, math.inf]
     for step, value in enumerate(values):
-        before = torch.tensor([each for each in values[:step] if math.isfinite(each)][-window:]).double()
+        finite = [each for each in values[:step] if math.isfinite(each)]
+        before = torch.tensor(finite[-window:], dtype=torch.float64)
         if len(before) < window // 2:
             assert course.score(value) == 0 and course.limit(6) == math.inf
         elif math.isfinite(value):
