@@ -107,7 +107,7 @@ def test_steps_beyond_mean_and_deviations_are_left_out_alike_and_again_after_a_r
     with pytest.raises(
         UserError, match=r"monitors\.spikes\.rule: is deviations, whose refused steps would lower"
     ):
-        load_recipe("tiny", [*settings, "training.fp16=true"])
+        load_recipe("features/gpt2", [*settings, "training.fp16=true"])
 
 
 def test_a_rollback_frees_what_training_froze_and_looks_at_nothing_else(monkeypatch):
