@@ -591,5 +591,6 @@ def leave_out_shared_memory() -> None:
     a line on the screen, and 66 MiB a rank in /dev/shm that no process gives back. They also reduce over all ranks,
     whichever group is asked for; torch's own reductions keep to the group.
     """
-    # Before `TorchBackend` is made, which looks here and builds them.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # Before `TorchBackend` is made, which looks here and builds them. Nobody else looks, and DeepSpeed would fill the
+    # table first, for which every rank starts a compiler.
+    deepspeed.ops.__compatible_ops__ = {}
