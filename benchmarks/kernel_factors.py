@@ -107,17 +107,14 @@ def layer_factors(family: str, compiles: str, **changes) -> dict:
 
     rows, moved = [], {"forward": [], "backward": []}
     for shape in SHAPES[family]:
-        section = {**shape, **changes}
-        two, three = (
-            count_layers({**section, LAYERS.get(family, "num_hidden_layers"): layers}, compiles)
-            for layers in (2, 3)
-        )
+        section = {**shape, **changes, LAYERS.get(family, "num_hidden_layers"): 3}
+        two, three = count_layers(section, compiles)
         widths = layer_widths(section, TOKENS)
         rows.append(list(widths.values()))
         for phase, bytes_moved in moved.items():
-            bytes_moved.append((three.sum(phase, OTHER).bytes - two.sum(phase, OTHER).bytes) / TOKENS)
+            bytes_moved.append((three[phase] - two[phase]) / TOKENS)
     factors = {phase: solved(tuple(widths), rows, bytes_moved) for phase, bytes_moved in moved.items()}
-    own = 3 * two.sum(kind=OTHER).bytes - 2 * three.sum(kind=OTHER).bytes
+    own = 3 * sum(two.values()) - 2 * sum(three.values())
     factors["outside"] = round(own / TOKENS / widths["hidden"], 2)
     return factors
 
@@ -131,13 +128,11 @@ def split_layer_factors(family: str, compiles: str) -> dict:
     rows, moved = [], {"forward": [], "backward": [], "again": []}
     for number, shape in enumerate(SHAPES[family]):
         for degree in DEGREES[: 1 + number // 6]:
-            two, three = (
-                count_layers({**shape, "num_hidden_layers": layers}, compiles, degree) for layers in (2, 3)
-            )
+            two, three = count_layers({**shape, "num_hidden_layers": 3}, compiles, degree)
             widths = layer_widths(shape, TOKENS, Degrees(expert=degree))
             rows.append(list(widths.values()))
             for phase, found in moved.items():
-                found.append((three.sum(phase, OTHER).bytes - two.sum(phase, OTHER).bytes) / TOKENS)
+                found.append((three[phase] - two[phase]) / TOKENS)
     return {phase: solved(tuple(widths), rows, bytes_moved) for phase, bytes_moved in moved.items()}
 
 
@@ -151,16 +146,20 @@ def solved(names: tuple[str, ...], rows: list[list[float]], moved: list[float]) 
     return {name: round(float(factor), 2) for name, factor in zip(names, found, strict=False)}
 
 
-def count_layers(section: dict, compiles: str, ranks: int = 1):
-    """The kernels of a model without its loss; if ranks split its experts, also those of a recomputation."""
+def count_layers(section: dict, compiles: str, ranks: int = 1) -> tuple[dict[str, float], dict[str, float]]:
+    """Bytes of each phase that two and three layers move, without a loss; `again` if ranks split their experts.
+
+    section: of three layers, which are compiled once; the last is then taken away.
+    """
     import torch
 
     from pretraining.model.build import blocks_of
 
     with counted_model(section, compiles, ranks) as (model, kernels):
+        blocks = list(blocks_of(model))
         if ranks > 1:
             model.activation_checkpointing_enable({"use_reentrant": False})
-            for block in blocks_of(model):
+            for block in blocks:
                 block._gradient_checkpointing_func = partial(
                     counted_again, kernels, block._gradient_checkpointing_func
                 )
@@ -173,7 +172,14 @@ def count_layers(section: dict, compiles: str, ranks: int = 1):
             hidden.backward(torch.empty_like(hidden))
             model.zero_grad()
 
-        return counted(run, kernels)
+        def moved() -> dict[str, float]:
+            counted(run, kernels)
+            return {phase: kernels.sum(phase, OTHER).bytes for phase in ("forward", "backward", "again")}
+
+        three = moved()
+        layers = next(each for each in model.modules() if blocks[0] in each.children())
+        del layers[-1]
+        return moved(), three
 
 
 def counted_again(kernels, checkpoint, function, *arguments):
