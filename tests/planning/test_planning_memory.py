@@ -585,9 +585,11 @@ def test_the_search_names_ways_that_fit_the_best_first(name, gpus, kind):
     assert not verdict.refusals and not [each for each in verdict.warnings if "fragmentation" in each.what]
     assert all(1.02 * after.need.total < before.need.total for before, after in pairwise(listed))
     # none is as fast and smaller, without being offloaded, recomputed or sharded more
+    found_burdens = [burdens(each) for each in found]
     for way in listed:
-        for other in found:
-            cheaper = all(a <= b for a, b in zip(burdens(other), burdens(way), strict=True))
+        own = burdens(way)
+        for other, others in zip(found, found_burdens, strict=True):
+            cheaper = all(a <= b for a, b in zip(others, own, strict=True))
             smaller = 1.02 * other.need.total < way.need.total
             assert not (cheaper and smaller and other.step_seconds <= way.step_seconds), (way, other)
 
