@@ -87,14 +87,17 @@ def test_one_graph_and_no_second_compilation(name, arguments, compile, checkpoin
 
 
 def test_watched_experts_are_compiled_once_for_all_layers(arguments):
-    """What notes the routers' choices has nothing of a layer's own in it: else a ninth layer would run uncompiled."""
+    """What notes the routers' choices has nothing of a layer's own in it: else a ninth layer would run uncompiled.
+
+    Graphs are counted where they are traced, so that no backend need work on them.
+    """
     graphs = []
     for watched in (False, True):
         torch._dynamo.reset()
         counters.clear()
         section = measurable("deepseek_v3", known_types()["deepseek_v3"])
         model = build_model(
-            section, TOKENIZER, arguments, speed=Speed(compile="blocks", compile_backend="aot_eager")
+            section, TOKENIZER, arguments, speed=Speed(compile="blocks", compile_backend="eager")
         )
         if watched:
             watch_routing(model)
