@@ -153,7 +153,7 @@ def bare(root: Path, output: Path, backend: str) -> tuple[Callable, Callable]:
 
     encoder = open_encoder(root, backend)
     batches, size = [[]], 0
-    for text, _ in open_source(Source(path=str(root / "corpus-*.jsonl"))).documents():
+    for text, *_ in open_source(Source(path=str(root / "corpus-*.jsonl"))).documents():
         batches[-1].append(text)
         size += len(text)
         if size > BATCH_BYTES:

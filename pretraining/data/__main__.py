@@ -1,4 +1,4 @@
-"""`python -m pretraining.data verify|stats|inspect|convert|push DIR`: what one does with prepared data."""
+"""`python -m pretraining.data verify|stats|inspect|convert|quality|push DIR`: what one does with prepared data."""
 
 import argparse
 import json
@@ -34,6 +34,9 @@ EXAMPLES_OF = {
   python -m pretraining.data convert data/theirs --from datatrove tokenized/ --tokenizer gpt2
   python -m pretraining.data convert data/theirs --from bin openwebtext/ --tokenizer gpt2
   python -m pretraining.data convert data/theirs --from mds my-copy-c4 --tokenizer EleutherAI/gpt-neox-20b""",
+    "quality": """examples:
+  python -m pretraining.data quality good-or-not.npz --good textbooks --other "crawl/*.jsonl"
+  python -m pretraining.data quality good-or-not.npz --good rated.parquet --other crawl --json""",
     "push": """examples:
   python -m pretraining.data push data/python-stdlib my-name/python-stdlib --dry_run
   python -m pretraining.data push data/python-stdlib my-name/python-stdlib --private""",
@@ -149,12 +152,40 @@ def run_push(options: argparse.Namespace) -> tuple[dict, str]:
     return pushed, f"{pushed['files']:,} files, {pushed['size']:,} bytes: {pushed['url']}"
 
 
+def run_quality(options: argparse.Namespace) -> tuple[dict, str]:
+    from pretraining.data.corpus import FileSource
+    from pretraining.data.quality.classifier import train_classifier
+    from pretraining.data.text_files import TextColumn, list_files
+
+    if options.folder.suffix != ".npz":
+        raise UserError(f"{options.folder}: the classifier is an .npz file; give such a name")
+    sides = []
+    for side in ("good", "other"):
+        files = list_files(getattr(options, side), f"--{side}")
+        documents = FileSource(files, TextColumn(key=f"--{side}")).documents()
+        sides.append(document.text for document in documents if document.text)
+    classifier, report = train_classifier(*sides)
+    classifier.save(options.folder)
+    counts = f"trained on {report['good']:,} good and {report['other']:,} other texts"
+    lines = [f"{options.folder}: {counts}; of a tenth of them that it has not seen:"]
+    lines.append(
+        f"  {report['accuracy']:.2%} judged right at 0.5; the good one of a pair has the higher score in "
+    )
+    lines[-1] += f"{report['auc']:.2%}"
+    for side, scores in report["quantiles"].items():
+        lines.append(
+            f"  {side:<6} a tenth below {scores[0]:.3f}, half below {scores[1]:.3f}, nine tenths below "
+        )
+        lines[-1] += f"{scores[2]:.3f}"
+    return {"model": str(options.folder), **report}, "\n".join(lines)
+
+
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse `verb`, `run`, `folder`, `json`, `after_interrupt` (what an interrupt leaves) and what the verb adds."""
     firsts = [examples.splitlines()[1] for examples in EXAMPLES_OF.values()]
     parser = OneLineParser(
         prog="python -m pretraining.data",
-        description="Verify, measure, read, convert and publish prepared data.",
+        description="Verify, measure, read, convert and publish prepared data; train a classifier of quality.",
         epilog="\n".join(["examples:", *firsts, "", "Every verb has its own --help."]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -203,6 +234,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add(convert, "--column", "with --from mds: the tokens (default: tokens, input_ids)", metavar="NAME")
     what = "with --from: documents kept for validation, by a hash of their tokens (default 0.005)"
     add(convert, "--validation_share", what, type=float, default=0.005, metavar="SHARE")
+    what = "train a classifier of good and other texts, for the filter rule quality"
+    quality = _verb(verbs, run_quality, what, "the classifier to write, an .npz file")
+    for side in ("good", "other"):
+        what = f"file, folder or glob of {side} texts: .txt, .jsonl, .parquet"
+        quality.add_argument(f"--{side}", required=True, help=what, metavar="PATH")
     push = _verb(verbs, run_push, "upload a data set to the Hugging Face hub")
     add(push, "repo_id", "data set repository; made where it does not exist", metavar="OWNER/NAME")
     add(push, "--private", "make a new repository private", action="store_true")
@@ -211,7 +247,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _verb(verbs, run: Callable, summary: str) -> argparse.ArgumentParser:
+def _verb(
+    verbs, run: Callable, summary: str, of: str = "data set, such as data/python-stdlib"
+) -> argparse.ArgumentParser:
     """Add the subcommand `name` of a function `run_name`, with DIR, --json and its examples."""
     name = run.__name__.removeprefix("run_")
     parser = verbs.add_parser(
@@ -222,7 +260,7 @@ def _verb(verbs, run: Callable, summary: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("folder", type=Path, metavar="DIR", help="data set, such as data/python-stdlib")
+    parser.add_argument("folder", type=Path, metavar="DIR", help=of)
     what = "print the answer as JSON, without a progress bar"
     parser.add_argument("--json", action="store_true", help=what)
     parser.set_defaults(run=run, after_interrupt="nothing was changed")

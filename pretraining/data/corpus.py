@@ -3,6 +3,7 @@
 import os
 import sysconfig
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -17,6 +18,7 @@ import xxhash
 from pretraining.data.checksums import checksum_of_file, digest_of
 from pretraining.data.manifest import FORMAT
 from pretraining.data.text_files import (
+    ROW_SUFFIXES,
     WHOLE_FILE_SUFFIXES,
     Document,
     Extent,
@@ -66,7 +68,7 @@ class FileSource:
         """Cut the source into pieces of about `piece_bytes` of text; only the files decide where."""
         pieces, size = [[]], 0
         for number, file in enumerate(self.files):
-            for extent, num_bytes in cut_file(file, number, piece_bytes):
+            for extent, num_bytes in cut_file(file, number, piece_bytes, self.column.format):
                 if size + num_bytes > piece_bytes and pieces[-1]:
                     pieces.append([])
                     size = 0
@@ -75,7 +77,8 @@ class FileSource:
         return pieces
 
     def digest_of(self, extents: Iterable[Extent]) -> str:
-        return digest_of([(*self._identity(self.files[extent.file]), *extent[1:]) for extent in extents])
+        read = [(*self._identity(self.files[extent.file]), *extent[1:]) for extent in extents]
+        return digest_of(read, *self.column.identity)
 
     def check_unchanged(self) -> None:
         for file in self.files:
@@ -128,13 +131,13 @@ class HubSource:
         rows = self._stream()
         # Some streams do not know their columns: then each row is checked.
         if rows.column_names:
-            self.column.check(rows.column_names, self.dataset)
+            self.column.fields(rows.column_names, self.dataset)
         for extent in map(Extent, range(rows.num_shards)) if extents is None else extents:
             place = f"{self.dataset}:part {extent.file}" if rows.num_shards > 1 else self.dataset
             try:
                 for number, row in enumerate(rows.shard(rows.num_shards, extent.file), start=1):
                     where = f"{place}:row {number}"
-                    yield Document(self.column.text_of(row, where), where)
+                    yield self.column.document(row, where)
             except (OSError, ValueError, RuntimeError) as error:
                 raise self._unreachable(error) from error
 
@@ -142,7 +145,7 @@ class HubSource:
         return [[Extent(number)] for number in range(self._stream().num_shards)]
 
     def digest_of(self, extents: Iterable[Extent]) -> str:
-        return digest_of([self.fingerprint(), [list(extent) for extent in extents]])
+        return digest_of([self.fingerprint(), [list(extent) for extent in extents]], *self.column.identity)
 
     def check_unchanged(self) -> None:
         pass  # the hub keeps its commits
@@ -198,7 +201,8 @@ TextSource = FileSource | HubSource
 
 def open_source(spec: TextOrigin, key: str = "data.sources.0") -> TextSource:
     """Open the source that the entry at `key` of the recipe describes; UserError if there is nothing to read."""
-    column = TextColumn(spec.text_column, f"{key}.text_column")
+    conditions = tuple(each.to_dict() for each in spec.keep or ())
+    column = TextColumn(spec.text_column, f"{key}.text_column", spec.format, conditions)
     if isinstance(spec, Source) and spec.builtin is not None:
         root, paths = Path(sysconfig.get_path("stdlib")), []
         for folder, subfolders, names in os.walk(root):
@@ -209,7 +213,13 @@ def open_source(spec: TextOrigin, key: str = "data.sources.0") -> TextSource:
     if spec.dataset is not None:
         return HubSource(spec.dataset, spec.config, spec.split, spec.revision, column, key)
     # the recipe names one of the three
-    return FileSource(list_files(str(spec.path), key=f"{key}.path"), column)
+    files = list_files(str(spec.path), f"{key}.path", spec.format)
+    for file in files if conditions else ():
+        if not file.name.lower().endswith(ROW_SUFFIXES):
+            raise UserError(
+                f"{key}.keep: asks for fields, and {file.address} has none; leave one of them out"
+            )
+    return FileSource(files, column)
 
 
 def open_sources(data: Data) -> list[TextSource]:
@@ -264,7 +274,11 @@ def read_batches(
     """
     skipped.update(undecodable=0, empty=0)
     batch, size = Batch(source), 0
-    for text, where in documents:
+    for text, where, is_wanted in documents:
+        if not is_wanted:
+            # Counted only if there are such: most sources have no conditions.
+            skipped["unwanted"] = skipped.get("unwanted", 0) + 1
+            continue
         try:
             # None: the bytes of the file were not UTF-8.
             encoded = None if text is None else text.encode("utf-8")
@@ -288,6 +302,14 @@ def read_batches(
             batch, size = Batch(source), 0
     if batch.texts:
         yield batch
+
+
+def summed_skips(skips: Iterable[dict[str, int]]) -> dict[str, int]:
+    """Sum up what was left out, by reason."""
+    total = Counter({"undecodable": 0, "empty": 0})
+    for skipped in skips:
+        total.update(skipped)
+    return dict(total)
 
 
 class TextPiece(NamedTuple):

@@ -7,16 +7,21 @@ One that fits into no block is cut to fill the remaining room. So nothing is pad
 as many blocks as before. To read a block, only its window must be packed: order, mixtures, resuming and remote shards
 do not depend on it.
 
+With cropping, each block begins with a document: what does not fit is cut off at the block's end and left out.
+
 Masked, positions start again at each document, and no target crosses a border; model/attention.py keeps attention
 inside of a document by these positions.
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable
+from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+
+from pretraining.data.order import blocks_starting
 
 if TYPE_CHECKING:
     from pretraining.data.shards import TokenSplit
@@ -47,15 +52,115 @@ class _Window(NamedTuple):
     """[blocks + 1]: the first part of each block."""
 
 
-class BestFit:
-    """Find which stretches of a split make up a block of `sequence_length` tokens. Every token is in exactly one block.
-
-    A window holds blocks that are wholly inside one shard: a block that goes on in the next shard stays as it is.
-    """
+class _Packing:
+    """Find which stretches of a split make up a block of `sequence_length` tokens; packed windows are kept."""
 
     def __init__(self, split: "TokenSplit", sequence_length: int):
         self.split, self.sequence_length = split, sequence_length
         self._windows: dict[int, _Window] = {}
+
+    def stretches(self, block: int) -> list[Stretch]:
+        raise NotImplementedError
+
+    def _stretches_of(self, window: _Window, number: int) -> list[Stretch]:
+        """Return the stretches of block `number` of the window."""
+        parts = slice(*window.firsts[number : number + 2])
+        return list(zip(window.starts[parts].tolist(), window.stops[parts].tolist(), strict=True))
+
+    def _keep(self, key: int, blocks: list[list[Stretch]]) -> _Window:
+        if len(self._windows) >= _KEPT_WINDOWS:
+            del self._windows[next(iter(self._windows))]  # the one packed first
+        starts, stops = np.array([part for block in blocks for part in block], np.int64).T
+        self._windows[key] = _Window(starts, stops, np.cumsum([0, *map(len, blocks)]))
+        return self._windows[key]
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "_windows": {}}  # a worker packs its own
+
+
+class Cropped(_Packing):
+    """Every block begins with a document. The longest that fits comes next, again and again; where none fits, the
+    shortest ends the block, cut off, and its rest is left out (as nanochat packs, there from a buffer of documents).
+
+    A window holds the documents that begin in so many tokens of a shard as `WINDOW_BLOCKS` blocks have. A document that
+    is longer than a block is cut off behind its first block, and what fills no block at the end is left out.
+    """
+
+    def __init__(self, split: "TokenSplit", sequence_length: int):
+        super().__init__(split, sequence_length)
+        first_documents, counts, shards = [], [], [0]
+        for start, stop in pairwise(split.token_starts.tolist()):
+            if start == stop:
+                shards.append(len(counts))
+                continue
+            # The places at which documents begin, of all windows together.
+            starts = np.append(start, split.document_ends(start, stop)[:-1])
+            sizes = np.diff(starts, append=stop)
+            windows = (starts - start) // (WINDOW_BLOCKS * sequence_length)
+            borders = np.flatnonzero(np.diff(windows, prepend=-1, append=-1))
+            for first, last in pairwise(borders.tolist()):
+                first_documents.append((int(starts[first]), int(starts[last - 1] + sizes[last - 1])))
+                counts.append(_count_cropped(tuple(sizes[first:last].tolist()), sequence_length + 1))
+            shards.append(len(counts))
+        self._spans = first_documents
+        """[windows]: the stretch of the stream that its documents are."""
+        self._blocks_before = np.cumsum([0, *counts])
+        self.first_blocks = self._blocks_before[shards]
+        """[shards + 1]: the blocks before each shard, then all."""
+
+    @classmethod
+    def of(cls, split: "TokenSplit", sequence_length: int) -> "Cropped":
+        """Return the split's own, made once: it takes some microseconds a document."""
+        if sequence_length not in split.cropped:
+            split.cropped[sequence_length] = cls(split, sequence_length)
+        return split.cropped[sequence_length]
+
+    def stretches(self, block: int) -> list[Stretch]:
+        """Return the stretches of block `block`, in its order; each except the last is a whole document.
+
+        The last target is of the document of the last input: the last stretch may have no input at all.
+        """
+        number = int(np.searchsorted(self._blocks_before, block, side="right")) - 1
+        window = self._windows.get(number)
+        if window is None:
+            start, stop = self._spans[number]
+            starts = np.append(start, self.split.document_ends(start, stop))
+            blocks = crop(np.diff(starts).tolist(), self.sequence_length + 1)
+            parts = [[(int(starts[n]), int(starts[n]) + size) for n, size in each] for each in blocks]
+            window = self._keep(number, [[*own[:-1], (own[-1][0], own[-1][1] - 1)] for own in parts])
+        return self._stretches_of(window, block - int(self._blocks_before[number]))
+
+
+def crop(sizes: list[int], room: int) -> list[list[tuple[int, int]]]:
+    """Make blocks of exactly `room` tokens of the beginnings of documents: (number, tokens of it), the last one cut."""
+    # Shortest first; of equal ones the later, so that documents come in their order.
+    order = sorted(range(len(sizes)), key=lambda number: (sizes[number], -number))
+    ordered = [sizes[number] for number in order]
+    blocks = []
+    while ordered:
+        block, left = [], room
+        while ordered and left:
+            # The longest that fits; a first one may be longer than the block.
+            at = bisect_right(ordered, left) - 1 if block else len(ordered) - 1
+            at = max(at, 0)
+            block.append((order.pop(at), min(ordered.pop(at), left)))
+            left -= block[-1][1]
+        if not left:
+            blocks.append(block)
+    return blocks
+
+
+@lru_cache(maxsize=64)
+def _count_cropped(sizes: tuple[int, ...], room: int) -> int:
+    # Kept, because the windows of data that stands in at a rehearsal are alike.
+    return len(crop(list(sizes), room))
+
+
+class BestFit(_Packing):
+    """Every token is in exactly one block.
+
+    A window holds blocks that are wholly inside one shard: a block that goes on in the next shard stays as it is.
+    """
 
     def stretches(self, block: int) -> list[Stretch]:
         """Return the stretches of block `block`, in its order; each except the last ends with a document."""
@@ -63,9 +168,7 @@ class BestFit:
         if first == stop:  # crosses a shard's end
             start = block * self.sequence_length
             return [(start, start + self.sequence_length)]
-        window = self._window(first, stop)
-        parts = slice(*window.firsts[block - first : block - first + 2])
-        return list(zip(window.starts[parts].tolist(), window.stops[parts].tolist(), strict=True))
+        return self._stretches_of(self._window(first, stop), block - first)
 
     def window_around(self, block: int) -> tuple[int, int]:
         """Return [first, stop) of the window that holds the block; empty if the block crosses a shard's end."""
@@ -84,19 +187,11 @@ class BestFit:
         """Pack the window, unless it is packed already."""
         if first in self._windows:
             return self._windows[first]
-        if len(self._windows) >= _KEPT_WINDOWS:
-            del self._windows[next(iter(self._windows))]  # the one packed first
         start, end = first * self.sequence_length, stop * self.sequence_length
         ends = self.split.document_ends(start, end)
         borders = np.union1d(ends, (start, end)).tolist()
         # Does the last document go on behind the window? Then no document ends at `end`.
-        blocks = pack(borders, self.sequence_length, goes_on=end not in ends[-1:])
-        starts, stops = np.array([part for block in blocks for part in block], np.int64).T
-        self._windows[first] = _Window(starts, stops, np.cumsum([0, *map(len, blocks)]))
-        return self._windows[first]
-
-    def __getstate__(self) -> dict:
-        return {**self.__dict__, "_windows": {}}  # a worker packs its own
+        return self._keep(first, pack(borders, self.sequence_length, goes_on=end not in ends[-1:]))
 
 
 def pack(borders: list[int], length: int, goes_on: bool = False) -> list[list[Stretch]]:
@@ -200,8 +295,25 @@ def _counts(packed: BestFit, first: int, stop: int) -> np.ndarray:
     return np.array([len(starts), (stops - starts).sum(), *sums], np.int64)
 
 
+def blocks_by_shard(split: "TokenSplit", sequence_length: int, packing: str) -> np.ndarray:
+    """Return how many blocks are before each shard, then how many there are in all: [shards + 1] int64."""
+    if packing == "cropped":
+        return Cropped.of(split, sequence_length).first_blocks
+    return blocks_starting(split.token_starts, sequence_length, split.num_blocks(sequence_length))
+
+
+def count_blocks(split: "TokenSplit", sequence_length: int, packing: str) -> int:
+    """Count the blocks that training reads of a split."""
+    if packing == "cropped":
+        return int(blocks_by_shard(split, sequence_length, packing)[-1])
+    return split.num_blocks(sequence_length)
+
+
 def cuts_text(shares: dict) -> str:
     """Format the shares as one line for the start of a run."""
+    if "read" in shares:
+        read = shares["read"]
+        return f"packing: cropped; every block begins with a document, and {read:.2%} of the tokens are read"
     if not shares["documents"]:
         return "packing: best fit; no document near the first samples fits into a block"
     before, now = shares["in_sequence"], shares["best_fit"]

@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from pretraining.data.shards import token_dtype
-from pretraining.data.tokenizer import TokenizerInfo
+from pretraining.data.tokenizer import Borders, TokenizerInfo
 from pretraining.errors import UserError
 from pretraining.outside.files import read_json_value
 
@@ -138,11 +138,11 @@ def _uncertain_table() -> np.ndarray:
 
 
 class Encoder:
-    """Turn texts into tokens of the shards' type, with an EOS after each document, on every core, without the GIL."""
+    """Turn texts into tokens of the shards' type, with special tokens around each document, without the GIL."""
 
-    def __init__(self, backend: Backend, reference: Reference, eos_token_id: int, dtype: np.dtype):
+    def __init__(self, backend: Backend, reference: Reference, borders: Borders, dtype: np.dtype):
         self.backend, self.reference = backend, reference
-        self.eos_token_id, self.dtype = eos_token_id, dtype
+        self.borders, self.dtype = borders, dtype
         self.note: str | None = None
         """A sentence for the user if `auto` fell back to the reference."""
         self.num_checked = 0
@@ -150,9 +150,14 @@ class Encoder:
 
     @classmethod
     def open(
-        cls, folder: Path, info: TokenizerInfo, backend: str = AUTO, sample: Iterable[str] = ()
+        cls,
+        folder: Path,
+        info: TokenizerInfo,
+        backend: str = AUTO,
+        sample: Iterable[str] = (),
+        borders: str = "eos",
     ) -> "Encoder":
-        """Open the encoder of a tokenizer folder that `data.encoder` asks for.
+        """Open the encoder of a tokenizer folder that `data.encoder` asks for; borders: `data.borders`.
 
         A fast backend must first encode built-in adversarial strings and the beginning of `sample` as the reference
         does. Raises UserError for a backend that is named and does not fit.
@@ -173,7 +178,7 @@ class Encoder:
                     f"data.tokenizer: it turns text that spells {token!r} into the special token; choose a "
                     "byte-level BPE tokenizer, or take the token out of the model's vocabulary in tokenizer.json"
                 )
-        encoder = cls(reference, reference, info.eos_token_id, dtype)
+        encoder = cls(reference, reference, Borders.of(borders, vars(info)), dtype)
         if backend == Reference.name:
             return encoder
         # Whole texts from the front, the last one cut; a first text longer than the limit still gives a sample.
@@ -195,7 +200,7 @@ class Encoder:
         return encoder
 
     def encode(self, texts: list[str], wheres: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Encode a batch: `tokens` [tokens] of the shards' type, an EOS after each document; `ends` [texts], int64.
+        """Encode a batch: `tokens` [tokens] of the shards' type, documents in their borders; `ends` [texts], int64.
 
         Document i is `tokens[ends[i - 1]:ends[i]]`. `wheres` says where each text is from: a UserError names
         the document on which a fast backend and the reference differ.
@@ -212,7 +217,7 @@ class Encoder:
                     f'reference; set data.encoder to "{Reference.name}" and prepare again'
                 )
             self.num_checked += len(chosen)
-        return close_documents(ids, offsets, self.eos_token_id, self.dtype)
+        return close_documents(ids, offsets, self.borders, self.dtype)
 
 
 def is_checked(text: str) -> bool:
@@ -223,19 +228,27 @@ def is_checked(text: str) -> bool:
 
 
 def close_documents(
-    ids: np.ndarray, offsets: np.ndarray, eos_token_id: int, dtype: np.dtype
+    ids: np.ndarray, offsets: np.ndarray, borders: Borders, dtype: np.dtype
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Put an EOS after each text of `offsets` [texts + 1]; returns the tokens and where each text then ends."""
-    ends = offsets[1:] + np.arange(1, len(offsets))
-    tokens = np.empty(len(ids) + len(ends), dtype)
-    tokens[ends - 1] = eos_token_id  # places in `tokens`, which the EOS of earlier documents have shifted
+    """Put special tokens around each text of `offsets` [texts + 1]; returns the tokens and where each then ends."""
+    added = sum(token is not None for token in borders)
+    # Places in `tokens`, which the special tokens of earlier documents have shifted.
+    ends = offsets[1:] + added * np.arange(1, len(offsets))
+    last, first = ends - 1, ends - np.diff(offsets) - added
+    places = [each for each in zip(borders, (last, first), strict=True) if each[0] is not None]
+    tokens = np.empty(len(ids) + added * len(ends), dtype)
     if len(ids) < LONG_DOCUMENT * len(ends):
         ordinary = np.ones(len(tokens), bool)
-        ordinary[ends - 1] = False
+        for _, at in places:
+            ordinary[at] = False
         tokens[ordinary] = ids
     else:  # few long documents: one copy for each
-        for number, (first, last) in enumerate(pairwise(offsets.tolist())):
-            tokens[first + number : last + number] = ids[first:last]
+        before = int(borders.opening is not None)
+        for number, (start, stop) in enumerate(pairwise(offsets.tolist())):
+            shift = added * number + before
+            tokens[start + shift : stop + shift] = ids[start:stop]
+    for token, at in places:
+        tokens[at] = token
     return tokens, ends
 
 

@@ -28,7 +28,7 @@ only the first documents of a source finds there which of validation belong to t
 
 DECIDING_KEYS = (
     "sources",  # the texts, in this order: of each source what follows
-    "tokenizer",  # the ids
+    *("tokenizer", "borders"),  # the ids
     "validation_share",  # on which side of the split a document is
     "validation",  # other texts on that side
     *("skip_undecodable", "filters", "dedup", "decontaminate"),  # which documents are left out
@@ -38,7 +38,7 @@ fast they are made. A change of such a key needs no new preparation."""
 
 DECIDING_SOURCE_KEYS = (
     *("builtin", "path", "dataset", "config", "split", "revision"),  # which files or rows
-    "text_column",  # which of their columns
+    *("text_column", "format", "keep"),  # which of their columns, or how else, and which rows
 )
 """The same for each entry in `sources`. Its name, weight and max_epochs only say how a run mixes it."""
 DECIDING_CAPS = ("max_tokens", "max_documents")
@@ -87,7 +87,12 @@ def deciding_section(data: dict) -> dict:
         return {"sources": of_each}
 
     whole = filled(data, recipe_schema()["properties"]["data"])
-    deciding = {key: whole.get(key) for key in DECIDING_KEYS} | sources(whole, DECIDING_SOURCE_KEYS)
+    # Rules for some sources know them by name.
+    named = ("name",) if any(rule.get("sources") for rule in whole.get("filters") or ()) else ()
+    deciding = {key: whole.get(key) for key in DECIDING_KEYS} | sources(whole, DECIDING_SOURCE_KEYS + named)
+    # Identities of data from before there was the key do not hold its default.
+    if deciding["borders"] == "eos":
+        del deciding["borders"]
     if own := deciding["validation"]:
         deciding["validation"] |= sources(own, DECIDING_SOURCE_KEYS + DECIDING_CAPS)
     return deciding
@@ -265,6 +270,12 @@ def report_text(manifest: dict) -> str:
             f"{found['clusters']:,} clusters (the largest has {found['largest_cluster']:,}); "
             f"{fates['duplicate']:,} of them removed, and {fates['validation_twin']:,} more that are too close to "
             "validation"
+        )
+    if "passages" in manifest:
+        found = manifest["passages"]
+        parts.append(
+            f"passages: {found['repeated']:,} of {found['windows']:,} runs of {found['words']} words occurred before, "
+            f"in {found['documents']:,} documents; {'cut out of them' if found['remove'] else 'kept'}"
         )
     return "\n".join(parts)
 

@@ -5,6 +5,7 @@ from fractions import Fraction
 from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
+from pretraining.data.documents import count_blocks
 from pretraining.data.interleaving import InterleavedStage, Interleaving
 from pretraining.data.shards import TokenSplit
 from pretraining.errors import UserError
@@ -37,10 +38,12 @@ class SourceMixture(NamedTuple):
     sequence_length: int
     validation_tokens: list[int]
     """[sources]"""
+    packing: str = "in_sequence"
+    """`data.packing` of the recipe."""
 
     @property
     def num_blocks(self) -> list[int]:
-        return [split.num_blocks(self.sequence_length) for split in self.splits]
+        return [count_blocks(split, self.sequence_length, self.packing) for split in self.splits]
 
     def table(self, num_samples: int) -> dict:
         """Return shares, tokens and epochs of each source, per stage and over the run's first `num_samples` samples.
@@ -93,15 +96,15 @@ def build_mixture(
 
     Raises UserError for a source too small for one block or for its share, and for what `read_stages` refuses.
     """
-    where, length = display_path(recipe.path), recipe.sequence_length
+    where, length, packing = display_path(recipe.path), recipe.sequence_length, recipe.data.packing
     names = source_names(recipe.data, where)
     if not is_mixed(recipe.data):
-        _check_epochs_of_stream(recipe, train.num_blocks(length), num_samples, where)
+        _check_epochs_of_stream(recipe, count_blocks(train, length, packing), num_samples, where)
         return None
     # Shards of one source are consecutive, so each source is a stream of its own.
     trained, judged = open_by_source(train), open_by_source(validation)
     splits = [large_enough(trained.get(source), name, length, where) for source, name in enumerate(names)]
-    sizes = [split.num_blocks(length) for split in splits]
+    sizes = [count_blocks(split, length, packing) for split in splits]
     wished = read_stages(recipe.data, names, sizes, num_samples, length, where)
     interleaving = Interleaving([InterleavedStage.of(*stage) for stage in wished])
     # A source may have no document in validation, and one that has the name of a validation source is judged by that.
@@ -109,7 +112,7 @@ def build_mixture(
     for number, source in enumerate(recipe.data.validation.sources if recipe.data.validation else []):
         if source.called in names:
             held_out[names.index(source.called)] = judged[len(names) + number].num_tokens
-    mixture = SourceMixture(names, splits, interleaving, length, held_out)
+    mixture = SourceMixture(names, splits, interleaving, length, held_out, packing)
     _check_epochs(mixture, wished, recipe, num_samples, where)
     return mixture
 

@@ -9,7 +9,16 @@ import numpy as np
 
 from pretraining.data.arriving import ArrivingOrder, ArrivingSplit
 from pretraining.data.block_guard import BlockGuard
-from pretraining.data.documents import IGNORED, BestFit, Stretch, cut_shares, masked_block
+from pretraining.data.documents import (
+    IGNORED,
+    BestFit,
+    Cropped,
+    Stretch,
+    blocks_by_shard,
+    count_blocks,
+    cut_shares,
+    masked_block,
+)
 from pretraining.data.order import (
     ALL_SAMPLES,
     GlobalOrder,
@@ -19,7 +28,6 @@ from pretraining.data.order import (
     OrderWithout,
     ShardNeeds,
     WindowedOrder,
-    blocks_starting,
     shards_at_once,
 )
 from pretraining.data.shards import TokenSplit
@@ -59,15 +67,17 @@ class PackedDataset:
     """A sample also has position_ids, and its labels are those of `masked_block`."""
     packing: str = "in_sequence"
     """With "best_fit", documents near each other first change places, as `BestFit` says. The next token is then that of
-    the same document or, if this ends, the first one of the document packed behind it."""
+    the same document or, if this ends, the first one of the document packed behind it. With "cropped", blocks are those
+    of `Cropped`, and so is their number."""
 
     def __post_init__(self) -> None:
         # One alone may be given too.
         self.splits = (self.splits,) if isinstance(self.splits, TokenSplit) else tuple(self.splits)
-        self._best_fits = None
-        if self.packing == "best_fit":
-            self._best_fits = [BestFit(split, self.sequence_length) for split in self.splits]
-        counts = [split.num_blocks(self.sequence_length) for split in self.splits]
+        self._packed: list[BestFit] | list[Cropped] | None = None
+        if self.packing != "in_sequence":
+            packs = BestFit if self.packing == "best_fit" else Cropped.of
+            self._packed = [packs(split, self.sequence_length) for split in self.splits]
+        counts = [count_blocks(split, self.sequence_length, self.packing) for split in self.splits]
         self.num_blocks = sum(counts)
         self._first_blocks = [sum(counts[:number]) for number in range(len(counts))]
         if self.num_samples is None:
@@ -106,7 +116,8 @@ class PackedDataset:
     def shard_needs(self) -> ShardNeeds:
         """Return which shards the samples of the run need, by position in the run; the dataset must have an order."""
         return ShardNeeds(
-            self.order, [_first_blocks_of(split, self.sequence_length) for split in self.splits]
+            self.order,
+            [blocks_by_shard(split, self.sequence_length, self.packing) for split in self.splits],
         )
 
     def locate(self, block: int) -> tuple[int, int]:
@@ -116,8 +127,8 @@ class PackedDataset:
     def place(self, block: int) -> tuple[int, list[Stretch]]:
         """Return which of `splits` holds a block, and the stretches of its stream that are the block's L inputs."""
         source, number = self.locate(block)
-        if self._best_fits is not None:
-            return source, self._best_fits[source].stretches(number)
+        if self._packed is not None:
+            return source, self._packed[source].stretches(number)
         start = number * self.sequence_length
         return source, [(start, start + self.sequence_length)]
 
@@ -153,14 +164,20 @@ class PackedDataset:
         return read if len(self.splits) == 1 else {**read, "source": np.array(source)}
 
     def cut_shares(self) -> dict | None:
-        """Count what the ends of blocks cut around the first blocks (`documents.cut_shares`); None if not packed."""
-        if self._best_fits is None:
+        """Count what the ends of blocks cut around the first blocks (`documents.cut_shares`); None if not packed.
+
+        Of cropped documents {"read"}: the share of all tokens that the blocks hold.
+        """
+        if self._packed is None:
             return None
+        packed = [each for each in self._packed if isinstance(each, BestFit)]
+        if not packed:
+            return {"read": self.num_blocks * self.sequence_length / sum(s.num_tokens for s in self.splits)}
         # The first samples need their shards anyway, so nothing is fetched for this.
         count = min(_COUNTED_BLOCKS, self.num_samples)
         places = [self.locate(block) for block in self.block_numbers(np.arange(count)).tolist()]
-        windows = {(source, *self._best_fits[source].window_around(block)) for source, block in places}
-        sizes = ((self._best_fits[source], first, max(stop, first + 1)) for source, first, stop in windows)
+        windows = {(source, *packed[source].window_around(block)) for source, block in places}
+        sizes = ((packed[source], first, max(stop, first + 1)) for source, first, stop in windows)
         return cut_shares(sizes)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
@@ -216,17 +233,14 @@ def build_training_dataset(
 def _order_of(split: TokenSplit, recipe: "Recipe", fingerprint: str, source: str) -> Order:
     """Order the blocks of one stream; source: its number in a mixture."""
     length, seed, group_size = recipe.sequence_length, recipe.data_seed, recipe.data.shuffle_shards
-    num_blocks, window = split.num_blocks(length), recipe.data.shuffle_blocks
+    num_blocks = count_blocks(split, length, recipe.data.packing)
+    window = recipe.data.shuffle_blocks
     if group_size is None and window is None:
         return GlobalOrder(num_blocks, seed, fingerprint)
-    first_blocks = _first_blocks_of(split, length)
+    first_blocks = blocks_by_shard(split, length, recipe.data.packing)
     if window is not None:
         return WindowedOrder(num_blocks, window, seed, source, shards_at_once(first_blocks, window))
     return GroupedOrder(first_blocks, group_size, seed, fingerprint)
-
-
-def _first_blocks_of(split: TokenSplit, sequence_length: int) -> np.ndarray:
-    return blocks_starting(split.token_starts, sequence_length, split.num_blocks(sequence_length))
 
 
 class PrefetchedDataset:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pretraining.data.checksums import content_fingerprint, digest_of_documents
 from pretraining.errors import UserError
-from pretraining.recipe.data import read_stages, run_shares, source_names
+from pretraining.recipe.data import TEXT_OF_CROPPED, read_stages, run_shares, source_names
 from pretraining.schema import display_path
 
 if TYPE_CHECKING:
@@ -72,7 +72,8 @@ def portions_of(recipe: "Recipe") -> list[Portion | None]:
                 max(ceil(s * samples), n) for s, n in zip(run_shares(stages, samples), drawn, strict=True)
             ]
         # One more than the inputs: the target of the last one.
-        needed = [int(blocks) * recipe.sequence_length + 1 for blocks in draws]
+        times = TEXT_OF_CROPPED if recipe.data.packing == "cropped" else 1
+        needed = [int(blocks) * recipe.sequence_length * times + 1 for blocks in draws]
     portions = []
     for source, tokens in zip(recipe.data.sources, needed, strict=True):
         limits = [limit for limit in (tokens, source.max_tokens) if limit is not None]

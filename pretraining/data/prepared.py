@@ -171,6 +171,10 @@ def open_prepared(recipe: Recipe, data_root: Path | str, cache: ShardCache | Non
 
 
 def _open_remote(recipe: Recipe, data_root: str, cache: ShardCache) -> PreparedData:
+    if recipe.data.packing == "cropped":
+        # The number of blocks is counted from every document's length.
+        what = "data.packing is cropped, which looks at all shards before the first step"
+        raise UserError(f"{data_root}: {what}; copy the data to a disk, or take best_fit")
     remote = RemoteData(f"{data_root}/{recipe.data.name}", cache)
     manifest = remote.read_manifest()
     # data_prep.py writes to a local folder only: data for an address is prepared here and copied there.

@@ -28,6 +28,8 @@ from pretraining.runtime.durable_files import replacing
 if TYPE_CHECKING:
     import pyarrow
 
+    from pretraining.data.documents import Cropped
+
 SHARD_TOKENS = 64_000_000
 """Tokens of a shard, 128 MB in uint16: few files for 10^11 tokens, and one shard is still fetched quickly."""
 
@@ -123,6 +125,8 @@ class TokenSplit:
         self.folder = Path(folder)
         self._take(entry)
         self._open: dict[int, Shard] = {}
+        self.cropped: dict[int, Cropped] = {}
+        """By sequence length, once it was asked for (`Cropped.of`)."""
         # Each mapped shard needs a file descriptor: leave half of them to the rest of the process.
         self._most_open = max(1, min(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, MOST_MAPPED))
         self._written: dict[str, int] = {}

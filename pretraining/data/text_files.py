@@ -1,6 +1,7 @@
 """List, cut and read files of text, here or at any fsspec address (`s3://`, `hf://`, `gs://`, `https://`).
 
-The suffix decides how a file is read: .txt, .jsonl (.gz, .zst), .parquet, .warc(.gz), .wet, plain sources.
+The suffix decides how a file is read: .txt, .jsonl (.gz, .zst), .parquet, .warc(.gz), .wet, plain sources. If the
+recipe says so, each line, or each record of FASTA, is a document.
 """
 
 import glob
@@ -12,6 +13,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NamedTuple
 
@@ -20,6 +22,7 @@ import orjson
 from pretraining.errors import UserError, nearest, require
 from pretraining.outside.addresses import is_remote
 from pretraining.outside.files import regular
+from pretraining.recipe.data import Condition
 
 WHOLE_FILE_SUFFIXES = (".txt", ".py", ".rst", ".md", ".html")
 """Each file is one document. In a user's folder only .txt of these is searched for, in the standard library all."""
@@ -28,7 +31,17 @@ WARC_SUFFIXES = (".warc", ".warc.gz", ".warc.wet.gz", ".wet")
 EXPANSION = 3
 """Bytes of text for each byte of a compressed file: about that of English under gzip, zstd and snappy."""
 
-READABLE_SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", *WARC_SUFFIXES)
+ROW_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+READABLE_SUFFIXES = (".txt", *ROW_SUFFIXES, *WARC_SUFFIXES)
+
+SUFFIXES_OF = {
+    None: READABLE_SUFFIXES,
+    "lines": tuple(f".txt{packed}" for packed in ("", ".gz", ".zst")),
+    "fasta": tuple(
+        f".{name}{packed}" for name in ("fasta", "fa", "faa", "fna", "ffn") for packed in ("", ".gz", ".zst")
+    ),
+}
+"""By the `format` of a source."""
 
 VERSION_KEYS = ("ETag", "etag", "md5Hash", "crc32c", "mtime", "LastModified", "last_modified", "created")
 """The names that stores give to a value that changes with a file's content, best first."""
@@ -80,6 +93,8 @@ class Document(NamedTuple):
 
     text: str | None
     where: str
+    is_wanted: bool = True
+    """Whether the conditions of its source hold."""
 
 
 class Extent(NamedTuple):
@@ -93,11 +108,41 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True)
 class TextColumn:
-    """The column, or key, of a row that holds its text."""
+    """Where the texts of a source are: in a column, or key, of its rows; or how else its files are read."""
 
     name: str = "text"
     key: str = "data.sources"
     """The recipe's key that names it, for error messages."""
+    format: str | None = None
+    """`format` of the source."""
+    conditions: tuple[dict, ...] = ()
+    """`keep` of the source."""
+
+    @cached_property
+    def _conditions(self) -> list[Condition]:
+        return [Condition.of(each) for each in self.conditions]
+
+    @property
+    def identity(self) -> list:
+        """What texts depend on beside the files; empty for plain ones, as it was when there was only a column."""
+        return [self.format, self.conditions] if self.format or self.conditions else []
+
+    def fields(self, columns: list[str], where: str) -> list[str]:
+        """List the columns to read of a table; UserError if one is missing."""
+        self.check(columns, where)
+        names = [each.field for each in self._conditions]
+        tops = [name if name in columns else name.partition(".")[0] for name in names]
+        for name in tops:
+            if name not in columns:
+                remedy = f"correct {self.key.rpartition('.')[0]}.keep"
+                raise UserError(f"{where}: no column {name!r}{nearest(name, map(str, columns))}; {remedy}")
+        return list(dict.fromkeys([self.name, *tops]))
+
+    def document(self, row: dict, where: str) -> Document:
+        """Make the document of one row; UserError as `text_of`, of a row that is wanted."""
+        if not all(each.holds(row) for each in self._conditions):
+            return Document("", where, False)
+        return Document(self.text_of(row, where), where)
 
     def text_of(self, row: dict, where: str) -> str:
         """Take the text of one row; UserError if the column is missing (lists those there are) or is not a text."""
@@ -119,16 +164,18 @@ class TextColumn:
             )
 
 
-def list_files(spec: str, key: str = "data.sources") -> list[InputFile]:
+def list_files(spec: str, key: str = "data.sources", form: str | None = None) -> list[InputFile]:
     """List the files that a path, folder or glob names, by name; UserError if there is none to read.
 
     In a folder only readable suffixes count; a file or glob with others is refused. key: of the recipe, for messages.
+    form: `format` of the source.
     """
     if not spec.strip():
         raise UserError(f"{key}: path is empty; name a file, a folder or a glob")
-    found = _remote_files(spec, key) if is_remote(spec) else _local_files(spec, key)
+    suffixes = SUFFIXES_OF[form]
+    found = _remote_files(spec, key, suffixes) if is_remote(spec) else _local_files(spec, key, suffixes)
     if not found:
-        raise UserError(f"{key}: {spec}: no readable file there ({', '.join(READABLE_SUFFIXES)})")
+        raise UserError(f"{key}: {spec}: no readable file there ({', '.join(suffixes)})")
     # By parts, not by the whole string: the order of folders, the same on every machine.
     return sorted(found, key=lambda file: PurePosixPath(file.name).parts)
 
@@ -139,10 +186,10 @@ def local_file(path: Path, root: Path) -> InputFile:
     return InputFile(str(path), path.relative_to(root).as_posix(), status.st_size, str(status.st_mtime_ns))
 
 
-def _local_files(spec: str, key: str) -> list[InputFile]:
+def _local_files(spec: str, key: str, suffixes: tuple[str, ...]) -> list[InputFile]:
     path = Path(spec).expanduser()
     if path.is_dir():
-        files = [each for each in path.rglob("*") if _is_readable(each.name) and each.is_file()]
+        files = [each for each in path.rglob("*") if each.name.lower().endswith(suffixes) and each.is_file()]
         return [local_file(each, path) for each in files]
     root, matches = path.parent, [path]
     if not path.is_file():
@@ -152,21 +199,18 @@ def _local_files(spec: str, key: str) -> list[InputFile]:
         fixed = next(number for number, part in enumerate(path.parts) if glob.has_magic(part))
         root = Path(*path.parts[:fixed])
         matches = [each for each in root.glob(str(Path(*path.parts[fixed:]))) if each.is_file()]
-    _refuse_unreadable(map(str, matches), key)
+    _refuse_unreadable(map(str, matches), key, suffixes)
     return [local_file(each, root) for each in matches]
 
 
-def _is_readable(name: str) -> bool:
-    return name.lower().endswith(READABLE_SUFFIXES)
+def _refuse_unreadable(paths: Iterable[str], key: str, suffixes: tuple[str, ...]) -> None:
+    for path in paths:
+        if not path.lower().endswith(suffixes):
+            readable = f"readable are {', '.join(suffixes)}, and folders or globs of them"
+            raise UserError(f"{key}: {path}: unknown suffix; {readable}")
 
 
-def _refuse_unreadable(paths: Iterable[str], key: str) -> None:
-    for path in itertools.filterfalse(_is_readable, paths):
-        readable = f"readable are {', '.join(READABLE_SUFFIXES)}, and folders or globs of them"
-        raise UserError(f"{key}: {path}: unknown suffix; {readable}")
-
-
-def _remote_files(spec: str, key: str) -> list[InputFile]:
+def _remote_files(spec: str, key: str, suffixes: tuple[str, ...]) -> list[InputFile]:
     fsspec = require("fsspec", f"reading {spec}")
     try:
         system, path = fsspec.core.url_to_fs(spec)
@@ -178,7 +222,7 @@ def _remote_files(spec: str, key: str) -> list[InputFile]:
             entries = {path: info}
         else:
             found = system.find(path, detail=True)
-            entries = {name: info for name, info in found.items() if _is_readable(name)}
+            entries = {name: info for name, info in found.items() if name.lower().endswith(suffixes)}
     except FileNotFoundError as error:
         raise UserError(f"{key}: {spec}: no such file or folder can be reached there") from error
     except ImportError as error:  # fsspec names the package that this kind of address needs
@@ -189,7 +233,7 @@ def _remote_files(spec: str, key: str) -> list[InputFile]:
             f"{key}: {spec}: cannot be reached ({type(error).__name__}: {reason}); check the address, the "
             "credentials and the network"
         ) from error
-    _refuse_unreadable(entries, key)
+    _refuse_unreadable(entries, key, suffixes)
     root = path.rstrip("/")
     # Not isdir(): to answer, fsspec's HTTP would fetch a whole file.
     if path in entries or glob.has_magic(path):
@@ -205,13 +249,16 @@ def _remote_files(spec: str, key: str) -> list[InputFile]:
     return files
 
 
-def cut_file(file: InputFile, number: int, piece_bytes: int) -> list[tuple[Extent, int]]:
+def cut_file(
+    file: InputFile, number: int, piece_bytes: int, form: str | None = None
+) -> list[tuple[Extent, int]]:
     """Cut the file into extents of about `piece_bytes` of text, each with its size in bytes of text (estimated).
 
-    Plain .jsonl is cut at any byte (a line belongs to the extent in which it begins), .parquet between row groups.
+    Plain .jsonl is cut at any byte (a line belongs to the extent in which it begins), and so is what has a `form`;
+    .parquet between row groups.
     """
     name, size = file.name.lower(), file.num_bytes
-    if name.endswith(".jsonl") and size > piece_bytes:
+    if (name.endswith(".jsonl") or (form and not name.endswith((".gz", ".zst")))) and size > piece_bytes:
         # At any byte, without a look for the end of a line: cutting reads nothing.
         ends = [(at, min(at + piece_bytes, size)) for at in range(0, size, piece_bytes)]
         return [(Extent(number, start, stop), stop - start) for start, stop in ends]
@@ -241,7 +288,9 @@ def read_documents(
     """
     column, extent, name = column or TextColumn(), extent or Extent(0), file.name.lower()
     try:
-        if name.endswith(".parquet"):
+        if column.format is not None:
+            yield from (_read_plain_lines if column.format == "lines" else _read_fasta)(file, extent)
+        elif name.endswith(".parquet"):
             yield from _read_parquet(file, column, extent)
         elif name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
             yield from _read_json_lines(file, column, extent)
@@ -276,11 +325,11 @@ def _damaged(address: str, error: Exception | str) -> UserError:
     return UserError(f"{address}: the file is truncated or damaged ({reason}); fetch it again")
 
 
-# JSON lines.
+# Lines: of JSON, of plain text, of FASTA.
 
 
-def _read_json_lines(file: InputFile, column: TextColumn, extent: Extent) -> Iterator[Document]:
-    """Read the documents of the lines that begin in the extent."""
+def _lines(file: InputFile, extent: Extent) -> Iterator[tuple[int, bytes, str]]:
+    """Read (its first byte, line, place) from the first line that begins in the extent on, to the end of the file."""
     at = 0
     with closing(_open_lines(file)) as lines:
         if extent.start:
@@ -293,22 +342,57 @@ def _read_json_lines(file: InputFile, column: TextColumn, extent: Extent) -> Ite
                 raw = lines.readline(MAX_LINE_BYTES)
             except (EOFError, OSError, zlib.error) as error:
                 raise _damaged(file.address, error) from error
-            if not raw or (extent.stop is not None and at >= extent.stop):
+            if not raw:
                 return
             # Inside a file nobody has counted the lines before.
             where = f"{file.address}:{f'byte {at}' if extent.start else f'line {number}'}"
             if len(raw) == MAX_LINE_BYTES:
                 raise UserError(f"{where}: longer than {MAX_LINE_BYTES:,} bytes; split the document")
+            yield at, raw, where
             at += len(raw)
-            # A third of `json`'s time. But orjson knows neither NaN nor half of a surrogate pair.
-            try:
-                text = orjson.loads(raw)[column.name]
-            except (orjson.JSONDecodeError, KeyError, TypeError, IndexError):
-                text = None
-            if isinstance(text, str):
-                yield Document(text, where)
-            elif not raw.isspace():
-                yield _json_document(raw, where, column)
+
+
+def _read_json_lines(file: InputFile, column: TextColumn, extent: Extent) -> Iterator[Document]:
+    """Read the documents of the lines that begin in the extent."""
+    for at, raw, where in _lines(file, extent):
+        if extent.stop is not None and at >= extent.stop:
+            return
+        # A third of `json`'s time. But orjson knows neither NaN nor half of a surrogate pair.
+        try:
+            row = orjson.loads(raw)
+            text = row[column.name]
+        except (orjson.JSONDecodeError, KeyError, TypeError, IndexError):
+            text = None
+        if isinstance(text, str):
+            yield column.document(row, where) if column.conditions else Document(text, where)
+        elif not raw.isspace():
+            yield _json_document(raw, where, column)
+
+
+def _read_plain_lines(file: InputFile, extent: Extent) -> Iterator[Document]:
+    """Read each line that begins in the extent as a document."""
+    for at, raw, where in _lines(file, extent):
+        if extent.stop is not None and at >= extent.stop:
+            return
+        yield _decode(raw.removeprefix(b"\xef\xbb\xbf").rstrip(b"\r\n"), where)
+
+
+def _read_fasta(file: InputFile, extent: Extent) -> Iterator[Document]:
+    """Read the sequence of each record that begins in the extent: its lines, joined, without the one with its name."""
+    place, parts = None, []
+    for at, raw, where in _lines(file, extent):
+        if raw.startswith(b">"):
+            if place is not None:
+                yield _decode(b"".join(parts), place)
+            place, parts = where, []
+            if extent.stop is not None and at >= extent.stop:
+                return
+        elif place is not None:
+            parts.append(raw.strip())
+        elif not extent.start and not raw.isspace():
+            raise UserError(f"{where}: not FASTA: the first line of a record begins with '>'")
+    if place is not None:
+        yield _decode(b"".join(parts), place)
 
 
 def _open_lines(file: InputFile) -> BinaryIO:
@@ -337,7 +421,7 @@ def _json_document(raw: bytes, where: str, column: TextColumn) -> Document:
         raise UserError(f"{where}: not valid JSON ({reason}); mend or remove the line") from error
     if not isinstance(row, dict):
         raise UserError(f"{where}: expected a JSON object with the key {column.name!r}, found {line[:40]!r}")
-    return Document(column.text_of(row, where), where)
+    return column.document(row, where)
 
 
 # Parquet.
@@ -347,16 +431,15 @@ def _read_parquet(file: InputFile, column: TextColumn, extent: Extent) -> Iterat
     with _open_parquet(file) as parquet:
         import pyarrow as pa
 
-        column.check(parquet.schema_arrow.names, file.address)
+        fields = column.fields(parquet.schema_arrow.names, file.address)
         counts = [parquet.metadata.row_group(n).num_rows for n in range(parquet.metadata.num_row_groups)]
         groups, row = [*range(len(counts))[extent.start : extent.stop]], sum(counts[: extent.start])
-        chosen = {"row_groups": groups, "columns": [column.name], "use_threads": False}
+        chosen = {"row_groups": groups, "columns": fields, "use_threads": False}
         try:
             for batch in parquet.iter_batches(_PARQUET_ROWS, **chosen):
-                for text in batch.column(0).to_pylist():
+                for values in batch.to_pylist():
                     row += 1
-                    where = f"{file.address}:row {row}"
-                    yield Document(column.text_of({column.name: text}, where), where)
+                    yield column.document(values, f"{file.address}:row {row}")
         except (pa.ArrowInvalid, OSError) as error:
             raise _damaged(file.address, error) from error
 

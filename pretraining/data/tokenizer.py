@@ -3,17 +3,32 @@
 import hashlib
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from pretraining.errors import UserError
 from pretraining.extend import load_pretrained
 from pretraining.outside.files import read_bytes, read_json_value
 from pretraining.recipe.data import END_OF_TEXT
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 KNOWN_EOS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
 """Looked for in this order if a folder does not name its end-of-text token."""
+
+SPLITS = {
+    "gpt4": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+}
+"""Patterns of `data.tokenizer.split` by name, beside gpt2's, which `tokenizers` has. That of cl100k_base, as the
+tokenizers of Llama 3 and OLMo 2 write it."""
+
+DOCUMENT_PREFIX = "document_prefix"
+"""Key of tokenizer_config.json for the token with which each document of the data begins: prompts begin with it too."""
 
 COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
@@ -26,10 +41,24 @@ class TokenizerInfo:
     """Highest id plus one, special tokens included: the rows an embedding needs."""
     eos_token: str
     eos_token_id: int
+    bos_token_id: int | None
     fingerprint: str
     """blake2b of tokenizer.json"""
     files: dict[str, str]
     """blake2b of each file of the folder that says what a token is"""
+
+
+class Borders(NamedTuple):
+    """The special tokens around a document; None: there is none."""
+
+    closing: int | None
+    opening: int | None = None
+
+    @classmethod
+    def of(cls, borders: str, tokenizer: dict) -> "Borders":
+        """Read `data.borders`; tokenizer: what a manifest says of it, with a BOS if it is asked for (`note_prefix`)."""
+        ends, begins = tokenizer["eos_token_id"], tokenizer.get("bos_token_id")
+        return cls(ends if "eos" in borders else None, begins if "bos" in borders else None)
 
 
 def local_fingerprint(spec: str | dict) -> str | None:
@@ -91,16 +120,26 @@ def train_tokenizer(
     folder: Path,
     min_frequency: int = 1,
     special_tokens: Sequence[str] = (),
+    split: str = "gpt2",
 ) -> None:
     """Train a byte-level BPE of exactly `vocab_size` ids into `folder`; `<|endoftext|>` is 0, `special_tokens` follow.
 
-    Pairs that occur less than `min_frequency` times are not merged. The same texts give the same file. Raises UserError
-    if the corpus has too few merges for that many ids.
+    Pairs that occur less than `min_frequency` times are not merged, nor what `split` (gpt2, gpt4, or a regular
+    expression) takes apart. The same texts give the same file. Raises UserError if the corpus has too few merges for
+    that many ids, or if `split` is no expression.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if split != "gpt2":
+        try:
+            pieces = pre_tokenizers.Split(Regex(SPLITS.get(split, split)), "isolated")
+        except Exception as error:  # tokenizers raises plain Exception
+            remedy = f"write gpt2, {', '.join(SPLITS)}, or an expression that Oniguruma reads"
+            raise UserError(f"data.tokenizer.split: {split!r}: {error}; {remedy}") from error
+        spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, spelled])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -119,6 +158,38 @@ def train_tokenizer(
             remedy = f"set it to {found:,} or less, or add text{lower}"
         what = f"the corpus gives {found:,} tokens, not {vocab_size:,}"
         raise UserError(f"data.tokenizer.train_vocab_size: {what}; {remedy}")
+    _save(tokenizer, folder, special_tokens)
+
+
+def make_units(
+    texts: Iterable[str],
+    units: str,
+    folder: Path,
+    min_frequency: int = 1,
+    special_tokens: Sequence[str] = (),
+) -> None:
+    """Write a tokenizer of bytes, or of the characters that occur `min_frequency` times; both can encode any text."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    special = [END_OF_TEXT, *special_tokens]
+    if units == "bytes":
+        # BPE without merges; the texts say nothing about it.
+        return train_tokenizer((), 256 + len(special), folder, special_tokens=special_tokens)
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(text)
+    characters = sorted(character for character, count in counts.items() if count >= min_frequency)
+    spellings = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *characters]
+    vocabulary = {spelling: number for number, spelling in enumerate(spellings)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    # fastokens would find a text that spells a special token in the vocabulary.
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens(special)
+    _save(tokenizer, folder, special_tokens)
+
+
+def _save(tokenizer: "Tokenizer", folder: Path, special_tokens: Sequence[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     # With it `AutoTokenizer` opens the folder.
@@ -133,6 +204,20 @@ def train_tokenizer(
         **({"extra_special_tokens": list(special_tokens)} if special_tokens else {}),
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def note_prefix(folder: Path, info: TokenizerInfo, borders: str) -> None:
+    """Write into the folder's tokenizer_config.json if documents begin with its BOS; UserError if it has none."""
+    if "bos" in borders and info.bos_token_id is None:
+        raise UserError(
+            "data.borders: the tokenizer has no bos_token; name one in its tokenizer_config.json, or set it to eos"
+        )
+    prefix = _configured(folder, "bos_token") if "bos" in borders else None
+    # The tokenizer may come from an export whose documents had other borders.
+    if prefix != _configured(folder, DOCUMENT_PREFIX):
+        path = folder / "tokenizer_config.json"
+        config = {**read_json_value(path), DOCUMENT_PREFIX: prefix}
+        path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def check_vocabulary(found: int, vocab_size: int | None) -> None:
@@ -161,29 +246,34 @@ def describe_tokenizer(folder: Path, name: str) -> TokenizerInfo:
             f"data.tokenizer: {name}: its tokenizer.json cannot be read ({error}); save the tokenizer again"
         ) from error
     vocab = tokenizer.get_vocab(with_added_tokens=True)
-    eos_token = _configured_eos(folder) or next((token for token in KNOWN_EOS if token in vocab), None)
+    eos_token = _configured(folder, "eos_token") or next(
+        (token for token in KNOWN_EOS if token in vocab), None
+    )
     if eos_token not in vocab:
         remedy = "name one as eos_token in its tokenizer_config.json"
         raise UserError(f"data.tokenizer: {name} has no end-of-text token; {remedy}")
     # Not the number of tokens: ids may have gaps, and an embedding needs a row for the highest.
     size = max(vocab.values()) + 1
-    _DESCRIBED[key] = TokenizerInfo(size, eos_token, vocab[eos_token], files["tokenizer.json"], files)
+    bos_token_id = vocab.get(_configured(folder, "bos_token"))
+    _DESCRIBED[key] = TokenizerInfo(
+        size, eos_token, vocab[eos_token], bos_token_id, files["tokenizer.json"], files
+    )
     return _DESCRIBED[key]
 
 
 _DESCRIBED: dict[tuple[tuple[str, str], ...], TokenizerInfo] = {}
 
 
-def _configured_eos(folder: Path) -> str | None:
-    """Read the eos_token of tokenizer_config.json, which is a string or an added-token object."""
+def _configured(folder: Path, name: str) -> str | None:
+    """Read a special token of tokenizer_config.json, which is a string or an added-token object."""
     path = folder / "tokenizer_config.json"
     try:
-        eos = read_json_value(path).get("eos_token") if path.is_file() else None
+        token = read_json_value(path).get(name) if path.is_file() else None
     except (ValueError, AttributeError) as error:
         raise UserError(
             f"data.tokenizer: tokenizer_config.json is no JSON object ({error}); mend it"
         ) from error
-    eos = eos.get("content") if isinstance(eos, dict) else eos
-    if not isinstance(eos, str | None):
-        raise UserError("data.tokenizer: eos_token in tokenizer_config.json is no text; mend it")
-    return eos
+    token = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(token, str | None):
+        raise UserError(f"data.tokenizer: {name} in tokenizer_config.json is no text; mend it")
+    return token

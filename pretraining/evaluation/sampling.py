@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel, TrainerCallback
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from pretraining.data.tokenizer import DOCUMENT_PREFIX
 from pretraining.recipe import Recipe
 from pretraining.recipe.sections import Sampling
 from pretraining.runtime.durable_files import append_row
@@ -53,10 +54,10 @@ def sample_text(
 ) -> str:
     """Continue `prompt` by at most `num_tokens` tokens, fewer if the model's positions end.
 
-    An empty prompt starts from the end-of-text token, as every document does. Random generators and the model's mode
-    are the same afterwards. Under ZeRO-3 every rank must call it with the same arguments.
+    It is taken for the beginning of a document (`encode_start`). Random generators and the model's mode are the same
+    afterwards. Under ZeRO-3 every rank must call it with the same arguments.
     """
-    ids = encode(tokenizer, prompt) or [tokenizer.eos_token_id]
+    ids = encode_start(tokenizer, prompt)
     # Positions beyond those of training would be noise, or an error of learned ones.
     num_tokens = min(num_tokens, model.config.max_position_embeddings - len(ids))
     settings: dict[str, Any] = {"do_sample": False}  # `generate` does not take temperature 0
@@ -127,3 +128,13 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
+
+
+def encode_start(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Encode the beginning of a document, with the token that all of them begin with, if the data has one.
+
+    An empty text without one is the end-of-text token, behind which every document begins.
+    """
+    prefix = tokenizer.init_kwargs.get(DOCUMENT_PREFIX)
+    first = [] if prefix is None else [tokenizer.convert_tokens_to_ids(prefix)]
+    return [*first, *encode(tokenizer, text)] or [tokenizer.eos_token_id]

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from pretraining.ds_config import NOT_SPLIT, Degrees
 from pretraining.errors import UserError, nearest, require
-from pretraining.evaluation.sampling import continued, encode, evaluation_mode, seeded
+from pretraining.evaluation.sampling import continued, encode, encode_start, evaluation_mode, seeded
 from pretraining.outside.files import COUNT, json_lines
 from pretraining.runtime.process_group import rank_groups
 from pretraining.schema import check, fits, read_json
@@ -135,8 +135,8 @@ def _on(device: torch.device, numbers: list) -> torch.Tensor:
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], list[int]]:
     """Encode context and continuation as one text, cut at the end of the context's tokens.
 
-    Spaces at the end of the context belong to the continuation, as in lm-eval. An empty context is the end-of-text
-    token, with which every document begins.
+    Spaces at the end of the context belong to the continuation, as in lm-eval. An empty context is the token with
+    which every document begins (`encode_start`).
     """
     spaces = len(context) - len(context.rstrip())
     if spaces:
@@ -145,10 +145,10 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[
     if not context:
         tokens = encode(tokenizer, continuation)
         # lm-eval: a continuation that begins with the end-of-text token brings its own context
-        begun = tokens[:1] == [tokenizer.eos_token_id]
-        return (tokens[:1], tokens[1:]) if begun else ([tokenizer.eos_token_id], tokens)
+        start = encode_start(tokenizer, "")
+        return (tokens[:1], tokens[1:]) if tokens[:1] == start else (start, tokens)
     # The whole text is encoded, because a token may reach over the border.
-    whole, before = encode(tokenizer, context + continuation), encode(tokenizer, context)
+    whole, before = encode_start(tokenizer, context + continuation), encode_start(tokenizer, context)
     return whole[: len(before)], whole[len(before) :]
 
 
@@ -330,8 +330,9 @@ class HarnessModel:
         """Sum the log-probability of whole texts: each token once, after as much context as a window holds."""
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-        # The first window of a text has the end-of-text token as its context.
-        settings = {"prefix_token": self.tokenizer.eos_token_id, "max_seq_len": self.passes.max_length}
+        # The first window of a text has as its context the token with which documents begin.
+        (prefix,) = encode_start(self.tokenizer, "")
+        settings = {"prefix_token": prefix, "max_seq_len": self.passes.max_length}
         texts = [encode(self.tokenizer, *request.args) for request in requests]
         cut = [get_rolling_token_windows(text, context_len=1, **settings) for text in texts]
         windows = [[Pair(*make_disjoint_window(window)) for window in text] for text in cut]
@@ -362,7 +363,7 @@ class HarnessModel:
     def _continued(self, context: str, settings: dict, most_tokens: int) -> str:
         """Continue one context; no request gets more than `most_tokens` new tokens."""
         # The end of a long context stays: the question comes last.
-        ids = encode(self.tokenizer, context)[-(self.passes.max_length - most_tokens) :]
+        ids = encode_start(self.tokenizer, context)[-(self.passes.max_length - most_tokens) :]
         sampling = {key: settings[key] for key in PASSED_ON if key in settings}
         # lm-eval 0.4.13 adds temperature 0 to greedy tasks, which `generate` does not need.
         if settings["do_sample"]:
@@ -371,7 +372,7 @@ class HarnessModel:
         stops = [stop for stop in settings["until"] if stop]
         sampling |= {"stop_strings": stops} if stops else {}
         # An engine or DDP wraps the model that has `generate`.
-        model, ids = getattr(self.model, "module", self.model), ids or [self.tokenizer.eos_token_id]
+        model = getattr(self.model, "module", self.model)
         num_tokens = min(settings["max_gen_toks"], most_tokens)
         found = continued(model, self.tokenizer, ids, num_tokens, **sampling)
         # `generate` stops after the stop string: cut it off, as lm-eval does

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import ConcatDataset
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from pretraining.data.documents import IGNORED, part_of_sequences, stack_blocks
+from pretraining.data.documents import IGNORED, count_blocks, part_of_sequences, stack_blocks
 from pretraining.data.manifest import entropy_bits
 from pretraining.data.mixture import large_enough, open_by_source
 from pretraining.data.packed_dataset import PackedDataset
@@ -77,8 +77,9 @@ def validation_sets(data: PreparedData, recipe: Recipe) -> list[ValidationSet]:
     shares = [Fraction(0)] * len(names)
     if is_mixed(recipe.data):
         # What the mixture promises each source over the whole run.
-        train = open_by_source(data.train)
-        sizes = [train[number].num_blocks(length) if number in train else 0 for number in range(len(names))]
+        train, packing = open_by_source(data.train), recipe.data.packing
+        read = [train.get(number) for number in range(len(names))]
+        sizes = [0 if split is None else count_blocks(split, length, packing) for split in read]
         wished = read_stages(recipe.data, names, sizes, recipe.num_samples, length, where)
         shares = run_shares(wished, recipe.num_samples)
     share_of = dict(zip(names, shares, strict=False))

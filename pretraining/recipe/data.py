@@ -13,11 +13,46 @@ from pretraining.schema import Wrong, problem
 END_OF_TEXT = "<|endoftext|>"
 """What closes a document, in a tokenizer that is trained here."""
 
+TEXT_OF_CROPPED = 2
+"""Tokens that are prepared for each one that a run reads of cropped documents: a third of them, or so, is left out."""
+
 MOST_HASHES = 4096
 """Of a document's MinHash signature."""
 
 # a context of our own: the default one could be changed by any library
 _DECIMALS = Context(prec=50)
+
+
+class Condition(Section):
+    """What a row must say beside its text to be read; one that lacks the field is left out."""
+
+    field: str = key(minLength=1)
+    """Column or JSON key; meta.language is language inside of meta."""
+    at_least: float | None = key(default=None, omitted=True)
+    """Least number."""
+    at_most: float | None = key(default=None, omitted=True)
+    """Greatest number."""
+    among: list | None = key(default=None, schema={"type": ["array", "null"], "minItems": 1}, omitted=True)
+    """Values, of which it is one."""
+    not_among: list | None = key(
+        default=None, schema={"type": ["array", "null"], "minItems": 1}, omitted=True
+    )
+    """Values, of which it is none."""
+
+    def holds(self, row: dict) -> bool:
+        value = row.get(self.field)
+        if self.field not in row:
+            value = row
+            for name in self.field.split("."):
+                value = value.get(name) if isinstance(value, dict) else None
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return (
+            value is not None
+            and (self.at_least is None or (is_number and value >= self.at_least))
+            and (self.at_most is None or (is_number and value <= self.at_most))
+            and (self.among is None or value in self.among)
+            and (self.not_among is None or value not in self.not_among)
+        )
 
 
 class TextOrigin(Section):
@@ -38,6 +73,11 @@ class TextOrigin(Section):
     """Commit or tag of the dataset."""
     text_column: str = key(default="text", minLength=1)
     """Column or JSON key that holds the text."""
+    format: Literal["lines", "fasta"] | None = key(default=None, omitted=True)
+    """How the files of path are read: a document for each line of .txt(.gz, .zst), or for the sequence of each record
+    of .fasta, .fa, .faa, .fna or .ffn (.gz, .zst); left out: as their names say."""
+    keep: list[Condition] | None = key(default=None, minItems=1, omitted=True)
+    """Read only rows for which all of this holds."""
     name: str | None = key(default=None, minLength=1)
     """What reports and data.mixture call this source."""
 
@@ -116,6 +156,15 @@ class MinHash(Section):
             yield f"{at}.bands", what
 
 
+class RepeatedPassages(Section):
+    """Passages that occurred before, word for word (Lee et al. 2022, there 50 tokens); left out: not looked for."""
+
+    words: int = key(default=50, minimum=5, maximum=1024)
+    """Length from which a passage counts, compared as it is written; without spaces a character is a word."""
+    remove: bool = key(default=True)
+    """Cut them out of the texts, all but the first; false: they are counted."""
+
+
 class Dedup(Section):
     """Leave out repeated documents, across all sources; the first in source order is kept."""
 
@@ -124,6 +173,12 @@ class Dedup(Section):
     remove: bool = key(default=True)
     """false keeps every copy, on one side of the train/validation split."""
     minhash: MinHash | None = key(default=None)
+    passages: RepeatedPassages | None = key(default=None, omitted=True)
+
+    @property
+    def compares(self) -> bool:
+        """Whether texts are compared at all, for which all of them are read first."""
+        return self.exact or self.minhash is not None or self.passages is not None
 
 
 class Decontaminate(Section):
@@ -197,11 +252,23 @@ class Data(Section):
                 "items": {"type": "string", "minLength": 1},
                 "description": "Special tokens of your own, with the ids 1, 2, ... behind <|endoftext|>.",
             },
+            "split": {
+                "type": "string",
+                "minLength": 1,
+                "description": "Where BPE may not merge: gpt2 (left out: this), gpt4, or a regular expression of the "
+                "pieces of a text.",
+            },
+            "units": {
+                "enum": ["bytes", "characters"],
+                "description": "In place of train_vocab_size: a token for each byte, or for each character of the "
+                "corpus (others are spelled in bytes).",
+            },
         },
-        required=["train_vocab_size"],
         additionalProperties=False,
     )
-    """A name or path, or {"train_vocab_size": N} to train byte-level BPE on the corpus."""
+    """A name or path, {"train_vocab_size": N} to train byte-level BPE on the corpus, or {"units": "bytes"}."""
+    borders: Literal["eos", "bos", "bos_eos"] = key(default="eos")
+    """The special tokens around a document: its end of text behind it, the beginning of text before it, or both."""
     validation_share: float = key(default=0.005, minimum=0, exclusiveMaximum=1)
     """Share of the documents kept for validation, whole, by a hash of their text; 0: data.validation alone."""
     validation: OwnValidation | None = key(default=None)
@@ -226,9 +293,17 @@ class Data(Section):
     """Tokens per sample; null: the model's positions."""
     document_masking: bool = key(default=False)
     """Attention and positions stop at the ends of documents, and no document's first token is a target."""
-    packing: Literal["in_sequence", "best_fit"] = key(default="in_sequence")
-    """How documents fill blocks: one after the other, or rearranged near each other so that few are cut by a block's
-    end."""
+    packing: Literal["in_sequence", "best_fit", "cropped"] = key(default="in_sequence")
+    """How documents fill blocks: one after the other; rearranged near each other so that few are cut by a block's end;
+    or so that each block begins with a document, while what does not fit is cut off and left out."""
+
+    @property
+    def fewest_ids(self) -> int:
+        """The ids that a tokenizer of this corpus has at least; 0 for one that has a name."""
+        if isinstance(self.tokenizer, str):
+            return 0
+        units = 257 + len(self.tokenizer.get("special_tokens", ()))
+        return self.tokenizer.get("train_vocab_size", units)
 
     @property
     def text_origins(self) -> list[tuple[str, TextOrigin]]:
@@ -253,17 +328,47 @@ class Data(Section):
         return [*held_out, *own, *(["mixture"] if is_mixed(self) and represents_all else [])]
 
     def check_together(self, at: str) -> Wrong:
-        """One order, special tokens that differ, and text to validate on, whose sources have names of their own."""
+        """Sources that can be read, one order, special tokens that differ, and named texts to validate on."""
+        for place, source in self.text_origins:
+            if source.format is not None and source.path is None:
+                yield f"{place}.format", "goes with path, whose files it is about; leave it out"
+            if source.keep is not None and (source.path is None) == (source.dataset is None):
+                yield f"{place}.keep", "asks for fields, and this text has none; leave it out"
+            elif source.keep is not None and source.format is not None:
+                yield (
+                    f"{place}.keep",
+                    f"asks for fields, and {source.format} have none; leave one of the two out",
+                )
+        named = {source.called for _, source in self.text_origins}
+        for number, rule in enumerate(self.filters):
+            for name in rule.get("sources") or ():
+                if name not in named:
+                    hint = nearest(name, named) or f"; the sources are: {', '.join(sorted(named))}"
+                    yield (
+                        f"{at}.filters.{number}.sources",
+                        f"names {name!r}, and there is no such source{hint}",
+                    )
         trained = self.tokenizer if isinstance(self.tokenizer, dict) else None
         tokens = [END_OF_TEXT, *((trained or {}).get("special_tokens", ()))]
         for number, token in enumerate(tokens):
             if token in tokens[:number]:
                 what = f"is {token!r}, which is there already; leave it out ({END_OF_TEXT} always has id 0)"
                 yield f"{at}.tokenizer.special_tokens.{number - 1}", what
+        if trained is not None and ("train_vocab_size" in trained) == ("units" in trained):
+            yield (
+                f"{at}.tokenizer",
+                "needs one of train_vocab_size and units; a tokenizer is trained, or has units",
+            )
+        if trained and "units" in trained:
+            merging = ["split", *(["min_frequency"] if trained["units"] == "bytes" else [])]
+            for name in filter(trained.get, merging):
+                yield (
+                    f"{at}.tokenizer.{name}",
+                    f"goes with train_vocab_size, not with units; leave {name} out",
+                )
         fewest = 256 + len(tokens)
-        if trained and trained["train_vocab_size"] < fewest:
-            what = f"is {trained['train_vocab_size']}; "
-            what += f"256 bytes and {len(tokens)} special tokens need {fewest}"
+        if trained and (size := trained.get("train_vocab_size", fewest)) < fewest:
+            what = f"is {size}; 256 bytes and {len(tokens)} special tokens need {fewest}"
             yield f"{at}.tokenizer.train_vocab_size", what
         if self.shuffle_blocks and self.shuffle_shards:
             what = "is an order of its own beside data.shuffle_shards; leave one of them out"
@@ -351,6 +456,8 @@ def shares_are_written(data: Data) -> bool:
 def num_unique_tokens(data: Data, num_samples: int, sequence_length: int) -> int:
     """Tokens that a run reads at least once: those of its budget, but for what the sources' caps make it repeat."""
     num_tokens, caps = num_samples * sequence_length, [source.max_tokens for source in data.sources]
+    if data.packing == "cropped":
+        num_tokens *= TEXT_OF_CROPPED
     if not shares_are_written(data):
         # The share of each is not known: only all caps together limit the run.
         return min([num_tokens, *([sum(cap or 0 for cap in caps)] if all(caps) else [])])
@@ -360,7 +467,7 @@ def num_unique_tokens(data: Data, num_samples: int, sequence_length: int) -> int
     stages = read_stages(data, names, [1] * len(names), num_samples, sequence_length, "")
     drawn = [share * num_samples for share in run_shares(stages, num_samples)]
     return sum(
-        min(int(samples * sequence_length), cap or num_tokens)
+        min(int(samples * num_tokens / num_samples), cap or num_tokens)
         for samples, cap in zip(drawn, caps, strict=True)
     )
 

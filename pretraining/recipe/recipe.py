@@ -296,10 +296,10 @@ class Recipe:
         yield from check_mixture(self.data, self.num_samples, length, where)
         yield from check_mup(self.mup, model, self.weights.draw or ())
         # a tokenizer that is trained here has no more tokens than the model has rows
-        trained = self.data.tokenizer["train_vocab_size"] if isinstance(self.data.tokenizer, dict) else 0
-        if trained > model.vocab_size:
-            what = f"is {trained}, more than model.vocab_size {model.vocab_size}"
-            yield "data.tokenizer.train_vocab_size", what
+        if (fewest := self.data.fewest_ids) > model.vocab_size:
+            key = "train_vocab_size" if "train_vocab_size" in self.data.tokenizer else "units"
+            what = f"is {fewest}" if key == "train_vocab_size" else f"need {fewest} ids"
+            yield f"data.tokenizer.{key}", f"{what}, more than model.vocab_size {model.vocab_size}"
         yield from self._check_judgement(defined(extensions, "metric"))
         if self.monitors.profile is not None:
             steps = self.monitors.profile.steps

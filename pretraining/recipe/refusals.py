@@ -106,7 +106,10 @@ def _needs_the_whole_text(recipe: Recipe) -> Wrong:
     if data.shuffle_blocks is None:
         what = f"is missing: {option} reads the text in windows of blocks as they are prepared"
         yield "data.shuffle_blocks", f"{what}; --set data.shuffle_blocks={SOME_BLOCKS}, {first}"
-    if data.dedup and (data.dedup.exact or data.dedup.minhash):
+    if data.packing == "cropped":
+        what = f"is cropped, whose blocks are counted over all of the text first, which {option} cannot"
+        yield "data.packing", f"{what}; take best_fit, {first}"
+    if data.dedup and data.dedup.compares:
         what = f"compares all documents before any is trained on, which {option} cannot; "
         what += f"set it to null, {first}"
         yield "data.dedup", what

@@ -1,11 +1,22 @@
 """Best-fit packing: every token in exactly one block, few documents cut, and blocks that never change."""
 
+import pickle
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from pretraining.data.documents import IGNORED, WINDOW_BLOCKS, BestFit, cut_shares, cuts_of_split, pack
+from pretraining.data.documents import (
+    IGNORED,
+    WINDOW_BLOCKS,
+    BestFit,
+    blocks_by_shard,
+    count_blocks,
+    crop,
+    cut_shares,
+    cuts_of_split,
+    pack,
+)
 from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shards import TokenSplit
@@ -140,6 +151,62 @@ def test_a_block_over_a_shards_end_stays_as_it_is(split):
             assert stretches == [(block * LENGTH, (block + 1) * LENGTH)]
         else:
             assert len({split.locate(start)[0] for start, _ in stretches}) == 1
+
+
+def straight_crop(sizes: list[int], room: int) -> list[list[tuple[int, int]]]:
+    """Blocks by the words of `Cropped`, looking at every document each time."""
+    left, blocks = dict(enumerate(sizes)), []
+    while left:
+        block, free = [], room
+        while left and free:
+            # by size, of equal ones the first
+            longest = sorted(left, key=lambda number: (-left[number], number))
+            fitting = [number for number in longest if left[number] <= free]
+            chosen = longest[0] if not block else fitting[0] if fitting else longest[-1]
+            block.append((chosen, min(left.pop(chosen), free)))
+            free -= block[-1][1]
+        blocks += [block] if not free else []
+    return blocks
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_cropped_documents_fill_blocks_as_the_rule_says(seed):
+    draw = np.random.default_rng(seed)
+    sizes, room = draw.geometric(1 / 20, draw.integers(0, 90)).tolist(), int(draw.integers(2, 60))
+    blocks = crop(sizes, room)
+    assert sorted(blocks) == sorted(straight_crop(sizes, room))
+    assert all(taken == sizes[number] for block in blocks for number, taken in block[:-1])
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_every_cropped_block_begins_with_a_document(split, ends, masks):
+    """It holds documents from their starts on, none twice and none of two shards, and each target is the next token."""
+    dataset = PackedDataset(split, LENGTH, masks_documents=masks, packing="cropped")
+    starts, read, shards = ends | {0}, set(), []
+    for block in range(len(dataset)):
+        sample, (_, stretches) = dataset[block], dataset.place(block)
+        tokens = sample["input_ids"].tolist()
+        assert len(tokens) == LENGTH and tokens[0] in starts and not read & set(tokens)
+        read |= set(tokens)
+        for token, following, label in zip(
+            tokens, [*tokens[1:], None], sample["labels"].tolist(), strict=True
+        ):
+            begins = label in starts or (masks and token + 1 in ends)
+            assert begins or label == token + 1
+            assert following is None or label == (IGNORED if masks and following in starts else following)
+        shards.append(split.locate(stretches[0][0])[0])
+        assert {split.locate(start)[0] for start, _ in stretches} == {shards[-1]}
+    first_blocks = blocks_by_shard(split, LENGTH, "cropped")
+    assert first_blocks.tolist() == [0, *np.cumsum(np.bincount(shards)).tolist()]
+    assert dataset.cut_shares()["read"] == len(read) / split.num_tokens > 0.7
+
+
+def test_cropped_blocks_are_the_same_in_a_worker_and_from_any_start(split):
+    order = GlobalOrder(count_blocks(split, LENGTH, "cropped"), 1, "data")
+    whole = PackedDataset(split, LENGTH, order, num_samples=order.num_blocks, packing="cropped")
+    later = pickle.loads(pickle.dumps(PackedDataset(split, LENGTH, order, 100, packing="cropped")))
+    for number in range(0, len(later), 7):
+        assert (later[number]["input_ids"] == whole[100 + number]["input_ids"]).all()
 
 
 def test_the_packing_never_changes():

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from pretraining.data.__main__ import main
 from pretraining.data.manifest import read_manifest
@@ -18,8 +19,9 @@ from pretraining.data.tools.convert import FORMATS, READ_ONLY
 from pretraining.data.tools.finished import open_finished, verify_data
 from pretraining.data.tools.inspect import Inspection, measure_data
 from pretraining.data.tools.push import plan_push
+from pretraining.evaluation.sampling import encode, encode_start
 from pretraining.recipe import load_recipe
-from tests.data.test_data_prep import recipe_file
+from tests.data.test_data_prep import make_texts, prepare, recipe_file, recipe_for, write_jsonl
 from tests.gear.finished_data import answer, change_manifest, copy_of, documents_of, make_data, refusal
 from tests.gear.local_hub import REPOSITORY_ID, LocalHub
 from tests.gear.runs import execute
@@ -226,6 +228,30 @@ def test_verify_reads_everything(made, capsys):
     splits = manifest["splits"].values()
     assert found["shards"] == sum(len(split["shards"]) for split in splits) > 5
     assert (found["documents"], found["size"]) == (120, sum(s["size"] for e in splits for s in e["shards"]))
+
+
+def test_documents_may_begin_with_a_token_of_their_own(tmp_path, capsys):
+    """Both around each; text as it was; a verify of other borders finds the first document; prompts begin so too."""
+    write_jsonl(tmp_path / "texts.jsonl", texts := make_texts(60))
+    recipe = recipe_for(tmp_path / "texts.jsonl", borders="bos_eos")
+    folder = prepare(tmp_path / "data", recipe)
+    documents = documents_of(folder)
+    assert all(each[0] == each[-1] == 0 and not (each[1:-1] == 0).any() for each in documents)
+    assert verify_data(folder)["documents"] == 60
+    assert Inspection(folder).document(0)["text"] in texts
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    assert encode_start(tokenizer, "x") == [0, *encode(tokenizer, "x")] and encode_start(tokenizer, "") == [0]
+    without = recipe_for(tmp_path / "texts.jsonl")
+    assert "data.borders" in refusal(prepare, tmp_path / "data", without)
+    plain = prepare(tmp_path / "plain", without)
+    change_manifest(plain, lambda manifest: manifest["data"].update(borders="bos"))
+    assert "document 0 of the shard does not begin with token 0" in refusal(verify_data, plain)
+    config = folder / "tokenizer" / "tokenizer_config.json"
+    config.write_text(config.read_text().replace("bos_token", "begin_token"))
+    named = recipe_for(
+        tmp_path / "texts.jsonl", name="no-bos", tokenizer=str(folder / "tokenizer"), borders="bos"
+    )
+    assert "has no bos_token" in refusal(prepare, tmp_path / "data", named)
 
 
 DAMAGED = {

@@ -8,7 +8,7 @@ import random
 import re
 import unicodedata
 from functools import cache
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -34,16 +34,27 @@ from pretraining.data.dedup.duplicates import (
     unique_pairs,
     write_array,
 )
+from pretraining.data.dedup.passages import (
+    FIRST_NAME,
+    WINDOWS_NAME,
+    repeated_windows,
+    windows_of,
+    without_windows,
+)
 from pretraining.data.dedup.signatures import (
     BATCH_CHARACTERS,
     MinHashSpec,
     agreement,
     bands_and_rows,
+    exact_units_of,
     recall_at,
     sign_piece,
 )
+from pretraining.data.manifest import read_manifest, report_text
+from pretraining.data.tools.inspect import Inspection
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
+from tests.data.test_data_prep import prepare, recipe_for, write_jsonl
 from tests.gear.similar_texts import jaccard, ngram_sets, write_signatures
 
 VOCABULARY = [f"w{number}x" for number in range(3000)]
@@ -307,3 +318,98 @@ def test_a_text_hashes_alike_alone_and_among_others():
     together = ngram_sets(texts, 5)
     for text, found in zip(texts, together, strict=True):
         assert np.array_equal(ngram_sets([text], 5)[0], found)
+
+
+NUM_WORDS = 8
+
+
+def draw_passages(seed: int) -> list[str]:
+    """Texts of words and separators of all kinds; some hold a passage of another, one repeats itself."""
+    draw = random.Random(seed)
+    words = [*(f"w{number}" for number in range(3000)), "naïve", "数据", "e\u0301"]
+
+    def text(count: int) -> str:
+        return "".join(draw.choice(words) + draw.choice([" ", ", ", "\n", "  "]) for _ in range(count))
+
+    texts, passage = [text(draw.randint(0, 60)) for _ in range(60)], text(20)
+    texts[5] += passage + texts[6]
+    texts[20] = f"(({text(5)}{passage}{text(4)}"
+    texts[41], texts[50] = passage, "line one two " * 40
+    return texts
+
+
+def repeats_straight(texts: list[str], fates: list[int]) -> list[set[int]]:
+    """The windows of each text that one before it holds, by a look at every window; texts of validation come first."""
+    seen, found = {}, [set() for _ in texts]
+    for number in [n for fate in (VALIDATION, TRAIN) for n in range(len(texts)) if fates[n] == fate]:
+        text = texts[number]
+        starts = [*exact_units_of([text]).starts.tolist(), len(text)]
+        units = [text[a:b] + "\n" * (b == len(text)) for a, b in pairwise(starts)]
+        for place in range(len(units) - NUM_WORDS + 1):
+            first = seen.setdefault(tuple(units[place : place + NUM_WORDS]), (number, place))
+            if first[0] != number or place - first[1] >= NUM_WORDS:
+                found[number].add(place)
+    return found
+
+
+@pytest.mark.parametrize("fates", [{}, {41: VALIDATION, 5: DUPLICATE}])
+def test_repeated_passages_are_those_that_a_look_at_every_window_finds(tmp_path, monkeypatch, fates):
+    """In any number of slices and ranges; none of a document that is left out, and validation keeps its own."""
+    texts = draw_passages(1)
+    decided = np.array([fates.get(number, TRAIN) for number in range(len(texts))], np.uint8)
+    pieces, folders, bases = [slice(0, 25), slice(25, 30), slice(30, 60)], [], [0]
+    for number, piece in enumerate(pieces):
+        (folder := tmp_path / str(number)).mkdir()
+        hashes, counts = windows_of(texts[piece], NUM_WORDS)
+        write_array(folder / WINDOWS_NAME, hashes)
+        write_array(folder / FIRST_NAME, np.cumsum([0, *counts]))
+        folders.append(folder)
+        bases += (bases[-1] + np.cumsum(counts)).tolist()
+    expected = repeats_straight(texts, decided.tolist())
+    assert sum(map(len, expected)) > 40 and bool(expected[41]) != bool(fates)
+    for ranges, num_slices in ((1, 1), (1, 3), (8, 3)):
+        monkeypatch.setattr("pretraining.data.dedup.passages.num_ranges", lambda _, ranges=ranges: ranges)
+        found: list[set[int]] = [set() for _ in texts]
+        for part in range(num_slices):
+            slice_ = (NUM_WORDS, part, num_slices)
+            windows, owners = repeated_windows(folders, [decided[piece] for piece in pieces], *slice_)
+            for window, owner in zip(windows.tolist(), owners.tolist(), strict=True):
+                found[owner].add(window - bases[owner])
+        assert found == expected
+    cut = [
+        without_windows(text, np.array([*each], int), NUM_WORDS)
+        for text, each in zip(texts, expected, strict=True)
+    ]
+    assert (
+        cut[0] == texts[0]
+        and cut[50].startswith("line one two line one two line one two ")
+        and len(cut[50]) < 50
+    )
+    assert all(set(after.split()) <= set(text.split()) for after, text in zip(cut, texts, strict=True))
+
+
+@pytest.mark.parametrize("remove", [True, False])
+def test_passages_are_cut_out_of_the_prepared_text_or_counted(tmp_path, remove):
+    """The first text that holds one keeps it, and its own words stay in every text; a text of nothing else is gone."""
+    passage = " ".join(f"p{number}" for number in range(12)) + " "
+    texts = [f"{' '.join(f'a{n}x{m}' for m in range(20))} " for n in range(30)]
+    texts[3], texts[9], texts[20] = (
+        texts[3] + passage + "end",
+        f"{texts[9]}{passage}end of it",
+        passage + "end",
+    )
+    texts[21] = texts[20]
+    write_jsonl(tmp_path / "texts.jsonl", texts)
+    dedup = {"exact": False, "passages": {"words": NUM_WORDS, "remove": remove}}
+    recipe = recipe_for(tmp_path / "texts.jsonl", dedup=dedup, tokenizer={"train_vocab_size": 270})
+    folder = prepare(tmp_path / "data", recipe)
+    inspection = [Inspection(folder, split) for split in ("train", "validation")]
+    found = [each.document(n)["text"] for each in inspection for n in range(each.split.num_documents)]
+    report = read_manifest(folder)["passages"]
+    assert report["documents"] == 3 and report["repeated"] == 5 + 6 + 6 and report["remove"] is remove
+    assert "runs of 8 words occurred before, in 3 documents" in report_text(read_manifest(folder))
+    if remove:
+        assert sum(passage in text for text in found) == 1 and len(found) == 29
+        assert all(any(text.startswith(own[:40]) for text in found) for own in texts[:20])
+    else:
+        assert sorted(found) == sorted(texts)

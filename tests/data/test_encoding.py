@@ -8,7 +8,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
+from pretraining.data.block_guard import tokens_of_file
 from pretraining.data.corpus import Batch, Corpus, open_source, open_sources
 from pretraining.data.encoder import (
     BACKENDS,
@@ -23,7 +25,7 @@ from pretraining.data.encoder import (
 from pretraining.data.preparation.prepare import count_data
 from pretraining.data.preparation.tokenizing import MakeTokenizer
 from pretraining.data.shards import SplitWriter
-from pretraining.data.tokenizer import END_OF_TEXT, describe_tokenizer, train_tokenizer
+from pretraining.data.tokenizer import END_OF_TEXT, Borders, describe_tokenizer, make_units, train_tokenizer
 from pretraining.errors import UserError
 from pretraining.recipe.data import Data, Source
 from pretraining.recipe.model import Model
@@ -84,7 +86,7 @@ def test_text_that_spells_a_special_token_stays_text(folder: Path, name: str) ->
     texts = [END_OF_TEXT, f"a{END_OF_TEXT}b", f"{END_OF_TEXT}{END_OF_TEXT}", "", " plain"]
     tokens, ends = encoder.encode(texts, texts)
     assert tokens.dtype == UINT16 and ends.dtype == np.int64
-    np.testing.assert_array_equal(np.flatnonzero(tokens == encoder.eos_token_id), ends - 1)
+    np.testing.assert_array_equal(np.flatnonzero(tokens == encoder.borders.closing), ends - 1)
     decode = encoder.reference._tokenizer.decode
     assert [decode(part[:-1].tolist()) for part in np.split(tokens, ends[:-1])] == texts
 
@@ -138,7 +140,7 @@ def test_a_backend_that_fails_the_first_check_is_replaced_by_the_reference(folde
     assert (
         "fastokens encodes 'document of the corpus' differently" in encoder.note and "\n" not in encoder.note
     )
-    assert encoder.encode(sample, sample)[0][-1] == encoder.eos_token_id
+    assert encoder.encode(sample, sample)[0][-1] == encoder.borders.closing
     with pytest.raises(UserError, match=r"data\.encoder: fastokens encodes .* differently"):
         open_encoder(folder, "fastokens", sample=sample)
 
@@ -159,7 +161,7 @@ def test_a_tokenizer_no_fast_backend_loads_falls_back(tmp_path: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     encoder = open_encoder(tmp_path, "auto")
-    assert encoder.encode(["ab a"], ["here"])[0].tolist() == [2, 3, 2, encoder.eos_token_id]
+    assert encoder.encode(["ab a"], ["here"])[0].tolist() == [2, 3, 2, encoder.borders.closing]
     assert encoder.backend.name == "tokenizers" and encoder.note.startswith("fastokens cannot use")
 
 
@@ -180,16 +182,20 @@ def test_texts_beyond_the_unicode_tables_are_found() -> None:
     assert uncovered_texts(texts) == [2, 3, 4]
 
 
-def test_documents_are_closed_one_by_one() -> None:
-    """An EOS after each text, empty ones and an empty batch included, as appending one by one would put it."""
+@pytest.mark.parametrize("closing, opening", [(0, None), (None, 7), (0, 7), (7, 7)])
+@pytest.mark.parametrize("longest", [5, 900])
+def test_documents_are_closed_one_by_one(closing, opening, longest) -> None:
+    """Special tokens around each text, empty ones and an empty batch too, as appending one by one would put them."""
     draw = np.random.default_rng(0)
     for count in (0, 1, 50):
-        parts = [draw.integers(1, 9, draw.integers(0, 5)) for _ in range(count)]
+        parts = [draw.integers(10, 19, draw.integers(0, longest)).tolist() for _ in range(count)]
         offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int64)
-        ids = np.concatenate([*parts, []]).astype(np.uint32)
-        tokens, ends = close_documents(ids, offsets, 0, UINT16)
-        assert tokens.tolist() == [token for part in parts for token in [*part.tolist(), 0]]
-        assert ends.tolist() == np.cumsum([len(part) + 1 for part in parts]).tolist()
+        ids = np.array([token for part in parts for token in part], np.uint32)
+        tokens, ends = close_documents(ids, offsets, Borders(closing, opening), UINT16)
+        before, behind = ([] if token is None else [token] for token in (opening, closing))
+        documents = [[*before, *part, *behind] for part in parts]
+        assert tokens.tolist() == [token for document in documents for token in document]
+        assert ends.tolist() == np.cumsum(list(map(len, documents))).tolist()
 
 
 @pytest.mark.parametrize("shard_documents", [4, 4_000_000])
@@ -233,6 +239,38 @@ def test_a_trained_tokenizer_has_special_tokens_and_a_least_frequency(tmp_path: 
         train_tokenizer(texts, 400, tmp_path / "more", min_frequency=6)
 
 
+def test_a_pattern_says_what_is_never_merged(tmp_path: Path) -> None:
+    """GPT-4's keeps numbers to three digits and a line's end alone; one of your own; what is none is refused."""
+    texts = [f"in 2024 and 2024, we're\n\n  here {n}" for n in range(99)]
+    names = {"gpt2": "2024", "gpt4": "202", r"\d|\D+": "2"}
+    for number, (split, longest) in enumerate(names.items()):
+        folder = tmp_path / str(number)
+        train_tokenizer(texts, 275, folder, split=split)
+        encoder = Encoder.open(folder, describe_tokenizer(folder, "own"), "auto", sample=texts)
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        pieces = [text.replace("Ġ", "") for text in tokenizer.get_vocab() if "2" in text]
+        assert max(pieces, key=len) == longest and encoder.note is None
+        tokens, _ = encoder.encode(texts[:1], ["here"])
+        assert tokenizer.decode(tokens[:-1].tolist()) == texts[0]
+    with pytest.raises(UserError, match=r"data\.tokenizer\.split: '\(a': .*unmatched"):
+        train_tokenizer(texts, 275, tmp_path / "none", split="(a")
+
+
+@pytest.mark.parametrize("units", ["bytes", "characters"])
+def test_a_tokenizer_of_units_spells_any_text(tmp_path: Path, units: str) -> None:
+    """A token for each byte, or each character that the corpus has often enough; others come in bytes."""
+    make_units(
+        ["naïve 数据 naïve"], units, tmp_path, *([] if units == "bytes" else [2]), special_tokens=["<|x|>"]
+    )
+    info = describe_tokenizer(tmp_path, "own")
+    assert (info.eos_token_id, info.bos_token_id, info.vocab_size) == (0, 0, 258 if units == "bytes" else 264)
+    encoder, text = Encoder.open(tmp_path, info, "auto", sample=["naïve"]), "ïa数 <|x|>"
+    tokens, ends = encoder.encode([text], ["here"])
+    assert len(tokens) == ends[0] == 1 + (len(text.encode()) if units == "bytes" else len(text) + 2)
+    spelled = tokens_of_file(tmp_path / "tokenizer.json")
+    assert b"".join(spelled[token] for token in tokens[:-1]) == text.encode() and encoder.note is None
+
+
 def test_the_training_sample_takes_as_much_of_each_source(tmp_path: Path, monkeypatch) -> None:
     """A tokenizer sees all sources, whatever a run's weights, and never the validation documents."""
     monkeypatch.setattr("pretraining.data.preparation.tokenizing.TRAINING_BYTES", 40_000)
@@ -267,7 +305,7 @@ def test_the_fast_json_reader_gives_what_json_gives(tmp_path: Path) -> None:
     path = tmp_path / "odd.jsonl"
     path.write_text("\n".join(ODD_LINES), encoding="utf-8")
     expected = [json.loads(line)["text"] for line in ODD_LINES if line.strip()]
-    assert [text for text, _ in open_source(Source(path=str(path))).documents()] == expected
+    assert [text for text, *_ in open_source(Source(path=str(path))).documents()] == expected
 
 
 def test_count_agrees_with_the_sources_and_writes_nothing(folder: Path, tmp_path: Path) -> None:

@@ -1,13 +1,20 @@
 """Language, blocklist, personal data, own functions; and mistakes in a recipe, told at once."""
 
+import json
+import random
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+from pretraining.data.__main__ import main
 from pretraining.data.quality.chain import FilterChain
+from pretraining.data.quality.classifier import Classifier
 from pretraining.errors import UserError
+from pretraining.recipe import load_recipe
 from tests.gear.quality_texts import PROSE, chain_of, verdict_of
 
 PUBLISHED = ("gopher_quality", "gopher_repetition", "c4", "fineweb")
@@ -178,3 +185,66 @@ def test_checking_a_recipe_loads_neither_numpy_nor_a_model():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout == "[]\n", done.stderr
+
+
+GOOD, OTHER = "letter garden river story evening bread light", "click buy offer prize deal now free"
+
+
+def sided(words: str, count: int, seed: int) -> list[str]:
+    draw = random.Random(seed)
+    return [" ".join(draw.choices([*words.split(), "the", "of", "and"], k=30)) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory) -> Path:
+    """Trained by its command on two folders; the report is of texts that it has not seen."""
+    folder = tmp_path_factory.mktemp("classifier")
+    for seed, (name, words) in enumerate({"good": GOOD, "other": OTHER}.items()):
+        texts = sided(words, 60 - 30 * seed, seed)
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    sides = [word for name in ("good", "other") for word in (f"--{name}", str(folder / f"{name}.jsonl"))]
+    for name in ("model.npz", "again.npz"):
+        main(["quality", str(folder / name), *sides])
+    assert (folder / "model.npz").read_bytes() == (folder / "again.npz").read_bytes()
+    return folder / "model.npz"
+
+
+def test_a_classifier_tells_texts_apart_that_it_has_not_seen(classifier):
+    """The score of a text does not depend on its company; a band of it is a rule for its source alone."""
+    model, texts = Classifier.load(str(classifier)), [*sided(GOOD, 20, 7), *sided(OTHER, 20, 8)]
+    scores = model.scores(texts)
+    assert scores[:20].min() > scores[20:].max() and ((scores > 0) & (scores < 1)).all()
+    assert [model.scores([text])[0] for text in texts] == scores.tolist()
+    middle = float(scores[:20].mean())
+    bands = [{"min_score": middle, "sources": ["best"]}, {"max_score": middle, "sources": ["rest"]}]
+    chain = FilterChain.of([{"rule": "quality", "model": str(classifier), **band} for band in bands])
+    kept = {name: chain.apply(texts, texts, name) for name in ("best", "rest", "web")}
+    assert kept["web"] == texts
+    assert [text or other for text, other in zip(kept["best"], kept["rest"], strict=True)] == texts
+    assert kept["best"].count(None) == 40 - kept["rest"].count(None) == np.count_nonzero(scores < middle)
+
+
+def test_what_is_no_classifier_is_one_line(classifier, tmp_path, capsys):
+    content = classifier.read_bytes()
+    (tmp_path / "torn.npz").write_bytes(content[: len(content) // 2])
+    np.savez(tmp_path / "small.npz", weights=np.zeros(5, np.float32))
+    (tmp_path / "few.jsonl").write_text(json.dumps({"text": "one"}))
+    wrong = {"torn": "no classifier", "small": "another version", "none": "no such file"}
+    for name, said in wrong.items():
+        with pytest.raises(UserError, match=rf"data\.filters\.0\.quality.*{said}|{said}"):
+            rule = {"rule": "quality", "model": str(tmp_path / f"{name}.npz"), "min_score": 0.5}
+            FilterChain.of([rule]).apply(["text"], ["here"])
+    with pytest.raises(UserError, match="label: goes with"):
+        FilterChain.of([{"rule": "quality", "model": str(classifier), "label": "hq", "min_score": 0.5}])
+    few = str(tmp_path / "few.jsonl")
+    with pytest.raises(UserError, match="--good: has 1 texts; give at least 20"):
+        main(["quality", str(tmp_path / "m.npz"), "--good", few, "--other", few])
+    assert not (tmp_path / "m.npz").exists()
+
+
+def test_a_rule_for_a_source_that_is_not_there_is_refused():
+    rule = {"rule": "length", "min_words": 5, "sources": ["webb"]}
+    named = [{"builtin": "python_stdlib", "name": "web"}]
+    said = r"data\.filters\.0\.sources: names 'webb', and there is no such source; did you mean 'web'\?"
+    with pytest.raises(UserError, match=said):
+        load_recipe("tiny", [f"data.sources={json.dumps(named)}", f"data.filters={json.dumps([rule])}"])

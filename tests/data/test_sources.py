@@ -7,9 +7,11 @@ from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 
 import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from pretraining.data.corpus import Corpus, FileSource, HubSource, open_source, open_sources
+from pretraining.data.corpus import Corpus, FileSource, HubSource, open_source, open_sources, read_batches
 from pretraining.data.preparation.prepare import prepare_data
 from pretraining.data.text_files import Extent, list_files
 from pretraining.errors import UserError
@@ -47,6 +49,60 @@ def test_pieces_together_are_the_file(tmp_path, write, name, piece_bytes):
     pieces = source.cut(piece_bytes)
     assert texts_of(source, pieces) == TEXTS
     assert (len(pieces) > 1) == (piece_bytes < 1 << 20)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.fa", "a.fasta.zst"])
+@pytest.mark.parametrize("piece_bytes", [1, 100, 1 << 20])
+def test_lines_and_records_are_documents_wherever_a_file_is_cut(tmp_path, name, piece_bytes):
+    """An empty line is an empty text; a sequence has its lines without ends; a name line alone has none."""
+    texts = [text.replace(" ", "") if "fa" in name else text for text in TEXTS[:100]] + ["", "GATT"]
+    lines = [f">{n} about it\n{text[:9]}\r\n{text[9:]}" for n, text in enumerate(texts)]
+    content = "\n".join(lines if "fa" in name else texts).encode()
+    packed = {".gz": gzip.compress, "zst": partial(pa.compress, codec="zstd", asbytes=True)}.get(name[-3:])
+    (tmp_path / name).write_bytes(packed(content) if packed else content)
+    (tmp_path / "b.jsonl").write_text("not one of them")
+    source = open_source(Source(path=str(tmp_path), format="fasta" if "fa" in name else "lines"))
+    pieces = source.cut(piece_bytes)
+    assert texts_of(source, pieces) == texts
+    assert packed or (len(pieces) > 1) == (piece_bytes < 1 << 20)
+
+
+ROWS = [
+    {"text": str(n), "score": n / 10, "meta": {"set": "ab"[n % 2], "of": n}, "good": n > 5} for n in range(30)
+]
+KEPT = {
+    "a number": ([{"field": "score", "at_least": 1.1, "at_most": 2}], range(11, 21)),
+    "inside of another": (
+        [{"field": "meta.set", "not_among": ["b"]}, {"field": "score", "at_least": 2}],
+        range(20, 30, 2),
+    ),
+    "a value": ([{"field": "good", "among": [False]}, {"field": "meta.of", "among": [3, 4, 9]}], (3, 4)),
+}
+
+
+@pytest.mark.parametrize("conditions, kept", KEPT.values(), ids=KEPT)
+def test_rows_are_read_by_what_their_fields_say(tmp_path, conditions, kept):
+    """Of JSON lines and of tables, and counted; what a table lacks is one line, a row without it is left out."""
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*ROWS, {"text": "none"}]))
+    for name, lacking in (("rows.parquet", 0), ("rows.jsonl", 1)):
+        source = open_source(Source.of({"path": str(tmp_path / name), "keep": conditions}))
+        skipped: dict = {}
+        (batch,) = read_batches(0, source.documents(), skipped, skip_undecodable=False)
+        assert batch.texts == list(map(str, kept))
+        assert skipped["unwanted"] == len(ROWS) + lacking - len(batch.texts)
+        plain = open_source(Source(path=str(tmp_path / name)))
+        assert source.digest_of([Extent(0)]) != plain.digest_of([Extent(0)])
+    wrong = open_source(
+        Source.of({"path": str(tmp_path / "rows.parquet"), "keep": [{"field": "scores", "at_least": 1}]})
+    )
+    (tmp_path / "plain.txt").write_text("no fields")
+    with pytest.raises(UserError, match=r"data.sources.0.keep: asks for fields, and .*plain.txt has none"):
+        open_source(Source.of({"path": str(tmp_path), "keep": conditions}))
+    with pytest.raises(
+        UserError, match=r"no column 'scores'; did you mean 'score'\?; correct data.sources.0.keep"
+    ):
+        next(wrong.documents())
 
 
 def test_pieces_are_a_function_of_the_files_and_change_with_them(tmp_path):

@@ -41,6 +41,7 @@ SETTINGS = {
         "monitors.activations_steps=1",
     ),
     "early-stopping": ("evaluation.patience=1", "evaluation.min_improvement=9", "training.eval_steps=1"),
+    "quality": ("data.mixture.stages.0.until=4096",),
     "healing": ("data.mixture.stages.0.until=2048", "data.mixture.stages.1.until=4096"),
     "piecewise": ("training.warmup_steps=0",),
     "profile": ("monitors.profile.steps=2",),
@@ -194,7 +195,8 @@ def _shortened(recipe: Recipe, texts: dict[str, Path], uploads: Path) -> list[st
             settings += [f"{place}.{key}={json.dumps(value)}" for key, value in folder.items()]
     settings.append(f"budget.tokens={STEPS * recipe.tokens_per_step}")
     if recipe.weights.initial_weights is None:
-        settings.append("data.tokenizer.train_vocab_size=320")
+        if "units" not in recipe.data.tokenizer:
+            settings.append("data.tokenizer.train_vocab_size=320")
     else:
         settings += [f"{key}={texts['weights']}" for key in ("model.initial_weights", "data.tokenizer")]
     every = {"logging_steps": 1, "eval_steps": STEPS, "save_steps": STEPS}
@@ -301,6 +303,7 @@ SHOWN = {
     "profile": _files("profile/*"),
     "piecewise": _columns("optimizer/hidden/momentum", "optimizer/hidden/weight_decay"),
     "published-shape": _digest,
+    "quality": _columns("train/rest_loss", "train/best_loss"),
     "report": _files("report.html"),
     "samples": _files("samples.jsonl"),
     "tasks": _columns("eval/hellaswag/acc_norm", "eval/next_line/acc"),

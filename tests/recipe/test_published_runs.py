@@ -306,7 +306,7 @@ def published_run(shared, workshop):
     text = {"path": str(workshop.folder / "corpus")}
     own = {"name": "published", "sources": [text], "tokenizer": {"train_vocab_size": 320}}
     own |= {"validation": {"sources": [{**text, "name": "same", "max_documents": 2}]}, "validation_share": 0}
-    own |= {"mixture": None, "sequence_length": 64}
+    own |= {"mixture": None, "sequence_length": 64, "borders": "eos"}
     on_data = [word for key, value in own.items() for word in ("--set", f"data.{key}={json.dumps(value)}")]
 
     limit = ["--set", "budget.tokens_per_step=256", "--limit_tokens", str(256 * STEPS)]

@@ -118,7 +118,7 @@ def hash_texts(texts: Sequence[str]) -> np.ndarray:
 def exact_pairs(folders: Sequence[Path], part: int = 0, num_slices: int = 1) -> np.ndarray:
     """Pair each text that occurred before with its first occurrence, in one slice of the hashes: PAIR [pairs]."""
     pieces = _MappedFiles([folder / HASHES_NAME for folder in folders])
-    ranges = _num_ranges(sum(map(len, pieces)))
+    ranges = num_ranges(sum(map(len, pieces)))
     batches = []
     for number in range(part, ranges, num_slices):
         hashes, documents = _collect_range(pieces, number, ranges)
@@ -140,7 +140,7 @@ def match_slice(parts: SignatureParts, spec: MinHashSpec, part: int = 0, num_sli
 
     Pairs of at least `spec.accepted` are near duplicates. The other pairs must not be parted by the split.
     """
-    ranges = _num_ranges(len(parts.documents))
+    ranges = num_ranges(len(parts.documents))
     batches = []
     for cell in range(part, spec.bands * ranges, num_slices):
         band, number = divmod(cell, ranges)
@@ -173,7 +173,7 @@ def _candidates(keys: np.ndarray) -> Iterable[tuple[np.ndarray, np.ndarray]]:
     yield starts[further], later[further]
 
 
-def _num_ranges(num_documents: int) -> int:
+def num_ranges(num_documents: int) -> int:
     """Return into how many ranges (a power of two) the keys of a band are cut; it depends only on the corpus."""
     return 1 << max(0, (num_documents - 1) // RANGE_DOCUMENTS).bit_length()
 

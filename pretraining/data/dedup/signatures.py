@@ -115,8 +115,29 @@ def units_of(texts: Sequence[str], unit: str = "words") -> TextUnits:
     return TextUnits(hashes, first, starts, joined)
 
 
-def _word_hashes(codes: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Hash each word: uint64 [words]."""
+def exact_units_of(texts: Sequence[str]) -> TextUnits:
+    """Hash the words of `texts` as they are written, each with all that is behind it up to the next word.
+
+    So n-grams of these units are equal if the texts are, but for what precedes the first word; positions are those in
+    the texts themselves.
+    """
+    joined = "\n".join(texts)
+    codes = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), np.uint32)
+    ends = np.cumsum([len(text) + 1 for text in texts], dtype=np.int64)
+    kind = _kinds()[codes]
+    begins = kind != _SEPARATOR
+    begins[1:] &= (kind[1:] == _WHOLE) | (kind[:-1] != kind[1:])
+    starts = np.flatnonzero(begins)
+    # What precedes a text's first word is a segment of its own, which is no unit.
+    segments = np.union1d(starts, np.append(0, ends[:-1]))
+    segments = segments[segments < len(codes)]
+    hashes = _word_hashes(codes, segments, _exact_hashes())[np.searchsorted(segments, starts)]
+    return TextUnits(hashes, np.concatenate([[0], np.searchsorted(starts, ends)]), starts, joined)
+
+
+def _word_hashes(codes: np.ndarray, starts: np.ndarray, table: np.ndarray | None = None) -> np.ndarray:
+    """Hash each word: uint64 [words]. table: of its characters (None: of lower case, and 0 for separators)."""
+    table = _character_hashes() if table is None else table
     # In stretches of whole words, so that the memory does not grow with the text.
     hashes = np.zeros(len(starts), np.uint64)
     first = 0
@@ -127,7 +148,7 @@ def _word_hashes(codes: np.ndarray, starts: np.ndarray) -> np.ndarray:
         position = np.arange(len(stretch)) - np.repeat(begins, np.diff(begins, append=len(stretch)))
         position &= _POSITIONS - 1
         # Hash x multiplier of the position, summed over each word's characters; separators add zero.
-        products = _character_hashes()[stretch]
+        products = table[stretch]
         products *= _POSITION_MULTIPLIERS[position]
         hashes[first:end] = np.add.reduceat(products, begins)
         first = end
@@ -200,6 +221,12 @@ def _kinds() -> np.ndarray:
     for first, end in _WITHOUT_SPACES:
         table[first:end] *= _WHOLE
     return table
+
+
+@cache
+def _exact_hashes() -> np.ndarray:
+    """Build the table of random numbers for all characters: uint64 [0x110000]."""
+    return random_words(_NUM_CODE_POINTS, 16)
 
 
 @cache

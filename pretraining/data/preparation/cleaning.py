@@ -4,23 +4,24 @@
     clean              a piece         the texts that stay, with hashes and signatures to compare them by
     match              a slice         pairs of equal and of similar documents
     fates              one task        what becomes of every document
+    passages           a slice         passages that occur in an earlier one too
 
 `CleanedCorpus` reads what they leave.
 """
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import chain, groupby, islice, repeat
+from itertools import chain, groupby, islice, pairwise, repeat
 from pathlib import Path
 
 import numpy as np
 
 from pretraining.data.checksums import digest_of
 from pretraining.data.corpus import Batch, Corpus, TextPiece, read_batches
-from pretraining.data.dedup import decontamination, duplicates
+from pretraining.data.dedup import decontamination, duplicates, passages
 from pretraining.data.dedup.duplicates import write_array
 from pretraining.data.dedup.signatures import MinHashSpec, sign_piece
 from pretraining.data.preparation.stage import Stage
@@ -28,7 +29,7 @@ from pretraining.data.progress import ProgressBar
 from pretraining.data.quality.chain import FilterChain, FilterReport
 from pretraining.data.text_files import Document
 from pretraining.errors import UserError
-from pretraining.recipe.data import Data, Decontaminate, Dedup
+from pretraining.recipe.data import Data, Decontaminate, Dedup, RepeatedPassages
 from pretraining.runtime.durable_files import write_json
 
 TEXTS_NAME, DRAWS_NAME, REPORT_NAME, INDEX_NAME = "texts.arrow", "draws.npy", "report.json", "index.json"
@@ -116,6 +117,8 @@ class Clean(Stage):
     evaluation_sets: EvaluationSets | None
     dedup: Dedup | None
     """`data.dedup` of the recipe, if documents are compared."""
+    source_names: tuple[str, ...]
+    """What the recipe calls the sources, which rules may be for."""
 
     @cached_property
     def minhash(self) -> MinHashSpec | None:
@@ -126,14 +129,20 @@ class Clean(Stage):
     @cached_property
     def keys(self) -> list[str]:
         evaluation = self.evaluation_sets.keys if self.evaluation_sets else []
-        compared = [self.dedup.exact, self.minhash and asdict(self.minhash)] if self.dedup else []
-        return [digest_of(self.consulted, evaluation, compared, key) for key in self.corpus.keys]
+        compared: list = [self.dedup.exact, self.minhash and asdict(self.minhash)] if self.dedup else []
+        compared += [self.dedup.passages.words] if self.dedup and self.dedup.passages else []
+        # A rule for some sources knows them by name.
+        names = [self.source_names] if any(rule.get("sources") for rule in self.filters) else []
+        return [digest_of(self.consulted, evaluation, compared, key, *names) for key in self.corpus.keys]
+
+    def cleaner(self) -> "Cleaner":
+        return Cleaner(FilterChain.of(self.filters), self.evaluation_sets, self.source_names)
 
     def run(self, number: int, folder: Path, progress: ProgressBar) -> None:
         """Read a piece, leave out what the recipe does not want, write the rest with hashes and signatures."""
         import pyarrow as pa
 
-        cleaner, skipped = Cleaner(self.filters, self.evaluation_sets), {}
+        cleaner, skipped = self.cleaner(), {}
         # Batches again: what is left of a text may be empty, and its draw follows from the text as it is now.
         documents = cleaner.documents(self.corpus.batches(range(number, number + 1), skipped))
         batches = read_batches(self.corpus.pieces[number].source, documents, {}, skip_undecodable=False)
@@ -155,6 +164,13 @@ class Clean(Stage):
                     signatures = sign_piece(batch.texts, self.minhash)
                     columns[duplicates.KEYS_NAME].append(signatures.keys)
                     columns[duplicates.SKETCH_NAME].append(signatures.sketch)
+                if self.dedup and self.dedup.passages:
+                    hashes, counts = passages.windows_of(batch.texts, self.dedup.passages.words)
+                    columns[passages.WINDOWS_NAME].append(hashes)
+                    columns[passages.FIRST_NAME].append(counts)
+        if passages.FIRST_NAME in columns:
+            counted = np.cumsum(np.concatenate([[0], *columns[passages.FIRST_NAME]]))
+            columns[passages.FIRST_NAME] = [counted.astype(np.int64)]
         for name, parts in columns.items():
             axis = 1 if name == duplicates.KEYS_NAME else 0
             write_array(folder / name, np.concatenate(parts, axis))
@@ -183,15 +199,17 @@ class CleanValidation(Clean):
 class Cleaner:
     """Apply the recipe's filters and evaluation sets to a piece, and keep count of what they take out."""
 
-    def __init__(self, filters: list[dict], evaluation_sets: EvaluationSets | None):
-        self._chain = FilterChain.of(filters)
+    def __init__(
+        self, filters: FilterChain, evaluation_sets: EvaluationSets | None, source_names: tuple[str, ...]
+    ):
+        self._chain, self._names = filters, source_names
         self._index = evaluation_sets.index() if evaluation_sets else None
         self._contaminations: list[dict] = []
 
     def documents(self, batches: Iterator[Batch]) -> Iterator[Document]:
         """Yield the texts that stay, as the filters leave them."""
         for batch in batches:
-            texts = self._chain.apply(batch.texts, batch.wheres)
+            texts = self._chain.apply(batch.texts, batch.wheres, self._names[batch.source])
             read = map(Document, texts, batch.wheres)
             kept = [document for document in read if document.text is not None]
             if self._index is not None and kept:
@@ -265,6 +283,59 @@ class Fates(Stage):
 
 
 @dataclass(frozen=True)
+class Passages(Stage):
+    """A task for each slice of the hashes: which windows of words occurred before, among the documents that stay."""
+
+    name = "passages"
+    fates: Fates
+    section: RepeatedPassages
+    """`data.dedup.passages` of the recipe."""
+
+    @cached_property
+    def keys(self) -> list[str]:
+        return [digest_of(self.fates.keys, key) for key in self.fates.match.keys]
+
+    def run(self, number: int, folder: Path, progress: ProgressBar) -> None:
+        """Write the numbers of the windows that repeat another, and of their documents."""
+        pieces = self.fates.match.clean.outputs()
+        (decided,) = self.fates.outputs()
+        fates = [np.load(decided / f"{piece:05d}.npy") for piece in range(len(pieces))]
+        slice_ = (number, len(self.keys))
+        found = passages.repeated_windows(pieces, fates, self.section.words, *slice_)
+        for name, numbers in zip(("windows", "documents"), found, strict=True):
+            write_array(folder / f"{name}.npy", numbers)
+
+    @cached_property
+    def _bases(self) -> np.ndarray:
+        """[pieces + 1]: the windows before each piece."""
+        outputs = self.fates.match.clean.outputs()
+        return np.cumsum([0, *(int(np.load(output / passages.FIRST_NAME)[-1]) for output in outputs)])
+
+    def of_piece(self, piece: int) -> Iterator[np.ndarray]:
+        """Yield for each document of a piece, in order, the windows of it that occurred before."""
+        start, stop = self._bases[piece : piece + 2].tolist()
+        inside = []
+        for output in self.outputs():
+            windows = np.load(output / "windows.npy", mmap_mode="c")
+            inside.append(windows[slice(*np.searchsorted(windows, (start, stop)))])
+        windows = np.sort(np.concatenate(inside)) - start
+        first = np.load(self.fates.match.clean.folder(piece) / passages.FIRST_NAME)
+        borders = np.searchsorted(windows, first).tolist()
+        for number, (low, high) in enumerate(pairwise(borders)):
+            yield windows[low:high] - first[number]
+
+    def report(self) -> dict:
+        """Count {"words" of a window, "windows", "repeated" of them, "documents" that hold such, "removed"}."""
+        repeated = [np.load(output / "documents.npy") for output in self.outputs()]
+        return {
+            **self.section.to_dict(),
+            "windows": int(self._bases[-1]),
+            "repeated": sum(map(len, repeated)),
+            "documents": len(np.unique(np.concatenate(repeated))),
+        }
+
+
+@dataclass(frozen=True)
 class CleanedCorpus:
     """The texts that cleaning leaves of a corpus; they are read as those of a `Corpus`.
 
@@ -279,6 +350,7 @@ class CleanedCorpus:
     fates: Fates | None = None
     validation_share: float = 0.0
     as_read: bool = False
+    passages: Passages | None = None
 
     @property
     def pieces(self) -> list[TextPiece]:
@@ -290,14 +362,16 @@ class CleanedCorpus:
 
     @property
     def stages(self) -> list[Stage]:
-        comparing = [self.fates.match, self.fates] if self.fates else []
+        comparing: list[Stage] = [self.fates.match, self.fates] if self.fates else []
+        comparing += [self.passages] if self.passages else []
         before = [] if self.as_read else [self.clean, *comparing]
         return [*filter(None, [self.clean.evaluation_sets]), *before]
 
     @cached_property
     def keys(self) -> list[str]:
         fates = self.fates.keys if self.fates else []
-        return [digest_of(key, fates) for key in self.clean.keys]
+        cut = [self.passages.keys] if self.passages and self.passages.section.remove else []
+        return [digest_of(key, fates, *cut) for key in self.clean.keys]
 
     def is_empty(self, skipped: dict[str, int]) -> UserError:
         return self.corpus.is_empty(skipped, self.cleaned_by)
@@ -309,7 +383,7 @@ class CleanedCorpus:
         """
         source = self.pieces[numbers.start].source
         if self.as_read:
-            cleaner = Cleaner(self.clean.filters, self.clean.evaluation_sets)
+            cleaner = self.clean.cleaner()
             documents = cleaner.documents(self.corpus.batches(numbers, account))
             for batch in read_batches(source, documents, {}, skip_undecodable=False):
                 # Not before: to read the first batch empties the account.
@@ -334,15 +408,27 @@ class CleanedCorpus:
     def _kept_documents(self, number: int, kept: list[int | None]) -> Iterator[Document]:
         """Read the documents that stay; the fate of each is appended to `kept` as it is read."""
         fates = self.fates and np.load(self.fates.outputs()[0] / f"{number:05d}.npy").tolist()
-        for document, fate in zip(self.clean.texts(number), fates or repeat(None), strict=False):
+        cuts: Iterable = repeat(())
+        if self.passages and self.passages.section.remove:
+            cuts = self.passages.of_piece(number)
+        for document, fate, windows in zip(
+            self.clean.texts(number), fates or repeat(None), cuts, strict=False
+        ):
             if fate in (None, duplicates.TRAIN, duplicates.VALIDATION):
-                kept.append(fate)
-                yield document
+                if len(windows):
+                    words = self.passages.section.words
+                    text = passages.without_windows(document.text, windows, words)
+                    document = document._replace(text=text)
+                # A text of which nothing is left is no document, and has no fate.
+                if document.text:
+                    kept.append(fate)
+                    yield document
 
     def reports(self, accounts: list[dict]) -> dict:
         """Report what cleaning took out, as far as the recipe asks for it.
 
-        Returns {"filters", "decontamination", "duplicates"}. accounts: of texts that were cleaned as they were read.
+        Returns {"filters", "decontamination", "duplicates", "passages"}. accounts: of texts that were cleaned as they
+        were read.
         """
         cleaned = [account["cleaned"] for account in accounts] if self.as_read else self.clean.reports()
         merged, reports = merged_reports(cleaned), {}
@@ -352,6 +438,8 @@ class CleanedCorpus:
             reports["decontamination"] = decontamination.merge_reports(merged["decontamination"])
         if self.fates:
             reports["duplicates"] = self.fates.report()
+        if self.passages:
+            reports["passages"] = self.passages.report()
         return reports
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from pretraining.data.arriving import ARRIVED_NAME, from_origin
 from pretraining.data.checksums import checksum_of_file, content_fingerprint, digest_of
+from pretraining.data.corpus import summed_skips
 from pretraining.data.manifest import (
     FORMAT,
     MANIFEST_NAME,
@@ -100,7 +101,7 @@ class _SourcePart:
             shards=first.shards + sum(bool(s["documents"]) for split in train for s in split["shards"]),
             largest_task=max([first.largest_task, *(split["tokens"] for split in train)]),
             validation_documents=first.validation_documents + held_out,
-            skipped=_summed(accounts),
+            skipped=summed_skips(each["skipped"] for each in accounts),
             encoding=_encoding(accounts),
             cleaned=merged_reports(cleaned) if cleaned else None,
         )
@@ -152,7 +153,7 @@ def finish(preparation: Preparation, show_progress: bool = False) -> Path | None
     results = [result for part in trained for _, result in part.done]
     has_text = any(entry["documents"] for result in results for entry in result["splits"].values())
     if not has_text and not preparation.goes_on:
-        raise preparation.texts.is_empty(_summed(results))
+        raise preparation.texts.is_empty(summed_skips(each["skipped"] for each in results))
     dtype = token_dtype(preparation.tokenize.tokenizer.info.vocab_size)
     with building(preparation.folder) as folder:
         validation, counts = _join_validation(parts, folder / "validation", dtype)
@@ -205,11 +206,6 @@ def _validation_parts(preparation: Preparation) -> list[_SourcePart]:
         _SourcePart(number, [task for task in done if task[1]["source"] == number - first])
         for number in range(first, len(preparation.data.text_origins))
     ]
-
-
-def _summed(accounts: list[dict]) -> dict[str, int]:
-    skips = [account["skipped"] for account in accounts]
-    return {reason: sum(skip.get(reason, 0) for skip in skips) for reason in ("undecodable", "empty")}
 
 
 def _link_shards(parts: list[_SourcePart], target: Path, dtype: np.dtype) -> dict:
@@ -270,7 +266,7 @@ def _manifest(
         "encoding": _encoding(accounts),
         "sources": entries[:of_training],
         **({"validation_sources": own} if own else {}),
-        "skipped": _summed(read),
+        "skipped": summed_skips(each["skipped"] for each in read),
         **reports,
         "splits": splits,
         # Of the packages that shape the bytes.

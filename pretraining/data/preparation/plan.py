@@ -24,6 +24,7 @@ from pretraining.data.preparation.cleaning import (
     EvaluationSets,
     Fates,
     Match,
+    Passages,
 )
 from pretraining.data.preparation.stage import Stage
 from pretraining.data.preparation.tokenizing import ALL, MakeTokenizer, Texts, Tokenize, TokenizeValidation
@@ -193,29 +194,34 @@ class Preparation:
     def cleaned(self) -> CleanedCorpus | None:
         """Plan what cleaning leaves of the corpus; None if the recipe asks for no cleaning."""
         data, dedup = self.data, self.data.dedup
-        if dedup and not (dedup.exact or dedup.minhash):
+        if dedup and not dedup.compares:
             dedup = None
         if not (dedup or data.filters or data.decontaminate):
             return None
         # For the error of an empty corpus: these keys may have left nothing.
         cleaned_by = [key for key in CLEANING_KEYS if getattr(data, key)]
         sets = EvaluationSets.from_recipe(self.work, data, self.validation)
-        clean = Clean(self.work, self.corpus, data.filters, self.consulted, sets, dedup)
+        names = tuple(spec.called for spec in data.sources)
+        clean = Clean(self.work, self.corpus, data.filters, self.consulted, sets, dedup, names)
         # Documents are compared across the whole corpus; else no more is cleaned than is wanted, and no task waits for
         # text behind it.
         if not dedup and (any(self.targets) or data.shuffle_blocks):
             return CleanedCorpus(self.corpus, cleaned_by, clean, as_read=True)
-        fates = None
+        fates = passages = None
         if dedup:
-            names = [spec.called for spec in data.sources]
-            fates = Fates(self.work, Match(self.work, clean), dedup.remove, data.validation_share, names)
-        return CleanedCorpus(self.corpus, cleaned_by, clean, fates, data.validation_share)
+            fates = Fates(
+                self.work, Match(self.work, clean), dedup.remove, data.validation_share, list(names)
+            )
+            passages = dedup.passages and Passages(self.work, fates, dedup.passages)
+        share = data.validation_share
+        return CleanedCorpus(self.corpus, cleaned_by, clean, fates, share, passages=passages)
 
     @cached_property
     def tokenize(self) -> Tokenize:
         """Plan the last stage, and with it the stage that makes the tokenizer."""
         data, share = self.data, self.data.validation_share
-        tokenizer = MakeTokenizer(self.work, self.texts, data.tokenizer, self.vocab_size, share)
+        made_for = (data.tokenizer, self.vocab_size, share, data.borders)
+        tokenizer = MakeTokenizer(self.work, self.texts, *made_for)
         return Tokenize(self.work, self.texts, tokenizer, data.encoder, share, self.bounds)
 
     @cached_property
@@ -232,7 +238,9 @@ class Preparation:
         }
         if self.data.validation.filters and self.data.filters:
             rules = {key: rule for key, rule in self.consulted.items() if key.startswith("data.filters")}
-            clean = CleanValidation(self.work, self.validation, self.data.filters, rules, None, None)
+            names = tuple(spec.called for spec in specs)
+            made_of = (self.validation, self.data.filters, rules, None, None, names)
+            clean = CleanValidation(self.work, *made_of)
             # No more is cleaned than is wanted.
             texts = CleanedCorpus(self.validation, ["filters"], clean, None, ALL, as_read=bool(bounds))
         return TokenizeValidation(self.work, texts, self.tokenize.tokenizer, self.data.encoder, ALL, bounds)

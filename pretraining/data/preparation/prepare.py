@@ -11,7 +11,14 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pretraining.data.corpus import CLEANING_KEYS, Corpus, open_sources, prefetch, read_batches
+from pretraining.data.corpus import (
+    CLEANING_KEYS,
+    Corpus,
+    open_sources,
+    prefetch,
+    read_batches,
+    summed_skips,
+)
 from pretraining.data.manifest import (
     COUNTED,
     check_blocks,
@@ -268,12 +275,13 @@ def count_data(recipe: Recipe, num_documents: int | None = None, show_progress: 
     with ProgressBar("counting", show_progress) as progress, tempfile.TemporaryDirectory() as folder:
         # A tokenizer that is to be trained is trained in the temporary folder, and is gone after the count.
         tokenizer, corpus = Path(folder, "tokenizer"), Corpus.of(data, sources)
-        stage = MakeTokenizer(Path(folder), corpus, data.tokenizer, vocab_size, data.validation_share)
+        made_for = (data.tokenizer, vocab_size, data.validation_share, data.borders)
+        stage = MakeTokenizer(Path(folder), corpus, *made_for)
         # Run directly, without `run_task`: the folder is temporary, so nothing is published or synced.
         stage.run(0, tokenizer, progress)
         # Empty and undecodable texts say nothing about the encoder.
-        sample = [text for text, _ in islice(sources[0].documents(), 20) if text]
-        encoder = Encoder.open(tokenizer, stage.describe(tokenizer), data.encoder, sample)
+        sample = [each.text for each in islice(sources[0].documents(), 20) if each.text]
+        encoder = Encoder.open(tokenizer, stage.describe(tokenizer), data.encoder, sample, data.borders)
         if encoder.note and progress.shown:
             print(encoder.note, file=sys.stderr)
         progress.label("counting")
@@ -302,7 +310,7 @@ def count_data(recipe: Recipe, num_documents: int | None = None, show_progress: 
         "before_cleaning": any(getattr(data, key) for key in CLEANING_KEYS),
         "sources": [{"source": spec.called, **row} for spec, row in zip(data.sources, rows, strict=True)],
         "total": total,
-        "skipped": {key: sum(skipped[key] for skipped in skips) for key in skips[0]},
+        "skipped": summed_skips(skips),
     }
 
 

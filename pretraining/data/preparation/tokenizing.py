@@ -25,6 +25,8 @@ from pretraining.data.tokenizer import (
     check_vocabulary,
     describe_tokenizer,
     local_fingerprint,
+    make_units,
+    note_prefix,
     save_tokenizer,
     train_tokenizer,
 )
@@ -56,25 +58,35 @@ class MakeTokenizer(Stage):
     vocab_size: int | None
     """The model's vocabulary size; None if there is no model to fit."""
     validation_share: float
+    borders: str = "eos"
+    """`data.borders` of the recipe."""
 
     @cached_property
     def keys(self) -> list[str]:
         trained = isinstance(self.tokenizer, dict)
         trained_on = [self.texts.keys, self.validation_share] if trained else []
-        return [digest_of(self.tokenizer, local_fingerprint(self.tokenizer), self.vocab_size, trained_on)]
+        # The default is not part of it: tasks that had finished before there was the key stay.
+        borders = [] if self.borders == "eos" else [self.borders]
+        fingerprint = local_fingerprint(self.tokenizer)
+        return [digest_of(self.tokenizer, fingerprint, self.vocab_size, trained_on, *borders)]
 
     def run(self, number: int, folder: Path, progress: ProgressBar) -> None:
         """Fill `folder` with tokenizer.json and its companions; UserError if they do not fit the model."""
         if isinstance(self.tokenizer, str):
             save_tokenizer(self.tokenizer, folder)
         else:
-            vocab_size = self.tokenizer["train_vocab_size"]
-            # Before the training, which takes long.
-            check_vocabulary(vocab_size, self.vocab_size)
             progress.label("training the tokenizer")
-            further = {key: value for key, value in self.tokenizer.items() if key != "train_vocab_size"}
-            train_tokenizer(self._training_texts(progress), vocab_size, folder, **further)
-        check_vocabulary(self.describe(folder).vocab_size, self.vocab_size)
+            further, texts = dict(self.tokenizer), self._training_texts(progress)
+            if "units" in further:
+                make_units(texts, further.pop("units"), folder, **further)
+            else:
+                vocab_size = further.pop("train_vocab_size")
+                # Before the training, which takes long.
+                check_vocabulary(vocab_size, self.vocab_size)
+                train_tokenizer(texts, vocab_size, folder, **further)
+        info = self.describe(folder)
+        check_vocabulary(info.vocab_size, self.vocab_size)
+        note_prefix(folder, info, self.borders)
 
     def describe(self, folder: Path) -> TokenizerInfo:
         return describe_tokenizer(folder, str(self.tokenizer))
@@ -146,7 +158,8 @@ class Tokenize(Stage):
         first = list(islice(batches, 1))
         sample = [text for batch in first for text in batch.texts]
         info = self.tokenizer.info
-        encoder = Encoder.open(self.tokenizer.output, info, self.encoder, sample)
+        borders = self.tokenizer.borders
+        encoder = Encoder.open(self.tokenizer.output, info, self.encoder, sample, borders)
         # Silent in workers, else each task would print it.
         if encoder.note and progress.shown:
             print(encoder.note, file=sys.stderr)

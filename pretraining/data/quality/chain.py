@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from pretraining.data.quality.content import Blocklist, Custom, Language, PersonalData
+from pretraining.data.quality.content import Blocklist, Custom, Language, PersonalData, Quality
 from pretraining.data.quality.heuristics import (
     C4,
     Alphabetic,
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from pretraining.data.quality.text import TextView
 
 _PUBLISHED = (Length, Alphabetic, Language, GopherQuality, GopherRepetition, C4, FineWeb)
-RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (*_PUBLISHED, Blocklist, PersonalData, Custom)}
+RULES: dict[str, type[Rule]] = {
+    rule.name: rule for rule in (*_PUBLISHED, Quality, Blocklist, PersonalData, Custom)
+}
 """Every rule that a recipe may name."""
 
 
@@ -58,18 +60,26 @@ class FilterChain:
         """What the verdicts depend on: parameters and checksums of files. It is part of the key of a preparation."""
         return [rule.identity() for rule in self.rules]
 
-    def apply(self, texts: Sequence[str], wheres: Sequence[str]) -> list[str | None]:
-        """Return each text as the rules leave it, or None if one rejects it; `wheres` says where each comes from."""
+    def apply(self, texts: Sequence[str], wheres: Sequence[str], source: str = "") -> list[str | None]:
+        """Return each text as the rules leave it, or None if one rejects it.
+
+        wheres: where each comes from. source: the name of their source, which rules may be for.
+        """
         # Imported here, so that a check of a recipe does not wait for numpy.
         from pretraining.data.quality.text import TextView
 
-        return [self._apply(TextView(text), where) for text, where in zip(texts, wheres, strict=True)]
+        rules = [
+            (number, rule)
+            for number, rule in enumerate(self.rules)
+            if rule.sources is None or source in rule.sources
+        ]
+        return [self._apply(rules, TextView(text), where) for text, where in zip(texts, wheres, strict=True)]
 
-    def _apply(self, view: "TextView", where: str) -> str | None:
+    def _apply(self, rules: list[tuple[int, Rule]], view: "TextView", where: str) -> str | None:
         report, text = self.report, view.text
         report.documents += 1
         report.num_bytes += _num_bytes(text)
-        for number, rule in enumerate(self.rules):
+        for number, rule in rules:
             try:
                 verdict = rule.judge(view)
             except UserError as error:

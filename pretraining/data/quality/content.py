@@ -1,4 +1,4 @@
-"""The rules that look at what a text says: its language, listed words, personal data, and a function of yours."""
+"""The rules that look at what a text says: language, quality, listed words, personal data, a function of yours."""
 
 import hashlib
 import importlib.util
@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pretraining.data.quality.rule import Changed, Rejection, Rule
+from pretraining.data.quality.rule import Changed, Rejection, Rule, below
 from pretraining.errors import UserError, fault_in_user_code, nearest, require
 from pretraining.extend import named
 from pretraining.outside.files import read_json_value
@@ -73,14 +73,9 @@ class Language(Rule):
 
     def judge(self, view: "TextView") -> Rejection | None:
         """Reject under the most probable language, or as `low_score` if that is one to keep."""
-        # fastText takes one line at a time.
-        line = view.text[: self.max_characters].replace("\n", " ") + "\n"
         # Probabilities add up to 1, so at most 1 / min_score labels can reach min_score; -1: all labels.
         num_labels = int(1 / self.min_score) + 1 if self.min_score > 0 else -1
-        # The binding under `predict`: that method itself breaks on numpy 2 in the package named fasttext.
-        predicted = self._model.f.predict(line, num_labels, 0.0, "strict")
-        # Most probable first.
-        scores = {label.removeprefix(_LABEL_PREFIX): score for score, label in predicted}
+        scores = fasttext_scores(self._model, view.text[: self.max_characters], num_labels)
         if any(scores.get(code, 0.0) >= self.min_score for code in self.languages):
             return None
         best, score = next(iter(scores.items()), ("none", 0.0))
@@ -104,10 +99,70 @@ class Language(Rule):
 
     @cached_property
     def _model(self) -> Any:
-        try:
-            return require("fasttext", _PURPOSE).load_model(str(self._path))
-        except ValueError as error:
-            raise UserError(f"{self._path}: not a fastText model ({error})") from error
+        return fasttext_model(self._path, self.name)
+
+
+def fasttext_model(path: Path, rule: str) -> Any:
+    """Load a model of fastText for a rule; UserError if the package is missing, or the file no such model."""
+    try:
+        return require("fasttext", f"the filter rule {rule}").load_model(str(path))
+    except ValueError as error:
+        raise UserError(f"{path}: not a fastText model ({error})") from error
+
+
+def fasttext_scores(model: Any, text: str, num_labels: int) -> dict[str, float]:
+    """Return the probabilities of the likeliest labels (-1: of all), the most probable first."""
+    # fastText takes one line at a time.
+    line = text.replace("\n", " ") + "\n"
+    # The binding under `predict`: that method itself breaks on numpy 2 in the package named fasttext.
+    predicted = model.f.predict(line, num_labels, 0.0, "strict")
+    return {label.removeprefix(_LABEL_PREFIX): score for score, label in predicted}
+
+
+class Quality(Rule):
+    """A score from 0 to 1 by a classifier: one that `python -m pretraining.data quality` trained, or one of fastText.
+
+    With `sources` for parts of the same text, a band of scores for each, the score becomes weights or a curriculum.
+    """
+
+    name: ClassVar[str] = "quality"
+    together: ClassVar[dict] = {"some_of": ["min_score", "max_score"]}
+    model: str = key(minLength=1)
+    """Path of the classifier: .npz, or .bin or .ftz of fastText."""
+    label: str | None = key(default=None, minLength=1)
+    """Of fastText: whose probability is the score, such as hq."""
+    min_score: float | None = key(default=None, minimum=0, maximum=1)
+    """Least score; null: no limit."""
+    max_score: float | None = key(default=None, minimum=0, maximum=1)
+    """Scores from this one on are rejected, so that bands do not overlap; null: none."""
+
+    def __post_init__(self):
+        if not Path(self.model).is_file():
+            remedy = "python -m pretraining.data quality --help says how to train one"
+            raise UserError(f"model: {self.model}: no such file; {remedy}")
+        if self.model.lower().endswith((".bin", ".ftz")) != (self.label is not None):
+            raise UserError("label: goes with a model of fastText (.bin, .ftz), and such a model needs it")
+
+    @cached_property
+    def _score_of(self) -> Callable[[str], float]:
+        if self.label is not None:
+            model, label = fasttext_model(Path(self.model), self.name), self.label
+            return lambda text: fasttext_scores(model, text, -1).get(label, 0.0)
+        # Imported here, so that a check of a recipe does not wait for numpy.
+        from pretraining.data.quality.classifier import Classifier
+
+        classifier = Classifier.load(self.model)
+        return lambda text: float(classifier.scores([text])[0])
+
+    def judge(self, view: "TextView") -> Rejection | None:
+        score = self._score_of(view.text)
+        if self.max_score is not None and score >= self.max_score:
+            return Rejection("high_score", round(score, 4), f"below {self.max_score:g}")
+        return below("low_score", score, self.min_score)
+
+    def identity(self) -> dict:
+        """Return the parameters, with the checksum of the model in place of its path."""
+        return {**super().identity(), "model": hashlib.sha256(Path(self.model).read_bytes()).hexdigest()}
 
 
 _WORD = re.compile(r"\w+")

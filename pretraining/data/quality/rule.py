@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from keyword import iskeyword
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
-from pretraining.recipe.section import Section
+from pretraining.recipe.section import Section, key
 
 if TYPE_CHECKING:
     from pretraining.data.quality.text import TextView
@@ -53,6 +53,8 @@ class Rule(Section):
     name: ClassVar[str]
     together: ClassVar[dict] = {}
     """What its keys ask of each other, in the words of `pretraining.schema`."""
+    sources: list[str] | None = key(default=None, minItems=1, omitted=True)
+    """Names of the sources whose texts it judges; left out: all."""
 
     def judge(self, view: "TextView") -> Rejection | Changed | None:
         """Reject the text, change it, or return None to keep it as it is. A function of the text alone."""

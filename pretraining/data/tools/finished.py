@@ -11,7 +11,7 @@ from pretraining.data.checksums import checksum_of_file, content_fingerprint
 from pretraining.data.manifest import MANIFEST_NAME, num_shard_bytes, read_manifest, source_entries
 from pretraining.data.progress import ProgressBar
 from pretraining.data.shards import Shard, TokenSplit, buffer_positions
-from pretraining.data.tokenizer import describe_tokenizer, tokenizer_fault
+from pretraining.data.tokenizer import Borders, describe_tokenizer, tokenizer_fault
 from pretraining.errors import UserError, nearest
 from pretraining.outside.files import read_json_value
 from pretraining.recipe.data import source_name
@@ -49,6 +49,10 @@ class FinishedData:
     @property
     def tokenizer_folder(self) -> Path:
         return self.folder / "tokenizer"
+
+    @property
+    def borders(self) -> Borders:
+        return Borders.of(self.manifest["data"].get("borders", "eos"), self.manifest["tokenizer"])
 
     def decoder(self) -> "tokenizers.Tokenizer":
         """Open the tokenizer that turns tokens back into text; UserError if its file is missing or damaged."""
@@ -225,7 +229,7 @@ def verify_data(folder: Path, show_progress: bool = False) -> dict:
                     raise damaged(path, what, folder)
                 if buffer_positions(path) != entry["buffers"]:
                     raise damaged(path, "its buffers are not where the manifest says", folder)
-                if problem := _problem_of(split.map_anew(number), entry, data.manifest["tokenizer"]):
+                if problem := _problem_of(split.map_anew(number), entry, data):
                     raise damaged(path, problem, folder)
                 found["shards"] += 1
                 for key in ("size", "documents", "tokens"):
@@ -239,17 +243,20 @@ def damaged(path: Path, what: str, folder: Path) -> UserError:
     return UserError(f"{path}: {what}; copy it again, or delete {folder} and prepare the data again")
 
 
-def _problem_of(shard: Shard, entry: dict, tokenizer: dict) -> str | None:
-    """Check that ends ascend to the last token, each after an EOS, and that ids are below the vocabulary's size."""
-    lengths, eos = np.diff(shard.ends, prepend=0), tokenizer["eos_token_id"]
+def _problem_of(shard: Shard, entry: dict, data: FinishedData) -> str | None:
+    """Check that ends ascend to the last token, documents are in their borders, and ids in the vocabulary."""
+    lengths, tokenizer = np.diff(shard.ends, prepend=0), data.manifest["tokenizer"]
     if len(lengths) and lengths.min() < 1:
         return f"document {int(lengths.argmin())} of the shard has no tokens"
     if int(shard.num_bytes.sum()) != entry["bytes"]:
         return f"its texts have {int(shard.num_bytes.sum()):,} bytes, the manifest says {entry['bytes']:,}"
     # Lengths of at least 1 are sure here, so `ends - 1` is inside its own document.
-    unclosed = np.flatnonzero(shard.tokens[shard.ends - 1] != eos)
-    if len(unclosed):
-        return f"document {int(unclosed[0])} of the shard does not end with {tokenizer['eos_token']} ({eos})"
+    places = {"end": shard.ends - 1, "begin": shard.ends - lengths}
+    for token, (does, at) in zip(data.borders, places.items(), strict=True):
+        others = [] if token is None else np.flatnonzero(shard.tokens[at] != token)
+        if len(others):
+            name = f"{tokenizer['eos_token']} ({token})" if does == "end" else f"token {token}"
+            return f"document {int(others[0])} of the shard does not {does} with {name}"
     for start in range(0, len(shard.tokens), CHUNK_TOKENS):
         highest = int(shard.tokens[start : start + CHUNK_TOKENS].max())
         if highest >= tokenizer["vocab_size"]:

@@ -39,7 +39,7 @@ class Inspection:
         self.data: FinishedData = open_finished(folder)
         self.split: SplitDocuments = self.data.split(split)
         self.decoder = self.data.decoder()
-        self.eos: int = self.data.manifest["tokenizer"]["eos_token_id"]
+        self.borders = self.data.borders
 
     def document(self, number: int) -> dict:
         """Return place and text of one document; UserError if there is no such number."""
@@ -125,9 +125,10 @@ class Inspection:
         return self.decoder.decode(self._ids(tokens), skip_special_tokens=False)
 
     def _ids(self, tokens) -> list[int]:
-        """Return the ids without the EOS at the end of the document."""
-        ids = tokens.tolist()
-        return ids[:-1] if ids and ids[-1] == self.eos else ids
+        """Return the ids without the special tokens around the document."""
+        ids, (closing, opening) = tokens.tolist(), self.borders
+        start = int(bool(ids) and ids[0] == opening)
+        return ids[start:-1] if len(ids) > start and ids[-1] == closing else ids[start:]
 
 
 def _check_range(what: str, number: int, count: int, split: str) -> None:
