@@ -15,7 +15,7 @@ from bisect import bisect_right
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
@@ -27,8 +27,6 @@ from pretraining.runtime.durable_files import replacing
 
 if TYPE_CHECKING:
     import pyarrow
-
-    from pretraining.data.documents import Cropped
 
 SHARD_TOKENS = 64_000_000
 """Tokens of a shard, 128 MB in uint16: few files for 10^11 tokens, and one shard is still fetched quickly."""
@@ -125,7 +123,7 @@ class TokenSplit:
         self.folder = Path(folder)
         self._take(entry)
         self._open: dict[int, Shard] = {}
-        self.cropped: dict[int, Cropped] = {}
+        self.cropped: dict[int, Any] = {}
         """By sequence length, once it was asked for (`Cropped.of`)."""
         # Each mapped shard needs a file descriptor: leave half of them to the rest of the process.
         self._most_open = max(1, min(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, MOST_MAPPED))
