@@ -364,6 +364,9 @@ class Report(Section):
     """Validation loss in nats per token that the run should reach; the report compares with it."""
     dollars_per_gpu_hour: float | None = key(default=None, exclusiveMinimum=0)
     """Dollars an hour of a GPU, for the plan and the cost of the run so far and at its end; null: a listed price."""
+    ladder: str | None = key(default=None, minLength=1)
+    """Folder of a ladder of small runs (docs/ladder.md), a path from the repository: the plan and the report say which
+    loss it foresees."""
 
 
 CURVES = REPOSITORY / "recipes" / "published" / "curves"
