@@ -1,0 +1,251 @@
+"""The members of a family: one recipe in several sizes, each a recipe that trains by itself.
+
+The dial is the width; layers, heads and inner widths keep their ratio to it, the vocabulary stays. Every member is
+trained at a stable rate with a decay at its end, so that decays can branch off at other token counts.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from pretraining.errors import UserError
+from pretraining.planning.constants import table
+from pretraining.planning.ladder import matmul_parameters
+from pretraining.planning.shapes import widths_of
+from pretraining.planning.sizes import model_size
+from pretraining.recipe import Recipe, load_recipe
+from pretraining.recipe.model import own_key, value_of
+from pretraining.recipe.optimizer import FAMILIES
+from pretraining.recipe.training import DECAYING
+from pretraining.runtime.durable_files import write_json
+
+UNITS = ((512, 64), (0, 8))
+"""(least width, what widths from there on are multiples of)."""
+INNER = re.compile(r"intermediate_size$|^n_inner$|^ffn_dim$|inner_dim$")
+"""Keys of a model section that hold an inner width."""
+SPAN = 8
+"""Parameters of the largest member over those of the smallest, unless widths are given."""
+DECAY, DECAY_SHARE = {"decay_type": "1-sqrt", "min_lr_ratio": 0.0}, 0.2
+"""How, and over which share of a run, the rate falls if the recipe does not say (Hägele et al. 2024)."""
+LEAST_WARM_UP = 0.02
+"""Share of the shortest run."""
+FEWEST_STEPS = 4
+"""Steps before the first decay."""
+QUIET: dict[str, dict[str, Any]] = {
+    "training": {"save_strategy": "steps", "eval_strategy": "steps", "logging_strategy": "steps"},
+    "budget": dict.fromkeys(("ramp", "warmup_tokens", "decay_tokens")),
+    "checkpoints": {"keep_last": None, "keep_best": 0, "keep_every": None, "upload": None},
+    "monitors": {"profile": None, "notify": None},
+    "evaluation": {"sample_tokens": 0, "patience": None},
+    "report": {"every_seconds": None, "target_loss": None, "ladder": None},
+}
+"""What no member does: it keeps the checkpoints of its branches, and tells nobody."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What the user asks of a family."""
+
+    sizes: int = 4
+    points: int = 3
+    """Token counts of each size, each twice the one before."""
+    up_to: float = 0.01
+    """FLOPs of the largest run, as a share of the recipe's."""
+    longest: float = 2.0
+    """Tokens per parameter of the longest runs, over the recipe's."""
+    widths: tuple[int, ...] = ()
+    shapes: tuple[str, ...] = ()
+    """Instead of widths: `section.key=value` texts with blanks between them, one text a size."""
+    rates: tuple[float, ...] = (1.0,)
+    batches: tuple[float, ...] = (1.0,)
+    """Factors of each size's own rate and batch."""
+    world_size: int = 1
+
+
+@dataclass(frozen=True)
+class Member:
+    """One size at one rate and batch: its longest run, and where the others branch off."""
+
+    name: str
+    size: str
+    """The name without rate and batch."""
+    recipe: Recipe
+    branches: tuple[tuple[int, int], ...]
+    """(step at which a decay begins, its steps) of the shorter runs, the shortest first."""
+
+    @property
+    def parameters(self) -> int:
+        return matmul_parameters(self.recipe)
+
+    @property
+    def is_base(self) -> bool:
+        """Whether it has the rate and batch of its size."""
+        return self.name == self.size
+
+
+def family_of(target: Recipe, choices: Choices, folder: Path) -> list[Member]:
+    """Make every member and write its recipe into `folder`: the smallest first, of a size its own rate and batch first.
+
+    Raises:
+        UserError: there are no such sizes, or one of them is no recipe.
+    """
+    if target.weights.initial_weights is not None:
+        raise UserError(
+            "model.initial_weights: weights of one size; a ladder draws those of each, so leave it out"
+        )
+    members: list[Member] = []
+    for size, settings in _shapes(target, choices):
+        typed = (*target.overrides, *settings)
+        shaped = load_recipe(str(target.path), typed, target.deepspeed or "null")
+        for factors in sorted(product(choices.rates, choices.batches), key=lambda each: each != (1.0, 1.0)):
+            parts = [f"-{what}{factor:g}" for what, factor in zip(("rate", "batch"), factors, strict=True)]
+            name = size + "".join(part for part, factor in zip(parts, factors, strict=True) if factor != 1)
+            values, branches = _member(shaped, target, choices, factors)
+            file = folder / f"{name}.json"
+            write_json(file, {**values, "name": f"{target.name}-{name}"})
+            members.append(Member(name, size, load_recipe(str(file)), branches))
+    sizes = {member.size: member.parameters for member in members}
+    if len(set(sizes.values())) < len(sizes):
+        raise UserError(f"two of the sizes {', '.join(sizes)} have as many parameters: leave one out")
+    return sorted(members, key=lambda member: member.parameters)
+
+
+def _shapes(target: Recipe, choices: Choices) -> Iterator[tuple[str, list[str]]]:
+    """Yield (name, `--set` texts) of every size."""
+    for number, text in enumerate(choices.shapes, 1):
+        yield f"s{number}", text.split()
+    if choices.shapes:
+        return
+    widths = list(choices.widths)
+    if not widths:
+        most = matmul_parameters(target) * math.sqrt(choices.up_to / choices.longest)
+        spread = [SPAN ** (number / max(1, choices.sizes - 1) - 1) for number in range(choices.sizes)]
+        widths = sorted({width_for(target, most * share) for share in spread})
+        if len(widths) < choices.sizes:
+            what = f"leaves room for {len(widths)} widths ({', '.join(map(str, widths))})"
+            raise UserError(f"--up_to {choices.up_to:g}: {what}; raise it, or name --widths")
+    for width in sorted(widths):
+        yield f"w{width}", [f"model.{key}={value}" for key, value in _shape(target, width).items()]
+
+
+def width_for(target: Recipe, parameters: float) -> int:
+    """Return the width whose member has about so many parameters (`matmul_parameters`), without building any."""
+    size, own = model_size(target.model), value_of(target.model, "hidden_size")
+    head, layers = size.head / size.matmul, 1 - size.head / size.matmul
+
+    def error(width: int) -> float:
+        # a head grows with the width; layers with its square, and they grow in number
+        share = width / own
+        return abs(math.log(size.matmul * (head * share + layers * share**3) / parameters))
+
+    unit = next(unit for least, unit in UNITS if own >= least)
+    most = max(4 * own, own * (parameters / size.matmul))
+    return min(range(unit, int(most) + unit, unit), key=error)
+
+
+def _shape(target: Recipe, width: int) -> dict[str, Any]:
+    """Return the keys of the model section at another width: the same ratios, in whole layers and heads."""
+    model, widths = target.model, widths_of(target.model)
+    full, share = model.with_defaults(), width / widths.hidden
+    layers = max(1, round(widths.layers * share))
+    # heads keep their size, or come near to it: rotary positions need an even one
+    heads = max(1, round(widths.heads * share))
+    if not isinstance(value_of(model, "head_dim"), int):
+        fitting = [n for n in range(1, width // 2 + 1) if width % n == 0 and width // n % 2 == 0]
+        heads = min(fitting, key=lambda n: abs(math.log(n / (widths.heads * share))), default=0)
+        if not heads:
+            raise UserError(f"--widths {width}: no head of an even size divides it; take a multiple of 8")
+    shape = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
+    shape = {own_key(model, name): value for name, value in shape.items()}
+    if isinstance(value_of(full, "num_key_value_heads"), int):
+        most = max(1, round(widths.key_value_heads * share))
+        groups = max(n for n in range(1, most + 1) if heads % n == 0)
+        shape[own_key(model, "num_key_value_heads")] = groups
+    for key, value in model.items():
+        if INNER.search(key) and isinstance(value, int):
+            shape[key] = max(8, round(value * share / 8) * 8)
+        elif isinstance(value, list) and len(value) == widths.layers:
+            # an entry for each layer
+            shape[key] = value[:layers]
+    return shape
+
+
+def _member(
+    shaped: Recipe, target: Recipe, choices: Choices, factors: tuple[float, float]
+) -> tuple[dict, tuple[tuple[int, int], ...]]:
+    """Return the whole recipe of a size at these factors of rate and batch, and its branches.
+
+    The batch follows from the tokens by the Step Law (Li et al. 2025), among the divisors of the recipe's. So does the
+    rate, from parameters and tokens, unless muP carries the recipe's rate over from its width and depth. Weight decay
+    forgets the same share of the weights over a run (Wang and Aitchison 2024).
+    """
+    size, whole = model_size(shaped.model), model_size(target.model)
+    share, law = size.matmul / whole.matmul, table("scaling_laws")["step_law"]
+    wanted = target.samples_per_step * share ** law["batch_tokens"]["tokens"]
+    fitting = [n for n in _divisors(target.samples_per_step) if n % choices.world_size == 0]
+    samples = min(fitting, key=lambda n: abs(math.log(n / wanted)), default=0)
+    batch = samples * factors[1]
+    if not samples or batch % choices.world_size or batch < 1:
+        what = f"a step of {samples or target.samples_per_step} sequences on {choices.world_size} ranks"
+        raise UserError(f"--batches {factors[1]:g}: {what} cannot be multiplied by it")
+    # what is rounded of the batch moves the rate with its root, as Adam wants it
+    rate = math.sqrt(samples / wanted)
+    values, mup = shaped.to_dict(), target.mup.to_dict()
+    if mup["base_width"] is None and target.model.model_type in FAMILIES:
+        mup |= {"base_width": value_of(target.model, "hidden_size"), "base_layers": whole.num_layers}
+    if mup["base_width"] is None:
+        inside = (size.matmul - size.head) / (whole.matmul - whole.head)
+        rate *= inside ** law["learning_rate"]["parameters"] * share ** law["learning_rate"]["tokens"]
+    # steps at the recipe's own tokens per parameter, over the recipe's
+    steps = share * target.samples_per_step / samples
+    _scale_rates(values, rate * factors[0], 1 / (rate * steps))
+    total = choices.longest * share * target.num_tokens / (batch * target.sequence_length)
+    training, doublings = target.training_keywords, 2 ** (choices.points - 1)
+    decay, falling = DECAY, DECAY_SHARE
+    if training.lr_scheduler_type == DECAYING:
+        decay = {**training.lr_scheduler_kwargs}
+        falling = decay.pop("num_decay_steps") / target.num_steps
+        decay.pop("num_stable_steps", None)
+    first = max(FEWEST_STEPS, round(total * (1 - falling) / doublings))
+    falls = max(1, round(first * falling / (1 - falling)))
+    warm_up = max(LEAST_WARM_UP, target.warmup_steps(target.num_steps) / target.num_steps)
+    unit = int(batch) * target.sequence_length
+    for section, keys in QUIET.items():
+        values[section] |= keys
+    values["budget"] |= {"tokens": (first + falls) * doublings * unit, "tokens_per_step": unit}
+    values["training"] |= {
+        "lr_scheduler_type": DECAYING,
+        "lr_scheduler_kwargs": {**decay, "num_decay_steps": falls * doublings},
+        "warmup_steps": min(first, max(1, round(warm_up * (first + falls)))),
+        "save_steps": first,
+        "eval_steps": first,
+        "logging_steps": max(1, first // 4),
+        "report_to": "none",
+        "per_device_train_batch_size": max(
+            n for n in _divisors(int(batch) // choices.world_size) if n <= target.micro_batch
+        ),
+    }
+    # tasks are scored at the end alone
+    values["evaluation"]["task_steps"] = first * 2 * doublings
+    values |= {"mup": mup, "published": {}, "description": f"A member of the ladder of {target.name}."}
+    values["extensions"] = [
+        str(each.path.absolute()) if each.is_file else each.module for each in shaped.extensions
+    ]
+    return values, tuple((first * 2**n, falls * 2**n) for n in range(choices.points - 1))
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _scale_rates(values: dict, rate: float, decay: float) -> None:
+    """Multiply every rate and every weight decay that is a number; rounded, so that a recipe can be read."""
+    places = [values["training"], values["optimizer"], *values["optimizer"]["groups"]]
+    for place, (key, factor) in product(places, (("learning_rate", rate), ("weight_decay", decay))):
+        for name in (key, f"matrix_{key}", f"embedding_{key}"):
+            if isinstance(place.get(name), int | float):
+                place[name] = float(f"{place[name] * factor:.4g}")

@@ -1,0 +1,243 @@
+"""Fit laws to the points of a ladder: the loss by size and tokens, the best rate and batch, scores by loss.
+
+A law that the points cannot carry is refused in one line, or has notes that say which of its constants they leave open.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+
+import numpy as np
+from scipy.optimize import curve_fit, minimize, nnls
+from scipy.special import expit, huber
+
+from pretraining.errors import UserError
+from pretraining.planning.ladder import LossFit, law_of
+from pretraining.planning.scaling_laws import ParametricLoss
+
+FEWEST = 3
+"""Sizes and token counts: each power law has a scale, an exponent, and shares the floor with the other."""
+FEWEST_POINTS = 6
+"""One more than the law has constants."""
+DELTA = 1e-3
+"""Huber's delta, on logarithms (Hoffmann et al. 2022, D.2)."""
+EXPONENTS = np.geomspace(0.05, 1.5, 8)
+"""From which a fit starts, for both powers."""
+LOWEST, HIGHEST = (-9.0, -20.0, -20.0, 0.02, 0.02), (9.0, 9.0, 9.0, 3.0, 3.0)
+"""Bounds of log E, of the logarithms of both terms at the middle of the points, and of both exponents."""
+STARTS, DRAWS = 6, 100
+WIDE = 0.5
+"""Share of a constant by which its interval may be wide before a note says so."""
+SIGNAL = 0.8
+"""Share of a score's variance that the loss must explain (R squared)."""
+
+
+def fit_loss(parameters: Sequence[float], tokens: Sequence[float], losses: Sequence[float]) -> LossFit:
+    """Fit L(N, D) = E + A / N^alpha + B / D^beta by Huber's loss on logarithms, from many starts.
+
+    Hoffmann et al. 2022, appendix D.2. Besiroglu et al. 2024 show what goes wrong there: an optimiser that stops early,
+    and constants that are rounded. So each start is the least-squares optimum of E, A and B at fixed exponents, and the
+    best of them are followed to the end.
+
+    Raises:
+        UserError: the points are too few, or do not differ in size or in tokens.
+    """
+    points = np.array([parameters, tokens, losses], dtype=float)
+    points = points[:, np.isfinite(points).all(axis=0) & (points > 0).all(axis=0)]
+    if not _is_enough(points):
+        counts = [len(np.unique(row)) for row in points[:2]]
+        distinct = np.unique(points[:2], axis=1).shape[1]
+        raise UserError(
+            f"the ladder cannot be fitted: its {points.shape[1]} runs with a loss, {distinct} of them different, have "
+            f"{counts[0]} sizes and {counts[1]} token counts; it needs {FEWEST} of each and {FEWEST_POINTS} different "
+            "runs: add --sizes or --points, or start those that failed or diverged again with another rate"
+        )
+    middle = np.log(points[:2]).mean(axis=1)
+    logs, target = np.log(points[:2]) - middle[:, None], np.log(points[2])
+    best = _optimum(logs, target)
+    fitted, _ = _log_losses(best, logs)
+    residuals = target - fitted
+    spare = max(1, points.shape[1] - len(best))
+    noise = float(np.sqrt((residuals**2).sum() / spare))
+    # residuals of a fit are smaller than the noise: it followed some of it
+    wider = (residuals - residuals.mean()) * np.sqrt(points.shape[1] / spare)
+    random, draws = np.random.default_rng(0), []
+    for _ in range(DRAWS):
+        draws.append(_optimum(logs, fitted + random.choice(wider, len(wider)), best))
+    laws = [_as_law(each, middle) for each in draws]
+    without = [_as_law(_optimum(logs[:, kept], target[kept]), middle) for kept in _parts(points)]
+    left_out = _error_at_largest(points, logs, target)
+    return LossFit(
+        _as_law(best, middle), tuple(laws), tuple(without), noise, left_out, _notes(best, draws)
+    )
+
+
+def _log_losses(constants: np.ndarray, logs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return log L [points], and the share of each of its terms [3, points].
+
+    constants: log E, log A / N0^alpha, log B / D0^beta, alpha, beta. logs: of N / N0 and D / D0 [2, points].
+    """
+    floor, size, length, alpha, beta = constants
+    terms = np.exp([np.full_like(logs[0], floor), size - alpha * logs[0], length - beta * logs[1]])
+    total = terms.sum(axis=0)
+    return np.log(total), terms / total
+
+
+def _optimum(logs: np.ndarray, target: np.ndarray, near: np.ndarray | None = None) -> np.ndarray:
+    """Return the best constants for these logarithms of losses.
+
+    near: the optimum of nearly the same points, from which this one is looked for, less exactly.
+    """
+    chosen = [near] if near is not None else []
+    if near is None:
+        starts = []
+        for alpha, beta in product(EXPONENTS, EXPONENTS):
+            # relative errors are nearly those of the logarithms
+            columns = np.stack([np.ones_like(target), np.exp(-alpha * logs[0]), np.exp(-beta * logs[1])])
+            scales, error = nnls((columns * np.exp(-target)).T, np.ones_like(target))
+            starts.append((error, [*np.log(np.maximum(scales, 1e-8)), alpha, beta]))
+        chosen = [start for _, start in sorted(starts, key=lambda start: start[0])[:STARTS]]
+
+    def objective(constants: np.ndarray) -> tuple[float, np.ndarray]:
+        """Return the sum of Huber's losses in units of delta squared, and its gradient."""
+        fitted, shares = _log_losses(constants, logs)
+        errors = (fitted - target) / DELTA
+        slopes = np.clip(errors, -1, 1) / DELTA
+        gradient = shares @ slopes
+        powers = -(shares[1:] * logs) @ slopes
+        return float(huber(1.0, errors).sum()), np.concatenate([gradient, powers])
+
+    # a sum and not a mean, and to the last digit: else it stops early (Besiroglu et al. 2024)
+    exact = {"ftol": 1e-15 if near is None else 1e-9, "gtol": 1e-9, "maxiter": 5000, "maxfun": 10_000, "maxcor": 20}
+    limits = list(zip(LOWEST, HIGHEST, strict=True))
+    ends = [
+        minimize(objective, np.clip(start, LOWEST, HIGHEST), jac=True, bounds=limits, options=exact)
+        for start in chosen
+    ]
+    return min(ends, key=lambda end: end.fun).x
+
+
+def _as_law(constants: np.ndarray, middle: np.ndarray) -> ParametricLoss:
+    floor, size, length, alpha, beta = constants
+    scales = np.exp([floor, size + alpha * middle[0], length + beta * middle[1]])
+    return law_of([*scales.tolist(), float(alpha), float(beta)])
+
+
+def _is_enough(points: np.ndarray) -> bool:
+    distinct = np.unique(points[:2], axis=1).shape[1]
+    return distinct >= FEWEST_POINTS and all(len(np.unique(row)) >= FEWEST for row in points[:2])
+
+
+def _parts(points: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield which points are left without the smallest size, the largest, and each size's shortest runs, if enough."""
+    sizes = points[0]
+    shortest = np.array([points[1][sizes == size].min() for size in sizes])
+    for kept in (sizes > sizes.min(), sizes < sizes.max(), points[1] > shortest):
+        if _is_enough(points[:, kept]):
+            yield kept
+
+
+def _error_at_largest(points: np.ndarray, logs: np.ndarray, target: np.ndarray) -> float | None:
+    """Return the largest relative error, at the largest size, of a law that has not seen it."""
+    known = points[0] < points[0].max()
+    if not _is_enough(points[:, known]):
+        return None
+    foreseen, _ = _log_losses(_optimum(logs[:, known], target[known]), logs[:, ~known])
+    errors = np.exp(foreseen - target[~known]) - 1
+    return float(errors[np.abs(errors).argmax()])
+
+
+def _notes(best: np.ndarray, draws: list[np.ndarray]) -> tuple[str, ...]:
+    """Say which constants the points leave open (Besiroglu et al. 2024): the forecast is then good near the ladder."""
+    low, high = np.quantile(draws, [0.05, 0.95], axis=0)
+    low, high = (np.concatenate([np.exp(end[:1]), end[3:]]) for end in (low, high))
+    values = np.concatenate([np.exp(best[:1]), best[3:]])
+    names = ("the floor E", "the exponent of the size", "the exponent of the tokens")
+    return tuple(
+        f"the points leave {name} open: {value:.3g} ({a:.3g} to {b:.3g})"
+        for name, value, a, b in zip(names, values, low, high, strict=True)
+        if b - a > WIDE * max(value, 1e-9)
+    )
+
+
+def fit_best(
+    cells: Sequence[tuple[float, float]], values: Sequence[tuple[float, float]], losses: Sequence[float]
+) -> dict[str, dict]:
+    """Fit the best rate and batch by size and tokens as power laws, from a grid of both in several cells (N, D).
+
+    In every cell log L is a parabola in the logarithms of rate and batch, of one curvature everywhere, around
+    log rate = a + b log N + c log D and log batch = p + q log D (the form of Li et al. 2025, and of Bjorck et al. 2024
+    in the tokens). That is linear in its products, so that least squares solve it whole.
+
+    values: (rate, tokens of a step) of each run. losses: not finite where a run diverged.
+
+    Returns:
+        {"rate": {"law": [a, b, c], "draws": such laws through cells that are drawn again}, "batch": the same of
+        [p, 0, q]}; without those of which the grid has one value, or whose losses have no minimum.
+    """
+    kept = np.isfinite(losses)
+    logs = np.log(np.array([*zip(*cells, strict=True), *zip(*values, strict=True)], dtype=float))[:, kept]
+    target = np.log(np.array(losses)[kept])
+    _, cell = np.unique(logs[:2], axis=1, return_inverse=True)
+    cell = np.ravel(cell)
+    count = int(cell.max()) + 1
+    varies = [len(np.unique(row)) > 1 for row in logs]
+    # [constant, log N, log D] of each law; a slope that the cells do not show is left at 0
+    shown = {"rate": (True, varies[0], varies[1]), "batch": (True, False, varies[1])}
+    axes = [(name, row) for name, row in (("rate", 2), ("batch", 3)) if varies[row]]
+    columns, places = [np.eye(count)[cell]], {}
+    for name, row in axes:
+        slopes = np.stack([np.ones_like(target), logs[0], logs[1]])[list(shown[name])]
+        places[name] = sum(part.shape[1] for part in columns)
+        columns.append(np.column_stack([logs[row] ** 2, *(-2 * logs[row] * slopes)]))
+    matrix = np.hstack(columns)
+
+    def solved(weights: np.ndarray) -> Iterator[tuple[str, list[float]]]:
+        """Yield the laws of all cells, each weighted by how often it was drawn."""
+        root = np.sqrt(weights[cell])
+        found = np.linalg.lstsq(matrix * root[:, None], target * root, rcond=None)[0]
+        for name, place in places.items():
+            if found[place] > 0:
+                law = np.zeros(3)
+                law[list(shown[name])] = found[place + 1 : place + 1 + sum(shown[name])] / found[place]
+                yield name, law.tolist()
+
+    laws: dict[str, dict] = {name: {"law": law, "draws": []} for name, law in solved(np.ones(count))}
+    random = np.random.default_rng(0)
+    for _ in range(DRAWS):
+        # cells are drawn whole: their runs share what is special to a size
+        drawn = np.bincount(random.integers(0, count, count), minlength=count).astype(float)
+        for name, law in solved(drawn):
+            if name in laws:
+                laws[name]["draws"].append(law)
+    return laws
+
+
+def best_at(law: dict, parameters: float, tokens: float) -> tuple[float, float, float]:
+    """Return the best rate, or tokens of a step, at a size and tokens, and the ends of its interval."""
+    place = np.array([1.0, np.log(parameters), np.log(tokens)])
+    value = float(np.exp(place @ law["law"]))
+    low, high = np.exp(np.quantile(np.array(law["draws"]) @ place, [0.05, 0.95])) if law["draws"] else (0, np.inf)
+    return value, min(value, float(low)), max(value, float(high))
+
+
+def fit_score(losses: Sequence[float], scores: Sequence[float]) -> Callable[[float], float] | None:
+    """Return a task's score by the loss, as a sigmoid (Bhagia et al. 2024); None if the loss explains too little of it.
+
+    A score moves from its level of chance to its highest as the loss falls; the task has a signal if that explains
+    SIGNAL of its variance.
+    """
+    x, y = np.array(losses, dtype=float), np.array(scores, dtype=float)
+    x, y = (values[np.isfinite(x) & np.isfinite(y)] for values in (x, y))
+    if len(x) < FEWEST_POINTS or np.ptp(x) == 0 or np.ptp(y) == 0:
+        return None
+
+    def score(loss: np.ndarray, chance: float, rise: float, steepness: float, middle: float) -> np.ndarray:
+        return chance + rise * expit(-steepness * (loss - middle))
+
+    start = (float(y.min()), float(np.ptp(y)), 4 / float(np.ptp(x)), float(np.median(x)))
+    try:
+        found, _ = curve_fit(score, x, y, start, maxfev=10_000)
+    except RuntimeError:  # no end was found
+        return None
+    explained = 1 - ((score(x, *found) - y) ** 2).sum() / ((y - y.mean()) ** 2).sum()
+    return (lambda loss: float(score(loss, *found))) if explained >= SIGNAL and found[1] * found[2] > 0 else None

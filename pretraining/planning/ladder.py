@@ -1,0 +1,199 @@
+"""What a ladder of small runs has found (`python -m pretraining.ladder`), read from its ladder.json.
+
+Plans and reports ask it for the loss of a recipe. The fits were made when the file was written.
+"""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from pretraining.errors import UserError
+from pretraining.outside.files import COUNT, NUMBER, TEXT, object_of, read_json_value
+from pretraining.planning.scaling_laws import ParametricLoss
+from pretraining.planning.setup import Setup
+from pretraining.recipe import Recipe
+from pretraining.recipe.curve import changed_parts
+from pretraining.schema import REPOSITORY, check
+
+FILE = "ladder.json"
+DECAYED, STABLE = "decayed", "stable"
+"""Whose losses a law describes: those of runs at their end, or before their rate begins to fall."""
+COVERED = 0.9
+"""Share of the draws that an interval holds."""
+SIZED = ("model.", "budget.", "mup.", "optimizer.", "training.learning_rate", "training.weight_decay")
+SIZED += ("training.warmup_steps", "training.lr_scheduler", "training.seed", "training.data_seed")
+"""Keys, or how they begin, in which the members of one family differ; of `optimizer`, numbers alone."""
+
+
+class Expected(NamedTuple):
+    """A loss, and the interval that should hold the loss of one run."""
+
+    loss: float
+    low: float
+    high: float
+
+    @property
+    def words(self) -> str:
+        digits = 2 if self.high - self.low >= 0.02 else 4
+        return f"{self.loss:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"
+
+
+@dataclass(frozen=True)
+class LossFit:
+    """A law through the points of a ladder, and how far it can be trusted."""
+
+    law: ParametricLoss
+    draws: tuple[ParametricLoss, ...]
+    """Laws through resampled points."""
+    without: tuple[ParametricLoss, ...]
+    """Laws without the smallest size, the largest one, or the shortest runs: how far it is one law at all."""
+    noise: float
+    """Standard deviation of the logarithm of one run's loss around the law."""
+    left_out: float | None
+    """Largest relative error of the law without the largest size, at that size; None with too few sizes."""
+    notes: tuple[str, ...] = ()
+    """What the points do not carry."""
+
+    def at(self, parameters: float, tokens: float) -> Expected:
+        """Return the expected loss of a run, with its interval: law, draws with noise, and laws without a part."""
+        # fixed noise, so that a page that is written again shows the same interval
+        noise = random.Random(0)
+        drawn = sorted(
+            law.loss(parameters, tokens) * math.exp(noise.gauss(0, self.noise)) for law in self.draws
+        )
+        cut = round((1 - COVERED) / 2 * len(drawn))
+        loss, *others = (law.loss(parameters, tokens) for law in (self.law, *self.without))
+        ends = [loss, *others, *drawn[cut : len(drawn) - cut]]
+        return Expected(loss, min(ends), max(ends))
+
+    def to_dict(self) -> dict:
+        values = {name: getattr(self, name) for name in ("noise", "left_out", "notes")}
+        laws = {name: [_numbers(law) for law in getattr(self, name)] for name in ("draws", "without")}
+        return {"law": _numbers(self.law), **values, **laws}
+
+    @classmethod
+    def of(cls, values: dict) -> "LossFit":
+        laws = {name: tuple(map(law_of, values[name])) for name in ("draws", "without")}
+        known = {name: values[name] for name in ("noise", "left_out")}
+        return cls(law_of(values["law"]), notes=tuple(values["notes"]), **laws, **known)
+
+
+def _numbers(law: ParametricLoss) -> list[float]:
+    return [float(f"{value:.9g}") for value in astuple(law)[:-1]]
+
+
+def law_of(numbers: Sequence[float]) -> ParametricLoss:
+    return ParametricLoss(*numbers, source="a ladder of one's own")
+
+
+_LAW = {"type": "array", "items": NUMBER, "minItems": 5}
+_LAWS = {"type": "array", "items": _LAW}
+_FIT = object_of(
+    {
+        "law": _LAW,
+        "draws": {**_LAWS, "minItems": 1},
+        "without": _LAWS,
+        "noise": {**NUMBER, "minimum": 0},
+        "left_out": {"type": ["number", "null"]},
+        "notes": {"type": "array", "items": TEXT},
+    }
+)
+_POINT = object_of(
+    {"run": TEXT, "parameters": NUMBER, "tokens": NUMBER, "flops": {**NUMBER, "exclusiveMinimum": 0}}
+)
+_SHAPE = object_of(
+    {
+        "name": TEXT,
+        "metric": TEXT,
+        "recipe": {"type": "object"},
+        "points": {"type": "array", "items": _POINT, "minItems": 1},
+        "runs": COUNT,
+        "fits": {"type": "object", "required": [DECAYED], "patternProperties": {"": _FIT}},
+    }
+)
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """A whole ladder.json."""
+
+    file: Path
+    values: dict
+    fits: dict[str, LossFit]
+    """By DECAYED, STABLE, and the other metrics of validations."""
+
+    @property
+    def most_flops(self) -> float:
+        return max(point["flops"] for point in self.values["points"])
+
+    def expected(self, recipe: Recipe, fit: str = DECAYED) -> Expected:
+        return self.fits[fit].at(matmul_parameters(recipe), recipe.num_tokens)
+
+    def differs(self, recipe: Recipe) -> list[str]:
+        """Return the keys in which a recipe is not of the ladder's family: its forecast is for another one."""
+        changes = changed_parts(recipe.to_dict(), self.values["recipe"])
+
+        def is_sized(key: str, *values: object) -> bool:
+            named = key.startswith(SIZED) and not key.startswith("optimizer.")
+            return (named and key != "model.vocab_size") or (
+                key.startswith("optimizer.") and not any(isinstance(value, str | bool) for value in values)
+            )
+
+        return [each.key for each in changes if not is_sized(each.key, each.earlier, each.now)]
+
+    def words(self, recipe: Recipe, flops: float) -> str:
+        """Write what it expects of a recipe that takes so many training FLOPs, in one line."""
+        times = flops / self.most_flops
+        share = f"1/{times:,.0f} of its compute" if times >= 1.5 else f"{1 / times:.0%} of its compute"
+        text = f"{self.expected(recipe).words}, ladder of {self.values['runs']} runs up to {share}"
+        if differs := self.differs(recipe):
+            text += f"; it is of another family: {', '.join(differs[:3])}"
+        return text
+
+
+def matmul_parameters(recipe: Recipe) -> int:
+    """Return N of a ladder's laws: the entries of the matrices that a token is multiplied with, the head included.
+
+    Embeddings that are only looked up are not in it: in small models they are most of the rest, and compute nothing.
+    """
+    return Setup(recipe, None).size.matmul
+
+
+def read_ladder(name: str) -> Ladder:
+    """Read a ladder by its folder or file; a path that is not absolute counts from the repository.
+
+    Raises:
+        UserError: there is none, or it is damaged.
+    """
+    path = REPOSITORY / name
+    path = path if path.suffix == ".json" else path / FILE
+    if not path.is_file():
+        raise UserError(f"{path}: no such ladder; make it with python -m pretraining.ladder RECIPE")
+    status = path.stat()
+    return _read(path, status.st_mtime_ns, status.st_size)
+
+
+# the live report asks again with every page
+@cache
+def _read(path: Path, changed_ns: int, size: int) -> Ladder:
+    try:
+        values = check(read_json_value(path), _SHAPE, str(path))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); type the ladder's command again") from None
+    return Ladder(path, values, {name: LossFit.of(fit) for name, fit in values["fits"].items()})
+
+
+def ladder_of(recipe: Recipe) -> Ladder | None:
+    """Return the ladder that a recipe names (`report.ladder`); None if it names none, or the file is not there yet.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    name = recipe.report.ladder
+    if name is None or not any((REPOSITORY / name / part).is_file() for part in ("", FILE)):
+        return None
+    return read_ladder(name)
