@@ -14,7 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     folder = options.output_dir or REPOSITORY / "runs" / f"{recipe.name}-sweep"
     # all of them before the first is started: a wrong value is no surprise after hours
     points = points_of(options, recipe, folder)
-    jobs, failures, code = _known_jobs(folder), {}, FINISHED
+    jobs, failures, code = known_jobs(folder), {}, FINISHED
     if not options.show:
         if options.slurm is not None:
             submit(points, options.slurm, options.launcher, jobs)
@@ -158,19 +158,28 @@ ANOTHER_SWEEP = "; a sweep of other values needs an --output_dir of its own"
 """Added where a point was begun by another recipe."""
 
 
-def train_all(points: Sequence[Point], launcher: str, failures: dict[str, str]) -> int:
+def train_all(
+    points: Sequence[Point],
+    launcher: str,
+    failures: dict[str, str],
+    begin: Callable[[Point], None] = lambda point: None,
+    called: str = "sweep",
+) -> int:
     """Train the points in turn; returns the exit code. What fails is noted, and the next one starts.
 
     A request to stop reaches the run that is being trained, which saves; no other is started then.
+
+    begin: is called before a point is trained. called: what its lines begin with.
     """
     for number, point in enumerate(points, 1):
-        title = f"sweep {number}/{len(points)}: {point.folder.name}"
+        title = f"{called} {number}/{len(points)}: {point.folder.name}"
         if point.is_finished:
             print(f"{title}: finished before", flush=True)
             continue
         print(title, flush=True)
         began = RunFolder(point.folder).recipe.exists()
         try:
+            begin(point)
             reason = run(launcher=launcher, **point.options).exit_reason
         except (UserError, CommandFailed) as error:
             failures[point.folder.name] = f"{error}{ANOTHER_SWEEP if began else ''}"
@@ -218,7 +227,7 @@ def _is_queued(job: str | None) -> bool:
     return done.returncode == 0 and bool(done.stdout.strip())
 
 
-def _known_jobs(folder: Path) -> dict[str, str]:
+def known_jobs(folder: Path) -> dict[str, str]:
     with suppress(OSError, ValueError, KeyError, TypeError):  # another file of that name, or half a one
         points = read_json_value(folder / JOBS)["points"]
         return {Path(point["folder"]).name: point["job"] for point in points if point["job"]}

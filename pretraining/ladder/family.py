@@ -4,6 +4,7 @@ The dial is the width; layers, heads and inner widths keep their ratio to it, th
 trained at a stable rate with a decay at its end, so that decays can branch off at other token counts.
 """
 
+import json
 import math
 import re
 from collections.abc import Iterator
@@ -23,12 +24,12 @@ from pretraining.recipe.optimizer import FAMILIES
 from pretraining.recipe.training import DECAYING
 from pretraining.runtime.durable_files import write_json
 
-UNITS = ((512, 64), (0, 8))
+UNITS = ((2048, 64), (0, 8))
 """(least width, what widths from there on are multiples of)."""
 INNER = re.compile(r"intermediate_size$|^n_inner$|^ffn_dim$|inner_dim$")
 """Keys of a model section that hold an inner width."""
-SPAN = 8
-"""Parameters of the largest member over those of the smallest, unless widths are given."""
+SPAN = 2
+"""Width of the largest member over that of the smallest, unless widths are given."""
 DECAY, DECAY_SHARE = {"decay_type": "1-sqrt", "min_lr_ratio": 0.0}, 0.2
 """How, and over which share of a run, the rate falls if the recipe does not say (Hägele et al. 2024)."""
 LEAST_WARM_UP = 0.02
@@ -99,8 +100,7 @@ def family_of(target: Recipe, choices: Choices, folder: Path) -> list[Member]:
         )
     members: list[Member] = []
     for size, settings in _shapes(target, choices):
-        typed = (*target.overrides, *settings)
-        shaped = load_recipe(str(target.path), typed, target.deepspeed or "null")
+        shaped = _changed(target, settings)
         for factors in sorted(product(choices.rates, choices.batches), key=lambda each: each != (1.0, 1.0)):
             parts = [f"-{what}{factor:g}" for what, factor in zip(("rate", "batch"), factors, strict=True)]
             name = size + "".join(part for part, factor in zip(parts, factors, strict=True) if factor != 1)
@@ -123,13 +123,28 @@ def _shapes(target: Recipe, choices: Choices) -> Iterator[tuple[str, list[str]]]
     widths = list(choices.widths)
     if not widths:
         most = matmul_parameters(target) * math.sqrt(choices.up_to / choices.longest)
+        widest, unit = width_for(target, most), _unit(target)
         spread = [SPAN ** (number / max(1, choices.sizes - 1) - 1) for number in range(choices.sizes)]
-        widths = sorted({width_for(target, most * share) for share in spread})
+        widths = sorted({max(unit, round(widest * share / unit) * unit) for share in spread})
         if len(widths) < choices.sizes:
             what = f"leaves room for {len(widths)} widths ({', '.join(map(str, widths))})"
             raise UserError(f"--up_to {choices.up_to:g}: {what}; raise it, or name --widths")
     for width in sorted(widths):
-        yield f"w{width}", [f"model.{key}={value}" for key, value in _shape(target, width).items()]
+        yield f"w{width}", _shape(target, width)
+
+
+def shaped_recipe(target: Recipe, width: int) -> Recipe:
+    """Return the recipe at another width of its family, with the rest as it is."""
+    return _changed(target, _shape(target, width))
+
+
+def _changed(target: Recipe, settings: list[str]) -> Recipe:
+    return load_recipe(str(target.path), (*target.overrides, *settings), target.deepspeed or "null")
+
+
+def _unit(target: Recipe) -> int:
+    own = value_of(target.model, "hidden_size")
+    return next(unit for least, unit in UNITS if own >= least)
 
 
 def width_for(target: Recipe, parameters: float) -> int:
@@ -142,13 +157,13 @@ def width_for(target: Recipe, parameters: float) -> int:
         share = width / own
         return abs(math.log(size.matmul * (head * share + layers * share**3) / parameters))
 
-    unit = next(unit for least, unit in UNITS if own >= least)
+    unit = _unit(target)
     most = max(4 * own, own * (parameters / size.matmul))
     return min(range(unit, int(most) + unit, unit), key=error)
 
 
-def _shape(target: Recipe, width: int) -> dict[str, Any]:
-    """Return the keys of the model section at another width: the same ratios, in whole layers and heads."""
+def _shape(target: Recipe, width: int) -> list[str]:
+    """Return the `--set` texts of the model at another width: the same ratios, in whole layers and heads."""
     model, widths = target.model, widths_of(target.model)
     full, share = model.with_defaults(), width / widths.hidden
     layers = max(1, round(widths.layers * share))
@@ -156,7 +171,10 @@ def _shape(target: Recipe, width: int) -> dict[str, Any]:
     heads = max(1, round(widths.heads * share))
     if not isinstance(value_of(model, "head_dim"), int):
         fitting = [n for n in range(1, width // 2 + 1) if width % n == 0 and width // n % 2 == 0]
-        heads = min(fitting, key=lambda n: abs(math.log(n / (widths.heads * share))), default=0)
+        # groups of queries that share keys stay whole, unless that moves the heads far
+        group = widths.heads // widths.key_value_heads
+        wanted = widths.heads * share
+        heads = min(fitting, key=lambda n: abs(math.log(n / wanted)) + 0.3 * (n % group > 0), default=0)
         if not heads:
             raise UserError(f"--widths {width}: no head of an even size divides it; take a multiple of 8")
     shape = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
@@ -171,7 +189,7 @@ def _shape(target: Recipe, width: int) -> dict[str, Any]:
         elif isinstance(value, list) and len(value) == widths.layers:
             # an entry for each layer
             shape[key] = value[:layers]
-    return shape
+    return [f"model.{key}={json.dumps(value)}" for key, value in shape.items()]
 
 
 def _member(
@@ -179,21 +197,16 @@ def _member(
 ) -> tuple[dict, tuple[tuple[int, int], ...]]:
     """Return the whole recipe of a size at these factors of rate and batch, and its branches.
 
-    The batch follows from the tokens by the Step Law (Li et al. 2025), among the divisors of the recipe's. So does the
-    rate, from parameters and tokens, unless muP carries the recipe's rate over from its width and depth. Weight decay
-    forgets the same share of the weights over a run (Wang and Aitchison 2024).
+    The batch follows from the tokens by the Step Law (Li et al. 2025). So does the rate, from parameters and tokens,
+    unless muP carries the recipe's rate over from its width and depth. Weight decay forgets the same share of the
+    weights over a run (Wang and Aitchison 2024).
     """
     size, whole = model_size(shaped.model), model_size(target.model)
     share, law = size.matmul / whole.matmul, table("scaling_laws")["step_law"]
     wanted = target.samples_per_step * share ** law["batch_tokens"]["tokens"]
-    fitting = [n for n in _divisors(target.samples_per_step) if n % choices.world_size == 0]
-    samples = min(fitting, key=lambda n: abs(math.log(n / wanted)), default=0)
-    batch = samples * factors[1]
-    if not samples or batch % choices.world_size or batch < 1:
-        what = f"a step of {samples or target.samples_per_step} sequences on {choices.world_size} ranks"
-        raise UserError(f"--batches {factors[1]:g}: {what} cannot be multiplied by it")
-    # what is rounded of the batch moves the rate with its root, as Adam wants it
-    rate = math.sqrt(samples / wanted)
+    samples, own = (_whole_batch(wanted * factor, target, choices.world_size) for factor in (factors[1], 1.0))
+    # what is rounded of the size's own batch moves the rate with its root, as Adam wants it
+    rate = math.sqrt(own / wanted)
     values, mup = shaped.to_dict(), target.mup.to_dict()
     if mup["base_width"] is None and target.model.model_type in FAMILIES:
         mup |= {"base_width": value_of(target.model, "hidden_size"), "base_layers": whole.num_layers}
@@ -201,9 +214,9 @@ def _member(
         inside = (size.matmul - size.head) / (whole.matmul - whole.head)
         rate *= inside ** law["learning_rate"]["parameters"] * share ** law["learning_rate"]["tokens"]
     # steps at the recipe's own tokens per parameter, over the recipe's
-    steps = share * target.samples_per_step / samples
+    steps = share * target.samples_per_step / own
     _scale_rates(values, rate * factors[0], 1 / (rate * steps))
-    total = choices.longest * share * target.num_tokens / (batch * target.sequence_length)
+    total = choices.longest * share * target.num_tokens / (samples * target.sequence_length)
     training, doublings = target.training_keywords, 2 ** (choices.points - 1)
     decay, falling = DECAY, DECAY_SHARE
     if training.lr_scheduler_type == DECAYING:
@@ -213,7 +226,7 @@ def _member(
     first = max(FEWEST_STEPS, round(total * (1 - falling) / doublings))
     falls = max(1, round(first * falling / (1 - falling)))
     warm_up = max(LEAST_WARM_UP, target.warmup_steps(target.num_steps) / target.num_steps)
-    unit = int(batch) * target.sequence_length
+    unit = samples * target.sequence_length
     for section, keys in QUIET.items():
         values[section] |= keys
     values["budget"] |= {"tokens": (first + falls) * doublings * unit, "tokens_per_step": unit}
@@ -226,7 +239,7 @@ def _member(
         "logging_steps": max(1, first // 4),
         "report_to": "none",
         "per_device_train_batch_size": max(
-            n for n in _divisors(int(batch) // choices.world_size) if n <= target.micro_batch
+            n for n in range(1, target.micro_batch + 1) if samples // choices.world_size % n == 0
         ),
     }
     # tasks are scored at the end alone
@@ -238,8 +251,11 @@ def _member(
     return values, tuple((first * 2**n, falls * 2**n) for n in range(choices.points - 1))
 
 
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+def _whole_batch(wanted: float, target: Recipe, world_size: int) -> int:
+    """Return the sequences of a step nearest to `wanted` that the ranks can share, in whole micro-batches if many."""
+    unit = world_size * target.micro_batch
+    unit = unit if wanted >= 4 * unit else world_size
+    return max(1, round(wanted / unit)) * unit
 
 
 def _scale_rates(values: dict, rate: float, decay: float) -> None:

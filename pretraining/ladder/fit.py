@@ -66,9 +66,7 @@ def fit_loss(parameters: Sequence[float], tokens: Sequence[float], losses: Seque
     laws = [_as_law(each, middle) for each in draws]
     without = [_as_law(_optimum(logs[:, kept], target[kept]), middle) for kept in _parts(points)]
     left_out = _error_at_largest(points, logs, target)
-    return LossFit(
-        _as_law(best, middle), tuple(laws), tuple(without), noise, left_out, _notes(best, draws)
-    )
+    return LossFit(_as_law(best, middle), tuple(laws), tuple(without), noise, left_out, _notes(best, draws))
 
 
 def _log_losses(constants: np.ndarray, logs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -107,7 +105,13 @@ def _optimum(logs: np.ndarray, target: np.ndarray, near: np.ndarray | None = Non
         return float(huber(1.0, errors).sum()), np.concatenate([gradient, powers])
 
     # a sum and not a mean, and to the last digit: else it stops early (Besiroglu et al. 2024)
-    exact = {"ftol": 1e-15 if near is None else 1e-9, "gtol": 1e-9, "maxiter": 5000, "maxfun": 10_000, "maxcor": 20}
+    exact = {
+        "ftol": 1e-15 if near is None else 1e-9,
+        "gtol": 1e-9,
+        "maxiter": 5000,
+        "maxfun": 10_000,
+        "maxcor": 20,
+    }
     limits = list(zip(LOWEST, HIGHEST, strict=True))
     ends = [
         minimize(objective, np.clip(start, LOWEST, HIGHEST), jac=True, bounds=limits, options=exact)
@@ -216,7 +220,9 @@ def best_at(law: dict, parameters: float, tokens: float) -> tuple[float, float, 
     """Return the best rate, or tokens of a step, at a size and tokens, and the ends of its interval."""
     place = np.array([1.0, np.log(parameters), np.log(tokens)])
     value = float(np.exp(place @ law["law"]))
-    low, high = np.exp(np.quantile(np.array(law["draws"]) @ place, [0.05, 0.95])) if law["draws"] else (0, np.inf)
+    low, high = (
+        np.exp(np.quantile(np.array(law["draws"]) @ place, [0.05, 0.95])) if law["draws"] else (0, np.inf)
+    )
     return value, min(value, float(low)), max(value, float(high))
 
 
@@ -240,4 +246,6 @@ def fit_score(losses: Sequence[float], scores: Sequence[float]) -> Callable[[flo
     except RuntimeError:  # no end was found
         return None
     explained = 1 - ((score(x, *found) - y) ** 2).sum() / ((y - y.mean()) ** 2).sum()
-    return (lambda loss: float(score(loss, *found))) if explained >= SIGNAL and found[1] * found[2] > 0 else None
+    return (
+        (lambda loss: float(score(loss, *found))) if explained >= SIGNAL and found[1] * found[2] > 0 else None
+    )

@@ -90,6 +90,7 @@ def law_of(numbers: Sequence[float]) -> ParametricLoss:
     return ParametricLoss(*numbers, source="a ladder of one's own")
 
 
+POSITIVE = {**NUMBER, "exclusiveMinimum": 0}
 _LAW = {"type": "array", "items": NUMBER, "minItems": 5}
 _LAWS = {"type": "array", "items": _LAW}
 _FIT = object_of(
@@ -102,13 +103,11 @@ _FIT = object_of(
         "notes": {"type": "array", "items": TEXT},
     }
 )
-_POINT = object_of(
-    {"run": TEXT, "parameters": NUMBER, "tokens": NUMBER, "flops": {**NUMBER, "exclusiveMinimum": 0}}
-)
+_POINT = object_of({"run": TEXT, "parameters": POSITIVE, "tokens": POSITIVE, "flops": POSITIVE})
 _SHAPE = object_of(
     {
         "name": TEXT,
-        "metric": TEXT,
+        "target": object_of({"parameters": POSITIVE, "tokens": POSITIVE, "flops": POSITIVE}),
         "recipe": {"type": "object"},
         "points": {"type": "array", "items": _POINT, "minItems": 1},
         "runs": COUNT,
@@ -147,12 +146,16 @@ class Ladder:
 
     def words(self, recipe: Recipe, flops: float) -> str:
         """Write what it expects of a recipe that takes so many training FLOPs, in one line."""
-        times = flops / self.most_flops
-        share = f"1/{times:,.0f} of its compute" if times >= 1.5 else f"{1 / times:.0%} of its compute"
+        share = share_words(flops / self.most_flops)
         text = f"{self.expected(recipe).words}, ladder of {self.values['runs']} runs up to {share}"
         if differs := self.differs(recipe):
             text += f"; it is of another family: {', '.join(differs[:3])}"
         return text
+
+
+def share_words(times: float) -> str:
+    """Write which share of a recipe's compute a run has, if the recipe has so many times as much."""
+    return f"1/{times:,.0f} of its compute" if times >= 1.5 else f"{1 / times:.0%} of its compute"
 
 
 def matmul_parameters(recipe: Recipe) -> int:

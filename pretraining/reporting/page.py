@@ -69,7 +69,7 @@ FACTS += ("accumulation_steps", "deepspeed", "training_flops", "tokens_per_param
 ON_PROCESSOR = "Peak memory, beyond what the process held before the model"
 
 
-def page_text(payload: dict, title: str) -> str:
+def page_text(payload: dict, title: str, scripts: tuple[str, ...] = SCRIPTS) -> str:
     """Build the HTML of a report, with everything inside: nothing comes from a network.
 
     Every text of a run is data: the scripts show it as text, never as markup.
@@ -78,7 +78,7 @@ def page_text(payload: dict, title: str) -> str:
     data = json.dumps(_finite(payload), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     parts = {
         "style": _joined(STYLES),
-        "script": _joined(SCRIPTS),
+        "script": _joined(scripts),
         "title": html.escape(title),
         "data": data.replace("<", "\\u003c"),
     }

@@ -1,0 +1,224 @@
+"""Train a ladder of small runs of a recipe, and say which loss the recipe will reach, and what would be better."""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from pretraining.command_line import (
+    OneLineParser,
+    add_data_source,
+    named_path,
+    positive_integer,
+    positive_number,
+)
+from pretraining.errors import UserError, one_line_errors
+from pretraining.ladder.answers import answer_of, as_text, best_size, best_to_serve, compare, fitted
+from pretraining.ladder.climb import Rung, commands_of, costs_of, measured, rungs_of
+from pretraining.ladder.family import Choices, family_of
+from pretraining.planning.gpus import find_gpu
+from pretraining.planning.ladder import FILE, read_ladder
+from pretraining.planning.quantities import amount, count, dollars, gpu_count, hours, short
+from pretraining.recipe import Recipe
+from pretraining.recipe.refusals import load_recipe_and_ds_config
+from pretraining.runtime.durable_files import write_json
+from pretraining.runtime.exit_codes import FINISHED
+from pretraining.runtime.table import Column, write_table
+from pretraining.schema import REPOSITORY
+from pretraining.sweep import JOBS, known_jobs, submit, train_all
+
+EXAMPLES = """examples:
+  python -m pretraining.ladder tiny --up_to 0.1 --plan
+  python -m pretraining.ladder tiny --up_to 0.1
+  python -m pretraining.ladder tiny --show --flops 1e14
+  python -m pretraining.ladder 124m --world_size 8 --gpu H100 --launcher "deepspeed --num_gpus=8"
+  python -m pretraining.ladder 124m --slurm="--nodes=1 --gpus-per-node=8 --time=4:00:00" --world_size 8
+  python -m pretraining.ladder 124m --show --gpu H100 --dollars 500 --serve 1t
+  python -m pretraining.ladder mine.json --show --against runs/124m-ladder
+
+The same command skips what is finished and goes on with the rest.
+exit codes: 0 fitted, planned or submitted, 2 a run failed or the points cannot be fitted, 75 stopped on request"""
+COSTS = (
+    Column("member", "name"),
+    Column("runs", "runs"),
+    Column("parameters", "parameters", ","),
+    Column("longest", "tokens", short),
+    Column("step", "tokens_per_step", ","),
+    Column("rate", "learning_rate", ".3g"),
+    Column("FLOPs", "flops", ".2e"),
+    Column("hours", "hours", hours),
+    Column("dollars", "dollars", dollars),
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    target, _ = load_recipe_and_ds_config(options.recipe, options.set, options.deepspeed)
+    folder, code, failures = folder_of(options), FINISHED, {}
+    if not options.show:
+        choices = _choices(options)
+        with tempfile.TemporaryDirectory() as elsewhere:
+            # all of them are checked before a file is written
+            planned = rungs_of(family_of(target, choices, Path(elsewhere)), folder, options)
+            costs = costs_of(planned, target, options.gpu and find_gpu(options.gpu), choices.world_size)
+        if options.plan:
+            print(json.dumps(costs, indent=2) if options.json else _costs_text(costs))
+            return FINISHED
+        rungs = rungs_of(family_of(target, choices, folder / "recipes"), folder, options)
+        if options.commands:
+            print("\n".join(commands_of(rungs, options.launcher)))
+            return FINISHED
+        with redirect_stdout(sys.stderr if options.json else sys.stdout):
+            print(_costs_text(costs), flush=True)
+            code = _start(rungs, folder, options, failures)
+        left = [rung for rung in rungs if not rung.is_finished]
+        if left and not failures:
+            print(f"{len(rungs) - len(left)} of {len(rungs)} runs are finished", file=sys.stderr)
+            return code
+        points, faults = measured(rungs)
+        values = fitted(target, points, [*faults, *(f"{name}: {why}" for name, why in failures.items())])
+        write_json(folder / FILE, values)
+    ladder = read_ladder(str(folder.absolute()))
+    answer = answer_of(ladder) | _asked(options, ladder, target)
+    if not options.show:
+        pass
+    print(json.dumps(answer, indent=2) if options.json else as_text(answer, ladder.values), flush=True)
+    if failures:
+        name, failure = next(iter(failures.items()))
+        raise UserError(f"{len(failures)} of {len(rungs)} runs failed; {name}: {failure}")
+    return code
+
+
+def folder_of(options: argparse.Namespace) -> Path:
+    name = load_recipe_and_ds_config(options.recipe, options.set, options.deepspeed)[0].name
+    return options.output_dir or REPOSITORY / "runs" / f"{name}-ladder"
+
+
+def _start(rungs: list[Rung], folder: Path, options: argparse.Namespace, failures: dict[str, str]) -> int:
+    """Train what is not finished, or submit what can begin by now; returns the exit code."""
+    if options.slurm is None:
+        return train_all(rungs, options.launcher, failures, lambda rung: rung.branch_off(), "ladder")
+    jobs = known_jobs(folder)
+    whole = {rung.trunk for rung in rungs if not rung.begins and rung.is_finished}
+    ready = [rung for rung in rungs if not rung.begins or rung.trunk in whole]
+    for rung in ready:
+        rung.branch_off()
+    submit(ready, options.slurm, options.launcher, jobs)
+    rows = [{"folder": str(folder / name), "job": job} for name, job in jobs.items()]
+    write_json(folder / JOBS, {"points": rows})
+    return FINISHED
+
+
+def _asked(options: argparse.Namespace, ladder: Any, target: Recipe) -> dict[str, Any]:
+    """Answer what the options ask beside the recipe's loss."""
+    answer: dict[str, Any] = {}
+    if options.flops:
+        answer["flops"] = best_size(ladder, target, options.flops) | {"budget": options.flops}
+    if options.dollars:
+        if not options.gpu:
+            raise UserError("--dollars needs --gpu NAME: what they buy depends on it")
+        gpu, ranks = find_gpu(options.gpu), options.world_size
+        answer["dollars"] = best_size(ladder, target, options.dollars, gpu, ranks) | {
+            "budget": options.dollars
+        }
+    if options.serve:
+        answer["serve"] = best_to_serve(ladder, target, options.serve) | {"served": options.serve}
+    if options.against:
+        answer["against"] = compare(ladder, read_ladder(str(options.against.absolute())))
+    return answer
+
+
+def _choices(options: argparse.Namespace) -> Choices:
+    numbers = {"widths": int, "rates": float, "batches": float}
+    lists = {name: _numbers(f"--{name}", getattr(options, name), kind) for name, kind in numbers.items()}
+    given = {name: getattr(options, name) for name in ("sizes", "points", "up_to", "longest", "world_size")}
+    for name in ("rates", "batches"):
+        # the size's own is always among them: the loss is fitted to it
+        lists[name] = tuple(dict.fromkeys((1.0, *lists[name])))
+    return Choices(**given, **lists, shapes=tuple(options.shape))
+
+
+def _numbers(option: str, text: str, kind: Callable[[str], float]) -> tuple:
+    try:
+        numbers = tuple(kind(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        numbers = (0,)
+    if any(number <= 0 for number in numbers):
+        raise UserError(f"{option} {text}: write numbers above 0 with commas between them")
+    return numbers
+
+
+def _costs_text(costs: dict[str, Any]) -> str:
+    """Write what every member takes, and the whole ladder beside its recipe."""
+    empty = dict.fromkeys(column.value for column in COSTS)
+    runs = sum(row["runs"] for row in costs["rows"])
+    total = {**empty, **costs["ladder"], "name": "ladder", "runs": runs}
+    rows = [*costs["rows"], total, {**empty, **costs["target"], "name": "recipe"}]
+    share = costs["ladder"]["flops"] / costs["target"]["flops"]
+    return f"{write_table(COSTS, rows)}\nthe ladder takes {share:.1%} of the FLOPs of its recipe\n"
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    shown = {"description": __doc__, "epilog": EXAMPLES, "allow_abbrev": False}
+    parser = OneLineParser("python -m pretraining.ladder", **shown)
+    add = parser.add_argument
+    add("recipe", metavar="RECIPE", help="a file of recipes/, or a path")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="change one value of the recipe",
+    )
+    add("--deepspeed", metavar="NAME|PATH", help="a file of ds_configs/ over the recipe's")
+    add_data_source(parser)
+    add(
+        "--output_dir",
+        type=named_path,
+        metavar="DIR",
+        help="folder of all runs (default: runs/<recipe>-ladder)",
+    )
+    add("--sizes", type=positive_integer, default=Choices.sizes, metavar="N", help="sizes (4)")
+    what = "token counts of each size, each twice the one before (3)"
+    add("--points", type=positive_integer, default=Choices.points, metavar="N", help=what)
+    what = "FLOPs of the largest run as a share of the recipe's (0.01)"
+    add("--up_to", type=positive_number, default=Choices.up_to, metavar="SHARE", help=what)
+    what = "tokens per parameter of the longest runs, over the recipe's (2)"
+    add("--longest", type=positive_number, default=Choices.longest, metavar="X", help=what)
+    add("--widths", default="", metavar="A,B,...", help="these widths instead of --sizes and --up_to")
+    what = "instead: a size as --set takes it, with blanks between the texts (repeatable)"
+    add("--shape", action="append", default=[], metavar="'SECTION.KEY=VALUE ...'", help=what)
+    what = "factors of each size's own rate to try too: 0.5,2 says which rate is best at the recipe"
+    add("--rates", default="", metavar="A,B,...", help=what)
+    add("--batches", default="", metavar="A,B,...", help="the same of the tokens of a step")
+    add("--plan", action="store_true", help="print what the ladder takes, and exit")
+    add("--world_size", type=gpu_count, default=1, metavar="N", help="processes of each run (1)")
+    add("--gpu", metavar="NAME", help="plan hours and dollars on this kind of GPU")
+    add("--launcher", default="", metavar="WORDS", help='what starts the ranks: "deepspeed --num_gpus=8"')
+    what = "submit launch/slurm.sh for each run that can begin, with these options of sbatch"
+    add("--slurm", nargs="?", const="", metavar="OPTIONS", help=what)
+    add("--commands", action="store_true", help="print a line of shell for each member, and start nothing")
+    add("--force", action="store_true", help="go on where the plan says that a run does not fit")
+    add("--show", action="store_true", help="answer from what was fitted before, and start nothing")
+    add("--flops", type=count, metavar="C", help="the best size for a budget of FLOPs: 1e19")
+    add("--dollars", type=amount, metavar="D", help="the best size for so many dollars on --gpu")
+    add("--serve", type=count, metavar="TOKENS", help="the best size if the model will serve so many tokens")
+    what = "a ladder of another recipe: which of the two wins at this recipe's compute"
+    add("--against", type=named_path, metavar="LADDER", help=what)
+    add("--json", action="store_true", help="the answer as JSON; runs print on stderr")
+    options = parser.parse_args(arguments)
+    modes = [name for name in ("plan", "commands", "show") if getattr(options, name)]
+    if len(modes) > 1 or (modes and options.slurm is not None):
+        raise UserError(
+            f"--{modes[0]}: starts nothing; leave out the other of --plan, --commands, --show, --slurm"
+        )
+    return options
+
+
+if __name__ == "__main__":
+    with one_line_errors("what is finished is kept, and the same command goes on"):
+        sys.exit(main())

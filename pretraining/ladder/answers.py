@@ -1,0 +1,274 @@
+"""What a ladder answers: fits through its points, the loss of its recipe, what would be better, and which recipe wins."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from pretraining.errors import UserError
+from pretraining.ladder.family import shaped_recipe, width_for
+from pretraining.ladder.fit import best_at, fit_best, fit_loss, fit_score
+from pretraining.planning.costs import forecast
+from pretraining.planning.gpus import Gpu
+from pretraining.planning.ladder import DECAYED, STABLE, Expected, Ladder, matmul_parameters, share_words
+from pretraining.planning.quantities import dollars, several, short, three_digits
+from pretraining.planning.scaling_laws import FAR, Allocation, with_inference
+from pretraining.planning.setup import Setup
+from pretraining.recipe import Recipe
+from pretraining.recipe.model import value_of
+from pretraining.recipe.refusals import checked_ds_config
+from pretraining.runtime.metric_names import lower_is_better
+from pretraining.runtime.table import Column, facts, write_table
+
+WIDTHS = 2.0 ** np.arange(-4, 2.5, 0.5)
+"""Widths that a budget is tried on, over the recipe's."""
+SURE = 0.95
+"""Share of the draws that must name the same winner."""
+ROWS = (
+    Column("run", "run"),
+    Column("parameters", "parameters", ","),
+    Column("tokens", "tokens", ","),
+    Column("rate", "learning_rate", ".3g"),
+    Column("loss", "loss", ".4f"),
+    Column("law", "law", ".4f"),
+    Column("off", "off", "+.2%"),
+)
+
+
+def fitted(target: Recipe, points: list[dict], faults: list[str]) -> dict[str, Any]:
+    """Return what ladder.json holds of a ladder with these points (`climb.measured`).
+
+    Raises:
+        UserError: the points cannot be fitted.
+    """
+    base = [point for point in points if point["base"]]
+    sizes, tokens = ([point[name] for point in base] for name in ("parameters", "tokens"))
+    try:
+        fits = {DECAYED: fit_loss(sizes, tokens, [point["metrics"]["loss"] for point in base])}
+    except UserError as error:
+        raise UserError("; ".join([str(error), *faults[:3]])) from None
+    stable = [(point["parameters"], *pair) for point in base for pair in point.get("stable", ())]
+    fits[STABLE] = fit_loss(*zip(*stable, strict=True)) if stable else fits[DECAYED]
+    names = [name for name in base[0]["metrics"] if name.endswith("_loss")]
+    for name in names if len(names) > 1 else ():  # those of a single source are the whole validation's
+        fits[name] = fit_loss(sizes, tokens, [point["metrics"][name] for point in base])
+    grid = [[point[name] for name in ("parameters", "tokens")] for point in points]
+    values = [(point["learning_rate"], point["tokens_per_step"]) for point in points]
+    losses = [point["metrics"]["loss"] for point in points]
+    varied = any(not point["base"] for point in points)
+    own = Setup(target, None)
+    return {
+        "name": target.name,
+        "recipe": target.to_dict(),
+        "target": {
+            "parameters": matmul_parameters(target),
+            "tokens": target.num_tokens,
+            "flops": own.flops.training * target.num_tokens,
+        },
+        "runs": len(base),
+        "points": points,
+        "faults": faults,
+        "fits": {name: fit.to_dict() for name, fit in fits.items()},
+        "best": fit_best(grid, values, losses) if varied else {},
+        # the same for every run: bytes of the validation's tokens
+        "bits_per_nat": float(
+            np.median([p["metrics"]["bits_per_byte"] / p["metrics"]["loss"] for p in base])
+        ),
+    }
+
+
+def answer_of(ladder: Ladder) -> dict[str, Any]:
+    """Return what the ladder says of its recipe, as plain JSON values."""
+    target, values = ladder.values["target"], ladder.values
+    place = target["parameters"], target["tokens"]
+    fit = ladder.fits[DECAYED]
+    loss, law = fit.at(*place).loss, fit.law
+    base = [point for point in values["points"] if point["base"]]
+    rows = [{**point, "loss": point["metrics"]["loss"], "law": fit.at(*_place(point)).loss} for point in base]
+    names = [name for name in base[0]["metrics"] if not lower_is_better(name)]
+    scores = {}
+    for name in names:
+        curve = fit_score(
+            [row["loss"] for row in rows], [point["metrics"].get(name, math.nan) for point in base]
+        )
+        if curve:
+            scores[name] = dict(
+                zip(("score", "low", "high"), _sorted_scores(curve, fit.at(*place)), strict=True)
+            )
+    optimum = law.frontier().at_flops(Allocation(*place).flops)
+    notes = [*fit.notes, *values["faults"]]
+    if (times := target["flops"] / ladder.most_flops) > FAR:
+        notes.append(
+            f"the recipe has {times:,.0f} times the compute of the largest run: no fit is sure so far away"
+        )
+    return {
+        "expected": fit.at(*place)._asdict(),
+        "share": ladder.most_flops / target["flops"],
+        "noise": fit.noise,
+        "left_out": fit.left_out,
+        "rows": [{**row, "off": row["loss"] / row["law"] - 1} for row in rows],
+        "twice_the_tokens": law.loss(place[0], 2 * place[1]) - loss,
+        "twice_the_size": law.loss(2 * place[0], place[1]) - loss,
+        "optimum": {**optimum.to_dict("the law"), "loss": law.loss(optimum.parameters, optimum.tokens)},
+        "sources": {
+            name: each.at(*place)._asdict() for name, each in ladder.fits.items() if name.endswith("_loss")
+        },
+        "scores": scores,
+        "best": {name: best_at(found, *place) for name, found in values["best"].items()},
+        "notes": notes,
+    }
+
+
+def _place(point: dict) -> tuple[float, float]:
+    return point["parameters"], point["tokens"]
+
+
+def _sorted_scores(curve: Any, expected: Expected) -> tuple[float, float, float]:
+    # a lower loss is a higher score
+    return curve(expected.loss), curve(expected.high), curve(expected.low)
+
+
+def best_size(
+    ladder: Ladder, target: Recipe, budget: float, gpu: Gpu | None = None, world_size: int = 1
+) -> dict[str, Any]:
+    """Return the size and tokens of the family with the lowest expected loss, for a budget of FLOPs or of dollars.
+
+    gpu: the budget is dollars on so many of them; None: training FLOPs.
+    """
+    own, rows = value_of(target.model, "hidden_size"), []
+    widths = dict.fromkeys(max(8, round(own * share / 8) * 8) for share in WIDTHS)
+    for width in widths:
+        setup = Setup(recipe := shaped_recipe(target, width), checked_ds_config(recipe), world_size)
+        cost = float(setup.flops.training)
+        if gpu:
+            speed = forecast(setup, gpu)
+            if not speed.cost.prices:
+                raise UserError(
+                    f"--dollars: no price of {gpu.name} is known; set report.dollars_per_gpu_hour"
+                )
+            cost = min(price["dollars"] for price in speed.cost.prices) / recipe.num_tokens
+        parameters, tokens = matmul_parameters(recipe), budget / cost
+        expected = ladder.fits[DECAYED].at(parameters, tokens)
+        rows.append({"width": width, "parameters": parameters, "tokens": tokens, **expected._asdict()})
+    return min(rows, key=lambda row: row["loss"])
+
+
+def best_to_serve(ladder: Ladder, target: Recipe, served: float) -> dict[str, Any]:
+    """Return the size that reaches the recipe's expected loss with the fewest FLOPs of training and serving.
+
+    Sardana et al. 2024, equation 3.
+    """
+    place = ladder.values["target"]
+    law = ladder.fits[DECAYED].law
+    loss = law.loss(place["parameters"], place["tokens"])
+    best = with_inference(law, loss, served)
+    before, after = (
+        each.flops + 2 * each.parameters * served
+        for each in (Allocation(place["parameters"], place["tokens"]), best)
+    )
+    values = {"width": width_for(target, best.parameters), "loss": loss, "saved": 1 - after / before}
+    return {**best.to_dict("Sardana et al. 2024, equation 3"), **values}
+
+
+def compare(ours: Ladder, theirs: Ladder) -> dict[str, Any]:
+    """Say which of two recipes wins at the compute of the first, and how sure that is.
+
+    Draws of the two are taken in pairs: what both families have in common, as the order of their data, cancels. It is
+    below the noise unless SURE of the pairs, and the laws without a part of the ladders, name the same winner.
+    """
+    place = ours.values["target"]
+    other = theirs.values["target"]
+    tokens = place["flops"] / (other["flops"] / other["tokens"])
+    units = [1.0, 1.0]
+    same_text = [ladder.values["recipe"]["data"]["tokenizer"] for ladder in (ours, theirs)]
+    if same_text[0] != same_text[1]:
+        units = [ladder.values["bits_per_nat"] for ladder in (ours, theirs)]
+    fits = [ladder.fits[DECAYED] for ladder in (ours, theirs)]
+    places = (place["parameters"], place["tokens"]), (other["parameters"], tokens)
+
+    def ratios(*laws: Sequence[Any]) -> np.ndarray:
+        losses = [
+            [unit * law.loss(*at) for law in each] for unit, at, each in zip(units, places, laws, strict=True)
+        ]
+        return np.log(losses[0]) - np.log(losses[1])
+
+    middle = float(ratios([fits[0].law], [fits[1].law])[0])
+    draws = ratios(*(fit.draws for fit in fits))
+    parts = ratios(*(fit.without for fit in fits)) if len(fits[0].without) == len(fits[1].without) else []
+    names = [ladder.values["name"] for ladder in (ours, theirs)]
+    sure = float(np.mean(np.sign(draws) == np.sign(middle)))
+    is_clear = sure >= SURE and all(np.sign(part) == np.sign(middle) for part in parts)
+    low, high = np.quantile(draws, [0.05, 0.95])
+    return {
+        "names": names,
+        "losses": [unit * fit.law.loss(*at) for unit, fit, at in zip(units, fits, places, strict=True)],
+        "unit": "nats a token" if units == [1.0, 1.0] else "bits a byte",
+        "difference": math.expm1(middle),
+        "low": math.expm1(low),
+        "high": math.expm1(high),
+        "sure": sure,
+        "winner": names[middle > 0] if is_clear else None,
+    }
+
+
+def as_text(answer: dict[str, Any], values: dict[str, Any]) -> str:
+    """Write the answers on one screen."""
+    expected = Expected(**answer["expected"])
+    law = values["fits"][DECAYED]["law"]
+    gains = [answer[f"twice_the_{what}"] for what in ("tokens", "size")]
+    runs = f"{several(values['runs'], 'run')}, up to {share_words(1 / answer['share'])}"
+    rows = [
+        ("ladder", f"of {values['name']}: {runs}"),
+        ("loss", f"{expected.words} at {_sized(values['target'])}"),
+        (
+            "law",
+            "L = {:.4g} + {:.4g} / N^{:.3g} + {:.4g} / D^{:.3g}".format(*(law[i] for i in (0, 1, 3, 2, 4))),
+        ),
+        ("noise", f"a run is off the law by {answer['noise']:.2%}{_left_out(answer['left_out'])}"),
+        (
+            "doubling",
+            f"twice the tokens {answer['twice_the_tokens']:+.3f}, twice the size {answer['twice_the_size']:+.3f}",
+        ),
+        ("same FLOPs", f"best at {_sized(answer['optimum'])}: {answer['optimum']['loss']:.3f}"),
+    ]
+    for name, each in answer["sources"].items():
+        rows.append((name.removesuffix("_loss"), f"loss {Expected(**each).words}"))
+    for name, each in answer["scores"].items():
+        rows.append((name, f"{each['score']:.3f} ({each['low']:.3f} to {each['high']:.3f})"))
+    for name, (value, low, high) in answer["best"].items():
+        write = three_digits if name == "rate" else short
+        rows.append((f"best {name}", f"{write(value)} ({write(low)} to {write(high)})"))
+    for name, what in (("flops", "FLOPs"), ("dollars", "")):
+        if best := answer.get(name):
+            budget = f"{best['budget']:.3g} {what}" if what else dollars(best["budget"])
+            words = f"width {best['width']}, {_sized(best)}"
+            rows.append(
+                (f"for {budget}", f"{words}: {Expected(*(best[key] for key in Expected._fields)).words}")
+            )
+    if best := answer.get("serve"):
+        words = f"width {best['width']}, {_sized(best)}: the same loss for {best['saved']:.0%} less"
+        rows.append((f"to serve {short(best['served'])}", words))
+    if found := answer.get("against"):
+        rows.append(("against", _against_words(found)))
+    rows += [("note", note) for note in answer["notes"]]
+    return f"{write_table(ROWS, answer['rows'])}\n\n{facts(rows)}"
+
+
+def _sized(values: dict[str, Any]) -> str:
+    return f"{short(values['parameters'])} parameters in matrices on {short(values['tokens'])} tokens"
+
+
+def _left_out(error: float | None) -> str:
+    if error is None:
+        return ""
+    return f"; without the largest size it is off by {error:+.2%} there"
+
+
+def _against_words(found: dict[str, Any]) -> str:
+    first, second = found["names"]
+    losses = f"{found['losses'][0]:.4f} and {found['losses'][1]:.4f} {found['unit']} at the same compute"
+    span = f"{first} is {found['difference']:+.2%} off {second} ({found['low']:+.2%} to {found['high']:+.2%})"
+    if found["winner"] is None:
+        return f"{losses}; {span}: below the noise of the ladders, so neither is known to win"
+    return f"{losses}; {span}: {found['winner']} wins, in {found['sure']:.0%} of the draws"

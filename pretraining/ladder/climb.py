@@ -1,0 +1,174 @@
+"""The runs of a ladder: what each takes, training those that are not finished, and what the finished ones measured."""
+
+import argparse
+import math
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pretraining.checkpoints.branch import StageChanges, branch
+from pretraining.checkpoints.folders import damage
+from pretraining.errors import UserError
+from pretraining.ladder.family import Member
+from pretraining.planning.costs import forecast
+from pretraining.planning.gpus import Gpu
+from pretraining.planning.setup import Setup
+from pretraining.recipe import Recipe, load_recipe
+from pretraining.recipe.refusals import checked_ds_config
+from pretraining.runtime.durable_files import read_rows
+from pretraining.runtime.metric_names import grouped
+from pretraining.runtime.run_folder import RunFolder
+from pretraining.sweep import Point
+
+
+@dataclass(frozen=True)
+class Rung(Point):
+    """One run: the whole run of a member, or the decay that branches off from it."""
+
+    member: Member
+    trunk: Path
+    """Folder of the member's whole run."""
+    begins: int
+    """Step at which it begins: that of its branch point, or 0."""
+    steps: int
+
+    @property
+    def tokens(self) -> int:
+        """Of the weights at its end."""
+        return (self.begins + self.steps) * self.member.recipe.tokens_per_step
+
+    def branch_off(self) -> None:
+        """Make the folder of a decay from its branch point.
+
+        Raises:
+            UserError: the run that it branches off from has not come so far, or its checkpoint is damaged.
+        """
+        if not self.begins or self.folder.exists():
+            return
+        checkpoint = RunFolder(self.trunk).checkpoint(self.begins)
+        if (
+            reason := damage(checkpoint)
+            if checkpoint.is_dir()
+            else "is not there: its run has not come so far"
+        ):
+            raise UserError(f"{checkpoint}: {reason}")
+        kwargs = self.member.recipe.training.lr_scheduler_kwargs
+        decay = kwargs.get("decay_type", "linear"), kwargs.get("min_lr_ratio", 0.0)
+        branch(checkpoint, StageChanges(self.steps, *decay), self.folder)
+
+
+def rungs_of(members: Sequence[Member], folder: Path, options: argparse.Namespace) -> list[Rung]:
+    """List every run, each member's whole run before those that branch off from it."""
+    rungs = []
+    names = ("data_dir", "data_cache", "data_cache_gb", "force")
+    passed_on = {name: getattr(options, name) for name in names if getattr(options, name)}
+    for member in members:
+        trunk = folder.absolute() / member.name
+        runs = [(trunk, member.recipe.path, 0, member.recipe.num_steps)]
+        for begins, steps in member.branches:
+            tokens = (begins + steps) * member.recipe.tokens_per_step
+            place = trunk.with_name(f"{member.name}-{tokens}")
+            runs.append((place, RunFolder(place).recipe, begins, steps))
+        for place, file, begins, steps in runs:
+            # a branch has a recipe of its own once it is there
+            recipe = load_recipe(str(file)) if file.is_file() else member.recipe
+            given: dict[str, Any] = {"recipe": str(file), "output_dir": place, **passed_on}
+            rungs.append(Rung({}, place, given, recipe, member, trunk, begins, steps))
+    return rungs
+
+
+def costs_of(rungs: Sequence[Rung], target: Recipe, gpu: Gpu | None, world_size: int) -> dict[str, Any]:
+    """Return {"rows": one a member, "ladder", "target"}, each with FLOPs, and with hours and dollars on a known GPU."""
+    rows: dict[str, dict[str, Any]] = {}
+    for rung in rungs:
+        recipe = rung.member.recipe
+        row = rows.setdefault(rung.member.name, {"name": rung.member.name, "runs": 0, "tokens": rung.tokens})
+        row |= {"parameters": rung.member.parameters, "tokens_per_step": recipe.tokens_per_step}
+        row |= {"learning_rate": recipe.training.learning_rate, "runs": row["runs"] + 1}
+        for key, value in _cost(recipe, rung.steps * recipe.tokens_per_step, gpu, world_size).items():
+            row[key] = _sum([row.get(key, 0.0), value])
+    total = {key: _sum(row[key] for row in rows.values()) for key in ("flops", "hours", "dollars")}
+    return {
+        "rows": [*rows.values()],
+        "ladder": total,
+        "target": _cost(target, target.num_tokens, gpu, world_size),
+    }
+
+
+def _cost(recipe: Recipe, tokens: float, gpu: Gpu | None, world_size: int) -> dict[str, float | None]:
+    setup = Setup(recipe, checked_ds_config(recipe), world_size)
+    # the ranks divide its step, or the line says what does
+    setup.accumulation  # noqa: B018
+    speed = forecast(setup, gpu) if gpu else None
+    share = tokens / recipe.num_tokens
+    hours = speed and speed.seconds * share / 3600
+    prices = [price["dollars"] * share for price in speed.cost.prices] if speed else []
+    return {"flops": setup.flops.training * tokens, "hours": hours, "dollars": min(prices, default=None)}
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    known = list(values)
+    return None if None in known else math.fsum(known)
+
+
+def commands_of(rungs: Sequence[Rung], launcher: str) -> list[str]:
+    """Return one line of shell for every member that is not finished: its whole run, then its branches.
+
+    Lines need nothing of each other: they can be tasks of a job array.
+    """
+    lines: dict[str, list[str]] = {}
+    for rung in rungs:
+        if rung.is_finished:
+            continue
+        words = lines.setdefault(rung.member.name, [])
+        if rung.begins and not rung.folder.exists():
+            kwargs = rung.member.recipe.training.lr_scheduler_kwargs
+            made = [
+                "python",
+                "-m",
+                "pretraining.checkpoints",
+                "branch",
+                str(rung.trunk),
+                "--at",
+                str(rung.begins),
+            ]
+            made += ["--decay", kwargs.get("decay_type", "linear"), "--steps", str(rung.steps)]
+            made += ["--min_lr_ratio", str(kwargs.get("min_lr_ratio", 0.0)), "--output", str(rung.folder)]
+            words.append(shlex.join(made))
+        start = shlex.split(launcher) or ["python"]
+        given = [word for key, value in rung.options.items() for word in (f"--{key}", str(value))]
+        words.append(shlex.join([*start, "train.py", *given]))
+    return [" && ".join(words) for words in lines.values()]
+
+
+def measured(rungs: Sequence[Rung]) -> tuple[list[dict], list[str]]:
+    """Return a point for every finished run, and what is wrong with others, in words."""
+    points, faults = [], []
+    finished = {rung.trunk for rung in rungs if not rung.begins and rung.is_finished}
+    for rung in rungs:
+        name, recipe, run = rung.folder.name, rung.member.recipe, RunFolder(rung.folder)
+        last = run.last_event("start", "resume", "end", "gave_up") or {}
+        if last.get("event") == "gave_up":
+            faults.append(f"{name} diverged and gave up")
+        # a branch of an earlier ladder in this folder is none of this one
+        if rung.trunk not in finished or not rung.is_finished:
+            continue
+        values = {grouped(key).removeprefix("eval/"): last[key] for key in last if key.startswith("eval_")}
+        if not math.isfinite(values["loss"]) or values["bits_per_byte"] >= last["unigram_bits_per_byte"]:
+            faults.append(
+                f"{name} diverged: loss {values['loss']:.3g}, more than frequencies of tokens alone reach"
+            )
+            continue
+        point = {"run": name, "member": rung.member.name, "size": rung.member.size, "tokens": rung.tokens}
+        point |= {"parameters": rung.member.parameters, "base": rung.member.is_base}
+        point |= {"flops": Setup(recipe, None).flops.training * rung.tokens, "metrics": values}
+        point |= {"learning_rate": recipe.training.learning_rate, "tokens_per_step": recipe.tokens_per_step}
+        if not rung.begins:
+            # validations before the rate falls
+            falls = recipe.num_steps - recipe.training.lr_scheduler_kwargs["num_decay_steps"]
+            rows = [row for row in read_rows(run.metrics) if "eval/loss" in row and row["step"] <= falls]
+            point["stable"] = [[row["step"] * recipe.tokens_per_step, row["eval/loss"]] for row in rows]
+        points.append(point)
+    return points, faults
