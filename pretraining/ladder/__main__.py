@@ -17,7 +17,15 @@ from pretraining.command_line import (
     positive_number,
 )
 from pretraining.errors import UserError, one_line_errors
-from pretraining.ladder.answers import answer_of, as_text, best_size, best_to_serve, compare, fitted
+from pretraining.ladder.answers import (
+    answer_of,
+    as_text,
+    best_size,
+    best_to_serve,
+    compare,
+    fitted,
+    ladder_payload,
+)
 from pretraining.ladder.climb import Rung, commands_of, costs_of, measured, rungs_of
 from pretraining.ladder.family import Choices, family_of
 from pretraining.planning.gpus import find_gpu
@@ -25,6 +33,7 @@ from pretraining.planning.ladder import FILE, read_ladder
 from pretraining.planning.quantities import amount, count, dollars, gpu_count, hours, short
 from pretraining.recipe import Recipe
 from pretraining.recipe.refusals import load_recipe_and_ds_config
+from pretraining.reporting.page import LADDER_SCRIPTS, page_text, write_page
 from pretraining.runtime.durable_files import write_json
 from pretraining.runtime.exit_codes import FINISHED
 from pretraining.runtime.table import Column, write_table
@@ -85,7 +94,8 @@ def main(arguments: list[str] | None = None) -> int:
     ladder = read_ladder(str(folder.absolute()))
     answer = answer_of(ladder) | _asked(options, ladder, target)
     if not options.show:
-        pass
+        page = page_text(ladder_payload(ladder, answer), f"ladder of {target.name}", LADDER_SCRIPTS)
+        write_page(folder / "ladder.html", page)
     print(json.dumps(answer, indent=2) if options.json else as_text(answer, ladder.values), flush=True)
     if failures:
         name, failure = next(iter(failures.items()))

@@ -1,4 +1,4 @@
-"""What a ladder answers: fits through its points, the loss of its recipe, what would be better, and which recipe wins."""
+"""What a ladder answers: its fits, the loss of its recipe, what would be better, and which of two recipes wins."""
 
 import math
 from collections.abc import Sequence
@@ -23,6 +23,8 @@ from pretraining.runtime.table import Column, facts, write_table
 
 WIDTHS = 2.0 ** np.arange(-4, 2.5, 0.5)
 """Widths that a budget is tried on, over the recipe's."""
+POINTS = 40
+"""Of a line of the page."""
 SURE = 0.95
 """Share of the draws that must name the same winner."""
 ROWS = (
@@ -213,23 +215,23 @@ def compare(ours: Ladder, theirs: Ladder) -> dict[str, Any]:
 
 
 def as_text(answer: dict[str, Any], values: dict[str, Any]) -> str:
-    """Write the answers on one screen."""
+    """Write runs and answers on one screen."""
+    return f"{write_table(ROWS, answer['rows'])}\n\n{facts(rows_of(answer, values))}"
+
+
+def rows_of(answer: dict[str, Any], values: dict[str, Any]) -> list[tuple[str, str]]:
+    """Write every answer as a label and a line."""
     expected = Expected(**answer["expected"])
     law = values["fits"][DECAYED]["law"]
-    gains = [answer[f"twice_the_{what}"] for what in ("tokens", "size")]
+    floor, size, length, alpha, beta = law
+    tokens, larger = answer["twice_the_tokens"], answer["twice_the_size"]
     runs = f"{several(values['runs'], 'run')}, up to {share_words(1 / answer['share'])}"
     rows = [
         ("ladder", f"of {values['name']}: {runs}"),
         ("loss", f"{expected.words} at {_sized(values['target'])}"),
-        (
-            "law",
-            "L = {:.4g} + {:.4g} / N^{:.3g} + {:.4g} / D^{:.3g}".format(*(law[i] for i in (0, 1, 3, 2, 4))),
-        ),
+        ("law", f"L = {floor:.4g} + {size:.4g} / N^{alpha:.3g} + {length:.4g} / D^{beta:.3g}"),
         ("noise", f"a run is off the law by {answer['noise']:.2%}{_left_out(answer['left_out'])}"),
-        (
-            "doubling",
-            f"twice the tokens {answer['twice_the_tokens']:+.3f}, twice the size {answer['twice_the_size']:+.3f}",
-        ),
+        ("doubling", f"twice the tokens {tokens:+.3f}, twice the size {larger:+.3f}"),
         ("same FLOPs", f"best at {_sized(answer['optimum'])}: {answer['optimum']['loss']:.3f}"),
     ]
     for name, each in answer["sources"].items():
@@ -251,8 +253,42 @@ def as_text(answer: dict[str, Any], values: dict[str, Any]) -> str:
         rows.append((f"to serve {short(best['served'])}", words))
     if found := answer.get("against"):
         rows.append(("against", _against_words(found)))
-    rows += [("note", note) for note in answer["notes"]]
-    return f"{write_table(ROWS, answer['rows'])}\n\n{facts(rows)}"
+    return rows + [("note", note) for note in answer["notes"]]
+
+
+def ladder_payload(ladder: Ladder, answer: dict[str, Any]) -> dict[str, Any]:
+    """Return what the ladder's page shows: points and laws by size, the forecast by compute, and the answers."""
+    fit, target = ladder.fits[DECAYED], ladder.values["target"]
+    sizes: dict[str, dict[str, Any]] = {}
+    for row in answer["rows"]:
+        size = sizes.setdefault(
+            row["size"], {"name": row["size"], "flops": [], "loss": [], "off": [], "rows": []}
+        )
+        for name in ("flops", "loss", "off"):
+            size[name].append(row[name])
+        size["rows"].append(row)
+    for size in sizes.values():
+        first = size["rows"][0]
+        tokens = np.geomspace(*(pick(row["tokens"] for row in size["rows"]) for pick in (min, max)), POINTS)
+        law = [fit.law.loss(first["parameters"], each) for each in tokens]
+        each_token = first["flops"] / first["tokens"]
+        size["law"] = {"flops": (tokens * each_token).tolist(), "value": law}
+        del size["rows"]
+    smallest = min(row["parameters"] for row in answer["rows"]) / target["parameters"]
+    # along the family: size and tokens grow together, and so compute goes as the square
+    shares = np.geomspace(min(smallest, 1.0), 1.0, POINTS).tolist()
+    ahead = [fit.at(share * target["parameters"], share * target["tokens"]) for share in shares]
+    forecast = {"flops": [target["flops"] * share**2 for share in shares]}
+    for name in Expected._fields:
+        forecast[name] = [getattr(each, name) for each in ahead]
+    return {
+        "name": ladder.values["name"],
+        "sizes": list(sizes.values()),
+        "forecast": forecast,
+        "answers": rows_of(answer, ladder.values),
+        "columns": [column.title for column in ROWS],
+        "rows": [[column.cell(row) for column in ROWS] for row in answer["rows"]],
+    }
 
 
 def _sized(values: dict[str, Any]) -> str:

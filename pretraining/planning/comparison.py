@@ -10,6 +10,7 @@ from pretraining.outside.files import COUNT, read_json_value
 from pretraining.planning.constants import table
 from pretraining.planning.costs import forecast
 from pretraining.planning.gpus import Gpu
+from pretraining.planning.ladder import ladder_of
 from pretraining.planning.memory.need import memory_need
 from pretraining.planning.quantities import duration, num_bytes, three_digits
 from pretraining.planning.run_plan import RunPlan, build_run_plan
@@ -34,8 +35,10 @@ TITLES = {
     "step_seconds": "step, mean",
     "training_seconds": "time of all steps",
     "checkpoint_bytes": "checkpoint",
+    "validation_loss": "validation loss",
 }
-"""`training_seconds` is the time of all steps together, without validation, saving and restarts."""
+"""`training_seconds` is the time of all steps together, without validation, saving and restarts. `validation_loss` is
+that of the end; the recipe's ladder foresees it."""
 QUANTITIES = tuple(TITLES)
 
 
@@ -54,6 +57,8 @@ def predicted(
     need = memory_need(setup, gpu_memory)
     values["peak_memory_bytes"] = need.on_processor if on_processor else need.allocated
     values["checkpoint_bytes"] = build_run_plan(setup).checkpoint_bytes
+    if ladder := ladder_of(setup.recipe):
+        values["validation_loss"] = ladder.expected(setup.recipe).loss
     if gpu is None or setup.recipe.training.product_precision not in gpu.dense_peak_flops:
         return values
     speed = forecast(setup, gpu)
@@ -99,6 +104,7 @@ def compare_run(folder: Path) -> dict:
     foreseen = _numbers({"checkpoint_bytes": plan.get("checkpoint_bytes")}) | _numbers(plan.get("predicted"))
     # the peak of memory and the MFU are in the end event alone; for the rest, the files come first
     observed = {**_numbers(end.get("measured")), **_observed(run)}
+    observed |= _numbers({"validation_loss": end.get("eval_loss")})
     if not foreseen and not observed:
         raise UserError(f"{folder}: its plan.json predicts nothing and the run has measured nothing yet")
     if not end:
@@ -237,4 +243,6 @@ def _words(quantity: str, value: float | None) -> str:
         return num_bytes(value)
     if quantity.endswith("seconds"):
         return duration(value)
+    if quantity.endswith("loss"):
+        return f"{value:.4f}"
     return f"{value:.0%}" if quantity == "mfu" else three_digits(value)

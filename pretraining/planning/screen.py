@@ -21,6 +21,7 @@ from pretraining.planning.costs import (
 )
 from pretraining.planning.gate import check_plan
 from pretraining.planning.gpus import Gpu, all_gpus, find_gpu
+from pretraining.planning.ladder import ladder_of
 from pretraining.planning.memory.need import PHASES, host_words, memory_need, shrink
 from pretraining.planning.quantities import (
     dollars,
@@ -117,6 +118,7 @@ def full_plan(setup: Setup, gpu: Gpu | None, nodes: int | None = None) -> dict:
         "predicted": predicted(setup, gpu, gpu_memory=there),
         "model": model,
         "published": recipe.published.to_dict(),
+        "loss": loss_words(recipe, plan.training_flops),
         "layout": {name: size for name, size in degrees.items() if size > 1},
         "precision": precision,
         "keep_in_fp32": recipe.weights.keep_in_fp32,
@@ -257,7 +259,19 @@ def _what(answer: dict) -> list[tuple[str, str]]:
         ("how", way),
         *([("layout", ", ".join(split))] if split else []),
         *([("published", published_words(answer["published"]))] if answer["published"] else []),
+        *([("loss", answer["loss"])] if answer["loss"] else []),
     ]
+
+
+def loss_words(recipe: Recipe, flops: float) -> str | None:
+    """Write the loss that the recipe's ladder foresees; None if the recipe names no ladder."""
+    if recipe.report.ladder is None:
+        return None
+    ladder = ladder_of(recipe)
+    if ladder is None:
+        command = f"python -m pretraining.ladder {recipe.words[1]}"
+        return f"not known: there is no ladder in {recipe.report.ladder} yet; {command} makes one"
+    return ladder.words(recipe, flops)
 
 
 def published_words(published: dict) -> str:

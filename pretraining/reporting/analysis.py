@@ -15,6 +15,7 @@ import numpy as np
 from pretraining.errors import UserError
 from pretraining.planning.comparison import measured_beside_planned
 from pretraining.planning.quantities import dollars, duration, several
+from pretraining.reporting.foreseen import Foreseen, foreseen_of
 from pretraining.reporting.published import JUDGED, Beside, beside, curve_of
 from pretraining.reporting.run_record import RunRecord, Standing
 from pretraining.runtime.run_folder import RunFolder
@@ -109,6 +110,8 @@ class Analysis:
     budget_share: float | None = None
     published: Beside | None = None
     """This run beside the one that its recipe repeats."""
+    foreseen: Foreseen | None = None
+    """What the ladder that it names foresees."""
     wall_time: WallTime | None = None
     """Where the time went; None if no row has a time."""
     dollars: float | None = None
@@ -129,6 +132,7 @@ def analyze(record: RunRecord, track_record: Sequence[float] = ()) -> Analysis:
     found.mixture_note = record.mixture.get("validation_note")
     found.wall_time = record.wall_time()
     found.dollars, found.dollars_at_end = map(record.metrics.last, ("cost/dollars", "cost/dollars_at_end"))
+    found.foreseen = foreseen_of(record)
     _, validation = record.metrics.column("eval/loss")
     if np.isfinite(validation).any():
         best = validation[np.isfinite(validation)].min()
@@ -375,6 +379,8 @@ def sentences(found: Analysis) -> list[str]:
             f"The published run ({other.run}) had {JUDGED[other.metric]} {other.published[-1]:.4f} after "
             f"{other.tokens[-1]:,.0f} tokens; this one is {side}."
         )
+    if found.foreseen is not None:
+        parts.append(found.foreseen.words)
     parts.append(_rate_words(found))
     are = "loss is" if found.non_finite == 1 else "losses are"
     text = f"{found.non_finite} logged {are} not finite. " if found.non_finite else ""

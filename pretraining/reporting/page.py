@@ -33,6 +33,7 @@ POINTS_OF_PARTS, FEWEST_POINTS = 10_000, 20
 PAGE = Path(__file__).resolve().parent / "assets"
 """What every page holds: structure, style, scripts and the chart library."""
 SCRIPTS = ("vendor/uplot-1.6.32.min.js", "format.js", "charts.js", "panels.js", "sections.js", "main.js")
+LADDER_SCRIPTS = (*SCRIPTS[:3], "sections.js", "ladder.js")
 STYLES = ("vendor/uplot-1.6.32.min.css", "style.css")
 MOST_EVENTS, MOST_SAMPLED_STEPS, MOST_SCORES = 400, 60, 60
 LONGEST_TEXT = 6000
@@ -61,6 +62,7 @@ QUANTITIES = {
     "mfu": ("share", "MFU, all steps"),
     "peak_memory_bytes": ("bytes", "Peak GPU memory"),
     "checkpoint_bytes": ("bytes", "A checkpoint"),
+    "validation_loss": ("loss", "Validation loss at the end"),
 }
 """{quantity of plan.json's `predicted`: (its unit, its name on the page)}"""
 FACTS = ("parameters", "tokens", "steps", "tokens_per_step", "sequence_length", "world_size", "micro_batch")
@@ -222,6 +224,7 @@ def run_payload(
         "heading": heading,
         "target": found.target,
         "published": _published(record, found),
+        "foreseen": _foreseen(record, found),
         "best_validation": _plain(found.best_validation),
         "plan": plan_beside_measured(record),
         "scores": _scores(record),
@@ -311,6 +314,7 @@ def plan_beside_measured(record: RunRecord) -> dict:
         files = [path for path in newest.rglob("*") if path.is_file()]
         measured["checkpoint_bytes"] = float(sum(path.stat().st_size for path in files))
     at_end = ends[-1].get("measured") if ends else None
+    measured["validation_loss"] = ends[-1].get("eval_loss") if ends else None
     measured |= (at_end or {}) | record.speed()
     if not ends:
         measured.pop("training_seconds", None)  # the plan's is that of the whole run
@@ -318,7 +322,8 @@ def plan_beside_measured(record: RunRecord) -> dict:
         if quantity == "peak_memory_bytes" and trained_on_processor(record.environment):
             label = ON_PROCESSOR  # there is no GPU whose memory could be measured
         both = {"predicted": predicted.get(quantity), "measured": measured.get(quantity)}
-        if any(value is not None for value in both.values()):
+        # a loss that nobody foresaw is not beside anything
+        if any(value is not None for value in both.values()) and (unit != "loss" or both["predicted"]):
             pairs.append({"quantity": quantity, "label": label, "unit": unit, **both})
     facts = {name: record.plan[name] for name in FACTS if record.plan.get(name) is not None}
     return {"facts": facts, "pairs": pairs}
@@ -344,6 +349,16 @@ def _published(record: RunRecord, found: Analysis) -> dict | None:
             list(zip(other.tokens, other.own, other.published, other.gaps, strict=True)), MOST_SCORES
         )
     return {"run": curve["run"], "series": series, "metric": other and other.metric, "rows": rows}
+
+
+def _foreseen(record: RunRecord, found: Analysis) -> dict | None:
+    """Give the losses that a ladder foresees by tokens and steps: {"words", "decayed", "low", "high"}."""
+    if (made := found.foreseen) is None:
+        return None
+    per_step = (record.recipe.get("budget") or {}).get("tokens_per_step") or 1
+    places = {"tokens": made.tokens, "step": [tokens / per_step for tokens in made.tokens]}
+    curves = {name: {**places, "value": getattr(made, name)} for name in ("decayed", "low", "high")}
+    return {"words": made.words, "left": made.has_left, **curves}
 
 
 def _samples(record: RunRecord) -> dict:

@@ -252,6 +252,8 @@ _SHAPES: dict[str, dict] = {
         "properties": {"tokens": _NUMBER, "tokens_per_step": _NUMBER, "ramp": _RAMP},
     },
     "report": {"type": "object", "properties": {"target_loss": _NUMBER, "every_seconds": _NUMBER}},
+    "size": {"type": ["object", "null"], "properties": {"matmul": _NUMBER}},
+    "training_flops": _NUMBER,
     "run": {"type": "object", "properties": {"sources": {"type": "array", "items": {"type": "object"}}}},
     "predicted": {"type": ["object", "null"]},
     "checkpoint_bytes": _NUMBER,

@@ -25,6 +25,7 @@ DRIVERS = {
     "api": set(),
     "meeting_point": set(),
     "sweep": {"api", "reporting"},
+    "ladder": {"api", "checkpoints", "reporting", "sweep"},
     "postmortem": {"checkpoints", "reporting"},
     "reporting/__main__": {"checkpoints"},
     "pipeline": {"api", "checkpoints", "doctor", "reporting"},

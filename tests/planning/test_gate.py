@@ -40,12 +40,13 @@ def test_a_finished_run_holds_predicted_and_measured(workshop):
     plan, end = json.loads(run.plan.read_text()), run.last_event("end")
     assert plan["predicted"]["peak_memory_bytes"] > 0 and plan["predicted"]["mfu"] is None
     measured = end["measured"]
-    assert set(measured) == set(QUANTITIES) - {"mfu"}
+    assert set(measured) == set(QUANTITIES) - {"mfu", "validation_loss"}
     assert measured["training_seconds"] > 0
     assert 0 < measured["peak_memory_bytes"] < 2 * plan["predicted"]["peak_memory_bytes"]
     row = compare_run(run.path)
     assert row["finished"] and row["tokens_per_second"]["measured"] == measured["tokens_per_second"]
     assert row["checkpoint_bytes"]["measured"] >= plan["checkpoint_bytes"]
+    assert row["validation_loss"] == {"predicted": None, "measured": end["eval_loss"], "ratio": None}
 
 
 def test_a_measured_run_feeds_later_plans(tmp_path, monkeypatch):

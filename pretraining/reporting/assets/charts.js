@@ -6,6 +6,10 @@ const RUN_COLORS = {
   dark: ["#6ea3ff", "#f5a04c", "#4cc380", "#c98bea", "#f06595", "#46c2cf", "#cdb93a", "#a3b0c2"],
 };
 const theme = () => document.documentElement.dataset.theme;
+const applyTheme = () => {
+  const system = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+  document.documentElement.dataset.theme = memory.get("theme", system);
+};
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const runColor = (index) => RUN_COLORS[theme()][index % 8];
 const mixed = (a, b, share) => "#" + [1, 3, 5].map((i) =>
@@ -158,7 +162,7 @@ const withSmooth = (line, strength) => !line.series || strength <= 0 || line.ser
   { ...line, series: smoothed(line.series, strength) },
 ];
 
-// lines: [{label, run, runLabel, part, color, series, width, dash, quiet, dots}]
+// lines: [{label, run, runLabel, part, color, series, width, dash, quiet, dots, fill}]
 const drawChart = (box, lines, { unit = "number", height = 200, logY = false, runs = [], toggles = true, settled = false } = {}) => {
   const usable = lines.filter((line) => line.series && line.series.value.some((y) => y !== null));
   if (!usable.length) return null;
@@ -178,6 +182,7 @@ const drawChart = (box, lines, { unit = "number", height = 200, logY = false, ru
       label: line.label, stroke: line.color, width: line.width || 1.5, dash: line.dash, spanGaps: false,
       points: { show: line.series.value.length < (line.dots ? 80 : 3), size: 5, fill: line.color },
     }))],
+    bands: usable.flatMap((line, k) => (line.fill ? [{ series: [k + 1, k + 2], fill: line.fill }] : [])), // to the line after it
     hooks: { draw: [(u) => drawMarks(u, marks)], setCursor: [(u) => tooltip(u, tip, usable, marks, unit)] },
   }, columns, holder);
   drawn.add({ chart, holder });

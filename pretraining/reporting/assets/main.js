@@ -5,11 +5,6 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const page = document.getElementById("page");
 const several = data.runs.length > 1;
 
-const applyTheme = () => {
-  const system = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
-  document.documentElement.dataset.theme = memory.get("theme", system);
-};
-
 const lossLines = () => {
   const strength = memory.get("smooth", 0.01);
   return data.runs.flatMap((run, i) => {
@@ -17,7 +12,8 @@ const lossLines = () => {
     const main = several ? colorOfRun(i) : color("accent"), other = several ? colorOfRun(i) : color("second");
     const name = several ? run.name : "training", parts = (part) => ({ run: several ? run.name : null, runLabel: run.label, part });
     return [
-      ...["train/loss", "eval/loss"].flatMap((name) => publishedLines(run, i, name)), // first: beneath the run's own
+      ...foreseenLines(run, i), // first: beneath the run's own
+      ...["train/loss", "eval/loss"].flatMap((name) => publishedLines(run, i, name)),
       train && strength > 0 ? { label: `${name} raw`, belongsTo: name, quiet: true, color: faded(main, 0.28), width: 1, series: train, ...parts("training") } : null,
       train ? { label: name, ...parts("training"), color: main, width: 2, series: strength > 0 ? smoothed(train, strength) : train } : null,
       validation ? { label: several ? `${run.name} validation` : "validation", ...parts("validation"), color: other, width: 2, dash: several ? [6, 4] : null, dots: true, series: validation } : null,
@@ -35,6 +31,14 @@ const publishedLines = (run, i, name) => {
   const cut = Object.fromEntries(Object.entries(series).map(([key, values]) => [key, values.slice(0, until)]));
   const part = name === "train/loss" ? "published, training" : "published";
   return [{ label: `${part}: ${made.run}`, run: null, part, metric: name, color: color("note"), dash: name === "train/loss" ? [1, 4] : [6, 4], width: 1.5, dots: name !== "train/loss", series: cut }];
+};
+
+// What the ladder foresees of the validation: if the rate had fallen by then, and the band up to that of a stable rate.
+const foreseenLines = (run, i) => {
+  if (!run.foreseen || xName() === "hours") return [];
+  const shade = several ? colorOfRun(i) : color("good"), label = several ? `${run.name} foreseen` : "foreseen, once decayed";
+  const side = (name, more) => ({ label: `${label} ${name}`, belongsTo: label, quiet: true, color: faded(shade, 0.45), width: 1, series: run.foreseen[name], ...more });
+  return [side("high", { fill: faded(shade, 0.1) }), side("low"), { label, run: several ? run.name : null, runLabel: run.label, part: "foreseen", color: shade, dash: [3, 4], series: run.foreseen.decayed }];
 };
 
 const forecastLine = (run, i) => {
