@@ -162,7 +162,7 @@ def train_all(
     points: Sequence[Point],
     launcher: str,
     failures: dict[str, str],
-    begin: Callable[[Point], None] = lambda point: None,
+    begin: Callable[[Any], None] = lambda point: None,
     called: str = "sweep",
 ) -> int:
     """Train the points in turn; returns the exit code. What fails is noted, and the next one starts.

@@ -45,9 +45,10 @@ EXAMPLES = """examples:
   python -m pretraining.ladder tiny --up_to 0.1
   python -m pretraining.ladder tiny --show --flops 1e14
   python -m pretraining.ladder 124m --world_size 8 --gpu H100 --launcher "deepspeed --num_gpus=8"
-  python -m pretraining.ladder 124m --slurm="--nodes=1 --gpus-per-node=8 --time=4:00:00" --world_size 8
+  python -m pretraining.ladder 124m --output_dir runs/124m-ladder --world_size 8 \\
+      --slurm="--nodes=1 --gpus-per-node=8 --time=4:00:00"
   python -m pretraining.ladder 124m --show --gpu H100 --dollars 500 --serve 1t
-  python -m pretraining.ladder mine.json --show --against runs/124m-ladder
+  python -m pretraining.ladder my_recipe.json --show --against runs/124m-ladder
 
 The same command skips what is finished and goes on with the rest.
 exit codes: 0 fitted, planned or submitted, 2 a run failed or the points cannot be fitted, 75 stopped on request"""

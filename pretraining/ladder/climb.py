@@ -39,6 +39,12 @@ class Rung(Point):
         """Of the weights at its end."""
         return (self.begins + self.steps) * self.member.recipe.tokens_per_step
 
+    @property
+    def is_finished(self) -> bool:
+        # a branch has a recipe of its own once it is there
+        file = Path(self.options["recipe"])
+        return file.is_file() and RunFolder(self.folder).is_finished(load_recipe(str(file)).to_dict())
+
     def branch_off(self) -> None:
         """Make the folder of a decay from its branch point.
 
@@ -72,10 +78,8 @@ def rungs_of(members: Sequence[Member], folder: Path, options: argparse.Namespac
             place = trunk.with_name(f"{member.name}-{tokens}")
             runs.append((place, RunFolder(place).recipe, begins, steps))
         for place, file, begins, steps in runs:
-            # a branch has a recipe of its own once it is there
-            recipe = load_recipe(str(file)) if file.is_file() else member.recipe
             given: dict[str, Any] = {"recipe": str(file), "output_dir": place, **passed_on}
-            rungs.append(Rung({}, place, given, recipe, member, trunk, begins, steps))
+            rungs.append(Rung({}, place, given, member.recipe, member, trunk, begins, steps))
     return rungs
 
 

@@ -221,7 +221,7 @@ def _member(
     decay, falling = DECAY, DECAY_SHARE
     if training.lr_scheduler_type == DECAYING:
         decay = {**training.lr_scheduler_kwargs}
-        falling = decay.pop("num_decay_steps") / target.num_steps
+        falling = float(decay.pop("num_decay_steps")) / target.num_steps
         decay.pop("num_stable_steps", None)
     first = max(FEWEST_STEPS, round(total * (1 - falling) / doublings))
     falls = max(1, round(first * falling / (1 - falling)))

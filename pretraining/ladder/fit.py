@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
 import numpy as np
-from scipy.optimize import curve_fit, minimize, nnls
-from scipy.special import expit, huber
+from scipy.optimize import curve_fit, least_squares, nnls
+from scipy.special import expit
 
 from pretraining.errors import UserError
 from pretraining.planning.ladder import LossFit, law_of
@@ -19,11 +19,11 @@ FEWEST = 3
 FEWEST_POINTS = 6
 """One more than the law has constants."""
 DELTA = 1e-3
-"""Huber's delta, on logarithms (Hoffmann et al. 2022, D.2)."""
+"""Huber's delta, on logarithms (Hoffmann et al. 2022, D.2): the least, for runs that are nearly without noise."""
+HUBER = 1.345
+"""Delta over the noise, at which 95 % of the points' information is used if the noise is normal (Huber 1981)."""
 EXPONENTS = np.geomspace(0.05, 1.5, 8)
 """From which a fit starts, for both powers."""
-LOWEST, HIGHEST = (-9.0, -20.0, -20.0, 0.02, 0.02), (9.0, 9.0, 9.0, 3.0, 3.0)
-"""Bounds of log E, of the logarithms of both terms at the middle of the points, and of both exponents."""
 STARTS, DRAWS = 6, 100
 WIDE = 0.5
 """Share of a constant by which its interval may be wide before a note says so."""
@@ -53,7 +53,10 @@ def fit_loss(parameters: Sequence[float], tokens: Sequence[float], losses: Seque
         )
     middle = np.log(points[:2]).mean(axis=1)
     logs, target = np.log(points[:2]) - middle[:, None], np.log(points[2])
-    best = _optimum(logs, target)
+    # where the loss begins to grow straight follows from the noise, once that is known
+    first = _log_losses(_optimum(logs, target, DELTA), logs)[0] - target
+    delta = max(DELTA, HUBER * 1.4826 * float(np.median(np.abs(first))))
+    best = _optimum(logs, target, delta)
     fitted, _ = _log_losses(best, logs)
     residuals = target - fitted
     spare = max(1, points.shape[1] - len(best))
@@ -62,28 +65,32 @@ def fit_loss(parameters: Sequence[float], tokens: Sequence[float], losses: Seque
     wider = (residuals - residuals.mean()) * np.sqrt(points.shape[1] / spare)
     random, draws = np.random.default_rng(0), []
     for _ in range(DRAWS):
-        draws.append(_optimum(logs, fitted + random.choice(wider, len(wider)), best))
+        draws.append(_optimum(logs, fitted + random.choice(wider, len(wider)), delta, best))
     laws = [_as_law(each, middle) for each in draws]
-    without = [_as_law(_optimum(logs[:, kept], target[kept]), middle) for kept in _parts(points)]
-    left_out = _error_at_largest(points, logs, target)
+    without = [_as_law(_optimum(logs[:, kept], target[kept], delta), middle) for kept in _parts(points)]
+    left_out = _error_at_largest(points, logs, target, delta)
     return LossFit(_as_law(best, middle), tuple(laws), tuple(without), noise, left_out, _notes(best, draws))
 
 
 def _log_losses(constants: np.ndarray, logs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return log L [points], and the share of each of its terms [3, points].
+    """Return log L [points], and its derivatives [points, constants].
 
-    constants: log E, log A / N0^alpha, log B / D0^beta, alpha, beta. logs: of N / N0 and D / D0 [2, points].
+    constants: log E, log A / N0^alpha, log B / D0^beta, log alpha, log beta. logs: of N / N0 and D / D0 [2, points].
     """
-    floor, size, length, alpha, beta = constants
-    terms = np.exp([np.full_like(logs[0], floor), size - alpha * logs[0], length - beta * logs[1]])
+    floor, size, length = constants[:3]
+    powers = np.exp(constants[3:])[:, None] * logs
+    terms = np.exp([np.full_like(logs[0], floor), size - powers[0], length - powers[1]])
     total = terms.sum(axis=0)
-    return np.log(total), terms / total
+    shares = terms / total
+    return np.log(total), np.concatenate([shares, -shares[1:] * powers]).T
 
 
-def _optimum(logs: np.ndarray, target: np.ndarray, near: np.ndarray | None = None) -> np.ndarray:
+def _optimum(
+    logs: np.ndarray, target: np.ndarray, delta: float, near: np.ndarray | None = None
+) -> np.ndarray:
     """Return the best constants for these logarithms of losses.
 
-    near: the optimum of nearly the same points, from which this one is looked for, less exactly.
+    near: the optimum of nearly the same points, from which this one is looked for.
     """
     chosen = [near] if near is not None else []
     if near is None:
@@ -92,37 +99,34 @@ def _optimum(logs: np.ndarray, target: np.ndarray, near: np.ndarray | None = Non
             # relative errors are nearly those of the logarithms
             columns = np.stack([np.ones_like(target), np.exp(-alpha * logs[0]), np.exp(-beta * logs[1])])
             scales, error = nnls((columns * np.exp(-target)).T, np.ones_like(target))
-            starts.append((error, [*np.log(np.maximum(scales, 1e-8)), alpha, beta]))
+            starts.append((error, np.log([*np.maximum(scales, 1e-6), alpha, beta])))
         chosen = [start for _, start in sorted(starts, key=lambda start: start[0])[:STARTS]]
 
-    def objective(constants: np.ndarray) -> tuple[float, np.ndarray]:
-        """Return the sum of Huber's losses in units of delta squared, and its gradient."""
-        fitted, shares = _log_losses(constants, logs)
-        errors = (fitted - target) / DELTA
-        slopes = np.clip(errors, -1, 1) / DELTA
-        gradient = shares @ slopes
-        powers = -(shares[1:] * logs) @ slopes
-        return float(huber(1.0, errors).sum()), np.concatenate([gradient, powers])
+    # Huber's loss as a square, so that it is a problem of least squares: its root, with the sign of the error
+    def errors(constants: np.ndarray) -> np.ndarray:
+        off = _log_losses(constants, logs)[0] - target
+        beyond = np.sqrt(np.maximum(2 * delta * np.abs(off) - delta**2, 0))
+        return np.where(np.abs(off) <= delta, off, np.sign(off) * beyond)
 
-    # a sum and not a mean, and to the last digit: else it stops early (Besiroglu et al. 2024)
-    exact = {
-        "ftol": 1e-15 if near is None else 1e-9,
-        "gtol": 1e-9,
-        "maxiter": 5000,
-        "maxfun": 10_000,
-        "maxcor": 20,
-    }
-    limits = list(zip(LOWEST, HIGHEST, strict=True))
-    ends = [
-        minimize(objective, np.clip(start, LOWEST, HIGHEST), jac=True, bounds=limits, options=exact)
-        for start in chosen
-    ]
-    return min(ends, key=lambda end: end.fun).x
+    def slopes(constants: np.ndarray) -> np.ndarray:
+        fitted, derivatives = _log_losses(constants, logs)
+        size = np.abs(fitted - target)
+        beyond = delta / np.sqrt(np.maximum(2 * delta * size - delta**2, delta**2))
+        return np.where(size <= delta, 1.0, beyond)[:, None] * derivatives
+
+    # to the last digit: else it stops early in a long valley (Besiroglu et al. 2024); a draw needs fewer
+    small, most = (1e-14, 500) if near is None else (1e-7, 60)
+    ways = {"method": "lm", "ftol": small, "xtol": small, "gtol": small, "max_nfev": most}
+    with np.errstate(over="ignore", invalid="ignore"):
+        ends = [least_squares(errors, start, slopes, **ways) for start in chosen]
+    return min(ends, key=lambda end: end.cost).x
 
 
 def _as_law(constants: np.ndarray, middle: np.ndarray) -> ParametricLoss:
-    floor, size, length, alpha, beta = constants
-    scales = np.exp([floor, size + alpha * middle[0], length + beta * middle[1]])
+    floor, size, length = constants[:3]
+    alpha, beta = np.exp(constants[3:])
+    # a number that JSON can hold, where sizes explain nothing and the exponent has run away
+    scales = np.exp(np.minimum([floor, size + alpha * middle[0], length + beta * middle[1]], 600.0))
     return law_of([*scales.tolist(), float(alpha), float(beta)])
 
 
@@ -140,12 +144,12 @@ def _parts(points: np.ndarray) -> Iterator[np.ndarray]:
             yield kept
 
 
-def _error_at_largest(points: np.ndarray, logs: np.ndarray, target: np.ndarray) -> float | None:
+def _error_at_largest(points: np.ndarray, logs: np.ndarray, target: np.ndarray, delta: float) -> float | None:
     """Return the largest relative error, at the largest size, of a law that has not seen it."""
     known = points[0] < points[0].max()
     if not _is_enough(points[:, known]):
         return None
-    foreseen, _ = _log_losses(_optimum(logs[:, known], target[known]), logs[:, ~known])
+    foreseen, _ = _log_losses(_optimum(logs[:, known], target[known], delta), logs[:, ~known])
     errors = np.exp(foreseen - target[~known]) - 1
     return float(errors[np.abs(errors).argmax()])
 
@@ -153,8 +157,7 @@ def _error_at_largest(points: np.ndarray, logs: np.ndarray, target: np.ndarray) 
 def _notes(best: np.ndarray, draws: list[np.ndarray]) -> tuple[str, ...]:
     """Say which constants the points leave open (Besiroglu et al. 2024): the forecast is then good near the ladder."""
     low, high = np.quantile(draws, [0.05, 0.95], axis=0)
-    low, high = (np.concatenate([np.exp(end[:1]), end[3:]]) for end in (low, high))
-    values = np.concatenate([np.exp(best[:1]), best[3:]])
+    low, high, values = (np.exp(each[[0, 3, 4]]) for each in (low, high, best))
     names = ("the floor E", "the exponent of the size", "the exponent of the tokens")
     return tuple(
         f"the points leave {name} open: {value:.3g} ({a:.3g} to {b:.3g})"

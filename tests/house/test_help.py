@@ -13,6 +13,7 @@ from pretraining.command_line import parse_train_arguments
 from pretraining.data import __main__ as data
 from pretraining.doctor import __main__ as doctor
 from pretraining.evaluation import __main__ as evaluation
+from pretraining.ladder import __main__ as ladder
 from pretraining.pipeline import __main__ as pipeline
 from pretraining.planning import __main__ as planning
 from pretraining.planning.gpus import find_gpu
@@ -35,6 +36,7 @@ COMMANDS = {
     "pipeline": (pipeline.main, ()),
     "doctor": (doctor.main, ()),
     "sweep": (sweep.main, ()),
+    "ladder": (ladder.main, ()),
 }
 HELPS = [(name, verb) for name, (_, verbs) in COMMANDS.items() for verb in ("", *verbs)]
 RECIPES = {name: load_recipe(name) for name in [*recipe_names(), "features/frozen-layers"]}

@@ -1,0 +1,295 @@
+"""`python -m pretraining.ladder`: the family, runs and kills, fits with known answers, what plan and report say."""
+
+import json
+import random
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pretraining.errors import UserError
+from pretraining.ladder.__main__ import main
+from pretraining.ladder.answers import compare
+from pretraining.ladder.fit import best_at, fit_best, fit_loss, fit_score
+from pretraining.planning.__main__ import main as plan_main
+from pretraining.planning.ladder import DECAYED, FILE, STABLE, matmul_parameters, read_ladder
+from pretraining.planning.scaling_laws import ParametricLoss, parametric_loss
+from pretraining.planning.shapes import widths_of
+from pretraining.recipe import load_recipe
+from pretraining.reporting.analysis import analyze
+from pretraining.reporting.run_record import RunRecord
+from pretraining.runtime.durable_files import append_row, write_json
+from tests.gear.runs import (
+    FAMILIES,
+    OTHER_MODELS,
+    Started,
+    Workshop,
+    completed,
+    execute,
+    forked_programs,
+    made_once,
+)
+
+LAW = parametric_loss("besiroglu")
+SIZES, RATIOS = (1e7, 2e7, 4e7, 8e7), (10, 20, 40)
+LADDER = ["python", "-m", "pretraining.ladder"]
+SMALL = ["--widths", "16,24,32", "--longest", "1"]
+SETTINGS = ["budget.tokens=8192", "evaluation.max_validation_tokens=2000"]
+SETTINGS += ["monitors.noise_scale_steps=null", "monitors.layer_norms_steps=null"]
+
+
+def points_of(
+    sizes=SIZES, ratios=RATIOS, noise: float = 0.0, law: ParametricLoss = LAW, seed: int = 0
+) -> tuple[list, list, list]:
+    """Return the points of a ladder with a known law: every size at every number of tokens per parameter."""
+    draws = np.random.default_rng(seed)
+    places = [(size, ratio * size) for size in sizes for ratio in ratios]
+    losses = [law.loss(*place) * float(np.exp(draws.normal(0, noise))) for place in places]
+    return [size for size, _ in places], [tokens for _, tokens in places], losses
+
+
+def command_of(workshop: Workshop, folder: Path, *more: str) -> list[str]:
+    words = [word for text in SETTINGS for word in ("--set", text)]
+    options = ["--data_dir", str(workshop.data), "--deepspeed", "null", "--output_dir", str(folder)]
+    return [*LADDER, str(workshop.recipe), *options, *words, *more]
+
+
+@pytest.fixture(scope="session")
+def ladder(workshop) -> Path:
+    """The folder of a whole small ladder of nine runs, made once."""
+    folder = workshop.folder / "ladder"
+    made_once(
+        workshop.folder / "ladder.made",
+        lambda: completed(command_of(workshop, folder, *SMALL), **forked_programs()),
+    )
+    return folder
+
+
+@pytest.mark.parametrize("law", [LAW, ParametricLoss(0.7, 30.0, 55.0, 0.45, 0.2, "")])
+@pytest.mark.parametrize("scale", [1.0, 0.005])
+def test_known_constants_are_recovered(law, scale):
+    """Within 2 %, from ladders of large models and of tiny ones; and the loss far beyond them."""
+    sizes = [scale * size for size in SIZES]
+    found = fit_loss(*points_of(sizes, law=law))
+    for name in ("E", "A", "B", "alpha", "beta"):
+        assert getattr(found.law, name) == pytest.approx(getattr(law, name), rel=0.02), name
+    far = 30 * sizes[-1], 600 * sizes[-1]
+    assert found.at(*far).loss == pytest.approx(law.loss(*far), rel=1e-3)
+    assert abs(found.left_out) < 1e-3 and found.notes == ()
+
+
+def test_the_interval_holds_the_loss_of_noisy_ladders():
+    """Runs that are 0.3 % off: at eight times the compute within 2 %, and inside the interval in three ladders of four."""
+    place = 8e7 * 8**0.5, 20 * 8e7 * 8**0.5
+    fits = [fit_loss(*points_of(noise=0.003, seed=seed)) for seed in range(4)]
+    inside = [each.low <= LAW.loss(*place) <= each.high for each in (fit.at(*place) for fit in fits)]
+    assert sum(inside) >= 3
+    assert all(fit.at(*place).loss == pytest.approx(LAW.loss(*place), rel=0.02) for fit in fits)
+    assert all(0.001 < fit.noise < 0.01 for fit in fits)
+    # the same points, the same answer
+    assert fits[0] == fit_loss(*points_of(noise=0.003, seed=0))
+
+
+def test_points_that_do_not_carry_a_constant_are_told():
+    """Sizes so near to each other that their noise is larger than what they gain."""
+    found = fit_loss(*points_of((1e7, 1.1e7, 1.2e7), noise=0.01))
+    assert any("the exponent of the size" in note for note in found.notes)
+
+
+NONE, SAME = float("nan"), (1e7,) * 4
+DEGENERATE = {
+    "1 sizes and 3 token counts": points_of((1e7,)),
+    "4 sizes and 1 token counts": ([*SIZES], [1e9] * 4, [3.0] * 4),
+    "0 runs with a loss": ([*SIZES], [2e8, 3e8, 4e8, 5e8], [NONE] * 4),
+    "4 runs with a loss, 1 of them different": (SAME, SAME, [3.0] * 4),
+    "3 runs with a loss, 3 of them different": ([1e7, 2e7, 4e7], [1e9, 2e9, 4e9], [3.0, 2.9, 2.8]),
+}
+
+
+@pytest.mark.parametrize("said", DEGENERATE)
+def test_a_degenerate_ladder_is_one_line(said):
+    """One size, one token count, diverged runs, duplicate points, too few: what is there, and what is missing."""
+    with pytest.raises(
+        UserError, match=r"cannot be fitted.*it needs 3 of each and 6 different runs"
+    ) as raised:
+        fit_loss(*DEGENERATE[said])
+    assert said in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_the_best_rate_and_batch_follow_from_a_grid():
+    """A bowl in both logarithms around known power laws; a rate without a minimum in its grid has none."""
+    cells, values, losses = [], [], []
+    for size, tokens, _ in zip(*points_of(), strict=True):
+        best = 0.7 * size**-0.3 * tokens**0.1, 3.0 * tokens**0.5
+        for rate in (0.4, 1, 2.5):
+            for batch in (0.4, 1, 2.5):
+                cells.append((size, tokens))
+                values.append((0.01 * rate, 1e5 * batch))
+                bowl = [np.log(value / at) ** 2 for value, at in zip(values[-1], best, strict=True)]
+                losses.append(LAW.loss(size, tokens) * np.exp(0.02 * bowl[0] + 0.01 * bowl[1]))
+    found = fit_best(cells, values, losses)
+    assert found["rate"]["law"] == pytest.approx([np.log(0.7), -0.3, 0.1], abs=1e-6)
+    assert found["batch"]["law"] == pytest.approx([np.log(3.0), 0, 0.5], abs=1e-6)
+    value, low, high = best_at(found["rate"], 1e9, 2e10)
+    assert low <= value <= high and value == pytest.approx(0.7 * 1e9**-0.3 * 2e10**0.1)
+    losses[0] = NONE  # diverged at its rate
+    assert fit_best(cells, values, losses)["rate"]["law"] == pytest.approx(found["rate"]["law"], abs=1e-6)
+    hill = [loss / 1e3 ** value[0] for loss, value in zip(losses, values, strict=True)]
+    assert "rate" not in fit_best(cells, values, hill)
+
+
+def test_a_score_needs_a_signal():
+    losses = np.linspace(2.5, 4.5, 9)
+    rising = 0.25 + 0.5 / (1 + np.exp(3 * (losses - 3.2)))
+    assert fit_score(losses, rising)(3.0) == pytest.approx(0.25 + 0.5 / (1 + np.exp(3 * -0.2)), abs=0.01)
+    chance = 0.25 + np.random.default_rng(0).normal(0, 0.02, 9)
+    assert fit_score(losses, chance) is None and fit_score(losses, np.full(9, 0.25)) is None
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3", "qwen3_moe", "gpt_neox"])
+def test_members_keep_the_ratios_of_the_recipe(workshop, tmp_path, kind, capsys):
+    """Half the width has half the heads and layers; all of them are recipes that train by themselves."""
+    model = json.dumps({**FAMILIES, **OTHER_MODELS}[kind])
+    words = [str(workshop.recipe), "--set", f"model={model}", "--deepspeed", "null", "--plan", "--json"]
+    assert main([*words, "--widths", "16,32,64"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["name"] for row in rows] == ["w16", "w32", "w64"] and [row["runs"] for row in rows] == [3] * 3
+    assert [row["flops"] for row in rows] == sorted(row["flops"] for row in rows)
+    main([*words[:-2], "--commands", "--widths", "16,32,64", "--output_dir", str(tmp_path)])
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    half, whole = (load_recipe(str(tmp_path / "recipes" / f"w{width}.json")) for width in (32, 64))
+    ours, theirs = (widths_of(recipe.model) for recipe in (half, whole))
+    assert (ours.hidden, ours.layers, ours.inner) == (32, 1, theirs.inner // 2)
+    assert 2 * ours.heads == theirs.heads and theirs == widths_of(json.loads(model))
+    assert half.model.vocab_size == whole.model.vocab_size
+    # tokens follow from the size; the rate carries over by muP, or goes up for a smaller model
+    assert half.num_tokens / whole.num_tokens == pytest.approx(
+        matmul_parameters(half) / matmul_parameters(whole), rel=0.3
+    )
+    carries = kind in ("gpt2", "llama", "qwen3")
+    assert (half.mup.base_width == 64) == carries
+    assert carries or half.training.learning_rate > whole.training.learning_rate
+    kwargs = whole.training.lr_scheduler_kwargs
+    assert kwargs["decay_type"] == "1-sqrt" and kwargs["num_decay_steps"] == pytest.approx(
+        0.2 * whole.num_steps, rel=0.15
+    )
+
+
+def test_kills_at_random_moments_end_in_the_same_fit(workshop, ladder, tmp_path):
+    """Of a ladder whose largest size is not there yet, killed twice; the same command ends with the same points."""
+    folder = tmp_path / "ladder"
+    shutil.copytree(ladder, folder, ignore=shutil.ignore_patterns("w32*", FILE, "*.html"))
+    command = command_of(workshop, folder, *SMALL)
+    for _ in range(2):
+        started = Started(command, **forked_programs())
+        pause = random.SystemRandom().uniform(1, 8)
+        print(f"killed after {pause:.2f} s")
+        until = time.monotonic() + pause
+        while time.monotonic() < until and started.process.poll() is None:
+            time.sleep(0.01)
+        started.kill()
+    ended = completed(command, **forked_programs())
+    assert "ladder 1/9: w16: finished before" in ended.stdout
+    ours, theirs = (json.loads((place / FILE).read_text()) for place in (folder, ladder))
+    assert ours["points"] == theirs["points"] and ours["fits"] == theirs["fits"]
+
+
+def test_the_ladder_answers_plan_and_report(workshop, ladder, tmp_path, capsys):
+    """In the plan of its recipe, in --show with budgets, in the sentences of a run and in `planning compare`."""
+    values = json.loads((ladder / FILE).read_text())
+    assert values["runs"] == len(values["points"]) == 9 and set(values["fits"]) == {DECAYED, STABLE}
+    assert {point["size"] for point in values["points"]} == {"w16", "w24", "w32"}
+    assert (ladder / "ladder.html").stat().st_size > 50_000
+    names = [f"report.ladder={ladder}", *SETTINGS]
+    recipe = load_recipe(str(workshop.recipe), names, "null")
+    kept = read_ladder(str(ladder))
+    expected = kept.expected(recipe)
+    assert expected.low <= expected.loss <= expected.high and kept.differs(recipe) == []
+    options = ["--recipe", str(workshop.recipe), "--deepspeed", "null"]
+    options += [word for text in names for word in ("--set", text)]
+    planned = completed(["python", "train.py", *options, "--plan"])
+    line = next(line for line in planned.stdout.splitlines() if line.startswith("loss "))
+    assert f"{expected.words}, ladder of 9 runs up to" in line and "of its compute" in line
+    other = completed(["python", "train.py", *options, "--plan", "--set", "data.packing=best_fit"])
+    assert "it is of another family: data.packing" in " ".join(other.stdout.split())
+    # a run that is where it should be, and one that has left it
+    for name, loss, said in (
+        ("on", expected.loss, "on its way"),
+        ("off", 2 * expected.loss, "It has left that"),
+    ):
+        folder = tmp_path / name
+        write_json(folder / "recipe.json", recipe.to_dict())
+        plan = {
+            "size": {"matmul": matmul_parameters(recipe)},
+            "predicted": {"validation_loss": expected.loss},
+        }
+        write_json(folder / "plan.json", plan)
+        tokens = recipe.num_tokens
+        for row in ({"train/learning_rate": 0.01}, {"train/learning_rate": 0.0, "eval/loss": loss}):
+            append_row(
+                folder / "metrics.jsonl",
+                {"step": tokens // 512, "train/tokens": tokens, "train/loss": loss} | row,
+            )
+        append_row(
+            folder / "events.jsonl", {"time": "2026-01-01T00:00:00Z", "event": "end", "eval_loss": loss}
+        )
+        assert said in analyze(RunRecord(folder)).foreseen.words
+    plan_main(["compare", str(tmp_path / "on"), str(tmp_path / "off")])
+    assert f"validation loss  {expected.loss:>9.4f}" in capsys.readouterr().out
+
+
+def test_budgets_and_rivals_are_answered_from_what_is_there(workshop, ladder, capsys):
+    """Nothing is started: the best size for FLOPs, for dollars and to serve; and which of two recipes wins."""
+    words = [str(workshop.recipe), "--deepspeed", "null", "--output_dir", str(ladder), "--show"]
+    words += [word for text in SETTINGS for word in ("--set", text)]
+    main([*words, "--flops", "1e12", "--serve", "1m", "--dollars", "1", "--gpu", "H100", "--json"])
+    answer = json.loads(capsys.readouterr().out)
+    for name in ("flops", "dollars"):
+        assert (
+            answer[name]["low"] <= answer[name]["loss"] <= answer[name]["high"] and answer[name]["width"] >= 8
+        )
+    assert answer["serve"]["parameters"] > 0 and len(answer["rows"]) == 9
+    main([*words, "--against", str(ladder)])
+    assert "neither is known to win" in capsys.readouterr().out
+    kept = read_ladder(str(ladder))
+    worse = json.loads((ladder / FILE).read_text())
+    for law in (
+        worse["fits"][DECAYED]["law"],
+        *worse["fits"][DECAYED]["draws"],
+        *worse["fits"][DECAYED]["without"],
+    ):
+        law[:3] = [1.05 * scale for scale in law[:3]]
+    worse["name"] = "worse"
+    write_json(ladder / "worse" / FILE, worse)
+    found = compare(kept, read_ladder(str(ladder / "worse")))
+    assert found["winner"] == kept.values["name"] and found["sure"] == 1
+    assert found["difference"] == pytest.approx(1 / 1.05 - 1)
+
+
+WRONG = {
+    "--widths 0,8": "--widths 0,8: write numbers above 0",
+    "--sizes 4": "leaves room for",
+    "--show": "no such ladder; make it with python -m pretraining.ladder",
+    "--plan --show": "starts nothing; leave out the other",
+    "--widths 20,20.5": "write numbers above 0",
+    "--set model.n_embd=x": "model.n_embd",
+    "--plan --world_size 3 --gpu X9": "X9",
+}
+
+
+@pytest.mark.parametrize("options", WRONG)
+def test_wrong_words_are_one_line_and_write_nothing(workshop, tmp_path, options):
+    folder = tmp_path / "ladder"
+    finished = execute(command_of(workshop, folder, *options.split()))
+    assert finished.code == 2 and WRONG[options] in finished.stderr, finished.output
+    assert finished.stderr.count("\n") == 1 and not folder.exists()
+
+
+def test_a_damaged_ladder_is_one_line(workshop, tmp_path):
+    """In the plan; a report is written without it."""
+    (tmp_path / FILE).write_text('{"name": 1}')
+    options = ["--recipe", str(workshop.recipe), "--deepspeed", "null", "--set", f"report.ladder={tmp_path}"]
+    finished = execute(["python", "train.py", *options, "--plan"])
+    assert finished.code == 2 and finished.stderr.count("\n") == 1 and FILE in finished.stderr
