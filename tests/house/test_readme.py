@@ -13,6 +13,7 @@ from pretraining.command_line import parse_train_arguments
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.runtime.run_folder import RunFolder
 from tests.conftest import num_gpus
+from tests.gear.ladders import SMALL_SIZES, ladder_command, small_ladder
 from tests.gear.runs import REPOSITORY, Finished, Workshop, execute
 from tests.gear.scored_tasks import write_items, write_tasks
 from tests.training.test_batch_ramp import RAMPED
@@ -210,6 +211,16 @@ def run_sweep(workshop: Workshop, words: list[str]) -> None:
     assert finished.code == 0 and "state" in finished.stdout, finished.output
 
 
+def run_ladder(workshop: Workshop, words: list[str]) -> None:
+    """`python -m pretraining.ladder`: a plan as it stands; else of the small ladder, which is made once."""
+    if "--plan" in words:
+        return succeeded(execute(words), "of the FLOPs of its recipe")
+    folder = small_ladder(workshop)
+    asked = [str(folder) if word.startswith("runs/") else word for word in words[4:]]
+    finished = execute(ladder_command(workshop, folder, *SMALL_SIZES, *without(asked, "--up_to")))
+    succeeded(finished, "runs, up to" if "--json" not in words else '"dollars"')
+
+
 def run_pipeline(workshop: Workshop, words: list[str]) -> None:
     """`python -m pretraining.pipeline`: what it would run; test_pipeline.py runs it for real."""
     folders = ["--output_dir", workshop.folder / "pipeline"]
@@ -264,6 +275,7 @@ SCALED = {
     r"python train\.py ": run_train,
     r"python -m pretraining\.supervise ": run_supervised,
     r"python -m pretraining\.sweep ": run_sweep,
+    r"python -m pretraining\.ladder ": run_ladder,
     r"touch runs/": run_stop_file,
     r"RUN=\S+ (PROGRAM=\"[^\"]+\" )?sbatch ": run_sbatch,
     r"python -m pretraining\.checkpoints branch ": run_branch,

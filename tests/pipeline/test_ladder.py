@@ -21,23 +21,18 @@ from pretraining.recipe import load_recipe
 from pretraining.reporting.analysis import analyze
 from pretraining.reporting.run_record import RunRecord
 from pretraining.runtime.durable_files import append_row, write_json
+from tests.gear.ladders import LADDER_SETTINGS, SMALL_SIZES, ladder_command, small_ladder
 from tests.gear.runs import (
     FAMILIES,
     OTHER_MODELS,
     Started,
-    Workshop,
     completed,
     execute,
     forked_programs,
-    made_once,
 )
 
 LAW = parametric_loss("besiroglu")
 SIZES, RATIOS = (1e7, 2e7, 4e7, 8e7), (10, 20, 40)
-LADDER = ["python", "-m", "pretraining.ladder"]
-SMALL = ["--widths", "16,24,32", "--longest", "1"]
-SETTINGS = ["budget.tokens=8192", "evaluation.max_validation_tokens=2000"]
-SETTINGS += ["monitors.noise_scale_steps=null", "monitors.layer_norms_steps=null"]
 
 
 def points_of(
@@ -50,21 +45,10 @@ def points_of(
     return [size for size, _ in places], [tokens for _, tokens in places], losses
 
 
-def command_of(workshop: Workshop, folder: Path, *more: str) -> list[str]:
-    words = [word for text in SETTINGS for word in ("--set", text)]
-    options = ["--data_dir", str(workshop.data), "--deepspeed", "null", "--output_dir", str(folder)]
-    return [*LADDER, str(workshop.recipe), *options, *words, *more]
-
-
 @pytest.fixture(scope="session")
 def ladder(workshop) -> Path:
-    """The folder of a whole small ladder of nine runs, made once."""
-    folder = workshop.folder / "ladder"
-    made_once(
-        workshop.folder / "ladder.made",
-        lambda: completed(command_of(workshop, folder, *SMALL), **forked_programs()),
-    )
-    return folder
+    """The folder of a whole small ladder of nine runs."""
+    return small_ladder(workshop)
 
 
 @pytest.mark.parametrize("law", [LAW, ParametricLoss(0.7, 30.0, 55.0, 0.45, 0.2, "")])
@@ -81,7 +65,7 @@ def test_known_constants_are_recovered(law, scale):
 
 
 def test_the_interval_holds_the_loss_of_noisy_ladders():
-    """Runs that are 0.3 % off: at eight times the compute within 2 %, and inside the interval in three ladders of four."""
+    """Runs that are 0.3 % off: within 2 % at eight times the compute, and inside the interval for three of four."""
     place = 8e7 * 8**0.5, 20 * 8e7 * 8**0.5
     fits = [fit_loss(*points_of(noise=0.003, seed=seed)) for seed in range(4)]
     inside = [each.low <= LAW.loss(*place) <= each.high for each in (fit.at(*place) for fit in fits)]
@@ -181,7 +165,7 @@ def test_kills_at_random_moments_end_in_the_same_fit(workshop, ladder, tmp_path)
     """Of a ladder whose largest size is not there yet, killed twice; the same command ends with the same points."""
     folder = tmp_path / "ladder"
     shutil.copytree(ladder, folder, ignore=shutil.ignore_patterns("w32*", FILE, "*.html"))
-    command = command_of(workshop, folder, *SMALL)
+    command = ladder_command(workshop, folder, *SMALL_SIZES)
     for _ in range(2):
         started = Started(command, **forked_programs())
         pause = random.SystemRandom().uniform(1, 8)
@@ -202,7 +186,7 @@ def test_the_ladder_answers_plan_and_report(workshop, ladder, tmp_path, capsys):
     assert values["runs"] == len(values["points"]) == 9 and set(values["fits"]) == {DECAYED, STABLE}
     assert {point["size"] for point in values["points"]} == {"w16", "w24", "w32"}
     assert (ladder / "ladder.html").stat().st_size > 50_000
-    names = [f"report.ladder={ladder}", *SETTINGS]
+    names = [f"report.ladder={ladder}", *LADDER_SETTINGS]
     recipe = load_recipe(str(workshop.recipe), names, "null")
     kept = read_ladder(str(ladder))
     expected = kept.expected(recipe)
@@ -243,7 +227,7 @@ def test_the_ladder_answers_plan_and_report(workshop, ladder, tmp_path, capsys):
 def test_budgets_and_rivals_are_answered_from_what_is_there(workshop, ladder, capsys):
     """Nothing is started: the best size for FLOPs, for dollars and to serve; and which of two recipes wins."""
     words = [str(workshop.recipe), "--deepspeed", "null", "--output_dir", str(ladder), "--show"]
-    words += [word for text in SETTINGS for word in ("--set", text)]
+    words += [word for text in LADDER_SETTINGS for word in ("--set", text)]
     main([*words, "--flops", "1e12", "--serve", "1m", "--dollars", "1", "--gpu", "H100", "--json"])
     answer = json.loads(capsys.readouterr().out)
     for name in ("flops", "dollars"):
@@ -282,7 +266,7 @@ WRONG = {
 @pytest.mark.parametrize("options", WRONG)
 def test_wrong_words_are_one_line_and_write_nothing(workshop, tmp_path, options):
     folder = tmp_path / "ladder"
-    finished = execute(command_of(workshop, folder, *options.split()))
+    finished = execute(ladder_command(workshop, folder, *options.split()))
     assert finished.code == 2 and WRONG[options] in finished.stderr, finished.output
     assert finished.stderr.count("\n") == 1 and not folder.exists()
 

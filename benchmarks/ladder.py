@@ -1,0 +1,210 @@
+"""Whether a ladder of small runs foresees large ones: their loss, the best rate and batch, the better of two recipes.
+
+    python benchmarks/ladder.py forecast --keep
+    python benchmarks/ladder.py rates --keep
+    python benchmarks/ladder.py pairs --keep
+    python benchmarks/ladder.py forecast --small
+
+Each trains ladders of --recipe and then the runs that they foresee, in --folder. What has finished is not trained
+again: after a stop the same command goes on, run by run.
+
+forecast: members of the family of four and eight times the compute of the largest run, with every seed: the error of
+the foreseen loss, and whether the interval holds the measured one.
+
+rates: a ladder with a grid of rates and batches; then at eight times its compute a grid around the best rate and batch
+that it foresees. `regret` is the loss there over the lowest of the grid.
+
+pairs: two mixtures of data, two shapes, two optimizers, each recipe with a ladder, at equal compute; which of the two
+wins at eight times the largest run's, foreseen and measured. `right` is also true if the tool says that it does not
+know.
+
+--small: a model of hundreds of thousands of parameters fewer, for a few steps: it tries the script in about a minute.
+"""
+
+import argparse
+import math
+import statistics
+import sysconfig
+from pathlib import Path
+
+from gear import REPOSITORY, chosen, parser_of, record
+
+AROUND = {"rates": (0.5, 0.71, 1.0, 1.41, 2.0), "batches": (0.5, 1.0, 2.0)}
+"""Factors around the best rate and batch that are foreseen."""
+SMALL = {"budget.tokens": 24_576, "evaluation.max_validation_tokens": 2_000}
+TIMES = (4, 8)
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("what", choices=["forecast", "rates", "pairs"])
+    parser.add_argument("--recipe", default="tiny")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43, 44, 45, 46])
+    parser.add_argument("--folder", type=Path, default=REPOSITORY / "runs" / "ladder-benchmark")
+    parser.add_argument("--data_dir", type=Path, default=REPOSITORY / "data")
+    parser.add_argument("--small", action="store_true", help="try it in about a minute")
+    options = parser.parse_args()
+    if options.small:
+        options.seeds, options.folder = options.seeds[:1], options.folder.with_name("ladder-benchmark-small")
+    {"forecast": forecast, "rates": rates, "pairs": pairs}[options.what](options)
+
+
+def ladder_of(options: argparse.Namespace, name: str, settings: dict, **more):
+    """Return the ladder of the recipe with these settings, up to an eighth of its compute; and the recipe."""
+    from pretraining.api import prepare, settings_of
+    from pretraining.ladder import climb
+    from pretraining.recipe import load_recipe
+
+    settings = {**(SMALL if options.small else {}), **settings}
+    prepare(options.recipe, set=settings, data_dir=options.data_dir, show=False)
+    small = {"widths": "24,32,40"} if options.small else {"up_to": 1 / max(TIMES)}
+    places = {"data_dir": options.data_dir, "output_dir": options.folder / name}
+    ladder = climb(options.recipe, set=settings, deepspeed="null", **places, **{**small, **more})
+    return ladder, load_recipe(options.recipe, settings_of(settings), "null")
+
+
+def members_of(recipe, width: int, folder: Path, **factors) -> list:
+    """Return the members of the recipe's family at a width and its tokens per parameter."""
+    from pretraining.ladder.family import Choices, family_of
+
+    return family_of(recipe, Choices(widths=(width,), points=1, longest=1.0, **factors), folder / "recipes")
+
+
+def final_loss(options: argparse.Namespace, member, folder: Path, seed: int) -> float:
+    """Return the validation loss of a member with a seed, trained now unless that is done."""
+    from pretraining.api import run
+    from pretraining.runtime.run_folder import RunFolder
+
+    place = folder / f"{member.name}-seed{seed}"
+    given = {"set": {"training.seed": seed}, "data_dir": options.data_dir, "output_dir": place}
+    run(member.recipe.path, **given)
+    return RunFolder(place).last_event("end")["eval_loss"]
+
+
+def seconds_of(ladder) -> float:
+    """Return the wall time of all runs of a ladder, whenever they ran."""
+    from pretraining.reporting.run_record import RunRecord
+
+    folders = [ladder.file.parent / point["run"] for point in ladder.values["points"]]
+    return sum(RunRecord(folder).wall_time().seconds for folder in folders)
+
+
+def forecast(options: argparse.Namespace) -> None:
+    from pretraining.ladder.family import width_for
+    from pretraining.planning.ladder import DECAYED, matmul_parameters
+    from pretraining.planning.setup import Setup
+
+    ladder, recipe = ladder_of(options, "forecast", {})
+    for times in TIMES[:1] if options.small else TIMES:
+        # compute goes as the square of the size, at the recipe's tokens per parameter
+        width = width_for(recipe, matmul_parameters(recipe) * math.sqrt(times / max(TIMES)))
+        (member,) = members_of(recipe, width, options.folder)
+        tokens = member.recipe.num_tokens
+        flops = Setup(member.recipe, None).flops.training * tokens
+        foreseen = ladder.fits[DECAYED].at(member.parameters, tokens)
+        losses = [final_loss(options, member, options.folder, seed) for seed in options.seeds]
+        values = {
+            **chosen(options, "folder", "data_dir"),
+            "times": round(flops / ladder.most_flops, 2),
+            "width": width,
+            "ladder_seconds": round(seconds_of(ladder)),
+            "ladder_runs": ladder.values["runs"],
+            "foreseen": [round(value, 5) for value in foreseen],
+            "losses": [round(loss, 5) for loss in losses],
+            "errors": [round(foreseen.loss / loss - 1, 5) for loss in losses],
+            "error": round(foreseen.loss / statistics.mean(losses) - 1, 5),
+            "inside": sum(foreseen.low <= loss <= foreseen.high for loss in losses),
+            "notes": ladder.fits[DECAYED].notes,
+        }
+        record("ladder_forecast", values, options.keep)
+
+
+def rates(options: argparse.Namespace) -> None:
+    from pretraining.ladder.fit import best_at
+    from pretraining.planning.ladder import matmul_parameters
+    from pretraining.recipe.model import value_of
+
+    ladder, recipe = ladder_of(options, "rates", {}, sizes=3, points=2, rates="0.5,2", batches="0.5,2")
+    place, width = (matmul_parameters(recipe), recipe.num_tokens), value_of(recipe.model, "hidden_size")
+    (own,) = members_of(recipe, width, options.folder)
+    best = {name: best_at(law, *place) for name, law in ladder.values["best"].items()}
+    foreseen = {"rate": own.recipe.training.learning_rate, "batch": own.recipe.tokens_per_step}
+    # what the grid of the ladder does not show stays the size's own
+    foreseen |= {name: value for name, (value, _, _) in best.items()}
+    factors = {
+        "rates": foreseen["rate"] / own.recipe.training.learning_rate,
+        "batches": foreseen["batch"] / own.recipe.tokens_per_step,
+    }
+    around = {name: AROUND[name][1:3] if options.small else AROUND[name] for name in AROUND}
+    grid = {name: tuple(factors[name] * each for each in around[name]) for name in AROUND}
+    members = members_of(recipe, width, options.folder, **grid)
+
+    def distance(member) -> float:
+        rate, batch = member.recipe.training.learning_rate, member.recipe.tokens_per_step
+        return abs(math.log(rate / foreseen["rate"])) + abs(math.log(batch / foreseen["batch"]))
+
+    losses = {
+        member.name: final_loss(options, member, options.folder, options.seeds[0]) for member in members
+    }
+    chosen_one = min(members, key=distance)
+    values = {
+        **chosen(options, "folder", "data_dir"),
+        "best": {name: [float(f"{value:.4g}") for value in each] for name, each in best.items()},
+        "losses": {
+            f"{m.recipe.training.learning_rate:.4g} {m.recipe.tokens_per_step}": round(losses[m.name], 5)
+            for m in members
+        },
+        "regret": round(losses[chosen_one.name] / min(losses.values()) - 1, 5),
+    }
+    record("ladder_rates", values, options.keep)
+
+
+def pairs(options: argparse.Namespace) -> None:
+    from pretraining.api import settings_of
+    from pretraining.ladder.answers import compare
+    from pretraining.planning.setup import Setup
+    from pretraining.recipe import load_recipe
+    from pretraining.recipe.model import own_key, value_of
+
+    model = load_recipe(options.recipe).model
+    layers, width = value_of(model, "num_hidden_layers"), value_of(model, "hidden_size")
+    shape = {"num_hidden_layers": max(1, layers // 2), "hidden_size": round(width * 1.375 / 8) * 8}
+    shape = {f"model.{own_key(model, name)}": value for name, value in shape.items()}
+    sources = [{"builtin": "python_stdlib", "name": "stdlib"}]
+    sources.append({"path": f"{sysconfig.get_path('purelib')}/torch/**/*.py", "name": "torch"})
+
+    def mixture(*weights: float) -> dict:
+        weighted = [{**source, "weight": weight} for source, weight in zip(sources, weights, strict=True)]
+        return {"data.name": f"ladder-{weights[0]:g}", "data.sources": weighted}
+
+    compared = {
+        "shapes": ({}, shape),
+        "optimizers": ({"optimizer.name": "adamw"}, {"optimizer.name": "muon"}),
+        "mixtures": (mixture(0.5, 0.5), mixture(0.95, 0.05)),
+    }
+    for name, (first, second) in compared.items():
+        found = []
+        for number, settings in enumerate((first, second)):
+            if found:
+                # as much compute as the first has
+                other = load_recipe(options.recipe, settings_of(settings), "null")
+                flops = found[0][0].values["target"]["flops"] / Setup(other, None).flops.training
+                settings = {**settings, "budget.tokens": round(flops)}
+            named = {**settings, "name": f"{name}-{'ab'[number]}"}
+            found.append(ladder_of(options, f"{name}-{'ab'[number]}", named))
+        answer = compare(found[0][0], found[1][0])
+        means = []
+        for number, (_, recipe) in enumerate(found):
+            folder = options.folder / f"{name}-{'ab'[number]}-target"
+            (member,) = members_of(recipe, value_of(recipe.model, "hidden_size"), folder)
+            means.append(
+                statistics.mean(final_loss(options, member, folder, seed) for seed in options.seeds[:3])
+            )
+        better = answer["names"][means[0] > means[1]]
+        values = {"pair": name, **answer, "measured": [round(mean, 5) for mean in means], "better": better}
+        values["right"] = answer["winner"] in (None, better)
+        record("ladder_pairs", {**chosen(options, "folder", "data_dir"), **values}, options.keep)
+
+
+if __name__ == "__main__":
+    main()
