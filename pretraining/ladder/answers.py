@@ -86,7 +86,7 @@ def answer_of(ladder: Ladder) -> dict[str, Any]:
     place = target["parameters"], target["tokens"]
     fit = ladder.fits[DECAYED]
     loss, law = fit.at(*place).loss, fit.law
-    base = [point for point in values["points"] if point["base"]]
+    base = sorted((point for point in values["points"] if point["base"]), key=_place)
     rows = [{**point, "loss": point["metrics"]["loss"], "law": fit.at(*_place(point)).loss} for point in base]
     names = [name for name in base[0]["metrics"] if not lower_is_better(name)]
     scores = {}
