@@ -6,6 +6,8 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
     target, _ = load_recipe_and_ds_config(options.recipe, options.set, options.deepspeed)
     folder, code, failures = folder_of(options), FINISHED, {}
     if not options.show:
-        choices = _choices(options)
+        choices = Choices(**{each.name: getattr(options, each.name) for each in fields(Choices)})
         with tempfile.TemporaryDirectory() as elsewhere:
             # all of them are checked before a file is written
             planned = rungs_of(family_of(target, choices, Path(elsewhere)), folder, options)
@@ -143,26 +145,6 @@ def _asked(options: argparse.Namespace, ladder: Any, target: Recipe) -> dict[str
     return answer
 
 
-def _choices(options: argparse.Namespace) -> Choices:
-    numbers = {"widths": int, "rates": float, "batches": float}
-    lists = {name: _numbers(f"--{name}", getattr(options, name), kind) for name, kind in numbers.items()}
-    given = {name: getattr(options, name) for name in ("sizes", "points", "up_to", "longest", "world_size")}
-    for name in ("rates", "batches"):
-        # the size's own is always among them: the loss is fitted to it
-        lists[name] = tuple(dict.fromkeys((1.0, *lists[name])))
-    return Choices(**given, **lists, shapes=tuple(options.shape))
-
-
-def _numbers(option: str, text: str, kind: Callable[[str], float]) -> tuple:
-    try:
-        numbers = tuple(kind(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        numbers = (0,)
-    if any(number <= 0 for number in numbers):
-        raise UserError(f"{option} {text}: write numbers above 0 with commas between them")
-    return numbers
-
-
 def _costs_text(costs: dict[str, Any]) -> str:
     """Write what every member takes, and the whole ladder beside its recipe."""
     empty = dict.fromkeys(column.value for column in COSTS)
@@ -171,6 +153,17 @@ def _costs_text(costs: dict[str, Any]) -> str:
     rows = [*costs["rows"], total, {**empty, **costs["target"], "name": "recipe"}]
     share = costs["ladder"]["flops"] / costs["target"]["flops"]
     return f"{write_table(COSTS, rows)}\nthe ladder takes {share:.1%} of the FLOPs of its recipe\n"
+
+
+def _numbers(kind: Callable[[str], float], text: str, own: tuple = ()) -> tuple:
+    """Read numbers above 0 with commas between them, after `own`."""
+    try:
+        numbers = [kind(part) for part in text.split(",")]
+    except ValueError:
+        numbers = [0]
+    if min(numbers) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: write numbers above 0 with commas between them")
+    return tuple(dict.fromkeys((*own, *numbers)))
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -200,12 +193,24 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--up_to", type=positive_number, default=Choices.up_to, metavar="SHARE", help=what)
     what = "tokens per parameter of the longest runs, over the recipe's (2)"
     add("--longest", type=positive_number, default=Choices.longest, metavar="X", help=what)
-    add("--widths", default="", metavar="A,B,...", help="these widths instead of --sizes and --up_to")
-    what = "instead: a size as --set takes it, with blanks between the texts (repeatable)"
-    add("--shape", action="append", default=[], metavar="'SECTION.KEY=VALUE ...'", help=what)
+    add(
+        "--widths",
+        type=partial(_numbers, int),
+        default=(),
+        metavar="A,B,...",
+        help="these widths instead of --sizes and --up_to",
+    )
+    # the size's own is always among them: the law is fitted to it
+    factors = partial(_numbers, float, own=(1.0,))
     what = "factors of each size's own rate to try too: 0.5,2 says which rate is best at the recipe"
-    add("--rates", default="", metavar="A,B,...", help=what)
-    add("--batches", default="", metavar="A,B,...", help="the same of the tokens of a step")
+    add("--rates", type=factors, default=Choices.rates, metavar="A,B,...", help=what)
+    add(
+        "--batches",
+        type=factors,
+        default=Choices.batches,
+        metavar="A,B,...",
+        help="the same of the tokens of a step",
+    )
     add("--plan", action="store_true", help="print what the ladder takes, and exit")
     add("--world_size", type=gpu_count, default=1, metavar="N", help="processes of each run (1)")
     add("--gpu", metavar="NAME", help="plan hours and dollars on this kind of GPU")

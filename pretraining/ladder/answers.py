@@ -176,39 +176,38 @@ def best_to_serve(ladder: Ladder, target: Recipe, served: float) -> dict[str, An
 def compare(ours: Ladder, theirs: Ladder) -> dict[str, Any]:
     """Say which of two recipes wins at the compute of the first, and how sure that is.
 
-    Draws of the two are taken in pairs: what both families have in common, as the order of their data, cancels. It is
-    below the noise unless SURE of the pairs, and the laws without a part of the ladders, name the same winner.
+    Draws of the two are taken in pairs: what both families have in common, as the order of their data, cancels. The
+    difference is below the noise unless SURE of the pairs, and the laws without a part of the ladders, name one winner.
+
+    Raises:
+        UserError: their losses count other tokens.
     """
-    place = ours.values["target"]
-    other = theirs.values["target"]
+    first, second = ours.values, theirs.values
+    if first["recipe"]["data"]["tokenizer"] != second["recipe"]["data"]["tokenizer"]:
+        raise UserError(f"--against {theirs.file}: has another tokenizer, whose losses cannot be compared")
+    place, other = first["target"], second["target"]
+    # as many tokens as the same compute pays for
     tokens = place["flops"] / (other["flops"] / other["tokens"])
-    units = [1.0, 1.0]
-    same_text = [ladder.values["recipe"]["data"]["tokenizer"] for ladder in (ours, theirs)]
-    if same_text[0] != same_text[1]:
-        units = [ladder.values["bits_per_nat"] for ladder in (ours, theirs)]
-    fits = [ladder.fits[DECAYED] for ladder in (ours, theirs)]
     places = (place["parameters"], place["tokens"]), (other["parameters"], tokens)
+    fits = [ladder.fits[DECAYED] for ladder in (ours, theirs)]
 
-    def ratios(*laws: Sequence[Any]) -> np.ndarray:
-        losses = [
-            [unit * law.loss(*at) for law in each] for unit, at, each in zip(units, places, laws, strict=True)
-        ]
-        return np.log(losses[0]) - np.log(losses[1])
+    def gaps(*laws: Sequence[Any]) -> np.ndarray:
+        """Return log of ours over theirs, law by law."""
+        losses = [[law.loss(*at) for law in each] for at, each in zip(places, laws, strict=True)]
+        return np.log([a / b for a, b in zip(*losses, strict=False)])
 
-    middle = float(ratios([fits[0].law], [fits[1].law])[0])
-    draws = ratios(*(fit.draws for fit in fits))
-    parts = ratios(*(fit.without for fit in fits)) if len(fits[0].without) == len(fits[1].without) else []
-    names = [ladder.values["name"] for ladder in (ours, theirs)]
+    middle = float(gaps([fits[0].law], [fits[1].law])[0])
+    draws, parts = gaps(*(fit.draws for fit in fits)), gaps(*(fit.without for fit in fits))
     sure = float(np.mean(np.sign(draws) == np.sign(middle)))
-    is_clear = sure >= SURE and all(np.sign(part) == np.sign(middle) for part in parts)
-    low, high = np.quantile(draws, [0.05, 0.95])
+    names = [first["name"], second["name"]]
+    is_clear = sure >= SURE and bool(np.all(np.sign(parts) == np.sign(middle)))
+    low, high = np.expm1(np.quantile(draws, [0.05, 0.95]))
     return {
         "names": names,
-        "losses": [unit * fit.law.loss(*at) for unit, fit, at in zip(units, fits, places, strict=True)],
-        "unit": "nats a token" if units == [1.0, 1.0] else "bits a byte",
+        "losses": [fit.law.loss(*at) for fit, at in zip(fits, places, strict=True)],
         "difference": math.expm1(middle),
-        "low": math.expm1(low),
-        "high": math.expm1(high),
+        "low": float(low),
+        "high": float(high),
         "sure": sure,
         "winner": names[middle > 0] if is_clear else None,
     }
@@ -303,7 +302,7 @@ def _left_out(error: float | None) -> str:
 
 def _against_words(found: dict[str, Any]) -> str:
     first, second = found["names"]
-    losses = f"{found['losses'][0]:.4f} and {found['losses'][1]:.4f} {found['unit']} at the same compute"
+    losses = f"{found['losses'][0]:.4f} and {found['losses'][1]:.4f} at the same compute"
     span = f"{first} is {found['difference']:+.2%} off {second} ({found['low']:+.2%} to {found['high']:+.2%})"
     if found["winner"] is None:
         return f"{losses}; {span}: below the noise of the ladders, so neither is known to win"

@@ -7,7 +7,6 @@ trained at a stable rate with a decay at its end, so that decays can branch off 
 import json
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -59,8 +58,6 @@ class Choices:
     longest: float = 2.0
     """Tokens per parameter of the longest runs, over the recipe's."""
     widths: tuple[int, ...] = ()
-    shapes: tuple[str, ...] = ()
-    """Instead of widths: `section.key=value` texts with blanks between them, one text a size."""
     rates: tuple[float, ...] = (1.0,)
     batches: tuple[float, ...] = (1.0,)
     """Factors of each size's own rate and batch."""
@@ -99,8 +96,8 @@ def family_of(target: Recipe, choices: Choices, folder: Path) -> list[Member]:
             "model.initial_weights: weights of one size; a ladder draws those of each, so leave it out"
         )
     members: list[Member] = []
-    for size, settings in _shapes(target, choices):
-        shaped = _changed(target, settings)
+    for width in _widths(target, choices):
+        size, shaped = f"w{width}", shaped_recipe(target, width)
         for factors in sorted(product(choices.rates, choices.batches), key=lambda each: each != (1.0, 1.0)):
             parts = [f"-{what}{factor:g}" for what, factor in zip(("rate", "batch"), factors, strict=True)]
             name = size + "".join(part for part, factor in zip(parts, factors, strict=True) if factor != 1)
@@ -114,32 +111,23 @@ def family_of(target: Recipe, choices: Choices, folder: Path) -> list[Member]:
     return sorted(members, key=lambda member: member.parameters)
 
 
-def _shapes(target: Recipe, choices: Choices) -> Iterator[tuple[str, list[str]]]:
-    """Yield (name, `--set` texts) of every size."""
-    for number, text in enumerate(choices.shapes, 1):
-        yield f"s{number}", text.split()
-    if choices.shapes:
-        return
-    widths = list(choices.widths)
-    if not widths:
-        most = matmul_parameters(target) * math.sqrt(choices.up_to / choices.longest)
-        widest, unit = width_for(target, most), _unit(target)
-        spread = [SPAN ** (number / max(1, choices.sizes - 1) - 1) for number in range(choices.sizes)]
-        widths = sorted({max(unit, round(widest * share / unit) * unit) for share in spread})
-        if len(widths) < choices.sizes:
-            what = f"leaves room for {len(widths)} widths ({', '.join(map(str, widths))})"
-            raise UserError(f"--up_to {choices.up_to:g}: {what}; raise it, or name --widths")
-    for width in sorted(widths):
-        yield f"w{width}", _shape(target, width)
+def _widths(target: Recipe, choices: Choices) -> list[int]:
+    if choices.widths:
+        return sorted(choices.widths)
+    most = matmul_parameters(target) * math.sqrt(choices.up_to / choices.longest)
+    widest, unit = width_for(target, most), _unit(target)
+    spread = [SPAN ** (number / max(1, choices.sizes - 1) - 1) for number in range(choices.sizes)]
+    widths = sorted({max(unit, round(widest * share / unit) * unit) for share in spread})
+    if len(widths) < choices.sizes:
+        what = f"leaves room for {len(widths)} widths ({', '.join(map(str, widths))})"
+        raise UserError(f"--up_to {choices.up_to:g}: {what}; raise it, or name --widths")
+    return widths
 
 
 def shaped_recipe(target: Recipe, width: int) -> Recipe:
     """Return the recipe at another width of its family, with the rest as it is."""
-    return _changed(target, _shape(target, width))
-
-
-def _changed(target: Recipe, settings: list[str]) -> Recipe:
-    return load_recipe(str(target.path), (*target.overrides, *settings), target.deepspeed or "null")
+    settings = (*target.overrides, *_shape(target, width))
+    return load_recipe(str(target.path), settings, target.deepspeed or "null")
 
 
 def _unit(target: Recipe) -> int:

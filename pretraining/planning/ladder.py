@@ -16,7 +16,7 @@ from pretraining.outside.files import COUNT, NUMBER, TEXT, object_of, read_json_
 from pretraining.planning.scaling_laws import ParametricLoss
 from pretraining.planning.setup import Setup
 from pretraining.recipe import Recipe
-from pretraining.recipe.curve import changed_parts
+from pretraining.recipe.curve import Change, changed_parts
 from pretraining.schema import REPOSITORY, check
 
 FILE = "ladder.json"
@@ -24,9 +24,9 @@ DECAYED, STABLE = "decayed", "stable"
 """Whose losses a law describes: those of runs at their end, or before their rate begins to fall."""
 COVERED = 0.9
 """Share of the draws that an interval holds."""
-SIZED = ("model.", "budget.", "mup.", "optimizer.", "training.learning_rate", "training.weight_decay")
+SIZED = ("model.", "budget.", "mup.", "training.learning_rate", "training.weight_decay")
 SIZED += ("training.warmup_steps", "training.lr_scheduler", "training.seed", "training.data_seed")
-"""Keys, or how they begin, in which the members of one family differ; of `optimizer`, numbers alone."""
+"""Keys, or how they begin, in which the members of one family differ; and numbers of `optimizer`."""
 
 
 class Expected(NamedTuple):
@@ -136,13 +136,12 @@ class Ladder:
         """Return the keys in which a recipe is not of the ladder's family: its forecast is for another one."""
         changes = changed_parts(recipe.to_dict(), self.values["recipe"])
 
-        def is_sized(key: str, *values: object) -> bool:
-            named = key.startswith(SIZED) and not key.startswith("optimizer.")
-            return (named and key != "model.vocab_size") or (
-                key.startswith("optimizer.") and not any(isinstance(value, str | bool) for value in values)
-            )
+        def is_sized(change: Change) -> bool:
+            if change.key.startswith("optimizer."):
+                return not any(isinstance(value, str | bool) for value in (change.earlier, change.now))
+            return change.key.startswith(SIZED) and change.key != "model.vocab_size"
 
-        return [each.key for each in changes if not is_sized(each.key, each.earlier, each.now)]
+        return [change.key for change in changes if not is_sized(change)]
 
     def words(self, recipe: Recipe, flops: float) -> str:
         """Write what it expects of a recipe that takes so many training FLOPs, in one line."""
