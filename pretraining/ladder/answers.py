@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -71,7 +72,7 @@ def fitted(target: Recipe, points: list[dict], faults: list[str]) -> dict[str, A
         "runs": len(base),
         "points": points,
         "faults": faults,
-        "fits": {name: fit.to_dict() for name, fit in fits.items()},
+        "fits": {name: asdict(fit) for name, fit in fits.items()},
         "best": fit_best(grid, values, losses) if varied else {},
         # the same for every run: bytes of the validation's tokens
         "bits_per_nat": float(
@@ -222,13 +223,15 @@ def rows_of(answer: dict[str, Any], values: dict[str, Any]) -> list[tuple[str, s
     """Write every answer as a label and a line."""
     expected = Expected(**answer["expected"])
     law = values["fits"][DECAYED]["law"]
-    floor, size, length, alpha, beta = law
     tokens, larger = answer["twice_the_tokens"], answer["twice_the_size"]
     runs = f"{several(values['runs'], 'run')}, up to {share_words(1 / answer['share'])}"
     rows = [
         ("ladder", f"of {values['name']}: {runs}"),
         ("loss", f"{expected.words} at {_sized(values['target'])}"),
-        ("law", f"L = {floor:.4g} + {size:.4g} / N^{alpha:.3g} + {length:.4g} / D^{beta:.3g}"),
+        (
+            "law",
+            f"L = {law['E']:.4g} + {law['A']:.4g} / N^{law['alpha']:.3g} + {law['B']:.4g} / D^{law['beta']:.3g}",
+        ),
         ("noise", f"a run is off the law by {answer['noise']:.2%}{_left_out(answer['left_out'])}"),
         ("doubling", f"twice the tokens {tokens:+.3f}, twice the size {larger:+.3f}"),
         ("same FLOPs", f"best at {_sized(answer['optimum'])}: {answer['optimum']['loss']:.3f}"),

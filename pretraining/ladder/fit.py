@@ -11,7 +11,7 @@ from scipy.optimize import curve_fit, least_squares, nnls
 from scipy.special import expit
 
 from pretraining.errors import UserError
-from pretraining.planning.ladder import LossFit, law_of
+from pretraining.planning.ladder import LossFit
 from pretraining.planning.scaling_laws import ParametricLoss
 
 FEWEST = 3
@@ -127,7 +127,7 @@ def _as_law(constants: np.ndarray, middle: np.ndarray) -> ParametricLoss:
     alpha, beta = np.exp(constants[3:])
     # a number that JSON can hold, where sizes explain nothing and the exponent has run away
     scales = np.exp(np.minimum([floor, size + alpha * middle[0], length + beta * middle[1]], 600.0))
-    return law_of([*scales.tolist(), float(alpha), float(beta)])
+    return ParametricLoss(*scales.tolist(), float(alpha), float(beta), source="a ladder")
 
 
 def _is_enough(points: np.ndarray) -> bool:

@@ -5,8 +5,7 @@ Plans and reports ask it for the loss of a recipe. The fits were made when the f
 
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -70,28 +69,16 @@ class LossFit:
         ends = [loss, *others, *drawn[cut : len(drawn) - cut]]
         return Expected(loss, min(ends), max(ends))
 
-    def to_dict(self) -> dict:
-        values = {name: getattr(self, name) for name in ("noise", "left_out", "notes")}
-        laws = {name: [_numbers(law) for law in getattr(self, name)] for name in ("draws", "without")}
-        return {"law": _numbers(self.law), **values, **laws}
-
     @classmethod
     def of(cls, values: dict) -> "LossFit":
-        laws = {name: tuple(map(law_of, values[name])) for name in ("draws", "without")}
-        known = {name: values[name] for name in ("noise", "left_out")}
-        return cls(law_of(values["law"]), notes=tuple(values["notes"]), **laws, **known)
-
-
-def _numbers(law: ParametricLoss) -> list[float]:
-    return [float(f"{value:.9g}") for value in astuple(law)[:-1]]
-
-
-def law_of(numbers: Sequence[float]) -> ParametricLoss:
-    return ParametricLoss(*numbers, source="a ladder of one's own")
+        laws = {name: tuple(ParametricLoss(**law) for law in values[name]) for name in ("draws", "without")}
+        return cls(
+            **{**values, "law": ParametricLoss(**values["law"]), "notes": tuple(values["notes"]), **laws}
+        )
 
 
 POSITIVE = {**NUMBER, "exclusiveMinimum": 0}
-_LAW = {"type": "array", "items": NUMBER, "minItems": 5}
+_LAW = object_of({**dict.fromkeys(("E", "A", "B", "alpha", "beta"), NUMBER), "source": TEXT})
 _LAWS = {"type": "array", "items": _LAW}
 _FIT = object_of(
     {

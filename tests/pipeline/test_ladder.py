@@ -253,7 +253,7 @@ def test_budgets_and_rivals_are_answered_from_what_is_there(workshop, ladder, ca
         *worse["fits"][DECAYED]["draws"],
         *worse["fits"][DECAYED]["without"],
     ):
-        law[:3] = [1.05 * scale for scale in law[:3]]
+        law |= {name: 1.05 * law[name] for name in ("E", "A", "B")}
     worse["name"] = "worse"
     write_json(ladder / "worse" / FILE, worse)
     found = compare(kept, read_ladder(str(ladder / "worse")))
