@@ -22,6 +22,9 @@ from pretraining.runtime.metric_names import grouped
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.sweep import Point
 
+RISE = 1.05
+"""A run diverged whose loss is so many times that of a shorter one of its size."""
+
 
 @dataclass(frozen=True)
 class Rung(Point):
@@ -160,10 +163,8 @@ def measured(rungs: Sequence[Rung]) -> tuple[list[dict], list[str]]:
         if rung.trunk not in finished or not rung.is_finished:
             continue
         values = {grouped(key).removeprefix("eval/"): last[key] for key in last if key.startswith("eval_")}
-        if not math.isfinite(values["loss"]) or values["bits_per_byte"] >= last["unigram_bits_per_byte"]:
-            faults.append(
-                f"{name} diverged: loss {values['loss']:.3g}, more than frequencies of tokens alone reach"
-            )
+        if not values["loss"] < math.log(recipe.model.vocab_size):
+            faults.append(f"{name} diverged: loss {values['loss']:.3g}, no better than a guess")
             continue
         point = {"run": name, "member": rung.member.name, "size": rung.member.size, "tokens": rung.tokens}
         point |= {"parameters": rung.member.parameters, "base": rung.member.is_base}
@@ -175,4 +176,10 @@ def measured(rungs: Sequence[Rung]) -> tuple[list[dict], list[str]]:
             rows = [row for row in read_rows(run.metrics) if "eval/loss" in row and row["step"] <= falls]
             point["stable"] = [[row["step"] * recipe.tokens_per_step, row["eval/loss"]] for row in rows]
         points.append(point)
+    for point in list(points):
+        others = [other for other in points if other["member"] == point["member"]]
+        shorter = [other["metrics"]["loss"] for other in others if other["tokens"] < point["tokens"]]
+        if point["metrics"]["loss"] > RISE * min(shorter, default=math.inf):
+            faults.append(f"{point['run']} diverged: its loss is above that of a shorter run")
+            points.remove(point)
     return points, faults
