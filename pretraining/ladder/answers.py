@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -99,7 +100,11 @@ def answer_of(ladder: Ladder) -> dict[str, Any]:
             scores[name] = dict(
                 zip(("score", "low", "high"), _sorted_scores(curve, fit.at(*place)), strict=True)
             )
-    optimum = law.frontier().at_flops(Allocation(*place).flops)
+    optimum = None
+    # a law in which size or tokens explain nothing has no optimum
+    with suppress(ZeroDivisionError, OverflowError):
+        best = law.frontier().at_flops(Allocation(*place).flops)
+        optimum = {**best.to_dict("the law"), "loss": law.loss(best.parameters, best.tokens)}
     notes = [*fit.notes, *values["faults"]]
     if (times := target["flops"] / ladder.most_flops) > FAR:
         notes.append(
@@ -113,7 +118,7 @@ def answer_of(ladder: Ladder) -> dict[str, Any]:
         "rows": [{**row, "off": row["loss"] / row["law"] - 1} for row in rows],
         "twice_the_tokens": law.loss(place[0], 2 * place[1]) - loss,
         "twice_the_size": law.loss(2 * place[0], place[1]) - loss,
-        "optimum": {**optimum.to_dict("the law"), "loss": law.loss(optimum.parameters, optimum.tokens)},
+        "optimum": optimum,
         "sources": {
             name: each.at(*place)._asdict() for name, each in ladder.fits.items() if name.endswith("_loss")
         },
@@ -165,7 +170,10 @@ def best_to_serve(ladder: Ladder, target: Recipe, served: float) -> dict[str, An
     place = ladder.values["target"]
     law = ladder.fits[DECAYED].law
     loss = law.loss(place["parameters"], place["tokens"])
-    best = with_inference(law, loss, served)
+    try:
+        best = with_inference(law, loss, served)
+    except (ZeroDivisionError, OverflowError, ValueError):
+        raise UserError("--serve: the points do not show what size and tokens bring; add --sizes") from None
     before, after = (
         each.flops + 2 * each.parameters * served
         for each in (Allocation(place["parameters"], place["tokens"]), best)
@@ -234,8 +242,9 @@ def rows_of(answer: dict[str, Any], values: dict[str, Any]) -> list[tuple[str, s
         ),
         ("noise", f"a run is off the law by {answer['noise']:.2%}{_left_out(answer['left_out'])}"),
         ("doubling", f"twice the tokens {tokens:+.3f}, twice the size {larger:+.3f}"),
-        ("same FLOPs", f"best at {_sized(answer['optimum'])}: {answer['optimum']['loss']:.3f}"),
     ]
+    if optimum := answer["optimum"]:
+        rows.append(("same FLOPs", f"best at {_sized(optimum)}: {optimum['loss']:.3f}"))
     for name, each in answer["sources"].items():
         rows.append((name.removesuffix("_loss"), f"loss {Expected(**each).words}"))
     for name, each in answer["scores"].items():

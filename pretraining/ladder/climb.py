@@ -150,9 +150,10 @@ def commands_of(rungs: Sequence[Rung], launcher: str) -> list[str]:
     return [" && ".join(words) for words in lines.values()]
 
 
-def measured(rungs: Sequence[Rung]) -> tuple[list[dict], list[str]]:
+def measured(rungs: Sequence[Rung]) -> tuple[list[dict[str, Any]], list[str]]:
     """Return a point for every finished run, and what is wrong with others, in words."""
-    points, faults = [], []
+    points: list[dict[str, Any]] = []
+    faults: list[str] = []
     finished = {rung.trunk for rung in rungs if not rung.begins and rung.is_finished}
     for rung in rungs:
         name, recipe, run = rung.folder.name, rung.member.recipe, RunFolder(rung.folder)
@@ -166,7 +167,12 @@ def measured(rungs: Sequence[Rung]) -> tuple[list[dict], list[str]]:
         if not values["loss"] < math.log(recipe.model.vocab_size):
             faults.append(f"{name} diverged: loss {values['loss']:.3g}, no better than a guess")
             continue
-        point = {"run": name, "member": rung.member.name, "size": rung.member.size, "tokens": rung.tokens}
+        point: dict[str, Any] = {
+            "run": name,
+            "member": rung.member.name,
+            "size": rung.member.size,
+            "tokens": rung.tokens,
+        }
         point |= {"parameters": rung.member.parameters, "base": rung.member.is_base}
         point |= {"flops": Setup(recipe, None).flops.training * rung.tokens, "metrics": values}
         point |= {"learning_rate": recipe.training.learning_rate, "tokens_per_step": recipe.tokens_per_step}

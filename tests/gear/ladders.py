@@ -5,7 +5,7 @@ from pathlib import Path
 from tests.gear.runs import Workshop, completed, forked_programs, made_once
 
 SMALL_SIZES = ("--widths", "16,24,32", "--longest", "1")
-LADDER_SETTINGS = ("budget.tokens=8192", "evaluation.max_validation_tokens=2000")
+LADDER_SETTINGS = ("budget.tokens=65536", "evaluation.max_validation_tokens=2000")
 LADDER_SETTINGS += ("monitors.noise_scale_steps=null", "monitors.layer_norms_steps=null")
 
 

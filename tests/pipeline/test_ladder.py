@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pretraining.errors import UserError
+from pretraining.ladder import climb
 from pretraining.ladder.__main__ import main
 from pretraining.ladder.answers import compare
 from pretraining.ladder.fit import best_at, fit_best, fit_loss, fit_score
@@ -259,6 +260,15 @@ def test_budgets_and_rivals_are_answered_from_what_is_there(workshop, ladder, ca
     found = compare(kept, read_ladder(str(ladder / "worse")))
     assert found["winner"] == kept.values["name"] and found["sure"] == 1
     assert found["difference"] == pytest.approx(1 / 1.05 - 1)
+
+
+def test_a_finished_ladder_is_returned_to_python(workshop, ladder, capsys):
+    """Keywords are the command's options; nothing is trained again."""
+    given = {"set": list(LADDER_SETTINGS), "deepspeed": "null"}
+    places = {"data_dir": workshop.data, "output_dir": ladder}
+    kept = climb(workshop.recipe, widths="16,24,32", longest=1, **given, **places)
+    assert kept == read_ladder(str(ladder))
+    assert capsys.readouterr().out.count("finished before") == 9
 
 
 WRONG = {

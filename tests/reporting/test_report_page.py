@@ -11,6 +11,7 @@ import pytest
 from pretraining.reporting.page import page_payload, page_text, run_payload, write_page
 from pretraining.reporting.run_record import RunRecord
 from pretraining.runtime.durable_files import append_row, write_json
+from tests.gear.ladders import small_ladder
 from tests.reporting.test_reporting import SCRIPT, made_run, noisy_law
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -95,6 +96,20 @@ def test_a_published_curve_is_drawn_with_its_gaps(opened, tmp_path):
     page.get_by_label("published to its end").check()
     page.get_by_role("button", name="hours", exact=True).click()
     assert errors == [] and "published" not in page.locator("#loss .legend").inner_text()
+
+
+def test_the_page_of_a_ladder_is_drawn(browser, workshop):
+    """Points, laws, forecast and residuals by compute, and the answers in words; on a phone too."""
+    page = browser.new_page(viewport={"width": 390, "height": 900}, offline=True)
+    errors = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto((small_ladder(workshop) / "ladder.html").as_uri())
+    page.wait_for_selector(DRAWN)
+    assert errors == [] and page.evaluate(INK) == [True, True]
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert "of small: 9 runs" in page.locator("#answers").inner_text()
+    assert page.locator("#runs tbody tr").count() == 9
+    page.close()
 
 
 def test_axes_and_overlaid_runs(opened, record):
