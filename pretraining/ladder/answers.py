@@ -207,9 +207,9 @@ def compare(ours: Ladder, theirs: Ladder) -> dict[str, Any]:
 
     middle = float(gaps([fits[0].law], [fits[1].law])[0])
     draws, parts = gaps(*(fit.draws for fit in fits)), gaps(*(fit.without for fit in fits))
-    sure = float(np.mean(np.sign(draws) == np.sign(middle)))
+    sure = float(np.mean(draws * middle > 0))
     names = [first["name"], second["name"]]
-    is_clear = sure >= SURE and bool(np.all(np.sign(parts) == np.sign(middle)))
+    is_clear = sure >= SURE and bool(np.all(parts * middle > 0))
     low, high = np.expm1(np.quantile(draws, [0.05, 0.95]))
     return {
         "names": names,
