@@ -9,6 +9,9 @@ NUM_GPUS ?= $(if $(filter 1,$(GPUS)),1,2)
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TOKENIZERS_PARALLELISM ?= true
+# What a step on the CPU frees, glibc keeps for the next one. Asked for again, each page of it costs a page fault.
+export MALLOC_TRIM_THRESHOLD_ ?= 4294967296
+export MALLOC_MMAP_THRESHOLD_ ?= 33554432
 
 PIPELINE ?=
 

@@ -125,7 +125,8 @@ class ModernForCausalLM(PreTrainedModel, GenerationMixin):
         width = config.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, width)
         self.ngrams = nn.ModuleList(NgramTable(n, config) for n in range(2, config.longest_ngram + 1))
-        self.ngram_proj = nn.Linear(len(self.ngrams) * config.ngram_width, width, bias=False)
+        inputs = len(self.ngrams) * config.ngram_width
+        self.ngram_proj = nn.Linear(inputs, width, bias=False) if inputs else None
         self.layers = nn.ModuleList(ModernBlock(config, n) for n in range(config.num_hidden_layers))
         self.lm_head = Output(width, config.vocab_size, bias=False)
         self.post_init()
@@ -161,8 +162,10 @@ class ModernForCausalLM(PreTrainedModel, GenerationMixin):
         """
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-        found = [table(input_ids, position_ids) for table in self.ngrams]
-        x = normed(self.embed_tokens(input_ids) + self.ngram_proj(torch.cat(found, dim=-1)))
+        x = self.embed_tokens(input_ids)
+        if self.ngram_proj is not None:
+            x = x + self.ngram_proj(torch.cat([table(input_ids, position_ids) for table in self.ngrams], dim=-1))
+        x = normed(x)
         half = self.config.hidden_size // self.config.num_attention_heads // 2
         steps = torch.arange(half, dtype=torch.float32, device=x.device) / half
         angles = position_ids[:, None, :, None] * self.config.rotary_base**-steps
