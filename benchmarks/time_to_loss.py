@@ -44,7 +44,9 @@ def main() -> None:
     prepare(DEMO)
     ways = {name: [kept(options.folder, name, seed, run_recipe) for seed in seeds] for name in (DEMO, GPT2)}
     clock = (options.seconds, options.evaluations)
-    tried = {rate: kept(options.folder, f"plain {rate}", 0, run_plain, rate, *clock) for rate in options.rates}
+    tried = {
+        rate: kept(options.folder, f"plain {rate}", 0, run_plain, rate, *clock) for rate in options.rates
+    }
     best = min(tried, key=lambda rate: tried[rate][-1][1])
     ways[f"plain loop, rate {best:g}"] = [tried[best]] + [
         kept(options.folder, f"plain {best}", seed, run_plain, best, *clock) for seed in seeds[1:]
@@ -89,9 +91,7 @@ def run_recipe(recipe: str, seed: int) -> list[list[float]]:
             [*words, *choices({"training.seed": seed})], cwd=REPOSITORY, check=True, stdout=sys.stderr
         )
         rows = read_rows(RunFolder(Path(folder)).metrics)
-    return [
-        [round(r["time"] - began, 1), r["eval/bits_per_byte"]] for r in rows if "eval/bits_per_byte" in r
-    ]
+    return [[round(r["time"] - began, 1), r["eval/bits_per_byte"]] for r in rows if "eval/bits_per_byte" in r]
 
 
 def run_plain(name: str, seed: int, rate: float, seconds: float, evaluations: int) -> list[list[float]]:

@@ -255,7 +255,11 @@ def load_code_of_run(extensions: Iterable[Extension], kinds: Collection[str], tr
     """
     needed = [extension for extension in extensions if extension.defines.keys() & set(kinds)]
     for extension in needed:
-        known = trusted or _run.get(extension.import_name) == extension.digest or _is_of_this_repository(extension)
+        known = (
+            trusted
+            or _run.get(extension.import_name) == extension.digest
+            or _is_of_this_repository(extension)
+        )
         if extension.is_file and not known:
             what = "is Python code of the run, which this would run; if you trust it, add --trust_extensions"
             raise UserError(f"{display_path(extension.path)}: {what}")

@@ -1,5 +1,6 @@
 """Text from a model: one sample, and the samples of a run after each validation."""
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -83,7 +84,8 @@ def continued(
             attention_mask=torch.ones_like(prompt),
             max_new_tokens=num_tokens,
             pad_token_id=tokenizer.eos_token_id,  # else transformers warns at each text
-            use_cache=True,  # the config says False, which is right for training
+            # the config says False, which is right for training; a class of one's own may have no cache
+            use_cache="past_key_values" in inspect.signature(model.forward).parameters,
             tokenizer=tokenizer,  # for stop strings
             streamer=TokensCounted(),
             # Until no rank needs another token: ranks may exchange in every forward pass. transformers asks for it

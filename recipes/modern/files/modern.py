@@ -105,7 +105,9 @@ class ModernBlock(GradientCheckpointingLayer):
             for each in (self.q_proj(h), self.k_proj(h), value)
         )
         queries, keys = (turned(normed(each), *turns) for each in (queries, keys))
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
         scale = (self.config.hidden_size // self.num_heads) ** -0.5
         mixed, _ = attend(self, queries, keys, values, mask, scaling=scale, **borders)
         x = x + self.o_proj(mixed.flatten(2))
@@ -148,6 +150,10 @@ class ModernForCausalLM(PreTrainedModel, GenerationMixin):
         """Return the head."""
         return self.lm_head
 
+    def prepare_inputs_for_generation(self, input_ids: torch.Tensor, attention_mask=None, **cached) -> dict:
+        """Return all tokens at each step: an n-gram needs those before it, so there is no cache."""
+        return {"input_ids": input_ids, "attention_mask": attention_mask}
+
     def forward(
         self,
         input_ids: torch.Tensor,
@@ -164,7 +170,9 @@ class ModernForCausalLM(PreTrainedModel, GenerationMixin):
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         x = self.embed_tokens(input_ids)
         if self.ngram_proj is not None:
-            x = x + self.ngram_proj(torch.cat([table(input_ids, position_ids) for table in self.ngrams], dim=-1))
+            x = x + self.ngram_proj(
+                torch.cat([table(input_ids, position_ids) for table in self.ngrams], dim=-1)
+            )
         x = normed(x)
         half = self.config.hidden_size // self.config.num_attention_heads // 2
         steps = torch.arange(half, dtype=torch.float32, device=x.device) / half
