@@ -3,15 +3,15 @@
     python benchmarks/time_to_loss.py --keep                 # some fifty minutes on two idle cores
     python benchmarks/time_to_loss.py --seconds 20 --seeds 1 --rates 0.005 --evaluations 2
 
-All read the same text through the same tokenizer, are measured on the same held-out files by the same code, and have the
-same cores. The clock starts with the command: launcher, imports and validation count. `demo` and `gpt2` are the real
-`deepspeed` command on two processes; `demo` is recipe tiny, `gpt2` recipe features/gpt2, which trains as long. The
-plain loop is transformers' GPT-2 of that recipe's shape, batch and schedule under AdamW, one process on all cores, in fp32:
-`--rates` are tried with the first seed, the best one gets the other seeds. Its schedule follows the clock, so that it
-ends with `--seconds`.
+All read the same text through the same tokenizer, are measured on the same held-out files by the same code, and
+have the same cores. The clock starts with the command: launcher, imports and validation count. `demo` and `gpt2`
+are the real `deepspeed` command on two processes; `demo` is recipe tiny, `gpt2` recipe features/gpt2, which trains
+as long. The plain loop is transformers' GPT-2 of that recipe's shape, batch and schedule under AdamW, one process
+on all cores, in fp32: `--rates` are tried with the first seed, the best one gets the other seeds. Its schedule
+follows the clock, so that it ends with `--seconds`.
 
-Each run is kept in `--folder`, and not made again. One JSON line a way: its runs' curves of [seconds, bits per byte], the
-median of the ends. `--picture FILE` draws the curves (matplotlib).
+Each run is kept in `--folder`, and not made again. One JSON line a way: its runs' curves of [seconds, bits per
+byte], the median of the ends. `--picture FILE` draws the curves (matplotlib).
 """
 
 import json

@@ -1,10 +1,10 @@
 """A small decoder of today: what public speed runs of 2024 to 2026 found to lower the loss for the same work.
 
-Queries and keys are normed before they are turned, branches and head begin at zero, norms have no gains, and logits may
-stay within a cap, as in modded-nanogpt and nanochat. Tables cost memory and no multiplications: every second layer adds
-an embedding of the token to its values (modded-nanogpt, after Zhou et al. 2024), and beside the token's embedding the
-first layer gets those of the last two and three tokens, found by a hash (modded-nanogpt since January 2026; Cheng et al.
-2026, Engram).
+Queries and keys are normed before they are turned, branches and head begin at zero, norms have no gains, and logits
+may stay within a cap, as in modded-nanogpt and nanochat. Tables cost memory and no multiplications: every second
+layer adds an embedding of the token to its values (modded-nanogpt, after Zhou et al. 2024), and beside the token's
+embedding the first layer gets those of the last two and three tokens, found by a hash (modded-nanogpt since January
+2026; Cheng et al. 2026, Engram).
 """
 
 import torch
