@@ -25,13 +25,13 @@ CHUNK_BYTES = 2**28
 """Of the logits that exist at one time."""
 
 
-class Watch:
+class Watching:
     """Whether logits are computed: for a monitor in some steps, or in every step."""
 
     is_on = False
 
 
-WATCH = Watch()
+WATCH = Watching()
 
 
 def is_watched() -> bool:

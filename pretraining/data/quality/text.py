@@ -219,7 +219,7 @@ def _flags(point: int) -> int:
     return kind | (0 if character in PUNCTUATION else NOT_PUNCTUATION)
 
 
-class RepeatedNgrams(NamedTuple):
+class NgramsOfText(NamedTuple):
     """The n-grams of a text that occur more than once, overlapping ones included."""
 
     n: int
@@ -229,7 +229,7 @@ class RepeatedNgrams(NamedTuple):
     """Equal n-grams have equal keys."""
 
 
-def repeated_ngrams(words: Words, largest: int) -> Iterator[RepeatedNgrams]:
+def repeated_ngrams(words: Words, largest: int) -> Iterator[NgramsOfText]:
     """Find the n-grams that repeat, for n = 2, 3, ... `largest`."""
     hashes = words.hashes
     # An n-gram can only repeat if its first n - 1 words do: each n looks only at the places that n - 1 left.
@@ -248,10 +248,10 @@ def repeated_ngrams(words: Words, largest: int) -> Iterator[RepeatedNgrams]:
         again[order[1:][pairs]] = True
         again[order[:-1][pairs]] = True
         positions, keys = positions[again], keys[again]
-        yield RepeatedNgrams(n, positions, keys)
+        yield NgramsOfText(n, positions, keys)
 
 
-def characters_of_most_frequent(words: Words, ngrams: RepeatedNgrams) -> int:
+def characters_of_most_frequent(words: Words, ngrams: NgramsOfText) -> int:
     """Count the characters (one space between words) of the most frequent n-gram, times its occurrences.
 
     Of equally frequent ones the first counts; if none repeats, that is the text's first n words.
@@ -267,7 +267,7 @@ def characters_of_most_frequent(words: Words, ngrams: RepeatedNgrams) -> int:
     return int((words.lengths[first : first + ngrams.n].sum() + ngrams.n - 1) * count)
 
 
-def characters_in_duplicates(words: Words, ngrams: RepeatedNgrams) -> int:
+def characters_in_duplicates(words: Words, ngrams: NgramsOfText) -> int:
     """Count the characters of words inside n-grams that occurred before in the text, none of them twice.
 
     Goes from left to right (Gopher, table A1). An n-gram that was seen before is counted, and all its words are
