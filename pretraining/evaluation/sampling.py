@@ -137,6 +137,7 @@ def encode_start(tokenizer: Tokenizer, text: str) -> list[int]:
 
     An empty text without one is the end-of-text token, behind which every document begins.
     """
-    prefix = tokenizer.init_kwargs.get(DOCUMENT_PREFIX)
-    first = [] if prefix is None else [tokenizer.convert_tokens_to_ids(prefix)]
+    # a tokenizer may be another class than transformers' own
+    prefix = getattr(tokenizer, "init_kwargs", {}).get(DOCUMENT_PREFIX)
+    first = [tokenizer.convert_tokens_to_ids(prefix)] if isinstance(prefix, str) else []
     return [*first, *encode(tokenizer, text)] or [tokenizer.eos_token_id]

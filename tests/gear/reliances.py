@@ -224,6 +224,8 @@ torch test_optimizer_states.py
     torch.optim.lr_scheduler.LRScheduler._last_lr
 torch test_gradient_monitors.py
     torch.optim.Optimizer._optimizer_step_pre_hooks
+torch test_averages.py
+    torch.optim.Optimizer._optimizer_step_post_hooks
 torch test_operators.py
     torch.utils.cpp_extension.load(name, sources, extra_cflags, extra_cuda_cflags, extra_sycl_cflags, extra_ldflags,
         extra_include_paths, build_directory, verbose, with_cuda, with_sycl, is_python_module, is_standalone,

@@ -24,7 +24,7 @@ SIZES = sorted(path.stem for path in (RECIPES / "modern").glob("*.json"))
 
 @pytest.fixture(scope="module")
 def model():
-    recipe = load_recipe("tiny")
+    recipe = load_recipe("modern/tiny")
     load_extensions(recipe.extensions)
     register_kernels()
     torch.manual_seed(0)
@@ -78,7 +78,7 @@ def test_its_class_has_what_its_recipes_ask_for():
 
 def test_it_trains_the_same_under_zero3(workshop: Workshop):
     """The demo's recipe and optimizer, cut small: losses of two ranks under ZeRO-3 as those of one plain process."""
-    recipe = load_recipe("tiny")
+    recipe = load_recipe("modern/tiny")
     module = str((RECIPES / "modern" / "files" / "modern.py").resolve())
     small = {"model_type": "modern", **SMALL, "vocab_size": 512, "max_position_embeddings": 64}
     settings = (

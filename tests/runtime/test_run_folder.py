@@ -46,7 +46,7 @@ def test_a_start_says_in_three_lines_what_it_is_where_it_begins_and_what_is_plan
     plan = judge_plan(build_run_plan(Setup(recipe, None, 2)), processor)
     lines = start_text(run, first, plan).splitlines()
     model = "gpt2 of 940,800 parameters, 2 ranks on CPU (x86_64), zero2, fp32, 1,000 steps, 2,048,000 tokens"
-    assert lines[:2] == [f"run    tiny in {run.path}: {model}", "start  fresh"]
+    assert lines[:2] == [f"run    gpt2 in {run.path}: {model}", "start  fresh"]
     assert re.fullmatch(r"plan   \d+ MB of memory on each rank, no time \(.*\), [\d.]+ MB of disk", lines[2])
     assert len(lines) == 3
     layout = {"world_size": 1, "zero_stage": 3}

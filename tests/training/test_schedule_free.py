@@ -167,4 +167,4 @@ def test_validation_export_and_checkpoint_agree_on_the_average(workshop, tmp_pat
 def test_what_the_average_cannot_be_had_with_is_refused(setting, words):
     """Bad input: one line that names the key and what to write."""
     said = refusal(load_recipe_and_ds_config, "features/gpt2", [*SETTINGS, setting])
-    assert re.search(rf"tiny\.json.*{words}", said)
+    assert re.search(rf"gpt2\.json.*{words}", said)

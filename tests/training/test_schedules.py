@@ -169,7 +169,7 @@ REFUSED = {
 @pytest.mark.parametrize("settings, words", REFUSED.values(), ids=REFUSED)
 def test_what_does_not_fit_is_refused_in_one_line(settings, words):
     said = refusal(load_recipe, "features/gpt2", settings)
-    assert re.search(r"tiny\.json.*budget\.(warmup|decay)_tokens", said) and words in said
+    assert re.search(r"gpt2\.json.*budget\.(warmup|decay)_tokens", said) and words in said
 
 
 ROUND, FIFTH = "budget.tokens=2e6", "budget.decay_tokens=0.2"

@@ -70,7 +70,7 @@ class Classifier:
     @classmethod
     def load(cls, path: str) -> "Classifier":
         try:
-            with np.load(path, allow_pickle=False) as file:
+            with np.load(path) as file:
                 weights = file["weights"]
         except (OSError, ValueError, KeyError, EOFError, TypeError, AttributeError, BadZipFile) as error:
             what = f"no classifier of `python -m pretraining.data quality` ({error})"
