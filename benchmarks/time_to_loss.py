@@ -5,8 +5,8 @@
 
 All read the same text through the same tokenizer, are measured on the same held-out files by the same code, and
 have the same cores. The clock starts with the command: launcher, imports and validation count. `demo` and `gpt2`
-are the real `deepspeed` command on two processes; `demo` is recipe modern/tiny, `gpt2` recipe features/gpt2, which trains
-as long. The plain loop is transformers' GPT-2 of that recipe's shape, batch and schedule under AdamW, one process
+are the real `deepspeed` command on two processes; `demo` is recipe modern/tiny, `gpt2` recipe features/gpt2. The
+plain loop is transformers' GPT-2 of that recipe's shape, batch and schedule under AdamW, one process
 on all cores, in fp32: `--rates` are tried with the first seed, the best one gets the other seeds. Its schedule
 follows the clock, so that it ends with `--seconds`.
 

@@ -267,9 +267,12 @@ def load_code_of_run(extensions: Iterable[Extension], kinds: Collection[str], tr
 
 
 def _is_of_this_repository(extension: Extension) -> bool:
-    """Return whether a recipe here has this very source: it is as trusted as the program that asks."""
-    paths = (Path(__file__).parents[1] / "recipes").glob(f"*/files/{extension.path.name}")
-    return any(_read(str(path), path.parent, "", "").digest == extension.digest for path in paths)
+    """Return whether a model of the recipes here has this very source: it is as trusted as the program that asks."""
+    places = (Path(__file__).parents[1] / "recipes" / room / "files" for room in ("modern", "published"))
+    paths = (place / extension.path.name for place in places)
+    return any(
+        path.is_file() and _read(str(path), path.parent, "", "").digest == extension.digest for path in paths
+    )
 
 
 def load_pretrained(kind: str, place: str | Path, **settings: Any) -> Any:

@@ -78,7 +78,7 @@ PLACES: dict[str, Callable[[Workshop], object]] = {
 }
 FEWER = {"1000": "10", "200": "2", "8000": "8", "2000": "4"}
 SAID = {
-    r"data ": "document|files",
+    r"data ": "document|files|judged right",
     r"checkpoints list": "committed",
     r"checkpoints verify": "whole",
     r"checkpoints prune": "would free",
