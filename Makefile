@@ -9,9 +9,6 @@ NUM_GPUS ?= $(if $(filter 1,$(GPUS)),1,2)
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TOKENIZERS_PARALLELISM ?= true
-# What a step on the CPU frees, glibc keeps for the next one. Asked for again, each page of it costs a page fault.
-export MALLOC_TRIM_THRESHOLD_ ?= 4294967296
-export MALLOC_MMAP_THRESHOLD_ ?= 33554432
 
 PIPELINE ?=
 
@@ -20,10 +17,13 @@ PIPELINE ?=
 help:
 	@sed -n 1p Makefile; echo "make pipeline (text to report, what is up to date left out), make lint, make schema (regenerates the JSON schemas), make lock (writes requirements.lock), make clean"
 
+# What a step on the CPU frees, glibc keeps for the next one. Asked for again, each page of it costs a page fault.
+demo: export MALLOC_TRIM_THRESHOLD_ ?= 4294967296
+demo: export MALLOC_MMAP_THRESHOLD_ ?= 33554432
 demo: $(VENV)/installed
 	python data_prep.py --recipe $(RECIPE)
 	deepspeed --num_gpus=$(NUM_GPUS) train.py --recipe $(RECIPE)
-	python -m pretraining.evaluation runs/$(RECIPE) --prompt "def " --tokens 128
+	python -m pretraining.evaluation runs/$(notdir $(RECIPE)) --prompt "def " --tokens 128
 
 # What is up to date is left out. Further options: make pipeline RECIPE=30b PIPELINE="--gpu H100 --publish my-name/30b"
 pipeline: $(VENV)/installed
