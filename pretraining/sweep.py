@@ -286,6 +286,15 @@ def as_text(answer: dict) -> str:
     return "\n".join(text)
 
 
+def add_starting_arguments(parser: argparse.ArgumentParser, run: str) -> None:
+    """Add the options of how runs start. run: what --slurm submits a job for, in words."""
+    add = parser.add_argument
+    add("--launcher", default="", metavar="WORDS", help='what starts the ranks: "deepspeed --num_gpus=8"')
+    what = f"submit launch/slurm.sh for {run}, with these options of sbatch"
+    add("--slurm", nargs="?", const="", metavar="OPTIONS", help=what)
+    add("--force", action="store_true", help="go on where the plan says that a run does not fit")
+
+
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     what = "Train a recipe for each combination of values, and compare the runs."
     shown = {"description": what, "epilog": EXAMPLES}
@@ -297,10 +306,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--deepspeed", metavar="NAME|PATH", help="a file of ds_configs/ over the recipe's")
     what = "folder of all runs (default: runs/<recipe>-sweep)"
     add("--output_dir", type=named_path, metavar="DIR", help=what)
-    add("--launcher", default="", metavar="WORDS", help='what starts the ranks: "deepspeed --num_gpus=8"')
-    what = "submit launch/slurm.sh for each point, with these options of sbatch"
-    add("--slurm", nargs="?", const="", metavar="OPTIONS", help=what)
-    add("--force", action="store_true", help="go on where the plan says that a run does not fit")
+    add_starting_arguments(parser, "each point")
     add("--show", action="store_true", help="print the table as it is now, and start nothing")
     add("--json", action="store_true", help="the table as JSON; runs print on stderr")
     options = parser.parse_args(arguments)

@@ -168,15 +168,12 @@ def run_quality(options: argparse.Namespace) -> tuple[dict, str]:
     classifier.save(options.folder)
     counts = f"trained on {report['good']:,} good and {report['other']:,} other texts"
     lines = [f"{options.folder}: {counts}; of a tenth of them that it has not seen:"]
-    lines.append(
-        f"  {report['accuracy']:.2%} judged right at 0.5; the good one of a pair has the higher score in "
-    )
-    lines[-1] += f"{report['auc']:.2%}"
-    for side, scores in report["quantiles"].items():
+    pairs = f"the good one of a pair has the higher score in {report['auc']:.2%}"
+    lines.append(f"  {report['accuracy']:.2%} judged right at 0.5; {pairs}")
+    for side, (low, middle, high) in report["quantiles"].items():
         lines.append(
-            f"  {side:<6} a tenth below {scores[0]:.3f}, half below {scores[1]:.3f}, nine tenths below "
+            f"  {side:<6} a tenth below {low:.3f}, half below {middle:.3f}, nine tenths below {high:.3f}"
         )
-        lines[-1] += f"{scores[2]:.3f}"
     return {"model": str(options.folder), **report}, "\n".join(lines)
 
 

@@ -40,7 +40,7 @@ from pretraining.runtime.durable_files import write_json
 from pretraining.runtime.exit_codes import FINISHED
 from pretraining.runtime.table import Column, write_table
 from pretraining.schema import REPOSITORY
-from pretraining.sweep import JOBS, known_jobs, submit, train_all
+from pretraining.sweep import JOBS, add_starting_arguments, known_jobs, submit, train_all
 
 EXAMPLES = """examples:
   python -m pretraining.ladder tiny --up_to 0.1 --plan
@@ -70,7 +70,16 @@ COSTS = (
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     target, _ = load_recipe_and_ds_config(options.recipe, options.set, options.deepspeed)
-    folder, code, failures = folder_of(options), FINISHED, {}
+    return run(options, target, folder_of(options, target))
+
+
+def folder_of(options: argparse.Namespace, target: Recipe) -> Path:
+    return options.output_dir or REPOSITORY / "runs" / f"{target.name}-ladder"
+
+
+def run(options: argparse.Namespace, target: Recipe, folder: Path) -> int:
+    """Plan, train, fit and answer, as far as the options ask for it; returns the exit code."""
+    code, failures = FINISHED, {}
     if not options.show:
         choices = Choices(**{each.name: getattr(options, each.name) for each in fields(Choices)})
         with tempfile.TemporaryDirectory() as elsewhere:
@@ -104,11 +113,6 @@ def main(arguments: list[str] | None = None) -> int:
         name, failure = next(iter(failures.items()))
         raise UserError(f"{len(failures)} of {len(rungs)} runs failed; {name}: {failure}")
     return code
-
-
-def folder_of(options: argparse.Namespace) -> Path:
-    name = load_recipe_and_ds_config(options.recipe, options.set, options.deepspeed)[0].name
-    return options.output_dir or REPOSITORY / "runs" / f"{name}-ladder"
 
 
 def _start(rungs: list[Rung], folder: Path, options: argparse.Namespace, failures: dict[str, str]) -> int:
@@ -214,11 +218,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--plan", action="store_true", help="print what the ladder takes, and exit")
     add("--world_size", type=gpu_count, default=1, metavar="N", help="processes of each run (1)")
     add("--gpu", metavar="NAME", help="plan hours and dollars on this kind of GPU")
-    add("--launcher", default="", metavar="WORDS", help='what starts the ranks: "deepspeed --num_gpus=8"')
-    what = "submit launch/slurm.sh for each run that can begin, with these options of sbatch"
-    add("--slurm", nargs="?", const="", metavar="OPTIONS", help=what)
+    add_starting_arguments(parser, "each run that can begin")
     add("--commands", action="store_true", help="print a line of shell for each member, and start nothing")
-    add("--force", action="store_true", help="go on where the plan says that a run does not fit")
     add("--show", action="store_true", help="answer from what was fitted before, and start nothing")
     add("--flops", type=count, metavar="C", help="the best size for a budget of FLOPs: 1e19")
     add("--dollars", type=amount, metavar="D", help="the best size for so many dollars on --gpu")

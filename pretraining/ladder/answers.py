@@ -87,7 +87,7 @@ def answer_of(ladder: Ladder) -> dict[str, Any]:
     target, values = ladder.values["target"], ladder.values
     place = target["parameters"], target["tokens"]
     fit = ladder.fits[DECAYED]
-    loss, law = fit.at(*place).loss, fit.law
+    expected, law = fit.at(*place), fit.law
     base = sorted((point for point in values["points"] if point["base"]), key=_place)
     rows = [{**point, "loss": point["metrics"]["loss"], "law": fit.at(*_place(point)).loss} for point in base]
     names = [name for name in base[0]["metrics"] if not lower_is_better(name)]
@@ -97,9 +97,9 @@ def answer_of(ladder: Ladder) -> dict[str, Any]:
             [row["loss"] for row in rows], [point["metrics"].get(name, math.nan) for point in base]
         )
         if curve:
-            scores[name] = dict(
-                zip(("score", "low", "high"), _sorted_scores(curve, fit.at(*place)), strict=True)
-            )
+            # a lower loss is a higher score
+            ends = {"score": expected.loss, "low": expected.high, "high": expected.low}
+            scores[name] = {end: curve(loss) for end, loss in ends.items()}
     optimum = None
     # a law in which size or tokens explain nothing has no optimum
     with suppress(ZeroDivisionError, OverflowError):
@@ -111,13 +111,13 @@ def answer_of(ladder: Ladder) -> dict[str, Any]:
             f"the recipe has {times:,.0f} times the compute of the largest run: no fit is sure so far away"
         )
     return {
-        "expected": fit.at(*place)._asdict(),
+        "expected": expected._asdict(),
         "share": ladder.most_flops / target["flops"],
         "noise": fit.noise,
         "left_out": fit.left_out,
         "rows": [{**row, "off": row["loss"] / row["law"] - 1} for row in rows],
-        "twice_the_tokens": law.loss(place[0], 2 * place[1]) - loss,
-        "twice_the_size": law.loss(2 * place[0], place[1]) - loss,
+        "twice_the_tokens": law.loss(place[0], 2 * place[1]) - expected.loss,
+        "twice_the_size": law.loss(2 * place[0], place[1]) - expected.loss,
         "optimum": optimum,
         "sources": {
             name: each.at(*place)._asdict() for name, each in ladder.fits.items() if name.endswith("_loss")
@@ -130,11 +130,6 @@ def answer_of(ladder: Ladder) -> dict[str, Any]:
 
 def _place(point: dict) -> tuple[float, float]:
     return point["parameters"], point["tokens"]
-
-
-def _sorted_scores(curve: Any, expected: Expected) -> tuple[float, float, float]:
-    # a lower loss is a higher score
-    return curve(expected.loss), curve(expected.high), curve(expected.low)
 
 
 def best_size(

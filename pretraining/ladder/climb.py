@@ -43,6 +43,12 @@ class Rung(Point):
         return (self.begins + self.steps) * self.member.recipe.tokens_per_step
 
     @property
+    def decay(self) -> tuple[str, float]:
+        """How its rate falls, and to which share of the peak."""
+        kwargs = self.member.recipe.training.lr_scheduler_kwargs
+        return kwargs.get("decay_type", "linear"), kwargs.get("min_lr_ratio", 0.0)
+
+    @property
     def is_finished(self) -> bool:
         # a branch has a recipe of its own once it is there
         file = Path(self.options["recipe"])
@@ -57,15 +63,11 @@ class Rung(Point):
         if not self.begins or self.folder.exists():
             return
         checkpoint = RunFolder(self.trunk).checkpoint(self.begins)
-        if (
-            reason := damage(checkpoint)
-            if checkpoint.is_dir()
-            else "is not there: its run has not come so far"
-        ):
+        if not checkpoint.is_dir():
+            raise UserError(f"{checkpoint}: is not there: its run has not come so far")
+        if reason := damage(checkpoint):
             raise UserError(f"{checkpoint}: {reason}")
-        kwargs = self.member.recipe.training.lr_scheduler_kwargs
-        decay = kwargs.get("decay_type", "linear"), kwargs.get("min_lr_ratio", 0.0)
-        branch(checkpoint, StageChanges(self.steps, *decay), self.folder)
+        branch(checkpoint, StageChanges(self.steps, *self.decay), self.folder)
 
 
 def rungs_of(members: Sequence[Member], folder: Path, options: argparse.Namespace) -> list[Rung]:
@@ -131,19 +133,10 @@ def commands_of(rungs: Sequence[Rung], launcher: str) -> list[str]:
             continue
         words = lines.setdefault(rung.member.name, [])
         if rung.begins and not rung.folder.exists():
-            kwargs = rung.member.recipe.training.lr_scheduler_kwargs
-            made = [
-                "python",
-                "-m",
-                "pretraining.checkpoints",
-                "branch",
-                str(rung.trunk),
-                "--at",
-                str(rung.begins),
-            ]
-            made += ["--decay", kwargs.get("decay_type", "linear"), "--steps", str(rung.steps)]
-            made += ["--min_lr_ratio", str(kwargs.get("min_lr_ratio", 0.0)), "--output", str(rung.folder)]
-            words.append(shlex.join(made))
+            kind, ratio = rung.decay
+            made = ["python", "-m", "pretraining.checkpoints", "branch", rung.trunk, "--at", rung.begins]
+            made += ["--decay", kind, "--steps", rung.steps, "--min_lr_ratio", ratio, "--output", rung.folder]
+            words.append(shlex.join(map(str, made)))
         start = shlex.split(launcher) or ["python"]
         given = [word for key, value in rung.options.items() for word in (f"--{key}", str(value))]
         words.append(shlex.join([*start, "train.py", *given]))

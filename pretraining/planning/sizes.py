@@ -140,15 +140,16 @@ def trained_tensors(recipe: Recipe) -> tuple[Tensor, ...]:
 
 def check_rows(recipe: Recipe) -> None:
     """Raise `UserError` for a row of `optimizer.groups`, or of `model.draw`, that matches no parameter."""
-    of_groups = [(f"optimizer.groups.{number}", row) for number, row in enumerate(recipe.optimizer.groups)]
-    of_matrices = [(f"model.draw.{number}", row) for number, row in enumerate(recipe.weights.draw or ())]
-    for place, row in of_groups + of_matrices:
-        key = "kind" if row.names is None else "names"
-        tensors = parameter_tensors(recipe.model)
-        if (place, row) in of_matrices:
-            tensors = tuple(each for each in tensors if each.kind != VECTOR)
-        names = [each.kind if key == "kind" else each.name for each in tensors]
-        _check_match(recipe, f"{place}.{key}", getattr(row, key), names)
+    groups, draws = recipe.optimizer.groups, recipe.weights.draw or ()
+    if not groups and not draws:
+        return
+    tensors = parameter_tensors(recipe.model)
+    matrices = [each for each in tensors if each.kind != VECTOR]
+    for table, rows, of in (("optimizer.groups", groups, tensors), ("model.draw", draws, matrices)):
+        for number, row in enumerate(rows):
+            key = "kind" if row.names is None else "names"
+            names = [each.kind if key == "kind" else each.name for each in of]
+            _check_match(recipe, f"{table}.{number}.{key}", getattr(row, key), names)
 
 
 def _check_match(recipe: Recipe, key: str, pattern: str, names: list[str]) -> None:

@@ -103,16 +103,21 @@ def units_of(texts: Sequence[str], unit: str = "words") -> TextUnits:
     else:
         codes = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), np.uint32)
     ends = np.cumsum([len(text) + 1 for text in texts], dtype=np.int64)
-    kind = _kinds()[codes]
-    begins = kind != _SEPARATOR
-    begins[1:] &= (kind[1:] == _WHOLE) | (kind[:-1] != kind[1:])
-    starts = np.flatnonzero(begins)
+    kind, starts = _kinds_and_starts(codes)
     if unit == "words":
         hashes = _word_hashes(codes, starts)
     else:
         starts, hashes = _spaced_characters(codes, kind, starts, ends)
     first = np.concatenate([[0], np.searchsorted(starts, ends)])
     return TextUnits(hashes, first, starts, joined)
+
+
+def _kinds_and_starts(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the kind of each character, and where words begin."""
+    kind = _kinds()[codes]
+    begins = kind != _SEPARATOR
+    begins[1:] &= (kind[1:] == _WHOLE) | (kind[:-1] != kind[1:])
+    return kind, np.flatnonzero(begins)
 
 
 def exact_units_of(texts: Sequence[str]) -> TextUnits:
@@ -124,10 +129,7 @@ def exact_units_of(texts: Sequence[str]) -> TextUnits:
     joined = "\n".join(texts)
     codes = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), np.uint32)
     ends = np.cumsum([len(text) + 1 for text in texts], dtype=np.int64)
-    kind = _kinds()[codes]
-    begins = kind != _SEPARATOR
-    begins[1:] &= (kind[1:] == _WHOLE) | (kind[:-1] != kind[1:])
-    starts = np.flatnonzero(begins)
+    _, starts = _kinds_and_starts(codes)
     # What precedes a text's first word is a segment of its own, which is no unit.
     segments = np.union1d(starts, np.append(0, ends[:-1]))
     segments = segments[segments < len(codes)]
