@@ -28,7 +28,7 @@ from pretraining.ladder.answers import (
     fitted,
     ladder_payload,
 )
-from pretraining.ladder.climb import Rung, commands_of, costs_of, measured, rungs_of
+from pretraining.ladder.rungs import Rung, commands_of, costs_of, measured, rungs_of
 from pretraining.ladder.family import Choices, family_of
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.ladder import FILE, read_ladder
