@@ -39,7 +39,7 @@ HEAD_SIZE = 32
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("what", choices=list(RATES))
-    parser.add_argument("--recipe", default="tiny")
+    parser.add_argument("--recipe", default="features/gpt2")
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43, 44])
     parser.add_argument("--rates", type=float, nargs="+", help="peak learning rates; default: those of RATES")
     parser.add_argument("--tokens", type=int, help="budget.tokens in place of the recipe's")

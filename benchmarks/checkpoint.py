@@ -85,7 +85,7 @@ def main() -> None:
 
 def command(output: Path, data_dir: Path, *more: str) -> list[str]:
     """Return the command of the small run; what comes later counts."""
-    words = [sys.executable, "train.py", "--recipe", "tiny", "--deepspeed", "null", *choices(SMALL)]
+    words = [sys.executable, "train.py", "--recipe", "features/gpt2", "--deepspeed", "null", *choices(SMALL)]
     return [*words, "--output_dir", str(output), "--data_dir", str(data_dir), *more]
 
 

@@ -21,7 +21,7 @@ from gear import TOKENIZER, chosen, middle, parser_of, record, seconds_in_turns,
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--recipe", default="tiny")
+    parser.add_argument("--recipe", default="features/gpt2")
     parser.add_argument("--micro_batch", type=int, help="default: the recipe's")
     parser.add_argument("--layers", type=int, help="default: the recipe's")
     parser.add_argument("--backend", default="inductor")

@@ -294,7 +294,7 @@ def repository_tokenizer(folder: Path, vocab_size: int) -> Path:
 
 def tiny_recipe(folder: Path, data: dict) -> Path:
     """Write recipe `tiny` with another data section, for tokenizers of at most 8,192 ids."""
-    values = json.loads((REPOSITORY / "recipes" / "tiny.json").read_text())
+    values = json.loads((REPOSITORY / "recipes" / "features" / "gpt2.json").read_text())
     del values["$schema"]
     values["model"]["vocab_size"] = 8192
     values["data"] = {"name": "corpus", **data}
@@ -466,7 +466,9 @@ class Shape(NamedTuple):
 SHAPES = {
     # 4 layers, width 128: a step of some 60 ms on two CPU cores.
     "small": Shape(
-        "tiny", {"model.n_layer": 4, "model.n_embd": 128, "model.n_head": 4, "model.n_positions": 128}, 20
+        "features/gpt2",
+        {"model.n_layer": 4, "model.n_embd": 128, "model.n_head": 4, "model.n_positions": 128},
+        20,
     ),
     # The GPT-2 small shape on the tokens of the tiny corpus; one sequence a rank and step.
     "124m": Shape("124m", {"model.n_positions": 1024}, 1),
@@ -498,7 +500,7 @@ def train_blocks(options: argparse.Namespace, block_steps: int, blocks: int, cal
     from pretraining.training.monitors import RunMonitors
 
     shape = SHAPES[options.shape]
-    tiny = json.loads((REPOSITORY / "recipes" / "tiny.json").read_text())
+    tiny = json.loads((REPOSITORY / "recipes" / "features" / "gpt2.json").read_text())
     settings = [f"{key}={json.dumps(value)}" for key, value in shape.overrides.items()]
     length = load_recipe(shape.recipe, settings).sequence_length
     per_step, num_steps = options.micro_batch * length * options.processes, block_steps * blocks

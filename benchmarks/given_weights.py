@@ -104,7 +104,7 @@ def build_on_rank(options: argparse.Namespace) -> None:
 
     folder, stage, section = options.folder, options.stage, llama_of(options.width, options.layers)
     join_ranks()
-    recipe = load_recipe("tiny", ["speed.compile=none"])
+    recipe = load_recipe("features/gpt2", ["speed.compile=none"])
     meta, _ = build_on_meta(section)
     arguments = build_arguments(recipe, load_ds_config(stage), folder, 1)
     # What a first build keeps for ever (libraries, buffers of communication) is no copy of the weights.

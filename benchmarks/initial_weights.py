@@ -84,7 +84,7 @@ def draw_on_rank(options: argparse.Namespace) -> None:
     section, turns = llama_of(options.width, options.layers), initial_weights.turns
     join_ranks()
     arguments = build_arguments(
-        load_recipe("tiny", ["speed.compile=none"]), load_ds_config(options.stage), Path("unused"), 1
+        load_recipe("features/gpt2", ["speed.compile=none"]), load_ds_config(options.stage), Path("unused"), 1
     )
     model = build_model(section, TOKENIZER, arguments, draw_weights=False)
     seconds: dict[str, list[float]] = {"all ranks": [], "rank 0 alone": []}

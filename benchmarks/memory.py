@@ -81,7 +81,7 @@ def split_trace(degrees: str, every_n_layers: int) -> dict:
     values = {"model": SMALL, "training.per_device_train_batch_size": micro_batch, "training.bf16": True}
     values |= {"loss.kind": "plain", "monitors.noise_scale_steps": None}
     values |= {"training.activation_checkpointing": every_n_layers > 0}
-    recipe, config = short_recipe("tiny", values, f"zero1:{degrees}", micro_batch * length, 1)
+    recipe, config = short_recipe("features/gpt2", values, f"zero1:{degrees}", micro_batch * length, 1)
     split = degrees_of(config)
     ranks = on_forked_ranks(
         split.ranks_per_sample, lambda folder: {"kept": tracked(recipe, config, folder)}, degrees

@@ -124,7 +124,7 @@ def case_of(optimizer: str, way: str, precision: str, ranks: int):
         values |= {"optimizer.name": "muon"} if optimizer == "muon" else {"training.optim": optimizer}
     if optimizer.startswith("schedule_free"):
         values |= {"training.lr_scheduler_type": "constant_with_warmup", "training.lr_scheduler_kwargs": None}
-    recipe, config = short_recipe("tiny", values, way, per_step, STEPS)
+    recipe, config = short_recipe("features/gpt2", values, way, per_step, STEPS)
     zero = (config or {}).get("zero_optimization", {})
     if isinstance(zero.get("reduce_bucket_size"), int):
         zero["reduce_bucket_size"] = BUCKET

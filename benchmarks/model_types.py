@@ -55,10 +55,24 @@ def main() -> None:
     able = {ability: sum(abilities[name][ability] is None for name in passed) for ability in known}
     if options.keep:
         versions = {name: version(name) for name in ("torch", "transformers", "deepspeed")}
-        kept = {"versions": versions, "types": dict(sorted(abilities.items()))}
+        kept = {"versions": versions, "types": dict(sorted(abilities.items())), "own": classes_of_recipes()}
         MEASURED.write_text(one_line_each(kept) + "\n", encoding="utf-8")
     values = {"tried": len(verdicts), "able": able, "passed": passed, "failed": failed}
     record("model_types", values, options.keep)
+
+
+def classes_of_recipes() -> dict:
+    """{digest of the module: abilities} of the classes that recipes here bring with them."""
+    from pretraining.extend import model_extension
+    from pretraining.recipe import load_recipe, recipe_names
+    from pretraining.recipe.model import measured_by_itself
+
+    found = {}
+    for name in recipe_names():
+        model = load_recipe(name).model
+        if own := model_extension(model["model_type"]):
+            found[own.digest] = measured_by_itself(model)
+    return found
 
 
 def types(chosen: list[str] | None) -> dict:

@@ -5,7 +5,7 @@
 
 All read the same text through the same tokenizer, are measured on the same held-out files by the same code, and
 have the same cores. The clock starts with the command: launcher, imports and validation count. `demo` and `gpt2`
-are the real `deepspeed` command on two processes; `demo` is recipe modern/tiny, `gpt2` recipe features/gpt2. The
+are the real `deepspeed` command on two processes; `demo` is recipe tiny, `gpt2` recipe features/gpt2. The
 plain loop is transformers' GPT-2 of that recipe's shape, batch and schedule under AdamW, one process
 on all cores, in fp32: `--rates` are tried with the first seed, the best one gets the other seeds. Its schedule
 follows the clock, so that it ends with `--seconds`.
@@ -25,7 +25,7 @@ from pathlib import Path
 
 from gear import REPOSITORY, choices, in_fresh_process, parser_of, record
 
-DEMO, GPT2 = "modern/tiny", "features/gpt2"
+DEMO, GPT2 = "tiny", "features/gpt2"
 WARMUP_SHARE, FLOOR = 0.05, 0.1
 """Of the plain loop's schedule, as the recipe has them."""
 

@@ -373,7 +373,7 @@ def _way_warnings(case: _Case) -> Iterator[Objection]:
                 yield Objection(what, f"--deepspeed {name}")
     # only messages between GPUs are slowed by latency
     if on_gpus and several_gpus and stage >= 2:
-        bucket = reduce_bucket(config, value_of(recipe.model, "hidden_size"))
+        bucket = reduce_bucket(config, value_of(recipe.model, "hidden_size"), case.setup.held)
         experts = case.setup.degrees.expert
         numels = [
             each.numel // (experts if each.part == "experts" else 1)

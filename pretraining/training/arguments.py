@@ -19,10 +19,11 @@ from pretraining.data.documents import part_of_sequences, stack_blocks
 from pretraining.ds_config import degrees_of, zero_stage
 from pretraining.errors import UserError, require
 from pretraining.extend import defined
-from pretraining.planning.memory.states import block_gathering
+from pretraining.planning.memory.states import block_gathering, reduce_bucket
 from pretraining.planning.setup import Setup
 from pretraining.planning.shapes import layer_numel, widths_of
 from pretraining.recipe import Recipe
+from pretraining.recipe.model import value_of
 from pretraining.recipe.refusals import gathers_blocks, why_not_compiled
 from pretraining.recipe.training import PIECEWISE
 from pretraining.runtime.process_group import gather_from_ranks
@@ -186,6 +187,11 @@ def engine_config(recipe: Recipe, ds_config: dict | None) -> dict | None:
         # of layers and experts that are split, a rank gathers its own parts
         ahead = block_gathering(zero, layer_numel(Setup(recipe, ds_config).held))
         config["zero_optimization"] = {**zero, **ahead}
+    if zero_stage(ds_config) > 0 and config["zero_optimization"].get("reduce_bucket_size") != "auto":
+        # DeepSpeed allocates the whole bucket in every backward pass
+        held, zero = Setup(recipe, ds_config).held, config["zero_optimization"]
+        bucket = reduce_bucket(ds_config, value_of(recipe.model, "hidden_size"), held)
+        config["zero_optimization"] = {**zero, "reduce_bucket_size": bucket}
     if recipe.speed.compile == "deepcompile":
         config["compile"] = {"deepcompile": True}
     if recipe.training.bf16 and zero_stage(ds_config) == 1:

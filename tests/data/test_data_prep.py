@@ -96,7 +96,7 @@ def corpus(tmp_path) -> Path:
 
 def recipe_file(folder: Path, source: Path) -> Path:
     """A real recipe: `tiny` with another data section."""
-    values = json.loads((REPOSITORY / "recipes" / "tiny.json").read_text())
+    values = json.loads((REPOSITORY / "recipes" / "features" / "gpt2.json").read_text())
     values["data"] = {"name": "corpus", "sources": [{"path": str(source)}], "sequence_length": 32}
     values["data"] |= {"tokenizer": {"train_vocab_size": 280}, "validation_share": 0.2}
     path = folder / "small.json"

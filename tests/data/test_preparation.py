@@ -46,7 +46,7 @@ def corpus(tmp_path_factory) -> Path:
 
 def recipe_of(corpus: Path, folder: Path, **data) -> Path:
     section = {"name": "corpus", "sources": [{"path": str(corpus)}], "tokenizer": {"train_vocab_size": 300}}
-    tiny = json.loads((REPOSITORY / "recipes" / "tiny.json").read_text())
+    tiny = json.loads((REPOSITORY / "recipes" / "features" / "gpt2.json").read_text())
     tiny["model"].update(n_positions=32)
     tiny.pop("$schema")
     path = folder / "recipe.json"

@@ -54,7 +54,7 @@ def written(tmp_path):
 
     def write(source: str, **values: object) -> Path:
         (tmp_path / "my_parts.py").write_text(source)
-        recipe = json.loads((RECIPES / "tiny.json").read_text())
+        recipe = json.loads((RECIPES / "features" / "gpt2.json").read_text())
         path = tmp_path / "recipe.json"
         path.write_text(json.dumps({**recipe, "extensions": ["my_parts.py"], **values}))
         return path

@@ -14,17 +14,17 @@ from pretraining.planning.gpus import find_gpu
 from pretraining.planning.screen import full_plan
 from pretraining.planning.setup import Setup
 from pretraining.recipe import RECIPES, load_recipe
-from pretraining.recipe.model import why_not, why_not_apart
+from pretraining.recipe.model import measured_by_itself, why_not, why_not_apart
 from tests.gear.runs import Workshop
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
 SMALL |= {"num_hidden_layers": 3, "max_position_embeddings": 24, "ngram_width": 8}
-SIZES = sorted(path.stem for path in (RECIPES / "modern").glob("*.json"))
+SIZES = ["tiny", *sorted(f"modern/{path.stem}" for path in (RECIPES / "modern").glob("*.json"))]
 
 
 @pytest.fixture(scope="module")
 def model():
-    recipe = load_recipe("modern/tiny")
+    recipe = load_recipe("tiny")
     load_extensions(recipe.extensions)
     register_kernels()
     torch.manual_seed(0)
@@ -63,7 +63,7 @@ def test_a_document_does_not_see_the_end_of_the_one_before_it(model):
 
 @pytest.mark.parametrize("name", SIZES)
 def test_each_size_is_planned_with_the_number_of_parameters_it_states(name):
-    recipe = load_recipe(f"modern/{name}")
+    recipe = load_recipe(name)
     plan = full_plan(
         Setup(recipe, load_ds_config(recipe.deepspeed), 2 if name == "tiny" else 8), find_gpu("H100")
     )
@@ -72,15 +72,19 @@ def test_each_size_is_planned_with_the_number_of_parameters_it_states(name):
 
 
 def test_its_class_has_what_its_recipes_ask_for():
-    """Documents apart, a loss that never holds all logits in fp32, compiled blocks: measured at first use."""
+    """Documents apart, a loss that never holds all logits in fp32, compiled blocks: as measured here."""
     model = load_recipe("modern/124m").model
     assert why_not_apart(model, "sdpa") is None and why_not_apart(model, "torch_varlen") is None
     assert not why_not(model, "chunked") and not why_not(model, "compiled")
+    measured = measured_by_itself(model)
+    assert {key: why is None for key, why in measured.items()} == {
+        key: why_not(model, key) is None for key in measured
+    }
 
 
 def test_it_trains_the_same_under_zero3(workshop: Workshop):
     """The demo's recipe and optimizer, cut small: losses of two ranks under ZeRO-3 as those of one plain process."""
-    recipe = load_recipe("modern/tiny")
+    recipe = load_recipe("tiny")
     module = str((RECIPES / "modern" / "files" / "modern.py").resolve())
     small = {"model_type": "modern", **SMALL, "vocab_size": 512, "max_position_embeddings": 64}
     settings = (

@@ -103,7 +103,7 @@ def test_another_config_is_another_run(tmp_path):
 
 def test_keys_beside_it_replace_those_that_are_read(tmp_path):
     """In the file and by --set, before or behind `model.from`; a variant inherits `from` and not the base's shape."""
-    values = json.loads((REPOSITORY / "recipes" / "tiny.json").read_text())
+    values = json.loads((REPOSITORY / "recipes" / "features" / "gpt2.json").read_text())
     values["model"] = {"from": str(CONFIGS / "smollm2-135m.json"), "num_hidden_layers": 5, "vocab_size": 2048}
     values["data"]["sequence_length"] = 128
     base, variant = tmp_path / "base.json", tmp_path / "variant.json"

@@ -355,7 +355,7 @@ def test_a_mistake_is_reported_with_the_file_that_holds_it(variant, tmp_path):
     path = variant(data={"sequence_length": 512})
     what = "data.sequence_length: is 512, but the model has 128 positions"
     assert failing(path) == f"{path}: {what}; shorten it, or --set model.n_positions=512"
-    base = json.loads((FOLDER / "tiny.json").read_text())
+    base = json.loads((FOLDER / "features" / "gpt2.json").read_text())
     base["training"]["learnin_rate"] = 1
     broken = tmp_path / "broken.json"
     broken.write_text(json.dumps(base))

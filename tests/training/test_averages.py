@@ -167,4 +167,6 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_does_not_go_together_is_refused_in_one_line(case):
     settings, words = REFUSED[case]
-    assert words in refusal(load_recipe_and_ds_config, "tiny", ["optimizer.average_decay=0.9", *settings])
+    assert words in refusal(
+        load_recipe_and_ds_config, "features/gpt2", ["optimizer.average_decay=0.9", *settings]
+    )

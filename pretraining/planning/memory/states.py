@@ -1,7 +1,7 @@
 """Bytes of model state per GPU and per host, at every ZeRO stage, and of the buffers that ZeRO needs beside it."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from itertools import accumulate
 
@@ -365,7 +365,7 @@ def buffers(setup: Setup) -> Buffers:
     # elements that a rank steps
     share = sum(family.trained_numel / family.ranks for family in setup.families)
     wide = [tensor for family in setup.families for tensor in setup.wide_of(family)]
-    bucket = element * reduce_bucket(config, width)
+    bucket = element * reduce_bucket(config, width, tensors)
     wider = (FP32 - element) * _numel(wide)
     if stage == 3:
         # a block's weights may be gathered as one, and its gradients reduced together
@@ -403,9 +403,13 @@ def buffers(setup: Setup) -> Buffers:
     return Buffers(0, 0, 0, element * min(total, REDUCE_BUCKET) if setup.world_size > 1 else 0)
 
 
-def reduce_bucket(config: dict, width: int) -> float:
-    """Return how many elements of gradients are reduced together; width: the model's."""
-    return _elements(config["zero_optimization"], "reduce_bucket_size", REDUCE_BUCKET, width**2)
+def reduce_bucket(config: dict, width: int, tensors: Iterable[Tensor]) -> float:
+    """Return how many elements of gradients are reduced together: never more than a rank holds, as it allocates them.
+
+    width: the model's.
+    """
+    asked = _elements(config["zero_optimization"], "reduce_bucket_size", REDUCE_BUCKET, width**2)
+    return min(asked, sum(tensor.numel for tensor in tensors))
 
 
 def unprotected_gradient(config: dict | None, of_rank: Sequence[Family], width: int) -> Tensor | None:
@@ -421,10 +425,10 @@ def unprotected_gradient(config: dict | None, of_rank: Sequence[Family], width: 
     if zero_stage(config) != 2 or optimizer_device(config) != "gpu" or not several:
         return None
     zero = config["zero_optimization"]
-    held = (tensor for family in of_rank for tensor in family.tensors)
+    held = [tensor for family in of_rank for tensor in family.tensors]
     largest = max(held, key=lambda tensor: tensor.numel)
     frees_at_once = zero.get("overlap_comm") and zero.get("contiguous_gradients", True)
-    return largest if frees_at_once and largest.numel > reduce_bucket(config, width) else None
+    return largest if frees_at_once and largest.numel > reduce_bucket(config, width, held) else None
 
 
 def _gathered(zero: dict, of_rank: Sequence[Family], width: int, as_one: bool) -> float:
