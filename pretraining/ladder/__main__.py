@@ -28,8 +28,8 @@ from pretraining.ladder.answers import (
     fitted,
     ladder_payload,
 )
-from pretraining.ladder.rungs import Rung, commands_of, costs_of, measured, rungs_of
 from pretraining.ladder.family import Choices, family_of
+from pretraining.ladder.rungs import Rung, commands_of, costs_of, measured, rungs_of
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.ladder import FILE, read_ladder
 from pretraining.planning.quantities import amount, count, dollars, gpu_count, hours, short
