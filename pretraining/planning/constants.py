@@ -106,6 +106,12 @@ SHAPES: dict[str, Any] = {
         "sustained": {
             name: {"*": _value(SHARE), ANY: _value(SHARE)} for name in ("products", "attention", "memory")
         },
+        "expected": {
+            "products": {"widths": NUMBERS, "value": NUMBERS},
+            "attention": {"lengths": NUMBERS, "value": [{"head_size": POSITIVE, "shares": NUMBERS}]},
+            "memory": _value(SHARE),
+            "gaps": _value(FRACTION),
+        },
         "kernel_efficiency": _value(SHARE),
         "launch_seconds_per_layer": _value(NOT_NEGATIVE),
         "power_usage_effectiveness": _value(POSITIVE),

@@ -220,6 +220,8 @@ class RunForecast:
     utilization: Utilization
     mfu: float
     """The MFU that the run reaches, after the time to recompute, send and offload."""
+    expected_mfu: float | None
+    """The same at rates of the model's own shapes; None without a recipe, or if `utilization` was given or measured."""
     tokens_per_second: float
     cost: Cost
     scaling: dict | None
@@ -260,7 +262,7 @@ def forecast(
     Raises:
         UserError: the GPU lacks the precision, or the ranks do not divide the recipe's step.
     """
-    num_gpus, step = setup.world_size, None
+    num_gpus, step, expected = setup.world_size, None, None
     if isinstance(setup, BareSize):
         # 6 N (Kaplan et al. 2020), and 2 N more for another forward pass if the layers are recomputed
         flops, precision = 6 * setup.parameters, precision or gpu.training_precision
@@ -283,6 +285,8 @@ def forecast(
             time = replace(time, compute_seconds=seconds)
         # a measured or given utilization includes the messages already, an assumed one does not
         rate = recipe.tokens_per_step / (time.seconds if used.assumed else time.compute_seconds)
+        if time.expected_seconds:
+            expected = recipe.tokens_per_step / time.expected_seconds / at_peak
         plan, seconds = build_run_plan(setup), recipe.tokens_per_step / rate
         step = StepForecast(
             seconds=seconds,
@@ -303,6 +307,7 @@ def forecast(
         utilization=used,
         # derived from the rate, so that it includes messages and offload
         mfu=rate / at_peak,
+        expected_mfu=expected,
         tokens_per_second=rate,
         cost=run_cost(gpu, num_gpus * (setup.tokens / rate) / SECONDS_PER_HOUR, price),
         scaling=scaling_over_nodes(gpu, num_gpus, used.assumed),
@@ -370,6 +375,7 @@ class CostVerb:
             ("training FLOPs", f"{answer['flops']:.3e}"),
             ("GPUs", f"{answer['num_gpus']:,} x {answer['gpu']}, {answer['precision']}"),
             ("MFU", mfu_words(answer)),
+            *expected_rows(answer),
             ("throughput", f"{rate:,.0f} tokens/s, {each:,.0f} a GPU"),
             ("time", f"{duration(answer['seconds'])}, {estimated(answer, '{}, ')}{NOT_COUNTED}"),
             *scaling_rows(answer["scaling"]),
@@ -403,6 +409,17 @@ def mfu_words(answer: dict) -> str:
         return f"{answer['mfu']:.0%} ({used['source']})"
     less = "less recomputation, messages, offload and launches"
     return f"{answer['mfu']:.0%}: {used['mfu']:.0%} ({used['source']}) {less}"
+
+
+def expected_rows(answer: dict) -> list[tuple[str, str]]:
+    """Write what to expect beside an estimate that has one rate for all shapes."""
+    if not (mfu := answer["expected_mfu"]):
+        return []
+    slower, prices = answer["mfu"] / mfu, answer["cost"]["prices"]
+    # sorted, the cheapest first
+    money = f", {dollars(slower * prices[0]['dollars'])}" if prices else ""
+    what = f"MFU {mfu:.0%}: {duration(slower * answer['seconds'])}{money}, by rates for its width, heads and length"
+    return [("expected", what)]
 
 
 def scaling_rows(scaling: dict | None) -> list[tuple[str, str]]:

@@ -4,12 +4,15 @@ A training pass consists of products and attention, which are bound by FLOPs, an
 bound by the bytes they read and write. How many bytes a layer's kernels move for a token is linear in its widths.
 tables/kernels.json holds the factors, which benchmarks/kernel_factors.py counted on the real model, eager and
 compiled. Gaps between kernels, messages of ZeRO and waits are not counted. Bytes and FLOPs are exact, their rates are
-not: they are one assumption for all shapes (tables/rates.json), which wide products may exceed and narrow ones miss.
-So the result is an estimate, not a limit.
+not. The estimate has one rate for all shapes, which wide products may exceed and narrow ones miss. What to expect is
+the same count with rates by width, head and length (tables/rates.json).
 """
 
 import json
-from dataclasses import dataclass, field
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -95,17 +98,18 @@ def recipe_utilization(setup: Setup, gpu: Gpu, at_best: Ceiling) -> Utilization:
     return Utilization(at_best.mfu_without_recomputation, f"{ESTIMATED}{how}", assumed=True)
 
 
-def ceiling(setup: Setup, gpu: Gpu, precision: str) -> Ceiling:
-    """Return what a recipe's kernels take on this GPU at the rates of `sustained_rates`.
+def ceiling(setup: Setup, gpu: Gpu, precision: str, rates: Rates | None = None) -> Ceiling:
+    """Return what a recipe's kernels take on this GPU.
 
     Args:
         precision: that of the products: bf16, fp16, tf32 or fp32.
+        rates: of its kernels; None for `sustained_rates`.
 
     Raises:
         UserError: the GPU has no such precision, or the ranks do not divide the recipe's step.
     """
     recipe, degrees, size = setup.recipe, setup.degrees, setup.size
-    rates, behind = sustained_rates(gpu, precision, setup.world_size), size.gradients
+    rates, behind = rates or sustained_rates(gpu, precision, setup.world_size), size.gradients
     tokens = recipe.micro_batch * recipe.sequence_length // degrees.sequence
     # a head in fp32 is slower, by so many seconds for one FLOP on each weight that a token meets
     wide_head = 0.0
@@ -253,6 +257,36 @@ def sustained_rates(gpu: Gpu, precision: str, num_gpus: int) -> Rates:
     )
 
 
+def expected_rates(setup: Setup, gpu: Gpu, precision: str) -> Rates:
+    """Return the rates of this model's own shapes: narrow models, small heads and short texts have less.
+
+    The shares are those of Hopper (tables/rates.json, `expected`); other architectures are assumed to lose as much.
+    Products that the doctor measured are of the recipe's shapes already.
+    """
+    at_best, shares = sustained_rates(gpu, precision, setup.world_size), table("rates")["expected"]
+    products, attention = shares["products"], shares["attention"]
+    narrow = _between(products["widths"], products["value"], setup.widths.hidden)
+    # the widest heads of the table that are no wider than the model's
+    by_head = sorted(attention["value"], key=lambda row: row["head_size"])
+    row = next((row for row in reversed(by_head) if row["head_size"] <= setup.widths.head_size), by_head[0])
+    short = _between(attention["lengths"], row["shares"], setup.recipe.sequence_length)
+    return replace(
+        at_best,
+        product_flops=(1.0 if at_best.products_measured_on else narrow) * at_best.product_flops,
+        attention_flops=short * at_best.attention_flops,
+        bytes=shares["memory"]["value"] * at_best.bytes,
+    )
+
+
+def _between(sizes: Sequence[float], values: Sequence[float], size: float) -> float:
+    """Interpolate by the logarithm of a size; the ends of a table count for what lies outside."""
+    after = bisect_left(sizes, size)
+    if after in (0, len(sizes)):
+        return values[min(after, len(sizes) - 1)]
+    share = math.log(size / sizes[after - 1]) / math.log(sizes[after] / sizes[after - 1])
+    return (1 - share) * values[after - 1] + share * values[after]
+
+
 def layer_mode(setup: Setup) -> str:
     """Return which factors of tables/kernels.json hold for the recipe's layers: `eager` or `compiled`."""
     return "eager" if compiled_part(setup.recipe, setup.ds_config) == "none" else "compiled"
@@ -372,6 +406,8 @@ class StepTime:
     gradients of ZeRO-2."""
     launch_seconds: float = 0.0
     """Seconds that Python needs to launch the step's kernels; the GPU waits for it if the model is small."""
+    expected_compute_seconds: float | None = None
+    """`compute_seconds` at the rates of `expected_rates`; None if the utilization was given or measured."""
     utilization: Utilization | None = None
     """What `compute_seconds` were derived from."""
     kernel_seconds: dict[str, float] = field(default_factory=dict)
@@ -383,6 +419,12 @@ class StepTime:
         # not their sum: a utilization already includes what could not be hidden
         at_once = max(self.compute_seconds, self.communication_seconds, self.launch_seconds)
         return at_once + self.offload_seconds
+
+    @property
+    def expected_seconds(self) -> float | None:
+        if self.expected_compute_seconds is None:
+            return None
+        return replace(self, compute_seconds=self.expected_compute_seconds).seconds
 
     @property
     def bound_by(self) -> str:
@@ -417,22 +459,29 @@ def step_time(setup: Setup, gpu: Gpu, mfu: float | None = None, precision: str |
     again = 0.0 if recipe.speed.recompute == "operators" else recipe.training.recomputed_share
     flops, peak = setup.flops.training + again * setup.flops.recomputed, gpu.peak_flops(precision)
     rate = tokens_per_second(flops, setup.world_size, peak, used.mfu)
-    compute, waiting = recipe.tokens_per_step / rate, 0.0
+    compute, waiting, expected = recipe.tokens_per_step / rate, 0.0, None
     # a compiled model launches fewer kernels; how many is not known
     launches = accumulation * setup.size.num_layers if layer_mode(setup) == "eager" else 0
     sent = step_messages(setup, gpu)
     alone = {*LAYER_MESSAGES, *([GRADIENTS] if stops_for_gradients(setup.ds_config) else [])}
     if used.assumed:
         # the seconds of every kernel are counted: no need to derive them from FLOPs and an MFU
-        kernels = sum(seconds for name, seconds in at_best.seconds.items() if name not in LAYER_MESSAGES)
         waiting = sum(message.seconds for message in sent if message.name in alone)
-        compute = accumulation * kernels + waiting
+        at_shapes = ceiling(setup, gpu, precision, expected_rates(setup, gpu, precision))
+        kernels, slower = (
+            accumulation
+            * sum(seconds for name, seconds in each.seconds.items() if name not in LAYER_MESSAGES)
+            for each in (at_best, at_shapes)
+        )
+        compute = kernels + waiting
+        expected = slower / (1 - table("rates")["expected"]["gaps"]["value"]) + waiting
     return StepTime(
         compute_seconds=compute,
         communication_seconds=sum(message.seconds for message in sent if message.name not in LAYER_MESSAGES),
         offload_seconds=_offload_seconds(setup, gpu),
         waiting_seconds=waiting,
         launch_seconds=launches * table("rates")["launch_seconds_per_layer"]["value"],
+        expected_compute_seconds=expected,
         utilization=used,
         kernel_seconds=at_best.seconds,
         messages=tuple(sent),

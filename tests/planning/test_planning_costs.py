@@ -56,7 +56,12 @@ def test_every_constant_has_a_source():
     sustained = [entries for name, entries in rates["sustained"].items() if name != "about"]
     assert all("*" in entries for entries in sustained)
     tables = [*sustained, rates["mfu"]]
-    rates = [entry for name, entry in rates.items() if name not in ("about", "mfu", "sustained")]
+    expected = {name: entry for name, entry in rates["expected"].items() if name != "about"}
+    for name in ("products", "attention"):  # of several sizes
+        assert day.fullmatch(expected[name]["looked_up"])
+        assert re.search("assumption|figure", expected[name]["source"])
+    rates = [entry for name, entry in rates.items() if name not in ("about", "mfu", "sustained", "expected")]
+    rates += [expected["memory"], expected["gaps"]]
     for entry in [*rates, *(entry for entries in tables for entry in entries.values())]:
         assert entry["value"] > 0 and day.fullmatch(entry["looked_up"])
         assert re.search(r"assumption|measured|github|docs\.|20\d\d|H100", entry["source"]), entry
