@@ -3,7 +3,6 @@
 import argparse
 import json
 import sys
-import tempfile
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import fields
@@ -82,14 +81,15 @@ def run(options: argparse.Namespace, target: Recipe, folder: Path) -> int:
     code, failures = FINISHED, {}
     if not options.show:
         choices = Choices(**{each.name: getattr(options, each.name) for each in fields(Choices)})
-        with tempfile.TemporaryDirectory() as elsewhere:
-            # all of them are checked before a file is written
-            planned = rungs_of(family_of(target, choices, Path(elsewhere)), folder, options)
-            costs = costs_of(planned, target, options.gpu and find_gpu(options.gpu), choices.world_size)
+        # all of them are checked before a file is written
+        members = family_of(target, choices, folder.absolute() / "recipes")
+        rungs = rungs_of(members, folder, options)
+        costs = costs_of(rungs, target, options.gpu and find_gpu(options.gpu), choices.world_size)
         if options.plan:
             print(json.dumps(costs, indent=2) if options.json else _costs_text(costs))
             return FINISHED
-        rungs = rungs_of(family_of(target, choices, folder / "recipes"), folder, options)
+        for member in members:
+            write_json(member.recipe.path, member.recipe.to_dict())
         if options.commands:
             print("\n".join(commands_of(rungs, options.launcher)))
             return FINISHED
@@ -104,7 +104,18 @@ def run(options: argparse.Namespace, target: Recipe, folder: Path) -> int:
         values = fitted(target, points, [*faults, *(f"{name}: {why}" for name, why in failures.items())])
         write_json(folder / FILE, values)
     ladder = read_ladder(str(folder.absolute()))
-    answer = answer_of(ladder) | _asked(options, ladder, target)
+    answer = answer_of(ladder)
+    if options.flops:
+        answer["flops"] = best_size(ladder, target, options.flops) | {"budget": options.flops}
+    if options.dollars:
+        if not options.gpu:
+            raise UserError("--dollars needs --gpu NAME: what they buy depends on it")
+        best = best_size(ladder, target, options.dollars, find_gpu(options.gpu), options.world_size)
+        answer["dollars"] = best | {"budget": options.dollars}
+    if options.serve:
+        answer["serve"] = best_to_serve(ladder, target, options.serve) | {"served": options.serve}
+    if options.against:
+        answer["against"] = compare(ladder, read_ladder(str(options.against.absolute())))
     if not options.show:
         page = page_text(ladder_payload(ladder, answer), f"ladder of {target.name}", LADDER_SCRIPTS)
         write_page(folder / "ladder.html", page)
@@ -128,25 +139,6 @@ def _start(rungs: list[Rung], folder: Path, options: argparse.Namespace, failure
     rows = [{"folder": str(folder / name), "job": job} for name, job in jobs.items()]
     write_json(folder / JOBS, {"points": rows})
     return FINISHED
-
-
-def _asked(options: argparse.Namespace, ladder: Any, target: Recipe) -> dict[str, Any]:
-    """Answer what the options ask beside the recipe's loss."""
-    answer: dict[str, Any] = {}
-    if options.flops:
-        answer["flops"] = best_size(ladder, target, options.flops) | {"budget": options.flops}
-    if options.dollars:
-        if not options.gpu:
-            raise UserError("--dollars needs --gpu NAME: what they buy depends on it")
-        gpu, ranks = find_gpu(options.gpu), options.world_size
-        answer["dollars"] = best_size(ladder, target, options.dollars, gpu, ranks) | {
-            "budget": options.dollars
-        }
-    if options.serve:
-        answer["serve"] = best_to_serve(ladder, target, options.serve) | {"served": options.serve}
-    if options.against:
-        answer["against"] = compare(ladder, read_ladder(str(options.against.absolute())))
-    return answer
 
 
 def _costs_text(costs: dict[str, Any]) -> str:
@@ -175,48 +167,26 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = OneLineParser("python -m pretraining.ladder", **shown)
     add = parser.add_argument
     add("recipe", metavar="RECIPE", help="a file of recipes/, or a path")
-    add(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="change one value of the recipe",
-    )
+    repeated = {"action": "append", "default": [], "metavar": "SECTION.KEY=VALUE"}
+    add("--set", **repeated, help="change one value of the recipe")
     add("--deepspeed", metavar="NAME|PATH", help="a file of ds_configs/ over the recipe's")
     add_data_source(parser)
-    add(
-        "--output_dir",
-        type=named_path,
-        metavar="DIR",
-        help="folder of all runs (default: runs/<recipe>-ladder)",
-    )
-    add("--sizes", type=positive_integer, default=Choices.sizes, metavar="N", help="sizes (4)")
-    what = "token counts of each size, each twice the one before (3)"
-    add("--points", type=positive_integer, default=Choices.points, metavar="N", help=what)
-    what = "FLOPs of the largest run as a share of the recipe's (0.01)"
-    add("--up_to", type=positive_number, default=Choices.up_to, metavar="SHARE", help=what)
-    what = "tokens per parameter of the longest runs, over the recipe's (2)"
-    add("--longest", type=positive_number, default=Choices.longest, metavar="X", help=what)
-    add(
-        "--widths",
-        type=partial(_numbers, int),
-        default=(),
-        metavar="A,B,...",
-        help="these widths instead of --sizes and --up_to",
-    )
-    # the size's own is always among them: the law is fitted to it
+    what = "folder of all runs (default: runs/<recipe>-ladder)"
+    add("--output_dir", type=named_path, metavar="DIR", help=what)
+    # the size's own rate and batch are always among them: the law is fitted to those
     factors = partial(_numbers, float, own=(1.0,))
-    what = "factors of each size's own rate to try too: 0.5,2 says which rate is best at the recipe"
-    add("--rates", type=factors, default=Choices.rates, metavar="A,B,...", help=what)
-    add(
-        "--batches",
-        type=factors,
-        default=Choices.batches,
-        metavar="A,B,...",
-        help="the same of the tokens of a step",
-    )
+    for name, kind, metavar, what in (
+        ("sizes", positive_integer, "N", "sizes (4)"),
+        ("points", positive_integer, "N", "token counts of each size, each twice the one before (3)"),
+        ("up_to", positive_number, "SHARE", "FLOPs of the largest run as a share of the recipe's (0.01)"),
+        ("longest", positive_number, "X", "tokens per parameter of the longest runs, over the recipe's (2)"),
+        ("widths", partial(_numbers, int), "A,B,...", "these widths instead of --sizes and --up_to"),
+        ("rates", factors, "A,B,...", "factors of each size's own rate to try too: 0.5,2 says which is best"),
+        ("batches", factors, "A,B,...", "the same of the tokens of a step"),
+        ("world_size", gpu_count, "N", "processes of each run (1)"),
+    ):
+        add(f"--{name}", type=kind, default=getattr(Choices, name), metavar=metavar, help=what)
     add("--plan", action="store_true", help="print what the ladder takes, and exit")
-    add("--world_size", type=gpu_count, default=1, metavar="N", help="processes of each run (1)")
     add("--gpu", metavar="NAME", help="plan hours and dollars on this kind of GPU")
     add_starting_arguments(parser, "each run that can begin")
     add("--commands", action="store_true", help="print a line of shell for each member, and start nothing")

@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -61,24 +63,20 @@ def fitted(target: Recipe, points: list[dict], faults: list[str]) -> dict[str, A
     values = [(point["learning_rate"], point["tokens_per_step"]) for point in points]
     losses = [point["metrics"]["loss"] for point in points]
     varied = any(not point["base"] for point in points)
-    own = Setup(target, None)
+    flops = Setup(target, None).flops.training * target.num_tokens
+    whole = {"parameters": matmul_parameters(target), "tokens": target.num_tokens, "flops": flops}
+    # the same for every run: bytes of the validation's tokens
+    bits = np.median([point["metrics"]["bits_per_byte"] / point["metrics"]["loss"] for point in base])
     return {
         "name": target.name,
         "recipe": target.to_dict(),
-        "target": {
-            "parameters": matmul_parameters(target),
-            "tokens": target.num_tokens,
-            "flops": own.flops.training * target.num_tokens,
-        },
+        "target": whole,
         "runs": len(base),
         "points": points,
         "faults": faults,
         "fits": {name: asdict(fit) for name, fit in fits.items()},
         "best": fit_best(grid, values, losses) if varied else {},
-        # the same for every run: bytes of the validation's tokens
-        "bits_per_nat": float(
-            np.median([p["metrics"]["bits_per_byte"] / p["metrics"]["loss"] for p in base])
-        ),
+        "bits_per_nat": float(bits),
     }
 
 
@@ -90,15 +88,11 @@ def answer_of(ladder: Ladder) -> dict[str, Any]:
     expected, law = fit.at(*place), fit.law
     base = sorted((point for point in values["points"] if point["base"]), key=_place)
     rows = [{**point, "loss": point["metrics"]["loss"], "law": fit.at(*_place(point)).loss} for point in base]
-    names = [name for name in base[0]["metrics"] if not lower_is_better(name)]
-    scores = {}
-    for name in names:
-        curve = fit_score(
-            [row["loss"] for row in rows], [point["metrics"].get(name, math.nan) for point in base]
-        )
-        if curve:
-            # a lower loss is a higher score
-            ends = {"score": expected.loss, "low": expected.high, "high": expected.low}
+    losses, scores = [row["loss"] for row in rows], {}
+    # a lower loss is a higher score
+    ends = {"score": expected.loss, "low": expected.high, "high": expected.low}
+    for name in (name for name in base[0]["metrics"] if not lower_is_better(name)):
+        if curve := fit_score(losses, [point["metrics"].get(name, math.nan) for point in base]):
             scores[name] = {end: curve(loss) for end, loss in ends.items()}
     optimum = None
     # a law in which size or tokens explain nothing has no optimum
@@ -107,9 +101,9 @@ def answer_of(ladder: Ladder) -> dict[str, Any]:
         optimum = {**best.to_dict("the law"), "loss": law.loss(best.parameters, best.tokens)}
     notes = [*fit.notes, *values["faults"]]
     if (times := target["flops"] / ladder.most_flops) > FAR:
-        notes.append(
-            f"the recipe has {times:,.0f} times the compute of the largest run: no fit is sure so far away"
-        )
+        what = f"the recipe has {times:,.0f} times the compute of the largest run"
+        notes.append(f"{what}: no fit is sure so far away")
+    sources = [name for name in ladder.fits if name.endswith("_loss")]
     return {
         "expected": expected._asdict(),
         "share": ladder.most_flops / target["flops"],
@@ -119,9 +113,7 @@ def answer_of(ladder: Ladder) -> dict[str, Any]:
         "twice_the_tokens": law.loss(place[0], 2 * place[1]) - expected.loss,
         "twice_the_size": law.loss(2 * place[0], place[1]) - expected.loss,
         "optimum": optimum,
-        "sources": {
-            name: each.at(*place)._asdict() for name, each in ladder.fits.items() if name.endswith("_loss")
-        },
+        "sources": {name: ladder.fits[name].at(*place)._asdict() for name in sources},
         "scores": scores,
         "best": {name: best_at(found, *place) for name, found in values["best"].items()},
         "notes": notes,
@@ -147,9 +139,8 @@ def best_size(
         if gpu:
             speed = forecast(setup, gpu)
             if not speed.cost.prices:
-                raise UserError(
-                    f"--dollars: no price of {gpu.name} is known; set report.dollars_per_gpu_hour"
-                )
+                what = f"no price of {gpu.name} is known; set report.dollars_per_gpu_hour"
+                raise UserError(f"--dollars: {what}")
             cost = min(price["dollars"] for price in speed.cost.prices) / recipe.num_tokens
         parameters, tokens = matmul_parameters(recipe), budget / cost
         expected = ladder.fits[DECAYED].at(parameters, tokens)
@@ -169,10 +160,8 @@ def best_to_serve(ladder: Ladder, target: Recipe, served: float) -> dict[str, An
         best = with_inference(law, loss, served)
     except (ZeroDivisionError, OverflowError, ValueError):
         raise UserError("--serve: the points do not show what size and tokens bring; add --sizes") from None
-    before, after = (
-        each.flops + 2 * each.parameters * served
-        for each in (Allocation(place["parameters"], place["tokens"]), best)
-    )
+    both = Allocation(place["parameters"], place["tokens"]), best
+    before, after = (each.flops + 2 * each.parameters * served for each in both)
     values = {"width": width_for(target, best.parameters), "loss": loss, "saved": 1 - after / before}
     return {**best.to_dict("Sardana et al. 2024, equation 3"), **values}
 
@@ -228,14 +217,15 @@ def rows_of(answer: dict[str, Any], values: dict[str, Any]) -> list[tuple[str, s
     law = values["fits"][DECAYED]["law"]
     tokens, larger = answer["twice_the_tokens"], answer["twice_the_size"]
     runs = f"{several(values['runs'], 'run')}, up to {share_words(1 / answer['share'])}"
+    terms = f"{law['A']:.4g} / N^{law['alpha']:.3g} + {law['B']:.4g} / D^{law['beta']:.3g}"
+    noise = f"a run is off the law by {answer['noise']:.2%}"
+    if answer["left_out"] is not None:
+        noise += f"; without the largest size it is off by {answer['left_out']:+.2%} there"
     rows = [
         ("ladder", f"of {values['name']}: {runs}"),
         ("loss", f"{expected.words} at {_sized(values['target'])}"),
-        (
-            "law",
-            f"L = {law['E']:.4g} + {law['A']:.4g} / N^{law['alpha']:.3g} + {law['B']:.4g} / D^{law['beta']:.3g}",
-        ),
-        ("noise", f"a run is off the law by {answer['noise']:.2%}{_left_out(answer['left_out'])}"),
+        ("law", f"L = {law['E']:.4g} + {terms}"),
+        ("noise", noise),
         ("doubling", f"twice the tokens {tokens:+.3f}, twice the size {larger:+.3f}"),
     ]
     if optimum := answer["optimum"]:
@@ -250,10 +240,8 @@ def rows_of(answer: dict[str, Any], values: dict[str, Any]) -> list[tuple[str, s
     for name, what in (("flops", "FLOPs"), ("dollars", "")):
         if best := answer.get(name):
             budget = f"{best['budget']:.3g} {what}" if what else dollars(best["budget"])
-            words = f"width {best['width']}, {_sized(best)}"
-            rows.append(
-                (f"for {budget}", f"{words}: {Expected(*(best[key] for key in Expected._fields)).words}")
-            )
+            words = Expected(*(best[key] for key in Expected._fields)).words
+            rows.append((f"for {budget}", f"width {best['width']}, {_sized(best)}: {words}"))
     if best := answer.get("serve"):
         words = f"width {best['width']}, {_sized(best)}: the same loss for {best['saved']:.0%} less"
         rows.append((f"to serve {short(best['served'])}", words))
@@ -264,33 +252,25 @@ def rows_of(answer: dict[str, Any], values: dict[str, Any]) -> list[tuple[str, s
 
 def ladder_payload(ladder: Ladder, answer: dict[str, Any]) -> dict[str, Any]:
     """Return what the ladder's page shows: points and laws by size, the forecast by compute, and the answers."""
-    fit, target = ladder.fits[DECAYED], ladder.values["target"]
-    sizes: dict[str, dict[str, Any]] = {}
-    for row in answer["rows"]:
-        size = sizes.setdefault(
-            row["size"], {"name": row["size"], "flops": [], "loss": [], "off": [], "rows": []}
-        )
-        for name in ("flops", "loss", "off"):
-            size[name].append(row[name])
-        size["rows"].append(row)
-    for size in sizes.values():
-        first = size["rows"][0]
-        tokens = np.geomspace(*(pick(row["tokens"] for row in size["rows"]) for pick in (min, max)), POINTS)
+    fit, target, sizes = ladder.fits[DECAYED], ladder.values["target"], []
+    # rows are in the order of size and tokens
+    for name, group in groupby(answer["rows"], key=itemgetter("size")):
+        rows = list(group)
+        first, last = rows[0], rows[-1]
+        tokens = np.geomspace(first["tokens"], last["tokens"], POINTS)
         law = [fit.law.loss(first["parameters"], each) for each in tokens]
-        each_token = first["flops"] / first["tokens"]
-        size["law"] = {"flops": (tokens * each_token).tolist(), "value": law}
-        del size["rows"]
+        flops = (tokens * first["flops"] / first["tokens"]).tolist()
+        size = {key: [row[key] for row in rows] for key in ("flops", "loss", "off")}
+        sizes.append({"name": name, **size, "law": {"flops": flops, "value": law}})
     smallest = min(row["parameters"] for row in answer["rows"]) / target["parameters"]
     # along the family: size and tokens grow together, and so compute goes as the square
-    shares = np.geomspace(min(smallest, 1.0), 1.0, POINTS).tolist()
-    ahead = [fit.at(share * target["parameters"], share * target["tokens"]) for share in shares]
-    forecast = {"flops": [target["flops"] * share**2 for share in shares]}
-    for name in Expected._fields:
-        forecast[name] = [getattr(each, name) for each in ahead]
+    shares = np.geomspace(min(smallest, 1.0), 1.0, POINTS)
+    flops = (target["flops"] * shares**2).tolist()
+    curves = fit.curve(*((target[name] * shares).tolist() for name in ("parameters", "tokens")))
     return {
         "name": ladder.values["name"],
-        "sizes": list(sizes.values()),
-        "forecast": forecast,
+        "sizes": sizes,
+        "forecast": {name: {"flops": flops, "value": values} for name, values in curves.items()},
         "answers": rows_of(answer, ladder.values),
         "columns": [column.title for column in ROWS],
         "rows": [[column.cell(row) for column in ROWS] for row in answer["rows"]],
@@ -299,12 +279,6 @@ def ladder_payload(ladder: Ladder, answer: dict[str, Any]) -> dict[str, Any]:
 
 def _sized(values: dict[str, Any]) -> str:
     return f"{short(values['parameters'])} parameters in matrices on {short(values['tokens'])} tokens"
-
-
-def _left_out(error: float | None) -> str:
-    if error is None:
-        return ""
-    return f"; without the largest size it is off by {error:+.2%} there"
 
 
 def _against_words(found: dict[str, Any]) -> str:

@@ -18,10 +18,10 @@ from pretraining.planning.ladder import matmul_parameters
 from pretraining.planning.shapes import widths_of
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import Recipe, load_recipe
+from pretraining.recipe.loading import recipe_of
 from pretraining.recipe.model import own_key, value_of
 from pretraining.recipe.optimizer import FAMILIES
 from pretraining.recipe.training import DECAYING
-from pretraining.runtime.durable_files import write_json
 
 UNITS = ((2048, 64), (0, 8))
 """(least width, what widths from there on are multiples of)."""
@@ -86,15 +86,14 @@ class Member:
 
 
 def family_of(target: Recipe, choices: Choices, folder: Path) -> list[Member]:
-    """Make every member and write its recipe into `folder`: the smallest first, of a size its own rate and batch first.
+    """Make every member, a recipe of `folder`: the smallest first, of a size its own rate and batch first.
 
     Raises:
         UserError: there are no such sizes, or one of them is no recipe.
     """
     if target.weights.initial_weights is not None:
-        raise UserError(
-            "model.initial_weights: weights of one size; a ladder draws those of each, so leave it out"
-        )
+        what = "weights of one size; a ladder draws those of each, so leave it out"
+        raise UserError(f"model.initial_weights: {what}")
     members: list[Member] = []
     for width in _widths(target, choices):
         size, shaped = f"w{width}", shaped_recipe(target, width)
@@ -102,9 +101,9 @@ def family_of(target: Recipe, choices: Choices, folder: Path) -> list[Member]:
             parts = [f"-{what}{factor:g}" for what, factor in zip(("rate", "batch"), factors, strict=True)]
             name = size + "".join(part for part, factor in zip(parts, factors, strict=True) if factor != 1)
             values, branches = _member(shaped, target, choices, factors)
-            file = folder / f"{name}.json"
-            write_json(file, {**values, "name": f"{target.name}-{name}"})
-            members.append(Member(name, size, load_recipe(str(file)), branches))
+            values["name"] = f"{target.name}-{name}"
+            recipe = recipe_of(values, folder / f"{name}.json")
+            members.append(Member(name, size, recipe, branches))
     sizes = {member.size: member.parameters for member in members}
     if len(set(sizes.values())) < len(sizes):
         raise UserError(f"two of the sizes {', '.join(sizes)} have as many parameters: leave one out")
@@ -138,12 +137,11 @@ def _unit(target: Recipe) -> int:
 def width_for(target: Recipe, parameters: float) -> int:
     """Return the width whose member has about so many parameters (`matmul_parameters`), without building any."""
     size, own = model_size(target.model), value_of(target.model, "hidden_size")
-    head, layers = size.head / size.matmul, 1 - size.head / size.matmul
 
     def error(width: int) -> float:
         # a head grows with the width; layers with its square, and they grow in number
         share = width / own
-        return abs(math.log(size.matmul * (head * share + layers * share**3) / parameters))
+        return abs(math.log((size.head * share + (size.matmul - size.head) * share**3) / parameters))
 
     unit = _unit(target)
     most = max(4 * own, own * (parameters / size.matmul))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
 import numpy as np
-from scipy.optimize import curve_fit, least_squares, nnls
+from scipy.optimize import curve_fit
 from scipy.special import expit
 
 from pretraining.errors import UserError
@@ -57,69 +57,98 @@ def fit_loss(parameters: Sequence[float], tokens: Sequence[float], losses: Seque
     first = _log_losses(_optimum(logs, target, DELTA), logs)[0] - target
     delta = max(DELTA, HUBER * 1.4826 * float(np.median(np.abs(first))))
     best = _optimum(logs, target, delta)
-    fitted, _ = _log_losses(best, logs)
+    fitted = _log_losses(best, logs)[0][0]
     residuals = target - fitted
-    spare = max(1, points.shape[1] - len(best))
+    spare = max(1, points.shape[1] - best.shape[1])
     noise = float(np.sqrt((residuals**2).sum() / spare))
     # residuals of a fit are smaller than the noise: it followed some of it
     wider = (residuals - residuals.mean()) * np.sqrt(points.shape[1] / spare)
-    random, draws = np.random.default_rng(0), []
-    for _ in range(DRAWS):
-        draws.append(_optimum(logs, fitted + random.choice(wider, len(wider)), delta, best))
+    drawn = fitted + np.random.default_rng(0).choice(wider, (DRAWS, len(wider)))
+    draws, _ = _descended(np.tile(best, (DRAWS, 1)), logs, drawn, delta)
     laws = [_as_law(each, middle) for each in draws]
-    without = [_as_law(_optimum(logs[:, kept], target[kept], delta), middle) for kept in _parts(points)]
+    without = [_as_law(_optimum(logs[:, kept], target[kept], delta)[0], middle) for kept in _parts(points)]
     left_out = _error_at_largest(points, logs, target, delta)
-    return LossFit(_as_law(best, middle), tuple(laws), tuple(without), noise, left_out, _notes(best, draws))
+    return LossFit(
+        _as_law(best[0], middle), tuple(laws), tuple(without), noise, left_out, _notes(best[0], draws)
+    )
 
 
 def _log_losses(constants: np.ndarray, logs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return log L [points], and its derivatives [points, constants].
+    """Return log L [runs, points], and its derivatives [runs, points, constants].
 
-    constants: log E, log A / N0^alpha, log B / D0^beta, log alpha, log beta. logs: of N / N0 and D / D0 [2, points].
+    constants: log E, log A / N0^alpha, log B / D0^beta, log alpha, log beta of each run. logs: of N / N0 and D / D0
+    [2, points].
     """
-    floor, size, length = constants[:3]
-    powers = np.exp(constants[3:])[:, None] * logs
-    terms = np.exp([np.full_like(logs[0], floor), size - powers[0], length - powers[1]])
-    total = terms.sum(axis=0)
-    shares = terms / total
-    return np.log(total), np.concatenate([shares, -shares[1:] * powers]).T
+    powers = np.exp(constants[:, 3:, None]) * logs
+    terms = np.exp(constants[:, :3, None] - np.concatenate([np.zeros_like(powers[:, :1]), powers], axis=1))
+    total = terms.sum(axis=1)
+    shares = terms / total[:, None]
+    slopes = np.concatenate([shares, -shares[:, 1:] * powers], axis=1)
+    return np.log(total), slopes.transpose(0, 2, 1)
 
 
-def _optimum(
-    logs: np.ndarray, target: np.ndarray, delta: float, near: np.ndarray | None = None
-) -> np.ndarray:
-    """Return the best constants for these logarithms of losses.
+def _optimum(logs: np.ndarray, target: np.ndarray, delta: float) -> np.ndarray:
+    """Return the best constants [1, constants] for these logarithms of losses, from every pair of EXPONENTS."""
+    exponents = np.array([*product(EXPONENTS, EXPONENTS)])
+    # relative errors are nearly those of the logarithms
+    powers = np.exp(-exponents[:, None] * logs.T)
+    columns = np.concatenate([np.ones_like(powers[..., :1]), powers], axis=2) * np.exp(-target)[:, None]
+    scales = _solved((columns[..., None] * columns[..., None, :]).sum(axis=1), columns.sum(axis=1))
+    starts = np.log(np.concatenate([np.maximum(scales, 1e-6), exponents], axis=1))
+    costs = _huber(_log_losses(starts, logs)[0] - target, delta)
+    ends, costs = _descended(starts[costs.argsort()[:STARTS]], logs, target, delta)
+    return ends[[costs.argmin()]]
 
-    near: the optimum of nearly the same points, from which this one is looked for.
+
+def _descended(
+    starts: np.ndarray, logs: np.ndarray, targets: np.ndarray, delta: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return where Huber's loss is least near each start [runs, constants], and how large it is there [runs].
+
+    The method of Levenberg and Marquardt, to the last digit: else it stops early in a long valley (Besiroglu et al.
+    2024). A valley without an end makes a difference in the last digit a large one. So all sums have a fixed order:
+    those of BLAS, and of scipy's least_squares, depend on where in memory the numbers are.
+
+    targets: logarithms of losses, [points] or [runs, points].
     """
-    chosen = [near] if near is not None else []
-    if near is None:
-        starts = []
-        for alpha, beta in product(EXPONENTS, EXPONENTS):
-            # relative errors are nearly those of the logarithms
-            columns = np.stack([np.ones_like(target), np.exp(-alpha * logs[0]), np.exp(-beta * logs[1])])
-            scales, error = nnls((columns * np.exp(-target)).T, np.ones_like(target))
-            starts.append((error, np.log([*np.maximum(scales, 1e-6), alpha, beta])))
-        chosen = [start for _, start in sorted(starts, key=lambda start: start[0])[:STARTS]]
+    constants, damping = starts, np.full(len(starts), 1e-3)
+    fitted, slopes = _log_losses(constants, logs)
+    costs = _huber(fitted - targets, delta)
+    for _ in range(500):
+        off = fitted - targets
+        weighted = slopes * (delta / np.maximum(np.abs(off), delta))[..., None]
+        curvature = (weighted[..., None] * slopes[..., None, :]).sum(axis=1)
+        extent = np.einsum("rii->ri", curvature)
+        extent += damping[:, None] * np.maximum(extent, 1e-9)
+        tried = constants - _solved(curvature, (weighted * off[..., None]).sum(axis=1))
+        with np.errstate(over="ignore", invalid="ignore"):
+            there, steeper = _log_losses(tried, logs)
+            reached = _huber(there - targets, delta)
+        is_better = reached < costs
+        damping = np.clip(np.where(is_better, damping / 10, damping * 10), 1e-12, 1e12)
+        if not is_better.any() and damping.min() >= 1e12:
+            break
+        constants = np.where(is_better[:, None], tried, constants)
+        fitted, costs = np.where(is_better[:, None], there, fitted), np.where(is_better, reached, costs)
+        slopes = np.where(is_better[:, None, None], steeper, slopes)
+    return constants, costs
 
-    # Huber's loss as a square, so that it is a problem of least squares: its root, with the sign of the error
-    def errors(constants: np.ndarray) -> np.ndarray:
-        off = _log_losses(constants, logs)[0] - target
-        beyond = np.sqrt(np.maximum(2 * delta * np.abs(off) - delta**2, 0))
-        return np.where(np.abs(off) <= delta, off, np.sign(off) * beyond)
 
-    def slopes(constants: np.ndarray) -> np.ndarray:
-        fitted, derivatives = _log_losses(constants, logs)
-        size = np.abs(fitted - target)
-        beyond = delta / np.sqrt(np.maximum(2 * delta * size - delta**2, delta**2))
-        return np.where(size <= delta, 1.0, beyond)[:, None] * derivatives
+def _huber(off: np.ndarray, delta: float) -> np.ndarray:
+    """Return the sum of Huber's loss over the points [runs, points]."""
+    size = np.abs(off)
+    near = np.minimum(size, delta)
+    return (near * (size - near / 2)).sum(axis=1)
 
-    # to the last digit: else it stops early in a long valley (Besiroglu et al. 2024); a draw needs fewer
-    small, most = (1e-14, 500) if near is None else (1e-7, 60)
-    ways = {"method": "lm", "ftol": small, "xtol": small, "gtol": small, "max_nfev": most}
-    with np.errstate(over="ignore", invalid="ignore"):
-        ends = [least_squares(errors, start, slopes, **ways) for start in chosen]
-    return min(ends, key=lambda end: end.cost).x
+
+def _solved(matrices: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Solve symmetric positive definite systems [runs, n, n] by elimination, in a fixed order."""
+    rows = np.concatenate([matrices, right[..., None]], axis=2)
+    for place in range(rows.shape[1]):
+        pivot = rows[:, place] / rows[:, place, place, None]
+        rows -= rows[:, :, place, None] * pivot[:, None]
+        rows[:, place] = pivot
+    return rows[..., -1]
 
 
 def _as_law(constants: np.ndarray, middle: np.ndarray) -> ParametricLoss:
@@ -153,7 +182,7 @@ def _error_at_largest(points: np.ndarray, logs: np.ndarray, target: np.ndarray, 
     if not _is_enough(points[:, known]):
         return None
     foreseen, _ = _log_losses(_optimum(logs[:, known], target[known], delta), logs[:, ~known])
-    errors = np.exp(foreseen - target[~known]) - 1
+    errors = np.exp(foreseen[0] - target[~known]) - 1
     return float(errors[np.abs(errors).argmax()])
 
 

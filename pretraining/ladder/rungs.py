@@ -160,12 +160,8 @@ def measured(rungs: Sequence[Rung]) -> tuple[list[dict[str, Any]], list[str]]:
         if not values["loss"] < math.log(recipe.model.vocab_size):
             faults.append(f"{name} diverged: loss {values['loss']:.3g}, no better than a guess")
             continue
-        point: dict[str, Any] = {
-            "run": name,
-            "member": rung.member.name,
-            "size": rung.member.size,
-            "tokens": rung.tokens,
-        }
+        member: dict[str, Any] = {"member": rung.member.name, "size": rung.member.size}
+        point = {"run": name, **member, "tokens": rung.tokens}
         point |= {"parameters": rung.member.parameters, "base": rung.member.is_base}
         point |= {"flops": Setup(recipe, None).flops.training * rung.tokens, "metrics": values}
         point |= {"learning_rate": recipe.training.learning_rate, "tokens_per_step": recipe.tokens_per_step}

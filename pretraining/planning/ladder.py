@@ -5,6 +5,7 @@ Plans and reports ask it for the loss of a recipe. The fits were made when the f
 
 import math
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -60,21 +61,23 @@ class LossFit:
     def at(self, parameters: float, tokens: float) -> Expected:
         """Return the expected loss of a run, with its interval: law, draws with noise, and laws without a part."""
         # fixed noise, so that a page that is written again shows the same interval
-        noise = random.Random(0)
-        drawn = sorted(
-            law.loss(parameters, tokens) * math.exp(noise.gauss(0, self.noise)) for law in self.draws
-        )
+        noise, place = random.Random(0), (parameters, tokens)
+        drawn = sorted(law.loss(*place) * math.exp(noise.gauss(0, self.noise)) for law in self.draws)
         cut = round((1 - COVERED) / 2 * len(drawn))
-        loss, *others = (law.loss(parameters, tokens) for law in (self.law, *self.without))
+        loss, *others = (law.loss(*place) for law in (self.law, *self.without))
         ends = [loss, *others, *drawn[cut : len(drawn) - cut]]
         return Expected(loss, min(ends), max(ends))
+
+    def curve(self, parameters: Iterable[float], tokens: Iterable[float]) -> dict[str, list[float]]:
+        """Return {"loss", "low", "high"} of several runs, as `at` gives them for each."""
+        expected = [self.at(*place) for place in zip(parameters, tokens, strict=True)]
+        return {name: [getattr(each, name) for each in expected] for name in Expected._fields}
 
     @classmethod
     def of(cls, values: dict) -> "LossFit":
         laws = {name: tuple(ParametricLoss(**law) for law in values[name]) for name in ("draws", "without")}
-        return cls(
-            **{**values, "law": ParametricLoss(**values["law"]), "notes": tuple(values["notes"]), **laws}
-        )
+        laws |= {"law": ParametricLoss(**values["law"]), "notes": tuple(values["notes"])}
+        return cls(**{**values, **laws})
 
 
 POSITIVE = {**NUMBER, "exclusiveMinimum": 0}

@@ -1,6 +1,5 @@
 """What the ladder that a run names foresees of its validation loss, and whether the run is where it should be."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,9 +22,8 @@ class Foreseen:
     """How large it is, in words."""
     end: Expected
     tokens: list[float]
-    decayed: list[float]
-    low: list[float]
-    high: list[float]
+    curves: dict[str, list[float]]
+    """{"loss", "low", "high"} at those tokens."""
     reached: float | None = None
     """Of the last validation, if the ladder's runs were as long."""
     now: Expected | None = None
@@ -61,21 +59,16 @@ def foreseen_of(record: RunRecord) -> Foreseen | None:
     except UserError:  # a report is written all the same
         return None
     at = np.geomspace(EARLIEST * tokens, tokens, POINTS).tolist()
-    decayed, stable = ([ladder.fits[kind].at(parameters, each) for each in at] for kind in (DECAYED, STABLE))
+    curves, stable = (ladder.fits[kind].curve([parameters] * POINTS, at) for kind in (DECAYED, STABLE))
+    # at the end the rate has fallen
+    curves["high"][:-1] = map(max, curves["high"][:-1], stable["high"])
     share = share_words((record.plan.get("training_flops") or ladder.most_flops) / ladder.most_flops)
-    return Foreseen(
-        f"{several(ladder.values['runs'], 'run')}, up to {share}",
-        decayed[-1],
-        at,
-        [each.loss for each in decayed],
-        [each.low for each in decayed],
-        # at the end the rate has fallen
-        [*(max(a.high, b.high) for a, b in zip(stable[:-1], decayed[:-1], strict=True)), decayed[-1].high],
-        *_now(record, ladder, parameters),
-    )
+    size = f"{several(ladder.values['runs'], 'run')}, up to {share}"
+    end = ladder.fits[DECAYED].at(parameters, tokens)
+    return Foreseen(size, end, at, curves, *_now(record, ladder, parameters))
 
 
-def _now(record: RunRecord, ladder: Ladder, parameters: float) -> Sequence:
+def _now(record: RunRecord, ladder: Ladder, parameters: float) -> tuple[float, Expected] | tuple[()]:
     """Return the last validation loss, and what it should be; nothing if it came before the ladder's shortest run.
 
     What a falling rate brings is taken to be in proportion to how far it has fallen.

@@ -352,12 +352,12 @@ def _published(record: RunRecord, found: Analysis) -> dict | None:
 
 
 def _foreseen(record: RunRecord, found: Analysis) -> dict | None:
-    """Give the losses that a ladder foresees by tokens and steps: {"words", "decayed", "low", "high"}."""
+    """Give the losses that a ladder foresees by tokens and steps: {"words", "left", "loss", "low", "high"}."""
     if (made := found.foreseen) is None:
         return None
     per_step = (record.recipe.get("budget") or {}).get("tokens_per_step") or 1
     places = {"tokens": made.tokens, "step": [tokens / per_step for tokens in made.tokens]}
-    curves = {name: {**places, "value": getattr(made, name)} for name in ("decayed", "low", "high")}
+    curves = {name: {**places, "value": values} for name, values in made.curves.items()}
     return {"words": made.words, "left": made.has_left, **curves}
 
 

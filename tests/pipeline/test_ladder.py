@@ -78,9 +78,15 @@ def test_the_interval_holds_the_loss_of_noisy_ladders():
 
 
 def test_points_that_do_not_carry_a_constant_are_told():
-    """Sizes so near to each other that their noise is larger than what they gain."""
-    found = fit_loss(*points_of((1e7, 1.1e7, 1.2e7), noise=0.01))
+    """Sizes so near to each other that their noise is larger than what they gain; to the same digit in any memory."""
+    points = points_of((1e7, 1.1e7, 1.2e7), noise=0.01)
+    found = fit_loss(*points)
     assert any("the exponent of the size" in note for note in found.notes)
+    lengths = random.Random(0)
+    for _ in range(4):
+        # what is allocated next is at other addresses
+        taken = [np.empty(lengths.randrange(1, 200)) for _ in range(lengths.randrange(1, 3000))][::2]
+        assert fit_loss(*points) == found and taken
 
 
 NONE, SAME = float("nan"), (1e7,) * 4

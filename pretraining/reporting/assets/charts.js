@@ -163,6 +163,12 @@ const withSmooth = (line, strength) => !line.series || strength <= 0 || line.ser
 ];
 
 // lines: [{label, run, runLabel, part, color, series, width, dash, quiet, dots, fill}]
+// A line with its interval: {loss, low, high}, each a series.
+const bandLines = (label, shade, band, more) => {
+  const side = (name, fill) => ({ label: `${label} ${name}`, belongsTo: label, quiet: true, color: faded(shade, 0.45), width: 1, series: band[name], ...fill });
+  return [side("high", { fill: faded(shade, 0.1) }), side("low"), { label, color: shade, series: band.loss, ...more }];
+};
+
 const drawChart = (box, lines, { unit = "number", height = 200, logY = false, runs = [], toggles = true, settled = false } = {}) => {
   const usable = lines.filter((line) => line.series && line.series.value.some((y) => y !== null));
   if (!usable.length) return null;

@@ -15,12 +15,6 @@ const sizeLines = (column, law) => data.sizes.flatMap((size, i) => {
   ].filter(Boolean);
 });
 
-const forecastLines = () => {
-  const shade = color("good"), label = `forecast, ${data.name}`;
-  const side = (name, more) => ({ label: `${label} ${name}`, belongsTo: label, quiet: true, color: faded(shade, 0.45), width: 1, series: { flops: data.forecast.flops, value: data.forecast[name] }, ...more });
-  return [side("high", { fill: faded(shade, 0.12) }), side("low"), { label, color: shade, width: 2, dash: [6, 4], series: { flops: data.forecast.flops, value: data.forecast.loss } }];
-};
-
 const chartCard = (title, note, lines, options) => {
   const box = el("section", { class: "card" }, el("div", { class: "head" }, el("h2", {}, title), el("span", { class: "soft small" }, note),
     el("span", { class: "grow" }), el("div", { class: "tools" }, tick("logX", "log x", true, draw))));
@@ -32,7 +26,7 @@ const draw = () => {
   forgetCharts();
   page.replaceChildren(el("header", { class: "head" }, el("h1", {}, `Ladder of ${data.name}`), el("span", { class: "grow" }), themeButton()));
   page.append(el("section", { class: "card", id: "answers" }, el("h2", {}, "What it answers"), table(["", ""], data.answers)));
-  chartCard("Loss by compute", "nats per token; the dashed line is the family at the recipe's tokens per parameter", [...forecastLines(), ...sizeLines("loss", true)], { unit: "loss", height: 380 });
+  chartCard("Loss by compute", "nats per token; the dashed line is the family at the recipe's tokens per parameter", [...bandLines(`forecast, ${data.name}`, color("good"), data.forecast, { width: 2, dash: [6, 4] }), ...sizeLines("loss", true)], { unit: "loss", height: 380 });
   chartCard("What each run is off the law", "share of the loss", sizeLines("off", false), { unit: "share" });
   page.append(el("section", { class: "card", id: "runs" }, el("h2", {}, "Runs"), table(data.columns, data.rows, data.columns.map((_, i) => i).slice(1))));
 };

@@ -37,8 +37,7 @@ const publishedLines = (run, i, name) => {
 const foreseenLines = (run, i) => {
   if (!run.foreseen || xName() === "hours") return [];
   const shade = several ? colorOfRun(i) : color("good"), label = several ? `${run.name} foreseen` : "foreseen, once decayed";
-  const side = (name, more) => ({ label: `${label} ${name}`, belongsTo: label, quiet: true, color: faded(shade, 0.45), width: 1, series: run.foreseen[name], ...more });
-  return [side("high", { fill: faded(shade, 0.1) }), side("low"), { label, run: several ? run.name : null, runLabel: run.label, part: "foreseen", color: shade, dash: [3, 4], series: run.foreseen.decayed }];
+  return bandLines(label, shade, run.foreseen, { run: several ? run.name : null, runLabel: run.label, part: "foreseen", dash: [3, 4] });
 };
 
 const forecastLine = (run, i) => {
