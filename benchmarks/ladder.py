@@ -8,8 +8,8 @@
 Each trains ladders of --recipe and then the runs that they foresee, in --folder. What has finished is not trained
 again: after a stop the same command goes on, run by run.
 
-forecast: members of the family of four and eight times the compute of the largest run, with every seed: the error of
-the foreseen loss, and whether the interval holds the measured one.
+forecast: members of the family of four and eight times the compute of the largest run, with every seed: `error` of the
+foreseen loss, and whether the interval holds the measured one (`inside`).
 
 rates: a ladder with a grid of rates and batches; then at eight times its compute a grid around the best rate and batch
 that it foresees. `regret` is the loss there over the lowest of the grid.
@@ -18,7 +18,7 @@ pairs: two mixtures of data, two shapes, two optimizers, each recipe with a ladd
 wins at eight times the largest run's, foreseen and measured. `right` is also true if the tool says that it does not
 know.
 
---small: a model of hundreds of thousands of parameters fewer, for a few steps: it tries the script in about a minute.
+--small: a model of hundreds of thousands of parameters fewer, for a few steps: it tries the script in minutes.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from pathlib import Path
 
 from gear import REPOSITORY, chosen, parser_of, record
 
-AROUND = {"rates": (0.5, 0.71, 1.0, 1.41, 2.0), "batches": (0.5, 1.0, 2.0)}
+AROUND = (0.5, 1.0, 2.0)
 """Factors around the best rate and batch that are foreseen."""
 SMALL = {"budget.tokens": 24_576, "evaluation.max_validation_tokens": 2_000}
 TIMES = (4, 8)
@@ -39,10 +39,11 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("what", choices=["forecast", "rates", "pairs"])
     parser.add_argument("--recipe", default="tiny")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43, 44, 45, 46])
+    parser.add_argument("--tokens", type=int, default=1_024_000, help="of the recipe")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43, 44])
     parser.add_argument("--folder", type=Path, default=REPOSITORY / "runs" / "ladder-benchmark")
     parser.add_argument("--data_dir", type=Path, default=REPOSITORY / "data")
-    parser.add_argument("--small", action="store_true", help="try it in about a minute")
+    parser.add_argument("--small", action="store_true", help="try it in minutes")
     options = parser.parse_args()
     if options.small:
         options.seeds, options.folder = options.seeds[:1], options.folder.with_name("ladder-benchmark-small")
@@ -55,7 +56,7 @@ def ladder_of(options: argparse.Namespace, name: str, settings: dict, **more):
     from pretraining.ladder import climb
     from pretraining.recipe import load_recipe
 
-    settings = {**(SMALL if options.small else {}), **settings}
+    settings = {**(SMALL if options.small else {"budget.tokens": options.tokens}), **settings}
     prepare(options.recipe, set=settings, data_dir=options.data_dir, show=False)
     small = {"widths": "24,32,40"} if options.small else {"up_to": 1 / max(TIMES)}
     places = {"data_dir": options.data_dir, "output_dir": options.folder / name}
@@ -66,27 +67,45 @@ def ladder_of(options: argparse.Namespace, name: str, settings: dict, **more):
 def members_of(recipe, width: int, folder: Path, **factors) -> list:
     """Return the members of the recipe's family at a width and its tokens per parameter."""
     from pretraining.ladder.family import Choices, family_of
+    from pretraining.runtime.durable_files import write_json
 
-    return family_of(recipe, Choices(widths=(width,), points=1, longest=1.0, **factors), folder / "recipes")
+    chosen = Choices(widths=(width,), points=1, longest=1.0, **factors)
+    members = family_of(recipe, chosen, folder / "recipes")
+    for member in members:
+        write_json(member.recipe.path, member.recipe.to_dict())
+    return members
 
 
-def final_loss(options: argparse.Namespace, member, folder: Path, seed: int) -> float:
-    """Return the validation loss of a member with a seed, trained now unless that is done."""
+def measured(options: argparse.Namespace, ladder, member, folder: Path, seeds: list[int]) -> dict:
+    """Train a member with each seed, unless that is done; return its losses beside what its ladder foresees."""
     from pretraining.api import run
+    from pretraining.planning.ladder import DECAYED
     from pretraining.runtime.run_folder import RunFolder
 
-    place = folder / f"{member.name}-seed{seed}"
-    given = {"set": {"training.seed": seed}, "data_dir": options.data_dir, "output_dir": place}
-    run(member.recipe.path, **given)
-    return RunFolder(place).last_event("end")["eval_loss"]
+    foreseen = ladder.fits[DECAYED].at(member.parameters, member.recipe.num_tokens)
+    places = [folder / f"{member.name}-seed{seed}" for seed in seeds]
+    for place, seed in zip(places, seeds, strict=True):
+        run(member.recipe.path, set={"training.seed": seed}, data_dir=options.data_dir, output_dir=place)
+    losses = [RunFolder(place).last_event("end")["eval_loss"] for place in places]
+    return {
+        "foreseen": [round(value, 5) for value in foreseen],
+        "losses": [round(loss, 5) for loss in losses],
+        "error": round(foreseen.loss / statistics.mean(losses) - 1, 5),
+        "inside": sum(foreseen.low <= loss <= foreseen.high for loss in losses),
+        "seconds": seconds_of(places),
+    }
 
 
-def seconds_of(ladder) -> float:
-    """Return the wall time of all runs of a ladder, whenever they ran."""
+def seconds_of(folders: list[Path]) -> int:
+    """Return the wall time of these runs, whenever they ran."""
     from pretraining.reporting.run_record import RunRecord
 
+    return round(sum(RunRecord(folder).wall_time().seconds for folder in folders))
+
+
+def described(ladder) -> dict:
     folders = [ladder.file.parent / point["run"] for point in ladder.values["points"]]
-    return sum(RunRecord(folder).wall_time().seconds for folder in folders)
+    return {"ladder_runs": len(folders), "ladder_seconds": seconds_of(folders)}
 
 
 def forecast(options: argparse.Namespace) -> None:
@@ -99,21 +118,13 @@ def forecast(options: argparse.Namespace) -> None:
         # compute goes as the square of the size, at the recipe's tokens per parameter
         width = width_for(recipe, matmul_parameters(recipe) * math.sqrt(times / max(TIMES)))
         (member,) = members_of(recipe, width, options.folder)
-        tokens = member.recipe.num_tokens
-        flops = Setup(member.recipe, None).flops.training * tokens
-        foreseen = ladder.fits[DECAYED].at(member.parameters, tokens)
-        losses = [final_loss(options, member, options.folder, seed) for seed in options.seeds]
+        flops = Setup(member.recipe, None).flops.training * member.recipe.num_tokens
         values = {
             **chosen(options, "folder", "data_dir"),
             "times": round(flops / ladder.most_flops, 2),
             "width": width,
-            "ladder_seconds": round(seconds_of(ladder)),
-            "ladder_runs": ladder.values["runs"],
-            "foreseen": [round(value, 5) for value in foreseen],
-            "losses": [round(loss, 5) for loss in losses],
-            "errors": [round(foreseen.loss / loss - 1, 5) for loss in losses],
-            "error": round(foreseen.loss / statistics.mean(losses) - 1, 5),
-            "inside": sum(foreseen.low <= loss <= foreseen.high for loss in losses),
+            **described(ladder),
+            **measured(options, ladder, member, options.folder, options.seeds),
             "notes": ladder.fits[DECAYED].notes,
         }
         record("ladder_forecast", values, options.keep)
@@ -128,33 +139,27 @@ def rates(options: argparse.Namespace) -> None:
     place, width = (matmul_parameters(recipe), recipe.num_tokens), value_of(recipe.model, "hidden_size")
     (own,) = members_of(recipe, width, options.folder)
     best = {name: best_at(law, *place) for name, law in ladder.values["best"].items()}
-    foreseen = {"rate": own.recipe.training.learning_rate, "batch": own.recipe.tokens_per_step}
+    own_values = {"rate": own.recipe.training.learning_rate, "batch": own.recipe.tokens_per_step}
     # what the grid of the ladder does not show stays the size's own
-    foreseen |= {name: value for name, (value, _, _) in best.items()}
-    factors = {
-        "rates": foreseen["rate"] / own.recipe.training.learning_rate,
-        "batches": foreseen["batch"] / own.recipe.tokens_per_step,
-    }
-    around = {name: AROUND[name][1:3] if options.small else AROUND[name] for name in AROUND}
-    grid = {name: tuple(factors[name] * each for each in around[name]) for name in AROUND}
-    members = members_of(recipe, width, options.folder, **grid)
-
-    def distance(member) -> float:
+    factors = {name: best[name][0] / value if name in best else 1.0 for name, value in own_values.items()}
+    around = AROUND[:2] if options.small else AROUND
+    grid = {name: tuple(factors[name] * each for each in around) for name in factors}
+    found = []
+    for member in members_of(recipe, width, options.folder, rates=grid["rate"], batches=grid["batch"]):
         rate, batch = member.recipe.training.learning_rate, member.recipe.tokens_per_step
-        return abs(math.log(rate / foreseen["rate"])) + abs(math.log(batch / foreseen["batch"]))
-
-    losses = {
-        member.name: final_loss(options, member, options.folder, options.seeds[0]) for member in members
-    }
-    chosen_one = min(members, key=distance)
+        off = abs(math.log(rate / own_values["rate"] / factors["rate"]))
+        off += abs(math.log(batch / own_values["batch"] / factors["batch"]))
+        result = measured(options, ladder, member, options.folder, options.seeds[:1])
+        found.append((off, {"rate": rate, "batch": batch, **result}))
+    _, nearest = min(found, key=lambda each: each[0])
     values = {
         **chosen(options, "folder", "data_dir"),
+        **described(ladder),
         "best": {name: [float(f"{value:.4g}") for value in each] for name, each in best.items()},
-        "losses": {
-            f"{m.recipe.training.learning_rate:.4g} {m.recipe.tokens_per_step}": round(losses[m.name], 5)
-            for m in members
-        },
-        "regret": round(losses[chosen_one.name] / min(losses.values()) - 1, 5),
+        "grid": {f"{each['rate']:.4g} {each['batch']}": each["losses"][0] for _, each in found},
+        **nearest,
+        "seconds": sum(each["seconds"] for _, each in found),
+        "regret": round(nearest["losses"][0] / min(each["losses"][0] for _, each in found) - 1, 5),
     }
     record("ladder_rates", values, options.keep)
 
@@ -193,15 +198,15 @@ def pairs(options: argparse.Namespace) -> None:
             named = {**settings, "name": f"{name}-{'ab'[number]}"}
             found.append(ladder_of(options, f"{name}-{'ab'[number]}", named))
         answer = compare(found[0][0], found[1][0])
-        means = []
-        for number, (_, recipe) in enumerate(found):
+        results = []
+        for number, (ladder, recipe) in enumerate(found):
             folder = options.folder / f"{name}-{'ab'[number]}-target"
             (member,) = members_of(recipe, value_of(recipe.model, "hidden_size"), folder)
-            means.append(
-                statistics.mean(final_loss(options, member, folder, seed) for seed in options.seeds[:3])
-            )
+            result = measured(options, ladder, member, folder, options.seeds[:2])
+            results.append({**described(ladder), **result})
+        means = [statistics.mean(result["losses"]) for result in results]
         better = answer["names"][means[0] > means[1]]
-        values = {"pair": name, **answer, "measured": [round(mean, 5) for mean in means], "better": better}
+        values = {"pair": name, **answer, "measured": results, "better": better}
         values["right"] = answer["winner"] in (None, better)
         record("ladder_pairs", {**chosen(options, "folder", "data_dir"), **values}, options.keep)
 
