@@ -83,7 +83,7 @@ def test_points_that_do_not_carry_a_constant_are_told():
     found = fit_loss(*points)
     assert any("the exponent of the size" in note for note in found.notes)
     lengths = random.Random(0)
-    for _ in range(4):
+    for _ in range(3):
         # what is allocated next is at other addresses
         taken = [np.empty(lengths.randrange(1, 200)) for _ in range(lengths.randrange(1, 3000))][::2]
         assert fit_loss(*points) == found and taken
