@@ -2,15 +2,13 @@
 
 import os
 import sysconfig
-import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from queue import Empty, Queue
 from typing import ClassVar, NamedTuple
 
 import xxhash
@@ -411,28 +409,12 @@ _END = object()
 
 def prefetch(items: Iterable, depth: int = 2) -> Iterator:
     """Yield `items` in order while a thread works up to `depth` of them ahead; raise its errors here."""
-    ready, stopped = Queue(depth), threading.Event()
-
-    def fill() -> None:
-        try:
-            for item in items:
-                ready.put((item, None))
-                if stopped.is_set():
-                    return
-            ready.put((_END, None))
-        except BaseException as error:  # raised again in the thread that reads the queue
-            ready.put((None, error))
-
-    thread = threading.Thread(target=fill, daemon=True)
-    thread.start()
+    iterator, thread = iter(items), ThreadPoolExecutor(1)
     try:
-        while (got := ready.get())[0] is not _END:
-            if got[1] is not None:
-                raise got[1]
-            yield got[0]
+        ahead = deque(thread.submit(next, iterator, _END) for _ in range(depth))
+        while (item := ahead.popleft().result()) is not _END:
+            ahead.append(thread.submit(next, iterator, _END))
+            yield item
     finally:
-        stopped.set()
-        # Also if the reader stops early: the thread may wait for a place, and must not after that.
-        while thread.is_alive():
-            with suppress(Empty):
-                ready.get(timeout=0.1)  # seconds
+        # Also if the reader stops early: the thread ends with the item that it is at.
+        thread.shutdown(cancel_futures=True)

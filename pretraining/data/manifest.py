@@ -12,7 +12,7 @@ from pretraining.data.checksums import checksum_of_file
 from pretraining.data.publishing import kept_beside
 from pretraining.data.tokenizer import local_fingerprint
 from pretraining.errors import UserError
-from pretraining.outside.files import CHECKSUM, COUNT, DIGEST, NAME, parse_json, read_bytes
+from pretraining.outside.files import CHECKSUM, COUNT, DIGEST, NAME, object_of, parse_json, read_bytes
 from pretraining.recipe import recipe_schema
 from pretraining.recipe.data import Data
 from pretraining.schema import Difference, check, differences, filled
@@ -48,24 +48,20 @@ COUNTED = ("documents", "tokens", "bytes")
 """What the manifest counts in each shard and split."""
 
 
-def _object(required: dict, **optional: dict) -> dict:
-    return {"type": "object", "required": [*required], "properties": {**required, **optional}}
-
-
 _COUNTS = dict.fromkeys(COUNTED, COUNT)
-_PLACES = _object(dict.fromkeys(("input_ids", "offsets", "num_bytes"), COUNT))
+_PLACES = object_of(dict.fromkeys(("input_ids", "offsets", "num_bytes"), COUNT))
 _FILE = {"file": NAME, "size": COUNT, "checksum": CHECKSUM, "buffers": _PLACES}
-_SHARDS = {"type": "array", "items": _object({**_COUNTS, **_FILE}, source=COUNT)}
+_SHARDS = {"type": "array", "items": object_of({**_COUNTS, **_FILE}, {"source": COUNT})}
 _DTYPE = {"type": "string", "enum": ["uint16", "uint32"]}
-_SPLIT = _object({**_COUNTS, "dtype": _DTYPE, "checksum": DIGEST, "shards": _SHARDS})
+_SPLIT = object_of({**_COUNTS, "dtype": _DTYPE, "checksum": DIGEST, "shards": _SHARDS})
 _SOURCES = {"type": "array", "items": {"type": "object"}}
-_VALIDATION = {**_object({"sources": _SOURCES}), "type": ["object", "null"]}
+_VALIDATION = {**object_of({"sources": _SOURCES}), "type": ["object", "null"]}
 _TOKENIZER = {"vocab_size": COUNT, "fingerprint": DIGEST}
 _REQUIRED = {
     "name": {"type": "string"},
     "fingerprint": DIGEST,
-    "data": _object({"sources": _SOURCES, "tokenizer": {}}, validation=_VALIDATION),
-    "tokenizer": _object(_TOKENIZER, eos_token_id=COUNT, files={"type": "object"}),
+    "data": object_of({"sources": _SOURCES, "tokenizer": {}}, {"validation": _VALIDATION}),
+    "tokenizer": object_of(_TOKENIZER, {"eos_token_id": COUNT, "files": {"type": "object"}}),
     "splits": {
         "type": "object",
         "required": ["train", "validation"],
@@ -73,7 +69,7 @@ _REQUIRED = {
         "additionalProperties": False,
     },
 }
-SHAPE = _object(_REQUIRED, sources=_SOURCES)
+SHAPE = object_of(_REQUIRED, {"sources": _SOURCES})
 """What every reader of a manifest relies on. Digests and names become paths."""
 
 

@@ -124,8 +124,9 @@ class TextColumn:
 
     @property
     def identity(self) -> list:
-        """What texts depend on beside the files; empty for plain ones, as it was when there was only a column."""
-        return [self.format, self.conditions] if self.format or self.conditions else []
+        """What texts depend on beside the files; empty for plain ones, so that what is finished of them stays."""
+        further = [self.format, self.conditions] if self.format or self.conditions else []
+        return further if self.name == TextColumn.name else [self.name, *further]
 
     def fields(self, columns: list[str], where: str) -> list[str]:
         """List the columns to read of a table; UserError if one is missing."""

@@ -75,9 +75,9 @@ class LossFit:
 
     @classmethod
     def of(cls, values: dict) -> "LossFit":
-        laws = {name: tuple(ParametricLoss(**law) for law in values[name]) for name in ("draws", "without")}
-        laws |= {"law": ParametricLoss(**values["law"]), "notes": tuple(values["notes"])}
-        return cls(**{**values, **laws})
+        draws, without = (tuple(ParametricLoss(**law) for law in values[key]) for key in ("draws", "without"))
+        law, notes = ParametricLoss(**values["law"]), tuple(values["notes"])
+        return cls(law, draws, without, values["noise"], values["left_out"], notes)
 
 
 POSITIVE = {**NUMBER, "exclusiveMinimum": 0}

@@ -46,9 +46,9 @@ from pretraining.data.dedup.signatures import (
     MinHashSpec,
     agreement,
     bands_and_rows,
-    exact_units_of,
     recall_at,
     sign_piece,
+    units_of,
 )
 from pretraining.data.manifest import read_manifest, report_text
 from pretraining.data.tools.inspect import Inspection
@@ -343,7 +343,7 @@ def repeats_straight(texts: list[str], fates: list[int]) -> list[set[int]]:
     seen, found = {}, [set() for _ in texts]
     for number in [n for fate in (VALIDATION, TRAIN) for n in range(len(texts)) if fates[n] == fate]:
         text = texts[number]
-        starts = [*exact_units_of([text]).starts.tolist(), len(text)]
+        starts = [*units_of([text], "written").starts.tolist(), len(text)]
         units = [text[a:b] + "\n" * (b == len(text)) for a, b in pairwise(starts)]
         for place in range(len(units) - NUM_WORDS + 1):
             first = seen.setdefault(tuple(units[place : place + NUM_WORDS]), (number, place))

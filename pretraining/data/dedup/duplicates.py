@@ -10,8 +10,8 @@ clusters together, and the cost grows with the documents and not with their squa
 """
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -60,13 +60,13 @@ class SignatureParts:
     """The signatures of all pieces, each in a folder of its own."""
 
     def __init__(self, folders: Sequence[Path]):
-        self._keys = _MappedFiles([folder / KEYS_NAME for folder in folders])
-        self._sketches = _MappedFiles([folder / SKETCH_NAME for folder in folders])
-        self.documents = DocumentNumbers([keys.shape[1] for keys in self._keys])
+        self._num_pieces = len(folders)
+        self._keys, self._sketches = (_opened(folders, name) for name in (KEYS_NAME, SKETCH_NAME))
+        self.documents = DocumentNumbers([keys.shape[1] for keys in map(self._keys, range(len(folders)))])
 
     def columns(self, band: int) -> Iterator[np.ndarray]:
         """Yield the keys of one band of each piece in turn: uint64 [documents]."""
-        return (keys[band] for keys in self._keys)
+        return (self._keys(piece)[band] for piece in range(self._num_pieces))
 
     def sketches(self, documents: np.ndarray) -> np.ndarray:
         """Read the sketches of the given document numbers, in their order: uint8 [documents, hashes]."""
@@ -74,33 +74,23 @@ class SignatureParts:
         # File by file, so that each is mapped once for all its rows.
         order = np.argsort(documents, kind="stable")
         bounds = np.flatnonzero(np.diff(pieces[order], prepend=-1))
-        found = np.empty((len(documents), self._sketches[0].shape[1]), np.uint8)
+        found = np.empty((len(documents), self._sketches(0).shape[1]), np.uint8)
         for places in np.split(order, bounds[1:]) if len(order) else ():
-            found[places] = self._sketches[int(pieces[places[0]])][rows[places]]
+            found[places] = self._sketches(int(pieces[places[0]]))[rows[places]]
         return found
 
 
-class _MappedFiles:
-    """.npy files opened as memory maps when needed, at most `_OPEN_FILES` at a time."""
+def _opened(folders: Sequence[Path], name: str) -> Callable[[int], np.ndarray]:
+    """Return what opens this file of a piece as a memory map; the last ones that were used stay open."""
 
-    def __init__(self, paths: list[Path]):
-        self.paths = paths
-        self._open: OrderedDict[int, np.ndarray] = OrderedDict()
+    @lru_cache(_OPEN_FILES)
+    def opened(piece: int) -> np.ndarray:
+        try:
+            return np.load(folders[piece] / name, mmap_mode="r")
+        except ValueError:  # an empty array cannot be mapped
+            return np.load(folders[piece] / name)
 
-    def __iter__(self) -> Iterator[np.ndarray]:
-        return (self[number] for number in range(len(self.paths)))
-
-    def __getitem__(self, number: int) -> np.ndarray:
-        if number not in self._open:
-            if len(self._open) >= _OPEN_FILES:
-                # The one that was not used for the longest time.
-                self._open.popitem(last=False)
-            try:
-                self._open[number] = np.load(self.paths[number], mmap_mode="r")
-            except ValueError:  # an empty array cannot be mapped
-                self._open[number] = np.load(self.paths[number])
-        self._open.move_to_end(number)
-        return self._open[number]
+    return opened
 
 
 def write_array(path: Path, array: np.ndarray) -> None:
@@ -117,11 +107,11 @@ def hash_texts(texts: Sequence[str]) -> np.ndarray:
 
 def exact_pairs(folders: Sequence[Path], part: int = 0, num_slices: int = 1) -> np.ndarray:
     """Pair each text that occurred before with its first occurrence, in one slice of the hashes: PAIR [pairs]."""
-    pieces = _MappedFiles([folder / HASHES_NAME for folder in folders])
-    ranges = num_ranges(sum(map(len, pieces)))
+    piece, numbers = _opened(folders, HASHES_NAME), range(len(folders))
+    ranges = num_ranges(sum(map(len, map(piece, numbers))))
     batches = []
     for number in range(part, ranges, num_slices):
-        hashes, documents = _collect_range(pieces, number, ranges)
+        hashes, documents = collect_range(map(piece, numbers), number, ranges)
         # Equal hashes side by side, each run of them in the order of documents.
         order = np.lexsort((documents, hashes[:, 1], hashes[:, 0]))
         hashes, documents = hashes[order], documents[order]
@@ -144,7 +134,7 @@ def match_slice(parts: SignatureParts, spec: MinHashSpec, part: int = 0, num_sli
     batches = []
     for cell in range(part, spec.bands * ranges, num_slices):
         band, number = divmod(cell, ranges)
-        keys, documents = _collect_range(parts.columns(band), number, ranges)
+        keys, documents = collect_range(parts.columns(band), number, ranges)
         order = np.argsort(keys, kind="stable")  # equal keys stay in the order of documents
         keys, documents = keys[order], documents[order]
         for first, second in _candidates(keys):
@@ -178,7 +168,7 @@ def num_ranges(num_documents: int) -> int:
     return 1 << max(0, (num_documents - 1) // RANGE_DOCUMENTS).bit_length()
 
 
-def _collect_range(columns: Iterable[np.ndarray], number: int, ranges: int) -> tuple[np.ndarray, np.ndarray]:
+def collect_range(columns: Iterable[np.ndarray], number: int, ranges: int) -> tuple[np.ndarray, np.ndarray]:
     """Gather the keys that fall into range `number` of `ranges`, and the documents they belong to.
 
     columns: the keys of each piece, uint64 [documents] or [documents, words], of which the first decides.

@@ -9,13 +9,13 @@ hashes at a time: memory does not grow with the corpus. The longest passages fol
 that differ have equal hashes with odds of 2**-58.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from pretraining.data.dedup.duplicates import TRAIN, VALIDATION, num_ranges
-from pretraining.data.dedup.signatures import batches_of, exact_units_of, ngrams_of
+from pretraining.data.dedup.duplicates import TRAIN, VALIDATION, collect_range, num_ranges
+from pretraining.data.dedup.signatures import batches_of, ngrams_of, units_of
 
 WINDOWS_NAME, FIRST_NAME = "windows.npy", "first-windows.npy"
 """Files of a piece: uint64 [windows], and where those of each document begin, int64 [documents + 1]."""
@@ -25,7 +25,7 @@ def windows_of(texts: Sequence[str], num_words: int) -> tuple[np.ndarray, np.nda
     """Hash every window of `num_words` words: uint64 [windows], and int64 [texts], the windows of each text."""
     hashes, counts = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
     for batch in batches_of(texts):
-        units = exact_units_of(batch)
+        units = units_of(batch, "written")
         grams = ngrams_of(units, num_words)
         # A shorter text has a single n-gram, of all its words, which is no window.
         is_long = np.diff(units.first) >= num_words
@@ -44,14 +44,18 @@ def repeated_windows(
     The first of equal ones is one of validation, if there is such: what training loses, validation keeps. A window that
     overlaps the first one is no repetition: of a line that comes a hundred times, its first `num_words` words stay.
     """
-    firsts = [np.load(folder / FIRST_NAME) for folder in folders]
-    ranges = num_ranges(sum(int(first[-1]) for first in firsts))
-    found = [np.zeros((2, 0), np.int64)]
+    firsts, found = [np.load(folder / FIRST_NAME) for folder in folders], [np.zeros((2, 0), np.int64)]
+    bases, fate = np.cumsum([0, *(int(first[-1]) for first in firsts)]), np.concatenate(fates)
+    # The windows before each document.
+    first = np.concatenate([first[:-1] + base for first, base in zip(firsts, bases, strict=False)])
+    ranges = num_ranges(int(bases[-1]))
     for number in range(part, ranges, num_slices):
-        pieces = list(_range_of(folders, firsts, fates, number, ranges))
-        hashes = np.concatenate([each[0] for each in pieces])
-        windows, owners, is_training = np.concatenate([each[1] for each in pieces], axis=1)
-        order = np.lexsort((windows, is_training, hashes))
+        of_pieces = (np.load(folder / WINDOWS_NAME) for folder in folders)
+        hashes, windows = collect_range(of_pieces, number, ranges)
+        owners = np.searchsorted(first, windows, side="right") - 1
+        stays = np.isin(fate[owners], (TRAIN, VALIDATION))
+        hashes, windows, owners = hashes[stays], windows[stays], owners[stays]
+        order = np.lexsort((windows, fate[owners] == TRAIN, hashes))
         hashes, windows, owners = hashes[order], windows[order], owners[order]
         starts = np.flatnonzero(np.concatenate([[True], hashes[1:] != hashes[:-1]])) if len(hashes) else order
         leaders = np.repeat(starts, np.diff(starts, append=len(hashes)))
@@ -63,25 +67,9 @@ def repeated_windows(
     return windows[order], owners[order]
 
 
-def _range_of(
-    folders: Sequence[Path], firsts: list[np.ndarray], fates: Sequence[np.ndarray], number: int, ranges: int
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield of each piece the hashes of one range, and of each int64 [3]: window, document, and whether of training."""
-    # The highest bits of a hash choose its range.
-    shift, windows, documents = np.uint64(64 - (ranges.bit_length() - 1)), 0, 0
-    for folder, first, fate in zip(folders, firsts, fates, strict=True):
-        hashes = np.load(folder / WINDOWS_NAME)
-        rows = np.flatnonzero(hashes >> shift == number) if ranges > 1 else np.arange(len(hashes))
-        owners = np.searchsorted(first, rows, side="right") - 1
-        stays = np.isin(fate[owners], (TRAIN, VALIDATION))
-        rows, owners = rows[stays], owners[stays]
-        yield hashes[rows], np.stack([rows + windows, owners + documents, fate[owners] == TRAIN])
-        windows, documents = windows + len(hashes), documents + len(fate)
-
-
 def without_windows(text: str, windows: np.ndarray, num_words: int) -> str:
     """Cut the words of these windows (numbers in the text) out of it, each with what is behind it."""
-    starts = np.append(exact_units_of([text]).starts, len(text))
+    starts = np.append(units_of([text], "written").starts, len(text))
     change = np.zeros(len(starts) + 1, np.int64)
     np.add.at(change, windows, 1)
     np.add.at(change, windows + num_words, -1)

@@ -94,52 +94,42 @@ def batches_of(texts: Sequence[str]) -> Iterator[Sequence[str]]:
 
 
 def units_of(texts: Sequence[str], unit: str = "words") -> TextUnits:
-    """Hash the words or characters of `texts`. `unit`: "words" or "characters"."""
-    # A table lowers the case later.
-    texts = [text if text.isascii() else unicodedata.normalize("NFKC", text) for text in texts]
+    """Hash the words or characters of `texts`, or its words as they are written.
+
+    unit: "words", "characters" or "written": each word as it is, with all that is behind it up to the next one. So
+    n-grams of these are equal if the texts are, but for what precedes the first word; positions are those in the texts.
+    """
+    if unit != "written":
+        # A table lowers the case later.
+        texts = [text if text.isascii() else unicodedata.normalize("NFKC", text) for text in texts]
     joined = "\n".join(texts)
     if joined.isascii():
         codes = np.frombuffer(joined.encode("ascii"), np.uint8)
     else:
         codes = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), np.uint32)
     ends = np.cumsum([len(text) + 1 for text in texts], dtype=np.int64)
-    kind, starts = _kinds_and_starts(codes)
+    kind = _kinds()[codes]
+    begins = kind != _SEPARATOR
+    begins[1:] &= (kind[1:] == _WHOLE) | (kind[:-1] != kind[1:])
+    starts = np.flatnonzero(begins)
     if unit == "words":
-        hashes = _word_hashes(codes, starts)
-    else:
+        hashes = word_hashes(codes, starts, _character_hashes())
+    elif unit == "characters":
         starts, hashes = _spaced_characters(codes, kind, starts, ends)
+    else:
+        # What precedes a text's first word is a segment of its own, which is no unit.
+        segments = np.union1d(starts, np.append(0, ends[:-1]))
+        segments = segments[segments < len(codes)]
+        hashes = word_hashes(codes, segments, _exact_hashes())[np.searchsorted(segments, starts)]
     first = np.concatenate([[0], np.searchsorted(starts, ends)])
     return TextUnits(hashes, first, starts, joined)
 
 
-def _kinds_and_starts(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the kind of each character, and where words begin."""
-    kind = _kinds()[codes]
-    begins = kind != _SEPARATOR
-    begins[1:] &= (kind[1:] == _WHOLE) | (kind[:-1] != kind[1:])
-    return kind, np.flatnonzero(begins)
+def word_hashes(codes: np.ndarray, starts: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """Hash the words that begin at `starts`, each up to the next one: uint64 [words].
 
-
-def exact_units_of(texts: Sequence[str]) -> TextUnits:
-    """Hash the words of `texts` as they are written, each with all that is behind it up to the next word.
-
-    So n-grams of these units are equal if the texts are, but for what precedes the first word; positions are those in
-    the texts themselves.
+    table: uint64 [0x110000], of their characters; 0 for those that count for nothing.
     """
-    joined = "\n".join(texts)
-    codes = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), np.uint32)
-    ends = np.cumsum([len(text) + 1 for text in texts], dtype=np.int64)
-    _, starts = _kinds_and_starts(codes)
-    # What precedes a text's first word is a segment of its own, which is no unit.
-    segments = np.union1d(starts, np.append(0, ends[:-1]))
-    segments = segments[segments < len(codes)]
-    hashes = _word_hashes(codes, segments, _exact_hashes())[np.searchsorted(segments, starts)]
-    return TextUnits(hashes, np.concatenate([[0], np.searchsorted(starts, ends)]), starts, joined)
-
-
-def _word_hashes(codes: np.ndarray, starts: np.ndarray, table: np.ndarray | None = None) -> np.ndarray:
-    """Hash each word: uint64 [words]. table: of its characters (None: of lower case, and 0 for separators)."""
-    table = _character_hashes() if table is None else table
     # In stretches of whole words, so that the memory does not grow with the text.
     hashes = np.zeros(len(starts), np.uint64)
     first = 0
@@ -210,14 +200,14 @@ _WITHOUT_SPACES = (
 _LISTED = 0x20000
 """The category of code points below is looked up. Above, only the Han planes hold words."""
 
-_NUM_CODE_POINTS = 0x110000
+NUM_CODE_POINTS = 0x110000
 _CHARACTER_SEED = 11
 
 
 @cache
 def _kinds() -> np.ndarray:
     """Build the table of kinds: uint8 [0x110000], _SEPARATOR, _PART or _WHOLE for each code point."""
-    table = np.zeros(_NUM_CODE_POINTS, np.uint8)
+    table = np.zeros(NUM_CODE_POINTS, np.uint8)
     table[:_LISTED] = [unicodedata.category(chr(code))[0] in "LMN" for code in range(_LISTED)]
     table[_LISTED : _WITHOUT_SPACES[-1][1]] = _PART
     for first, end in _WITHOUT_SPACES:
@@ -228,7 +218,7 @@ def _kinds() -> np.ndarray:
 @cache
 def _exact_hashes() -> np.ndarray:
     """Build the table of random numbers for all characters: uint64 [0x110000]."""
-    return random_words(_NUM_CODE_POINTS, 16)
+    return random_words(NUM_CODE_POINTS, 16)
 
 
 @cache
@@ -237,11 +227,11 @@ def _character_hashes() -> np.ndarray:
 
     Only those that lower to one character are lowered (all but U+0130, which NFKC leaves alone).
     """
-    lowered = np.arange(_NUM_CODE_POINTS, dtype=np.uint32)
+    lowered = np.arange(NUM_CODE_POINTS, dtype=np.uint32)
     for code in range(_LISTED):
         lower = chr(code).lower()
         lowered[code] = ord(lower) if len(lower) == 1 else code
-    hashes = random_words(_NUM_CODE_POINTS, _CHARACTER_SEED)[lowered]
+    hashes = random_words(NUM_CODE_POINTS, _CHARACTER_SEED)[lowered]
     hashes[_kinds() == _SEPARATOR] = 0
     return hashes
 

@@ -7,10 +7,10 @@ that is pinned only reads models.
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 from zipfile import BadZipFile
 
 import numpy as np
+from scipy.sparse import csr_matrix, vstack
 
 from pretraining.data.dedup.signatures import ngrams_of, units_of
 from pretraining.errors import UserError
@@ -29,36 +29,15 @@ _EPOCHS, _BATCH, _RATE = 5, 64, 0.1
 """Of AdaGrad (Duchi et al. 2011)."""
 
 
-class _Grams(NamedTuple):
-    """The single words and pairs of some texts, in the order of the texts."""
-
-    buckets: np.ndarray
-    """uint32 [n-grams]."""
-    counts: np.ndarray
-    """int64 [texts]: the n-grams of each."""
-
-    @classmethod
-    def of(cls, texts: Sequence[str]) -> "_Grams":
-        units, shift = units_of(texts), np.uint64(64 - BUCKET_BITS)
-        grams = [ngrams_of(units, size) for size in (1, 2)]
-        owners = np.concatenate([np.repeat(np.arange(len(texts)), np.diff(each.first)) for each in grams])
-        buckets = np.concatenate([(each.hashes >> shift).astype(np.uint32) for each in grams])
-        counts = np.bincount(owners, minlength=len(texts))
-        return cls(buckets[np.argsort(owners, kind="stable")], counts)
-
-    @classmethod
-    def joined(cls, parts: Sequence["_Grams"]) -> "_Grams":
-        return cls(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-
-    def chosen(self, numbers: np.ndarray) -> "_Grams":
-        stops = np.cumsum(self.counts)
-        spans = [self.buckets[stops[n] - self.counts[n] : stops[n]] for n in numbers]
-        return _Grams(np.concatenate(spans), self.counts[numbers])
-
-    def sums(self, values: np.ndarray) -> np.ndarray:
-        """Sum `values` [n-grams] over each text: float64 [texts]."""
-        owners = np.repeat(np.arange(len(self.counts)), self.counts)
-        return np.bincount(owners, values, minlength=len(self.counts))
+def _grams_of(texts: Sequence[str]) -> csr_matrix:
+    """Return the single words and pairs of some texts: int8 [texts, NUM_WEIGHTS - 1], a 1 for each."""
+    units, shift = units_of(texts), np.uint64(64 - BUCKET_BITS)
+    grams = [ngrams_of(units, size) for size in (1, 2)]
+    owners = np.concatenate([np.repeat(np.arange(len(texts)), np.diff(each.first)) for each in grams])
+    buckets = np.concatenate([(each.hashes >> shift).astype(np.int32) for each in grams])
+    first = np.cumsum([0, *np.bincount(owners, minlength=len(texts))])
+    ordered = buckets[np.argsort(owners, kind="stable")]
+    return csr_matrix((np.ones(len(ordered), np.int8), ordered, first), (len(texts), NUM_WEIGHTS - 1))
 
 
 class Classifier:
@@ -87,14 +66,14 @@ class Classifier:
 
     def scores(self, texts: Sequence[str]) -> np.ndarray:
         """Return the score of each text, float64 [texts]: the same in whatever company it comes."""
-        return self._scores(_Grams.of(texts))
+        return self._scores(_grams_of(texts))
 
-    def _scores(self, grams: _Grams) -> np.ndarray:
-        # By the root of its n-grams: a long text is surer than a short one, but not by its length.
-        sums = grams.sums(self.weights[grams.buckets]) / np.sqrt(np.maximum(grams.counts, 1))
+    def _scores(self, grams: csr_matrix) -> np.ndarray:
+        owners = np.repeat(np.arange(grams.shape[0]), np.diff(grams.indptr))
+        sums = np.bincount(owners, self.weights[grams.indices], grams.shape[0]) / _lengths_of(grams)
         return 1 / (1 + np.exp(-self.weights[-1] - sums))
 
-    def train(self, grams: _Grams, is_good: np.ndarray) -> None:
+    def train(self, grams: csr_matrix, is_good: np.ndarray) -> None:
         """Fit the weights to texts of which `is_good`, bool [texts], says the side; the same texts give the same."""
         share, draw, squares = is_good.mean(), np.random.default_rng(0), np.full(NUM_WEIGHTS, 1e-8)
         # Both sides count as much, whatever their sizes.
@@ -102,11 +81,9 @@ class Classifier:
         for _ in range(_EPOCHS):
             order = draw.permutation(len(is_good))
             for chosen in np.split(order, range(_BATCH, len(order), _BATCH)):
-                batch = grams.chosen(chosen)
+                batch = grams[chosen]
                 error = (self._scores(batch) - is_good[chosen]) * importance[chosen] / len(chosen)
-                of_each = np.repeat(error / np.sqrt(np.maximum(batch.counts, 1)), batch.counts)
-                slope = np.bincount(batch.buckets, of_each, minlength=NUM_WEIGHTS)
-                slope[-1] = error.sum()
+                slope = np.append(batch.T @ (error / _lengths_of(batch)), error.sum())
                 squares += slope**2
                 self.weights -= (_RATE * slope / np.sqrt(squares)).astype(np.float32)
 
@@ -118,12 +95,12 @@ def train_classifier(good: Iterable[str], other: Iterable[str]) -> tuple[Classif
     Raises UserError for a side of too few texts.
     """
     sides = {name: _read_side(texts, name) for name, texts in (("good", good), ("other", other))}
-    grams, sizes = _Grams.joined(list(sides.values())), [len(each.counts) for each in sides.values()]
+    grams, sizes = vstack(list(sides.values()), "csr"), [each.shape[0] for each in sides.values()]
     is_good, numbers = np.arange(sum(sizes)) < sizes[0], np.arange(sum(sizes))
     seen, unseen = numbers[numbers % HELD_OUT_ONE_IN > 0], numbers[numbers % HELD_OUT_ONE_IN == 0]
     classifier = Classifier(np.zeros(NUM_WEIGHTS, np.float32))
-    classifier.train(grams.chosen(seen), is_good[seen])
-    scores, truth = classifier._scores(grams.chosen(unseen)), is_good[unseen]
+    classifier.train(grams[seen], is_good[seen])
+    scores, truth = classifier._scores(grams[unseen]), is_good[unseen]
     # The chance that a good text has the higher score (Mann and Whitney); equal scores count half.
     above = [np.searchsorted(np.sort(scores[~truth]), scores[truth], side=side) for side in ("left", "right")]
     quantiles = {
@@ -135,14 +112,19 @@ def train_classifier(good: Iterable[str], other: Iterable[str]) -> tuple[Classif
     return classifier, {**dict(zip(sides, sizes, strict=True)), **report}
 
 
-def _read_side(texts: Iterable[str], name: str) -> _Grams:
+def _lengths_of(grams: csr_matrix) -> np.ndarray:
+    """Return the root of the n-grams of each text: a long text is surer than a short one, but not by its length."""
+    return np.sqrt(np.maximum(np.diff(grams.indptr), 1))
+
+
+def _read_side(texts: Iterable[str], name: str) -> csr_matrix:
     """Read the n-grams of a side's first texts, up to SIDE_CHARACTERS of them."""
     parts, left = [], SIDE_CHARACTERS
     for text in texts:
-        parts.append(_Grams.of([text]))
+        parts.append(_grams_of([text]))
         left -= len(text)
         if left <= 0:
             break
     if len(parts) < FEWEST_TEXTS:
         raise UserError(f"--{name}: has {len(parts)} texts; give at least {FEWEST_TEXTS}")
-    return _Grams.joined(parts)
+    return vstack(parts, "csr")

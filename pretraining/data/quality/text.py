@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pretraining.data.dedup.signatures import NUM_CODE_POINTS, random_words, word_hashes
+
 
 def repeated(parts: list[str]) -> tuple[int, int]:
     """Count the `parts` that occurred before, and their characters."""
@@ -94,9 +96,6 @@ _RUNNING = ".-~^"
 _CLASSIFIED = 0x40000
 """Planes 0 to 3. A code point above (tags, private use) counts as a letter of a word, not as alphabetic."""
 
-_WEIGHTED = 4096
-"""Characters of a word that its hash tells apart."""
-
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd: Fibonacci hashing
 
 
@@ -167,18 +166,7 @@ class Words:
     @cached_property
     def hashes(self) -> np.ndarray:
         """uint64 hash of each word. Equal words have equal hashes; up to 4,096 characters only they do."""
-        if not len(self):
-            return np.zeros(0, np.uint64)
-        firsts = np.cumsum(self.lengths) - self.lengths
-        offsets = np.arange(firsts[-1] + self.lengths[-1]) - np.repeat(firsts, self.lengths)
-        positions = offsets + np.repeat(self.starts, self.lengths)
-        # Sum over a word of mixed character x odd multiplier of its place: no Python object a word.
-        mixed = (self._points[positions].astype(np.uint64) + np.uint64(1)) * _MULTIPLIER
-        mixed ^= mixed >> np.uint64(29)
-        mixed *= _WEIGHTS[np.minimum(offsets, _WEIGHTED - 1)]
-        # uint64 sums wrap around, which is harmless in a hash.
-        hashes = np.add.reduceat(mixed, firsts)
-        return hashes ^ (hashes >> np.uint64(32))
+        return word_hashes(self._points, self.starts, _hashes_by_code_point())
 
     def count_distinct(self, wanted: tuple[str, ...]) -> int:
         return int(sum((self.hashes == wish).any() for wish in _hashes_of(wanted)))
@@ -191,17 +179,19 @@ def _hashes_of(words: tuple[str, ...]) -> np.ndarray:
     return np.array([view.hashes[0] if len(view) == 1 else 0 for view in views], np.uint64)
 
 
-# Odd powers of one factor.
-_WEIGHTS = np.full(_WEIGHTED, 0xBF58476D1CE4E5B9, np.uint64)
-_WEIGHTS[0] = 1
-_WEIGHTS = np.cumprod(_WEIGHTS, dtype=np.uint64)
-
-
 @cache
 def _flags_by_code_point() -> np.ndarray:
     """Build the table of flags: uint8 [_CLASSIFIED + 1]; the last one is for every code point above."""
     flags = np.fromiter(map(_flags, range(_CLASSIFIED)), np.uint8, _CLASSIFIED)
     return np.append(flags, np.uint8(NOT_PUNCTUATION))
+
+
+@cache
+def _hashes_by_code_point() -> np.ndarray:
+    """Build the table of random numbers for all characters, 0 for white space: uint64 [0x110000]."""
+    table = random_words(NUM_CODE_POINTS, 17)
+    table[:_CLASSIFIED][_flags_by_code_point()[:-1] == SPACE] = 0
+    return table
 
 
 def _flags(point: int) -> int:

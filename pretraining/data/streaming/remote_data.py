@@ -405,36 +405,15 @@ class Window:
         while self._scanned < self.stop:
             # With every shard in the window, one step ahead finds when each is needed last.
             has_all = len(self.last_needs) == self._num_shards
-            if (has_all and self._scanned >= position + SCANNED_SAMPLES) or not self._scan():
-                break
-
-    def _scan(self) -> bool:
-        """Look at the next samples; False if one of them needs a shard that finds no room."""
-        start = self._scanned
-        samples = np.arange(start, min(start + SCANNED_SAMPLES, self.stop))
-        needed = self.needs.of(samples)
-        # Split and shard in one number: `unique` of plain integers is faster than of rows.
-        numbers, firsts, places = np.unique(
-            (needed[:, 0] << 32) | needed[:, 1], return_index=True, return_inverse=True
-        )
-        keys = [(number >> 32, number & 0xFFFFFFFF) for number in numbers.tolist()]
-        # Samples before `halt` found room. The scan goes on from there when room is free.
-        halt = len(samples)
-        for index in np.argsort(firsts).tolist():
-            key = keys[index]
-            if key in self.last_needs:
-                continue
-            size = self.shard_bytes[key[0]][key[1]]
-            # The first shard is taken in any case: without it the run cannot go on.
-            if self.last_needs and self.num_bytes + size > self.max_bytes:
-                halt = int(firsts[index])
-                break
-            self.last_needs[key] = 0
-            self.num_bytes += size
-        lasts = np.full(len(keys), -1)
-        lasts[places[:halt]] = np.arange(halt)  # of equal places numpy keeps the last
-        for key, last in zip(keys, lasts.tolist(), strict=True):
-            if last >= 0:
-                self.last_needs[key] = start + last
-        self._scanned = start + halt
-        return halt == len(samples)
+            if has_all and self._scanned >= position + SCANNED_SAMPLES:
+                return
+            samples = np.arange(self._scanned, min(self._scanned + SCANNED_SAMPLES, self.stop))
+            for split, number in self.needs.of(samples).tolist():
+                if (key := (split, number)) not in self.last_needs:
+                    size = self.shard_bytes[split][number]
+                    # The first shard is taken in any case: without it the run cannot go on.
+                    if self.last_needs and self.num_bytes + size > self.max_bytes:
+                        return
+                    self.num_bytes += size
+                self.last_needs[key] = self._scanned
+                self._scanned += 1

@@ -32,7 +32,7 @@ import numpy as np
 from pretraining.data.shards import token_dtype
 from pretraining.data.tools.finished import SplitDocuments
 from pretraining.errors import UserError, nearest
-from pretraining.outside.files import COUNT, NAME, read_json_value
+from pretraining.outside.files import COUNT, NAME, object_of, read_json_value
 from pretraining.schema import check
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -307,11 +307,7 @@ _CODECS = {"zstd": "zstd", "gz": "gzip", "bz2": "bz2"}
 """Arrow's names of what a shard is packed with."""
 
 _NAMES = {"type": "array", "items": {"type": "string"}}
-_MDS_FILE = {
-    "type": "object",
-    "required": ["basename", "bytes"],
-    "properties": {"basename": NAME, "bytes": COUNT},
-}
+_MDS_FILE = object_of({"basename": NAME, "bytes": COUNT})
 _MDS_COLUMNS = {"column_names": _NAMES, "column_encodings": _NAMES}
 _MDS_COLUMNS |= {"column_sizes": {"type": "array", "items": {"anyOf": [COUNT, {"type": "null"}]}}}
 _MDS_SHARD = {"format": {"type": "string"}, **_MDS_COLUMNS, "samples": COUNT, "raw_data": _MDS_FILE}
@@ -319,12 +315,8 @@ _MDS_PACKED = {
     "zip_data": {"anyOf": [_MDS_FILE, {"type": "null"}]},
     "compression": {"type": ["string", "null"]},
 }
-_MDS_SHARDS = {"type": "object", "required": [*_MDS_SHARD], "properties": _MDS_SHARD | _MDS_PACKED}
-_MDS = {
-    "type": "object",
-    "required": ["shards", "version"],
-    "properties": {"shards": {"type": "array", "items": _MDS_SHARDS}},
-}
+_MDS_SHARDS = {"type": "array", "items": object_of(_MDS_SHARD, _MDS_PACKED)}
+_MDS = object_of({"shards": _MDS_SHARDS, "version": {}})
 """What an index.json of MDS says that is read here."""
 
 
