@@ -69,6 +69,8 @@ class PackedDataset:
     """With "best_fit", documents near each other first change places, as `BestFit` says. The next token is then that of
     the same document or, if this ends, the first one of the document packed behind it. With "cropped", blocks are those
     of `Cropped`, and so is their number."""
+    prefetcher: Prefetcher | None = None
+    """Moved on by each read, if the shards come from an address."""
 
     def __post_init__(self) -> None:
         # One alone may be given too.
@@ -185,6 +187,9 @@ class PackedDataset:
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, np.ndarray]]:
         """Read a batch, as torch's fetcher asks for it: the order is computed for all indices together."""
+        if self.prefetcher is not None:
+            self.prefetcher.advance(self.first_sample + min(indices))
+            self.splits[0].remote.count_reads(len(indices))
         read = zip(self.block_numbers(indices).tolist(), indices, strict=True)
         return [self.read_block(block, self.first_sample + index) for block, index in read]
 
@@ -243,26 +248,7 @@ def _order_of(split: TokenSplit, recipe: "Recipe", fingerprint: str, source: str
     return GroupedOrder(first_blocks, group_size, seed, fingerprint)
 
 
-class PrefetchedDataset:
-    """The samples of `dataset`, unchanged; each read moves the prefetcher on."""
-
-    def __init__(self, dataset: PackedDataset, prefetcher: Prefetcher):
-        self.dataset, self.prefetcher = dataset, prefetcher
-        self._remote = prefetcher.splits[0].remote
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> dict:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: list[int]) -> list[dict]:
-        self.prefetcher.advance(self.dataset.first_sample + min(indices))
-        self._remote.count_reads(len(indices))
-        return self.dataset.__getitems__(indices)
-
-
-def prefetched(dataset: PackedDataset) -> PackedDataset | PrefetchedDataset:
+def prefetched(dataset: PackedDataset) -> PackedDataset:
     """Prefetch if the shards come from an address; UserError if the cache may not keep what the order needs at once."""
     # Without an order blocks come in sequence (validation).
     if dataset.order is None or not isinstance(dataset.splits[0], StreamedSplit):
@@ -283,4 +269,5 @@ def prefetched(dataset: PackedDataset) -> PackedDataset | PrefetchedDataset:
             f"{sum(needed) / SHARE_OF_CACHE / 1e9 + 0.05:.1f}{smaller}"
         )
     end = dataset.first_sample + len(dataset)
-    return PrefetchedDataset(dataset, Prefetcher(dataset.shard_needs(), dataset.splits, end))
+    dataset.prefetcher = Prefetcher(dataset.shard_needs(), dataset.splits, end)
+    return dataset

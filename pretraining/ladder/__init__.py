@@ -21,11 +21,7 @@ def climb(recipe: str | Path, **options: Any) -> Ladder:
         UserError: what the command says in one line.
     """
     from pretraining.api import words_of
-    from pretraining.ladder.__main__ import folder_of, parse, run
-    from pretraining.recipe.refusals import load_recipe_and_ds_config
+    from pretraining.ladder.__main__ import parse, run
 
-    given = parse([str(recipe), *words_of(options)])
-    target, _ = load_recipe_and_ds_config(given.recipe, given.set, given.deepspeed)
-    folder = folder_of(given, target)
-    run(given, target, folder)
+    _, folder = run(parse([str(recipe), *words_of(options)]))
     return read_ladder(str(folder.absolute()))

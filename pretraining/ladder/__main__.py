@@ -32,7 +32,6 @@ from pretraining.ladder.rungs import Rung, commands_of, costs_of, measured, rung
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.ladder import FILE, read_ladder
 from pretraining.planning.quantities import amount, count, dollars, gpu_count, hours, short
-from pretraining.recipe import Recipe
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.reporting.page import LADDER_SCRIPTS, page_text, write_page
 from pretraining.runtime.durable_files import write_json
@@ -67,17 +66,14 @@ COSTS = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse(arguments)
+    code, _ = run(parse(arguments))
+    return code
+
+
+def run(options: argparse.Namespace) -> tuple[int, Path]:
+    """Plan, train, fit and answer, as far as the options ask for it; returns the exit code and the ladder's folder."""
     target, _ = load_recipe_and_ds_config(options.recipe, options.set, options.deepspeed)
-    return run(options, target, folder_of(options, target))
-
-
-def folder_of(options: argparse.Namespace, target: Recipe) -> Path:
-    return options.output_dir or REPOSITORY / "runs" / f"{target.name}-ladder"
-
-
-def run(options: argparse.Namespace, target: Recipe, folder: Path) -> int:
-    """Plan, train, fit and answer, as far as the options ask for it; returns the exit code."""
+    folder = options.output_dir or REPOSITORY / "runs" / f"{target.name}-ladder"
     code, failures = FINISHED, {}
     if not options.show:
         choices = Choices(**{each.name: getattr(options, each.name) for each in fields(Choices)})
@@ -87,19 +83,19 @@ def run(options: argparse.Namespace, target: Recipe, folder: Path) -> int:
         costs = costs_of(rungs, target, options.gpu and find_gpu(options.gpu), choices.world_size)
         if options.plan:
             print(json.dumps(costs, indent=2) if options.json else _costs_text(costs))
-            return FINISHED
+            return FINISHED, folder
         for member in members:
             write_json(member.recipe.path, member.recipe.to_dict())
         if options.commands:
             print("\n".join(commands_of(rungs, options.launcher)))
-            return FINISHED
+            return FINISHED, folder
         with redirect_stdout(sys.stderr if options.json else sys.stdout):
             print(_costs_text(costs), flush=True)
             code = _start(rungs, folder, options, failures)
         left = [rung for rung in rungs if not rung.is_finished]
         if left and not failures:
             print(f"{len(rungs) - len(left)} of {len(rungs)} runs are finished", file=sys.stderr)
-            return code
+            return code, folder
         points, faults = measured(rungs)
         values = fitted(target, points, [*faults, *(f"{name}: {why}" for name, why in failures.items())])
         write_json(folder / FILE, values)
@@ -123,7 +119,7 @@ def run(options: argparse.Namespace, target: Recipe, folder: Path) -> int:
     if failures:
         name, failure = next(iter(failures.items()))
         raise UserError(f"{len(failures)} of {len(rungs)} runs failed; {name}: {failure}")
-    return code
+    return code, folder
 
 
 def _start(rungs: list[Rung], folder: Path, options: argparse.Namespace, failures: dict[str, str]) -> int:
@@ -200,9 +196,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     modes = [name for name in ("plan", "commands", "show") if getattr(options, name)]
     if len(modes) > 1 or (modes and options.slurm is not None):
-        raise UserError(
-            f"--{modes[0]}: starts nothing; leave out the other of --plan, --commands, --show, --slurm"
-        )
+        what = "starts nothing; leave out the other of --plan, --commands, --show, --slurm"
+        raise UserError(f"--{modes[0]}: {what}")
     return options
 
 

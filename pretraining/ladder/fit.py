@@ -66,11 +66,19 @@ def fit_loss(parameters: Sequence[float], tokens: Sequence[float], losses: Seque
     drawn = fitted + np.random.default_rng(0).choice(wider, (DRAWS, len(wider)))
     draws, _ = _descended(np.tile(best, (DRAWS, 1)), logs, drawn, delta)
     laws = [_as_law(each, middle) for each in draws]
-    without = [_as_law(_optimum(logs[:, kept], target[kept], delta)[0], middle) for kept in _parts(points)]
-    left_out = _error_at_largest(points, logs, target, delta)
-    return LossFit(
-        _as_law(best[0], middle), tuple(laws), tuple(without), noise, left_out, _notes(best[0], draws)
-    )
+    sizes, without, left_out = points[0], [], None
+    shortest = np.array([points[1][sizes == size].min() for size in sizes])
+    smaller = sizes < sizes.max()
+    for kept in (sizes > sizes.min(), smaller, points[1] > shortest):
+        if not _is_enough(points[:, kept]):
+            continue
+        without.append(_as_law(_optimum(logs[:, kept], target[kept], delta)[0], middle))
+        if kept is smaller:
+            foreseen = [without[-1].loss(*place) for place in points[:2, ~kept].T]
+            errors = foreseen / points[2, ~kept] - 1
+            left_out = float(errors[np.abs(errors).argmax()])
+    law, notes = _as_law(best[0], middle), _notes(best[0], draws)
+    return LossFit(law, tuple(laws), tuple(without), noise, left_out, notes)
 
 
 def _log_losses(constants: np.ndarray, logs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -156,34 +164,12 @@ def _as_law(constants: np.ndarray, middle: np.ndarray) -> ParametricLoss:
     alpha, beta = np.exp(constants[3:])
     # a number that JSON can hold, where sizes explain nothing and the exponent has run away
     scales = np.exp(np.minimum([floor, size + alpha * middle[0], length + beta * middle[1]], 600.0))
-    names = dict(
-        zip(("E", "A", "B", "alpha", "beta"), [*scales.tolist(), float(alpha), float(beta)], strict=True)
-    )
-    return ParametricLoss(**names, source="a ladder")
+    return ParametricLoss(*scales.tolist(), float(alpha), float(beta), "a ladder")
 
 
 def _is_enough(points: np.ndarray) -> bool:
     distinct = np.unique(points[:2], axis=1).shape[1]
     return distinct >= FEWEST_POINTS and all(len(np.unique(row)) >= FEWEST for row in points[:2])
-
-
-def _parts(points: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield which points are left without the smallest size, the largest, and each size's shortest runs, if enough."""
-    sizes = points[0]
-    shortest = np.array([points[1][sizes == size].min() for size in sizes])
-    for kept in (sizes > sizes.min(), sizes < sizes.max(), points[1] > shortest):
-        if _is_enough(points[:, kept]):
-            yield kept
-
-
-def _error_at_largest(points: np.ndarray, logs: np.ndarray, target: np.ndarray, delta: float) -> float | None:
-    """Return the largest relative error, at the largest size, of a law that has not seen it."""
-    known = points[0] < points[0].max()
-    if not _is_enough(points[:, known]):
-        return None
-    foreseen, _ = _log_losses(_optimum(logs[:, known], target[known], delta), logs[:, ~known])
-    errors = np.exp(foreseen[0] - target[~known]) - 1
-    return float(errors[np.abs(errors).argmax()])
 
 
 def _notes(best: np.ndarray, draws: list[np.ndarray]) -> tuple[str, ...]:
@@ -238,7 +224,8 @@ def fit_best(
             if found[place] > 0:
                 law = np.zeros(3)
                 law[list(shown[name])] = found[place + 1 : place + 1 + sum(shown[name])] / found[place]
-                yield name, law.tolist()
+                # in digits that do not depend on where in memory the numbers are
+                yield name, law.round(9).tolist()
 
     laws: dict[str, dict] = {name: {"law": law, "draws": []} for name, law in solved(np.ones(count))}
     random = np.random.default_rng(0)
@@ -255,9 +242,9 @@ def best_at(law: dict, parameters: float, tokens: float) -> tuple[float, float, 
     """Return the best rate, or tokens of a step, at a size and tokens, and the ends of its interval."""
     place = np.array([1.0, np.log(parameters), np.log(tokens)])
     value = float(np.exp(place @ law["law"]))
-    low, high = (
-        np.exp(np.quantile(np.array(law["draws"]) @ place, [0.05, 0.95])) if law["draws"] else (0, np.inf)
-    )
+    low, high = 0.0, np.inf
+    if law["draws"]:
+        low, high = np.exp(np.quantile(np.array(law["draws"]) @ place, [0.05, 0.95]))
     return value, min(value, float(low)), max(value, float(high))
 
 
@@ -281,6 +268,5 @@ def fit_score(losses: Sequence[float], scores: Sequence[float]) -> Callable[[flo
     except RuntimeError:  # no end was found
         return None
     explained = 1 - ((score(x, *found) - y) ** 2).sum() / ((y - y.mean()) ** 2).sum()
-    return (
-        (lambda loss: float(score(loss, *found))) if explained >= SIGNAL and found[1] * found[2] > 0 else None
-    )
+    has_signal = explained >= SIGNAL and found[1] * found[2] > 0
+    return (lambda loss: float(score(loss, *found))) if has_signal else None

@@ -3,8 +3,10 @@
 import argparse
 import math
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -90,20 +92,22 @@ def rungs_of(members: Sequence[Member], folder: Path, options: argparse.Namespac
 
 def costs_of(rungs: Sequence[Rung], target: Recipe, gpu: Gpu | None, world_size: int) -> dict[str, Any]:
     """Return {"rows": one a member, "ladder", "target"}, each with FLOPs, and with hours and dollars on a known GPU."""
-    rows: dict[str, dict[str, Any]] = {}
-    for rung in rungs:
-        recipe = rung.member.recipe
-        row = rows.setdefault(rung.member.name, {"name": rung.member.name, "runs": 0, "tokens": rung.tokens})
-        row |= {"parameters": rung.member.parameters, "tokens_per_step": recipe.tokens_per_step}
-        row |= {"learning_rate": recipe.training.learning_rate, "runs": row["runs"] + 1}
-        for key, value in _cost(recipe, rung.steps * recipe.tokens_per_step, gpu, world_size).items():
-            row[key] = _sum([row.get(key, 0.0), value])
-    total = {key: _sum(row[key] for row in rows.values()) for key in ("flops", "hours", "dollars")}
-    return {
-        "rows": [*rows.values()],
-        "ladder": total,
-        "target": _cost(target, target.num_tokens, gpu, world_size),
-    }
+    rows = []
+    # a member's whole run, then its branches
+    for member, group in groupby(rungs, key=attrgetter("member")):
+        runs, recipe = list(group), member.recipe
+        tokens = sum(rung.steps for rung in runs) * recipe.tokens_per_step
+        row = {
+            "name": member.name,
+            "runs": len(runs),
+            "tokens": runs[0].tokens,
+            "parameters": member.parameters,
+        }
+        row |= {"tokens_per_step": recipe.tokens_per_step, "learning_rate": recipe.training.learning_rate}
+        rows.append(row | _cost(recipe, tokens, gpu, world_size))
+    sums = {key: [row[key] for row in rows] for key in ("flops", "hours", "dollars")}
+    ladder = {key: None if None in values else math.fsum(values) for key, values in sums.items()}
+    return {"rows": rows, "ladder": ladder, "target": _cost(target, target.num_tokens, gpu, world_size)}
 
 
 def _cost(recipe: Recipe, tokens: float, gpu: Gpu | None, world_size: int) -> dict[str, float | None]:
@@ -115,11 +119,6 @@ def _cost(recipe: Recipe, tokens: float, gpu: Gpu | None, world_size: int) -> di
     hours = speed and speed.seconds * share / 3600
     prices = [price["dollars"] * share for price in speed.cost.prices] if speed else []
     return {"flops": setup.flops.training * tokens, "hours": hours, "dollars": min(prices, default=None)}
-
-
-def _sum(values: Iterable[float | None]) -> float | None:
-    known = list(values)
-    return None if None in known else math.fsum(known)
 
 
 def commands_of(rungs: Sequence[Rung], launcher: str) -> list[str]:

@@ -121,6 +121,18 @@ def test_pieces_are_a_function_of_the_files_and_change_with_them(tmp_path):
     assert True in same and False in same
 
 
+def test_another_column_of_the_same_rows_is_another_text(tmp_path):
+    """Of files and of a dataset: what is finished of one column is never taken for another; `text` keeps its key."""
+    pq.write_table(pa.table({"text": ["one"], "title": ["two"]}), tmp_path / "rows.parquet")
+    for place in ({"path": str(tmp_path / "rows.parquet")}, {"dataset": str(tmp_path), "split": "train"}):
+        keys = set()
+        for column in ({}, {"text_column": "text"}, {"text_column": "title"}):
+            sources = [{**place, **column}]
+            section = Data.of({"name": "rows", "sources": sources, "tokenizer": "x"})
+            keys.add(tuple(Corpus.of(section, open_sources(section)).keys))
+        assert len(keys) == 2
+
+
 def test_tasks_are_neighbours_of_one_source(tmp_path, monkeypatch):
     """A shard never mixes two sources."""
     monkeypatch.setattr("pretraining.data.corpus.PIECE_BYTES", 2000)
