@@ -65,8 +65,6 @@ def fitted(target: Recipe, points: list[dict], faults: list[str]) -> dict[str, A
     varied = any(not point["base"] for point in points)
     flops = Setup(target, None).flops.training * target.num_tokens
     whole = {"parameters": matmul_parameters(target), "tokens": target.num_tokens, "flops": flops}
-    # the same for every run: bytes of the validation's tokens
-    bits = np.median([point["metrics"]["bits_per_byte"] / point["metrics"]["loss"] for point in base])
     return {
         "name": target.name,
         "recipe": target.to_dict(),
@@ -76,7 +74,6 @@ def fitted(target: Recipe, points: list[dict], faults: list[str]) -> dict[str, A
         "faults": faults,
         "fits": {name: asdict(fit) for name, fit in fits.items()},
         "best": fit_best(grid, values, losses) if varied else {},
-        "bits_per_nat": float(bits),
     }
 
 

@@ -206,26 +206,23 @@ def fit_best(
     cell = np.ravel(cell)
     count = int(cell.max()) + 1
     varies = [len(np.unique(row)) > 1 for row in logs]
-    # [constant, log N, log D] of each law; a slope that the cells do not show is left at 0
-    shown = {"rate": (True, varies[0], varies[1]), "batch": (True, False, varies[1])}
-    axes = [(name, row) for name, row in (("rate", 2), ("batch", 3)) if varies[row]]
     columns, places = [np.eye(count)[cell]], {}
-    for name, row in axes:
-        slopes = np.stack([np.ones_like(target), logs[0], logs[1]])[list(shown[name])]
-        places[name] = sum(part.shape[1] for part in columns)
-        columns.append(np.column_stack([logs[row] ** 2, *(-2 * logs[row] * slopes)]))
+    # what the cells do not show is a column of zeros, for which least squares give 0
+    for name, row, shown in (("rate", 2, (True, *varies[:2])), ("batch", 3, (True, False, varies[1]))):
+        if varies[row]:
+            places[name] = count + 4 * len(places)
+            slopes = np.stack([np.ones_like(target), logs[0], logs[1]]) * np.array(shown)[:, None]
+            columns.append(np.column_stack([logs[row] ** 2, *(-2 * logs[row] * slopes)]))
     matrix = np.hstack(columns)
 
     def solved(weights: np.ndarray) -> Iterator[tuple[str, list[float]]]:
-        """Yield the laws of all cells, each weighted by how often it was drawn."""
+        """Yield the laws [constant, log N, log D] of all cells, each weighted by how often it was drawn."""
         root = np.sqrt(weights[cell])
         found = np.linalg.lstsq(matrix * root[:, None], target * root, rcond=None)[0]
         for name, place in places.items():
             if found[place] > 0:
-                law = np.zeros(3)
-                law[list(shown[name])] = found[place + 1 : place + 1 + sum(shown[name])] / found[place]
                 # in digits that do not depend on where in memory the numbers are
-                yield name, law.round(9).tolist()
+                yield name, (found[place + 1 : place + 4] / found[place]).round(9).tolist()
 
     laws: dict[str, dict] = {name: {"law": law, "draws": []} for name, law in solved(np.ones(count))}
     random = np.random.default_rng(0)
